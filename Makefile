@@ -1,0 +1,49 @@
+# Every target installs what it needs into .venv on first use; `make` alone lists the targets.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# Small models on few cores: threads that fight over them cost more than they give.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint bench reproduce base clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# torch goes first and alone: pip then keeps the build already chosen (CPU or CUDA) when it resolves the rest.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: $(INSTALLED) ## train the demo team on a CPU and draw its curves
+	@n=1; name=demo; while [ -e runs/$$name ]; do n=$$((n + 1)); name=demo-$$n; done; \
+	$(BIN)/palestra train configs/demo.yaml --name $$name && \
+	find "$$PWD/runs/$$name" -name '*.png' -exec printf '\nThe picture: %s\n' {} +
+
+test: lint ## lint, types and the fast tests (CPU)
+	$(BIN)/python -m pytest
+
+test-all: lint ## the same with the slow tests
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(INSTALLED) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED) ## timings: every script of bench/
+	@set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+reproduce: $(INSTALLED) ## remake every number and picture the documents show
+	$(BIN)/python scripts/reproduce.py
+
+base: $(INSTALLED) ## train the tiny base model that ships with palestra
+	$(BIN)/python scripts/make_tiny.py
+
+clean: ## remove caches and build leftovers; runs/ and .venv stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find palestra tests scripts bench -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

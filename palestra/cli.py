@@ -1,0 +1,232 @@
+"""palestra on the command line. Heavy imports wait until a command needs them, so that --help is instant."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
+)
+console = Console()
+
+Settings = Annotated[list[str] | None, typer.Option("--set", help="change a setting: `--set algorithm.k=4`")]
+Root = Annotated[Path, typer.Option(help="the folder that holds runs")]
+
+
+@app.callback()
+def main() -> None:
+    """Train many agents together."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="a YAML config; not needed with --resume")] = None,
+    settings: Settings = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="go on with this run, exactly where its last checkpoint is")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="name of the run (default: the config's)")] = None,
+    root: Root = Path("runs"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check the config, print it resolved, and stop")] = False,
+) -> None:
+    """Train the agents of a config.
+
+    Examples:
+
+        palestra train configs/demo.yaml
+
+        palestra train configs/demo.yaml --set steps=20 --set policies.planner.lr=3e-4
+
+        palestra train --resume runs/demo
+
+    Ctrl-C ends the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
+    """
+    with friendly():
+        _train(config, settings or [], resume, name, root, dry_run)
+
+
+def _train(
+    path: Path | None, settings: list[str], resume: Path | None, name: str | None, root: Path, dry_run: bool
+) -> None:
+    from palestra.config import dump, load, override, parse, validate
+    from palestra.runs import Run
+    from palestra.setup import Config, build
+
+    if (path is None) == (resume is None):
+        raise ValueError("name a config to start a run, or --resume RUN to go on with one")
+    if resume and settings:
+        raise ValueError("--set changes a run that starts; a resumed run goes on as it began. Start a new one instead.")
+    tree = (
+        load(path)
+        if path
+        else parse((resume / "config.yaml").read_text(), str(resume / "config.yaml"))
+        if resume
+        else {}
+    )
+    config = validate(Config, override(tree, settings))
+    if dry_run:
+        build(config)
+        console.print(dump(config), markup=False, highlight=False, end="")
+        return
+    setup = build(config)
+    with (
+        Run.open(resume)
+        if resume
+        else Run.create(root, dump(config), name or config.name, {"seed": config.seed}) as run
+    ):
+        _follow(setup, run, config)
+
+
+def _follow(setup: Any, run: Any, config: Any) -> None:
+    """Trains with a progress bar; draws and prints what was learned."""
+    from palestra.progress import ProgressBar
+    from palestra.reports import learned_table, plot_run
+    from palestra.train import restore, run_training
+
+    start = restore(setup, run)
+    console.print(
+        f"run [bold]{run.path}[/]: {config.env['type']}, {', '.join(setup.learners)} by {config.algorithm.type}"
+    )
+    if start:
+        console.print(f"going on after step {start}")
+    with ProgressBar(setup.steps, start, console) as bar, stop_on_interrupt() as stop:
+        done = run_training(setup, run, bar, stop)
+    if not done:
+        console.print(f"stopped; go on with: palestra train --resume {run.path}")
+        return
+    console.print(learned_table(run.path))
+    console.print(f"curves: {plot_run(run.path)}")
+
+
+class stop_on_interrupt:
+    """Within, the first Ctrl-C only makes the stop function true; the second is a Ctrl-C again."""
+
+    def __enter__(self) -> Callable[[], bool]:
+        self.asked = False
+        self.before = signal.signal(signal.SIGINT, self._note)
+        return lambda: self.asked
+
+    def _note(self, *_: object) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        console.print("stopping after this step (Ctrl-C again: at once)")
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.before)
+
+
+@app.command(name="eval")
+def evaluate(
+    what: Annotated[Path, typer.Argument(help="a run, or a config with frozen policies")],
+    env: Annotated[
+        list[str] | None, typer.Option("--env", help="change the env: `--env split=test`, `--env size=5`")
+    ] = None,
+    seats: Annotated[
+        list[str] | None,
+        typer.Option(help="who plays a seat: `planner=executor`, `planner=runs/x:planner`, `planner=base`"),
+    ] = None,
+    swap: Annotated[bool, typer.Option("--swap", help="let two seats change policies")] = False,
+    episodes: Annotated[int, typer.Option(min=1)] = 300,
+    step: Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="default: as in training")] = None,
+    seed: int = 0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Play held-out instances with the members of a run.
+
+    Examples:
+
+        palestra eval runs/demo --env split=test
+
+        palestra eval runs/demo --swap
+
+        palestra eval runs/demo --seats planner=base --temperature 0
+    """
+    from palestra.evaluate import evaluate_run
+    from palestra.reports import interval
+
+    with friendly():
+        sampling = {} if temperature is None else {"temperature": temperature}
+        options: dict[str, Any] = {"sampling": sampling, "step": step, "seed": seed}
+        who, figures = asyncio.run(
+            evaluate_run(what, pairs(env), pairs(seats), swap=swap, episodes=episodes, **options)
+        )
+    if as_json:
+        print(json.dumps({"seats": who, **figures}))
+        return
+    table = Table(title=f"{what}, {episodes} episodes", title_justify="left", show_header=False)
+    for seat, policy in who.items():
+        table.add_row(seat, policy)
+    table.add_section()
+    table.add_row("success", f"[bold]{interval(figures)}[/]")
+    for key in ("steps_per_episode", "team_return", "failed"):
+        table.add_row(key.replace("_", " "), f"{figures[key]:.2f}")
+    console.print(table)
+
+
+def pairs(settings: list[str] | None) -> dict[str, Any]:
+    """`["size=5"]` -> {"size": 5}."""
+    from palestra.config import override
+
+    return override({}, settings or [])
+
+
+@app.command()
+def runs(root: Root = Path("runs")) -> None:
+    """List the runs in a folder."""
+    from palestra.runs import list_runs
+
+    table = Table("run", "created", "steps", "checkpoint", "last exam")
+    for run in list_runs(root):
+        last = run.evals[-1] if run.evals else None
+        exam = f"{last['name']} {last['success']:.1%}" if last else "-"
+        kept = f"after {run.checkpoint.step + 1}" if run.checkpoint else "-"
+        table.add_row(run.path.name, run.created[:19].replace("T", " "), str(run.steps), kept, exam)
+    console.print(table if table.row_count else f"no runs in {root}/")
+
+
+@app.command()
+def info() -> None:
+    """Show versions, the device, and the envs, bases and algorithms there are."""
+    import torch
+    import transformers
+
+    import palestra
+    from palestra.engine.models import BASES
+    from palestra.envs import BUILT_IN
+
+    table = Table(show_header=False)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({torch.get_num_threads()} threads)"
+    bases = sorted(p.parent.name for p in BASES.glob("*/config.json"))
+    for row in (
+        ("palestra", palestra.__version__),
+        ("torch, transformers", f"{torch.__version__}, {transformers.__version__}"),
+        ("device", device),
+        ("envs", ", ".join(sorted(BUILT_IN)) + ", or module:Class"),
+        ("bases", ", ".join(bases) + ", a local folder, or a hub name"),
+        ("algorithms", "grpo (at: root | turn), sft"),
+        ("policies", "lora, full, frozen, random, scripted, human"),
+    ):
+        table.add_row(*row)
+    console.print(table)
+
+
+class friendly:
+    """Within, a user's mistake is one red line and exit code 2, not a traceback."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, ValueError):
+            Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False)
+            raise typer.Exit(2) from error

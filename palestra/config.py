@@ -1,0 +1,270 @@
+"""YAML in, checked models out, and messages a user can act on when something is wrong.
+
+Schemas stand beside the code they configure; this module only knows how to read, override, check and print a tree.
+YAML is read as version 1.2 has it: `1e-4` is a number; `on`, `no`, `1:30` and `2026-01-31` are text; a key
+stands once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+Tree = dict[str, Any]
+Loc = tuple[int | str, ...]  # where pydantic found an error: field names, keys, indices and union tags
+
+
+class Strict(BaseModel):
+    """The base of every config model: frozen, and a key it does not know is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        protected_namespaces=(),  # `model_path` is a fine name for a setting
+        ser_json_inf_nan="constants",
+    )
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def load(path: str | Path) -> Tree:
+    """The tree of a YAML file; {} for an empty one. Raises ValueError with file and line where it is not one."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read config {path}: {error.strerror}") from error
+    return parse(text, str(path))
+
+
+def parse(text: str, source: str = "config") -> Tree:
+    """The tree of YAML text. Raises ValueError that names `source` and the line."""
+    try:
+        tree = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source}{_where(error)}: {_what(error)}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ValueError(f"{source}: a config is a mapping of keys to values, this is {_kind(tree)}")
+    return tree
+
+
+def override(tree: Tree, settings: Iterable[str]) -> Tree:
+    """A copy of `tree` with settings such as "algorithm.clip=0.3" applied in order; values are YAML.
+
+    Mappings missing on the way are made: `validate` finds the misspelt ones. Raises ValueError where a setting has no
+    `=`, where its value is not YAML, or where its path runs through something that is not a mapping.
+    """
+    tree = _copy(tree)
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise ValueError(f"cannot read the setting {setting!r}: write key=value, for example algorithm.clip=0.3")
+        _place(tree, keys, _value(text, setting), setting)
+    return tree
+
+
+def validate(model: type[M], tree: Tree) -> M:
+    """`tree` as an instance of `model`. Raises one ValueError that lists every fault with its path and, for an unknown
+    key or type, the nearest spelling."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        faults = dict.fromkeys(_fault(model, e) for e in error.errors(include_url=False))
+        lines = list(faults)
+        if len(lines) == 1:
+            raise ValueError(lines[0]) from None
+        raise ValueError("\n".join([f"{len(lines)} faults in the config:", *(f"  {x}" for x in lines)])) from None
+
+
+def dump(config: BaseModel) -> str:
+    """The resolved tree as YAML, defaults written out; `validate(type(config), parse(dump(config)))` gives it back."""
+    tree = config.model_dump(mode="json")
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2 numbers and booleans, and without silently repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes exactly what `_Loader` would otherwise read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
+_INT = re.compile(r"^[-+]?(0|[1-9][0-9]*)$|^0x[0-9a-fA-F]+$")
+_BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
+
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {
+        first: [(tag, regexp) for tag, regexp in pairs if tag.endswith((":null", ":merge"))]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    # PyYAML asks the resolvers of a first letter in order: integers stand first and win over floats.
+    _class.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+
+
+def _where(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    return f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+
+
+def _what(error: yaml.YAMLError) -> str:
+    return getattr(error, "problem", None) or str(error)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "a mapping", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    return "nothing" if value is None else names.get(type(value), f"a {type(value).__name__}")
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _value(text: str, setting: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the value of the setting {setting!r} is not YAML: {_what(error)}") from error
+
+
+def _place(tree: Tree, keys: Sequence[str], value: Any, setting: str) -> None:
+    for depth, key in enumerate(keys[:-1], start=1):
+        below: Any = {} if tree.get(key) is None else tree[key]
+        if not isinstance(below, dict):
+            path = ".".join(keys[:depth])
+            raise ValueError(f"cannot set {setting!r}: {path} is {_kind(below)}, not a mapping; set {path} as a whole")
+        tree[key] = below
+        tree = below
+    tree[keys[-1]] = value
+
+
+def _fault(model: type[BaseModel], error: Any) -> str:
+    """One line for one pydantic error."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        path, owner = _resolve(model, error["loc"][:-1])
+        return _unknown_key(path, str(error["loc"][-1]), _keys(owner))
+    path, _ = _resolve(model, error["loc"])
+    if kind == "union_tag_invalid":
+        return _unknown_type(_join(path, context["discriminator"].strip("'")), context)
+    if kind == "union_tag_not_found":
+        return f"{_join(path, context['discriminator'].strip(chr(39)))} is missing: it picks the variant"
+    if kind == "missing":
+        return f"{path} is missing"
+    if kind == "value_error":
+        return f"{path}: {context['error']}" if path else str(context["error"])
+    return f"{path or 'config'}: {_sentence(error['msg'])}, not {_shown(error['input'])}"
+
+
+def _unknown_key(path: str, key: str, known: Sequence[str]) -> str:
+    return f"unknown key {_join(path, key)}{_nearest(key, known)}" + (f" (keys: {', '.join(known)})" if known else "")
+
+
+def _unknown_type(path: str, context: dict[str, Any]) -> str:
+    known = re.findall(r"'([^']*)'", context["expected_tags"])
+    return f"unknown {path} {context['tag']!r}{_nearest(str(context['tag']), known)} (types: {', '.join(known)})"
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def _sentence(message: str) -> str:
+    return message.removeprefix("Input ").removeprefix("Value error, ").removeprefix("Assertion failed, ")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else _kind(value)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _resolve(annotation: Any, loc: Loc) -> tuple[str, Any]:
+    """The path as the user wrote it, and the annotation that stands there.
+
+    pydantic puts the tag of a union into the location; the walk along the annotations tells a tag from a key.
+    """
+    annotation = _unwrap(annotation)
+    if not loc:
+        return "", annotation
+    variants = _variants(annotation)
+    if variants:
+        chosen = next((v for v in variants if str(loc[0]) in _tags(v)), None)
+        return _resolve(chosen, loc[1:])
+    path, end = _resolve(_child(annotation, loc[0]), loc[1:])
+    here = f"[{loc[0]}]" if isinstance(loc[0], int) else str(loc[0])
+    return here + (path if path.startswith("[") or not path else f".{path}"), end
+
+
+def _unwrap(annotation: Any) -> Any:
+    """Without Annotated, and without the None of an optional."""
+    if get_origin(annotation) is Annotated:
+        return _unwrap(get_args(annotation)[0])
+    options = _options(annotation)
+    return _unwrap(options[0]) if len(options) == 1 else annotation
+
+
+def _options(annotation: Any) -> list[Any]:
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return [option for option in get_args(annotation) if option is not type(None)] if is_union else []
+
+
+def _variants(annotation: Any) -> list[Any]:
+    return [_unwrap(option) for option in _options(annotation)]
+
+
+def _tags(variant: Any) -> set[str]:
+    """What pydantic may call this variant in a location: a literal of one of its fields, or its type's name."""
+    names = {getattr(variant, "__name__", str(variant))}
+    for field in _fields(variant).values():
+        if get_origin(field.annotation) is Literal:
+            names |= {str(value) for value in get_args(field.annotation)}
+    return names
+
+
+def _child(annotation: Any, key: int | str) -> Any:
+    """The annotation of a model's field, of a mapping's values or of a list's items; Any where it is none of these."""
+    if key in _fields(annotation):
+        return _fields(annotation)[str(key)].annotation
+    arguments = get_args(annotation)
+    return arguments[-1] if arguments and arguments[-1] is not Ellipsis else arguments[0] if arguments else Any
+
+
+def _fields(annotation: Any) -> dict[str, Any]:
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return {field.alias or name: field for name, field in annotation.model_fields.items()} if is_model else {}
+
+
+def _keys(annotation: Any) -> list[str]:
+    return list(_fields(annotation))

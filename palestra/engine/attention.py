@@ -1,0 +1,134 @@
+"""Attention over token trees: what siblings share is computed once, in the forward and in the backward pass.
+
+`plant` lays many sequences out as a forest: sorted, each one adds only the tokens after the longest prefix it has in
+common with the one before it. K answers to one prompt thus cost one prompt and K answers; the turns of a conversation,
+or a whole episode tree, cost their distinct tokens. The new tokens of one sequence are a *segment*: its queries attend
+to the chain of tokens from the root to themselves, in which the i-th key stands at position i, so the causal mask is a
+comparison of positions.
+
+Shapes: `S` tokens of the flat row, `N` segments of a bucket, `Q` queries and `K` keys of the longest segment in it,
+`H` heads, `D` head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+WASTE = 1.5  # a bucket of segments may compute this many times the query-key pairs it needs
+
+
+@dataclass
+class Forest:
+    """Sequences laid out as a forest. `paths[i]` are the flat indices of sequence i's tokens, root first."""
+
+    ids_S: np.ndarray
+    positions_S: np.ndarray
+    paths: list[np.ndarray]
+    segments: list[tuple[int, np.ndarray]]  # (first position computed anew, path)
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def plant(sequences: Sequence[np.ndarray]) -> Forest:
+    """The forest of `sequences` (token ids, length ≥ 1), sharing every common prefix of sorted neighbours."""
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    paths: list[np.ndarray] = [np.zeros(0, np.int64)] * len(sequences)
+    segments = []
+    last_ids, last_path, size = np.zeros(0, np.int64), np.zeros(0, np.int64), 0
+    for i in order:
+        sequence = sequences[i]
+        cut = common_prefix(last_ids, sequence)
+        new = len(sequence) - cut
+        path = np.concatenate([last_path[:cut], np.arange(size, size + new)])
+        if new:
+            ids.append(sequence[cut:])
+            positions.append(np.arange(cut, len(sequence)))
+            segments.append((cut, path))
+        paths[i], last_ids, last_path, size = path, sequence, path, size + new
+    return Forest(np.concatenate(ids), np.concatenate(positions), paths, segments)
+
+
+@dataclass
+class Bucket:
+    """Segments of similar shape, padded to one: flat indices of queries `[N*Q]` and keys `[N*K]`, and who sees whom."""
+
+    queries: Tensor
+    keys: Tensor
+    mask_N1QK: Tensor
+    shape: tuple[int, int, int]
+
+
+class TreeLayout:
+    """Attention of a forest. Built once for a forest, used by every layer."""
+
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        self.buckets = [_bucket(part, device) for part in _similar(forest.segments)]
+        # where each flat token's output stands among the padded outputs of all buckets
+        back = np.zeros(len(forest.ids_S), np.int64)
+        offset = 0
+        for part, bucket in zip(_similar(forest.segments), self.buckets, strict=True):
+            n, q, _ = bucket.shape
+            for row, (cut, path) in enumerate(part):
+                back[path[cut:]] = offset + row * q + np.arange(len(path) - cut)
+            offset += n * q
+        self.back_S = torch.as_tensor(back, device=device)
+
+    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+        q, k, v = (t.transpose(0, 1).flatten(1) for t in (q_HSD, k_HSD, v_HSD))  # [S, H*D]: rows to gather
+        out = torch.cat([self._bucket(b, q, k, v, q_HSD.shape[0], k_HSD.shape[0], scale) for b in self.buckets])
+        return out.index_select(0, self.back_S).view(q_HSD.shape[1], q_HSD.shape[0], -1)
+
+    def _bucket(self, b: Bucket, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float) -> Tensor:
+        n, nq, nk = b.shape
+        q = q.index_select(0, b.queries).view(n, nq, heads, -1).transpose(1, 2)
+        k = k.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
+        v = v.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=b.mask_N1QK, scale=scale, enable_gqa=heads != kv_heads)
+        return out.transpose(1, 2).reshape(n * nq, -1)
+
+
+def _similar(segments: list[tuple[int, np.ndarray]]) -> Iterator[list[tuple[int, np.ndarray]]]:
+    """Segments in runs of similar shape, so that padding them to one shape wastes little."""
+    part: list[tuple[int, np.ndarray]] = []
+    need = queries = keys = 0
+    for cut, path in sorted(segments, key=lambda s: (len(s[1]) - s[0], len(s[1]))):
+        q, k = len(path) - cut, len(path)
+        wide, deep = max(queries, q), max(keys, k)
+        if part and wide * deep * (len(part) + 1) > WASTE * (need + q * k):
+            yield part
+            part, need, wide, deep = [], 0, q, k
+        part.append((cut, path))
+        need, queries, keys = need + q * k, wide, deep
+    if part:
+        yield part
+
+
+def _bucket(part: list[tuple[int, np.ndarray]], device: torch.device) -> Bucket:
+    n = len(part)
+    nq = max(len(path) - cut for cut, path in part)
+    nk = max(len(path) for _, path in part)
+    queries, keys = np.zeros((n, nq), np.int64), np.zeros((n, nk), np.int64)
+    positions = np.zeros((n, nq), np.int64)  # a padded query sees key 0, so that its softmax is defined
+    for row, (cut, path) in enumerate(part):
+        new = path[cut:]
+        queries[row, : len(new)], keys[row, : len(path)] = new, path
+        positions[row, : len(new)] = np.arange(cut, len(path))
+    seen = np.arange(nk)[None, None, :] <= positions[:, :, None]
+    return Bucket(
+        queries=torch.as_tensor(queries.ravel(), device=device),
+        keys=torch.as_tensor(keys.ravel(), device=device),
+        mask_N1QK=torch.as_tensor(seen, device=device)[:, None],
+        shape=(n, nq, nk),
+    )

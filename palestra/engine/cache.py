@@ -1,0 +1,163 @@
+"""Keys and values of what is being sampled: a prompt once per group of siblings, answers per sibling.
+
+A group is one prompt with its K answers. Its prompt lies once in `prefix`, each answer in `suffix`; a decoding query
+attends to both. Slots are kept dense: when a group ends, the last one moves into its place.
+
+Shapes: `L` layers, `G` group slots, `K` siblings, `P` prompt positions, `T` answer positions, `R` live rows (siblings
+still sampling), `N` groups of a prefill, `Q` new prompt tokens, `h` key-value heads, `H` query heads, `D` head width.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Cache:
+    """Growing buffers `prefix [L, 2, G, h, P, D]` and `suffix [L, 2, G, K, h, T, D]`."""
+
+    def __init__(self, layers: int, kv_heads: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.prefix = torch.zeros(layers, 2, 0, kv_heads, 0, width, device=device, dtype=dtype)
+        self.suffix = torch.zeros(layers, 2, 0, 0, kv_heads, 0, width, device=device, dtype=dtype)
+
+    def reserve(self, groups: int, siblings: int, prompt: int, answer: int) -> None:
+        """Makes room, keeping what is there. Sizes grow by doubling, so that copies are few."""
+        layers, _, g, h, p, d = self.prefix.shape
+        _, _, _, k, _, t, _ = self.suffix.shape
+        if groups > g or prompt > p:
+            self.prefix = _grown(self.prefix, (layers, 2, _up(groups, g), h, _up(prompt, p), d))
+        if groups > self.suffix.shape[2] or siblings > k or answer > t:
+            slots = max(self.prefix.shape[2], self.suffix.shape[2])
+            self.suffix = _grown(self.suffix, (layers, 2, slots, max(siblings, k), h, _up(answer, t), d))
+
+    def shrink(self, siblings: int) -> None:
+        """Drops the answers' buffer of an empty cache where it is not made for this number of siblings."""
+        if self.suffix.shape[3] != siblings:
+            self.suffix = self.suffix.new_zeros((*self.suffix.shape[:2], 0, 0, *self.suffix.shape[4:]))
+
+    def move(self, source: int, target: int, prompt: int, answer: int) -> None:
+        """Moves a group of `prompt` and `answer` positions to another slot."""
+        self.prefix[:, :, target, :, :prompt] = self.prefix[:, :, source, :, :prompt]
+        self.suffix[:, :, target, ..., :answer, :] = self.suffix[:, :, source, ..., :answer, :]
+
+    def row(self, slot: int, sibling: int, prompt: int, answer: int) -> Tensor:
+        """A copy of one sibling's keys and values, prompt then answer: [L, 2, h, prompt + answer, D]."""
+        parts = [self.prefix[:, :, slot, :, :prompt], self.suffix[:, :, slot, sibling, :, :answer]]
+        return torch.cat(parts, dim=-2)
+
+
+def _up(need: int, have: int) -> int:
+    return have if need <= have else max(need, min(2 * have, have + 1024))
+
+
+def _grown(old: Tensor, shape: tuple[int, ...]) -> Tensor:
+    new = old.new_zeros(shape)
+    new[tuple(slice(n) for n in old.shape)] = old
+    return new
+
+
+class PrefillLayout:
+    """New prompt tokens, written to their slots, attend to all earlier ones there (some may have been reused)."""
+
+    def __init__(self, cache: Cache, slots_N: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray) -> None:
+        self.cache, device = cache, cache.prefix.device
+        new_N = lengths_N - starts_N
+        n, q = len(slots_N), int(new_N.max())
+        self.n, self.q, self.p = n, q, int(lengths_N.max())
+        row_S = np.repeat(np.arange(n), new_N)
+        column_S = np.concatenate([np.arange(m) for m in new_N])
+        self.positions = torch.as_tensor(starts_N[row_S] + column_S, device=device)
+        self.slot_S = torch.as_tensor(slots_N[row_S], device=device)
+        self.slots_N = torch.as_tensor(slots_N, device=device)
+        self.last_N = torch.as_tensor(np.cumsum(new_N) - 1, device=device)
+        gather = np.zeros((n, q), np.int64)
+        gather[row_S, column_S] = np.arange(len(row_S))
+        self.gather = torch.as_tensor(gather.ravel(), device=device)
+        self.back_S = torch.as_tensor(row_S * q + column_S, device=device)
+        sees = np.arange(self.p)[None, None] <= (starts_N[:, None] + np.arange(q))[:, :, None]
+        self.mask_N1QP = torch.as_tensor(sees, device=device)[:, None]
+
+    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+        kv = self.cache.prefix[layer]
+        kv[0][self.slot_S, :, self.positions] = k_HSD.transpose(0, 1)
+        kv[1][self.slot_S, :, self.positions] = v_HSD.transpose(0, 1)
+        q = q_HSD[:, self.gather].view(q_HSD.shape[0], self.n, self.q, -1).transpose(0, 1)
+        k, v = kv[0, :, :, : self.p][self.slots_N], kv[1, :, :, : self.p][self.slots_N]
+        gqa = q_HSD.shape[0] != k_HSD.shape[0]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask_N1QP, scale=scale, enable_gqa=gqa)
+        return out.transpose(1, 2).flatten(0, 1)[self.back_S]
+
+
+class DecodeLayout:
+    """One new token per live row: written to the row's answer, it attends to the shared prompt and its own answer."""
+
+    def __init__(
+        self, cache: Cache, slot_R: np.ndarray, sibling_R: np.ndarray, prompt_G: np.ndarray, answer_G: np.ndarray
+    ) -> None:
+        """`prompt_G` and `answer_G` are the lengths in each slot; the new token is the answer's last."""
+        self.cache, device = cache, cache.prefix.device
+        self.g, self.k = len(prompt_G), cache.suffix.shape[3]
+        self.p, self.t = int(prompt_G.max()), int(answer_G.max())
+        self.slot_R = torch.as_tensor(slot_R, device=device)
+        self.sibling_R = torch.as_tensor(sibling_R, device=device)
+        self.at_R = torch.as_tensor(answer_G[slot_R] - 1, device=device)
+        hide_GP = np.where(np.arange(self.p)[None] < prompt_G[:, None], 0.0, -np.inf)
+        hide_GT = np.where(np.arange(self.t)[None] < answer_G[:, None], 0.0, -np.inf)
+        hide = torch.as_tensor(np.concatenate([hide_GP, hide_GT], 1), device=device, dtype=cache.prefix.dtype)
+        self.hide_G11S = hide[:, None, None]
+
+    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+        (heads, rows, width), h = q_HSD.shape, k_HSD.shape[0]
+        g, k, rep = self.g, self.k, heads // h
+        suffix, prefix = self.cache.suffix[layer], self.cache.prefix[layer, :, :g]
+        suffix[0][self.slot_R, self.sibling_R, :, self.at_R] = k_HSD.transpose(0, 1)
+        suffix[1][self.slot_R, self.sibling_R, :, self.at_R] = v_HSD.transpose(0, 1)
+        q = q_HSD.new_zeros(g, h, k, rep, width)  # finished siblings leave holes
+        q[self.slot_R, :, self.sibling_R] = q_HSD.transpose(0, 1).reshape(rows, h, rep, width) * scale
+        own_k, own_v = (s[:g, ..., : self.t, :].transpose(1, 2) for s in suffix)  # [G, h, K, T, D]
+        shared = q.view(g, h, k * rep, width) @ prefix[0, :, :, : self.p].transpose(-1, -2)
+        own = (q @ own_k.transpose(-1, -2)).view(g, h, k * rep, -1)
+        weight = torch.softmax(torch.cat([shared, own], -1) + self.hide_G11S, -1)
+        out = weight[..., : self.p] @ prefix[1, :, :, : self.p]
+        out = out.view(g, h, k, rep, width) + weight[..., self.p :].view(g, h, k, rep, -1) @ own_v
+        return out[self.slot_R, :, self.sibling_R].reshape(rows, heads, width)
+
+
+class PrefixStore:
+    """Keys and values of finished conversations, so that a later turn computes only its new tokens.
+
+    Least recently used ones are dropped beyond `capacity` tokens. `owner` is the snapshot that computed them: the same
+    tokens under another adapter are other keys and values.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.tokens = capacity, 0
+        self._entries: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
+
+    def put(self, owner: int, ids: np.ndarray, kv_L2hTD: Tensor) -> None:
+        key = (owner, ids.astype(np.int64).tobytes())
+        if key in self._entries or len(ids) > self.capacity:
+            return
+        self._entries[key] = kv_L2hTD
+        self.tokens += len(ids)
+        while self.tokens > self.capacity:
+            _, dropped = self._entries.popitem(last=False)
+            self.tokens -= dropped.shape[-2]
+
+    def longest(self, owner: int, ids: np.ndarray) -> Tensor | None:
+        """Keys and values of the longest stored proper prefix of `ids`, or None."""
+        raw = ids.astype(np.int64).tobytes()
+        for length in sorted({kv.shape[-2] for kv in self._entries.values()}, reverse=True):
+            key = (owner, raw[: 8 * length])
+            if length < len(ids) and key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key]
+        return None
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self.tokens = 0

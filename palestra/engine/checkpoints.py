@@ -1,0 +1,143 @@
+"""Adapters on disk: PEFT's format, so that `peft`, vLLM and others load them as they are.
+
+A folder with `adapter_config.json` and `adapter_model.safetensors`. The optimizer's state lies beside them in
+`optimizer.safetensors` where it was asked for; other readers ignore it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine
+from palestra.engine.trainer import Trainer
+
+PREFIX = "base_model.model."
+
+
+def save_adapter(folder: Path, adapter: Adapter, base: str) -> None:
+    """Writes `adapter` to `folder` in PEFT's format. `base` is the name or path of its base model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, (a, b) in adapter.weights.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.config.rank,
+        "lora_alpha": adapter.config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted(adapter.weights),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+def load_adapter(folder: Path, engine: Engine) -> Adapter:
+    """The adapter that PEFT or palestra wrote to `folder`. Raises ValueError for what does not fit the base."""
+    if not (folder / "adapter_config.json").exists():
+        raise ValueError(f"no adapter at {folder}: it holds no adapter_config.json. Name a checkpoint's policy folder.")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    _check_plain(config, folder)
+    pairs = _pairs(load_file(folder / "adapter_model.safetensors"))
+    missing = sorted(set(pairs) - set(engine.linears))
+    if missing:
+        raise ValueError(f"the adapter at {folder} has weights for {missing[0]}, which {engine.name} has not.")
+    targets = list(pairs)
+    adapter = Adapter(engine.linears, LoraConfig(rank=config["r"], alpha=config["lora_alpha"], targets=targets), seed=0)
+    for name, pair in pairs.items():
+        _copy(name, adapter.weights[name], pair)
+    return adapter
+
+
+def _check_plain(config: dict[str, Any], folder: Path) -> None:
+    unusual = [
+        k for k in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if config.get(k)
+    ]
+    if config.get("peft_type") != "LORA" or unusual or config.get("bias", "none") != "none":
+        raise ValueError(
+            f"the adapter at {folder} is not plain LoRA ({', '.join(unusual) or config.get('peft_type')}). "
+            "Train one without these options, or merge it into its base with peft."
+        )
+
+
+def _pairs(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    names = [key[len(PREFIX) : -len(".lora_A.weight")] for key in tensors if key.endswith(".lora_A.weight")]
+    return {n: (tensors[f"{PREFIX}{n}.lora_A.weight"], tensors[f"{PREFIX}{n}.lora_B.weight"]) for n in names}
+
+
+def _copy(name: str, into: tuple[Tensor, Tensor], source: tuple[Tensor, Tensor]) -> None:
+    for ours, theirs in zip(into, source, strict=True):
+        if ours.shape != theirs.shape:
+            raise ValueError(f"{name}: weights of shape {tuple(theirs.shape)} do not fit {tuple(ours.shape)}")
+        with torch.no_grad():
+            ours.copy_(theirs)
+
+
+def save_trainer(folder: Path, trainer: Trainer) -> None:
+    """Writes what `trainer` trains (adapter or full model) and its optimizer; `load_trainer` goes on exactly there."""
+    if trainer.adapter:
+        save_adapter(folder, trainer.adapter, trainer.engine.name)
+    else:
+        trainer.engine.model.save_pretrained(folder)
+        trainer.engine.tokenizer.save_pretrained(folder)
+    state = trainer.optimizer.state_dict()["state"]
+    tensors = {f"{i}.{key}": value.cpu().contiguous() for i, slots in state.items() for key, value in slots.items()}
+    save_file(tensors, folder / "optimizer.safetensors", metadata={"steps": str(trainer.steps)})
+
+
+def load_trainer(folder: Path, trainer: Trainer) -> None:
+    """Restores weights and optimizer from `folder` into a trainer of the same shape."""
+    if trainer.adapter:
+        saved = load_adapter(folder, trainer.engine)
+        if list(saved.weights) != list(trainer.adapter.weights) or saved.config.rank != trainer.adapter.config.rank:
+            raise ValueError(f"the adapter at {folder} has another rank or other targets than the config asks for.")
+        for name, pair in saved.weights.items():
+            _copy(name, trainer.adapter.weights[name], pair)
+    else:
+        load_full(folder, trainer.engine)
+    _load_optimizer(folder / "optimizer.safetensors", trainer)
+
+
+def load_full(folder: Path, engine: Engine) -> None:
+    """Full weights from `folder` into the engine's model, strictly: a missing weight is an error."""
+    tensors = load_file(folder / "model.safetensors")
+    own = engine.model.state_dict()
+    tied = (
+        set(getattr(engine.model, "_tied_weights_keys", None) or ())
+        if engine.model.config.tie_word_embeddings
+        else set()
+    )
+    missing = sorted(set(own) - set(tensors) - tied)
+    if missing or set(tensors) - set(own):
+        raise ValueError(
+            f"the weights at {folder} are not of this model: {(missing or sorted(set(tensors) - set(own)))[0]}"
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def _load_optimizer(path: Path, trainer: Trainer) -> None:
+    if not path.exists():
+        return
+    with safe_open(path, framework="pt") as file:
+        trainer.steps = int(file.metadata()["steps"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        index, slot = key.split(".", 1)
+        state.setdefault(int(index), {})[slot] = value
+    groups = trainer.optimizer.state_dict()["param_groups"]
+    trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})

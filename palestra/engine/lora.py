@@ -1,0 +1,174 @@
+"""Low-rank adapters on one resident base (Hu et al., 2021): independent in training, stacked in sampling.
+
+An `Adapter` is what a learner trains: for each target linear layer a pair `A [rank, in]`, `B [out, rank]`, adding
+`(alpha / rank) * B A x`. A `Snapshot` is a frozen copy that samplers read: agent A's sampler does not move while A
+trains on. Rows of several snapshots, and of the bare base, share one forward pass through a `Stacked` route.
+
+Shapes: `R` rows of the flat row, `n` adapters, `r` the largest rank among them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from palestra.config import Strict
+
+_ids = itertools.count(1)
+Weights = dict[str, tuple[Tensor, Tensor]]
+
+
+class LoraConfig(Strict):
+    """Rank and scale of an adapter, and the linear layers it sits on: "all-linear" or suffixes such as "q_proj"."""
+
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    targets: str | list[str] = "all-linear"
+
+
+class Adapter:
+    """Trainable low-rank weights for some linear layers of a base. B starts at zero, so it starts as the base."""
+
+    def __init__(self, linears: dict[str, nn.Linear], config: LoraConfig, *, seed: int) -> None:
+        self.config = config
+        generator = torch.Generator().manual_seed(seed)
+        self.weights: Weights = {}
+        for name in target_names(linears, config.targets):
+            base = linears[name].weight
+            bound = 1 / math.sqrt(base.shape[1])  # kaiming_uniform with a = sqrt(5), as PEFT starts A
+            a = torch.empty(config.rank, base.shape[1]).uniform_(-bound, bound, generator=generator)
+            b = torch.zeros(base.shape[0], config.rank)
+            self.weights[name] = (_leaf(a, base.device), _leaf(b, base.device))
+
+    @property
+    def scale(self) -> float:
+        return self.config.alpha / self.config.rank
+
+    def parameters(self) -> list[Tensor]:
+        return [w for pair in self.weights.values() for w in pair]
+
+    def snapshot(self, name: str = "", dtype: torch.dtype = torch.float32) -> Snapshot:
+        return Snapshot({k: (a.to(dtype), b.to(dtype)) for k, (a, b) in self.weights.items()}, self.scale, name)
+
+
+class Snapshot:
+    """An immutable copy of an adapter's weights, the scale folded into B.
+
+    `id` tells snapshots apart for the caches; `name` orders the rows of a batch, so that a resumed run lays its batches
+    out as the uninterrupted one does.
+    """
+
+    def __init__(self, weights: Weights, scale: float, name: str = "") -> None:
+        self.id, self.name = next(_ids), name
+        self.weights = {k: (a.detach().clone(), b.detach() * scale) for k, (a, b) in weights.items()}
+
+    @property
+    def rank(self) -> int:
+        return max(a.shape[0] for a, _ in self.weights.values())
+
+
+class Single:
+    """The route of a training pass: every row uses one adapter, and gradients flow into it."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+
+    def add(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        pair = self.adapter.weights.get(name)
+        if pair is None:
+            return y
+        a, b = (w.to(x.dtype) for w in pair)
+        return torch.add(y, F.linear(F.linear(x, a), b), alpha=self.adapter.scale)
+
+
+class Stacked:
+    """The route of a sampling pass: rows `[start, stop)` use snapshot i, rows beyond the last use the bare base.
+
+    One snapshot is two plain products. Several are two batched products over equal blocks of rows (padded where the
+    blocks differ), so that 16 adapters cost as many kernel calls as one.
+    """
+
+    def __init__(self, stack: Stack, counts: Sequence[int]) -> None:
+        self.stack, self.counts = stack, list(counts)
+        self.rows, self.width = sum(counts), max(counts, default=0)
+        self.even = all(c == self.width for c in counts)
+        self._index = None if self.even else self._padding()
+
+    def _padding(self) -> tuple[Tensor, Tensor]:
+        """Row of each padded place, and padded place of each row."""
+        device, rows, places, start = self.stack.device, [], [], 0
+        for i, count in enumerate(self.counts):
+            rows += [start + min(j, count - 1) for j in range(self.width)]
+            places += [i * self.width + j for j in range(count)]
+            start += count
+        return torch.tensor(rows, device=device), torch.tensor(places, device=device)
+
+    def add(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        pair = self.stack.pair(name)
+        if pair is None or not self.rows:
+            return y
+        a_nir, b_nro = pair
+        x, out = x.flatten(0, -2), y.flatten(0, -2)
+        if len(self.counts) == 1:
+            out[: self.rows].addmm_(x[: self.rows] @ a_nir[0], b_nro[0])
+            return y
+        blocks = x[: self.rows] if self._index is None else x.index_select(0, self._index[0])
+        blocks = blocks.view(len(self.counts), self.width, -1)
+        delta = torch.bmm(torch.bmm(blocks, a_nir), b_nro).flatten(0, 1)
+        out[: self.rows] += delta if self._index is None else delta.index_select(0, self._index[1])
+        return y
+
+
+class Stack:
+    """Several snapshots side by side: per linear layer `A [n, in, r]` and `B [n, r, out]`, zero where one has no
+    weights or a smaller rank."""
+
+    def __init__(self, snapshots: Sequence[Snapshot], linears: dict[str, nn.Linear]) -> None:
+        self.snapshots, self.linears = list(snapshots), linears
+        self.device = next(iter(linears.values())).weight.device
+        self._pairs: dict[str, tuple[Tensor, Tensor] | None] = {}
+
+    def pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        if name not in self._pairs:
+            self._pairs[name] = self._build(name)
+        return self._pairs[name]
+
+    def _build(self, name: str) -> tuple[Tensor, Tensor] | None:
+        pairs = [s.weights.get(name) for s in self.snapshots]
+        ranks = [p[0].shape[0] for p in pairs if p]
+        if not ranks:
+            return None
+        base = self.linears[name].weight
+        a = base.new_zeros(len(pairs), base.shape[1], max(ranks))
+        b = base.new_zeros(len(pairs), max(ranks), base.shape[0])
+        for i, pair in enumerate(pairs):
+            if pair:
+                a[i, :, : pair[0].shape[0]], b[i, : pair[0].shape[0]] = pair[0].T, pair[1].T
+        return a, b
+
+
+def target_names(linears: Iterable[str], targets: str | list[str]) -> list[str]:
+    """The linear layers that `targets` means, in model order. Raises ValueError for a target that matches none."""
+    names = list(linears)
+    if targets == "all-linear":
+        return names
+    wanted = [targets] if isinstance(targets, str) else targets
+    for target in wanted:
+        if not any(_matches(name, target) for name in names):
+            kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
+            raise ValueError(f"LoRA target {target!r} matches no linear layer. Use all-linear or some of {kinds}.")
+    return [name for name in names if any(_matches(name, target) for target in wanted)]
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def _leaf(weight: Tensor, device: torch.device) -> Tensor:
+    return weight.to(device).requires_grad_()

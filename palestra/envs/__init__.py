@@ -1,0 +1,88 @@
+"""Envs by name: the built-in ones, those that installed packages offer, or any class as "module:Class".
+
+An env is configured by the keyword arguments of its `__init__`: their names, types and defaults are the schema.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from palestra.envs.base import Env, check_env
+
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "Env", "check_env", "env_class", "env_options", "make_env"]
+
+ENTRY_POINTS = "palestra.envs"
+BUILT_IN: dict[str, str] = {
+    "plan_path": "palestra.envs.text.plan_path:PlanPath",
+    "sokoban": "palestra.envs.text.sokoban:Sokoban",
+}
+
+
+def make_env(type: str, **options: Any) -> Env:
+    """A new env: `make_env("sokoban", size=4)`. Raises ValueError for an unknown name or option, with the nearest."""
+    cls = env_class(type)
+    return cls(**env_options(cls, options))
+
+
+def env_class(type: str) -> type[Env]:
+    """The class that a name stands for: built in, an entry point of group "palestra.envs", or "module:Class"."""
+    offered = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    path = (offered | BUILT_IN).get(type, type)
+    if ":" not in path:
+        known = sorted(offered | BUILT_IN)
+        raise ValueError(f'unknown env "{type}"{_nearest(type, known)}; known: {", ".join(known)}, or "module:Class"')
+    module, _, name = path.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f'env "{type}" cannot be loaded from {path}: {error}') from error
+    if not (inspect.isclass(cls) and issubclass(cls, Env)):
+        raise ValueError(f'env "{type}" is {path}, which is not a subclass of palestra.envs.Env')
+    return cls
+
+
+def env_options(cls: type[Env], options: dict[str, Any]) -> dict[str, Any]:
+    """`options` checked and coerced against the keyword arguments of `cls.__init__`; defaults are left out.
+
+    Raises ValueError naming every unknown or ill-typed option, an unknown one with the nearest spelling.
+    """
+    model = _schema(cls)
+    try:
+        valid = model(**options)
+    except ValidationError as error:
+        lines = [_complaint(cls, model, detail["loc"], detail["type"], detail["msg"]) for detail in error.errors()]
+        raise ValueError("; ".join(lines)) from error
+    return {name: getattr(valid, name) for name in valid.model_fields_set}
+
+
+@lru_cache(maxsize=None)
+def _schema(cls: type[Env]) -> type[BaseModel]:
+    parameters = list(inspect.signature(cls).parameters.values())
+    hints = get_type_hints(cls.__init__, include_extras=True)
+    free = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    fields: dict[str, Any] = {
+        p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    config = ConfigDict(extra="allow" if free else "forbid", arbitrary_types_allowed=True)
+    return create_model(f"{cls.__name__}Options", __config__=config, **fields)
+
+
+def _complaint(cls: type[Env], model: type[BaseModel], where: tuple[int | str, ...], kind: str, message: str) -> str:
+    name, env, known = str(where[0]), cls.name or cls.__name__, list(model.model_fields)
+    if kind == "extra_forbidden":
+        return f'env "{env}" has no option "{name}"{_nearest(name, known)}; options: {", ".join(known)}'
+    return f'option "{name}" of env "{env}": {message[0].lower()}{message[1:]}'
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f'; did you mean "{close[0]}"?' if close else ""

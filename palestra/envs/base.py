@@ -1,0 +1,202 @@
+"""What an env is, and the check that proves one keeps the contract.
+
+An env is a deterministic function of its seed and the actions. It names seats; who plays them is the run's business.
+Write one by subclassing `Env` (three methods); `check_env` then says whether it can be trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from palestra.types import Seat, Step
+
+
+class Env(ABC):
+    """A game or task for one or more seats.
+
+    `seats` lists every seat that may act. `roles` tells each seat, in words, what it is there for (a language policy
+    puts it in the system message). `blocking = True` moves `step` to a thread, for envs that wait on something slow.
+    Methods may also be coroutines.
+    """
+
+    name: ClassVar[str] = ""
+    blocking: ClassVar[bool] = False
+    seats: tuple[Seat, ...]
+    roles: Mapping[Seat, str] = {}
+
+    @abstractmethod
+    def reset(self, seed: int) -> Step:
+        """The first step of the instance that `seed` names: equal seeds give equal instances, on any machine."""
+
+    @abstractmethod
+    def step(self, actions: dict[Seat, Any]) -> Step:
+        """Play one joint step: an action for exactly the seats last observed. A bad action is the agent's mistake and
+        costs reward; it never raises."""
+
+    def fork(self) -> Self:
+        """An independent copy of the game as it stands."""
+        return copy.deepcopy(self)
+
+    def close(self) -> None:
+        """Release what the env holds."""
+
+
+# ---- the conformance check
+
+Act = Callable[[Seat, Any, random.Random], Any]
+WORDS = ("up", "down", "left", "right", "yes", "no", "0", "1", "2", "a", "b", "####", "hello", "r1 c1")
+BAD_ACTIONS = ("", "\x00 ;DROP TABLE \U0001f9e8 {[(<", "up " * 50_000)
+
+
+def check_env(
+    make_env: Callable[[], Env], *, seeds: Iterable[int] = range(5), act: Act | None = None, max_steps: int = 1000
+) -> None:
+    """Play an env at random and raise ValueError, saying what broke and how to mend it, where it breaks the contract.
+
+    Checked at every seed: equal seeds and actions give equal steps in two instances and after a second reset; a fork
+    and its original do not move each other; observations and rewards are for known seats, rewards finite; the game ends
+    within `max_steps`; bad actions do not raise; the last step says `success` if any step does. `act(seat, observation,
+    rng)` draws actions; by default they are random short texts, or picks from `legal` where the env lists it.
+    """
+    with asyncio.Runner() as runner:
+        for seed in seeds:
+            check = _Check(make_env, seed, act, max_steps, runner)
+            game = check.play()
+            check.replay(game)
+            check.forks(game)
+            check.bad_actions()
+
+
+@dataclass
+class _Game:
+    """One line of play: `actions[i]` led from `steps[i]` to `steps[i + 1]`."""
+
+    steps: list[Step]
+    actions: list[dict[Seat, Any]]
+
+
+@dataclass
+class _Check:
+    make_env: Callable[[], Env]
+    seed: int
+    act: Act | None
+    max_steps: int
+    runner: asyncio.Runner
+
+    def play(self) -> _Game:
+        env, rng = self.make_env(), random.Random(self.seed)
+        game = _Game([self.valid(env, self.call(env.reset, self.seed))], [])
+        while not game.steps[-1].over:
+            if len(game.actions) == self.max_steps:
+                self.fail(f"did not end within {self.max_steps} steps", "give it a limit, or raise max_steps")
+            game.actions.append(self.draw(game.steps[-1], rng))
+            game.steps.append(self.valid(env, self.call(env.step, game.actions[-1])))
+        if any("success" in step.info for step in game.steps) and "success" not in game.steps[-1].info:
+            self.fail('says "success" in a step but not in the last one', 'put "success" into the last step\'s info')
+        again = self.call(env.reset, self.seed)
+        self.equal(again, game.steps[0], "a second reset with the same seed", "reset must set every field anew")
+        self.call(env.close)
+        return game
+
+    def replay(self, game: _Game) -> None:
+        env = self.make_env()
+        fix = "draw all randomness from the seed, and share no state between instances"
+        self.equal(self.call(env.reset, self.seed), game.steps[0], "reset in a second instance", fix)
+        self.follow(env, game, 0, "the same actions in a second instance", fix)
+        self.call(env.close)
+
+    def forks(self, game: _Game) -> None:
+        """Fork half-way: the original plays on first, then the fork; and once more the other way round."""
+        half = len(game.actions) // 2
+        fix = "fork must copy whatever step changes"
+        for fork_first in (False, True):
+            env = self.make_env()
+            self.call(env.reset, self.seed)
+            for action in game.actions[:half]:
+                self.call(env.step, action)
+            twin = self.call(env.fork)
+            order = [(twin, "a fork"), (env, "the original of a fork")]
+            for player, who in order if fork_first else order[::-1]:
+                self.follow(player, game, half, f"{who}, played {'first' if fork_first == (player is twin) else 'last'}", fix)
+            self.call(env.close)
+            self.call(twin.close)
+
+    def bad_actions(self, most: int = 5) -> None:
+        for bad in BAD_ACTIONS:
+            env = self.make_env()
+            step = self.call(env.reset, self.seed)
+            for _ in range(most):
+                if step.over:
+                    break
+                try:
+                    step = self.call(env.step, dict.fromkeys(step.observations, bad))
+                except Exception as error:  # whatever a user's env raises here is the finding
+                    self.fail(f"raised {error!r} at the action {bad[:20]!r}", "let a bad action cost reward instead")
+                self.valid(env, step)
+            self.call(env.close)
+
+    def draw(self, step: Step, rng: random.Random) -> dict[Seat, Any]:
+        def one(seat: Seat, observation: Any) -> Any:
+            if self.act:
+                return self.act(seat, observation, rng)
+            if step.legal and step.legal.get(seat):
+                return rng.choice(step.legal[seat])
+            return " ".join(rng.choices(WORDS[: rng.choice((4, len(WORDS)))], k=rng.randint(1, 6)))
+
+        return {seat: one(seat, observation) for seat, observation in step.observations.items()}
+
+    def follow(self, env: Env, game: _Game, start: int, where: str, fix: str) -> None:
+        for action, expected in zip(game.actions[start:], game.steps[start + 1 :], strict=True):
+            self.equal(self.call(env.step, action), expected, where, fix)
+
+    def valid(self, env: Env, step: Step) -> Step:
+        for what, named in (("observes", step.observations), ("rewards", step.rewards), ("lists moves of", step.legal)):
+            if unknown := set(named or {}) - set(env.seats):
+                self.fail(f"{what} unknown seats {sorted(unknown)}; it has {list(env.seats)}", "add them to env.seats")
+        for who, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
+            if not math.isfinite(reward):
+                self.fail(f"pays {who} {reward}", "rewards must be finite numbers")
+        return step
+
+    def equal(self, step: Step, expected: Step, where: str, fix: str) -> None:
+        for part in fields(Step):
+            got, want = getattr(step, part.name), getattr(expected, part.name)
+            if not _same(got, want):
+                self.fail(f"differs in {part.name} after {where}: {_short(got)} is not {_short(want)}", fix)
+
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        result = method(*arguments)
+        return self.runner.run(result) if inspect.iscoroutine(result) else result
+
+    def fail(self, what: str, fix: str) -> None:
+        raise ValueError(f"env {type(self.make_env()).__name__}, seed {self.seed}: {what}. Fix: {fix}.")
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality that looks into containers, arrays and data classes, and takes nan for equal to nan."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if is_dataclass(a):
+        return all(_same(getattr(a, part.name), getattr(b, part.name)) for part in fields(a))
+    return bool(a == b or (a != a and b != b))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,191 @@
+"""Episodes as Parquet: one row per (episode, node, seat), so that any tool can ask about them, and back without loss.
+
+A row holds what one seat saw and answered in one joint step. A seat that only received something in that step (a reward
+at the end of a turn-based game) has a row without an answer; a failed episode without nodes has one row without a node.
+Arrays in observations and info come back as lists, tuples too: they are kept as JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from palestra.types import Answer, Episode, Node, Seat
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("episode", pa.int32()),  # index within the file
+        ("env", pa.string()),
+        ("seed", pa.int64()),
+        ("seats", pa.string()),  # JSON: seat -> policy
+        ("error", pa.string()),
+        ("node", pa.int32()),
+        ("parent", pa.int32()),
+        ("depth", pa.int32()),
+        ("seat", pa.string()),
+        ("policy", pa.string()),
+        ("chosen", pa.bool_()),
+        ("over", pa.bool_()),
+        ("truncated", pa.bool_()),
+        ("observation", pa.string()),  # the text, or JSON where `observation_json`
+        ("observation_json", pa.bool_()),
+        ("answer", pa.string()),
+        ("stop", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),  # local
+        ("team_reward", pa.float64()),
+        ("advantage", pa.float64()),
+        ("success", pa.bool_()),  # of the node's info, for queries; `info` has the whole
+        ("invalid", pa.bool_()),
+        ("info", pa.string()),  # JSON
+    ]
+)
+
+
+def to_table(step: int, episodes: list[Episode]) -> pa.Table:
+    """The rows of `SCHEMA` for the episodes of one training step."""
+    rows = [{"step": step, "episode": i} | row for i, episode in enumerate(episodes) for row in _rows(episode)]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def read_episodes(path: str | Path) -> pa.Table:
+    """The table of an episode file, for queries. Raises ValueError where the file is not one."""
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"cannot read episodes from {path}: {error}") from error
+    if table.schema.names != SCHEMA.names:
+        raise ValueError(
+            f"{path} is a Parquet file, but not of palestra episodes: its columns are {table.schema.names}"
+        )
+    return table
+
+
+def load_episodes(path: str | Path) -> list[Episode]:
+    """The episodes as they were written, trees and arrays included."""
+    episodes: dict[int, Episode] = {}
+    for row in _unpacked(read_episodes(path)):
+        if row["episode"] not in episodes:
+            seats = json.loads(row["seats"])
+            episodes[row["episode"]] = Episode(row["env"], row["seed"], seats, error=row["error"])
+        if row["node"] is not None:
+            _add(episodes[row["episode"]], row)
+    return list(episodes.values())
+
+
+def _rows(episode: Episode) -> Iterator[dict[str, Any]]:
+    seats = _json(episode.seats)
+    head = {"env": episode.env, "seed": episode.seed, "seats": seats, "error": episode.error}
+    if not episode.nodes:
+        yield head
+    for node in episode.nodes:
+        own = head | _node_row(node)
+        for row in [_seat_row(node, seat, episode.seats) for seat in _seats(node)] or [{}]:
+            yield own | row
+
+
+def _seats(node: Node) -> list[Seat]:
+    return list(node.observations | node.answers | node.rewards | node.advantages)
+
+
+def _node_row(node: Node) -> dict[str, Any]:
+    return {
+        "node": node.id,
+        "parent": node.parent,
+        "depth": node.depth,
+        "chosen": node.chosen,
+        "over": node.over,
+        "truncated": node.truncated,
+        "team_reward": node.team_reward,
+        "success": bool(node.info["success"]) if "success" in node.info else None,
+        "info": _json(node.info),
+    }
+
+
+def _seat_row(node: Node, seat: Seat, seats: dict[Seat, str]) -> dict[str, Any]:
+    row = {
+        "seat": seat,
+        "policy": seats.get(seat),
+        "reward": node.rewards.get(seat),
+        "advantage": node.advantages.get(seat),
+        "invalid": _invalid(node.info.get("invalid"), seat),
+    }
+    if seat in node.observations:
+        seen = node.observations[seat]
+        plain = isinstance(seen, str)
+        row |= {"observation": seen if plain else _json(seen), "observation_json": not plain}
+    if seat in node.answers:
+        row |= _answer_row(node.answers[seat])
+    return row
+
+
+def _answer_row(answer: Answer) -> dict[str, Any]:
+    arrays = {"prompt_ids": answer.prompt_ids, "token_ids": answer.token_ids, "logprobs": answer.logprobs}
+    return {"policy": answer.policy, "answer": answer.text, "stop": answer.stop} | arrays
+
+
+def _invalid(flag: Any, seat: Seat) -> bool | None:
+    """An env may flag the step as a whole, each seat in a mapping, or list the seats that erred."""
+    if isinstance(flag, dict):
+        return bool(flag.get(seat, False))
+    if isinstance(flag, (list, tuple, set)):
+        return seat in flag
+    return None if flag is None else bool(flag)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise ValueError(
+        f"cannot record a {type(value).__name__} in an episode: observations and info hold text, numbers, arrays, "
+        "lists and mappings; convert it in the env"
+    )
+
+
+def _unpacked(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """The rows as mappings; token columns as arrays, never as Python lists of numbers."""
+    table = table.combine_chunks()
+    columns = {name: _column(table.column(name)) for name in table.column_names}
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+def _column(column: pa.ChunkedArray) -> list[Any]:
+    if not pa.types.is_list(column.type) or not len(column):
+        return column.to_pylist()
+    array = column.chunk(0)
+    flat, offsets = array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy()
+    return [flat[a:b].copy() for a, b in itertools.pairwise(offsets)]
+
+
+def _add(episode: Episode, row: dict[str, Any]) -> None:
+    """Write one row into the tree; the first row of a node makes it."""
+    if not episode.nodes or episode.nodes[-1].id != row["node"]:
+        fields = {name: row[name] for name in ("parent", "depth", "team_reward", "chosen", "over", "truncated")}
+        episode.nodes.append(Node(row["node"], observations={}, answers={}, info=json.loads(row["info"]), **fields))
+    node, seat = episode.nodes[-1], row["seat"]
+    if row["observation"] is not None:
+        node.observations[seat] = json.loads(row["observation"]) if row["observation_json"] else row["observation"]
+    if row["answer"] is not None:
+        arrays = (row["prompt_ids"], row["token_ids"], row["logprobs"])
+        node.answers[seat] = Answer(row["answer"], row["policy"], *arrays, stop=row["stop"])
+    if row["reward"] is not None:
+        node.rewards[seat] = row["reward"]
+    if row["advantage"] is not None:
+        node.advantages[seat] = row["advantage"]

@@ -1,0 +1,105 @@
+"""Evaluation of what a run trained: its members in any seats, swapped, or beside others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from palestra.config import load, override, validate
+from palestra.policies.base import Policy
+from palestra.rollouts.figures import summary
+from palestra.runs import Checkpoint, checkpoints
+from palestra.setup import Config, Engines, FrozenConfig, frozen_policy, make_arena, make_policy, seat_map
+from palestra.train import evaluate
+from palestra.types import Metrics, Seat
+
+
+async def evaluate_run(
+    path: Path,
+    env: dict[str, Any],
+    seats: dict[Seat, str],
+    *,
+    swap: bool,
+    episodes: int,
+    sampling: dict[str, Any],
+    step: int | None,
+    seed: int,
+) -> tuple[dict[Seat, str], Metrics]:
+    """Who sat where, and the figures of `episodes` held-out episodes (split "test" unless `env` says otherwise)."""
+    source = path / "config.yaml" if path.is_dir() else path
+    config = validate(Config, override(load(source), []))
+    checkpoint = find_checkpoint(path, step) if path.is_dir() else None
+    names = seat_map(config) | seats
+    if swap:
+        names = swapped(names)
+    engines = Engines(config.device, config.max_rows)
+    team = {seat: member(name, config, checkpoint, engines, sampling) for seat, name in names.items()}
+    arena = make_arena(
+        config.env | {"split": "test"} | env if "split" in _options(config) else config.env | env, "test"
+    )
+    played = await evaluate(arena, team, episodes, seed)
+    return {seat: policy.name for seat, policy in team.items()}, summary(played)
+
+
+def swapped(names: dict[Seat, str]) -> dict[Seat, str]:
+    """Two seats with each other's policies."""
+    if len(names) != 2:
+        raise ValueError(f"--swap is for two seats; this env has {len(names)}: name them with --seats")
+    (a, first), (b, second) = names.items()
+    return {a: second, b: first}
+
+
+def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
+    """The newest checkpoint of a run, or the one after `step` steps."""
+    found = checkpoints(path)
+    if step is not None:
+        found = [c for c in found if c.step + 1 == step]
+    if not found:
+        have = ", ".join(str(c.step + 1) for c in checkpoints(path)) or "none"
+        raise ValueError(f"{path} has no checkpoint{f' after step {step}' if step else ''}; it has: {have}")
+    return found[-1]
+
+
+def member(
+    name: str, config: Config, checkpoint: Checkpoint | None, engines: Engines, sampling: dict[str, Any]
+) -> Policy:
+    """A policy by name: one of the run's, "base" (the bare base of the first policy), or "RUN:NAME" of another run."""
+    run, _, other = name.rpartition(":")
+    if run:
+        return member(
+            other,
+            validate(Config, load(Path(run) / "config.yaml")),
+            find_checkpoint(Path(run), None),
+            engines,
+            sampling,
+        )
+    speakers = [p for p in config.policies.values() if hasattr(p, "base")]
+    if name == "base" and speakers:
+        return frozen_policy("base", _frozen(speakers[0], None, sampling), engines)
+    if name not in config.policies:
+        raise ValueError(f'no policy "{name}"; the run has {", ".join(config.policies)}, or say base, or RUN:NAME')
+    chosen = config.policies[name]
+    if checkpoint and name in checkpoint.names:
+        folder = str(checkpoint.path / checkpoint.names[name])
+        return frozen_policy(f"{name}@{checkpoint.step + 1}", _frozen(chosen, folder, sampling), engines)
+    if isinstance(chosen, FrozenConfig):
+        return frozen_policy(name, _frozen(chosen, chosen.path, sampling), engines)
+    if hasattr(chosen, "base"):
+        return frozen_policy(name, _frozen(chosen, None, sampling), engines)
+    return make_policy(name, chosen, engines)
+
+
+def _frozen(config: Any, path: str | None, sampling: dict[str, Any]) -> FrozenConfig:
+    """The speech settings of `config` for a policy that does not learn."""
+    shared = {key: getattr(config, key) for key in FrozenConfig.model_fields if key not in ("type", "path")}
+    changed = config.sampling.model_validate(config.sampling.model_dump() | sampling)
+    return FrozenConfig(**(shared | {"sampling": changed, "path": path}))
+
+
+def _options(config: Config) -> set[str]:
+    """The options that the config's env takes."""
+    import inspect
+
+    from palestra.envs import env_class
+
+    return set(inspect.signature(env_class(config.env["type"])).parameters)

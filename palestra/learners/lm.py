@@ -1,0 +1,133 @@
+"""A language learner: one adapter on a resident base, or a full model of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from palestra.engine.checkpoints import load_trainer, save_trainer
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Sampler, Sampling
+from palestra.engine.trainer import AdamConfig, Trainer
+from palestra.policies.lm import ChatEncoder, LanguagePolicy, Memory
+from palestra.types import Metrics, Sample
+
+
+class SpeechConfig(AdamConfig):
+    """What every language policy has: its base, how it samples, what it remembers.
+
+    `system` replaces the env's role text; `memory: conversation` shows the model its own earlier turns; `template`
+    holds options of the chat template, such as `enable_thinking: false`.
+    """
+
+    base: str = "tiny"
+    sampling: Sampling = Sampling()
+    system: str | None = None
+    memory: Memory = "none"
+    template: dict[str, Any] = {}
+    dtype: str = "auto"
+
+
+class LearnerConfig(SpeechConfig):
+    """How a policy learns. `batch` is the number of samples per optimizer step (null: all of a training step at once),
+    `epochs` how often they are gone through; the learning rate rises over `warmup` (a share of the run), then follows
+    `schedule`."""
+
+    batch: int | None = Field(None, ge=1)
+    epochs: int = Field(1, ge=1)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: float = Field(0.0, ge=0, lt=1)
+    pack_tokens: int = Field(8192, ge=1)
+    autocast: bool = False
+    seed: int | None = None
+
+
+class LoraPolicyConfig(LearnerConfig):
+    """A trained LoRA adapter on a base that other policies may share."""
+
+    type: Literal["lora"] = "lora"
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    targets: str | list[str] = "all-linear"
+
+    @property
+    def lora(self) -> LoraConfig:
+        return LoraConfig(rank=self.rank, alpha=self.alpha, targets=self.targets)
+
+
+class FullPolicyConfig(LearnerConfig):
+    """A full model, all weights trained, with a copy of the base of its own."""
+
+    type: Literal["full"] = "full"
+    lr: float = Field(2e-4, gt=0)
+
+
+class LanguageLearner:
+    """Trains an adapter (config type "lora") or the engine's whole model ("full") and hands out snapshots of it.
+
+    A full model's policy reads the weights in training, which move only between rollouts.
+    """
+
+    def __init__(
+        self, name: str, config: LoraPolicyConfig | FullPolicyConfig, engine: Engine, sampler: Sampler, *, seed: int
+    ) -> None:
+        self.name, self.config, self.engine, self.sampler = name, config, engine, sampler
+        self.version = 0
+        adapter = None
+        if isinstance(config, LoraPolicyConfig):
+            adapter = Adapter(engine.linears, config.lora, seed=seed if config.seed is None else config.seed)
+        self.trainer = Trainer(engine, adapter, pack_tokens=config.pack_tokens, autocast=config.autocast)
+        self.encoder = ChatEncoder(engine.tokenizer, config.template)
+        self._policy: LanguagePolicy | None = None
+
+    def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Batches of `config.batch` samples for one optimizer step each, `config.epochs` times over. Samples are dealt
+        round, so that each batch has a part of every group."""
+        if not samples:
+            return []
+        count = math.ceil(len(samples) / (self.config.batch or len(samples)))
+        return [list(samples[i::count]) for _ in range(self.config.epochs) for i in range(count)]
+
+    async def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
+        return self.trainer.forward_backward(samples, loss, **options)
+
+    async def optim_step(self, progress: float = 0.0) -> Metrics:
+        lr = self.config.lr * schedule(progress, self.config.schedule, self.config.warmup)
+        metrics = self.trainer.optim_step(self.config, lr=lr)
+        self.version, self._policy = self.version + 1, None
+        self.sampler.forget()
+        return metrics | {"lr": lr}
+
+    def policy(self) -> LanguagePolicy:
+        if self._policy is None:
+            name = f"{self.name}@{self.version}"
+            adapter = self.trainer.adapter.snapshot(name, self.engine.dtype) if self.trainer.adapter else None
+            config = self.config
+            self._policy = LanguagePolicy(
+                name, self.sampler, self.encoder, config.sampling, adapter, system=config.system, memory=config.memory
+            )
+        return self._policy
+
+    def save(self, folder: Path) -> None:
+        save_trainer(folder, self.trainer)
+        about = {"name": self.name, "version": self.version, "type": self.config.type, "base": self.config.base}
+        (folder / "member.json").write_text(json.dumps(about))
+
+    def load(self, folder: Path) -> None:
+        load_trainer(folder, self.trainer)
+        self.version = json.loads((folder / "member.json").read_text())["version"]
+        self._policy = None
+
+
+def schedule(progress: float, kind: str, warmup: float) -> float:
+    """The learning rate's factor at `progress` in [0, 1]: rising over `warmup`, then constant, or falling to 0."""
+    if progress < warmup:
+        return (progress + 1e-9) / warmup
+    rest = (progress - warmup) / (1 - warmup)
+    return {"constant": 1.0, "linear": 1 - rest, "cosine": 0.5 * (1 + math.cos(math.pi * rest))}[kind]

@@ -1,0 +1,132 @@
+"""A language model as a policy: the chat template turns an observation into tokens, the sampler answers.
+
+Nothing is tokenised twice. A policy that remembers builds a later turn's prompt from the very tokens it was shown and
+sampled before, and adds only the new observation's.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from palestra.engine.lora import Snapshot
+from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.policies.base import Query, chat
+from palestra.types import Answer, Message
+
+MARK = "\x00answer\x00"
+Memory = Literal["none", "conversation"]
+
+
+class ChatEncoder:
+    """Prompts as token ids [P] int32, by the tokenizer's chat template (or plain text where it has none)."""
+
+    def __init__(self, tokenizer: Any, options: dict[str, Any] | None = None) -> None:
+        self.tokenizer, self.options = tokenizer, options or {}
+        self._first = lru_cache(maxsize=65536)(self._encode_first)
+        self._next = lru_cache(maxsize=65536)(self._encode_next)
+
+    def first(self, query: Query, system: str | None) -> np.ndarray:
+        """The prompt of a conversation's first turn."""
+        messages = chat(Query(query.role, query.observation), system)
+        return self._first(tuple((m["role"], m["content"]) for m in messages))
+
+    def next(self, earlier: np.ndarray, answered: np.ndarray, observation: Any) -> np.ndarray:
+        """The prompt of a later turn: earlier prompt, sampled answer, then what the template puts between an answer's
+        text and the next answer."""
+        between, end = self._next(str(observation))
+        cut = answered[-1:].tolist() == [end] and len(between) > 0 and between[0] == end
+        return np.concatenate([earlier, answered, between[1:] if cut else between])
+
+    def _encode_first(self, pairs: tuple[tuple[str, str], ...]) -> np.ndarray:
+        text = self._render([{"role": role, "content": content} for role, content in pairs])
+        return self._ids(text)
+
+    def _encode_next(self, observation: str) -> tuple[np.ndarray, int | None]:
+        turns = [("user", "?"), ("assistant", MARK), ("user", observation)]
+        text = self._render([{"role": role, "content": content} for role, content in turns])
+        return self._ids(text.split(MARK, 1)[1]), self.tokenizer.eos_token_id
+
+    def _render(self, messages: list[Message]) -> str:
+        if self.tokenizer.chat_template is None:
+            return "".join(f"{m['content']}\n" for m in messages)
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.options)
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+class LanguagePolicy:
+    """Answers by sampling from one snapshot of an adapter (or the bare base) on a resident model."""
+
+    def __init__(
+        self,
+        name: str,
+        sampler: Sampler,
+        encoder: ChatEncoder,
+        sampling: Sampling,
+        adapter: Snapshot | None = None,
+        *,
+        system: str | None = None,
+        memory: Memory = "none",
+    ) -> None:
+        self.name, self.sampler, self.encoder, self.sampling = name, sampler, encoder, sampling
+        self.adapter, self.system, self.memory = adapter, system, memory
+
+    async def act(self, query: Query) -> list[Answer]:
+        """`query.n` answers, each with its token ids and log-probabilities."""
+        prompt_ids = self.prompt(query)
+        keep = self.memory == "conversation"
+        request = Request(prompt_ids, query.n, self.sampling, self.adapter, query.seed, keep)
+        sampled = await self.sampler.sample(request)
+        texts = self.encoder.tokenizer.batch_decode([s.token_ids for s in sampled], skip_special_tokens=True)
+        return [
+            Answer(
+                text=_before_stop(text, self.sampling.stop),
+                policy=self.name,
+                prompt_ids=prompt_ids,
+                token_ids=s.token_ids,
+                logprobs=s.logprobs,
+                stop=s.stop,
+                temperature=self.sampling.temperature,
+            )
+            for s, text in zip(sampled, texts, strict=True)
+        ]
+
+    def sampling_with(self, changes: dict[str, Any]) -> LanguagePolicy:
+        """This policy with some sampling settings changed, as for exams."""
+        sampling = Sampling.model_validate(self.sampling.model_dump() | changes)
+        return LanguagePolicy(
+            self.name, self.sampler, self.encoder, sampling, self.adapter, system=self.system, memory=self.memory
+        )
+
+    def prompt(self, query: Query) -> np.ndarray:
+        """The prompt's token ids [P]."""
+        if self.memory == "none" or not query.history:
+            return self.encoder.first(query, self.system)
+        last = query.history[-1][1]
+        return self.encoder.next(last.prompt_ids, last.token_ids, query.observation)
+
+    def quote(self, query: Query, text: str) -> Answer:
+        """`text` as if this policy had said it: an answer with tokens, for imitation (log-probabilities are zero)."""
+        end = self.encoder.tokenizer.eos_token or ""
+        ids = np.array(self.encoder.tokenizer.encode(text + end, add_special_tokens=False), np.int32)
+        return Answer(text, self.name, self.prompt(query), ids, np.zeros(len(ids), np.float32))
+
+
+class TaughtPolicy:
+    """A teacher acts and the student's tokens are recorded: what a learner imitates by SFT."""
+
+    def __init__(self, student: LanguagePolicy, teacher: Any) -> None:
+        self.name, self._student, self._teacher = student.name, student, teacher
+
+    async def act(self, query: Query) -> list[Answer]:
+        return [self._student.quote(query, answer.text) for answer in await self._teacher.act(query)]
+
+
+def _before_stop(text: str, stops: tuple[str, ...]) -> str:
+    for stop in stops:
+        text = text.split(stop, 1)[0]
+    return text

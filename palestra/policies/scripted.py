@@ -1,0 +1,49 @@
+"""Policies without a model: fixed answers, random legal ones, a function, or a person at the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+from palestra.policies.base import Query
+from palestra.types import Answer
+
+
+class ScriptedPolicy:
+    """Answers with `script`: a function of the query and a seeded random generator, or a list read in order, again and
+    again."""
+
+    def __init__(self, script: Callable[[Query, random.Random], str] | Sequence[str], name: str = "scripted") -> None:
+        self.name, self._script, self._next = name, script, 0
+
+    async def act(self, query: Query) -> list[Answer]:
+        return [Answer(self._text(query, i), self.name) for i in range(query.n)]
+
+    def _text(self, query: Query, i: int) -> str:
+        if callable(self._script):
+            return self._script(query, random.Random(f"{query.seed}.{i}"))
+        self._next += 1
+        return self._script[(self._next - 1) % len(self._script)]
+
+
+class RandomPolicy(ScriptedPolicy):
+    """Uniform over the legal actions an env names, else over `vocabulary`, `length` words long."""
+
+    def __init__(self, vocabulary: Sequence[str] = ("up", "down", "left", "right"), length: int = 3) -> None:
+        def script(query: Query, rng: random.Random) -> str:
+            if query.legal:
+                return str(rng.choice(query.legal))
+            return " ".join(rng.choices(list(vocabulary), k=rng.randint(1, length)))
+
+        super().__init__(script, "random")
+
+
+class HumanPolicy:
+    """Shows the observation at the terminal and reads the answer there."""
+
+    name = "human"
+
+    async def act(self, query: Query) -> list[Answer]:
+        text = await asyncio.to_thread(input, f"\n[{query.role}]\n{query.observation}\n> ")
+        return [Answer(text, self.name) for _ in range(query.n)]

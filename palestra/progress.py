@@ -1,0 +1,61 @@
+"""What a person sees while a run trains: a bar with success and the time left, a line for each exam."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from palestra.train import Watcher
+from palestra.types import Episode, Metrics
+
+SMOOTH = 0.9  # share of the old value in the running success rate
+
+
+class ProgressBar(Watcher):
+    """A rich progress bar over training steps. Exams are printed above it as they come."""
+
+    def __init__(self, steps: int, start: int, console: Console | None = None) -> None:
+        self.console = console or Console()
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("success [bold]{task.fields[success]}[/] · failed {task.fields[failed]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=False),
+        )
+        self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
+        self.task = self.bar.add_task("training", total=steps, completed=start, success="-", failed="0")
+        self._success: float | None = None
+        self._failed = 0
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def played(self, episode: Episode) -> None:
+        if episode.error is not None:
+            if not self._failed:
+                self.console.print(f"[yellow]an episode failed (instance {episode.seed}):[/] {episode.error}")
+            self._failed += 1
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        now = metrics["success"]
+        self._success = now if self._success is None else SMOOTH * self._success + (1 - SMOOTH) * now
+        self.bar.update(self.task, completed=step + 1, success=f"{self._success:.0%}", failed=str(self._failed))
+
+    def exam(self, step: int, name: str, metrics: Metrics) -> None:
+        when = "before training" if step < 0 else f"after step {step + 1}"
+        self.console.print(
+            f"{name} {when}: success [bold]{metrics['success']:.1%}[/] of {metrics['episodes']:.0f}, "
+            f"{metrics['steps_per_episode']:.1f} steps an episode"
+        )

@@ -1,0 +1,205 @@
+"""Plays episodes of text and tool envs: one coroutine each, grown as a tree where an algorithm asks for siblings.
+
+A node is one joint step: the answers of all seats that act, and what the env made of them. With `at: turn` every joint
+step is tried K times on forks of the env, and play goes on from the best (or from one at random, or from all). With
+`at: root` K whole lines grow from the first step. One sibling's seat that acts later in a turn sees what that sibling's
+earlier seat did, since the env is stepped between them.
+
+An env or a policy that fails makes a failed episode, with its message; it never stops the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from palestra.envs.base import Env
+from palestra.policies.base import Policy, Query
+from palestra.types import Answer, Episode, Node, Seat, Step
+
+Keep = Literal["best", "random", "epsilon", "all"]
+
+
+@dataclass(frozen=True)
+class Branching:
+    """Where a tree branches into `k` siblings and from which of them play goes on.
+
+    "epsilon" keeps the best, but with probability `epsilon` one at random. The best has the highest mixed reward of its
+    own step, alpha * team + local (averaged over the seats that acted).
+    """
+
+    at: Literal["root", "turn"] = "root"
+    k: int = 1
+    keep: Keep = "all"
+    epsilon: float = 0.0
+    alpha: float = 1.0
+
+    def width(self, depth: int) -> int:
+        return self.k if self.at == "turn" or depth == 0 else 1
+
+    def score(self, node: Node) -> float:
+        return sum(node.reward(seat, self.alpha) for seat in node.answers) / len(node.answers)
+
+    def pick(self, siblings: Sequence[Node], rng: random.Random) -> list[Node]:
+        """The siblings that play goes on from, in order."""
+        if self.at == "root" or self.keep == "all" or len(siblings) == 1:
+            return list(siblings)
+        at_random = self.keep == "random" or (self.keep == "epsilon" and rng.random() < self.epsilon)
+        return [rng.choice(siblings) if at_random else max(siblings, key=self.score)]
+
+
+@dataclass(frozen=True)
+class Match:
+    """One episode to play: the env's instance, who sits where, and the seed of everything the policies draw."""
+
+    instance: int
+    seats: Mapping[Seat, Policy]
+    seed: int
+
+
+@dataclass
+class Line:
+    """The end of a growing branch: its env, what that last said, and each seat's earlier turns."""
+
+    env: Env
+    step: Step
+    parent: int | None = None
+    depth: int = 0
+    history: Mapping[Seat, tuple[tuple[Any, Answer], ...]] = field(default_factory=dict)
+
+
+class Arena:
+    """Plays matches of one kind of env. `limit` bounds how many episodes are open at once."""
+
+    def __init__(self, make_env: Callable[[], Env], name: str, *, limit: int = 1024) -> None:
+        self.make_env, self.name, self.limit = make_env, name, limit
+
+    async def play_all(
+        self, matches: Sequence[Match], branching: Branching, on_done: Callable[[Episode], None] | None = None
+    ) -> list[Episode]:
+        """The episodes of `matches`, in their order."""
+        gate = asyncio.Semaphore(self.limit)
+
+        async def one(match: Match) -> Episode:
+            async with gate:
+                episode = await self.play(match, branching)
+            if on_done:
+                on_done(episode)
+            return episode
+
+        return list(await asyncio.gather(*(one(match) for match in matches)))
+
+    async def play(self, match: Match, branching: Branching) -> Episode:
+        """One episode. Whatever its env or policies raise is recorded in `error`."""
+        seats = {seat: policy.name for seat, policy in match.seats.items()}
+        episode = Episode(self.name, match.instance, seats)
+        growth = _Growth(episode, match, branching)
+        env = None
+        try:
+            env = self.make_env()
+            await growth.grow(Line(env, await _call(env, env.reset, match.instance)))
+        except Exception as error:  # the rollout boundary: a failure is data
+            episode.error = _message(error)
+        finally:
+            if env is not None:
+                env.close()
+        return episode
+
+
+@dataclass
+class _Growth:
+    """One episode's tree while it grows."""
+
+    episode: Episode
+    match: Match
+    branching: Branching
+
+    async def grow(self, line: Line) -> None:
+        """Plays on from `line` to the end; where several siblings are kept, from each of them at once."""
+        while not line.step.over:
+            children = await self._branch(line)
+            rng = random.Random(self._seed("pick", line.parent))
+            picked = self.branching.pick([node for node, _ in children], rng)
+            for node, child in children:
+                node.chosen = any(node is p for p in picked)
+                if not node.chosen:
+                    child.env.close()
+            kept = [child for node, child in children if node.chosen]
+            if len(kept) > 1:
+                async with asyncio.TaskGroup() as group:
+                    for child in kept:
+                        group.create_task(self.grow(child))
+                return
+            line = kept[0]
+
+    async def _branch(self, line: Line) -> list[tuple[Node, Line]]:
+        """The siblings that answer `line`'s observations, each with the line that it starts."""
+        k = self.branching.width(line.depth)
+        asked = {seat: self._ask(line, seat, k) for seat in line.step.observations}
+        answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        envs = [line.env.fork() for _ in range(k - 1)] + [line.env]  # forks first: the original moves last
+        joints = [{seat: answers[seat][i] for seat in answers} for i in range(k)]
+        steps = await asyncio.gather(*(_advance(env, joint) for env, joint in zip(envs, joints, strict=True)))
+        return [self._note(line, *made) for made in zip(envs, joints, steps, strict=True)]
+
+    async def _ask(self, line: Line, seat: Seat, k: int) -> list[Answer]:
+        if seat not in self.match.seats:
+            raise ValueError(f'env "{self.episode.env}" asks seat "{seat}", which nobody plays: give it a policy')
+        query = Query(
+            role=line.env.roles.get(seat, ""),
+            observation=line.step.observations[seat],
+            n=k,
+            seed=self._seed(seat, line.parent),
+            history=line.history.get(seat, ()),
+            legal=(line.step.legal or {}).get(seat),
+        )
+        return await self.match.seats[seat].act(query)
+
+    def _note(self, line: Line, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Line]:
+        node = Node(
+            id=len(self.episode.nodes),
+            parent=line.parent,
+            depth=line.depth,
+            observations=line.step.observations,
+            answers=joint,
+            rewards=dict(step.rewards),
+            team_reward=step.team_reward,
+            over=step.over,
+            truncated=step.truncated,
+            info=step.info,
+        )
+        self.episode.nodes.append(node)
+        history = dict(line.history)
+        for seat, answer in joint.items():
+            history[seat] = (*history.get(seat, ()), (line.step.observations[seat], answer))
+        return node, Line(env, step, node.id, line.depth + 1, history)
+
+    def _seed(self, *key: object) -> int:
+        return derive(self.match.seed, *key)
+
+
+def derive(seed: int, *key: object) -> int:
+    """A 63-bit seed that is a pure function of `seed` and `key`, on any machine and in any process."""
+    text = repr((seed, *key)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+async def _advance(env: Env, joint: dict[Seat, Answer]) -> Step:
+    return await _call(env, env.step, {seat: answer.text for seat, answer in joint.items()})
+
+
+async def _call(env: Env, method: Callable[[Any], Any], argument: Any) -> Step:
+    """`method(argument)`, on a thread for envs that block, awaited for envs that are coroutines themselves."""
+    result = await asyncio.to_thread(method, argument) if env.blocking else method(argument)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _message(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

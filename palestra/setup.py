@@ -1,0 +1,225 @@
+"""From a config to everything a run consists of: the one place where names become objects.
+
+The schema of each part stands beside its code; this file joins them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from palestra.algorithms.grpo import GRPO
+from palestra.algorithms.sft import SFT
+from palestra.config import Strict
+from palestra.engine.checkpoints import load_adapter, load_full
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Sampler
+from palestra.envs import env_class, env_options, make_env
+from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, SpeechConfig
+from palestra.policies.base import Policy
+from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
+from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
+from palestra.rollouts.play import Arena, derive
+from palestra.train import Exam, Setup
+from palestra.types import Seat
+
+
+class TaughtLora(LoraPolicyConfig):
+    """A LoRA policy; with `teacher` the policy of that name acts and this one learns from what it says."""
+
+    teacher: str | None = None
+
+
+class FrozenConfig(SpeechConfig):
+    """A language policy that does not learn: the bare base, or with `path` a saved adapter or full model."""
+
+    type: Literal["frozen"] = "frozen"
+    path: str | None = None
+
+
+class RandomConfig(Strict):
+    """Uniform over legal actions, or over `words`."""
+
+    type: Literal["random"] = "random"
+    words: list[str] = ["up", "down", "left", "right"]
+    length: int = Field(3, ge=1)
+
+
+class ScriptedConfig(Strict):
+    """Fixed `answers`, in order, again and again."""
+
+    type: Literal["scripted"] = "scripted"
+    answers: list[str] = Field(min_length=1)
+
+
+class HumanConfig(Strict):
+    """A person at the terminal."""
+
+    type: Literal["human"] = "human"
+
+
+PolicyConfig = Annotated[
+    TaughtLora | FullPolicyConfig | FrozenConfig | RandomConfig | ScriptedConfig | HumanConfig,
+    Field(discriminator="type"),
+]
+
+
+class ExamConfig(Strict):
+    """Held-out play: `env` changes options of the training env (`split: dev`), `every` 0 plays only before and after.
+
+    `sampling` changes how language policies sample in exams, for instance `temperature: 0`.
+    """
+
+    episodes: int = Field(100, ge=1)
+    every: int = Field(0, ge=0)
+    env: dict[str, Any] = {"split": "dev"}
+
+
+class Config(Strict):
+    """A training run. `episodes` are played in each of `steps`; `seats` maps seats to policies where the names differ
+    (policy `default` takes every seat not named)."""
+
+    name: str = "run"
+    seed: int = 0
+    steps: int = Field(100, ge=1)
+    episodes: int = Field(32, ge=1)
+    env: dict[str, Any]
+    policies: dict[str, PolicyConfig]
+    seats: dict[Seat, str] = {}
+    algorithm: Annotated[GRPO | SFT, Field(discriminator="type")] = GRPO()
+    exams: dict[str, ExamConfig] = {}
+    exam_sampling: dict[str, Any] = {}
+    checkpoint_every: int = Field(10, ge=1)
+    keep_every: int = Field(0, ge=0)
+    record_every: int = Field(1, ge=0)
+    device: str = "auto"
+    max_rows: int = Field(512, ge=1)
+
+
+class Engines:
+    """Resident bases by name and type, each loaded once however many policies share it."""
+
+    def __init__(self, device: str, max_rows: int) -> None:
+        self.device, self.max_rows = device, max_rows
+        self._shared: dict[tuple[str, str], tuple[Engine, Sampler]] = {}
+
+    def shared(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
+        key = (config.base, config.dtype)
+        if key not in self._shared:
+            self._shared[key] = self.own(config)
+        return self._shared[key]
+
+    def own(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
+        engine = Engine.load(config.base, device=self.device, dtype=config.dtype)
+        return engine, Sampler(engine, max_rows=self.max_rows)
+
+
+def build(config: Config) -> Setup:
+    """Everything that `config` describes, ready for `train`. Raises ValueError where its parts do not fit."""
+    seats = seat_map(config)
+    arena = make_arena(config.env, "train")
+    exams = [
+        Exam(name, make_arena(config.env | exam.env, name), exam.episodes, exam.every)
+        for name, exam in config.exams.items()
+    ]
+    engines = Engines(config.device, config.max_rows)
+    used = {*seats.values(), *(t for n in seats.values() if (t := getattr(config.policies[n], "teacher", None)))}
+    learners = {
+        name: make_learner(name, policy, engines, derive(config.seed, "adapter", name))
+        for name, policy in config.policies.items()
+        if name in used and isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
+    }
+    fixed = {n: make_policy(n, p, engines) for n, p in config.policies.items() if n in used and n not in learners}
+    return Setup(
+        arena=arena,
+        algorithm=config.algorithm,
+        learners={name: learner for name, learner in learners.items() if name in seats.values()},
+        seats=lambda: {seat: _now(name, config, learners, fixed) for seat, name in seats.items()},
+        exam_seats=lambda: {
+            seat: _examined(learners[name].policy() if name in learners else fixed[name], config.exam_sampling)
+            for seat, name in seats.items()
+        },
+        exams=exams,
+        seed=config.seed,
+        steps=config.steps,
+        episodes_per_step=config.episodes,
+        checkpoint_every=config.checkpoint_every,
+        keep_every=config.keep_every,
+        record_every=config.record_every,
+    )
+
+
+def seat_map(config: Config) -> dict[Seat, str]:
+    """The policy of each of the env's seats. Raises ValueError for a seat without one, and for a name unknown."""
+    kind = config.env.get("type", "")
+    env = make_env(**config.env) if kind else None
+    if env is None:
+        raise ValueError("env has no type: write env: {type: sokoban, ...}; `palestra info` lists the envs")
+    unknown = sorted(set(config.seats) - set(env.seats))
+    if unknown:
+        raise ValueError(f'seats names "{unknown[0]}", but env "{kind}" plays {", ".join(env.seats)}')
+    result = {}
+    for seat in env.seats:
+        name = config.seats.get(seat, seat if seat in config.policies else "default")
+        if name not in config.policies:
+            raise ValueError(
+                f'seat "{seat}" has no policy: env "{kind}" plays {", ".join(env.seats)}, but policies: names only '
+                f"{', '.join(config.policies)}. Add policies.{seat}, or set policies.default."
+            )
+        result[seat] = name
+    return result
+
+
+def make_arena(env: dict[str, Any], name: str) -> Arena:
+    """An arena for `env` (type and options), checked now so that a wrong option is heard before anything is loaded."""
+    kind = env["type"]
+    cls = env_class(kind)
+    options = env_options(cls, {k: v for k, v in env.items() if k != "type"})
+    return Arena(lambda: cls(**options), name)
+
+
+def make_learner(
+    name: str, config: LoraPolicyConfig | FullPolicyConfig, engines: Engines, seed: int
+) -> LanguageLearner:
+    engine, sampler = engines.own(config) if isinstance(config, FullPolicyConfig) else engines.shared(config)
+    return LanguageLearner(name, config, engine, sampler, seed=seed)
+
+
+def make_policy(name: str, config: Any, engines: Engines) -> Policy:
+    """A policy that does not learn."""
+    if isinstance(config, RandomConfig):
+        return RandomPolicy(config.words, config.length)
+    if isinstance(config, ScriptedConfig):
+        return ScriptedPolicy(config.answers, name)
+    if isinstance(config, HumanConfig):
+        return HumanPolicy()
+    return frozen_policy(name, config, engines)
+
+
+def frozen_policy(name: str, config: FrozenConfig, engines: Engines) -> LanguagePolicy:
+    """The bare base, or what was saved at `config.path`."""
+    folder = Path(config.path) if config.path else None
+    adapter = None
+    if folder and not (folder / "adapter_config.json").exists():
+        engine, sampler = engines.own(config)
+        load_full(folder, engine)
+    else:
+        engine, sampler = engines.shared(config)
+        adapter = load_adapter(folder, engine).snapshot(name, engine.dtype) if folder else None
+    encoder = ChatEncoder(engine.tokenizer, config.template)
+    return LanguagePolicy(name, sampler, encoder, config.sampling, adapter, system=config.system, memory=config.memory)
+
+
+def _now(name: str, config: Config, learners: dict[str, LanguageLearner], fixed: dict[str, Policy]) -> Policy:
+    """The policy called `name` as it stands, played by its teacher where it has one."""
+    if name not in learners:
+        return fixed[name]
+    teacher = getattr(config.policies[name], "teacher", None)
+    policy = learners[name].policy()
+    return TaughtPolicy(policy, _now(teacher, config, learners, fixed)) if teacher else policy
+
+
+def _examined(policy: Policy, changes: dict[str, Any]) -> Policy:
+    return policy.sampling_with(changes) if changes and isinstance(policy, LanguagePolicy) else policy

@@ -1,0 +1,54 @@
+"""What tests of envs, policies and algorithms need, ours or a user's: a contract check, small models, fixed answers."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from palestra.engine.models import Engine
+from palestra.envs.base import check_env
+from palestra.policies.scripted import ScriptedPolicy
+
+__all__ = ["ScriptedPolicy", "check_env", "tiny_lm", "tiny_tokenizer"]
+
+SPECIALS = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of single bytes with the shipped base's chat template: any text encodes, nothing is downloaded."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", additional_special_tokens=SPECIALS[1:4]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_lm(seed: int = 0, **changes: object) -> Engine:
+    """An engine over a small Qwen3-shaped model with random weights (about 0.1M parameters) on the CPU."""
+    torch.set_num_threads(1)
+    shape = {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": 4,
+        "attn_implementation": "palestra",
+    }
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**shape, **changes}))
+    return Engine(model.eval().requires_grad_(False), tiny_tokenizer(), "tiny-random")

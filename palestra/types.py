@@ -1,0 +1,135 @@
+"""The nouns every room shares: what an env says, what a policy answers, the tree an episode grows, what a learner eats.
+
+Plain data, no torch. Token ids and log-probabilities are the sampler's own arrays: nothing here is ever decoded and
+tokenised again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Seat = str
+Message = dict[str, str]  # {"role": "user", "content": "..."}: the chat format of `transformers`
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an env says after `reset` or `step`.
+
+    `observations` names exactly the seats that act next: one seat in turn-based play, all of them in simultaneous play,
+    none when the game is over. Rewards are those of the step just made: `rewards` per seat (local), `team_reward` for
+    all.
+
+        Step({"executor": "you r2 c3 ..."}, rewards={"planner": 0.4}, team_reward=0.0)
+    """
+
+    observations: dict[Seat, Any]
+    rewards: dict[Seat, float] = field(default_factory=dict)
+    team_reward: float = 0.0
+    legal: dict[Seat, list[Any]] | None = None
+    state: Any = None
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        return not self.observations
+
+
+@dataclass
+class Answer:
+    """One policy's answer at one seat. Policies without tokens (scripted, human) leave the arrays empty.
+
+    `prompt_ids [P]` and `token_ids [T]` int32; `logprobs [T]` float32, of the sampled tokens under the policy that
+    sampled them at `temperature`; `stop` is "stop" (an end token, included in token_ids) or "length".
+    """
+
+    text: str
+    policy: str
+    prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    stop: str = "stop"
+    temperature: float = 1.0
+
+
+@dataclass
+class Node:
+    """One joint step of an episode's tree: what the acting seats saw, what they answered, and what came of it.
+
+    Siblings (same `parent`) answered the same observations. `chosen` marks nodes from which play went on (the last node
+    of a played line included). `advantages` is written by the algorithm that assigns credit.
+    """
+
+    id: int
+    parent: int | None
+    depth: int
+    observations: dict[Seat, Any]
+    answers: dict[Seat, Answer]
+    rewards: dict[Seat, float] = field(default_factory=dict)
+    team_reward: float = 0.0
+    chosen: bool = True
+    over: bool = False
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+    advantages: dict[Seat, float] = field(default_factory=dict)
+
+    def reward(self, seat: Seat, alpha: float = 1.0) -> float:
+        """alpha * team + local: the mixed reward of this seat for this step."""
+        return alpha * self.team_reward + self.rewards.get(seat, 0.0)
+
+
+@dataclass
+class Episode:
+    """A tree of joint steps grown from one env seed. A plain episode is a tree with one branch.
+
+    `error` holds the message of an env or policy that failed: such an episode is recorded, counted and shown, and never
+    trained on.
+    """
+
+    env: str
+    seed: int
+    seats: dict[Seat, str]
+    nodes: list[Node] = field(default_factory=list)
+    error: str | None = None
+
+    def children(self, parent: int | None) -> list[Node]:
+        return [node for node in self.nodes if node.parent == parent]
+
+    def leaves(self) -> list[Node]:
+        """The ends of the lines that were played out, one for each in the order they grew."""
+        return [node for node in self.nodes if node.over]
+
+    def line(self, leaf: Node) -> list[Node]:
+        """The nodes from the root to `leaf`."""
+        nodes = [leaf]
+        while nodes[-1].parent is not None:
+            nodes.append(self.nodes[nodes[-1].parent])
+        return nodes[::-1]
+
+    @property
+    def success(self) -> float:
+        """Share of the lines played out to their end that the env calls a success; 0 for a failed episode."""
+        ends = [node for node in self.leaves() if node.chosen]
+        return float(np.mean([bool(node.info.get("success")) for node in ends])) if ends and not self.error else 0.0
+
+
+@dataclass
+class Sample:
+    """One trained sequence: prompt, then answer; the loss reads the answer's tokens only.
+
+    `token_ids`, `logprobs` (of the sampling policy) and `advantages` are `[T]`; `prompt_ids` is `[P]`. Supervised
+    losses read `advantages` as token weights.
+    """
+
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    advantages: np.ndarray
+    temperature: float = 1.0
+
+
+Metrics = dict[str, float]

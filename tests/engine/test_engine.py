@@ -1,0 +1,251 @@
+"""The engine against transformers and against itself: packed and unpacked, cached and plain, stacked and single."""
+
+import numpy as np
+import pytest
+import torch
+
+from palestra.engine.attention import plant
+from palestra.engine.lora import Adapter, LoraConfig, Single
+from palestra.engine.models import Engine, check_attention
+from palestra.engine.sampler import Request, Sampler, Sampling, choose, uniform
+from palestra.engine.trainer import Trainer, lay_out
+from palestra.losses import clipped_policy_loss, cross_entropy_loss
+from palestra.testing import tiny_lm
+from palestra.types import Sample
+
+
+def randomised(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
+    """An adapter whose B is not zero, so that it changes what the base says."""
+    adapter = Adapter(engine.linears, config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, b in adapter.weights.values():
+            b.normal_(0, 0.05, generator=generator)
+    return adapter
+
+
+def sample(prompt, answer, logprobs=None, advantage=1.0):
+    n = len(answer)
+    return Sample(
+        np.array(prompt, np.int32),
+        np.array(answer, np.int32),
+        np.zeros(n, np.float32) if logprobs is None else np.asarray(logprobs, np.float32),
+        np.full(n, advantage, np.float32),
+    )
+
+
+def plain_logits(engine: Engine, ids: list[int]) -> torch.Tensor:
+    """Next-token logits [T, V] by transformers' own eager attention, without our layouts."""
+    engine.model.config._attn_implementation = "eager"
+    try:
+        with torch.no_grad():
+            return engine.model(torch.tensor([ids]), use_cache=False).logits[0]
+    finally:
+        engine.model.config._attn_implementation = "palestra"
+
+
+def test_plant_shares_prefixes_and_keeps_every_path():
+    sequences = [np.array(s) for s in ([1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4], [7, 8], [1, 2])]
+    forest = plant(sequences)
+    for sequence, path in zip(sequences, forest.paths, strict=True):
+        assert forest.ids_S[path].tolist() == sequence.tolist()
+        assert forest.positions_S[path].tolist() == list(range(len(sequence)))
+    assert len(forest.ids_S) == 8  # 1 2 | 3 4 | 5 6 | 7 8
+
+
+def test_packed_logprobs_equal_transformers_one_by_one():
+    engine = tiny_lm(1)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(5, 250, n).tolist() for n in (9, 5, 17)]
+    samples = [sample(p, rng.integers(5, 250, int(n)).tolist()) for p in prompts for n in rng.integers(1, 7, 4)]
+    packed = Trainer(engine, Adapter(engine.linears, LoraConfig(), seed=0)).logprobs(samples)
+    for s, logp in zip(samples, packed, strict=True):
+        ids = [*s.prompt_ids.tolist(), *s.token_ids.tolist()]
+        expected = torch.log_softmax(plain_logits(engine, ids[:-1]), -1)[len(s.prompt_ids) - 1 :]
+        np.testing.assert_allclose(
+            logp, expected.gather(1, torch.tensor(ids[len(s.prompt_ids) :])[:, None])[:, 0], atol=2e-5
+        )
+
+
+def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
+    engine = tiny_lm(2)
+    adapters = [
+        randomised(engine, LoraConfig(rank=4), 1),
+        randomised(engine, LoraConfig(rank=9, alpha=3, targets=["q_proj", "down_proj"]), 2),
+        None,
+    ]
+    rng = np.random.default_rng(1)
+    sampler = Sampler(engine, max_rows=20)  # fewer than asked for: groups are admitted as others end
+    requests, owners = [], []
+    for i in range(24):
+        owner = adapters[i % 3]
+        prompt = rng.integers(5, 250, int(rng.integers(3, 30))).astype(np.int32)
+        sampling = Sampling(max_tokens=int(rng.integers(1, 12)))
+        requests.append(Request(prompt, int(rng.integers(1, 6)), sampling, owner.snapshot() if owner else None, seed=i))
+        owners.append(owner)
+    # snapshots of one adapter are one snapshot, as a policy has it
+    shared = [a.snapshot() if a else None for a in adapters]
+    requests = [Request(r.prompt_ids, r.n, r.sampling, shared[i % 3], r.seed) for i, r in enumerate(requests)]
+    results = sampler.sample_all(requests)
+    for adapter in adapters:
+        mine = [
+            (r, a) for r, o, answers in zip(requests, owners, results, strict=True) if o is adapter for a in answers
+        ]
+        samples = [sample(r.prompt_ids, a.token_ids, a.logprobs) for r, a in mine]
+        trainer = Trainer(engine, adapter or Adapter(engine.linears, LoraConfig(), seed=0))  # B = 0: the base
+        for (_, a), logp in zip(mine, trainer.logprobs(samples), strict=True):
+            np.testing.assert_allclose(a.logprobs, logp, atol=1e-4)
+    assert [len(r) for r in results] == [r.n for r in requests]
+
+
+def test_a_snapshot_does_not_move_while_its_adapter_trains():
+    engine = tiny_lm(3)
+    adapter = randomised(engine, LoraConfig(), 0)
+    snapshot = adapter.snapshot()
+    before = {k: (a.clone(), b.clone()) for k, (a, b) in snapshot.weights.items()}
+    with torch.no_grad():
+        for w in adapter.parameters():
+            w.add_(1.0)
+    assert all(torch.equal(a, before[k][0]) and torch.equal(b, before[k][1]) for k, (a, b) in snapshot.weights.items())
+
+
+def test_what_is_sampled_does_not_depend_on_the_company():
+    engine = tiny_lm(4)
+    rng = np.random.default_rng(3)
+    requests = [
+        Request(rng.integers(5, 250, 4 + i).astype(np.int32), 3, Sampling(max_tokens=6), seed=100 + i) for i in range(8)
+    ]
+    together = Sampler(engine).sample_all(requests)
+    alone = [Sampler(engine).sample_all([r])[0] for r in requests]
+    for a, b in zip(together, alone, strict=True):
+        assert [x.token_ids.tolist() for x in a] == [y.token_ids.tolist() for y in b]
+
+
+def test_a_later_turn_reuses_the_earlier_one_and_says_the_same():
+    engine = tiny_lm(5)
+    prompt = np.arange(10, 40, dtype=np.int32)
+    sampler = Sampler(engine)
+    first = sampler.sample_all([Request(prompt, 3, Sampling(max_tokens=5), seed=1, keep=True)])[0]
+    later = np.concatenate([prompt, first[1].token_ids, np.array([50, 51, 52], np.int32)])
+    request = Request(later, 2, Sampling(max_tokens=5), seed=2)
+    warm = sampler.sample_all([request])[0]
+    cold = Sampler(engine).sample_all([request])[0]
+    assert sampler.counts["reused_tokens"] == len(prompt) + len(first[1].token_ids) - 1
+    for a, b in zip(warm, cold, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def gradients(engine, adapter, samples, **options):
+    trainer = Trainer(engine, adapter, pack_tokens=options.pop("pack_tokens", 8192))
+    metrics = trainer.forward_backward(samples, clipped_policy_loss, **options)
+    result = [w.grad.clone() for w in trainer.parameters]
+    for w in trainer.parameters:
+        w.grad = None
+    return result, metrics
+
+
+@pytest.mark.parametrize("options", [{}, {"kl": 0.1, "entropy": 0.01}, {"pack_tokens": 40}])
+def test_packed_gradients_equal_unpacked_ones(options):
+    engine = tiny_lm(6)
+    adapter = randomised(engine, LoraConfig(rank=3), 4)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(5, 250, 20).tolist() for _ in range(3)]
+    samples = [
+        sample(p, a := rng.integers(5, 9, int(rng.integers(2, 6))).tolist(), rng.normal(-5, 0.3, len(a)), rng.normal())
+        for p in prompts
+        for _ in range(5)
+    ]
+    packed, metrics = gradients(engine, adapter, samples, **options)
+    tokens = sum(len(s.token_ids) for s in samples)
+    plain = [torch.zeros_like(g) for g in packed]
+    for s in samples:
+        alone, _ = gradients(engine, adapter, [s], **{k: v for k, v in options.items() if k != "pack_tokens"})
+        for total, g in zip(plain, alone, strict=True):
+            total += g * len(s.token_ids) / tokens
+    for a, b in zip(packed, plain, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_gradient_of_the_packed_pass_is_that_of_plain_transformers():
+    """Full weights, cross-entropy: our forest against a plain causal forward, gradient by gradient."""
+    engine = tiny_lm(7)
+    rng = np.random.default_rng(6)
+    prompt = rng.integers(5, 250, 12).tolist()
+    samples = [sample(prompt, rng.integers(5, 250, 4).tolist()) for _ in range(3)]
+    trainer = Trainer(engine, None)
+    trainer.forward_backward(samples, cross_entropy_loss)
+    packed = [w.grad.clone() for w in trainer.parameters]
+    for w in trainer.parameters:
+        w.grad = None
+    engine.model.config._attn_implementation = "eager"
+    total = 0.0
+    for s in samples:
+        ids = torch.tensor([[*s.prompt_ids.tolist(), *s.token_ids.tolist()]])
+        logp = torch.log_softmax(engine.model(ids[:, :-1], use_cache=False).logits[0], -1)
+        total = total - logp[len(prompt) - 1 :].gather(1, ids[0, len(prompt) :, None]).sum() / 12
+    total.backward()
+    for ours, w in zip(packed, trainer.parameters, strict=True):
+        torch.testing.assert_close(ours, w.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_lay_out_names_the_row_before_each_token():
+    forest, rows, targets = lay_out([sample([5, 6], [7, 8]), sample([5, 6], [9])])
+    assert forest.ids_S.tolist() == [5, 6, 7]
+    assert [(int(forest.ids_S[r]), int(t)) for r, t in zip(rows, targets, strict=True)] == [(6, 7), (7, 8), (6, 9)]
+
+
+def test_training_raises_the_probability_of_what_is_rewarded():
+    engine = tiny_lm(8)
+    adapter = Adapter(engine.linears, LoraConfig(), seed=0)
+    trainer = Trainer(engine, adapter)
+    good, bad = sample([10, 11, 12], [20, 4]), sample([10, 11, 12], [30, 4], advantage=-1.0)
+    from palestra.engine.trainer import AdamConfig
+
+    before = trainer.logprobs([good, bad])
+    for _ in range(20):
+        good.logprobs, bad.logprobs = trainer.logprobs([good, bad])
+        trainer.forward_backward([good, bad], clipped_policy_loss)
+        trainer.optim_step(AdamConfig(lr=3e-3))
+    after = trainer.logprobs([good, bad])
+    assert after[0].sum() > before[0].sum() + 2 and after[1].sum() < before[1].sum()
+
+
+def test_choose_matches_the_distribution_and_cuts():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
+    u = uniform(np.arange(4000, dtype=np.uint64), np.zeros(4000, np.uint64), np.zeros(4000, np.uint64))
+    tokens, logps = choose(logits, [Sampling()] * 4000, u)
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 4000, [0.5, 0.3, 0.15, 0.05], atol=0.03)
+    np.testing.assert_allclose(np.exp(logps), np.array([0.5, 0.3, 0.15, 0.05])[tokens], atol=1e-5)
+    assert set(choose(logits, [Sampling(top_k=2)] * 4000, u)[0]) == {0, 1}
+    assert set(choose(logits, [Sampling(top_p=0.81)] * 4000, u)[0]) == {0, 1, 2}
+    assert set(choose(logits, [Sampling(temperature=0)] * 4000, u)[0]) == {0}
+
+
+def test_stop_strings_end_an_answer():
+    engine = tiny_lm(9)
+    request = Request(np.array([40, 41, 42], np.int32), 8, Sampling(max_tokens=200, stop=("e",)), seed=5)
+    answers = Sampler(engine).sample_all([request])[0]
+    ended = [a.token_ids for a in answers if a.stop == "stop" and a.token_ids[-1] != 4]
+    texts = [engine.tokenizer.decode(ids, skip_special_tokens=True) for ids in ended]
+    assert texts and all(t.endswith("e") and t.count("e") == 1 for t in texts)
+
+
+def test_a_prompt_beyond_the_base_is_an_error_with_the_fix():
+    with pytest.raises(ValueError, match="512 positions"):
+        Sampler(tiny_lm()).sample_all([Request(np.ones(510, np.int32), 1, Sampling(max_tokens=8))])
+
+
+def test_models_with_other_attention_are_refused():
+    engine = tiny_lm()
+    engine.model.config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.raises(ValueError, match="sliding-window"):
+        check_attention(engine.model, "x")
+
+
+def test_single_route_leaves_other_layers_alone():
+    engine = tiny_lm()
+    route = Single(Adapter(engine.linears, LoraConfig(targets="q_proj"), seed=0))
+    y = torch.zeros(1, 2, 64)
+    assert route.add("model.layers.0.mlp.up_proj", torch.ones(1, 2, 64), y) is y

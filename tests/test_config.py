@@ -1,0 +1,189 @@
+"""Configs: reading, overriding, and above all what a user is told when a key is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field, field_validator
+
+from palestra.config import Strict, dump, load, override, parse, validate
+
+
+class Ppo(Strict):
+    type: Literal["ppo"] = "ppo"
+    clip: float = 0.2
+    epochs: int = Field(4, ge=1)
+
+
+class Grpo(Strict):
+    type: Literal["grpo"] = "grpo"
+    group: int = 8
+    keep: Literal["best", "all"] = "all"
+
+    @field_validator("group")
+    @classmethod
+    def _enough(cls, group: int) -> int:
+        if group < 2:
+            raise ValueError("a group needs two siblings to compare; set group to 2 or more")
+        return group
+
+
+AnyAlgorithm = Annotated[Ppo | Grpo, Field(discriminator="type")]
+
+
+class Lora(Strict):
+    rank: int = 8
+    targets: list[str] = ["q", "v"]
+
+
+class Member(Strict):
+    lora: Lora = Lora()
+    model_path: str | None = None
+    algorithm: AnyAlgorithm | None = None
+
+
+class Config(Strict):
+    steps: int
+    lr: float = 1e-4
+    algorithm: AnyAlgorithm = Ppo()
+    policies: dict[str, Member] = {}
+    stages: list[AnyAlgorithm] = []
+    seed: int | Literal["clock"] = 0
+
+
+def fault(**tree: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        validate(Config, {"steps": 1} | tree)
+    return str(caught.value)
+
+
+def test_a_tree_becomes_the_variant_its_type_names() -> None:
+    config = validate(Config, {"steps": 3, "algorithm": {"type": "grpo"}, "policies": {"a": {"lora": {"rank": 2}}}})
+    assert isinstance(config.algorithm, Grpo)
+    assert config.policies["a"].lora.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"algorithm": {"type": "ppo", "clp": 0.3}},
+            "unknown key algorithm.clp: did you mean clip? (keys: type, clip, epochs)",
+        ),
+        ({"algorithm": {"type": "grpoo"}}, "unknown algorithm.type 'grpoo': did you mean grpo? (types: ppo, grpo)"),
+        ({"algorithm": {"clip": 1}}, "algorithm.type is missing: it picks the variant"),
+        (
+            {"policies": {"coder": {"lora": {"rnk": 2}}}},
+            "unknown key policies.coder.lora.rnk: did you mean rank? (keys: rank, targets)",
+        ),
+        ({"stages": [{"type": "ppo"}, {"type": "grpo", "keep": "beast"}]}, "stages[1].keep: "),
+        ({"policies": {"ppo": {"algorithm": {"type": "grpo", "gruop": 2}}}}, "policies.ppo.algorithm.gruop: did you"),
+        ({"algorithm": {"type": "ppo", "epochs": 0}}, "algorithm.epochs: should be greater than or equal to 1, not 0"),
+        ({"algorithm": {"type": "grpo", "group": 1}}, "algorithm.group: a group needs two siblings"),
+        ({"policies": {"a": {"lora": {"targets": ["q", 3]}}}}, "policies.a.lora.targets[1]: should be a valid string"),
+        ({"zzz": 1}, "unknown key zzz (keys: steps, lr, algorithm, policies, stages, seed)"),
+        ({"steps": None}, "steps: should be a valid integer, not None"),
+    ],
+)
+def test_a_fault_is_told_with_its_path(tree: dict[str, Any], message: str) -> None:
+    assert message in fault(**tree)
+
+
+def test_a_union_without_type_names_the_path_only() -> None:
+    message = fault(seed="tomorrow")
+    assert message.count("seed: ") == 2, message
+    assert "int" in message and "clock" in message
+
+
+def test_every_fault_is_told_at_once() -> None:
+    message = fault(lrr=1, algorithm={"type": "ppo", "clp": 1})
+    assert message.startswith("2 faults in the config:\n  ")
+    assert "unknown key lrr: did you mean lr?" in message and "algorithm.clp" in message
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^steps is missing$"):
+        validate(Config, {})
+
+
+def test_load_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("steps: 1\nalgorithm: {type: ppo\nlr: 2\n")
+    with pytest.raises(ValueError, match=r"bad\.yaml, line 3"):
+        load(path)
+    path.write_text("steps: 1\nlr: 1\nsteps: 2\n")
+    with pytest.raises(ValueError, match=r"bad\.yaml, line 3, column 1: key 'steps' stands twice"):
+        load(path)
+    path.write_text("- steps\n")
+    with pytest.raises(ValueError, match="this is a list"):
+        load(path)
+    path.write_text("steps: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(ValueError, match="line 1"):
+        load(path)
+    with pytest.raises(ValueError, match="cannot read config"):
+        load(tmp_path / "none.yaml")
+
+
+def test_yaml_is_read_as_1_2() -> None:
+    tree = parse("{a: 1e-4, b: off, c: 2026-01-31, d: .5, e: 12, f: true, g: -.inf, h: null, i: 1:30, j: -7}")
+    assert tree["a"] == 1e-4 and tree["b"] == "off" and tree["d"] == 0.5 and tree["e"] == 12 and tree["f"] is True
+    assert tree["g"] == float("-inf") and tree["h"] is None
+    assert tree["c"] == "2026-01-31" and tree["i"] == "1:30" and tree["j"] == -7
+    assert parse("") == {}
+    assert parse("base: &b {x: 1}\nmore: {<<: *b, y: 2}")["more"] == {"x": 1, "y": 2}
+
+
+def test_override_sets_leaves_and_leaves_its_input_alone() -> None:
+    tree = {"algorithm": {"type": "ppo"}, "lora": None}
+    result = override(tree, ["algorithm.clip=3e-1", "algorithm.names=[a, b]", "lora.rank=4", "note=a=b", "empty="])
+    assert result == {
+        "algorithm": {"type": "ppo", "clip": 0.3, "names": ["a", "b"]},
+        "lora": {"rank": 4},
+        "note": "a=b",
+        "empty": None,
+    }
+    assert tree == {"algorithm": {"type": "ppo"}, "lora": None}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("steps", "write key=value"),
+        ("a..b=1", "write key=value"),
+        ("stages.0.clip=1", "stages is a list, not a mapping; set stages as a whole"),
+        ("steps.more=1", "steps is a number"),
+        ("lr=[1", "is not YAML"),
+    ],
+)
+def test_a_setting_that_cannot_be_placed_says_why(setting: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        override({"steps": 1, "stages": [{"type": "ppo"}]}, [setting])
+    assert message in str(caught.value)
+
+
+def test_dump_writes_the_defaults_out() -> None:
+    assert dump(validate(Config, {"steps": 2})).splitlines()[:5] == [
+        "steps: 2",
+        "lr: 0.0001",
+        "algorithm:",
+        "  type: ppo",
+        "  clip: 0.2",
+    ]
+
+
+@given(
+    steps=st.integers(-9, 10**12),
+    lr=st.floats(allow_nan=False),
+    names=st.lists(
+        st.text(st.characters(exclude_categories=["Cs", "Cc"]))
+        | st.sampled_from(["1e3", "on", "1:30", "7", "null", "2026-01-31"])
+    ),
+)
+def test_dump_and_parse_are_inverse(steps: int, lr: float, names: list[str]) -> None:
+    policies = {name: {"lora": {"targets": names}, "model_path": name} for name in names}
+    config = validate(Config, {"steps": steps, "lr": lr, "policies": policies, "algorithm": {"type": "grpo"}})
+    assert validate(Config, parse(dump(config))) == config

@@ -1,0 +1,128 @@
+"""The documents tell the truth: their examples run and their links lead somewhere.
+
+A fenced `bash` or `python` block runs when the line before it is an HTML comment:
+
+    <!-- test -->         in the fast suite
+    <!-- test: slow -->   in the slow suite only
+
+All runnable blocks of one document run in order, in one temporary folder that holds links to the repository's folders
+`configs`, `examples` and `scripts`, with the virtual environment first on the path; each must end with exit code 0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/*.md")]
+)
+BLOCK = re.compile(
+    r"^<!--\s*test(?P<slow>:\s*slow)?\s*-->\s*\n```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL
+)
+COMMENT = re.compile(r"^<!--\s*test\b[^>]*-->", re.MULTILINE)
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|(?:src|href)=\"([^\"]+)\"")
+HEADING = re.compile(r"^#+\s+(.*)$", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    line: int
+    language: str
+    code: str
+    slow: bool
+
+
+def blocks(text: str) -> list[Block]:
+    """The runnable blocks of a document, in order."""
+    return [
+        Block(text[: match.start("code")].count("\n") + 1, match["language"], match["code"], bool(match["slow"]))
+        for match in BLOCK.finditer(text)
+    ]
+
+
+def run(document: Path, folder: Path, *, slow: bool) -> None:
+    for name in ("configs", "examples", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    for block in blocks(document.read_text(encoding="utf-8")):
+        if slow or not block.slow:
+            done = subprocess.run(_command(block), cwd=folder, env=environment, capture_output=True, text=True)
+            where = f"{document.relative_to(ROOT)}, line {block.line}"
+            assert done.returncode == 0, f"{where}:\n{block.code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def _command(block: Block) -> list[str]:
+    if block.language == "python":
+        return [sys.executable, "-c", block.code]
+    return ["bash", "-euo", "pipefail", "-c", block.code]
+
+
+def with_blocks(*, slow: bool) -> list[Path]:
+    texts = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
+    return [document for document, text in texts.items() if any(block.slow == slow for block in blocks(text))]
+
+
+def identifier(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", with_blocks(slow=False), ids=identifier)
+def test_the_examples_run(document: Path, tmp_path: Path) -> None:
+    run(document, tmp_path, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("document", with_blocks(slow=True), ids=identifier)
+def test_the_slow_examples_run(document: Path, tmp_path: Path) -> None:
+    run(document, tmp_path, slow=True)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
+def test_every_mark_stands_before_a_block_that_can_run(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    found = blocks(text)
+    assert len(found) == len(COMMENT.findall(text)), "a <!-- test --> comment is misspelt or not followed by a block"
+    assert {block.language for block in found} <= {"bash", "python"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
+def test_every_relative_link_leads_somewhere(document: Path) -> None:
+    text = CODE.sub("", FENCE.sub("", document.read_text(encoding="utf-8")))
+    targets = [match[1] or match[2] for match in LINK.finditer(text)]
+    relative = [target for target in targets if not re.match(r"[a-z]+:", target)]
+    assert [target for target in relative if not _leads_somewhere(document, target)] == []
+
+
+def _leads_somewhere(document: Path, target: str) -> bool:
+    name, _, anchor = target.partition("#")
+    path = document.parent / name if name else document
+    if not path.exists():
+        return False
+    return not anchor or path.suffix != ".md" or anchor in _anchors(path.read_text(encoding="utf-8"))
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors that hosts make of headings: lower case, words and hyphens only."""
+    headings = HEADING.findall(FENCE.sub("", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_convention_itself() -> None:
+    text = "a\n\n<!-- test -->\n```bash\ntrue\n```\n\n```bash\nfalse\n```\n<!-- test: slow -->\n```python\nx = 1\n```\n"
+    assert blocks(text) == [Block(5, "bash", "true\n", False), Block(13, "python", "x = 1\n", True)]
+    assert _command(blocks(text)[0])[0] == "bash"
+    assert _anchors("# The house, again\n```\n# no\n```\n## `x` y") == {"the-house-again", "x-y"}

@@ -1,0 +1,240 @@
+"""The house stands: imports point down, nothing runs in a circle, and what must start fast does not load torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "palestra"
+
+# Bottom to top; the longest prefix of a module's name decides its room. Rooms of one row may not import each other.
+ROOMS = [
+    {"palestra", "palestra.types", "palestra.config", "palestra.files"},
+    {"palestra.envs", "palestra.policies.base", "palestra.policies.scripted", "palestra.losses"},
+    {"palestra.engine"},
+    {"palestra.policies"},
+    {"palestra.rollouts", "palestra.learners", "palestra.episodes", "palestra.runs"},
+    {"palestra.algorithms", "palestra.populations"},
+    {"palestra.train"},
+    {"palestra.service", "palestra.remote"},
+    {"palestra.dashboard"},
+    {"palestra.setup"},
+    {"palestra.cli", "palestra.__main__"},
+    {"palestra.testing"},
+]
+NEIGHBOURS = {  # within a row, the few that build on each other
+    ("palestra.policies.scripted", "palestra.policies.base"),
+    ("palestra.runs", "palestra.episodes"),
+}
+LIGHT = ("palestra.types", "palestra.rollouts.play", "palestra.populations", "palestra.train")
+HEAVY = (
+    "torch",
+    "transformers",
+    "peft",
+    "vllm",
+    "requests",
+    "httpx",
+    "httpx2",
+    "aiohttp",
+    "http.client",
+    "urllib.request",
+)
+# Not in `dependencies`: at most one module of ours may import each.
+OPTIONAL = {
+    "aiohttp",
+    "fastapi",
+    "google",
+    "grpc",
+    "gymnasium",
+    "httpx",
+    "mcp",
+    "openai",
+    "peft",
+    "pettingzoo",
+    "pyspiel",
+    "ray",
+    "starlette",
+    "tinker",
+    "uvicorn",
+    "vllm",
+    "wandb",
+}
+
+
+class Import(NamedTuple):
+    """One import: the module it stands in, what it names, its line, and whether loading runs it."""
+
+    importer: str
+    target: str
+    line: int
+    in_function: bool
+    typing_only: bool
+
+    @property
+    def at_load(self) -> bool:
+        return not self.in_function and not self.typing_only
+
+    @property
+    def extra(self) -> bool:
+        return self.target.split(".")[0] in OPTIONAL
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.target}"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_pb2" not in path.name}
+
+
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def imports() -> list[Import]:
+    return [found for name, path in modules().items() for found in _imports(name, path)]
+
+
+def _imports(name: str, path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    typing_only = _inside(tree, _is_type_checking)
+    in_functions = _inside(tree, lambda node: isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    for node in ast.walk(tree):
+        for target in _targets(node, name, path.name == "__init__.py"):
+            yield Import(name, target, getattr(node, "lineno", 0), node in in_functions, node in typing_only)
+
+
+def _inside(tree: ast.AST, chosen: Callable[[ast.AST], bool]) -> set[ast.AST]:
+    return {child for node in ast.walk(tree) if chosen(node) for child in ast.walk(node)}
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _targets(node: ast.AST, name: str, is_package: bool) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        parts = name.split(".") if is_package else name.split(".")[:-1]
+        base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
+        base = base if node.level else str(node.module)
+        for alias in node.names:  # `from palestra.envs import text` names a module, `... import Env` does not
+            yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules() else base
+
+
+def ours() -> list[Import]:
+    return [found for found in imports() if found.target.split(".")[0] == "palestra"]
+
+
+def level(module: str) -> int:
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        for number, room in enumerate(ROOMS):
+            if ".".join(parts[:end]) in room and (end > 1 or len(parts) == 1):
+                return number
+    raise AssertionError(f"{module} is in no room: add it to ROOMS, at the height its imports allow")
+
+
+def room(module: str) -> str:
+    return max((name for name in ROOMS[level(module)] if f"{module}.".startswith(f"{name}.")), key=len)
+
+
+def allowed(found: Import) -> bool:
+    above, below = level(found.importer), level(found.target)
+    pair = (found.importer, found.target)
+    return below < above or room(found.importer) == room(found.target) or pair in NEIGHBOURS
+
+
+def reached(start: str) -> dict[str, list[str]]:
+    """Every module, ours or not, that loading `start` imports, with the chain of ours that leads to it."""
+    chains, waiting = {start: [start]}, [start]
+    while waiting:
+        module = waiting.pop()
+        for found in imports():
+            if found.importer == module and found.at_load:
+                for target in _with_parents(found.target):
+                    if target not in chains:
+                        chains[target] = [*chains[module], target]
+                        waiting.append(target)
+    return chains
+
+
+def _with_parents(target: str) -> list[str]:
+    """Importing a.b.c loads a and a.b too."""
+    parts = target.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def test_every_import_of_ours_exists() -> None:
+    assert [str(found) for found in ours() if found.target not in modules()] == []
+
+
+def test_imports_point_down() -> None:
+    assert [str(found) for found in ours() if not allowed(found)] == []
+
+
+def test_no_module_is_in_a_circle() -> None:
+    edges: dict[str, set[str]] = {name: set() for name in modules()}
+    for found in ours():  # imports inside functions too: they hide a circle, they do not undo it
+        edges[found.importer].add(found.target)
+    while free := [name for name, targets in edges.items() if not targets & edges.keys()]:
+        for name in free:
+            del edges[name]
+    assert edges == {}, f"these modules import each other in a circle: {sorted(edges)}"
+
+
+@pytest.mark.parametrize("prefix", LIGHT)
+def test_light_modules_reach_nothing_heavy(prefix: str) -> None:
+    """Statically, through all our modules: the run must be able to start where torch is not installed."""
+    light = [name for name in modules() if f"{name}.".startswith(f"{prefix}.")]
+    chains = [chain for name in light for target, chain in reached(name).items() if _heavy(target)]
+    assert [" -> ".join(chain) for chain in chains] == []
+
+
+def _heavy(target: str) -> bool:
+    return any(f"{target}.".startswith(f"{name}.") for name in HEAVY)
+
+
+@pytest.mark.parametrize("module", ["palestra", *LIGHT])
+def test_importing_a_light_module_leaves_torch_out(module: str) -> None:
+    if module not in modules():
+        pytest.skip(f"there is no {module}")
+    code = f"import sys, {module}; print(*[m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_an_optional_dependency_is_imported_by_one_module() -> None:
+    users: dict[str, set[str]] = {}
+    for found in imports():
+        if found.extra and found.importer != "palestra.testing":
+            users.setdefault(found.target.split(".")[0], set()).add(found.importer)
+    assert {dependency: names for dependency, names in users.items() if len(names) > 1} == {}
+
+
+def test_extras_are_not_loaded_with_the_package() -> None:
+    """A module that needs an extra may import it at its top only if nothing loads that module unasked."""
+    needing = {found.importer for found in imports() if found.at_load and found.extra}
+    loaded = [found for found in ours() if found.at_load and found.target in needing and found.importer not in needing]
+    assert [str(found) for found in loaded] == []
+
+
+def test_functions_import_only_extras_and_what_the_command_line_delays() -> None:
+    late = [found for found in imports() if found.in_function and not found.extra and not _may_delay(found)]
+    assert [str(found) for found in late] == []
+
+
+def _may_delay(found: Import) -> bool:
+    """From `setup` up, rooms are loaded when named (`--help` does not wait for torch); leaves over an extra too."""
+    over_an_extra = any(below.extra for below in imports() if below.importer == found.target)
+    return over_an_extra or level(found.importer) >= level("palestra.setup")

@@ -1,0 +1,345 @@
+"""Runs: what is written comes back, and a process killed at any moment loses nothing that was promised."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from palestra.files import atomic_write, keep_lines, open_log
+from palestra.runs import Run, checkpoints, list_runs, load_episodes, read_episodes, read_lines
+from palestra.types import Answer, Episode, Node
+
+ROOT = Path(__file__).parent.parent
+
+
+def new_run(root: Path, name: str = "demo") -> Run:
+    return Run.create(root, "steps: 3\n", name, {"seed": 7})
+
+
+def save(text: str) -> object:
+    return lambda folder: (folder / "weights.bin").write_text(text)
+
+
+def train(run: Run, steps: int) -> None:
+    """Steps whose every byte follows from the step, as a seeded training's do."""
+    for step in range(run.next_step, steps):
+        for policy in ("planner", "coder"):
+            run.log(step, policy, {"loss": 1 / (step + 1), "tokens": step * 3})
+        run.time(step, "planner", {"seconds": 0.5})
+        run.write_episodes(step, [episode(step)])
+        run.eval(step, "held-out", {"success": step / 100})
+        run.checkpoint(step, lambda folder, step=step: write_weights(folder, step), {"names": {"coder": "a"}})
+
+
+def write_weights(folder: Path, step: int) -> None:
+    (folder / "adapters").mkdir()
+    for name in ("planner", "coder"):
+        (folder / "adapters" / f"{name}.bin").write_bytes(f"{name} {step} ".encode() * 20_000)
+
+
+def answer(text: str, count: int) -> Answer:
+    ids = np.arange(count, dtype=np.int32)
+    return Answer(text, "planner@3", ids, ids + 5, -np.linspace(0, 1, count, dtype=np.float32) / 3, "length")
+
+
+def episode(seed: int) -> Episode:
+    nodes = [
+        Node(
+            0, None, 0, {"a": "see é\n", "b": {"grid": [1, 2]}}, {"a": answer("go", 3), "b": answer("", 0)}, {"a": 0.1}
+        ),
+        Node(
+            1,
+            None,
+            0,
+            {"a": "see é\n", "b": {"grid": [1, 2]}},
+            {"a": answer("no", 2), "b": answer("x", 1)},
+            chosen=False,
+        ),
+        Node(2, 0, 1, {"a": "[1]"}, {"a": answer("end", 4)}, {"a": 1.0, "b": -1.0}, 0.3, over=True, truncated=True),
+    ]
+    nodes[0].advantages = {"a": 0.25, "b": -0.5}
+    nodes[2].info = {"success": True, "invalid": ["a"], "score": [1, 2.5, None]}
+    return Episode("relay", seed, {"a": "planner", "b": "coder"}, nodes)
+
+
+def same(left: Episode, right: Episode) -> bool:
+    """Equal in every field; arrays make == on the dataclasses ambiguous."""
+    return plain(left) == plain(right)
+
+
+def plain(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.tolist())
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return plain(vars(value)) if hasattr(value, "__dict__") else value
+
+
+def test_episodes_come_back_as_they_were(tmp_path: Path) -> None:
+    failed = Episode("relay", 2**40, {"a": "planner"}, error="the env said no")
+    bare = Episode("relay", 1, {}, [Node(0, None, 0, {}, {}, info={"why": "nobody acts"}, over=True)])
+    with new_run(tmp_path) as run:
+        path = run.write_episodes(12, [episode(5), failed, bare])
+    assert path == run.path / "episodes" / "step-000012.parquet"
+    loaded = load_episodes(path)
+    assert all(same(a, b) for a, b in zip(loaded, [episode(5), failed, bare], strict=True))
+    loaded[0].nodes[0].answers["a"].logprobs += 1  # the arrays are the caller's own
+
+
+def test_episode_rows_answer_questions(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        rows = read_episodes(run.write_episodes(1, [episode(5)])).to_pylist()
+    assert [(row["node"], row["seat"], row["policy"]) for row in rows] == [
+        (0, "a", "planner@3"),
+        (0, "b", "planner@3"),
+        (1, "a", "planner@3"),
+        (1, "b", "planner@3"),
+        (2, "a", "planner@3"),
+        (2, "b", "coder"),  # rewarded without acting: no answer, and the policy the seat was given to
+    ]
+    assert [row["reward"] for row in rows] == [0.1, None, None, None, 1.0, -1.0]
+    assert [row["advantage"] for row in rows[:3]] == [0.25, -0.5, None]
+    assert rows[4]["success"] is True and rows[4]["invalid"] is True and rows[5]["invalid"] is False
+    assert rows[5]["answer"] is None and rows[4]["observation"] == "[1]" and not rows[4]["observation_json"]
+
+
+def test_no_episodes_and_foreign_files(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        assert load_episodes(run.write_episodes(0, [])) == []
+    (tmp_path / "x.parquet").write_text("hello")
+    with pytest.raises(ValueError, match=r"cannot read episodes from .*x\.parquet"):
+        read_episodes(tmp_path / "x.parquet")
+
+
+def test_an_observation_that_cannot_be_recorded_says_so(tmp_path: Path) -> None:
+    odd = Episode("relay", 1, {"a": "p"}, [Node(0, None, 0, {"a": object()}, {"a": answer("x", 1)})])
+    with new_run(tmp_path) as run, pytest.raises(ValueError, match="cannot record a object in an episode"):
+        run.write_episodes(0, [odd])
+
+
+def test_create_never_writes_over_a_run(tmp_path: Path) -> None:
+    for expected in ("demo", "demo-2", "demo-3"):
+        with new_run(tmp_path) as run:
+            assert run.path.name == expected
+            assert run.config == "steps: 3\n"
+    meta = json.loads((tmp_path / "demo" / "meta.json").read_text())
+    assert meta["seed"] == 7 and meta["torch"] and meta["python"].startswith("3.")
+    assert [summary.path.name for summary in list_runs(tmp_path)] == ["demo", "demo-2", "demo-3"]
+    for bad in ("a/b", ".."):
+        with pytest.raises(ValueError, match="plain folder name"):
+            Run.create(tmp_path, "", bad)
+    with pytest.raises(ValueError, match="is not a run"):
+        Run.open(tmp_path)
+
+
+def test_metrics_take_numpy_and_have_no_nan(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        run.log(0, "a", {"loss": np.float32(0.5), "kl": float("nan"), "counts": np.arange(2), "deep": {"x": [1e999]}})
+    line = (run.path / "metrics.jsonl").read_text()
+    assert line == '{"step": 0, "policy": "a", "loss": 0.5, "kl": null, "counts": [0, 1], "deep": {"x": [null]}}\n'
+
+
+def test_two_runs_of_one_seed_are_equal_in_metrics(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        with new_run(tmp_path, name) as run:
+            train(run, 3)
+    assert (tmp_path / "one/metrics.jsonl").read_bytes() == (tmp_path / "two/metrics.jsonl").read_bytes()
+
+
+def test_pruning_leaves_the_newest_two_and_the_kept(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        for step in range(6):
+            run.checkpoint(step, save(str(step)), keep=step == 1)  # type: ignore[arg-type]
+        assert [c.step for c in checkpoints(run.path)] == [1, 4, 5]
+    assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == [
+        "step-000001",
+        "step-000004",
+        "step-000005",
+    ]
+    assert len(read_lines(run.path / "checkpoints.jsonl")) == 6
+    assert list_runs(tmp_path)[0].checkpoint.step == 5  # type: ignore[union-attr]
+
+
+def test_resume_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        train(run, 3)
+        before = (run.path / "metrics.jsonl").read_bytes()
+        run.log(3, "planner", {"loss": 1})
+        run.eval(3, "held-out", {"success": 1})
+        run.eval(2, "by hand", {"success": 1})
+        run.write_episodes(3, [episode(3)])
+    for name in ("metrics.jsonl", "evals.jsonl", "checkpoints.jsonl"):
+        with open(run.path / name, "ab") as file:
+            file.write(b'{"step": 3, "pol')  # torn by a full disk
+    (run.path / "checkpoints" / "step-000003").mkdir()  # renamed, but the process died before its line
+    (run.path / "checkpoints" / ".tmp-step-000004").mkdir()
+
+    with Run.open(run.path) as run:
+        assert run.next_step == 3
+        resumed = run.resume()
+        assert resumed and resumed.step == 2 and resumed.names == {"coder": "a"}
+        assert (resumed.path / "adapters" / "coder.bin").read_bytes().startswith(b"coder 2 ")
+        assert (run.path / "metrics.jsonl").read_bytes() == before
+        assert [line["name"] for line in read_lines(run.path / "evals.jsonl")] == ["held-out"] * 3 + ["by hand"]
+        assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
+        assert len(list((run.path / "episodes").iterdir())) == 3
+        train(run, 4)
+    assert [line["step"] for line in read_lines(run.path / "checkpoints.jsonl")] == [0, 1, 2, 3]
+
+
+def test_resume_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        train(run, 3)
+        os.truncate(run.path / "checkpoints/step-000002/adapters/coder.bin", 10)
+        resumed = run.resume()
+        assert resumed and resumed.step == 1 and run.next_step == 2
+        train(run, 3)
+        assert run.next_step == 3 and checkpoints(run.path)[-1].step == 2
+    with new_run(tmp_path, "whole") as whole:
+        train(whole, 3)
+    assert (run.path / "metrics.jsonl").read_bytes() == (whole.path / "metrics.jsonl").read_bytes()
+
+
+def test_resume_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        run.log(0, "planner", {"loss": 1})
+        run.eval(-1, "held-out", {"success": 0})
+        run.write_episodes(0, [episode(0)])
+        assert run.resume() is None
+        assert run.next_step == 0 and not list((run.path / "episodes").iterdir())
+        assert read_lines(run.path / "metrics.jsonl") == read_lines(run.path / "evals.jsonl") == []
+
+
+def test_resume_refuses_a_log_shorter_than_promised(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        train(run, 2)
+        (run.path / "metrics.jsonl").write_text("")
+        with pytest.raises(ValueError, match=r"metrics\.jsonl has 0 bytes, the newest checkpoint counts"):
+            run.resume()
+
+
+def test_lines_survive_tearing_but_not_editing(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    assert read_lines(path) == []
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a":')
+    assert read_lines(path) == [{"a": 1}, {"a": 2}]
+    with open_log(path) as log:
+        log.write(b'{"a": 3}\n')
+    keep_lines(path, lambda line: line["a"] != 2)
+    assert path.read_bytes() == b'{"a": 1}\n{"a": 3}\n'
+    path.write_bytes(b'{"a": 1}\nnonsense\n{"a": 2}\n')
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2 is not a JSON object"):
+        read_lines(path)
+
+
+def test_atomic_write_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    for data in (b"old", b"new"):
+        atomic_write(tmp_path / "file", data)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
+    code = "import sys; from palestra.runs import Run; Run.open(sys.argv[1])"
+    with new_run(tmp_path) as run:
+        other = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True)
+        assert f"process {os.getpid()} is writing the run" in other.stderr
+        with pytest.raises(ValueError, match="is writing the run"):
+            Run.open(run.path)
+    assert subprocess.run([sys.executable, "-c", code, str(run.path)]).returncode == 0
+
+
+def train_in_another_process(path: Path, steps: int, deadly: int = -1) -> subprocess.Popen[bytes]:
+    """Resume and train the run at `path`; the process kills itself (-9) before its file operation number `deadly`."""
+    return subprocess.Popen([sys.executable, "-m", "tests.test_runs", str(path), str(steps), str(deadly)], cwd=ROOT)
+
+
+def train_until_killed(path: str, steps: str, deadly: str) -> None:
+    count = 0
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal count
+        if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"):
+            if count == int(deadly):
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+
+    with Run.open(path) as run:
+        sys.addaudithook(hook)
+        run.resume()
+        train(run, int(steps))
+
+
+def assert_as_if_never_killed(path: Path, steps: int) -> None:
+    with new_run(path.parent, "whole") as whole:
+        train(whole, steps)
+    for name in ("metrics.jsonl", "timings.jsonl", "evals.jsonl"):
+        assert (path / name).read_bytes() == (whole.path / name).read_bytes(), name
+    assert sorted(names(path)) == sorted(names(whole.path))
+    shutil.rmtree(whole.path)
+
+
+def names(path: Path) -> set[str]:
+    return {str(file.relative_to(path)) for file in path.rglob("*")}
+
+
+def kill_at(root: Path, deadly: int) -> bool:
+    """Train three steps after one, dying at one file operation, and then to the end; False where training was over."""
+    with new_run(root, "killed") as run:
+        train(run, 1)
+    process = train_in_another_process(run.path, 4, deadly)
+    died = process.wait() == -signal.SIGKILL
+    for checkpoint in checkpoints(run.path):
+        assert len(list(checkpoint.path.rglob("*.bin"))) == 2
+    with Run.open(run.path) as again:
+        assert again.resume()  # the first checkpoint at least
+        train(again, 4)
+    assert_as_if_never_killed(run.path, 4)
+    shutil.rmtree(run.path)
+    return died
+
+
+@pytest.mark.parametrize("deadly", range(3, 70, 11))
+def test_a_process_killed_at_a_file_operation_loses_nothing(tmp_path: Path, deadly: int) -> None:
+    assert kill_at(tmp_path, deadly)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_process_killed_at_any_file_operation_loses_nothing(tmp_path: Path) -> None:
+    deadly = 0
+    while kill_at(tmp_path, deadly):
+        deadly += 1
+    assert deadly > 60  # as many as three steps make, or the test tests nothing
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_as_if_it_never_was(tmp_path: Path) -> None:
+    steps, chance, kills = 150, random.Random(0), 0
+    new_run(tmp_path, "killed").close()
+    path = tmp_path / "killed"
+    while not (checkpoints(path) and checkpoints(path)[-1].step == steps - 1):
+        process = train_in_another_process(path, steps)
+        time.sleep(chance.uniform(0.2, 0.6) + kills / 50)  # longer and longer: the end comes on a slow machine too
+        process.kill()
+        kills += process.wait() != 0
+    with Run.open(path) as run:
+        run.resume()
+    assert kills >= 3
+    assert_as_if_never_killed(path, steps)
+
+
+if __name__ == "__main__":
+    train_until_killed(*sys.argv[1:])
