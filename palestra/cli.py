@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +27,7 @@ Root = Annotated[Path, typer.Option(help="the folder that holds runs")]
 @app.callback()
 def main() -> None:
     """Train many agents together."""
+    sys.path.insert(0, os.getcwd())  # a user's env beside the config is found as module:Class
 
 
 @app.command()

@@ -42,6 +42,7 @@ SCHEMA = pa.schema(
         ("prompt_ids", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
+        ("temperature", pa.float64()),
         ("reward", pa.float64()),  # local
         ("team_reward", pa.float64()),
         ("advantage", pa.float64()),
@@ -118,7 +119,7 @@ def _seat_row(node: Node, seat: Seat, seats: dict[Seat, str]) -> dict[str, Any]:
         "policy": seats.get(seat),
         "reward": node.rewards.get(seat),
         "advantage": node.advantages.get(seat),
-        "invalid": _invalid(node.info.get("invalid"), seat),
+        "invalid": node.invalid(seat),
     }
     if seat in node.observations:
         seen = node.observations[seat]
@@ -131,16 +132,8 @@ def _seat_row(node: Node, seat: Seat, seats: dict[Seat, str]) -> dict[str, Any]:
 
 def _answer_row(answer: Answer) -> dict[str, Any]:
     arrays = {"prompt_ids": answer.prompt_ids, "token_ids": answer.token_ids, "logprobs": answer.logprobs}
-    return {"policy": answer.policy, "answer": answer.text, "stop": answer.stop} | arrays
-
-
-def _invalid(flag: Any, seat: Seat) -> bool | None:
-    """An env may flag the step as a whole, each seat in a mapping, or list the seats that erred."""
-    if isinstance(flag, dict):
-        return bool(flag.get(seat, False))
-    if isinstance(flag, (list, tuple, set)):
-        return seat in flag
-    return None if flag is None else bool(flag)
+    said = {"policy": answer.policy, "answer": answer.text, "stop": answer.stop, "temperature": answer.temperature}
+    return said | arrays
 
 
 def _json(value: Any) -> str:
@@ -184,7 +177,7 @@ def _add(episode: Episode, row: dict[str, Any]) -> None:
         node.observations[seat] = json.loads(row["observation"]) if row["observation_json"] else row["observation"]
     if row["answer"] is not None:
         arrays = (row["prompt_ids"], row["token_ids"], row["logprobs"])
-        node.answers[seat] = Answer(row["answer"], row["policy"], *arrays, stop=row["stop"])
+        node.answers[seat] = Answer(row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])
     if row["reward"] is not None:
         node.rewards[seat] = row["reward"]
     if row["advantage"] is not None:

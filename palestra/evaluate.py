@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from palestra.config import load, override, validate
+from palestra.engine.sampler import Sampling
 from palestra.policies.base import Policy
 from palestra.rollouts.figures import summary
 from palestra.runs import Checkpoint, checkpoints
@@ -29,7 +31,10 @@ async def evaluate_run(
     source = path / "config.yaml" if path.is_dir() else path
     config = validate(Config, override(load(source), []))
     checkpoint = find_checkpoint(path, step) if path.is_dir() else None
-    names = seat_map(config) | seats
+    names = seat_map(config)
+    if unknown := sorted(set(seats) - set(names)):
+        raise ValueError(f'no seat "{unknown[0]}": env "{config.env["type"]}" plays {", ".join(names)}')
+    names |= seats
     if swap:
         names = swapped(names)
     engines = Engines(config.device, config.max_rows)
@@ -80,8 +85,9 @@ def member(
         raise ValueError(f'no policy "{name}"; the run has {", ".join(config.policies)}, or say base, or RUN:NAME')
     chosen = config.policies[name]
     if checkpoint and name in checkpoint.names:
-        folder = str(checkpoint.path / checkpoint.names[name])
-        return frozen_policy(f"{name}@{checkpoint.step + 1}", _frozen(chosen, folder, sampling), engines)
+        folder = checkpoint.path / checkpoint.names[name]
+        version = json.loads((folder / "member.json").read_text())["version"]
+        return frozen_policy(f"{name}@{version}", _frozen(chosen, str(folder), sampling), engines)
     if isinstance(chosen, FrozenConfig):
         return frozen_policy(name, _frozen(chosen, chosen.path, sampling), engines)
     if hasattr(chosen, "base"):
@@ -92,7 +98,7 @@ def member(
 def _frozen(config: Any, path: str | None, sampling: dict[str, Any]) -> FrozenConfig:
     """The speech settings of `config` for a policy that does not learn."""
     shared = {key: getattr(config, key) for key in FrozenConfig.model_fields if key not in ("type", "path")}
-    changed = config.sampling.model_validate(config.sampling.model_dump() | sampling)
+    changed = validate(Sampling, config.sampling.model_dump() | sampling)
     return FrozenConfig(**(shared | {"sampling": changed, "path": path}))
 
 

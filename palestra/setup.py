@@ -5,24 +5,25 @@ The schema of each part stands beside its code; this file joins them.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from palestra.algorithms.grpo import GRPO
 from palestra.algorithms.sft import SFT
-from palestra.config import Strict
+from palestra.config import Strict, validate
 from palestra.engine.checkpoints import load_adapter, load_full
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Sampler
+from palestra.engine.sampler import Sampler, Sampling
 from palestra.envs import env_class, env_options, make_env
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, SpeechConfig
 from palestra.policies.base import Policy
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
 from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.rollouts.play import Arena, derive
-from palestra.train import Exam, Setup
+from palestra.train import TEAM, Exam, Setup
 from palestra.types import Seat
 
 
@@ -48,7 +49,7 @@ class RandomConfig(Strict):
 
 
 class ScriptedConfig(Strict):
-    """Fixed `answers`, in order, again and again."""
+    """Fixed `answers`, one for each of a line's turns, again and again."""
 
     type: Literal["scripted"] = "scripted"
     answers: list[str] = Field(min_length=1)
@@ -67,10 +68,7 @@ PolicyConfig = Annotated[
 
 
 class ExamConfig(Strict):
-    """Held-out play: `env` changes options of the training env (`split: dev`), `every` 0 plays only before and after.
-
-    `sampling` changes how language policies sample in exams, for instance `temperature: 0`.
-    """
+    """Held-out play: `env` changes options of the training env (`split: dev`); `every` 0 is only before and after."""
 
     episodes: int = Field(100, ge=1)
     every: int = Field(0, ge=0)
@@ -79,7 +77,8 @@ class ExamConfig(Strict):
 
 class Config(Strict):
     """A training run. `episodes` are played in each of `steps`; `seats` maps seats to policies where the names differ
-    (policy `default` takes every seat not named)."""
+    (policy `default` takes every seat not named). `exam_sampling` changes how language policies sample in exams, for
+    instance `temperature: 0`."""
 
     name: str = "run"
     seed: int = 0
@@ -97,6 +96,41 @@ class Config(Strict):
     device: str = "auto"
     max_rows: int = Field(512, ge=1)
 
+    @field_validator("policies")
+    @classmethod
+    def _named(cls, policies: dict[str, Any]) -> dict[str, Any]:
+        """Names become folders, lines of logs and parts of `RUN:NAME` and `NAME@VERSION`."""
+        for name in policies:
+            if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in (TEAM, "base"):
+                raise ValueError(
+                    f'a policy cannot be called "{name}": use letters, digits, "_", "-" and ".", and neither "{TEAM}" '
+                    '(the figures of all together) nor "base" (the bare base model)'
+                )
+        return policies
+
+    @field_validator("exam_sampling")
+    @classmethod
+    def _sampled(cls, changes: dict[str, Any]) -> dict[str, Any]:
+        validate(Sampling, changes)
+        return changes
+
+    @model_validator(mode="after")
+    def _taught(self) -> Self:
+        for name, policy in self.policies.items():
+            teacher = getattr(policy, "teacher", None)
+            if teacher is None:
+                continue
+            if teacher not in self.policies or getattr(self.policies[teacher], "teacher", None):
+                raise ValueError(
+                    f'policies.{name}.teacher is "{teacher}", which must be one of policies: and have no teacher itself'
+                )
+            if self.algorithm.type != "sft":
+                raise ValueError(
+                    f"policies.{name} has a teacher, whose answers are for imitation: set algorithm: {{type: sft}}, or "
+                    "leave the teacher out"
+                )
+        return self
+
 
 class Engines:
     """Resident bases by name and type, each loaded once however many policies share it."""
@@ -104,6 +138,7 @@ class Engines:
     def __init__(self, device: str, max_rows: int) -> None:
         self.device, self.max_rows = device, max_rows
         self._shared: dict[tuple[str, str], tuple[Engine, Sampler]] = {}
+        self._samplers: list[Sampler] = []
 
     def shared(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
         key = (config.base, config.dtype)
@@ -113,7 +148,14 @@ class Engines:
 
     def own(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
         engine = Engine.load(config.base, device=self.device, dtype=config.dtype)
-        return engine, Sampler(engine, max_rows=self.max_rows)
+        self._samplers.append(Sampler(engine, max_rows=self.max_rows))
+        return engine, self._samplers[-1]
+
+    def forget(self) -> None:
+        """Empties every sampler's caches. What a step computes must not depend on the steps before it: sums over kept
+        keys and values differ in their last bits from sums computed anew, as a resumed run computes them."""
+        for sampler in self._samplers:
+            sampler.forget()
 
 
 def build(config: Config) -> Setup:
@@ -132,15 +174,22 @@ def build(config: Config) -> Setup:
         if name in used and isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
     }
     fixed = {n: make_policy(n, p, engines) for n, p in config.policies.items() if n in used and n not in learners}
+
+    def playing() -> dict[Seat, Policy]:
+        engines.forget()
+        return {seat: _now(name, config, learners, fixed) for seat, name in seats.items()}
+
+    def examined() -> dict[Seat, Policy]:
+        engines.forget()
+        policies = {seat: learners[name].policy() if name in learners else fixed[name] for seat, name in seats.items()}
+        return {seat: _examined(policy, config.exam_sampling) for seat, policy in policies.items()}
+
     return Setup(
         arena=arena,
         algorithm=config.algorithm,
         learners={name: learner for name, learner in learners.items() if name in seats.values()},
-        seats=lambda: {seat: _now(name, config, learners, fixed) for seat, name in seats.items()},
-        exam_seats=lambda: {
-            seat: _examined(learners[name].policy() if name in learners else fixed[name], config.exam_sampling)
-            for seat, name in seats.items()
-        },
+        seats=playing,
+        exam_seats=examined,
         exams=exams,
         seed=config.seed,
         steps=config.steps,

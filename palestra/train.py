@@ -150,10 +150,10 @@ async def learn(setup: Setup, learner: Learner, episodes: Sequence[Episode], ste
     return {"samples": float(len(samples)), "updates": float(len(batches)), **credit, **total}
 
 
-async def examine(setup: Setup, run: Run, step: int, watcher: Watcher) -> None:
-    """Plays the exams that are due after `step` and notes their figures in the run."""
+async def examine(setup: Setup, run: Run, step: int, watcher: Watcher, *, last: bool = False) -> None:
+    """Plays the exams that are due after `step` (all, where it is the last) and notes their figures in the run."""
     for exam in setup.exams:
-        if exam.due(step, setup.steps):
+        if last or exam.due(step, setup.steps):
             figures = summary(await evaluate(exam.arena, setup.exam_seats(), exam.episodes, setup.seed))
             run.eval(step, exam.name, figures)
             watcher.exam(step, exam.name, figures)

@@ -81,6 +81,16 @@ class Node:
         """alpha * team + local: the mixed reward of this seat for this step."""
         return alpha * self.team_reward + self.rewards.get(seat, 0.0)
 
+    def invalid(self, seat: Seat) -> bool | None:
+        """Whether the env flagged this seat's answer; None where it flags none. `info["invalid"]` may flag the step as
+        a whole, each seat in a mapping, or list the seats that erred."""
+        flag = self.info.get("invalid")
+        if isinstance(flag, dict):
+            return bool(flag.get(seat, False))
+        if isinstance(flag, (list, tuple, set)):
+            return seat in flag
+        return None if flag is None else bool(flag)
+
 
 @dataclass
 class Episode:

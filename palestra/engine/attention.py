@@ -62,11 +62,12 @@ def plant(sequences: Sequence[np.ndarray]) -> Forest:
 
 @dataclass
 class Bucket:
-    """Segments of similar shape, padded to one: flat indices of queries `[N*Q]` and keys `[N*K]`, and who sees whom."""
+    """Segments of similar shape, padded to one: flat indices of queries `[N*Q]` and keys `[N*K]`, and who sees whom
+    (None: each query sees the keys up to its own place)."""
 
     queries: Tensor
     keys: Tensor
-    mask_N1QK: Tensor
+    mask_N1QK: Tensor | None
     shape: tuple[int, int, int]
 
 
@@ -95,7 +96,11 @@ class TreeLayout:
         q = q.index_select(0, b.queries).view(n, nq, heads, -1).transpose(1, 2)
         k = k.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
         v = v.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=b.mask_N1QK, scale=scale, enable_gqa=heads != kv_heads)
+        gqa = heads != kv_heads
+        if b.mask_N1QK is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=b.mask_N1QK, scale=scale, enable_gqa=gqa)
         return out.transpose(1, 2).reshape(n * nq, -1)
 
 
@@ -125,10 +130,11 @@ def _bucket(part: list[tuple[int, np.ndarray]], device: torch.device) -> Bucket:
         new = path[cut:]
         queries[row, : len(new)], keys[row, : len(path)] = new, path
         positions[row, : len(new)] = np.arange(cut, len(path))
-    seen = np.arange(nk)[None, None, :] <= positions[:, :, None]
+    roots = all(cut == 0 for cut, _ in part)
+    seen = None if roots else torch.as_tensor(np.arange(nk) <= positions[:, :, None], device=device)[:, None]
     return Bucket(
         queries=torch.as_tensor(queries.ravel(), device=device),
         keys=torch.as_tensor(keys.ravel(), device=device),
-        mask_N1QK=torch.as_tensor(seen, device=device)[:, None],
+        mask_N1QK=seen,
         shape=(n, nq, nk),
     )

@@ -18,26 +18,26 @@ from torch.nn import functional as F
 
 
 class Cache:
-    """Growing buffers `prefix [L, 2, G, h, P, D]` and `suffix [L, 2, G, K, h, T, D]`."""
+    """Growing buffers `prefix [L, 2, G, h, P, D]` and `suffix [L, 2, G, h, K, T, D]`."""
 
     def __init__(self, layers: int, kv_heads: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
         self.prefix = torch.zeros(layers, 2, 0, kv_heads, 0, width, device=device, dtype=dtype)
-        self.suffix = torch.zeros(layers, 2, 0, 0, kv_heads, 0, width, device=device, dtype=dtype)
+        self.suffix = torch.zeros(layers, 2, 0, kv_heads, 0, 0, width, device=device, dtype=dtype)
 
     def reserve(self, groups: int, siblings: int, prompt: int, answer: int) -> None:
         """Makes room, keeping what is there. Sizes grow by doubling, so that copies are few."""
         layers, _, g, h, p, d = self.prefix.shape
-        _, _, _, k, _, t, _ = self.suffix.shape
+        _, _, _, _, k, t, _ = self.suffix.shape
         if groups > g or prompt > p:
             self.prefix = _grown(self.prefix, (layers, 2, _up(groups, g), h, _up(prompt, p), d))
         if groups > self.suffix.shape[2] or siblings > k or answer > t:
             slots = max(self.prefix.shape[2], self.suffix.shape[2])
-            self.suffix = _grown(self.suffix, (layers, 2, slots, max(siblings, k), h, _up(answer, t), d))
+            self.suffix = _grown(self.suffix, (layers, 2, slots, h, max(siblings, k), _up(answer, t), d))
 
     def shrink(self, siblings: int) -> None:
         """Drops the answers' buffer of an empty cache where it is not made for this number of siblings."""
-        if self.suffix.shape[3] != siblings:
-            self.suffix = self.suffix.new_zeros((*self.suffix.shape[:2], 0, 0, *self.suffix.shape[4:]))
+        if self.suffix.shape[4] != siblings:
+            self.suffix = self.suffix[:, :, :0, :, :0].clone()
 
     def move(self, source: int, target: int, prompt: int, answer: int) -> None:
         """Moves a group of `prompt` and `answer` positions to another slot."""
@@ -46,7 +46,7 @@ class Cache:
 
     def row(self, slot: int, sibling: int, prompt: int, answer: int) -> Tensor:
         """A copy of one sibling's keys and values, prompt then answer: [L, 2, h, prompt + answer, D]."""
-        parts = [self.prefix[:, :, slot, :, :prompt], self.suffix[:, :, slot, sibling, :, :answer]]
+        parts = [self.prefix[:, :, slot, :, :prompt], self.suffix[:, :, slot, :, sibling, :answer]]
         return torch.cat(parts, dim=-2)
 
 
@@ -100,7 +100,7 @@ class DecodeLayout:
     ) -> None:
         """`prompt_G` and `answer_G` are the lengths in each slot; the new token is the answer's last."""
         self.cache, device = cache, cache.prefix.device
-        self.g, self.k = len(prompt_G), cache.suffix.shape[3]
+        self.g, self.k = len(prompt_G), cache.suffix.shape[4]
         self.p, self.t = int(prompt_G.max()), int(answer_G.max())
         self.slot_R = torch.as_tensor(slot_R, device=device)
         self.sibling_R = torch.as_tensor(sibling_R, device=device)
@@ -114,11 +114,11 @@ class DecodeLayout:
         (heads, rows, width), h = q_HSD.shape, k_HSD.shape[0]
         g, k, rep = self.g, self.k, heads // h
         suffix, prefix = self.cache.suffix[layer], self.cache.prefix[layer, :, :g]
-        suffix[0][self.slot_R, self.sibling_R, :, self.at_R] = k_HSD.transpose(0, 1)
-        suffix[1][self.slot_R, self.sibling_R, :, self.at_R] = v_HSD.transpose(0, 1)
+        suffix[0][self.slot_R, :, self.sibling_R, self.at_R] = k_HSD.transpose(0, 1)
+        suffix[1][self.slot_R, :, self.sibling_R, self.at_R] = v_HSD.transpose(0, 1)
         q = q_HSD.new_zeros(g, h, k, rep, width)  # finished siblings leave holes
         q[self.slot_R, :, self.sibling_R] = q_HSD.transpose(0, 1).reshape(rows, h, rep, width) * scale
-        own_k, own_v = (s[:g, ..., : self.t, :].transpose(1, 2) for s in suffix)  # [G, h, K, T, D]
+        own_k, own_v = (s[:g, ..., : self.t, :] for s in suffix)  # [G, h, K, T, D]
         shared = q.view(g, h, k * rep, width) @ prefix[0, :, :, : self.p].transpose(-1, -2)
         own = (q @ own_k.transpose(-1, -2)).view(g, h, k * rep, -1)
         weight = torch.softmax(torch.cat([shared, own], -1) + self.hide_G11S, -1)

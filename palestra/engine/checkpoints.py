@@ -50,7 +50,7 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
         raise ValueError(f"no adapter at {folder}: it holds no adapter_config.json. Name a checkpoint's policy folder.")
     config = json.loads((folder / "adapter_config.json").read_text())
     _check_plain(config, folder)
-    pairs = _pairs(load_file(folder / "adapter_model.safetensors"))
+    pairs = _pairs(load_file(folder / "adapter_model.safetensors"), folder)
     missing = sorted(set(pairs) - set(engine.linears))
     if missing:
         raise ValueError(f"the adapter at {folder} has weights for {missing[0]}, which {engine.name} has not.")
@@ -62,19 +62,28 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
 
 
 def _check_plain(config: dict[str, Any], folder: Path) -> None:
-    unusual = [
-        k for k in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if config.get(k)
-    ]
-    if config.get("peft_type") != "LORA" or unusual or config.get("bias", "none") != "none":
+    options = ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
+    unusual = {key: config[key] for key in options if config.get(key)}
+    if config.get("peft_type") != "LORA":
+        unusual["peft_type"] = config.get("peft_type")
+    if config.get("bias", "none") != "none":
+        unusual["bias"] = config["bias"]
+    if config.get("init_lora_weights", True) not in (True, False, None, "gaussian"):
+        unusual["init_lora_weights"] = config["init_lora_weights"]  # such as PiSSA, which changes the base
+    if unusual:
         raise ValueError(
-            f"the adapter at {folder} is not plain LoRA ({', '.join(unusual) or config.get('peft_type')}). "
+            f"the adapter at {folder} is not plain LoRA ({', '.join(f'{k}: {v}' for k, v in unusual.items())}). "
             "Train one without these options, or merge it into its base with peft."
         )
 
 
-def _pairs(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    names = [key[len(PREFIX) : -len(".lora_A.weight")] for key in tensors if key.endswith(".lora_A.weight")]
-    return {n: (tensors[f"{PREFIX}{n}.lora_A.weight"], tensors[f"{PREFIX}{n}.lora_B.weight"]) for n in names}
+def _pairs(tensors: dict[str, Tensor], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    ends = (".lora_A.weight", ".lora_B.weight")
+    names = [key[len(PREFIX) : -len(ends[0])] for key in tensors if key.endswith(ends[0])]
+    other = sorted(set(tensors) ^ {f"{PREFIX}{name}{end}" for name in names for end in ends})
+    if other:
+        raise ValueError(f"the adapter at {folder} is not pairs of A and B on linear layers: see {other[0]}.")
+    return {n: (tensors[f"{PREFIX}{n}{ends[0]}"], tensors[f"{PREFIX}{n}{ends[1]}"]) for n in names}
 
 
 def _copy(name: str, into: tuple[Tensor, Tensor], source: tuple[Tensor, Tensor]) -> None:
@@ -101,8 +110,10 @@ def load_trainer(folder: Path, trainer: Trainer) -> None:
     """Restores weights and optimizer from `folder` into a trainer of the same shape."""
     if trainer.adapter:
         saved = load_adapter(folder, trainer.engine)
-        if list(saved.weights) != list(trainer.adapter.weights) or saved.config.rank != trainer.adapter.config.rank:
-            raise ValueError(f"the adapter at {folder} has another rank or other targets than the config asks for.")
+        if _shape(saved) != _shape(trainer.adapter):
+            raise ValueError(
+                f"the adapter at {folder} has another rank, scale or other targets than the config asks for."
+            )
         for name, pair in saved.weights.items():
             _copy(name, trainer.adapter.weights[name], pair)
     else:
@@ -110,9 +121,18 @@ def load_trainer(folder: Path, trainer: Trainer) -> None:
     _load_optimizer(folder / "optimizer.safetensors", trainer)
 
 
+def _shape(adapter: Adapter) -> tuple[list[str], int, float]:
+    return list(adapter.weights), adapter.config.rank, adapter.scale
+
+
 def load_full(folder: Path, engine: Engine) -> None:
     """Full weights from `folder` into the engine's model, strictly: a missing weight is an error."""
-    tensors = load_file(folder / "model.safetensors")
+    files = sorted(folder.glob("model*.safetensors"))  # one, or the shards of a large model
+    if not files:
+        raise ValueError(
+            f"no model at {folder}: it holds no model.safetensors. Name a folder that save_pretrained wrote."
+        )
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     own = engine.model.state_dict()
     tied = (
         set(getattr(engine.model, "_tied_weights_keys", None) or ())
@@ -120,10 +140,9 @@ def load_full(folder: Path, engine: Engine) -> None:
         else set()
     )
     missing = sorted(set(own) - set(tensors) - tied)
-    if missing or set(tensors) - set(own):
-        raise ValueError(
-            f"the weights at {folder} are not of this model: {(missing or sorted(set(tensors) - set(own)))[0]}"
-        )
+    misfits = [name for name, tensor in tensors.items() if name not in own or own[name].shape != tensor.shape]
+    if missing or misfits:
+        raise ValueError(f"the weights at {folder} are not of this model: see {(missing or misfits)[0]}")
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
@@ -131,7 +150,7 @@ def load_full(folder: Path, engine: Engine) -> None:
 
 def _load_optimizer(path: Path, trainer: Trainer) -> None:
     if not path.exists():
-        return
+        raise ValueError(f"the checkpoint at {path.parent} is not whole: it holds no {path.name}")
     with safe_open(path, framework="pt") as file:
         trainer.steps = int(file.metadata()["steps"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -79,12 +80,43 @@ class Single:
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
 
-    def add(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+    def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
         pair = self.adapter.weights.get(name)
         if pair is None:
-            return y
-        a, b = (w.to(x.dtype) for w in pair)
-        return torch.add(y, F.linear(F.linear(x, a), b), alpha=self.adapter.scale)
+            return F.linear(x, layer.weight, layer.bias)
+        if layer.weight.requires_grad or torch.is_autocast_enabled(x.device.type):
+            a, b = (w.to(x.dtype) for w in pair)
+            return F.linear(x, layer.weight, layer.bias) + self.adapter.scale * F.linear(F.linear(x, a), b)
+        return FrozenPlusLowRank.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale)
+
+
+class FrozenPlusLowRank(torch.autograd.Function):
+    """`x W' + bias + scale * x A' B'` with a frozen `W`, as one operation.
+
+    The two products accumulate in place, forward and backward; by separate operations the sums alone would cost as
+    much memory traffic as the low-rank products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        rows = x.flatten(0, -2)
+        inner = rows @ a.to(x.dtype).T
+        ctx.save_for_backward(rows, inner, weight, a, b)
+        ctx.scale, ctx.shape = scale, x.shape
+        out = F.linear(rows, weight, bias)
+        return out.addmm_(inner, b.to(x.dtype).T, alpha=scale).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, weight, a, b = ctx.saved_tensors
+        grad = grad.flatten(0, -2)
+        grad_inner = (grad @ b.to(grad.dtype)).mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight).addmm_(grad_inner, a.to(grad.dtype)).view(ctx.shape)
+        grad_a = (grad_inner.T @ rows).to(a.dtype)
+        grad_b = (inner.T @ grad).T.mul(ctx.scale).to(b.dtype)
+        return grad_x, None, None, grad_a, grad_b, None
 
 
 class Stacked:
@@ -97,10 +129,10 @@ class Stacked:
     def __init__(self, stack: Stack, counts: Sequence[int]) -> None:
         self.stack, self.counts = stack, list(counts)
         self.rows, self.width = sum(counts), max(counts, default=0)
-        self.even = all(c == self.width for c in counts)
-        self._index = None if self.even else self._padding()
+        even = all(c == self.width for c in counts)
+        self._padding = None if even else self._pad()
 
-    def _padding(self) -> tuple[Tensor, Tensor]:
+    def _pad(self) -> tuple[Tensor, Tensor]:
         """Row of each padded place, and padded place of each row."""
         device, rows, places, start = self.stack.device, [], [], 0
         for i, count in enumerate(self.counts):
@@ -109,19 +141,22 @@ class Stacked:
             start += count
         return torch.tensor(rows, device=device), torch.tensor(places, device=device)
 
-    def add(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+    def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
+        y = F.linear(x, layer.weight, layer.bias)
         pair = self.stack.pair(name)
-        if pair is None or not self.rows:
+        if pair is None:
             return y
         a_nir, b_nro = pair
-        x, out = x.flatten(0, -2), y.flatten(0, -2)
+        rows, out = x.flatten(0, -2)[: self.rows], y.flatten(0, -2)[: self.rows]
         if len(self.counts) == 1:
-            out[: self.rows].addmm_(x[: self.rows] @ a_nir[0], b_nro[0])
+            out.addmm_(rows @ a_nir[0], b_nro[0])
             return y
-        blocks = x[: self.rows] if self._index is None else x.index_select(0, self._index[0])
-        blocks = blocks.view(len(self.counts), self.width, -1)
-        delta = torch.bmm(torch.bmm(blocks, a_nir), b_nro).flatten(0, 1)
-        out[: self.rows] += delta if self._index is None else delta.index_select(0, self._index[1])
+        blocks = rows if self._padding is None else rows.index_select(0, self._padding[0])
+        inner = torch.bmm(blocks.view(len(self.counts), self.width, -1), a_nir)
+        if self._padding is None:
+            out.view(len(self.counts), self.width, -1).baddbmm_(inner, b_nro)
+        else:
+            out += torch.bmm(inner, b_nro).flatten(0, 1).index_select(0, self._padding[1])
         return y
 
 

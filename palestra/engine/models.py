@@ -3,7 +3,7 @@
 Every pass, in sampling and in training, feeds the model one row `[1, S]` that holds the tokens of many sequences end to
 end. Linear layers thus never see padding. What a token may attend to is said by a *layout* (attention.py for training,
 cache.py for sampling), which the model hands through to our attention function; which adapter a row uses is said by a
-*route* (lora.py), which hooks on the linear layers read.
+*route* (lora.py), which the linear layers ask.
 
 Shapes: `S` tokens of a flat row, `M` rows of logits kept, `V` vocabulary, `H` heads, `D` head width.
 """
@@ -17,8 +17,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from palestra.engine.memory import keep_freed_memory
 from palestra.engine.norms import fuse_norms
 
 BASES = Path(__file__).parent.parent / "bases"
@@ -35,8 +37,8 @@ class Layout(Protocol):
 class Route(Protocol):
     """Says which adapter each row of a flat row uses."""
 
-    def add(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        """`y = base(x)` plus what the rows' adapters add at the linear layer `name`."""
+    def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
+        """`layer(x)` plus what the rows' adapters add at the linear layer `name`."""
         ...
 
 
@@ -60,7 +62,7 @@ class Engine:
         self.linears: dict[str, nn.Linear] = {}
         self._route: Route | None = None
         fuse_norms(model)
-        self._hook_linears()
+        self._route_linears()
 
     @classmethod
     def load(cls, base: str, *, device: str = "auto", dtype: str = "auto", threads: int = 1) -> Engine:
@@ -70,26 +72,35 @@ class Engine:
         ValueError for models whose attention this engine would compute wrongly.
         """
         torch.set_num_threads(threads)
+        keep_freed_memory()
         device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         torch_dtype = getattr(torch, ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype)
         path = resolve_base(base)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation="palestra")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation="palestra")
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except OSError as error:
+            shipped = ", ".join(sorted(p.parent.name for p in BASES.glob("*/config.json"))) or "none"
+            raise ValueError(
+                f'cannot load the base "{base}": it is not a shipped one ({shipped}), and transformers says: {error}'
+            ) from error
         check_attention(model, base)
-        tokenizer = AutoTokenizer.from_pretrained(path)
         return cls(model.to(device).eval().requires_grad_(False), tokenizer, base)
 
-    def _hook_linears(self) -> None:
+    def _route_linears(self) -> None:
         head = self.model.get_output_embeddings()
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Linear) and module is not head:
                 self.linears[name] = module
-                module.register_forward_hook(self._hook(name))
+                setattr(module, "forward", self._routed(name, module))  # noqa: B010 (mypy: a method)
 
-    def _hook(self, name: str) -> Any:
-        def add(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            return None if self._route is None else self._route.add(name, args[0], output)
+    def _routed(self, name: str, layer: nn.Linear) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            if self._route is None:
+                return F.linear(x, layer.weight, layer.bias)
+            return self._route.linear(name, x, layer)
 
-        return add
+        return forward
 
     @contextlib.contextmanager
     def routed(self, route: Route | None) -> Iterator[None]:

@@ -48,7 +48,7 @@ class Pack:
 class Trainer:
     """Trains one adapter of an engine (`adapter` given) or all weights of its model (`adapter` None)."""
 
-    def __init__(self, engine: Engine, adapter: Adapter | None, *, pack_tokens: int = 8192, autocast: bool = False):
+    def __init__(self, engine: Engine, adapter: Adapter | None, *, pack_tokens: int = 16384, autocast: bool = False):
         self.engine, self.adapter, self.pack_tokens, self.autocast = engine, adapter, pack_tokens, autocast
         if adapter is None:
             engine.model.requires_grad_(True)

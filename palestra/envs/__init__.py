@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from functools import lru_cache
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
@@ -62,7 +62,7 @@ def env_options(cls: type[Env], options: dict[str, Any]) -> dict[str, Any]:
     return {name: getattr(valid, name) for name in valid.model_fields_set}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _schema(cls: type[Env]) -> type[BaseModel]:
     parameters = list(inspect.signature(cls).parameters.values())
     hints = get_type_hints(cls.__init__, include_extras=True)

@@ -47,7 +47,7 @@ class Env(ABC):
         """An independent copy of the game as it stands."""
         return copy.deepcopy(self)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most envs hold nothing
         """Release what the env holds."""
 
 
@@ -127,7 +127,7 @@ class _Check:
             twin = self.call(env.fork)
             order = [(twin, "a fork"), (env, "the original of a fork")]
             for player, who in order if fork_first else order[::-1]:
-                self.follow(player, game, half, f"{who}, played {'first' if fork_first == (player is twin) else 'last'}", fix)
+                self.follow(player, game, half, f"{who} (forks play {'first' if fork_first else 'last'})", fix)
             self.call(env.close)
             self.call(twin.close)
 

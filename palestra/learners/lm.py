@@ -31,7 +31,7 @@ class SpeechConfig(AdamConfig):
     system: str | None = None
     memory: Memory = "none"
     template: dict[str, Any] = {}
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
 
 class LearnerConfig(SpeechConfig):
@@ -43,7 +43,7 @@ class LearnerConfig(SpeechConfig):
     epochs: int = Field(1, ge=1)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: float = Field(0.0, ge=0, lt=1)
-    pack_tokens: int = Field(8192, ge=1)
+    pack_tokens: int = Field(16384, ge=1)
     autocast: bool = False
     seed: int | None = None
 
@@ -123,6 +123,7 @@ class LanguageLearner:
         load_trainer(folder, self.trainer)
         self.version = json.loads((folder / "member.json").read_text())["version"]
         self._policy = None
+        self.sampler.forget()
 
 
 def schedule(progress: float, kind: str, warmup: float) -> float:

@@ -11,11 +11,11 @@ from palestra.types import Answer
 
 
 class ScriptedPolicy:
-    """Answers with `script`: a function of the query and a seeded random generator, or a list read in order, again and
-    again."""
+    """Answers with `script`: a function of the query and a seeded random generator, or a list with one answer for each
+    of a line's turns, again and again."""
 
     def __init__(self, script: Callable[[Query, random.Random], str] | Sequence[str], name: str = "scripted") -> None:
-        self.name, self._script, self._next = name, script, 0
+        self.name, self._script = name, script
 
     async def act(self, query: Query) -> list[Answer]:
         return [Answer(self._text(query, i), self.name) for i in range(query.n)]
@@ -23,8 +23,7 @@ class ScriptedPolicy:
     def _text(self, query: Query, i: int) -> str:
         if callable(self._script):
             return self._script(query, random.Random(f"{query.seed}.{i}"))
-        self._next += 1
-        return self._script[(self._next - 1) % len(self._script)]
+        return self._script[len(query.history) % len(self._script)]
 
 
 class RandomPolicy(ScriptedPolicy):

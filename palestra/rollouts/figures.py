@@ -50,7 +50,7 @@ def policy_figures(episodes: Sequence[Episode], policy: str) -> Metrics:
         "answers": float(len(turns)),
         "local_reward": _mean([node.rewards.get(seat, 0.0) for node, seat, _ in turns]),
         "team_reward": _mean([node.team_reward for node, _, _ in turns]),
-        "invalid": _mean([bool(node.info.get("invalid")) for node, _, _ in turns]),
+        "invalid": _mean([bool(node.invalid(seat)) for node, seat, _ in turns]),
         "tokens": _mean([len(answer.token_ids) for _, _, answer in turns]),
         "cut_off": _mean([answer.stop == "length" for _, _, answer in turns]),
     }

@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from palestra.policies.base import Policy, Query
 from palestra.types import Answer, Episode, Node, Seat, Step
 
 Keep = Literal["best", "random", "epsilon", "all"]
+THREADS = ThreadPoolExecutor(256, "env")  # they wait more than they work; asyncio's own pool has a handful
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,16 @@ class Match:
 
 @dataclass
 class Line:
-    """The end of a growing branch: its env, what that last said, and each seat's earlier turns."""
+    """The end of a growing branch: its env, what that last said, and each seat's earlier turns.
+
+    `path` says which sibling was taken at each step from the root on: what a line draws hangs on it alone, never on
+    which of two lines was faster.
+    """
 
     env: Env
     step: Step
     parent: int | None = None
-    depth: int = 0
+    path: tuple[int, ...] = ()
     history: Mapping[Seat, tuple[tuple[Any, Answer], ...]] = field(default_factory=dict)
 
 
@@ -99,15 +106,12 @@ class Arena:
         seats = {seat: policy.name for seat, policy in match.seats.items()}
         episode = Episode(self.name, match.instance, seats)
         growth = _Growth(episode, match, branching)
-        env = None
         try:
-            env = self.make_env()
+            env = growth.opened(self.make_env())
             await growth.grow(Line(env, await _call(env, env.reset, match.instance)))
         except Exception as error:  # the rollout boundary: a failure is data
             episode.error = _message(error)
-        finally:
-            if env is not None:
-                env.close()
+        await growth.end()
         return episode
 
 
@@ -118,17 +122,19 @@ class _Growth:
     episode: Episode
     match: Match
     branching: Branching
+    paths: list[tuple[int, ...]] = field(default_factory=list)  # of the episode's nodes
+    open: dict[int, Env] = field(default_factory=dict)  # by identity
 
     async def grow(self, line: Line) -> None:
         """Plays on from `line` to the end; where several siblings are kept, from each of them at once."""
         while not line.step.over:
             children = await self._branch(line)
-            rng = random.Random(self._seed("pick", line.parent))
+            rng = random.Random(self._seed("pick", line))
             picked = self.branching.pick([node for node, _ in children], rng)
             for node, child in children:
                 node.chosen = any(node is p for p in picked)
                 if not node.chosen:
-                    child.env.close()
+                    await self._close(child.env)
             kept = [child for node, child in children if node.chosen]
             if len(kept) > 1:
                 async with asyncio.TaskGroup() as group:
@@ -136,16 +142,40 @@ class _Growth:
                         group.create_task(self.grow(child))
                 return
             line = kept[0]
+        await self._close(line.env)
+
+    async def end(self) -> None:
+        """Closes what a failure left open, and numbers the nodes by depth, then from left to right."""
+        for env in list(self.open.values()):
+            try:
+                await self._close(env)
+            except Exception as error:
+                self.episode.error = self.episode.error or _message(error)
+        nodes = self.episode.nodes
+        order = sorted(range(len(nodes)), key=lambda i: (len(self.paths[i]), self.paths[i]))
+        place = {old: new for new, old in enumerate(order)}
+        for node in nodes:
+            node.id, node.parent = place[node.id], None if node.parent is None else place[node.parent]
+        nodes.sort(key=lambda node: node.id)
+
+    def opened(self, env: Env) -> Env:
+        self.open[id(env)] = env
+        return env
+
+    async def _close(self, env: Env) -> None:
+        del self.open[id(env)]
+        await _call(env, env.close)
 
     async def _branch(self, line: Line) -> list[tuple[Node, Line]]:
         """The siblings that answer `line`'s observations, each with the line that it starts."""
-        k = self.branching.width(line.depth)
+        k = self.branching.width(len(line.path))
         asked = {seat: self._ask(line, seat, k) for seat in line.step.observations}
         answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
-        envs = [line.env.fork() for _ in range(k - 1)] + [line.env]  # forks first: the original moves last
+        forks = [self.opened(await _call(line.env, line.env.fork)) for _ in range(k - 1)]
+        envs = [*forks, line.env]  # forks first: the original moves last
         joints = [{seat: answers[seat][i] for seat in answers} for i in range(k)]
         steps = await asyncio.gather(*(_advance(env, joint) for env, joint in zip(envs, joints, strict=True)))
-        return [self._note(line, *made) for made in zip(envs, joints, steps, strict=True)]
+        return [self._note(line, i, *made) for i, made in enumerate(zip(envs, joints, steps, strict=True))]
 
     async def _ask(self, line: Line, seat: Seat, k: int) -> list[Answer]:
         if seat not in self.match.seats:
@@ -154,17 +184,21 @@ class _Growth:
             role=line.env.roles.get(seat, ""),
             observation=line.step.observations[seat],
             n=k,
-            seed=self._seed(seat, line.parent),
+            seed=self._seed(seat, line),
             history=line.history.get(seat, ()),
             legal=(line.step.legal or {}).get(seat),
         )
         return await self.match.seats[seat].act(query)
 
-    def _note(self, line: Line, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Line]:
+    def _note(self, line: Line, i: int, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Line]:
+        for who, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
+            if not math.isfinite(reward):
+                raise ValueError(f'env "{self.episode.env}" pays {who} {reward}: rewards must be finite numbers')
+        path = (*line.path, i)
         node = Node(
             id=len(self.episode.nodes),
             parent=line.parent,
-            depth=line.depth,
+            depth=len(line.path),
             observations=line.step.observations,
             answers=joint,
             rewards=dict(step.rewards),
@@ -174,13 +208,14 @@ class _Growth:
             info=step.info,
         )
         self.episode.nodes.append(node)
+        self.paths.append(path)
         history = dict(line.history)
         for seat, answer in joint.items():
             history[seat] = (*history.get(seat, ()), (line.step.observations[seat], answer))
-        return node, Line(env, step, node.id, line.depth + 1, history)
+        return node, Line(env, step, node.id, path, history)
 
-    def _seed(self, *key: object) -> int:
-        return derive(self.match.seed, *key)
+    def _seed(self, what: str, line: Line) -> int:
+        return derive(self.match.seed, what, line.path)
 
 
 def derive(seed: int, *key: object) -> int:
@@ -190,12 +225,16 @@ def derive(seed: int, *key: object) -> int:
 
 
 async def _advance(env: Env, joint: dict[Seat, Answer]) -> Step:
-    return await _call(env, env.step, {seat: answer.text for seat, answer in joint.items()})
+    step: Step = await _call(env, env.step, {seat: answer.text for seat, answer in joint.items()})
+    return step
 
 
-async def _call(env: Env, method: Callable[[Any], Any], argument: Any) -> Step:
-    """`method(argument)`, on a thread for envs that block, awaited for envs that are coroutines themselves."""
-    result = await asyncio.to_thread(method, argument) if env.blocking else method(argument)
+async def _call(env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
+    """`method(*arguments)`, on a thread for envs that block, awaited for envs that are coroutines themselves."""
+    if env.blocking:
+        result = await asyncio.get_running_loop().run_in_executor(THREADS, method, *arguments)
+    else:
+        result = method(*arguments)
     return await result if inspect.isawaitable(result) else result
 
 

@@ -247,5 +247,5 @@ def test_models_with_other_attention_are_refused():
 def test_single_route_leaves_other_layers_alone():
     engine = tiny_lm()
     route = Single(Adapter(engine.linears, LoraConfig(targets="q_proj"), seed=0))
-    y = torch.zeros(1, 2, 64)
-    assert route.add("model.layers.0.mlp.up_proj", torch.ones(1, 2, 64), y) is y
+    x, layer = torch.ones(1, 2, 64), engine.linears["model.layers.0.mlp.up_proj"]
+    torch.testing.assert_close(route.linear("model.layers.0.mlp.up_proj", x, layer), x @ layer.weight.T)

@@ -1,0 +1,203 @@
+"""The engine's speed, beside TRL and transformers' `generate`, and against what the machine's arithmetic allows.
+
+    python bench/lm.py            about 10 minutes; the peer's virtual environment is made on the first run
+    python bench/lm.py --quick    about 2 minutes
+
+Everything runs in one thread on the same tiny model (1.05 million parameters, random weights), prompts and K, and is
+measured in CPU seconds; palestra and its peers take turns, so that a busy machine slows them alike. Figures:
+
+    step_vs_trl         samples per CPU second of whole GRPO steps (sampling, forward, backward, update), over TRL's
+    step_of_limit       the least FLOPs of such a step (limit.py) over the machine's matmul rate, over the time taken
+    sample_vs_generate  sampled tokens per CPU second over those of transformers' `generate`
+    adapters16_vs_1     sampled tokens per CPU second with 16 adapters in one batch, over those with one
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from generate_peer import best_generate_rate
+from limit import matmul_rate, random_prompts, shared_prefix_step_flops, tiny_config, tiny_random
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from palestra.engine.lora import Adapter, LoraConfig, Snapshot
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.engine.trainer import AdamConfig, Trainer
+from palestra.losses import clipped_policy_loss
+from palestra.types import Sample
+
+HERE = Path(__file__).parent
+TRL = HERE / ".venv-trl"
+PROMPT, NEW, K, RANK, GROUPS = 96, 16, 8, 8, 32
+TARGETS = {"step_vs_trl": 5.0, "step_of_limit": 0.4, "sample_vs_generate": 1.0, "adapters16_vs_1": 0.8}
+console = Console(width=110)
+
+
+class Ours:
+    """palestra's engine on the benchmark's model; no token ends an answer, so that each has exactly `new` tokens."""
+
+    def __init__(self, path: str) -> None:
+        self.engine = Engine.load(path, device="cpu")
+        self.sampler = Sampler(self.engine)
+        self.sampler.end_ids = np.array([], np.int64)
+
+    def adapters(self, n: int) -> list[Adapter]:
+        return [Adapter(self.engine.linears, LoraConfig(rank=RANK), seed=seed) for seed in range(n)]
+
+    def sample(self, prompts: Sequence[np.ndarray], k: int, new: int, snapshots: Sequence[Snapshot]) -> list[list]:
+        requests = [
+            Request(prompt, k, Sampling(max_tokens=new), snapshots[i % len(snapshots)], seed=i)
+            for i, prompt in enumerate(prompts)
+        ]
+        return self.sampler.sample_all(requests)
+
+    def step(self, trainer: Trainer, prompts: Sequence[np.ndarray]) -> None:
+        """One whole GRPO step; rewards are the share of even tokens, so that every group has differences."""
+        assert trainer.adapter is not None
+        samples = []
+        for prompt, siblings in zip(prompts, self.sample(prompts, K, NEW, [trainer.adapter.snapshot()]), strict=True):
+            rewards = np.array([np.mean(s.token_ids % 2 == 0) for s in siblings])
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            for s, a in zip(siblings, advantages, strict=True):
+                samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(NEW, a, np.float32)))
+        trainer.forward_backward(samples, clipped_policy_loss)
+        trainer.optim_step(AdamConfig(lr=1e-5))
+
+
+def cpu_seconds(run: Callable[[], object], repeats: int) -> float:
+    """The least CPU seconds of `repeats` runs, after one that warms up."""
+    run()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        run()
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def ids(count: int, length: int, seed: int = 0) -> list[np.ndarray]:
+    return [np.array(prompt, np.int32) for prompt in random_prompts(count, length, seed=seed)]
+
+
+def trl_rate(path: str, folder: Path, *, quick: bool) -> dict:
+    """Samples per CPU second of TRL's GRPOTrainer on the same model and prompts, from its own process."""
+    prompts = folder / "prompts.json"
+    prompts.write_text(json.dumps(random_prompts(GROUPS, PROMPT)))
+    spec = {"model": path, "prompts": str(prompts), "K": K, "new_tokens": NEW, "prompts_per_step": 16, "rank": RANK}
+    spec |= {"steps": 3, "warmup": 1, "micro_batches": [16]} if quick else {"steps": 6}
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    command = [str(TRL / "bin/python"), str(HERE / "trl_grpo.py"), json.dumps(spec)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the TRL peer failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def install_trl() -> None:
+    """The peer's own virtual environment, made once."""
+    if (TRL / "installed").exists():
+        return
+    console.print(f"installing TRL into {TRL} (once, some minutes)")
+    subprocess.run([sys.executable, "-m", "venv", str(TRL)], check=True)
+    for packages in (["torch==2.13.0"], ["trl==1.16.0", "peft==0.21.2", "transformers==5.23.0"]):
+        subprocess.run([str(TRL / "bin/pip"), "install", "--quiet", *packages], check=True)
+    (TRL / "installed").touch()
+
+
+def whole_steps(ours: Ours, path: str, folder: Path, *, quick: bool) -> dict[str, float]:
+    """Whole GRPO steps, palestra and TRL in turn; the best of each."""
+    (adapter,) = ours.adapters(1)
+    trainer, prompts = Trainer(ours.engine, adapter), ids(GROUPS, PROMPT)
+    flops = shared_prefix_step_flops(tiny_config(), PROMPT, NEW, K, GROUPS, RANK).total
+    rates, shares, peers = [], [], []
+    for _ in range(1 if quick else 3):
+        matmul = matmul_rate()
+        seconds = cpu_seconds(lambda: ours.step(trainer, prompts), 2 if quick else 5)
+        rates.append(GROUPS * K / seconds)
+        shares.append(flops / matmul / seconds)
+        peers.append(trl_rate(path, folder, quick=quick)["samples_per_cpu_s"])
+    table = Table(title=f"whole GRPO steps, {PROMPT} + {NEW} tokens, K = {K}, LoRA r{RANK}", title_justify="left")
+    for heading in ("", "samples per CPU s", "share of the limit"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    ours_best, trl_best, share = max(rates), max(peers), max(shares)
+    table.add_row("palestra", f"{ours_best:.0f}", f"{share:.2f}")
+    table.add_row("TRL GRPOTrainer", f"{trl_best:.0f}", f"{share * trl_best / ours_best:.2f}")
+    console.print(table)
+    return {"step_vs_trl": ours_best / trl_best, "step_of_limit": share}
+
+
+def sampling(ours: Ours, path: str, *, quick: bool) -> dict[str, float]:
+    """Sampled tokens per CPU second, bare base, beside `generate`."""
+    prompts = ids(GROUPS, PROMPT)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    best_peer, best = 0.0, 0.0
+    for _ in range(1 if quick else 3):
+        peer, _sizes = best_generate_rate(
+            model, [p.tolist() for p in prompts], new=NEW, K=K, sizes=(16, 32), repeats=1 if quick else 2
+        )
+        seconds = cpu_seconds(lambda: ours.sampler.sample_all([base_request(p, i) for i, p in enumerate(prompts)]), 3)
+        best_peer, best = max(best_peer, peer), max(best, GROUPS * K * NEW / seconds)
+    console.print(f"sampling: palestra {best:,.0f} tokens per CPU s, generate {best_peer:,.0f}\n")
+    return {"sample_vs_generate": best / best_peer}
+
+
+def base_request(prompt: np.ndarray, seed: int) -> Request:
+    return Request(prompt, K, Sampling(max_tokens=NEW), seed=seed)
+
+
+def growth(ours: Ours, *, quick: bool) -> dict[str, float]:
+    """How the cost of sampling grows with K, with the prompt's length and with the number of adapters."""
+    repeats = 2 if quick else 4
+    snapshots = [adapter.snapshot(f"a{i:02}") for i, adapter in enumerate(ours.adapters(16))]
+
+    def rate(prompts: list[np.ndarray], k: int, used: Sequence[Snapshot]) -> float:
+        return len(prompts) * k * NEW / cpu_seconds(lambda: ours.sample(prompts, k, NEW, used), repeats)
+
+    table = Table(title="sampled tokens per CPU s, LoRA r8", title_justify="left", show_header=False)
+    table.add_row(
+        "K siblings", *(f"{k}: {rate(ids(256 // k, PROMPT), k, snapshots[:1]):,.0f}" for k in (1, 2, 4, 8, 16))
+    )
+    lengths = (24, 96, 192, 384) if quick else (24, 48, 96, 192, 384)
+    table.add_row("prompt tokens", *(f"{n}: {rate(ids(32, n), K, snapshots[:1]):,.0f}" for n in lengths))
+    prompts = ids(GROUPS, PROMPT)
+    rates: dict[int, float] = {}
+    for _ in range(2):  # in turn, so that noise falls on all alike
+        for n in (1, 2, 4, 16):
+            rates[n] = max(rates.get(n, 0.0), rate(prompts, K, snapshots[:n]))
+    table.add_row("adapters in the batch", *(f"{n}: {value:,.0f}" for n, value in rates.items()))
+    console.print(table)
+    return {"adapters16_vs_1": rates[16] / rates[1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    quick = parser.parse_args().quick
+    install_trl()
+    with tempfile.TemporaryDirectory() as name:
+        tiny_random(name)
+        ours = Ours(name)
+        figures = whole_steps(ours, name, Path(name), quick=quick)
+        figures |= sampling(ours, name, quick=quick)
+        figures |= growth(ours, quick=quick)
+    print(json.dumps({"bench": "lm", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": TARGETS}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Grid games for teams of language agents."""

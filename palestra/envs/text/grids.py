@@ -1,0 +1,151 @@
+"""Grids, how they are written down, and how moves are read: what Plan-Path and Sokoban share.
+
+A cell is one int, `row * size + column`; a direction is an index into `DIRECTIONS`. In the compact rendering a cell is
+two tokens, "r2 c3": small models learn such factorised coordinates far faster than one token per cell or a drawn board.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import cache
+
+DIRECTIONS = ("up", "down", "left", "right")
+OPPOSITE = (1, 0, 3, 2)
+LARGEST = 16  # rows or columns: the cell names below reach r15 c15
+LONGEST_ANSWER = 4000  # characters read from the end of an answer: a runaway answer costs no more than a long one
+
+_INDEX = {word: index for index, word in enumerate(DIRECTIONS)}
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """A square of cells, some of them walls. `beside[cell][direction]` is the next cell, or -1 at a wall or the border.
+
+    Grid(size=2, walls=frozenset({3}), beside=((-1, 2, -1, 1), (-1, -1, 0, -1), (0, -1, -1, -1), (1, -1, 2, -1)))
+    """
+
+    size: int
+    walls: frozenset[int]
+    beside: tuple[tuple[int, int, int, int], ...]
+
+
+def grid(size: int, walls: Iterable[int] = ()) -> Grid:
+    blocked = frozenset(walls)
+
+    def beside(cell: int, down: int, right: int) -> int:
+        row, column = cell // size + down, cell % size + right
+        target = row * size + column
+        return target if 0 <= row < size and 0 <= column < size and target not in blocked else -1
+
+    def around(cell: int) -> tuple[int, int, int, int]:
+        return beside(cell, -1, 0), beside(cell, 1, 0), beside(cell, 0, -1), beside(cell, 0, 1)
+
+    return Grid(size, blocked, tuple(around(cell) for cell in range(size * size)))
+
+
+def manhattan(size: int, a: int, b: int) -> int:
+    return abs(a // size - b // size) + abs(a % size - b % size)
+
+
+def reachable(board: Grid, start: int, blocked: Collection[int] = ()) -> set[int]:
+    """The cells one can walk to from `start`, itself included, without entering `blocked`."""
+    seen, queue = {start}, deque([start])
+    while queue:
+        for cell in board.beside[queue.popleft()]:
+            if cell >= 0 and cell not in seen and cell not in blocked:
+                seen.add(cell)
+                queue.append(cell)
+    return seen
+
+
+@cache
+def symmetries(size: int) -> tuple[tuple[int, ...], ...]:
+    """The 8 rotations and mirrors of a square; each says where every cell goes."""
+    last = size - 1
+    images: list[Callable[[int, int], tuple[int, int]]] = [
+        lambda r, c: (r, c),
+        lambda r, c: (c, last - r),
+        lambda r, c: (last - r, last - c),
+        lambda r, c: (last - c, r),
+        lambda r, c: (r, last - c),
+        lambda r, c: (last - r, c),
+        lambda r, c: (c, r),
+        lambda r, c: (last - c, last - r),
+    ]
+    places = [[image(r, c) for r in range(size) for c in range(size)] for image in images]
+    return tuple(tuple(r * size + c for r, c in cells) for cells in places)
+
+
+@cache
+def cell_names(size: int) -> tuple[str, ...]:
+    return tuple(f"r{cell // size} c{cell % size}" for cell in range(size * size))
+
+
+def written(size: int, cells: Iterable[int]) -> str:
+    """ "r0 c1 r2 c2": the cells, in the order given."""
+    names = cell_names(size)
+    return " ".join([names[cell] for cell in cells])
+
+
+def drawn(size: int, glyphs: dict[int, str]) -> str:
+    """The board as lines of characters inside a border of '#'; cells without a glyph are '.'."""
+    border = "#" * (size + 2)
+    rows = ("".join(glyphs.get(row * size + column, ".") for column in range(size)) for row in range(size))
+    return "\n".join([border, *(f"#{row}#" for row in rows), border])
+
+
+def in_words(size: int, cell: int) -> str:
+    return f"row {cell // size}, column {cell % size}"
+
+
+def answer_words(answer: object) -> list[str]:
+    """The lower-case words of an answer, from after its last "####" where it has one. Commas count as spaces."""
+    text = str(answer)[-LONGEST_ANSWER:].rpartition("####")[2]
+    return text.replace(",", " ").lower().split()
+
+
+def parse_moves(answer: object, most: int) -> tuple[int, ...] | None:
+    """1 to `most` directions, or None where the whole answer is not just that."""
+    words = answer_words(answer)
+    if not 0 < len(words) <= most:
+        return None
+    moves = [_INDEX.get(word, -1) for word in words]
+    return None if -1 in moves else tuple(moves)
+
+
+def parse_cells(answer: object, size: int, most: int) -> tuple[int, ...] | None:
+    """1 to `most` cells of the board ("r2 c3 r4 c3"), or None where the whole answer is not just that."""
+    words = answer_words(answer)
+    if not 0 < len(words) <= 2 * most or len(words) % 2:
+        return None
+    rows = [_number(word, "r", size) for word in words[::2]]
+    columns = [_number(word, "c", size) for word in words[1::2]]
+    return None if -1 in rows + columns else tuple(r * size + c for r, c in zip(rows, columns, strict=True))
+
+
+def parse_pushes(answer: object, boxes: int, most: int) -> tuple[tuple[int, int], ...] | None:
+    """1 to `most` pushes (box, direction): "left up" with one box, "1 left 2 up" with several; else None."""
+    words = answer_words(answer)
+    if boxes == 1:
+        single = parse_moves(" ".join(words), most)
+        return single if single is None else tuple((0, move) for move in single)
+    if not 0 < len(words) <= 2 * most or len(words) % 2:
+        return None
+    numbers = [_number(f"b{word}", "b", boxes + 1) for word in words[::2]]
+    moves = [_INDEX.get(word, -1) for word in words[1::2]]
+    return None if min(numbers) < 1 or -1 in moves else tuple((n - 1, m) for n, m in zip(numbers, moves, strict=True))
+
+
+def _number(word: str, letter: str, below: int) -> int:
+    digits = word[1:]
+    if word[:1] != letter or not (digits.isascii() and digits.isdecimal()) or len(digits) > 2:
+        return -1
+    return int(digits) if int(digits) < below else -1
+
+
+def within(name: str, value: int | float, low: int | float, high: int | float) -> None:
+    """Raise ValueError where an option is out of its range."""
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} is out of range: give {low} to {high}")

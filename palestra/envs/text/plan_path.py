@@ -1,0 +1,177 @@
+"""Plan-Path: walk from a start to a goal round the walls, a few moves a turn.
+
+After the game of the same name in Stronger-MAS (arXiv 2510.11062), with two differences: the prompt always shows where
+the walker stands now, and no reward reads the shortest path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from palestra.envs.text.grids import (
+    Grid,
+    cell_names,
+    drawn,
+    grid,
+    in_words,
+    manhattan,
+    parse_cells,
+    reachable,
+    within,
+    written,
+)
+from palestra.envs.text.splits import Split, draw
+from palestra.envs.text.teams import GridGame, Rendering, Reward, Team
+
+RULES = (
+    "You play Plan-Path: a walker (@) must reach the goal (G) on a square board of cells. Rows count down from 0 at "
+    "the top, columns count right from 0 at the left. Free cells are '.', walls and the border are '#'. A move goes "
+    "one cell up, down, left or right; a move into a wall or the border is skipped and costs a little."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PathLayout:
+    """One instance; `start` and `goal` are cells, `rest` the part of the compact rendering that never changes."""
+
+    grid: Grid
+    start: int
+    goal: int
+    rest: str
+
+    @property
+    def size(self) -> int:
+        return self.grid.size
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        return (self.grid.walls, (self.start,), (self.goal,))
+
+    @property
+    def scale(self) -> int:
+        return manhattan(self.size, self.start, self.goal)
+
+    def solvable(self) -> bool:
+        return self.goal in reachable(self.grid, self.start)
+
+
+def path_layout(size: int, walls: tuple[int, ...], start: int, goal: int) -> PathLayout:
+    rest = f"goal {cell_names(size)[goal]}" + (f" walls {written(size, sorted(walls))}" if walls else "")
+    return PathLayout(grid(size, walls), start, goal, rest)
+
+
+@lru_cache(maxsize=16_384)  # tree search resets the same seed again and again
+def _instance(seed: int, size: int, density: float, split: Split) -> PathLayout:
+    def propose(rng: np.random.Generator) -> PathLayout | None:
+        blocked = rng.random(size * size) < density
+        free = np.flatnonzero(~blocked)
+        if len(free) < 2:
+            return None
+        start, goal = rng.choice(free, 2, replace=False)
+        return path_layout(size, tuple(np.flatnonzero(blocked).tolist()), int(start), int(goal))
+
+    return draw(seed, propose, split, f"plan_path at size {size}, density {density}")
+
+
+class PlanPath(GridGame):
+    """Reach the goal. The planner names up to `waypoints` cells, whoever moves makes up to `moves` moves an answer.
+
+    `density` is the share of walls. A state is the walker's cell.
+    """
+
+    name: ClassVar[str] = "plan_path"
+    word = "path"
+    rules = RULES
+
+    def __init__(
+        self,
+        *,
+        size: int = 10,
+        density: float = 0.22,
+        split: Split = "train",
+        team: Team = "planner_executor",
+        turns: int = 4,
+        waypoints: int = 3,
+        moves: int = 6,
+        reward: Reward = "dense",
+        rendering: Rendering = "compact",
+    ) -> None:
+        within("size", size, 3, 16)
+        within("density", density, 0.0, 0.9)
+        within("waypoints", waypoints, 1, 16)
+        self.size, self.density, self.split, self.waypoints = size, density, split, waypoints
+        self.plan_format = (
+            f"A plan is 1 to {waypoints} cells to walk to one after the other, each in a straight free line from the "
+            "one before, for example: #### r2 c3 r4 c3"
+        )
+        super().__init__(team, turns, moves, reward, rendering)
+
+    def layout(self, seed: int) -> PathLayout:
+        return _instance(seed, self.size, self.density, self.split)
+
+    def parse_plan(self, answer: Any) -> tuple[int, ...] | None:
+        return parse_cells(answer, self.size, self.waypoints)
+
+    def write_plan(self, plan: tuple[int, ...]) -> str:
+        return written(self.size, plan)
+
+    def simulate(self, plan: tuple[int, ...]) -> int:
+        return [self.state, *self._stops(self.state, plan)][-1]
+
+    def _stops(self, at: int, plan: tuple[int, ...]) -> list[int]:
+        """Where the plan's straight lines end, up to the first that a wall cuts short or the goal."""
+        stops: list[int] = []
+        for waypoint in plan:
+            stop = walk_straight(self.instance.grid, at, waypoint, self.instance.goal)
+            if stop != at:
+                stops.append(stop)
+            if stop != waypoint:
+                break
+            at = stop
+        return stops
+
+    def followed(self, plan: tuple[int, ...], states: Sequence[int]) -> float:
+        stops, done, begun = self._stops(states[0], plan), 0, states[0]
+        for state in states[1:]:
+            if done < len(stops) and state == stops[done]:
+                done, begun = done + 1, state
+        if done == len(stops):
+            return 1.0 if stops else 0.0
+        far, near = (manhattan(self.size, state, stops[done]) for state in (begun, states[-1]))
+        return (done + max(0, far - near) / (far + 1)) / len(stops)
+
+    def move(self, state: int, direction: int) -> int | None:
+        cell = self.instance.grid.beside[state][direction]
+        return cell if cell >= 0 else None
+
+    def potential(self, state: int) -> int:
+        return manhattan(self.size, state, self.instance.goal)
+
+    def solved(self, state: int) -> bool:
+        return bool(state == self.instance.goal)
+
+    def compact(self) -> str:
+        return f"size {self.size} you {cell_names(self.size)[self.state]} {self.instance.rest}"
+
+    def ascii(self) -> str:
+        goal = self.instance.goal
+        glyphs = dict.fromkeys(self.instance.grid.walls, "#") | {goal: "G", self.state: "@"}
+        you = f"You are at {in_words(self.size, self.state)}; the goal is at {in_words(self.size, goal)}."
+        return f"{drawn(self.size, glyphs)}\n{you}"
+
+
+def walk_straight(board: Grid, start: int, to: int, goal: int) -> int:
+    """Where a straight walk from `start` to `to` ends: there, before a wall, on the goal, or at once if not in line."""
+    (row, column), (to_row, to_column) = divmod(start, board.size), divmod(to, board.size)
+    if row != to_row and column != to_column:
+        return start
+    direction = (0 if to_row < row else 1) if column == to_column else (2 if to_column < column else 3)
+    at = start
+    while at not in (to, goal) and board.beside[at][direction] >= 0:
+        at = board.beside[at][direction]
+    return at

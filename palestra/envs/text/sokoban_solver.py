@@ -1,0 +1,132 @@
+"""The rules of Sokoban on a grid, and a solver: A* over pushes with the player's region as one state."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from itertools import count, permutations
+
+from palestra.envs.text.grids import OPPOSITE, Grid, manhattan, reachable
+
+State = tuple[int, tuple[int, ...]]  # the player's cell, and the boxes' cells in the order of their numbers
+
+
+def move(board: Grid, state: State, direction: int) -> State | None:
+    """The state after one player move, pushing a box that is in the way; None where a wall or second box stops it."""
+    player, boxes = state
+    target = board.beside[player][direction]
+    if target < 0:
+        return None
+    if target not in boxes:
+        return target, boxes
+    beyond = board.beside[target][direction]
+    if beyond < 0 or beyond in boxes:
+        return None
+    return target, tuple([beyond if box == target else box for box in boxes])
+
+
+def push(board: Grid, state: State, box: int, direction: int) -> State | None:
+    """The state after walking behind box number `box` and pushing it once; None where either is not possible."""
+    player, boxes = state
+    stand = board.beside[boxes[box]][OPPOSITE[direction]]
+    if stand < 0 or stand in boxes or stand not in reachable(board, player, boxes):
+        return None
+    return move(board, (stand, boxes), direction)
+
+
+def steps_to_push(board: Grid, state: State, box: int, direction: int) -> int:
+    """The least number of moves after which the player stands ready to push; raises ValueError where it never can."""
+    player, boxes = state
+    stand = board.beside[boxes[box]][OPPOSITE[direction]]
+    front, seen, steps = {player}, {player}, 0
+    while front:
+        if stand in front:
+            return steps
+        front = {b for a in front for b in board.beside[a] if b >= 0 and b not in boxes} - seen
+        seen |= front
+        steps += 1
+    raise ValueError(f"box {box} cannot be pushed {direction} from {state}")
+
+
+def distance(size: int, boxes: Iterable[int], goals: Iterable[int]) -> int:
+    """The least sum of Manhattan distances over all ways to give each box its own goal."""
+    there = tuple(goals)
+    here = tuple(boxes)
+    if len(here) == 1:
+        return manhattan(size, here[0], there[0])
+    return min(sum(manhattan(size, b, g) for b, g in zip(here, order, strict=True)) for order in permutations(there))
+
+
+def solve(
+    board: Grid, state: State, goals: frozenset[int], *, greed: int = 1, most: int = 50_000
+) -> list[tuple[int, int]] | None:
+    """A list of pushes (box number, direction) that solves the puzzle, or None where `most` states hold none.
+
+    With `greed=1` none is shorter. A larger greed weighs the distance to the goals more than the pushes made: a
+    solution is then found much faster, but it may be longer.
+    """
+    fresh = count()
+    start = _key(board, state)
+    alive = live_cells(board, goals)
+    costs = {start: 0}
+    queue: list[tuple[int, int, int, State]] = [(0, 0, next(fresh), state)]
+    came: dict[tuple[int, tuple[int, ...]], tuple[State, tuple[int, int]]] = {}
+    while queue and alive.issuperset(state[1]) and len(costs) < most:
+        _, minus_cost, _, here = heapq.heappop(queue)
+        key, cost = _key(board, here), -minus_cost
+        if cost > costs[key]:
+            continue
+        if goals.issuperset(here[1]):
+            return _pushes(board, came, here, start)
+        for after, pushed in _pushes_from(board, here, alive):
+            after_key = _key(board, after)
+            if cost + 1 < costs.get(after_key, most):
+                costs[after_key] = cost + 1
+                came[after_key] = (here, pushed)
+                bound = cost + 1 + greed * distance(board.size, after[1], goals)
+                heapq.heappush(queue, (bound, -cost - 1, next(fresh), after))
+    return None
+
+
+def live_cells(board: Grid, goals: Iterable[int]) -> set[int]:
+    """The cells from which a lone box can still be pushed to some goal, found by pulling boxes back from the goals."""
+    live, todo = set(goals), list(goals)
+    while todo:
+        cell = todo.pop()
+        for direction in range(4):
+            before = board.beside[cell][direction]
+            if before >= 0 and before not in live and board.beside[before][direction] >= 0:
+                live.add(before)
+                todo.append(before)
+    return live
+
+
+def _key(board: Grid, state: State) -> tuple[int, tuple[int, ...]]:
+    """States that differ only in where the player stands within one region, or in the boxes' numbers, are one."""
+    return min(reachable(board, state[0], state[1])), tuple(sorted(state[1]))
+
+
+def _pushes_from(board: Grid, state: State, alive: set[int]) -> list[tuple[State, tuple[int, int]]]:
+    player, boxes = state
+    region = reachable(board, player, boxes)
+    found = []
+    for number, box in enumerate(boxes):
+        for direction in range(4):
+            if board.beside[box][OPPOSITE[direction]] in region:
+                after = move(board, (board.beside[box][OPPOSITE[direction]], boxes), direction)
+                if after and after[1][number] in alive:
+                    found.append((after, (number, direction)))
+    return found
+
+
+def _pushes(
+    board: Grid,
+    came: dict[tuple[int, tuple[int, ...]], tuple[State, tuple[int, int]]],
+    state: State,
+    start: tuple[int, tuple[int, ...]],
+) -> list[tuple[int, int]]:
+    pushes = []
+    while (key := _key(board, state)) != start:
+        state, pushed = came[key]
+        pushes.append(pushed)
+    return pushes[::-1]

@@ -1,0 +1,305 @@
+"""Checkpoints against `peft` itself, both ways; against what does not fit; and that training goes on bit for bit."""
+
+import json
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from palestra.engine.checkpoints import load_adapter, load_full, load_trainer, save_adapter, save_trainer
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine
+from palestra.engine.trainer import AdamConfig, Trainer
+from palestra.losses import clipped_policy_loss, cross_entropy_loss
+from palestra.testing import tiny_lm
+from palestra.types import Sample
+
+IDS = np.random.default_rng(0).integers(5, 250, 24).astype(np.int32)
+
+
+def random_adapter(engine, config, seed=1):
+    adapter = Adapter(engine.linears, config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, b in adapter.weights.values():
+            b.normal_(0, 0.1, generator=generator)
+    return adapter
+
+
+def our_logprobs(engine, adapter):
+    sample = Sample(IDS[:4], IDS[4:], np.zeros(20, np.float32), np.ones(20, np.float32))
+    if adapter is None:
+        adapter = Adapter(engine.linears, LoraConfig(), seed=0)  # B = 0: the base
+    return Trainer(engine, adapter).logprobs([sample])[0]
+
+
+def their_logprobs(model):
+    ids = torch.tensor(IDS[None].astype(np.int64))
+    with torch.no_grad():
+        logp = torch.log_softmax(model.eval()(input_ids=ids[:, :-1]).logits[0], -1)
+    return logp[3:].gather(1, ids[0, 4:, None])[:, 0].numpy()
+
+
+# ---- to peft and from it
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(rank=1, alpha=1),
+        LoraConfig(rank=8, alpha=16),
+        LoraConfig(rank=5, alpha=2.5, targets="q_proj"),
+        LoraConfig(rank=3, targets=["k_proj", "down_proj"]),
+        LoraConfig(rank=2, targets=["model.layers.1.mlp.up_proj", "o_proj"]),
+    ],
+    ids=str,
+)
+def test_peft_loads_what_we_save(base, tmp_path, config):
+    engine = Engine.load(str(base), device="cpu")
+    adapter = random_adapter(engine, config)
+    save_adapter(tmp_path / "a", adapter, str(base))
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
+    ours = our_logprobs(engine, adapter)
+    np.testing.assert_allclose(their_logprobs(model), ours, atol=1e-4)
+    assert np.abs(ours - our_logprobs(engine, None)).max() > 0.01  # or the test would prove nothing
+    adapted = {name for name, module in model.base_model.model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == set(adapter.weights)
+    back = load_adapter(tmp_path / "a", engine)
+    assert back.config.rank == config.rank and back.config.alpha == config.alpha
+    assert all(torch.equal(x, y) for x, y in zip(back.parameters(), adapter.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"},
+        {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]},
+        {"r": 3, "lora_alpha": 3, "target_modules": r".*layers\.1\..*(gate|up)_proj"},
+        {"r": 3, "lora_alpha": 8, "target_modules": ["o_proj"], "layers_to_transform": [0]},
+    ],
+    ids=str,
+)
+def test_we_load_what_peft_saves(base, tmp_path, options):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)  # False: B is random too
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model.save_pretrained(tmp_path / "a")
+    engine = Engine.load(str(base), device="cpu")
+    ours = our_logprobs(engine, load_adapter(tmp_path / "a", engine))
+    np.testing.assert_allclose(ours, their_logprobs(model), atol=1e-4)
+    assert np.abs(ours - our_logprobs(engine, None)).max() > 0.01
+
+
+def test_the_config_names_the_base_and_vllms_wants(base, tmp_path):
+    engine = Engine.load(str(base), device="cpu")
+    save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig(targets="q_proj")), str(base))
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base) and config["peft_type"] == "LORA"
+    assert config["r"] == 8 and config["lora_alpha"] == 16 and config["bias"] == "none"
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+# ---- what does not fit is refused
+
+
+def edit(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"rank_pattern": {"q_proj": 3}},
+        {"alpha_pattern": {"q_proj": 3}},
+        {"modules_to_save": ["lm_head"]},
+        {"peft_type": "LOHA"},
+        {"init_lora_weights": "pissa"},  # the adapter is then relative to a base that was changed
+    ],
+    ids=str,
+)
+def test_adapters_that_mean_something_else_are_refused(base, tmp_path, changes):
+    engine = Engine.load(str(base), device="cpu")
+    save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig()), str(base))
+    edit(tmp_path / "a", **changes)
+    with pytest.raises(ValueError, match=f"not plain LoRA.*{next(iter(changes))}"):
+        load_adapter(tmp_path / "a", engine)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word:UserWarning", "ignore:Setting `save_embedding:UserWarning")
+def test_weights_we_would_not_use_are_refused(base, tmp_path):
+    engine = Engine.load(str(base), device="cpu")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "embed_tokens"])
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "a")
+    with pytest.raises(ValueError, match="embed_tokens"):
+        load_adapter(tmp_path / "a", engine)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, r"has weights for model\.layers\.2\..*, which small has not"),
+        ({"hidden_size": 32}, "weights of shape .* do not fit"),
+        ({"intermediate_size": 96}, "weights of shape .* do not fit"),
+    ],
+    ids=str,
+)
+def test_an_adapter_of_another_base_is_refused(base, tmp_path, changes, message):
+    other = tiny_lm(0, **changes)
+    save_adapter(tmp_path / "a", random_adapter(other, LoraConfig()), "other")
+    engine = Engine.load(str(base), device="cpu")
+    engine.name = "small"
+    with pytest.raises(ValueError, match=message):
+        load_adapter(tmp_path / "a", engine)
+
+
+def test_a_folder_without_an_adapter_is_refused(base, tmp_path):
+    with pytest.raises(ValueError, match=r"no adapter at .*adapter_config\.json"):
+        load_adapter(tmp_path, Engine.load(str(base), device="cpu"))
+
+
+# ---- full models
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_full_model_comes_back(tmp_path, tied):
+    first, second = tiny_lm(1, tie_word_embeddings=tied), tiny_lm(2, tie_word_embeddings=tied)
+    first.model.save_pretrained(tmp_path / "m")
+    load_full(tmp_path / "m", second)
+    for (name, a), b in zip(first.model.named_parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_full_model_in_several_files_comes_back(tmp_path):
+    first, second = tiny_lm(1), tiny_lm(2)
+    first.model.save_pretrained(tmp_path / "m", max_shard_size="100KB")
+    assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 1
+    load_full(tmp_path / "m", second)
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("fault", ["missing", "extra", "shape", "broadcast", "none"])
+def test_a_full_model_that_does_not_fit_is_refused(tmp_path, fault):
+    tiny_lm(1).model.save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "extra":
+        tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    elif fault in ("shape", "broadcast"):
+        tensors[name] = torch.zeros(7, 7) if fault == "shape" else torch.zeros(1, 64)
+    save_file(tensors, file, metadata={"format": "pt"})
+    if fault == "none":
+        file.unlink()
+    engine = tiny_lm(2)
+    before = [w.clone() for w in engine.model.parameters()]
+    with pytest.raises(ValueError, match="no model at" if fault == "none" else r"up_proj\.weight"):
+        load_full(tmp_path, engine)
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))  # untouched
+
+
+# ---- training goes on
+
+
+def batches(n):
+    rng = np.random.default_rng(5)
+    return [
+        [
+            Sample(
+                IDS[:6],
+                rng.integers(5, 250, 4).astype(np.int32),
+                rng.normal(-5, 0.1, 4).astype(np.float32),
+                np.full(4, rng.normal(), np.float32),
+            )
+            for _ in range(4)
+        ]
+        for _ in range(n)
+    ]
+
+
+def trainer_on(full, seed=0):
+    engine = tiny_lm(4)
+    return Trainer(engine, None if full else Adapter(engine.linears, LoraConfig(rank=4), seed=seed))
+
+
+def teach(trainer, parts):
+    metrics = []
+    for i, samples in enumerate(parts):
+        figures = trainer.forward_backward(samples, clipped_policy_loss, entropy=0.01)
+        metrics.append(figures | trainer.optim_step(AdamConfig(lr=1e-2, weight_decay=0.1), lr=1e-2 / (i + 1)))
+    return metrics
+
+
+def state(trainer):
+    slots = sorted(trainer.optimizer.state_dict()["state"].items())
+    optimizer = [value for _, named in slots for _, value in sorted(named.items())]
+    return [*trainer.parameters, *optimizer, torch.tensor(trainer.steps)]
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
+def test_a_trainer_goes_on_bit_for_bit(tmp_path, full):
+    whole = trainer_on(full)
+    teach(whole, batches(3))
+    save_trainer(tmp_path / "t", whole)
+    resumed = trainer_on(full, seed=9)  # another start, which loading must wipe out
+    load_trainer(tmp_path / "t", resumed)
+    assert len(state(resumed)) == len(state(whole)) and resumed.steps == 3
+    assert all(torch.equal(a, b) for a, b in zip(state(whole), state(resumed), strict=True))
+    assert teach(whole, batches(6)[3:]) == teach(resumed, batches(6)[3:])
+    assert all(torch.equal(a, b) for a, b in zip(state(whole), state(resumed), strict=True))
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
+def test_a_trainer_that_never_stepped_goes_on(tmp_path, full):
+    save_trainer(tmp_path / "t", trainer_on(full))
+    resumed = trainer_on(full, seed=9)
+    load_trainer(tmp_path / "t", resumed)
+    assert resumed.steps == 0
+    whole = trainer_on(full)
+    assert teach(whole, batches(2)) == teach(resumed, batches(2))
+
+
+def test_saving_twice_writes_the_same_bytes(tmp_path):
+    for name in ("one", "two"):
+        trainer = trainer_on(full=False)
+        teach(trainer, batches(2))
+        save_trainer(tmp_path / name, trainer)
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+
+
+def test_a_trainer_of_another_shape_is_refused(tmp_path):
+    save_trainer(tmp_path / "t", trainer_on(full=False))
+    engine = tiny_lm(4)
+    for config in (LoraConfig(rank=8), LoraConfig(rank=4, targets="q_proj"), LoraConfig(rank=4, alpha=4)):
+        with pytest.raises(ValueError, match="another rank, scale or other targets"):
+            load_trainer(tmp_path / "t", Trainer(engine, Adapter(engine.linears, config, seed=0)))
+
+
+def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path):
+    """Going on with a fresh optimizer would be another run, in silence."""
+    save_trainer(tmp_path / "t", trainer_on(full=False))
+    (tmp_path / "t" / "optimizer.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"optimizer\.safetensors"):
+        load_trainer(tmp_path / "t", trainer_on(full=False))
+
+
+def test_what_is_saved_is_what_was_trained(tmp_path):
+    """Adapters as peft merges them: the saved weights give the trained log-probabilities to a plain model."""
+    trainer = trainer_on(full=False)
+    for samples in batches(3):
+        trainer.forward_backward(samples, cross_entropy_loss)
+        trainer.optim_step(AdamConfig(lr=1e-2))
+    save_trainer(tmp_path / "t", trainer)
+    trainer.engine.model.save_pretrained(tmp_path / "base")
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "t")
+    merged = model.merge_and_unload()
+    np.testing.assert_allclose(their_logprobs(merged), our_logprobs(trainer.engine, trainer.adapter), atol=1e-4)
