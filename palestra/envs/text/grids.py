@@ -51,13 +51,19 @@ def manhattan(size: int, a: int, b: int) -> int:
 
 def reachable(board: Grid, start: int, blocked: Collection[int] = ()) -> set[int]:
     """The cells one can walk to from `start`, itself included, without entering `blocked`."""
-    seen, queue = {start}, deque([start])
+    return set(distances(board, start, blocked))
+
+
+def distances(board: Grid, start: int, blocked: Collection[int] = ()) -> dict[int, int]:
+    """The least number of moves from `start` to each cell one can walk to without entering `blocked`."""
+    far, queue = {start: 0}, deque([start])
     while queue:
-        for cell in board.beside[queue.popleft()]:
-            if cell >= 0 and cell not in seen and cell not in blocked:
-                seen.add(cell)
+        at = queue.popleft()
+        for cell in board.beside[at]:
+            if cell >= 0 and cell not in far and cell not in blocked:
+                far[cell] = far[at] + 1
                 queue.append(cell)
-    return seen
+    return far
 
 
 @cache

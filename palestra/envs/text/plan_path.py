@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from palestra.envs.text.grids import (
     Grid,
     cell_names,
+    distances,
     drawn,
     grid,
     in_words,
@@ -35,7 +36,7 @@ RULES = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PathLayout:
     """One instance; `start` and `goal` are cells, `rest` the part of the compact rendering that never changes."""
 
@@ -52,9 +53,10 @@ class PathLayout:
     def groups(self) -> tuple[Any, ...]:
         return (self.grid.walls, (self.start,), (self.goal,))
 
-    @property
-    def scale(self) -> int:
-        return manhattan(self.size, self.start, self.goal)
+    @cached_property
+    def to_goal(self) -> dict[int, int]:
+        """The length of a shortest path from each cell to the goal."""
+        return distances(self.grid, self.goal)
 
     def solvable(self) -> bool:
         return self.goal in reachable(self.grid, self.start)
@@ -81,7 +83,8 @@ def _instance(seed: int, size: int, density: float, split: Split) -> PathLayout:
 class PlanPath(GridGame):
     """Reach the goal. The planner names up to `waypoints` cells, whoever moves makes up to `moves` moves an answer.
 
-    `density` is the share of walls. A state is the walker's cell.
+    `density` is the share of walls. Dense rewards measure progress by Manhattan distance, a hint that leads into dead
+    ends, or with `shaping: path` by the shortest path, which is an oracle. A state is the walker's cell.
     """
 
     name: ClassVar[str] = "plan_path"
@@ -99,12 +102,14 @@ class PlanPath(GridGame):
         waypoints: int = 3,
         moves: int = 6,
         reward: Reward = "dense",
+        shaping: Literal["manhattan", "path"] = "manhattan",
         rendering: Rendering = "compact",
     ) -> None:
         within("size", size, 3, 16)
         within("density", density, 0.0, 0.9)
         within("waypoints", waypoints, 1, 16)
         self.size, self.density, self.split, self.waypoints = size, density, split, waypoints
+        self.shaping = shaping
         self.plan_format = (
             f"A plan is 1 to {waypoints} cells to walk to one after the other, each in a straight free line from the "
             "one before, for example: #### r2 c3 r4 c3"
@@ -150,6 +155,8 @@ class PlanPath(GridGame):
         return cell if cell >= 0 else None
 
     def potential(self, state: int) -> int:
+        if self.shaping == "path":
+            return self.instance.to_goal[state]
         return manhattan(self.size, state, self.instance.goal)
 
     def solved(self, state: int) -> bool:

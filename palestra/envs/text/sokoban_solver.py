@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable
 from itertools import count, permutations
 
-from palestra.envs.text.grids import OPPOSITE, Grid, manhattan, reachable
+from palestra.envs.text.grids import OPPOSITE, Grid, distances, manhattan, reachable
 
 State = tuple[int, tuple[int, ...]]  # the player's cell, and the boxes' cells in the order of their numbers
 
@@ -38,14 +38,10 @@ def steps_to_push(board: Grid, state: State, box: int, direction: int) -> int:
     """The least number of moves after which the player stands ready to push; raises ValueError where it never can."""
     player, boxes = state
     stand = board.beside[boxes[box]][OPPOSITE[direction]]
-    front, seen, steps = {player}, {player}, 0
-    while front:
-        if stand in front:
-            return steps
-        front = {b for a in front for b in board.beside[a] if b >= 0 and b not in boxes} - seen
-        seen |= front
-        steps += 1
-    raise ValueError(f"box {box} cannot be pushed {direction} from {state}")
+    far = distances(board, player, boxes)
+    if stand not in far:
+        raise ValueError(f"box {box} cannot be pushed {direction} from {state}")
+    return far[stand]
 
 
 def distance(size: int, boxes: Iterable[int], goals: Iterable[int]) -> int:

@@ -54,7 +54,7 @@ class GridGame(Env):
 
     @abstractmethod
     def layout(self, seed: int) -> Any:
-        """The instance `seed` names, with `start` (a state) and `scale` (its potential)."""
+        """The instance `seed` names, with its `start` (a state)."""
 
     @abstractmethod
     def parse_plan(self, answer: Any) -> tuple[Any, ...] | None:
@@ -78,7 +78,7 @@ class GridGame(Env):
 
     @abstractmethod
     def potential(self, state: Any) -> int:
-        """How far from solved, by Manhattan distance: a hint and not an oracle, since walls are ignored."""
+        """How far from solved, positive until then."""
 
     @abstractmethod
     def solved(self, state: Any) -> bool: ...
@@ -94,6 +94,7 @@ class GridGame(Env):
     def reset(self, seed: int) -> Step:
         self.instance = self.layout(seed)
         self.state = self.instance.start
+        self.far = self.potential(self.state)
         self._acting, self._turn, self._steps = 0, 0, 0
         self.plan: tuple[Any, ...] | None = None
         self._said, self._over = "", False
@@ -137,8 +138,7 @@ class GridGame(Env):
     def _moved(self, answer: Any) -> Step:
         seat, before = self.seats[self._acting], self.state
         moves = parse_moves(answer, self.moves)
-        states = self._walk(moves or ())
-        illegal = len(moves or ()) - len(states) if not self.solved(self.state) else 0
+        states, illegal = self._walk(moves or ())
         self._turn += 1
         self._acting = 0 if len(self.seats) == 1 or seat == "executor" else 1 - self._acting
         if self.reward == "outcome":
@@ -148,22 +148,25 @@ class GridGame(Env):
             local += FOLLOW * self.followed(self.plan, [before, *states])
         return self._step({seat: local}, self._gain(before, self.state), invalid=moves is None or illegal > 0)
 
-    def _walk(self, moves: tuple[int, ...]) -> list[Any]:
-        """Make the moves until the puzzle is solved, skipping illegal ones; returns the states passed through."""
-        states = []
+    def _walk(self, moves: tuple[int, ...]) -> tuple[list[Any], int]:
+        """Make the moves until the puzzle is solved; returns the states passed through and how many moves were illegal,
+        and so skipped."""
+        states, illegal = [], 0
         for direction in moves:
             after = self.move(self.state, direction)
-            if after is not None:
-                self.state = after
-                states.append(after)
+            if after is None:
+                illegal += 1
+                continue
+            self.state = after
+            states.append(after)
             if self.solved(self.state):
                 break
         self._steps += len(states)
-        return states
+        return states, illegal
 
     def _gain(self, before: Any, after: Any) -> float:
         """Dense reward: the share of the first distance that was closed, which backward steps pay back, and SOLVED."""
-        closed = (self.potential(before) - self.potential(after)) / self.instance.scale
+        closed = (self.potential(before) - self.potential(after)) / self.far
         return closed + SOLVED * self.solved(after)
 
     # ---- what the seats see

@@ -1,0 +1,208 @@
+"""Make the tiny base model from nothing: tokenizer, data, training, and a README with the exact counts.
+
+    python scripts/make_tiny.py --out palestra/bases/tiny
+
+One thread, fp32, seeded: the same machine and library versions give the same bytes. Left out on purpose: no validation
+set, no checkpoints and no early stopping; `scripts/tiny_measure.py` says what came of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from tiny_data import GIVE_UP, NOISE, RANDOM, Example, runs
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from palestra.engine.memory import keep_freed_memory
+from palestra.engine.models import Engine
+from palestra.engine.trainer import Trainer
+from palestra.losses import cross_entropy_loss
+from palestra.types import Sample
+
+SPECIALS = ("<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Each of these is one token, with and without a space before it.
+KEYWORDS = (  # noqa: SIM905
+    "up down left right size you box goal walls plan none moves end stand line legal sokoban path planner executor "
+    "agent first second calculator assistant yes no"
+).split()
+COORDINATES = [f"{letter}{number}" for letter in "rc" for number in range(16)]
+# Letters, digits and cells apart, so that "r1" is one token, "12" is two, and no token spans two words.
+PIECES = r" ?[rc]1?[0-9](?![0-9a-zA-Z])| ?[a-zA-Z]+| ?[0-9]|[^\sa-zA-Z0-9]+|\s+"
+VOCABULARY = 512
+
+TOKENS_PER_STEP, WINDOW, WARM_UP = 1500, 2000, 100
+MUON_RATE, ADAM_RATE, CLIP = 2e-2, 4e-3, 1.0
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer: any text encodes, and what the games say encodes in one token a word."""
+    bpe = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words = [*KEYWORDS, *COORDINATES, *"0123456789"]
+    # The merges of frequent words come first: repeated this often, these words win over anything in the texts.
+    bpe.train_from_iterator([*words, *(f" {word}" for word in words)] * len(texts) + texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=[s for s in SPECIALS if s not in ("<|pad|>", "<|end|>")],
+        chat_template=TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(vocabulary: int, pad: int, end: int) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=pad,
+        eos_token_id=end,
+        bos_token_id=None,
+        dtype="float32",
+        attn_implementation="palestra",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def prompt_text(example: Example) -> str:
+    """What the chat template makes of the prompt; spelt out here because the template costs a millisecond a call."""
+    role = f"<|system|>{example.role}<|end|>" if example.role else ""
+    return f"{role}<|user|>{example.question}<|end|><|assistant|>"
+
+
+class Reader:
+    """Batches of samples, made as they are asked for: about TOKENS_PER_STEP distinct tokens each, and how many so far.
+
+    Runs are shuffled within windows, so that a batch holds many boards; a run stays together, since the trainer
+    computes once the prompt that its examples share.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self.tokenizer, self.rng, self.source = tokenizer, Random(seed), runs(seed)
+        self.window: list[list[Example]] = []
+        self.counts: Counter[str] = Counter()
+
+    def batch(self) -> list[Sample]:
+        samples: list[Sample] = []
+        size = 0
+        while size < TOKENS_PER_STEP:
+            run = self._next()
+            new = [self._sample(example) for example in run]
+            samples += new
+            size += len(new[0].prompt_ids) + sum(len(s.token_ids) for s in new)
+            self.counts.update(example.kind for example in run)
+        return samples
+
+    def _next(self) -> list[Example]:
+        if not self.window:
+            self.window = [next(self.source) for _ in range(WINDOW)]
+            self.rng.shuffle(self.window)
+        return self.window.pop()
+
+    def _sample(self, example: Example) -> Sample:
+        prompt, answer = self._ids(prompt_text(example)), self._ids(example.answer + "<|end|>")
+        return Sample(prompt, answer, np.zeros(len(answer), np.float32), np.ones(len(answer), np.float32))
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def train(engine: Engine, reader: Reader, steps: int) -> None:
+    """Muon for the matrices inside the layers, which here learns as much as AdamW in a third of the steps."""
+    trainer = Trainer(engine, None, pack_tokens=10**9)
+    named = list(engine.model.named_parameters())
+    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+    rest = [p for name, p in named if p.ndim != 2 or "embed" in name]
+    muon = torch.optim.Muon(matrices, lr=MUON_RATE, momentum=0.95, weight_decay=0.1)
+    adam = torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    started, recent = time.process_time(), 0.0
+    for step in range(steps):
+        loss = trainer.forward_backward(reader.batch(), cross_entropy_loss)["loss"]
+        torch.nn.utils.clip_grad_norm_(engine.model.parameters(), CLIP)
+        for optimizer, rate in ((muon, MUON_RATE), (adam, ADAM_RATE)):
+            optimizer.param_groups[0]["lr"] = rate * schedule(step, steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        recent = loss if step == 0 else 0.99 * recent + 0.01 * loss
+        if (step + 1) % 200 == 0 or step + 1 == steps:
+            seconds = time.process_time() - started
+            print(f"step {step + 1}/{steps}  loss {recent:.3f}  {seconds:.0f} CPU-s", flush=True)
+
+
+def schedule(step: int, steps: int) -> float:
+    """Linear warm-up, then half a cosine down to a fiftieth."""
+    return min(1.0, (step + 1) / WARM_UP) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("palestra/bases/tiny"))
+    parser.add_argument("--steps", type=int, default=4200)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    torch.manual_seed(options.seed)
+    texts = [f"{e.question} {e.answer}" for run in islice(runs(options.seed), 2000) for e in run]
+    tokenizer = make_tokenizer(texts)
+    model = make_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    reader = Reader(tokenizer, options.seed)
+    print(f"{model.num_parameters()} parameters", flush=True)
+    train(Engine(model, tokenizer, "tiny"), reader, options.steps)
+    save(options.out, model, tokenizer)
+    (options.out / "README.md").write_text(card(reader.counts, options.seed, model.num_parameters()))
+
+
+def card(counts: Counter[str], seed: int, parameters: int) -> str:
+    """The model's README: what it read, counted."""
+    lines = ["| kind | examples |", "|---|---:|", *(f"| {kind} | {n:,} |" for kind, n in sorted(counts.items()))]
+    template = (Path(__file__).parent / "tiny_card.md").read_text()
+    return template.format(
+        parameters=parameters,
+        vocabulary=VOCABULARY,
+        seed=seed,
+        examples=counts.total(),
+        table="\n".join(lines),
+        random=RANDOM,
+        noise=NOISE,
+        give_up=GIVE_UP,
+    )
+
+
+def save(out: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Remake docs/results.md: does a team learn, and which part of AT-GRPO makes it learn?
+
+    python scripts/reproduce.py              everything; a killed run goes on where it was
+    python scripts/reproduce.py --quick      a smoke test of the whole road in about two minutes
+    python scripts/reproduce.py --report     only rewrite the tables from what has been run
+
+Every trained method gets the same number of sampled answers (or, where it says so, the CPU seconds that AT-GRPO took),
+its learning rate is chosen on dev layouts with a seed that is not reported, and it is scored once on test layouts by
+plain play at temperature 1. Jobs run in two processes of one thread each; what has been measured is in
+runs/reproduce/results.jsonl.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import shutil
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from reproduce_report import write_report
+
+from palestra.config import dump, load, override, validate
+from palestra.evaluate import evaluate_run
+from palestra.runs import Run, read_lines
+from palestra.setup import Config, build
+from palestra.train import Watcher, examine, restore, run_training
+
+ROOT = Path("runs/reproduce")
+GAMES = ("plan_path", "sokoban")
+SEEDS = (0, 1, 2)
+TUNING_SEED = 100
+RATES = (1e-3, 3e-3)
+
+TEAM = {"env.team": "planner_executor"}
+# A lone agent answers once where a team answers twice or eight times: more episodes a step make the samples equal.
+ALONE = {"env.team": "single", "episodes": 64}
+ONE_TURN = {
+    "env.team": "single",
+    "env.turns": 1,
+    "env.moves": 24,
+    "policies.agent.sampling.max_tokens": 26,
+    "episodes": 256,
+}
+LINES = {"algorithm.at": "root"}
+TURNS = {"algorithm.at": "turn", "algorithm.keep": "best"}
+SHARED = {"seats": {"planner": "agent", "executor": "agent"}}
+
+# What each method changes in configs/reproduce/GAME.yaml. A method that is not trained has no algorithm.
+METHODS: dict[str, dict[str, Any]] = {
+    "single agent, one turn": ONE_TURN,
+    "single agent, multi-turn": ALONE,
+    "single agent, one turn + GRPO": ONE_TURN | LINES,
+    "single agent, multi-turn + GRPO": ALONE | LINES,
+    "team, untrained": TEAM,
+    "team + GRPO, equal samples": TEAM | LINES,
+    "team + GRPO, equal CPU": TEAM | LINES,
+    "team + AT-GRPO, shared": TEAM | TURNS | SHARED,
+    "team + AT-GRPO, per role": TEAM | TURNS,
+    "AT-GRPO, outcome reward only": TEAM | TURNS | {"env.reward": "outcome"},
+    "AT-GRPO, random continuation": TEAM | TURNS | {"algorithm.keep": "random"},
+    "planner trained alone": TEAM | TURNS | {"seats": {"executor": "untrained"}},
+    "executor trained alone": TEAM | TURNS | {"seats": {"planner": "untrained"}},
+}
+UNTRAINED = [name for name in METHODS if "algorithm.at" not in METHODS[name]]
+TRAINED = [name for name in METHODS if name not in UNTRAINED]
+# Methods that train the same thing in the same way take the learning rate tuned for the first of them.
+TUNED_AS = {"team + GRPO, equal CPU": "team + GRPO, equal samples"}
+BEST, PLANNER, EXECUTOR = "team + AT-GRPO, per role", "planner trained alone", "executor trained alone"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run and its score, or one evaluation of members that others trained."""
+
+    game: str
+    method: str
+    seed: int
+    rate: float
+    phase: str  # "tune" scores on dev, "test" on test
+    cpu: float | None = None  # CPU seconds of training after which to stop
+
+    @property
+    def key(self) -> tuple:
+        return (self.game, self.method, self.seed, self.phase, self.rate if self.phase == "tune" else None)
+
+    @property
+    def folder(self) -> str:
+        words = "".join(c if c.isalnum() else "-" for c in f"{self.game} {self.method}")
+        return f"{words}-{self.phase}-{self.seed}-{self.rate:g}"
+
+
+def config_of(job: Job, quick: bool) -> Config:
+    """The job's config: the game's file with the method's changes."""
+    tree = load(Path("configs/reproduce") / f"{job.game}.yaml")
+    changes = METHODS[job.method] | {"seed": job.seed}
+    tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    for policy in tree["policies"].values():
+        if policy["type"] == "lora":
+            policy["lr"] = job.rate
+    exam = (
+        {"episodes": 300, "env": {"split": "test"}}
+        if job.phase == "test"
+        else {"episodes": 200, "env": {"split": "dev"}}
+    )
+    tree["exams"] = {job.phase: exam | ({"episodes": 20} if quick else {})}
+    return validate(Config, override(tree, ["steps=2"] if quick else []))
+
+
+def run(job: Job, quick: bool) -> dict[str, Any]:
+    """Trains and scores one job in this process; returns its line of results."""
+    shutil.rmtree(ROOT / job.folder, ignore_errors=True)
+    config = config_of(job, quick)
+    setup = build(config)
+    if job.method in UNTRAINED:
+        setup.steps, setup.learners = 0, {}
+    with Run.create(ROOT, dump(config), job.folder, {"seed": job.seed}) as run:
+        restore(setup, run)
+        start = time.process_time()
+        done = run_training(setup, run, stop=lambda: job.cpu is not None and time.process_time() - start > job.cpu)
+        cpu = time.process_time() - start
+        if not done:
+            asyncio.run(examine(setup, run, run.next_step - 1, Watcher(), last=True))
+    return asdict(job) | outcome(ROOT / job.folder) | {"cpu": cpu, "folder": job.folder}
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """The last exam, the training curve of turns, and the answers sampled."""
+    exam = read_lines(folder / "evals.jsonl")[-1]
+    lines = read_lines(folder / "metrics.jsonl")
+    team = [line for line in lines if line["policy"] == "team"]
+    return {
+        "success": exam["success"],
+        "episodes": exam["episodes"],
+        "turns": exam["steps_per_episode"],
+        "curve": [[line["step"], line["success"], line["steps_per_episode"]] for line in team],
+        "answers": sum(line["answers"] for line in lines if "answers" in line),
+    }
+
+
+def joined(game: str, seed: int, results: list[dict], quick: bool) -> Iterable[dict[str, Any]]:
+    """Scores that need no training: roles swapped, and members trained alone then joined."""
+    where = {(r["game"], r["method"], r["seed"]): r["folder"] for r in results if r["phase"] == "test"}
+    best = ROOT / where[game, BEST, seed]
+    seats = {
+        "planner": f"{ROOT / where[game, PLANNER, seed]}:planner",
+        "executor": f"{ROOT / where[game, EXECUTOR, seed]}:executor",
+    }
+    for method, chosen, swap in (("trained alone, then joined", seats, False), ("AT-GRPO, roles swapped", {}, True)):
+        _, figures = asyncio.run(
+            evaluate_run(best, {}, chosen, swap=swap, episodes=20 if quick else 300, sampling={}, step=None, seed=seed)
+        )
+        yield {
+            "game": game,
+            "method": method,
+            "seed": seed,
+            "phase": "test",
+            "rate": None,
+            "success": figures["success"],
+            "episodes": figures["episodes"],
+            "turns": figures["steps_per_episode"],
+        }
+
+
+class Ledger:
+    """Results on the disk; a job that is there is not run again."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.results: list[dict[str, Any]] = read_lines(path) if path.exists() else []
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.results.append(line)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def has(self, job: Job) -> bool:
+        return any(
+            job.key == Job(**{k: r[k] for k in ("game", "method", "seed", "rate", "phase")}).key for r in self.results
+        )
+
+    def find(self, **wanted: Any) -> list[dict[str, Any]]:
+        return [r for r in self.results if all(r[k] == v for k, v in wanted.items())]
+
+
+def run_all(jobs: list[Job], ledger: Ledger, quick: bool) -> None:
+    """Runs the jobs that are not yet in the ledger, two at a time."""
+    todo = [job for job in jobs if not ledger.has(job)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context) as pool:
+        futures = {pool.submit(run, job, quick): job for job in todo}
+        for done, future in enumerate(as_completed(futures), 1):
+            job, line = futures[future], future.result()
+            ledger.add(line)
+            print(
+                f"[{done}/{len(todo)}] {job.phase} {job.game}: {job.method}, seed {job.seed}, lr {job.rate:g}: "
+                f"{line['success']:.1%} in {line['cpu']:.0f} CPU-s",
+                flush=True,
+            )
+
+
+def tuned(ledger: Ledger, game: str, method: str) -> float:
+    """The learning rate with the best dev score."""
+    found = ledger.find(game=game, method=TUNED_AS.get(method, method), phase="tune")
+    return max(found, key=lambda r: r["success"])["rate"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--games", nargs="+", default=list(GAMES), choices=GAMES)
+    options = parser.parse_args()
+    quick, games = options.quick, options.games
+    ledger = Ledger(ROOT / ("quick.jsonl" if quick else "results.jsonl"))
+    if not options.report:
+        tune = [m for m in TRAINED if m not in TUNED_AS]
+        run_all([Job(g, m, TUNING_SEED, r, "tune") for g in games for m in tune for r in RATES], ledger, quick)
+        seeds = SEEDS[:1] if quick else SEEDS
+        first = [m for m in METHODS if m not in TUNED_AS]
+        run_all(
+            [
+                Job(g, m, s, tuned(ledger, g, m) if m in TRAINED else RATES[0], "test")
+                for s in seeds
+                for g in games
+                for m in first
+            ],
+            ledger,
+            quick,
+        )
+        equal = [
+            (g, m, s, ledger.find(game=g, method=BEST, seed=s, phase="test")[0]["cpu"])
+            for m in TUNED_AS
+            for g in games
+            for s in seeds
+        ]
+        run_all([Job(g, m, s, tuned(ledger, g, m), "test", cpu) for g, m, s, cpu in equal], ledger, quick)
+        for g in games:
+            for s in seeds:
+                if not ledger.find(game=g, method="AT-GRPO, roles swapped", seed=s):
+                    for line in joined(g, s, ledger.results, quick):
+                        ledger.add(line)
+    write_report(ledger.results, Path("runs/reproduce/quick.md") if quick else Path("docs/results.md"))
+
+
+if __name__ == "__main__":
+    main()

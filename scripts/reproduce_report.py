@@ -1,0 +1,108 @@
+"""docs/results.md and its pictures from the lines that reproduce.py measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Result = dict[str, Any]
+TITLES = {"plan_path": "Plan-Path", "sokoban": "Sokoban"}
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
+CURVES = (
+    "team + GRPO, equal samples",
+    "AT-GRPO, random continuation",
+    "team + AT-GRPO, shared",
+    "team + AT-GRPO, per role",
+)
+COLOURS = ("#999999", "#E69F00", "#56B4E9", "#D55E00")
+
+
+def write_report(results: Sequence[Result], target: Path) -> None:
+    """Writes the tables to `target` and, beside it, the curves."""
+    test = [r for r in results if r["phase"] == "test"]
+    games = [g for g in TITLES if any(r["game"] == g for r in test)]
+    methods = list(dict.fromkeys(r["method"] for r in test))
+    lines = [*HEAD.format(n=test[0]["episodes"], seeds=len({r["seed"] for r in test})).splitlines(), ""]
+    lines += table(["", *(TITLES[g] for g in games)], [[m, *(score(test, g, m) for g in games)] for m in methods])
+    for game in games:
+        lines += ["", f"## {TITLES[game]}: what it took", ""]
+        lines += table(
+            ["", "steps an episode", "answers sampled", "CPU-s", "learning rate (chosen on dev)"],
+            [[m, *costs([r for r in test if (r["game"], r["method"]) == (game, m)])] for m in methods],
+        )
+    lines += ["", "## Over training", ""]
+    for game in games:
+        picture = target.with_name(f"{target.stem}-{game}.png")
+        draw([r for r in test if r["game"] == game], picture)
+        lines.append(f"![{TITLES[game]}: success and steps an episode over training]({picture.name})")
+    notes = target.with_name(f"{target.stem}-notes.md")
+    if notes.exists():
+        lines += ["", notes.read_text().strip()]
+    target.write_text("\n".join(lines) + "\n")
+
+
+HEAD = """# Results
+
+Made by `make reproduce` (scripts/reproduce.py; configs/reproduce/). Success on {n:.0f} held-out test layouts by plain
+play at temperature 1, mean over {seeds} seeds with its 95 % interval (Student's t; a spread between runs, not only
+between layouts). All on the shipped base of 1.05 million parameters, LoRA rank 8."""
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def score(results: Sequence[Result], game: str, method: str) -> str:
+    values = [r["success"] for r in results if (r["game"], r["method"]) == (game, method)]
+    return interval([100 * v for v in values]) if values else "–"
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and 95 % half-width over seeds."""
+    mean = f"{np.mean(values):.1f}"
+    n = len(values)
+    return f"{mean} ± {T95[n] * np.std(values, ddof=1) / n**0.5:.1f}" if n in T95 else mean
+
+
+def costs(results: Sequence[Result]) -> list[str]:
+    if not results:
+        return ["–"] * 4
+    turns = f"{np.mean([r['turns'] for r in results]):.1f}"
+    if not results[0].get("answers"):
+        return [turns, "–", "–", "–"]
+    means = [np.mean([r[key] for r in results]) for key in ("answers", "cpu")]
+    return [turns, f"{means[0]:,.0f}", f"{means[1]:.0f}", f"{results[0]['rate']:g}"]
+
+
+def draw(results: Sequence[Result], target: Path) -> None:
+    """Success and steps an episode over training, mean of the seeds, with the range between them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    for method, colour in zip(CURVES, COLOURS, strict=True):
+        curves = [np.array(r["curve"]) for r in results if r["method"] == method and r.get("curve")]
+        if not curves:
+            continue
+        length = min(len(c) for c in curves)
+        for axis, column in zip(axes, (1, 2), strict=True):
+            values = np.stack([moving_mean(c[:length, column]) for c in curves])
+            axis.plot(values.mean(0), color=colour, label=method)
+            axis.fill_between(range(length), values.min(0), values.max(0), color=colour, alpha=0.2)
+    for axis, title in zip(axes, ("success in training rollouts", "steps an episode"), strict=True):
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("training step")
+        axis.grid(alpha=0.25)
+    axes[0].legend(fontsize=7)
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+
+
+def moving_mean(values: np.ndarray, window: int = 9) -> np.ndarray:
+    kernel = np.ones(min(window, len(values)))
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")

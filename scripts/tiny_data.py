@@ -1,0 +1,302 @@
+"""What the tiny base model reads: play by random and mediocre players, the rules of motion, sums, and small talk.
+
+Nothing here solves a puzzle. Boards come from split "base" only, and a state met in play is used only if it, taken as a
+layout, belongs to that split too: no board of the train, dev or test splits is ever seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from palestra.envs.text.grids import DIRECTIONS, OPPOSITE, cell_names, manhattan, written
+from palestra.envs.text.plan_path import PlanPath, walk_straight
+from palestra.envs.text.sokoban import Sokoban
+from palestra.envs.text.splits import Split, split_of
+from palestra.envs.text.teams import GridGame
+
+RANDOM = 0.3  # share of answers given by a player that does not look at the board
+NOISE = 0.35  # share of a mediocre player's single decisions made at random
+ANSWERS, ASKED, QUESTIONS = 3, 0.6, 4  # answers to a board; how often it is asked about, and how many questions
+GIVE_UP = 0.1  # a mediocre executor drops the rest of the plan, before each of its parts
+
+SOKOBAN_SIZES = {3: 0.1, 4: 0.55, 5: 0.25, 6: 0.1}
+PATH_SIZES = {3: 0.05, 4: 0.2, 5: 0.4, 6: 0.2, 7: 0.08, 8: 0.04, 10: 0.03}
+TEAMS = {"planner_executor": 0.8, "alternating": 0.1, "single": 0.1}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question and its answer, and what kind it is (for the counts in the model's README)."""
+
+    kind: str
+    role: str
+    question: str
+    answer: str
+
+    def messages(self) -> list[dict[str, str]]:
+        turns = [{"role": "user", "content": self.question}, {"role": "assistant", "content": self.answer}]
+        return [{"role": "system", "content": self.role}, *turns] if self.role else turns
+
+
+def pick(rng: Random, weights: dict) -> Any:
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+# ---- players: each answers from the board alone, and none searches
+
+
+def random_moves(rng: Random, most: int) -> list[int]:
+    return [rng.randrange(4) for _ in range(rng.randint(1, most))]
+
+
+def towards(rng: Random, size: int, beside: tuple[int, ...], at: int, to: int) -> int:
+    """A direction that brings `at` nearer to `to` as the crow flies; any at all where there is none, or by noise."""
+    nearer = [d for d in range(4) if beside[d] >= 0 and manhattan(size, beside[d], to) < manhattan(size, at, to)]
+    return rng.choice(nearer) if nearer and rng.random() > NOISE else rng.randrange(4)
+
+
+def sokoban_plan(env: Sokoban, rng: Random) -> list[tuple[int, int]]:
+    """Pushes that slide one box towards one goal, whether or not the player could make them."""
+    boxes, goals = list(env.state[1]), sorted(env.instance.goals)
+    plan = []
+    for _ in range(rng.randint(1, env.pushes)):
+        box = rng.randrange(len(boxes))
+        beside = env.instance.grid.beside[boxes[box]]
+        direction = towards(rng, env.size, beside, boxes[box], goals[box])
+        plan.append((box, direction))
+        boxes[box] = beside[direction] if beside[direction] >= 0 else boxes[box]
+    return plan
+
+
+def sokoban_moves(env: Sokoban, plan: list[tuple[int, int]], rng: Random) -> list[int]:
+    """Walk towards the far side of the box and push, for as much of the plan as patience and `moves` allow."""
+    state, moves = env.state, []
+    for box, direction in plan:
+        stand = env.instance.grid.beside[state[1][box]][OPPOSITE[direction]]
+        if stand < 0 or rng.random() < GIVE_UP:
+            break
+        while state[0] != stand and len(moves) < env.moves:
+            beside = env.instance.grid.beside[state[0]]
+            free = tuple(-1 if cell in state[1] else cell for cell in beside)
+            moves.append(towards(rng, env.size, free, state[0], stand))
+            state = env.move(state, moves[-1]) or state
+            if env.instance.grid.beside[state[1][box]][OPPOSITE[direction]] != stand:
+                return moves  # pushed the box off by mistake: the plan no longer fits
+        if len(moves) < env.moves:
+            moves.append(direction)
+            state = env.move(state, direction) or state
+    return moves or random_moves(rng, env.moves)
+
+
+def path_plan(env: PlanPath, rng: Random) -> list[int]:
+    """Waypoints in straight lines, mostly towards the goal, with no eye for walls."""
+    at, goal, size, plan = env.state, env.instance.goal, env.size, []
+    for _ in range(rng.randint(1, env.waypoints)):
+        row, column = divmod(at, size)
+        to_row, to_column = divmod(goal if rng.random() > NOISE else rng.randrange(size**2), size)
+        if rng.random() < 0.3:  # stop short
+            to_row, to_column = (row + to_row + 1) // 2, (column + to_column + 1) // 2
+        at = row * size + to_column if rng.random() < 0.5 else to_row * size + column
+        plan.append(at)
+    return plan
+
+
+def path_moves(env: PlanPath, targets: list[int], rng: Random) -> list[int]:
+    """Walk towards each target in turn, bumping into walls that are in the way."""
+    at, moves = env.state, []
+    for target in targets:
+        if rng.random() < GIVE_UP:
+            break
+        for _ in range(manhattan(env.size, at, target) + 1):
+            if at == target or len(moves) == env.moves:
+                break
+            moves.append(towards(rng, env.size, env.instance.grid.beside[at], at, target))
+            after = env.move(at, moves[-1])
+            at = at if after is None else after
+    return moves or random_moves(rng, env.moves)
+
+
+def answer(env: GridGame, seat: str, rng: Random) -> str:
+    """What a random player, or else a mediocre one, says at this seat."""
+    blind = rng.random() < RANDOM
+    if seat == "planner":
+        return env.write_plan(random_plan(env, rng) if blind else mediocre_plan(env, rng))
+    plan = env.plan if seat == "executor" else None if blind else mediocre_plan(env, rng)
+    if blind or not plan:
+        return " ".join(DIRECTIONS[d] for d in random_moves(rng, env.moves))
+    moves = sokoban_moves(env, plan, rng) if isinstance(env, Sokoban) else path_moves(env, plan, rng)
+    return " ".join(DIRECTIONS[d] for d in moves)
+
+
+def random_plan(env: GridGame, rng: Random) -> list:
+    if isinstance(env, Sokoban):
+        return [(rng.randrange(env.boxes), rng.randrange(4)) for _ in range(rng.randint(1, env.pushes))]
+    return [rng.randrange(env.size**2) for _ in range(rng.randint(1, env.waypoints))]
+
+
+def mediocre_plan(env: GridGame, rng: Random) -> list:
+    return sokoban_plan(env, rng) if isinstance(env, Sokoban) else path_plan(env, rng)
+
+
+# ---- questions about the board: how things move, never what to do
+
+
+def trace(env: GridGame, rng: Random) -> Example:
+    """Moves -> where the walker is after each of them, and a box that was pushed."""
+    names, state, said = cell_names(env.size), env.state, []
+    moves = random_moves(rng, 8)
+    for direction in moves:
+        before, state = state, env.move(state, direction)
+        state = before if state is None else state
+        if isinstance(env, PlanPath):
+            said.append(names[state])
+        else:
+            said.append(names[state[0]] + pushed(before, state, names))
+    return question(env, "moves", moves, " ".join(said))
+
+
+def pushed(before: tuple, after: tuple, names: tuple[str, ...]) -> str:
+    return "".join(f" box {names[new]}" for old, new in zip(before[1], after[1], strict=True) if old != new)
+
+
+def end(env: GridGame, rng: Random) -> Example:
+    """Moves -> where everything is after all of them."""
+    moves, state = random_moves(rng, 6), env.state
+    for direction in moves:
+        after = env.move(state, direction)
+        state = state if after is None else after
+    if isinstance(env, PlanPath):
+        return question(env, "end", moves, written(env.size, [state]))
+    return question(env, "end", moves, f"{written(env.size, [state[0]])} box {written(env.size, state[1])}")
+
+
+def legal(env: GridGame, rng: Random) -> Example:
+    """-> the moves that are possible here."""
+    possible = [DIRECTIONS[d] for d in range(4) if env.move(env.state, d) is not None]
+    return question(env, "legal", [], " ".join(possible) or "none")
+
+
+def stand(env: Sokoban, rng: Random) -> Example:
+    """Pushes -> the cell to stand on for each, up to the first that a wall, the border or a box forbids."""
+    plan = rng.choice((random_plan, mediocre_plan))(env, rng)
+    boxes, cells = list(env.state[1]), []
+    for box, direction in plan:
+        beside = env.instance.grid.beside[boxes[box]]
+        if beside[OPPOSITE[direction]] < 0 or beside[direction] < 0 or beside[direction] in boxes:
+            break
+        cells.append(beside[OPPOSITE[direction]])
+        boxes[box] = beside[direction]
+    said = written(env.size, cells) + ("" if len(cells) == len(plan) else " none")
+    return about_plan(env, "stand", plan, said.strip())
+
+
+def line(env: PlanPath, rng: Random) -> Example:
+    """Waypoints -> where a straight walk to each of them ends."""
+    plan = rng.choice((random_plan, mediocre_plan))(env, rng)
+    at, ends = env.state, []
+    for waypoint in plan:
+        at = walk_straight(env.instance.grid, at, waypoint, -1)
+        ends.append(at)
+    return about_plan(env, "line", plan, written(env.size, ends))
+
+
+def question(env: GridGame, what: str, moves: list[int], said: str) -> Example:
+    asked = f" moves {' '.join(DIRECTIONS[d] for d in moves)}" if moves else ""
+    return Example(f"{env.name} {what}", f"{env.word} {what}", env.compact() + asked, said)
+
+
+def about_plan(env: GridGame, what: str, plan: list, said: str) -> Example:
+    asked = f"{env.compact()} plan {env.write_plan(plan)}"
+    return Example(f"{env.name} {what}", f"{env.word} {what}", asked, said)
+
+
+SOKOBAN_QUESTIONS: list[Callable[..., Example]] = [trace, trace, end, stand, legal]
+PATH_QUESTIONS: list[Callable[..., Example]] = [trace, trace, end, line, legal]
+
+
+# ---- the streams
+
+
+def play(game: str, rng: Random, split: Split = "base") -> Iterator[list[Example]]:
+    """One episode, as runs of examples about one board, which share their prompt or most of it: some answers of the
+    seat that acts, and now and then questions of one kind."""
+    env = new_env(game, rng, split)
+    step = env.reset(rng.randrange(2**31))
+    while not step.over:
+        ((seat, observation),) = step.observations.items()
+        said = [answer(env, seat, rng) for _ in range(ANSWERS)]
+        if split_of(env.size, groups_now(env)) == split:
+            yield [Example(f"{game} {seat}", env.roles[seat], observation, text) for text in said]
+            if rng.random() < ASKED:
+                ask = rng.choice(SOKOBAN_QUESTIONS if isinstance(env, Sokoban) else PATH_QUESTIONS)
+                yield [ask(env, rng) for _ in range(1 if ask is legal else QUESTIONS)]
+        step = env.step({seat: said[0]})
+
+
+def new_env(game: str, rng: Random, split: Split) -> GridGame:
+    team = pick(rng, TEAMS)
+    if game == "plan_path":
+        density = rng.choice((0.1, 0.22, 0.22))
+        return PlanPath(size=pick(rng, PATH_SIZES), density=density, split=split, team=team)
+    size = pick(rng, SOKOBAN_SIZES)
+    boxes = 2 if size > 4 and rng.random() < 0.2 else 1
+    return Sokoban(size=size, boxes=boxes, walls=rng.randint(0, max(1, size - 3)), split=split, team=team)
+
+
+def groups_now(env: GridGame) -> tuple:
+    """The present state, taken as a layout of its own."""
+    if isinstance(env, PlanPath):
+        return (env.instance.grid.walls, (env.state,), (env.instance.goal,))
+    return (env.instance.grid.walls, env.instance.goals, env.state[1], (env.state[0],))
+
+
+def sums(rng: Random) -> Example:
+    a, b = (rng.randrange(10 ** rng.randint(1, 2)) for _ in range(2))
+    sign = rng.choice("+-")
+    asked = rng.choice(("{} {} {}", "what is {} {} {}?", "{} {} {} =")).format(a, sign, b)
+    return Example("sums", rng.choice(("calculator", "")), asked, str(a + b if sign == "+" else a - b))
+
+
+WORDS = ("red", "blue", "green", "cat", "dog", "bird", "house", "tree", "river", "stone", "apple", "bread", "window")
+
+
+def talk(rng: Random) -> Example:
+    a, b, word = rng.randrange(10), rng.randrange(10), rng.choice(WORDS)
+    words = " ".join(rng.sample(WORDS, rng.randint(1, 3)))
+    turns = rng.choice(DIRECTIONS)
+    low = rng.randrange(6)
+    choices = (
+        (rng.choice(("hello", "hi", "good morning", "hey there")), rng.choice(("hello!", "hi, how can i help?"))),
+        (rng.choice(("thank you", "thanks")), rng.choice(("you are welcome.", "any time."))),
+        (f"say {words}", words),
+        (f"repeat after me: {words}", words),
+        (f"count from {low} to {low + 3}", " ".join(str(n) for n in range(low, low + 4))),
+        (f"is {a} more than {b}?", "yes" if a > b else "no"),
+        (f"is {a} less than {b}?", "yes" if a < b else "no"),
+        (f"what is the opposite of {turns}?", DIRECTIONS[OPPOSITE[DIRECTIONS.index(turns)]]),
+        (f"how many words: {words}", str(len(words.split()))),
+        (f"how do you spell {word}?", " ".join(word)),
+        (rng.choice(("who are you?", "what are you?")), "i am a tiny language model."),
+    )
+    asked, said = rng.choice(choices)
+    return Example("talk", rng.choice(("assistant", "")), asked, said)
+
+
+# Weights per draw; a draw of a game is a whole episode.
+STREAMS = {"sokoban": 5.0, "plan_path": 5.0, "sums": 5.0, "talk": 5.0}
+
+
+def runs(seed: int, split: Split = "base") -> Iterator[list[Example]]:
+    """Runs of examples without end, drawn with `seed`, equal on every machine."""
+    rng = Random(seed)
+    while True:
+        stream = pick(rng, STREAMS)
+        if stream == "sums":
+            yield [sums(rng)]
+        elif stream == "talk":
+            yield [talk(rng)]
+        else:
+            yield from play(stream, rng, split)

@@ -1,0 +1,126 @@
+"""check_env passes sound envs and names what is broken in others."""
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from palestra.envs.base import Env, check_env
+from palestra.types import Step
+
+
+class Countdown(Env):
+    """Two seats say numbers at once; sound. The others below break one thing each."""
+
+    name = "countdown"
+    seats = ("a", "b")
+
+    def reset(self, seed: int) -> Step:
+        self.left, self.said, self.seed = 3, [], seed
+        return self.show()
+
+    def step(self, actions: dict[str, Any]) -> Step:
+        self.left -= 1
+        self.said.append(len(str(actions["a"])) + self.seed)
+        return self.show()
+
+    def show(self) -> Step:
+        if self.left == 0:
+            return Step({}, {"a": 1.0}, info={"success": True})
+        seen = {seat: np.array([self.left, *self.said]) for seat in self.seats}
+        return Step(seen, info={"success": False}, legal={"a": ["1", "22"], "b": ["1"]})
+
+
+class Slow(Countdown):
+    async def reset(self, seed: int) -> Step:
+        await asyncio.sleep(0)
+        return super().reset(seed)
+
+    async def step(self, actions: dict[str, Any]) -> Step:
+        return super().step(actions)
+
+
+class Unseeded(Countdown):
+    def show(self) -> Step:
+        step = super().show()
+        return Step(step.observations, info=step.info | {"luck": random.random()})
+
+
+class SharedFork(Countdown):
+    def fork(self) -> "SharedFork":
+        twin = type(self)()
+        twin.__dict__.update(self.__dict__)  # shares the list that step appends to
+        return twin
+
+
+class Endless(Countdown):
+    def step(self, actions: dict[str, Any]) -> Step:
+        return self.show()
+
+
+class Fragile(Countdown):
+    def step(self, actions: dict[str, Any]) -> Step:
+        int(actions["a"])
+        return super().step(actions)
+
+
+class Stranger(Countdown):
+    def show(self) -> Step:
+        step = super().show()
+        return Step(step.observations, {"c": 1.0}, info=step.info)
+
+
+class Infinite(Countdown):
+    def show(self) -> Step:
+        return Step(super().show().observations, team_reward=float("inf"))
+
+
+class Silent(Countdown):
+    def show(self) -> Step:
+        step = super().show()
+        return step if step.observations else Step({})
+
+
+class Forgetful(Countdown):
+    def __init__(self) -> None:
+        self.said = []
+
+    def reset(self, seed: int) -> Step:
+        self.left, self.seed = 3, seed
+        return self.show()
+
+
+@pytest.mark.parametrize("sound", [Countdown, Slow])
+def test_a_sound_env_passes(sound):
+    check_env(sound)
+
+
+@pytest.mark.parametrize(
+    ("broken", "finding"),
+    [
+        (Unseeded, "differs in info after .*Fix: draw all randomness from the seed|second reset"),
+        (SharedFork, "differs in observations after .*fork.*Fix: fork must copy"),
+        (Endless, "did not end within 1000 steps"),
+        (Fragile, "raised ValueError.*at the action ''"),
+        (Stranger, r"rewards unknown seats \['c'\]"),
+        (Infinite, "pays the team inf"),
+        (Silent, 'says "success" in a step but not in the last one'),
+        (Forgetful, "second reset with the same seed"),
+    ],
+)
+def test_a_broken_env_is_caught_and_named(broken, finding):
+    with pytest.raises(ValueError, match=f"env {broken.__name__}, seed 0: .*({finding})"):
+        check_env(broken)
+
+
+def test_actions_may_be_supplied():
+    drawn = []
+
+    def act(seat: str, observation: Any, rng: random.Random) -> str:
+        drawn.append(seat)
+        return str(rng.randrange(100))
+
+    check_env(Countdown, seeds=[7], act=act)
+    assert set(drawn) == {"a", "b"}

@@ -1,0 +1,60 @@
+"""Envs by name, and what a wrong name or option is told."""
+
+import sys
+import types
+
+import pytest
+
+from palestra.envs import env_class, env_options, make_env
+from palestra.envs.base import Env
+from palestra.envs.text.sokoban import Sokoban
+
+
+def test_built_in_names_and_defaults():
+    env = make_env("sokoban")
+    assert isinstance(env, Sokoban) and (env.size, env.walls) == (6, 3)
+    assert make_env("sokoban", size=4).walls == 1
+    assert make_env("plan_path", size="5").size == 5
+
+
+def test_options_are_coerced_and_defaults_left_out():
+    assert env_options(Sokoban, {"size": "4", "team": "single"}) == {"size": 4, "team": "single"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sokobn", {}, 'unknown env "sokobn"; did you mean "sokoban".*plan_path, sokoban'),
+        ("sokoban", {"sise": 4}, 'no option "sise"; did you mean "size"'),
+        ("sokoban", {"size": "big"}, 'option "size" of env "sokoban": input should be a valid integer'),
+        ("sokoban", {"team": "pair"}, "'planner_executor', 'alternating' or 'single'"),
+        ("sokoban", {"size": 99}, "size=99 is out of range: give 3 to 12"),
+        ("nowhere:Env", {}, "cannot be loaded"),
+        ("os:path", {}, "not a subclass"),
+    ],
+)
+def test_mistakes_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_env(name, **options)
+
+
+def test_a_class_by_its_path(monkeypatch):
+    module = types.ModuleType("their_envs")
+
+    class Theirs(Env):
+        def __init__(self, level: int, **more: str) -> None:
+            self.level, self.more = level, more
+
+        def reset(self, seed):
+            raise NotImplementedError
+
+        def step(self, actions):
+            raise NotImplementedError
+
+    module.Theirs = Theirs
+    monkeypatch.setitem(sys.modules, "their_envs", module)
+    assert env_class("their_envs:Theirs") is Theirs
+    env = make_env("their_envs:Theirs", level="2", colour="red")
+    assert (env.level, env.more) == (2, {"colour": "red"})
+    with pytest.raises(ValueError, match='option "level"'):
+        make_env("their_envs:Theirs")
