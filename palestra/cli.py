@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 app = typer.Typer(
@@ -60,7 +62,7 @@ def train(
 def _train(
     path: Path | None, settings: list[str], resume: Path | None, name: str | None, root: Path, dry_run: bool
 ) -> None:
-    from palestra.config import dump, load, override, parse, validate
+    from palestra.config import dump, load, override, validate
     from palestra.runs import Run
     from palestra.setup import Config, build
 
@@ -68,19 +70,12 @@ def _train(
         raise ValueError("name a config to start a run, or --resume RUN to go on with one")
     if resume and settings:
         raise ValueError("--set changes a run that starts; a resumed run goes on as it began. Start a new one instead.")
-    tree = (
-        load(path)
-        if path
-        else parse((resume / "config.yaml").read_text(), str(resume / "config.yaml"))
-        if resume
-        else {}
-    )
+    tree = load(resume / "config.yaml" if resume else path)  # type: ignore[arg-type]
     config = validate(Config, override(tree, settings))
-    if dry_run:
-        build(config)
-        console.print(dump(config), markup=False, highlight=False, end="")
-        return
     setup = build(config)
+    if dry_run:
+        print(dump(config), end="")
+        return
     with (
         Run.open(resume)
         if resume
@@ -96,18 +91,22 @@ def _follow(setup: Any, run: Any, config: Any) -> None:
     from palestra.train import restore, run_training
 
     start = restore(setup, run)
-    console.print(
-        f"run [bold]{run.path}[/]: {config.env['type']}, {', '.join(setup.learners)} by {config.algorithm.type}"
-    )
+    what = f"{config.env['type']}, {', '.join(setup.learners)} by {config.algorithm.type}"
+    console.print(f"run [bold]{escape(str(run.path))}[/]: {escape(what)}", soft_wrap=True)
     if start:
         console.print(f"going on after step {start}")
     with ProgressBar(setup.steps, start, console) as bar, stop_on_interrupt() as stop:
         done = run_training(setup, run, bar, stop)
     if not done:
-        console.print(f"stopped; go on with: palestra train --resume {run.path}")
+        say(f"stopped; go on with: palestra train --resume {shlex.quote(str(run.path))}")
         return
     console.print(learned_table(run.path))
-    console.print(f"curves: {plot_run(run.path)}")
+    say(f"curves: {plot_run(run.path)}")
+
+
+def say(text: str) -> None:
+    """Prints a line as it is: not wrapped, so that a path or command can be copied, and brackets are no markup."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 class stop_on_interrupt:
@@ -231,5 +230,5 @@ class friendly:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, ValueError):
-            Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False)
+            Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 from palestra.config import load, override, validate
 from palestra.engine.sampler import Sampling
+from palestra.envs import env_class
 from palestra.policies.base import Policy
 from palestra.rollouts.figures import summary
 from palestra.runs import Checkpoint, checkpoints
@@ -104,8 +106,4 @@ def _frozen(config: Any, path: str | None, sampling: dict[str, Any]) -> FrozenCo
 
 def _options(config: Config) -> set[str]:
     """The options that the config's env takes."""
-    import inspect
-
-    from palestra.envs import env_class
-
     return set(inspect.signature(env_class(config.env["type"])).parameters)

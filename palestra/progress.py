@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from palestra.train import Watcher
@@ -45,7 +46,7 @@ class ProgressBar(Watcher):
     def played(self, episode: Episode) -> None:
         if episode.error is not None:
             if not self._failed:
-                self.console.print(f"[yellow]an episode failed (instance {episode.seed}):[/] {episode.error}")
+                self.console.print(f"[yellow]an episode failed (instance {episode.seed}):[/] {escape(episode.error)}")
             self._failed += 1
 
     def step(self, step: int, metrics: Metrics) -> None:

@@ -71,7 +71,7 @@ def _success(axis: Any, team: list[dict[str, Any]], exams: dict[str, list[dict[s
         axis.plot(steps, [line["success"] for line in lines], "o-", color=colour, label=f"{name} layouts, plain play")
     axis.set_ylim(0, 1.02)
     axis.set_title("success", fontsize=10)
-    axis.legend(fontsize=7, loc="lower right")
+    _legend(axis, loc="lower right")
 
 
 def _rewards(axis: Any, by_policy: dict[str, list[dict[str, Any]]]) -> None:
@@ -80,17 +80,23 @@ def _rewards(axis: Any, by_policy: dict[str, list[dict[str, Any]]]) -> None:
         values = [line["team_reward"] + line["local_reward"] for line in lines]
         axis.plot([line["step"] + 1 for line in lines], smooth(values), color=colour, label=name)
     axis.set_title("reward of an answer (team + local)", fontsize=10)
-    axis.legend(fontsize=7)
+    _legend(axis)
 
 
 def _curves(axis: Any, by_policy: dict[str, list[dict[str, Any]]], key: str, title: str) -> None:
     for (name, lines), colour in zip(_policies(by_policy), COLOURS, strict=False):
-        points = [(line["step"] + 1, line[key]) for line in lines if key in line]
+        points = [(line["step"] + 1, line[key]) for line in lines if line.get(key) is not None]
         if points:
             steps, values = zip(*points, strict=True)
             axis.plot(steps, smooth(list(values)), color=colour, label=name)
     axis.set_title(title, fontsize=10)
-    axis.legend(fontsize=7)
+    _legend(axis)
+
+
+def _legend(axis: Any, **options: Any) -> None:
+    """A legend, where there is something to name."""
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7, **options)
 
 
 def _policies(by_policy: dict[str, list[dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -133,5 +139,5 @@ def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
 
 
 def _mean(lines: list[dict[str, Any]], key: str) -> float:
-    values = [line[key] for line in lines if key in line]
+    values = [line[key] for line in lines if line.get(key) is not None]
     return float(np.mean(values)) if values else float("nan")

@@ -115,6 +115,16 @@ class Config(Strict):
         return changes
 
     @model_validator(mode="after")
+    def _referred(self) -> Self:
+        full = [name for name, policy in self.policies.items() if isinstance(policy, FullPolicyConfig)]
+        if full and isinstance(self.algorithm, GRPO) and self.algorithm.kl:
+            raise ValueError(
+                f"algorithm.kl holds policies to their base, but {full[0]} is a full model, which moves its base: "
+                f"set algorithm.kl: 0, or policies.{full[0]}.type: lora"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _taught(self) -> Self:
         for name, policy in self.policies.items():
             teacher = getattr(policy, "teacher", None)
@@ -138,7 +148,6 @@ class Engines:
     def __init__(self, device: str, max_rows: int) -> None:
         self.device, self.max_rows = device, max_rows
         self._shared: dict[tuple[str, str], tuple[Engine, Sampler]] = {}
-        self._samplers: list[Sampler] = []
 
     def shared(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
         key = (config.base, config.dtype)
@@ -148,14 +157,7 @@ class Engines:
 
     def own(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
         engine = Engine.load(config.base, device=self.device, dtype=config.dtype)
-        self._samplers.append(Sampler(engine, max_rows=self.max_rows))
-        return engine, self._samplers[-1]
-
-    def forget(self) -> None:
-        """Empties every sampler's caches. What a step computes must not depend on the steps before it: sums over kept
-        keys and values differ in their last bits from sums computed anew, as a resumed run computes them."""
-        for sampler in self._samplers:
-            sampler.forget()
+        return engine, Sampler(engine, max_rows=self.max_rows)
 
 
 def build(config: Config) -> Setup:
@@ -175,21 +177,15 @@ def build(config: Config) -> Setup:
     }
     fixed = {n: make_policy(n, p, engines) for n, p in config.policies.items() if n in used and n not in learners}
 
-    def playing() -> dict[Seat, Policy]:
-        engines.forget()
-        return {seat: _now(name, config, learners, fixed) for seat, name in seats.items()}
-
-    def examined() -> dict[Seat, Policy]:
-        engines.forget()
-        policies = {seat: learners[name].policy() if name in learners else fixed[name] for seat, name in seats.items()}
-        return {seat: _examined(policy, config.exam_sampling) for seat, policy in policies.items()}
-
     return Setup(
         arena=arena,
         algorithm=config.algorithm,
         learners={name: learner for name, learner in learners.items() if name in seats.values()},
-        seats=playing,
-        exam_seats=examined,
+        seats=lambda: {seat: _now(name, config, learners, fixed) for seat, name in seats.items()},
+        exam_seats=lambda: {
+            seat: _examined(learners[name].policy() if name in learners else fixed[name], config.exam_sampling)
+            for seat, name in seats.items()
+        },
         exams=exams,
         seed=config.seed,
         steps=config.steps,

@@ -3,8 +3,37 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never downloads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+settings.register_profile("palestra", deadline=None)  # a busy machine is not a failure
+settings.load_profile("palestra")
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small random base model, as `save_pretrained` writes it."""
+    return write_base(tmp_path_factory.mktemp("bases") / "small", seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another one, of another width and depth."""
+    shape = {"num_hidden_layers": 1, "hidden_size": 48, "intermediate_size": 96}
+    return write_base(tmp_path_factory.mktemp("bases") / "other", seed=1, **shape)
+
+
+def write_base(folder: Path, seed: int, **shape: object) -> Path:
+    from palestra.testing import tiny_lm  # imports torch: only for the tests that need it
+
+    engine = tiny_lm(seed, initializer_range=0.2, **shape)  # wide: its last layer is not trained, and must say all
+    engine.model.save_pretrained(folder)
+    engine.tokenizer.save_pretrained(folder)
+    return folder

@@ -27,6 +27,7 @@ ROOMS = [
     {"palestra.service", "palestra.remote"},
     {"palestra.dashboard"},
     {"palestra.setup"},
+    {"palestra.evaluate", "palestra.progress", "palestra.reports"},
     {"palestra.cli", "palestra.__main__"},
     {"palestra.testing"},
 ]

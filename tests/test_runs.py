@@ -49,7 +49,7 @@ def write_weights(folder: Path, step: int) -> None:
 
 def answer(text: str, count: int) -> Answer:
     ids = np.arange(count, dtype=np.int32)
-    return Answer(text, "planner@3", ids, ids + 5, -np.linspace(0, 1, count, dtype=np.float32) / 3, "length")
+    return Answer(text, "planner@3", ids, ids + 5, -np.linspace(0, 1, count, dtype=np.float32) / 3, "length", 0.7)
 
 
 def episode(seed: int) -> Episode:

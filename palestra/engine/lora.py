@@ -23,6 +23,7 @@ from palestra.config import Strict
 
 _ids = itertools.count(1)
 Weights = dict[str, tuple[Tensor, Tensor]]
+MERGE = 2**18  # weights of a layer up to which a copy of it for one snapshot is worth its memory
 
 
 class LoraConfig(Strict):
@@ -84,46 +85,44 @@ class Single:
         pair = self.adapter.weights.get(name)
         if pair is None:
             return F.linear(x, layer.weight, layer.bias)
-        if layer.weight.requires_grad or torch.is_autocast_enabled(x.device.type):
-            a, b = (w.to(x.dtype) for w in pair)
-            return F.linear(x, layer.weight, layer.bias) + self.adapter.scale * F.linear(F.linear(x, a), b)
-        return FrozenPlusLowRank.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale)
+        if layer.weight.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
+            return MergedLinear.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale)
+        # in half precision a merged weight would round the adapter away
+        a, b = (w.to(x.dtype) for w in pair)
+        return F.linear(x, layer.weight, layer.bias) + self.adapter.scale * F.linear(F.linear(x, a), b)
 
 
-class FrozenPlusLowRank(torch.autograd.Function):
-    """`x W' + bias + scale * x A' B'` with a frozen `W`, as one operation.
+class MergedLinear(torch.autograd.Function):
+    """`x (W + scale * B A)' + bias` with a frozen `W`: one product of full size forward and one backward.
 
-    The two products accumulate in place, forward and backward; by separate operations the sums alone would cost as
-    much memory traffic as the low-rank products.
+    Adding `B A` to `W` costs rank / rows of the product itself, and spares the low-rank products their passes over the
+    activations. It is done again in the backward pass, so that no merged weight outlives its layer's turn.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        rows = x.flatten(0, -2)
-        inner = rows @ a.to(x.dtype).T
-        ctx.save_for_backward(rows, inner, weight, a, b)
-        ctx.scale, ctx.shape = scale, x.shape
-        out = F.linear(rows, weight, bias)
-        return out.addmm_(inner, b.to(x.dtype).T, alpha=scale).view(*x.shape[:-1], -1)
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return F.linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, inner, weight, a, b = ctx.saved_tensors
-        grad = grad.flatten(0, -2)
-        grad_inner = (grad @ b.to(grad.dtype)).mul_(ctx.scale)
+        x, weight, a, b = ctx.saved_tensors
+        rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
+        grad_a = (grad_rows @ b).T @ rows
+        grad_b = ((rows @ a.T).T @ grad_rows).T
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight).addmm_(grad_inner, a.to(grad.dtype)).view(ctx.shape)
-        grad_a = (grad_inner.T @ rows).to(a.dtype)
-        grad_b = (inner.T @ grad).T.mul(ctx.scale).to(b.dtype)
-        return grad_x, None, None, grad_a, grad_b, None
+            grad_x = grad @ torch.addmm(weight, b, a, alpha=ctx.scale)
+        return grad_x, None, None, grad_a.mul_(ctx.scale), grad_b.mul(ctx.scale), None
 
 
 class Stacked:
     """The route of a sampling pass: rows `[start, stop)` use snapshot i, rows beyond the last use the bare base.
 
-    One snapshot is two plain products. Several are two batched products over equal blocks of rows (padded where the
-    blocks differ), so that 16 adapters cost as many kernel calls as one.
+    One snapshot for all rows is merged into small layers, and two plain products beside large ones. Several are two
+    batched products over equal blocks of rows (padded where the blocks differ), so that 16 adapters cost as many kernel
+    calls as one.
     """
 
     def __init__(self, stack: Stack, counts: Sequence[int]) -> None:
@@ -142,6 +141,8 @@ class Stacked:
         return torch.tensor(rows, device=device), torch.tensor(places, device=device)
 
     def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
+        if len(self.counts) == 1 and self.rows == x.shape[-2] and (merged := self.stack.merged(name)) is not None:
+            return F.linear(x, merged, layer.bias)
         y = F.linear(x, layer.weight, layer.bias)
         pair = self.stack.pair(name)
         if pair is None:
@@ -168,6 +169,15 @@ class Stack:
         self.snapshots, self.linears = list(snapshots), linears
         self.device = next(iter(linears.values())).weight.device
         self._pairs: dict[str, tuple[Tensor, Tensor] | None] = {}
+        self._merged: dict[str, Tensor | None] = {}
+
+    def merged(self, name: str) -> Tensor | None:
+        """The layer's weight with the only snapshot added; None for layers that are large or in half precision."""
+        if name not in self._merged:
+            weight, pair = self.linears[name].weight, self.snapshots[0].weights.get(name)
+            fits = pair is not None and weight.dtype == torch.float32 and weight.numel() <= MERGE
+            self._merged[name] = torch.addmm(weight, pair[1], pair[0]) if pair is not None and fits else None
+        return self._merged[name]
 
     def pair(self, name: str) -> tuple[Tensor, Tensor] | None:
         if name not in self._pairs:

@@ -58,6 +58,8 @@ class Trainer:
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss, *, kl: float = 0.0, **options: float) -> Metrics:
         """Adds the gradient of `loss` over `samples` to the parameters; returns the loss and its figures as floats."""
+        if kl and self.adapter is None:
+            raise ValueError("a KL penalty needs a reference, and a full model in training has none: train an adapter")
         total: dict[str, float] = {}
         for pack in packs(samples, self.pack_tokens):
             scored = self._score(pack, reference=kl > 0)

@@ -1,0 +1,396 @@
+"""Credit: who is compared with whom, worked by hand; and each defect published for AT-GRPO's own code, caught."""
+
+import asyncio
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import Spoken
+
+from palestra.algorithms.grpo import GRPO, group_advantages
+from palestra.envs.base import Env
+from palestra.rollouts.play import Arena, Branching, Match
+from palestra.types import Answer, Episode, Node, Step
+
+names = count()
+
+
+def answer(policy="p@0", ids=None):
+    """An answer with tokens that no other answer has."""
+    ids = [next(names), 7] if ids is None else ids
+    n = len(ids)
+    return Answer("x", policy, np.array([1, 2], np.int32), np.array(ids, np.int32), np.full(n, -0.25, np.float32))
+
+
+def grow(*nodes, seats=None, error=None):
+    """An episode from (parent, seat answers by policy, local rewards, team reward, over) in order."""
+    episode = Episode("hand", 0, seats or {"a": "p", "b": "q"}, error=error)
+    for parent, policies, local, team, over in nodes:
+        depth = 0 if parent is None else episode.nodes[parent].depth + 1
+        answers = {seat: answer(policy) for seat, policy in policies.items()}
+        episode.nodes.append(Node(len(episode.nodes), parent, depth, {}, answers, local, team, over=over))
+    return episode
+
+
+def advantages(episode, seat):
+    return [node.advantages.get(seat) for node in episode.nodes]
+
+
+# ---- advantages of one group
+
+
+def test_advantages_by_hand():
+    root3 = 3**0.5
+    assert group_advantages([1, 0, 0, 0]) == pytest.approx([root3, -1 / root3, -1 / root3, -1 / root3])
+    assert group_advantages([3, 1]) == pytest.approx([1, -1])  # sample std would give 0.707
+    assert group_advantages([0, 0, 1, 5], scale="none") == pytest.approx([-1.5, -1.5, -0.5, 3.5])
+    assert group_advantages([2, 2, 2]) == [0, 0, 0]
+    assert group_advantages([-1.5]) == [0]
+
+
+values = st.lists(st.floats(-100, 100).map(lambda x: round(x, 3)), min_size=2, max_size=9)
+
+
+@given(values)
+def test_advantages_sum_to_zero_and_rise_with_the_value(rewards):
+    for scale in ("std", "none"):
+        result = group_advantages(rewards, scale=scale)
+        assert sum(result) == pytest.approx(0, abs=1e-6)
+        for r, a in zip(rewards, result, strict=True):
+            assert (a > 0) >= (r > np.mean(rewards) + 1e-6)
+            assert (a < 0) >= (r < np.mean(rewards) - 1e-6)
+
+
+@given(values, st.integers(-(10**9), 10**9))
+def test_advantages_do_not_feel_a_shift(rewards, shift):
+    shifted = group_advantages([r + shift for r in rewards])
+    assert shifted == pytest.approx(group_advantages(rewards), abs=1e-2)
+
+
+@given(values, st.floats(1e-3, 1e6))
+def test_advantages_in_deviations_do_not_feel_a_scale(rewards, factor):
+    assert group_advantages([r * factor for r in rewards]) == pytest.approx(group_advantages(rewards), abs=1e-4)
+
+
+@given(values, st.randoms(use_true_random=False))
+def test_advantages_follow_the_order_of_the_values(rewards, rng):
+    order = list(range(len(rewards)))
+    rng.shuffle(order)
+    straight, shuffled = group_advantages(rewards), group_advantages([rewards[i] for i in order])
+    assert shuffled == pytest.approx([straight[i] for i in order])
+
+
+@pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -3e12, 1e-30])
+@pytest.mark.parametrize("k", [2, 3, 7, 8])
+def test_equal_values_of_any_size_teach_nothing(value, k):
+    assert not any(group_advantages([value] * k))
+
+
+def test_values_equal_but_for_rounding_teach_nothing():
+    assert not any(group_advantages([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6]))
+
+
+# ---- groups of whole lines
+
+
+def two_lines(alpha):
+    """Root branching: two lines of two turns; seat a acts first, then b."""
+    a, b = {"a": "p@0"}, {"b": "q@0"}
+    episode = grow(
+        (None, a, {"a": 1.0}, 0.0, False),
+        (None, a, {"a": 0.0, "b": 5.0}, 1.0, False),  # b is rewarded before it ever acts
+        (0, b, {"b": 2.0, "a": 0.5}, 2.0, True),
+        (1, b, {}, 0.0, True),
+    )
+    return episode, list(GRPO(at="root", k=2, alpha=alpha).groups(episode))
+
+
+def test_a_line_is_worth_its_team_rewards_and_the_seats_own():
+    _, groups = two_lines(alpha=0.5)
+    assert [g.seat for g in groups] == ["a", "b"]
+    assert groups[0].values == pytest.approx([1.0 + 0.5 * 0 + 0.5 + 0.5 * 2, 0.0 + 0.5 * 1])  # b's 2.0 and 5.0: not
+    assert groups[1].values == pytest.approx([0.5 * 2 + 2.0, 0.5 * 1 + 5.0])
+    assert [[n.id for n in nodes] for g in groups for nodes in g.nodes] == [[0], [1], [2], [3]]
+
+
+def test_another_seats_local_reward_does_not_leak():
+    episode, _ = two_lines(alpha=0)
+    GRPO(at="root", k=2, alpha=0).samples([episode], "q")
+    for node in episode.nodes:
+        node.rewards.pop("a", None)
+    before = advantages(episode, "b")
+    GRPO(at="root", k=2, alpha=0).samples([episode], "q")
+    assert advantages(episode, "b") == before == [None, None, pytest.approx(-1), pytest.approx(1)]
+
+
+def test_every_answer_of_a_line_carries_the_lines_advantage():
+    a = {"a": "p@0"}
+    episode = grow((None, a, {}, 0.0, False), (None, a, {}, 0.0, False), (0, a, {}, 1.0, True), (1, a, {}, 0.0, True))
+    samples, figures = GRPO(at="root", k=2).samples([episode], "p")
+    assert advantages(episode, "a") == pytest.approx([1, -1, 1, -1])
+    assert figures == {"groups": 1.0, "zero_variance": 0.0}
+    order = [0, 2, 1, 3]
+    for sample, i in zip(samples, order, strict=True):
+        node = episode.nodes[i]
+        assert sample.token_ids.tolist() == node.answers["a"].token_ids.tolist()
+        assert sample.prompt_ids.tolist() == [1, 2]
+        np.testing.assert_allclose(sample.advantages, [node.advantages["a"]] * 2)
+        np.testing.assert_allclose(sample.logprobs, [-0.25, -0.25])
+
+
+def test_a_line_in_which_a_seat_never_acts_is_not_compared():
+    a, b = {"a": "p@0"}, {"b": "q@0"}
+    episode = grow(
+        (None, a, {}, 9.0, True),  # ends before b's turn
+        (None, a, {}, 0.0, False),
+        (None, a, {}, 0.0, False),
+        (1, b, {}, 1.0, True),
+        (2, b, {}, 0.0, True),
+    )
+    groups = {g.seat: g for g in GRPO(at="root", k=3).groups(episode)}
+    assert groups["a"].values == [9.0, 1.0, 0.0]
+    assert groups["b"].values == [1.0, 0.0]
+
+
+# ---- groups of turns
+
+
+def chain(policy="p@0"):
+    """Turn branching, best kept: the second sibling of each turn goes on."""
+    a, b = {"a": policy}, {"b": "q@0"}
+    return grow(
+        (None, a, {"a": 0.0}, 0.0, False),
+        (None, a, {"a": 1.0}, 0.0, False),
+        (1, b, {"b": 0.0}, 3.0, True),
+        (1, b, {"b": 3.0}, 4.0, True),
+    )
+
+
+def test_a_turn_is_a_group_of_siblings_by_episode_parent_and_seat():
+    groups = list(GRPO(at="turn", k=2, alpha=2.0).groups(chain()))
+    assert [(g.seat, g.values) for g in groups] == [("a", [0.0, 1.0]), ("b", [6.0, 11.0])]
+    assert [[n.id for n in nodes] for g in groups for nodes in g.nodes] == [[0], [1], [2], [3]]
+
+
+def test_only_the_steps_own_reward_counts_where_one_sibling_has_a_future():
+    """The chosen sibling's later 4.0 must not be set against siblings that were never played on."""
+    assert next(iter(GRPO(at="turn", keep="best", k=2).groups(chain()))).values == [0.0, 1.0]
+    assert next(iter(GRPO(at="turn", keep="random", k=2).groups(chain()))).values == [0.0, 1.0]
+
+
+def test_seats_that_act_together_are_groups_of_their_own():
+    both = {"a": "p@0", "b": "q@0"}
+    episode = grow((None, both, {"a": 1.0}, 0.0, True), (None, both, {"b": 1.0}, 0.0, True))
+    algorithm = GRPO(at="turn", k=2)
+    algorithm.samples([episode], "p")
+    algorithm.samples([episode], "q")
+    assert advantages(episode, "a") == pytest.approx([1, -1])
+    assert advantages(episode, "b") == pytest.approx([-1, 1])
+
+
+def test_a_full_tree_looks_ahead_by_the_mean_of_its_children():
+    a = {"a": "p@0"}
+    episode = grow(
+        (None, a, {}, 1.0, False),  # 0: 1 + mean(2 + mean(8, 0), 3) = 1 + mean(6, 3) = 5.5
+        (None, a, {}, 2.0, False),  # 1: 2 + mean(1, 0) = 2.5
+        (0, a, {}, 2.0, False),  # 2: 2 + mean(8, 0) = 6
+        (0, a, {}, 3.0, True),  # 3
+        (1, a, {}, 1.0, True),  # 4
+        (1, a, {}, 0.0, True),  # 5
+        (2, a, {}, 8.0, True),  # 6
+        (2, a, {}, 0.0, True),  # 7
+    )
+    groups = list(GRPO(at="turn", keep="all", k=2).groups(episode))
+    assert [g.values for g in groups] == [[5.5, 2.5], [6.0, 3.0], [1.0, 0.0], [8.0, 0.0]]
+    GRPO(at="turn", keep="all", k=2, scale="none").samples([episode], "p")
+    assert advantages(episode, "a") == pytest.approx([1.5, -1.5, 1.5, -1.5, 0.5, -0.5, 4.0, -4.0])
+
+
+def test_looking_ahead_counts_the_team_and_the_seats_own_rewards_only():
+    episode = grow(
+        (None, {"a": "p@0"}, {"a": 1.0}, 0.0, False),
+        (None, {"a": "p@0"}, {}, 0.0, True),
+        (0, {"b": "q@0"}, {"b": 100.0, "a": 4.0}, 2.0, True),
+        (0, {"b": "q@0"}, {}, 0.0, True),
+    )
+    groups = {(g.seat, g.nodes[0][0].id): g.values for g in GRPO(at="turn", keep="all", k=2).groups(episode)}
+    assert groups == {("a", 0): [1.0 + (4.0 + 2.0) / 2, 0.0], ("b", 2): [102.0, 0.0]}
+
+
+@pytest.mark.parametrize("at", ["root", "turn"])
+def test_failed_episodes_teach_nothing(at):
+    episode = chain()
+    episode.error = "RuntimeError: boom"
+    samples, figures = GRPO(at=at, k=2).samples([episode], "p")
+    assert samples == [] and figures == {"groups": 0.0, "zero_variance": 0.0}
+    assert not any(node.advantages for node in episode.nodes)
+
+
+def test_a_group_without_differences_is_skipped_and_counted():
+    a = {"a": "p@0"}
+    flat = grow((None, a, {}, 1.0, True), (None, a, {}, 1.0, True))
+    samples, figures = GRPO(at="turn", k=2).samples([flat, chain()], "p")
+    assert figures == {"groups": 2.0, "zero_variance": 0.5}
+    assert len(samples) == 2 and advantages(flat, "a") == [0.0, 0.0]
+
+
+def test_versions_of_a_policy_are_that_policy_and_other_names_are_not():
+    assert len(GRPO(at="turn", k=2).samples([chain("p@17")], "p")[0]) == 2
+    assert GRPO(at="turn", k=2).samples([chain("pp@17")], "p")[0] == []
+
+
+def test_answers_without_tokens_get_an_advantage_but_no_sample():
+    episode = chain()
+    for node in episode.nodes:
+        for said in node.answers.values():
+            said.token_ids = np.zeros(0, np.int32)
+    assert GRPO(at="turn", k=2).samples([episode], "p")[0] == []
+    assert advantages(episode, "a")[:2] == pytest.approx([-1, 1])
+
+
+# ---- the router: three seats, two policies
+
+
+class Council(Env):
+    """Three seats speak in turn, twice; each is paid for the number it says after the point."""
+
+    name = "council"
+    seats = ("x", "y", "z")
+
+    def reset(self, seed):
+        self.seed, self.said = seed, []
+        return self.ask({})
+
+    def ask(self, rewards):
+        if len(self.said) == 6:
+            return Step({}, rewards)
+        return Step({self.seats[len(self.said) % 3]: f"{self.seed} {self.said}"}, rewards)
+
+    def step(self, actions):
+        ((seat, text),) = actions.items()
+        self.said.append(text)
+        return self.ask({seat: float(text.split(".")[1])})
+
+
+@pytest.mark.parametrize("at", ["root", "turn"])
+def test_each_learner_gets_exactly_its_own_answers(at):
+    shared = Spoken("shared@3", lambda query, i: f"{len(shared.queries)}.{(query.seed + i) % 9973}")
+    alone = Spoken("alone@3", lambda query, i: f"{len(alone.queries)}.{(query.seed + i) % 9973}")
+    algorithm = GRPO(at=at, k=4)
+    matches = [Match(i, {"x": shared, "y": alone, "z": shared}, i) for i in range(3)]
+    episodes = asyncio.run(Arena(Council, "council").play_all(matches, algorithm.branching))
+    for policy in (shared, alone):
+        samples, _ = algorithm.samples(episodes, policy.name.split("@")[0])
+        taught = sorted(bytes(s.token_ids.astype(np.uint8)) for s in samples)
+        said = sorted(bytes(a.token_ids.astype(np.uint8)) for a in policy.spoken)
+        assert taught == said and len(said) == len(set(said)) == 3 * 4 * (4 if policy is shared else 2)
+        for sample in samples:
+            assert (sample.logprobs == -0.5).all() and len(set(sample.advantages.tolist())) == 1
+
+
+# ---- the published defects of the authors' code, one test each
+
+
+class Relay(Env):
+    """Turn by turn, a says a digit and then b does; both are added to a sum that everyone sees. Deterministic.
+
+    Either seat is paid locally for its own digit, so siblings that say different things earn different things.
+    """
+
+    name = "relay"
+    seats = ("a", "b")
+
+    def __init__(self, turns=3):
+        self.turns = turns
+
+    def reset(self, seed):
+        self.seed, self.sum, self.turn, self.heard = seed, 0, 0, "-"
+        return self.ask("a", {})
+
+    def ask(self, seat, rewards):
+        seen = f"instance {self.seed} turn {self.turn} sum {self.sum} heard {self.heard}"
+        return Step({seat: seen} if self.turn < self.turns else {}, rewards, info={"sum": self.sum})
+
+    def step(self, actions):
+        ((seat, text),) = actions.items()
+        self.sum, self.heard = self.sum + int(text), text
+        self.turn += seat == "b"
+        return self.ask("b" if seat == "a" else "a", {seat: float(text)})
+
+
+def digit(query, i):
+    """K different digits that depend on the seed, so that the best is not always the same sibling."""
+    return str((query.seed + 2 * i) % 9 + 1)
+
+
+def relay(branching, instances=(5,), turns=3):
+    team = {"a": Spoken("a@0", digit), "b": Spoken("b@0", digit)}
+    matches = [Match(i, team, 11 + i) for i in instances]
+    return asyncio.run(Arena(lambda: Relay(turns), "relay").play_all(matches, branching))
+
+
+TREES = [
+    Branching(),
+    Branching("root", 4),
+    *(Branching("turn", 4, keep, 0.5) for keep in ("best", "random", "epsilon")),
+]
+FULL = Branching("turn", 2, "all")
+
+
+@pytest.mark.parametrize("branching", [*TREES, FULL], ids=str)
+def test_defect_1_the_second_seat_sees_what_the_first_said_in_the_same_turn(branching):
+    (episode,) = relay(branching)
+    heard = [(n, episode.nodes[n.parent]) for n in episode.nodes if "b" in n.answers]
+    assert heard
+    for node, first in heard:
+        assert node.observations["b"].endswith(f"heard {first.answers['a'].text}")
+        turn = node.observations["b"].split(" sum")[0]
+        assert first.observations["a"].startswith(turn)  # the same turn, not the one before
+
+
+@pytest.mark.parametrize("branching", TREES[2:], ids=str)
+def test_defect_2_siblings_of_every_seat_differ_in_reward_and_advantage(branching):
+    (episode,) = relay(branching)
+    algorithm = GRPO(at="turn", k=4, keep=branching.keep)
+    groups = list(algorithm.groups(episode))
+    assert [g.seat for g in groups] == ["a", "b"] * 3
+    for group in groups:
+        assert len(set(group.values)) == 4
+        assert group.values == [float(nodes[0].answers[group.seat].text) for nodes in group.nodes]
+    for seat in "ab":
+        samples, figures = algorithm.samples([episode], seat)
+        assert len(samples) == 12 and figures["zero_variance"] == 0
+        assert all(sample.advantages.any() for sample in samples)
+        for siblings in (episode.children(n.parent) for n in episode.nodes if seat in n.answers):
+            assert len({n.advantages[seat] for n in siblings}) == 4
+
+
+@pytest.mark.parametrize("branching", [*TREES, FULL], ids=str)
+def test_defect_3_play_goes_on_from_the_state_of_the_chosen_sibling(branching):
+    (episode,) = relay(branching)
+    parents = {node.parent for node in episode.nodes}
+    assert {n.id for n in episode.nodes if n.chosen and not n.over} == parents - {None}
+    for node in episode.nodes:
+        before = episode.line(node)[:-1]
+        ((_, seen),) = node.observations.items()
+        said = sum(int(a.text) for n in before for a in n.answers.values())
+        assert f"turn {len(before) // 2} sum {said} " in seen
+    for leaf in episode.leaves():
+        assert leaf.info["sum"] == sum(int(a.text) for n in episode.line(leaf) for a in n.answers.values())
+
+
+@pytest.mark.parametrize("branching", [*TREES, FULL], ids=str)
+def test_defect_4_a_group_never_spans_two_instances_or_observations(branching):
+    episodes = relay(branching, instances=range(6))
+    algorithm = GRPO(at=branching.at, k=4, keep=branching.keep)
+    for episode in episodes:
+        for group in algorithm.groups(episode):
+            firsts = {nodes[0].observations[group.seat] for nodes in group.nodes}
+            assert len({text.split(" turn")[0] for text in firsts}) == 1
+            if branching.at == "turn" or group.seat == "a":
+                assert len(firsts) == 1  # the very same prompt
+    together = [s for e in episodes for s in algorithm.samples([e], "a")[0]]
+    for one, other in zip(algorithm.samples(episodes, "a")[0], together, strict=True):
+        np.testing.assert_array_equal(one.advantages, other.advantages)  # no episode changes another's credit

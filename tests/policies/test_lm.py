@@ -1,0 +1,262 @@
+"""Language policies: what the model is shown is what the template says, and nothing is ever tokenised twice."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from toys import Whisper
+from transformers import PreTrainedTokenizerFast
+
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.sampler import Sampler, Sampling
+from palestra.engine.trainer import Trainer
+from palestra.policies.base import Query
+from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
+from palestra.policies.scripted import ScriptedPolicy
+from palestra.rollouts.play import Arena, Branching, Match
+from palestra.testing import tiny_lm, tiny_tokenizer
+from palestra.types import Answer, Sample
+
+QWEN_STYLE = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|system|>\nYou are a helper.<|end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% if no_thinking %}{{ '(hm)' }}{% endif %}{% endif %}"
+)
+END = 4
+
+
+def tokenizer_with(template):
+    tokenizer = tiny_tokenizer()
+    if template != "palestra":
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def merging_tokenizer():
+    """Bytes, and "ab" as one token: sampled "a", "b" would come back as another token if it were tokenised again."""
+    plain = tiny_tokenizer()
+    tokenizer = Tokenizer(models.BPE(vocab=plain.get_vocab() | {"ab": 271}, merges=[("a", "b")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>"]})
+    fast.chat_template = plain.chat_template
+    return fast
+
+
+def policy(*, tokenizer=None, seed=0, **options):
+    engine = tiny_lm(seed, initializer_range=0.2)
+    if tokenizer:
+        engine.tokenizer = tokenizer
+    sampling = options.pop("sampling", Sampling(max_tokens=6))
+    return LanguagePolicy("speaker@3", Sampler(engine), ChatEncoder(engine.tokenizer), sampling, **options)
+
+
+def untrained(engine):
+    return Trainer(engine, Adapter(engine.linears, LoraConfig(), seed=0))  # B = 0: the base
+
+
+def said(tokenizer, text, *, end=True, prompt=()):
+    ids = [*tokenizer.encode(text, add_special_tokens=False), *[END] * end]
+    return Answer(text, "p", np.array(prompt, np.int32), np.array(ids, np.int32), np.zeros(len(ids), np.float32))
+
+
+def templated(tokenizer, *turns, **options):
+    messages = [{"role": role, "content": content} for role, content in turns]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+# ---- the first prompt
+
+
+@pytest.mark.parametrize("template", ["palestra", QWEN_STYLE])
+def test_the_first_prompt_is_the_templates(template):
+    tokenizer = tokenizer_with(template)
+    encoder = ChatEncoder(tokenizer)
+    query = Query("you plan", "box at r1 c2 é")
+    ids = encoder.first(query, None)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == templated(tokenizer, ("system", "you plan"), ("user", "box at r1 c2 é"))
+    assert encoder.first(query, "be brief").tolist() == templated(
+        tokenizer, ("system", "be brief"), ("user", "box at r1 c2 é")
+    )
+    assert encoder.first(query, "").tolist() == templated(tokenizer, ("user", "box at r1 c2 é"))
+    assert encoder.first(Query("", 17), None).tolist() == templated(tokenizer, ("user", "17"))
+    assert encoder.first(query, None).tolist() == ids.tolist()  # from the cache
+
+
+def test_template_options_reach_the_template():
+    tokenizer = tokenizer_with(QWEN_STYLE)
+    ids = ChatEncoder(tokenizer, {"no_thinking": True}).first(Query("", "x"), None)
+    assert ids.tolist() == templated(tokenizer, ("user", "x"), no_thinking=True)
+    assert tokenizer.decode(ids).endswith("<|assistant|>\n(hm)")
+
+
+def test_without_a_template_a_prompt_is_plain_text():
+    tokenizer = tokenizer_with(None)
+    encoder = ChatEncoder(tokenizer)
+    first = encoder.first(Query("role", "see"), None)
+    assert tokenizer.decode(first) == "role\nsee\n"
+    later = encoder.next(first, said(tokenizer, "go", end=False).token_ids, "more")
+    assert tokenizer.decode(later) == "role\nsee\ngo\nmore\n"
+
+
+# ---- later prompts
+
+
+@pytest.mark.parametrize("template", ["palestra", QWEN_STYLE])
+@pytest.mark.parametrize("end", [True, False], ids=["ended", "cut off"])
+def test_a_later_prompt_is_what_the_template_gives(template, end):
+    """With the end token sampled or, where the answer ran into the limit, added: the template's text either way."""
+    tokenizer = tokenizer_with(template)
+    encoder = ChatEncoder(tokenizer)
+    turns = [("system", "role"), ("user", "one")]
+    prompt = encoder.first(Query("role", "one"), None)
+    for answer, observation in (("up left", "two"), ("", "three <3"), ("é!", "four")):
+        answered = said(tokenizer, answer, end=end)
+        prompt = encoder.next(prompt, answered.token_ids, observation)
+        turns += [("assistant", answer), ("user", observation)]
+        assert prompt.tolist() == templated(tokenizer, *turns)
+        assert prompt.dtype == np.int32
+
+
+@pytest.mark.parametrize("template", ["palestra", QWEN_STYLE])
+def test_a_later_prompt_starts_with_the_earlier_one_and_the_sampled_tokens(template):
+    speaker = policy(tokenizer=tokenizer_with(template), memory="conversation", sampling=Sampling(max_tokens=5))
+    team = {"guide": speaker, "walker": speaker}
+    arena = Arena(lambda: Whisper(turns=4), "whisper")
+    for branching in (Branching(), Branching("root", 3), Branching("turn", 3, "best"), Branching("turn", 2, "random")):
+        (episode,) = asyncio.run(arena.play_all([Match(0, team, 5)], branching))
+        assert episode.error is None
+        for node in episode.nodes:
+            ((seat, answer),) = node.answers.items()
+            own = [n.answers[seat] for n in episode.line(node)[:-1] if seat in n.answers]
+            ids = answer.prompt_ids.tolist()
+            if not own:
+                turns = [("system", seat[0]), ("user", node.observations[seat])]
+                assert ids == templated(speaker.encoder.tokenizer, *turns)
+                continue
+            before = [*own[-1].prompt_ids.tolist(), *own[-1].token_ids.tolist()]
+            assert ids[: len(before)] == before and len(ids) > len(before)
+            assert speaker.encoder.tokenizer.decode(ids[len(before) :]).count(node.observations[seat]) == 1
+        assert {len(n.answers[s].token_ids) for n in episode.nodes for s in n.answers} <= {1, 2, 3, 4, 5}
+
+
+def test_sampled_tokens_are_never_tokenised_again():
+    tokenizer = merging_tokenizer()
+    assert tokenizer.encode("ab", add_special_tokens=False) == [271]
+    apart = [tokenizer.convert_tokens_to_ids(c) for c in "ab"]
+    answer = Answer("ab", "p", np.array([3, 9], np.int32), np.array([*apart, END], np.int32))
+    speaker = policy(tokenizer=tokenizer, memory="conversation")
+    ids = speaker.prompt(Query("r", "next", history=(("before", answer),))).tolist()
+    assert ids[:5] == [3, 9, *apart, END] and 271 not in ids
+
+
+def test_without_memory_every_prompt_is_a_first_prompt():
+    speaker = policy()
+    answer = said(speaker.encoder.tokenizer, "go", prompt=[1, 2, 3])
+    ids = speaker.prompt(Query("r", "now", history=(("before", answer),)))
+    assert ids.tolist() == speaker.prompt(Query("r", "now")).tolist()
+
+
+def test_what_memory_reuses_gives_the_trainers_probabilities():
+    """Log-probabilities sampled over kept prefixes are those of the whole conversation, computed afresh."""
+    speaker = policy(memory="conversation", seed=3)
+    engine = speaker.sampler.engine
+    team = {"guide": speaker, "walker": speaker}
+    arena = Arena(lambda: Whisper(turns=4), "whisper")
+    (episode,) = asyncio.run(arena.play_all([Match(0, team, 5)], Branching("turn", 4, "random")))
+    assert speaker.sampler.counts["reused_tokens"] > 0
+    answers = [a for n in episode.nodes for a in n.answers.values()]
+    samples = [Sample(a.prompt_ids, a.token_ids, a.logprobs, np.ones_like(a.logprobs)) for a in answers]
+    fresh = untrained(engine).logprobs(samples)
+    for answer, logprobs in zip(answers, fresh, strict=True):
+        np.testing.assert_allclose(answer.logprobs, logprobs, atol=1e-4)
+
+
+# ---- answers
+
+
+def test_answers_carry_their_tokens_and_names():
+    speaker = policy(sampling=Sampling(max_tokens=4, temperature=0.7))
+    answers = asyncio.run(speaker.act(Query("r", "x", n=5, seed=11)))
+    assert len(answers) == 5 and len({a.token_ids.tobytes() for a in answers}) > 1
+    for answer in answers:
+        assert answer.policy == "speaker@3" and answer.temperature == 0.7
+        assert answer.prompt_ids.tolist() == speaker.prompt(Query("r", "x")).tolist()
+        assert len(answer.token_ids) == len(answer.logprobs) and (answer.logprobs <= 0).all()
+        assert answer.text == speaker.encoder.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        assert answer.stop == ("stop" if answer.token_ids[-1] == END else "length")
+    again = asyncio.run(speaker.act(Query("r", "x", n=5, seed=11)))
+    assert [a.text for a in again] == [a.text for a in answers]
+    other = asyncio.run(speaker.act(Query("r", "x", n=5, seed=12)))
+    assert [a.text for a in other] != [a.text for a in answers]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_the_trainer_scores_answers_at_the_temperature_they_were_sampled_at(temperature):
+    speaker = policy(sampling=Sampling(max_tokens=8, temperature=temperature, top_k=50))
+    answers = asyncio.run(speaker.act(Query("r", "x", n=4, seed=2)))
+    samples = [Sample(a.prompt_ids, a.token_ids, a.logprobs, np.ones_like(a.logprobs), a.temperature) for a in answers]
+    for answer, logprobs in zip(answers, untrained(speaker.sampler.engine).logprobs(samples), strict=True):
+        np.testing.assert_allclose(answer.logprobs, logprobs, atol=1e-4)
+
+
+def test_a_stop_string_ends_the_answer_and_is_not_part_of_its_text():
+    speaker = policy(sampling=Sampling(max_tokens=150, stop=("e", "o")), seed=4)
+    answers = asyncio.run(speaker.act(Query("r", "x", n=12, seed=1)))
+    tokenizer = speaker.encoder.tokenizer
+    stopped = [a for a in answers if a.stop == "stop" and a.token_ids[-1] != END]
+    assert stopped
+    for answer in answers:
+        assert not set("eo") & set(answer.text)
+    for answer in stopped:
+        whole = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        assert whole[-1] in "eo" and whole[:-1] == answer.text  # the tokens keep it: they were sampled, and are trained
+
+
+def test_exam_sampling_changes_a_copy():
+    speaker = policy(memory="conversation", system="s", sampling=Sampling(max_tokens=4, top_k=9))
+    greedy = speaker.sampling_with({"temperature": 0})
+    assert greedy.sampling == Sampling(max_tokens=4, top_k=9, temperature=0)
+    assert speaker.sampling.temperature == 1.0
+    assert (greedy.name, greedy.memory, greedy.system) == ("speaker@3", "conversation", "s")
+    answers = asyncio.run(greedy.act(Query("r", "x", n=4, seed=3)))
+    assert len({a.text for a in answers}) == 1 and answers[0].temperature == 0
+    with pytest.raises(ValueError, match="temprature"):
+        speaker.sampling_with({"temprature": 0})
+
+
+def test_a_prompt_too_long_fails_its_episode_only():
+    class Long(Whisper):
+        def reset(self, seed):
+            step = super().reset(seed)
+            step.observations["guide"] *= 100 if seed == 1 else 1
+            return step
+
+    speaker = policy()
+    team = {"guide": speaker, "walker": speaker}
+    episodes = asyncio.run(Arena(Long, "long").play_all([Match(i, team, i) for i in range(3)], Branching()))
+    assert "512 positions" in episodes[1].error and "Shorten the observation" in episodes[1].error
+    assert episodes[0].error is episodes[2].error is None
+
+
+# ---- teachers
+
+
+def test_a_taught_policy_says_what_its_teacher_says_in_the_students_tokens():
+    student = policy(memory="conversation")
+    teacher = ScriptedPolicy(["up left", "down"], "teacher")
+    taught = TaughtPolicy(student, teacher)
+    assert taught.name == "speaker@3"
+    (first,) = asyncio.run(taught.act(Query("r", "one")))
+    tokenizer = student.encoder.tokenizer
+    assert first.text == "up left" and first.policy == "speaker@3" and first.stop == "stop"
+    assert first.prompt_ids.tolist() == templated(tokenizer, ("system", "r"), ("user", "one"))
+    assert tokenizer.decode(first.token_ids) == "up left<|end|>" and len(first.logprobs) == len(first.token_ids)
+    (second,) = asyncio.run(taught.act(Query("r", "two", history=(("one", first),))))
+    assert second.prompt_ids.tolist() == templated(
+        tokenizer, ("system", "r"), ("user", "one"), ("assistant", "up left"), ("user", "two")
+    )
+    assert second.text == "down"

@@ -1,0 +1,529 @@
+"""Trees and how they grow: what is a node, who sees what, what a failure costs, and that a seed fixes it all."""
+
+import asyncio
+import math
+import random
+import threading
+import time
+
+import pytest
+from toys import Spoken, Whisper
+
+from palestra.envs.base import Env
+from palestra.policies.scripted import RandomPolicy, ScriptedPolicy
+from palestra.rollouts.figures import policy_figures, summary
+from palestra.rollouts.play import Arena, Branching, Match, derive
+from palestra.types import Episode, Step
+
+
+class Count(Env):
+    """One seat says a number, `turns` times; it is paid that number, and sees the numbers said so far."""
+
+    name = "count"
+    seats = ("a",)
+    roles = {"a": "count"}
+
+    def __init__(self, turns=2):
+        self.turns = turns
+
+    def reset(self, seed):
+        self.said = []
+        return Step({"a": "-"})
+
+    def step(self, actions):
+        self.said.append(actions["a"])
+        over = len(self.said) == self.turns
+        return Step({} if over else {"a": " ".join(self.said)}, {"a": float(actions["a"])}, info={"success": over})
+
+
+class Both(Env):
+    """Two seats answer at once, `turns` times; the team is paid where they agree."""
+
+    name = "both"
+    seats = ("a", "b")
+
+    def __init__(self, turns=2):
+        self.turns = turns
+
+    def reset(self, seed):
+        self.said = []
+        return Step({"a": "", "b": ""})
+
+    def step(self, actions):
+        assert set(actions) == {"a", "b"}
+        self.said.append((actions["a"], actions["b"]))
+        seen = {} if len(self.said) == self.turns else {"a": str(self.said), "b": str(self.said)}
+        return Step(seen, team_reward=float(actions["a"] == actions["b"]))
+
+
+def grow(make_env, branching, *, script=lambda query, i: str(i), seats=("a",), matches=1, seed=0):
+    team = {seat: Spoken(f"{seat}@1", script) for seat in seats}
+    episodes = asyncio.run(
+        Arena(make_env, "toy").play_all([Match(i, team, seed + i) for i in range(matches)], branching)
+    )
+    return episodes, team
+
+
+def shape(episode: Episode):
+    return [(n.id, n.parent, n.depth, n.chosen, n.over, n.answers["a"].text) for n in episode.nodes]
+
+
+# ---- the shapes of trees
+
+
+def test_a_plain_episode_is_a_tree_with_one_branch():
+    (episode,), _ = grow(lambda: Count(3), Branching())
+    assert shape(episode) == [(0, None, 0, True, False, "0"), (1, 0, 1, True, False, "0"), (2, 1, 2, True, True, "0")]
+    assert episode.seats == {"a": "a@1"} and episode.error is None and episode.success == 1.0
+
+
+def test_best_goes_on_from_the_highest_reward():
+    (episode,), _ = grow(Count, Branching("turn", 3, "best"), script=lambda query, i: str((i * 2) % 3))  # 0 2 1
+    assert shape(episode) == [
+        (0, None, 0, False, False, "0"),
+        (1, None, 0, True, False, "2"),
+        (2, None, 0, False, False, "1"),
+        (3, 1, 1, False, True, "0"),
+        (4, 1, 1, True, True, "2"),
+        (5, 1, 1, False, True, "1"),
+    ]
+    assert [n.id for n in episode.line(episode.nodes[5])] == [1, 5]
+    assert summary([episode])["steps_per_episode"] == 2  # tried siblings are no lines
+
+
+def test_best_is_by_mixed_reward_over_the_seats_that_acted():
+    class Mixed(Env):
+        seats = ("a", "b")
+
+        def reset(self, seed):
+            return Step({"a": ""})
+
+        def step(self, actions):
+            i = float(actions["a"])
+            return Step({}, {"a": i, "b": -100 * i}, team_reward=-3 * i)
+
+    def picked(alpha):
+        (episode,), _ = grow(Mixed, Branching("turn", 2, "best", alpha=alpha))
+        return next(n.id for n in episode.nodes if n.chosen)
+
+    assert picked(alpha=0.2) == 1 and picked(alpha=1.0) == 0  # b did not act: its reward is not counted
+
+
+def test_all_grows_the_full_tree():
+    (episode,), _ = grow(lambda: Count(3), Branching("turn", 2, "all"))
+    assert len(episode.nodes) == 2 + 4 + 8 and all(n.chosen for n in episode.nodes)
+    assert [n.depth for n in episode.nodes] == [0] * 2 + [1] * 4 + [2] * 8
+    lines = [[n.answers["a"].text for n in episode.line(leaf)] for leaf in episode.leaves()]
+    assert sorted(lines) == [list(f"{i:03b}") for i in range(8)]
+
+
+def test_root_grows_whole_lines_side_by_side():
+    (episode,), team = grow(lambda: Count(3), Branching("root", 4), script=lambda query, i: str((query.seed + i) % 97))
+    assert [(n.parent, n.depth) for n in episode.nodes] == [(None, 0)] * 4 + [(i, 1) for i in range(4)] + [
+        (i, 2) for i in range(4, 8)
+    ]
+    assert [q.n for q in team["a"].queries] == [4] + [1] * 8
+    assert len({q.seed for q in team["a"].queries}) == 9  # no two lines draw the same
+    assert len(episode.leaves()) == 4
+
+
+def test_ids_are_indices_and_parents_come_first():
+    for branching in (Branching("root", 3), Branching("turn", 2, "all"), Branching("turn", 3, "random")):
+        (episode,), _ = grow(lambda: Count(4), branching)
+        for i, node in enumerate(episode.nodes):
+            assert node.id == i and (node.parent is None or node.parent < i)
+            assert node.depth == (0 if node.parent is None else episode.nodes[node.parent].depth + 1)
+
+
+@pytest.mark.parametrize(
+    ("keep", "epsilon", "share"), [("best", 0.3, 1.0), ("random", 0.3, 0.25), ("epsilon", 0.4, 0.6 + 0.4 / 4)]
+)
+def test_the_best_of_four_goes_on_in_this_share_of_steps(keep, epsilon, share):
+    episodes, _ = grow(lambda: Count(4), Branching("turn", 4, keep, epsilon), matches=250)
+    picks = [n.answers["a"].text for e in episodes for n in e.nodes if n.chosen]
+    assert len(picks) == 1000
+    assert picks.count("3") / 1000 == pytest.approx(share, abs=0.045)  # three standard errors
+    others = {text: picks.count(text) / 1000 for text in "012"}
+    assert all(value == pytest.approx((1 - share) / 3, abs=0.045) for value in others.values())
+
+
+def test_picks_at_random_differ_between_the_steps_of_a_line():
+    episodes, _ = grow(lambda: Count(6), Branching("turn", 4, "random"), matches=5)
+    assert all(len({n.answers["a"].text for n in e.nodes if n.chosen}) > 1 for e in episodes)
+
+
+# ---- joint steps
+
+
+def test_seats_that_act_at_once_share_a_node_and_step_once():
+    (episode,), team = grow(lambda: Both(2), Branching("turn", 3, "best"), seats=("a", "b"))
+    assert [len(n.answers) for n in episode.nodes] == [2] * 6
+    for i, node in enumerate(episode.nodes[:3]):
+        assert {seat: a.text for seat, a in node.answers.items()} == {"a": str(i), "b": str(i)}
+        assert node.observations == {"a": "", "b": ""} and node.team_reward == 1.0
+    assert {q.seed for q in team["a"].queries}.isdisjoint(q.seed for q in team["b"].queries)
+    assert episode.nodes[3].observations["b"] == "[('0', '0')]"
+
+
+def test_nodes_of_turn_based_play_are_one_seats_turn():
+    (episode,), _ = grow(Whisper, Branching("turn", 2, "best"), seats=("guide", "walker"))
+    assert [list(n.answers) for n in episode.nodes] == [["guide"]] * 2 + [["walker"]] * 2
+    assert episode.nodes[2].parent in (0, 1)
+
+
+def test_a_game_that_is_over_at_reset_has_no_nodes():
+    class Empty(Count):
+        def reset(self, seed):
+            return Step({})
+
+    (episode,), _ = grow(Empty, Branching("turn", 2, "best"))
+    assert episode.nodes == [] and episode.error is None
+    assert summary([episode])["failed"] == 0 and summary([episode])["steps_per_episode"] == 0
+
+
+# ---- what policies are asked
+
+
+@pytest.mark.parametrize("branching", [Branching("root", 3), Branching("turn", 3, "best"), Branching("turn", 2, "all")])
+def test_history_is_this_seats_part_of_the_line_being_played(branching):
+    (episode,), team = grow(lambda: Count(3), branching)
+    asked = {q.observation: q for q in team["a"].queries}
+    for node in episode.nodes:
+        query = asked[node.observations["a"]]
+        before = episode.line(node)[:-1]
+        expected = [(n.observations["a"], n.answers["a"].text) for n in before]
+        assert [(seen, answer.text) for seen, answer in query.history] == expected
+        assert [answer for _, answer in query.history] == [n.answers["a"] for n in before]
+        assert query.role == "count"
+
+
+def test_histories_of_seats_are_apart():
+    _, team = grow(lambda: Whisper(turns=3), Branching(), seats=("guide", "walker"))
+    for seat, length in (("guide", 7), ("walker", 7)):
+        queries = team[seat].queries
+        assert [len(q.history) for q in queries] == [0, 1, 2]
+        seen = [observation for observation, _ in queries[-1].history]
+        assert seen == [q.observation for q in queries[:-1]] and {len(s) for s in seen} == {length}
+        assert {answer.policy for _, answer in queries[-1].history} == {f"{seat}@1"}
+
+
+def test_legal_actions_reach_the_seat_they_are_for():
+    class Legal(Count):
+        def reset(self, seed):
+            super().reset(seed)
+            return Step({"a": "-"}, legal={"a": ["7"], "b": ["8"]})
+
+    _, team = grow(Legal, Branching())
+    assert [q.legal for q in team["a"].queries] == [["7"], None]
+
+
+# ---- determinism
+
+
+def drawn(seed, branching, make_env=lambda: Count(3), matches=3):
+    policy = RandomPolicy([str(i) for i in range(100)], length=1)
+    tree = asyncio.run(
+        Arena(make_env, "toy").play_all([Match(i, {"a": policy}, derive(seed, i)) for i in range(matches)], branching)
+    )
+    return [(e.seed, shape(e)) for e in tree]
+
+
+TREES = [Branching(), Branching("root", 3), Branching("turn", 3, "epsilon", 0.5), Branching("turn", 2, "all")]
+
+
+@pytest.mark.parametrize("branching", TREES, ids=str)
+def test_a_seed_fixes_the_trees(branching):
+    assert drawn(1, branching) == drawn(1, branching)
+    assert drawn(1, branching) != drawn(2, branching)
+
+
+@pytest.mark.parametrize("branching", TREES, ids=str)
+def test_an_episode_does_not_depend_on_its_company(branching):
+    assert drawn(1, branching, matches=5)[:2] == drawn(1, branching, matches=2)
+
+
+class Late(Count):
+    """Takes a while that differs from step to step, and from one instance of this class to the next."""
+
+    async def reset(self, seed):
+        return super().reset(seed)
+
+    async def step(self, actions):
+        await asyncio.sleep(random.SystemRandom().uniform(0, 0.01))
+        return super().step(actions)
+
+    async def fork(self):
+        return super().fork()
+
+    async def close(self):
+        pass
+
+
+class Blocking(Count):
+    blocking = True
+
+    def step(self, actions):
+        time.sleep(random.SystemRandom().uniform(0, 0.01))
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("branching", TREES, ids=str)
+@pytest.mark.parametrize("make_env", [lambda: Late(3), lambda: Blocking(3)], ids=["coroutines", "threads"])
+def test_which_step_is_faster_changes_nothing(branching, make_env):
+    """Coroutine and blocking envs grow the very trees that the plain env grows: ids, draws, and order."""
+    assert drawn(1, branching, make_env) == drawn(1, branching)
+
+
+# ---- waiting together
+
+
+class Meeting(Count):
+    """Its step ends only when `guests` steps are under way at once: one after the other would never end."""
+
+    blocking = True
+    guests = threading.Barrier(60, timeout=30)
+
+    def step(self, actions):
+        self.guests.wait()
+        time.sleep(0.05)
+        return super().step(actions)
+
+    def fork(self):
+        return type(self)(self.turns)
+
+
+def test_episodes_of_a_blocking_env_wait_together():
+    episodes, _ = grow(lambda: Meeting(1), Branching(), matches=60)
+    assert [e.error for e in episodes] == [None] * 60
+
+
+def test_siblings_of_a_blocking_env_wait_together():
+    class Forked(Meeting):
+        def step(self, actions):
+            self.said = []
+            return super().step(actions)
+
+    (episode,), _ = grow(lambda: Forked(1), Branching("turn", 60, "best"))
+    assert episode.error is None and len(episode.nodes) == 60
+
+
+def test_twenty_steps_of_fifty_milliseconds_take_far_less_than_a_second():
+    class Sleepy(Count):
+        blocking = True
+
+        def step(self, actions):
+            time.sleep(0.05)
+            return super().step(actions)
+
+    best = math.inf
+    for _ in range(3):  # the best of three: a busy machine is not a failure
+        start = time.perf_counter()
+        grow(lambda: Sleepy(1), Branching(), matches=20)
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.5
+
+
+def test_no_more_episodes_than_the_limit_are_open():
+    open_now = most = 0
+
+    class Counted(Count):
+        async def step(self, actions):
+            nonlocal open_now, most
+            open_now += 1
+            most = max(most, open_now)
+            await asyncio.sleep(0.002)
+            open_now -= 1
+            return super().step(actions)
+
+    team = {"a": Spoken("a", lambda query, i: "1")}
+    asyncio.run(Arena(Counted, "toy", limit=3).play_all([Match(i, team, i) for i in range(12)], Branching()))
+    assert most == 3
+
+
+def test_each_finished_episode_is_reported_once():
+    done = []
+    team = {"a": Spoken("a", lambda query, i: "1")}
+    episodes = asyncio.run(
+        Arena(Count, "toy").play_all([Match(i, team, i) for i in range(5)], Branching(), done.append)
+    )
+    assert sorted(e.seed for e in done) == [e.seed for e in episodes] == [0, 1, 2, 3, 4]
+
+
+# ---- failures are data
+
+
+class Fragile(Count):
+    """Instance 1 breaks at `where`; every env notes that it was closed."""
+
+    where = ""
+    opened: list
+    closed: list
+
+    def __init__(self):
+        super().__init__(3)
+        if self.where == "make":
+            raise OSError("no sandbox")
+        self.opened.append(self)
+
+    def reset(self, seed):
+        self.seed = seed
+        self.fail("reset")
+        return super().reset(seed)
+
+    def step(self, actions):
+        self.fail("step", len(self.said) == 1)
+        step = super().step(actions)
+        if self.where == "nan" and self.seed == 1:
+            return Step(step.observations, {"a": float("nan")})
+        return step
+
+    def fork(self):
+        self.fail("fork", len(self.said) == 1)
+        twin = super().fork()
+        twin.opened, twin.closed = self.opened, self.closed
+        self.opened.append(twin)
+        return twin
+
+    def close(self):
+        self.closed.append(self)
+        self.fail("close")
+
+    def fail(self, place, when=True):
+        if self.where == place and self.seed == 1 and when:
+            raise RuntimeError(f"broke in {place}")
+
+
+def fragile(where, branching):
+    kind = type("Fragile", (Fragile,), {"where": where, "opened": [], "closed": []})
+    return kind, *grow(kind, branching, matches=4, script=lambda query, i: str(i))
+
+
+@pytest.mark.parametrize(
+    "branching", [Branching(), Branching("root", 3), Branching("turn", 3), Branching("turn", 2, "all")]
+)
+@pytest.mark.parametrize("where", ["reset", "step", "fork", "close", "nan"])
+def test_a_failure_is_recorded_and_leaves_the_others_alone(where, branching):
+    _, episodes, _ = fragile(where, branching)
+    if where == "fork" and (branching.at == "root" or branching.k == 1):
+        return  # there is no second fork
+    expected = "rewards must be finite" if where == "nan" else f"RuntimeError: broke in {where}"
+    assert expected in episodes[1].error and episodes[1].success == 0
+    assert [e.error for e in episodes if e.seed != 1] == [None] * 3
+    _, healthy, _ = fragile("nowhere", branching)
+    assert [shape(e) for e in episodes if e.seed != 1] == [shape(e) for e in healthy if e.seed != 1]
+    figures = summary(episodes)
+    assert figures["episodes"] == 4 and figures["failed"] == 1 and figures["success"] == 1.0
+    assert policy_figures(episodes, "a")["answers"] == sum(len(e.nodes) for e in episodes if e.seed != 1)
+
+
+@pytest.mark.parametrize(
+    "branching", [Branching(), Branching("root", 3), Branching("turn", 3), Branching("turn", 2, "all")]
+)
+@pytest.mark.parametrize("where", ["nowhere", "reset", "step", "fork", "close", "nan"])
+def test_every_env_and_fork_is_closed_once(where, branching):
+    kind, _, _ = fragile(where, branching)
+    assert sorted(map(id, kind.closed)) == sorted(map(id, kind.opened))
+
+
+def test_an_env_that_cannot_be_made_is_a_failed_episode():
+    _, episodes, _ = fragile("make", Branching())
+    assert [e.error for e in episodes] == ["OSError: no sandbox"] * 4 and all(e.nodes == [] for e in episodes)
+
+
+def test_a_policy_that_fails_makes_a_failed_episode():
+    def script(query, i):
+        if query.observation == "0":
+            raise KeyError("lost")
+        return str(i)
+
+    episodes, _ = grow(lambda: Count(2), Branching(), script=script, matches=2)
+    assert [e.error for e in episodes] == ["KeyError: 'lost'"] * 2 and len(episodes[0].nodes) == 1
+
+
+def test_a_seat_without_a_policy_says_which():
+    (episode,), _ = grow(lambda: Both(1), Branching(), seats=("a",))
+    assert 'env "toy" asks seat "b"' in episode.error
+
+
+def test_a_seat_that_is_never_asked_needs_no_policy():
+    (episode,), _ = grow(lambda: Count(1), Branching(), seats=())
+    assert 'asks seat "a"' in episode.error
+    (episode,), _ = grow(lambda: Count(1), Branching(), seats=("a", "unheard of"))
+    assert episode.error is None
+
+
+def test_the_error_of_one_line_ends_its_whole_tree():
+    class OneBad(Count):
+        def step(self, actions):
+            if actions["a"] == "2":
+                raise ValueError("bad line")
+            return super().step(actions)
+
+    (episode,), _ = grow(OneBad, Branching("root", 3))
+    assert episode.error == "ValueError: bad line"
+    assert summary([episode]) == {
+        "success": 0.0,
+        "steps_per_episode": 0.0,
+        "team_return": 0.0,
+        "episodes": 1.0,
+        "failed": 1.0,
+    }
+
+
+# ---- figures
+
+
+def test_figures_by_hand():
+    """Two instances of two secrets: one line right in the end, one wrong."""
+
+    def script(query, i):
+        return "1" if query.role == "w" else str(i)
+
+    episodes, _ = grow(lambda: Whisper(turns=2), Branching(), script=script, seats=("guide", "walker"), matches=8)
+    wins = [e.nodes[-1].info["success"] for e in episodes]
+    figures = summary(episodes)
+    assert 0 < figures["success"] == sum(wins) / 8 < 1
+    assert figures["steps_per_episode"] == 4
+    assert figures["team_return"] == sum(n.team_reward for e in episodes for n in e.nodes) / 8
+    guide = policy_figures(episodes, "guide")
+    assert guide["answers"] == 16 and guide["team_reward"] == 0 and guide["invalid"] == 0
+    assert guide["local_reward"] == sum(n.rewards.get("guide", 0) for e in episodes for n in e.nodes) / 16
+    assert guide["tokens"] == len("guide@1:0") and guide["cut_off"] == 0
+
+
+@pytest.mark.parametrize("flag", [{"a": True, "b": False}, ["a"], {"a"}, ("a",)])
+def test_an_env_may_flag_invalid_answers_by_seat(flag):
+    class Flags(Both):
+        def step(self, actions):
+            step = super().step(actions)
+            return Step(step.observations, info={"invalid": flag})
+
+    episodes, _ = grow(lambda: Flags(1), Branching(), seats=("a", "b"))
+    assert policy_figures(episodes, "a")["invalid"] == 1 and policy_figures(episodes, "b")["invalid"] == 0
+
+
+# ---- policies without a model
+
+
+def test_scripted_answers_depend_on_the_turn_alone():
+    """Not on who else plays: a resumed run must hear what an uninterrupted one does."""
+    policy = ScriptedPolicy(["4", "5", "6"])
+    team = {"a": policy}
+    episodes = asyncio.run(Arena(lambda: Count(5), "toy").play_all([Match(i, team, i) for i in range(3)], Branching()))
+    assert [[n.answers["a"].text for n in e.nodes] for e in episodes] == [["4", "5", "6", "4", "5"]] * 3
+
+
+def test_random_policies_pick_legal_actions():
+    from palestra.policies.base import Query
+
+    answers = asyncio.run(RandomPolicy().act(Query("", "", n=50, seed=3, legal=[1, 2, 3])))
+    assert {a.text for a in answers} == {"1", "2", "3"}
+    again = asyncio.run(RandomPolicy().act(Query("", "", n=50, seed=3, legal=[1, 2, 3])))
+    assert [a.text for a in again] == [a.text for a in answers]
+
+
+def test_derived_seeds_are_fixed_for_ever():
+    assert derive(0, "play", 3) == derive(0, "play", 3) != derive(0, "play", 4)
+    assert derive(1, "a", (0, 1)) == 5536374289449337412
+    assert len({derive(s, k) for s in range(50) for k in range(50)}) == 2500
+    assert all(0 <= derive(s) < 2**63 for s in range(50))

@@ -1,0 +1,260 @@
+"""The command line as a user meets it: help with examples, mistakes with their fix, and what each command leaves."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from palestra.cli import app
+from palestra.config import parse, validate
+from palestra.runs import Run, checkpoints, read_lines
+
+SCRIPT = Path(sys.executable).parent / "palestra"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def palestra(*arguments):
+    """The command in this process: torch is loaded once for all tests."""
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def plain(text):
+    """Without colours and line breaks, which depend on the terminal."""
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
+
+
+def write_config(folder, base, **changes):
+    """A config of three short steps."""
+    speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
+    tree = {
+        "name": "short",
+        "steps": 3,
+        "episodes": 4,
+        "env": {"type": "toys:Whisper"},
+        "policies": {"guide": speech, "walker": speech},
+        "algorithm": {"type": "grpo", "k": 3},
+        "exams": {"dev": {"episodes": 5}},
+    }
+    path = folder / "short.yaml"
+    path.write_text(yaml.safe_dump(tree | changes))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """A trained run of three steps, and what training printed."""
+    root = tmp_path_factory.mktemp("cli")
+    done = palestra("train", write_config(root, base), "--root", root / "runs")
+    assert done.exit_code == 0, done.output
+    return root / "runs" / "short", done.output
+
+
+# ---- help
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_help_shows_examples(command):
+    text = plain(palestra(command, "--help").output)
+    assert f"palestra {command} configs/demo.yaml" in text or f"palestra {command} runs/demo" in text
+    assert "Examples" in text
+
+
+def test_help_lists_the_commands():
+    text = plain(palestra("--help").output)
+    for command in ("train", "eval", "runs", "info"):
+        assert f" {command} " in text
+    assert palestra("--help").exit_code == 0 and palestra().exit_code == 2
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, palestra.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- mistakes: exit code 2 and one message, never a traceback
+
+
+def refused(*arguments):
+    done = palestra(*arguments)
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output and "error:" in done.stderr and done.stdout == ""
+    return plain(done.stderr)
+
+
+def test_an_unknown_key_names_the_nearest(base, tmp_path):
+    config = write_config(tmp_path, base)
+    assert "unknown key stepz: did you mean steps" in refused("train", config, "--set", "stepz=3")
+    message = refused("train", config, "--set", "policies.guide.rnak=3")
+    assert "unknown key policies.guide.rnak: did you mean rank" in message
+    message = refused("train", config, "--set", "algorithm.type=grop")
+    assert "unknown algorithm.type 'grop': did you mean grpo" in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_several_faults_are_told_at_once(base, tmp_path):
+    message = refused("train", write_config(tmp_path, base), "--set", "stepz=3", "--set", "episodes=0")
+    assert "2 faults in the config" in message and "stepz" in message and "episodes" in message
+
+
+def test_brackets_in_a_message_are_not_markup(base, tmp_path):
+    config = write_config(tmp_path, base)
+    message = refused("train", config, "--set", "policies.guide.base=/models/[/red][bold]x")
+    assert "/models/[/red][bold]x" in message
+    assert "'gate_proj'" in refused("train", config, "--set", "policies.guide.targets=gate")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "name a config to start a run, or --resume RUN"),
+        (["train", "nowhere.yaml"], "cannot read config nowhere.yaml"),
+        (["train", "--resume", "nowhere"], "cannot read config nowhere/config.yaml"),
+        (["train", "CONFIG", "--resume", "nowhere"], "name a config to start a run, or --resume RUN"),
+        (["train", "--resume", "nowhere", "--set", "steps=3"], "a resumed run goes on as it began"),
+        (["train", "CONFIG", "--set", "steps"], "write key=value"),
+        (["train", "CONFIG", "--name", "a/b"], "plain folder name"),
+        (["eval", "nowhere"], "cannot read config nowhere"),
+        (["eval", "RUN", "--step", "2"], "no checkpoint after step 2; it has: 3"),
+        (["eval", "RUN", "--env", "split"], "write key=value"),
+        (["eval", "RUN", "--env", "splt=test"], 'has no option "splt"; did you mean "split"'),
+        (["eval", "RUN", "--seats", "guide=nobody"], 'no policy "nobody"'),
+        (["eval", "RUN", "--seats", "gide=walker"], 'no seat "gide"'),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_mistakes_say_how_to_mend_them(base, run, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    names = {"CONFIG": write_config(tmp_path, base), "RUN": run[0]}
+    assert message in refused(*(names.get(a, a) for a in arguments))
+
+
+def test_a_run_that_is_being_written_is_left_alone(run):
+    with Run.open(run[0]):
+        assert "is writing the run" in refused("train", "--resume", run[0])
+
+
+# ---- train
+
+
+def test_dry_run_prints_the_resolved_config_and_leaves_nothing(base, tmp_path):
+    system = "You guide a walker. [bold]Whisper[/bold] the secret: " + "be brief; " * 30 + "é"
+    config = write_config(tmp_path, base)
+    set_system = f"policies.guide.system={json.dumps(system, ensure_ascii=False)}"
+    done = palestra("train", config, "--dry-run", "--root", tmp_path / "runs", "--set", "steps=7", "--set", set_system)
+    assert done.exit_code == 0 and not (tmp_path / "runs").exists()
+    from palestra.setup import Config
+
+    resolved = validate(Config, parse(done.stdout))
+    assert resolved.steps == 7 and resolved.policies["guide"].system == system
+    assert resolved.policies["walker"].rank == 8  # defaults are written out
+    assert "rank: 8" in done.stdout
+
+
+def test_dry_run_finds_what_training_would(base, tmp_path):
+    config = write_config(tmp_path, base)
+    assert "has no option" in refused("train", config, "--dry-run", "--set", "env.turnz=3")
+    assert "no model at" in refused("train", config, "--dry-run", "--set", "policies.guide.base=/nowhere")
+
+
+def test_training_leaves_a_picture_a_table_and_the_logs(run):
+    path, output = run
+    text = plain(output)
+    assert "what was learned" in text and "dev: success of 5" in text and "before training: success" in text
+    assert "toys:Whisper, guide, walker by grpo" in text
+    assert f"curves: {path / 'curves.png'}" in output  # on one line, however long
+    assert (path / "curves.png").read_bytes().startswith(PNG)
+    assert [line["step"] for line in read_lines(path / "evals.jsonl")] == [-1, 2]
+    assert {line["policy"] for line in read_lines(path / "metrics.jsonl")} == {"guide", "walker", "team"}
+    assert len(read_lines(path / "timings.jsonl")) == 3 and checkpoints(path)[-1].step == 2
+    meta = json.loads((path / "meta.json").read_text())
+    assert meta["seed"] == 0 and meta["palestra"]
+
+
+def test_settings_are_part_of_the_runs_config(base, tmp_path):
+    config = write_config(tmp_path, base, exams={})
+    for name in ("mine", "mine-2"):  # a name taken is not written over
+        settings = ("--set", "steps=1", "--set", "seed=5", "--name", "mine", "--root", tmp_path)
+        assert palestra("train", config, *settings).exit_code == 0
+        tree = parse((tmp_path / name / "config.yaml").read_text())
+        assert tree["steps"] == 1 and tree["seed"] == 5 and tree["name"] == "short"
+
+
+def test_resuming_a_finished_run_shows_what_it_learned(run):
+    before = (run[0] / "metrics.jsonl").read_bytes()
+    done = palestra("train", "--resume", run[0])
+    assert done.exit_code == 0 and "what was learned" in plain(done.output) and "going on after step 3" in done.output
+    assert (run[0] / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_failure_is_shown_as_it_is_and_training_goes_on(base, tmp_path, monkeypatch):
+    (tmp_path / "shaky_cli.py").write_text(
+        "from toys import Whisper\n\n\n"
+        "class Shaky(Whisper):\n"
+        "    def step(self, actions):\n"
+        "        if self.rng.random() < 0.2:\n"
+        '            raise RuntimeError("lost [/INST] [bold]token")\n'
+        "        return super().step(actions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = write_config(tmp_path, base, env={"type": "shaky_cli:Shaky"})
+    done = palestra("train", config, "--root", tmp_path / "runs")
+    assert done.exit_code == 0, done.output
+    assert "RuntimeError: lost [/INST] [bold]token" in plain(done.output)
+
+
+def test_the_installed_command_finds_an_env_beside_the_config(base, tmp_path):
+    """A real process, in the user's folder, with the user's own env."""
+    shutil.copy(Path(__file__).parent / "toys.py", tmp_path / "my_envs.py")
+    write_config(tmp_path, base, env={"type": "my_envs:Whisper"}, steps=1, exams={})
+    done = subprocess.run([SCRIPT, "train", "short.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs" / "short" / "curves.png").exists()
+
+
+# ---- the other commands
+
+
+def test_runs_lists_what_there_is(run):
+    text = plain(palestra("runs", "--root", run[0].parent).output)
+    assert "short" in text and "after 3" in text and "dev" in text
+    assert "no runs in" in palestra("runs", "--root", run[0] / "nothing").output
+
+
+def test_info_names_versions_envs_and_bases():
+    done = palestra("info")
+    text = plain(done.output)
+    assert done.exit_code == 0
+    for word in ("palestra", "torch", "sokoban", "plan_path", "grpo", "sft", "tiny"):
+        assert word in text
+
+
+def test_eval_prints_a_table(run):
+    done = palestra("eval", run[0], "--episodes", "5")
+    text = plain(done.output)
+    assert done.exit_code == 0 and "success" in text and "guide@" in text and "5 episodes" in text
+
+
+def test_eval_as_json_with_seats_swapped(run):
+    done = palestra("eval", run[0], "--episodes", "6", "--swap", "--temperature", "0", "--json", "--env", "turns=2")
+    figures = json.loads(done.stdout)
+    assert figures["episodes"] == 6 and figures["failed"] == 0 and 0 <= figures["success"] <= 1
+    assert figures["steps_per_episode"] == 4
+    assert figures["seats"]["guide"].startswith("walker@") and figures["seats"]["walker"].startswith("guide@")
+
+
+def test_eval_is_the_same_each_time_and_leaves_the_run_alone(run):
+    before = {file: file.read_bytes() for file in run[0].rglob("*") if file.is_file()}
+    first, second = (palestra("eval", run[0], "--episodes", "9", "--json").stdout for _ in range(2))
+    assert first == second
+    assert {file: file.read_bytes() for file in run[0].rglob("*") if file.is_file()} == before
+
+
+def test_eval_takes_a_config_too(base, tmp_path):
+    done = palestra("eval", write_config(tmp_path, base), "--episodes", "3", "--json")
+    assert json.loads(done.stdout)["seats"] == {"guide": "guide", "walker": "walker"}

@@ -1,0 +1,207 @@
+"""Losses by hand: both signs of the advantage on both sides of the clip, and where the gradient must be zero."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.trainer import Trainer, packs
+from palestra.losses import LOSSES, Scored, clipped_policy_loss, cross_entropy_loss
+from palestra.testing import tiny_lm
+from palestra.types import Sample
+
+
+def scored(logp, old, advantage, *, weight=None, entropy=None, ref=None):
+    logp = torch.tensor(logp, requires_grad=True)
+    n = len(logp)
+    return Scored(
+        logp,
+        torch.tensor(entropy or [0.0] * n, requires_grad=True),
+        torch.tensor(old),
+        None if ref is None else torch.tensor(ref),
+        torch.tensor(advantage),
+        torch.tensor(weight or [1 / n] * n),
+    )
+
+
+# ---- the clipped surrogate
+
+INSIDE, ABOVE, BELOW = math.log(1.1), math.log(1.5), math.log(0.5)
+
+
+@pytest.mark.parametrize(
+    ("gap", "advantage", "loss", "slope", "clipped"),
+    [  # slope: d loss / d logp; of -ratio * A it is -ratio * A, and 0 where the clip rules
+        (INSIDE, 2.0, -2.2, -2.2, 0),
+        (INSIDE, -2.0, 2.2, 2.2, 0),
+        (ABOVE, 2.0, -2.4, 0.0, 1),  # good and already likelier: 1.2 * 2, no more push
+        (ABOVE, -2.0, 3.0, 3.0, 0),  # bad and likelier: pushed back, however far
+        (BELOW, 2.0, -1.0, -1.0, 0),  # good and less likely: pushed back
+        (BELOW, -2.0, 1.6, 0.0, 1),  # bad and already less likely: 0.8 * -2, no more push
+        (0.0, 2.0, -2.0, -2.0, 0),
+    ],
+)
+def test_clipped_loss_by_hand(gap, advantage, loss, slope, clipped):
+    tokens = scored([-1.0 + gap], [-1.0], [advantage])
+    value, figures = clipped_policy_loss(tokens)
+    value.backward()
+    assert value.item() == pytest.approx(loss, abs=1e-6)
+    assert tokens.logp_M.grad.item() == pytest.approx(slope, abs=1e-6)
+    assert figures["clip_share"].item() == clipped
+
+
+def test_clip_high_widens_the_upper_side_only():
+    above = scored([math.log(1.25)], [0.0], [1.0])
+    assert clipped_policy_loss(above, clip=0.2)[0].item() == pytest.approx(-1.2)
+    assert clipped_policy_loss(above, clip=0.2, clip_high=0.28)[0].item() == pytest.approx(-1.25)
+    below = scored([math.log(0.75)], [0.0], [-1.0])
+    assert clipped_policy_loss(below, clip=0.2, clip_high=0.28)[0].item() == pytest.approx(0.8)
+
+
+def test_a_step_down_the_gradient_raises_what_was_good():
+    tokens = scored([-1.0, -1.0], [-1.0, -1.0], [1.0, -1.0])
+    clipped_policy_loss(tokens)[0].backward()
+    good, bad = (-tokens.logp_M.grad).tolist()
+    assert good > 0 > bad
+
+
+def test_kl_to_the_reference_by_hand():
+    """k3 = exp(ref - logp) - (ref - logp) - 1: at ref - logp = ln 2 it is 2 - ln 2 - 1, and its slope is 1 - 2."""
+    tokens = scored([-1.0], [-1.0], [0.0], ref=[-1.0 + math.log(2)])
+    value, figures = clipped_policy_loss(tokens, kl=0.5)
+    value.backward()
+    assert value.item() == pytest.approx(0.5 * (1 - math.log(2)), abs=1e-6)
+    assert figures["kl_ref"].item() == pytest.approx(1 - math.log(2), abs=1e-6)
+    assert tokens.logp_M.grad.item() == pytest.approx(0.5 * (1 - 2), abs=1e-6)  # down the slope: towards the reference
+    assert clipped_policy_loss(scored([-1.0], [-1.0], [0.0], ref=[-1.0]), kl=1.0)[0].item() == 0
+    with pytest.raises(ValueError, match="reference"):
+        clipped_policy_loss(scored([-1.0], [-1.0], [1.0]), kl=0.5)
+
+
+def test_an_entropy_bonus_is_subtracted():
+    tokens = scored([-1.0, -1.0], [-1.0, -1.0], [0.0, 0.0], weight=[0.75, 0.25], entropy=[2.0, 4.0])
+    value, figures = clipped_policy_loss(tokens, entropy=0.1)
+    value.backward()
+    assert value.item() == pytest.approx(-0.1 * (0.75 * 2 + 0.25 * 4))
+    assert figures["entropy"].item() == pytest.approx(2.5)
+    np.testing.assert_allclose(tokens.entropy_M.grad, [-0.075, -0.025], rtol=1e-6)
+
+
+def test_the_figures_by_hand():
+    tokens = scored([math.log(1.5), math.log(0.9)], [0.0, 0.0], [1.0, 1.0], weight=[0.25, 0.75], entropy=[1.0, 3.0])
+    _, figures = clipped_policy_loss(tokens)
+    assert figures["clip_share"].item() == 0.25
+    k3 = 0.25 * (1.5 - 1 - math.log(1.5)) + 0.75 * (0.9 - 1 - math.log(0.9))
+    assert figures["kl"].item() == pytest.approx(k3, abs=1e-6) and figures["entropy"].item() == 2.5
+    assert not any(figure.requires_grad for figure in figures.values())
+
+
+@given(st.floats(-0.5, 0.5), st.floats(-5, 5), st.floats(0.05, 0.5))
+def test_clipping_never_makes_the_objective_better_than_it_is(gap, advantage, clip):
+    """The surrogate is a lower bound of ratio * advantage (Schulman et al., 2017, sec. 3)."""
+    value, _ = clipped_policy_loss(scored([gap], [0.0], [advantage]), clip=clip)
+    assert -value.item() <= math.exp(gap) * advantage + 1e-5
+
+
+# ---- cross entropy
+
+
+def test_cross_entropy_by_hand():
+    tokens = scored([-1.0, -3.0], [0.0, 0.0], [1.0, 0.5], weight=[0.5, 0.5])
+    value, figures = cross_entropy_loss(tokens)
+    value.backward()
+    assert value.item() == pytest.approx(0.5 * 1 + 0.5 * 0.5 * 3)
+    assert figures["nll"].item() == pytest.approx(2.0)
+    np.testing.assert_allclose(tokens.logp_M.grad, [-0.5, -0.25])
+
+
+def test_every_loss_has_a_name():
+    assert {"clipped_policy": clipped_policy_loss, "cross_entropy": cross_entropy_loss}.items() <= LOSSES.items()
+
+
+# ---- weights over micro-batches
+
+
+def samples(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        Sample(
+            rng.integers(5, 250, 10).astype(np.int32),
+            rng.integers(5, 250, n).astype(np.int32),
+            rng.normal(-5, 0.2, n).astype(np.float32),
+            np.full(n, rng.normal(), np.float32),
+        )
+        for n in lengths
+    ]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 100))
+def test_packs_keep_every_sample_once_in_order_and_shares_sum_to_one(lengths, tokens):
+    given_samples = samples(lengths)
+    parts = packs(given_samples, tokens)
+    assert [s for p in parts for s in p.samples] == given_samples
+    total = sum(share * len(s.token_ids) for p in parts for s, share in zip(p.samples, p.shares, strict=True))
+    assert total == pytest.approx(1)
+    for part in parts:
+        size = sum(len(s.prompt_ids) + len(s.token_ids) for s in part.samples)
+        assert size <= tokens or len(part.samples) == 1
+
+
+def test_no_samples_make_no_packs():
+    assert packs([], 100) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (clipped_policy_loss, {}),
+        (clipped_policy_loss, {"kl": 0.3, "entropy": 0.05, "clip_high": 0.3}),
+        (cross_entropy_loss, {}),
+    ],
+)
+def test_micro_batches_add_up_to_the_whole(loss, options):
+    """Loss, figures and gradient do not depend on how a batch is cut, though its parts have different lengths."""
+    engine = tiny_lm(6)
+    batch = samples([1, 9, 2, 5, 3])
+    results = []
+    for pack_tokens in (10_000, 30, 1):
+        adapter = Adapter(engine.linears, LoraConfig(rank=3), seed=4)
+        with torch.no_grad():
+            for _, b in adapter.weights.values():
+                b.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
+        trainer = Trainer(engine, adapter, pack_tokens=pack_tokens)
+        metrics = trainer.forward_backward(batch, loss, **options)
+        results.append((metrics, torch.cat([w.grad.flatten() for w in trainer.parameters])))
+    for metrics, gradient in results[1:]:
+        assert metrics == pytest.approx(results[0][0], abs=1e-5)
+        torch.testing.assert_close(gradient, results[0][1], atol=1e-6, rtol=1e-4)
+
+
+def test_the_reference_of_an_adapter_is_its_base_and_a_full_model_has_none():
+    engine = tiny_lm(6)
+    adapter = Adapter(engine.linears, LoraConfig(), seed=0)  # B = 0: at the base, so no distance yet
+    batch = samples([4, 4])
+    assert Trainer(engine, adapter).forward_backward(batch, clipped_policy_loss, kl=1.0)["kl_ref"] == 0
+    with torch.no_grad():
+        for _, b in adapter.weights.values():
+            b.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    assert Trainer(engine, adapter).forward_backward(batch, clipped_policy_loss, kl=1.0)["kl_ref"] > 1e-4
+    with pytest.raises(ValueError, match="a full model in training has none"):
+        Trainer(engine, None).forward_backward(batch, clipped_policy_loss, kl=1.0)
+
+
+def test_every_token_weighs_the_same_whatever_its_samples_length():
+    """A mean over tokens, not over samples: three tokens of 1 and one of 5 make (3 + 5) / 4."""
+    engine = tiny_lm(6)
+    trainer = Trainer(engine, Adapter(engine.linears, LoraConfig(), seed=0))
+    long, short = samples([3, 1])
+    long.advantages[:], short.advantages[:] = 1.0, 5.0
+    for sample, logprobs in zip((long, short), trainer.logprobs([long, short]), strict=True):
+        sample.logprobs = logprobs  # ratio 1
+    metrics = trainer.forward_backward([long, short], clipped_policy_loss)
+    assert metrics["loss"] == pytest.approx(-(3 * 1 + 5) / 4, abs=1e-4)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["clip_share"] == 0

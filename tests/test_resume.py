@@ -1,0 +1,181 @@
+"""A training process killed at random moments ends as if it had never been touched, byte for byte."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from palestra.runs import checkpoints, read_lines
+
+SCRIPT = Path(sys.executable).parent / "palestra"
+TESTS = Path(__file__).parent
+LOGS = ("metrics.jsonl", "evals.jsonl")
+STEPS = 20
+
+
+def config(base, steps):
+    """Two adapters, one of which remembers, checkpoints every other step; a step takes some hundredths of a second."""
+    speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 3}, "lr": 1e-3}
+    return {
+        "name": "killed",
+        "steps": steps,
+        "episodes": 6,
+        "env": {"type": "toys:Whisper", "turns": 2},
+        "policies": {"guide": speech | {"memory": "conversation"}, "walker": speech | {"batch": 10}},
+        "algorithm": {"type": "grpo", "k": 4},
+        "exams": {"dev": {"episodes": 4, "every": 3}},
+        "checkpoint_every": 2,
+    }
+
+
+def start(folder, *arguments):
+    """`palestra train ARGUMENTS` as a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [SCRIPT, "train", *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    return out
+
+
+def new_run(folder, base, steps):
+    folder.mkdir()
+    (folder / "killed.yaml").write_text(yaml.safe_dump(config(base, steps)))
+    return start(folder, "killed.yaml"), folder / "runs" / "killed"
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    """By number of steps: a run that nobody disturbed."""
+    root, runs = tmp_path_factory.mktemp("whole"), {}
+
+    def get(steps):
+        if steps not in runs:
+            process, runs[steps] = new_run(root / str(steps), base, steps)
+            finish(process)
+        return runs[steps]
+
+    return get
+
+
+def size(run):
+    return (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
+
+
+def is_training(run, process):
+    """Whether this process, and not one before it, has opened the run."""
+    lock = run / ".lock"
+    return lock.exists() and lock.read_text() == f"process {process.pid}"
+
+
+def kill_in_training(run, process, rng, step_bytes):
+    """SIGKILL once the process has logged a random number of bytes (up to three steps beyond the last checkpoint), and
+    some milliseconds later: any point of a step, of a checkpoint, or of resuming. False where training ended first."""
+    while not is_training(run, process):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    kept = checkpoints(run)
+    target = (kept[-1].line["bytes"]["metrics.jsonl"] if kept else 0) + rng.uniform(0, 3 * step_bytes)
+    while size(run) < target and process.poll() is None:
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0, 0.06))
+    process.kill()
+    process.communicate()
+    return process.returncode == -signal.SIGKILL
+
+
+def kill_again_and_again(folder, base, whole, kills):
+    """A run like `whole`, killed `kills` times on its way."""
+    steps = checkpoints(whole)[-1].step + 1
+    rng, done = random.Random(kills), 0
+    process, run = new_run(folder, base, steps)
+    while kill_in_training(run, process, rng, size(whole) / steps):
+        done += 1
+        process = start(folder, "--resume", run)
+        if done == kills:
+            finish(process)
+            return run
+    raise AssertionError(f"the run of {steps} steps ended after {done} kills: give it more steps")
+
+
+def assert_same(run, whole):
+    for log in LOGS:
+        assert (run / log).read_bytes() == (whole / log).read_bytes(), log
+    ours, theirs = ({str(f.relative_to(r)): f for f in contents(r)} for r in (run, whole))
+    assert ours.keys() == theirs.keys()
+    for name, file in ours.items():
+        assert file.read_bytes() == theirs[name].read_bytes(), name
+
+
+def contents(run):
+    """Weights, optimizers and recorded episodes, and whatever else may have been left behind."""
+    return [file for part in ("checkpoints", "episodes") for file in (run / part).rglob("*") if file.is_file()]
+
+
+def test_the_undisturbed_run_holds_what_the_others_are_compared_with(whole):
+    run = whole(STEPS)
+    assert len(read_lines(run / "metrics.jsonl")) == 3 * STEPS
+    assert [line["step"] for line in read_lines(run / "evals.jsonl")] == [-1, 2, 5, 8, 11, 14, 17, 19]
+    names = {str(f.relative_to(run)) for f in contents(run)}
+    for name in ("guide", "walker"):
+        for file in ("adapter_model.safetensors", "optimizer.safetensors", "member.json"):
+            assert f"checkpoints/step-000019/{name}/{file}" in names
+    updates = [line["updates"] for line in read_lines(run / "metrics.jsonl") if line["policy"] == "walker"]
+    assert max(updates) > 1  # several optimizer steps in a training step
+
+
+def test_a_run_killed_three_times_ends_as_if_it_never_was(base, whole, tmp_path):
+    assert_same(kill_again_and_again(tmp_path / "a", base, whole(STEPS), kills=3), whole(STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_killed_twenty_times_ends_as_if_it_never_was(base, whole, tmp_path):
+    assert_same(kill_again_and_again(tmp_path / "a", base, whole(70), kills=20), whole(70))
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(base, whole, tmp_path):
+    process, run = new_run(tmp_path / "a folder", base, steps=STEPS)
+    while len(read_lines(run / "metrics.jsonl")) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGINT)
+    out = finish(process)
+    assert "stopping after this step" in out
+    steps = checkpoints(run)[-1].step + 1
+    assert 0 < steps < STEPS and len(read_lines(run / "metrics.jsonl")) == 3 * steps
+    (hint,) = (line for line in out.splitlines() if "palestra train --resume" in line)
+    resumed = start(tmp_path / "a folder", "--resume", hint.rsplit("--resume ", 1)[1].strip("'"))
+    assert f"going on after step {steps}" in finish(resumed)
+    assert_same(run, whole(STEPS))
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once_and_nothing_is_lost(base, whole, tmp_path):
+    process, run = new_run(tmp_path / "a", base, steps=STEPS)
+    while len(read_lines(run / "metrics.jsonl")) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.02)
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in out + err
+    finish(start(tmp_path / "a", "--resume", run))
+    assert_same(run, whole(STEPS))

@@ -1,0 +1,488 @@
+"""From a config to trained agents: they learn, each its own part, and nothing moves that should not."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toys import Whisper
+
+from palestra.config import dump, override, parse, validate
+from palestra.evaluate import evaluate_run
+from palestra.rollouts.figures import member
+from palestra.runs import Run, checkpoints, load_episodes, read_lines
+from palestra.setup import Config, build
+from palestra.train import TEAM, Exam, Watcher, restore, run_training
+
+BAR = 0.85  # held-out success of a trained pair; one in four by chance
+
+
+def whisper(base, *settings, steps=20, **tree):
+    """The config of a pair that learns Whisper: two adapters of one base, unless said otherwise."""
+    speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 1}}
+    config = {
+        "name": "whisper",
+        "steps": steps,
+        "env": {"type": "toys:Whisper"},
+        "policies": {"guide": dict(speech), "walker": dict(speech)},
+        "algorithm": {"type": "grpo", "k": 8},
+        "exams": {"test": {"episodes": 200, "env": {"split": "test"}}},
+    }
+    return validate(Config, override(config | tree, settings))
+
+
+def run_of(config, root, setup=None):
+    setup = setup or build(config)
+    with Run.create(root, dump(config), config.name) as run:
+        assert run_training(setup, run)
+        return run.path, setup
+
+
+def scores(path):
+    return [line["success"] for line in read_lines(path / "evals.jsonl")]
+
+
+def adapter_weights(path, name):
+    return load_file(checkpoints(path)[-1].path / name / "adapter_model.safetensors")
+
+
+def weights_of(setup, name):
+    return {key: value.clone() for key, value in setup.learners[name].engine.model.state_dict().items()}
+
+
+# ---- learning
+
+
+@pytest.fixture(scope="module")
+def learned(base, tmp_path_factory):
+    """A trained pair, and the base's weights before and after."""
+    config = whisper(base)
+    setup = build(config)
+    before = weights_of(setup, "guide")
+    path, setup = run_of(config, tmp_path_factory.mktemp("runs"), setup)
+    return path, setup, before
+
+
+def test_two_adapters_learn_to_play_together(learned):
+    path, _, _ = learned
+    before, after = scores(path)
+    assert before < 0.5 and after > BAR
+
+
+def test_under_lora_the_base_does_not_move_and_both_adapters_do(learned):
+    path, setup, before = learned
+    after = weights_of(setup, "guide")
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert setup.learners["guide"].engine is setup.learners["walker"].engine  # one base in memory
+    guide, walker = adapter_weights(path, "guide"), adapter_weights(path, "walker")
+    for adapter in (guide, walker):
+        assert all(tensor.any() for tensor in adapter.values())  # B starts at zero: every pair was trained
+    assert any(not torch.equal(guide[key], walker[key]) for key in guide)
+
+
+def test_the_run_holds_what_happened(learned):
+    path, _, _ = learned
+    metrics = read_lines(path / "metrics.jsonl")
+    assert [(line["step"], line["policy"]) for line in metrics] == [
+        (step, name) for step in range(20) for name in ("guide", "walker", TEAM)
+    ]
+    for line in metrics[:6]:
+        if line["policy"] == TEAM:
+            assert line["episodes"] == 32 and line["failed"] == 0 and line["steps_per_episode"] == 2
+        else:
+            assert line["answers"] == line["groups"] * 8 == 256 and line["updates"] == 1 and line["lr"] == 1e-2
+            assert line["samples"] == 256 * (1 - line["zero_variance"]) and line["kl"] == pytest.approx(0, abs=1e-6)
+    episodes = load_episodes(path / "episodes" / "step-000019.parquet")
+    assert [e.seed for e in episodes] == list(range(19 * 32, 20 * 32))
+    for episode in episodes:
+        for node in episode.nodes:
+            ((seat, answer),) = node.answers.items()
+            updates = sum(x["updates"] for x in metrics if x["policy"] == seat and x["step"] < 19)
+            assert answer.policy == f"{seat}@{updates:.0f}" and seat in node.advantages
+
+
+def test_instances_are_never_played_twice_and_exams_are_held_out(learned):
+    path, setup, _ = learned
+    seeds = [e.seed for file in sorted((path / "episodes").iterdir()) for e in load_episodes(file)]
+    assert seeds == list(range(20 * 32))
+    env = Whisper(split="test")
+    trained = {Whisper().reset(seed).observations["guide"] for seed in seeds}
+    examined = {env.reset(seed).observations["guide"] for seed in range(200)}
+    assert not trained & examined
+    assert setup.exams[0].arena.make_env().split == "test" and setup.arena.make_env().split == "train"
+
+
+def examine(path, seats=None, *, swap=False, sampling=None, step=None, episodes=200, env=None):
+    options = {"swap": swap, "episodes": episodes, "sampling": sampling or {}, "step": step, "seed": 0}
+    return asyncio.run(evaluate_run(path, env or {}, seats or {}, **options))
+
+
+def test_a_run_can_be_examined_swapped_and_against_its_base(learned):
+    path, setup, _ = learned
+    guide, walker = (setup.learners[name].policy().name for name in ("guide", "walker"))
+    who, figures = examine(path)
+    assert who == {"guide": guide, "walker": walker}  # the versions that the recorded episodes name
+    assert figures["success"] == scores(path)[-1]  # the exam called "test", again
+    who, swapped = examine(path, swap=True)
+    assert who == {"guide": walker, "walker": guide} and swapped["success"] < 0.5
+    who, bare = examine(path, {"guide": "base"})
+    assert who["guide"] == "base" and bare["success"] < 0.7
+    who, other = examine(path, {"walker": f"{path}:walker"}, sampling={"temperature": 0})
+    assert who == {"guide": guide, "walker": walker} and other["success"] > BAR
+    assert examine(path, env={"turns": 2}, episodes=5)[1]["steps_per_episode"] == 4
+
+
+def test_what_cannot_be_examined_says_why(learned):
+    path, _, _ = learned
+    with pytest.raises(ValueError, match="no checkpoint after step 3; it has: 10, 20"):
+        examine(path, step=3)
+    with pytest.raises(ValueError, match='no policy "nobody"; the run has guide, walker'):
+        examine(path, {"guide": "nobody"})
+    with pytest.raises(ValueError, match="unknown key temprature: did you mean temperature"):
+        examine(path, sampling={"temprature": 0})
+    with pytest.raises(ValueError, match=r'no seat "guid".*guide, walker'):
+        examine(path, {"guid": "walker"})
+
+
+def test_one_shared_policy_learns_both_seats(base, tmp_path):
+    config = whisper(base, policies={"default": whisper(base).policies["guide"].model_dump()}, steps=25)
+    path, setup = run_of(config, tmp_path)
+    assert list(setup.learners) == ["default"] and scores(path)[-1] > BAR
+    lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "default"]
+    assert lines[0]["answers"] == 512  # both seats'
+
+
+def test_whole_lines_from_the_root_teach_too(base, tmp_path):
+    path, _ = run_of(whisper(base, "algorithm.at=root", "algorithm.entropy=0.02", steps=30), tmp_path)
+    before, after = scores(path)
+    assert before < 0.5 and after > BAR
+
+
+def test_a_full_model_learns_and_moves(base, tmp_path):
+    policies = {
+        "guide": {"type": "full", "base": str(base), "lr": 1e-3, "sampling": {"max_tokens": 1}},
+        "walker": {"type": "scripted", "answers": ["0"]},
+    }
+    config = whisper(base, policies=policies, steps=15)
+    setup = build(config)
+    before = weights_of(setup, "guide")
+    path, setup = run_of(config, tmp_path, setup)
+    lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide"]
+    assert lines[-1]["local_reward"] > 0.9 > 0.7 > lines[0]["local_reward"]
+    after = weights_of(setup, "guide")
+    assert all(not torch.equal(before[key], after[key]) for key in before)
+    saved = load_file(checkpoints(path)[-1].path / "guide" / "model.safetensors")
+    assert all(torch.equal(saved[key], after[key]) for key in saved)
+    who, figures = examine(path)
+    assert who == {"guide": setup.learners["guide"].policy().name, "walker": "walker"}
+    assert figures["success"] == scores(path)[-1]
+
+
+def test_pupils_imitate_their_teachers(base, tmp_path):
+    """A teacher that answers "1" whatever it sees: the pupils must come to say just that, and then stop."""
+    student = {"type": "lora", "base": str(base), "lr": 1e-2, "teacher": "master", "sampling": {"max_tokens": 4}}
+    config = whisper(
+        base,
+        policies={"guide": student, "walker": student, "master": {"type": "scripted", "answers": ["1"]}},
+        algorithm={"type": "sft", "imitate": "all"},
+        episodes=8,
+    )
+    path, setup = run_of(config, tmp_path)
+    lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide"]
+    assert lines[-1]["nll"] < 0.1 < 1 < lines[0]["nll"] and lines[0]["imitated"] == 1.0
+    assert list(setup.learners) == ["guide", "walker"]
+    seats = setup.exam_seats()  # in exams the pupil speaks for itself
+    episodes = asyncio.run(setup.exams[0].arena.play_all(setup.matches(0), setup.algorithm.branching))
+    assert member(seats["guide"].name) == "guide" and episodes[0].error is None
+    spoken = asyncio.run(seats["guide"].act(query("g", "hhhhhh1", n=20)))
+    assert [a.text for a in spoken].count("1") >= 17
+
+
+def query(role, observation, n):
+    from palestra.policies.base import Query
+
+    return Query(role, observation, n=n, seed=3)
+
+
+def test_only_successes_are_imitated(base, tmp_path):
+    config = whisper(base, algorithm={"type": "sft", "k": 4}, steps=1, exams={})
+    path, _ = run_of(config, tmp_path)
+    episodes = load_episodes(path / "episodes" / "step-000000.parquet")
+    leaves = [leaf for e in episodes for leaf in e.leaves()]
+    wins = [leaf for leaf in leaves if leaf.info["success"]]
+    assert len(leaves) == 128 and 0 < len(wins) < 128
+    line = read_lines(path / "metrics.jsonl")[0]
+    assert line["imitated"] == len(wins) / 128 and line["samples"] == len(wins)
+    taught = [n.id for e in episodes for n in e.nodes if n.advantages]
+    expected = [
+        n.id for e in episodes for n in e.nodes if any(n in e.line(leaf) for leaf in e.leaves() if leaf in wins)
+    ]
+    assert taught == expected
+
+
+# ---- who learns and who does not
+
+
+def test_frozen_and_scripted_seats_play_and_do_not_learn(base, learned, tmp_path):
+    path, _, _ = learned
+    folder = checkpoints(path)[-1].path / "guide"
+    frozen = {"type": "frozen", "base": str(base), "path": str(folder), "sampling": {"max_tokens": 1}}
+    config = whisper(base, policies={"guide": frozen, "walker": whisper(base).policies["walker"].model_dump()}, steps=4)
+    setup = build(config)
+    bytes_before = (folder / "adapter_model.safetensors").read_bytes()
+    snapshot = setup.seats()["guide"].adapter
+    weights = {name: (a.clone(), b.clone()) for name, (a, b) in snapshot.weights.items()}
+    new, setup = run_of(config, tmp_path, setup)
+    assert list(setup.learners) == ["walker"]
+    assert setup.seats()["guide"].adapter is snapshot
+    assert all(
+        torch.equal(a, weights[n][0]) and torch.equal(b, weights[n][1]) for n, (a, b) in snapshot.weights.items()
+    )
+    assert (folder / "adapter_model.safetensors").read_bytes() == bytes_before
+    assert {line["policy"] for line in read_lines(new / "metrics.jsonl")} == {"walker", TEAM}
+    assert [p.name for p in checkpoints(new)[-1].path.iterdir()] == ["walker"]
+    episodes = load_episodes(new / "episodes" / "step-000003.parquet")
+    assert {a.policy for e in episodes for n in e.nodes for a in n.answers.values()} == {"guide", "walker@3"}
+
+
+def test_a_random_partner_needs_no_model(base, tmp_path):
+    policies = {
+        "guide": whisper(base).policies["guide"].model_dump(),
+        "walker": {"type": "random", "words": ["0", "1"]},
+    }
+    path, setup = run_of(whisper(base, policies=policies, steps=2, exams={}), tmp_path)
+    assert list(setup.learners) == ["guide"] and len(read_lines(path / "metrics.jsonl")) == 4
+
+
+def test_policies_may_stand_on_different_bases(base, other_base, tmp_path):
+    config = whisper(base, f"policies.walker.base={other_base}", "policies.walker.rank=3", steps=2, exams={})
+    path, setup = run_of(config, tmp_path)
+    guide, walker = setup.learners["guide"], setup.learners["walker"]
+    assert (
+        guide.engine is not walker.engine and guide.engine.name == str(base) and walker.engine.name == str(other_base)
+    )
+    for name, where, rank in (("guide", base, 8), ("walker", other_base, 3)):
+        about = json.loads((checkpoints(path)[-1].path / name / "adapter_config.json").read_text())
+        assert about["base_model_name_or_path"] == str(where) and about["r"] == rank
+    who, _ = examine(path, episodes=5)
+    assert who == {"guide": "guide@2", "walker": "walker@2"}
+
+
+def test_a_policy_without_samples_stays_as_it_is(base, tmp_path):
+    """The walker's team reward never differs where the guide is always wrong: no groups, no update, and no crash."""
+    policies = {"guide": {"type": "scripted", "answers": [""]}, "walker": whisper(base).policies["walker"].model_dump()}
+    path, setup = run_of(whisper(base, policies=policies, steps=2, exams={}), tmp_path)
+    assert setup.learners["walker"].version == 0
+    line = read_lines(path / "metrics.jsonl")[0]
+    assert line["samples"] == line["updates"] == 0 and line["zero_variance"] == 1
+    with Run.open(path) as run:
+        again = build(whisper(base, policies=policies, steps=2, exams={}))
+        assert restore(again, run) == 2 and again.learners["walker"].version == 0
+
+
+def test_batches_and_epochs_are_optimizer_steps(base, tmp_path):
+    config = whisper(base, "policies.guide.batch=50", "policies.guide.epochs=2", steps=1, exams={})
+    path, setup = run_of(config, tmp_path)
+    line = read_lines(path / "metrics.jsonl")[0]
+    assert line["updates"] == 2 * -(-line["samples"] // 50) == setup.learners["guide"].version
+    assert line["kl"] > 0  # the second batch is not on policy any more
+
+
+def test_the_learning_rate_follows_its_schedule(base, tmp_path):
+    linear = ("policies.guide.schedule=linear", "policies.walker.warmup=0.5")
+    path, _ = run_of(whisper(base, *linear, "episodes=4", steps=4, exams={}), tmp_path)
+    lr = {
+        name: [x["lr"] for x in read_lines(path / "metrics.jsonl") if x["policy"] == name]
+        for name in ("guide", "walker")
+    }
+    assert lr["guide"] == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
+    assert lr["walker"] == pytest.approx([0, 0.5e-2, 1e-2, 1e-2], abs=1e-9)
+
+
+def test_exams_may_sample_otherwise(base):
+    setup = build(whisper(base, "exam_sampling.temperature=0"))
+    assert setup.exam_seats()["guide"].sampling.temperature == 0
+    assert setup.seats()["guide"].sampling.temperature == 1
+
+
+def test_exams_come_before_after_and_in_between():
+    due = [step for step in range(-1, 10) if Exam("x", None, 1, every=4).due(step, 10)]
+    assert due == [-1, 3, 7, 9]
+    assert [step for step in range(-1, 10) if Exam("x", None, 1).due(step, 10)] == [-1, 9]
+
+
+# ---- determinism, stopping, failing
+
+
+def lines(path):
+    return (path / "metrics.jsonl").read_bytes() + (path / "evals.jsonl").read_bytes()
+
+
+def small(base, *settings, **tree):
+    exams = {"test": {"episodes": 10, "env": {"split": "test"}, "every": 2}}
+    return whisper(base, "algorithm.k=3", *settings, **({"steps": 4, "episodes": 4, "exams": exams} | tree))
+
+
+def test_a_seed_fixes_a_run_and_another_is_another(base, tmp_path):
+    first, _ = run_of(small(base), tmp_path)
+    second, _ = run_of(small(base), tmp_path)
+    other, _ = run_of(small(base, "seed=1"), tmp_path)
+    assert lines(first) == lines(second) != lines(other)
+    for name in ("guide", "walker"):
+        ours, theirs = adapter_weights(first, name), adapter_weights(second, name)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_what_is_drawn_hangs_on_the_runs_seed_and_the_instance(base):
+    ours, again, other = (build(small(base, f"seed={seed}")) for seed in (0, 0, 1))
+    drawn = [match.seed for step in range(3) for match in ours.matches(step)]
+    assert len(set(drawn)) == 12
+    assert drawn == [match.seed for step in range(3) for match in again.matches(step)]
+    assert not set(drawn) & {match.seed for step in range(3) for match in other.matches(step)}
+    assert [m.instance for step in range(3) for m in other.matches(step)] == list(range(12))  # the same for every seed
+
+
+def resumed_after(config, root, steps):
+    """A run that was stopped after `steps` and went on in what might be another process."""
+    with Run.create(root, dump(config), config.name) as run:
+        played = []
+        done = run_training(build(config), run, Noted(played), lambda: len(played) == steps)
+        assert not done and len(played) == steps and checkpoints(run.path)[-1].step == steps - 1
+    with Run.open(run.path) as run:
+        setup = build(validate(Config, parse(run.config)))
+        assert restore(setup, run) == steps
+        assert run_training(setup, run)
+    return run.path
+
+
+class Noted(Watcher):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def step(self, step, metrics):
+        self.steps.append(step)
+
+
+MIXES = {
+    "two adapters": {},
+    "a full model": {"policies.walker.type": "full", "policies.walker.lr": 1e-4},
+    "a conversation": {
+        "env.turns": 3,
+        "policies.guide.memory": "conversation",
+        "policies.walker.memory": "conversation",
+    },
+    "batches": {"policies.guide.batch": 5, "policies.guide.epochs": 2, "policies.guide.schedule": "cosine"},
+    "whole lines": {"algorithm.at": "root"},
+}
+
+
+@pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
+def test_a_stopped_run_goes_on_as_if_it_never_stopped(base, tmp_path, changes):
+    config = small(base, *(f"{key}={value}" for key, value in changes.items()))
+    whole, _ = run_of(config, tmp_path)
+    stopped = resumed_after(config, tmp_path, 1)
+    assert lines(whole) == lines(stopped)
+    for file in checkpoints(whole)[-1].path.rglob("*.safetensors"):
+        assert (
+            file.read_bytes()
+            == (checkpoints(stopped)[-1].path / file.relative_to(checkpoints(whole)[-1].path)).read_bytes()
+        )
+
+
+def test_a_run_with_scripted_and_frozen_memories_goes_on_as_if_it_never_stopped(base, other_base, tmp_path):
+    """Neither a script's place nor what a frozen model's sampler keeps may hang on the steps before."""
+    policies = {
+        "guide": {"type": "frozen", "base": str(other_base), "memory": "conversation", "sampling": {"max_tokens": 2}},
+        "walker": whisper(base).policies["walker"].model_dump(),
+    }
+    env = {"type": "toys:Chant", "turns": 4}
+    config = small(base, policies=policies, env=env, exams={}, steps=6, seats={"herald": "guide", "caller": "script"})
+    config = validate(
+        Config,
+        config.model_dump() | {"policies": policies | {"script": {"type": "scripted", "answers": ["a", "b", "c"]}}},
+    )
+    whole, _ = run_of(config, tmp_path)
+    stopped = resumed_after(config, tmp_path, 3)
+    assert (whole / "metrics.jsonl").read_bytes() == (stopped / "metrics.jsonl").read_bytes()
+    for file in sorted((whole / "episodes").iterdir()):
+        assert file.read_bytes() == (stopped / "episodes" / file.name).read_bytes(), file.name
+
+
+def test_failed_episodes_do_not_stop_a_run(base, tmp_path, monkeypatch):
+    (tmp_path / "shaky.py").write_text(
+        "from toys import Whisper\n\n\n"
+        "class Shaky(Whisper):\n"
+        "    def step(self, actions):\n"
+        "        if self.rng.random() < 0.1:\n"
+        '            raise RuntimeError("[/lost]")\n'
+        "        return super().step(actions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path, _ = run_of(whisper(base, env={"type": "shaky:Shaky"}, steps=2, exams={}), tmp_path)
+    team = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == TEAM]
+    assert all(0 < line["failed"] < 32 and line["episodes"] == 32 for line in team)
+    episodes = load_episodes(path / "episodes" / "step-000001.parquet")
+    errors = [e.error for e in episodes if e.error]
+    assert len(errors) == team[1]["failed"] and set(errors) == {"RuntimeError: [/lost]"}
+    assert not any(n.advantages for e in episodes if e.error for n in e.nodes)
+
+
+def test_a_step_in_which_every_episode_fails_changes_nothing(base, tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text(
+        "from toys import Whisper\n\n\n"
+        "class Broken(Whisper):\n"
+        "    def reset(self, seed):\n"
+        '        raise OSError("no")\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path, setup = run_of(whisper(base, env={"type": "broken:Broken"}, steps=1), tmp_path)
+    assert setup.learners["guide"].version == 0
+    assert read_lines(path / "metrics.jsonl")[-1]["failed"] == 32
+    assert read_lines(path / "evals.jsonl")[0]["failed"] == 200
+
+
+# ---- configs that cannot work say so before anything is loaded
+
+WRONG = [
+    ({"policies.walker": None}, "policies.walker"),
+    ({"seats.walker": "nobody"}, 'seat "walker" has no policy.*names only guide, walker'),
+    ({"seats.wlker": "guide"}, 'seats names "wlker", but env "toys:Whisper" plays guide, walker'),
+    ({"env.turn": 3}, 'has no option "turn"; did you mean "turns"'),
+    ({"env.type": "whisper"}, 'unknown env "whisper"'),
+    ({"env.type": "toys:Nothing"}, "cannot be loaded from toys:Nothing"),
+    ({"env.type": "toys:Spoken"}, "not a subclass"),
+    ({"exams.test.env.splt": "x"}, 'has no option "splt"; did you mean "split"'),
+    ({"exam_sampling.temprature": 0}, "exam_sampling: unknown key temprature: did you mean temperature"),
+    ({"policies.guide.base": "tinny"}, 'cannot load the base "tinny"'),
+    ({"policies.guide.base": "/nowhere"}, "no model at /nowhere"),
+    ({"policies.guide.targets": "q_porj"}, "LoRA target 'q_porj' matches no linear layer"),
+    ({"policies.guide.teacher": "master"}, 'teacher is "master", which must be one of'),
+    ({"policies.guide.teacher": "walker"}, "algorithm: {type: sft}"),
+    ({"policies.guide.dtype": "float23"}, "policies.guide.dtype"),
+    ({"algorithm.kl": 0.1, "policies.guide": {"type": "full", "base": "BASE"}}, "algorithm.kl holds policies to their"),
+    ({"policies.team": {"type": "random"}}, 'cannot be called "team"'),
+    ({"policies.base": {"type": "random"}}, 'cannot be called "base"'),
+    ({"policies.a/b": {"type": "random"}}, 'cannot be called "a/b"'),
+    ({"policies.a@b": {"type": "random"}}, 'cannot be called "a@b"'),
+    ({"policies.a:b": {"type": "random"}}, 'cannot be called "a:b"'),
+    ({"policies.guide": {"type": "frozen", "base": "BASE", "path": "/nowhere"}}, "no model at /nowhere"),
+    ({"algorithm.k": 1}, "algorithm.k"),
+    ({"algorithm.keep": "bst"}, "algorithm.keep"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda x: str(x)[:40])
+def test_a_wrong_config_says_what_is_wrong(base, changes, message):
+    settings = [f"{key}={json.dumps(value).replace('BASE', str(base))}" for key, value in changes.items()]
+    with pytest.raises(ValueError, match=message):
+        build(whisper(base, *settings))
+
+
+def test_a_seat_nobody_plays_says_what_to_add(base):
+    tree = whisper(base).model_dump()
+    del tree["policies"]["walker"]
+    with pytest.raises(
+        ValueError, match=r'seat "walker" has no policy.*Add policies\.walker, or set policies\.default'
+    ):
+        build(validate(Config, tree))

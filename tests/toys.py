@@ -1,0 +1,100 @@
+"""Small envs and policies that several tests play with. Configs name them as "toys:Whisper"."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from palestra.envs.base import Env
+from palestra.policies.base import Query
+from palestra.types import Answer, Step
+
+
+def bit(text: str) -> str:
+    """What an answer says: "1" for an odd first character, "0" for an even one, "?" for none."""
+    return str(ord(text[0]) % 2) if text else "?"
+
+
+class Whisper(Env):
+    """A guide reads a secret bit and whispers it; a walker hears the whisper and must say the other bit.
+
+    An answer counts by its first character's parity, so that every answer means something. The game is `turns` secrets
+    long, and won where the last one was whispered right and contradicted right: one time in four by chance.
+    """
+
+    name = "whisper"
+    seats = ("guide", "walker")
+    roles = {"guide": "g", "walker": "w"}
+
+    def __init__(self, *, turns: int = 1, split: str = "train") -> None:
+        self.turns, self.split = turns, split
+
+    def reset(self, seed: int) -> Step:
+        self.rng = random.Random(f"{self.split} {seed}")
+        self.turn = 0
+        return self.ask(0.0, {})
+
+    def ask(self, team: float, info: dict[str, object]) -> Step:
+        self.secret = self.rng.choice("01")
+        return Step({"guide": self.noise() + self.secret}, {}, team, info=info)
+
+    def noise(self) -> str:
+        """Makes instances differ, so that held-out ones were never seen."""
+        return "".join(self.rng.choices("abcdefgh", k=6))
+
+    def step(self, actions: dict[str, str]) -> Step:
+        ((seat, text),) = actions.items()
+        said = bit(text)
+        if seat == "guide":
+            self.heard = said
+            return Step(
+                {"walker": self.noise() + said}, {"guide": float(said == self.secret)}, info={"invalid": said == "?"}
+            )
+        right = self.heard == self.secret and said in "01" and said != self.heard
+        info: dict[str, object] = {"success": right, "invalid": said == "?"}
+        self.turn += 1
+        return Step({}, {}, float(right), info=info) if self.turn == self.turns else self.ask(float(right), info)
+
+
+class Chant(Env):
+    """A caller, a herald and a walker speak in turn; what they see is the same in every instance."""
+
+    name = "chant"
+    seats = ("caller", "herald", "walker")
+
+    def __init__(self, *, turns: int = 2) -> None:
+        self.turns = turns
+
+    def reset(self, seed: int) -> Step:
+        self.spoken = 0
+        return Step({"caller": "speak"})
+
+    def step(self, actions: dict[str, str]) -> Step:
+        self.spoken += 1
+        ((seat, text),) = actions.items()
+        over = self.spoken == 3 * self.turns
+        rewards = {seat: float(bit(text) == "1")}
+        return Step({} if over else {self.seats[self.spoken % 3]: "speak"}, rewards, info={"success": over})
+
+
+class Spoken:
+    """A policy that says what `script` says, each answer with tokens of its own: `spoken` has all it ever said."""
+
+    def __init__(self, name: str, script: Callable[[Query, int], str]) -> None:
+        self.name, self.script = name, script
+        self.queries: list[Query] = []
+        self.spoken: list[Answer] = []
+
+    async def act(self, query: Query) -> list[Answer]:
+        self.queries.append(query)
+        answers = [self.answer(query, i) for i in range(query.n)]
+        self.spoken += answers
+        return answers
+
+    def answer(self, query: Query, i: int) -> Answer:
+        text = self.script(query, i)
+        ids = np.frombuffer(f"{self.name}:{text}".encode(), np.uint8).astype(np.int32)
+        prompt = np.frombuffer(str(query.observation).encode(), np.uint8).astype(np.int32)
+        return Answer(text, self.name, prompt, ids, np.full(len(ids), -0.5, np.float32))
