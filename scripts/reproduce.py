@@ -74,8 +74,16 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 UNTRAINED = [name for name in METHODS if "algorithm.at" not in METHODS[name]]
 TRAINED = [name for name in METHODS if name not in UNTRAINED]
-# Methods that train the same thing in the same way take the learning rate tuned for the first of them.
-TUNED_AS = {"team + GRPO, equal CPU": "team + GRPO, equal samples"}
+# Variants of a method take the learning rate tuned for it.
+TUNED_AS = {
+    "single agent, one turn + GRPO": "single agent, multi-turn + GRPO",
+    "team + AT-GRPO, shared": "team + AT-GRPO, per role",
+    "team + GRPO, equal CPU": "team + GRPO, equal samples",
+    "AT-GRPO, random continuation": "team + AT-GRPO, per role",
+    "planner trained alone": "team + AT-GRPO, per role",
+    "executor trained alone": "team + AT-GRPO, per role",
+}
+EQUAL_CPU = "team + GRPO, equal CPU"
 BEST, PLANNER, EXECUTOR = "team + AT-GRPO, per role", "planner trained alone", "executor trained alone"
 
 
@@ -150,7 +158,9 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 def joined(game: str, seed: int, results: list[dict], quick: bool) -> Iterable[dict[str, Any]]:
     """Scores that need no training: roles swapped, and members trained alone then joined."""
-    where = {(r["game"], r["method"], r["seed"]): r["folder"] for r in results if r["phase"] == "test"}
+    where = {
+        (r["game"], r["method"], r["seed"]): r["folder"] for r in results if "folder" in r and r["phase"] == "test"
+    }
     best = ROOT / where[game, BEST, seed]
     seats = {
         "planner": f"{ROOT / where[game, PLANNER, seed]}:planner",
@@ -228,7 +238,7 @@ def main() -> None:
         tune = [m for m in TRAINED if m not in TUNED_AS]
         run_all([Job(g, m, TUNING_SEED, r, "tune") for g in games for m in tune for r in RATES], ledger, quick)
         seeds = SEEDS[:1] if quick else SEEDS
-        first = [m for m in METHODS if m not in TUNED_AS]
+        first = [m for m in METHODS if m != EQUAL_CPU]
         run_all(
             [
                 Job(g, m, s, tuned(ledger, g, m) if m in TRAINED else RATES[0], "test")
@@ -239,13 +249,12 @@ def main() -> None:
             ledger,
             quick,
         )
-        equal = [
-            (g, m, s, ledger.find(game=g, method=BEST, seed=s, phase="test")[0]["cpu"])
-            for m in TUNED_AS
-            for g in games
-            for s in seeds
-        ]
-        run_all([Job(g, m, s, tuned(ledger, g, m), "test", cpu) for g, m, s, cpu in equal], ledger, quick)
+        took = {(g, s): ledger.find(game=g, method=BEST, seed=s, phase="test")[0]["cpu"] for g in games for s in seeds}
+        run_all(
+            [Job(g, EQUAL_CPU, s, tuned(ledger, g, EQUAL_CPU), "test", cpu) for (g, s), cpu in took.items()],
+            ledger,
+            quick,
+        )
         for g in games:
             for s in seeds:
                 if not ledger.find(game=g, method="AT-GRPO, roles swapped", seed=s):
