@@ -1,8 +1,6 @@
 """How fast a shared-prefix GRPO step could be: this machine's matmul rate over the arithmetic the step cannot avoid."""
 
-import ctypes
 import random
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 from palestra.config import load, override, validate
 from palestra.engine.sampler import Sampling
-from palestra.envs import env_class
 from palestra.policies.base import Policy
 from palestra.rollouts.figures import summary
 from palestra.runs import Checkpoint, checkpoints
-from palestra.setup import Config, Engines, FrozenConfig, frozen_policy, make_arena, make_policy, seat_map
+from palestra.setup import Config, Engines, FrozenConfig, exam_env, frozen_policy, make_arena, make_policy, seat_map
 from palestra.train import evaluate
 from palestra.types import Metrics, Seat
 
@@ -41,9 +39,7 @@ async def evaluate_run(
         names = swapped(names)
     engines = Engines(config.device, config.max_rows)
     team = {seat: member(name, config, checkpoint, engines, sampling) for seat, name in names.items()}
-    arena = make_arena(
-        config.env | {"split": "test"} | env if "split" in _options(config) else config.env | env, "test"
-    )
+    arena = make_arena(exam_env(config.env, None, "test") | env, "test")
     played = await evaluate(arena, team, episodes, seed)
     return {seat: policy.name for seat, policy in team.items()}, summary(played)
 
@@ -102,8 +98,3 @@ def _frozen(config: Any, path: str | None, sampling: dict[str, Any]) -> FrozenCo
     shared = {key: getattr(config, key) for key in FrozenConfig.model_fields if key not in ("type", "path")}
     changed = validate(Sampling, config.sampling.model_dump() | sampling)
     return FrozenConfig(**(shared | {"sampling": changed, "path": path}))
-
-
-def _options(config: Config) -> set[str]:
-    """The options that the config's env takes."""
-    return set(inspect.signature(env_class(config.env["type"])).parameters)

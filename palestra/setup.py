@@ -5,6 +5,8 @@ The schema of each part stands beside its code; this file joins them.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -68,11 +70,12 @@ PolicyConfig = Annotated[
 
 
 class ExamConfig(Strict):
-    """Held-out play: `env` changes options of the training env (`split: dev`); `every` 0 is only before and after."""
+    """Held-out play: `env` changes options of the training env (default: `split: dev`, where the env has splits);
+    `every` 0 is only before and after."""
 
     episodes: int = Field(100, ge=1)
     every: int = Field(0, ge=0)
-    env: dict[str, Any] = {"split": "dev"}
+    env: dict[str, Any] | None = None
 
 
 class Config(Strict):
@@ -148,6 +151,7 @@ class Engines:
     def __init__(self, device: str, max_rows: int) -> None:
         self.device, self.max_rows = device, max_rows
         self._shared: dict[tuple[str, str], tuple[Engine, Sampler]] = {}
+        self._samplers: list[Sampler] = []
 
     def shared(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
         key = (config.base, config.dtype)
@@ -157,7 +161,14 @@ class Engines:
 
     def own(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
         engine = Engine.load(config.base, device=self.device, dtype=config.dtype)
-        return engine, Sampler(engine, max_rows=self.max_rows)
+        self._samplers.append(Sampler(engine, max_rows=self.max_rows))
+        return engine, self._samplers[-1]
+
+    def forget(self) -> None:
+        """Empties the samplers' caches before each batch of play. What a step computes must not depend on the steps
+        before it: sums over kept keys and values may differ in their last bits from those a resumed run computes."""
+        for sampler in self._samplers:
+            sampler.forget()
 
 
 def build(config: Config) -> Setup:
@@ -165,7 +176,7 @@ def build(config: Config) -> Setup:
     seats = seat_map(config)
     arena = make_arena(config.env, "train")
     exams = [
-        Exam(name, make_arena(config.env | exam.env, name), exam.episodes, exam.every)
+        Exam(name, make_arena(exam_env(config.env, exam.env, "dev"), name), exam.episodes, exam.every)
         for name, exam in config.exams.items()
     ]
     engines = Engines(config.device, config.max_rows)
@@ -177,15 +188,21 @@ def build(config: Config) -> Setup:
     }
     fixed = {n: make_policy(n, p, engines) for n, p in config.policies.items() if n in used and n not in learners}
 
+    def playing() -> dict[Seat, Policy]:
+        engines.forget()
+        return {seat: _now(name, config, learners, fixed) for seat, name in seats.items()}
+
+    def examined() -> dict[Seat, Policy]:
+        engines.forget()
+        policies = {seat: learners[name].policy() if name in learners else fixed[name] for seat, name in seats.items()}
+        return {seat: _examined(policy, config.exam_sampling) for seat, policy in policies.items()}
+
     return Setup(
         arena=arena,
         algorithm=config.algorithm,
         learners={name: learner for name, learner in learners.items() if name in seats.values()},
-        seats=lambda: {seat: _now(name, config, learners, fixed) for seat, name in seats.items()},
-        exam_seats=lambda: {
-            seat: _examined(learners[name].policy() if name in learners else fixed[name], config.exam_sampling)
-            for seat, name in seats.items()
-        },
+        seats=playing,
+        exam_seats=examined,
         exams=exams,
         seed=config.seed,
         steps=config.steps,
@@ -214,7 +231,22 @@ def seat_map(config: Config) -> dict[Seat, str]:
                 f"{', '.join(config.policies)}. Add policies.{seat}, or set policies.default."
             )
         result[seat] = name
+    unused = set(config.policies) - set(result.values())
+    for seat in (seat for seat, name in result.items() if name == "default" and seat not in config.seats):
+        for close in difflib.get_close_matches(seat, unused, n=1, cutoff=0.75):
+            raise ValueError(
+                f'policies.{close} plays nowhere, and policies.default plays seat "{seat}": did you mean '
+                f"policies.{seat}? Else say so: seats: {{{seat}: default}}"
+            )
     return result
+
+
+def exam_env(env: dict[str, Any], changes: dict[str, Any] | None, split: str) -> dict[str, Any]:
+    """`env` with `changes`; without any, its `split` changes, where it has one."""
+    if changes is None:
+        splits = "split" in inspect.signature(env_class(env["type"])).parameters
+        changes = {"split": split} if splits else {}
+    return env | changes
 
 
 def make_arena(env: dict[str, Any], name: str) -> Arena:

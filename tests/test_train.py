@@ -486,3 +486,10 @@ def test_a_seat_nobody_plays_says_what_to_add(base):
         ValueError, match=r'seat "walker" has no policy.*Add policies\.walker, or set policies\.default'
     ):
         build(validate(Config, tree))
+
+
+def test_a_misspelt_policy_beside_default_is_heard(base):
+    tree = whisper(base).model_dump()
+    tree["policies"] = {"default": tree["policies"]["guide"], "giude": tree["policies"]["walker"]}
+    with pytest.raises(ValueError, match=r"policies\.giude plays nowhere.*did you mean policies\.guide"):
+        build(validate(Config, tree))

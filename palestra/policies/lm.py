@@ -21,10 +21,15 @@ Memory = Literal["none", "conversation"]
 
 
 class ChatEncoder:
-    """Prompts as token ids [P] int32, by the tokenizer's chat template (or plain text where it has none)."""
+    """Prompts as token ids [P] int32, by the tokenizer's chat template (or plain text where it has none).
+
+    Text that spells a special token, such as `<|end|>`, is broken by a space inside a message: what one agent says
+    reaches another's prompt, and must not forge a turn there.
+    """
 
     def __init__(self, tokenizer: Any, options: dict[str, Any] | None = None) -> None:
         self.tokenizer, self.options = tokenizer, options or {}
+        self.special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
         self._first = lru_cache(maxsize=65536)(self._encode_first)
         self._next = lru_cache(maxsize=65536)(self._encode_next)
 
@@ -50,9 +55,16 @@ class ChatEncoder:
         return self._ids(text.split(MARK, 1)[1]), self.tokenizer.eos_token_id
 
     def _render(self, messages: list[Message]) -> str:
+        messages = [m | {"content": self._harmless(m["content"])} for m in messages]
         if self.tokenizer.chat_template is None:
             return "".join(f"{m['content']}\n" for m in messages)
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.options)
+
+    def _harmless(self, text: str) -> str:
+        for token in self.special:
+            if len(token) > 1:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
 
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)

@@ -81,10 +81,11 @@ class Line:
 
 
 class Arena:
-    """Plays matches of one kind of env. `limit` bounds how many episodes are open at once."""
+    """Plays matches of one kind of env. `limit` bounds how many episodes are open at once; a line that has not ended
+    after `max_steps` joint steps makes a failed episode."""
 
-    def __init__(self, make_env: Callable[[], Env], name: str, *, limit: int = 1024) -> None:
-        self.make_env, self.name, self.limit = make_env, name, limit
+    def __init__(self, make_env: Callable[[], Env], name: str, *, limit: int = 1024, max_steps: int = 1000) -> None:
+        self.make_env, self.name, self.limit, self.max_steps = make_env, name, limit, max_steps
 
     async def play_all(
         self, matches: Sequence[Match], branching: Branching, on_done: Callable[[Episode], None] | None = None
@@ -105,7 +106,7 @@ class Arena:
         """One episode. Whatever its env or policies raise is recorded in `error`."""
         seats = {seat: policy.name for seat, policy in match.seats.items()}
         episode = Episode(self.name, match.instance, seats)
-        growth = _Growth(episode, match, branching)
+        growth = _Growth(episode, match, branching, self.max_steps)
         try:
             env = growth.opened(self.make_env())
             await growth.grow(Line(env, await _call(env, env.reset, match.instance)))
@@ -122,12 +123,15 @@ class _Growth:
     episode: Episode
     match: Match
     branching: Branching
+    max_steps: int
     paths: list[tuple[int, ...]] = field(default_factory=list)  # of the episode's nodes
     open: dict[int, Env] = field(default_factory=dict)  # by identity
 
     async def grow(self, line: Line) -> None:
         """Plays on from `line` to the end; where several siblings are kept, from each of them at once."""
         while not line.step.over:
+            if len(line.path) >= self.max_steps:
+                raise ValueError(f'env "{self.episode.env}" has not ended after {self.max_steps} joint steps')
             children = await self._branch(line)
             rng = random.Random(self._seed("pick", line))
             picked = self.branching.pick([node for node, _ in children], rng)

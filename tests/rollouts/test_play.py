@@ -527,3 +527,10 @@ def test_derived_seeds_are_fixed_for_ever():
     assert derive(1, "a", (0, 1)) == 5536374289449337412
     assert len({derive(s, k) for s in range(50) for k in range(50)}) == 2500
     assert all(0 <= derive(s) < 2**63 for s in range(50))
+
+
+def test_a_game_that_never_ends_is_a_failed_episode():
+    team = {"a": Spoken("a@1", lambda query, i: "1")}
+    arena = Arena(lambda: Count(10**9), "toy", max_steps=7)
+    (episode,) = asyncio.run(arena.play_all([Match(0, team, 0)], Branching()))
+    assert "has not ended after 7 joint steps" in (episode.error or "") and len(episode.nodes) == 7
