@@ -35,10 +35,10 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## timings: every script of bench/
-	@set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+bench: $(INSTALLED) ## timings of the engine beside TRL and generate
+	$(BIN)/python bench/lm.py
 
-reproduce: $(INSTALLED) ## remake every number and picture the documents show
+reproduce: $(INSTALLED) ## remake docs/results.md
 	$(BIN)/python scripts/reproduce.py
 
 base: $(INSTALLED) ## train the tiny base model that ships with palestra

@@ -128,7 +128,7 @@ class stop_on_interrupt:
 
 @app.command(name="eval")
 def evaluate(
-    what: Annotated[Path, typer.Argument(help="a run, or a config with frozen policies")],
+    what: Annotated[Path, typer.Argument(help="a run, a member as RUN:NAME (it plays every seat), or a config")],
     env: Annotated[
         list[str] | None, typer.Option("--env", help="change the env: `--env split=test`, `--env size=5`")
     ] = None,
@@ -150,6 +150,8 @@ def evaluate(
         palestra eval runs/demo --env split=test
 
         palestra eval runs/demo --swap
+
+        palestra eval runs/demo:planner
 
         palestra eval runs/demo --seats planner=base --temperature 0
     """

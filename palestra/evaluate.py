@@ -27,14 +27,19 @@ async def evaluate_run(
     step: int | None,
     seed: int,
 ) -> tuple[dict[Seat, str], Metrics]:
-    """Who sat where, and the figures of `episodes` held-out episodes (split "test" unless `env` says otherwise)."""
+    """Who sat where, and the figures of `episodes` held-out episodes (split "test" unless `env` says otherwise).
+
+    `path` is a run, a config, or a member as RUN:NAME, which then plays every seat not named in `seats`.
+    """
+    run, _, everywhere = str(path).rpartition(":")
+    path = Path(run) if run else path
     source = path / "config.yaml" if path.is_dir() else path
     config = validate(Config, override(load(source), []))
     checkpoint = find_checkpoint(path, step) if path.is_dir() else None
     names = seat_map(config)
     if unknown := sorted(set(seats) - set(names)):
         raise ValueError(f'no seat "{unknown[0]}": env "{config.env["type"]}" plays {", ".join(names)}')
-    names |= seats
+    names = (dict.fromkeys(names, everywhere) if run else names) | seats
     if swap:
         names = swapped(names)
     engines = Engines(config.device, config.max_rows)

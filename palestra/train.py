@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from palestra.learners.base import Learner
 from palestra.policies.base import Policy
-from palestra.rollouts.figures import policy_figures, summary
+from palestra.rollouts.figures import member, policy_figures, summary
 from palestra.rollouts.play import Arena, Branching, Match, derive
 from palestra.runs import Checkpoint, Run
 from palestra.types import Episode, Metrics, Sample, Seat
@@ -114,11 +114,13 @@ async def train(
         clock, start = Clock(), now()
         episodes = await setup.arena.play_all(setup.matches(step), setup.algorithm.branching, watcher.played)
         clock.since("rollout", start)
-        start = now()
         for name, learner in setup.learners.items():
+            start, own = now(), Clock(dict(clock.wall))
             metrics = await learn(setup, learner, episodes, step)
             run.log(step, name, policy_figures(episodes, name) | metrics)
-        clock.since("train", start)
+            own.since("train", start)
+            clock.since("train", start)
+            run.time(step, name, own.figures() | speeds(episodes, own, name))
         metrics = summary(episodes)
         run.log(step, TEAM, metrics)
         if setup.record_every and step % setup.record_every == 0:
@@ -165,9 +167,10 @@ async def evaluate(arena: Arena, seats: Mapping[Seat, Policy], episodes: int, se
     return await arena.play_all(matches, Branching())
 
 
-def speeds(episodes: Sequence[Episode], clock: Clock) -> Metrics:
-    """Tokens and answers per second of rollout, answers per second of the whole step."""
+def speeds(episodes: Sequence[Episode], clock: Clock, policy: str | None = None) -> Metrics:
+    """Tokens per second of rollout and answers per second of the whole step, of one policy or of all."""
     answers = [answer for e in episodes for node in e.nodes for answer in node.answers.values()]
+    answers = [answer for answer in answers if policy in (None, member(answer.policy))]
     tokens = sum(len(answer.token_ids) for answer in answers)
     rollout, whole = clock.wall["rollout"], sum(clock.wall.values())
     return {"tokens_per_s": tokens / rollout, "answers_per_s": len(answers) / whole, "answers": float(len(answers))}

@@ -258,3 +258,8 @@ def test_eval_is_the_same_each_time_and_leaves_the_run_alone(run):
 def test_eval_takes_a_config_too(base, tmp_path):
     done = palestra("eval", write_config(tmp_path, base), "--episodes", "3", "--json")
     assert json.loads(done.stdout)["seats"] == {"guide": "guide", "walker": "walker"}
+
+
+def test_eval_of_one_member_puts_it_in_every_seat(run):
+    done = palestra("eval", f"{run[0]}:guide", "--episodes", "3", "--json")
+    assert all(policy.startswith("guide@") for policy in json.loads(done.stdout)["seats"].values())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from palestra.engine.memory import keep_freed_memory
 from palestra.engine.norms import fuse_norms
@@ -73,6 +74,7 @@ class Engine:
         """
         torch.set_num_threads(threads)
         keep_freed_memory()
+        disable_progress_bar()  # transformers draws one for each file it reads
         device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         torch_dtype = getattr(torch, ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype)
         path = resolve_base(base)
