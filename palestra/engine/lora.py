@@ -109,8 +109,9 @@ class MergedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
         rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
-        grad_a = (grad_rows @ b).T @ rows
-        grad_b = ((rows @ a.T).T @ grad_rows).T
+        # written so that the long side comes last: a product with few columns runs at a third of the speed
+        grad_a = (b.T @ grad_rows.T) @ rows
+        grad_b = ((a @ rows.T) @ grad_rows).T
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ torch.addmm(weight, b, a, alpha=ctx.scale)
