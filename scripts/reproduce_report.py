@@ -20,11 +20,11 @@ CURVES = (
 COLOURS = ("#999999", "#E69F00", "#56B4E9", "#D55E00")
 
 
-def write_report(results: Sequence[Result], target: Path) -> None:
-    """Writes the tables to `target` and, beside it, the curves."""
+def write_report(results: Sequence[Result], order: Sequence[str], target: Path) -> None:
+    """Writes the tables, with methods in `order`, to `target` and, beside it, the curves; appends the notes there."""
     test = [r for r in results if r["phase"] == "test"]
     games = [g for g in TITLES if any(r["game"] == g for r in test)]
-    methods = list(dict.fromkeys(r["method"] for r in test))
+    methods = [method for method in order if any(r["method"] == method for r in test)]
     lines = [*HEAD.format(n=test[0]["episodes"], seeds=len({r["seed"] for r in test})).splitlines(), ""]
     lines += table(["", *(TITLES[g] for g in games)], [[m, *(score(test, g, m) for g in games)] for m in methods])
     for game in games:
@@ -48,7 +48,8 @@ HEAD = """# Results
 
 Made by `make reproduce` (scripts/reproduce.py; configs/reproduce/). Success on {n:.0f} held-out test layouts by plain
 play at temperature 1, mean over {seeds} seeds with its 95 % interval (Student's t; a spread between runs, not only
-between layouts). All on the shipped base of 1.05 million parameters, LoRA rank 8."""
+between layouts). All on the shipped base of 1.05 million parameters, LoRA rank 8. Every trained method may ask for
+as many answers as any other; games that end early ask for fewer, so the tables below say how many there were."""
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
