@@ -5,8 +5,8 @@
     python scripts/reproduce.py --report     only rewrite the tables from what has been run
 
 Every trained method may sample as many answers as any other (or, where it says so, take the CPU seconds that AT-GRPO
-took); its learning rate is chosen on dev layouts with a seed that is not reported, and it is scored once on test layouts by
-plain play at temperature 1. Jobs run in two processes of one thread each; what has been measured is in
+took); its learning rate is chosen on dev layouts with a seed that is not reported, and it is scored once on test
+layouts by plain play at temperature 1. Jobs run in two processes of one thread each; what has been measured is in
 runs/reproduce/results.jsonl.
 """
 
