@@ -171,7 +171,9 @@ def test_training_leaves_a_picture_a_table_and_the_logs(run):
     assert (path / "curves.png").read_bytes().startswith(PNG)
     assert [line["step"] for line in read_lines(path / "evals.jsonl")] == [-1, 2]
     assert {line["policy"] for line in read_lines(path / "metrics.jsonl")} == {"guide", "walker", "team"}
-    assert len(read_lines(path / "timings.jsonl")) == 3 and checkpoints(path)[-1].step == 2
+    timed = [(line["step"], line["policy"]) for line in read_lines(path / "timings.jsonl")]
+    assert timed == [(step, who) for step in range(3) for who in ("guide", "walker", "team")]
+    assert checkpoints(path)[-1].step == 2
     meta = json.loads((path / "meta.json").read_text())
     assert meta["seed"] == 0 and meta["palestra"]
 
