@@ -17,6 +17,9 @@ CURVES = (
     "team + AT-GRPO, shared",
     "team + AT-GRPO, per role",
 )
+CURVES_SAY = """Mean of the seeds and the range between them. These are training rollouts: with AT-GRPO play goes on
+from the best of eight siblings (or from a random one), so that its success here is that of a search; the tables above
+are plain play. A step is one seat's answer, two make a turn."""
 COLOURS = ("#999999", "#E69F00", "#56B4E9", "#D55E00")
 
 
@@ -33,14 +36,12 @@ def write_report(results: Sequence[Result], order: Sequence[str], target: Path) 
             ["", "steps an episode", "answers sampled", "CPU-s", "learning rate (chosen on dev)"],
             [[m, *costs([r for r in test if (r["game"], r["method"]) == (game, m)])] for m in methods],
         )
-    lines += ["", "## Over training", ""]
+    lines += ["", "## Over training", "", *CURVES_SAY.splitlines(), ""]
     for game in games:
         picture = target.with_name(f"{target.stem}-{game}.png")
         draw([r for r in test if r["game"] == game], picture)
         lines.append(f"![{TITLES[game]}: success and steps an episode over training]({picture.name})")
-    notes = target.with_name(f"{target.stem}-notes.md")
-    if notes.exists():
-        lines += ["", notes.read_text().strip()]
+    lines += ["", (Path(__file__).parent / "results_notes.md").read_text().strip()]
     target.write_text("\n".join(lines) + "\n")
 
 

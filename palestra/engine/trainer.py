@@ -62,7 +62,7 @@ class Trainer:
             raise ValueError("a KL penalty needs a reference, and a full model in training has none: train an adapter")
         total: dict[str, float] = {}
         for pack in packs(samples, self.pack_tokens):
-            scored = self._score(pack, reference=kl > 0)
+            scored = self._score(pack, reference=kl > 0, bonus=bool(options.get("entropy")))
             value, figures = loss(scored, kl=kl, **options) if kl else loss(scored, **options)
             value.backward()
             for name, figure in {"loss": value.detach(), **figures}.items():
@@ -88,11 +88,12 @@ class Trainer:
         """Log-probabilities [T] of each sample's answer tokens under the current weights."""
         scores = []
         for pack in packs(samples, self.pack_tokens):
-            flat = self._score(pack, reference=False).logp_M.float().cpu().numpy()
+            flat = self._score(pack).logp_M.float().cpu().numpy()
             scores += np.split(flat, np.cumsum([len(s.token_ids) for s in pack.samples])[:-1])
         return scores
 
-    def _score(self, pack: Pack, *, reference: bool) -> Scored:
+    def _score(self, pack: Pack, *, reference: bool = False, bonus: bool = False) -> Scored:
+        """What the loss reads of `pack`: with `reference` under the base too, with `bonus` entropy with gradients."""
         samples, device = pack.samples, self.engine.device
         forest, rows_M, targets_M = lay_out(samples)
         layout = TreeLayout(forest, device)
@@ -102,7 +103,7 @@ class Trainer:
         if reference:
             with torch.no_grad():
                 ref_logp_M = self._logp(*inputs, adapter=None)[0]
-        logp_M, entropy_M = self._logp(*inputs, adapter=self.adapter)
+        logp_M, entropy_M = self._logp(*inputs, adapter=self.adapter, bonus=bonus)
         flat = {
             "old": np.concatenate([s.logprobs for s in samples]),
             "advantage": np.concatenate([s.advantages for s in samples]),
@@ -120,6 +121,7 @@ class Trainer:
         temperature_M: np.ndarray,
         *,
         adapter: Adapter | None,
+        bonus: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [M] of the target tokens. Each distinct row of logits is computed once."""
         keep, of_token_M = np.unique(rows_M, return_inverse=True)
@@ -128,9 +130,12 @@ class Trainer:
             logits = self.engine.logits(
                 tensor(forest.ids_S), tensor(forest.positions_S), layout, route, tensor(keep)
             ).float()
-        scaled_MV = logits.index_select(0, tensor(of_token_M)) / tensor(temperature_M, torch.float32)[:, None]
-        logp_MV = torch.log_softmax(scaled_MV, -1)
-        entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
+        logits_MV = logits.index_select(0, tensor(of_token_M))
+        if (temperature_M != 1).any():
+            logits_MV = logits_MV / tensor(temperature_M, torch.float32)[:, None]
+        logp_MV = torch.log_softmax(logits_MV, -1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bonus):
+            entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
         return logp_MV.gather(1, tensor(targets_M)[:, None])[:, 0], entropy_M
 
 
