@@ -75,11 +75,12 @@ class TreeLayout:
     """Attention of a forest. Built once for a forest, used by every layer."""
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
-        self.buckets = [_bucket(part, device) for part in _similar(forest.segments)]
+        parts = list(_similar(forest.segments))
+        self.buckets = [_bucket(part, device) for part in parts]
         # where each flat token's output stands among the padded outputs of all buckets
         back = np.zeros(len(forest.ids_S), np.int64)
         offset = 0
-        for part, bucket in zip(_similar(forest.segments), self.buckets, strict=True):
+        for part, bucket in zip(parts, self.buckets, strict=True):
             n, q, _ = bucket.shape
             for row, (cut, path) in enumerate(part):
                 back[path[cut:]] = offset + row * q + np.arange(len(path) - cut)
@@ -96,11 +97,8 @@ class TreeLayout:
         q = q.index_select(0, b.queries).view(n, nq, heads, -1).transpose(1, 2)
         k = k.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
         v = v.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
-        gqa = heads != kv_heads
-        if b.mask_N1QK is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=b.mask_N1QK, scale=scale, enable_gqa=gqa)
+        mask, gqa = b.mask_N1QK, heads != kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
         return out.transpose(1, 2).reshape(n * nq, -1)
 
 

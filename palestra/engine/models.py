@@ -94,9 +94,9 @@ class Engine:
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Linear) and module is not head:
                 self.linears[name] = module
-                setattr(module, "forward", self._routed(name, module))  # noqa: B010 (mypy: a method)
+                setattr(module, "forward", self._forward_of(name, module))  # noqa: B010 (mypy: a method)
 
-    def _routed(self, name: str, layer: nn.Linear) -> Any:
+    def _forward_of(self, name: str, layer: nn.Linear) -> Any:
         def forward(x: Tensor) -> Tensor:
             if self._route is None:
                 return F.linear(x, layer.weight, layer.bias)
