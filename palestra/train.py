@@ -63,9 +63,10 @@ class Setup:
     record_every: int = 1
 
     def matches(self, step: int) -> list[Match]:
-        """The episodes of a step: instances that no other step has."""
+        """The episodes of a step: instances that no other step has, and no run of another seed."""
         seats, first = self.seats(), step * self.episodes_per_step
-        return [Match(i, seats, derive(self.seed, "play", i)) for i in range(first, first + self.episodes_per_step)]
+        numbers = range(first, first + self.episodes_per_step)
+        return [Match((self.seed % 2**31 << 32) + i, seats, derive(self.seed, "play", i)) for i in numbers]
 
 
 class Watcher:

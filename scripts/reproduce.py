@@ -22,7 +22,7 @@ import json
 import multiprocessing
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,15 +43,9 @@ TUNING_SEED = 100
 RATES = (1e-3, 3e-3)
 
 TEAM = {"env.team": "planner_executor"}
-# A lone agent answers once where a team answers twice or eight times: more episodes a step make the samples equal.
+# A lone agent answers once where a team answers twice: twice the episodes a step make the samples equal.
 ALONE = {"env.team": "single", "episodes": 64}
-ONE_TURN = {
-    "env.team": "single",
-    "env.turns": 1,
-    "env.moves": 24,
-    "policies.agent.sampling.max_tokens": 26,
-    "episodes": 256,
-}
+ONE_TURN = {"env.team": "single", "env.turns": 1, "env.moves": 24, "policies.agent.sampling.max_tokens": 26}
 LINES = {"algorithm.at": "root"}
 TURNS = {"algorithm.at": "turn", "algorithm.keep": "best"}
 SHARED = {"seats": {"planner": "agent", "executor": "agent"}}
@@ -74,15 +68,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 UNTRAINED = [name for name in METHODS if "algorithm.at" not in METHODS[name]]
 TRAINED = [name for name in METHODS if name not in UNTRAINED]
-# Variants of a method take the learning rate tuned for it.
-TUNED_AS = {
-    "single agent, one turn + GRPO": "single agent, multi-turn + GRPO",
-    "team + AT-GRPO, shared": "team + AT-GRPO, per role",
-    "team + GRPO, equal CPU": "team + GRPO, equal samples",
-    "AT-GRPO, random continuation": "team + AT-GRPO, per role",
-    "planner trained alone": "team + AT-GRPO, per role",
-    "executor trained alone": "team + AT-GRPO, per role",
-}
 EQUAL_CPU = "team + GRPO, equal CPU"
 JOINED, SWAPPED = "trained alone, then joined", "AT-GRPO, roles swapped"
 BEST, PLANNER, EXECUTOR = "team + AT-GRPO, per role", "planner trained alone", "executor trained alone"
@@ -113,6 +98,8 @@ def config_of(job: Job, quick: bool) -> Config:
     """The job's config: the game's file with the method's changes."""
     tree = load(Path("configs/reproduce") / f"{job.game}.yaml")
     changes = METHODS[job.method] | {"seed": job.seed}
+    if changes.get("env.turns") == 1:  # as many answers as a lone agent gives in all its turns
+        changes["episodes"] = ALONE["episodes"] * tree["env"]["turns"]
     tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
     for policy in tree["policies"].values():
         if policy["type"] == "lora":
@@ -223,8 +210,40 @@ def run_all(jobs: list[Job], ledger: Ledger, quick: bool) -> None:
 
 def tuned(ledger: Ledger, game: str, method: str) -> float:
     """The learning rate with the best dev score."""
-    found = ledger.find(game=game, method=TUNED_AS.get(method, method), phase="tune")
+    found = ledger.find(game=game, method=method, phase="tune")
     return max(found, key=lambda r: r["success"])["rate"]
+
+
+def tune(ledger: Ledger, games: Sequence[str], quick: bool) -> None:
+    """Every trained method at every rate, scored on dev."""
+
+    def jobs(method: str, cpu: dict[tuple[str, int], float | None]) -> list[Job]:
+        return [Job(g, method, TUNING_SEED, rate, "tune", cpu.get((g, TUNING_SEED))) for g in games for rate in RATES]
+
+    run_all([job for method in TRAINED if method != EQUAL_CPU for job in jobs(method, {})], ledger, quick)
+    run_all(jobs(EQUAL_CPU, took(ledger, games, [TUNING_SEED], "tune")), ledger, quick)
+
+
+def score(ledger: Ledger, games: Sequence[str], seeds: Sequence[int], quick: bool) -> None:
+    """Every method and seed at its own rate, scored on test."""
+
+    def job(game: str, method: str, seed: int, cpu: float | None = None) -> Job:
+        return Job(game, method, seed, tuned(ledger, game, method) if method in TRAINED else RATES[0], "test", cpu)
+
+    first = [method for method in METHODS if method != EQUAL_CPU]
+    run_all([job(g, m, s) for s in seeds for g in games for m in first], ledger, quick)
+    spent = took(ledger, games, seeds, "test")
+    run_all([job(g, EQUAL_CPU, s, cpu) for (g, s), cpu in spent.items()], ledger, quick)
+
+
+def took(ledger: Ledger, games: Sequence[str], seeds: Sequence[int], phase: str) -> dict[tuple[str, int], float | None]:
+    """CPU seconds of the best method by game and seed, at the rate tuned for it."""
+    found = {
+        (g, s): ledger.find(game=g, method=BEST, seed=s, phase=phase, rate=tuned(ledger, g, BEST))
+        for g in games
+        for s in seeds
+    }
+    return {key: results[0]["cpu"] for key, results in found.items()}
 
 
 def main() -> None:
@@ -236,26 +255,9 @@ def main() -> None:
     quick, games = options.quick, options.games
     ledger = Ledger(ROOT / ("quick.jsonl" if quick else "results.jsonl"))
     if not options.report:
-        tune = [m for m in TRAINED if m not in TUNED_AS]
-        run_all([Job(g, m, TUNING_SEED, r, "tune") for g in games for m in tune for r in RATES], ledger, quick)
         seeds = SEEDS[:1] if quick else SEEDS
-        first = [m for m in METHODS if m != EQUAL_CPU]
-        run_all(
-            [
-                Job(g, m, s, tuned(ledger, g, m) if m in TRAINED else RATES[0], "test")
-                for s in seeds
-                for g in games
-                for m in first
-            ],
-            ledger,
-            quick,
-        )
-        took = {(g, s): ledger.find(game=g, method=BEST, seed=s, phase="test")[0]["cpu"] for g in games for s in seeds}
-        run_all(
-            [Job(g, EQUAL_CPU, s, tuned(ledger, g, EQUAL_CPU), "test", cpu) for (g, s), cpu in took.items()],
-            ledger,
-            quick,
-        )
+        tune(ledger, games, quick)
+        score(ledger, games, seeds, quick)
         for g in games:
             for s in seeds:
                 if not ledger.find(game=g, method=SWAPPED, seed=s):
