@@ -11,7 +11,7 @@ from palestra.engine.sampler import Sampling
 from palestra.policies.base import Policy
 from palestra.rollouts.figures import summary
 from palestra.runs import Checkpoint, checkpoints
-from palestra.setup import Config, Engines, FrozenConfig, exam_env, frozen_policy, make_arena, make_policy, seat_map
+from palestra.setup import Config, Engines, FrozenConfig, exam_env, make_arena, make_policy, seat_map
 from palestra.train import evaluate
 from palestra.types import Metrics, Seat
 
@@ -83,18 +83,18 @@ def member(
         )
     speakers = [p for p in config.policies.values() if hasattr(p, "base")]
     if name == "base" and speakers:
-        return frozen_policy("base", _frozen(speakers[0], None, sampling), engines)
+        return engines.frozen("base", _frozen(speakers[0], None, sampling))
     if name not in config.policies:
         raise ValueError(f'no policy "{name}"; the run has {", ".join(config.policies)}, or say base, or RUN:NAME')
     chosen = config.policies[name]
     if checkpoint and name in checkpoint.names:
         folder = checkpoint.path / checkpoint.names[name]
         version = json.loads((folder / "member.json").read_text())["version"]
-        return frozen_policy(f"{name}@{version}", _frozen(chosen, str(folder), sampling), engines)
+        return engines.frozen(f"{name}@{version}", _frozen(chosen, str(folder), sampling))
     if isinstance(chosen, FrozenConfig):
-        return frozen_policy(name, _frozen(chosen, chosen.path, sampling), engines)
+        return engines.frozen(name, _frozen(chosen, chosen.path, sampling))
     if hasattr(chosen, "base"):
-        return frozen_policy(name, _frozen(chosen, None, sampling), engines)
+        return engines.frozen(name, _frozen(chosen, None, sampling))
     return make_policy(name, chosen, engines)
 
 

@@ -20,7 +20,7 @@ from palestra.engine.checkpoints import load_adapter, load_full
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Sampler, Sampling
 from palestra.envs import env_class, env_options, make_env
-from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, SpeechConfig
+from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident, SpeechConfig
 from palestra.policies.base import Policy
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
 from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
@@ -164,6 +164,25 @@ class Engines:
         self._samplers.append(Sampler(engine, max_rows=self.max_rows))
         return engine, self._samplers[-1]
 
+    def learner(self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int) -> LanguageLearner:
+        engine, sampler = self.own(config) if isinstance(config, FullPolicyConfig) else self.shared(config)
+        return LanguageLearner(name, config, Resident(config, engine, seed=seed), sampler, engine.tokenizer)
+
+    def frozen(self, name: str, config: FrozenConfig) -> LanguagePolicy:
+        """The bare base, or what was saved at `config.path`."""
+        folder = Path(config.path) if config.path else None
+        adapter = None
+        if folder and not (folder / "adapter_config.json").exists():
+            engine, sampler = self.own(config)
+            load_full(folder, engine)
+        else:
+            engine, sampler = self.shared(config)
+            adapter = load_adapter(folder, engine).snapshot(name, engine.dtype) if folder else None
+        encoder = ChatEncoder(engine.tokenizer, config.template)
+        return LanguagePolicy(
+            name, sampler, encoder, config.sampling, adapter, system=config.system, memory=config.memory
+        )
+
     def forget(self) -> None:
         """Empties the samplers' caches before each batch of play. What a step computes must not depend on the steps
         before it: sums over kept keys and values may differ in their last bits from those a resumed run computes."""
@@ -182,7 +201,7 @@ def build(config: Config) -> Setup:
     engines = Engines(config.device, config.max_rows)
     used = {*seats.values(), *(t for n in seats.values() if (t := getattr(config.policies[n], "teacher", None)))}
     learners = {
-        name: make_learner(name, policy, engines, derive(config.seed, "adapter", name))
+        name: engines.learner(name, policy, derive(config.seed, "adapter", name))
         for name, policy in config.policies.items()
         if name in used and isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
     }
@@ -257,13 +276,6 @@ def make_arena(env: dict[str, Any], name: str) -> Arena:
     return Arena(lambda: cls(**options), name)
 
 
-def make_learner(
-    name: str, config: LoraPolicyConfig | FullPolicyConfig, engines: Engines, seed: int
-) -> LanguageLearner:
-    engine, sampler = engines.own(config) if isinstance(config, FullPolicyConfig) else engines.shared(config)
-    return LanguageLearner(name, config, engine, sampler, seed=seed)
-
-
 def make_policy(name: str, config: Any, engines: Engines) -> Policy:
     """A policy that does not learn."""
     if isinstance(config, RandomConfig):
@@ -272,21 +284,7 @@ def make_policy(name: str, config: Any, engines: Engines) -> Policy:
         return ScriptedPolicy(config.answers, name)
     if isinstance(config, HumanConfig):
         return HumanPolicy()
-    return frozen_policy(name, config, engines)
-
-
-def frozen_policy(name: str, config: FrozenConfig, engines: Engines) -> LanguagePolicy:
-    """The bare base, or what was saved at `config.path`."""
-    folder = Path(config.path) if config.path else None
-    adapter = None
-    if folder and not (folder / "adapter_config.json").exists():
-        engine, sampler = engines.own(config)
-        load_full(folder, engine)
-    else:
-        engine, sampler = engines.shared(config)
-        adapter = load_adapter(folder, engine).snapshot(name, engine.dtype) if folder else None
-    encoder = ChatEncoder(engine.tokenizer, config.template)
-    return LanguagePolicy(name, sampler, encoder, config.sampling, adapter, system=config.system, memory=config.memory)
+    return engines.frozen(name, config)
 
 
 def _now(name: str, config: Config, learners: dict[str, LanguageLearner], fixed: dict[str, Policy]) -> Policy:

@@ -1,4 +1,4 @@
-"""A language learner: one adapter on a resident base, or a full model of its own."""
+"""A language learner: one adapter on a resident base, or a full model of its own, here or on a server."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
 from palestra.engine.checkpoints import load_trainer, save_trainer
-from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Sampler, Sampling
 from palestra.engine.trainer import AdamConfig, Trainer
@@ -68,22 +68,59 @@ class FullPolicyConfig(LearnerConfig):
     lr: float = Field(2e-4, gt=0)
 
 
-class LanguageLearner:
-    """Trains an adapter (config type "lora") or the engine's whole model ("full") and hands out snapshots of it.
+class Weights(Protocol):
+    """Weights in training, wherever they are: what a learner needs of an engine."""
 
-    A full model's policy reads the weights in training, which move only between rollouts.
+    def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics: ...
+    def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics: ...
+    def snapshot(self, name: str) -> Snapshot | None: ...
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+
+
+class Resident:
+    """`Weights` in this process: a new adapter on an engine's base, or its whole model.
+
+    A full model has no snapshots: its policy reads the weights in training, which move only between rollouts.
     """
 
-    def __init__(
-        self, name: str, config: LoraPolicyConfig | FullPolicyConfig, engine: Engine, sampler: Sampler, *, seed: int
-    ) -> None:
-        self.name, self.config, self.engine, self.sampler = name, config, engine, sampler
-        self.version = 0
+    def __init__(self, config: LoraPolicyConfig | FullPolicyConfig, engine: Engine, *, seed: int) -> None:
         adapter = None
         if isinstance(config, LoraPolicyConfig):
             adapter = Adapter(engine.linears, config.lora, seed=seed if config.seed is None else config.seed)
         self.trainer = Trainer(engine, adapter, pack_tokens=config.pack_tokens, autocast=config.autocast)
-        self.encoder = ChatEncoder(engine.tokenizer, config.template)
+
+    def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
+        return self.trainer.forward_backward(samples, loss, **options)
+
+    def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics:
+        return self.trainer.optim_step(adam, lr=lr)
+
+    def snapshot(self, name: str) -> Snapshot | None:
+        adapter = self.trainer.adapter
+        return adapter.snapshot(name, self.trainer.engine.dtype) if adapter else None
+
+    def save(self, folder: Path) -> None:
+        save_trainer(folder, self.trainer)
+
+    def load(self, folder: Path) -> None:
+        load_trainer(folder, self.trainer)
+
+
+class LanguageLearner:
+    """Trains `weights` and hands out policies that sample from snapshots of them."""
+
+    def __init__(
+        self,
+        name: str,
+        config: LoraPolicyConfig | FullPolicyConfig,
+        weights: Weights,
+        sampler: Sampler,
+        tokenizer: Any,
+    ) -> None:
+        self.name, self.config, self.weights, self.sampler = name, config, weights, sampler
+        self.version = 0
+        self.encoder = ChatEncoder(tokenizer, config.template)
         self._policy: LanguagePolicy | None = None
 
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -95,32 +132,31 @@ class LanguageLearner:
         return [list(samples[i::count]) for _ in range(self.config.epochs) for i in range(count)]
 
     async def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
-        return self.trainer.forward_backward(samples, loss, **options)
+        return self.weights.forward_backward(samples, loss, **options)
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
         lr = self.config.lr * schedule(progress, self.config.schedule, self.config.warmup)
-        metrics = self.trainer.optim_step(self.config, lr=lr)
+        metrics = self.weights.optim_step(self.config, lr=lr)
         self.version, self._policy = self.version + 1, None
         self.sampler.forget()
         return metrics | {"lr": lr}
 
     def policy(self) -> LanguagePolicy:
         if self._policy is None:
-            name = f"{self.name}@{self.version}"
-            adapter = self.trainer.adapter.snapshot(name, self.engine.dtype) if self.trainer.adapter else None
-            config = self.config
+            name, config = f"{self.name}@{self.version}", self.config
+            adapter = self.weights.snapshot(name)
             self._policy = LanguagePolicy(
                 name, self.sampler, self.encoder, config.sampling, adapter, system=config.system, memory=config.memory
             )
         return self._policy
 
     def save(self, folder: Path) -> None:
-        save_trainer(folder, self.trainer)
+        self.weights.save(folder)
         about = {"name": self.name, "version": self.version, "type": self.config.type, "base": self.config.base}
         (folder / "member.json").write_text(json.dumps(about))
 
     def load(self, folder: Path) -> None:
-        load_trainer(folder, self.trainer)
+        self.weights.load(folder)
         self.version = json.loads((folder / "member.json").read_text())["version"]
         self._policy = None
         self.sampler.forget()
