@@ -2,7 +2,10 @@
 
 Each takes a `Scored`: what is known about `M` trained tokens, and returns a scalar to minimise with metrics as plain
 sums. `weight_M` is a token's share of the mean; the weights of a whole optimizer batch sum to one, so that losses and
-metrics of its micro-batches simply add up.
+metrics of its micro-batches simply add up. With weights of one the same losses are sums over tokens, which is how a
+training service has them (Tinker documentation, Thinking Machines Lab, 2025, "Loss functions").
+
+Ratio means exp(logp - old_logp). What bounds it may be a number, or a tensor [M] with one for each token.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import torch
 from torch import Tensor
 
 Figures = dict[str, Tensor]
+Bound = float | Tensor
 
 
 class Scored(NamedTuple):
     """Trained tokens `[M]`: log-probability and entropy under the policy in training, log-probability under the policy
-    that sampled them and under the reference (or None), advantage, and share of the mean."""
+    that sampled them and under the reference (or None), advantage, share of the mean, and the number of the sequence
+    that each belongs to (or None)."""
 
     logp_M: Tensor
     entropy_M: Tensor
@@ -26,10 +31,11 @@ class Scored(NamedTuple):
     ref_logp_M: Tensor | None
     advantage_M: Tensor
     weight_M: Tensor
+    sequence_M: Tensor | None = None
 
 
 def clipped_policy_loss(
-    tokens: Scored, *, clip: float = 0.2, clip_high: float | None = None, kl: float = 0.0, entropy: float = 0.0
+    tokens: Scored, *, clip: Bound = 0.2, clip_high: Bound | None = None, kl: float = 0.0, entropy: float = 0.0
 ) -> tuple[Tensor, Figures]:
     """PPO's clipped surrogate (Schulman et al., 2017, eq. 7), negated, with optional KL penalty and entropy bonus.
 
@@ -37,11 +43,7 @@ def clipped_policy_loss(
     exp(ref - logp) - (ref - logp) - 1 of KL(policy || reference) (Schulman, 2020, k3), which needs `ref_logp_M`.
     `clip_share` counts tokens whose gradient the clip removed.
     """
-    ratio = torch.exp(tokens.logp_M - tokens.old_logp_M)
-    limited = ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
-    plain, clipped = ratio * tokens.advantage_M, limited * tokens.advantage_M
-    loss = -(tokens.weight_M * torch.minimum(plain, clipped)).sum()
-    figures = {"clip_share": (tokens.weight_M * (clipped < plain)).sum(), **_drift(tokens)}
+    loss, figures = _pessimistic(tokens, _ratio(tokens), 1 - clip, 1 + (clip if clip_high is None else clip_high))
     if kl:
         if tokens.ref_logp_M is None:
             raise ValueError("a KL penalty needs log-probabilities of the reference")
@@ -54,9 +56,91 @@ def clipped_policy_loss(
 
 
 def cross_entropy_loss(tokens: Scored) -> tuple[Tensor, Figures]:
-    """Negative log-likelihood, each token weighted by its advantage (1 for plain imitation)."""
+    """Negative log-likelihood, each token weighted by its advantage: any real number, 1 for plain imitation."""
     loss = -(tokens.weight_M * tokens.advantage_M * tokens.logp_M).sum()
     return loss, {"nll": -(tokens.weight_M * tokens.logp_M).sum().detach()}
+
+
+def importance_sampling_loss(tokens: Scored) -> tuple[Tensor, Figures]:
+    """Policy gradient with importance sampling, -ratio * advantage (as in Schulman et al., 2017, eq. 6): unbiased for
+    tokens of another policy, and unbounded."""
+    loss = -(tokens.weight_M * _ratio(tokens) * tokens.advantage_M).sum()
+    return loss, _drift(tokens)
+
+
+def cispo_loss(
+    tokens: Scored, *, clip_low_threshold: Bound = 0.0, clip_high_threshold: Bound = 4.0
+) -> tuple[Tensor, Figures]:
+    """CISPO (MiniMax-M1, Chen et al., 2025, eq. 4), negated: logp * advantage, weighted by the ratio within bounds,
+    through which no gradient flows.
+
+    Unlike a clipped surrogate it silences no token. The bounds are of the ratio itself; by default only the upper one
+    holds, as in Chen et al. and in ScaleRL (Khatri et al., 2025), whose value it is. `clip_share` counts tokens whose
+    ratio is out of bounds.
+    """
+    ratio = _ratio(tokens).detach()
+    limited = _between(ratio, clip_low_threshold, clip_high_threshold)
+    loss = -(tokens.weight_M * limited * tokens.logp_M * tokens.advantage_M).sum()
+    return loss, {"clip_share": (tokens.weight_M * (limited != ratio)).sum(), **_drift(tokens)}
+
+
+def dro_loss(tokens: Scored, *, beta: float = 0.05) -> tuple[Tensor, Figures]:
+    """Direct reward optimisation (Richemond et al., 2024; token by token as in Kimi k1.5, 2025), negated:
+    logp * advantage less beta / 2 * (logp - old_logp)^2, which holds the policy near the one that sampled.
+
+    `advantage_M` is to be the soft one, reward less its soft value. `penalty` is what is subtracted.
+    """
+    penalty = 0.5 * beta * (tokens.weight_M * (tokens.logp_M - tokens.old_logp_M).square()).sum()
+    loss = penalty - (tokens.weight_M * tokens.logp_M * tokens.advantage_M).sum()
+    return loss, {"penalty": penalty.detach(), **_drift(tokens)}
+
+
+def gspo_loss(
+    tokens: Scored,
+    *,
+    clip_low_threshold: Bound = 0.8,
+    clip_high_threshold: Bound = 1.2,
+    sequence_ratio_mask: Tensor | None = None,
+) -> tuple[Tensor, Figures]:
+    """GSPO-token (Zheng et al., 2025, eq. 13 and 14), negated: PPO's clipped surrogate in which each token's ratio has
+    the value of its whole sequence's, the geometric mean, and the gradient of its own.
+
+    `sequence_ratio_mask` [M] is not 0 for the tokens that make up that mean (None: all; a sequence with none has ratio
+    1). The bounds are of the ratio itself; Zheng et al. used much closer ones, 0.9997 and 1.0004. A sequence must lie
+    whole in one micro-batch. Raises ValueError without `sequence_M`.
+    """
+    if tokens.sequence_M is None:
+        raise ValueError("gspo needs the number of each token's sequence")
+    own = tokens.logp_M - tokens.logp_M.detach()  # nothing but the gradient
+    ratio = torch.exp(_sequence_gap(tokens, tokens.sequence_M, sequence_ratio_mask) + own)
+    return _pessimistic(tokens, ratio, clip_low_threshold, clip_high_threshold)
+
+
+def _sequence_gap(tokens: Scored, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:
+    """The mean of logp - old_logp over the marked tokens of each token's sequence [M], without gradients."""
+    gap_M = (tokens.logp_M - tokens.old_logp_M).detach()
+    marked_M = torch.ones_like(gap_M) if mask_M is None else (mask_M != 0).to(gap_M.dtype)
+    count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
+    # a product would let an infinite gap of a token that is not marked in, as nan
+    sums = gap_M.new_zeros(count).index_add_(0, sequence_M, torch.where(marked_M != 0, gap_M, 0.0))
+    marks = gap_M.new_zeros(count).index_add_(0, sequence_M, marked_M)
+    return (sums / marks.clamp(min=1))[sequence_M]
+
+
+def _ratio(tokens: Scored) -> Tensor:
+    return torch.exp(tokens.logp_M - tokens.old_logp_M)
+
+
+def _between(ratio: Tensor, low: Bound, high: Bound) -> Tensor:
+    """`ratio` within bounds. One at a time, since `clamp` does not take a number and a tensor together."""
+    return ratio.clamp(min=low).clamp(max=high)
+
+
+def _pessimistic(tokens: Scored, ratio: Tensor, low: Bound, high: Bound) -> tuple[Tensor, Figures]:
+    """-min(ratio * advantage, the same within bounds), and how much the bounds did."""
+    plain, clipped = ratio * tokens.advantage_M, _between(ratio, low, high) * tokens.advantage_M
+    loss = -(tokens.weight_M * torch.minimum(plain, clipped)).sum()
+    return loss, {"clip_share": (tokens.weight_M * (clipped < plain)).sum(), **_drift(tokens)}
 
 
 def _drift(tokens: Scored) -> Figures:
@@ -72,4 +156,8 @@ def _drift(tokens: Scored) -> Figures:
 LOSSES: dict[str, Callable[..., tuple[Tensor, Figures]]] = {
     "clipped_policy": clipped_policy_loss,
     "cross_entropy": cross_entropy_loss,
+    "importance_sampling": importance_sampling_loss,
+    "cispo": cispo_loss,
+    "dro": dro_loss,
+    "gspo": gspo_loss,
 }

@@ -142,4 +142,14 @@ class Sample:
     temperature: float = 1.0
 
 
+@dataclass(frozen=True)
+class Datum:
+    """One trained sequence as a training service has it: position i of `tokens` [N] predicts `targets` [N] or [N, K];
+    `inputs` are arrays of the same shape as targets (weights, logprobs, advantages, clip bounds, ...)."""
+
+    tokens: np.ndarray  # int64 [N]
+    targets: np.ndarray  # int64 [N] or [N, K]
+    inputs: dict[str, np.ndarray]  # float32
+
+
 Metrics = dict[str, float]

@@ -10,12 +10,21 @@ from hypothesis import strategies as st
 
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.trainer import Trainer, packs
-from palestra.losses import LOSSES, Scored, clipped_policy_loss, cross_entropy_loss
+from palestra.losses import (
+    LOSSES,
+    Scored,
+    cispo_loss,
+    clipped_policy_loss,
+    cross_entropy_loss,
+    dro_loss,
+    gspo_loss,
+    importance_sampling_loss,
+)
 from palestra.testing import tiny_lm
 from palestra.types import Sample
 
 
-def scored(logp, old, advantage, *, weight=None, entropy=None, ref=None):
+def scored(logp, old, advantage, *, weight=None, entropy=None, ref=None, sequence=None):
     logp = torch.tensor(logp, requires_grad=True)
     n = len(logp)
     return Scored(
@@ -25,7 +34,14 @@ def scored(logp, old, advantage, *, weight=None, entropy=None, ref=None):
         None if ref is None else torch.tensor(ref),
         torch.tensor(advantage),
         torch.tensor(weight or [1 / n] * n),
+        None if sequence is None else torch.tensor(sequence),
     )
+
+
+def slopes(tokens, value):
+    """d loss / d logp [M]."""
+    (grad,) = torch.autograd.grad(value, tokens.logp_M)
+    return grad.tolist()
 
 
 # ---- the clipped surrogate
@@ -119,8 +135,164 @@ def test_cross_entropy_by_hand():
     np.testing.assert_allclose(tokens.logp_M.grad, [-0.5, -0.25])
 
 
+@given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-1e3, 1e3)), min_size=1, max_size=9))
+def test_cross_entropy_honours_any_weight(pairs):
+    """A custom loss C of a client is trained by weights -dC/dlogp, negative ones too: so must the gradient be."""
+    logps, weights = (list(column) for column in zip(*pairs, strict=True))
+    tokens = scored(logps, [0.0] * len(logps), weights, weight=[1.0] * len(logps))
+    value, _ = cross_entropy_loss(tokens)
+    assert slopes(tokens, value) == (-torch.tensor(weights)).tolist()
+    assert value.item() == pytest.approx(-np.dot(np.float32(logps), np.float32(weights)), rel=1e-4, abs=1e-2)
+
+
+# ---- sums over tokens, as a training service has them
+
+HALF, DOUBLE = math.log(0.5), math.log(2)
+
+
+def test_importance_sampling_by_hand():
+    """Ratios 2 and 1/2, advantages 3 and -1: the loss is -(2 * 3 - 1/2) = -5.5, its slopes -6 and 1/2."""
+    tokens = scored([-1 + DOUBLE, -1 + HALF], [-1.0, -1.0], [3.0, -1.0], weight=[1.0, 1.0])
+    value, figures = importance_sampling_loss(tokens)
+    assert value.item() == pytest.approx(-5.5, abs=1e-5)
+    assert slopes(tokens, value) == pytest.approx([-6.0, 0.5], abs=1e-5)
+    assert figures["kl"].item() == pytest.approx((2 - 1 - DOUBLE) + (0.5 - 1 - HALF), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "options", "coefficient", "clipped"),
+    [
+        (2.0, 1.0, {}, 2.0, 0),
+        (8.0, 1.0, {}, 4.0, 1),  # capped, yet it goes on learning: a surrogate would give it up
+        (8.0, -1.0, {}, 4.0, 1),
+        (0.1, 1.0, {}, 0.1, 0),  # nothing below
+        (0.1, -1.0, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, 0.8, 1),
+        (2.0, 1.0, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, 1.2, 1),
+    ],
+)
+def test_cispo_by_hand(ratio, advantage, options, coefficient, clipped):
+    """The loss is -coefficient * logp * advantage, the coefficient constant: its slope is -coefficient * advantage."""
+    tokens = scored([-2.0], [-2.0 - math.log(ratio)], [advantage], weight=[1.0])
+    value, figures = cispo_loss(tokens, **options)
+    assert value.item() == pytest.approx(2 * coefficient * advantage, rel=1e-5)
+    assert slopes(tokens, value) == pytest.approx([-coefficient * advantage], rel=1e-5)
+    assert figures["clip_share"].item() == clipped
+
+
+def test_dro_by_hand():
+    """logp -1, old -3, advantage 2, beta 0.5: -(-1 * 2 - 0.25 * 2^2) = 3, and the slope is -(2 - 0.5 * 2) = -1."""
+    tokens = scored([-1.0], [-3.0], [2.0], weight=[1.0])
+    value, figures = dro_loss(tokens, beta=0.5)
+    assert value.item() == pytest.approx(3.0) and slopes(tokens, value) == pytest.approx([-1.0])
+    assert figures["penalty"].item() == pytest.approx(1.0)
+    at_best = scored([-1.0], [-5.0], [2.0], weight=[1.0])  # where logp - old = advantage / beta, all is learnt
+    assert slopes(at_best, dro_loss(at_best, beta=0.5)[0]) == pytest.approx([0.0], abs=1e-6)
+
+
+def test_gspo_by_hand():
+    """Two sequences. The first has ratios 2 and 1/2, so 1 for both tokens: within bounds, slopes -1 * A. The second has
+    2 and 8, so 4: beyond 1.2, which silences its good token (-1.2 * 1) and not its bad one (4 * 3, slope 12)."""
+    old = [-2.0, -2.0, -2.0, -2.0]
+    logp = [-2 + DOUBLE, -2 + HALF, -2 + DOUBLE, -2 + 3 * DOUBLE]
+    tokens = scored(logp, old, [1.0, 5.0, 1.0, -3.0], weight=[1.0] * 4, sequence=[0, 0, 1, 1])
+    value, figures = gspo_loss(tokens)
+    assert value.item() == pytest.approx(-1 - 5 - 1.2 + 12, rel=1e-5)
+    assert slopes(tokens, value) == pytest.approx([-1.0, -5.0, 0.0, 12.0], abs=1e-4)
+    assert figures["clip_share"].item() == 1
+
+
+def test_gspo_takes_the_mean_over_marked_tokens_only():
+    """A prompt's tokens have no log-probability of the sampler: here -inf, which must not come near the mean. Order and
+    numbers of the sequences do not matter."""
+    tokens = scored(
+        [-1.0, -9.0, -1 + DOUBLE], [-1.0, -math.inf, -1.0], [1.0, 0.0, 1.0], weight=[1.0] * 3, sequence=[3, 0, 0]
+    )
+    mask = torch.tensor([1.0, 0.0, 1.0])
+    value, _ = gspo_loss(tokens, clip_high_threshold=9.0, sequence_ratio_mask=mask)
+    assert value.item() == pytest.approx(-(1 + 2), rel=1e-5)
+    unmarked = scored([-1.0], [-2.0], [3.0], weight=[1.0], sequence=[0])
+    assert gspo_loss(unmarked, sequence_ratio_mask=torch.zeros(1))[0].item() == pytest.approx(-3.0)  # ratio 1
+    with pytest.raises(ValueError, match="sequence"):
+        gspo_loss(scored([-1.0], [-1.0], [1.0]))
+
+
+@pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, gspo_loss])
+def test_each_token_may_have_its_own_bounds(loss):
+    """A tensor of bounds does to each token what numbers do to it alone; one may be a tensor and the other a number."""
+    names = ("clip", "clip_high") if loss is clipped_policy_loss else ("clip_low_threshold", "clip_high_threshold")
+
+    def run(gaps, advantages, low, high):
+        n = len(gaps)
+        tokens = scored(gaps, [0.0] * n, advantages, weight=[1.0] * n, sequence=list(range(n)))
+        return loss(tokens, **dict(zip(names, (low, high), strict=True)))[0].item()
+
+    gaps, advantages, low, high = [0.7, -1.5, 0.2], [1.0, -1.0, 2.0], [0.5, 0.1, 0.9], [0.3, 0.9, 0.1]
+    alone = [run([gap], [a], *bounds) for gap, a, *bounds in zip(gaps, advantages, low, high, strict=True)]
+    assert run(gaps, advantages, torch.tensor(low), torch.tensor(high)) == pytest.approx(sum(alone), abs=1e-5)
+    number = run(gaps, advantages, torch.tensor(low), 0.4)
+    assert number == pytest.approx(run(gaps, advantages, torch.tensor(low), torch.full((3,), 0.4)), abs=1e-6)
+
+
+def naive(name, logp, old, advantage, sequence):
+    """The losses once more, written as the papers have them, one token after the other."""
+    total = torch.zeros(())
+    for t in range(len(logp)):
+        ratio = torch.exp(logp[t] - old[t])
+        if name == "importance_sampling":
+            total = total - ratio * advantage[t]
+        elif name == "cispo":
+            total = total - min(max(ratio.item(), 0.0), 4.0) * logp[t] * advantage[t]
+        elif name == "dro":
+            total = total - (logp[t] * advantage[t] - 0.05 / 2 * (logp[t] - old[t]) ** 2)
+        else:
+            if name == "gspo":
+                mine = [i for i in range(len(logp)) if sequence[i] == sequence[t]]
+                mean = sum((logp[i] - old[i]).item() for i in mine) / len(mine)
+                ratio = math.exp(mean) * torch.exp(logp[t]) / torch.exp(logp[t]).detach()
+            total = total - torch.min(ratio * advantage[t], ratio.clamp(0.8, 1.2) * advantage[t])
+    return total
+
+
+POLICY_GRADIENTS = ["clipped_policy", "importance_sampling", "cispo", "gspo"]
+
+
+@pytest.mark.parametrize("name", [*POLICY_GRADIENTS, "dro"])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_losses_and_gradients_are_those_of_the_formulas(name, seed):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 9))
+    logp, old, advantage = rng.normal(-3, 0.5, n), rng.normal(-3, 0.5, n), rng.normal(0, 2, n)
+    sequence = rng.integers(0, 3, n).tolist()
+    columns = [c.astype(np.float32).tolist() for c in (logp, old, advantage)]
+    tokens = scored(*columns, weight=[1.0] * n, sequence=sequence)
+    value, figures = LOSSES[name](tokens)
+    expected = naive(name, tokens.logp_M, tokens.old_logp_M, tokens.advantage_M, sequence)
+    torch.testing.assert_close(value, expected, atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(slopes(tokens, value), slopes(tokens, expected), atol=1e-4, rtol=1e-4)
+    assert not any(figure.requires_grad for figure in figures.values())
+
+
+@pytest.mark.parametrize("name", [*POLICY_GRADIENTS, "dro"])
+@given(pairs=st.lists(st.tuples(st.floats(-9, 0), st.floats(-5, 5), st.floats(-2, 2)), min_size=1, max_size=9))
+def test_on_policy_every_gradient_is_that_of_the_policy(name, pairs):
+    """At ratio 1 the gradient is -weight * advantage * dlogp, whatever the loss; so a good token becomes likelier."""
+    logps, advantages, weights = (list(column) for column in zip(*pairs, strict=True))
+    tokens = scored(logps, logps, advantages, weight=weights, sequence=[0] * len(logps))
+    expected = [-a * w for a, w in zip(advantages, weights, strict=True)]
+    assert slopes(tokens, LOSSES[name](tokens)[0]) == pytest.approx(expected, abs=1e-5)
+
+
+@given(st.floats(-0.5, 0.5), st.floats(-5, 5))
+def test_one_token_alone_is_its_own_sequence(gap, advantage):
+    tokens = scored([gap], [0.0], [advantage], sequence=[0])
+    gspo, ppo = gspo_loss(tokens)[0], clipped_policy_loss(tokens)[0]
+    assert gspo.item() == pytest.approx(ppo.item(), abs=1e-5)
+    assert slopes(tokens, gspo) == pytest.approx(slopes(tokens, ppo), abs=1e-5)
+
+
 def test_every_loss_has_a_name():
-    assert {"clipped_policy": clipped_policy_loss, "cross_entropy": cross_entropy_loss}.items() <= LOSSES.items()
+    names = {"clipped_policy", "cross_entropy", "importance_sampling", "cispo", "dro", "gspo"}
+    assert set(LOSSES) == names and all(LOSSES[name].__name__ == f"{name}_loss" for name in names)
 
 
 # ---- weights over micro-batches
@@ -161,6 +333,9 @@ def test_no_samples_make_no_packs():
         (clipped_policy_loss, {}),
         (clipped_policy_loss, {"kl": 0.3, "entropy": 0.05, "clip_high": 0.3}),
         (cross_entropy_loss, {}),
+        (importance_sampling_loss, {}),
+        (cispo_loss, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+        (dro_loss, {"beta": 0.2}),
     ],
 )
 def test_micro_batches_add_up_to_the_whole(loss, options):

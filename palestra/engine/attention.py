@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+Asking = tuple[np.ndarray, np.ndarray]  # positions of the tokens of a segment whose queries attend, and its path
 WASTE = 1.5  # a bucket of segments may compute this many times the query-key pairs it needs
 
 
@@ -72,25 +73,36 @@ class Bucket:
 
 
 class TreeLayout:
-    """Attention of a forest. Built once for a forest, used by every layer."""
+    """Attention of a forest. Built once for a forest, used by every layer.
 
-    def __init__(self, forest: Forest, device: torch.device) -> None:
-        parts = list(_similar(forest.segments))
-        self.buckets = [_bucket(part, device) for part in parts]
-        # where each flat token's output stands among the padded outputs of all buckets
-        back = np.zeros(len(forest.ids_S), np.int64)
+    `keep_M` (None: every token) are the flat indices of the tokens that ask, in the order of their rows.
+    """
+
+    def __init__(self, forest: Forest, device: torch.device, keep_M: np.ndarray | None = None) -> None:
+        self.forest, self.device = forest, device
+        size = len(forest.ids_S)
+        keep_M = np.arange(size) if keep_M is None else keep_M
+        row_S = np.full(size, -1)
+        row_S[keep_M] = np.arange(len(keep_M))
+        parts = list(_similar(list(_asking(forest, row_S))))
+        self.buckets = [_bucket(part, row_S, device) for part in parts]
+        # where each query's output stands among the padded outputs of all buckets
+        back = np.zeros(len(keep_M), np.int64)
         offset = 0
         for part, bucket in zip(parts, self.buckets, strict=True):
             n, q, _ = bucket.shape
-            for row, (cut, path) in enumerate(part):
-                back[path[cut:]] = offset + row * q + np.arange(len(path) - cut)
+            for row, (at, path) in enumerate(part):
+                back[row_S[path[at]]] = offset + row * q + np.arange(len(at))
             offset += n * q
-        self.back_S = torch.as_tensor(back, device=device)
+        self.back_M = torch.as_tensor(back, device=device)
+
+    def narrow(self, keep_M: Tensor) -> TreeLayout:
+        return TreeLayout(self.forest, self.device, keep_M.cpu().numpy())
 
     def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
         q, k, v = (t.transpose(0, 1).flatten(1) for t in (q_HSD, k_HSD, v_HSD))  # [S, H*D]: rows to gather
         out = torch.cat([self._bucket(b, q, k, v, q_HSD.shape[0], k_HSD.shape[0], scale) for b in self.buckets])
-        return out.index_select(0, self.back_S).view(q_HSD.shape[1], q_HSD.shape[0], -1)
+        return out.index_select(0, self.back_M).view(q_HSD.shape[1], q_HSD.shape[0], -1)
 
     def _bucket(self, b: Bucket, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float) -> Tensor:
         n, nq, nk = b.shape
@@ -102,34 +114,41 @@ class TreeLayout:
         return out.transpose(1, 2).reshape(n * nq, -1)
 
 
-def _similar(segments: list[tuple[int, np.ndarray]]) -> Iterator[list[tuple[int, np.ndarray]]]:
+def _asking(forest: Forest, row_S: np.ndarray) -> Iterator[Asking]:
+    """The segments in which a token has a row, each with the positions of those that have."""
+    for cut, path in forest.segments:
+        at = cut + np.flatnonzero(row_S[path[cut:]] >= 0)
+        if len(at):
+            yield at, path
+
+
+def _similar(segments: list[Asking]) -> Iterator[list[Asking]]:
     """Segments in runs of similar shape, so that padding them to one shape wastes little."""
-    part: list[tuple[int, np.ndarray]] = []
+    part: list[Asking] = []
     need = queries = keys = 0
-    for cut, path in sorted(segments, key=lambda s: (len(s[1]) - s[0], len(s[1]))):
-        q, k = len(path) - cut, len(path)
+    for at, path in sorted(segments, key=lambda s: (len(s[0]), len(s[1]))):
+        q, k = len(at), len(path)
         wide, deep = max(queries, q), max(keys, k)
         if part and wide * deep * (len(part) + 1) > WASTE * (need + q * k):
             yield part
             part, need, wide, deep = [], 0, q, k
-        part.append((cut, path))
+        part.append((at, path))
         need, queries, keys = need + q * k, wide, deep
     if part:
         yield part
 
 
-def _bucket(part: list[tuple[int, np.ndarray]], device: torch.device) -> Bucket:
+def _bucket(part: list[Asking], row_S: np.ndarray, device: torch.device) -> Bucket:
     n = len(part)
-    nq = max(len(path) - cut for cut, path in part)
+    nq = max(len(at) for at, _ in part)
     nk = max(len(path) for _, path in part)
     queries, keys = np.zeros((n, nq), np.int64), np.zeros((n, nk), np.int64)
     positions = np.zeros((n, nq), np.int64)  # a padded query sees key 0, so that its softmax is defined
-    for row, (cut, path) in enumerate(part):
-        new = path[cut:]
-        queries[row, : len(new)], keys[row, : len(path)] = new, path
-        positions[row, : len(new)] = np.arange(cut, len(path))
-    roots = all(cut == 0 for cut, _ in part)
-    seen = None if roots else torch.as_tensor(np.arange(nk) <= positions[:, :, None], device=device)[:, None]
+    for row, (at, path) in enumerate(part):
+        queries[row, : len(at)], keys[row, : len(path)] = row_S[path[at]], path
+        positions[row, : len(at)] = at
+    whole = all(len(at) == len(path) for at, path in part)
+    seen = None if whole else torch.as_tensor(np.arange(nk) <= positions[:, :, None], device=device)[:, None]
     return Bucket(
         queries=torch.as_tensor(queries.ravel(), device=device),
         keys=torch.as_tensor(keys.ravel(), device=device),

@@ -9,6 +9,7 @@ still sampling), `N` groups of a prefill, `Q` new prompt tokens, `h` key-value h
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 
 import numpy as np
@@ -66,30 +67,41 @@ class PrefillLayout:
     def __init__(self, cache: Cache, slots_N: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray) -> None:
         self.cache, device = cache, cache.prefix.device
         new_N = lengths_N - starts_N
-        n, q = len(slots_N), int(new_N.max())
-        self.n, self.q, self.p = n, q, int(lengths_N.max())
-        row_S = np.repeat(np.arange(n), new_N)
-        column_S = np.concatenate([np.arange(m) for m in new_N])
-        self.positions = torch.as_tensor(starts_N[row_S] + column_S, device=device)
-        self.slot_S = torch.as_tensor(slots_N[row_S], device=device)
-        self.slots_N = torch.as_tensor(slots_N, device=device)
+        self.slots_N, self.p = torch.as_tensor(slots_N, device=device), int(lengths_N.max())
+        self.group_S = np.repeat(np.arange(len(slots_N)), new_N)
+        first_N = np.cumsum(new_N) - new_N
+        self.position_S = np.arange(len(self.group_S)) + (starts_N - first_N)[self.group_S]
+        self.positions = torch.as_tensor(self.position_S, device=device)
+        self.slot_S = self.slots_N[self.group_S]
         self.last_N = torch.as_tensor(np.cumsum(new_N) - 1, device=device)
-        gather = np.zeros((n, q), np.int64)
-        gather[row_S, column_S] = np.arange(len(row_S))
+        self._ask(self.group_S, self.position_S)
+
+    def _ask(self, group_M: np.ndarray, position_M: np.ndarray) -> None:
+        """Sets whose queries attend: tokens at `position_M` of the groups `group_M`, which rise."""
+        device, n = self.cache.prefix.device, len(self.slots_N)
+        asked_N = np.bincount(group_M, minlength=n)
+        column_M = np.arange(len(group_M)) - (np.cumsum(asked_N) - asked_N)[group_M]
+        self.q = int(asked_N.max())
+        gather, positions = np.zeros((2, n, self.q), np.int64)  # a padded query sees the first key
+        gather[group_M, column_M], positions[group_M, column_M] = np.arange(len(group_M)), position_M
         self.gather = torch.as_tensor(gather.ravel(), device=device)
-        self.back_S = torch.as_tensor(row_S * q + column_S, device=device)
-        sees = np.arange(self.p)[None, None] <= (starts_N[:, None] + np.arange(q))[:, :, None]
-        self.mask_N1QP = torch.as_tensor(sees, device=device)[:, None]
+        self.back_M = torch.as_tensor(group_M * self.q + column_M, device=device)
+        self.mask_N1QP = torch.as_tensor(np.arange(self.p) <= positions[:, :, None], device=device)[:, None]
+
+    def narrow(self, keep_M: Tensor) -> PrefillLayout:
+        narrowed, keep = copy.copy(self), keep_M.cpu().numpy()
+        narrowed._ask(self.group_S[keep], self.position_S[keep])
+        return narrowed
 
     def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
         kv = self.cache.prefix[layer]
         kv[0][self.slot_S, :, self.positions] = k_HSD.transpose(0, 1)
         kv[1][self.slot_S, :, self.positions] = v_HSD.transpose(0, 1)
-        q = q_HSD[:, self.gather].view(q_HSD.shape[0], self.n, self.q, -1).transpose(0, 1)
+        q = q_HSD[:, self.gather].view(q_HSD.shape[0], len(self.slots_N), self.q, -1).transpose(0, 1)
         k, v = kv[0, :, :, : self.p][self.slots_N], kv[1, :, :, : self.p][self.slots_N]
         gqa = q_HSD.shape[0] != k_HSD.shape[0]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask_N1QP, scale=scale, enable_gqa=gqa)
-        return out.transpose(1, 2).flatten(0, 1)[self.back_S]
+        return out.transpose(1, 2).flatten(0, 1)[self.back_M]
 
 
 class DecodeLayout:
@@ -100,11 +112,15 @@ class DecodeLayout:
     ) -> None:
         """`prompt_G` and `answer_G` are the lengths in each slot; the new token is the answer's last."""
         self.cache, device = cache, cache.prefix.device
-        self.g, self.k = len(prompt_G), cache.suffix.shape[4]
-        self.p, self.t = int(prompt_G.max()), int(answer_G.max())
-        self.slot_R = torch.as_tensor(slot_R, device=device)
-        self.sibling_R = torch.as_tensor(sibling_R, device=device)
-        self.at_R = torch.as_tensor(answer_G[slot_R] - 1, device=device)
+        _, _, _, h, self.k, most, _ = cache.suffix.shape
+        self.g, self.p, self.t = len(prompt_G), int(prompt_G.max()), int(answer_G.max())
+        head_h = np.arange(h)
+        place_Rh = (slot_R[:, None] * h + head_h) * self.k + sibling_R[:, None]
+        self.at_Rh = torch.as_tensor((place_Rh * most + answer_G[slot_R, None] - 1).ravel(), device=device)
+        self.place_R = torch.as_tensor(slot_R * self.k + sibling_R, device=device)
+        row_GK = np.zeros(self.g * self.k, np.int64)  # a place without a live sibling repeats the first row
+        row_GK[slot_R * self.k + sibling_R] = np.arange(len(slot_R))
+        self.row_GK = torch.as_tensor(row_GK, device=device)
         hide_GP = np.where(np.arange(self.p)[None] < prompt_G[:, None], 0.0, -np.inf)
         hide_GT = np.where(np.arange(self.t)[None] < answer_G[:, None], 0.0, -np.inf)
         hide = torch.as_tensor(np.concatenate([hide_GP, hide_GT], 1), device=device, dtype=cache.prefix.dtype)
@@ -114,17 +130,17 @@ class DecodeLayout:
         (heads, rows, width), h = q_HSD.shape, k_HSD.shape[0]
         g, k, rep = self.g, self.k, heads // h
         suffix, prefix = self.cache.suffix[layer], self.cache.prefix[layer, :, :g]
-        suffix[0][self.slot_R, :, self.sibling_R, self.at_R] = k_HSD.transpose(0, 1)
-        suffix[1][self.slot_R, :, self.sibling_R, self.at_R] = v_HSD.transpose(0, 1)
-        q = q_HSD.new_zeros(g, h, k, rep, width)  # finished siblings leave holes
-        q[self.slot_R, :, self.sibling_R] = q_HSD.transpose(0, 1).reshape(rows, h, rep, width) * scale
+        for kept, new_HSD in zip(suffix, (k_HSD, v_HSD), strict=True):
+            kept.view(-1, width).index_copy_(0, self.at_Rh, new_HSD.transpose(0, 1).reshape(-1, width))
+        q = q_HSD.transpose(0, 1).reshape(rows, -1).index_select(0, self.row_GK) * scale
+        q = q.view(g, k, h, rep, width).transpose(1, 2).contiguous()
         own_k, own_v = (s[:g, ..., : self.t, :] for s in suffix)  # [G, h, K, T, D]
         shared = q.view(g, h, k * rep, width) @ prefix[0, :, :, : self.p].transpose(-1, -2)
         own = (q @ own_k.transpose(-1, -2)).view(g, h, k * rep, -1)
         weight = torch.softmax(torch.cat([shared, own], -1) + self.hide_G11S, -1)
         out = weight[..., : self.p] @ prefix[1, :, :, : self.p]
         out = out.view(g, h, k, rep, width) + weight[..., self.p :].view(g, h, k, rep, -1) @ own_v
-        return out[self.slot_R, :, self.sibling_R].reshape(rows, heads, width)
+        return out.transpose(1, 2).reshape(g * k, -1).index_select(0, self.place_R).view(rows, heads, width)
 
 
 class PrefixStore:

@@ -49,7 +49,7 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
     if not (folder / "adapter_config.json").exists():
         raise ValueError(f"no adapter at {folder}: it holds no adapter_config.json. Name a checkpoint's policy folder.")
     config = json.loads((folder / "adapter_config.json").read_text())
-    _check_plain(config, folder)
+    check_plain(config, folder)
     pairs = _pairs(load_file(folder / "adapter_model.safetensors"), folder)
     missing = sorted(set(pairs) - set(engine.linears))
     if missing:
@@ -61,7 +61,7 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
     return adapter
 
 
-def _check_plain(config: dict[str, Any], folder: Path) -> None:
+def check_plain(config: dict[str, Any], folder: Path) -> None:
     options = ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
     unusual = {key: config[key] for key in options if config.get(key)}
     if config.get("peft_type") != "LORA":

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ MERGE = 2**18  # weights of a layer up to which a copy of it for one snapshot is
 
 
 class LoraConfig(Strict):
-    """Rank and scale of an adapter, and the linear layers it sits on: "all-linear" or suffixes such as "q_proj"."""
+    """Rank and scale of an adapter, and the linear layers it sits on: "all-linear" (those of the decoder's layers; not
+    the head) or suffixes such as "q_proj" and "lm_head"."""
 
     rank: int = Field(8, ge=1)
     alpha: float = Field(16.0, gt=0)
@@ -55,8 +57,37 @@ class Adapter:
     def parameters(self) -> list[Tensor]:
         return [w for pair in self.weights.values() for w in pair]
 
+    def take(self, other: Adapter) -> None:
+        """Takes over the weights of `other`. Raises ValueError where it has another rank, scale or other targets."""
+        if (list(self.weights), self.config.rank, self.scale) != (list(other.weights), other.config.rank, other.scale):
+            raise ValueError("that adapter has another rank, scale or other targets than this one")
+        with torch.no_grad():
+            for ours, theirs in zip(self.parameters(), other.parameters(), strict=True):
+                ours.copy_(theirs)
+
     def snapshot(self, name: str = "", dtype: torch.dtype = torch.float32) -> Snapshot:
         return Snapshot({k: (a.to(dtype), b.to(dtype)) for k, (a, b) in self.weights.items()}, self.scale, name)
+
+
+def weighted_sum(adapters: Sequence[Adapter], coefficients: Sequence[float], linears: dict[str, nn.Linear]) -> Adapter:
+    """The adapter that adds to each layer the weighted sum of what `adapters` add. Its rank is the sum of theirs: low
+    ranks side by side make the sum exact, where a sum of their factors would not."""
+    names = [name for name in linears if any(name in adapter.weights for adapter in adapters)]
+    rank = sum(adapter.config.rank for adapter in adapters)
+    total = Adapter(linears, LoraConfig(rank=rank, alpha=rank, targets=names), seed=0)
+    with torch.no_grad():
+        for name, (a, b) in total.weights.items():
+            a.zero_()
+            first = 0
+            for adapter, coefficient in zip(adapters, coefficients, strict=True):
+                rows = slice(first, first + adapter.config.rank)
+                if name in adapter.weights:
+                    a[rows], b[:, rows] = (
+                        adapter.weights[name][0],
+                        adapter.weights[name][1] * (coefficient * adapter.scale),
+                    )
+                first = rows.stop
+    return total
 
 
 class Snapshot:
@@ -90,6 +121,9 @@ class Single:
         # in half precision a merged weight would round the adapter away
         a, b = (w.to(x.dtype) for w in pair)
         return F.linear(x, layer.weight, layer.bias) + self.adapter.scale * F.linear(F.linear(x, a), b)
+
+    def narrow(self, keep_M: Tensor) -> Single:
+        return self
 
 
 class MergedLinear(torch.autograd.Function):
@@ -140,6 +174,10 @@ class Stacked:
             places += [i * self.width + j for j in range(count)]
             start += count
         return torch.tensor(rows, device=device), torch.tensor(places, device=device)
+
+    def narrow(self, keep_M: Tensor) -> Stacked:
+        ends = np.searchsorted(keep_M.cpu().numpy(), np.cumsum(self.counts))
+        return Stacked(self.stack, np.diff(ends, prepend=0).tolist())
 
     def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
         if len(self.counts) == 1 and self.rows == x.shape[-2] and (merged := self.stack.merged(name)) is not None:
@@ -203,7 +241,7 @@ def target_names(linears: Iterable[str], targets: str | list[str]) -> list[str]:
     """The linear layers that `targets` means, in model order. Raises ValueError for a target that matches none."""
     names = list(linears)
     if targets == "all-linear":
-        return names
+        return [name for name in names if any(part.isdigit() for part in name.split("."))]
     wanted = [targets] if isinstance(targets, str) else targets
     for target in wanted:
         if not any(_matches(name, target) for name in names):

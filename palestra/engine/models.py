@@ -3,9 +3,10 @@
 Every pass, in sampling and in training, feeds the model one row `[1, S]` that holds the tokens of many sequences end to
 end. Linear layers thus never see padding. What a token may attend to is said by a *layout* (attention.py for training,
 cache.py for sampling), which the model hands through to our attention function; which adapter a row uses is said by a
-*route* (lora.py), which the linear layers ask.
+*route* (lora.py), which the linear layers ask. The last decoder layer makes keys and values of every row, but goes on
+only with the rows whose logits are kept: nobody reads the others.
 
-Shapes: `S` tokens of a flat row, `M` rows of logits kept, `V` vocabulary, `H` heads, `D` head width.
+Shapes: `S` tokens of a flat row, `M` rows whose logits are kept, `V` vocabulary, `H` heads, `D` head width.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ BASES = Path(__file__).parent.parent / "bases"
 
 
 class Layout(Protocol):
-    """Says what each token of a flat row attends to."""
+    """Says what each token of a flat row attends to.
+
+    One of a pass that keeps fewer rows than it has also gives `narrow(keep_M)`: the layout in which those rows alone
+    ask, and the keys and values are still all rows'.
+    """
 
     def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
         """Attention output [S, H, D]."""
@@ -42,6 +47,10 @@ class Route(Protocol):
         """`layer(x)` plus what the rows' adapters add at the linear layer `name`."""
         ...
 
+    def narrow(self, keep_M: Tensor) -> Route:
+        """The route of the rows `keep_M` alone, which rise."""
+        ...
+
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -53,6 +62,24 @@ def _attention(
 AttentionInterface.register("palestra", _attention)
 
 
+class KeysKnown(Exception):
+    """Ends the first of the last layer's two passes."""
+
+
+class TwoPasses:
+    """The last layer's layout: one pass of all rows, up to keys and values, and one of the kept rows, to the end."""
+
+    def __init__(self, kept: Layout) -> None:
+        self.kept = kept
+        self.kv_HSD: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+        if self.kv_HSD is None:
+            self.kv_HSD = k_HSD, v_HSD
+            raise KeysKnown
+        return self.kept.attend(layer, q_HSD, *self.kv_HSD, scale)
+
+
 class Engine:
     """A resident base model with its tokenizer. Adapters (lora.py), samplers and trainers work on top of it."""
 
@@ -62,8 +89,10 @@ class Engine:
         self.dtype = next(model.parameters()).dtype
         self.linears: dict[str, nn.Linear] = {}
         self._route: Route | None = None
+        self._kept: Route | None = None
         fuse_norms(model)
         self._route_linears()
+        self._narrows = self._narrow_last_layer()
 
     @classmethod
     def load(cls, base: str, *, device: str = "auto", dtype: str = "auto", threads: int = 1) -> Engine:
@@ -92,41 +121,77 @@ class Engine:
     def _route_linears(self) -> None:
         head = self.model.get_output_embeddings()
         for name, module in self.model.named_modules():
-            if isinstance(module, nn.Linear) and module is not head:
+            if isinstance(module, nn.Linear):
                 self.linears[name] = module
-                setattr(module, "forward", self._forward_of(name, module))  # noqa: B010 (mypy: a method)
+                setattr(module, "forward", self._forward_of(name, module, module is head))  # noqa: B010 (mypy: a method)
 
-    def _forward_of(self, name: str, layer: nn.Linear) -> Any:
+    def _forward_of(self, name: str, layer: nn.Linear, is_head: bool) -> Any:
         def forward(x: Tensor) -> Tensor:
-            if self._route is None:
-                return F.linear(x, layer.weight, layer.bias)
-            return self._route.linear(name, x, layer)
+            route = self._kept if is_head else self._route
+            return F.linear(x, layer.weight, layer.bias) if route is None else route.linear(name, x, layer)
 
         return forward
 
+    def _narrow_last_layer(self) -> bool:
+        """Lets the last decoder layer go on with fewer rows; false where the model does not name its layers."""
+        layers = getattr(self.model.get_decoder(), "layers", None)
+        if layers is None:
+            return False
+        last = layers[self.model.config.get_text_config().num_hidden_layers - 1]
+        whole = last.forward
+
+        def forward(hidden: Tensor, *args: Any, keep_M: Tensor | None = None, **kwargs: Any) -> Any:
+            if keep_M is None:
+                return whole(hidden, *args, **kwargs)
+            kwargs["layout"] = TwoPasses(kwargs["layout"].narrow(keep_M))
+            with contextlib.suppress(KeysKnown):
+                whole(hidden, *args, **kwargs)
+            args, kwargs = _rows(((hidden, *args), kwargs), keep_M, hidden.shape[1])
+            with self.routed(self._kept):
+                return whole(*args, **kwargs)
+
+        last.forward = forward
+        return True
+
     @contextlib.contextmanager
-    def routed(self, route: Route | None) -> Iterator[None]:
-        """Within, every linear layer adds what `route` says."""
-        self._route, before = route, self._route
+    def routed(self, route: Route | None, keep_M: Tensor | None = None) -> Iterator[None]:
+        """Within, every linear layer adds what `route` says; where only the rows `keep_M` go on to the end, the head
+        adds what it says of those."""
+        before = self._route, self._kept
+        self._route, self._kept = route, route if route is None or keep_M is None else route.narrow(keep_M)
         try:
             yield
         finally:
-            self._route = before
+            self._route, self._kept = before
 
     def logits(self, ids_S: Tensor, positions_S: Tensor, layout: Layout, route: Route | None, keep_M: Tensor) -> Tensor:
-        """Next-token logits [M, V] at the flat indices `keep_M`."""
-        with self.routed(route):
+        """Next-token logits [M, V] at the flat indices `keep_M`, in rising order."""
+        fewer = len(keep_M) < len(ids_S)
+        narrow = self._narrows and fewer
+        with self.routed(route, keep_M if fewer else None):
             out = self.model(
                 input_ids=ids_S[None],
                 position_ids=positions_S[None],
                 use_cache=False,
-                logits_to_keep=keep_M,
+                logits_to_keep=0 if narrow else keep_M,
                 layout=layout,
+                keep_M=keep_M if narrow else None,
             )
         return out.logits[0]
 
     def tensor(self, values: Any, dtype: torch.dtype = torch.long) -> Tensor:
         return torch.as_tensor(values, dtype=dtype, device=self.device)
+
+
+def _rows(value: Any, keep_M: Tensor, size: int) -> Any:
+    """`value` with every tensor of `size` rows `[1, size, ...]` in it cut to the rows `keep_M`."""
+    if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == size:
+        return value.index_select(1, keep_M)
+    if isinstance(value, tuple):
+        return tuple(_rows(v, keep_M, size) for v in value)
+    if isinstance(value, dict):
+        return {k: _rows(v, keep_M, size) for k, v in value.items()}
+    return value
 
 
 def resolve_base(base: str) -> str:

@@ -28,13 +28,13 @@ Loss = Callable[..., tuple[Tensor, Figures]]
 
 
 class AdamConfig(Strict):
-    """AdamW (Loshchilov & Hutter, 2019) with clipping of the gradient's norm."""
+    """AdamW (Loshchilov & Hutter, 2019) with clipping of the gradient's norm (null: none)."""
 
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    grad_clip: float = Field(1.0, gt=0)
+    grad_clip: float | None = Field(1.0, gt=0)
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,9 @@ class Trainer:
             group.update(
                 lr=adam.lr if lr is None else lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay
             )
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, adam.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, adam.grad_clip or torch.inf)
         if not torch.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
             raise ValueError(f"the gradient's norm is {float(norm)}. Lower the learning rate, or look for bad rewards.")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

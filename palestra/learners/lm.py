@@ -13,9 +13,9 @@ from pydantic import Field
 from palestra.engine.checkpoints import load_trainer, save_trainer
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Sampler, Sampling
+from palestra.engine.sampler import Sampling
 from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.policies.lm import ChatEncoder, LanguagePolicy, Memory
+from palestra.policies.lm import ChatEncoder, LanguagePolicy, Memory, Samples
 from palestra.types import Metrics, Sample
 
 
@@ -115,7 +115,7 @@ class LanguageLearner:
         name: str,
         config: LoraPolicyConfig | FullPolicyConfig,
         weights: Weights,
-        sampler: Sampler,
+        sampler: Samples,
         tokenizer: Any,
     ) -> None:
         self.name, self.config, self.weights, self.sampler = name, config, weights, sampler

@@ -7,17 +7,24 @@ sampled before, and adds only the new observation's.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from palestra.engine.lora import Snapshot
-from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.engine.sampler import Request, Sampled, Sampling
 from palestra.policies.base import Query, chat
 from palestra.types import Answer, Message
 
 MARK = "\x00answer\x00"
 Memory = Literal["none", "conversation"]
+
+
+class Samples(Protocol):
+    """A sampler, here (engine/sampler.py) or on a server."""
+
+    async def sample(self, request: Request) -> list[Sampled]: ...
+    def forget(self) -> None: ...
 
 
 class ChatEncoder:
@@ -76,7 +83,7 @@ class LanguagePolicy:
     def __init__(
         self,
         name: str,
-        sampler: Sampler,
+        sampler: Samples,
         encoder: ChatEncoder,
         sampling: Sampling,
         adapter: Snapshot | None = None,

@@ -1,0 +1,183 @@
+"""Log-probabilities of given tokens under snapshots: many prompts and many adapters in one pass, no gradients.
+
+Each adapter's prompts are a forest of their own (attention.py), since under other weights the same tokens are other
+activations; the forests lie end to end in one flat row. The pass ends before the model's head: logits of all rows at
+once would be the largest thing in memory by far, so they are made and read a few rows at a time.
+
+Shapes: `P` prompt tokens, `K` targets per position, `k` best tokens; `S` tokens of a forest, `H` width of the model,
+`A` log-probabilities asked for, `C` rows at a time, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from palestra.engine.attention import Forest, TreeLayout, plant
+from palestra.engine.joint import joined
+from palestra.engine.lora import Snapshot, Stack, Stacked
+from palestra.engine.models import Engine
+from palestra.engine.requests import check_prompt, check_top
+
+LOGITS = 2**26  # as many logits at a time: 256 MiB in float32
+
+
+@dataclass(frozen=True)
+class Question:
+    """How likely `adapter` (None: the bare base) finds the prompt `ids` [P], token by token. Also asked: the `top`
+    likeliest tokens at each position, and those of `targets` [P-1, K], whose row i is for the place of `ids[i + 1]`
+    (-1: none)."""
+
+    ids: np.ndarray
+    adapter: Snapshot | None = None
+    top: int = 0
+    targets: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities at temperature 1: `logps` [P-1] of `ids[1:]`, `top_logps` [P-1, k] of the likeliest tokens
+    `top_ids` [P-1, k], best first, and `target_logps` [P-1, K], 0 where the target is -1 (None without targets)."""
+
+    logps: np.ndarray
+    top_ids: np.ndarray
+    top_logps: np.ndarray
+    target_logps: np.ndarray | None
+
+
+def score(engine: Engine, questions: Sequence[Question], *, pack_tokens: int = 16384) -> list[Scores]:
+    """The scores of all `questions`, at most `pack_tokens` prompt tokens before sharing in a pass (one prompt alone may
+    have more). Raises ValueError for the first question that cannot be asked."""
+    for question in questions:
+        _check(engine, question)
+    scores: dict[int, Scores] = {}
+    for pack in _packs(questions, pack_tokens):
+        scores |= zip(pack, _score(engine, [questions[i] for i in pack]), strict=True)
+    return [scores[i] for i in range(len(questions))]
+
+
+def _check(engine: Engine, question: Question) -> None:
+    check_prompt(engine, question.ids, 0)
+    check_top(engine, question.top)
+    if question.targets is None:
+        return
+    if question.targets.ndim != 2 or len(question.targets) != len(question.ids) - 1:
+        shape = "x".join(map(str, question.targets.shape))
+        raise ValueError(f"targets of {shape} for a prompt of {len(question.ids)} tokens: a row for each but the first")
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    if question.targets.size and (question.targets.min() < -1 or question.targets.max() >= vocabulary):
+        raise ValueError(f"targets must be token ids from 0 to {vocabulary - 1}, or -1 for none")
+
+
+def _packs(questions: Sequence[Question], tokens: int) -> Iterator[list[int]]:
+    """Numbers of `questions`, sorted so that prompts that can share what is computed lie in one pack."""
+    order = sorted(range(len(questions)), key=lambda i: (_owner(questions[i]), questions[i].ids.tolist()))
+    pack: list[int] = []
+    size = 0
+    for i in order:
+        if pack and size + len(questions[i].ids) > tokens:
+            yield pack
+            pack, size = [], 0
+        pack.append(i)
+        size += len(questions[i].ids)
+    if pack:
+        yield pack
+
+
+def _owner(question: Question) -> tuple[bool, str, int]:
+    """Sorts by adapter, the bare base last: as a `Stacked` route has its rows."""
+    adapter = question.adapter
+    return (adapter is None, adapter.name if adapter else "", adapter.id if adapter else 0)
+
+
+@torch.inference_mode()
+def _score(engine: Engine, questions: list[Question]) -> list[Scores]:
+    """The scores of one pass; `questions` are sorted by owner."""
+    blocks = [list(block) for _, block in groupby(questions, key=_owner)]
+    # the last token predicts nothing that is asked, but a prompt of one token must be somewhere
+    forests = [plant([q.ids[: max(1, len(q.ids) - 1)].astype(np.int64) for q in block]) for block in blocks]
+    adapters = [block[0].adapter for block in blocks]
+    sizes = [len(forest.ids_S) for forest in forests]
+    hidden_SH = _hidden(engine, joined(forests), _route(engine, adapters, sizes))
+    parts = zip(blocks, forests, hidden_SH.split(sizes), strict=True)
+    return [scores for block, forest, part_SH in parts for scores in _read(engine, block, forest, part_SH)]
+
+
+def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence[int]) -> Stacked | None:
+    """The route of blocks of `counts` rows under `adapters`, the bare base last."""
+    used = [(adapter, count) for adapter, count in zip(adapters, counts, strict=True) if adapter]
+    if not used:
+        return None
+    return Stacked(Stack([adapter for adapter, _ in used], engine.linears), [count for _, count in used])
+
+
+def _hidden(engine: Engine, forest: Forest, route: Stacked | None) -> Tensor:
+    """The last hidden states [S, H] of a forest."""
+    layout = TreeLayout(forest, engine.device)
+    ids_S, positions_S = engine.tensor(forest.ids_S), engine.tensor(forest.positions_S)
+    decoder = engine.model.get_decoder()
+    with engine.routed(route):
+        out = decoder(input_ids=ids_S[None], position_ids=positions_S[None], use_cache=False, layout=layout)
+    hidden_SH: Tensor = out.last_hidden_state[0]
+    return hidden_SH
+
+
+def _read(engine: Engine, questions: Sequence[Question], forest: Forest, hidden_SH: Tensor) -> list[Scores]:
+    """The scores of questions of one owner, whose forest has these last hidden states."""
+    paths = [path[: len(q.ids) - 1] for q, path in zip(questions, forest.paths, strict=True)]
+    asked = [_asked(q) for q in questions]
+    row_A = np.concatenate([np.repeat(path, ids.shape[1]) for path, ids in zip(paths, asked, strict=True)])
+    token_A = np.concatenate([ids.ravel() for ids in asked])
+    most = max(q.top for q in questions)
+    logp_A, ids_Sk, logps_Sk = _look_up(engine, questions[0].adapter, hidden_SH, row_A, token_A, most)
+    ends = np.cumsum([ids.size for ids in asked])[:-1]
+    scores = []
+    for q, path, ids, logps in zip(questions, paths, asked, np.split(logp_A, ends), strict=True):
+        logps_PK = np.where(ids < 0, 0.0, logps.reshape(ids.shape)).astype(np.float32)
+        targets = None if q.targets is None else logps_PK[:, 1:]
+        scores.append(Scores(logps_PK[:, 0], ids_Sk[path, : q.top], logps_Sk[path, : q.top], targets))
+    return scores
+
+
+def _asked(question: Question) -> np.ndarray:
+    """The tokens [P-1, 1 + K] asked for at each position: the prompt's own, then the targets."""
+    own = question.ids[1:, None].astype(np.int64)
+    return own if question.targets is None else np.concatenate([own, question.targets.astype(np.int64)], 1)
+
+
+def _look_up(
+    engine: Engine, adapter: Snapshot | None, hidden_SH: Tensor, row_A: np.ndarray, token_A: np.ndarray, k: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-probabilities [A] of `token_A` at `row_A`, and the `k` likeliest tokens of each row with theirs [S, k]. Where
+    a token is -1, the number means nothing."""
+    size, order = len(hidden_SH), np.argsort(row_A, kind="stable")
+    logp_A, ids_Sk, logps_Sk = np.zeros(len(row_A), np.float32), np.zeros((size, k), np.int64), np.zeros((size, k))
+    step = max(1, LOGITS // engine.model.config.get_text_config().vocab_size)
+    for first in range(0, size, step):
+        rows = slice(first, min(first + step, size))
+        route = _route(engine, [adapter], [rows.stop - first])
+        logp_CV = torch.log_softmax(_logits(engine, hidden_SH[rows], route).float(), -1)
+        mine = order[slice(*np.searchsorted(row_A, [first, rows.stop], sorter=order))]
+        found = logp_CV[engine.tensor(row_A[mine] - first), engine.tensor(token_A[mine])]
+        logp_A[mine] = found.cpu().numpy()
+        if k:
+            logps_Sk[rows], ids_Sk[rows] = (best.cpu().numpy() for best in logp_CV.topk(k))
+    return logp_A, ids_Sk, logps_Sk.astype(np.float32)
+
+
+def _logits(engine: Engine, hidden_MH: Tensor, route: Stacked | None) -> Tensor:
+    """The logits [M, V] of last hidden states, made by the model itself: some scale or cap what the head says."""
+    decoder, known = engine.model.get_decoder(), BaseModelOutputWithPast(last_hidden_state=hidden_MH[None])
+    whole, decoder.forward = decoder.forward, lambda *args, **kwargs: known
+    try:
+        with engine.routed(route):
+            logits: Tensor = engine.model(use_cache=False).logits[0]
+    finally:
+        decoder.forward = whole
+    return logits

@@ -1,0 +1,384 @@
+"""The sampler's own promises: what ends an answer, the loop that drives it, failures that stay with their request."""
+
+import asyncio
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from palestra.engine import sampler as sampler_module
+from palestra.engine.draw import StopStrings, uniform
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.testing import tiny_lm, tiny_tokenizer
+
+END = 4  # tiny_lm's end token
+
+
+def prompt(seed=0, length=6):
+    return np.random.default_rng(seed).integers(5, 250, length).astype(np.int32)
+
+
+def ask(seed=0, n=3, *, adapter=None, top=0, **sampling):
+    return Request(prompt(seed), n, Sampling(**{"max_tokens": 8} | sampling), adapter, seed, top_logprobs=top)
+
+
+def drive(sampler, requests):
+    """Outcomes by `submit` and `advance`."""
+    outcomes = [None] * len(requests)
+    for i, request in enumerate(requests):
+        sampler.submit(request, partial(outcomes.__setitem__, i))
+    while sampler.advance():
+        pass
+    return outcomes
+
+
+def tokens(answers):
+    return [a.token_ids.tolist() for a in answers]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_lm(4)
+
+
+# ---- what ends an answer
+
+
+def test_stop_ids_end_an_answer_and_are_part_of_it(engine):
+    free = Sampler(engine).sample_all([ask(n=8, max_tokens=60)])[0]
+    stop_ids = (free[0].token_ids[3].item(), free[1].token_ids[5].item())
+    for plain, cut in zip(
+        free, Sampler(engine).sample_all([ask(n=8, max_tokens=60, stop_ids=stop_ids)])[0], strict=True
+    ):
+        hits = np.flatnonzero(np.isin(plain.token_ids, stop_ids))
+        length = hits[0] + 1 if len(hits) else len(plain.token_ids)
+        assert cut.token_ids.tolist() == plain.token_ids[:length].tolist()
+        assert cut.stop == ("stop" if len(hits) else plain.stop) and len(cut.logprobs) == length
+
+
+def test_the_models_end_tokens_can_be_ignored(engine):
+    ends = Sampler(engine).sample_all([ask(n=32, max_tokens=150)])[0]
+    goes_on = Sampler(engine).sample_all([ask(n=32, max_tokens=150, end=False)])[0]
+    ended = [(a, b) for a, b in zip(ends, goes_on, strict=True) if a.stop == "stop"]
+    assert ended and all(a.token_ids[-1] == END for a, _ in ended)
+    assert all(b.stop == "length" and len(b.token_ids) == 150 for b in goes_on)
+    assert all(a.token_ids.tolist() == b.token_ids[: len(a.token_ids)].tolist() for a, b in ended)
+    stopped = Sampler(engine).sample_all([ask(n=32, max_tokens=150, end=False, stop_ids=(END,))])[0]
+    assert tokens(stopped) == tokens(ends)
+
+
+def first_hit(tokenizer, ids, stops):
+    """The number of tokens after which the text of all so far holds a stop string, or None."""
+    for n in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:n], skip_special_tokens=True)
+        if any(stop in text for stop in stops):
+            return n
+    return None
+
+
+def found_after(tokenizer, ids, stops):
+    finder, tail = StopStrings(tokenizer), StopStrings.tail(stops)
+    return next((n for n, token in enumerate(ids, 1) if finder.found(stops, tail, token)), None)
+
+
+def llama_like_tokenizer():
+    """Words with a space mark, single bytes for the rest, and a decoder that drops the space at a text's start."""
+    words = ["<unk>", "</s>", "▁", "▁the", "▁a", "a", "b", "ab", ".", "▁ab", "User", ":", "▁User"]
+    pieces = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+TINY, LLAMA = tiny_tokenizer(), llama_like_tokenizer()
+WORDS = st.sampled_from(["a", "b", "ab", " ", "\n", "é", "€", "😀", "User", ":", " a", "\n\nUser:", ".", "aab", "é\n"])
+
+
+def spelt(text, tokenizer):
+    """`text` in the smallest pieces: its bytes, or for some letters a word."""
+    if tokenizer is TINY:
+        return tokenizer.encode(text, add_special_tokens=False)
+    byte = tokenizer.convert_tokens_to_ids("<0x00>")
+    return [
+        i
+        for c in text
+        for i in ([tokenizer.convert_tokens_to_ids(c)] if c in "ab.:" else [byte + b for b in c.encode()])
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", [TINY, LLAMA], ids=["bytes", "llama"])
+@given(
+    words=st.lists(WORDS, max_size=30),
+    stops=st.lists(WORDS, min_size=1, max_size=3),
+    noise=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["special", "unknown", "word"])), max_size=8),
+)
+def test_stop_strings_are_found_where_the_whole_text_has_them(tokenizer, words, stops, noise):
+    """Decoding a bounded tail says what decoding everything says, after every token: characters split over tokens,
+    strings over many, special tokens and ids without a token in between."""
+    extra = {
+        "special": tokenizer.eos_token_id,
+        "unknown": 100_000,
+        "word": tokenizer.encode("a", add_special_tokens=False)[0] if tokenizer is TINY else 3,
+    }
+    ids = spelt("".join(words), tokenizer)
+    cuts = [0, *(i + 1 for i in range(len(ids)) if is_whole(tokenizer, ids[: i + 1]))]
+    for place, kind in noise:
+        # between characters only: a word inside a broken one is nothing that a decoder must agree with itself about
+        at = cuts[place % len(cuts)] if kind == "word" else place % (len(ids) + 1)
+        ids = [*ids[:at], extra[kind], *ids[at:]]
+        cuts = [c if c <= at else c + 1 for c in cuts]
+    assert found_after(tokenizer, ids, stops) == first_hit(tokenizer, ids, stops)
+
+
+def is_whole(tokenizer, ids):
+    return not tokenizer.decode(ids).endswith("\ufffd")
+
+
+def test_stop_strings_by_hand():
+    assert found_after(TINY, spelt("x\n\nUser: y", TINY), ["\n\nUser:"]) == 8
+    assert found_after(TINY, spelt("é€!", TINY), ["€"]) == 5  # two bytes and three
+    assert found_after(TINY, spelt("abc", TINY), ["d", "ca"]) is None
+    assert found_after(TINY, spelt("a😀😀😀", TINY), ["😀😀😀"]) == 13  # as many tokens as bytes, not as characters
+    llama = LLAMA.convert_tokens_to_ids
+    assert found_after(LLAMA, llama(["▁a", "▁User", ":"]), [" User:"]) == 3  # its space is dropped at a text's start
+    assert found_after(LLAMA, llama(["▁User", ":"]), [" User:"]) is None
+    assert found_after(LLAMA, llama(["a", "▁", "b"]), ["a b"]) == 3  # a space alone shows, though not at the start
+    assert found_after(LLAMA, spelt("€€€\n", LLAMA), ["\n"]) == 10  # the window would begin inside a euro
+
+
+def test_the_check_decodes_no_more_the_longer_the_answer():
+    class Counting:
+        longest = 0
+
+        def decode(self, ids, skip_special_tokens):
+            self.longest = max(self.longest, len(ids))
+            return TINY.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    tokenizer, ids = Counting(), spelt("a long way to go " * 50, TINY)
+    assert found_after(tokenizer, ids, ["\n\nUser:", "!"]) is None
+    assert tokenizer.longest <= len("\n\nUser:") + 4
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(engine):
+    free = Sampler(engine).sample_all([ask(n=6, max_tokens=80, end=False)])[0]
+    stops = ("ab", engine.tokenizer.decode(free[2].token_ids[10:14], skip_special_tokens=True))
+    cut = Sampler(engine).sample_all([ask(n=6, max_tokens=80, end=False, stop=stops)])[0]
+    for plain, answer in zip(free, cut, strict=True):
+        hit = first_hit(engine.tokenizer, plain.token_ids.tolist(), stops)
+        assert answer.token_ids.tolist() == plain.token_ids[:hit].tolist()
+        assert answer.stop == ("stop" if hit else "length")
+    assert cut[2].stop == "stop"
+
+
+# ---- the loop
+
+
+def test_submit_and_advance_sample_what_the_others_do(engine):
+    requests = [ask(seed, n=1 + seed % 4) for seed in range(9)]
+    driven = drive(Sampler(engine, max_rows=6), requests)
+    together = Sampler(engine, max_rows=6).sample_all(requests)
+
+    async def gathered():
+        sampler = Sampler(engine, max_rows=6)
+        return await asyncio.gather(*map(sampler.sample, requests))
+
+    awaited = asyncio.run(gathered())
+    for a, b, c in zip(driven, together, awaited, strict=True):
+        assert tokens(a) == tokens(b) == tokens(c)
+
+
+def test_advance_samples_one_token_and_says_when_there_was_nothing_to_do(engine):
+    sampler, outcomes = Sampler(engine), []
+    assert not sampler.advance() and not sampler.busy
+    sampler.submit(ask(max_tokens=4, end=False), outcomes.append)
+    steps = 0
+    while sampler.advance():
+        steps += 1
+    assert steps == 3 and not sampler.busy  # the prompt's step samples the first token and the second
+    assert [len(a.token_ids) for a in outcomes[0]] == [4, 4, 4]
+
+
+def test_requests_join_while_others_are_being_served(engine):
+    sampler, outcomes = Sampler(engine), {}
+    sampler.submit(ask(1, max_tokens=20), partial(outcomes.__setitem__, 1))
+    for _ in range(5):
+        sampler.advance()
+    sampler.submit(ask(2), lambda outcome: sampler.submit(ask(3), partial(outcomes.__setitem__, 3)))  # from its `done`
+    while sampler.advance():
+        pass
+    assert tokens(outcomes[1]) == tokens(Sampler(engine).sample_all([ask(1, max_tokens=20)])[0])
+    assert tokens(outcomes[3]) == tokens(Sampler(engine).sample_all([ask(3)])[0])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_cancelled_request_is_gone_and_the_others_do_not_notice(engine, steps):
+    sampler, outcomes = Sampler(engine, max_rows=9), {}
+    groups = {
+        seed: sampler.submit(ask(seed, max_tokens=12, end=False), partial(outcomes.__setitem__, seed))
+        for seed in range(4)
+    }
+    for _ in range(steps):
+        sampler.advance()
+    sampler.cancel(groups[0])  # live, unless it waits still
+    sampler.cancel(groups[3])  # waits: three groups of three rows fill the sampler
+    while sampler.advance():
+        pass
+    assert sorted(outcomes) == [1, 2] and not sampler.busy
+    for seed, outcome in outcomes.items():
+        assert tokens(outcome) == tokens(Sampler(engine).sample_all([ask(seed, max_tokens=12, end=False)])[0])
+    sampler.cancel(groups[1])  # has ended: nothing happens
+    assert tokens(sampler.sample_all([ask(7)])[0]) == tokens(Sampler(engine).sample_all([ask(7)])[0])
+
+
+def test_a_coroutine_that_is_cancelled_frees_its_rows(engine):
+    async def main():
+        sampler = Sampler(engine)
+        task = asyncio.create_task(sampler.sample(ask(1, max_tokens=400, end=False)))
+        other = asyncio.create_task(sampler.sample(ask(2)))
+        while not sampler.groups:
+            await asyncio.sleep(0)
+        task.cancel()
+        answers = await other
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        return answers, sampler.busy
+
+    answers, busy = asyncio.run(main())
+    assert tokens(answers) == tokens(Sampler(engine).sample_all([ask(2)])[0]) and not busy
+
+
+# ---- failures
+
+
+def alien(engine):
+    """A snapshot whose shapes are another base's."""
+    other = tiny_lm(0, hidden_size=32)
+    torch.manual_seed(0)
+    return Adapter(other.linears, LoraConfig(), seed=0).snapshot("alien")
+
+
+def test_a_request_that_fails_leaves_the_others_alone(engine):
+    requests = [ask(0), ask(1, adapter=alien(engine)), ask(2), ask(3)]
+    outcomes = drive(Sampler(engine), requests)
+    assert isinstance(outcomes[1], Exception)
+    for i in (0, 2, 3):
+        assert tokens(outcomes[i]) == tokens(Sampler(engine).sample_all([requests[i]])[0])
+    with pytest.raises(RuntimeError):
+        Sampler(engine).sample_all(requests)
+
+
+def test_a_failure_half_way_leaves_the_others_alone(engine):
+    """Here the tail's decoder fails on one request's text, at its fourth token."""
+    sampler, requests = Sampler(engine), [ask(0), ask(1, stop=("never",)), ask(2)]
+    found, calls = sampler._stop_strings.found, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) > 9:
+            raise RuntimeError("no such text")
+        return found(*args)
+
+    sampler._stop_strings.found = failing
+    outcomes = drive(sampler, requests)
+    assert str(outcomes[1]) == "no such text"
+    for i in (0, 2):
+        assert tokens(outcomes[i]) == tokens(Sampler(engine).sample_all([requests[i]])[0])
+    assert not sampler.busy
+
+
+def test_when_nobody_can_be_told_apart_all_hear_of_it(engine, monkeypatch):
+    sampler = Sampler(engine)
+    monkeypatch.setattr(sampler, "_retire", lambda: 1 / 0)
+    outcomes = drive(sampler, [ask(0), ask(1)])
+    assert all(isinstance(outcome, ZeroDivisionError) for outcome in outcomes) and not sampler.busy
+
+    async def main():
+        await asyncio.gather(sampler.sample(ask(0)), sampler.sample(ask(1)))
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(np.zeros(0, np.int32), 1, Sampling()), "at least one token"),
+        (Request(prompt(), 0, Sampling()), "n of at least 1"),
+        (Request(np.array([5, 272]), 1, Sampling()), "from 0 to 271"),
+        (Request(np.array([-1]), 1, Sampling()), "from 0 to 271"),
+        (Request(prompt(), 1, Sampling(), top_logprobs=273), "0 to 272"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_at_once(engine, request_, message):
+    sampler = Sampler(engine)
+    with pytest.raises(ValueError, match=message):
+        sampler.submit(request_, print)
+    with pytest.raises(ValueError, match=message):
+        sampler.sample_all([ask(0), request_])
+    assert not sampler.busy
+
+
+# ---- what else was likely, seeds, long answers
+
+
+def test_top_logprobs_are_of_the_tempered_distribution(engine):
+    settings = [{"temperature": 1.0}, {"temperature": 0.5, "top_k": 3}, {"temperature": 0.0}, {"temperature": 2.0}]
+    requests = [ask(i, n=2, top=k, **s) for i, (k, s) in enumerate(zip((4, 2, 1, 0), settings, strict=True))]
+    results = Sampler(engine).sample_all(requests)
+    for request, answers in zip(requests, results, strict=True):
+        for answer in answers:
+            if not request.top_logprobs:
+                assert answer.top_ids is None and answer.top_logps is None
+                continue
+            assert answer.top_ids.shape == answer.top_logps.shape == (len(answer.token_ids), request.top_logprobs)
+            ids = np.concatenate([request.prompt_ids, answer.token_ids])
+            logps = tempered(engine, ids, request.sampling.temperature or 1.0)[len(request.prompt_ids) - 1 : -1]
+            np.testing.assert_allclose(answer.top_logps, -np.sort(-logps, 1)[:, : request.top_logprobs], atol=2e-5)
+            np.testing.assert_allclose(np.take_along_axis(logps, answer.top_ids, 1), answer.top_logps, atol=2e-5)
+            if request.sampling.temperature == 0:
+                assert answer.top_ids[:, 0].tolist() == answer.token_ids.tolist()
+    assert tokens(results[0]) == tokens(Sampler(engine).sample_all([ask(0, n=2, temperature=1.0)])[0])
+
+
+def tempered(engine, ids, temperature):
+    """Log-probabilities [T, V] by transformers' own eager attention."""
+    engine.model.config._attn_implementation = "eager"
+    try:
+        with torch.no_grad():
+            logits = engine.model(torch.tensor(ids[None].astype(np.int64)), use_cache=False).logits[0]
+    finally:
+        engine.model.config._attn_implementation = "palestra"
+    return torch.log_softmax(logits / temperature, -1).numpy()
+
+
+def test_seeds_of_64_bits_are_taken_with_and_without_sign(engine):
+    def answers(seed):
+        return tokens(Sampler(engine).sample_all([Request(prompt(), 2, Sampling(max_tokens=6), seed=seed)])[0])
+
+    assert answers(-1) == answers(2**64 - 1) == answers(np.int64(-1)) == answers(np.uint64(2**64 - 1))
+    assert answers(-(2**63)) == answers(2**63) != answers(0)
+    assert answers(2**64 - 1) != answers(2**63)
+    zero, one = np.zeros(1, np.uint64), np.ones(1, np.uint64)
+    assert uniform(zero, zero, one) != uniform(one, zero, zero)
+
+
+def test_the_cache_grows_with_answers_that_may_be_long(engine, monkeypatch):
+    """Room for many tokens is not taken before it is needed, and what is sampled does not depend on it."""
+    whole = Sampler(engine).sample_all([ask(i, max_tokens=40, end=False) for i in range(2)])
+    monkeypatch.setattr(sampler_module, "ANSWER", 4)
+    sampler = Sampler(engine)
+    assert [tokens(a) for a in sampler.sample_all([ask(i, max_tokens=40, end=False) for i in range(2)])] == [
+        tokens(a) for a in whole
+    ]
+    short = Sampler(engine)
+    short.sample_all([ask(max_tokens=400, stop_ids=tuple(range(272)))])  # ends at once
+    assert short.cache.suffix.shape[5] == 4
