@@ -9,7 +9,7 @@ import difflib
 import inspect
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,6 +27,9 @@ from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.rollouts.play import Arena, derive
 from palestra.train import TEAM, Exam, Setup
 from palestra.types import Seat
+
+if TYPE_CHECKING:
+    from palestra.service.client import RemoteEngines
 
 
 class TaughtLora(LoraPolicyConfig):
@@ -81,7 +84,8 @@ class ExamConfig(Strict):
 class Config(Strict):
     """A training run. `episodes` are played in each of `steps`; `seats` maps seats to policies where the names differ
     (policy `default` takes every seat not named). `exam_sampling` changes how language policies sample in exams, for
-    instance `temperature: 0`."""
+    instance `temperature: 0`. `engine` is the URL of a server (`palestra serve`, Tinker, MinT) that trains and samples
+    in place of this process."""
 
     name: str = "run"
     seed: int = 0
@@ -96,6 +100,7 @@ class Config(Strict):
     checkpoint_every: int = Field(10, ge=1)
     keep_every: int = Field(0, ge=0)
     record_every: int = Field(1, ge=0)
+    engine: str | None = None
     device: str = "auto"
     max_rows: int = Field(512, ge=1)
 
@@ -190,6 +195,19 @@ class Engines:
             sampler.forget()
 
 
+def engines_of(config: Config) -> Engines | RemoteEngines:
+    """The server that `config.engine` names, or this process."""
+    if config.engine is None:
+        return Engines(config.device, config.max_rows)
+    try:
+        from palestra.service.client import connect
+    except ImportError as error:
+        raise ValueError(
+            f"training on a server needs more packages ({error}): pip install 'palestra[service]'"
+        ) from error
+    return connect(config.engine)
+
+
 def build(config: Config) -> Setup:
     """Everything that `config` describes, ready for `train`. Raises ValueError where its parts do not fit."""
     seats = seat_map(config)
@@ -198,7 +216,7 @@ def build(config: Config) -> Setup:
         Exam(name, make_arena(exam_env(config.env, exam.env, "dev"), name), exam.episodes, exam.every)
         for name, exam in config.exams.items()
     ]
-    engines = Engines(config.device, config.max_rows)
+    engines = engines_of(config)
     used = {*seats.values(), *(t for n in seats.values() if (t := getattr(config.policies[n], "teacher", None)))}
     learners = {
         name: engines.learner(name, policy, derive(config.seed, "adapter", name))
@@ -276,7 +294,7 @@ def make_arena(env: dict[str, Any], name: str) -> Arena:
     return Arena(lambda: cls(**options), name)
 
 
-def make_policy(name: str, config: Any, engines: Engines) -> Policy:
+def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Policy:
     """A policy that does not learn."""
     if isinstance(config, RandomConfig):
         return RandomPolicy(config.words, config.length)

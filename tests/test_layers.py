@@ -48,23 +48,30 @@ HEAVY = (
     "http.client",
     "urllib.request",
 )
-# Not in `dependencies`: at most one module of ours may import each.
-OPTIONAL = {
-    "aiohttp",
+# Not in `dependencies`: at most one module of ours may import each, but for those of the `service` extra, which belong
+# to the whole room and to nothing outside it.
+SERVICE = {
     "fastapi",
     "google",
+    "httpx",
+    "jwt",
+    "python_multipart",
+    "sqlalchemy",
+    "starlette",
+    "uvicorn",
+    "zstandard",
+}
+OPTIONAL = SERVICE | {
+    "aiohttp",
     "grpc",
     "gymnasium",
-    "httpx",
     "mcp",
     "openai",
     "peft",
     "pettingzoo",
     "pyspiel",
     "ray",
-    "starlette",
     "tinker",
-    "uvicorn",
     "vllm",
     "wandb",
 }
@@ -216,14 +223,25 @@ def test_importing_a_light_module_leaves_torch_out(module: str) -> None:
 def test_an_optional_dependency_is_imported_by_one_module() -> None:
     users: dict[str, set[str]] = {}
     for found in imports():
-        if found.extra and found.importer != "palestra.testing":
-            users.setdefault(found.target.split(".")[0], set()).add(found.importer)
+        dependency = found.target.split(".")[0]
+        if found.extra and dependency not in SERVICE and found.importer != "palestra.testing":
+            users.setdefault(dependency, set()).add(found.importer)
     assert {dependency: names for dependency, names in users.items() if len(names) > 1} == {}
 
 
+def test_the_service_keeps_its_dependencies_to_itself() -> None:
+    users = [found for found in imports() if found.target.split(".")[0] in SERVICE and not _serves(found.importer)]
+    assert [str(found) for found in users if found.importer != "palestra.testing"] == []
+
+
+def _serves(module: str) -> bool:
+    return f"{module}.".startswith("palestra.service.")
+
+
 def test_extras_are_not_loaded_with_the_package() -> None:
-    """A module that needs an extra may import it at its top only if nothing loads that module unasked."""
-    needing = {found.importer for found in imports() if found.at_load and found.extra}
+    """A module that needs an extra may import it at its top only if nothing loads that module unasked. The service is
+    asked for as a whole."""
+    needing = {found.importer for found in imports() if found.at_load and (found.extra or _serves(found.importer))}
     loaded = [found for found in ours() if found.at_load and found.target in needing and found.importer not in needing]
     assert [str(found) for found in loaded] == []
 

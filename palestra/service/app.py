@@ -1,0 +1,112 @@
+"""The front end: an ASGI app over a context, with every route of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import sqlalchemy as sql
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from palestra.service.calls import Queue, Reader
+from palestra.service.context import Context
+from palestra.service.futures import Waiter
+from palestra.service.routes import archives, checkpoints, futures, mint, models, openai, sampling, sessions
+from palestra.service.vault import Damaged
+from palestra.service.wire import BadRequest
+
+RETRY = {"Retry-After": "1"}
+ROUTERS = [
+    *((module.router, "/api/v1") for module in (sessions, models, sampling, futures, checkpoints, archives, mint)),
+    (openai.router, "/oai/api/v1"),
+]
+
+
+def create_app(context: Context, *, root_path: str = "") -> FastAPI:
+    """The app. Under `root_path` ("/train") it answers both with the prefix and, behind a proxy that strips it,
+    without."""
+    app = FastAPI(title="palestra", docs_url=None, redoc_url=None)
+    app.add_middleware(Under, prefix=root_path.rstrip("/"))
+    app.state.context, app.state.queue, app.state.waiter = context, Queue(context), Waiter(context)
+    for router, prefix in ROUTERS:
+        app.include_router(router, prefix=prefix)
+    app.add_exception_handler(BadRequest, _bad_request)
+    app.add_exception_handler(Damaged, _damaged)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _unknown)
+    app.add_exception_handler(sql.exc.DataError, _unstorable)
+    app.add_exception_handler(sql.exc.OperationalError, _locked)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+class Under:
+    """Tells the app the prefix of its addresses. A server's own setting would add it to paths that have it already."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self.app, self.prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app({**scope, "root_path": self.prefix}, receive, send)
+
+
+async def _bad_request(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, BadRequest)
+    return JSONResponse({"detail": str(error)}, error.status, RETRY if error.status in (429, 503) else None)
+
+
+async def _damaged(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": str(error)}, 410)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    """Of what stands in an address or a header; bodies are read by `calls.py`."""
+    assert isinstance(error, RequestValidationError)
+    wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+    return JSONResponse({"detail": wrong}, 422)
+
+
+async def _unknown(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    detail = str(error.detail)
+    if error.status_code == 404:
+        detail = f"this server has no {request.method} {request.url.path[:200]}: see docs/service.md for what it serves"
+    return JSONResponse({"detail": detail}, error.status_code, error.headers)
+
+
+async def _unstorable(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": "a text or a number in the request cannot be kept: is there a NUL in it?"}, 400)
+
+
+async def _locked(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": "the database is busy or gone: try again"}, 503, RETRY)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI's page, with the bodies that `Json` reads."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        bodies = {(prefix, route): body for router, prefix in ROUTERS for route, body in _bodies(router)}
+        template = "#/components/schemas/{model}"
+        _, models = models_json_schema([(body, "validation") for body in bodies.values()], ref_template=template)
+        schema["components"]["schemas"] |= models["$defs"]
+        for (prefix, route), body in bodies.items():
+            content = {"application/json": {"schema": {"$ref": template.format(model=body.__name__)}}}
+            for method in route.methods or ():
+                operation = schema["paths"][f"{prefix}{route.path}"][method.lower()]
+                operation["requestBody"] = {"content": content, "required": True}
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _bodies(router: APIRouter) -> Iterator[tuple[APIRoute, Any]]:
+    for route in router.routes:
+        if isinstance(route, APIRoute):
+            yield from ((route, d.call.model) for d in route.dependant.dependencies if isinstance(d.call, Reader))

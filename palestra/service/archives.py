@@ -1,0 +1,171 @@
+"""Checkpoints as tar.gz, in both directions, a block at a time.
+
+An archive from outside is read by hand, header by header: only plain files with the names we know are taken, whatever
+else it holds is refused or skipped, and neither its names nor its sizes reach the disk or the memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
+
+from palestra.engine.checkpoints import PREFIX, check_plain
+from palestra.service.wire import EXACT, MAX_RANK, BadRequest
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BLOCK = tarfile.BLOCKSIZE
+CHUNK = 2**20
+MAX_CONFIG = 2**20  # bytes
+EXTENSIONS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+
+
+def pack(files: Iterable[Path]) -> Iterator[bytes]:
+    """A tar.gz of the files, as it is made."""
+    zipped = zlib.compressobj(level=1, wbits=31)  # weights hardly shrink
+    for block in _tar(files):
+        yield zipped.compress(block)
+    yield zipped.flush()
+
+
+def _tar(files: Iterable[Path]) -> Iterator[bytes]:
+    for path in files:
+        info = tarfile.TarInfo(path.name)
+        info.size, info.mtime = path.stat().st_size, int(path.stat().st_mtime)
+        yield info.tobuf()
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+        yield bytes(-info.size % BLOCK)
+    yield bytes(2 * BLOCK)
+
+
+def unpack(archive: BinaryIO, folder: Path, limit: int) -> None:
+    """Writes the adapter in a tar.gz to `folder`. Raises BadRequest for what is no such archive, holds anything but
+    plain files and folders, has a path that leads out of it, or more than `limit` bytes."""
+    stream = _Stream(archive, limit)
+    try:
+        while any(block := stream.take(BLOCK)):
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            _unpack_one(stream, info, folder)
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise BadRequest(f"the file is no tar.gz archive: {error}") from None
+    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).exists()]
+    if missing:
+        raise BadRequest(f"the archive has no {' and no '.join(missing)}: send an adapter as PEFT saves it")
+
+
+def _unpack_one(stream: _Stream, info: tarfile.TarInfo, folder: Path) -> None:
+    path = PurePosixPath(info.name)
+    plain = info.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
+    if info.size < 0 or path.is_absolute() or ".." in path.parts or not (plain or info.type in EXTENSIONS):
+        raise BadRequest(f'the archive has "{_shown(info.name)}", which is no plain file in a folder of its own')
+    if not info.isreg() or path.name not in (CONFIG, WEIGHTS):
+        stream.skip(info.size)
+    elif (folder / path.name).exists():
+        raise BadRequest(f"the archive has two files called {path.name}: send one adapter")
+    else:
+        with (folder / path.name).open("xb") as file:
+            for chunk in stream.chunks(info.size):
+                file.write(chunk)
+    stream.skip(-info.size % BLOCK)
+
+
+def _shown(name: str) -> str:
+    return name[:100].encode("ascii", "replace").decode()
+
+
+class _Stream:
+    """What a gzip file holds, as much as `left` bytes of it."""
+
+    def __init__(self, archive: BinaryIO, left: int) -> None:
+        self._file, self.left = gzip.GzipFile(fileobj=archive, mode="rb"), left
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes. Raises EOFError where there are fewer, and BadRequest (413) beyond the limit."""
+        self.left -= size
+        if self.left < 0:
+            raise BadRequest("the archive is too large", 413)
+        data = self._file.read(size)
+        if len(data) < size:
+            raise EOFError("it ends in the middle")
+        return data
+
+    def chunks(self, size: int) -> Iterator[bytes]:
+        for start in range(0, size, CHUNK):
+            yield self.take(min(CHUNK, size - start))
+
+    def skip(self, size: int) -> None:
+        for _ in self.chunks(size):
+            pass
+
+
+def check_adapter(folder: Path, shapes: dict[str, tuple[int, int]]) -> tuple[int, float, list[str]]:
+    """Rank, alpha and linear layers of the adapter in `folder`, which fits a base whose layers have these `shapes`
+    [out, in]. Raises BadRequest."""
+    config = read_config(folder)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if (
+        not isinstance(rank, int)
+        or not 1 <= rank <= MAX_RANK
+        or not isinstance(alpha, int | float)
+        or not 0 < alpha < EXACT
+    ):
+        raise BadRequest(f"{CONFIG} has no lora_alpha, or no rank r from 1 to {MAX_RANK}")
+    try:
+        check_plain(config, folder)
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, ValueError) as error:
+        raise BadRequest(f"the adapter cannot be read: {str(error).replace(str(folder), 'the archive')}") from None
+    return rank, float(alpha), _check_shapes(found, rank, shapes)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if path.stat().st_size > MAX_CONFIG:
+        raise BadRequest(f"{CONFIG} is longer than {MAX_CONFIG} bytes")
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise BadRequest(f"{CONFIG} is no JSON") from None
+    if not isinstance(config, dict):
+        raise BadRequest(f"{CONFIG} is no JSON object")
+    return config
+
+
+def _check_shapes(found: dict[str, tuple[int, ...]], rank: int, shapes: dict[str, tuple[int, int]]) -> list[str]:
+    names = {key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in found}
+    unknown = sorted(names - shapes.keys())
+    if unknown or not names:
+        raise BadRequest(f'{WEIGHTS} has weights for "{_shown((unknown or [""])[0])}", which the base has not')
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        out, into = shapes[name]
+        wanted |= {f"{PREFIX}{name}.lora_A.weight": (rank, into), f"{PREFIX}{name}.lora_B.weight": (out, rank)}
+    wrong = sorted(set(found.items()) ^ set(wanted.items()))
+    if wrong:
+        raise BadRequest(f"{WEIGHTS} does not fit the base: see {_shown(wrong[0][0])}")
+    return sorted(names)
+
+
+def layer_shapes(base: Path) -> dict[str, tuple[int, int]]:
+    """The shapes [out, in] of a base's matrices, by the names of their layers. A head that is tied to the embeddings
+    has theirs."""
+    shapes = {}
+    for path in sorted(base.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                shape = file.get_slice(key).get_shape()
+                if key.endswith(".weight") and len(shape) == 2:
+                    shapes[key.removesuffix(".weight")] = (shape[0], shape[1])
+    embeddings = [shape for name, shape in shapes.items() if name.endswith("embed_tokens")]
+    if embeddings:
+        shapes.setdefault("lm_head", embeddings[0])
+    return shapes

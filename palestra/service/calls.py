@@ -1,0 +1,200 @@
+"""What all routes share: who asks, a body read within its limits, and a request put into the queue."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import zstandard
+from fastapi import Depends, Request
+from pydantic import BaseModel
+
+from palestra.service.context import Context
+from palestra.service.context import context as find_context
+from palestra.service.context import owner as find_owner
+from palestra.service.wire import INT32, BadRequest, Wire, parse
+
+FRESH = 1.0  # seconds that a count of the queue is believed
+Number = tuple[object, object]  # a model and a sequence number, as a client gave them
+
+
+class Busy(BadRequest):
+    """The owner's queue is full: ask again in a while."""
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} of your requests wait for an answer: send more when some of them have one", 429)
+
+
+class Queue:
+    """Puts requests where the worker finds them, as many as one owner may have there."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._counts: dict[str, tuple[float, int]] = {}
+
+    def submit(
+        self,
+        owner: str,
+        kind: str,
+        job: BaseModel | bytes,
+        *,
+        key: str | None = None,
+        model: str | None = None,
+        seq: int | None = None,
+    ) -> str:
+        """The id of the request; a second one with the same `key` is the first. Raises Busy."""
+        self.admit(owner)
+        body = job if isinstance(job, bytes) else job.model_dump_json().encode()
+        id = self.context.store.submit(owner, kind, body, key=key, model=model, seq=seq)
+        self.context.bell.ring()
+        return id
+
+    def train(self, owner: str, kind: str, job: BaseModel | bytes, model: str, seq: int | None) -> str:
+        """`submit`, for request `seq` of a model; 0, which clients send for "not numbered", is taken as None."""
+        return self.submit(owner, kind, job, key=_key(model, seq), model=model, seq=seq or None)
+
+    @contextmanager
+    def numbered(self, owner: str, kind: str, body: bytes | Number) -> Iterator[None]:
+        """Where a request of a model (its JSON, or its number) is refused within, the number is noted as used up: the
+        client goes on with the next one. A full queue uses up nothing, since the request comes again."""
+        try:
+            yield
+        except Busy:
+            raise
+        except BadRequest as error:
+            self.refused(owner, kind, str(error), *(_number(body) if isinstance(body, bytes) else body))
+            raise
+
+    def refused(self, owner: str, kind: str, message: str, model: object, seq: object) -> None:
+        """Notes that request `seq` of one of the owner's models was refused; nothing where there is none such."""
+        if not isinstance(model, str) or not isinstance(seq, int) or not 0 < seq <= INT32:
+            return
+        try:
+            self.context.model(owner, model)
+        except BadRequest:
+            return
+        self.context.store.reject(owner, kind, message, key=f"model:{model}:{seq}", model=model, seq=seq)
+        self.context.bell.ring()
+
+    def admit(self, owner: str) -> None:
+        """Counts one more request of the owner's. Raises Busy where there are too many."""
+        waiting = self.waiting(owner)
+        if waiting >= self.context.limits.queue:
+            raise Busy(waiting)
+        self._counts[owner] = (self._counts[owner][0], waiting + 1)
+
+    def waiting(self, owner: str) -> int:
+        """How many of the owner's requests have no answer, as of the last second."""
+        when, count = self._counts.get(owner, (0.0, 0))
+        now = time.monotonic()
+        if now - when > FRESH:
+            count = self.context.store.waiting(owner)
+            self._counts[owner] = (now, count)
+        return count
+
+
+def _key(model: str, seq: int | None) -> str | None:
+    return f"model:{model}:{seq}" if seq else None
+
+
+def _number(body: bytes) -> Number:
+    """The model and sequence number that a JSON body names, whatever else is wrong with it."""
+    try:
+        tree = json.loads(body)
+    except (ValueError, RecursionError):
+        return None, None
+    return (tree.get("model_id"), tree.get("seq_id")) if isinstance(tree, dict) else (None, None)
+
+
+# -- dependencies ------------------------------------------------------------------------------------------------------
+
+
+async def _context(request: Request) -> Context:
+    return find_context(request)
+
+
+async def _owner(request: Request) -> str:
+    return find_owner(request)
+
+
+async def _queue(request: Request) -> Queue:
+    found: Queue = request.app.state.queue
+    return found
+
+
+async def read(request: Request) -> bytes:
+    """The body, unpacked. Raises BadRequest (413) as soon as it is longer than the limit, packed or not."""
+    limit = find_context(request).limits.body
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise too_long(limit)
+    return unpacked(bytes(body), request.headers.get("content-encoding", "").strip().lower(), limit)
+
+
+def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
+    """`body` without its Content-Encoding. Raises BadRequest, and never makes more than `limit` bytes of it."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in _UNPACK:
+        raise BadRequest(f'Content-Encoding "{encoding[:40]}" is not read here: send zstd, gzip or none', 415)
+    try:
+        plain = _UNPACK[encoding](body, limit + 1)
+    except (zlib.error, zstandard.ZstdError) as error:
+        raise BadRequest(f"the body is no {encoding}: {error}") from None
+    if len(plain) > limit:
+        raise too_long(limit)
+    return plain
+
+
+def _unzstd(body: bytes, most: int) -> bytes:
+    return zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body, read_across_frames=True).read(most)
+
+
+def _gunzip(body: bytes, most: int) -> bytes:
+    return zlib.decompressobj(wbits=31).decompress(body, most)
+
+
+_UNPACK = {"zstd": _unzstd, "gzip": _gunzip}
+
+
+def too_long(limit: int) -> BadRequest:
+    return BadRequest(f"the body is longer than {limit} bytes: send the data in several requests", 413)
+
+
+class Reader:
+    """The dependency that reads a body as `model`."""
+
+    def __init__(self, model: type[Wire]) -> None:
+        self.model = model
+
+    async def __call__(self, request: Request) -> Wire:
+        return parse(self.model, await read(request))
+
+
+if TYPE_CHECKING:
+    M = TypeVar("M", bound=Wire)
+    Json = Annotated[M, Reader]
+else:
+
+    class Json:
+        """`Json[Model]` marks the argument of a route that is its body."""
+
+        def __class_getitem__(cls, model):
+            return Annotated[model, Depends(Reader(model))]
+
+
+Ctx = Annotated[Context, Depends(_context)]
+Owner = Annotated[str, Depends(_owner)]
+Queued = Annotated[Queue, Depends(_queue)]
+Body = Annotated[bytes, Depends(read)]
+
+
+def said(metadata: dict[str, Any] | None) -> dict[str, str]:
+    """A client's metadata as the wire gives it back: texts."""
+    return {name: v if isinstance(v, str) else json.dumps(v) for name, v in (metadata or {}).items()}

@@ -1,0 +1,154 @@
+"""Whether a training call makes sense for a base and a loss, and its data as the losses read them.
+
+What is refused is refused before anything is queued, with what is wrong, where, and what to send instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from palestra.service.wire import MAX_ID, BadRequest
+from palestra.types import Datum
+
+CLIP = ("clip_low_threshold", "clip_high_threshold")
+MASKS = ("weights", "mask", "loss_mask")  # what clients call a token's weight: they multiply
+SPREAD = (*MASKS, "advantages")  # may be one number for all tokens, or one for each row of two-dimensional targets
+
+
+class Loss(NamedTuple):
+    """The inputs a loss cannot do without, those it also reads, and its options."""
+
+    needs: tuple[str, ...]
+    takes: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+_RATIO = ("logprobs", "advantages")
+LOSSES = {
+    "cross_entropy": Loss(("weights",)),
+    "importance_sampling": Loss(_RATIO),
+    "ppo": Loss(_RATIO, CLIP, (*CLIP, "entropy")),  # the entropy bonus is ours
+    "cispo": Loss(_RATIO, CLIP, CLIP),
+    "dro": Loss(_RATIO, (), ("beta",)),
+    "gspo": Loss(_RATIO, (*CLIP, "sequence_ratio_mask"), CLIP),
+}
+
+
+def check_call(
+    call_data: Sequence[Datum],
+    loss: str,
+    options: Mapping[str, float | str],
+    *,
+    vocab: int,
+    max_length: int,
+    max_tokens: int,
+) -> list[Datum]:
+    """The data with exactly the inputs that `loss` reads, each in the shape of the targets; `weights` are always among
+    them. Inputs that it does not read are dropped: clients send one datum to several losses.
+
+    `vocab` is the number of ids of the base, `max_length` its positions, `max_tokens` the limit for a call. Raises
+    BadRequest.
+    """
+    if loss not in LOSSES:
+        raise BadRequest(f'loss "{loss[:MAX_ID]}" is not served here: there is {", ".join(LOSSES)}')
+    _check_options(loss, options)
+    _check_size(call_data, max_length, max_tokens)
+    data = []
+    for index, datum in enumerate(call_data):
+        place = f"data[{index}]"
+        _check_ids(place, datum, vocab)
+        data.append(_cleaned(place, datum, loss))
+    for name in LOSSES[loss].takes:
+        if len({name in datum.inputs for datum in data}) > 1:
+            raise BadRequest(f"some data have {name}, others not. Send it with all of a call's data or with none.")
+    return data
+
+
+def _check_options(loss: str, options: Mapping[str, float | str]) -> None:
+    known = LOSSES[loss].options
+    for name, value in options.items():
+        if name not in known:
+            offered = f"it has {', '.join(known)}" if known else "it has none"
+            raise BadRequest(f'loss "{loss}" has no option "{name[:MAX_ID]}": {offered}')
+        if isinstance(value, str) or not 0 <= value < math.inf:
+            raise BadRequest(f"option {name} is {str(value)[:MAX_ID]!r}. Send a finite number of at least 0.")
+    low, high = (options.get(name, default) for name, default in zip(CLIP, (0.8, 1.2), strict=True))
+    if float(low) > float(high):
+        raise BadRequest(
+            f"clip_low_threshold is {low}, above clip_high_threshold, which is {high}. They bound a ratio."
+        )
+
+
+def _check_size(data: Sequence[Datum], max_length: int, max_tokens: int) -> None:
+    if not data:
+        raise BadRequest("data are empty. Send at least one sequence.")
+    for index, datum in enumerate(data):
+        length = len(datum.tokens)
+        if not length:
+            raise BadRequest(f"data[{index}] has an empty model_input. Leave such sequences out.")
+        if length > max_length:
+            raise BadRequest(f"data[{index}] has {length} tokens, more than the base's {max_length} positions. Cut it.")
+    total = sum(len(datum.tokens) for datum in data)
+    if total > max_tokens:
+        raise BadRequest(f"the call has {total} tokens, more than {max_tokens}. Send the data in several calls.")
+
+
+def _check_ids(place: str, datum: Datum, vocab: int) -> None:
+    shape = datum.targets.shape
+    if len(shape) not in (1, 2) or shape[0] != len(datum.tokens) or not datum.targets.size:
+        raise BadRequest(
+            f"{place}.target_tokens have shape {list(shape)}, but model_input has {len(datum.tokens)} tokens. "
+            "Position i of the input predicts target i: send one target, or one row of K targets, for each."
+        )
+    for name, ids in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
+        if len(wrong):
+            raise BadRequest(
+                f"{place}.{name} has id {ids.flat[wrong[0]]} at index {wrong[0]}, but the base's ids go from 0 to "
+                f"{vocab - 1}. Use the base's own tokenizer, and weight 0 for what is not to be trained."
+            )
+
+
+def _cleaned(place: str, datum: Datum, loss: str) -> Datum:
+    needs, takes, _ = LOSSES[loss]
+    if loss == "gspo" and datum.targets.ndim != 1:
+        raise BadRequest(f"{place}.target_tokens are two-dimensional, but gspo reads one sampled sequence")
+    masks = [name for name in MASKS if name in datum.inputs]
+    missing = [name for name in needs if name not in datum.inputs and not (name == "weights" and masks)]
+    if missing:
+        raise BadRequest(f'{place}.loss_fn_inputs has no {", ".join(missing)}, which loss "{loss}" needs')
+    names = [name for name in (*needs, *takes) if name in datum.inputs and name not in MASKS]
+    inputs = {name: _fitted(f"{place}.loss_fn_inputs.{name}", datum, name) for name in (*names, *masks)}
+    weights = np.ones(datum.targets.shape, np.float32)
+    with np.errstate(over="ignore"):
+        for name in masks:
+            weights = weights * inputs.pop(name)
+    if not np.isfinite(weights).all():
+        raise BadRequest(f"{place}.loss_fn_inputs: {' times '.join(masks)} is too large a number. Send smaller ones.")
+    if "sequence_ratio_mask" in inputs and not inputs["sequence_ratio_mask"].any():
+        raise BadRequest(f"{place}.loss_fn_inputs.sequence_ratio_mask marks no token. Mark those that were sampled.")
+    return replace(datum, inputs={**inputs, "weights": weights})
+
+
+def _fitted(place: str, datum: Datum, name: str) -> np.ndarray:
+    """The input in the targets' shape. Raises BadRequest where it has another, or is not finite."""
+    array, shape = datum.inputs[name], datum.targets.shape
+    wrong = np.flatnonzero(~np.isfinite(array))
+    if len(wrong):
+        raise BadRequest(f"{place} is {array.flat[wrong[0]]} at index {wrong[0]}. Send finite numbers.")
+    if array.ndim == 1 and array.size == datum.targets.size:
+        return array.reshape(shape)  # some clients flatten matrices and do not say their shape
+    if name in SPREAD and array.size == 1:
+        return np.full(shape, array.item(), np.float32)
+    if name in SPREAD and array.shape == shape[:1]:
+        return np.repeat(array[:, None], shape[1], axis=1)
+    if array.shape != shape:
+        raise BadRequest(
+            f"{place} has shape {list(array.shape)}, but target_tokens have {list(shape)}. Make them equal."
+        )
+    return array

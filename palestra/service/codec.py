@@ -1,0 +1,442 @@
+"""Arrays on the wire: data to train on and the results of gradients and samples, as JSON and as protobuf.
+
+Protobuf is the canonical form, in which requests and results are stored; JSON is translated from and to it. Whatever
+bytes arrive, the only error is BadRequest, and nothing is allocated that the bytes do not pay for, but for sparse
+tensors: all of a call's may have MAX_CELLS cells together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from pydantic_core import to_json
+
+from palestra.service import wire
+from palestra.service import wire_pb2 as pb
+from palestra.service.wire import BadRequest
+from palestra.types import Datum
+
+MAX_CELLS = 2**23
+EMPTY = -99999.0  # the log-probability of a cell in which a top-k matrix has nothing; its token is 0
+_KINDS: dict[int, np.dtype[Any]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: np.dtype("<u2"),  # the upper half of a float32
+}
+_STOPS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
+_STOP_NAMES = {number: name for name, number in _STOPS.items()}
+
+
+class TopK(NamedTuple):
+    """The likeliest (or drawn) tokens at each position and their log-probabilities, both [N, K]; NaN: none."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """`tokens` and `logprobs` are [T]; `stop` is "stop" or "length"."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    stop: str
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """What a sampling call wanted to know of its prompt [P]; None: not asked for.
+
+    `logprobs` [P] is NaN where there is none. `targets` [P-1, K] holds log-probabilities of the ids asked for, 0 where
+    none was; with `listed` [P-1, K] it is answered sparse, with those cells. `drawn` is [P-1, K]. `cached` counts
+    prompt tokens that were not computed again.
+    """
+
+    logprobs: np.ndarray | None = None
+    topk: TopK | None = None
+    targets: np.ndarray | None = None
+    listed: np.ndarray | None = None
+    drawn: TopK | None = None
+    cached: int = 0
+
+
+# Data to train on
+
+
+def train_call_from_proto(body: bytes) -> pb.ForwardBackwardRequest:
+    """The call in `body`, its arrays still packed. Raises BadRequest where the bytes are no such message."""
+    call = pb.ForwardBackwardRequest()
+    try:
+        call.ParseFromString(body)
+    except DecodeError as error:
+        raise BadRequest(f"the body is no ForwardBackwardRequest in protobuf: {error}") from None
+    if not 0 < len(call.model_id) <= wire.MAX_ID or call.seq_id < 0 or len(call.data) > wire.MAX_DATA:
+        raise BadRequest(
+            f"model_id has {len(call.model_id)} characters (1 to {wire.MAX_ID}), seq_id is {call.seq_id} (at least 0), "
+            f"data has {len(call.data)} sequences (up to {wire.MAX_DATA}): one of them is out of bounds"
+        )
+    return call
+
+
+def train_call_from_json(body: bytes, *, forward_only: bool) -> pb.ForwardBackwardRequest:
+    """The call in the JSON of forward (`forward_only`) or forward_backward. A missing `seq_id` is 0."""
+    request: wire.ForwardRequest | wire.ForwardBackwardRequest
+    if forward_only:
+        request = wire.parse(wire.ForwardRequest, body)
+        given = request.forward_input
+    else:
+        request = wire.parse(wire.ForwardBackwardRequest, body)
+        given = request.forward_backward_input
+    return train_call(request.model_id, request.seq_id or 0, given, forward_only=forward_only)
+
+
+def train_call(
+    model_id: str, seq_id: int, given: wire.ForwardBackwardInput, *, forward_only: bool = False
+) -> pb.ForwardBackwardRequest:
+    """The call that `given` describes, in protobuf."""
+    call = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=given.loss_fn, forward_only=forward_only)
+    for name, value in (given.loss_fn_config or {}).items():
+        number, text = (None, value) if isinstance(value, str) else (value, None)
+        call.loss_fn_config_v2[name].CopyFrom(pb.LossConfigValue(number=number, text=text))
+    for index, datum in enumerate(given.data):
+        message = call.data.add()
+        for chunk in datum.model_input.chunks:
+            message.model_input.add().encoded_text.tokens = _bytes(chunk.tokens, pb.DTYPE_INT32)
+        for name, tensor in datum.loss_fn_inputs.items():
+            with _at(f"data[{index}].loss_fn_inputs.{name}"):
+                message.loss_fn_inputs[name].CopyFrom(_tensor(tensor))
+    return call
+
+
+def data_of(call: pb.ForwardBackwardRequest) -> list[Datum]:
+    """The call's sequences, dense; chunks of text are joined. Raises BadRequest for what is no array of one or two
+    dimensions, is not text, or has no targets."""
+    _afford(tensor for datum in call.data for tensor in datum.loss_fn_inputs.values())
+    return [_datum(index, datum) for index, datum in enumerate(call.data)]
+
+
+def with_data(call: pb.ForwardBackwardRequest, data: Sequence[Datum]) -> pb.ForwardBackwardRequest:
+    """The same call on other `data`, dense: how what `check.py` cleaned is stored."""
+    changed = pb.ForwardBackwardRequest()
+    changed.CopyFrom(call)
+    del changed.data[:]
+    for datum in data:
+        message = changed.data.add()
+        message.model_input.add().encoded_text.tokens = _bytes(datum.tokens, pb.DTYPE_INT32)
+        for name, array in {"target_tokens": datum.targets, **datum.inputs}.items():
+            message.loss_fn_inputs[name].CopyFrom(_dense(array))
+    return changed
+
+
+def options_of(call: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    """The loss's options. Clients that write the second form repeat its numbers in the first."""
+    if not call.loss_fn_config_v2:
+        return dict(call.loss_fn_config)
+    values = call.loss_fn_config_v2.items()
+    return {name: value.number if value.WhichOneof("value") == "number" else value.text for name, value in values}
+
+
+def tokens_of(given: wire.ModelInput) -> np.ndarray:
+    """The token ids [N] of a prompt, int32."""
+    return np.array([token for chunk in given.chunks for token in chunk.tokens], np.int32)
+
+
+def array_of(tensor: wire.TensorData, *, pad: float = 0) -> np.ndarray:
+    """A tensor in JSON as an array, int64 or float32; `pad` stands in the cells that a sparse one does not list."""
+    message = _tensor(tensor)
+    _afford([message])
+    return _array(message, pad)
+
+
+def _afford(tensors: Iterable[pb.Tensor]) -> None:
+    sparse = [tensor.shape[:2] for tensor in tensors if tensor.HasField("sparse_csr")]
+    cells = sum(math.prod(max(0, size) for size in shape) for shape in sparse)
+    if cells > MAX_CELLS:
+        raise BadRequest(f"the sparse tensors have {cells} cells, more than {MAX_CELLS}. Send less data in one call.")
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Says where in the body a BadRequest was raised."""
+    try:
+        yield
+    except BadRequest as error:
+        raise BadRequest(f"{place}: {error}", error.status) from None
+
+
+def _datum(index: int, datum: pb.Datum) -> Datum:
+    with _at(f"data[{index}].model_input"):
+        tokens = [_text(chunk) for chunk in datum.model_input]
+    arrays = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        with _at(f"data[{index}].loss_fn_inputs.{name[: wire.MAX_ID]}"):
+            arrays[name] = _array(tensor)
+    targets = arrays.pop("target_tokens", None)
+    if targets is None:
+        raise BadRequest(f"data[{index}] has no target_tokens. Send the token that each position should predict.")
+    if targets.dtype != np.int64:
+        raise BadRequest(f"data[{index}].loss_fn_inputs.target_tokens are floats. Send token ids as int64.")
+    inputs = {name: array.astype(np.float32) for name, array in arrays.items()}
+    return Datum(np.concatenate([np.zeros(0, np.int64), *tokens]), targets, inputs)
+
+
+def _text(chunk: pb.Chunk) -> np.ndarray:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        raise BadRequest(f'a chunk is "{kind or "empty"}". This server reads text only: send encoded_text.')
+    return _values(chunk.encoded_text.tokens, pb.DTYPE_INT32)
+
+
+def _tensor(tensor: wire.TensorData) -> pb.Tensor:
+    values = np.array(tensor.data, np.float64)
+    kind = pb.DTYPE_INT64 if tensor.dtype.startswith("int") else pb.DTYPE_FLOAT32
+    if kind == pb.DTYPE_INT64 and not (np.abs(values) < wire.EXACT).all() & (values == np.trunc(values)).all():
+        raise BadRequest(f"dtype is {tensor.dtype}, but not all data are whole numbers below 2^53")
+    message = pb.Tensor(dtype=kind, shape=tensor.shape)
+    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
+        message.dense = _bytes(values, kind)
+        return message
+    message.sparse_csr.values = _bytes(values, kind)
+    message.sparse_csr.crow_indices = _bytes(tensor.sparse_crow_indices or (), pb.DTYPE_INT64)
+    message.sparse_csr.col_indices = _bytes(tensor.sparse_col_indices or (), pb.DTYPE_INT64)
+    return message
+
+
+def _array(tensor: pb.Tensor, pad: float = 0) -> np.ndarray:
+    shape = _shape(tensor)
+    if tensor.HasField("sparse_csr"):
+        return _spread(tensor.sparse_csr, tensor.dtype, shape, pad)
+    values = _values(tensor.dense, tensor.dtype)
+    if not shape:
+        return values
+    if math.prod(shape) != values.size:
+        raise BadRequest(f"shape {list(shape)} does not hold {values.size} values")
+    return values.reshape(shape)
+
+
+def _shape(tensor: pb.Tensor) -> tuple[int, ...]:
+    """() where none is said: the values are then in one row."""
+    if len(tensor.shape) > 2 or any(not 0 <= size <= wire.INT32 for size in tensor.shape):
+        raise BadRequest(f"shape {list(tensor.shape[:8])} is not that of an array of one or two dimensions")
+    return tuple(tensor.shape)
+
+
+def _spread(csr: pb.SparseCsr, kind: pb.DType, shape: tuple[int, ...], pad: float) -> np.ndarray:
+    """A matrix of `pad` with the listed cells in it."""
+    values, starts, columns = (
+        _values(csr.values, kind),
+        _values(csr.crow_indices, pb.DTYPE_INT64),
+        _values(csr.col_indices, pb.DTYPE_INT64),
+    )
+    if len(shape) != 2 or len(starts) != shape[0] + 1 or len(columns) != len(values):
+        raise BadRequest(
+            f"a sparse tensor of shape {list(shape)} has {len(values)} values, {len(columns)} col_indices and "
+            f"{len(starts)} crow_indices. Send shape [rows, columns], rows + 1 crow_indices, a column for each value."
+        )
+    # compared, not subtracted: a difference of int64 may wrap around
+    if starts[0] != 0 or starts[-1] != len(values) or (starts[1:] < starts[:-1]).any():
+        raise BadRequest("crow_indices do not rise from 0 to the number of values")
+    if ((columns < 0) | (columns >= shape[1])).any():
+        raise BadRequest(f"col_indices are not all from 0 to {shape[1] - 1}")
+    cells = np.repeat(np.arange(shape[0]), np.diff(starts)) * shape[1] + columns
+    if (cells[1:] <= cells[:-1]).any():
+        raise BadRequest("col_indices do not rise within each row")
+    dense = np.full(shape, pad, values.dtype)
+    dense.reshape(-1)[cells] = values
+    return dense
+
+
+def _values(raw: bytes, kind: pb.DType) -> np.ndarray:
+    """The numbers in `raw`, as int64 or float32."""
+    if kind not in _KINDS:
+        raise BadRequest(f"dtype {kind} is none of float32 (1), int64 (2), int32 (3), bfloat16 (4)")
+    if len(raw) % _KINDS[kind].itemsize:
+        raise BadRequest(f"{len(raw)} bytes are no whole number of values of {_KINDS[kind].itemsize} bytes")
+    values = np.frombuffer(raw, _KINDS[kind])
+    if kind == pb.DTYPE_BFLOAT16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype("<f4" if values.dtype.kind == "f" else "<i8")
+
+
+def _bytes(values: Iterable[float] | np.ndarray, kind: pb.DType) -> bytes:
+    with np.errstate(over="ignore"):  # too large for a float32 is infinite, which `check.py` refuses by name
+        return np.asarray(values).astype(_KINDS[kind]).tobytes()
+
+
+def _dense(array: np.ndarray) -> pb.Tensor:
+    kind = pb.DTYPE_INT64 if array.dtype.kind == "i" else pb.DTYPE_FLOAT32
+    return pb.Tensor(dense=_bytes(array, kind), dtype=kind, shape=array.shape)
+
+
+# Results of gradients
+
+
+def forward_backward_result(
+    outputs: Sequence[Mapping[str, np.ndarray]],
+    metrics: Mapping[str, float],
+    loss_fn_output_type: str = "ArrayRecord",
+) -> bytes:
+    """A ForwardBackwardOutput: arrays of one or two dimensions by name for each datum (the same names for all), and
+    `metrics` called "name:reduction"."""
+    assert all(name.count(":") == 1 for name in metrics), "clients split the name of a metric at its colon"
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=loss_fn_output_type, metrics=dict(metrics))
+    for _, alike in itertools.groupby(outputs, _layout):
+        message.loss_fn_outputs.append(_record(list(alike)))
+    return message.SerializeToString()
+
+
+def _layout(output: Mapping[str, np.ndarray]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(name, array.dtype.kind, array.shape[1:]) for name, array in output.items()]
+
+
+def _record(outputs: list[Mapping[str, np.ndarray]]) -> pb.ArrayRecord:
+    record = pb.ArrayRecord(type_tag="ArrayRecord", num_datums=len(outputs))
+    for name in outputs[0]:
+        parts = [_dense(output[name]) for output in outputs]
+        ends = np.cumsum([0, *(len(part.dense) for part in parts)])
+        batched = pb.BatchedTensor(
+            data=b"".join(part.dense for part in parts),
+            offsets=_bytes(ends, pb.DTYPE_INT64),
+            dtype=parts[0].dtype,
+            trailing_shape=outputs[0][name].shape[1:],
+        )
+        record.fields[name].CopyFrom(batched)
+    return record
+
+
+def forward_backward_json(result: bytes) -> bytes:
+    """The JSON that the oldest clients read. What is not finite is written NaN or Infinity: their reader takes that,
+    and would refuse the whole answer for a null."""
+    message = pb.ForwardBackwardOutput.FromString(result)
+    outputs = [datum for record in message.loss_fn_outputs for datum in _unbatched(record)]
+    kind = message.loss_fn_output_type
+    return _json({"loss_fn_output_type": kind, "loss_fn_outputs": outputs, "metrics": dict(message.metrics)})
+
+
+def _unbatched(record: pb.ArrayRecord) -> list[dict[str, Any]]:
+    datums: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
+    for name, batched in record.fields.items():
+        ends = _values(batched.offsets, pb.DTYPE_INT64)
+        for datum, start, end in zip(datums, ends[:-1], ends[1:], strict=True):
+            values = _values(batched.data[start:end], batched.dtype)
+            rows = values.size // (math.prod(batched.trailing_shape) or 1)
+            datum[name] = _tensor_json(values.reshape(rows, *batched.trailing_shape))
+    return datums
+
+
+def _tensor_json(array: np.ndarray) -> dict[str, Any]:
+    dtype = "int64" if array.dtype.kind == "i" else "float32"
+    return {"data": array.reshape(-1).tolist(), "dtype": dtype, "shape": list(array.shape)}
+
+
+def _json(tree: Any) -> bytes:
+    return to_json(tree, inf_nan_mode="constants")
+
+
+# Results of sampling
+
+
+def sample_result(sequences: Iterable[SampledSequence], prompt: PromptScores = PromptScores()) -> bytes:
+    """A SampleResponse."""
+    message = pb.SampleResponse(prompt_cache_hit_tokens=prompt.cached)
+    for sequence in sequences:
+        message.sequences.append(_sequence(sequence))
+    if prompt.logprobs is not None:
+        message.prompt_logprobs = _bytes(prompt.logprobs, pb.DTYPE_FLOAT32)
+    if prompt.topk is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
+    if prompt.targets is not None:
+        targets = prompt.targets.astype(np.float32)
+        message.target_prompt_logprobs.CopyFrom(
+            _dense(targets) if prompt.listed is None else _sparse(targets, prompt.listed)
+        )
+    if prompt.drawn is not None:
+        ids = _bytes(prompt.drawn.token_ids, pb.DTYPE_INT32)
+        shape = prompt.drawn.token_ids.shape
+        message.prompt_alt_tokens.tokens.CopyFrom(pb.Tensor(dense=ids, dtype=pb.DTYPE_INT32, shape=shape))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_dense(prompt.drawn.logprobs))
+    return message.SerializeToString()
+
+
+def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
+    return pb.SampledSequence(
+        stop_reason=_STOPS[sequence.stop],
+        tokens=_bytes(sequence.tokens, pb.DTYPE_INT32),
+        logprobs=_bytes(sequence.logprobs, pb.DTYPE_FLOAT32),
+        topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
+    )
+
+
+def _topk(topk: TopK) -> pb.TopkLogprobs:
+    length, k = topk.logprobs.shape
+    none = np.isnan(topk.logprobs)
+    return pb.TopkLogprobs(
+        token_ids=_bytes(np.where(none, 0, topk.token_ids), pb.DTYPE_INT32),
+        logprobs=_bytes(np.where(none, EMPTY, topk.logprobs), pb.DTYPE_FLOAT32),
+        k=k,
+        length=length,
+    )
+
+
+def _sparse(array: np.ndarray, listed: np.ndarray) -> pb.Tensor:
+    rows, columns = np.nonzero(listed)
+    starts = np.searchsorted(rows, np.arange(len(array) + 1))
+    csr = pb.SparseCsr(
+        values=_bytes(array[rows, columns], pb.DTYPE_FLOAT32),
+        crow_indices=_bytes(starts, pb.DTYPE_INT64),
+        col_indices=_bytes(columns, pb.DTYPE_INT64),
+    )
+    return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_FLOAT32, shape=array.shape)
+
+
+def sample_json(result: bytes) -> bytes:
+    """The JSON that older clients read; keys that only newer ones know are there where they were asked for."""
+    message = pb.SampleResponse.FromString(result)
+    tree: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [_sequence_json(sequence) for sequence in message.sequences],
+        "prompt_logprobs": None,
+        "topk_prompt_logprobs": None,
+        "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
+    }
+    if message.HasField("prompt_logprobs"):
+        logps = _values(message.prompt_logprobs, pb.DTYPE_FLOAT32).tolist()
+        tree["prompt_logprobs"] = [None if math.isnan(logp) else logp for logp in logps]
+    if message.HasField("topk_prompt_logprobs"):
+        tree["topk_prompt_logprobs"] = _topk_json(message.topk_prompt_logprobs)
+    if message.HasField("target_prompt_logprobs"):
+        tree["target_prompt_logprobs"] = _tensor_json(_array(message.target_prompt_logprobs))
+    if message.HasField("prompt_alt_tokens"):
+        drawn = message.prompt_alt_tokens
+        tree["prompt_alt_tokens"] = {n: _tensor_json(_array(getattr(drawn, n))) for n in ("tokens", "logprobs")}
+    return _json(tree)
+
+
+def _sequence_json(sequence: pb.SampledSequence) -> dict[str, Any]:
+    tree = {
+        "stop_reason": _STOP_NAMES[sequence.stop_reason],
+        "tokens": _values(sequence.tokens, pb.DTYPE_INT32).tolist(),
+        "logprobs": _values(sequence.logprobs, pb.DTYPE_FLOAT32).tolist(),
+    }
+    if sequence.HasField("topk_sampled_logprobs"):
+        tree["topk_logprobs"] = _topk_json(sequence.topk_sampled_logprobs)
+    return tree
+
+
+def _topk_json(topk: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
+    """For each position its (token, log-probability) pairs, or None where there is none."""
+    shape = (topk.length, topk.k)
+    ids = _values(topk.token_ids, pb.DTYPE_INT32).reshape(shape)
+    logps = _values(topk.logprobs, pb.DTYPE_FLOAT32).reshape(shape)
+    there = (logps != np.float32(EMPTY)) | (ids != 0)
+    rows = zip(ids.tolist(), logps.tolist(), there.tolist(), strict=True)
+    return [[(token, logp) for token, logp, some in zip(*row, strict=True) if some] or None for row in rows]

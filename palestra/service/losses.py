@@ -1,0 +1,59 @@
+"""The wire's losses by name: sums over tokens, which read inputs and options under the names that clients send.
+
+The formulas are palestra's own (losses.py); here stands how `clip_low_threshold` and the like map onto them. Data have
+passed `check.py`: every input is there in the targets' shape, `weights` always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palestra.engine.joint import JointLoss, Predicted
+from palestra.losses import LOSSES, Figures, Scored
+
+# Bounds of the ratio, as official servers take them by default (Tinker cookbook, tutorial 202; gspo's are not said).
+BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
+
+
+def wire_loss(name: str, options: Mapping[str, float | str]) -> JointLoss:
+    """The loss that clients call `name`."""
+
+    def loss(predicted: Predicted) -> tuple[Tensor, Figures]:
+        inputs, entropy = predicted.inputs, float(options.get("entropy", 0.0))
+        scored = Scored(
+            logp_M=predicted.logp_M,
+            entropy_M=entropy_of(predicted.logits_MV()) if entropy else torch.zeros_like(predicted.logp_M),
+            old_logp_M=inputs.get("logprobs", predicted.logp_M.detach()),
+            ref_logp_M=None,
+            advantage_M=inputs.get("advantages", torch.ones_like(predicted.logp_M)),
+            weight_M=inputs["weights"],
+            sequence_M=predicted.sequence_M,
+        )
+        ours = "clipped_policy" if name == "ppo" else name
+        value, figures = LOSSES[ours](scored, **_options(name, options, inputs))
+        return value, figures if entropy else {k: v for k, v in figures.items() if k != "entropy"}
+
+    return loss
+
+
+def _options(name: str, options: Mapping[str, float | str], inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Options for the formula: bounds may also come token by token, as inputs."""
+    if name not in BOUNDS:
+        return dict(options)
+    keys = ("clip_low_threshold", "clip_high_threshold")
+    low, high = (inputs.get(k, options.get(k, default)) for k, default in zip(keys, BOUNDS[name], strict=True))
+    if name == "ppo":
+        return {"clip": 1 - low, "clip_high": high - 1, "entropy": float(options.get("entropy", 0.0))}  # type: ignore[operator]
+    bounds = dict(zip(keys, (low, high), strict=True))
+    mask = {"sequence_ratio_mask": inputs["sequence_ratio_mask"]} if "sequence_ratio_mask" in inputs else {}
+    return bounds | mask
+
+
+def entropy_of(logits_MV: Tensor) -> Tensor:
+    """Entropy [M] of each row's distribution."""
+    logp_MV = torch.log_softmax(logits_MV, -1)
+    return -(logp_MV.exp() * logp_MV).sum(-1)

@@ -1,0 +1,155 @@
+"""Weights as files: archives and single files to download at signed addresses, and archives that come in."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import sqlalchemy as sql
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
+from starlette.datastructures import UploadFile
+from starlette.types import Message
+
+from palestra.files import TEMPORARY
+from palestra.service.archives import check_adapter, layer_shapes, pack, read_config, unpack
+from palestra.service.calls import Ctx, Owner, too_long
+from palestra.service.context import BaseInfo, Context
+from palestra.service.jobs import Lora
+from palestra.service.replies import ExternalWeightsUrlsResponse
+from palestra.service.routes.checkpoints import ONE, path_of
+from palestra.service.store import checkpoints
+from palestra.service.vault import MANIFEST, TinkerPath
+from palestra.service.wire import BadRequest
+
+router = APIRouter()
+ARCHIVE = "archive.tar.gz"
+LIFE = 3600  # seconds that an address is good for
+
+
+@router.get(f"{ONE}/archive", status_code=302)
+def archive(run: str, kind: str, name: str, request: Request, ctx: Ctx, owner: Owner) -> Response:
+    """Leads to the archive's address, which needs no key."""
+    row = ctx.checkpoint(owner, path_of(run, kind, name))
+    expires = int(time.time()) + LIFE
+    when = format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)
+    return RedirectResponse(_address(request, ctx, row, ARCHIVE, expires), 302, {"Expires": when})
+
+
+@router.get(f"{ONE}/external_weights_urls")
+def external_weights_urls(
+    run: str, kind: str, name: str, request: Request, ctx: Ctx, owner: Owner
+) -> ExternalWeightsUrlsResponse:
+    row = ctx.checkpoint(owner, path_of(run, kind, name))
+    expires = int(time.time()) + LIFE
+    urls = {path.name: _address(request, ctx, row, path.name, expires) for path in _files(ctx, row)}
+    return ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires, UTC))
+
+
+def _address(request: Request, ctx: Context, row: sql.Row, file: str, expires: int) -> str:
+    where = f"{row.path.removeprefix('tinker://')}/{file}"
+    signature = ctx.keys.sign(f"{where} {row.folder} {expires}")
+    return f"{str(request.base_url).rstrip('/')}/api/v1/downloads/{where}?expires={expires}&signature={signature}"
+
+
+def _files(ctx: Context, row: sql.Row) -> list[Path]:
+    folder = ctx.vault.read(row.folder)
+    return sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+
+
+@router.get("/downloads/{run}/{kind}/{name}/{file}")
+def download(
+    run: str,
+    kind: str,
+    name: str,
+    file: str,
+    ctx: Ctx,
+    expires: Annotated[int, Query(ge=0, le=2**40)],
+    signature: Annotated[str, Query(max_length=200)],
+) -> Response:
+    """Good until it expires, and only for the very weights it was given for."""
+    row = ctx.store.get(checkpoints, str(TinkerPath.parse(path_of(run, kind, name))))
+    good = row is not None and ctx.keys.signed(f"{run}/{kind}/{name}/{file} {row.folder} {expires}", signature)
+    if row is None or not good or expires < time.time():
+        raise BadRequest("this address is not, or no longer, good: ask for a new one", 403)
+    files = _files(ctx, row)
+    if file == ARCHIVE:
+        return StreamingResponse(_packed(files), media_type="application/gzip")
+    found = [path for path in files if path.name == file]
+    if not found:
+        raise BadRequest(f"the weights have no file {file[:100]}", 404)
+    return FileResponse(found[0], media_type="application/octet-stream")
+
+
+def _packed(files: list[Path]) -> Iterator[bytes]:
+    yield from pack(files)
+
+
+@router.post("/checkpoints/upload")
+async def upload(request: Request, ctx: Ctx, owner: Owner) -> dict[str, str]:
+    """Takes an adapter as PEFT saves it (tar.gz, multipart field `file`), of the base that its config names, or that
+    the field `base_model` does. It is a sampler's checkpoint: other clients' optimizers are not read."""
+    async with _bounded(request, ctx.limits.upload).form(max_files=1, max_fields=10) as form:
+        file, named = form.get("file"), form.get("base_model")
+        if not isinstance(file, UploadFile):
+            raise BadRequest('send the archive as a file in the multipart field "file"')
+        path = await run_in_threadpool(_take_in, ctx, owner, file.file, named if isinstance(named, str) else None)
+    return {"path": str(path), "checkpoint_id": path.id}
+
+
+def _bounded(request: Request, limit: int) -> Request:
+    """The same request, which raises BadRequest (413) once more than `limit` bytes of its body have come."""
+    left = limit
+
+    async def receive() -> Message:
+        nonlocal left
+        message = await request.receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise too_long(limit)
+        return message
+
+    return Request(request.scope, receive)
+
+
+def _take_in(ctx: Context, owner: str, file: BinaryIO, named: str | None) -> TinkerPath:
+    with tempfile.TemporaryDirectory(dir=ctx.vault.root, prefix=TEMPORARY) as temporary:
+        unpacked = Path(temporary)
+        unpack(file, unpacked, ctx.limits.upload)
+        base = ctx.base(named) if named else _base_of(ctx, unpacked)
+        rank, alpha, layers = check_adapter(unpacked, layer_shapes(Path(base.path)))
+        folder, size = ctx.vault.write(lambda place: _move(unpacked, place))
+    path = TinkerPath(f"upload-{uuid.uuid4().hex[:16]}", "sampler", "uploaded")
+    names = {"path": str(path), "owner": owner, "run": path.run, "kind": path.kind, "base": base.name}
+    values = {"lora": _lora(rank, alpha, layers).model_dump(), "size": size, "created": time.time(), "expires": None}
+    ctx.store.add(checkpoints, **names, **values, folder=folder, public=False, info={})
+    return path
+
+
+def _move(source: Path, target: Path) -> None:
+    for path in source.iterdir():
+        shutil.move(path, target / path.name)
+
+
+def _base_of(ctx: Context, folder: Path) -> BaseInfo:
+    """The base that an adapter's config names, as a name of ours or as a folder."""
+    name = str(read_config(folder).get("base_model_name_or_path"))
+    for base in ctx.bases.values():
+        if base.path == name:
+            return base
+    return ctx.base(name)
+
+
+def _lora(rank: int, alpha: float, layers: list[str]) -> Lora:
+    attn = any("attn" in name or "attention" in name for name in layers)
+    head = "lm_head" in layers
+    mlp = any("mlp" in name for name in layers)
+    return Lora(rank=rank, alpha=alpha, train_attn=attn, train_mlp=mlp, train_unembed=head)

@@ -1,0 +1,275 @@
+"""Weights that stay: saving and loading them, lists of runs and checkpoints, and what may be done to one."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import sqlalchemy as sql
+from fastapi import APIRouter, Header, Response
+
+from palestra.service.calls import Body, Ctx, Json, Owner, Queued, said
+from palestra.service.context import Context
+from palestra.service.jobs import SaveJob
+from palestra.service.replies import (
+    Checkpoint,
+    CheckpointsListResponse,
+    CopyWeightsResponse,
+    Cursor,
+    TrainingRun,
+    TrainingRunsResponse,
+    UntypedAPIFuture,
+    WeightsInfoResponse,
+)
+from palestra.service.routes.models import create_from, load_job, named, shape
+from palestra.service.routes.sessions import Limit, Offset
+from palestra.service.store import Change, checkpoints, models
+from palestra.service.vault import KINDS, TinkerPath
+from palestra.service.wire import (
+    BadRequest,
+    CopyWeightsRequest,
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    TtlRequest,
+    WeightsInfoRequest,
+    parse,
+)
+
+router = APIRouter()
+ONE = "/training_runs/{run}/checkpoints/{kind}/{name}"  # a checkpoint's id, "weights/step-10", has a slash
+
+
+# -- saving and loading ------------------------------------------------------------------------------------------------
+
+
+@router.post("/save_weights")
+def save_weights(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    """Older clients, which send no `overwrite`, replace what has the name; newer ones do if they say so."""
+    with queue.numbered(owner, "save", body):
+        call = parse(SaveWeightsRequest, body)
+        overwrite = call.overwrite if "overwrite" in call.model_fields_set else None
+        job = _save_job(ctx, owner, call, "training", overwrite=overwrite)
+        request = queue.train(owner, "save", job, call.model_id, call.seq_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+@router.post("/save_weights_for_sampler")
+def save_weights_for_sampler(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    with queue.numbered(owner, "save", body):
+        call = parse(SaveWeightsForSamplerRequest, body)
+        if call.kind != "snapshot":
+            raise BadRequest('samplers whose weights change under way are not served here: say kind "snapshot"')
+        job = _save_job(ctx, owner, call, "sampler")
+        if call.path is None:
+            session = ctx.model(owner, call.model_id).session
+            job = SaveJob(sampler=f"{session}:sample:{call.sampling_session_seq_id}")
+        request = queue.train(owner, "save", job, call.model_id, call.seq_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+@router.post("/save_weights_external")
+def save_weights_external(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    with queue.numbered(owner, "save", body):
+        call = parse(SaveWeightsExternalRequest, body)
+        if call.age_encryption_recipients:
+            raise BadRequest("age_encryption_recipients is not served here: encrypt the files once you have them")
+        job = _save_job(ctx, owner, call, "external")
+        request = queue.train(owner, "save", job, call.model_id, call.seq_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+def _save_job(
+    ctx: Context,
+    owner: str,
+    call: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
+    kind: str,
+    *,
+    overwrite: bool | None = None,
+) -> SaveJob:
+    model = ctx.model(owner, call.model_id)
+    name = call.path or f"unnamed-{uuid.uuid4().hex[:12]}"
+    path = TinkerPath.parse(f"tinker://{model.id}/{KINDS[kind]}/{name}")
+    metadata = None if isinstance(call, SaveWeightsExternalRequest) else call.user_metadata
+    info = {"base_model": named(ctx, model), "user_metadata": said(metadata)}
+    return SaveJob(path=str(path), ttl_seconds=call.ttl_seconds, overwrite=overwrite, info=info)
+
+
+@router.post("/load_weights")
+def load_weights(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    """Into a model that is there, or, as the newest clients ask, into one that is made for them."""
+    with queue.numbered(owner, "load", body):
+        call = parse(LoadWeightsRequest, body)
+        if call.model_id is None:
+            return create_from(call, ctx, owner, queue)
+        model, source = ctx.model(owner, call.model_id), ctx.checkpoint(owner, call.path)
+        _check_same_shape(call.path, model, source)
+        request = queue.train(owner, "load", load_job(call, source), call.model_id, call.seq_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+def _check_same_shape(path: str, model: sql.Row, source: sql.Row) -> None:
+    has, needs = shape(source), shape(model)
+    differs = [f"{name} {has[name]}, not {needs[name]}" for name in needs if has[name] != needs[name]]
+    if differs:
+        raise BadRequest(f"{path} does not fit model {model.id}: it has {', '.join(differs)}. Create a client from it.")
+
+
+@router.post("/weights_info")
+def weights_info(call: Json[WeightsInfoRequest], ctx: Ctx, owner: Owner) -> WeightsInfoResponse:
+    row = ctx.checkpoint(owner, call.tinker_path)
+    return WeightsInfoResponse(
+        base_model=named(ctx, row),
+        is_lora=True,
+        lora_rank=row.lora.get("rank"),
+        train_unembed=row.lora.get("train_unembed"),
+        train_mlp=row.lora.get("train_mlp"),
+        train_attn=row.lora.get("train_attn"),
+    )
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+
+@router.get("/training_runs")
+def training_runs(ctx: Ctx, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> TrainingRunsResponse:
+    mine = models.c.owner == owner
+    rows = ctx.store.find(models, mine, limit=limit, offset=offset)
+    cursor = Cursor(offset=offset, limit=limit, total_count=ctx.store.count(models, mine))
+    return TrainingRunsResponse(training_runs=[_run(ctx, row) for row in rows], cursor=cursor)
+
+
+@router.get("/training_runs/{run}")
+def training_run(run: str, ctx: Ctx, owner: Owner) -> TrainingRun:
+    """An unloaded model's run is still there, for its checkpoints."""
+    return _run(ctx, _own_run(ctx, owner, run))
+
+
+def _own_run(ctx: Context, owner: str, run: str) -> sql.Row:
+    row = ctx.store.get(models, run)
+    if row is None or row.owner != owner:
+        raise BadRequest(f'there is no training run "{run[:200]}", or it is not yours', 404)
+    return row
+
+
+def _run(ctx: Context, row: sql.Row) -> TrainingRun:
+    def last(kind: str) -> Checkpoint | None:
+        found = ctx.store.find(checkpoints, checkpoints.c.run == row.id, checkpoints.c.kind == kind, _alive(), limit=1)
+        return _shown(found[0]) if found else None
+
+    return TrainingRun(
+        training_run_id=row.id,
+        base_model=named(ctx, row),
+        model_owner=row.owner,
+        is_lora=True,
+        corrupted=row.state == "lost",
+        lora_rank=row.lora["rank"],
+        last_request_time=_time(row.used),
+        last_checkpoint=last("training"),
+        last_sampler_checkpoint=last("sampler"),
+        user_metadata=row.info.get("user_metadata") or None,
+    )
+
+
+@router.get("/training_runs/{run}/checkpoints")
+def run_checkpoints(run: str, ctx: Ctx, owner: Owner) -> CheckpointsListResponse:
+    _own_run(ctx, owner, run)
+    return CheckpointsListResponse(
+        checkpoints=[_shown(row) for row in ctx.store.find(checkpoints, checkpoints.c.run == run, _alive())]
+    )
+
+
+@router.get("/checkpoints")
+def all_checkpoints(ctx: Ctx, owner: Owner, limit: Limit = 100, offset: Offset = 0) -> CheckpointsListResponse:
+    mine = (checkpoints.c.owner == owner, _alive())
+    rows = ctx.store.find(checkpoints, *mine, limit=limit, offset=offset)
+    cursor = Cursor(offset=offset, limit=limit, total_count=ctx.store.count(checkpoints, *mine))
+    return CheckpointsListResponse(checkpoints=[_shown(row) for row in rows], cursor=cursor)
+
+
+def _alive() -> sql.ColumnElement[bool]:
+    return sql.or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > time.time())
+
+
+def _shown(row: sql.Row) -> Checkpoint:
+    return Checkpoint(
+        checkpoint_id=TinkerPath.parse(row.path).id,
+        checkpoint_type=row.kind,
+        time=_time(row.created),
+        tinker_path=row.path,
+        size_bytes=row.size,
+        public=row.public,
+        user_metadata=row.info.get("user_metadata") or None,
+        expires_at=_time(row.expires) if row.expires else None,
+    )
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+# -- one checkpoint ----------------------------------------------------------------------------------------------------
+
+
+def path_of(run: str, kind: str, name: str) -> str:
+    return f"tinker://{run}/{kind}/{name}"
+
+
+@router.delete(ONE, status_code=204)
+def delete(run: str, kind: str, name: str, ctx: Ctx, owner: Owner) -> Response:
+    row = ctx.checkpoint(owner, path_of(run, kind, name), to_change=True)
+    ctx.store.apply([Change.drop(checkpoints, row.path)])
+    return Response(status_code=204)
+
+
+@router.post(f"{ONE}/publish", status_code=204)
+def publish(run: str, kind: str, name: str, ctx: Ctx, owner: Owner) -> Response:
+    """From now on everybody may read it."""
+    return _change(ctx, owner, path_of(run, kind, name), public=True)
+
+
+@router.delete(f"{ONE}/publish", status_code=204)
+def unpublish(run: str, kind: str, name: str, ctx: Ctx, owner: Owner) -> Response:
+    return _change(ctx, owner, path_of(run, kind, name), public=False)
+
+
+@router.put(f"{ONE}/ttl", status_code=204)
+def set_ttl(run: str, kind: str, name: str, call: Json[TtlRequest], ctx: Ctx, owner: Owner) -> Response:
+    return _change(ctx, owner, path_of(run, kind, name), expires=_expires(call.ttl_seconds))
+
+
+def _expires(ttl: float | None) -> float | None:
+    return None if ttl is None else time.time() + ttl
+
+
+def _change(ctx: Context, owner: str, path: str, **values: Any) -> Response:
+    row = ctx.checkpoint(owner, path, to_change=True)
+    ctx.store.change(checkpoints, row.path, **values)
+    return Response(status_code=204)
+
+
+@router.post("/copy_weights")
+def copy_weights(
+    call: Json[CopyWeightsRequest], ctx: Ctx, owner: Owner, x_idempotency_key: Annotated[str, Header()] = ""
+) -> CopyWeightsResponse:
+    """A copy of the caller's own, under a run of its own, of weights that the caller may read. The files are shared.
+    A request that comes twice makes one copy."""
+    source = ctx.checkpoint(owner, call.source_path)
+    if call.session_id is not None:
+        ctx.session(owner, call.session_id)
+    slot = f"{call.session_id}:train:{call.model_seq_id}"
+    unique = x_idempotency_key or uuid.uuid4().hex
+    seed = f"{owner} {unique}" if call.session_id is None or call.model_seq_id is None else f"{owner} {slot}"
+    run = f"copy-{hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()}"
+    path = TinkerPath(run, source.kind, TinkerPath.parse(source.path).name)
+    kept = {name: getattr(source, name) for name in ("kind", "base", "lora", "folder", "size", "info")}
+    own = {"path": str(path), "owner": owner, "run": run, "created": time.time(), "public": False}
+    if not ctx.store.add(checkpoints, **kept, **own, expires=_expires(call.ttl_seconds)):
+        there = ctx.checkpoint(owner, path)
+        if there.folder != source.folder:
+            raise BadRequest(f"{path} is a copy of other weights: take another model_seq_id")
+    return CopyWeightsResponse(tinker_path=str(path))

@@ -1,0 +1,133 @@
+"""Answers to long calls: held until they are there, then as often as they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import sqlalchemy as sql
+from fastapi import APIRouter, Header, Request, Response
+
+from palestra.service import codec
+from palestra.service.calls import Ctx, Json, Owner, Queue, Queued
+from palestra.service.context import Context
+from palestra.service.futures import Waiter
+from palestra.service.replies import FutureCompletion, FuturesRetrieveResponse, TryAgainResponse
+from palestra.service.store import requests
+from palestra.service.wire import INT64, BadRequest, CancelFutureRequest, FutureRetrieveRequest, FuturesRetrieveRequest
+
+router = APIRouter()
+PROTOBUF = "application/x-protobuf"
+ALL = 100_000  # answers that one batch poll may name
+CLONE = 10**9  # sequence numbers that each copy of a sampling client has for itself
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(
+    call: Json[FutureRetrieveRequest],
+    request: Request,
+    ctx: Ctx,
+    owner: Owner,
+    queue: Queued,
+    accept: Annotated[str, Header()] = "*/*",
+) -> Response:
+    """The answer; after `limits.poll` seconds without one, 408, upon which clients ask again.
+
+    An id that is not there is 410: newer clients then send their sample again, and all others say what was lost.
+    """
+    row = await asyncio.to_thread(_request, ctx, owner, call.request_id)
+    if row.finished is None and await _answered_or_gone(request, [call.request_id], ctx.limits.poll):
+        row = await asyncio.to_thread(_request, ctx, owner, call.request_id)
+    if row.finished is None:
+        return await asyncio.to_thread(_try_again, ctx, queue, row)
+    return _answer(row, binary=PROTOBUF in accept)
+
+
+def _request(ctx: Context, owner: str, id: str) -> sql.Row:
+    row = ctx.store.request(owner, id)
+    if row is None:
+        raise BadRequest(f"there is no request {id}: its answer was kept for a day, or it is not yours", 410)
+    return row
+
+
+async def _answered_or_gone(request: Request, ids: Sequence[str], seconds: float) -> bool:
+    """Whether one of the requests `ids` has its answer within `seconds`. Ends early where the client hangs up."""
+    waiter: Waiter = request.app.state.waiter
+    answered = asyncio.create_task(waiter.wait(ids, seconds))
+    gone = asyncio.create_task(_hung_up(request))
+    try:
+        await asyncio.wait({answered, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return answered.done() and answered.result()
+    finally:
+        answered.cancel()
+        gone.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _answer(row: sql.Row, *, binary: bool) -> Response:
+    if row.result_kind == "json":
+        return Response(row.result, media_type="application/json")
+    if binary:
+        return Response(row.result, media_type=PROTOBUF)
+    as_json = codec.sample_json if row.result_kind == "sample" else codec.forward_backward_json
+    return Response(as_json(row.result), media_type="application/json")
+
+
+def _try_again(ctx: Context, queue: Queue, row: sql.Row) -> Response:
+    ahead = ctx.store.count(requests, requests.c.state.in_(("queued", "taken")), requests.c.serial < row.serial)
+    depth = queue.waiting(row.owner)
+    said = TryAgainResponse(
+        request_id=row.id, status="pending", queue_depth=depth, queue_position=ahead, retry_after_s=0.0
+    )
+    headers = {"Retry-After": "0", "X-Queue-Depth": f"{depth}", "X-Queue-Position": f"{ahead}"}
+    headers["X-Queue-Status"] = "running" if row.state == "taken" else "queued"
+    return Response(said.model_dump_json(), 408, headers, "application/json")
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(
+    call: Json[FuturesRetrieveRequest], request: Request, ctx: Ctx, owner: Owner
+) -> FuturesRetrieveResponse:
+    """The samples of one sampling client that were answered after `prev_cursor`, as soon as there is one."""
+    await asyncio.to_thread(ctx.sampler, owner, call.target.sampling_session_id)
+    seconds = ctx.limits.poll if call.timeout is None else min(call.timeout, ctx.limits.poll)
+    found, pending = await asyncio.to_thread(_completions, ctx, owner, call)
+    if not found.completions and pending and seconds:
+        await _answered_or_gone(request, pending, seconds)
+        found, _ = await asyncio.to_thread(_completions, ctx, owner, call)
+    return found
+
+
+def _completions(ctx: Context, owner: str, call: FuturesRetrieveRequest) -> tuple[FuturesRetrieveResponse, list[str]]:
+    """What was answered after the cursor, which is a time in microseconds, and the ids of what is not answered yet."""
+    first = call.target.cloned_sampler_id * CLONE
+    if first > INT64 - CLONE:
+        raise BadRequest("target.cloned_sampler_id is too large: it is seq_id // 1000000000")
+    mine = (requests.c.model == call.target.sampling_session_id, requests.c.owner == owner)
+    within = requests.c.seq.between(first, first + CLONE - 1)
+    new = sql.or_(requests.c.finished.is_(None), requests.c.finished > call.prev_cursor / 1e6)
+    rows = ctx.store.find(requests, *mine, within, new, limit=ALL)
+    done = [row for row in rows if row.finished is not None]
+    cursor = max([call.prev_cursor, *(math.ceil(row.finished * 1e6) for row in done)])
+    completions = [_completion(row) for row in done]
+    pending = [row.id for row in rows if row.finished is None]
+    return FuturesRetrieveResponse(completions=completions, cursor=cursor), pending
+
+
+def _completion(row: sql.Row) -> FutureCompletion:
+    failed = row.state == "failed"
+    size = None if failed else len(row.result)
+    state: Literal["finished", "failed"] = "failed" if failed else "finished"
+    return FutureCompletion(state=state, request_id=row.id, response_payload_uncompressed_size=size)
+
+
+@router.post("/cancel_future")
+def cancel_future(call: Json[CancelFutureRequest], ctx: Ctx, owner: Owner) -> dict[str, bool]:
+    """Only a sample that has not begun is cancelled; one under way shares its batch with others and runs to its end."""
+    return {"cancelled": ctx.store.cancel(owner, call.request_id)}

@@ -1,0 +1,164 @@
+"""Models that clients train: making them, their gradients and steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header
+
+from palestra.service import codec, wire_pb2
+from palestra.service.calls import Body, Ctx, Json, Owner, Queue, Queued, said
+from palestra.service.check import check_call
+from palestra.service.context import BaseInfo, Context
+from palestra.service.jobs import LoadJob, Lora, OptimJob
+from palestra.service.replies import GetInfoResponse, ModelData, UntypedAPIFuture
+from palestra.service.routes.sessions import used_session
+from palestra.service.store import models, sessions
+from palestra.service.wire import (
+    BadRequest,
+    CreateModelRequest,
+    LoadWeightsRequest,
+    ModelRequest,
+    OptimStepRequest,
+    parse,
+)
+
+router = APIRouter()
+GONE = 600.0  # seconds without a heartbeat after which a session's models no longer count as alive
+
+
+@router.post("/create_model")
+def create_model(call: Json[CreateModelRequest], ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    if call.rollout_correction_config:
+        raise BadRequest("rollout_correction_config is not served here: correct with loss inputs, such as weights")
+    base = ctx.base(call.base_model)
+    lora = Lora(**call.lora_config.model_dump()) if call.lora_config else Lora()
+    if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+        raise BadRequest("lora_config trains nothing: leave train_mlp, train_attn or train_unembed on")
+    used_session(ctx, owner, call.session_id)
+    info = {"base_model": call.base_model, "user_metadata": said(call.user_metadata)}
+    id = _slot(ctx, owner, call.session_id, call.model_seq_id, base, lora, info)
+    request = queue.submit(owner, "create_model", b"{}", key=f"create:{id}", model=id, seq=0)
+    return UntypedAPIFuture(request_id=request, model_id=id)
+
+
+def create_from(call: LoadWeightsRequest, ctx: Context, owner: str, queue: Queue) -> UntypedAPIFuture:
+    """A model that a checkpoint shapes: loading it is its first request."""
+    assert call.session_id is not None and call.model_seq_id is not None
+    source = ctx.checkpoint(owner, call.path)
+    base = ctx.bases[source.base]
+    if call.base_model is not None and ctx.base(call.base_model) is not base:
+        raise BadRequest(f"{call.path} is of base {source.base}, not {call.base_model}: leave base_model out")
+    job = load_job(call, source)
+    used_session(ctx, owner, call.session_id)
+    info = {"base_model": call.base_model or source.info.get("base_model"), "user_metadata": said(call.user_metadata)}
+    id = _slot(ctx, owner, call.session_id, call.model_seq_id, base, Lora.model_validate(source.lora), info)
+    request = queue.submit(owner, "load", job, key=f"create:{id}", model=id, seq=0)
+    return UntypedAPIFuture(request_id=request, model_id=id)
+
+
+def load_job(call: LoadWeightsRequest, source: Any) -> LoadJob:
+    if call.optimizer and source.kind != "training":
+        raise BadRequest(f"{call.path} holds no optimizer: load it without, or name a path of {source.run}/weights")
+    return LoadJob(folder=source.folder, path=call.path, optimizer=call.optimizer)
+
+
+def _slot(ctx: Context, owner: str, session: str, number: int, base: BaseInfo, lora: Lora, info: dict[str, Any]) -> str:
+    """The id of model `number` of a session, whose row is there now. The same call again finds the same row."""
+    id, now = f"{session}:train:{number}", time.time()
+    row = ctx.store.get(models, id)
+    if row is None:
+        _room_for_one_more(ctx, owner)
+        new: dict[str, Any] = {"id": id, "session": session, "owner": owner, "base": base.name, "info": info}
+        new |= {"lora": lora.model_dump(), "created": now, "used": now, "state": "live"}
+        if ctx.store.add(models, **new, changed=0, kept=0, saved=None):
+            return id
+        row = ctx.store.get(models, id)
+    if row is None or (row.owner, row.base, row.lora) != (owner, base.name, lora.model_dump()):
+        raise BadRequest(f"model {id} is there already, with other settings: take another model_seq_id")
+    return id
+
+
+def _room_for_one_more(ctx: Context, owner: str) -> None:
+    recent = sessions.c.seen > time.time() - GONE
+    alive = (models.c.owner == owner, models.c.state == "live", models.c.session == sessions.c.id, recent)
+    if ctx.store.count(models, *alive, sessions.c.finished.is_(None)) >= ctx.limits.models:
+        raise BadRequest(f"you have {ctx.limits.models} models in use, the most that one key may: unload some")
+
+
+def shape(row: Any) -> dict[str, Any]:
+    """What two adapters have in common where the weights of one fit the other."""
+    return {"base": row.base, **Lora.model_validate(row.lora).model_dump(exclude={"seed"})}
+
+
+@router.post("/get_info")
+def get_info(call: Json[ModelRequest], ctx: Ctx, owner: Owner) -> GetInfoResponse:
+    """The tokenizer is named by the base's folder, which a client on this machine (or one that shares its disk) loads
+    as it is; where clients cannot see it, the base's public name is in `model_name`."""
+    model = ctx.model(owner, call.model_id)
+    base, name = ctx.bases[model.base], named(ctx, model)
+    data = ModelData(arch=base.arch, model_name=name, tokenizer_id=base.path)
+    rank = model.lora["rank"]
+    return GetInfoResponse(model_data=data, model_id=model.id, is_lora=True, lora_rank=rank, model_name=name)
+
+
+def named(ctx: Context, row: Any) -> str:
+    """What clients call the base of a model or checkpoint: as its own client did."""
+    return str(row.info.get("base_model") or title(ctx.bases[row.base]))
+
+
+def title(base: BaseInfo) -> str:
+    """A name of the base by which a client finds its tokenizer."""
+    return base.public[0] if base.public else base.path
+
+
+@router.post("/unload_model")
+def unload_model(call: Json[ModelRequest], ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    ctx.model(owner, call.model_id)
+    request = queue.train(owner, "unload", b"{}", call.model_id, None)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+@router.post("/forward")
+def forward(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    with queue.numbered(owner, "forward", body):
+        return _gradients(codec.train_call_from_json(body, forward_only=True), ctx, owner, queue)
+
+
+@router.post("/forward_backward")
+def forward_backward(
+    body: Body, ctx: Ctx, owner: Owner, queue: Queued, content_type: Annotated[str, Header()] = "application/json"
+) -> UntypedAPIFuture:
+    if content_type.partition(";")[0].strip().lower() == "application/x-protobuf":
+        call = codec.train_call_from_proto(body)
+        with queue.numbered(owner, "forward_backward", (call.model_id, call.seq_id)):
+            return _gradients(call, ctx, owner, queue)
+    with queue.numbered(owner, "forward_backward", body):
+        return _gradients(codec.train_call_from_json(body, forward_only=False), ctx, owner, queue)
+
+
+def _gradients(call: wire_pb2.ForwardBackwardRequest, ctx: Context, owner: str, queue: Queue) -> UntypedAPIFuture:
+    """Checks the call against its model's base and queues it as the worker reads it."""
+    base = ctx.bases[ctx.model(owner, call.model_id).base]
+    sizes = {"vocab": base.vocab, "max_length": base.max_length, "max_tokens": ctx.limits.batch_tokens}
+    data = check_call(codec.data_of(call), call.loss_fn, codec.options_of(call), **sizes)
+    kind = "forward" if call.forward_only else "forward_backward"
+    body = codec.with_data(call, data).SerializeToString()
+    request = queue.train(owner, kind, body, call.model_id, call.seq_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+@router.post("/optim_step")
+def optim_step(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    with queue.numbered(owner, "optim_step", body):
+        call = parse(OptimStepRequest, body)
+        ctx.model(owner, call.model_id)
+        job = OptimJob(**call.adam_params.model_dump())
+        request = queue.train(owner, "optim_step", job, call.model_id, call.seq_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+@router.post("/train_step")
+async def train_step(owner: Owner) -> None:
+    raise BadRequest("train_step is for vision-language-action models, which are not served here", 404)

@@ -1,0 +1,241 @@
+"""Plain inference in OpenAI's style, so that other frameworks can talk to a trained agent.
+
+`model` is a path of weights (tinker://...), or a name of a base. An answer ends at the model's end token, or at a
+string of `stop`, which is cut off. With `stream` it comes in pieces once it is whole, since answers share their batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from palestra.engine.sampler import Sampling
+from palestra.service import codec
+from palestra.service.calls import Ctx, Json, Owner, Queue, Queued
+from palestra.service.context import Context
+from palestra.service.futures import Waiter
+from palestra.service.jobs import SampleJob
+from palestra.service.routes.sampling import Source, check_prompt, drawn, room, source_of
+from palestra.service.wire import BadRequest, ChatCompletionRequest, Completing, CompletionRequest
+
+router = APIRouter()
+PATIENCE = 600.0  # seconds that a call is held
+PIECE = 16  # characters of a streamed piece
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer: its text, and its tokens with their log-probabilities."""
+
+    index: int
+    text: str
+    ids: list[int]
+    logprobs: list[float]
+    finish: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All answers to a call, and what was counted."""
+
+    id: str
+    model: str
+    source: Source
+    choices: list[Choice]
+    prompt_tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        sampled = sum(len(choice.ids) for choice in self.choices)
+        total = self.prompt_tokens + sampled
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
+
+
+@router.get("/models")
+def list_models(ctx: Ctx, owner: Owner) -> dict[str, Any]:
+    """The bases, by every name they have. Sampler checkpoints are models too, but not listed."""
+    names = [name for base in ctx.bases.values() for name in (base.name, *base.public)]
+    data = [{"id": name, "object": "model", "created": 0, "owned_by": "palestra"} for name in names]
+    return {"object": "list", "data": data}
+
+
+@router.post("/completions")
+async def completions(
+    call: Json[CompletionRequest], request: Request, ctx: Ctx, owner: Owner, queue: Queued
+) -> Response:
+    if call.echo:
+        raise BadRequest("echo is not served here: the prompt is yours already")
+    _at_most_the_sampled(call.logprobs)
+    source = await run_in_threadpool(_source, ctx, owner, call)
+    answer = await _answer(call, _prompts(call.prompt, source), source, call.max_tokens, request, owner, queue)
+    if call.stream:
+        return _streamed(answer, "text_completion", lambda text: {"text": text})
+    choices = [{"text": c.text, **_end(c), "logprobs": _tokens(c, source, call.logprobs)} for c in answer.choices]
+    return JSONResponse({**answer.head("text_completion"), "choices": choices, "usage": answer.usage})
+
+
+@router.post("/chat/completions")
+async def chat_completions(
+    call: Json[ChatCompletionRequest], request: Request, ctx: Ctx, owner: Owner, queue: Queued
+) -> Response:
+    """`tools` are given to the base's chat template; what the model makes of them is in the text of its answer."""
+    _at_most_the_sampled(call.top_logprobs)
+    source = await run_in_threadpool(_source, ctx, owner, call)
+    prompt = await run_in_threadpool(_chat_prompt, call, source)
+    limit = call.max_completion_tokens or call.max_tokens
+    answer = await _answer(call, [prompt], source, limit, request, owner, queue)
+    if call.stream:
+        return _streamed(answer, "chat.completion.chunk", _delta)
+    choices = [
+        {"message": {"role": "assistant", "content": c.text}, **_end(c), "logprobs": _content(c, source, call.logprobs)}
+        for c in answer.choices
+    ]
+    return JSONResponse({**answer.head("chat.completion"), "choices": choices, "usage": answer.usage})
+
+
+def _at_most_the_sampled(alternatives: int | None) -> None:
+    if alternatives and alternatives > 1:
+        raise BadRequest("log-probabilities are served of the sampled tokens only: ask for none beside them")
+
+
+def _source(ctx: Context, owner: str, call: Completing) -> Source:
+    if call.model.startswith(("tinker://", "mint://")):
+        return source_of(ctx, owner, call.model, None)
+    return source_of(ctx, owner, None, call.model)
+
+
+def _prompts(prompt: Any, source: Source) -> list[list[int]]:
+    """The token ids of each prompt: a text, several, token ids, or several lists of them."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompt = [prompt]
+    encode = source.base.tokenizer.encode
+    return [encode(one, add_special_tokens=False) if isinstance(one, str) else list(one) for one in prompt]
+
+
+def _chat_prompt(call: ChatCompletionRequest, source: Source) -> list[int]:
+    messages = [_plain(message.model_dump(exclude_none=True)) for message in call.messages]
+    try:
+        text = source.base.tokenizer.apply_chat_template(
+            messages, tools=call.tools, tokenize=False, add_generation_prompt=True
+        )
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        raise BadRequest(f"the chat template of {source.base.name} does not take these messages: {error}") from None
+    ids: list[int] = source.base.tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content in one text: templates of text models read no parts."""
+    parts = message.get("content") or ""
+    if isinstance(parts, str):
+        return {**message, "content": parts}
+    if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
+        raise BadRequest("messages of text only are served here: send parts of type text")
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+async def _answer(
+    call: Completing,
+    prompts: list[list[int]],
+    source: Source,
+    limit: int | None,
+    request: Request,
+    owner: str,
+    queue: Queue,
+) -> Answer:
+    """Samples for each prompt and waits for all. Raises BadRequest where one fails or takes too long."""
+    if not prompts:
+        raise BadRequest("there is no prompt: send one")
+    jobs = [_job(call, prompt, source, limit) for prompt in prompts]
+    ids = [await run_in_threadpool(queue.submit, owner, "sample", job) for job in jobs]
+    waiter: Waiter = request.app.state.waiter
+    there = await asyncio.gather(*(waiter.wait([id], PATIENCE) for id in ids))
+    if not all(there):
+        raise BadRequest(f"no answer within {PATIENCE:.0f} seconds: the server is busy", 503)
+    results = [await run_in_threadpool(_result, queue.context, owner, id) for id in ids]
+    sequences = [sequence for result in results for sequence in result["sequences"]]
+    choices = [_choice(i, sequence, source, jobs[0].sampling.stop) for i, sequence in enumerate(sequences)]
+    return Answer(ids[0], call.model, source, choices, sum(len(prompt) for prompt in prompts))
+
+
+def _job(call: Completing, prompt: list[int], source: Source, limit: int | None) -> SampleJob:
+    check_prompt(prompt, source.base)
+    sampling = Sampling(
+        max_tokens=room(limit, len(prompt), source.base),
+        temperature=1.0 if call.temperature is None else call.temperature,
+        top_p=1.0 if call.top_p is None else call.top_p,
+        stop=(call.stop,) if isinstance(call.stop, str) else tuple(call.stop or ()),
+    )
+    base, folder = source.base.name, source.folder
+    seed, count = drawn(call.seed), call.n or 1
+    return SampleJob(base=base, folder=folder, tokens=prompt, num_samples=count, sampling=sampling, seed=seed)
+
+
+def _result(ctx: Context, owner: str, id: str) -> dict[str, Any]:
+    row = ctx.store.request(owner, id)
+    assert row is not None
+    if row.state == "failed":
+        failure = json.loads(row.result)
+        raise BadRequest(failure["error"], 400 if failure["category"] == "user" else 503)
+    found: dict[str, Any] = json.loads(codec.sample_json(row.result))
+    return found
+
+
+def _choice(index: int, sequence: dict[str, Any], source: Source, stops: tuple[str, ...]) -> Choice:
+    text = source.base.tokenizer.decode(sequence["tokens"], skip_special_tokens=True)
+    ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+    text = text[: min(ends)] if ends else text
+    return Choice(index, text, sequence["tokens"], sequence["logprobs"], sequence["stop_reason"])
+
+
+def _end(choice: Choice) -> dict[str, Any]:
+    return {"index": choice.index, "finish_reason": choice.finish}
+
+
+def _tokens(choice: Choice, source: Source, wanted: int | None) -> dict[str, Any] | None:
+    if wanted is None:
+        return None
+    texts = [source.base.tokenizer.decode([id]) for id in choice.ids]
+    starts = list(itertools.accumulate((len(text) for text in texts[:-1]), initial=0))
+    return {"tokens": texts, "token_logprobs": choice.logprobs, "top_logprobs": None, "text_offset": starts}
+
+
+def _content(choice: Choice, source: Source, wanted: bool | None) -> dict[str, Any] | None:
+    if not wanted:
+        return None
+    texts = [source.base.tokenizer.decode([id]) for id in choice.ids]
+    pairs = zip(texts, choice.logprobs, strict=True)
+    return {"content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]}
+
+
+def _delta(text: str) -> dict[str, Any]:
+    return {"delta": {"role": "assistant", "content": text} if text else {}}
+
+
+def _streamed(answer: Answer, kind: str, shown: Callable[[str], dict[str, Any]]) -> Response:
+    """The answers as server-sent events: pieces of text, then why each ended, the usage, and [DONE]."""
+    head = answer.head(kind)
+
+    def events() -> Iterator[dict[str, Any]]:
+        for choice in answer.choices:
+            for start in range(0, len(choice.text), PIECE):
+                piece = shown(choice.text[start : start + PIECE])
+                yield {**head, "choices": [{"index": choice.index, "finish_reason": None, **piece}]}
+            yield {**head, "choices": [{**_end(choice), **shown("")}]}
+        yield {**head, "choices": [], "usage": answer.usage}
+
+    lines = (f"data: {json.dumps(event)}\n\n" for event in events())
+    return StreamingResponse(itertools.chain(lines, ["data: [DONE]\n\n"]), media_type="text/event-stream")

@@ -1,0 +1,181 @@
+"""Samplers and samples.
+
+What ends an answer: `stop` null, the model's end tokens; `stop` given, what it lists and nothing else, as hosted
+services have it; `stop` [], nothing. What ended it is part of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import NamedTuple
+
+from fastapi import APIRouter
+
+from palestra.engine.sampler import Sampling
+from palestra.service import codec
+from palestra.service.calls import Ctx, Json, Owner, Queued
+from palestra.service.context import BaseInfo, Context
+from palestra.service.jobs import SampleJob
+from palestra.service.replies import (
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    JoinSamplingSessionResponse,
+    UntypedAPIFuture,
+)
+from palestra.service.routes.models import named, title
+from palestra.service.routes.sessions import used_session
+from palestra.service.store import checkpoints, samplers
+from palestra.service.wire import (
+    BadRequest,
+    CreateSamplingSessionRequest,
+    JoinSamplingSessionRequest,
+    SampleRequest,
+    SamplingParams,
+)
+
+router = APIRouter()
+
+
+class Source(NamedTuple):
+    """What is sampled from: a base, and weights in the vault (None: the bare base) that a client calls `path`."""
+
+    base: BaseInfo
+    folder: str | None
+    path: str | None
+
+
+def source_of(ctx: Context, owner: str, model_path: str | None, base_model: str | None) -> Source:
+    """What the two names, of which one may be missing, mean. Raises BadRequest where they contradict each other."""
+    if model_path is None:
+        return Source(ctx.base(base_model), None, None)
+    row = ctx.checkpoint(owner, model_path)
+    if base_model is not None and ctx.base(base_model).name != row.base:
+        raise BadRequest(f"{model_path} is of base {row.base}, not {base_model}: leave base_model out")
+    return Source(ctx.bases[row.base], row.folder, row.path)
+
+
+@router.post("/create_sampling_session")
+def create_sampling_session(
+    call: Json[CreateSamplingSessionRequest], ctx: Ctx, owner: Owner
+) -> CreateSamplingSessionResponse:
+    """The sampler keeps the weights that stand at the path now, whatever is saved there later."""
+    source = source_of(ctx, owner, call.model_path, call.base_model)
+    used_session(ctx, owner, call.session_id)
+    id = f"{call.session_id}:sample:{call.sampling_session_seq_id}"
+    values = {"session": call.session_id, "owner": owner, "base": source.base.name, "path": source.path}
+    if not ctx.store.add(samplers, id=id, folder=source.folder, created=time.time(), **values):
+        there = ctx.sampler(owner, id)
+        if (there.base, there.path) != (source.base.name, source.path):
+            raise BadRequest(f"sampler {id} is there already, with other weights: take another sampling_session_seq_id")
+    return CreateSamplingSessionResponse(sampling_session_id=id)
+
+
+@router.post("/join_sampling_session")
+def join_sampling_session(
+    call: Json[JoinSamplingSessionRequest], ctx: Ctx, owner: Owner
+) -> JoinSamplingSessionResponse:
+    """A number for a copy of a sampling client, which begins its sequence numbers there; the first client has 0."""
+    ctx.sampler(owner, call.sampling_session_id)
+    return JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(10**9 - 1))
+
+
+@router.get("/samplers/{id}")
+def get_sampler(id: str, ctx: Ctx, owner: Owner) -> GetSamplerResponse:
+    row = ctx.sampler(owner, id)
+    source = ctx.store.get(checkpoints, row.path) if row.path else None
+    name = named(ctx, source) if source else title(ctx.bases[row.base])
+    return GetSamplerResponse(sampler_id=id, base_model=name, model_path=row.path)
+
+
+@router.post("/asample")
+def asample(call: Json[SampleRequest], ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    if call.sampling_session_id is not None:
+        row = ctx.sampler(owner, call.sampling_session_id)
+        source = Source(ctx.bases[row.base], row.folder, row.path)
+    else:
+        source = source_of(ctx, owner, call.model_path, call.base_model)
+    job, sampler = sample_job(call, source), call.sampling_session_id
+    key = f"sampler:{sampler}:{call.seq_id}" if sampler is not None and call.seq_id is not None else None
+    id = queue.submit(owner, "sample", job, key=key, model=sampler, seq=call.seq_id)
+    return UntypedAPIFuture(request_id=id, sample_sequence_ids=[f"{id}-{i}" for i in range(call.num_samples)])
+
+
+def sample_job(call: SampleRequest, source: Source) -> SampleJob:
+    """The call as the worker reads it, its seed drawn where it has none. Raises BadRequest for what is not served."""
+    if call.prompt_alt_tokens_k or call.record_stability_info:
+        raise BadRequest("prompt_alt_tokens_k and record_stability_info are not served here: leave them out")
+    tokens = codec.tokens_of(call.prompt).tolist()
+    check_prompt(tokens, source.base)
+    return SampleJob(
+        base=source.base.name,
+        folder=source.folder,
+        tokens=tokens,
+        num_samples=call.num_samples,
+        sampling=_sampling(call.sampling_params, source.base, len(tokens)),
+        seed=drawn(call.sampling_params.seed),
+        prompt_logprobs=bool(call.prompt_logprobs),
+        topk_prompt=call.topk_prompt_logprobs,
+        topk_sample=call.topk_sample_logprobs,
+        target_prompt=_targets(call, len(tokens), source.base.vocab),
+        last_n=call.prompt_logprobs_last_n,
+    )
+
+
+def check_prompt(tokens: list[int], base: BaseInfo) -> None:
+    """Raises BadRequest for a prompt that the base cannot read, or after which there is no room for a token."""
+    if not tokens:
+        raise BadRequest("the prompt is empty: send at least one token")
+    if len(tokens) >= base.max_length:
+        raise BadRequest(
+            f"the prompt has {len(tokens)} tokens, but {base.name} has {base.max_length} positions: cut it"
+        )
+    if max(tokens) >= base.vocab:
+        raise BadRequest(
+            f"the prompt has id {max(tokens)}, but ids of {base.name} go from 0 to {base.vocab - 1}: "
+            "use the base's own tokenizer"
+        )
+
+
+def room(max_tokens: int | None, prompt: int, base: BaseInfo) -> int:
+    """How many tokens may be sampled after a prompt of `prompt`: as many as fit where none are said."""
+    fit = base.max_length - prompt
+    if max_tokens is not None and max_tokens > fit:
+        raise BadRequest(
+            f"a prompt of {prompt} tokens and max_tokens {max_tokens} exceed the {base.max_length} positions of "
+            f"{base.name}: lower max_tokens to {fit}, or leave it out"
+        )
+    return fit if max_tokens is None else max_tokens
+
+
+def drawn(seed: int | None) -> int:
+    return secrets.randbits(63) if seed is None else seed % 2**63
+
+
+def _sampling(params: SamplingParams, base: BaseInfo, prompt: int) -> Sampling:
+    stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    return Sampling(
+        max_tokens=room(params.max_tokens, prompt, base),
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        stop=tuple(stop for stop in stops if isinstance(stop, str)),
+        stop_ids=tuple(stop for stop in stops if isinstance(stop, int)),
+        end=params.stop is None,
+    )
+
+
+def _targets(call: SampleRequest, prompt: int, vocab: int) -> list[list[int]] | None:
+    """The ids [P-1][K] whose log-probabilities are asked for; -1 where none is."""
+    if call.target_prompt_logprobs is None:
+        return None
+    targets = codec.array_of(call.target_prompt_logprobs, pad=-1)
+    if targets.ndim != 2 or len(targets) != prompt - 1 or targets.dtype.kind != "i":
+        raise BadRequest(
+            f"target_prompt_logprobs has shape {list(targets.shape)} and dtype {targets.dtype}: send int64 "
+            f"[{prompt - 1}, K], a row for each token of the prompt but the first"
+        )
+    if targets.size and not -1 <= targets.min() <= targets.max() < vocab:
+        raise BadRequest(f"target_prompt_logprobs has ids outside 0 to {vocab - 1}; -1 asks for none")
+    rows: list[list[int]] = targets.tolist()
+    return rows

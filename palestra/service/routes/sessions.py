@@ -1,0 +1,122 @@
+"""Bootstrap, sessions, telemetry: what clients call before and beside their work."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from palestra.service.calls import Ctx, Json, Owner, said
+from palestra.service.context import Context
+from palestra.service.replies import (
+    AuthTokenResponse,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+    CreateSessionResponse,
+    GetServerCapabilitiesResponse,
+    GetSessionResponse,
+    HealthResponse,
+    ListSessionsResponse,
+    SessionHeartbeatResponse,
+    SupportedModel,
+    TelemetryResponse,
+)
+from palestra.service.store import models, samplers, sessions
+from palestra.service.wire import BadRequest, CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
+
+router = APIRouter()
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=2**31)]
+
+
+@router.get("/healthz")
+async def healthz() -> HealthResponse:
+    return HealthResponse()
+
+
+@router.post("/client/config")
+async def client_config(request: Request) -> ClientConfigResponse:
+    """Clients with a key of MinT's ("sk-...") are told to trade it for a token: they refuse to send it as it is."""
+    key = request.headers.get("x-api-key", "")
+    return ClientConfigResponse(pjwt_auth_enabled=key.startswith("sk-"))
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config() -> ClientDynamicConfigResponse:
+    return ClientDynamicConfigResponse(sample_cancel_enabled=True)
+
+
+@router.post("/auth/token")
+async def auth_token(ctx: Ctx, owner: Owner) -> AuthTokenResponse:
+    return AuthTokenResponse(jwt=ctx.keys.token(owner))
+
+
+@router.post("/telemetry")
+async def telemetry(owner: Owner) -> TelemetryResponse:
+    """Accepted unread: nothing here keeps it."""
+    return TelemetryResponse()
+
+
+@router.get("/get_server_capabilities")
+async def capabilities(ctx: Ctx, owner: Owner) -> GetServerCapabilitiesResponse:
+    named = [(name, base.max_length) for base in ctx.bases.values() for name in (base.name, *base.public)]
+    return GetServerCapabilitiesResponse(
+        supported_models=[SupportedModel(model_name=name, max_context_length=length) for name, length in named]
+    )
+
+
+@router.post("/create_session")
+def create_session(call: Json[CreateSessionRequest], ctx: Ctx, owner: Owner) -> CreateSessionResponse:
+    info = {"tags": call.tags, "display_name": call.display_name, "user_metadata": said(call.user_metadata)}
+    id = f"s{uuid.uuid4().hex[:16]}"
+    _begin(ctx, owner, id, info)
+    return CreateSessionResponse(session_id=id)
+
+
+def used_session(ctx: Context, owner: str, id: str) -> None:
+    """Notes that a session is in use; one that nobody created begins now, since scripts name their own."""
+    if not _begin(ctx, owner, id, {}):
+        ctx.session(owner, id)
+        ctx.store.change(sessions, id, seen=time.time(), finished=None)
+
+
+def _begin(ctx: Context, owner: str, id: str, info: dict[str, Any]) -> bool:
+    now = time.time()
+    return ctx.store.add(sessions, id=id, owner=owner, created=now, seen=now, finished=None, info=info)
+
+
+@router.post("/session_heartbeat")
+def heartbeat(call: Json[SessionHeartbeatRequest], ctx: Ctx, owner: Owner) -> SessionHeartbeatResponse:
+    """410, upon which clients stop calling, is only for a session that was finished."""
+    session = ctx.session(owner, call.session_id)
+    if session.finished is not None:
+        raise BadRequest(f"session {call.session_id} was finished: create a new one", 410)
+    ctx.store.change(sessions, call.session_id, seen=time.time())
+    return SessionHeartbeatResponse()
+
+
+@router.post("/sessions/{id}/finish")
+def finish_session(id: str, call: Json[FinishSessionRequest], ctx: Ctx, owner: Owner) -> dict[str, str]:
+    session = ctx.session(owner, id)
+    info = {**session.info, "finish": {"reason": call.reason.type, "detail": call.detail}}
+    ctx.store.change(sessions, id, finished=time.time(), info=info)
+    return {"status": "ok"}
+
+
+@router.get("/sessions")
+def list_sessions(ctx: Ctx, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> ListSessionsResponse:
+    found = ctx.store.find(sessions, sessions.c.owner == owner, limit=limit, offset=offset)
+    return ListSessionsResponse(sessions=[row.id for row in found])
+
+
+@router.get("/sessions/{id}")
+def get_session(id: str, ctx: Ctx, owner: Owner) -> GetSessionResponse:
+    session = ctx.session(owner, id)
+    return GetSessionResponse(
+        training_run_ids=[row.id for row in ctx.store.find(models, models.c.session == id)],
+        sampler_ids=[row.id for row in ctx.store.find(samplers, samplers.c.session == id)],
+        user_metadata=session.info.get("user_metadata"),
+        display_name=session.info.get("display_name"),
+    )

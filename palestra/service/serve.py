@@ -1,0 +1,220 @@
+"""Starting and stopping it all: the front end in this process, the engine's worker in one beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from pydantic import BaseModel
+from transformers import AutoConfig, AutoTokenizer
+
+from palestra.engine.models import resolve_base
+from palestra.files import lock
+from palestra.service.app import create_app
+from palestra.service.bell import Bell
+from palestra.service.context import BaseInfo, Context, Limits
+from palestra.service.futures import Waiter
+from palestra.service.keys import Keys
+from palestra.service.store import Store
+from palestra.service.vault import Vault
+from palestra.service.worker import Settings, work
+
+STEADY = 60.0  # seconds after which a worker that dies is taken to have worked
+LONGEST = 30.0  # seconds of pause before a worker is started again
+FINISH = 300.0  # seconds that a worker has to end its work when the server stops
+DRAIN = 10  # seconds that requests have to end
+
+Say = Callable[[str], None]
+
+
+class Options(BaseModel):
+    """What `palestra serve` was asked for. `aliases` are the names that clients call bases by: public name -> base."""
+
+    bases: dict[str, str] = {"tiny": "tiny"}
+    aliases: dict[str, str] = {}
+    host: str = "127.0.0.1"
+    port: int = 8000
+    data: Path = Path("palestra-data")
+    auth: Path | None = None
+    root_path: str = ""
+    store: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 1
+    max_rows: int = 512
+    limits: Limits = Limits()
+
+
+def serve(options: Options, say: Say = print) -> None:
+    """Serves until SIGTERM or SIGINT; then ends what runs, saves every model, and returns.
+
+    Raises ValueError where the data folder is another server's, the port is taken, or a base or key file is not there.
+    """
+    _check_aliases(options)
+    options.data.mkdir(parents=True, exist_ok=True)
+    held = lock(options.data / "server.lock", f"the server's data in {options.data}")
+    url = options.store or f"sqlite:///{(options.data / 'store.sqlite').resolve()}"
+    bell, _ = Bell.pair()  # until there is a worker
+    context = Context(
+        store=Store.open(url),
+        vault=Vault(options.data / "weights"),
+        keys=Keys(options.auth, _secret(options.data / "secret")),
+        bases={name: describe(name, path, options.aliases) for name, path in options.bases.items()},
+        bell=bell,
+        limits=options.limits,
+    )
+    same = {"data", "bases", "device", "dtype", "threads", "max_rows"}
+    settings = Settings(store=url, **options.model_dump(include=same))
+    with _listening(options) as door:
+        asyncio.run(_serve(options, context, WorkerProcess(settings, context, say), door, say))
+    context.store.close()
+    held.close()
+
+
+async def _serve(options: Options, context: Context, worker: WorkerProcess, door: socket.socket, say: Say) -> None:
+    app = create_app(context, root_path=options.root_path)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=75,  # longer than clients keep a connection, or they would write into a closed one
+            timeout_graceful_shutdown=DRAIN,
+        ),
+        app.state.waiter,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.handle_exit)  # before uvicorn listens, and after, when it raises what it caught
+    watch = asyncio.create_task(worker.keep_alive())
+    say(_how_to_connect(options, door.getsockname()[1]))
+    try:
+        await server.serve(sockets=[door])
+    finally:
+        watch.cancel()
+        await asyncio.to_thread(worker.stop)
+
+
+class _Server(uvicorn.Server):
+    """Told to stop, it lets go of those who wait for answers: they ask again, of its successor."""
+
+    def __init__(self, config: uvicorn.Config, waiter: Waiter) -> None:
+        super().__init__(config)
+        self.waiter = waiter
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self.waiter.close()
+
+
+class WorkerProcess:
+    """The engine's worker, started again whenever it dies."""
+
+    def __init__(self, settings: Settings, context: Context, say: Say) -> None:
+        self.settings, self.context, self.say = settings, context, say
+        self.process: BaseProcess | None = None
+
+    def start(self) -> BaseProcess:
+        self.context.bell.end.close()
+        self.context.bell, theirs = Bell.pair()
+        process = multiprocessing.get_context("spawn").Process(target=work, args=(self.settings, theirs))
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the worker is told by `stop`
+        process.start()
+        signal.signal(signal.SIGINT, before)
+        theirs.end.close()  # the worker has its own: this one would keep the line open after it died
+        self.process = process
+        return process
+
+    async def keep_alive(self) -> None:
+        """Starts the worker, and again when it dies, after a pause that grows while it dies young."""
+        pause, loop = 1.0, asyncio.get_running_loop()
+        while True:
+            began, process = loop.time(), self.start()
+            await _ended(process)
+            process.join()
+            pause = 1.0 if loop.time() - began > STEADY else pause
+            self.say(f"the engine's worker died (exit code {process.exitcode}); starting it again in {pause:.0f} s")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST)
+
+    def stop(self) -> None:
+        """Lets the worker end what it runs and save its models; one that does not come to an end is killed."""
+        if self.process is None or not self.process.is_alive():
+            return
+        self.process.terminate()
+        self.process.join(FINISH)
+        if self.process.is_alive():
+            self.say(f"the engine's worker has not ended within {FINISH:.0f} s: killed")
+            self.process.kill()
+            self.process.join()
+
+
+async def _ended(process: BaseProcess) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process.sentinel, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(process.sentinel)
+
+
+def describe(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
+    """What the front end must know of a base. Raises ValueError where it cannot be read."""
+    where = resolve_base(path)
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(where), AutoTokenizer.from_pretrained(where)
+    except OSError as error:
+        raise ValueError(f'cannot read the base "{name}" at {path}: {error}') from error
+    text = config.get_text_config()
+    return BaseInfo(
+        name=name,
+        path=where,
+        public=tuple(alias for alias, target in aliases.items() if target == name),
+        arch=(config.architectures or [config.model_type])[0],
+        vocab=text.vocab_size,
+        max_length=text.max_position_embeddings,
+        tokenizer=tokenizer,
+    )
+
+
+def _check_aliases(options: Options) -> None:
+    for alias, name in options.aliases.items():
+        if name not in options.bases:
+            raise ValueError(f'alias "{alias}" means base "{name}", but there are only {", ".join(options.bases)}')
+
+
+def _listening(options: Options) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ValueError(f"cannot listen at {options.host}:{options.port}: {error}. Choose another --port.") from error
+
+
+def _secret(path: Path) -> str:
+    """What signs tokens and addresses; kept, so that they outlive a restart."""
+    if not path.exists():
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    return path.read_text()
+
+
+def _how_to_connect(options: Options, port: int) -> str:
+    host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
+    host = f"[{host}]" if ":" in host else host
+    key = "tml-..." if options.auth else "tml-anything"
+    inside = options.auth or options.host in ("127.0.0.1", "localhost", "::1")
+    warning = "" if inside else "  (without --auth, everybody who reaches this machine may use it)"
+    url = f"http://{host}:{port}{options.root_path.rstrip('/')}"
+    return f"serving; point a client here with TINKER_BASE_URL={url} TINKER_API_KEY={key}{warning}"

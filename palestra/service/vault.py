@@ -1,0 +1,114 @@
+"""Weights on the disk: folders that appear whole, are never changed, and are refused once a byte of them has.
+
+A folder's name is drawn by the server, so that no name a client gives ever becomes a path. What a folder is to clients
+(`tinker://<model>/weights/<name>`) stands in the store; a folder that no row names is swept away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from palestra.files import TEMPORARY, atomic_folder
+from palestra.service.wire import BadRequest
+
+MANIFEST = "manifest.json"
+YOUNG = 600.0  # seconds for which a folder is left alone: its row may be about to be written
+KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
+_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,300}")
+
+
+class TinkerPath(NamedTuple):
+    """`tinker://<run>/<weights|sampler_weights|external_weights>/<name>`; MinT writes mint://."""
+
+    run: str
+    kind: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises BadRequest for anything else."""
+        scheme, _, rest = text.partition("://")
+        parts = rest.split("/")
+        kinds = {word: kind for kind, word in KINDS.items()}
+        good = scheme in ("tinker", "mint") and len(parts) == 3 and parts[1] in kinds
+        if not good or not _RUN.fullmatch(parts[0]) or not named(parts[2]):
+            raise BadRequest(f'"{text[:200]}" is no path of weights: write tinker://<run>/<{"|".join(kinds)}>/<name>')
+        return cls(parts[0], kinds[parts[1]], parts[2])
+
+    def __str__(self) -> str:
+        return f"tinker://{self.run}/{KINDS[self.kind]}/{self.name}"
+
+    @property
+    def id(self) -> str:
+        """What the wire calls a checkpoint id: "weights/step-10"."""
+        return f"{KINDS[self.kind]}/{self.name}"
+
+
+def named(name: str) -> bool:
+    """Whether a client may call weights so."""
+    return bool(_NAME.fullmatch(name)) and set(name) != {"."}
+
+
+class Damaged(ValueError):
+    """Weights on the disk are not what was written."""
+
+
+class Vault:
+    """Folders under `root`, each with a manifest of its files' sizes and SHA-256 sums."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def write(self, fill: Callable[[Path], None]) -> tuple[str, int]:
+        """A new folder with what `fill` writes, on the disk when this returns; its name and its bytes."""
+        name = uuid.uuid4().hex
+
+        def fill_and_list(folder: Path) -> None:
+            fill(folder)
+            (folder / MANIFEST).write_text(json.dumps(_sums(folder), indent=1))
+
+        sizes = atomic_folder(self.root / name, fill_and_list)
+        return name, sum(sizes.values())
+
+    def read(self, name: str) -> Path:
+        """The folder, once its files are found to be what was written. Raises Damaged."""
+        folder = self.root / name
+        try:
+            wanted = json.loads((folder / MANIFEST).read_text())
+            found = _sums(folder)
+        except (OSError, ValueError) as error:
+            raise Damaged(f"the weights in {folder} cannot be read ({error}): save them again") from error
+        if wanted != found:
+            wrong = sorted(set(wanted.items()) ^ set(found.items()))[0][0]
+            raise Damaged(f"the weights in {folder} are damaged: {wrong} is not what was written. Save them again.")
+        return folder
+
+    def sweep(self, named: Iterable[str]) -> int:
+        """Removes the folders that are not `named`, and what a crash left half written; how many there were."""
+        kept, now, swept = set(named), time.time(), 0
+        for folder in self.root.iterdir():
+            if folder.name not in kept and now - folder.stat().st_mtime > YOUNG:
+                doomed = folder.rename(folder.with_name(f"{TEMPORARY}{uuid.uuid4().hex}"))
+                shutil.rmtree(doomed, ignore_errors=True)
+                swept += 1
+        return swept
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {str(path.relative_to(folder)): _sum(path) for path in files}
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,423 @@
+"""The engine's worker: one process that takes requests from the store, runs them, and writes their answers.
+
+Each turn of its loop does a little of everything: take what is new, one micro-batch of training, one token for every
+row being sampled. Requests of a model run in the order of their sequence numbers; those of different models, and all
+samples, share batches. A request that fails is answered with what was wrong and harms no other.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sql
+from pydantic import BaseModel
+
+from palestra.engine.checkpoints import load_adapter, save_adapter
+from palestra.engine.joint import Job, Outcome, train_together
+from palestra.engine.lora import weighted_sum
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Request, Sampled, Sampler
+from palestra.engine.scoring import Question, Scores, score
+from palestra.engine.trainer import AdamConfig
+from palestra.files import lock
+from palestra.service import codec
+from palestra.service.bell import Bell
+from palestra.service.jobs import InterpolateJob, LoadJob, OptimJob, SampleJob, SaveJob
+from palestra.service.losses import wire_loss
+from palestra.service.store import Category, Change, Done, Store, checkpoints, models, samplers
+from palestra.service.tenants import Base, Lost, Tenant, Tenants, save_weights
+from palestra.service.vault import TinkerPath, Vault
+
+GRADIENTS = ("forward_backward", "forward")
+AHEAD = 4  # requests of one model that may share a pass
+SWEEP = 60.0  # seconds between two looks for what is over
+
+
+class Settings(BaseModel):
+    """What `palestra serve` tells its worker. `patience` seconds are waited for a request that its client skipped;
+    models unused for `idle` seconds, and all beyond `resident`, leave memory."""
+
+    store: str
+    data: Path
+    bases: dict[str, str]
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 1
+    max_rows: int = 512
+    pack_tokens: int = 16384
+    patience: float = 5.0
+    idle: float = 900.0
+    resident: int = 64
+
+
+@dataclass
+class Sample:
+    """A request for samples on its way: its answers, and what was asked about its prompt."""
+
+    row: sql.Row
+    job: SampleJob
+    sampled: list[Sampled] | None = None
+    scores: Scores | None = None
+    asked: bool = False
+
+
+class Worker:
+    """Runs requests until `stop` is called or the front end is gone."""
+
+    def __init__(self, settings: Settings, store: Store, bell: Bell) -> None:
+        self.settings, self.store, self.bell = settings, store, bell
+        self.vault = Vault(settings.data / "weights")
+        self.bases = {name: load_base(name, path, settings) for name, path in settings.bases.items()}
+        self.tenants = Tenants(store, self.vault, self.bases, most=settings.resident)
+        self.answers: list[Done] = []
+        self.changes: list[Change] = []
+        self.training: Generator[None, None, None] | None = None
+        self.stopping = False
+        self._swept = time.monotonic()
+
+    def run(self) -> None:
+        self.recover()
+        while not self.stopping and not self.bell.gone:
+            if not self.turn():
+                self.bell.wait(0.02)
+        self.finish()
+
+    def stop(self) -> None:
+        self.stopping = True
+
+    def recover(self) -> None:
+        """What an earlier worker left: its requests are queued again, and models it had changed since they were last
+        saved are lost."""
+        changed = self.store.find(models, models.c.state == "live", models.c.changed > models.c.kept, limit=1_000_000)
+        self.store.apply(Change.of(models, row.id, state="lost") for row in changed)
+        self.store.put_back()
+
+    def finish(self) -> None:
+        """Ends what has begun, and saves every model."""
+        while self.training or any(base.sampler.busy for base in self.bases.values()):
+            self._train()
+            self._sample()
+            self.flush()
+        self.changes += [change for t in self.tenants if (change := self.tenants.release(t))]
+        self.flush()
+
+    def turn(self) -> bool:
+        """A little of everything; False when there was nothing to do."""
+        moved = self._take()
+        moved |= self._train()
+        moved |= self._sample()
+        self.flush()
+        if time.monotonic() - self._swept > SWEEP:
+            self._sweep()
+        return moved
+
+    def flush(self) -> None:
+        if self.answers or self.changes:
+            self.store.finish(self.answers, self.changes)
+            self.answers, self.changes = [], []
+            self.bell.ring()
+
+    # -- taking --------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> bool:
+        rows = self.store.take()
+        questions: list[Sample] = []
+        for row in rows:
+            self._guarded(row, partial(self._place, row, questions))
+        self._score(questions)
+        return bool(rows)
+
+    def _place(self, row: sql.Row, questions: list[Sample]) -> None:
+        if row.kind == "sample":
+            self._begin_sample(row, questions)
+        elif row.kind == "interpolate":
+            self._interpolate(row)
+        else:
+            self._queue(row)
+
+    def _queue(self, row: sql.Row) -> None:
+        try:
+            tenant = self.tenants.get(row.model)
+        except Lost:
+            if row.kind != "load":
+                raise
+            tenant = self.tenants.afresh(row.model)
+        if row.seq is not None and row.seq < tenant.next:
+            message = (
+                f"request {row.seq} of model {row.model} came after request {tenant.next - 1} had run: send it again"
+            )
+            self.answers.append(Done.failure(row.id, message))
+        else:
+            tenant.push(row)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> bool:
+        if self.training is None:
+            ready = [t for t in self.tenants if t.ready(self.settings.patience)]
+            single = [t for t in ready if t.queue[0][2].kind not in GRADIENTS]
+            for tenant in single:
+                seq, row = tenant.pop()
+                self._guarded(row, partial(self._verb(row), tenant, seq, row))
+            self.training = self._gradients([t for t in ready if t not in single]) if len(ready) > len(single) else None
+            return bool(single) or self.training is not None
+        if next(self.training, self) is self:
+            self.training = None
+        return True
+
+    def _verb(self, row: sql.Row) -> Callable[[Tenant, int, sql.Row], None]:
+        if row.result is not None:
+            return self._refused
+        verbs = {"create_model": self._created, "optim_step": self._optim_step, "save": self._save}
+        return (verbs | {"load": self._load, "unload": self._unload})[row.kind]
+
+    def _refused(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        """A request that the front end had refused kept its place in the order until now."""
+        self.answers.append(Done(row.id, row.result, failed=True))
+
+    def _created(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        self.answers.append(Done.json(row.id, model_id=tenant.id, type="create_model"))
+
+    def _gradients(self, tenants: list[Tenant]) -> Generator[None, None, None]:
+        """Forward and backward passes that are ready, together for each base."""
+        for base in self.bases.values():
+            work: list[tuple[Tenant, int, sql.Row, Job]] = []
+            for tenant in (t for t in tenants if t.base is base):
+                while len(work) < AHEAD * len(tenants) and tenant.ready(0) and tenant.queue[0][2].kind in GRADIENTS:
+                    seq, row = tenant.pop()
+                    job = self._guarded(row, partial(self._job, tenant, row))
+                    if job:
+                        work.append((tenant, seq, row, job))
+            outcomes = yield from train_together(base.engine, [w[3] for w in work], self.settings.pack_tokens)
+            for (tenant, seq, row, job), outcome in zip(work, outcomes, strict=True):
+                self._guarded(row, partial(self._learned, tenant, seq, row, job, outcome))
+
+    def _job(self, tenant: Tenant, row: sql.Row) -> Job:
+        if row.result is not None:
+            raise Lost(json.loads(row.result)["error"])
+        call = codec.train_call_from_proto(row.body)
+        loss = wire_loss(call.loss_fn, codec.options_of(call))
+        backward = row.kind == "forward_backward" and not call.forward_only
+        return Job(tenant.trainer, codec.data_of(call), loss, backward)
+
+    def _learned(self, tenant: Tenant, seq: int, row: sql.Row, job: Job, outcome: Outcome | Exception) -> None:
+        if isinstance(outcome, Exception):
+            raise outcome
+        metrics = {f"{name}:sum": value for name, value in outcome.figures.items()}
+        result = codec.forward_backward_result([{"logprobs": logps} for logps in outcome.logps], metrics)
+        self.answers.append(Done(row.id, result, "forward_backward"))
+        if job.backward:
+            tenant.gathered = True
+            self._changed(tenant, seq)
+
+    def _optim_step(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        job = OptimJob.model_validate_json(row.body)
+        adam = AdamConfig(
+            lr=job.learning_rate,
+            betas=(job.beta1, job.beta2),
+            eps=job.eps,
+            weight_decay=job.weight_decay,
+            grad_clip=job.grad_clip_norm or None,
+        )
+        tenant.gathered = False
+        figures = tenant.trainer.optim_step(adam)
+        self._changed(tenant, seq)
+        self.answers.append(Done.json(row.id, metrics={"grad_norm:mean": figures["grad_norm"]}, type="optim_step"))
+
+    def _changed(self, tenant: Tenant, seq: int) -> None:
+        tenant.changed = seq
+        self.changes.append(Change.of(models, tenant.id, changed=seq, used=tenant.used))
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def _save(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        job = SaveJob.model_validate_json(row.body)
+        path = TinkerPath.parse(job.path) if job.path else None
+        if path and job.overwrite is False and self.store.get(checkpoints, str(path)):
+            raise ValueError(f"{path} is there already: choose another name, or save with overwrite")
+        whole = bool(path and path.kind == "training")
+        folder, size = self.vault.write(partial(save_weights, tenant=tenant, optimizer=whole))
+        model = self.store.get(models, tenant.id)
+        assert model is not None and tenant.trainer.adapter is not None
+        now = time.time()
+        if path is None:
+            values = {"session": model.session, "owner": model.owner, "base": tenant.base.name}
+            self.changes += Change.put(samplers, {**values, "id": job.sampler, "folder": folder, "created": now})
+            self.tenants.remember(folder, tenant.trainer.adapter.snapshot(folder, tenant.base.engine.dtype))
+            self.answers.append(Done.json(row.id, sampling_session_id=job.sampler, type="save_weights_for_sampler"))
+            return
+        expires = now + job.ttl_seconds if job.ttl_seconds else None
+        values = {"owner": model.owner, "run": tenant.id, "base": tenant.base.name, "lora": model.lora}
+        values |= {"path": str(path), "kind": path.kind, "folder": folder, "size": size, "created": now}
+        self.changes += Change.put(checkpoints, {**values, "expires": expires, "public": False, "info": job.info})
+        if whole and not tenant.gathered:
+            tenant.kept = tenant.changed
+            info = {k: v for k, v in model.info.items() if k != "optimizer"} | {"path": str(path)}
+            self.changes.append(Change.of(models, tenant.id, saved=folder, kept=tenant.changed, info=info))
+        self.answers.append(Done.json(row.id, path=str(path), type="save_weights"))
+
+    def _load(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        job = LoadJob.model_validate_json(row.body)
+        self.tenants.load(tenant.trainer, job.folder, optimizer=job.optimizer)
+        tenant.trainer.optimizer.zero_grad(set_to_none=True)
+        tenant.gathered, tenant.changed, tenant.kept = False, seq, seq
+        model = self.store.get(models, tenant.id)
+        info = (model.info if model else {}) | {"path": job.path, "optimizer": job.optimizer}
+        values = {"saved": job.folder, "changed": seq, "kept": seq, "state": "live", "info": info}
+        self.changes.append(Change.of(models, tenant.id, **values))
+        self.answers.append(Done.json(row.id, path=job.path, model_id=tenant.id, type="load_weights"))
+
+    def _unload(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        self.tenants.live.pop(tenant.id)
+        self.changes.append(Change.of(models, tenant.id, state="gone"))
+        self.answers.append(Done.json(row.id, model_id=tenant.id, type="unload_model"))
+        for _, _, later in tenant.queue:
+            self.answers.append(Done.failure(later.id, f"model {tenant.id} was unloaded before this request"))
+
+    def _interpolate(self, row: sql.Row) -> None:
+        job = InterpolateJob.model_validate_json(row.body)
+        source = self.store.get(checkpoints, job.source_paths[0])
+        assert source is not None
+        base, path = self.bases[source.base], TinkerPath.parse(job.path)
+        adapters = [load_adapter(self.vault.read(folder), base.engine) for folder in job.folders]
+        mixed = weighted_sum(adapters, job.coefficients, base.engine.linears)
+        folder, size = self.vault.write(partial(save_adapter, adapter=mixed, base=base.name))
+        values = {"path": str(path), "owner": row.owner, "run": path.run, "kind": path.kind, "base": base.name}
+        values |= {"lora": source.lora, "folder": folder, "size": size, "created": time.time(), "expires": None}
+        self.changes += Change.put(checkpoints, {**values, "public": False, "info": {}})
+        said = {"source_paths": job.source_paths, "coefficients": job.coefficients, "has_rank_shards": False}
+        self.answers.append(Done.json(row.id, path=str(path), checkpoint_type="sampler", **said))
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    def _begin_sample(self, row: sql.Row, questions: list[Sample]) -> None:
+        job = SampleJob.model_validate_json(row.body)
+        base, ids = self.bases[job.base], np.array(job.tokens, np.int32)
+        adapter = self.tenants.snapshot(base, job.folder)
+        sample = Sample(row, job, asked=bool(job.prompt_logprobs or job.topk_prompt or job.target_prompt))
+        request = Request(ids, job.num_samples, job.sampling, adapter, job.seed, top_logprobs=job.topk_sample)
+        base.sampler.submit(request, partial(self._sampled, sample))
+        if sample.asked:
+            questions.append(sample)
+
+    def _score(self, samples: list[Sample]) -> None:
+        for base in self.bases.values():
+            mine = [s for s in samples if self.bases[s.job.base] is base]
+            try:
+                self._answer_scores(base, mine)
+            except ValueError:  # one of them cannot be asked: each for itself
+                for sample in mine:
+                    self._guarded(sample.row, partial(self._answer_scores, base, [sample]))
+
+    def _answer_scores(self, base: Base, samples: list[Sample]) -> None:
+        questions = [
+            Question(
+                np.array(s.job.tokens, np.int32),
+                self.tenants.snapshot(base, s.job.folder),
+                s.job.topk_prompt,
+                np.array(s.job.target_prompt) if s.job.target_prompt else None,
+            )
+            for s in samples
+        ]
+        for sample, scores in zip(samples, score(base.engine, questions), strict=True):
+            sample.scores = scores
+            self._answer_sample(sample)
+
+    def _sampled(self, sample: Sample, sampled: list[Sampled] | Exception) -> None:
+        if isinstance(sampled, Exception):
+            self.answers.append(Done.failure(sample.row.id, str(sampled), _category(sampled)))
+            return
+        sample.sampled = sampled
+        self._answer_sample(sample)
+
+    def _answer_sample(self, sample: Sample) -> None:
+        if sample.sampled is not None and (sample.scores is not None or not sample.asked):
+            sequences = [spoken(sampled) for sampled in sample.sampled]
+            result = codec.sample_result(sequences, judged(sample.scores, sample.job))
+            self.answers.append(Done(sample.row.id, result, "sample"))
+
+    def _sample(self) -> bool:
+        return any([base.sampler.advance() for base in self.bases.values()])
+
+    # -- keeping house -------------------------------------------------------------------------------------------------
+
+    def _guarded(self, row: sql.Row, work: Callable[[], Any]) -> Any:
+        """What `work` returns; where it fails, None, and the request is answered with its error."""
+        try:
+            return work()
+        except Exception as error:  # the boundary between clients: a failure is an answer
+            self.answers.append(Done.failure(row.id, _message(error), _category(error)))
+            return None
+
+    def _sweep(self) -> None:
+        """Lets go of what is over: idle models, weights past their time, folders without a row, old answers."""
+        self._swept, now = time.monotonic(), time.time()
+        for tenant in self.tenants.crowd(self.settings.idle):
+            if change := self.tenants.release(tenant):
+                self.changes.append(change)
+        self.flush()
+        self.store.expire(now)
+        self.vault.sweep(self.store.folders())
+
+
+def spoken(sampled: Sampled) -> codec.SampledSequence:
+    """One answer, as the wire has it."""
+    topk = None
+    if sampled.top_ids is not None and sampled.top_logps is not None:
+        topk = codec.TopK(sampled.top_ids, sampled.top_logps)
+    return codec.SampledSequence(sampled.token_ids, sampled.logprobs, sampled.stop, topk)
+
+
+def judged(scores: Scores | None, job: SampleJob) -> codec.PromptScores:
+    """What was asked about the prompt, as the wire has it: a row for every prompt token, none for the first, and none
+    before the last `last_n`."""
+    if scores is None:
+        return codec.PromptScores()
+    size = len(job.tokens)
+    quiet = size - min(size, job.last_n) if job.last_n is not None else 1
+
+    def rows(values: np.ndarray) -> np.ndarray:
+        whole = np.full((size, *values.shape[1:]), np.nan, np.float32)
+        whole[1:] = values
+        whole[: max(1, quiet)] = np.nan
+        return whole
+
+    topk = None
+    if job.topk_prompt:
+        ids = np.concatenate([np.zeros((1, job.topk_prompt), np.int64), scores.top_ids])
+        topk = codec.TopK(ids, rows(scores.top_logps))
+    return codec.PromptScores(
+        logprobs=rows(scores.logps) if job.prompt_logprobs else None, topk=topk, targets=scores.target_logps
+    )
+
+
+def load_base(name: str, path: str, settings: Settings) -> Base:
+    engine = Engine.load(path, device=settings.device, dtype=settings.dtype, threads=settings.threads)
+    return Base(name, engine, Sampler(engine, max_rows=settings.max_rows))
+
+
+def work(settings: Settings, bell: Bell) -> None:
+    """The worker process: until it is told to stop (SIGTERM) or its front end is gone."""
+    held = lock(settings.data / "worker.lock", f"the server's data in {settings.data}")
+    worker = Worker(settings, Store.open(settings.store), bell)
+    signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the front end says when to stop
+    bell.ring()
+    worker.run()
+    held.close()
+
+
+def _category(error: Exception) -> Category:
+    return "user" if isinstance(error, ValueError) else "server"
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

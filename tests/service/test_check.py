@@ -1,0 +1,166 @@
+"""Training calls: what a loss needs, in the shape it reads it; the rest refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from palestra.service.check import LOSSES, check_call
+from palestra.service.wire import BadRequest
+from palestra.types import Datum
+
+POLICY_LOSSES = [loss for loss in LOSSES if loss != "cross_entropy"]
+RATIO: dict[str, Any] = {"logprobs": [-1, -2, -3], "advantages": [1, 1, -1]}
+
+
+def datum(tokens: Any = (1, 2, 3), targets: Any = (2, 3, 4), **inputs: Any) -> Datum:
+    arrays = {name: np.array(values, np.float32) for name, values in inputs.items()}
+    return Datum(np.array(tokens, np.int64), np.array(targets, np.int64), arrays)
+
+
+def check(
+    *data: Datum, loss: str = "cross_entropy", options: dict[str, Any] | None = None, **limits: int
+) -> list[Datum]:
+    return check_call(data, loss, options or {}, **{"vocab": 10, "max_length": 8, "max_tokens": 20, **limits})
+
+
+def refused(message: str, *data: Datum, **more: Any) -> None:
+    with pytest.raises(BadRequest, match=message) as caught:
+        check(*data, **more)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_supervised_datum_passes_unchanged() -> None:
+    (found,) = check(datum(weights=[0.5, -2, 0]))
+    assert found.tokens.tolist() == [1, 2, 3] and found.targets.tolist() == [2, 3, 4]
+    assert {name: array.tolist() for name, array in found.inputs.items()} == {"weights": [0.5, -2, 0]}
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_a_policy_datum_gets_weights_of_one(loss: str) -> None:
+    (found,) = check(datum(**RATIO, something_else=[NAN, 1]), loss=loss)
+    assert {name: array.tolist() for name, array in found.inputs.items()} == {**RATIO, "weights": [1, 1, 1]}
+
+
+NAN = float("nan")
+
+
+def test_masks_multiply() -> None:
+    (found,) = check(datum(weights=[2, 3, 4], mask=[1, 0, 1], loss_mask=[1, 1, 0.5]))
+    assert {name: array.tolist() for name, array in found.inputs.items()} == {"weights": [2, 0, 2]}
+    (found,) = check(datum(**RATIO, mask=[1, 0, 1]), loss="ppo")
+    assert found.inputs.keys() == {"logprobs", "advantages", "weights"}
+    assert found.inputs["weights"].tolist() == [1, 0, 1]
+
+
+def test_a_mask_alone_weighs_the_cross_entropy() -> None:
+    assert check(datum(loss_mask=[0, 1, 1]))[0].inputs["weights"].tolist() == [0, 1, 1]
+
+
+def test_one_advantage_is_every_tokens() -> None:
+    """MinT's Chinese page sends it so; its client adds weights of the same length."""
+    (found,) = check(datum(logprobs=[-1, -2, -3], advantages=[0.5], weights=[1]), loss="importance_sampling")
+    assert found.inputs["advantages"].tolist() == [0.5, 0.5, 0.5]
+    assert found.inputs["weights"].tolist() == [1, 1, 1]
+
+
+WIDE = [[2, 3], [3, 4], [4, 5]]
+
+
+def test_two_dimensional_targets() -> None:
+    weights = [[0.5, 0.5], [1, 0], [0, 0]]
+    assert check(datum(targets=WIDE, weights=weights))[0].inputs["weights"].tolist() == weights
+    (found,) = check(datum(targets=WIDE, weights=[1, 2, 3, 4, 5, 6], mask=[0, 1, 2]))  # flat, and one for each row
+    assert found.inputs["weights"].tolist() == [[0, 0], [3, 4], [10, 12]]
+
+
+def test_what_a_loss_also_reads_is_kept() -> None:
+    bounds = {"clip_low_threshold": [0.5, 0.6, 0.7], "clip_high_threshold": [1.5, 1.6, 1.7]}
+    (found,) = check(datum(**RATIO, **bounds, sequence_ratio_mask=[0, 1, 1]), loss="gspo")
+    assert found.inputs["sequence_ratio_mask"].tolist() == [0, 1, 1]
+    np.testing.assert_allclose(found.inputs["clip_high_threshold"], bounds["clip_high_threshold"])
+    (found,) = check(datum(**RATIO, **bounds, sequence_ratio_mask=[0, 1, 1]), loss="dro")
+    assert found.inputs.keys() == {"logprobs", "advantages", "weights"}
+
+
+def test_data_that_are_no_batch() -> None:
+    fine = datum(weights=[1, 1, 1])
+    refused("data are empty", *[])
+    refused(r"data\[1\] has an empty model_input", fine, datum([], [], weights=[]))
+    refused(r"data\[0\] has 3 tokens, more than the base's 2 positions", fine, max_length=2)
+    refused("the call has 6 tokens, more than 5", fine, fine, max_tokens=5)
+    assert len(check(fine, fine, max_length=3, max_tokens=6, vocab=5)) == 2
+
+
+@pytest.mark.parametrize("targets", [[2, 3], [2, 3, 4, 5], [[2, 3, 4]], [[], [], []], 2])
+def test_targets_of_another_length(targets: Any) -> None:
+    refused(r"data\[0\].target_tokens have shape", datum(targets=targets, weights=[1, 1, 1]))
+
+
+@pytest.mark.parametrize("wrong", [-1, -100, 10, 2**31 - 1, -(2**63), 2**63 - 1])
+def test_ids_the_base_does_not_have(wrong: int) -> None:
+    refused(rf"model_input has id {wrong} at index 1", datum(tokens=[1, wrong, 3], weights=[1, 1, 1]))
+    refused(rf"target_tokens has id {wrong} at index 2", datum(targets=[2, 3, wrong], weights=[1, 1, 1]))
+    wide = [[2, 3], [3, wrong], [4, 5]]
+    refused(rf"target_tokens has id {wrong} at index 3", datum(targets=wide, weights=np.zeros((3, 2))))
+
+
+def test_missing_inputs_are_named() -> None:
+    refused('no weights, which loss "cross_entropy" needs', datum())
+    for loss in POLICY_LOSSES:
+        refused(f'no logprobs, advantages, which loss "{loss}" needs', datum(weights=[1, 1, 1]), loss=loss)
+        refused(f'no advantages, which loss "{loss}" needs', datum(logprobs=[-1, -1, -1]), loss=loss)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "advantages", "mask", "clip_low_threshold"])
+@pytest.mark.parametrize("values", [[1, 1], [1, 1, 1, 1], [[1, 1, 1]], []])
+def test_inputs_of_another_shape(name: str, values: Any) -> None:
+    refused(rf"data\[0\].loss_fn_inputs.{name} has shape", datum(**{**RATIO, name: values}), loss="ppo")
+
+
+def test_log_probabilities_are_not_spread() -> None:
+    refused("logprobs has shape", datum(logprobs=[-1], advantages=[1]), loss="ppo")
+
+
+@pytest.mark.parametrize("name", ["logprobs", "advantages", "mask", "clip_high_threshold"])
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+def test_inputs_are_finite(name: str, value: float) -> None:
+    refused(f"{name} is .* at index 1", datum(**{**RATIO, name: [0.5, value, 0.5]}), loss="ppo")
+
+
+def test_weights_whose_product_overflows() -> None:
+    refused("too large", datum(weights=[3e38, 1, 1], mask=[10, 1, 1]))
+
+
+def test_unknown_losses_and_options() -> None:
+    fine = datum(**RATIO)
+    refused('loss "pppo" is not served here: there is cross_entropy, ', fine, loss="pppo")
+    refused("is not served here", fine, loss="x" * 10_000)
+    refused('"cross_entropy" has no option "beta": it has none', fine, options={"beta": 1.0})
+    refused('"ppo" has no option "beta": it has clip_low_threshold', fine, loss="ppo", options={"beta": 1.0})
+    refused("beta is 'high'", fine, loss="dro", options={"beta": "high"})
+    for value in (NAN, float("inf"), -1.0):
+        refused("beta is", fine, loss="dro", options={"beta": value})
+    refused("above clip_high_threshold", fine, loss="ppo", options={"clip_low_threshold": 1.5})
+
+
+def test_known_options_pass() -> None:
+    bounds = {"clip_low_threshold": 0.0, "clip_high_threshold": 5.0}
+    for loss in ("ppo", "cispo", "gspo"):
+        check(datum(**RATIO), loss=loss, options=bounds)
+    check(datum(**RATIO), loss="dro", options={"beta": 0.05})
+
+
+def test_gspo_reads_one_sampled_sequence() -> None:
+    wide = {name: np.ones((3, 2)) for name in RATIO}
+    check(datum(targets=WIDE, **wide), loss="ppo")
+    refused("two-dimensional", datum(targets=WIDE, **wide), loss="gspo")
+    refused("marks no token", datum(**RATIO, sequence_ratio_mask=[0, 0, 0]), loss="gspo")
+
+
+def test_an_optional_input_is_with_all_data_or_with_none() -> None:
+    bounded = datum(**RATIO, clip_low_threshold=[0.5, 0.5, 0.5])
+    assert len(check(bounded, bounded, loss="ppo")) == 2
+    refused("some data have clip_low_threshold", bounded, datum(**RATIO), loss="ppo")

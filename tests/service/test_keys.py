@@ -1,0 +1,62 @@
+"""API keys: hashed in a file, read again when it changes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from palestra.service import keys as module
+from palestra.service.keys import ANYONE, Keys, add_key, read_keys, remove_keys
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "keys"
+
+
+def test_a_key_is_shown_once_and_only_its_hash_is_kept(path):
+    key = add_key(path, "ann")
+    assert key.startswith("tml-") and key not in path.read_text() and path.stat().st_mode & 0o777 == 0o600
+    keys = Keys(path)
+    assert keys.owner(key) == "ann"
+    assert keys.owner(key + "x") is None and keys.owner("") is None and keys.owner(None) is None
+
+
+def test_without_a_file_everybody_may(path):
+    assert Keys(None).owner("anything") == Keys(None).owner(None) == ANYONE
+
+
+def test_keys_that_are_removed_are_refused_at_once(path):
+    first, second, other = add_key(path, "ann"), add_key(path, "ann"), add_key(path, "bob")
+    keys = Keys(path)
+    assert [keys.owner(key) for key in (first, second, other)] == ["ann", "ann", "bob"]
+    token = keys.token("ann")
+    assert keys.owner(token) == "ann"
+    assert remove_keys(path, "ann") == 2
+    os.utime(path, (1, 1))  # a clock of coarse grain
+    assert [keys.owner(key) for key in (first, second, other, token)] == [None, None, "bob", None]
+
+
+def test_tokens_are_of_one_server_and_of_one_hour(path, monkeypatch):
+    add_key(path, "ann")
+    keys = Keys(path)
+    assert Keys(path).owner(keys.token("ann")) is None
+    monkeypatch.setattr(module, "TOKEN_LIFE", -10.0)
+    assert keys.owner(keys.token("ann")) is None
+
+
+@pytest.mark.parametrize("junk", ["eyJ.x.y", "\udce4", "a" * 10_000, "eyJhbGciOiJub25lIn0.eyJzdWIiOiJhbm4ifQ."])
+def test_junk_is_nobodys_key(path, junk):
+    add_key(path, "ann")
+    assert Keys(path).owner(junk) is None
+
+
+def test_what_is_wrong_is_said(path):
+    with pytest.raises(ValueError, match="palestra keys add"):
+        Keys(path)
+    with pytest.raises(ValueError, match="cannot own keys"):
+        add_key(path, "two words")
+    path.write_text("ann notahash\n")
+    with pytest.raises(ValueError, match="palestra keys add"):
+        read_keys(path)

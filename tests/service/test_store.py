@@ -1,0 +1,121 @@
+"""The queue and the tables, on SQLite as `palestra serve` has it; two stores on one file are two processes."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from palestra.service.store import KEPT, Change, Done, Store, checkpoints, models, samplers, sessions
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path}/store.db"
+
+
+@pytest.fixture
+def store(url):
+    store = Store.open(url)
+    yield store
+    store.close()
+
+
+def test_a_request_is_queued_taken_and_answered(store):
+    id = store.submit("ann", "optim_step", b"body", key="model:m:1", model="m", seq=1)
+    (row,) = store.take()
+    assert (row.id, row.kind, row.body, row.model, row.seq) == (id, "optim_step", b"body", "m", 1)
+    assert store.take() == [] and store.finished([id]) == set() and store.waiting("ann") == 1
+    store.finish([Done.json(id, metrics={})])
+    assert store.finished([id, "other"]) == {id} and store.waiting() == 0
+    row = store.request("ann", id)
+    assert row.state == "done" and json.loads(row.result) == {"metrics": {}} and row.body is None
+    assert store.request("bob", id) is None
+
+
+def test_a_key_is_one_request_even_when_it_is_sent_by_many_at_once(url):
+    stores = [Store.open(url) for _ in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(lambda i: stores[i % 4].submit("ann", "sample", b"%d" % i, key="sampler:s:0"), range(32)))
+    assert len(set(ids)) == 1 and len(stores[0].take()) == 1
+    for store in stores:
+        store.close()
+
+
+def test_two_workers_never_take_the_same_request(url):
+    stores = [Store.open(url) for _ in range(2)]
+    ids = {stores[0].submit("ann", "sample", b"") for _ in range(200)}
+    with ThreadPoolExecutor(8) as pool:
+        taken = [row.id for rows in pool.map(lambda i: stores[i % 2].take(), range(16)) for row in rows]
+    assert sorted(taken) == sorted(ids)
+    for store in stores:
+        store.close()
+
+
+def test_requests_come_in_the_order_of_arrival(store):
+    ids = [store.submit("ann", "sample", b"") for _ in range(50)]
+    assert [row.id for row in store.take()] == ids
+
+
+def test_what_a_dead_worker_had_taken_is_queued_again(store):
+    done, lost = (store.submit("ann", "sample", b"") for _ in range(2))
+    store.take()
+    store.finish([Done.json(done)])
+    store.put_back()
+    assert [row.id for row in store.take()] == [lost]
+
+
+def test_a_refused_request_keeps_its_place_in_the_order(store):
+    id = store.reject("ann", "forward_backward", "no such loss", key="model:m:1", model="m", seq=1)
+    (row,) = store.take()
+    assert (row.id, row.seq) == (id, 1) and json.loads(row.result) == {"error": "no such loss", "category": "user"}
+    store.finish([Done(id, row.result, failed=True)])
+    assert store.last_seq("m") == 1 and store.last_seq("other") == -1
+
+
+def test_answers_and_what_they_changed_are_written_together(store):
+    store.add(sessions, id="s", owner="ann", created=1.0, seen=1.0, info={})
+    id = store.submit("ann", "load", b"")
+    broken = Change(Change.of(sessions, "s", seen=2.0).statement.values(owner=None))  # no owner: refused
+    with pytest.raises(Exception, match="NOT NULL"):
+        store.finish([Done.json(id)], [Change.of(sessions, "s", seen=2.0), broken])
+    assert store.get(sessions, "s").seen == 1.0 and store.finished([id]) == set()
+
+
+def test_rows_are_added_once_changed_and_found_newest_first(store):
+    assert store.add(sessions, id="a", owner="ann", created=1.0, seen=1.0, info={"tags": ["x"]})
+    assert not store.add(sessions, id="a", owner="bob", created=2.0, seen=2.0, info={})
+    assert store.add(sessions, id="b", owner="ann", created=3.0, seen=3.0, info={})
+    store.change(sessions, "a", seen=9.0)
+    assert store.get(sessions, "a").seen == 9.0 and store.get(sessions, "a").info == {"tags": ["x"]}
+    assert [row.id for row in store.find(sessions, sessions.c.owner == "ann")] == ["b", "a"]
+    assert store.count(sessions, sessions.c.owner == "bob") == 0
+
+
+def checkpoint(path, folder, expires=None):
+    row = {"path": path, "owner": "ann", "run": "m", "kind": "sampler", "base": "tiny", "lora": {}, "folder": folder}
+    return row | {"size": 1, "created": time.time(), "expires": expires, "public": False, "info": {}}
+
+
+def test_what_is_over_is_removed_and_the_folders_still_named_are_known(store):
+    now = time.time()
+    store.apply(Change.put(checkpoints, checkpoint("kept", "f1")))
+    store.apply(Change.put(checkpoints, checkpoint("kept", "f2")))  # in place of the first
+    store.apply(Change.put(checkpoints, checkpoint("over", "f3", expires=now - 1)))
+    for id, seen in (("old", now - KEPT - 1), ("new", now)):
+        store.add(sessions, id=id, owner="ann", created=seen, seen=seen, info={})
+        store.add(samplers, id=f"{id}:1", session=id, owner="ann", base="tiny", folder=f"of-{id}", created=seen)
+    model = {"id": "m", "session": "new", "owner": "ann", "base": "tiny", "lora": {}, "info": {}, "created": now}
+    store.add(models, **model, used=now, state="live", changed=0, kept=0, saved="f4")
+    store.expire(now)
+    assert store.folders() == {"f2", "of-new", "f4"}
+    assert store.get(checkpoints, "over") is None
+
+
+def test_answers_of_yesterday_are_forgotten(store):
+    old, new = (store.submit("ann", "sample", b"") for _ in range(2))
+    store.finish([Done.json(old)])
+    store.expire(time.time() + KEPT + 1)
+    assert store.request("ann", old) is None and store.request("ann", new) is not None
