@@ -1,7 +1,8 @@
 """Remake docs/results.md: does a team learn, and which part of AT-GRPO makes it learn?
 
-    python scripts/reproduce.py              everything; a killed run goes on where it was
-    python scripts/reproduce.py --quick      a smoke test of the whole road in about two minutes
+    python scripts/reproduce.py              every method and seed; a killed run goes on where it was
+    python scripts/reproduce.py --tune       choose the learning rates anew (configs/reproduce/rates.yaml) and stop
+    python scripts/reproduce.py --quick      a smoke test of the whole road in a few minutes
     python scripts/reproduce.py --report     only rewrite the tables from what has been run
 
 Every trained method may sample as many answers as any other (or, where it says so, take the CPU seconds that AT-GRPO
@@ -28,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from reproduce_report import write_report
 
 from palestra.config import dump, load, override, validate
@@ -39,6 +41,8 @@ from palestra.train import Watcher, examine, restore, run_training
 ROOT = Path("runs/reproduce")
 GAMES = ("plan_path", "sokoban")
 SEEDS = (0, 1, 2)
+RATES_FILE = Path("configs/reproduce/rates.yaml")
+RATES_SAY = "# Success on 200 dev layouts by learning rate, as `python scripts/reproduce.py --tune` measured it.\n"
 TUNING_SEED = 100
 RATES = (1e-3, 3e-3)
 
@@ -208,55 +212,59 @@ def run_all(jobs: list[Job], ledger: Ledger, quick: bool) -> None:
             )
 
 
-def tuned(ledger: Ledger, game: str, method: str) -> float:
-    """The learning rate with the best dev score."""
-    found = ledger.find(game=game, method=method, phase="tune")
-    return max(found, key=lambda r: r["success"])["rate"]
-
-
 def tune(ledger: Ledger, games: Sequence[str], quick: bool) -> None:
-    """Every trained method at every rate, scored on dev."""
+    """Every trained method at every rate, scored on dev; the scores become the file of rates."""
 
-    def jobs(method: str, cpu: dict[tuple[str, int], float | None]) -> list[Job]:
-        return [Job(g, method, TUNING_SEED, rate, "tune", cpu.get((g, TUNING_SEED))) for g in games for rate in RATES]
+    def jobs(method: str, cpu: dict[str, float]) -> list[Job]:
+        return [Job(g, method, TUNING_SEED, rate, "tune", cpu.get(g)) for g in games for rate in RATES]
 
     run_all([job for method in TRAINED if method != EQUAL_CPU for job in jobs(method, {})], ledger, quick)
-    run_all(jobs(EQUAL_CPU, took(ledger, games, [TUNING_SEED], "tune")), ledger, quick)
+    best = {g: max(ledger.find(game=g, method=BEST, phase="tune"), key=lambda r: r["success"]) for g in games}
+    run_all(jobs(EQUAL_CPU, {g: result["cpu"] for g, result in best.items()}), ledger, quick)
+    if not quick:
+        table: dict[str, Any] = {g: {method: {} for method in TRAINED} for g in games}
+        for result in ledger.find(phase="tune"):
+            table[result["game"]][result["method"]][result["rate"]] = round(result["success"], 3)
+        RATES_FILE.write_text(RATES_SAY + yaml.safe_dump(load_rates() | table, sort_keys=False))
+
+
+def load_rates() -> dict[str, dict[str, dict[float, float]]]:
+    """Success on dev by game, method and learning rate."""
+    return (yaml.safe_load(RATES_FILE.read_text()) or {}) if RATES_FILE.exists() else {}
+
+
+def tuned(game: str, method: str) -> float:
+    """The learning rate with the best dev score."""
+    scores = load_rates()[game][method]
+    return max(scores, key=lambda rate: scores[rate])
 
 
 def score(ledger: Ledger, games: Sequence[str], seeds: Sequence[int], quick: bool) -> None:
     """Every method and seed at its own rate, scored on test."""
 
     def job(game: str, method: str, seed: int, cpu: float | None = None) -> Job:
-        return Job(game, method, seed, tuned(ledger, game, method) if method in TRAINED else RATES[0], "test", cpu)
+        return Job(game, method, seed, tuned(game, method) if method in TRAINED else RATES[0], "test", cpu)
 
     first = [method for method in METHODS if method != EQUAL_CPU]
     run_all([job(g, m, s) for s in seeds for g in games for m in first], ledger, quick)
-    spent = took(ledger, games, seeds, "test")
+    spent = {(g, s): ledger.find(game=g, method=BEST, seed=s, phase="test")[0]["cpu"] for g in games for s in seeds}
     run_all([job(g, EQUAL_CPU, s, cpu) for (g, s), cpu in spent.items()], ledger, quick)
-
-
-def took(ledger: Ledger, games: Sequence[str], seeds: Sequence[int], phase: str) -> dict[tuple[str, int], float | None]:
-    """CPU seconds of the best method by game and seed, at the rate tuned for it."""
-    found = {
-        (g, s): ledger.find(game=g, method=BEST, seed=s, phase=phase, rate=tuned(ledger, g, BEST))
-        for g in games
-        for s in seeds
-    }
-    return {key: results[0]["cpu"] for key, results in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--games", nargs="+", default=list(GAMES), choices=GAMES)
     options = parser.parse_args()
     quick, games = options.quick, options.games
     ledger = Ledger(ROOT / ("quick.jsonl" if quick else "results.jsonl"))
+    if options.tune:
+        tune(ledger, games, quick)
+        return
     if not options.report:
         seeds = SEEDS[:1] if quick else SEEDS
-        tune(ledger, games, quick)
         score(ledger, games, seeds, quick)
         for g in games:
             for s in seeds:
