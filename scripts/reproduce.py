@@ -1,7 +1,7 @@
 """Remake docs/results.md: does a team learn, and which part of AT-GRPO makes it learn?
 
     python scripts/reproduce.py              every method and seed; a killed run goes on where it was
-    python scripts/reproduce.py --tune       choose the learning rates anew (configs/reproduce/rates.yaml) and stop
+    python scripts/reproduce.py --tune       choose the learning rates anew (scripts/reproduce_rates.yaml) and stop
     python scripts/reproduce.py --quick      a smoke test of the whole road in a few minutes
     python scripts/reproduce.py --report     only rewrite the tables from what has been run
 
@@ -41,7 +41,7 @@ from palestra.train import Watcher, examine, restore, run_training
 ROOT = Path("runs/reproduce")
 GAMES = ("plan_path", "sokoban")
 SEEDS = (0, 1, 2)
-RATES_FILE = Path("configs/reproduce/rates.yaml")
+RATES_FILE = Path(__file__).parent / "reproduce_rates.yaml"
 RATES_SAY = "# Success on 200 dev layouts by learning rate, as `python scripts/reproduce.py --tune` measured it.\n"
 TUNING_SEED = 100
 RATES = (1e-3, 3e-3)
