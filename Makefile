@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+CLIENTS := a b c
 
 # Small models on few cores: threads that fight over them cost more than they give.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench reproduce base clean
+.PHONY: help demo test test-all test-clients lint bench reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +29,17 @@ test: lint ## lint, types and the fast tests (CPU)
 	$(BIN)/python -m pytest
 
 test-all: lint ## the same with the slow tests
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not clients"
+
+# Each set of official clients in a venv of its own: their versions exclude each other.
+.cache/clients/%/.installed: tests/clients/sets/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet torch==2.13.0
+	$(@D)/bin/pip install --quiet -r $<
+	touch $@
+
+test-clients: $(INSTALLED) $(CLIENTS:%=.cache/clients/%/.installed) ## run the official Tinker and MinT clients against a server
+	$(BIN)/python -m pytest -m clients tests/clients
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .

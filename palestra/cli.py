@@ -42,6 +42,9 @@ def train(
     ] = None,
     name: Annotated[str | None, typer.Option(help="name of the run (default: the config's)")] = None,
     root: Root = Path("runs"),
+    engine: Annotated[
+        str | None, typer.Option(help="train on the server at this URL (`palestra serve`, Tinker, MinT), not in here")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check the config, print it resolved, and stop")] = False,
 ) -> None:
     """Train the agents of a config.
@@ -52,12 +55,14 @@ def train(
 
         palestra train configs/demo.yaml --set steps=20 --set policies.planner.lr=3e-4
 
+        palestra train configs/demo.yaml --engine http://127.0.0.1:8000
+
         palestra train --resume runs/demo
 
     Ctrl-C ends the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
     """
     with friendly():
-        _train(config, settings or [], resume, name, root, dry_run)
+        _train(config, [*(settings or []), *([f"engine={engine}"] if engine else [])], resume, name, root, dry_run)
 
 
 def _train(
@@ -70,7 +75,9 @@ def _train(
     if (path is None) == (resume is None):
         raise ValueError("name a config to start a run, or --resume RUN to go on with one")
     if resume and settings:
-        raise ValueError("--set changes a run that starts; a resumed run goes on as it began. Start a new one instead.")
+        raise ValueError(
+            "--set and --engine change a run that starts; a resumed run goes on as it began. Start a new one instead."
+        )
     tree = load(resume / "config.yaml" if resume else path)  # type: ignore[arg-type]
     config = validate(Config, override(tree, settings))
     setup = build(config)

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "palestra"
 
 # Bottom to top; the longest prefix of a module's name decides its room. Rooms of one row may not import each other.
 ROOMS = [
-    {"palestra", "palestra.types", "palestra.config", "palestra.files"},
+    {"palestra", "palestra.types", "palestra.config", "palestra.files", "palestra.tinker_compat"},
     {"palestra.envs", "palestra.policies.base", "palestra.policies.scripted", "palestra.losses"},
     {"palestra.engine"},
     {"palestra.policies"},

@@ -145,6 +145,8 @@ def _bucket(part: list[Asking], row_S: np.ndarray, device: torch.device) -> Buck
     queries, keys = np.zeros((n, nq), np.int64), np.zeros((n, nk), np.int64)
     positions = np.zeros((n, nq), np.int64)  # a padded query sees key 0, so that its softmax is defined
     for row, (at, path) in enumerate(part):
+        # padding is the segment's own first token: a mask does not keep out the NaN of another's
+        queries[row], keys[row] = row_S[path[at[0]]], path[0]
         queries[row, : len(at)], keys[row, : len(path)] = row_S[path[at]], path
         positions[row, : len(at)] = at
     whole = all(len(at) == len(path) for at, path in part)

@@ -45,6 +45,11 @@ class Cache:
         self.prefix[:, :, target, :, :prompt] = self.prefix[:, :, source, :, :prompt]
         self.suffix[:, :, target, ..., :answer, :] = self.suffix[:, :, source, ..., :answer, :]
 
+    def wipe(self, slots: slice) -> None:
+        """Empties slots of what must not be left there."""
+        self.prefix[:, :, slots] = 0
+        self.suffix[:, :, slots] = 0
+
     def row(self, slot: int, sibling: int, prompt: int, answer: int) -> Tensor:
         """A copy of one sibling's keys and values, prompt then answer: [L, 2, h, prompt + answer, D]."""
         parts = [self.prefix[:, :, slot, :, :prompt], self.suffix[:, :, slot, :, sibling, :answer]]

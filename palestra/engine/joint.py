@@ -5,6 +5,9 @@ forests lie end to end in one flat row, and a route gives every block of it its 
 that is not a linear layer, is computed for everybody together. Losses are sums, gradients gather in each adapter until
 its optimizer's step.
 
+Jobs are strangers to each other: what one of them computes, or fails to, must not show in another's results. So each
+has leaves of its own, whose gradients are added to its adapter's once the whole job has gone well.
+
 Shapes: `S` tokens of the flat row, `M` scored targets of a job, `V` vocabulary.
 """
 
@@ -72,16 +75,48 @@ class Blocks:
         return Blocks([route.adapter for route in self.routes], np.diff(ends, prepend=0).tolist())
 
 
+@dataclass
+class _Run:
+    """A job under way, or what made it fail."""
+
+    job: Job
+    adapter: Adapter = field(init=False)
+    outcome: Outcome = field(default_factory=Outcome)
+    gradients: list[Tensor] | None = None
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        assert self.job.trainer.adapter is not None
+        self.adapter = self.job.trainer.adapter.apart()
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        if self.gradients is None:
+            self.gradients = list(gradients)
+        else:
+            torch._foreach_add_(self.gradients, list(gradients))
+
+    def end(self) -> Outcome | Exception:
+        """The outcome; the gradients of a job that went well are its adapter's from now on."""
+        if self.error is not None:
+            return self.error
+        for parameter, gradient in zip(self.job.trainer.parameters, self.gradients or (), strict=False):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return self.outcome
+
+
+Part = tuple[_Run, list[Datum]]  # of a job, in one micro-batch
+
+
 def train_together(
     engine: Engine, jobs: Sequence[Job], pack_tokens: int
 ) -> Generator[None, None, list[Outcome | Exception]]:
     """Runs `jobs`, pausing after each micro-batch of at most `pack_tokens` (before sharing) so that others may go
-    between; returns an outcome for each, or what made it fail. A job that fails leaves the others' gradients alone."""
-    outcomes: list[Outcome | Exception] = [Outcome() for _ in jobs]
+    between; returns an outcome for each, or what made it fail. A job that fails leaves all gradients as they were."""
+    runs = [_Run(job) for job in jobs]
     for pack in _packs(jobs, pack_tokens):
-        _run(engine, jobs, {job: data for job, data in pack.items() if isinstance(outcomes[job], Outcome)}, outcomes)
+        _together(engine, [(runs[number], data) for number, data in pack.items()])
         yield
-    return outcomes
+    return [run.end() for run in runs]
 
 
 def _packs(jobs: Sequence[Job], tokens: int) -> Generator[dict[int, list[Datum]], None, None]:
@@ -99,32 +134,54 @@ def _packs(jobs: Sequence[Job], tokens: int) -> Generator[dict[int, list[Datum]]
         yield pack
 
 
-def _run(
-    engine: Engine, jobs: Sequence[Job], pack: dict[int, list[Datum]], outcomes: list[Outcome | Exception]
-) -> None:
-    """One forward pass for all data of a pack, a loss for each job, one backward pass for all losses."""
-    if not pack:
+def _together(engine: Engine, parts: list[Part]) -> None:
+    """A pass for all `parts`; where it fails, one for each alone, so that only those fail whose own does."""
+    parts = [part for part in parts if part[0].error is None]
+    if not parts:
         return
-    forests = {number: plant([datum.tokens for datum in data]) for number, data in pack.items()}
-    flat = joined(list(forests.values()))
-    adapters = [jobs[number].trainer.adapter for number in pack]
-    route = Blocks([a for a in adapters if a], [len(forest.ids_S) for forest in forests.values()])
-    backward = any(jobs[number].backward for number in pack)
-    with torch.set_grad_enabled(backward):
+    try:
+        _pass(engine, parts)
+    except Exception as error:  # such as memory that does not suffice
+        if len(parts) == 1:
+            parts[0][0].error = error
+            return
+        for part in parts:
+            _together(engine, [part])
+
+
+def _pass(engine: Engine, parts: list[Part]) -> None:
+    """One forward pass for all data, a loss for each job, one backward pass for all losses. Nothing is noted of it but
+    jobs that fail, until all of it has gone well."""
+    forests = [plant([datum.tokens for datum in data]) for _, data in parts]
+    flat, sizes = joined(forests), [len(forest.ids_S) for forest in forests]
+    route = Blocks([run.adapter for run, _ in parts], sizes)
+    with torch.set_grad_enabled(any(run.job.backward for run, _ in parts)):
         every = engine.tensor(np.arange(len(flat.ids_S)))
         positions, layout = engine.tensor(flat.positions_S), TreeLayout(flat, engine.device)
         logits_SV = engine.logits(engine.tensor(flat.ids_S), positions, layout, route, every).float()
         norm_S = torch.logsumexp(logits_SV, -1)
-        losses, first = [], 0
-        for number, data in pack.items():
-            rows = [first + path for path in forests[number].paths]
-            predicted = _predicted(engine, data, rows, logits_SV, norm_S)
-            first += len(forests[number].ids_S)
-            loss = _judge(jobs[number], data, predicted, outcomes, number)
-            if loss is not None:
-                losses.append(loss)
-        if losses:
-            torch.stack(losses).sum().backward()
+        judged, first = [], 0
+        for (run, data), forest in zip(parts, forests, strict=True):
+            rows = [first + path for path in forest.paths]
+            first += len(forest.ids_S)
+            judgement = _judge(run, data, _predicted(engine, data, rows, logits_SV, norm_S))
+            if judgement is not None:
+                judged.append(judgement)
+        gradients = _gradients([(j.run, j.loss) for j in judged if j.run.job.backward and j.loss.requires_grad])
+    for run, found in gradients:
+        run.add(found)
+    for judgement in judged:
+        judgement.note()
+
+
+def _gradients(losses: Sequence[tuple[_Run, Tensor]]) -> list[tuple[_Run, list[Tensor]]]:
+    """The gradients of each job's loss, asked for its own leaves only: those of a job that fails may be NaN."""
+    if not losses:
+        return []
+    leaves = [run.adapter.parameters() for run, _ in losses]
+    total = torch.stack([loss for _, loss in losses]).sum()
+    flat = iter(torch.autograd.grad(total, [w for part in leaves for w in part], materialize_grads=True))
+    return [(run, [next(flat) for _ in part]) for (run, _), part in zip(losses, leaves, strict=True)]
 
 
 def _predicted(
@@ -143,25 +200,35 @@ def _predicted(
     return Predicted(logp_M, inputs, sequence_M, lambda: logits_SV.index_select(0, row_M))
 
 
-def _judge(
-    job: Job, data: Sequence[Datum], predicted: Predicted, outcomes: list[Outcome | Exception], number: int
-) -> Tensor | None:
-    """Notes the outcome of a job's part of the pack; its loss, where that has gradients."""
-    outcome = outcomes[number]
-    assert isinstance(outcome, Outcome)
+@dataclass(frozen=True)
+class _Judgement:
+    """A job's loss on a part of its data, to be noted once the pass has gone well."""
+
+    run: _Run
+    loss: Tensor
+    logps: list[np.ndarray]
+    figures: dict[str, float]
+
+    def note(self) -> None:
+        outcome = self.run.outcome
+        outcome.logps += self.logps
+        for name, value in self.figures.items():
+            outcome.figures[name] = outcome.figures.get(name, 0.0) + value
+
+
+def _judge(run: _Run, data: Sequence[Datum], predicted: Predicted) -> _Judgement | None:
+    """The job's loss; None where it has none, which ends the job."""
     try:
-        loss, figures = job.loss(predicted)
+        loss, figures = run.job.loss(predicted)
         if not torch.isfinite(loss):
             raise ValueError(f"the loss is {float(loss)}: look for extreme log-probabilities, weights or advantages")
     except ValueError as error:
-        outcomes[number] = error
+        run.error = error
         return None
     sizes = np.cumsum([datum.targets.size for datum in data])[:-1]
     parts = np.split(predicted.logp_M.detach().cpu().numpy(), sizes)
-    outcome.logps += [part.reshape(datum.targets.shape) for part, datum in zip(parts, data, strict=True)]
-    for name, value in {"loss": loss.detach(), **figures}.items():
-        outcome.figures[name] = outcome.figures.get(name, 0.0) + float(value)
-    return loss if job.backward and loss.requires_grad else None
+    logps = [part.reshape(datum.targets.shape) for part, datum in zip(parts, data, strict=True)]
+    return _Judgement(run, loss, logps, {k: float(v) for k, v in {"loss": loss.detach(), **figures}.items()})
 
 
 def joined(forests: Sequence[Forest]) -> Forest:

@@ -9,6 +9,7 @@ Shapes: `R` rows of the flat row, `n` adapters, `r` the largest rank among them.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -56,6 +57,14 @@ class Adapter:
 
     def parameters(self) -> list[Tensor]:
         return [w for pair in self.weights.values() for w in pair]
+
+    def apart(self) -> Adapter:
+        """The same weights, in the same memory, with gradients of their own."""
+        twin = copy.copy(self)
+        twin.weights = {
+            k: (a.detach().requires_grad_(), b.detach().requires_grad_()) for k, (a, b) in self.weights.items()
+        }
+        return twin
 
     def take(self, other: Adapter) -> None:
         """Takes over the weights of `other`. Raises ValueError where it has another rank, scale or other targets."""

@@ -149,12 +149,20 @@ class Sampler:
         try:
             compute(groups)
         except Exception as error:
+            self.cache.wipe(slice(len(self.groups), None))  # half a prefill
             if len(groups) == 1:
-                self.cancel(groups[0])
-                self._ended.append((groups[0], error))
+                self._drop(groups[0], error)
                 return
             for group in groups:
                 self._apart(compute, [group])
+
+    def _drop(self, group: Group, error: Exception) -> None:
+        """Ends a group with what made it fail, and leaves nothing of it in the cache: masks do not keep out NaN."""
+        if group in self.groups:
+            slot = self.groups.index(group)
+            self.cache.wipe(slice(slot, slot + 1))
+            self._close(slot)
+        self._ended.append((group, error))
 
     def _admissible(self) -> list[Group]:
         """The next waiting groups that fit beside the live rows, at most `prefill_tokens` of prompt at once."""
@@ -251,6 +259,10 @@ class Sampler:
         siblings = np.array([k for _, k in rows], np.uint64)
         steps = np.array([g.t for g, _ in rows], np.uint64)
         tokens, logps = choose(logits_RV, settings, uniform(seeds, siblings, steps))
+        if np.isnan(logps).any():
+            raise ValueError(
+                "the weights give no probabilities (NaN): they grew without bound. Lower the learning rate."
+            )
         self._note_top(rows, logits_RV)
         ends = np.isin(tokens, self.end_ids)
         for (group, k), token, logp, end in zip(rows, tokens.tolist(), logps, ends.tolist(), strict=True):

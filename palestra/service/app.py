@@ -76,7 +76,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 async def _unknown(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     detail = str(error.detail)
-    if error.status_code == 404:
+    if error.status_code in (404, 405):
         detail = f"this server has no {request.method} {request.url.path[:200]}: see docs/service.md for what it serves"
     return JSONResponse({"detail": detail}, error.status_code, error.headers)
 
@@ -93,20 +93,19 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """OpenAPI's page, with the bodies that `Json` reads."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        bodies = {(prefix, route): body for router, prefix in ROUTERS for route, body in _bodies(router)}
+        bodies = [(f"{prefix}{path}", method, body) for r, prefix in ROUTERS for path, method, body in _bodies(r)]
         template = "#/components/schemas/{model}"
-        _, models = models_json_schema([(body, "validation") for body in bodies.values()], ref_template=template)
+        _, models = models_json_schema([(body, "validation") for _, _, body in bodies], ref_template=template)
         schema["components"]["schemas"] |= models["$defs"]
-        for (prefix, route), body in bodies.items():
+        for path, method, body in bodies:
             content = {"application/json": {"schema": {"$ref": template.format(model=body.__name__)}}}
-            for method in route.methods or ():
-                operation = schema["paths"][f"{prefix}{route.path}"][method.lower()]
-                operation["requestBody"] = {"content": content, "required": True}
+            schema["paths"][path][method]["requestBody"] = {"content": content, "required": True}
         app.openapi_schema = schema
     return app.openapi_schema
 
 
-def _bodies(router: APIRouter) -> Iterator[tuple[APIRoute, Any]]:
-    for route in router.routes:
-        if isinstance(route, APIRoute):
-            yield from ((route, d.call.model) for d in route.dependant.dependencies if isinstance(d.call, Reader))
+def _bodies(router: APIRouter) -> Iterator[tuple[str, str, Any]]:
+    """Path, method and body of each route that reads one with `Json`."""
+    for route in (route for route in router.routes if isinstance(route, APIRoute)):
+        for read in (needed.call for needed in route.dependant.dependencies if isinstance(needed.call, Reader)):
+            yield from ((route.path, method.lower(), read.model) for method in route.methods or ())

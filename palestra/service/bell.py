@@ -26,8 +26,8 @@ class Bell:
         return cls(ours), cls(theirs)
 
     def ring(self) -> None:
-        # a full buffer means that the other end has not yet looked; a broken pipe, that it died
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+        # a full buffer means that the other end has not yet looked; anything else, that it died or was replaced
+        with contextlib.suppress(OSError):
             self.end.send(b"!")
 
     def wait(self, seconds: float) -> None:

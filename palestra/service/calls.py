@@ -126,8 +126,14 @@ async def _queue(request: Request) -> Queue:
     return found
 
 
-async def read(request: Request) -> bytes:
-    """The body, unpacked. Raises BadRequest (413) as soon as it is longer than the limit, packed or not."""
+Ctx = Annotated[Context, Depends(_context)]
+Owner = Annotated[str, Depends(_owner)]
+Queued = Annotated[Queue, Depends(_queue)]
+
+
+async def read(request: Request, owner: Owner) -> bytes:
+    """The body, unpacked, once it is known who asks. Raises BadRequest (413) as soon as it is longer than the limit,
+    packed or not."""
     limit = find_context(request).limits.body
     body = bytearray()
     async for chunk in request.stream():
@@ -167,14 +173,17 @@ def too_long(limit: int) -> BadRequest:
     return BadRequest(f"the body is longer than {limit} bytes: send the data in several requests", 413)
 
 
+Body = Annotated[bytes, Depends(read)]
+
+
 class Reader:
     """The dependency that reads a body as `model`."""
 
     def __init__(self, model: type[Wire]) -> None:
         self.model = model
 
-    async def __call__(self, request: Request) -> Wire:
-        return parse(self.model, await read(request))
+    async def __call__(self, body: Body) -> Wire:
+        return parse(self.model, body)
 
 
 if TYPE_CHECKING:
@@ -187,12 +196,6 @@ else:
 
         def __class_getitem__(cls, model):
             return Annotated[model, Depends(Reader(model))]
-
-
-Ctx = Annotated[Context, Depends(_context)]
-Owner = Annotated[str, Depends(_owner)]
-Queued = Annotated[Queue, Depends(_queue)]
-Body = Annotated[bytes, Depends(read)]
 
 
 def said(metadata: dict[str, Any] | None) -> dict[str, str]:

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.service.wire import MAX_ID, BadRequest
+from palestra.service import codec
+from palestra.service.jobs import LessonJob
+from palestra.service.wire import MAX_ID, BadRequest, ReverseKLDatum
 from palestra.types import Datum
 
 CLIP = ("clip_low_threshold", "clip_high_threshold")
@@ -69,6 +71,35 @@ def check_call(
     return data
 
 
+def check_lessons(data: Sequence[ReverseKLDatum], *, vocab: int, max_length: int, max_tokens: int) -> list[LessonJob]:
+    """The data of a reverse-KL call, whose `target_tokens` are an answer to either prompt. Raises BadRequest."""
+    lessons = [_lesson(f"data[{index}]", datum, vocab, max_length) for index, datum in enumerate(data)]
+    total = sum(len(prompt) + len(x.answer) for x in lessons for prompt in (x.student, x.reference))
+    if total > max_tokens:
+        raise BadRequest(f"the call has {total} tokens, more than {max_tokens}. Send the data in several calls.")
+    return lessons
+
+
+def _lesson(place: str, datum: ReverseKLDatum, vocab: int, max_length: int) -> LessonJob:
+    answer, weights = codec.array_of(datum.target_tokens), codec.array_of(datum.weights)
+    if answer.ndim != 1 or answer.dtype.kind != "i" or not answer.size:
+        raise BadRequest(f"{place}.target_tokens must be the ids of an answer: int64, one dimension, at least one")
+    if weights.shape != answer.shape or not np.isfinite(weights).all():
+        raise BadRequest(f"{place}.weights must be a finite number for each of the {len(answer)} target_tokens")
+    prompts = {name: codec.tokens_of(getattr(datum, name)) for name in ("student_input", "reference_input")}
+    for name, prompt in prompts.items():
+        length = len(prompt) + len(answer) - 1
+        if not len(prompt) or length > max_length:
+            raise BadRequest(
+                f"{place}.{name} has {len(prompt)} tokens, and the answer {len(answer)}. Send a prompt of at least one "
+                f"token that leaves room for the answer in the base's {max_length} positions."
+            )
+    for name, ids in {**prompts, "target_tokens": answer}.items():
+        _check_range(f"{place}.{name}", ids, vocab)
+    student, reference = (prompt.tolist() for prompt in prompts.values())
+    return LessonJob(student=student, reference=reference, answer=answer.tolist(), weights=weights.tolist())
+
+
 def _check_options(loss: str, options: Mapping[str, float | str]) -> None:
     known = LOSSES[loss].options
     for name, value in options.items():
@@ -106,12 +137,16 @@ def _check_ids(place: str, datum: Datum, vocab: int) -> None:
             "Position i of the input predicts target i: send one target, or one row of K targets, for each."
         )
     for name, ids in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
-        wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
-        if len(wrong):
-            raise BadRequest(
-                f"{place}.{name} has id {ids.flat[wrong[0]]} at index {wrong[0]}, but the base's ids go from 0 to "
-                f"{vocab - 1}. Use the base's own tokenizer, and weight 0 for what is not to be trained."
-            )
+        _check_range(f"{place}.{name}", ids, vocab)
+
+
+def _check_range(place: str, ids: np.ndarray, vocab: int) -> None:
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if len(wrong):
+        raise BadRequest(
+            f"{place} has id {ids.flat[wrong[0]]} at index {wrong[0]}, but the base's ids go from 0 to "
+            f"{vocab - 1}. Use the base's own tokenizer, and weight 0 for what is not to be trained."
+        )
 
 
 def _cleaned(place: str, datum: Datum, loss: str) -> Datum:

@@ -62,6 +62,12 @@ class Context:
             f'this server has no base "{str(name)[:200]}": it has {known}. `palestra serve --alias` adds names.'
         )
 
+    def base_of(self, row: sql.Row) -> BaseInfo:
+        """The base of a model, sampler or checkpoint. Raises BadRequest where the server was started without it."""
+        if row.base not in self.bases:
+            raise BadRequest(f"this server no longer has base {row.base}: start it with --base {row.base}=PATH", 410)
+        return self.bases[row.base]
+
     def session(self, owner: str, id: str) -> sql.Row:
         return self._own(sessions, owner, id, "session")
 

@@ -16,6 +16,7 @@ ModelKind = Literal[
     "create_model",
     "forward",
     "forward_backward",
+    "reverse_kl",
     "optim_step",
     "save",
     "load",
@@ -53,6 +54,23 @@ class SampleJob(BaseModel):
     topk_sample: int = 0
     target_prompt: list[list[int]] | None = None
     last_n: int | None = None
+
+
+class LessonJob(BaseModel):
+    """An answer with its tokens' weights, after the student's prompt and after the reference's."""
+
+    student: list[int]
+    reference: list[int]
+    answer: list[int]
+    weights: list[float]
+
+
+class ReverseKLJob(BaseModel):
+    """A pass that draws a model's answers towards a reference's: the weights in `folder` (null: the bare base)."""
+
+    folder: str | None
+    lessons: list[LessonJob]
+    temperature: float
 
 
 class OptimJob(BaseModel):

@@ -25,6 +25,7 @@ class ClientConfigResponse(Wire):
     fwdbwd_max_chunk_len: int = 1024
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
     sample_max_concurrent_requests: int = 2000
+    use_pyqwest_transport: bool = True
 
 
 class ClientDynamicConfigResponse(Wire):

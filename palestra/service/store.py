@@ -10,9 +10,11 @@ SQLite in WAL mode serves one machine, PostgreSQL several front ends. Times are 
 from __future__ import annotations
 
 import json
+import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -23,6 +25,7 @@ State = Literal["queued", "taken", "done", "failed"]
 ResultKind = Literal["json", "forward_backward", "sample"]
 Category = Literal["user", "server", "unknown"]
 KEPT = 24 * 3600.0  # seconds that an answer stays readable
+TAKES = 4  # deaths of a worker that a request may be part of
 
 _meta = sql.MetaData()
 _id = sql.String(400)
@@ -92,6 +95,7 @@ requests = sql.Table(
     sql.Column("model", _id, index=True),
     sql.Column("seq", sql.BigInteger),
     sql.Column("state", sql.String(8), nullable=False, index=True),
+    sql.Column("takes", sql.Integer, nullable=False, server_default="0"),  # how often a worker took it
     sql.Column("body", sql.LargeBinary),
     sql.Column("result", sql.LargeBinary),
     sql.Column("result_kind", sql.String(20)),
@@ -123,6 +127,7 @@ class Store:
 
     def __init__(self, engine: sql.Engine) -> None:
         self._engine = engine
+        self._turn = threading.Lock()
         _meta.create_all(engine)
 
     @classmethod
@@ -135,6 +140,13 @@ class Store:
 
     def close(self) -> None:
         self._engine.dispose()
+
+    @contextmanager
+    def _writing(self) -> Iterator[sql.Connection]:
+        """A transaction that writes. The threads of a process take turns: SQLite has one writer at a time, and those
+        who find it busy sleep, longer each time."""
+        with self._turn, self._engine.begin() as connection:
+            yield connection
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +189,7 @@ class Store:
 
     def _insert_request(self, row: dict[str, Any]) -> str:
         try:
-            with self._engine.begin() as connection:
+            with self._writing() as connection:
                 connection.execute(sql.insert(requests).values(row))
         except IntegrityError:
             with self._engine.connect() as connection:
@@ -189,22 +201,35 @@ class Store:
 
     def take(self) -> list[sql.Row]:
         """Every queued request in the order of arrival, now taken."""
-        statement = sql.update(requests).where(requests.c.state == "queued").values(state="taken").returning(requests)
+        values = {"state": "taken", "takes": requests.c.takes + 1}
+        statement = sql.update(requests).where(requests.c.state == "queued").values(values).returning(requests)
         with self._engine.connect() as connection:
             if connection.execute(_ANY_QUEUED).scalar() is None:  # a look costs no write lock
                 return []
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             return sorted(connection.execute(statement).all(), key=lambda row: row.serial)
 
+    def give_back(self) -> None:
+        """What a worker took and does not come to is queued again."""
+        with self._writing() as connection:
+            again = {"state": "queued", "takes": 0}
+            connection.execute(sql.update(requests).where(requests.c.state == "taken").values(again))
+
     def put_back(self) -> None:
-        """What a worker that died had taken is queued again."""
-        with self._engine.begin() as connection:
-            connection.execute(sql.update(requests).where(requests.c.state == "taken").values(state="queued"))
+        """What a worker that died had taken is queued again; but what was under way at several deaths in a row may be
+        their cause, and is answered."""
+        message = f"the server's worker died {TAKES} times while this request was under way: make it smaller"
+        poison = Done.failure("", message, "server")
+        values = {"state": "failed", "result": poison.result, "result_kind": "json", "finished": time.time()}
+        taken = requests.c.state == "taken"
+        with self._writing() as connection:
+            connection.execute(sql.update(requests).where(taken, requests.c.takes >= TAKES).values(values))
+            connection.execute(sql.update(requests).where(taken).values(state="queued"))
 
     def finish(self, answers: Iterable[Done], changes: Iterable[Change] = ()) -> None:
         """Writes answers, and what their execution changed, in one transaction."""
         now = time.time()
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             for change in changes:
                 connection.execute(change.statement)
             for done in answers:
@@ -231,7 +256,7 @@ class Store:
             requests.c.state == "queued",
         )
         values = {"state": "failed", "result": done.result, "result_kind": done.kind, "finished": time.time()}
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             return connection.execute(sql.update(requests).where(*mine).values(values | {"body": None})).rowcount > 0
 
     def waiting(self, owner: str | None = None) -> int:
@@ -254,7 +279,7 @@ class Store:
     def expire(self, now: float) -> None:
         """Removes the answers of yesterday, checkpoints past their time, and samplers of sessions nobody has used."""
         over = sql.select(sessions.c.id).where(sessions.c.seen < now - KEPT)
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             connection.execute(sql.delete(requests).where(requests.c.finished < now - KEPT))
             connection.execute(sql.delete(checkpoints).where(checkpoints.c.expires < now))
             connection.execute(sql.delete(samplers).where(samplers.c.session.in_(over)))
@@ -270,7 +295,7 @@ class Store:
     def add(self, table: sql.Table, **values: Any) -> bool:
         """Inserts a row; False where its primary key is taken."""
         try:
-            with self._engine.begin() as connection:
+            with self._writing() as connection:
                 connection.execute(sql.insert(table).values(values))
         except IntegrityError:
             return False
@@ -286,7 +311,7 @@ class Store:
 
     def apply(self, changes: Iterable[Change]) -> None:
         """Several changes in one transaction."""
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             for change in changes:
                 connection.execute(change.statement)
 

@@ -13,10 +13,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sql
+from safetensors.torch import load_file, save_file
 
 from palestra.engine.checkpoints import load_adapter, load_trainer, save_adapter, save_trainer
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
@@ -28,6 +30,7 @@ from palestra.service.store import Change, Store, models
 from palestra.service.vault import Vault
 
 SNAPSHOTS = 256  # kept in memory
+GRADIENTS = "gradients.safetensors"
 
 
 class Lost(ValueError):
@@ -46,7 +49,8 @@ class Base:
 @dataclass
 class Tenant:
     """One client's model. `next` is the sequence number that runs next, `queue` the requests that came, as (sequence
-    number, row); `since` is when it began to wait for one that has not come."""
+    number, row); `since` is when it began to wait for one that has not come. `lost` says why the trainer does not hold
+    what the client believes: until weights are loaded, every other request is answered with it."""
 
     id: str
     base: Base
@@ -58,10 +62,12 @@ class Tenant:
     gathered: bool = False  # gradients that no optimizer step has used yet
     used: float = field(default_factory=time.time)
     since: float | None = None
+    lost: str | None = None
 
     def push(self, row: sql.Row) -> None:
+        """Takes a request into the order. One without a number runs after all that are there, and uses up none."""
         last = max((seq for seq, _, _ in self.queue), default=self.next - 1)
-        heapq.heappush(self.queue, (last + 1 if row.seq is None else row.seq, row.serial, row))
+        heapq.heappush(self.queue, (last if row.seq is None else row.seq, row.serial, row))
 
     def ready(self, patience: float) -> bool:
         """Whether its first request is the next in order. One that never came is waited for `patience` seconds."""
@@ -91,7 +97,7 @@ class Tenants:
         return iter(list(self.live.values()))
 
     def get(self, id: str) -> Tenant:
-        """The model, brought to memory where it is not. Raises Lost where its state cannot be had."""
+        """The model, brought to memory where it is not. Raises Lost where there is none such any more."""
         if id not in self.live:
             self.live[id] = self._revive(id)
         self.live.move_to_end(id)
@@ -101,22 +107,19 @@ class Tenants:
         row = self.store.get(models, id)
         if row is None or row.state == "gone":
             raise Lost(f"model {id} is gone: it was unloaded. Create a new one.")
-        if row.state == "lost":
-            raise Lost(self._what_is_lost(row))
-        base, lora = self.bases[row.base], Lora.model_validate(row.lora)
-        trainer = new_trainer(base.engine, lora, id)
-        if row.saved:
-            self.load(trainer, row.saved, optimizer=row.info.get("optimizer", True))
-        return Tenant(id, base, trainer, self.store.last_seq(id) + 1, row.changed, row.kept)
-
-    def afresh(self, id: str) -> Tenant:
-        """A lost model, as new, for weights that are about to be loaded into it."""
-        row = self.store.get(models, id)
-        assert row is not None
+        if row.base not in self.bases:
+            raise Lost(f"model {id} is of base {row.base}, which this server no longer has: serve it with --base")
         base = self.bases[row.base]
         trainer = new_trainer(base.engine, Lora.model_validate(row.lora), id)
-        self.live[id] = Tenant(id, base, trainer, self.store.last_seq(id) + 1, row.changed, row.kept)
-        return self.live[id]
+        tenant = Tenant(id, base, trainer, self.store.last_seq(id) + 1, row.changed, row.kept)
+        if row.state == "lost":
+            tenant.lost = self._what_is_lost(row)
+        elif row.saved:
+            try:
+                self.load(tenant, row.saved, optimizer=row.info.get("optimizer", True))
+            except (OSError, ValueError) as error:
+                tenant.lost = f"model {id} was not in use and cannot be brought back ({error}): load other weights"
+        return tenant
 
     def _what_is_lost(self, row: sql.Row) -> str:
         where = row.info.get("path")
@@ -124,34 +127,42 @@ class Tenants:
         fix = f'load "{where}" (load_state), or create a client from it' if where else "create a new one"
         return f"the server restarted, and model {row.id} lost {steps}: {fix}."
 
-    def load(self, trainer: Trainer, folder: str, *, optimizer: bool) -> None:
-        """Weights, and with `optimizer` its state, from the vault. Raises ValueError for another shape."""
-        path = self.vault.read(folder)
+    def load(self, tenant: Tenant, folder: str, *, optimizer: bool) -> None:
+        """Weights, and with `optimizer` its state, from the vault; without, the optimizer begins anew. Raises
+        ValueError for another shape, and then leaves the model as it was."""
+        path, old = self.vault.read(folder), tenant.trainer
+        assert old.adapter is not None
+        trainer = Trainer(old.engine, Adapter(old.engine.linears, old.adapter.config, seed=0))
+        assert trainer.adapter is not None
         if optimizer:
             load_trainer(path, trainer)
         else:
-            assert trainer.adapter is not None
             trainer.adapter.take(load_adapter(path, trainer.engine))
+        tenant.gathered = load_gradients(path, trainer)
+        tenant.trainer, tenant.lost = trainer, None
 
     def release(self, tenant: Tenant) -> Change | None:
-        """Writes a model to the vault and lets it leave memory; what to note in the store. One with requests or with
-        gathered gradients stays."""
-        if tenant.queue or tenant.gathered:
-            return None
+        """Writes a model to the vault and lets it leave memory; what to note in the store."""
+        change = self.keep(tenant)
         self.live.pop(tenant.id)
-        if tenant.changed == tenant.kept:
+        return change
+
+    def keep(self, tenant: Tenant) -> Change | None:
+        """Writes a model to the vault as it stands, gathered gradients too; what to note in the store."""
+        if tenant.lost or tenant.changed == tenant.kept:
             return None
-        folder, _ = self.vault.write(lambda path: save_trainer(path, tenant.trainer))
-        return Change.of(models, tenant.id, saved=folder, kept=tenant.changed, info=self._info(tenant.id))
+        folder, _ = self.vault.write(partial(save_whole, tenant=tenant))
+        tenant.kept = tenant.changed
+        return Change.of(models, tenant.id, saved=folder, kept=tenant.kept, info=self._info(tenant.id))
 
     def _info(self, id: str) -> dict[str, Any]:
         row = self.store.get(models, id)
         return {k: v for k, v in (row.info if row else {}).items() if k != "optimizer"}
 
     def crowd(self, idle: float) -> list[Tenant]:
-        """Models unused for `idle` seconds, and the least recently used beyond `most`."""
+        """Models unused for `idle` seconds, and the least recently used beyond `most`; none that has requests."""
         now, spare = time.time(), len(self.live) - self.most
-        return [t for i, t in enumerate(self.live.values()) if i < spare or now - t.used > idle]
+        return [t for i, t in enumerate(self) if (i < spare or now - t.used > idle) and not t.queue]
 
     def snapshot(self, base: Base, folder: str | None) -> Snapshot | None:
         """The weights in `folder`, as the sampler reads them; None for the bare base."""
@@ -187,6 +198,23 @@ def lora_targets(engine: Engine, lora: Lora) -> list[str]:
         return lora.train_attn if "attn" in name or "attention" in name else lora.train_mlp
 
     return [name for name in engine.linears if wanted(name)]
+
+
+def save_whole(folder: Path, tenant: Tenant) -> None:
+    """All that the model is: weights, optimizer, and the gradients that its next step will use."""
+    save_trainer(folder, tenant.trainer)
+    if tenant.gathered:
+        gradients = {f"{i}": w.grad for i, w in enumerate(tenant.trainer.parameters) if w.grad is not None}
+        save_file({name: gradient.cpu().contiguous() for name, gradient in gradients.items()}, folder / GRADIENTS)
+
+
+def load_gradients(folder: Path, trainer: Trainer) -> bool:
+    """Gives a trainer the gradients that `save_whole` wrote; whether there were any."""
+    if not (folder / GRADIENTS).exists():
+        return False
+    for number, gradient in load_file(folder / GRADIENTS).items():
+        trainer.parameters[int(number)].grad = gradient.to(trainer.engine.device)
+    return True
 
 
 def save_weights(folder: Path, tenant: Tenant, *, optimizer: bool) -> None:

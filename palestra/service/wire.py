@@ -253,6 +253,9 @@ class TrainStepRequest(ForwardBackwardRequest):
 
 
 class ReverseKLDatum(Wire):
+    """`target_tokens` are an answer, with a weight for each, that follows the student's prompt as well as the
+    reference's."""
+
     student_input: ModelInput
     reference_input: ModelInput
     target_tokens: TensorData
@@ -260,6 +263,8 @@ class ReverseKLDatum(Wire):
 
 
 class ReverseKLRequest(Wire):
+    """The reference is the weights at a path, or a base. MinT's client sends no `seq_id`."""
+
     model_id: Id
     reference_model_path: TinkerPath
     data: Annotated[list[ReverseKLDatum], Field(min_length=1, max_length=MAX_DATA)]

@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import signal
 import time
+import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import sqlalchemy as sql
 from pydantic import BaseModel
 
 from palestra.engine.checkpoints import load_adapter, save_adapter
+from palestra.engine.distill import Lesson, ReverseKL
 from palestra.engine.joint import Job, Outcome, train_together
 from palestra.engine.lora import weighted_sum
 from palestra.engine.models import Engine
@@ -30,15 +32,21 @@ from palestra.engine.trainer import AdamConfig
 from palestra.files import lock
 from palestra.service import codec
 from palestra.service.bell import Bell
-from palestra.service.jobs import InterpolateJob, LoadJob, OptimJob, SampleJob, SaveJob
+from palestra.service.jobs import InterpolateJob, LoadJob, OptimJob, ReverseKLJob, SampleJob, SaveJob
 from palestra.service.losses import wire_loss
 from palestra.service.store import Category, Change, Done, Store, checkpoints, models, samplers
 from palestra.service.tenants import Base, Lost, Tenant, Tenants, save_weights
 from palestra.service.vault import TinkerPath, Vault
 
-GRADIENTS = ("forward_backward", "forward")
+GRADIENTS = ("forward_backward", "forward", "reverse_kl")
 AHEAD = 4  # requests of one model that may share a pass
+SAVED = {  # what older clients want to read in the answer
+    "training": "save_weights",
+    "sampler": "save_weights_for_sampler",
+    "external": "save_weights_external",
+}
 SWEEP = 60.0  # seconds between two looks for what is over
+GRACE = 60.0  # seconds that samples have to end when the worker stops
 
 
 class Settings(BaseModel):
@@ -53,7 +61,7 @@ class Settings(BaseModel):
     threads: int = 1
     max_rows: int = 512
     pack_tokens: int = 16384
-    patience: float = 5.0
+    patience: float = 20.0
     idle: float = 900.0
     resident: int = 64
 
@@ -86,8 +94,8 @@ class Worker:
     def run(self) -> None:
         self.recover()
         while not self.stopping and not self.bell.gone:
-            if not self.turn():
-                self.bell.wait(0.02)
+            moved = self.turn()
+            self.bell.wait(0 if moved else 0.02)
         self.finish()
 
     def stop(self) -> None:
@@ -101,13 +109,18 @@ class Worker:
         self.store.put_back()
 
     def finish(self) -> None:
-        """Ends what has begun, and saves every model."""
-        while self.training or any(base.sampler.busy for base in self.bases.values()):
+        """Ends the training under way, saves every model, and lets samples end. What has not begun, or takes too long,
+        is there for the next worker."""
+        while self.training:
             self._train()
-            self._sample()
             self.flush()
-        self.changes += [change for t in self.tenants if (change := self.tenants.release(t))]
+        for tenant in self.tenants:
+            self._keeping(partial(self._release, tenant))
         self.flush()
+        until = time.monotonic() + GRACE
+        while time.monotonic() < until and self._sample():
+            self.flush()
+        self.store.give_back()
 
     def turn(self) -> bool:
         """A little of everything; False when there was nothing to do."""
@@ -115,7 +128,7 @@ class Worker:
         moved |= self._train()
         moved |= self._sample()
         self.flush()
-        if time.monotonic() - self._swept > SWEEP:
+        if time.monotonic() - self._swept > SWEEP and self.training is None:  # what is trained must not leave memory
             self._sweep()
         return moved
 
@@ -144,12 +157,7 @@ class Worker:
             self._queue(row)
 
     def _queue(self, row: sql.Row) -> None:
-        try:
-            tenant = self.tenants.get(row.model)
-        except Lost:
-            if row.kind != "load":
-                raise
-            tenant = self.tenants.afresh(row.model)
+        tenant = self.tenants.get(row.model)
         if row.seq is not None and row.seq < tenant.next:
             message = (
                 f"request {row.seq} of model {row.model} came after request {tenant.next - 1} had run: send it again"
@@ -166,22 +174,22 @@ class Worker:
             single = [t for t in ready if t.queue[0][2].kind not in GRADIENTS]
             for tenant in single:
                 seq, row = tenant.pop()
-                self._guarded(row, partial(self._verb(row), tenant, seq, row))
+                self._guarded(row, partial(self._alone, tenant, seq, row))
             self.training = self._gradients([t for t in ready if t not in single]) if len(ready) > len(single) else None
             return bool(single) or self.training is not None
         if next(self.training, self) is self:
             self.training = None
         return True
 
-    def _verb(self, row: sql.Row) -> Callable[[Tenant, int, sql.Row], None]:
+    def _alone(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        """A request that shares nothing with others. One that the front end had refused kept its place until now."""
         if row.result is not None:
-            return self._refused
+            self.answers.append(Done(row.id, row.result, failed=True))
+            return
+        if tenant.lost and row.kind not in ("load", "unload"):
+            raise Lost(tenant.lost)
         verbs = {"create_model": self._created, "optim_step": self._optim_step, "save": self._save}
-        return (verbs | {"load": self._load, "unload": self._unload})[row.kind]
-
-    def _refused(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
-        """A request that the front end had refused kept its place in the order until now."""
-        self.answers.append(Done(row.id, row.result, failed=True))
+        (verbs | {"load": self._load, "unload": self._unload})[row.kind](tenant, seq, row)
 
     def _created(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
         self.answers.append(Done.json(row.id, model_id=tenant.id, type="create_model"))
@@ -201,19 +209,33 @@ class Worker:
                 self._guarded(row, partial(self._learned, tenant, seq, row, job, outcome))
 
     def _job(self, tenant: Tenant, row: sql.Row) -> Job:
-        if row.result is not None:
-            raise Lost(json.loads(row.result)["error"])
+        if row.result is not None or tenant.lost:
+            raise Lost(json.loads(row.result)["error"] if row.result else tenant.lost)
+        if row.kind == "reverse_kl":
+            kl = self._reverse_kl(tenant, ReverseKLJob.model_validate_json(row.body))
+            return Job(tenant.trainer, kl.data, kl)
         call = codec.train_call_from_proto(row.body)
         loss = wire_loss(call.loss_fn, codec.options_of(call))
         backward = row.kind == "forward_backward" and not call.forward_only
         return Job(tenant.trainer, codec.data_of(call), loss, backward)
 
+    def _reverse_kl(self, tenant: Tenant, job: ReverseKLJob) -> ReverseKL:
+        reference = self.tenants.snapshot(tenant.base, job.folder)
+        lessons = [
+            Lesson(np.array(x.student), np.array(x.reference), np.array(x.answer), np.array(x.weights, np.float32))
+            for x in job.lessons
+        ]
+        return ReverseKL(tenant.base.engine, reference, lessons, temperature=job.temperature)
+
     def _learned(self, tenant: Tenant, seq: int, row: sql.Row, job: Job, outcome: Outcome | Exception) -> None:
         if isinstance(outcome, Exception):
             raise outcome
-        metrics = {f"{name}:sum": value for name, value in outcome.figures.items()}
-        result = codec.forward_backward_result([{"logprobs": logps} for logps in outcome.logps], metrics)
-        self.answers.append(Done(row.id, result, "forward_backward"))
+        if isinstance(job.loss, ReverseKL):
+            self.answers.append(Done.json(row.id, **distilled(job.loss)))
+        else:
+            metrics = {f"{name}:sum": value for name, value in outcome.figures.items()}
+            result = codec.forward_backward_result([{"logprobs": logps} for logps in outcome.logps], metrics)
+            self.answers.append(Done(row.id, result, "forward_backward"))
         if job.backward:
             tenant.gathered = True
             self._changed(tenant, seq)
@@ -233,8 +255,8 @@ class Worker:
         self.answers.append(Done.json(row.id, metrics={"grad_norm:mean": figures["grad_norm"]}, type="optim_step"))
 
     def _changed(self, tenant: Tenant, seq: int) -> None:
-        tenant.changed = seq
-        self.changes.append(Change.of(models, tenant.id, changed=seq, used=tenant.used))
+        tenant.changed = max(seq, tenant.kept + 1)  # a request without a number runs under that of the one before
+        self.changes.append(Change.of(models, tenant.id, changed=tenant.changed, used=tenant.used))
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -262,13 +284,12 @@ class Worker:
             tenant.kept = tenant.changed
             info = {k: v for k, v in model.info.items() if k != "optimizer"} | {"path": str(path)}
             self.changes.append(Change.of(models, tenant.id, saved=folder, kept=tenant.changed, info=info))
-        self.answers.append(Done.json(row.id, path=str(path), type="save_weights"))
+        self.answers.append(Done.json(row.id, path=str(path), type=SAVED[path.kind]))
 
     def _load(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
         job = LoadJob.model_validate_json(row.body)
-        self.tenants.load(tenant.trainer, job.folder, optimizer=job.optimizer)
-        tenant.trainer.optimizer.zero_grad(set_to_none=True)
-        tenant.gathered, tenant.changed, tenant.kept = False, seq, seq
+        self.tenants.load(tenant, job.folder, optimizer=job.optimizer)
+        tenant.changed = tenant.kept = seq
         model = self.store.get(models, tenant.id)
         info = (model.info if model else {}) | {"path": job.path, "optimizer": job.optimizer}
         values = {"saved": job.folder, "changed": seq, "kept": seq, "state": "live", "info": info}
@@ -277,7 +298,7 @@ class Worker:
 
     def _unload(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
         self.tenants.live.pop(tenant.id)
-        self.changes.append(Change.of(models, tenant.id, state="gone"))
+        self.changes.append(Change.of(models, tenant.id, state="gone", saved=None))
         self.answers.append(Done.json(row.id, model_id=tenant.id, type="unload_model"))
         for _, _, later in tenant.queue:
             self.answers.append(Done.failure(later.id, f"model {tenant.id} was unloaded before this request"))
@@ -313,7 +334,7 @@ class Worker:
             mine = [s for s in samples if self.bases[s.job.base] is base]
             try:
                 self._answer_scores(base, mine)
-            except ValueError:  # one of them cannot be asked: each for itself
+            except Exception:  # one of them cannot be asked, or all are too much: each for itself
                 for sample in mine:
                     self._guarded(sample.row, partial(self._answer_scores, base, [sample]))
 
@@ -336,7 +357,7 @@ class Worker:
             self.answers.append(Done.failure(sample.row.id, str(sampled), _category(sampled)))
             return
         sample.sampled = sampled
-        self._answer_sample(sample)
+        self._guarded(sample.row, partial(self._answer_sample, sample))
 
     def _answer_sample(self, sample: Sample) -> None:
         if sample.sampled is not None and (sample.scores is not None or not sample.asked):
@@ -361,11 +382,39 @@ class Worker:
         """Lets go of what is over: idle models, weights past their time, folders without a row, old answers."""
         self._swept, now = time.monotonic(), time.time()
         for tenant in self.tenants.crowd(self.settings.idle):
-            if change := self.tenants.release(tenant):
-                self.changes.append(change)
+            self._keeping(partial(self._release, tenant))
         self.flush()
         self.store.expire(now)
-        self.vault.sweep(self.store.folders())
+        self._keeping(lambda: self.vault.sweep(self.store.folders()))
+
+    def _release(self, tenant: Tenant) -> None:
+        if change := self.tenants.release(tenant):
+            self.changes.append(change)
+
+    def _keeping(self, work: Callable[[], Any]) -> None:
+        """House keeping that fails, for want of room on the disk perhaps, must not take the models with it."""
+        try:
+            work()
+        except Exception:
+            traceback.print_exc()
+
+
+def distilled(loss: ReverseKL) -> dict[str, Any]:
+    """The answer to a reverse-KL pass, as MinT's clients read it: each lesson's loss, and means per weighted token."""
+    sums = loss.sums.tolist()
+    tokens = sum(int(np.count_nonzero(lesson.weights)) for lesson in loss.lessons)
+    mean = sum(sums) / max(1, tokens)
+    return {
+        "type": "mint_forward_backward_reverse_kl",
+        "outputs": [{"loss": {"data": [value], "dtype": "float32", "shape": [1]}} for value in sums],
+        "metrics": {
+            "loss:sum": sum(sums),
+            "loss:mean": mean,
+            "reverse_kl:mean": mean,
+            "num_samples:sum": float(len(sums)),
+            "num_tokens:sum": float(tokens),
+        },
+    }
 
 
 def spoken(sampled: Sampled) -> codec.SampledSequence:
@@ -406,13 +455,25 @@ def load_base(name: str, path: str, settings: Settings) -> Base:
 
 def work(settings: Settings, bell: Bell) -> None:
     """The worker process: until it is told to stop (SIGTERM) or its front end is gone."""
-    held = lock(settings.data / "worker.lock", f"the server's data in {settings.data}")
+    held = _lock(settings.data)
     worker = Worker(settings, Store.open(settings.store), bell)
     signal.signal(signal.SIGTERM, lambda *_: worker.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the front end says when to stop
     bell.ring()
     worker.run()
     held.close()
+
+
+def _lock(data: Path) -> BinaryIO:
+    """The lock of a server's only worker. That of a front end which was killed may still be saving its models."""
+    until = time.monotonic() + 2 * GRACE
+    while True:
+        try:
+            return lock(data / "worker.lock", f"the server's data in {data}")
+        except ValueError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
 
 
 def _category(error: Exception) -> Category:

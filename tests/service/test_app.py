@@ -122,6 +122,20 @@ def test_every_route_but_the_first_ones_wants_a_key(shared: Front) -> None:
                 assert shared.ask(method.upper(), path.replace("{", "").replace("}", "")).status_code == 401, path
 
 
+def test_clients_that_read_a_redirect_are_told_to_use_the_transport_that_leaves_it_alone(front: Front) -> None:
+    """0.22 reads an archive's address from a redirect, which its usual transport follows."""
+    for version, pyqwest in (("0.22.0", False), ("0.38.0", True), ("", True)):
+        config = front.post("/client/config", {}, headers={"X-Stainless-Package-Version": version}).json()
+        assert config["use_pyqwest_transport"] is pyqwest
+
+
+def test_what_is_not_served_is_named(front: Front) -> None:
+    for path in ("/sessions/search", "/nowhere"):
+        reply = front.post(path, {})
+        assert reply.status_code in (404, 405)
+        assert f"this server has no POST /api/v1{path}" in reply.json()["detail"]
+
+
 def test_a_key_of_mints_is_traded_for_a_token(shared: Front) -> None:
     assert shared.post("/client/config", {}, headers={"X-API-Key": "sk-1"}).json()["pjwt_auth_enabled"] is True
     assert shared.post("/client/config", {}, of="ada").json()["pjwt_auth_enabled"] is False

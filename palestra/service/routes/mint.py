@@ -8,13 +8,15 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Response
 
 from palestra.service.calls import Body, Ctx, Json, Owner, Queued
-from palestra.service.context import Context
-from palestra.service.jobs import InterpolateJob
+from palestra.service.check import check_lessons
+from palestra.service.context import BaseInfo, Context
+from palestra.service.jobs import InterpolateJob, ReverseKLJob
 from palestra.service.replies import UntypedAPIFuture
 from palestra.service.routes.models import shape
+from palestra.service.routes.sampling import source_of
 from palestra.service.store import checkpoints, models
 from palestra.service.vault import TinkerPath
-from palestra.service.wire import BadRequest, InterpolateRequest
+from palestra.service.wire import BadRequest, InterpolateRequest, ReverseKLRequest, parse
 
 router = APIRouter()
 
@@ -47,16 +49,47 @@ def _output(ctx: Context, owner: str, wanted: str | None) -> TinkerPath:
     if wanted is None:
         return TinkerPath(f"mix-{uuid.uuid4().hex[:16]}", "sampler", "mixed")
     path = TinkerPath.parse(wanted)
-    run, there = ctx.store.get(models, path.run), ctx.store.get(checkpoints, wanted)
+    run, there = ctx.store.get(models, path.run), ctx.store.get(checkpoints, str(path))
     if path.kind != "sampler" or run is None or run.owner != owner or (there is not None and there.owner != owner):
         raise BadRequest("output_path must be tinker://<run>/sampler_weights/<name> in a run of yours", 404)
     return path
 
 
 @router.post("/mint/forward_backward_reverse_kl")
-def reverse_kl(body: Body, owner: Owner, queue: Queued) -> None:
-    with queue.numbered(owner, "forward_backward", body):
-        raise BadRequest("forward_backward_reverse_kl is not served here: use forward_backward_custom", 404)
+def reverse_kl(
+    body: Body,
+    ctx: Ctx,
+    owner: Owner,
+    queue: Queued,
+    x_idempotency_key: Annotated[str, Header(max_length=200)] = "",
+) -> UntypedAPIFuture:
+    """Gradients of KL(model || reference) over the whole vocabulary, at each token of answers to two prompts.
+
+    A request without a number, as MinT's client sends it, runs after all that came before it, once for each
+    idempotency key.
+    """
+    with queue.numbered(owner, "reverse_kl", body):
+        call = parse(ReverseKLRequest, body)
+        base = ctx.base_of(ctx.model(owner, call.model_id))
+        sizes = {"vocab": base.vocab, "max_length": base.max_length, "max_tokens": ctx.limits.batch_tokens}
+        lessons = check_lessons(call.data, **sizes)
+        folder = _reference(ctx, owner, call.reference_model_path, base)
+        job = ReverseKLJob(folder=folder, lessons=lessons, temperature=call.temperature)
+        if call.seq_id or not x_idempotency_key:
+            request = queue.train(owner, "reverse_kl", job, call.model_id, call.seq_id)
+        else:
+            key = f"reverse_kl:{owner}:{x_idempotency_key}"
+            request = queue.submit(owner, "reverse_kl", job, key=key, model=call.model_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+def _reference(ctx: Context, owner: str, name: str, base: BaseInfo) -> str | None:
+    """The folder of the weights that a call names; None where it names the bare base."""
+    path, public = (name, None) if "://" in name else (None, name)
+    source = source_of(ctx, owner, path, public)
+    if source.base.name != base.name:
+        raise BadRequest(f"reference_model_path is of base {source.base.name}, but the model of {base.name}")
+    return source.folder
 
 
 @router.delete("/models/{id}", status_code=204)

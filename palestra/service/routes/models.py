@@ -47,7 +47,7 @@ def create_from(call: LoadWeightsRequest, ctx: Context, owner: str, queue: Queue
     """A model that a checkpoint shapes: loading it is its first request."""
     assert call.session_id is not None and call.model_seq_id is not None
     source = ctx.checkpoint(owner, call.path)
-    base = ctx.bases[source.base]
+    base = ctx.base_of(source)
     if call.base_model is not None and ctx.base(call.base_model) is not base:
         raise BadRequest(f"{call.path} is of base {source.base}, not {call.base_model}: leave base_model out")
     job = load_job(call, source)
@@ -97,7 +97,7 @@ def get_info(call: Json[ModelRequest], ctx: Ctx, owner: Owner) -> GetInfoRespons
     """The tokenizer is named by the base's folder, which a client on this machine (or one that shares its disk) loads
     as it is; where clients cannot see it, the base's public name is in `model_name`."""
     model = ctx.model(owner, call.model_id)
-    base, name = ctx.bases[model.base], named(ctx, model)
+    base, name = ctx.base_of(model), named(ctx, model)
     data = ModelData(arch=base.arch, model_name=name, tokenizer_id=base.path)
     rank = model.lora["rank"]
     return GetInfoResponse(model_data=data, model_id=model.id, is_lora=True, lora_rank=rank, model_name=name)
@@ -105,7 +105,7 @@ def get_info(call: Json[ModelRequest], ctx: Ctx, owner: Owner) -> GetInfoRespons
 
 def named(ctx: Context, row: Any) -> str:
     """What clients call the base of a model or checkpoint: as its own client did."""
-    return str(row.info.get("base_model") or title(ctx.bases[row.base]))
+    return str(row.info.get("base_model") or (title(ctx.bases[row.base]) if row.base in ctx.bases else row.base))
 
 
 def title(base: BaseInfo) -> str:
@@ -140,7 +140,7 @@ def forward_backward(
 
 def _gradients(call: wire_pb2.ForwardBackwardRequest, ctx: Context, owner: str, queue: Queue) -> UntypedAPIFuture:
     """Checks the call against its model's base and queues it as the worker reads it."""
-    base = ctx.bases[ctx.model(owner, call.model_id).base]
+    base = ctx.base_of(ctx.model(owner, call.model_id))
     sizes = {"vocab": base.vocab, "max_length": base.max_length, "max_tokens": ctx.limits.batch_tokens}
     data = check_call(codec.data_of(call), call.loss_fn, codec.options_of(call), **sizes)
     kind = "forward" if call.forward_only else "forward_backward"

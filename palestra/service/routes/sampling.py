@@ -52,7 +52,7 @@ def source_of(ctx: Context, owner: str, model_path: str | None, base_model: str 
     row = ctx.checkpoint(owner, model_path)
     if base_model is not None and ctx.base(base_model).name != row.base:
         raise BadRequest(f"{model_path} is of base {row.base}, not {base_model}: leave base_model out")
-    return Source(ctx.bases[row.base], row.folder, row.path)
+    return Source(ctx.base_of(row), row.folder, row.path)
 
 
 @router.post("/create_sampling_session")
@@ -84,7 +84,7 @@ def join_sampling_session(
 def get_sampler(id: str, ctx: Ctx, owner: Owner) -> GetSamplerResponse:
     row = ctx.sampler(owner, id)
     source = ctx.store.get(checkpoints, row.path) if row.path else None
-    name = named(ctx, source) if source else title(ctx.bases[row.base])
+    name = named(ctx, source) if source else title(ctx.base_of(row))
     return GetSamplerResponse(sampler_id=id, base_model=name, model_path=row.path)
 
 
@@ -92,7 +92,7 @@ def get_sampler(id: str, ctx: Ctx, owner: Owner) -> GetSamplerResponse:
 def asample(call: Json[SampleRequest], ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
     if call.sampling_session_id is not None:
         row = ctx.sampler(owner, call.sampling_session_id)
-        source = Source(ctx.bases[row.base], row.folder, row.path)
+        source = Source(ctx.base_of(row), row.folder, row.path)
     else:
         source = source_of(ctx, owner, call.model_path, call.base_model)
     job, sampler = sample_job(call, source), call.sampling_session_id

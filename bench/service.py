@@ -1,0 +1,163 @@
+"""What the service costs, and how many clients share it.
+
+    python bench/service.py            about 5 minutes
+    python bench/service.py --quick    about 1 minute
+
+A round is what a client of reinforcement learning does: sample 8 answers of 16 tokens to each of 64 prompts of 96,
+train on all of them, step, and make a sampler of the new weights. It is done in this process, by one client of a
+server, and by 4 and 16 clients who share the same work, each with an adapter of its own. Server and clients share the
+machine's cores, so that wall time is what counts; the ways take turns, and the best of each is taken. Figures:
+
+    clients16_vs_1    rounds per second of 16 clients who do a 16th each, over those of one
+    http_overhead     seconds of a round over HTTP, by one client, over those in process, less one
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from limit import random_prompts
+from rich.console import Console
+from rich.table import Table
+
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.engine.trainer import AdamConfig
+from palestra.learners.lm import LoraPolicyConfig, Resident, Weights
+from palestra.losses import clipped_policy_loss
+from palestra.policies.lm import Samples
+from palestra.service.client import Connection, RemoteSampler, RemoteWeights
+from palestra.types import Sample
+
+PROMPT, NEW, K, GROUPS = 96, 16, 8, 64
+CONFIG = LoraPolicyConfig(base="tiny", alpha=32.0)
+TARGETS = {"clients16_vs_1": 0.8, "http_overhead": 0.15}
+console = Console(width=110)
+
+
+@dataclass
+class Client:
+    """Somebody with an adapter, here or on a server."""
+
+    weights: Weights
+    sampler: Samples
+    seconds: dict[str, float]
+
+    async def round(self, prompts: Sequence[np.ndarray]) -> None:
+        start = time.perf_counter()
+        adapter = self.weights.snapshot("bench")
+        sampling = Sampling(max_tokens=NEW, end=False)
+        asked = [self.sampler.sample(Request(p, K, sampling, adapter, seed=i)) for i, p in enumerate(prompts)]
+        answers = await asyncio.gather(*asked)
+        self._note("sampling", start)
+        start = time.perf_counter()
+        self.weights.forward_backward(list(credited(prompts, answers)), clipped_policy_loss)
+        self.weights.optim_step(AdamConfig(lr=1e-5), lr=1e-5)
+        self._note("training", start)
+
+    def _note(self, phase: str, start: float) -> None:
+        self.seconds[phase] = min(self.seconds.get(phase, float("inf")), time.perf_counter() - start)
+
+
+def credited(prompts: Sequence[np.ndarray], answers: Sequence[list]) -> Iterator[Sample]:
+    """Rewards are the share of even tokens, so that every group has differences."""
+    for prompt, siblings in zip(prompts, answers, strict=True):
+        rewards = np.array([np.mean(s.token_ids % 2 == 0) for s in siblings])
+        for s, advantage in zip(siblings, rewards - rewards.mean(), strict=True):
+            yield Sample(prompt, s.token_ids, s.logprobs, np.full(NEW, advantage, np.float32))
+
+
+def in_process() -> Client:
+    engine = Engine.load("tiny", device="cpu")
+    return Client(Resident(CONFIG, engine, seed=0), Sampler(engine), {})
+
+
+def remote(url: str, seed: int) -> Client:
+    connection = Connection(url)
+
+    return Client(RemoteWeights(connection, CONFIG, seed=seed), RemoteSampler(connection, ""), {})
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[str]:
+    """A server of its own, on a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [Path(sys.executable).parent / "palestra", "serve", "--data", str(folder), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{url}/api/v1/healthz").close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def together(clients: Sequence[Client], prompts: Sequence[np.ndarray]) -> float:
+    """Seconds in which the clients, at once, do a round of which each has an equal part."""
+    parts = [prompts[i :: len(clients)] for i in range(len(clients))]
+
+    async def all_at_once() -> None:
+        # each in a thread of its own, since training waits for its answer
+        work = [asyncio.to_thread(asyncio.run, c.round(p)) for c, p in zip(clients, parts, strict=True)]
+        await asyncio.gather(*work)
+
+    start = time.perf_counter()
+    asyncio.run(all_at_once())
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    repeats = 2 if parser.parse_args().quick else 8
+    prompts = [np.array(p, np.int32) for p in random_prompts(GROUPS, PROMPT, seed=0)]
+    with tempfile.TemporaryDirectory() as folder, server(Path(folder) / "data") as url:
+        ways = {"in process": [in_process()]}
+        ways |= {f"{n} client{'s' * (n > 1)}": [remote(url, seed) for seed in range(n)] for n in (1, 4, 16)}
+        best = dict.fromkeys(ways, float("inf"))
+        for number in range(repeats + 1):
+            for name, clients in ways.items():
+                seconds = together(clients, prompts)
+                best[name] = min(best[name], seconds) if number else best[name]  # the first round warms up
+    table = Table(title=f"a round: {GROUPS} prompts of {PROMPT} tokens, {K} answers of {NEW}", title_justify="left")
+    for heading in ("", "seconds", "sampled tokens/s", "trained tokens/s"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, clients in ways.items():
+        spent = {phase: max(c.seconds[phase] for c in clients) for phase in ("sampling", "training")}
+        rates = [f"{GROUPS * K * NEW / spent[phase]:,.0f}" for phase in spent]
+        table.add_row(name, f"{best[name]:.2f}", *rates)
+    console.print(table)
+    figures = {
+        "clients16_vs_1": best["1 client"] / best["16 clients"],
+        "http_overhead": best["1 client"] / best["in process"] - 1,
+    }
+    print(json.dumps({"bench": "service", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": TARGETS}))
+
+
+if __name__ == "__main__":
+    main()

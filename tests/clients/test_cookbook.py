@@ -1,0 +1,83 @@
+"""The cookbook's recipes, unmodified and offline: 0.5.8 on tinker 0.38, and 0.4.0 on tinker 0.15."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from official import CLIENTS, Official
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
+BASE = {"model_name": "Qwen/Qwen3.5-4B"}
+PLAIN = BASE | {"renderer_name": "role_colon"}
+REWARD = "env/all/reward/total"
+
+
+def rewards(rows: list[dict[str, Any]], name: str = REWARD) -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
+def checkpoints(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("clients", ["a", "c"])
+def test_guess_number(official: Official, clients: str, tmp_path: Path) -> None:
+    flags = {"batch_size": 2, "group_size": 2, "max_tokens": 8, "max_steps": 2, "eval_every": 0, "save_every": 1}
+    model = {"model_name": "Qwen/Qwen3-0.6B", "renderer_name": "role_colon"}
+    rows = official.recipe(clients, "multiplayer_rl.guess_number", tmp_path, **model, **flags)
+    assert all(-10 <= reward <= 1 for reward in rewards(rows)) and len(rewards(rows)) == 2
+    assert rows[-1]["env/all/turns_per_episode"] > 1
+    assert checkpoints(tmp_path)[-1]["state_path"].startswith("tinker://")
+
+
+def test_text_arena_against_a_random_opponent(official: Official, tmp_path: Path) -> None:
+    sizes = {"batch_size": 8, "num_train_datapoints": 16, "num_test_datapoints": 4, "max_tokens": 8}
+    flags = {"test_opponent": "random", "max_steps": 2, "eval_every": 1, "save_every": 0}
+    rows = official.recipe("c", "multiplayer_rl.text_arena", tmp_path, **PLAIN, **sizes, **flags)
+    assert all(-2 <= reward <= 1 for reward in rewards(rows)) and len(rewards(rows)) == 2
+    assert rewards(rows, "test/env/all/reward/total")
+
+
+def test_twenty_questions_asks_a_second_base(official: Official, tmp_path: Path) -> None:
+    flags = {"batch_size": 1, "group_size": 2, "num_epochs": 1, "max_steps": 1, "eval_every": 0, "save_every": 0}
+    rows = official.recipe("c", "multiplayer_rl.twenty_questions", tmp_path, **PLAIN, **flags)
+    assert rows[-1]["env/all/turns_per_episode"] == 20
+    assert rewards(rows) == [0.0]
+
+
+def test_the_reward_of_arithmetic_rises(official: Official, tmp_path: Path) -> None:
+    flags = {"env": "arithmetic", "groups_per_batch": 24, "group_size": 16, "max_tokens": 3, "eval_every": 0}
+    rates = {"learning_rate": 1e-3, "max_steps": 8, "save_every": 0}
+    rows = official.recipe("c", "math_rl", tmp_path, **BASE, renderer_name="qwen3_instruct", **flags, **rates)
+    found = rewards(rows)
+    assert len(found) == 8
+    assert fmean(found[-3:]) > found[0] + 0.02  # of -0.1 for an answer that does not end, and 1 for the right one
+
+
+def test_shorter_answers_win(official: Official, tmp_path: Path) -> None:
+    flags = {"batch_size": 4, "group_size": 4, "max_tokens": 16, "max_steps": 2, "eval_every": 0}
+    rows = official.recipe("c", "preference.shorter", tmp_path, **BASE, **flags)
+    assert len(rewards(rows)) == 2
+    assert all(-1 <= row["env/all/win_minus_loss"] <= 1 for row in rows)
+    assert all(math.isfinite(row["kl_pre_post_v1"]) for row in rows)
+
+
+def test_chat_sl_learns_and_resumes(official: Official, tmp_path: Path) -> None:
+    """Taken up again from its checkpoint, it repeats the steps after it, loss for loss: optimizer and all are back."""
+    (data,) = (CLIENTS / "c" / "lib").glob("python3*/site-packages/tinker_cookbook/example_data/conversations.jsonl")
+    flags = {"dataset": data, "batch_size": 16, "max_length": 1024, "learning_rate": 2e-3, "max_steps": 6}
+    every = {"save_every": 3, "eval_every": 0, "infrequent_eval_every": 0}
+    before = official.recipe("c", "chat_sl", tmp_path, **PLAIN, **flags, **every)
+    saved = tmp_path / "checkpoints.jsonl"
+    first = saved.read_text().splitlines()[0]
+    saved.write_text(f"{first}\n")  # as a run that was killed after it leaves it
+    rows = official.recipe("c", "chat_sl", tmp_path, **PLAIN, **flags, **every, behavior_if_log_dir_exists="resume")
+    losses, again = rewards(before, "train_mean_nll"), rewards(rows[len(before) :], "train_mean_nll")
+    assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
+    assert json.loads(first)["batch"] == 3
+    assert again == pytest.approx(losses[3:], rel=1e-4)

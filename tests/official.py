@@ -1,0 +1,76 @@
+"""The official clients, each set of versions in a venv of its own that `make test-clients` makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.engine.models import resolve_base
+
+CLIENTS = Path(__file__).parent.parent / ".cache" / "clients"
+PROGRAMS = Path(__file__).parent / "clients" / "programs"
+BASES = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B")  # what recipes call the base
+REVISION = "0" * 40
+# Qwen's names for the tiny tokenizer's special tokens: cookbook's renderers look for them.
+DIALECT = {"<|user|>": "<|im_start|>", "<|end|>": "<|im_end|>", "<|system|>": "<think>", "<|assistant|>": "</think>"}
+
+
+def seed_hub(home: Path) -> None:
+    """A Hugging Face cache in which the public names of the base are its tokenizer: clients need no network."""
+    tiny = Path(resolve_base("tiny"))
+    for base in BASES:
+        repo = home / "hub" / f"models--{base.replace('/', '--')}"
+        snapshot = repo / "snapshots" / REVISION
+        snapshot.mkdir(parents=True)
+        (repo / "refs").mkdir()
+        (repo / "refs" / "main").write_text(REVISION)
+        for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+            text = (tiny / name).read_text()
+            for ours, qwens in DIALECT.items():
+                text = text.replace(ours, qwens)
+            (snapshot / name).write_text(text)
+
+
+@dataclass(frozen=True)
+class Official:
+    """Runs programs with the official clients of a set."""
+
+    url: str
+    home: Path
+
+    def run(self, clients: str, *command: str, key: str = "tml-any", seconds: float = 300) -> str:
+        """What `python *command` in the set's venv prints. Fails with the end of its output where it fails."""
+        python = CLIENTS / clients / "bin" / "python"
+        assert python.exists(), f"{python} is not there: `make test-clients` makes it"
+        done = subprocess.run(
+            [str(python), *command],
+            env=self._environment(key),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+        )
+        assert done.returncode == 0, done.stdout[-5000:]
+        return done.stdout
+
+    def report(self, clients: str, program: str, **given: Any) -> Any:
+        """The JSON that one of our programs prints last."""
+        return json.loads(self.run(clients, str(PROGRAMS / f"{program}.py"), **given).splitlines()[-1])
+
+    def recipe(self, clients: str, name: str, log: Path, **flags: Any) -> list[dict[str, Any]]:
+        """What a cookbook recipe logged as its metrics, a row for each step."""
+        flags = {"behavior_if_log_dir_exists": "delete", "log_path": log} | flags
+        words = [f"{flag}={value}" for flag, value in flags.items()]
+        self.run(clients, "-m", f"tinker_cookbook.recipes.{name}.train", *words)
+        return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+    def _environment(self, key: str) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+        names = {"HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        for vendor in ("TINKER", "MINT"):
+            names |= {f"{vendor}_BASE_URL": self.url, f"{vendor}_API_KEY": key}
+        return kept | names

@@ -1,0 +1,56 @@
+"""A whole server, started, killed and started again as its users do it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+PALESTRA = [sys.executable, "-c", "from palestra.cli import app; app()"]
+PUBLIC = "Qwen/Qwen3-0.6B"
+
+
+class Server:
+    """`palestra serve` with its data in `data`, at the same address whenever it is started."""
+
+    def __init__(self, data: Path, *options: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        self.data = data
+        self.command = [*PALESTRA, "serve", "--port", port, "--data", str(data), "--alias", f"{PUBLIC}=tiny", *options]
+        self.url = f"http://127.0.0.1:{port}"
+        self.start()
+
+    def start(self) -> None:
+        """Returns once it listens; its worker may take a few seconds more."""
+        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert re.search(r"TINKER_BASE_URL=(\S+)", line), line + self.process.stdout.read()
+
+    def workers(self) -> list[int]:
+        command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)]
+        found = subprocess.run(command, capture_output=True, text=True)
+        return [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
+
+    def kill(self, what: str = "all", when: Callable[[], None] = lambda: None) -> None:
+        """SIGKILL of the "front" end, its "worker", or both at a time ("all"), as soon as `when` returns."""
+        workers = self.workers()
+        when()
+        if what != "worker":
+            self.process.kill()
+        for pid in workers if what != "front" else ():
+            os.kill(pid, signal.SIGKILL)
+        if what != "worker":
+            self.process.communicate()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        self.process.communicate(timeout=90)
+        return self.process.returncode

@@ -1,0 +1,66 @@
+"""A program of the shape of MinT's older sample, which no official client runs as printed. Prints what it saw, as JSON.
+
+Two debaters, of whom a given judge prefers one; all calls are under way before any is waited for.
+"""
+
+import asyncio
+import json
+
+import palestra.tinker_compat as mint
+from palestra.tinker_compat import types
+
+MODEL = "Qwen/Qwen3-0.6B"
+SCENARIOS = [("should machines be regulated?", 0), ("is it urgent?", 1)]
+
+
+def datum(tokenizer, text, advantages, **more):
+    ids = tokenizer.encode(text)
+    inputs = {"target_tokens": ids[1:], "advantages": advantages, "logprobs": [-1.0] * (len(ids) - 1), **more}
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+async def debate(agents):
+    tokenizers = [agent.get_tokenizer() for agent in agents]
+    adam_params = types.AdamParams(learning_rate=1e-3)
+    losses = [[], []]
+    for _ in range(2):
+        for topic, winner in SCENARIOS:
+            data = [datum(tokenizers[i], f"agent {i}: {topic}", [1.0 if winner == i else -0.5]) for i in range(2)]
+            passes = [agents[i].forward_backward_async([data[i]], loss_fn="ppo") for i in range(2)]
+            steps = [agents[i].optim_step_async(adam_params) for i in range(2)]
+            for i in range(2):
+                result = await passes[i].result_async()
+                await steps[i].result_async()
+                losses[i].append(result.loss)
+    return losses
+
+
+async def officially(agent):
+    """The same calls as official clients have them, and what one advantage for all tokens comes to."""
+    tokenizer = agent.get_tokenizer()
+    size = len(tokenizer.encode("hello there")) - 1
+    data = [datum(tokenizer, "hello there", [0.5], weights=[1.0] * size)]
+    future = await agent.forward_backward_async(data, loss_fn="cross_entropy")
+    result = await future
+    again = (await future.result_async()).loss
+    each = [datum(tokenizer, "hello there", [0.5] * size)]
+    spread = [agent.forward(d, loss_fn="importance_sampling").result().loss for d in (data, each)]
+    return {
+        "loss": [result.loss, again, -sum(result.loss_fn_outputs[0]["logprobs"].data)],
+        "is": isinstance(result, mint.ForwardBackwardOutput),
+        "path": agent.save_weights_for_sampler("kept").result().path,
+        "spread": spread,
+        "size": size,
+    }
+
+
+async def main():
+    service_client = mint.ServiceClient()
+    agents = [await service_client.create_lora_training_client_async(base_model=MODEL, rank=16) for _ in range(2)]
+    losses = await debate(agents)
+    other = service_client.create_lora_training_client(base_model=MODEL, rank=4)
+    print(json.dumps({"losses": losses, **await officially(other)}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,587 @@
+"""Whatever is sent gets a clear answer below 500, costs little, touches nothing of others, and the worker works on.
+
+A front end on a real store and vault, and behind it a real worker, which takes what got past the front end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import schemathesis
+import zstandard
+from fastapi.routing import APIRoute
+from fronts import Front
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from pydantic.json_schema import models_json_schema
+
+from palestra.service import codec, wire
+from palestra.service import wire_pb2 as pb
+from palestra.service.app import ROUTERS
+from palestra.service.bell import Bell
+from palestra.service.check import LOSSES
+from palestra.service.context import Context, Limits
+from palestra.service.keys import Keys, add_key
+from palestra.service.serve import describe
+from palestra.service.store import Store, checkpoints, models, requests, samplers, sessions
+from palestra.service.vault import Vault
+from palestra.service.worker import Settings, Worker
+from palestra.types import Datum
+
+TABLES = (sessions, models, samplers, checkpoints)
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example]
+PROMPT = {"chunks": [{"tokens": [5, 6, 7]}]}
+
+
+def routes() -> list[tuple[str, APIRoute]]:
+    """Every route there is, with its whole path."""
+    return [(f"{prefix}{r.path}", r) for router, prefix in ROUTERS for r in router.routes if isinstance(r, APIRoute)]
+
+
+class Target(Front):
+    """A front end with a model, a sampler and checkpoints of ada's, and a worker that takes what is queued."""
+
+    def __init__(self, data: Path, base: Path) -> None:
+        bells, url = Bell.pair(), f"sqlite:///{data / 'store.sqlite'}"
+        limits = Limits(body=2_000_000, upload=2_000_000, poll=0.0, models=10_000, queue=100_000)
+        keys = {name: add_key(data / "keys", name) for name in ("ada", "bob")}
+        described = describe("small", str(base), {"tiny": "small"})
+        store, vault = Store.open(url), Vault(data / "weights")
+        context = Context(store, vault, Keys(data / "keys"), {"small": described}, bells[0], limits)
+        super().__init__(context)
+        self.keys = keys
+        bases = {"small": str(base)}
+        self.worker = Worker(Settings(store=url, data=data, bases=bases, device="cpu", patience=0.0), store, bells[1])
+        self.tried = 0
+        self.of_ada()
+
+    def of_ada(self) -> None:
+        """What others must not see, and strangers' requests may name."""
+        lora = {"rank": 2, "seed": 1}
+        body = {"session_id": "mine", "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
+        self.model_id = str(self.result(self.post("/create_model", body, of="ada"))["model_id"])
+        for verb, path in (("save_weights", "whole"), ("save_weights_for_sampler", "bare")):
+            self.result(self.post(f"/{verb}", {"model_id": self.model_id, "path": path}, of="ada"))
+        self.sampler_id = "mine:sample:0"
+        body = {"session_id": "mine", "sampling_session_seq_id": 0, "model_path": self.path("bare")}
+        assert self.post("/create_sampling_session", body, of="ada").status_code == 200
+        asked = {"sampling_session_id": self.sampler_id, "prompt": PROMPT, "sampling_params": {"max_tokens": 2}}
+        reply = self.post("/asample", asked, of="ada")
+        self.request_id = str(reply.json()["request_id"])
+        self.result(reply)
+
+    def path(self, name: str) -> str:
+        return f"tinker://{self.model_id}/{'weights' if name == 'whole' else 'sampler_weights'}/{name}"
+
+    def work(self) -> None:
+        """Lets the worker do what is queued; no error may leave it, since that would be its end."""
+        while self.worker.turn():
+            pass
+
+    def result(self, reply: Any) -> Any:
+        assert reply.status_code == 200, reply.text
+        self.work()
+        return self.answer_of(reply.json()["request_id"])
+
+    def answer_of(self, request: str) -> Any:
+        return self.post("/retrieve_future", {"request_id": request}, of="ada").json()
+
+    def lives(self) -> bool:
+        """Whether a normal request still has a normal answer."""
+        asked = {"sampling_session_id": self.sampler_id, "prompt": PROMPT, "sampling_params": {"max_tokens": 2}}
+        return bool(self.result(self.post("/asample", asked, of="ada"))["sequences"])
+
+    def tries(self, method: str, path: str, body: Any = None, **given: Any) -> Any:
+        """A reply to what may be anything: below 500, and what is wrong is said."""
+        self.tried += 1
+        reply = self.ask(method, path, body, **{"of": "ada", **given})
+        assert reply.status_code < 500, (method, path, reply.text)
+        if reply.status_code >= 400 and reply.status_code != 408:
+            assert reply.json()["detail"], (method, path)
+        return reply
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Iterator[Target]:
+    made = Target(tmp_path_factory.mktemp("fuzz"), base)
+    yield made
+    made.context.store.close()
+    for end in (made.context.bell.end, made.worker.bell.end):
+        end.close()
+
+
+def fuzz(examples: int, *strategies: Any, **named: Any) -> Callable[[Callable[..., None]], None]:
+    """Runs a function on that many examples at once."""
+
+    def run(test: Callable[..., None]) -> None:
+        profile = settings(max_examples=examples, deadline=None, suppress_health_check=QUIET, database=None)
+        with contextlib.suppress(Unsatisfiable):  # there is nothing that could be wrong with some requests
+            profile(hypothesis.seed(0)(given(*strategies, **named)(test)))()
+
+    return run
+
+
+amounts = pytest.mark.parametrize(
+    "amount",
+    [pytest.param(1, id="few"), pytest.param(30, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
+
+
+BY_HAND = {
+    "forward": wire.ForwardRequest,
+    "forward_backward": wire.ForwardBackwardRequest,
+    "optim_step": wire.OptimStepRequest,
+    "save_weights": wire.SaveWeightsRequest,
+    "save_weights_for_sampler": wire.SaveWeightsForSamplerRequest,
+    "save_weights_external": wire.SaveWeightsExternalRequest,
+    "load_weights": wire.LoadWeightsRequest,
+    "mint/forward_backward_reverse_kl": wire.ReverseKLRequest,
+}
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def real_ids(target: Target) -> dict[str, Any]:
+    """Values with which a request gets further than to "there is no such thing"."""
+    return {
+        "model_id": target.model_id,
+        "session_id": "mine",
+        "base_model": "tiny",
+        "sampling_session_id": target.sampler_id,
+        "model_path": target.path("bare"),
+        "tinker_path": target.path("whole"),
+        "source_path": target.path("whole"),
+        "reference_model_path": target.path("bare"),
+        "request_id": target.request_id,
+        "model": "tiny",
+        "loss_fn": "cross_entropy",
+    }
+
+
+def helped(tree: Any, names: dict[str, Any], room: list[bool]) -> Any:
+    """A body with some ids that are there, and no more to sample than a test has time for."""
+    if isinstance(tree, list):
+        return [helped(branch, names, room) for branch in tree]
+    if not isinstance(tree, dict):
+        return tree
+    small = {"num_samples": 3, "n": 3, "max_tokens": 4, "max_completion_tokens": 4, "rank": 8}
+    tree = {key: helped(branch, names, room) for key, branch in tree.items()}
+    for key, value in tree.items():
+        if key in names and room and room.pop():
+            tree[key] = names[key]
+        if key in small and isinstance(value, int) and value > small[key]:
+            tree[key] = small[key]
+    return tree
+
+
+@amounts
+def test_json_bodies_against_the_schema(target: Target, amount: int) -> None:
+    """Schemathesis makes bodies that fit the server's OpenAPI page, and bodies that nearly do."""
+    schema = schemathesis.openapi.from_dict(whole_page(target))
+    names = real_ids(target)
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+            cases = operation.as_strategy(generation_mode=mode)
+
+            @fuzz(2 * amount, cases, st.lists(st.booleans(), min_size=6, max_size=6))
+            def send(case: Any, room: list[bool]) -> None:
+                body = helped(copy.deepcopy(case.body), names, room)
+                packed = encoded(body)
+                path = case.formatted_path
+                given = {} if packed is None else {"headers": {"Content-Type": "application/json"}}
+                target.tries(case.method, path, packed, params=plain(case.query), **given)
+
+        target.work()
+    assert target.lives()
+
+
+def whole_page(target: Target) -> dict[str, Any]:
+    """The server's OpenAPI page, with the bodies that routes read by hand."""
+    page: dict[str, Any] = target.get("/openapi.json").json()
+    template = "#/components/schemas/{model}"
+    _, found = models_json_schema([(body, "validation") for body in BY_HAND.values()], ref_template=template)
+    page["components"]["schemas"] |= found["$defs"]
+    for path, body in BY_HAND.items():
+        content = {"application/json": {"schema": {"$ref": template.format(model=body.__name__)}}}
+        page["paths"][f"/api/v1/{path}"]["post"]["requestBody"] = {"content": content, "required": True}
+    return page
+
+
+def encoded(body: Any) -> bytes | None:
+    if body is None or isinstance(body, bytes):
+        return body
+    try:
+        return json.dumps(body, default=str).encode()
+    except (TypeError, ValueError):
+        return None
+
+
+def plain(query: Any) -> dict[str, str]:
+    """A query with no key or value that cannot stand in an address."""
+    return {str(k): str(v).encode("ascii", "ignore").decode() for k, v in dict(query or {}).items()}
+
+
+# -- protobuf ----------------------------------------------------------------------------------------------------------
+
+INTEGERS = st.one_of(st.integers(-3, 300), st.sampled_from([-(2**63), 2**63 - 1, 2**31, 2**53]))
+FLOATS = st.one_of(st.floats(width=32), st.sampled_from([0.0, -1.0, 1e38, 3e4]))
+
+
+@st.composite
+def tensors(draw: st.DrawFn, size: int) -> pb.Tensor:
+    """One of `size` numbers, or of whatever."""
+    kind = draw(st.sampled_from([1, 2, 3, 4, 1, 2, 0, 9]))
+    length = size if draw(st.integers(0, 4)) else draw(st.integers(0, 40))
+    many = draw(st.lists(INTEGERS if kind in (2, 3) else FLOATS, min_size=length, max_size=length))
+    tensor = pb.Tensor(dtype=kind)  # type: ignore[arg-type]
+    shape = draw(
+        st.sampled_from([[], [length], [length, 1], [1, length], [2**31 - 1, 2**31 - 1], [-1, 4], [0], [2**62]])
+    )
+    tensor.shape.extend(shape)
+    with np.errstate(all="ignore"):
+        dtype = {1: "<f4", 2: "<i8", 3: "<i4", 4: "<u2"}.get(kind, "<f4")
+        values = np.array([v % 2**31 if dtype == "<i4" else v for v in many] or [0])[:length]
+        raw = (values.view(np.int64) if values.dtype.kind == "i" else np.nan_to_num(values)).astype(dtype).tobytes()
+    if draw(st.integers(0, 3)):
+        tensor.dense = raw
+    else:
+        tensor.sparse_csr.values = raw
+        for name in ("crow_indices", "col_indices"):
+            numbers = draw(st.lists(INTEGERS, max_size=length + 1))
+            setattr(tensor.sparse_csr, name, np.array(numbers or [0], np.int64).tobytes())
+    return tensor
+
+
+@st.composite
+def calls(draw: st.DrawFn, model: str) -> pb.ForwardBackwardRequest:
+    """Messages, most of them nearly right."""
+    losses = st.one_of(
+        st.just("cross_entropy"), st.sampled_from([*LOSSES]), st.sampled_from(["cross_entropy", "x", "\0"])
+    )
+    call = pb.ForwardBackwardRequest(model_id=draw(st.sampled_from([model] * 8 + ["", "x"])), loss_fn=draw(losses))
+    call.seq_id, call.forward_only = draw(st.sampled_from([0] * 9 + [-1, 1])), draw(st.booleans())
+    names = ["weights", "logprobs", "advantages", "mask", "clip_low_threshold", "sequence_ratio_mask", "x"]
+    for _ in range(draw(st.integers(0, 3))):
+        datum = call.data.add()
+        ids = draw(st.lists(st.integers(0, 250), min_size=1, max_size=9))
+        tokens = ids if draw(st.integers(0, 5)) else draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9))
+        datum.model_input.add().encoded_text.tokens = np.array(tokens, np.int32).tobytes() + draw(
+            st.sampled_from([b""] * 9 + [b"\0"])
+        )
+        given = {"target_tokens": np.array(ids, np.int64), "weights": np.ones(len(ids), np.float32)}
+        whole = codec.with_data(pb.ForwardBackwardRequest(), [Datum(np.array(ids), given.pop("target_tokens"), given)])
+        for name, tensor in whole.data[0].loss_fn_inputs.items():
+            datum.loss_fn_inputs[name].CopyFrom(tensor)
+        for name in (
+            draw(st.lists(st.sampled_from([*names, "target_tokens"]), max_size=3)) if draw(st.booleans()) else ()
+        ):
+            datum.loss_fn_inputs[name].CopyFrom(draw(tensors(len(ids))))
+    options = st.sampled_from(["clip_low_threshold", "clip_high_threshold", "beta", "y"])
+    for name in draw(st.lists(options, max_size=2)) if draw(st.integers(0, 3)) == 0 else ():
+        call.loss_fn_config_v2[name].number = draw(st.floats())
+    return call
+
+
+@st.composite
+def mutations(draw: st.DrawFn, model: str) -> bytes:
+    """The bytes of a message with some of them changed, cut out, or put in."""
+    raw = bytearray(draw(calls(model)).SerializeToString())
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, len(raw)))
+        raw[place : place + draw(st.integers(0, 3))] = draw(st.binary(max_size=3))
+    return bytes(raw[: draw(st.integers(0, len(raw)))] if draw(st.booleans()) else raw)
+
+
+@amounts
+def test_protobuf_bodies(target: Target, amount: int) -> None:
+    @fuzz(60 * amount, calls(target.model_id))
+    def valid(call: pb.ForwardBackwardRequest) -> None:
+        target.tries("POST", "/forward_backward", call.SerializeToString(), headers=PROTOBUF)
+
+    target.work()
+
+    @fuzz(60 * amount, mutations(target.model_id))
+    def mutated(body: bytes) -> None:
+        target.tries("POST", "/forward_backward", body, headers=PROTOBUF)
+
+    target.work()
+    failed = target.context.store.find(requests, requests.c.state == "failed", limit=100_000)
+    assert all(json.loads(row.result)["category"] == "user" for row in failed), [row.result for row in failed][:3]
+    assert target.context.store.count(requests, requests.c.state == "done", requests.c.kind.like("forward%"))
+    assert target.lives()
+
+
+# -- headers and addresses ---------------------------------------------------------------------------------------------
+
+LIES = {
+    "Content-Encoding": ["zstd", "gzip", "br", "zstd, gzip", "identity", "\x7f", "deflate" * 50],
+    "Content-Type": [
+        "application/x-protobuf",
+        "text/plain",
+        "multipart/form-data",
+        "multipart/form-data; boundary=",
+        ";",
+    ],
+    "Content-Length": ["0", "1", "999999999999999999", "-1", "x"],
+    "Accept": ["application/x-protobuf", "text/html;q=nonsense", ""],
+    "X-Idempotency-Key": ["x" * 5000, "", "\t"],
+    "Authorization": ["Bearer", "Bearer x.y.z", "Basic !!!"],
+    "Range": ["bytes=0-", "bytes=9-1,x"],
+    "Host": ["", "evil.example", "[::1"],
+    "X-Forwarded-Prefix": ["//evil.example"],
+}
+
+
+@amounts
+def test_headers_that_lie(target: Target, amount: int) -> None:
+    posts = [path for path, route in routes() if "POST" in route.methods]
+    lies = st.lists(st.sampled_from([(k, v) for k, values in LIES.items() for v in values]), min_size=1, max_size=3)
+    bodies = st.one_of(st.binary(max_size=40), st.sampled_from([b"{}", b"[]", zstandard.compress(b"{}")]))
+
+    @fuzz(50 * amount, st.sampled_from(posts), lies, bodies)
+    def send(path: str, headers: list[tuple[str, str]], body: bytes) -> None:
+        target.tries("POST", re.sub(r"\{.*?\}", "x", path), body, headers=dict(headers))
+
+    assert target.lives()
+
+
+TRICKS = [
+    "..",
+    "%2e%2e",
+    "%2e%2e%2fetc",
+    "a%00b",
+    "%ff",
+    "x" * 5000,
+    "tinker:",
+    "%0d%0aX-A:%20b",
+    "'%20or%201=1",
+    "~",
+    "%25",
+    "é",
+]
+
+
+@amounts
+def test_addresses_with_tricks(target: Target, amount: int) -> None:
+    before = sorted(path.name for path in target.context.vault.root.iterdir())
+    found = [(path, route) for path, route in routes() if "{" in path]
+    parts = st.one_of(st.sampled_from(TRICKS), st.sampled_from([target.model_id, "weights", "whole", "archive"]))
+
+    @fuzz(60 * amount, st.sampled_from(found), st.lists(parts, min_size=5, max_size=5))
+    def send(route: tuple[str, APIRoute], values: list[str]) -> None:
+        path = re.sub(r"\{.*?\}", lambda _: values.pop(), route[0])
+        target.tries(min(route[1].methods), path, b"{}", of="bob")
+
+    assert sorted(path.name for path in target.context.vault.root.iterdir()) == before
+    assert target.lives()
+
+
+# -- bombs -------------------------------------------------------------------------------------------------------------
+
+
+def sparse(rows: int, columns: int) -> bytes:
+    call = pb.ForwardBackwardRequest(model_id="{model}", loss_fn="cross_entropy")
+    for _ in range(50):
+        datum = call.data.add()
+        datum.model_input.add().encoded_text.tokens = np.zeros(4, np.int32).tobytes()
+        tensor = pb.Tensor(dtype=pb.DTYPE_INT64, shape=[rows, columns])
+        tensor.sparse_csr.crow_indices = np.zeros(min(rows, 9) + 1, np.int64).tobytes()
+        datum.loss_fn_inputs["target_tokens"].CopyFrom(tensor)
+    return call.SerializeToString()
+
+
+BOMBS: dict[str, tuple[str, bytes, dict[str, str]]] = {
+    "zstd": ("create_session", zstandard.compress(b" " * 2**30), {"Content-Encoding": "zstd"}),
+    "deep": ("create_session", b'{"user_metadata":' + b'{"a":' * 300_000, {}),
+    "deep list": ("asample", b"[" * 1_000_000, {}),
+    "tags": ("create_session", json.dumps({"tags": ["a"] * 10**5 * 3}).encode(), {}),
+    "keys": ("create_session", json.dumps({"user_metadata": {f"{i}": 0 for i in range(10**5)}}).encode(), {}),
+    "csr": ("forward_backward", sparse(4, 2**31 - 1), PROTOBUF),
+    "csr rows": ("forward_backward", sparse(2**31 - 1, 2**31 - 1), PROTOBUF),
+    "csr many": ("forward_backward", sparse(4, 2**21), PROTOBUF),
+    "big number": ("optim_step", b'{"seq_id": ' + b"9" * 500_000 + b"}", {}),
+    "long id": ("get_info", json.dumps({"model_id": "x" * 1_900_000}).encode(), {}),
+    "wide vocabulary": ("asample", json.dumps({"prompt": {"chunks": [{"tokens": [0] * 600_000}]}}).encode(), {}),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_cost_little(target: Target, name: str) -> None:
+    verb, body, headers = BOMBS[name]
+    began = time.monotonic()
+    tracemalloc.start()
+    reply = target.tries("POST", f"/{verb}", body, headers=headers)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 400 <= reply.status_code < 500
+    assert peak < 250 * 2**20
+    assert time.monotonic() - began < 30
+
+
+def absurd(**changes: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "base_model": "tiny", "sampling_params": {}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("asample", absurd(num_samples=10**9)),
+        ("asample", absurd(sampling_params={"max_tokens": 10**9})),
+        ("asample", absurd(sampling_params={"max_tokens": 511})),
+        ("asample", absurd(sampling_params={"temperature": -1})),
+        ("asample", absurd(sampling_params={"stop": ["x" * 100_000]})),
+        ("asample", absurd(prompt={"chunks": []})),
+        ("asample", absurd(prompt={"chunks": [{"tokens": [272]}]})),
+        ("asample", absurd(prompt={"chunks": [{"tokens": [-1]}]})),
+        ("asample", absurd(topk_prompt_logprobs=10**6)),
+        (
+            "create_model",
+            {"session_id": "mine", "model_seq_id": 5, "base_model": "tiny", "lora_config": {"rank": 10**6}},
+        ),
+        ("create_model", {"session_id": "mine", "model_seq_id": 5, "base_model": "tiny", "lora_config": {"rank": 0}}),
+        ("create_model", {"session_id": "mine", "model_seq_id": 2**40, "base_model": "tiny"}),
+        ("optim_step", {"model_id": "mine:train:0", "adam_params": {"learning_rate": -1}}),
+        ("optim_step", {"model_id": "mine:train:0", "adam_params": {"beta1": 1}}),
+        ("optim_step", {"model_id": "mine:train:0", "adam_params": {"eps": 0}}),
+        ("save_weights", {"model_id": "mine:train:0", "path": "../x"}),
+        ("save_weights", {"model_id": "mine:train:0", "path": "x", "ttl_seconds": 0}),
+        ("load_weights", {"model_id": "mine:train:0", "path": "tinker://mine:train:0/weights/../x", "optimizer": True}),
+    ],
+)
+def test_what_makes_no_sense_is_refused(target: Target, verb: str, body: dict[str, Any]) -> None:
+    assert 400 <= target.tries("POST", f"/{verb}", body).status_code < 500
+
+
+# -- other people's things ---------------------------------------------------------------------------------------------
+
+
+def bodies(target: Target) -> dict[str, dict[str, Any]]:
+    """For every route that reads a body, one that is fine if it comes from ada."""
+    inputs = {"target_tokens": {"data": [6], "dtype": "int64"}, "weights": {"data": [1.0], "dtype": "float32"}}
+    data = {
+        "data": [{"model_input": {"chunks": [{"tokens": [5]}]}, "loss_fn_inputs": inputs}],
+        "loss_fn": "cross_entropy",
+    }
+    model, whole, bare = {"model_id": target.model_id}, target.path("whole"), target.path("bare")
+    prompts = {"student_input": PROMPT, "reference_input": PROMPT, **inputs}
+    adam = {"learning_rate": 0.1}
+    return {
+        "session_heartbeat": {"session_id": "mine"},
+        "sessions/{id}/finish": {},
+        "retrieve_future": {"request_id": target.request_id},
+        "cancel_future": {"request_id": target.request_id},
+        "retrieve_futures": {"target": {"sampling_session_id": target.sampler_id}},
+        "create_model": {
+            "session_id": "mine",
+            "model_seq_id": 0,
+            "base_model": "tiny",
+            "lora_config": {"rank": 2, "seed": 1},
+        },
+        "get_info": model,
+        "unload_model": model,
+        "forward": {**model, "forward_input": data},
+        "forward_backward": {**model, "forward_backward_input": data},
+        "train_step": {**model, "forward_backward_input": data, "adam_params": adam},
+        "optim_step": {**model, "adam_params": adam},
+        "save_weights": {**model, "path": "whole"},
+        "save_weights_for_sampler": {**model, "sampling_session_seq_id": 1},
+        "save_weights_external": {**model, "path": "out"},
+        "load_weights": {**model, "path": whole, "optimizer": True},
+        "weights_info": {"tinker_path": whole},
+        "copy_weights": {"source_path": whole},
+        "create_sampling_session": {"session_id": "mine", "sampling_session_seq_id": 0, "model_path": bare},
+        "join_sampling_session": {"sampling_session_id": target.sampler_id},
+        "asample": {"sampling_session_id": target.sampler_id, "prompt": PROMPT},
+        "mint/forward_backward_reverse_kl": {**model, "reference_model_path": bare, "data": [prompts]},
+        "mint/checkpoints/interpolate": {"source_paths": [bare], "coefficients": [1.0], "output_path": bare},
+        "training_runs/{run}/checkpoints/{kind}/{name}/ttl": {"ttl_seconds": 1},
+        "completions": {"model": bare, "prompt": "x", "max_tokens": 1},
+        "chat/completions": {"model": bare, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    }
+
+
+OPEN = {"healthz", "client/config", "client/dynamic_config", "auth/token", "telemetry", "get_server_capabilities"}
+OWN = {"create_session", "sessions", "training_runs", "checkpoints", "models", "checkpoints/upload"}  # the caller's own
+
+
+def test_nobody_sees_or_changes_what_is_not_theirs(target: Target) -> None:
+    """Every route there is, asked with ids of ada's by bob, and by one without a key."""
+    ids = {"run": target.model_id, "kind": "weights", "name": "whole", "file": "adapter_model.safetensors"}
+    given, before, asked = bodies(target), everything(target), 0
+    for whole, route in routes():
+        name = re.sub("^/(oai/)?api/v1/", "", whole)
+        owned = {"samplers/{id}": target.sampler_id, "sessions/{id}": "mine", "sessions/{id}/finish": "mine"}
+        path = whole.format(**ids, id=owned.get(name, target.model_id))
+        assert name in given or "POST" not in route.methods or name in OPEN | OWN or "{" in name, (
+            f"{name}: say its body"
+        )
+        for method in route.methods:
+            query = "?expires=99999999999&signature=x" if name.startswith("downloads") else ""
+            if name not in OPEN:
+                keyless = target.tries(method, path + query, given.get(name), of="nobody")
+                assert keyless.status_code in (401, 403), (method, path, keyless.text)
+            if name not in OPEN | OWN:
+                reply = target.tries(method, path + query, given.get(name), of="bob")
+                if name == "cancel_future":
+                    assert reply.json() == {"cancelled": False}
+                    continue
+                assert 400 <= reply.status_code < 500, (method, path, reply.text)
+                assert "adapter" not in reply.text
+                asked += 1
+            elif method == "GET":
+                assert "mine" not in target.tries(method, path, of="bob").text
+    target.work()
+    assert everything(target) == before
+    assert asked > 35
+
+
+def everything(target: Target) -> list[Any]:
+    store = target.context.store
+    rows = [tuple(row) for table in TABLES for row in store.find(table, table.c.owner == "ada", limit=10_000)]
+    weights = [w.tolist() for w in target.worker.tenants.get(target.model_id).trainer.parameters]
+    return [sorted(rows, key=str), store.count(requests, requests.c.owner == "ada"), weights]
+
+
+def test_the_same_requests_are_fine_if_they_are_adas(target: Target) -> None:
+    """Or the test above would prove nothing."""
+    for name, body in bodies(target).items():
+        if "{" in name or name in ("unload_model", "train_step"):
+            continue
+        prefix = "/oai/api/v1" if "completions" in name else ""
+        if prefix:
+            continue  # they wait for their answer
+        reply = target.tries("POST", f"{prefix}/{name}", body)
+        assert reply.status_code == 200, (name, reply.text)
+        target.work()
+    assert target.lives()
+
+
+def test_what_belongs_to_a_base_that_is_no_longer_served_is_an_answer(target: Target) -> None:
+    known, target.context.bases = target.context.bases, {}
+    try:
+        for name, body in bodies(target).items():
+            target.tries("POST", f"{'/oai/api/v1' if 'completions' in name else ''}/{name}", body)
+        for path in (
+            "/training_runs",
+            "/checkpoints",
+            f"/training_runs/{target.model_id}",
+            f"/samplers/{target.sampler_id}",
+        ):
+            target.tries("GET", path)
+    finally:
+        target.context.bases = known

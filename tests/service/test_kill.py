@@ -1,0 +1,301 @@
+"""SIGKILL at any moment, under load: what was acknowledged is there, and what was not says so.
+
+Clients in threads train, save and sample, and check what they are told: that a model which is not what it was says so
+before it answers anything else, that weights loaded again give the log-probabilities seen when they were saved, that a
+seeded sample is always the same, that no request stays without an answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from processes import Server
+
+from palestra.service.store import Store, checkpoints, models
+from palestra.service.vault import Vault
+
+SILENCE = 150.0  # seconds without an answer that are a fault, on a machine that does other things too
+
+
+class Refused(Exception):
+    """A typed failure."""
+
+
+class Client(threading.Thread):
+    """One that trains, saves and samples until `over`; `fault` is the invariant it found broken, if any."""
+
+    def __init__(self, server: Server, number: int, over: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self.server, self.over, self.dice = server, over, random.Random(number)
+        self.session, self.number = f"client-{number}", number
+        self.models, self.seqs, self.names = itertools.count(), itertools.count(1), itertools.count()
+        self.http = httpx.Client(base_url=f"{server.url}/api/v1", timeout=60.0)
+        self.fault: BaseException | None = None
+        self.model = ""
+        self.saved: list[tuple[str, list[float], str]] = []  # path, log-probabilities, checksum
+        self.answered: list[tuple[str, Any]] = []
+        self.count, self.losses, self.wanted = 0, 0, None
+
+    def run(self) -> None:
+        try:
+            self.create()
+            while not self.over.is_set():
+                self.turn()
+        except BaseException as fault:
+            self.fault = fault
+
+    def turn(self) -> None:
+        try:
+            for _ in range(self.dice.randint(1, 3)):
+                self.step()
+            self.save()
+        except Refused as refusal:
+            assert "the server restarted" in str(refusal), refusal
+            self.losses += 1
+            self.recover()
+        self.sample()
+        self.read_again()
+
+    # -- the wire ------------------------------------------------------------------------------------------------------
+
+    def post(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The reply, asked for again while nobody is there."""
+        until = time.monotonic() + SILENCE
+        while True:
+            try:
+                reply = self.http.post(verb, json=body)
+                if reply.status_code not in (408, 503):
+                    assert reply.status_code == 200, (verb, reply.status_code, reply.text)
+                    return dict(reply.json())
+            except httpx.TransportError:
+                pass
+            assert time.monotonic() < until, f"nothing but silence upon {verb} {body}"
+            time.sleep(0.02)
+
+    def ask(self, verb: str, **fields: Any) -> str:
+        return str(self.post(verb, fields)["request_id"])
+
+    def answer(self, request: str) -> dict[str, Any]:
+        said = self.post("retrieve_future", {"request_id": request})
+        self.count += 1
+        if "error" in said:
+            assert said["category"] == "user", said
+            raise Refused(said["error"])
+        return said
+
+    def train(self, verb: str, **fields: Any) -> str:
+        return self.ask(verb, model_id=self.model, seq_id=next(self.seqs), **fields)
+
+    # -- what it does --------------------------------------------------------------------------------------------------
+
+    def create(self) -> None:
+        self.seqs = itertools.count(1)
+        fields = {"session_id": self.session, "model_seq_id": next(self.models), "base_model": "tiny"}
+        self.model = self.answer(self.ask("create_model", **fields, lora_config={"rank": 4, "seed": 1}))["model_id"]
+
+    def step(self) -> None:
+        """Gradients and a step, the one asked for before the other is answered."""
+        data = [self.datum(self.dice.randrange(1000)) for _ in range(2)]
+        given = {"data": data, "loss_fn": "cross_entropy"}
+        asked = [self.train("forward_backward", forward_backward_input=given)]
+        asked.append(self.train("optim_step", adam_params={"learning_rate": 0.02}))
+        self.all_or_none([*asked])
+
+    def all_or_none(self, asked: list[str]) -> None:
+        """The answers. Once one is refused, so are all after it: nothing runs on a model that is not what it was."""
+        refused: list[Refused] = []
+        for request in asked:
+            try:
+                self.answer(request)
+                assert not refused, "a request ran on a model that had lost what came before it"
+            except Refused as refusal:
+                refused.append(refusal)
+        if refused:
+            raise refused[0]
+
+    def datum(self, seed: int) -> dict[str, Any]:
+        ids = np.random.default_rng(seed).integers(5, 200, 9).tolist()
+        inputs = {
+            "target_tokens": {"data": ids[1:], "dtype": "int64"},
+            "weights": {"data": [1.0] * 8, "dtype": "float32"},
+        }
+        return {"model_input": {"chunks": [{"tokens": ids[:-1]}]}, "loss_fn_inputs": inputs}
+
+    def probe(self) -> list[float]:
+        given = {"data": [self.datum(12345)], "loss_fn": "cross_entropy"}
+        said = self.answer(self.train("forward", forward_input=given))
+        return list(said["loss_fn_outputs"][0]["logprobs"]["data"])
+
+    def save(self) -> None:
+        logps = self.probe()
+        path = self.answer(self.train("save_weights", path=f"step-{next(self.names)}"))["path"]
+        self.saved.append((path, logps, checksum(self.server.data, path)))
+
+    def recover(self) -> None:
+        """As clients do: load what was saved last, or begin anew."""
+        if not self.saved:
+            self.create()
+            return
+        path, logps, _ = self.saved[-1]
+        while True:
+            try:
+                self.answer(self.train("load_weights", path=path, optimizer=True))
+                np.testing.assert_allclose(self.probe(), logps, atol=1e-4)
+                return
+            except Refused as refusal:  # killed again
+                assert "the server restarted" in str(refusal), refusal
+
+    def sample(self) -> None:
+        fields = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "num_samples": 2}
+        request = self.ask("asample", **fields, sampling_params={"max_tokens": 24, "seed": 3, "stop": []})
+        said = self.answer(request)
+        tokens = [sequence["tokens"] for sequence in said["sequences"]]
+        assert tokens == (self.wanted or tokens)
+        self.wanted = tokens
+        self.answered.append((request, said))
+
+    def read_again(self) -> None:
+        request, said = self.dice.choice(self.answered)
+        assert self.post("retrieve_future", {"request_id": request}) == said
+
+    def check_all(self) -> None:
+        """Every checkpoint that was acknowledged is there, unaltered; some are loaded."""
+        for path, _, wanted in self.saved:
+            assert checksum(self.server.data, path) == wanted
+        for path, logps, _ in self.dice.sample(self.saved, min(4, len(self.saved))):
+            self.answer(self.train("load_weights", path=path, optimizer=True))
+            np.testing.assert_allclose(self.probe(), logps, atol=1e-4)
+        for request, said in self.dice.sample(self.answered, min(5, len(self.answered))):
+            assert self.post("retrieve_future", {"request_id": request}) == said
+
+
+def checksum(data: Path, path: str) -> str:
+    """Of the weights at a path, found to be whole."""
+    store = Store.open(f"sqlite:///{data / 'store.sqlite'}")
+    row = store.get(checkpoints, path)
+    store.close()
+    assert row is not None, f"{path} was acknowledged and is gone"
+    folder = Vault(data / "weights").read(row.folder)
+    files = ("adapter_model.safetensors", "optimizer.safetensors")
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
+
+
+class Load:
+    """Clients at work, in whose midst things are killed."""
+
+    def __init__(self, server: Server, clients: int, seed: int) -> None:
+        self.server, self.dice, self.over = server, random.Random(seed), threading.Event()
+        self.clients = [Client(server, number, self.over) for number in range(clients)]
+        for client in self.clients:
+            client.start()
+
+    def moves(self, answers: int = 4) -> None:
+        """Returns once every client has had some more answers."""
+        before, until = [client.count for client in self.clients], time.monotonic() + SILENCE
+        while any(client.count < count + answers for client, count in zip(self.clients, before, strict=True)):
+            self.check()
+            assert time.monotonic() < until, "the clients do not get on"
+            time.sleep(0.01)
+
+    def kill(self, what: str) -> None:
+        """Kills the "front" end, its "worker" or "all", at a random moment; or all of it in the midst of a "save", or
+        the worker when a model has "unsaved" steps."""
+        moments = {"save": partial(half_saved, self.server.data), "unsaved": partial(unsaved, self.server.data)}
+        at_random = partial(time.sleep, self.dice.uniform(0.0, 0.5))
+        self.server.kill({"save": "all", "unsaved": "worker"}.get(what, what), moments.get(what, at_random))
+        if what not in ("worker", "unsaved"):
+            self.server.start()
+
+    def check(self) -> None:
+        for client in self.clients:
+            if client.fault is not None:
+                raise AssertionError(f"client {client.number}: {client.fault!r}") from client.fault
+
+    def end(self) -> None:
+        self.over.set()
+        for client in self.clients:
+            client.join(2 * SILENCE)
+            assert not client.is_alive()
+        self.check()
+        for client in self.clients:
+            client.check_all()
+            client.http.close()
+
+
+def unsaved(data: Path) -> None:
+    """Returns while a model has learned something since it was saved."""
+    store, until = Store.open(f"sqlite:///{data / 'store.sqlite'}"), time.monotonic() + SILENCE
+    while not store.count(models, models.c.changed > models.c.kept, models.c.state == "live"):
+        assert time.monotonic() < until
+    store.close()
+
+
+def half_saved(data: Path) -> None:
+    """Returns while a checkpoint is being written, if that can be seen within some seconds."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        if any(path.name.startswith(".tmp-") for path in (data / "weights").iterdir()):
+            return
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    started = Server(tmp_path / "data")
+    yield started
+    started.kill()
+
+
+def survive(server: Server, kills: list[str], clients: int) -> Load:
+    load = Load(server, clients, seed=len(kills))
+    for what in kills:
+        load.moves()
+        load.kill(what)
+    load.moves()
+    load.end()
+    assert all(client.saved for client in load.clients)
+    return load
+
+
+@pytest.mark.timeout(400)
+def test_three_kills_lose_nothing_that_was_acknowledged(server: Server) -> None:
+    load = survive(server, ["save", "unsaved", "front"], clients=2)
+    assert sum(client.losses for client in load.clients) > 0  # or the test would prove nothing
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_kills_lose_nothing_that_was_acknowledged(server: Server) -> None:
+    load = survive(server, ["save", "all", "worker", "front", "unsaved"] * 10, clients=4)
+    assert sum(client.losses for client in load.clients) > 20
+    assert sum(len(client.saved) for client in load.clients) > 50
+
+
+@pytest.mark.slow
+def test_a_server_told_to_stop_goes_on_to_the_bit(server: Server) -> None:
+    """No weights are loaded: gathered gradients, the optimizer and the order of requests outlive the restart."""
+    probes = []
+    for number in range(2):
+        client = Client(server, number, threading.Event())
+        client.dice = random.Random(0)
+        client.create()
+        for _ in range(3):
+            client.step()
+        given = {"data": [client.datum(1)], "loss_fn": "cross_entropy"}
+        client.answer(client.train("forward_backward", forward_backward_input=given))
+        if number == 0:
+            assert server.stop() == 0
+            server.start()
+        client.answer(client.train("optim_step", adam_params={"learning_rate": 0.02}))
+        probes.append(client.probe())
+    assert probes[0] == probes[1]

@@ -1,0 +1,116 @@
+"""The whole server: two processes, started, asked, and ended as a user does."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+PALESTRA = [sys.executable, "-c", "from palestra.cli import app; app()"]
+
+
+class Server:
+    """`palestra serve` on a free port."""
+
+    def __init__(self, data: Path, *options: str) -> None:
+        command = [*PALESTRA, "serve", "--port", "0", "--data", str(data), *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline()
+        found = re.search(r"TINKER_BASE_URL=(\S+)", self.line)
+        assert found, self.line + self.process.stdout.read()
+        self.url = found[1]
+
+    def complete(self, prompt: str = "hi") -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+        return httpx.post(f"{self.url}/oai/api/v1/completions", json=body, timeout=60)
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def server(data: Path) -> Iterator[Server]:
+    started = Server(data, "--alias", "Qwen/Qwen3-0.6B=tiny", "--root-path", "/train")
+    yield started
+    started.process.kill()
+    started.process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(line) for line in found.stdout.split()]
+
+
+def gone(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "State:\tZ" in status.read_text()
+
+
+@pytest.mark.slow
+def test_a_server_answers_refuses_a_second_and_ends_in_peace(server: Server, data: Path) -> None:
+    assert server.url.endswith("/train")
+    assert server.complete().json()["usage"]["completion_tokens"] > 0
+    second = subprocess.run([*PALESTRA, "serve", "--port", "0", "--data", str(data)], capture_output=True, text=True)
+    assert second.returncode == 2
+    assert "is writing the server's data" in second.stderr
+    workers = children(server.process.pid)
+    assert server.end(signal.SIGTERM) == 0
+    assert all(gone(pid) for pid in workers)
+
+
+@pytest.mark.slow
+def test_a_dead_worker_is_replaced_and_an_orphan_ends(server: Server) -> None:
+    before = server.complete().json()["choices"]
+    for pid in children(server.process.pid):
+        if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
+            subprocess.run(["kill", "-9", str(pid)], check=True)
+    assert server.complete().json()["choices"] == before
+    workers = children(server.process.pid)
+    assert server.end(signal.SIGKILL) != 0
+    deadline = time.monotonic() + 20
+    while not all(gone(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert all(gone(pid) for pid in workers)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--alias", "x=none"], 'alias "x" means base "none"'),
+        (["--base", "none=/none"], "no model at /none"),
+        (["--auth", "/none"], "no file of keys"),
+        (["--host", "256.0.0.1"], "cannot listen"),
+    ],
+)
+def test_what_cannot_be_served_is_said(data: Path, options: list[str], message: str) -> None:
+    done = subprocess.run([*PALESTRA, "serve", "--data", str(data), *options], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_keys_are_added_listed_and_removed(tmp_path: Path) -> None:
+    def keys(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [*PALESTRA, "keys", *words, "--auth", str(tmp_path / "keys")]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert keys("list").returncode == 2
+    key = keys("add", "ada").stdout.strip()
+    assert key.startswith("tml-")
+    assert key not in (tmp_path / "keys").read_text()
+    assert keys("list").stdout.split() == ["ada", "1"]
+    assert keys("remove", "ada").returncode == 0
+    assert keys("remove", "ada").returncode == 2

@@ -1,0 +1,56 @@
+"""MinT's older sample, in its shape, as a program of its own against a running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import serving
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the sample saw."""
+    with serving(tmp_path_factory.mktemp("data")) as url:
+        env = os.environ | {"MINT_BASE_URL": url, "MINT_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
+        command = [sys.executable, str(Path(__file__).with_name("mint_sample.py"))]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_older_sample_runs_as_printed(seen: Any) -> None:
+    first, second = seen["losses"]
+    assert len(first) == len(second) == 4
+    assert first[0] < 0 < second[0]  # PPO's loss has the sign against the advantage
+    assert first[0] != first[2]  # a step changed the weights in between
+
+
+def test_the_official_shapes_still_work(seen: Any) -> None:
+    loss, again, plain = seen["loss"]
+    assert loss == again == pytest.approx(plain, rel=1e-5)
+    assert seen["is"] and seen["path"].startswith("tinker://")
+
+
+def test_one_advantage_is_every_tokens(seen: Any) -> None:
+    assert seen["size"] > 1
+    assert seen["spread"][0] == pytest.approx(seen["spread"][1])
+
+
+def test_the_rest_is_the_official_client() -> None:
+    code = "import tinker, palestra.tinker_compat as c; print(c.types is tinker.types, c.APIFuture is tinker.APIFuture)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_without_the_official_client_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['tinker'] = None; import palestra.tinker_compat"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "pip install tinker" in done.stderr

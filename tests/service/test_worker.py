@@ -1,0 +1,611 @@
+"""The worker on a real store and vault, in process: what it answers, in which order, and what a crash leaves of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from palestra.service import codec
+from palestra.service import wire_pb2 as pb
+from palestra.service.bell import Bell
+from palestra.service.jobs import LoadJob, Lora, OptimJob, SampleJob, SaveJob
+from palestra.service.store import TAKES, Store, checkpoints, models, requests, samplers, sessions
+from palestra.service.worker import Settings, Worker
+from palestra.types import Datum
+
+
+class Desk:
+    """A store with requests, and a worker that takes them when `run` says so."""
+
+    def __init__(self, data: Path, base: Path, **settings: Any) -> None:
+        data.mkdir(exist_ok=True)
+        url = f"sqlite:///{data / 'store.sqlite'}"
+        self.settings = Settings(store=url, data=data, bases={"small": str(base)}, device="cpu", **settings)
+        self.store = Store.open(url)
+        self.bells = Bell.pair()
+        self.start()
+
+    def start(self) -> None:
+        """A new worker; the old one, if there was one, is a crash of which nothing but the data is left."""
+        self.worker = Worker(self.settings, self.store, self.bells[0])
+        self.worker.recover()
+
+    def run(self) -> None:
+        while self.worker.turn():
+            pass
+
+    def end(self) -> None:
+        self.store.close()
+        for bell in self.bells:
+            bell.end.close()
+
+    def model(self, number: int = 1, session: str = "s", **lora: Any) -> str:
+        id, now = f"{session}:train:{number}", time.time()
+        row = {
+            "id": id,
+            "session": session,
+            "owner": "ada",
+            "base": "small",
+            "info": {},
+            "state": "live",
+            "saved": None,
+        }
+        lora = Lora(**{"rank": 4, "train_unembed": False, **lora}).model_dump()
+        self.store.add(models, **row, lora=lora, created=now, used=now, changed=0, kept=0)
+        self.ask(id, "create_model", b"{}", 0)
+        return id
+
+    def ask(self, model: str, kind: str, body: bytes | Any, seq: int | None) -> str:
+        body = body if isinstance(body, bytes) else body.model_dump_json().encode()
+        key = f"model:{model}:{seq}" if seq else None
+        return self.store.submit("ada", kind, body, key=key, model=model, seq=seq)
+
+    def learn(self, model: str, seq: int | None, seed: int = 0, *, kind: str = "forward_backward", **call: Any) -> str:
+        return self.ask(model, kind, gradients(model, seed, **call), seq)
+
+    def step(self, model: str, seq: int | None, lr: float = 0.01) -> str:
+        return self.ask(model, "optim_step", OptimJob(learning_rate=lr), seq)
+
+    def save(self, model: str, seq: int, name: str, kind: str = "weights", **job: Any) -> str:
+        return self.ask(model, "save", SaveJob(path=f"tinker://{model}/{kind}/{name}", **job), seq)
+
+    def load(self, model: str, seq: int, path: str, *, optimizer: bool = True) -> str:
+        folder = self.store.get(checkpoints, path).folder
+        return self.ask(model, "load", LoadJob(folder=folder, path=path, optimizer=optimizer), seq)
+
+    def sample(self, folder: str | None, seed: int = 1, **changes: Any) -> str:
+        sampling = {"max_tokens": 6, **changes.pop("sampling", {})}
+        given = {"base": "small", "folder": folder, "tokens": [5, 6, 7], "num_samples": 2, "seed": seed, **changes}
+        return self.store.submit("ada", "sample", SampleJob(sampling=sampling, **given).model_dump_json().encode())
+
+    def row(self, request: str) -> Any:
+        (row,) = self.store.find(requests, requests.c.id == request)
+        return row
+
+    def answer(self, request: str) -> dict[str, Any]:
+        """The answer to a request. Raises AssertionError where it has none, or an error."""
+        row = self.row(request)
+        assert row.state == "done", (row.state, row.result)
+        readers: dict[str, Callable[[bytes], Any]] = {
+            "json": bytes,
+            "forward_backward": codec.forward_backward_json,
+            "sample": codec.sample_json,
+        }
+        return dict(json.loads(readers[row.result_kind](row.result)))
+
+    def error(self, request: str) -> str:
+        row = self.row(request)
+        assert row.state == "failed", (row.state, row.result)
+        said = json.loads(row.result)
+        assert said["category"] == "user", said
+        return str(said["error"])
+
+    def weights(self, model: str) -> list[torch.Tensor]:
+        return [w.detach().clone() for w in self.worker.tenants.get(model).trainer.parameters]
+
+
+def gradients(
+    model: str, seed: int = 0, *, loss: str = "cross_entropy", forward_only: bool = False, **inputs: Any
+) -> bytes:
+    rng = np.random.default_rng(seed)
+    data = []
+    for _ in range(2):
+        ids = rng.integers(5, 250, 9).astype(np.int64)
+        given = {"weights": np.ones(8, np.float32), **{k: np.full(8, v, np.float32) for k, v in inputs.items()}}
+        data.append(Datum(ids[:-1], ids[1:], given))
+    call = pb.ForwardBackwardRequest(model_id=model, loss_fn=loss, forward_only=forward_only)
+    return codec.with_data(call, data).SerializeToString()
+
+
+def logps(answer: dict[str, Any]) -> list[list[float]]:
+    return [output["logprobs"]["data"] for output in answer["loss_fn_outputs"]]
+
+
+@pytest.fixture
+def open_desk(tmp_path: Path, base: Path) -> Iterator[Callable[..., Desk]]:
+    desks: list[Desk] = []
+
+    def open_one(name: str = "one", **settings: Any) -> Desk:
+        desks.append(Desk(tmp_path / name, base, **{"patience": 0.05, **settings}))
+        return desks[-1]
+
+    yield open_one
+    for desk in desks:
+        desk.end()
+
+
+@pytest.fixture
+def desk(open_desk: Callable[..., Desk]) -> Desk:
+    return open_desk()
+
+
+def trained(desk: Desk, model: str, first: int, seeds: range) -> int:
+    """Steps on data of each of `seeds`; the next number."""
+    for seed in seeds:
+        desk.learn(model, first, seed)
+        desk.step(model, first + 1)
+        first += 2
+    desk.run()
+    return first
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_requests_run_in_the_order_of_their_numbers_not_of_their_arrival(desk: Desk) -> None:
+    model = desk.model()
+    late = [desk.step(model, 4), desk.learn(model, 3, 1), desk.learn(model, 2, 0)]
+    desk.run()
+    assert [desk.row(id).state for id in late] == ["taken"] * 3
+    first = desk.learn(model, 1, kind="forward", forward_only=True)
+    desk.run()
+    fresh = logps(desk.answer(first))
+    assert fresh == logps(desk.answer(late[2]))  # the step, which came first, had not been made
+    assert desk.answer(late[0])["metrics"]["grad_norm:mean"] > 0
+    after = desk.learn(model, 5, kind="forward", forward_only=True)
+    desk.run()
+    assert logps(desk.answer(after)) != fresh
+
+
+def test_a_missing_number_is_waited_for_and_then_passed_over(desk: Desk) -> None:
+    model = desk.model()
+    second = desk.learn(model, 2)
+    desk.run()
+    assert desk.row(second).state == "taken"
+    time.sleep(0.06)
+    desk.run()
+    assert desk.answer(second)
+    late = desk.learn(model, 1)
+    desk.run()
+    assert "came after request 2 had run" in desk.error(late)
+    third = desk.learn(model, 3)
+    desk.run()
+    assert desk.answer(third)
+
+
+def test_a_request_sent_twice_is_answered_once(desk: Desk) -> None:
+    model, other = desk.model(), desk.model(2, seed=3)
+    twice = [desk.learn(model, 1), desk.learn(model, 1)]
+    desk.run()
+    assert twice[0] == twice[1] == desk.learn(model, 1)
+    desk.learn(other, 1)
+    desk.run()
+    grads = [desk.worker.tenants.get(model).trainer.parameters[1].grad for model in (model, other)]
+    assert 0.5 < float(grads[0].norm() / grads[1].norm()) < 1.5  # not doubled
+    assert desk.store.count(requests) == 4
+
+
+def test_a_refused_number_is_not_waited_for(open_desk: Callable[..., Desk]) -> None:
+    desk = open_desk(patience=1000.0)
+    model = desk.model()
+    for kind, seq in (("forward_backward", 1), ("save", 3)):
+        desk.store.reject("ada", kind, "no such thing", key=f"model:{model}:{seq}", model=model, seq=seq)
+    second, fourth = desk.learn(model, 2), desk.step(model, 4)
+    desk.run()
+    assert desk.answer(second) and desk.answer(fourth)
+    (refused,) = desk.store.find(requests, requests.c.seq == 3)
+    assert desk.error(refused.id) == "no such thing"
+
+
+def test_requests_without_numbers_run_as_they_come_and_use_up_none(open_desk: Callable[..., Desk]) -> None:
+    desk = open_desk(patience=1000.0)
+    model = desk.model()
+    ids = [desk.learn(model, None), desk.step(model, None), desk.learn(model, 1), desk.step(model, None)]
+    ids.append(desk.step(model, 2))
+    desk.run()
+    assert all(desk.answer(id) for id in ids)
+    assert desk.worker.tenants.get(model).changed > desk.worker.tenants.get(model).kept
+
+
+# -- several models ----------------------------------------------------------------------------------------------------
+
+
+def test_models_share_a_pass_and_learn_as_they_would_alone(open_desk: Callable[..., Desk]) -> None:
+    together, apart = open_desk("together"), open_desk("apart")
+    shapes: list[dict[str, Any]] = [
+        {"rank": 2, "seed": 1},
+        {"rank": 5, "seed": 2, "train_mlp": False},
+        {"rank": 3, "seed": 3, "train_unembed": True},
+    ]
+    for desk in (together, apart):
+        for number, shape in enumerate(shapes):
+            model = desk.model(number, **shape)
+            for step in range(3):
+                desk.learn(model, 2 * step + 1, seed=10 * number + step)
+                desk.step(model, 2 * step + 2)
+            if desk is apart:
+                desk.run()
+        desk.run()
+    for number in range(3):
+        model = f"s:train:{number}"
+        for ours, theirs in zip(together.weights(model), apart.weights(model), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_what_fails_harms_no_other(desk: Desk) -> None:
+    bad, good = desk.model(1), desk.model(2)
+    wrong = desk.learn(bad, 1, loss="importance_sampling", logprobs=-1e5, advantages=1.0)  # exp of it is infinite
+    right = desk.learn(good, 1)
+    garbage = desk.ask(bad, "forward_backward", b"\xff\xff", 2)
+    desk.run()
+    assert "look for extreme log-probabilities" in desk.error(wrong)
+    assert "no ForwardBackwardRequest" in desk.error(garbage)
+    assert desk.answer(right)
+    assert all(w.grad is None for w in desk.worker.tenants.get(bad).trainer.parameters)
+    assert all(torch.isfinite(w.grad).all() for w in desk.worker.tenants.get(good).trainer.parameters)
+
+
+def test_a_model_that_diverged_fails_alone(desk: Desk) -> None:
+    """NaN in its weights must not reach those who share its passes: masks do not keep it out."""
+    wild, tame = desk.model(1), desk.model(2)
+    desk.learn(wild, 1)
+    desk.step(wild, 2, lr=1e38)
+    desk.run()
+    with torch.no_grad():  # a step that large may or may not do it, as the weights have it
+        for weight in desk.worker.tenants.get(wild).trainer.parameters:
+            weight.fill_(torch.nan)
+    desk.step(wild, 3, lr=0.0)
+    desk.save(wild, 4, "wild", "sampler_weights")
+    alone = desk.learn(tame, 1, 7, kind="forward", forward_only=True)
+    plain = desk.sample(None, sampling={"max_tokens": 20})
+    desk.run()
+    folder = desk.store.get(checkpoints, f"tinker://{wild}/sampler_weights/wild").folder
+    failing, beside = desk.learn(wild, 5, 3), desk.learn(tame, 2, 7)
+    samples = [desk.sample(folder, tokens=list(range(5, 25))), desk.sample(None, sampling={"max_tokens": 20})]
+    asked = desk.sample(folder, prompt_logprobs=True)
+    desk.run()
+    assert "the loss is nan" in desk.error(failing)
+    assert "NaN" in desk.error(samples[0]) and "NaN" in desk.error(asked)
+    np.testing.assert_allclose(logps(desk.answer(beside)), logps(desk.answer(alone)), atol=1e-5)
+    assert all(torch.isfinite(w.grad).all() for w in desk.worker.tenants.get(tame).trainer.parameters)
+    after = desk.sample(None, sampling={"max_tokens": 20})  # in the slots that the wild one had
+    desk.run()
+    for id in (samples[1], after):
+        assert desk.answer(id)["sequences"][0]["tokens"] == desk.answer(plain)["sequences"][0]["tokens"]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"idle": 0.0}, {"resident": 0}])
+def test_a_model_that_left_memory_goes_on_to_the_bit(
+    open_desk: Callable[..., Desk], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steady, moved = open_desk("steady"), open_desk("moved", **settings)
+    for desk in (steady, moved):
+        if desk is moved:
+            monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+        model, seq = desk.model(seed=4), 1
+        for seed in range(4):
+            desk.learn(model, seq, seed)
+            desk.run()  # gathered gradients leave memory too
+            assert (model in desk.worker.tenants.live) == (desk is steady)
+            desk.step(model, seq + 1)
+            desk.run()
+            seq += 2
+    assert all(map(torch.equal, steady.weights(model), moved.weights(model)))
+    states = [desk.worker.tenants.get(model).trainer for desk in (steady, moved)]
+    assert states[0].steps == states[1].steps == 4
+
+
+def test_a_model_with_requests_stays_in_memory(open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+    desk = open_desk(idle=0.0, patience=1000.0)
+    model = desk.model()
+    desk.learn(model, 2)
+    desk.run()
+    assert model in desk.worker.tenants.live
+    first = desk.learn(model, 1)
+    desk.run()
+    assert desk.answer(first)
+    assert model not in desk.worker.tenants.live
+
+
+def test_house_keeping_waits_for_a_pass_to_end(open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in the middle of its gradients would otherwise leave memory without them."""
+    monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+    desk = open_desk(idle=0.0, pack_tokens=8)  # a pause after each datum
+    model = desk.model()
+    desk.learn(model, 1)
+    desk.run()
+    step = desk.step(model, 2)
+    desk.run()
+    assert desk.answer(step)["metrics"]["grad_norm:mean"] > 0
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def test_loading_goes_on_where_it_was_saved(desk: Desk) -> None:
+    model = desk.model()
+    seq = trained(desk, model, 1, range(2))
+    desk.save(model, seq, "half")
+    path = f"tinker://{model}/weights/half"
+    trained(desk, model, seq + 1, range(2, 4))
+    wanted = desk.weights(model)
+    desk.load(model, seq + 5, path)
+    trained(desk, model, seq + 6, range(2, 4))
+    assert all(map(torch.equal, desk.weights(model), wanted))
+    desk.load(model, seq + 10, path, optimizer=False)
+    desk.run()
+    assert not desk.worker.tenants.get(model).trainer.optimizer.state  # moments of other weights mean nothing
+    trained(desk, model, seq + 11, range(2, 4))
+    assert not all(map(torch.equal, desk.weights(model), wanted))
+
+
+def test_a_load_that_fails_changes_nothing(desk: Desk) -> None:
+    model = desk.model()
+    seq = trained(desk, model, 1, range(1))
+    desk.save(model, seq, "good")
+    desk.save(model, seq + 1, "bare", "sampler_weights")
+    trained(desk, model, seq + 2, range(1, 2))
+    before = desk.weights(model)
+    bare, good = (
+        desk.store.get(checkpoints, f"tinker://{model}/{p}") for p in ("sampler_weights/bare", "weights/good")
+    )
+    half = desk.load(model, seq + 4, bare.path)  # has no optimizer
+    spoil(desk.worker.vault.root / good.folder / "adapter_model.safetensors")
+    torn = desk.load(model, seq + 5, good.path)
+    desk.run()
+    assert "holds no optimizer" in desk.error(half)
+    assert "damaged" in desk.error(torn)
+    assert all(map(torch.equal, desk.weights(model), before))
+    trained(desk, model, seq + 6, range(1))
+
+
+def spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_weights_are_not_sampled_from(desk: Desk) -> None:
+    model = desk.model()
+    desk.save(model, 1, "x", "sampler_weights")
+    desk.run()
+    folder = desk.store.get(checkpoints, f"tinker://{model}/sampler_weights/x").folder
+    spoil(desk.worker.vault.root / folder / "adapter_model.safetensors")
+    sample, bare = desk.sample(folder), desk.sample(None)
+    desk.run()
+    assert "damaged" in desk.error(sample)
+    assert desk.answer(bare)
+
+
+def test_names_are_overwritten_only_where_that_is_wanted(desk: Desk) -> None:
+    model = desk.model()
+    first = desk.save(model, 1, "x", overwrite=False)
+    desk.run()
+    folder = desk.store.get(checkpoints, f"tinker://{model}/weights/x").folder
+    again, over = desk.save(model, 2, "x", overwrite=False), desk.save(model, 3, "x")
+    desk.run()
+    assert desk.answer(first) and "is there already" in desk.error(again) and desk.answer(over)
+    assert desk.store.get(checkpoints, f"tinker://{model}/weights/x").folder != folder
+
+
+def test_samplers_do_not_move_while_training_goes_on(desk: Desk) -> None:
+    model = desk.model(train_unembed=True)
+    seq = trained(desk, model, 1, range(1))
+    desk.ask(model, "save", SaveJob(sampler="s:sample:0"), seq)
+    desk.run()
+    folder = desk.store.get(samplers, "s:sample:0").folder
+    before = desk.sample(folder, prompt_logprobs=True)
+    desk.run()
+    trained(desk, model, seq + 1, range(1, 5))
+    after = desk.sample(folder, prompt_logprobs=True)
+    desk.run()
+    bare = desk.sample(None, prompt_logprobs=True)
+    desk.run()
+    assert desk.answer(before) == desk.answer(after) != desk.answer(bare)
+    desk.start()  # the snapshot comes from the disk now
+    again = desk.sample(folder, prompt_logprobs=True)
+    desk.run()
+    assert desk.answer(again) == desk.answer(before)
+
+
+def test_what_is_over_is_swept(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+    monkeypatch.setattr("palestra.service.vault.YOUNG", -1.0)
+    model = desk.model()
+    desk.learn(model, 1)
+    desk.step(model, 2)
+    desk.save(model, 3, "short", ttl_seconds=0.001)
+    desk.save(model, 4, "long", ttl_seconds=1000)
+    desk.save(model, 5, "for-ever", "sampler_weights")
+    (desk.worker.vault.root / ".tmp-half").mkdir()
+    desk.run()
+    time.sleep(0.01)
+    old = desk.sample(None)
+    desk.run()
+    desk.store.change(requests, int(desk.row(old).serial), finished=1.0)
+    desk.sample(None)
+    desk.run()
+    assert [row.path.rsplit("/", 1)[1] for row in desk.store.find(checkpoints)] == ["for-ever", "long"]
+    assert desk.store.count(requests, requests.c.id == old) == 0
+    assert {path.name for path in desk.worker.vault.root.iterdir()} == desk.store.folders()
+    desk.ask(model, "unload", b"{}", None)
+    desk.run()
+    kept = {row.folder for row in desk.store.find(checkpoints)}
+    assert {path.name for path in desk.worker.vault.root.iterdir()} == kept  # nothing of the model itself
+
+
+def test_an_unloaded_model_is_gone(desk: Desk) -> None:
+    model = desk.model()
+    ids = [desk.learn(model, 1), desk.ask(model, "unload", b"{}", 2), desk.learn(model, 3), desk.learn(model, 4)]
+    desk.run()
+    assert desk.answer(ids[0]) and desk.answer(ids[1])
+    assert "was unloaded before" in desk.error(ids[2]) and "was unloaded before" in desk.error(ids[3])
+    late = desk.learn(model, 5)
+    desk.run()
+    assert "Create a new one" in desk.error(late)
+    assert not desk.worker.tenants.live
+
+
+# -- crashes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_crash_loses_what_was_not_saved_and_says_so_until_weights_are_loaded(desk: Desk) -> None:
+    model, fresh = desk.model(1), desk.model(2)
+    seq = trained(desk, model, 1, range(2))
+    desk.save(model, seq, "x")
+    path = f"tinker://{model}/weights/x"
+    check = desk.learn(model, seq + 1, 9, kind="forward", forward_only=True)
+    trained(desk, model, seq + 2, range(2, 3))
+    unread = desk.learn(model, seq + 4)
+    desk.start()
+    after = desk.step(model, seq + 5)
+    untouched = desk.learn(fresh, 1)
+    desk.run()
+    for id in (unread, after):
+        assert "the server restarted" in desk.error(id) and path in desk.error(id)
+    assert desk.answer(untouched)
+    assert desk.store.get(models, model).state == "lost"
+    spoiled = desk.ask(model, "load", LoadJob(folder="none", path=path, optimizer=True), seq + 6)
+    still = desk.step(model, seq + 7)
+    load, then = desk.load(model, seq + 8, path), desk.learn(model, seq + 9, 9, kind="forward", forward_only=True)
+    desk.run()
+    assert "cannot be read" in desk.error(spoiled)
+    assert "the server restarted" in desk.error(still)  # not a step on weights that are not the client's
+    assert desk.answer(load)["path"] == path
+    assert logps(desk.answer(then)) == logps(desk.answer(check))
+    assert desk.store.get(models, model).state == "live"
+
+
+def test_a_model_that_did_not_change_since_it_was_saved_survives(desk: Desk) -> None:
+    model = desk.model()
+    seq = trained(desk, model, 1, range(2))
+    desk.save(model, seq, "x")
+    desk.run()
+    wanted = desk.weights(model)
+    desk.start()
+    queued = desk.learn(model, seq + 1)
+    desk.run()
+    assert desk.answer(queued)
+    assert all(map(torch.equal, desk.weights(model), wanted))
+
+
+def test_gradients_gathered_before_a_save_are_not_thought_saved(desk: Desk) -> None:
+    model = desk.model()
+    desk.learn(model, 1)
+    desk.save(model, 2, "x")
+    desk.run()
+    desk.start()
+    step = desk.step(model, 3)
+    desk.run()
+    assert "the server restarted" in desk.error(step)
+
+
+def test_a_lost_model_can_be_unloaded_and_never_passes_for_a_new_one(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = desk.model()
+    trained(desk, model, 1, range(1))
+    desk.start()
+    first = desk.learn(model, 3)
+    desk.run()
+    monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+    desk.worker.settings.idle = 0.0
+    desk.run()  # out of memory, and back
+    second, unload = desk.learn(model, 4), desk.ask(model, "unload", b"{}", None)
+    desk.run()
+    assert "lost all it had learned" in desk.error(first) and "lost all it had learned" in desk.error(second)
+    assert desk.answer(unload) and desk.store.get(models, model).state == "gone"
+
+
+def test_what_was_under_way_is_done_again(desk: Desk) -> None:
+    model = desk.model()
+    desk.run()
+    sample, forward, waits = (
+        desk.sample(None),
+        desk.learn(model, 1, kind="forward", forward_only=True),
+        desk.step(model, 3),
+    )
+    desk.worker.turn()
+    desk.start()
+    desk.run()
+    assert desk.answer(sample) and desk.answer(forward)
+    assert desk.row(waits).state == "taken"
+    same = desk.sample(None)
+    desk.run()
+    assert desk.answer(same) == desk.answer(sample)
+
+
+def test_a_request_that_kills_its_worker_is_given_up(desk: Desk) -> None:
+    model = desk.model()
+    desk.run()
+    killer = desk.step(model, 3)  # waits for number 2 for ever, as far as this test goes
+    for _ in range(TAKES):
+        desk.worker.turn()
+        desk.start()
+    row = desk.row(killer)
+    assert row.state == "failed" and json.loads(row.result)["category"] == "server"
+
+
+def test_a_worker_that_is_told_to_stop_leaves_everything_to_the_next(open_desk: Callable[..., Desk]) -> None:
+    steady, stopped = open_desk("steady", patience=1000.0), open_desk("stopped", patience=1000.0)
+    for desk in (steady, stopped):
+        model = desk.model(seed=1)
+        seq = trained(desk, model, 1, range(2))
+        desk.learn(model, seq, 5)
+        desk.run()
+        waits, sample = desk.step(model, seq + 2), desk.sample(None, sampling={"max_tokens": 40})
+        desk.worker.turn()
+        if desk is stopped:
+            desk.worker.finish()
+            assert desk.answer(sample) and desk.row(waits).state == "queued"
+            desk.start()
+        desk.learn(model, seq + 1, 6)
+        desk.run()
+        assert desk.answer(waits)
+    assert all(map(torch.equal, steady.weights(model), stopped.weights(model)))
+
+
+def test_a_full_disk_costs_an_answer_not_the_models(desk: Desk) -> None:
+    model = desk.model()
+    trained(desk, model, 1, range(1))
+    root = desk.worker.vault.root
+    desk.worker.vault.root = root / "not" / "there"
+    (root / "not").write_text("a file where a folder should be")
+    save = desk.save(model, 3, "x")
+    desk.run()
+    assert json.loads(desk.row(save).result)["category"] == "server"
+    desk.worker.vault.root = root
+    again = desk.save(model, 4, "x")
+    desk.run()
+    assert desk.answer(again)
+
+
+def test_sessions_of_nobody_lose_their_samplers(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+    for id, seen in (("old", 1.0), ("new", time.time())):
+        desk.store.add(sessions, id=id, owner="ada", created=1.0, seen=seen, finished=None, info={})
+        row = {"id": f"{id}:sample:0", "session": id, "owner": "ada", "base": "small", "created": 1.0}
+        desk.store.add(samplers, **row, path=None, folder=None)
+    desk.run()
+    assert [row.session for row in desk.store.find(samplers)] == ["new"]

@@ -1,0 +1,60 @@
+"""The examples are run as their docstrings say, against a running server."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers import serving
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("data")) as found:
+        yield found
+
+
+def run(url: str, example: str, *options: str) -> tuple[str, str]:
+    """What an example prints, and says on its error stream."""
+    env = os.environ | {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
+    command = [sys.executable, str(EXAMPLES / example), *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_the_debater_who_is_told_the_truth_comes_to_win(url: str) -> None:
+    out, _ = run(url, "mint_debate.py")
+    lines = re.findall(r"^ +\d+ +(\d+)% +(\S+) +(\S+)$", out, re.MULTILINE)
+    wins = [int(line[0]) for line in lines]
+    assert len(wins) == 10
+    assert 35 <= wins[0] <= 65
+    assert sum(wins[-2:]) / 2 >= 70
+    assert all(abs(float(loss)) < 2 for line in lines for loss in line[1:])
+
+
+@pytest.mark.slow
+def test_both_agents_learn_to_answer(url: str) -> None:
+    out, warning = run(url, "mint_two_agents.py")
+    assert "warning" not in warning
+    rows = re.findall(r"^(first|second) +(\d+)% +(\d+)% +(\S+) +(\S+)$", out, re.MULTILINE)
+    assert [row[0] for row in rows] == ["first", "second"]
+    for _, before, after, first, last in rows:
+        assert int(after) >= int(before) + 15
+        assert float(last) < 0.5 * float(first)
+
+
+@pytest.mark.slow
+def test_one_client_plays_both_roles_where_a_second_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path / "data", "--models", "1") as url:
+        out, warning = run(url, "mint_two_agents.py", "--epochs", "1")
+    assert "warning: no second training client" in warning and "plays both roles" in warning
+    assert re.search(r"^second +", out, re.MULTILINE)
