@@ -26,17 +26,20 @@ def atomic_write(path: str | Path, data: bytes) -> None:
     sync(path.parent)
 
 
-def atomic_folder(path: Path, write: Callable[[Path], None]) -> dict[str, int]:
-    """Let `write` fill a folder that appears at `path` once it is complete and on the disk; sizes of its files in
-    bytes. A folder that stood there is replaced."""
+def atomic_folder(path: Path, write: Callable[[Path], None], *, synced: bool = True) -> dict[str, int]:
+    """Let `write` fill a folder that appears at `path` once it is complete and, if `synced`, on the disk; sizes of its
+    files in bytes. A folder that stood there is replaced."""
     temporary = path.with_name(TEMPORARY + path.name)
     remove(temporary)
     temporary.mkdir(parents=True)
     write(temporary)
-    sizes = _sync_tree(temporary)
+    if synced:
+        _sync_tree(temporary)
+    sizes = {str(file.relative_to(temporary)): size(file) for file in sorted(temporary.rglob("*")) if file.is_file()}
     remove(path)
     os.rename(temporary, path)
-    sync(path.parent)
+    if synced:
+        sync(path.parent)
     return sizes
 
 
@@ -137,11 +140,6 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise ValueError(f"{path}, line {number} is not a JSON object: {error}; was the file edited?") from error
 
 
-def _sync_tree(folder: Path) -> dict[str, int]:
-    sizes = {}
-    for path in sorted(folder.rglob("*")):
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
         sync(path)
-        if path.is_file():
-            sizes[str(path.relative_to(folder))] = path.stat().st_size
-    sync(folder)
-    return sizes

@@ -8,7 +8,8 @@ its optimizer's step.
 Jobs are strangers to each other: what one of them computes, or fails to, must not show in another's results. So each
 has leaves of its own, whose gradients are added to its adapter's once the whole job has gone well.
 
-Shapes: `S` tokens of the flat row, `M` scored targets of a job, `V` vocabulary.
+Shapes: `S` tokens of the flat row, `C` rows whose logits are wanted, `M` scored targets of a job, `n` scored positions
+of a datum, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -44,12 +45,21 @@ JointLoss = Callable[[Predicted], tuple[Tensor, Figures]]
 
 @dataclass(frozen=True)
 class Job:
-    """One client's pass over its data; `backward` false only scores."""
+    """One client's pass over its data; `backward` false only scores. With `weighted_only` targets of weight 0 are left
+    out: the log-probabilities of a prompt, which nobody reads, need not be computed. Theirs are given as 0."""
 
     trainer: Trainer
     data: Sequence[Datum]
     loss: JointLoss
     backward: bool = True
+    weighted_only: bool = False
+
+    def wanted(self, datum: Datum) -> np.ndarray:
+        """The positions of `datum` that are scored [n]."""
+        if not self.weighted_only:
+            return np.arange(len(datum.tokens))
+        weighted = np.flatnonzero((datum.inputs["weights"].reshape(len(datum.tokens), -1) != 0).any(1))
+        return weighted if len(weighted) else np.zeros(1, np.int64)
 
 
 @dataclass
@@ -155,16 +165,16 @@ def _pass(engine: Engine, parts: list[Part]) -> None:
     forests = [plant([datum.tokens for datum in data]) for _, data in parts]
     flat, sizes = joined(forests), [len(forest.ids_S) for forest in forests]
     route = Blocks([run.adapter for run, _ in parts], sizes)
+    rows = _rows(parts, forests)
+    keep = np.unique(np.concatenate([row_n for part in rows for row_n in part]))
     with torch.set_grad_enabled(any(run.job.backward for run, _ in parts)):
-        every = engine.tensor(np.arange(len(flat.ids_S)))
         positions, layout = engine.tensor(flat.positions_S), TreeLayout(flat, engine.device)
-        logits_SV = engine.logits(engine.tensor(flat.ids_S), positions, layout, route, every).float()
-        norm_S = torch.logsumexp(logits_SV, -1)
-        judged, first = [], 0
-        for (run, data), forest in zip(parts, forests, strict=True):
-            rows = [first + path for path in forest.paths]
-            first += len(forest.ids_S)
-            judgement = _judge(run, data, _predicted(engine, data, rows, logits_SV, norm_S))
+        logits_CV = engine.logits(engine.tensor(flat.ids_S), positions, layout, route, engine.tensor(keep)).float()
+        norm_C = torch.logsumexp(logits_CV, -1)
+        judged = []
+        for (run, data), part in zip(parts, rows, strict=True):
+            at = [np.searchsorted(keep, row_n) for row_n in part]
+            judgement = _judge(run, data, _predicted(engine, run.job, data, at, logits_CV, norm_C))
             if judgement is not None:
                 judged.append(judgement)
         gradients = _gradients([(j.run, j.loss) for j in judged if j.run.job.backward and j.loss.requires_grad])
@@ -184,20 +194,32 @@ def _gradients(losses: Sequence[tuple[_Run, Tensor]]) -> list[tuple[_Run, list[T
     return [(run, [next(flat) for _ in part]) for (run, _), part in zip(losses, leaves, strict=True)]
 
 
+def _rows(parts: Sequence[Part], forests: Sequence[Forest]) -> list[list[np.ndarray]]:
+    """For each datum of each part the flat rows [n] whose logits are wanted."""
+    starts = np.cumsum([0] + [len(forest.ids_S) for forest in forests])
+    return [
+        [start + path[run.job.wanted(datum)] for datum, path in zip(data, forest.paths, strict=True)]
+        for (run, data), forest, start in zip(parts, forests, starts, strict=False)
+    ]
+
+
 def _predicted(
-    engine: Engine, data: Sequence[Datum], rows: Sequence[np.ndarray], logits_SV: Tensor, norm_S: Tensor
+    engine: Engine, job: Job, data: Sequence[Datum], at: Sequence[np.ndarray], logits_CV: Tensor, norm_C: Tensor
 ) -> Predicted:
+    """What the loss reads; `at` are the rows of `logits_CV` that each datum's wanted positions have."""
+    wanted = [job.wanted(datum) for datum in data]
+    targets = [datum.targets[n] for datum, n in zip(data, wanted, strict=True)]
     widths = [datum.targets.size // len(datum.tokens) for datum in data]
-    row_M = engine.tensor(np.concatenate([np.repeat(r, width) for r, width in zip(rows, widths, strict=True)]))
-    target_M = engine.tensor(np.concatenate([datum.targets.ravel() for datum in data]))
-    sizes = [datum.targets.size for datum in data]
+    row_M = engine.tensor(np.concatenate([np.repeat(r, width) for r, width in zip(at, widths, strict=True)]))
     inputs = {
-        name: engine.tensor(np.concatenate([d.inputs[name].ravel() for d in data]), torch.float32)
+        name: engine.tensor(
+            np.concatenate([d.inputs[name][n].ravel() for d, n in zip(data, wanted, strict=True)]), torch.float32
+        )
         for name in data[0].inputs
     }
-    sequence_M = engine.tensor(np.repeat(np.arange(len(data)), sizes))
-    logp_M = logits_SV[row_M, target_M] - norm_S[row_M]
-    return Predicted(logp_M, inputs, sequence_M, lambda: logits_SV.index_select(0, row_M))
+    sequence_M = engine.tensor(np.repeat(np.arange(len(data)), [target.size for target in targets]))
+    logp_M = logits_CV[row_M, engine.tensor(np.concatenate([t.ravel() for t in targets]))] - norm_C[row_M]
+    return Predicted(logp_M, inputs, sequence_M, lambda: logits_CV.index_select(0, row_M))
 
 
 @dataclass(frozen=True)
@@ -225,10 +247,20 @@ def _judge(run: _Run, data: Sequence[Datum], predicted: Predicted) -> _Judgement
     except ValueError as error:
         run.error = error
         return None
-    sizes = np.cumsum([datum.targets.size for datum in data])[:-1]
-    parts = np.split(predicted.logp_M.detach().cpu().numpy(), sizes)
-    logps = [part.reshape(datum.targets.shape) for part, datum in zip(parts, data, strict=True)]
+    logps = _spread(run.job, data, predicted.logp_M.detach().cpu().numpy())
     return _Judgement(run, loss, logps, {k: float(v) for k, v in {"loss": loss.detach(), **figures}.items()})
+
+
+def _spread(job: Job, data: Sequence[Datum], logp_M: np.ndarray) -> list[np.ndarray]:
+    """The log-probabilities of each datum in the shape of its targets, 0 where they were not wanted."""
+    spread, first = [], 0
+    for datum in data:
+        logps, wanted = np.zeros(datum.targets.shape, np.float32), job.wanted(datum)
+        size = logps[wanted].size
+        logps[wanted] = logp_M[first : first + size].reshape(logps[wanted].shape)
+        spread.append(logps)
+        first += size
+    return spread
 
 
 def joined(forests: Sequence[Forest]) -> Forest:

@@ -18,6 +18,7 @@ from palestra.service.wire import MAX_ID, BadRequest, ReverseKLDatum
 from palestra.types import Datum
 
 CLIP = ("clip_low_threshold", "clip_high_threshold")
+WEIGHTED_ONLY = "weighted_only"  # an option of ours: targets of weight 0 get no log-probability
 MASKS = ("weights", "mask", "loss_mask")  # what clients call a token's weight: they multiply
 SPREAD = (*MASKS, "advantages")  # may be one number for all tokens, or one for each row of two-dimensional targets
 
@@ -101,11 +102,10 @@ def _lesson(place: str, datum: ReverseKLDatum, vocab: int, max_length: int) -> L
 
 
 def _check_options(loss: str, options: Mapping[str, float | str]) -> None:
-    known = LOSSES[loss].options
+    known = (*LOSSES[loss].options, WEIGHTED_ONLY)
     for name, value in options.items():
         if name not in known:
-            offered = f"it has {', '.join(known)}" if known else "it has none"
-            raise BadRequest(f'loss "{loss}" has no option "{name[:MAX_ID]}": {offered}')
+            raise BadRequest(f'loss "{loss}" has no option "{name[:MAX_ID]}": it has {", ".join(known)}')
         if isinstance(value, str) or not 0 <= value < math.inf:
             raise BadRequest(f"option {name} is {str(value)[:MAX_ID]!r}. Send a finite number of at least 0.")
     low, high = (options.get(name, default) for name, default in zip(CLIP, (0.8, 1.2), strict=True))

@@ -82,6 +82,7 @@ class Connection:
             raise
         self.id = str(said["session_id"])
         asyncio.run_coroutine_threadsafe(self._beat(), self._loop)
+        self._palestra: bool | None = None
         self._numbers = {"model": 0, "sampler": 0}
 
     async def _opened(self) -> aiohttp.ClientSession:
@@ -120,10 +121,16 @@ class Connection:
         """The reply to a POST of `body` as JSON."""
         return (await self._send("POST", f"/api/v1/{verb}", json=body)).json()
 
+    async def is_palestra(self) -> bool:
+        """Whether the server is of our make, and may be asked for what others do not know."""
+        if self._palestra is None:
+            reply = await self.get("/api/v1/get_server_capabilities")
+            self._palestra = reply.json().get("server") == "palestra"
+        return self._palestra
+
     async def must_be_palestra(self, what: str) -> None:
         """Raises ValueError where another make of server would not honour `what`."""
-        reply = await self.get("/api/v1/get_server_capabilities")
-        if reply.json().get("server") != "palestra":
+        if not await self.is_palestra():
             raise ValueError(f"{self.url} is no palestra server, and only those know {what}: leave it out")
 
     async def get(self, path: str) -> Reply:
@@ -271,6 +278,8 @@ class RemoteWeights:
         if "entropy" in config:
             self.connection.now(self.connection.must_be_palestra("algorithm.entropy"))
             config["entropy"] *= share
+        if self.connection.now(self.connection.is_palestra()):
+            config["weighted_only"] = 1.0
         data = [to_datum(sample, inputs, share) for sample in samples]
         calls = [self._gradients(data[i : i + CHUNK], name, config) for i in range(0, len(data), CHUNK)]
         total: Metrics = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from palestra.engine.joint import JointLoss, Predicted
 from palestra.losses import LOSSES, Figures, Scored
+from palestra.service.check import WEIGHTED_ONLY
 
 # Bounds of the ratio, as official servers take them by default (Tinker cookbook, tutorial 202; gspo's are not said).
 BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
@@ -43,7 +44,7 @@ def wire_loss(name: str, options: Mapping[str, float | str]) -> JointLoss:
 def _options(name: str, options: Mapping[str, float | str], inputs: Mapping[str, Tensor]) -> dict[str, Any]:
     """Options for the formula: bounds may also come token by token, as inputs."""
     if name not in BOUNDS:
-        return dict(options)
+        return {key: value for key, value in options.items() if key != WEIGHTED_ONLY}
     keys = ("clip_low_threshold", "clip_high_threshold")
     low, high = (inputs.get(k, options.get(k, default)) for k, default in zip(keys, BOUNDS[name], strict=True))
     if name == "ppo":

@@ -69,15 +69,16 @@ class Vault:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
 
-    def write(self, fill: Callable[[Path], None]) -> tuple[str, int]:
-        """A new folder with what `fill` writes, on the disk when this returns; its name and its bytes."""
+    def write(self, fill: Callable[[Path], None], *, synced: bool = True) -> tuple[str, int]:
+        """A new folder with what `fill` writes; its name and its bytes. It is on the disk when this returns, unless
+        `synced` is false: then it outlives this process, but not a power cut."""
         name = uuid.uuid4().hex
 
         def fill_and_list(folder: Path) -> None:
             fill(folder)
             (folder / MANIFEST).write_text(json.dumps(_sums(folder), indent=1))
 
-        sizes = atomic_folder(self.root / name, fill_and_list)
+        sizes = atomic_folder(self.root / name, fill_and_list, synced=synced)
         return name, sum(sizes.values())
 
     def read(self, name: str) -> Path:

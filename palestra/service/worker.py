@@ -32,6 +32,7 @@ from palestra.engine.trainer import AdamConfig
 from palestra.files import lock
 from palestra.service import codec
 from palestra.service.bell import Bell
+from palestra.service.check import WEIGHTED_ONLY
 from palestra.service.jobs import InterpolateJob, LoadJob, OptimJob, ReverseKLJob, SampleJob, SaveJob
 from palestra.service.losses import wire_loss
 from palestra.service.store import Category, Change, Done, Store, checkpoints, models, samplers
@@ -46,6 +47,8 @@ SAVED = {  # what older clients want to read in the answer
     "external": "save_weights_external",
 }
 SWEEP = 60.0  # seconds between two looks for what is over
+QUIET = 0.004  # seconds without a new sample after which a burst of them is taken to be over
+BURST = 0.1  # seconds that a burst may take
 GRACE = 60.0  # seconds that samples have to end when the worker stops
 
 
@@ -142,11 +145,28 @@ class Worker:
 
     def _take(self) -> bool:
         rows = self.store.take()
+        if rows and rows[-1].kind == "sample" and not self._sampling():
+            rows += self._more()
         questions: list[Sample] = []
         for row in rows:
             self._guarded(row, partial(self._place, row, questions))
         self._score(questions)
         return bool(rows)
+
+    def _more(self) -> list[sql.Row]:
+        """The rest of a burst of samples: rollouts ask for many at once, and a batch that starts whole needs fewer
+        passes than one that others join as it goes."""
+        rows, until = [], time.monotonic() + BURST
+        while time.monotonic() < until and not self.stopping:
+            time.sleep(QUIET)
+            more = self.store.take()
+            if not more:
+                break
+            rows += more
+        return rows
+
+    def _sampling(self) -> bool:
+        return any(base.sampler.busy for base in self.bases.values())
 
     def _place(self, row: sql.Row, questions: list[Sample]) -> None:
         if row.kind == "sample":
@@ -215,9 +235,10 @@ class Worker:
             kl = self._reverse_kl(tenant, ReverseKLJob.model_validate_json(row.body))
             return Job(tenant.trainer, kl.data, kl)
         call = codec.train_call_from_proto(row.body)
-        loss = wire_loss(call.loss_fn, codec.options_of(call))
+        options = codec.options_of(call)
+        loss, weighted_only = wire_loss(call.loss_fn, options), bool(options.get(WEIGHTED_ONLY))
         backward = row.kind == "forward_backward" and not call.forward_only
-        return Job(tenant.trainer, codec.data_of(call), loss, backward)
+        return Job(tenant.trainer, codec.data_of(call), loss, backward, weighted_only)
 
     def _reverse_kl(self, tenant: Tenant, job: ReverseKLJob) -> ReverseKL:
         reference = self.tenants.snapshot(tenant.base, job.folder)
@@ -266,7 +287,10 @@ class Worker:
         if path and job.overwrite is False and self.store.get(checkpoints, str(path)):
             raise ValueError(f"{path} is there already: choose another name, or save with overwrite")
         whole = bool(path and path.kind == "training")
-        folder, size = self.vault.write(partial(save_weights, tenant=tenant, optimizer=whole))
+        fill = partial(save_weights, tenant=tenant, optimizer=whole)
+        folder, size = self.vault.write(
+            fill, synced=path is not None
+        )  # a sampler's weights are needed for an hour or so
         model = self.store.get(models, tenant.id)
         assert model is not None and tenant.trainer.adapter is not None
         now = time.time()

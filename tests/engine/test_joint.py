@@ -167,6 +167,30 @@ def test_targets_of_two_dimensions(engine: Engine) -> None:
     np.testing.assert_allclose(good(ours).logps[0], np.stack(good(theirs).logps, 1), atol=1e-5)
 
 
+def half_weighted(datum: Datum) -> Datum:
+    """Weights on the second half only; the data of a prompt and its answer."""
+    weights = datum.inputs["weights"] * (np.arange(len(datum.tokens)) >= len(datum.tokens) // 2)
+    return Datum(datum.tokens, datum.targets, {**datum.inputs, "weights": weights})
+
+
+@pytest.mark.parametrize("pack_tokens", [10_000, 30])
+def test_what_has_no_weight_may_be_left_out(engine: Engine, pack_tokens: int) -> None:
+    """The same gradients, the same log-probabilities where there is a weight, and other jobs get all of theirs."""
+    sparse, whole, other = trainers(engine)[:3]
+    whole = trainer(engine, SHAPES[0], 0)
+    data = [half_weighted(datum) for datum in datums(1)]
+    silent = Datum(data[0].tokens, data[0].targets, {k: 0 * v for k, v in data[0].inputs.items()})
+    jobs = [Job(sparse, [*data, silent], NLL, weighted_only=True), Job(other, datums(2), NLL)]
+    ours, its = run(engine, jobs, pack_tokens)
+    theirs, alone = run(engine, [Job(whole, [*data, silent], NLL), Job(trainers(engine)[2], datums(2), NLL)])
+    assert_close(grads(sparse), grads(whole))
+    for datum, logps, full in zip(data, good(ours).logps, good(theirs).logps, strict=False):
+        heard = datum.inputs["weights"] != 0
+        np.testing.assert_allclose(logps, np.where(heard, full, 0), atol=1e-5)
+    for logps, full in zip(good(its).logps, good(alone).logps, strict=True):
+        np.testing.assert_allclose(logps, full, atol=1e-5)
+
+
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 

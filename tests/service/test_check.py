@@ -138,7 +138,7 @@ def test_unknown_losses_and_options() -> None:
     fine = datum(**RATIO)
     refused('loss "pppo" is not served here: there is cross_entropy, ', fine, loss="pppo")
     refused("is not served here", fine, loss="x" * 10_000)
-    refused('"cross_entropy" has no option "beta": it has none', fine, options={"beta": 1.0})
+    refused('"cross_entropy" has no option "beta": it has weighted_only', fine, options={"beta": 1.0})
     refused('"ppo" has no option "beta": it has clip_low_threshold', fine, loss="ppo", options={"beta": 1.0})
     refused("beta is 'high'", fine, loss="dro", options={"beta": "high"})
     for value in (NAN, float("inf"), -1.0):

@@ -298,4 +298,5 @@ def test_a_server_told_to_stop_goes_on_to_the_bit(server: Server) -> None:
             server.start()
         client.answer(client.train("optim_step", adam_params={"learning_rate": 0.02}))
         probes.append(client.probe())
+        client.http.close()
     assert probes[0] == probes[1]
