@@ -134,6 +134,7 @@ def together(clients: Sequence[Client], prompts: Sequence[np.ndarray]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    sys.setswitchinterval(5e-4)  # clients are threads here, who would be processes, and must not wait for each other
     repeats = 2 if parser.parse_args().quick else 8
     prompts = [np.array(p, np.int32) for p in random_prompts(GROUPS, PROMPT, seed=0)]
     with tempfile.TemporaryDirectory() as folder, server(Path(folder) / "data") as url:

@@ -77,6 +77,8 @@ class Blocks:
         self.routes, self.counts = [Single(adapter) for adapter in adapters], list(counts)
 
     def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
+        if len(self.routes) == 1:
+            return self.routes[0].linear(name, x, layer)  # no copy
         blocks = zip(self.routes, x.split(self.counts, dim=-2), strict=True)
         return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
 

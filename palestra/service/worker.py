@@ -40,6 +40,7 @@ from palestra.service.tenants import Base, Lost, Tenant, Tenants, save_weights
 from palestra.service.vault import TinkerPath, Vault
 
 GRADIENTS = ("forward_backward", "forward", "reverse_kl")
+SHARED = (*GRADIENTS, "sample")  # what makes one batch with others of its kind
 AHEAD = 4  # requests of one model that may share a pass
 SAVED = {  # what older clients want to read in the answer
     "training": "save_weights",
@@ -47,7 +48,7 @@ SAVED = {  # what older clients want to read in the answer
     "external": "save_weights_external",
 }
 SWEEP = 60.0  # seconds between two looks for what is over
-QUIET = 0.004  # seconds without a new sample after which a burst of them is taken to be over
+QUIET = 0.005  # seconds without a new request after which a burst of them is taken to be over
 BURST = 0.1  # seconds that a burst may take
 GRACE = 60.0  # seconds that samples have to end when the worker stops
 
@@ -145,7 +146,7 @@ class Worker:
 
     def _take(self) -> bool:
         rows = self.store.take()
-        if rows and rows[-1].kind == "sample" and not self._sampling():
+        if rows and rows[-1].kind in SHARED and not self.training and not self._sampling():
             rows += self._more()
         questions: list[Sample] = []
         for row in rows:
@@ -154,8 +155,8 @@ class Worker:
         return bool(rows)
 
     def _more(self) -> list[sql.Row]:
-        """The rest of a burst of samples: rollouts ask for many at once, and a batch that starts whole needs fewer
-        passes than one that others join as it goes."""
+        """The rest of a burst: rollouts ask for many samples at once, and clients that sampled together train together.
+        A batch that starts whole needs fewer passes than one that others join as it goes."""
         rows, until = [], time.monotonic() + BURST
         while time.monotonic() < until and not self.stopping:
             time.sleep(QUIET)

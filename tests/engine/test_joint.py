@@ -176,7 +176,7 @@ def half_weighted(datum: Datum) -> Datum:
 @pytest.mark.parametrize("pack_tokens", [10_000, 30])
 def test_what_has_no_weight_may_be_left_out(engine: Engine, pack_tokens: int) -> None:
     """The same gradients, the same log-probabilities where there is a weight, and other jobs get all of theirs."""
-    sparse, whole, other = trainers(engine)[:3]
+    sparse, _, other = trainers(engine)[:3]
     whole = trainer(engine, SHAPES[0], 0)
     data = [half_weighted(datum) for datum in datums(1)]
     silent = Datum(data[0].tokens, data[0].targets, {k: 0 * v for k, v in data[0].inputs.items()})

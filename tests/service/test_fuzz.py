@@ -9,6 +9,7 @@ import contextlib
 import copy
 import json
 import re
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -91,6 +92,27 @@ class Target(Front):
         while self.worker.turn():
             pass
 
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The worker works meanwhile: some replies wait for it."""
+        over, faults = threading.Event(), []
+
+        def run() -> None:
+            try:
+                while not over.is_set():
+                    if not self.worker.turn():
+                        time.sleep(0.002)
+            except BaseException as fault:
+                faults.append(fault)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield
+        over.set()
+        thread.join()
+        assert not faults
+        self.work()
+
     def result(self, reply: Any) -> Any:
         assert reply.status_code == 200, reply.text
         self.work()
@@ -114,13 +136,26 @@ class Target(Front):
         return reply
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Iterator[Target]:
-    made = Target(tmp_path_factory.mktemp("fuzz"), base)
+@contextlib.contextmanager
+def opened(data: Path, base: Path) -> Iterator[Target]:
+    made = Target(data, base)
     yield made
     made.context.store.close()
     for end in (made.context.bell.end, made.worker.bell.end):
         end.close()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Iterator[Target]:
+    with opened(tmp_path_factory.mktemp("fuzz"), base) as made:
+        yield made
+
+
+@pytest.fixture
+def other(tmp_path: Path, base: Path) -> Iterator[Target]:
+    """One whose model and checkpoints may be lost in a test."""
+    with opened(tmp_path, base) as made:
+        yield made
 
 
 def fuzz(examples: int, *strategies: Any, **named: Any) -> Callable[[Callable[..., None]], None]:
@@ -180,6 +215,10 @@ def helped(tree: Any, names: dict[str, Any], room: list[bool]) -> Any:
         return tree
     small = {"num_samples": 3, "n": 3, "max_tokens": 4, "max_completion_tokens": 4, "rank": 8}
     tree = {key: helped(branch, names, room) for key, branch in tree.items()}
+    if "sampling_params" in tree or "messages" in tree or "prompt" in tree:
+        place = tree.get("sampling_params") if "messages" not in tree and "model" not in tree else tree
+        if isinstance(place, dict) and place.get("max_tokens") is None:
+            place["max_tokens"] = 4
     for key, value in tree.items():
         if key in names and room and room.pop():
             tree[key] = names[key]
@@ -189,25 +228,25 @@ def helped(tree: Any, names: dict[str, Any], room: list[bool]) -> Any:
 
 
 @amounts
-def test_json_bodies_against_the_schema(target: Target, amount: int) -> None:
+def test_json_bodies_against_the_schema(other: Target, amount: int) -> None:
     """Schemathesis makes bodies that fit the server's OpenAPI page, and bodies that nearly do."""
-    schema = schemathesis.openapi.from_dict(whole_page(target))
-    names = real_ids(target)
-    for found in schema.get_all_operations():
-        operation = found.ok()
-        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
-            cases = operation.as_strategy(generation_mode=mode)
+    schema = schemathesis.openapi.from_dict(whole_page(other))
+    names = real_ids(other)
+    with other.at_work():
+        for found in schema.get_all_operations():
+            operation = found.ok()
+            for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+                cases = operation.as_strategy(generation_mode=mode)
 
-            @fuzz(2 * amount, cases, st.lists(st.booleans(), min_size=6, max_size=6))
-            def send(case: Any, room: list[bool]) -> None:
-                body = helped(copy.deepcopy(case.body), names, room)
-                packed = encoded(body)
-                path = case.formatted_path
-                given = {} if packed is None else {"headers": {"Content-Type": "application/json"}}
-                target.tries(case.method, path, packed, params=plain(case.query), **given)
+                @fuzz(2 * amount, cases, st.lists(st.booleans(), min_size=6, max_size=6))
+                def send(case: Any, room: list[bool]) -> None:
+                    body = helped(copy.deepcopy(case.body), names, room)
+                    packed = encoded(body)
+                    path = case.formatted_path
+                    given = {} if packed is None else {"headers": {"Content-Type": "application/json"}}
+                    other.tries(case.method, path, packed, params=plain(case.query), **given)
 
-        target.work()
-    assert target.lives()
+    assert other.lives()
 
 
 def whole_page(target: Target) -> dict[str, Any]:
