@@ -129,6 +129,14 @@ class Store:
         self._engine = engine
         self._turn = threading.Lock()
         _meta.create_all(engine)
+        found = sql.inspect(engine)
+        for table in _meta.sorted_tables:
+            missing = set(table.c.keys()) - {column["name"] for column in found.get_columns(table.name)}
+            if missing:
+                raise ValueError(
+                    f"the database {engine.url} was made by another version of palestra: its {table.name} have no "
+                    f"{sorted(missing)[0]}. Serve with another --data (or --store), or with that version."
+                )
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -161,39 +169,21 @@ class Store:
         seq: int | None = None,
     ) -> str:
         """Queues a request and returns its id; where `key` was there already, the id of the earlier one."""
-        row: dict[str, Any] = {
-            "id": uuid.uuid4().hex,
-            "owner": owner,
-            "kind": kind,
-            "key": key,
-            "model": model,
-            "seq": seq,
-        }
-        row |= {"state": "queued", "body": body, "created": time.time()}
-        return self._insert_request(row)
+        return self._queue(owner=owner, kind=kind, body=body, key=key, model=model, seq=seq)
 
     def reject(self, owner: str, kind: str, message: str, *, key: str, model: str, seq: int) -> str:
-        """Notes that request `seq` of a model was refused, so that nobody waits for it."""
-        done = Done.failure("", message)
-        row: dict[str, Any] = {
-            "id": uuid.uuid4().hex,
-            "owner": owner,
-            "kind": kind,
-            "key": key,
-            "model": model,
-            "seq": seq,
-        }
-        now = time.time()
-        row |= {"state": "queued", "result": done.result, "result_kind": "json", "created": now}
-        return self._insert_request(row)
+        """Notes that request `seq` of a model was refused, so that nobody waits for it: it is queued with its answer."""
+        refusal = {"result": Done.failure("", message).result, "result_kind": "json"}
+        return self._queue(owner=owner, kind=kind, key=key, model=model, seq=seq, **refusal)
 
-    def _insert_request(self, row: dict[str, Any]) -> str:
+    def _queue(self, *, key: str | None, **values: Any) -> str:
+        row = values | {"id": uuid.uuid4().hex, "key": key, "state": "queued", "created": time.time()}
         try:
             with self._writing() as connection:
                 connection.execute(sql.insert(requests).values(row))
         except IntegrityError:
             with self._engine.connect() as connection:
-                found = connection.execute(sql.select(requests.c.id).where(requests.c.key == row["key"])).scalar()
+                found = connection.execute(sql.select(requests.c.id).where(requests.c.key == key)).scalar()
             if found is None:
                 raise
             return str(found)

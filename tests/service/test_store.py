@@ -119,3 +119,10 @@ def test_answers_of_yesterday_are_forgotten(store):
     store.finish([Done.json(old)])
     store.expire(time.time() + KEPT + 1)
     assert store.request("ann", old) is None and store.request("ann", new) is not None
+
+
+def test_a_database_of_another_version_is_refused_by_name(url, store):
+    with store._engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE requests DROP COLUMN takes")
+    with pytest.raises(ValueError, match=r"another version of palestra: its requests have no takes.*--data"):
+        Store.open(url)
