@@ -172,7 +172,7 @@ class Store:
         return self._queue(owner=owner, kind=kind, body=body, key=key, model=model, seq=seq)
 
     def reject(self, owner: str, kind: str, message: str, *, key: str, model: str, seq: int) -> str:
-        """Notes that request `seq` of a model was refused, so that nobody waits for it: it is queued with its answer."""
+        """Notes that request `seq` of a model was refused: it is queued with its answer, and nobody waits for it."""
         refusal = {"result": Done.failure("", message).result, "result_kind": "json"}
         return self._queue(owner=owner, kind=kind, key=key, model=model, seq=seq, **refusal)
 
