@@ -46,8 +46,9 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## timings of the engine beside TRL and generate
+bench: $(INSTALLED) ## the engine beside TRL and generate, and the service beside the engine
 	$(BIN)/python bench/lm.py
+	$(BIN)/python bench/service.py
 
 reproduce: $(INSTALLED) ## remake docs/results.md
 	$(BIN)/python scripts/reproduce.py
