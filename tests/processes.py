@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PALESTRA = [sys.executable, "-c", "from palestra.cli import app; app()"]
@@ -54,3 +55,13 @@ class Server:
         self.process.terminate()
         self.process.communicate(timeout=90)
         return self.process.returncode
+
+
+@contextmanager
+def serving(data: Path, *options: str) -> Iterator[str]:
+    """The address of a server that is stopped in the end."""
+    server = Server(data, *options)
+    try:
+        yield server.url
+    finally:
+        server.stop()

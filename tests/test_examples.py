@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import serving
+from processes import serving
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -61,6 +61,18 @@ def plant(sequences: Sequence[np.ndarray]) -> Forest:
     return Forest(np.concatenate(ids), np.concatenate(positions), paths, segments)
 
 
+def joined(forests: Sequence[Forest]) -> Forest:
+    """Forests end to end, nothing shared between them."""
+    starts = np.cumsum([0] + [len(forest.ids_S) for forest in forests])
+    placed = list(zip(forests, starts, strict=False))
+    return Forest(
+        ids_S=np.concatenate([forest.ids_S for forest in forests]),
+        positions_S=np.concatenate([forest.positions_S for forest in forests]),
+        paths=[path + start for forest, start in placed for path in forest.paths],
+        segments=[(cut, path + start) for forest, start in placed for cut, path in forest.segments],
+    )
+
+
 @dataclass
 class Bucket:
     """Segments of similar shape, padded to one: flat indices of queries `[N*Q]` and keys `[N*K]`, and who sees whom

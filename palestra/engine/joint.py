@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from palestra.engine.attention import Forest, TreeLayout, plant
-from palestra.engine.lora import Adapter, Single
+from palestra.engine.attention import Forest, TreeLayout, joined, plant
+from palestra.engine.lora import Adapter, Single, kept
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
 from palestra.losses import Figures
@@ -83,8 +83,7 @@ class Blocks:
         return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
 
     def narrow(self, keep_M: Tensor) -> Blocks:
-        ends = np.searchsorted(keep_M.cpu().numpy(), np.cumsum(self.counts))
-        return Blocks([route.adapter for route in self.routes], np.diff(ends, prepend=0).tolist())
+        return Blocks([route.adapter for route in self.routes], kept(self.counts, keep_M))
 
 
 @dataclass
@@ -263,15 +262,3 @@ def _spread(job: Job, data: Sequence[Datum], logp_M: np.ndarray) -> list[np.ndar
         spread.append(logps)
         first += size
     return spread
-
-
-def joined(forests: Sequence[Forest]) -> Forest:
-    """Forests end to end, nothing shared between them."""
-    starts = np.cumsum([0] + [len(forest.ids_S) for forest in forests])
-    placed = list(zip(forests, starts, strict=False))
-    return Forest(
-        ids_S=np.concatenate([forest.ids_S for forest in forests]),
-        positions_S=np.concatenate([forest.positions_S for forest in forests]),
-        paths=[path + start for forest, start in placed for path in forest.paths],
-        segments=[(cut, path + start) for forest, start in placed for cut, path in forest.segments],
-    )

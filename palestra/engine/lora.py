@@ -161,6 +161,12 @@ class MergedLinear(torch.autograd.Function):
         return grad_x, None, None, grad_a.mul_(ctx.scale), grad_b.mul(ctx.scale), None
 
 
+def kept(counts: Sequence[int], keep_M: Tensor) -> list[int]:
+    """How many of the rows `keep_M`, which rise, lie in each of consecutive blocks of `counts` rows."""
+    ends: list[int] = np.diff(np.searchsorted(keep_M.cpu().numpy(), np.cumsum(counts)), prepend=0).tolist()
+    return ends
+
+
 class Stacked:
     """The route of a sampling pass: rows `[start, stop)` use snapshot i, rows beyond the last use the bare base.
 
@@ -185,8 +191,7 @@ class Stacked:
         return torch.tensor(rows, device=device), torch.tensor(places, device=device)
 
     def narrow(self, keep_M: Tensor) -> Stacked:
-        ends = np.searchsorted(keep_M.cpu().numpy(), np.cumsum(self.counts))
-        return Stacked(self.stack, np.diff(ends, prepend=0).tolist())
+        return Stacked(self.stack, kept(self.counts, keep_M))
 
     def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
         if len(self.counts) == 1 and self.rows == x.shape[-2] and (merged := self.stack.merged(name)) is not None:

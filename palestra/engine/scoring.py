@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from palestra.engine.attention import Forest, TreeLayout, plant
-from palestra.engine.joint import joined
+from palestra.engine.attention import Forest, TreeLayout, joined, plant
 from palestra.engine.lora import Snapshot, Stack, Stacked
 from palestra.engine.models import Engine
 from palestra.engine.requests import check_prompt, check_top

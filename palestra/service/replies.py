@@ -128,11 +128,6 @@ class FuturesRetrieveResponse(Wire):
 # Models
 
 
-class CreateModelResponse(Wire):
-    type: Literal["create_model"] = "create_model"
-    model_id: str
-
-
 class ModelData(Wire):
     arch: str | None = None
     model_name: str | None = None
@@ -149,32 +144,7 @@ class GetInfoResponse(Wire):
     model_name: str | None = None
 
 
-class UnloadModelResponse(Wire):
-    type: Literal["unload_model"] = "unload_model"
-    model_id: str
-
-
-# Training
-
-
-class OptimStepResponse(Wire):
-    metrics: dict[str, float] | None = None
-
-
 # Weights
-
-
-class SaveWeightsResponse(Wire):
-    type: Literal["save_weights", "save_weights_for_sampler", "save_weights_external"]
-    path: str | None = None
-    sampling_session_id: str | None = None
-    size_bytes: int | None = None
-
-
-class LoadWeightsResponse(Wire):
-    type: Literal["load_weights"] = "load_weights"
-    path: str | None = None
-    model_id: str | None = None
 
 
 class WeightsInfoResponse(Wire):
@@ -189,15 +159,6 @@ class WeightsInfoResponse(Wire):
 
 class CopyWeightsResponse(Wire):
     tinker_path: str
-
-
-class InterpolateResponse(Wire):
-    type: Literal["mint_interpolate_checkpoints"] = "mint_interpolate_checkpoints"
-    path: str
-    checkpoint_type: Literal["sampler"] = "sampler"
-    source_paths: list[str]
-    coefficients: list[float]
-    has_rank_shards: bool = False
 
 
 class Checkpoint(Wire):

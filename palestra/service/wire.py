@@ -76,10 +76,6 @@ def _explained(error: ValidationError) -> str:
 # Bootstrap, sessions, telemetry
 
 
-class ClientConfigRequest(Wire):
-    sdk_version: str = ""
-
-
 class CreateSessionRequest(Wire):
     tags: Annotated[list[str], Field(max_length=MAX_ENTRIES)] = []
     user_metadata: Metadata | None = None
@@ -244,12 +240,6 @@ class OptimStepRequest(Wire):
         if isinstance(body, dict) and body.get("optimizer_params") is not None:
             raise ValueError("this server steps with AdamW only. Send adam_params instead of optimizer_params.")
         return body
-
-
-class TrainStepRequest(ForwardBackwardRequest):
-    """MinT's forward_backward and optim_step in one call."""
-
-    adam_params: AdamParams
 
 
 class ReverseKLDatum(Wire):

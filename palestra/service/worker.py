@@ -31,6 +31,7 @@ from palestra.engine.scoring import Question, Scores, score
 from palestra.engine.trainer import AdamConfig
 from palestra.files import lock
 from palestra.service import codec
+from palestra.service.answers import distilled, judged, spoken
 from palestra.service.bell import Bell
 from palestra.service.check import WEIGHTED_ONLY
 from palestra.service.jobs import InterpolateJob, LoadJob, OptimJob, ReverseKLJob, SampleJob, SaveJob
@@ -289,9 +290,8 @@ class Worker:
             raise ValueError(f"{path} is there already: choose another name, or save with overwrite")
         whole = bool(path and path.kind == "training")
         fill = partial(save_weights, tenant=tenant, optimizer=whole)
-        folder, size = self.vault.write(
-            fill, synced=path is not None
-        )  # a sampler's weights are needed for an hour or so
+        # a sampler is gone with its session: it may be lost in a power cut
+        folder, size = self.vault.write(fill, synced=path is not None)
         model = self.store.get(models, tenant.id)
         assert model is not None and tenant.trainer.adapter is not None
         now = time.time()
@@ -422,55 +422,6 @@ class Worker:
             work()
         except Exception:
             traceback.print_exc()
-
-
-def distilled(loss: ReverseKL) -> dict[str, Any]:
-    """The answer to a reverse-KL pass, as MinT's clients read it: each lesson's loss, and means per weighted token."""
-    sums = loss.sums.tolist()
-    tokens = sum(int(np.count_nonzero(lesson.weights)) for lesson in loss.lessons)
-    mean = sum(sums) / max(1, tokens)
-    return {
-        "type": "mint_forward_backward_reverse_kl",
-        "outputs": [{"loss": {"data": [value], "dtype": "float32", "shape": [1]}} for value in sums],
-        "metrics": {
-            "loss:sum": sum(sums),
-            "loss:mean": mean,
-            "reverse_kl:mean": mean,
-            "num_samples:sum": float(len(sums)),
-            "num_tokens:sum": float(tokens),
-        },
-    }
-
-
-def spoken(sampled: Sampled) -> codec.SampledSequence:
-    """One answer, as the wire has it."""
-    topk = None
-    if sampled.top_ids is not None and sampled.top_logps is not None:
-        topk = codec.TopK(sampled.top_ids, sampled.top_logps)
-    return codec.SampledSequence(sampled.token_ids, sampled.logprobs, sampled.stop, topk)
-
-
-def judged(scores: Scores | None, job: SampleJob) -> codec.PromptScores:
-    """What was asked about the prompt, as the wire has it: a row for every prompt token, none for the first, and none
-    before the last `last_n`."""
-    if scores is None:
-        return codec.PromptScores()
-    size = len(job.tokens)
-    quiet = size - min(size, job.last_n) if job.last_n is not None else 1
-
-    def rows(values: np.ndarray) -> np.ndarray:
-        whole = np.full((size, *values.shape[1:]), np.nan, np.float32)
-        whole[1:] = values
-        whole[: max(1, quiet)] = np.nan
-        return whole
-
-    topk = None
-    if job.topk_prompt:
-        ids = np.concatenate([np.zeros((1, job.topk_prompt), np.int64), scores.top_ids])
-        topk = codec.TopK(ids, rows(scores.top_logps))
-    return codec.PromptScores(
-        logprobs=rows(scores.logps) if job.prompt_logprobs else None, topk=topk, targets=scores.target_logps
-    )
 
 
 def load_base(name: str, path: str, settings: Settings) -> Base:

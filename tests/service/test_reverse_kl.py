@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fronts import Front
-from servers import serving
+from processes import serving
 
 from palestra.service.jobs import ReverseKLJob
 

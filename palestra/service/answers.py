@@ -1,0 +1,62 @@
+"""What the engine says, in the words of the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from palestra.engine.distill import ReverseKL
+from palestra.engine.sampler import Sampled
+from palestra.engine.scoring import Scores
+from palestra.service import codec
+from palestra.service.jobs import SampleJob
+
+
+def distilled(loss: ReverseKL) -> dict[str, Any]:
+    """The answer to a reverse-KL pass, as MinT's clients read it: each lesson's loss, and means per weighted token."""
+    sums = loss.sums.tolist()
+    tokens = sum(int(np.count_nonzero(lesson.weights)) for lesson in loss.lessons)
+    mean = sum(sums) / max(1, tokens)
+    return {
+        "type": "mint_forward_backward_reverse_kl",
+        "outputs": [{"loss": {"data": [value], "dtype": "float32", "shape": [1]}} for value in sums],
+        "metrics": {
+            "loss:sum": sum(sums),
+            "loss:mean": mean,
+            "reverse_kl:mean": mean,
+            "num_samples:sum": float(len(sums)),
+            "num_tokens:sum": float(tokens),
+        },
+    }
+
+
+def spoken(sampled: Sampled) -> codec.SampledSequence:
+    """One answer, as the wire has it."""
+    topk = None
+    if sampled.top_ids is not None and sampled.top_logps is not None:
+        topk = codec.TopK(sampled.top_ids, sampled.top_logps)
+    return codec.SampledSequence(sampled.token_ids, sampled.logprobs, sampled.stop, topk)
+
+
+def judged(scores: Scores | None, job: SampleJob) -> codec.PromptScores:
+    """What was asked about the prompt, as the wire has it: a row for every prompt token, none for the first, and none
+    before the last `last_n`."""
+    if scores is None:
+        return codec.PromptScores()
+    size = len(job.tokens)
+    quiet = size - min(size, job.last_n) if job.last_n is not None else 1
+
+    def rows(values: np.ndarray) -> np.ndarray:
+        whole = np.full((size, *values.shape[1:]), np.nan, np.float32)
+        whole[1:] = values
+        whole[: max(1, quiet)] = np.nan
+        return whole
+
+    topk = None
+    if job.topk_prompt:
+        ids = np.concatenate([np.zeros((1, job.topk_prompt), np.int64), scores.top_ids])
+        topk = codec.TopK(ids, rows(scores.top_logps))
+    return codec.PromptScores(
+        logprobs=rows(scores.logps) if job.prompt_logprobs else None, topk=topk, targets=scores.target_logps
+    )
