@@ -44,7 +44,7 @@ SEEDS = (0, 1, 2)
 RATES_FILE = Path(__file__).parent / "reproduce_rates.yaml"
 RATES_SAY = "# Success on 200 dev layouts by learning rate, as `python scripts/reproduce.py --tune` measured it.\n"
 TUNING_SEED = 100
-RATES = (1e-3, 3e-3)
+RATES = (1e-3, 3e-3, 6e-3)
 
 TEAM = {"env.team": "planner_executor"}
 # A lone agent answers once where a team answers twice: twice the episodes a step make the samples equal.
