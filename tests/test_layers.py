@@ -17,7 +17,7 @@ PACKAGE = ROOT / "palestra"
 
 # Bottom to top; the longest prefix of a module's name decides its room. Rooms of one row may not import each other.
 ROOMS = [
-    {"palestra", "palestra.types", "palestra.config", "palestra.files", "palestra.tinker_compat"},
+    {"palestra", "palestra.types", "palestra.config", "palestra.files", "palestra.compiled", "palestra.tinker_compat"},
     {"palestra.envs", "palestra.policies.base", "palestra.policies.scripted", "palestra.losses"},
     {"palestra.engine"},
     {"palestra.policies"},
@@ -36,6 +36,7 @@ NEIGHBOURS = {  # within a row, the few that build on each other
     ("palestra.runs", "palestra.episodes"),
 }
 LIGHT = ("palestra.types", "palestra.rollouts.play", "palestra.populations", "palestra.train")
+UNASKED = ("palestra.cli", "palestra.setup", "palestra.evaluate", "palestra.reports", "palestra.train", "palestra.envs")
 HEAVY = (
     "torch",
     "transformers",
@@ -66,6 +67,7 @@ OPTIONAL = SERVICE | {
     "grpc",
     "gymnasium",
     "mcp",
+    "numba",
     "openai",
     "peft",
     "pettingzoo",
@@ -240,10 +242,20 @@ def _serves(module: str) -> bool:
 
 def test_extras_are_not_loaded_with_the_package() -> None:
     """A module that needs an extra may import it at its top only if nothing loads that module unasked. The service is
-    asked for as a whole."""
+    asked for as a whole, and so is what is compiled."""
     needing = {found.importer for found in imports() if found.at_load and (found.extra or _serves(found.importer))}
+    needing |= compiled()
     loaded = [found for found in ours() if found.at_load and found.target in needing and found.importer not in needing]
     assert [str(found) for found in loaded] == []
+
+
+def test_nothing_compiled_is_loaded_unasked() -> None:
+    assert compiled() & set(UNASKED) == set()
+
+
+def compiled() -> set[str]:
+    """The modules that cannot be loaded without a compiler."""
+    return {name for name in modules() if "palestra.compiled" in reached(name)}
 
 
 def test_functions_import_only_extras_and_what_the_command_line_delays() -> None:

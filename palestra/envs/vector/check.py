@@ -1,0 +1,188 @@
+"""The check that proves a `VectorEnv` keeps the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import numpy as np
+
+from palestra.envs.vector.base import Continuous, Discrete, Frame, MultiDiscrete, VectorEnv
+
+Make = Callable[[int], VectorEnv]
+
+
+def check_vector_env(
+    make_env: Make, *, games: int = 5, steps: int = 200, seed: int = 0, alone: bool = True, ends: bool = True
+) -> None:
+    """Plays `make_env(games)` at random and raises ValueError, saying what broke and how to mend it, where it breaks
+    the contract.
+
+    Checked: shapes and types of every array; rewards and views finite; an acting seat has a legal action; equal seeds
+    and actions give equal frames, in a second instance and after a second reset; other seeds give other games; a game
+    goes on by itself after its end, and what it says then is not the last view of the old one; with `alone`, a game
+    goes as it would with no others beside it; what `save` kept goes on exactly after `load`; with `ends`, at least one
+    game ends within `steps`.
+    """
+    _Check(make_env, games, steps, seed).run(alone, ends)
+
+
+class _Check:
+    def __init__(self, make_env: Make, games: int, steps: int, seed: int) -> None:
+        self.make, self.games, self.steps = make_env, games, steps
+        self.seeds = np.arange(games) * 7 + seed
+        self.rng = np.random.default_rng(seed)
+
+    def run(self, alone: bool, ends: bool) -> None:
+        env = self.make(self.games)
+        self.env = env
+        if env.games != self.games:
+            self.fail(f"was asked for {self.games} games and has {env.games}", "take `games` from the caller")
+        frames, actions = self.play(env)
+        self.replay(env, frames, actions, "after a second reset", "reset must set every array anew")
+        self.saved(env, frames, actions)
+        env.close()
+        twin = self.make(self.games)
+        self.replay(twin, frames, actions, "in a second instance", "draw all randomness from the seeds, share nothing")
+        self.other_seeds(twin, frames)
+        twin.close()
+        if ends and not any(frame.over.any() for frame in frames):
+            self.fail(f"no game ended within {self.steps} steps", "give it a limit, or let the check take more steps")
+        if alone:
+            self.one_by_one(frames, actions)
+
+    def play(self, env: VectorEnv) -> tuple[list[Frame], list[np.ndarray]]:
+        frames, actions = [self.valid(env.reset(self.seeds)).copy()], []
+        if frames[0].over.any() or frames[0].rewards.any():
+            self.fail("says rewards or ends after reset", "set them to zero there")
+        for _ in range(self.steps):
+            actions.append(random_actions(env, frames[-1], self.rng))
+            frames.append(self.valid(env.step(actions[-1].copy())).copy())
+        return frames, actions
+
+    def replay(self, env: VectorEnv, frames: list[Frame], actions: list[np.ndarray], where: str, fix: str) -> None:
+        self.same(env.reset(self.seeds), frames[0], f"reset {where}", fix)
+        for number, (action, frame) in enumerate(zip(actions, frames[1:], strict=True), 1):
+            self.same(env.step(action.copy()), frame, f"step {number} {where}", fix)
+
+    def saved(self, env: VectorEnv, frames: list[Frame], actions: list[np.ndarray]) -> None:
+        half = len(actions) // 2
+        env.reset(self.seeds)
+        for action in actions[:half]:
+            env.step(action.copy())
+        saved = env.save()
+        if saved is None:
+            return
+        kept = {name: array.copy() for name, array in saved.items()}
+        for action in actions[half:]:
+            env.step(action.copy())
+        fix = "save must copy every array that step changes"
+        if any(not np.array_equal(saved[name], kept[name], equal_nan=kept[name].dtype.kind == "f") for name in kept):
+            self.fail("moves what it saved as it plays on", fix)
+        other = self.make(self.games)
+        self.same(other.load(saved), frames[half], "load", fix)
+        for number, (action, frame) in enumerate(zip(actions[half:], frames[half + 1 :], strict=True), half + 1):
+            self.same(other.step(action.copy()), frame, f"step {number}, gone on from what was saved", fix)
+        other.close()
+
+    def other_seeds(self, env: VectorEnv, frames: list[Frame]) -> None:
+        """Where instances differ at all, another seed must give another one; a game of pure skill need not."""
+        first = frames[0].obs
+        if np.array_equal(first[0], first[1]):
+            return
+        if np.array_equal(env.reset(self.seeds + 1000).obs, first):
+            self.fail("begins the same games from other seeds", "draw each game from its own seed")
+
+    def one_by_one(self, frames: list[Frame], actions: list[np.ndarray]) -> None:
+        for game in (0, self.games - 1):
+            env = self.make(1)
+            where = "of a game alone"
+            fix = "let no game read or write another's arrays, and give each a random stream of its own"
+            self.same(env.reset(self.seeds[game : game + 1]), _of(frames[0], game), f"reset {where}", fix)
+            for number, (action, frame) in enumerate(zip(actions, frames[1:], strict=True), 1):
+                self.same(env.step(action[game : game + 1].copy()), _of(frame, game), f"step {number} {where}", fix)
+            env.close()
+
+    def valid(self, frame: Frame) -> Frame:
+        env, (B, N) = self.env, (self.games, len(self.env.seats))
+        if len(env.views) != N or len(env.actions) != N or len({type(space) for space in env.actions}) > 1:
+            self.fail("has not one view and one space of actions for each seat, all of one kind", "mend both tuples")
+        view = tuple(np.max([list(v) for v in env.views], axis=0))
+        self.shape("obs", frame.obs, (B, N, *view), frame.obs.dtype if frame.obs.dtype == np.uint8 else np.float32)
+        self.shape("final_obs", frame.final_obs, frame.obs.shape, frame.obs.dtype)
+        self.shape("rewards", frame.rewards, (B, N), np.float32)
+        self.shape("acting", frame.acting, (B, N), bool)
+        for name in ("terminated", "truncated", "success"):
+            if name != "success" or frame.success is not None:
+                self.shape(name, getattr(frame, name), (B,), bool)
+        if env.state_size:
+            self.shape("state", frame.state, (B, env.state_size), np.float32)
+            self.shape("final_state", frame.final_state, (B, env.state_size), np.float32)
+        for name in ("obs", "rewards", "state"):
+            value = getattr(frame, name)
+            if value is not None and not np.isfinite(value).all():
+                self.fail(f"says {name} that are not finite", "no nan and no infinity")
+        if not frame.acting.any(axis=1).all():
+            self.fail("has a game in which nobody acts", "a game that is over begins anew in the same step")
+        if frame.legal is not None:
+            most = max(_choices(space) for space in env.actions)
+            self.shape("legal", frame.legal, (B, N, most), bool)
+            if not (frame.legal.any(axis=2) | ~frame.acting).all():
+                self.fail("lets a seat act that has no legal action", "mark at least one")
+            for seat, space in enumerate(env.actions):
+                if frame.legal[:, seat, _choices(space) :].any():
+                    self.fail(f"calls actions legal that seat {env.seats[seat]} does not have", "mask the padding")
+        for seat, own in enumerate(env.views):
+            if len(view) == 1 and frame.obs[:, seat, own[0] :].any():
+                self.fail(f"writes past the view of seat {env.seats[seat]}", "leave the padding zero")
+        return frame
+
+    def shape(self, name: str, value: np.ndarray | None, shape: tuple[int, ...], dtype: object) -> None:
+        if value is None or value.shape != shape or value.dtype != dtype:
+            have = "none" if value is None else f"{value.dtype} {list(value.shape)}"
+            self.fail(f"says {name} as {have} and not {np.dtype(dtype)} {list(shape)}", "mend the array")  # type: ignore[call-overload]
+
+    def same(self, frame: Frame, expected: Frame, where: str, fix: str) -> None:
+        over = expected.over
+        for part in fields(Frame):
+            got, want = getattr(frame, part.name), getattr(expected, part.name)
+            if want is not None and part.name in ("final_obs", "final_state"):
+                got, want = got[over], want[over]
+            if (got is None) != (want is None) or (want is not None and not np.array_equal(got, want)):
+                self.fail(f"differs in {part.name} at {where}", fix)
+
+    def fail(self, what: str, fix: str) -> None:
+        raise ValueError(f"env {self.env.name or type(self.env).__name__}: {what}. Fix: {fix}.")
+
+
+def random_actions(env: VectorEnv, frame: Frame, rng: np.random.Generator) -> np.ndarray:
+    """Uniform legal actions for every seat, in the shape that `step` takes; also for seats that do not act."""
+    B, N = env.games, len(env.seats)
+    first = env.actions[0]
+    if isinstance(first, Discrete):
+        legal = frame.legal
+        if legal is None:
+            sizes = np.array([_choices(space) for space in env.actions])
+            legal = np.broadcast_to(np.arange(sizes.max()) < sizes[:, None], (B, N, sizes.max()))
+        return np.argmax(rng.random(legal.shape) * legal, axis=2).astype(np.int32)
+    if isinstance(first, MultiDiscrete):
+        width = max(len(space.sizes) for space in env.actions if isinstance(space, MultiDiscrete))
+        drawn = np.zeros((B, N, width), np.int32)
+        for seat, space in enumerate(env.actions):
+            assert isinstance(space, MultiDiscrete)
+            drawn[:, seat, : len(space.sizes)] = rng.integers(0, space.sizes, (B, len(space.sizes)))
+        return drawn
+    width = max(len(space.low) for space in env.actions if isinstance(space, Continuous))
+    drawn = np.zeros((B, N, width), np.float32)
+    for seat, space in enumerate(env.actions):
+        assert isinstance(space, Continuous)
+        drawn[:, seat, : len(space.low)] = rng.uniform(space.low, space.high, (B, len(space.low)))
+    return drawn
+
+
+def _choices(space: object) -> int:
+    return space.n if isinstance(space, Discrete) else 0
+
+
+def _of(frame: Frame, game: int) -> Frame:
+    return frame.map(lambda value: value[game : game + 1])

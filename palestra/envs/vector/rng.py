@@ -1,0 +1,82 @@
+"""NumPy's own random numbers inside kernels: the stream of `numpy.random.default_rng(seed)`, one for each game.
+
+PCG64 (O'Neill, 2014; 128 bits of state, XSL-RR output). A game that draws as another library's env does, from the same
+seed, thus sees the same numbers. A row holds state and increment (high word, low word), then a half-used 64-bit word
+and whether there is one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from palestra.compiled import kernel
+
+WORDS = 6
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_ONE = np.uint64(1)
+_MULTIPLIER_HIGH = np.uint64(0x2360ED051FC65DA4)
+_MULTIPLIER_LOW = np.uint64(0x4385DF649FCCF645)
+_MASK64 = (1 << 64) - 1
+
+
+def seeded(seeds: np.ndarray) -> np.ndarray:
+    """The streams of `default_rng(seed)` for every seed, uint64 [B, WORDS]."""
+    rows = np.zeros((len(seeds), WORDS), np.uint64)
+    for row, seed in zip(rows, seeds, strict=True):
+        state = np.random.PCG64(int(seed)).state["state"]
+        row[:4] = [state["state"] >> 64, state["state"] & _MASK64, state["inc"] >> 64, state["inc"] & _MASK64]
+    return rows
+
+
+@kernel
+def _multiply(a: np.uint64, b: np.uint64) -> tuple:
+    """The 128 bits of a * b, as high and low word."""
+    a_low, a_high, b_low, b_high = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
+    low = a_low * b_low
+    middle = a_high * b_low + (low >> _HALF)
+    cross = a_low * b_high + (middle & _LOW)
+    return a_high * b_high + (middle >> _HALF) + (cross >> _HALF), (cross << _HALF) | (low & _LOW)
+
+
+@kernel
+def next64(row: np.ndarray) -> np.uint64:
+    """The next 64 random bits of a stream."""
+    high, low = _multiply(row[1], _MULTIPLIER_LOW)
+    high = high + row[0] * _MULTIPLIER_LOW + row[1] * _MULTIPLIER_HIGH
+    sum_low = low + row[3]
+    carry = _ONE if sum_low < low else np.uint64(0)
+    row[0], row[1] = high + row[2] + carry, sum_low
+    word, turn = row[0] ^ row[1], row[0] >> np.uint64(58)
+    return (word >> turn) | (word << ((np.uint64(64) - turn) & np.uint64(63)))
+
+
+@kernel
+def next32(row: np.ndarray) -> np.uint64:
+    """The next 32 random bits: the lower half of a word, then its upper half."""
+    if row[5] != np.uint64(0):
+        row[5] = np.uint64(0)
+        return row[4]
+    word = next64(row)
+    row[4], row[5] = word >> _HALF, _ONE
+    return word & _LOW
+
+
+@kernel
+def uniform(row: np.ndarray, low: float, high: float) -> float:
+    """`Generator.uniform(low, high)`."""
+    return low + (high - low) * (float(next64(row) >> np.uint64(11)) * (1.0 / 9007199254740992.0))
+
+
+@kernel
+def below(row: np.ndarray, n: int) -> int:
+    """`Generator.integers(n)`: a whole number from 0 to n-1, n at most 2**32 - 1 (Lemire, 2019)."""
+    if n <= 1:
+        return 0
+    size = np.uint64(n)
+    product = next32(row) * size
+    if (product & _LOW) < size:
+        threshold = (_LOW - (size - _ONE)) % size
+        while (product & _LOW) < threshold:
+            product = next32(row) * size
+    return int(product >> _HALF)
