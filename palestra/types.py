@@ -152,4 +152,38 @@ class Datum:
     inputs: dict[str, np.ndarray]  # float32
 
 
+@dataclass
+class Batch:
+    """T joint steps of B games for N seats, as a `VectorEnv` and those who played it said them.
+
+    `obs [T+1, B, N, *view]`, `acting [T+1, B, N]`, `legal [T+1, B, N, A]` and `state [T+1, B, S]` have one more moment:
+    what the last step led to. Where step t ended a game (`terminated` or `truncated` [T, B]), moment t+1 is the first
+    of the next game; the last views of ended games are `final_obs [F, N, *view]` and `final_state [F, S]`, of step
+    `ends[0]` and game `ends[1]` (F each). `actions [T, B, N, ...]`, `logp [T, B, N]` (of the policy that acted; 0 where
+    it has none), `rewards [T, B, N]`. `fresh [T+1, B]` marks the first moment of a game. `memory` holds what recurrent
+    players remembered at the first moment, by player; `games` the figures of every game that ended.
+    """
+
+    obs: np.ndarray
+    acting: np.ndarray
+    actions: np.ndarray
+    logp: np.ndarray
+    rewards: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    fresh: np.ndarray
+    ends: tuple[np.ndarray, np.ndarray]
+    final_obs: np.ndarray
+    legal: np.ndarray | None = None
+    state: np.ndarray | None = None
+    final_state: np.ndarray | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+    games: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def over(self) -> np.ndarray:
+        """Games that step t ended [T, B]."""
+        return np.logical_or(self.terminated, self.truncated)
+
+
 Metrics = dict[str, float]

@@ -1,0 +1,365 @@
+"""What PPO and A2C share: a policy that acts, a critic that judges, credit by generalised advantages or V-trace.
+
+The critic is a stack of its own, with an optimizer of its own. It sees what its seat sees (`critic: own`), or
+everything (`critic: central`: the env's global state, or all views together, and which seat is asked about); with
+`critics: one` a single critic judges for all policies. So independent PPO (de Witt et al., 2020) becomes MAPPO (Yu et
+al., 2022) by one switch, and so does every other algorithm here.
+
+Shapes: `P` members, `T` steps, `B` games, `S` seats of a member, `C` = B*S columns, `N` seats, `F` ended games.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.config import Strict
+from palestra.envs.vector.base import Arrays, VectorEnv
+from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
+from palestra.losses import Figures, Scored
+from palestra.net_losses import value_loss
+from palestra.nets.layers import Net, generators
+from palestra.nets.normalise import RunningNorm
+from palestra.nets.returns import Course, gae, vtrace
+from palestra.nets.seating import Seating, seat_stacks
+from palestra.types import Batch, Metrics
+
+
+class ActorCriticConfig(Strict, ABC):
+    """Play `horizon` steps of every game, then learn from them. `value_norm` lets the critic predict in running
+    deviations of the return (Yu et al., 2022). `correct: vtrace` corrects for actions of an older policy."""
+
+    horizon: int = Field(128, ge=1)
+    gamma: float = Field(0.99, ge=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+    epochs: int = Field(1, ge=1)
+    minibatches: int = Field(1, ge=1)
+    entropy: float = Field(0.0, ge=0)
+    normalise: bool = True
+    critic: Literal["own", "central"] = "own"
+    critics: Literal["each", "one"] = "each"
+    value_norm: bool = False
+    value_clip: float | None = Field(None, gt=0)
+    correct: Literal["none", "vtrace"] = "none"
+
+    @abstractmethod
+    def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
+        """The policy's loss over rows, and its figures."""
+
+    def learner(
+        self,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> ActorCritic:
+        return ActorCritic(self, env, seats, policies, seeds, together)
+
+
+@dataclass
+class Critic:
+    """Values for the seats of a stack. `memory` is what a recurrent critic remembers at the start of the next batch."""
+
+    seating: Seating
+    net: Net
+    optimizer: Optimizer
+    norm: RunningNorm | None
+    memory: Tensor | None = None
+
+
+class ActorCritic(NetLearner):
+    def __init__(
+        self,
+        config: ActorCriticConfig,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> None:
+        super().__init__(env, seats, policies, seeds, together)
+        self.config = config
+        self.critics = [self._critic(seating) for seating in self._judged(seats)]
+
+    def _judged(self, seats: dict[str, list[int]]) -> list[Seating]:
+        """Who shares a critic's network."""
+        if self.config.critics == "each":
+            return seat_stacks(self.env, seats, dict(self.policies))
+        if self.config.critic == "own" and len({self.env.views[s] for own in seats.values() for s in own}) > 1:
+            raise ValueError(
+                "critics: one needs seats that see alike, and these do not: set critic: central, or critics: each"
+            )
+        flat = tuple(seat for own in seats.values() for seat in own)
+        first = flat[0]
+        return [Seating(("critic",), (flat,), len(self.env.seats), self.env.views[first], self.env.actions[first])]
+
+    def _critic(self, seating: Seating) -> Critic:
+        config = self.policies[seating.names[0] if seating.names[0] in self.policies else self.names[0]]
+        seeds = [self.seeds[name if name in self.seeds else self.names[0]] ^ 1 for name in seating.names]
+        net = Net(self._judging(seating), 1, config, generators(seeds))
+        norm = RunningNorm(len(seating.names), 1, 0.99) if self.config.value_norm else None
+        return Critic(seating, net, Optimizer(net, seating.names, config, self.together), norm)
+
+    def _judging(self, seating: Seating) -> tuple[int, ...]:
+        """The shape of what a critic sees."""
+        if self.config.critic == "own":
+            return seating.inputs
+        whole = self.env.state_size or sum(int(np.prod(view)) for view in self.env.views)
+        return (whole + len(self.env.seats),)
+
+    # ---- learning
+
+    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
+        """`epochs` passes over the batch in `minibatches`, of the critics and then of the policies."""
+        figures: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
+        self.shuffle = torch.Generator().manual_seed(int(sum(s.version for s in self.stacks)) * 7919 + 1)
+        advantages, targets, known = self._credit(batch)
+        for critic in self.critics:
+            losses = self._judge(critic, batch, targets, known, progress)
+            for stack in self.stacks:
+                for name in set(stack.seating.names) & set(critic.seating.names) or stack.seating.names:
+                    figures[name].append({"value_loss": losses})
+        lines = {name: means(own) for name, own in figures.items()}
+        for stack in self.stacks:
+            for name, line in self._improve(stack, batch, advantages, known, progress).items():
+                lines[name] |= line
+        return lines
+
+    def _credit(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Advantages, the critics' targets, and which moves have them: [T, B, N] each."""
+        values, bootstrap = self._values(batch)
+        course = Course(
+            torch.from_numpy(batch.rewards),
+            values,
+            bootstrap,
+            torch.from_numpy(batch.over),
+            torch.from_numpy(batch.acting),
+        )
+        if self.config.correct == "vtrace":
+            advantages, targets, known = vtrace(
+                course, self._ratio(batch), gamma=self.config.gamma, lam=self.config.lam
+            )
+        else:
+            advantages, known = gae(course, gamma=self.config.gamma, lam=self.config.lam)
+            targets = advantages + values[:-1]
+        return advantages, targets, known
+
+    @torch.no_grad()
+    def _values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The critics' values of every moment [T+1, B, N], and what stands for the future at a game's end [T, B, N]."""
+        values = torch.zeros(batch.acting.shape)
+        bootstrap = torch.zeros(batch.rewards.shape)
+        times, games = (torch.from_numpy(index) for index in batch.ends)
+        cut = torch.from_numpy(batch.truncated)[times, games] & ~torch.from_numpy(batch.terminated)[times, games]
+        for critic in self.critics:
+            P, S = len(critic.seating.names), len(critic.seating.seats[0])
+            views = self._judged_views(critic, batch)  # [P, T+1, B*S, ...]
+            out, memories = critic.net.unroll(views, critic.memory, self._fresh(batch, P, S))
+            values[..., critic.seating.flat] = self._by_seat(self._restored(critic, out[..., 0]), S)
+            if len(times):
+                last = self._final_views(critic, batch)  # [P, F, S, ...]
+                at_end = None
+                if memories is not None:
+                    at_end = memories.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
+                ends, _ = critic.net.unroll(last.flatten(1, 2)[:, None], at_end)
+                worth = self._restored(critic, ends[:, 0, :, 0]).view(P, -1, S)
+                seats = torch.tensor(critic.seating.flat)
+                here = torch.where(cut[:, None], worth.permute(1, 0, 2).flatten(1), 0.0)
+                bootstrap[times[:, None], games[:, None], seats[None]] = here
+        return values, bootstrap
+
+    def _judge(self, critic: Critic, batch: Batch, targets: Tensor, known: Tensor, progress: float) -> float:
+        """Teaches a critic its targets; the mean loss."""
+        P, S = len(critic.seating.names), len(critic.seating.seats[0])
+        take = critic.seating.take
+        target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
+        if critic.norm:
+            critic.norm.see(target.flatten(1)[..., None], weight.flatten(1), self.together.total)
+            target = critic.norm.normalise(target[..., None])[..., 0]
+        views = self._judged_views(critic, batch)[:, :-1]
+        fresh, memory = self._fresh(batch, P, S), critic.memory
+        losses = []
+        for part in self._parts(weight, bool(critic.net.memory_units)):
+            out, _ = critic.net.unroll(part(views), part.column(memory), part(fresh[:, :-1]))
+            loss = value_loss(out[..., 0], part(target), shares(part(weight)))
+            critic.optimizer.step(loss, progress)
+            losses.append(loss.item() / P)
+        if critic.net.memory_units:  # with the weights that the next batch is judged by
+            with torch.no_grad():
+                memories = critic.net.unroll(views, memory, fresh[:, :-1])[1]
+            assert memories is not None
+            critic.memory = memories[:, -1]
+        return float(np.mean(losses))
+
+    def _improve(
+        self, stack: Stack, batch: Batch, advantages: Tensor, known: Tensor, progress: float
+    ) -> dict[str, Metrics]:
+        """Improves the policies of a stack; figures by name."""
+        names, S = stack.seating.names, len(stack.seating.seats[0])
+        advantage, weight = stack.rows(advantages), stack.rows(known.float())
+        if self.config.normalise:
+            advantage = self._standardised(advantage, weight)
+        views, fresh = stack.views(batch.obs)[:, :-1], self._fresh(batch, len(names), S)[:, :-1]
+        actions, logp = stack.rows(batch.actions), stack.rows(batch.logp)
+        actions = actions if actions.is_floating_point() else actions.long()
+        legal = None if batch.legal is None else stack.rows(batch.legal)[:, :-1]
+        memory = batch.memory.get("+".join(names))
+        lines: list[list[dict[str, Any]]] = [[] for _ in names]
+        for part in self._parts(weight, bool(stack.net.memory_units)):
+            out, _ = stack.net.unroll(part(views), part.column(memory), part(fresh))
+            score = stack.head.score(out, part(actions), None if legal is None else part(legal))
+            told = (*score, part(logp), part(advantage), shares(part(weight)))
+            total = out.new_zeros(())
+            for p in range(len(names)):
+                new, entropy, old, credit, share = (x[p].flatten() for x in told)
+                loss, figures = self.config.loss(Scored(new, entropy, old, None, credit, share))
+                total = total + loss - (self.config.entropy * (share * entropy).sum() if self.config.entropy else 0.0)
+                lines[p].append({"policy_loss": loss.detach(), **figures})
+            norms = stack.optimizer.step(total, progress)
+            for p in range(len(names)):
+                lines[p][-1]["gradient"] = norms[p]
+        stack.version += len(lines[0])
+        if stack.norm:
+            rows = stack.seating.observe(batch.obs, 2)[:, :-1].flatten(1, 3)
+            stack.norm.see(rows, stack.rows(batch.acting[:-1]).flatten(1).float(), self.together.total)
+        return {name: means(own) for name, own in zip(names, lines, strict=True)}
+
+    def _ratio(self, batch: Batch) -> Tensor:
+        """Probability of each action now over that when it was taken [T, B, N]; 1 at seats that do not learn."""
+        ratio = torch.ones(batch.rewards.shape)
+        for stack in self.stacks:
+            names, S = stack.seating.names, len(stack.seating.seats[0])
+            fresh = self._fresh(batch, len(names), S)[:, :-1]
+            actions = stack.rows(batch.actions)
+            actions = actions if actions.is_floating_point() else actions.long()
+            legal = None if batch.legal is None else stack.rows(batch.legal)[:, :-1]
+            with torch.no_grad():
+                out, _ = stack.net.unroll(stack.views(batch.obs)[:, :-1], batch.memory.get("+".join(names)), fresh)
+                logp, _ = stack.head.score(out, actions, legal)
+            ratio[..., stack.seating.flat] = self._by_seat((logp - stack.rows(batch.logp)).exp(), S)
+        return ratio
+
+    # ---- views, rows, parts
+
+    def _judged_views(self, critic: Critic, batch: Batch) -> Tensor:
+        """What a critic sees at every moment [P, T+1, B*S, ...]."""
+        return self._seen(critic, batch.obs, batch.state, 2).flatten(2, 3)
+
+    def _final_views(self, critic: Critic, batch: Batch) -> Tensor:
+        """What it sees at the ends of games [P, F, S, ...]."""
+        return self._seen(critic, batch.final_obs, batch.final_state, 1)
+
+    def _seen(self, critic: Critic, obs: np.ndarray, state: np.ndarray | None, lead: int) -> Tensor:
+        """[..., N, *view] -> [P, ..., S, *critic's view]."""
+        seating = critic.seating
+        if self.config.critic == "own":
+            x = seating.observe(obs, lead)
+            norm = next((s.norm for s in self.stacks if s.seating.names == seating.names), None)
+            return norm.normalise(x) if norm else x
+        whole = torch.from_numpy(obs).flatten(lead).float() if state is None else torch.from_numpy(state)
+        if state is None:
+            whole = self._without_padding(whole)
+        N, P, S = len(self.env.seats), len(seating.names), len(seating.seats[0])
+        ids = torch.eye(N)[torch.tensor(seating.seats)].view(P, *[1] * lead, S, N)
+        shape = (P, *whole.shape[:lead], S)
+        return torch.cat([whole[None, ..., None, :].expand(*shape, -1), ids.expand(*shape, N)], -1)
+
+    def _without_padding(self, whole: Tensor) -> Tensor:
+        """Views side by side, [..., N * padded] -> [..., sum of views]."""
+        sizes = [int(np.prod(view)) for view in self.env.views]
+        if len(set(sizes)) == 1:
+            return whole
+        padded = whole.shape[-1] // len(sizes)
+        kept = [i * padded + j for i, size in enumerate(sizes) for j in range(size)]
+        return whole[..., kept]
+
+    @staticmethod
+    def _fresh(batch: Batch, P: int, S: int) -> Tensor:
+        """Where games begin, for each column [P, T+1, B*S]."""
+        fresh = torch.from_numpy(batch.fresh).repeat_interleave(S, 1)
+        return fresh.expand(P, *fresh.shape)
+
+    @staticmethod
+    def _by_seat(x: Tensor, S: int) -> Tensor:
+        """[P, T, B*S] -> [T, B, P*S]."""
+        return x.unflatten(2, (-1, S)).permute(1, 2, 0, 3).flatten(2)
+
+    @staticmethod
+    def _restored(critic: Critic, values: Tensor) -> Tensor:
+        return critic.norm.restore(values[..., None])[..., 0] if critic.norm else values
+
+    def _standardised(self, advantage: Tensor, weight: Tensor) -> Tensor:
+        """Advantages less their mean over their deviation, for each member, over all processes."""
+        sums = torch.stack([weight.sum((1, 2)), (weight * advantage).sum((1, 2)), (weight * advantage**2).sum((1, 2))])
+        count, first, second = self.together.total(sums)
+        mean = first / count.clamp(min=1)
+        deviation = (second / count.clamp(min=1) - mean**2).clamp(min=0).sqrt()
+        return (advantage - mean[:, None, None]) / (deviation[:, None, None] + 1e-8)
+
+    def _parts(self, weight: Tensor, recurrent: bool) -> Iterator[Part]:
+        """The minibatches of all epochs. With memory they are columns, whole in time; without, single moves: where one
+        member alone has moves without credit, only those that have it."""
+        P, T, C = weight.shape
+        for _ in range(self.config.epochs):
+            if recurrent:
+                order, columns = torch.randperm(C, generator=self.shuffle), True
+            else:
+                flat = weight.reshape(P, -1)
+                some = flat[0].nonzero()[:, 0] if P == 1 and not bool(flat.all()) else None
+                count = T * C if some is None else len(some)
+                order, columns = torch.randperm(count, generator=self.shuffle), False
+                order = order if some is None else some[order]
+            for index in order.chunk(self.config.minibatches):
+                yield Part(index, columns)
+
+    # ---- state
+
+    def modules(self) -> dict[str, nn.Module]:
+        norms = {f"value_norm.{i}": critic.norm for i, critic in enumerate(self.critics) if critic.norm}
+        return super().modules() | {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)} | norms
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
+
+    def arrays(self) -> Arrays:
+        memories = {f"critic_memory.{i}": c.memory.numpy() for i, c in enumerate(self.critics) if c.memory is not None}
+        return super().arrays() | memories
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().load(arrays)
+        for i, critic in enumerate(self.critics):
+            kept = arrays.get(f"critic_memory.{i}")
+            critic.memory = None if kept is None else torch.from_numpy(np.array(kept))
+
+    def forget(self) -> None:
+        for critic in self.critics:
+            critic.memory = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A minibatch: columns of `[P, T, C, ...]`, or moves, numbered t * C + c, which come as `[P, 1, M, ...]`."""
+
+    index: Tensor
+    columns: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.columns:
+            return x.index_select(2, self.index)
+        return x.reshape(x.shape[0], -1, *x.shape[3:]).index_select(1, self.index)[:, None]
+
+    def column(self, memory: Tensor | None) -> Tensor | None:
+        return None if memory is None or not self.columns else memory.index_select(1, self.index)
+
+
+def shares(weight: Tensor) -> Tensor:
+    """Weights [P, T, M] as shares of each member's whole; zeros where it has none."""
+    return weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-8)

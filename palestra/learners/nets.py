@@ -1,0 +1,214 @@
+"""What learners of small networks share: policies in stacks, an optimizer that knows members, state as plain arrays.
+
+Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N` seats.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.envs.vector.base import Arrays, VectorEnv
+from palestra.nets.heads import Head, head_for
+from palestra.nets.layers import Net, NetConfig, generators
+from palestra.nets.normalise import RunningNorm, Sum
+from palestra.nets.seating import Seating, seat_stacks
+from palestra.policies.nets import Choose, NetPlayer, greedy, sampling
+from palestra.types import Batch, Metrics
+
+
+class NetPolicyConfig(NetConfig):
+    """A small network that learns. `schedule: linear` takes the learning rate to 0 over the run; `clip` bounds the norm
+    of a step's gradient; `normalise` scales views by their running mean and deviation; `seat_id` tells a policy of
+    several seats which one it plays."""
+
+    type: Literal["net"] = "net"
+    lr: float = Field(3e-4, gt=0)
+    schedule: Literal["constant", "linear"] = "constant"
+    clip: float = Field(0.5, gt=0)
+    eps: float = Field(1e-5, gt=0)
+    normalise: bool = False
+    seat_id: bool = False
+
+
+class Diverged(ValueError):
+    """A gradient that is not finite. `policy` says whose."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__(f"the loss of policy {policy} is not a finite number")
+        self.policy = policy
+
+
+def alone(x: Tensor) -> Tensor:
+    """The sum over one process."""
+    return x
+
+
+@dataclass(frozen=True)
+class Together:
+    """What several processes that train the same networks do at once. Alone, nothing."""
+
+    total: Sum = alone
+    processes: int = 1
+
+
+class Optimizer:
+    """Adam over a stack (Kingma & Ba, 2015); every member's gradient is clipped by itself."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str], config: NetPolicyConfig, together: Together) -> None:
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.names, self.config, self.together = names, config, together
+        self.adam = torch.optim.Adam(self.parameters, config.lr, eps=config.eps, fused=True)
+
+    def step(self, loss: Tensor, progress: float) -> Tensor:
+        """One step on the sum of the members' losses; returns the norms of their gradients [P].
+
+        Raises `Diverged` before anything is changed where a gradient is not finite.
+        """
+        self.adam.zero_grad()
+        loss.backward()
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if self.together.processes > 1:
+            self._average(gradients)
+        norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
+        if not torch.isfinite(norms).all():
+            raise Diverged(self.names[int(torch.argmin(torch.isfinite(norms).int()))])
+        scale = (self.config.clip / (norms + 1e-6)).clamp(max=1.0)
+        for g in gradients:
+            g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
+        for group in self.adam.param_groups:
+            group["lr"] = self.config.lr * (1 - progress if self.config.schedule == "linear" else 1.0)
+        self.adam.step()
+        return norms
+
+    def _average(self, gradients: list[Tensor]) -> None:
+        flat = self.together.total(torch.cat([g.flatten() for g in gradients])) / self.together.processes
+        for g, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            g.copy_(mean.view_as(g))
+
+    def arrays(self) -> Arrays:
+        """Adam's moments and counts."""
+        state = self.adam.state_dict()["state"]
+        return {f"{i}.{key}": value.numpy() for i, own in state.items() for key, value in own.items()}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, array in arrays.items():
+            number, _, key = name.partition(".")
+            state.setdefault(int(number), {})[key] = torch.from_numpy(np.array(array))
+        self.adam.load_state_dict({"state": state, "param_groups": self.adam.state_dict()["param_groups"]})
+
+
+@dataclass
+class Stack:
+    """The acting side of policies of one shape: networks, the distribution over actions, an optimizer."""
+
+    seating: Seating
+    config: NetPolicyConfig
+    head: Head
+    net: Net
+    optimizer: Optimizer
+    norm: RunningNorm | None
+    version: int = 0
+
+    def rows(self, x: np.ndarray | Tensor, lead: int = 2) -> Tensor:
+        """[T, B, N, ...] -> [P, T, B*S, ...]."""
+        taken = self.seating.take(x, lead)
+        return taken.flatten(lead, lead + 1)
+
+    def views(self, obs: np.ndarray | Tensor, lead: int = 2) -> Tensor:
+        """What the networks see: [T, B, N, *view] -> [P, T, B*S, *view], normalised where they want it."""
+        x = self.seating.observe(obs, lead).flatten(lead, lead + 1)
+        return self.norm.normalise(x) if self.norm else x
+
+    def player(self, choose: Choose) -> NetPlayer:
+        norm = self.norm.normalise if self.norm else None
+        return NetPlayer(self.seating, self.net, choose, [self.version] * len(self.seating.names), norm)
+
+
+class NetLearner(ABC):
+    """Policies of one env in training by one algorithm. `names` are the policies that learn."""
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> None:
+        self.env, self.policies, self.seeds, self.together = env, policies, seeds, together or Together()
+        self.names = list(seats)
+        self.stacks = [self.stack(seating) for seating in seat_stacks(env, seats, dict(policies))]
+
+    def stack(self, seating: Seating) -> Stack:
+        config = self.policies[seating.names[0]]
+        head = head_for(seating.space)
+        net = Net(
+            seating.inputs, self.outputs(head), config, generators([self.seeds[n] for n in seating.names]), self.gain
+        )
+        optimizer = Optimizer(net, seating.names, config, self.together)
+        normalised = config.normalise and len(seating.view) == 1
+        norm = RunningNorm(len(seating.names), seating.inputs[0]) if normalised else None
+        return Stack(seating, config, head, net, optimizer, norm)
+
+    gain = 0.01  # of the last layer
+
+    def outputs(self, head: Head) -> int:
+        """How many numbers a policy's network puts out."""
+        return head.outputs
+
+    @abstractmethod
+    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
+        """Learns from a batch; figures by policy. `progress` in [0, 1] is how far the run is."""
+
+    def players(self, progress: float) -> list[NetPlayer]:
+        """The policies as they play in training, exploring."""
+        return [stack.player(sampling(stack.head)) for stack in self.stacks]
+
+    def greedy(self) -> list[NetPlayer]:
+        """The policies at their best."""
+        return [stack.player(greedy(stack.head)) for stack in self.stacks]
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Everything with weights, by name."""
+        norms = {f"norm.{i}": stack.norm for i, stack in enumerate(self.stacks) if stack.norm}
+        return {f"net.{i}": stack.net for i, stack in enumerate(self.stacks)} | norms
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        return {f"adam.{i}": stack.optimizer for i, stack in enumerate(self.stacks)}
+
+    def arrays(self) -> Arrays:
+        """Everything that `load` needs to go on exactly."""
+        found: Arrays = {"versions": np.array([stack.version for stack in self.stacks])}
+        for name, module in self.modules().items():
+            found |= {f"{name}/{key}": value.numpy() for key, value in module.state_dict().items()}
+        for name, optimizer in self.optimizers().items():
+            found |= {f"{name}/{key}": value for key, value in optimizer.arrays().items()}
+        return found
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Goes on exactly where `arrays` was taken."""
+        for stack, version in zip(self.stacks, arrays["versions"], strict=True):
+            stack.version = int(version)
+        for name, module in self.modules().items():
+            module.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in part(arrays, name).items()})
+        for name, optimizer in self.optimizers().items():
+            optimizer.load(part(arrays, name))
+
+
+def part(arrays: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """The arrays under `name/`, without it."""
+    return {key[len(name) + 1 :]: value for key, value in arrays.items() if key.startswith(f"{name}/")}
+
+
+def means(lines: Sequence[Mapping[str, Any]]) -> Metrics:
+    """The mean of each figure over several lines."""
+    return {key: float(sum(float(line[key]) for line in lines) / len(lines)) for key in (lines[0] if lines else {})}

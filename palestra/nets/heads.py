@@ -1,0 +1,128 @@
+"""What a network's outputs say about actions: one distribution for each kind of space.
+
+Shapes: outputs `[..., O]`, legal `[..., A]` or None; discrete actions `[...]`, multi-discrete `[..., M]`, continuous
+`[..., D]`; log-probabilities and entropies `[...]`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
+
+NEVER = -1e9  # the logit of an illegal action: finite, so that products with a zero probability stay numbers
+
+
+class Head(ABC):
+    """A distribution over actions from `outputs` numbers. `width` is the length of an action, 0 for a plain index."""
+
+    outputs: int
+    width: int
+
+    @abstractmethod
+    def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Actions drawn, and their log-probabilities."""
+
+    @abstractmethod
+    def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
+        """The likeliest actions."""
+
+    @abstractmethod
+    def score(self, out: Tensor, action: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of given actions, and the entropy (nats)."""
+
+
+class CategoricalHead(Head):
+    """One of n actions."""
+
+    width = 0
+
+    def __init__(self, space: Discrete) -> None:
+        self.outputs = space.n
+
+    def logits(self, out: Tensor, legal: Tensor | None) -> Tensor:
+        """Normalised log-probabilities [..., n]."""
+        if legal is not None:
+            out = out.masked_fill(~legal[..., : self.outputs], NEVER)
+        return torch.log_softmax(out, -1)
+
+    def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        logp = self.logits(out, legal)
+        race = torch.empty_like(logp).exponential_(generator=generator)  # the first of n exponential clocks to ring
+        action = torch.argmax(logp.exp() / race, -1)
+        return action, logp.gather(-1, action[..., None])[..., 0]
+
+    def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
+        return torch.argmax(self.logits(out, legal), -1)
+
+    def score(self, out: Tensor, action: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
+        logp = self.logits(out, legal)
+        return logp.gather(-1, action[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
+
+
+class MultiCategoricalHead(Head):
+    """Several independent choices at once."""
+
+    def __init__(self, space: MultiDiscrete) -> None:
+        self.parts = [CategoricalHead(Discrete(size)) for size in space.sizes]
+        self.outputs, self.width = sum(space.sizes), len(space.sizes)
+
+    def _parts(self, out: Tensor) -> list[tuple[CategoricalHead, Tensor]]:
+        return list(zip(self.parts, out.split([part.outputs for part in self.parts], -1), strict=True))
+
+    def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        drawn = [part.sample(x, None, generator) for part, x in self._parts(out)]
+        return torch.stack([action for action, _ in drawn], -1), torch.stack([logp for _, logp in drawn]).sum(0)
+
+    def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
+        return torch.stack([part.mode(x, None) for part, x in self._parts(out)], -1)
+
+    def score(self, out: Tensor, action: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores = [part.score(x, action[..., i], None) for i, (part, x) in enumerate(self._parts(out))]
+        return torch.stack([logp for logp, _ in scores]).sum(0), torch.stack([entropy for _, entropy in scores]).sum(0)
+
+
+class GaussianHead(Head):
+    """Independent normal numbers in the units of the space's half-width; the env clips what falls outside."""
+
+    LOG_STD = (-5.0, 2.0)
+
+    def __init__(self, space: Continuous) -> None:
+        self.width = len(space.low)
+        self.outputs = 2 * self.width
+        low, high = torch.tensor(space.low), torch.tensor(space.high)
+        self.middle, self.half = (low + high) / 2, (high - low) / 2
+
+    def parts(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log standard deviation, in the space's own units but for the deviation, which is in half-widths."""
+        mean, log_std = out.chunk(2, -1)
+        return mean, log_std.clamp(*self.LOG_STD)
+
+    def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        mean, log_std = self.parts(out)
+        noise = torch.empty_like(mean).normal_(generator=generator)
+        raw = mean + noise * log_std.exp()
+        return self.middle + self.half * raw, self._logp(noise, log_std)
+
+    def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
+        return self.middle + self.half * self.parts(out)[0]
+
+    def score(self, out: Tensor, action: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
+        mean, log_std = self.parts(out)
+        noise = ((action - self.middle) / self.half - mean) / log_std.exp()
+        return self._logp(noise, log_std), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+    def _logp(self, noise: Tensor, log_std: Tensor) -> Tensor:
+        """Of the number before it is scaled to the space: a constant away from the density of the action."""
+        return (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def head_for(space: Space) -> Head:
+    """The distribution that fits a space."""
+    if isinstance(space, Discrete):
+        return CategoricalHead(space)
+    return MultiCategoricalHead(space) if isinstance(space, MultiDiscrete) else GaussianHead(space)

@@ -1,0 +1,206 @@
+"""Small networks, several of one shape side by side: a stack of `P` members costs one call, not P.
+
+Shapes: `P` members, `T` time, `R` rows (games times seats), `H` units. A member's row never sees another's weights;
+each is initialised from its own generator, so that it is the same network in any stack.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.config import Strict
+
+Activation = Literal["tanh", "relu"]
+GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}
+
+
+class NetConfig(Strict):
+    """The shape of a network: `hidden` layers, then with `memory` a GRU of as many units. Views of three dimensions
+    (pixels) pass the convolutions of Mnih et al. (2015) first."""
+
+    hidden: list[int] = Field([64, 64], min_length=1)
+    activation: Activation = "tanh"
+    memory: int = Field(0, ge=0)
+
+
+def orthogonal(shape: tuple[int, ...], gain: float, generators: Sequence[torch.Generator]) -> Tensor:
+    """[P, *shape]: an orthogonal matrix (Saxe et al., 2014) for each generator, scaled by `gain`."""
+    weights = torch.empty(len(generators), *shape)
+    for weight, generator in zip(weights, generators, strict=True):
+        nn.init.orthogonal_(weight, gain, generator=generator)
+    return weights
+
+
+class Linear(nn.Module):
+    """P linear layers: [P, R, in] -> [P, R, out]."""
+
+    def __init__(self, inputs: int, outputs: int, gain: float, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(orthogonal((inputs, outputs), gain, generators))
+        self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.weight) == 1:
+            return torch.addmm(self.bias[0], x[0], self.weight[0])[None]
+        return torch.baddbmm(self.bias, x, self.weight)
+
+
+class Mlp(nn.Module):
+    """Linear layers, each but a last one of `outputs` followed by the activation."""
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: Sequence[int],
+        activation: Activation,
+        generators: Sequence[torch.Generator],
+        outputs: int | None = None,
+        gain: float = 1.0,
+    ) -> None:
+        super().__init__()
+        widths = [inputs, *hidden]
+        self.layers = nn.ModuleList(Linear(a, b, GAIN[activation], generators) for a, b in itertools.pairwise(widths))
+        if outputs is not None:
+            self.layers.append(Linear(widths[-1], outputs, gain, generators))
+        self.active = len(hidden)
+        self.activation = torch.tanh if activation == "tanh" else torch.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number < self.active:
+                x = self.activation(x)
+        return x
+
+
+class Convolutions(nn.Module):
+    """The three convolutions of Mnih et al. (2015) over pixels [P, R, height, width, channels], uint8 or 0 to 1, then
+    one layer of 512 units."""
+
+    LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride
+
+    def __init__(self, view: tuple[int, ...], generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        height, width, channels = view
+        self.kernels, self.biases = nn.ParameterList(), nn.ParameterList()
+        for outputs, size, stride in self.LAYERS:
+            self.kernels.append(nn.Parameter(orthogonal((outputs, channels, size, size), GAIN["relu"], generators)))
+            self.biases.append(nn.Parameter(torch.zeros(len(generators), outputs)))
+            height, width, channels = (height - size) // stride + 1, (width - size) // stride + 1, outputs
+        if height < 1 or width < 1:
+            raise ValueError(f"pixels of {view[0]} x {view[1]} are too few for the convolutions: 36 x 36 at least")
+        self.last = Linear(height * width * channels, 512, GAIN["relu"], generators)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = torch.stack([self._member(p, pixels) for p, pixels in enumerate(x)])
+        return torch.relu(self.last(features))
+
+    def _member(self, p: int, x: Tensor) -> Tensor:
+        x = x.permute(0, 3, 1, 2)
+        x = x.float() / 255 if x.dtype == torch.uint8 else x
+        for kernel, bias, (_, _, stride) in zip(self.kernels, self.biases, self.LAYERS, strict=True):
+            x = torch.relu(nn.functional.conv2d(x, kernel[p], bias[p], stride))
+        return x.flatten(1)
+
+
+class Gru(nn.Module):
+    """P gated recurrent cells (Cho et al., 2014, in the variant of PyTorch): [P, T, R, in], memory [P, R, H] -> the
+    memory after each step [P, T, R, H]. Where `fresh [P, T, R]` is set the memory is emptied before that step: a new
+    game begins."""
+
+    def __init__(self, inputs: int, units: int, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self.units = units
+        self.inputs = Linear(inputs, 3 * units, 1.0, generators)
+        self.recurrent = Linear(units, 3 * units, 1.0, generators)
+
+    def forward(self, x: Tensor, memory: Tensor, fresh: Tensor | None) -> Tensor:
+        P, T, R, _ = x.shape
+        given = self.inputs(x.reshape(P, T * R, -1)).view(P, T, R, -1)
+        outputs = []
+        for t in range(T):
+            if fresh is not None:
+                memory = memory.masked_fill(fresh[:, t, :, None], 0.0)
+            reset_x, update_x, new_x = given[:, t].chunk(3, -1)
+            reset_h, update_h, new_h = self.recurrent(memory).chunk(3, -1)
+            update = torch.sigmoid(update_x + update_h)
+            new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
+            memory = new + update * (memory - new)
+            outputs.append(memory)
+        return torch.stack(outputs, 1)
+
+
+class Net(nn.Module):
+    """P networks from views to `outputs` numbers. `gain` scales the last layer: small for policies, so that play
+    begins nearly uniform (Andrychowicz et al., 2021)."""
+
+    def __init__(
+        self,
+        view: tuple[int, ...],
+        outputs: int,
+        config: NetConfig,
+        generators: Sequence[torch.Generator],
+        gain: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.view, self.memory_units = view, config.memory
+        self.pixels = Convolutions(view, generators) if len(view) == 3 else None
+        inputs = 512 if self.pixels else math.prod(view)
+        if config.memory:
+            self.body = Mlp(inputs, config.hidden, config.activation, generators)
+            self.gru: Gru | None = Gru(config.hidden[-1], config.memory, generators)
+            self.head: Linear | None = Linear(config.memory, outputs, gain, generators)
+        else:
+            self.body = Mlp(inputs, config.hidden, config.activation, generators, outputs, gain)
+            self.gru = self.head = None
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[P, R, *view] -> [P, R, outputs], for networks without memory."""
+        x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1)
+        return self.body(x)
+
+    def unroll(
+        self, obs: Tensor, memory: Tensor | None = None, fresh: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[P, T, R, *view] -> [P, T, R, outputs] and the memory after each step [P, T, R, H], where there is any."""
+        P, T, R = obs.shape[:3]
+        x = self(obs.reshape(P, T * R, *obs.shape[3:])).view(P, T, R, -1)
+        if self.gru is None or self.head is None:
+            return x, None
+        memory = self.empty(P, R) if memory is None else memory
+        x = self.gru(x, memory, fresh)
+        return self.head(x.reshape(P, T * R, -1)).view(P, T, R, -1), x
+
+    def empty(self, members: int, rows: int) -> Tensor:
+        """The memory at the start of a game, [P, R, H]."""
+        return torch.zeros(members, rows, self.memory_units)
+
+
+def generators(seeds: Sequence[int]) -> list[torch.Generator]:
+    """A generator for each member's weights."""
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def member_of(module: nn.Module, p: int) -> dict[str, Tensor]:
+    """The weights of one member of a stack, without the dimension of members."""
+    return {name: parameter.detach()[p].clone() for name, parameter in module.named_parameters()}
+
+
+def put_member(module: nn.Module, p: int, weights: dict[str, Any]) -> None:
+    """Gives one member of a stack the weights that `member_of` took. Raises ValueError where they are of another
+    network."""
+    for name, parameter in module.named_parameters():
+        if name not in weights or tuple(weights[name].shape) != tuple(parameter.shape[1:]):
+            have = tuple(weights[name].shape) if name in weights else "nothing"
+            raise ValueError(
+                f"the weights are of another network: {name} should be {tuple(parameter.shape[1:])} and is {have}"
+            )
+        with torch.no_grad():
+            parameter[p].copy_(torch.as_tensor(weights[name]))

@@ -1,0 +1,60 @@
+"""Running means and deviations, of views and of returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Sum = Callable[[Tensor], Tensor]  # adds up a tensor over all processes that train together
+
+
+class RunningNorm(nn.Module):
+    """Mean and variance of all rows seen so far, for each of P members and D numbers (Chan et al., 1983, for the
+    merging of parts). With `decay` older rows fade, as returns do while a policy improves (van Hasselt et al., 2016,
+    PopArt, without its correction of the last layer)."""
+
+    def __init__(self, members: int, size: int, decay: float = 1.0) -> None:
+        super().__init__()
+        self.decay = decay
+        self.register_buffer("mean", torch.zeros(members, size, dtype=torch.float64))
+        self.register_buffer("square", torch.ones(members, size, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(members, 1, dtype=torch.float64))
+        self.mean: Tensor
+        self.square: Tensor
+        self.count: Tensor
+
+    @torch.no_grad()
+    def see(self, rows: Tensor, weight: Tensor, total: Sum = lambda x: x) -> None:
+        """Takes in rows [P, R, D] with weights [P, R]."""
+        rows, weight = rows.double(), weight.double()[..., None]
+        size = rows.shape[-1]
+        sums = torch.cat([(rows * weight).sum(1), (rows.square() * weight).sum(1), weight.sum(1)], -1)
+        sums = total(sums)
+        count = self.count * self.decay + sums[:, -1:]
+        share = torch.where(count > 0, sums[:, -1:] / count.clamp(min=1e-12), 0.0)
+        mean, square = sums[:, :size], sums[:, size : 2 * size]
+        here = sums[:, -1:].clamp(min=1e-12)
+        self.mean += share * (mean / here - self.mean)
+        self.square += share * (square / here - self.square)
+        self.count.copy_(count)
+
+    def deviation(self) -> Tensor:
+        """Standard deviation [P, D], at least 1e-4; 1 before anything was seen."""
+        variance = (self.square - self.mean.square()).clamp(min=1e-8)
+        return torch.where(self.count > 0, variance.sqrt(), 1.0)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """x [P, ..., D] in deviations from the mean."""
+        mean, deviation = self._like(self.mean, x), self._like(self.deviation(), x)
+        return (x - mean) / deviation
+
+    def restore(self, x: Tensor) -> Tensor:
+        """The inverse of `normalise`."""
+        return x * self._like(self.deviation(), x) + self._like(self.mean, x)
+
+    @staticmethod
+    def _like(statistic: Tensor, x: Tensor) -> Tensor:
+        """[P, D] -> [P, 1, ..., D] in x's precision."""
+        return statistic.to(x.dtype).view(len(statistic), *[1] * (x.dim() - 2), statistic.shape[-1])
