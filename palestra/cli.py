@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -70,7 +70,6 @@ def _train(
 ) -> None:
     from palestra.config import dump, load, override, validate
     from palestra.runs import Run
-    from palestra.setup import Config, build
 
     if (path is None) == (resume is None):
         raise ValueError("name a config to start a run, or --resume RUN to go on with one")
@@ -79,8 +78,10 @@ def _train(
             "--set and --engine change a run that starts; a resumed run goes on as it began. Start a new one instead."
         )
     tree = load(resume / "config.yaml" if resume else path)  # type: ignore[arg-type]
-    config = validate(Config, override(tree, settings))
-    setup = build(config)
+    tree = override(tree, settings)
+    kind = kind_of(tree)
+    config = validate(kind.config, tree)
+    setup = kind.build(config)
     if dry_run:
         print(dump(config), end="")
         return
@@ -89,22 +90,43 @@ def _train(
         if resume
         else Run.create(root, dump(config), name or config.name, {"seed": config.seed}) as run
     ):
-        _follow(setup, run, config)
+        _follow(kind, setup, run, config)
 
 
-def _follow(setup: Any, run: Any, config: Any) -> None:
+class Kind(NamedTuple):
+    """What one kind of run is made by: language agents that talk, or networks that play vectorised games."""
+
+    config: Any
+    build: Callable[[Any], Any]
+    restore: Callable[[Any, Any], int]
+    train: Callable[..., bool]
+
+
+def kind_of(tree: dict[str, Any]) -> Kind:
+    """The kind of run that a config describes, by its env."""
+    from palestra.envs import is_vectorised
+
+    if is_vectorised((tree.get("env") or {}).get("type")):
+        from palestra import drill, setup_games
+
+        return Kind(setup_games.GamesConfig, setup_games.build_games, drill.restore, drill.drill)
+    from palestra import setup, train
+
+    return Kind(setup.Config, setup.build, train.restore, train.run_training)
+
+
+def _follow(kind: Kind, setup: Any, run: Any, config: Any) -> None:
     """Trains with a progress bar; draws and prints what was learned."""
     from palestra.progress import ProgressBar
     from palestra.reports import learned_table, plot_run
-    from palestra.train import restore, run_training
 
-    start = restore(setup, run)
-    what = f"{config.env['type']}, {', '.join(setup.learners)} by {config.algorithm.type}"
+    start = kind.restore(setup, run)
+    what = f"{config.env['type']}, {', '.join(setup.names)} by {config.algorithm.type}"
     console.print(f"run [bold]{escape(str(run.path))}[/]: {escape(what)}", soft_wrap=True)
     if start:
         console.print(f"going on after step {start}")
     with ProgressBar(setup.steps, start, console) as bar, stop_on_interrupt() as stop:
-        done = run_training(setup, run, bar, stop)
+        done = kind.train(setup, run, bar, stop)
     if not done:
         say(f"stopped; go on with: palestra train --resume {shlex.quote(str(run.path))}")
         return
@@ -147,7 +169,9 @@ def evaluate(
     swap: Annotated[bool, typer.Option("--swap", help="let two seats change policies")] = False,
     episodes: Annotated[int, typer.Option(min=1)] = 300,
     step: Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="default: as in training")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="default: as in training; networks know only that and 0")
+    ] = None,
     seed: int = 0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
@@ -163,15 +187,19 @@ def evaluate(
 
         palestra eval runs/demo --seats planner=base --temperature 0
     """
-    from palestra.evaluate import evaluate_run
     from palestra.reports import interval
 
     with friendly():
-        sampling = {} if temperature is None else {"temperature": temperature}
-        options: dict[str, Any] = {"sampling": sampling, "step": step, "seed": seed}
-        who, figures = asyncio.run(
-            evaluate_run(what, pairs(env), pairs(seats), swap=swap, episodes=episodes, **options)
-        )
+        options: dict[str, Any] = {"swap": swap, "episodes": episodes, "step": step, "seed": seed}
+        if plays_games(what):
+            from palestra.evaluate_games import evaluate_games
+
+            who, figures = evaluate_games(what, pairs(env), seat_pairs(seats), best=temperature == 0, **options)
+        else:
+            from palestra.evaluate import evaluate_run
+
+            sampling = {} if temperature is None else {"temperature": temperature}
+            who, figures = asyncio.run(evaluate_run(what, pairs(env), pairs(seats), sampling=sampling, **options))
     if as_json:
         print(json.dumps({"seats": who, **figures}))
         return
@@ -179,10 +207,33 @@ def evaluate(
     for seat, policy in who.items():
         table.add_row(seat, policy)
     table.add_section()
-    table.add_row("success", f"[bold]{interval(figures)}[/]")
-    for key in ("steps_per_episode", "team_return", "failed"):
-        table.add_row(key.replace("_", " "), f"{figures[key]:.2f}")
+    if "success" in figures:
+        table.add_row("success", f"[bold]{interval(figures)}[/]")
+    for key in ("return", "steps_per_episode", "team_return", "failed"):
+        if key in figures:
+            table.add_row(key.replace("_", " "), f"{figures[key]:.2f}")
+    for seat, value in figures.get("returns", {}).items():
+        table.add_row(f"return of {seat}", f"{value:.2f}")
     console.print(table)
+
+
+def plays_games(what: Path) -> bool:
+    """Whether a run, RUN:NAME or a config is of a vectorised game."""
+    from palestra.config import load
+    from palestra.envs import is_vectorised
+
+    run, _, _ = str(what).rpartition(":")
+    path = Path(run) if run else what
+    tree = load(path / "config.yaml" if path.is_dir() else path)
+    return is_vectorised((tree.get("env") or {}).get("type"))
+
+
+def seat_pairs(settings: list[str] | None) -> dict[str, str]:
+    """`["adversary_*=random"]` -> {"adversary_*": "random"}."""
+    found = [setting.partition("=") for setting in settings or []]
+    if wrong := [seat for seat, equals, _ in found if not equals]:
+        raise ValueError(f"cannot read --seats {wrong[0]}: write SEAT=POLICY, for example agent_0=random")
+    return {seat: name for seat, _, name in found}
 
 
 def pairs(settings: list[str] | None) -> dict[str, Any]:
@@ -200,10 +251,15 @@ def runs(root: Root = Path("runs")) -> None:
     table = Table("run", "created", "steps", "checkpoint", "last exam")
     for run in list_runs(root):
         last = run.evals[-1] if run.evals else None
-        exam = f"{last['name']} {last['success']:.1%}" if last else "-"
+        exam = shown(last) if last else "-"
         kept = f"after {run.checkpoint.step + 1}" if run.checkpoint else "-"
         table.add_row(run.path.name, run.created[:19].replace("T", " "), str(run.steps), kept, exam)
     console.print(table if table.row_count else f"no runs in {root}/")
+
+
+def shown(exam: dict[str, Any]) -> str:
+    """An exam's name and its main figure."""
+    return f"{exam['name']} {exam['success']:.1%}" if "success" in exam else f"{exam['name']} {exam['return']:.2f}"
 
 
 @app.command()

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
 TEMPORARY = ".tmp-"  # the prefix of what is not finished; whoever finds one after a crash may remove it
 
 
@@ -143,3 +146,15 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def _sync_tree(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
         sync(path)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Arrays as one safetensors file, its folder made where it is missing. Not atomic: for folders that are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """What `write_arrays` wrote."""
+    found: dict[str, np.ndarray] = load_file(path)
+    return found

@@ -24,14 +24,14 @@ class ProgressBar(Watcher):
             TextColumn("training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("success [bold]{task.fields[success]}[/] · failed {task.fields[failed]}"),
+            TextColumn("{task.fields[what]} [bold]{task.fields[value]}[/]{task.fields[failed]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=False),
         )
         self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
-        self.task = self.bar.add_task("training", total=steps, completed=start, success="-", failed="0")
-        self._success: float | None = None
+        self.task = self.bar.add_task("training", total=steps, completed=start, what="", value="", failed="")
+        self._value: float | None = None
         self._failed = 0
 
     def __enter__(self) -> Self:
@@ -50,13 +50,19 @@ class ProgressBar(Watcher):
             self._failed += 1
 
     def step(self, step: int, metrics: Metrics) -> None:
-        now = metrics["success"]
-        self._success = now if self._success is None else SMOOTH * self._success + (1 - SMOOTH) * now
-        self.bar.update(self.task, completed=step + 1, success=f"{self._success:.0%}", failed=str(self._failed))
+        what = "success" if "success" in metrics else "return"
+        if what in metrics:  # between two lines of a log no game may have ended
+            now = metrics[what]
+            self._value = now if self._value is None else SMOOTH * self._value + (1 - SMOOTH) * now
+        value = "-" if self._value is None else f"{self._value:.0%}" if what == "success" else f"{self._value:.2f}"
+        failed = f" · failed {self._failed}" if self._failed else ""
+        self.bar.update(self.task, completed=step + 1, what=what, value=value, failed=failed)
 
     def exam(self, step: int, name: str, metrics: Metrics) -> None:
         when = "before training" if step < 0 else f"after step {step + 1}"
+        shown = [f"success [bold]{metrics['success']:.1%}[/]"] if "success" in metrics else []
+        shown += [f"return [bold]{metrics['return']:.2f}[/]"] if "return" in metrics else []
         self.console.print(
-            f"{name} {when}: success [bold]{metrics['success']:.1%}[/] of {metrics['episodes']:.0f}, "
+            f"{name} {when}: {', '.join(shown)} of {metrics['episodes']:.0f}, "
             f"{metrics['steps_per_episode']:.1f} steps an episode"
         )

@@ -10,14 +10,27 @@ import numpy as np
 from rich.table import Table
 
 from palestra.runs import read_lines
+from palestra.types import TEAM
 
-TEAM = "team"
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe & Ito (2008): safe for all eyes
-PANELS = [
+PANELS = [  # the first four that a run has figures for are drawn
     ("entropy", "entropy of the policy (nats)"),
     ("kl", "KL from the sampling policy"),
     ("zero_variance", "groups without differences (share)"),
     ("invalid", "invalid answers (share)"),
+    ("value_loss", "loss of the critic"),
+    ("clip_share", "moves whose gradient the clip removed (share)"),
+    ("td_loss", "loss of the action values"),
+    ("gradient", "norm of the gradient"),
+    ("policy_loss", "loss of the policy"),
+]
+
+
+ROWS = [
+    ("local_reward", "local reward"),
+    ("return", "return in training"),
+    ("invalid", "invalid answers"),
+    ("entropy", "entropy"),
 ]
 
 
@@ -32,14 +45,25 @@ def plot_run(path: str | Path, target: Path | None = None) -> Path:
     target = target or path / "curves.png"
     by_policy = series(read_lines(path / "metrics.jsonl"), "policy")
     figure, axes = plt.subplots(2, 3, figsize=(12, 6.4), constrained_layout=True)
-    _success(axes[0, 0], by_policy.get(TEAM, []), series(read_lines(path / "evals.jsonl"), "name"))
-    _rewards(axes[0, 1], by_policy)
-    for axis, (key, title) in zip(axes.flat[2:], PANELS, strict=True):
+    exams = series(read_lines(path / "evals.jsonl"), "name")
+    team, games = by_policy.get(TEAM, []), any("return" in lines[-1] for lines in exams.values())
+    games = games or any("return" in line for line in by_policy.get(TEAM, []))
+    if games:
+        _returns(axes[0, 0], team, exams)
+        _curves(axes[0, 1], by_policy, "return", "return of a game, in training")
+    else:
+        _success(axes[0, 0], team, exams)
+        _rewards(axes[0, 1], by_policy)
+    told = {key for name, lines in _policies(by_policy) for line in lines for key in line}
+    drawn = [panel for panel in PANELS if panel[0] in told][:4]
+    for axis, (key, title) in zip(axes.flat[2:], drawn, strict=False):
         _curves(axis, by_policy, key, title)
+    for axis in axes.flat[2 + len(drawn) :]:
+        axis.set_visible(False)
     for axis in axes.flat:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlabel("training step")
+        axis.set_xlabel("joint steps of all games" if games else "training step")
     figure.suptitle(path.name)
     figure.savefig(target, dpi=120)
     plt.close(figure)
@@ -74,6 +98,28 @@ def _success(axis: Any, team: list[dict[str, Any]], exams: dict[str, list[dict[s
     _legend(axis, loc="lower right")
 
 
+def _returns(axis: Any, team: list[dict[str, Any]], exams: dict[str, list[dict[str, Any]]]) -> None:
+    """Success where the env knows it, else the return, in training and in exams."""
+    key = "success" if any("success" in line for lines in [team, *exams.values()] for line in lines) else "return"
+    known = [line for line in team if key in line]
+    if known:
+        axis.plot(
+            [at(line, team) for line in known], smooth([line[key] for line in known]), "#666666", label="training"
+        )
+    for (name, lines), colour in zip(exams.items(), COLOURS, strict=False):
+        shown = [line for line in lines if key in line]
+        axis.plot([at(line, team) for line in shown], [line[key] for line in shown], "o-", color=colour, label=name)
+    axis.set_title(f"{key} of all seats", fontsize=10)
+    _legend(axis, loc="lower right")
+
+
+def at(line: dict[str, Any], team: list[dict[str, Any]]) -> float:
+    """Where on the axis a line belongs: joint steps, where the run counts them, else steps."""
+    steps = line["step"] + 1
+    per_step = team[-1]["env_steps"] / (team[-1]["step"] + 1) if team and "env_steps" in team[-1] else 1
+    return float(steps * per_step)
+
+
 def _rewards(axis: Any, by_policy: dict[str, list[dict[str, Any]]]) -> None:
     """Each policy's reward for an answer: team and local parts together."""
     for (name, lines), colour in zip(_policies(by_policy), COLOURS, strict=False):
@@ -85,7 +131,7 @@ def _rewards(axis: Any, by_policy: dict[str, list[dict[str, Any]]]) -> None:
 
 def _curves(axis: Any, by_policy: dict[str, list[dict[str, Any]]], key: str, title: str) -> None:
     for (name, lines), colour in zip(_policies(by_policy), COLOURS, strict=False):
-        points = [(line["step"] + 1, line[key]) for line in lines if line.get(key) is not None]
+        points = [(line.get("env_steps", line["step"] + 1), line[key]) for line in lines if line.get(key) is not None]
         if points:
             steps, values = zip(*points, strict=True)
             axis.plot(steps, smooth(list(values)), color=colour, label=name)
@@ -112,13 +158,20 @@ def learned_table(path: str | Path) -> Table:
     for name, lines in series(read_lines(path / "evals.jsonl"), "name").items():
         first, last = lines[0], lines[-1]
         n = f"{last['episodes']:.0f}"
-        table.add_row(f"{name}: success of {n}", interval(first), interval(last), style="bold")
+        if "success" in last:
+            table.add_row(f"{name}: success of {n}", interval(first), interval(last), style="bold")
+        if "return" in last:
+            table.add_row(f"{name}: return, mean of {n}", *(f"{x['return']:.2f}" for x in (first, last)), style="bold")
+            seats = last["returns"] if len(set(last["returns"].values())) > 1 else {}
+            for seat in seats:
+                table.add_row(f"{name}: return of {seat}", *(f"{x['returns'][seat]:.2f}" for x in (first, last)))
         table.add_row(f"{name}: steps an episode", *(f"{x['steps_per_episode']:.1f}" for x in (first, last)))
     for name, lines in _policies(series(read_lines(path / "metrics.jsonl"), "policy")):
         table.add_section()
-        for key, label in (("local_reward", "local reward"), ("invalid", "invalid answers"), ("entropy", "entropy")):
+        for key, label in ROWS:
             ends = [_mean(part, key) for part in (lines[:10], lines[-10:])]
-            table.add_row(f"{name}: {label}", *(f"{value:.2f}" for value in ends))
+            if not all(map(np.isnan, ends)):
+                table.add_row(f"{name}: {label}", *(f"{value:.2f}" for value in ends))
     return table
 
 

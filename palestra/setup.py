@@ -25,8 +25,8 @@ from palestra.policies.base import Policy
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
 from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.rollouts.play import Arena, derive
-from palestra.train import TEAM, Exam, Setup
-from palestra.types import Seat
+from palestra.train import Exam, Setup
+from palestra.types import TEAM, Seat
 
 if TYPE_CHECKING:
     from palestra.service.client import RemoteEngines
@@ -289,7 +289,7 @@ def exam_env(env: dict[str, Any], changes: dict[str, Any] | None, split: str) ->
 def make_arena(env: dict[str, Any], name: str) -> Arena:
     """An arena for `env` (type and options), checked now so that a wrong option is heard before anything is loaded."""
     kind = env["type"]
-    cls = env_class(kind)
+    cls: Any = env_class(kind)
     options = env_options(cls, {k: v for k, v in env.items() if k != "type"})
     return Arena(lambda: cls(**options), name)
 

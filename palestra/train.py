@@ -14,9 +14,7 @@ from palestra.policies.base import Policy
 from palestra.rollouts.figures import member, policy_figures, summary
 from palestra.rollouts.play import Arena, Branching, Match, derive
 from palestra.runs import Checkpoint, Run
-from palestra.types import Episode, Metrics, Sample, Seat
-
-TEAM = "team"  # the name under which figures of all policies together are logged
+from palestra.types import TEAM, Episode, Metrics, Sample, Seat
 
 
 class Algorithm(Protocol):
@@ -61,6 +59,11 @@ class Setup:
     checkpoint_every: int = 10
     keep_every: int = 0
     record_every: int = 1
+
+    @property
+    def names(self) -> list[str]:
+        """The policies that learn."""
+        return list(self.learners)
 
     def matches(self, step: int) -> list[Match]:
         """The episodes of a step: instances that no other step has, and no run of another seed."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 Seat = str
+TEAM = "team"  # the name under which figures of all policies together are logged
 Message = dict[str, str]  # {"role": "user", "content": "..."}: the chat format of `transformers`
 
 

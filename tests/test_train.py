@@ -451,7 +451,7 @@ WRONG = [
     ({"env.turn": 3}, 'has no option "turn"; did you mean "turns"'),
     ({"env.type": "whisper"}, 'unknown env "whisper"'),
     ({"env.type": "toys:Nothing"}, "cannot be loaded from toys:Nothing"),
-    ({"env.type": "toys:Spoken"}, "not a subclass"),
+    ({"env.type": "toys:Spoken"}, "no subclass"),
     ({"exams.test.env.splt": "x"}, 'has no option "splt"; did you mean "split"'),
     ({"exam_sampling.temprature": 0}, "exam_sampling: unknown key temprature: did you mean temperature"),
     ({"policies.guide.base": "tinny"}, 'cannot load the base "tinny"'),

@@ -15,40 +15,61 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from palestra.envs.base import Env, check_env
+from palestra.envs.vector.base import VectorEnv
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "Env", "check_env", "env_class", "env_options", "make_env"]
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "GAMES", "Env", "VectorEnv", "check_env", "env_class", "env_options", "make_env"]
 
 ENTRY_POINTS = "palestra.envs"
 BUILT_IN: dict[str, str] = {
     "plan_path": "palestra.envs.text.plan_path:PlanPath",
     "sokoban": "palestra.envs.text.sokoban:Sokoban",
 }
+GAMES: dict[str, str] = {  # vectorised
+    "simple_spread": "palestra.envs.vector.mpe:SimpleSpread",
+    "simple_adversary": "palestra.envs.vector.mpe:SimpleAdversary",
+    "simple_tag": "palestra.envs.vector.mpe:SimpleTag",
+    "simple_speaker_listener": "palestra.envs.vector.mpe:SimpleSpeakerListener",
+    "kuhn_poker": "palestra.envs.vector.kuhn:KuhnPoker",
+    "leduc_poker": "palestra.envs.vector.leduc:LeducPoker",
+    "liars_dice": "palestra.envs.vector.liars_dice:LiarsDice",
+    "matrix": "palestra.envs.vector.matrix:MatrixGame",
+    "two_step": "palestra.envs.vector.matrix:TwoStepGame",
+    "foraging": "palestra.envs.vector.foraging:Foraging",
+    "combat": "palestra.envs.vector.combat:Combat",
+    "pong": "palestra.envs.vector.pong:Pong",
+}
 
 
-def make_env(type: str, **options: Any) -> Env:
+def make_env(type: str, **options: Any) -> Any:
     """A new env: `make_env("sokoban", size=4)`. Raises ValueError for an unknown name or option, with the nearest."""
     cls = env_class(type)
     return cls(**env_options(cls, options))
 
 
-def env_class(type: str) -> type[Env]:
+def is_vectorised(type: Any) -> bool:
+    """Whether the env of that name plays many games at once on arrays."""
+    return isinstance(type, str) and bool(type) and issubclass(env_class(type), VectorEnv)
+
+
+def env_class(type: str) -> type[Env] | type[VectorEnv]:
     """The class that a name stands for: built in, an entry point of group "palestra.envs", or "module:Class"."""
     offered = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-    path = (offered | BUILT_IN).get(type, type)
+    named = offered | BUILT_IN | GAMES
+    path = named.get(type, type)
     if ":" not in path:
-        known = sorted(offered | BUILT_IN)
+        known = sorted(named)
         raise ValueError(f'unknown env "{type}"{_nearest(type, known)}; known: {", ".join(known)}, or "module:Class"')
     module, _, name = path.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f'env "{type}" cannot be loaded from {path}: {error}') from error
-    if not (inspect.isclass(cls) and issubclass(cls, Env)):
-        raise ValueError(f'env "{type}" is {path}, which is not a subclass of palestra.envs.Env')
+    if not (inspect.isclass(cls) and issubclass(cls, Env | VectorEnv)):
+        raise ValueError(f'env "{type}" is {path}, which is no subclass of palestra.envs.Env or VectorEnv')
     return cls
 
 
-def env_options(cls: type[Env], options: dict[str, Any]) -> dict[str, Any]:
+def env_options(cls: type[Env] | type[VectorEnv], options: dict[str, Any]) -> dict[str, Any]:
     """`options` checked and coerced against the keyword arguments of `cls.__init__`; defaults are left out.
 
     Raises ValueError naming every unknown or ill-typed option, an unknown one with the nearest spelling.
@@ -63,7 +84,7 @@ def env_options(cls: type[Env], options: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _schema(cls: type[Env]) -> type[BaseModel]:
+def _schema(cls: type[Env] | type[VectorEnv]) -> type[BaseModel]:
     parameters = list(inspect.signature(cls).parameters.values())
     hints = get_type_hints(cls.__init__, include_extras=True)
     free = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -76,7 +97,9 @@ def _schema(cls: type[Env]) -> type[BaseModel]:
     return create_model(f"{cls.__name__}Options", __config__=config, **fields)
 
 
-def _complaint(cls: type[Env], model: type[BaseModel], where: tuple[int | str, ...], kind: str, message: str) -> str:
+def _complaint(
+    cls: type[Env] | type[VectorEnv], model: type[BaseModel], where: tuple[int | str, ...], kind: str, message: str
+) -> str:
     name, env, known = str(where[0]), cls.name or cls.__name__, list(model.model_fields)
     if kind == "extra_forbidden":
         return f'env "{env}" has no option "{name}"{_nearest(name, known)}; options: {", ".join(known)}'

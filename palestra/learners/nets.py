@@ -5,9 +5,12 @@ Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N`
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,8 +19,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.envs.vector.base import Arrays, VectorEnv
+from palestra.files import read_arrays, write_arrays
 from palestra.nets.heads import Head, head_for
-from palestra.nets.layers import Net, NetConfig, generators
+from palestra.nets.layers import Net, NetConfig, generators, member_of, put_member
 from palestra.nets.normalise import RunningNorm, Sum
 from palestra.nets.seating import Seating, seat_stacks
 from palestra.policies.nets import Choose, NetPlayer, greedy, sampling
@@ -38,7 +42,7 @@ class NetPolicyConfig(NetConfig):
     seat_id: bool = False
 
 
-class Diverged(ValueError):
+class Diverged(FloatingPointError):
     """A gradient that is not finite. `policy` says whose."""
 
     def __init__(self, policy: str) -> None:
@@ -179,11 +183,25 @@ class NetLearner(ABC):
 
     def modules(self) -> dict[str, nn.Module]:
         """Everything with weights, by name."""
-        norms = {f"norm.{i}": stack.norm for i, stack in enumerate(self.stacks) if stack.norm}
-        return {f"net.{i}": stack.net for i, stack in enumerate(self.stacks)} | norms
+        norms: dict[str, nn.Module] = {f"norm.{i}": s.norm for i, s in enumerate(self.stacks) if s.norm}
+        nets: dict[str, nn.Module] = {f"net.{i}": stack.net for i, stack in enumerate(self.stacks)}
+        return nets | norms
 
     def optimizers(self) -> dict[str, Optimizer]:
         return {f"adam.{i}": stack.optimizer for i, stack in enumerate(self.stacks)}
+
+    def members(self) -> dict[str, Callable[[Path], None]]:
+        """For each policy, what writes it to a folder: weights, and what is needed to play it elsewhere."""
+        return {
+            name: partial(write_member, stack, p) for stack in self.stacks for p, name in enumerate(stack.seating.names)
+        }
+
+    def write(self, folder: Path) -> None:
+        """Everything that `read` needs to go on exactly."""
+        write_arrays(folder / "learner.safetensors", self.arrays())
+
+    def read(self, folder: Path) -> None:
+        self.load(read_arrays(folder / "learner.safetensors"))
 
     def arrays(self) -> Arrays:
         """Everything that `load` needs to go on exactly."""
@@ -202,6 +220,42 @@ class NetLearner(ABC):
             module.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in part(arrays, name).items()})
         for name, optimizer in self.optimizers().items():
             optimizer.load(part(arrays, name))
+
+
+def write_member(stack: Stack, p: int, folder: Path) -> None:
+    """One policy of a stack: its weights, and in member.json its shape and version."""
+    weights = {name: value.numpy() for name, value in member_of(stack.net, p).items()}
+    norm = {} if stack.norm is None else {f"norm/{k}": v[p].numpy() for k, v in stack.norm.state_dict().items()}
+    write_arrays(folder / "policy.safetensors", weights | norm)
+    facts = {
+        "name": stack.seating.names[p],
+        "version": stack.version,
+        "seat_id": stack.seating.seat_id,
+        "config": stack.config.model_dump(),
+    }
+    (folder / "member.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def read_member(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> NetPlayer:
+    """A policy that `write_member` kept, at seats of an env; `best` plays its likeliest actions instead of drawing.
+
+    Raises ValueError where it does not fit these seats.
+    """
+    facts = json.loads((folder / "member.json").read_text())
+    config = NetPolicyConfig(**facts["config"])
+    name = facts["name"]
+    (alone,) = seat_stacks(env, {name: list(seats)}, {name: config})
+    seating = replace(alone, seat_id=facts["seat_id"])
+    head = head_for(seating.space)
+    net = Net(seating.inputs, head.outputs, config, generators([0]))
+    arrays = read_arrays(folder / "policy.safetensors")
+    put_member(net, 0, arrays)
+    norm = None
+    if config.normalise and (kept := part(arrays, "norm")):
+        norm = RunningNorm(1, seating.inputs[0])
+        norm.load_state_dict({key: torch.from_numpy(value[None].copy()) for key, value in kept.items()})
+    choose = greedy(head) if best else sampling(head)
+    return NetPlayer(seating, net, choose, [facts["version"]], norm.normalise if norm else None)
 
 
 def part(arrays: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:

@@ -55,6 +55,7 @@ class NetPlayer:
         else:
             anew = torch.from_numpy(fresh).repeat_interleave(S).expand(P, 1, B * S)
             unrolled, memories = self.net.unroll(rows[:, None], memory, anew)
+            assert memories is not None
             out, memory = unrolled[:, 0], memories[:, 0]
         legal = None if frame.legal is None else self.seating.take(frame.legal, 1).reshape(P, B * S, -1)
         actions, logp = self.choose(out, legal, self.generator)

@@ -14,9 +14,12 @@ from palestra.envs.vector.check import random_actions
 class Player(Protocol):
     """Plays the seats whose numbers are `seats`. `names` are the members behind it, with their versions."""
 
-    name: str
-    names: Sequence[str]
-    seats: Sequence[int]
+    @property
+    def name(self) -> str: ...
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def seats(self) -> Sequence[int]: ...
 
     def begin(self, seed: int) -> None:
         """Everything random until the next `begin` follows from `seed`."""

@@ -30,7 +30,7 @@ def test_options_are_coerced_and_defaults_left_out():
         ("sokoban", {"team": "pair"}, "'planner_executor', 'alternating' or 'single'"),
         ("sokoban", {"size": 99}, "size=99 is out of range: give 3 to 12"),
         ("nowhere:Env", {}, "cannot be loaded"),
-        ("os:path", {}, "not a subclass"),
+        ("os:path", {}, "no subclass"),
     ],
 )
 def test_mistakes_are_named(name, options, message):

@@ -1,0 +1,226 @@
+"""From a config of a vectorised game to everything a run consists of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+
+from palestra.algorithms.a2c import A2C
+from palestra.algorithms.ppo import PPO
+from palestra.config import Strict
+from palestra.drill import Drill, GamesExam
+from palestra.envs import VectorEnv, env_class, env_options
+from palestra.learners.nets import NetLearner, NetPolicyConfig, read_member
+from palestra.policies.vector import Player, Scripted, Uniform
+from palestra.rollouts.play import derive
+from palestra.rollouts.sweep import Sweeper
+from palestra.runs import checkpoints
+from palestra.types import TEAM, Seat
+
+LINES = 500  # of a run's log, unless `log_every` says otherwise
+
+
+class LearningNet(NetPolicyConfig):
+    """A network that learns. `sharing: false` gives each of its seats a network of its own, named after the seat."""
+
+    sharing: bool = True
+
+
+class FrozenNet(Strict):
+    """A policy that another run trained: `path` is RUN:NAME, or a checkpoint's folder of that policy."""
+
+    type: Literal["frozen"] = "frozen"
+    path: str
+    best: bool = False
+
+
+class RandomMoves(Strict):
+    """Uniform over legal actions."""
+
+    type: Literal["random"] = "random"
+
+
+class Script(Strict):
+    """A scripted player that the env offers, by `name`."""
+
+    type: Literal["script"] = "script"
+    name: str
+
+
+GamePolicy = Annotated[LearningNet | FrozenNet | RandomMoves | Script, Field(discriminator="type")]
+GameAlgorithm = Annotated[PPO | A2C, Field(discriminator="type")]
+
+
+class GamesExamConfig(Strict):
+    """Held-out games, the learning policies at their best: `env` changes options of the env, `seats` who plays;
+    `every` so many joint steps, 0 only before and after."""
+
+    episodes: int = Field(100, ge=1)
+    every: int = Field(0, ge=0)
+    env: dict[str, Any] = {}
+    seats: dict[str, str] = {}
+
+
+class GamesConfig(Strict):
+    """A training run in a vectorised game. It ends after `env_steps` joint steps, of all games together.
+
+    `seats` maps seats to policies; `*` and `?` stand for any letters, the first that fits counts; a seat not named goes
+    to the policy of its own name, or to the only policy there is. `log_every`, `checkpoint_every` and the exams'
+    `every` count joint steps, rounded up to whole sweeps; 0 leaves `log_every` to palestra."""
+
+    name: str = "run"
+    seed: int = 0
+    env_steps: int = Field(1_000_000, ge=1)
+    env: dict[str, Any]
+    policies: dict[str, GamePolicy]
+    seats: dict[str, str] = {}
+    algorithm: GameAlgorithm = PPO()
+    exams: dict[str, GamesExamConfig] = {}
+    log_every: int = Field(0, ge=0)
+    checkpoint_every: int = Field(1_000_000, ge=1)
+    keep_every: int = Field(0, ge=0)
+    threads: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _learns(self) -> Self:
+        if not any(isinstance(policy, LearningNet) for policy in self.policies.values()):
+            raise ValueError("no policy learns: give one of policies: the type net")
+        if TEAM in self.policies:
+            raise ValueError(f'a policy cannot be called "{TEAM}": that is the line of all together in the logs')
+        return self
+
+
+def make_games(env: dict[str, Any], games: int | None = None) -> VectorEnv:
+    """The env that a config describes, with another number of games if `games` says so."""
+    cls = env_class(env["type"])
+    options = env_options(cls, {k: v for k, v in env.items() if k != "type"} | ({"games": games} if games else {}))
+    made = cls(**options)
+    assert isinstance(made, VectorEnv)
+    return made
+
+
+def seat_policies(config: GamesConfig, env: VectorEnv, changes: dict[str, str] | None = None) -> dict[Seat, str]:
+    """The policy of each seat. Raises ValueError for a seat without one, and for a name unknown."""
+    patterns = (changes or {}) | config.seats
+    for pattern, name in patterns.items():
+        if not any(fnmatchcase(seat, pattern) for seat in env.seats):
+            raise ValueError(f'seats names "{pattern}", but env "{env.name}" plays {", ".join(env.seats)}')
+        if name not in config.policies:
+            raise ValueError(f'seats gives "{pattern}" to "{name}", but policies: has {", ".join(config.policies)}')
+    only = next(iter(config.policies)) if len(config.policies) == 1 else None
+    result = {}
+    for seat in env.seats:
+        fitting = [name for pattern, name in patterns.items() if fnmatchcase(seat, pattern)]
+        chosen = fitting[0] if fitting else seat if seat in config.policies else only
+        if chosen is None:
+            raise ValueError(
+                f'seat "{seat}" has no policy: env "{env.name}" plays {", ".join(env.seats)}, and policies: names '
+                f'{", ".join(config.policies)}. Add policies.{seat}, or say seats: {{"{seat}": ...}}'
+            )
+        result[seat] = chosen
+    return result
+
+
+def learning_seats(config: GamesConfig, env: VectorEnv, named: dict[Seat, str]) -> dict[str, list[int]]:
+    """The seat numbers of each policy that learns; one policy for each seat where a policy does not share."""
+    found: dict[str, list[int]] = {}
+    for number, seat in enumerate(env.seats):
+        policy = config.policies[named[seat]]
+        if isinstance(policy, LearningNet):
+            found.setdefault(named[seat] if policy.sharing else seat, []).append(number)
+    return found
+
+
+def build_games(config: GamesConfig) -> Drill:
+    """Everything that `config` describes, ready for `drill`. Raises ValueError where its parts do not fit."""
+    torch.set_num_threads(config.threads)
+    env = make_games(config.env)
+    named = seat_policies(config, env)
+    seats = learning_seats(config, env, named)
+    owner = {name: named[env.seats[own[0]]] for name, own in seats.items()}
+    policies = {name: _net(config.policies[owner[name]]) for name in seats}
+    seeds = {name: derive(config.seed, "net", name) for name in seats}
+    learner = config.algorithm.learner(env, seats, policies, seeds)
+    others = [fixed(config, env, seat, name) for seat, name in named.items() if _fixed(config, name)]
+    sweep = config.algorithm.horizon * env.games
+    log_every = max(1, math.ceil((config.log_every or config.env_steps / LINES) / sweep))
+
+    def sweeps(env_steps: int) -> int:
+        return math.ceil(env_steps / sweep / log_every) * log_every
+
+    shown = {seat: next((n for n, own in seats.items() if i in own), named[seat]) for i, seat in enumerate(env.seats)}
+    setup = Drill(
+        sweeper=Sweeper(env, np.arange(env.games)),
+        learner=learner,
+        others=others,
+        exams=[_exam(config, name, exam, learner, sweeps(exam.every)) for name, exam in config.exams.items()],
+        seats=shown,
+        seed=config.seed,
+        steps=math.ceil(config.env_steps / sweep),
+        horizon=config.algorithm.horizon,
+        log_every=log_every,
+        checkpoint_every=sweeps(config.checkpoint_every),
+        keep_every=sweeps(config.keep_every),
+    )
+    setup.sweeper.restart(setup.seeds("first"))
+    return setup
+
+
+def _exam(config: GamesConfig, name: str, exam: GamesExamConfig, learner: NetLearner, every: int) -> GamesExam:
+    wanted = config.env | exam.env
+    env = make_games(wanted)
+    if env.games > exam.episodes:
+        env = make_games(wanted, exam.episodes)
+    named = seat_policies(config, env, exam.seats)
+    usual = seat_policies(config, learner.env)
+    if env.seats != learner.env.seats or env.views != learner.env.views:
+        raise ValueError(f"exams.{name}.env changes who plays or what they see, which no trained policy fits")
+    if moved := [seat for seat, policy in named.items() if not _fixed(config, policy) and usual[seat] != policy]:
+        raise ValueError(f"exams.{name}.seats moves a learning policy to {moved[0]}: `palestra eval --seats` can")
+    others = [fixed(config, env, seat, policy) for seat, policy in named.items() if _fixed(config, policy)]
+
+    def players() -> Sequence[Player]:
+        return [*learner.greedy(), *others]  # who comes later has the last word at a seat
+
+    return GamesExam(name, env, exam.episodes, players, every)
+
+
+def fixed(config: GamesConfig, env: VectorEnv, seat: Seat, name: str) -> Player:
+    """A player that does not learn, at one seat."""
+    policy, number = config.policies[name], env.seats.index(seat)
+    label = f"{name}/{seat}"
+    if isinstance(policy, RandomMoves):
+        return Uniform(env, [number], label)
+    if isinstance(policy, Script):
+        return Scripted(env, [number], policy.name, label)
+    assert isinstance(policy, FrozenNet)
+    player = read_member(member_folder(policy.path), env, [number], best=policy.best)
+    player.name = label
+    return player
+
+
+def member_folder(path: str) -> Path:
+    """The folder of RUN:NAME in the run's newest checkpoint, or `path` itself."""
+    run, _, name = path.rpartition(":")
+    if not run:
+        return Path(path)
+    kept = checkpoints(run)
+    if not kept or name not in kept[-1].names:
+        have = ", ".join(kept[-1].names) if kept else "no checkpoint"
+        raise ValueError(f'there is no policy "{name}" in the run {run}; it has: {have}')
+    return kept[-1].path / kept[-1].names[name]
+
+
+def _fixed(config: GamesConfig, name: str) -> bool:
+    return not isinstance(config.policies[name], LearningNet)
+
+
+def _net(policy: Any) -> NetPolicyConfig:
+    return NetPolicyConfig(**policy.model_dump(exclude={"sharing"}))
