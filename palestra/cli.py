@@ -81,10 +81,11 @@ def _train(
     tree = override(tree, settings)
     kind = kind_of(tree)
     config = validate(kind.config, tree)
-    setup = kind.build(config)
     if dry_run:
+        kind.check(config)
         print(dump(config), end="")
         return
+    setup = kind.build(config)
     with (
         Run.open(resume)
         if resume
@@ -97,6 +98,7 @@ class Kind(NamedTuple):
     """What one kind of run is made by: language agents that talk, or networks that play vectorised games."""
 
     config: Any
+    check: Callable[[Any], Any]
     build: Callable[[Any], Any]
     restore: Callable[[Any, Any], int]
     train: Callable[..., bool]
@@ -107,12 +109,13 @@ def kind_of(tree: dict[str, Any]) -> Kind:
     from palestra.envs import is_vectorised
 
     if is_vectorised((tree.get("env") or {}).get("type")):
-        from palestra import drill, setup_games
+        from palestra import drill
+        from palestra import setup_games as games
 
-        return Kind(setup_games.GamesConfig, setup_games.build_games, drill.restore, drill.drill)
+        return Kind(games.GamesConfig, games.check_games, games.build_games, drill.restore, games.run_games)
     from palestra import setup, train
 
-    return Kind(setup.Config, setup.build, train.restore, train.run_training)
+    return Kind(setup.Config, setup.build, setup.build, train.restore, train.run_training)
 
 
 def _follow(kind: Kind, setup: Any, run: Any, config: Any) -> None:

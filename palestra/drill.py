@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from palestra.policies.vector import Player
 from palestra.rollouts.play import derive
 from palestra.rollouts.scores import Games, Tally, enough, figures_of
 from palestra.rollouts.sweep import Sweeper
-from palestra.runs import Run
+from palestra.runs import Checkpoint
 from palestra.train import Clock, Watcher, now
 from palestra.types import TEAM, Batch, Metrics, Seat
 
@@ -48,10 +48,16 @@ class GamesExam:
         return step + 1 in (0, steps) or (self.every > 0 and (step + 1) % self.every == 0)
 
 
+def just(thing: Any) -> list[Any]:
+    """Every process's `thing`, where there is one process."""
+    return [thing]
+
+
 @dataclass
 class Drill:
     """Everything a run consists of. A step is one sweep of `horizon` moves in all games, and what is learned from it;
-    the log has a line for every `log_every` steps. `others` play the seats that do not learn."""
+    the log has a line for every `log_every` steps. `others` play the seats that do not learn. Of several `processes`
+    this is number `rank`; `gather` gives each the things of all."""
 
     sweeper: Sweeper
     learner: GamesLearner
@@ -65,7 +71,8 @@ class Drill:
     checkpoint_every: int = 100
     keep_every: int = 0
     rank: int = 0
-    gather: Callable[[Any], list[Any]] = field(default=lambda thing: [thing])
+    processes: int = 1
+    gather: Callable[[Any], list[Any]] = just
 
     @property
     def names(self) -> list[str]:
@@ -82,7 +89,24 @@ class Drill:
         return first + np.arange(self.games)
 
 
-def drill(setup: Drill, run: Run, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
+class Record(Protocol):
+    """What the loop needs of a run."""
+
+    next_step: int
+
+    @property
+    def path(self) -> Path: ...
+    def log(self, step: int, policy: str, metrics: Mapping[str, Any]) -> None: ...
+    def time(self, step: int, policy: str, figures: Mapping[str, Any]) -> None: ...
+    def eval(self, step: int, name: str, figures: Mapping[str, Any]) -> None: ...
+    def sync(self) -> None: ...
+    def resume(self) -> Checkpoint | None: ...
+    def checkpoint(
+        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
+    ) -> Any: ...
+
+
+def drill(setup: Drill, run: Record, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
     """Sweep, credit, learn, keep; from `run.next_step` on. True when all steps are done, False when `stop` said so (the
     run then has a checkpoint).
 
@@ -113,7 +137,7 @@ def drill(setup: Drill, run: Run, watcher: Watcher | None = None, stop: Callable
         run.sync()
         tally, clock = Tally(setup.learner.names, setup.seats), Clock()
         last = done == setup.steps
-        stopping = stop() and not last
+        stopping = setup.gather(stop())[0] and not last
         if last or stopping or done % setup.checkpoint_every == 0:
             save(setup, run, step, keep=last or bool(setup.keep_every and done % setup.keep_every == 0))
         if stopping:
@@ -121,10 +145,10 @@ def drill(setup: Drill, run: Run, watcher: Watcher | None = None, stop: Callable
     return True
 
 
-def log(setup: Drill, run: Run, step: int, tally: Tally, clock: Clock) -> Metrics:
+def log(setup: Drill, run: Record, step: int, tally: Tally, clock: Clock) -> Metrics:
     """Writes a line for each policy and one for all together, which it returns."""
     lines = Tally.merged(setup.gather(tally)).lines()
-    env_steps = float((step + 1) * setup.horizon * setup.games * len(setup.gather(0)))
+    env_steps = float((step + 1) * setup.horizon * setup.games * setup.processes)
     for name, line in lines.items():
         run.log(step, name, {"env_steps": env_steps} | line)
     played = lines[TEAM]["env_steps_here"]
@@ -132,7 +156,7 @@ def log(setup: Drill, run: Run, step: int, tally: Tally, clock: Clock) -> Metric
     return lines[TEAM] | {"env_steps": env_steps}
 
 
-def examine(setup: Drill, run: Run, step: int, watcher: Watcher) -> None:
+def examine(setup: Drill, run: Record, step: int, watcher: Watcher) -> None:
     """Plays the exams that are due after `step` and notes their figures in the run."""
     for exam in setup.exams:
         if exam.due(step, setup.steps):
@@ -154,7 +178,7 @@ def play_exam(env: VectorEnv, players: Sequence[Player], episodes: int, seed: in
     return figures_of(tally, env.seats, each, episodes)
 
 
-def _diverged(setup: Drill, run: Run, step: int, error: FloatingPointError) -> str:
+def _diverged(setup: Drill, run: Record, step: int, error: FloatingPointError) -> str:
     policy = getattr(error, "policy", "")
     seats = ", ".join(seat for seat, name in setup.seats.items() if name == policy)
     kept = run.next_step
@@ -165,7 +189,7 @@ def _diverged(setup: Drill, run: Run, step: int, error: FloatingPointError) -> s
     )
 
 
-def save(setup: Drill, run: Run, step: int, *, keep: bool) -> None:
+def save(setup: Drill, run: Record, step: int, *, keep: bool) -> None:
     """A checkpoint after `step`: a folder for each policy that learned, and one for what training goes on from. Games
     of an env that cannot be saved begin anew, here as after a resume."""
     games = setup.sweeper.save()
@@ -173,23 +197,28 @@ def save(setup: Drill, run: Run, step: int, *, keep: bool) -> None:
         setup.sweeper.restart(setup.seeds(step))
 
     def write(folder: Path) -> None:
-        for name, write_member in setup.learner.members().items():
-            write_member(folder / name)
-        setup.learner.write(folder / "training")
+        folder = Path(setup.gather(str(folder))[0])
+        if setup.rank == 0:
+            for name, write_member in setup.learner.members().items():
+                write_member(folder / name)
+        setup.learner.write(folder / f"training-{setup.rank}")
         if games is not None:
-            write_arrays(folder / "games.safetensors", games)
+            write_arrays(folder / f"training-{setup.rank}" / "games.safetensors", games)
+        setup.gather(None)  # the folder is complete when all have written
 
     run.checkpoint(step, write, {"names": {name: name for name in setup.learner.names}}, keep=keep)
 
 
-def restore(setup: Drill, run: Run) -> int:
+def restore(setup: Drill, run: Record) -> int:
     """Takes the run back to its newest checkpoint, learner and games with it; returns the step to go on with."""
     checkpoint = run.resume()
-    if checkpoint:
-        setup.learner.read(checkpoint.path / "training")
-        games = checkpoint.path / "games.safetensors"
-        if games.exists():
-            setup.sweeper.load(read_arrays(games), [*setup.learner.players(0.0), *setup.others])
+    run.next_step, path = setup.gather((run.next_step, checkpoint and str(checkpoint.path)))[0]
+    if path:
+        folder = Path(path) / f"training-{setup.rank}"
+        setup.learner.read(folder)
+        if (folder / "games.safetensors").exists():
+            saved = read_arrays(folder / "games.safetensors")
+            setup.sweeper.load(saved, [*setup.learner.players(0.0), *setup.others])
         else:
-            setup.sweeper.restart(setup.seeds(checkpoint.step))
+            setup.sweeper.restart(setup.seeds(run.next_step - 1))
     return run.next_step

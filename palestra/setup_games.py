@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -15,13 +16,15 @@ from pydantic import Field, model_validator
 from palestra.algorithms.a2c import A2C
 from palestra.algorithms.ppo import PPO
 from palestra.config import Strict
-from palestra.drill import Drill, GamesExam
+from palestra.drill import Drill, GamesExam, drill, just, restore
 from palestra.envs import VectorEnv, env_class, env_options
 from palestra.learners.nets import NetLearner, NetPolicyConfig, read_member
 from palestra.policies.vector import Player, Scripted, Uniform
+from palestra.replicas import Follower, Place, end, gather, lost, start
 from palestra.rollouts.play import derive
 from palestra.rollouts.sweep import Sweeper
-from palestra.runs import checkpoints
+from palestra.runs import Run, checkpoints
+from palestra.train import Watcher
 from palestra.types import TEAM, Seat
 
 LINES = 500  # of a run's log, unless `log_every` says otherwise
@@ -71,9 +74,11 @@ class GamesExamConfig(Strict):
 class GamesConfig(Strict):
     """A training run in a vectorised game. It ends after `env_steps` joint steps, of all games together.
 
-    `seats` maps seats to policies; `*` and `?` stand for any letters, the first that fits counts; a seat not named goes
-    to the policy of its own name, or to the only policy there is. `log_every`, `checkpoint_every` and the exams'
-    `every` count joint steps, rounded up to whole sweeps; 0 leaves `log_every` to palestra."""
+    `seats` maps seats to policies; `*` and `?` stand for any letters; a seat's own name counts before a pattern,
+    an earlier pattern before a later one. A seat not named goes to the policy of its own name, or to the only one. `log_every`, `checkpoint_every` and the exams'
+    `every` count joint steps, rounded up to whole sweeps; 0 leaves `log_every` to palestra. `processes` train together,
+    each with its share of the games; `threads` are those of torch in each: more than one, on few cores, costs more than
+    it gives."""
 
     name: str = "run"
     seed: int = 0
@@ -87,6 +92,7 @@ class GamesConfig(Strict):
     checkpoint_every: int = Field(1_000_000, ge=1)
     keep_every: int = Field(0, ge=0)
     threads: int = Field(1, ge=1)
+    processes: int = Field(1, ge=1)
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
@@ -118,6 +124,7 @@ def seat_policies(config: GamesConfig, env: VectorEnv, changes: dict[str, str] |
     result = {}
     for seat in env.seats:
         fitting = [name for pattern, name in patterns.items() if fnmatchcase(seat, pattern)]
+        fitting = [patterns[seat]] if seat in patterns else fitting
         chosen = fitting[0] if fitting else seat if seat in config.policies else only
         if chosen is None:
             raise ValueError(
@@ -139,17 +146,55 @@ def learning_seats(config: GamesConfig, env: VectorEnv, named: dict[Seat, str]) 
 
 
 def build_games(config: GamesConfig) -> Drill:
-    """Everything that `config` describes, ready for `drill`. Raises ValueError where its parts do not fit."""
+    """Everything that `config` describes, ready for `run_games`. Raises ValueError where its parts do not fit."""
+    setup = check_games(config)  # a mistake is heard before other processes start
+    if config.processes == 1:
+        return setup
+    return build_one(config, start(config.processes, partial(follow, config)))
+
+
+def check_games(config: GamesConfig) -> Drill:
+    """The run as one process would do it."""
     torch.set_num_threads(config.threads)
-    env = make_games(config.env)
+    return build_one(config, Place(0, 1, ""))
+
+
+def run_games(setup: Drill, run: Run, watcher: Watcher, stop: Callable[[], bool] = lambda: False) -> bool:
+    """`drill`, in as many processes as `build_games` started; they end with it. Raises ValueError where one died."""
+    try:
+        return drill(setup, run, watcher, stop)
+    except RuntimeError as error:  # what a broken connection raises
+        if not (what := lost()):
+            raise
+        raise ValueError(f"{what}; go on from the last checkpoint: palestra train --resume {run.path}") from error
+    finally:
+        end()
+
+
+def follow(config: GamesConfig, place: Place) -> None:
+    """What the processes beside the first do: the same, and write nothing."""
+    setup, run = build_one(config, place), Follower()
+    restore(setup, run)
+    drill(setup, run)
+
+
+def build_one(config: GamesConfig, place: Place) -> Drill:
+    """One process's share of a run."""
+    whole = make_games(config.env)
+    if whole.games % config.processes:
+        raise ValueError(
+            f"{whole.games} games cannot be shared by {config.processes} processes: make one divide the other"
+        )
+    env = make_games(config.env, whole.games // place.processes)
     named = seat_policies(config, env)
     seats = learning_seats(config, env, named)
     owner = {name: named[env.seats[own[0]]] for name, own in seats.items()}
     policies = {name: _net(config.policies[owner[name]]) for name in seats}
     seeds = {name: derive(config.seed, "net", name) for name in seats}
-    learner = config.algorithm.learner(env, seats, policies, seeds)
+    together = place.together() if place.processes > 1 else None
+    learner = config.algorithm.learner(env, seats, policies, seeds, together)
     others = [fixed(config, env, seat, name) for seat, name in named.items() if _fixed(config, name)]
-    sweep = config.algorithm.horizon * env.games
+    sweep = config.algorithm.horizon * whole.games
     log_every = max(1, math.ceil((config.log_every or config.env_steps / LINES) / sweep))
 
     def sweeps(env_steps: int) -> int:
@@ -160,7 +205,9 @@ def build_games(config: GamesConfig) -> Drill:
         sweeper=Sweeper(env, np.arange(env.games)),
         learner=learner,
         others=others,
-        exams=[_exam(config, name, exam, learner, sweeps(exam.every)) for name, exam in config.exams.items()],
+        exams=[]
+        if place.rank
+        else [_exam(config, name, exam, learner, sweeps(exam.every)) for name, exam in config.exams.items()],
         seats=shown,
         seed=config.seed,
         steps=math.ceil(config.env_steps / sweep),
@@ -168,6 +215,9 @@ def build_games(config: GamesConfig) -> Drill:
         log_every=log_every,
         checkpoint_every=sweeps(config.checkpoint_every),
         keep_every=sweeps(config.keep_every),
+        rank=place.rank,
+        processes=place.processes,
+        gather=gather if place.processes > 1 else just,
     )
     setup.sweeper.restart(setup.seeds("first"))
     return setup

@@ -1,0 +1,206 @@
+"""Runs in vectorised games from the command line: they learn, resume exactly, and say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from palestra.cli import app
+from palestra.runs import read_lines
+
+SCRIPT = Path(sys.executable).parent / "palestra"
+runner = CliRunner()
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """Two hundred short sweeps of simple_spread; a policy with memory and a central critic with memory, too."""
+    tree: dict[str, Any] = {
+        "name": "spread",
+        "env_steps": 16 * 5 * 40,
+        "env": {"type": "simple_spread", "games": 16, "cycles": 7},
+        "policies": {"agent": {"type": "net", "hidden": [16], "memory": 8, "normalise": True}},
+        "algorithm": {"type": "ppo", "horizon": 5, "epochs": 1, "critic": "central", "value_norm": True},
+        "exams": {"held_out": {"episodes": 8, "every": 16 * 5 * 8}},
+        "log_every": 1,
+        "checkpoint_every": 16 * 5 * 4,
+    }
+    return tree | changes
+
+
+def write(folder: Path, tree: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{tree['name']}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def launch(folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [SCRIPT, "train", *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    return out
+
+
+def train(folder: Path, tree: dict[str, Any], *arguments: object) -> Path:
+    """Trains in a process of its own; the run's folder."""
+    finish(launch(folder, write(folder, tree), *arguments))
+    return folder / "runs" / str(tree["name"])
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """What the seed determines: logs, and the files of the newest checkpoint."""
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    files = [run / "metrics.jsonl", run / "evals.jsonl", *(f for f in newest.rglob("*") if f.is_file())]
+    return {str(file.relative_to(run)): file.read_bytes() for file in files}
+
+
+def kill_at_random(folder: Path, tree: dict[str, Any], kills: int) -> Path:
+    """A run that is killed `kills` times, each at a random moment after its first checkpoint, and goes on."""
+    rng = random.Random(kills)
+    run = folder / "runs" / str(tree["name"])
+    process = launch(folder, write(folder, tree))
+    for _ in range(kills):
+        lines = run / "metrics.jsonl"
+        before = len(read_lines(lines)) if lines.exists() else 0
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if lines.exists() and len(lines.read_bytes().splitlines()) >= before + 2:
+                break
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.2))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout and process.stdout.close()
+        process.stderr and process.stderr.close()
+        process = launch(folder, "--resume", run)
+    finish(process)
+    return run
+
+
+def test_a_run_learns_and_can_be_looked_at(tmp_path: Path) -> None:
+    tree = config(
+        env_steps=250_000,
+        env={"type": "simple_spread", "games": 64},
+        policies={"agent": {"type": "net", "lr": 2e-3}},
+        algorithm={"type": "ppo", "horizon": 25, "critic": "central", "value_norm": True},
+        exams={"held_out": {"episodes": 64}, "random": {"episodes": 64, "seats": {"agent_*": "chance"}}},
+        log_every=0,
+    )
+    tree["policies"]["chance"] = {"type": "random"}
+    tree["seats"] = {"*": "agent"}
+    out = finish(launch(tmp_path, write(tmp_path, tree)))
+    run = tmp_path / "runs" / "spread"
+    assert "what was learned" in out and (run / "curves.png").stat().st_size > 10_000
+    exams = read_lines(run / "evals.jsonl")
+    learned, chance = (
+        [line["return"] for line in exams if line["name"] == name][-1] for name in ("held_out", "random")
+    )
+    assert chance < -25 and learned > chance + 5
+    shown = runner.invoke(app, ["eval", str(run), "--episodes", "64", "--temperature", "0", "--json"])
+    assert json.loads(shown.stdout)["return"] > chance + 5
+    mixed = runner.invoke(app, ["eval", str(run), "--episodes", "64", "--seats", "agent_*=random", "--json"])
+    assert json.loads(mixed.stdout)["return"] == pytest.approx(chance, abs=2)
+    assert "spread" in runner.invoke(app, ["runs", "--root", str(tmp_path / "runs")]).stdout
+
+
+def test_a_killed_run_ends_as_if_never_touched(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", config())
+    killed = kill_at_random(tmp_path / "killed", config(), kills=3)
+    assert contents(killed) == contents(whole)
+
+
+@pytest.mark.slow
+def test_a_run_killed_twenty_times_ends_as_if_never_touched(tmp_path: Path) -> None:
+    tree = config(env_steps=16 * 5 * 200)
+    assert contents(kill_at_random(tmp_path / "killed", tree, 20)) == contents(train(tmp_path / "whole", tree))
+
+
+def test_processes_train_one_network(tmp_path: Path) -> None:
+    tree = config(processes=2, name="two")
+    run = train(tmp_path, tree)
+    line = read_lines(run / "metrics.jsonl")[-1]
+    assert line["env_steps"] == tree["env_steps"]
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    states = [(newest / f"training-{rank}" / "learner.safetensors").read_bytes() for rank in (0, 1)]
+    from safetensors.numpy import load
+
+    ours, theirs = map(load, states)
+    shared = [name for name in ours if not name.startswith("critic_memory")]
+    assert shared and all((ours[name] == theirs[name]).all() for name in shared)
+    again = kill_at_random(tmp_path / "killed", tree, kills=1)
+    assert contents(again) == contents(run)
+
+
+def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
+    tree = config(processes=2, env_steps=16 * 5 * 4000)
+    process = launch(tmp_path, write(tmp_path, tree))
+    run = tmp_path / "runs" / "spread"
+    while not (run / "checkpoints.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    os.kill(workers[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "training process 1 of 2 died (exit code -9); go on from the last checkpoint" in err
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+    tree = config(policies={"agent": {"type": "net", "hidden": [16], "lr": 1e30, "clip": 1e30}})
+    process = launch(tmp_path, write(tmp_path, tree))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "the loss of policy" in err and "agent_0, agent_1, agent_2" in err
+    assert "there is no checkpoint yet" in err or "the last good checkpoint is after step" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"env": {"type": "simple_spred"}}, 'did you mean "simple_spread"'),
+        ({"env": {"type": "simple_spread", "gams": 4}}, 'no option "gams"; did you mean "games"?'),
+        ({"policies": {"a": {"type": "random"}}}, "no policy learns"),
+        ({"policies": {"a": {"type": "net"}, "b": {"type": "random"}}}, 'seat "agent_0" has no policy'),
+        ({"seats": {"adversary_*": "agent"}}, 'seats names "adversary_*"'),
+        (
+            {
+                "policies": {"agent": {"type": "net"}, "old": {"type": "frozen", "path": "nowhere:x"}},
+                "seats": {"*": "agent", "agent_0": "old"},
+            },
+            'no policy "x" in the run nowhere',
+        ),
+        ({"seats": {"*": "nobody"}}, 'gives "*" to "nobody"'),
+        ({"algorithm": {"type": "ppo", "horizn": 3}}, "did you mean horizon"),
+        ({"algorithm": {"type": "pppo"}}, "did you mean ppo"),
+        ({"processes": 3}, "16 games cannot be shared by 3 processes"),
+        ({"exams": {"x": {"env": {"agents": 5}}}}, "changes who plays or what they see"),
+    ],
+)
+def test_mistakes_are_explained(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    if "exams" not in changes:
+        changes = changes | {"exams": {}}
+    path = write(tmp_path, config(**changes))
+    done = runner.invoke(app, ["train", str(path), "--dry-run"])
+    assert done.exit_code == 2 and message in done.stderr, done.output
