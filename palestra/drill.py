@@ -12,6 +12,7 @@ import numpy as np
 from palestra.envs.vector.base import VectorEnv
 from palestra.files import read_arrays, write_arrays
 from palestra.policies.vector import Player
+from palestra.rollouts.actors import Actors
 from palestra.rollouts.play import derive
 from palestra.rollouts.scores import Games, Tally, enough, figures_of
 from palestra.rollouts.sweep import Sweeper
@@ -59,7 +60,7 @@ class Drill:
     the log has a line for every `log_every` steps. `others` play the seats that do not learn. Of several `processes`
     this is number `rank`; `gather` gives each the things of all."""
 
-    sweeper: Sweeper
+    sweeper: Sweeper | Actors
     learner: GamesLearner
     others: Sequence[Player]
     exams: Sequence[GamesExam]

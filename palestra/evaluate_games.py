@@ -14,7 +14,7 @@ from palestra.learners.nets import read_member
 from palestra.policies.vector import Player, Uniform
 from palestra.rollouts.play import derive
 from palestra.runs import Checkpoint
-from palestra.setup_games import GamesConfig, Script, fixed, learning_seats, make_games, member_folder, seat_policies
+from palestra.setup_games import GamesConfig, Script, fixed, make_games, member_folder, own_names
 from palestra.types import Seat
 
 MOST = 256  # games at once
@@ -52,14 +52,6 @@ def evaluate_games(
     players = [player_of(config, checkpoint, made, seat, name, best) for seat, name in names.items()]
     figures = play_exam(made, players, episodes, derive(seed, "eval"))
     return {seat: player.names[0] for seat, player in zip(made.seats, players, strict=True)}, figures
-
-
-def own_names(config: GamesConfig, env: VectorEnv) -> dict[Seat, str]:
-    """The policy of each seat in training; that of its own, where policies are not shared."""
-    named = seat_policies(config, env)
-    for name, own in learning_seats(config, env, named).items():
-        named |= {env.seats[seat]: name for seat in own}
-    return named
 
 
 def player_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from palestra.envs import VectorEnv, env_class, env_options
 from palestra.learners.nets import NetLearner, NetPolicyConfig, read_member
 from palestra.policies.vector import Player, Scripted, Uniform
 from palestra.replicas import Follower, Place, end, gather, lost, start
+from palestra.rollouts.actors import Actors
 from palestra.rollouts.play import derive
 from palestra.rollouts.sweep import Sweeper
 from palestra.runs import Run, checkpoints
@@ -74,11 +76,12 @@ class GamesExamConfig(Strict):
 class GamesConfig(Strict):
     """A training run in a vectorised game. It ends after `env_steps` joint steps, of all games together.
 
-    `seats` maps seats to policies; `*` and `?` stand for any letters; a seat's own name counts before a pattern,
-    an earlier pattern before a later one. A seat not named goes to the policy of its own name, or to the only one. `log_every`, `checkpoint_every` and the exams'
-    `every` count joint steps, rounded up to whole sweeps; 0 leaves `log_every` to palestra. `processes` train together,
-    each with its share of the games; `threads` are those of torch in each: more than one, on few cores, costs more than
-    it gives."""
+    `seats` maps seats to policies; `*` and `?` stand for any letters; a seat's own name counts before a pattern, an
+    earlier pattern before a later one. A seat not named goes to the policy of its own name, or to the only one.
+    `log_every`, `checkpoint_every` and the exams' `every` count joint steps, rounded up to whole sweeps; 0 leaves
+    `log_every` to palestra. `processes` train together, each with its share of the games and none of them ahead; or as
+    many `actors` play on while this process learns, and nobody waits. `threads` are those of torch in each: more than
+    one, on few cores, costs more than it gives."""
 
     name: str = "run"
     seed: int = 0
@@ -93,6 +96,7 @@ class GamesConfig(Strict):
     keep_every: int = Field(0, ge=0)
     threads: int = Field(1, ge=1)
     processes: int = Field(1, ge=1)
+    actors: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
@@ -100,6 +104,16 @@ class GamesConfig(Strict):
             raise ValueError("no policy learns: give one of policies: the type net")
         if TEAM in self.policies:
             raise ValueError(f'a policy cannot be called "{TEAM}": that is the line of all together in the logs')
+        return self
+
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
+        if self.actors and self.processes > 1:
+            raise ValueError("actors: play for one learner, so processes: must be 1")
+        if self.actors and getattr(self.algorithm, "correct", None) != "vtrace":
+            raise ValueError(
+                "actors: play by weights that are some updates old: set algorithm.correct: vtrace (ppo and a2c have it)"
+            )
         return self
 
 
@@ -168,6 +182,9 @@ def run_games(setup: Drill, run: Run, watcher: Watcher, stop: Callable[[], bool]
             raise
         raise ValueError(f"{what}; go on from the last checkpoint: palestra train --resume {run.path}") from error
     finally:
+        setup.sweeper.close()
+        for exam in setup.exams:
+            exam.env.close()
         end()
 
 
@@ -178,37 +195,38 @@ def follow(config: GamesConfig, place: Place) -> None:
     drill(setup, run)
 
 
+def own_games(config: GamesConfig, processes: int) -> tuple[VectorEnv, int]:
+    """One process's or actor's share of the games, and how many the sweep of a step has in all."""
+    env = make_games(config.env)
+    parts = config.actors or config.processes
+    if env.games % parts:
+        raise ValueError(f"{env.games} games cannot be shared by {parts} processes: make one divide the other")
+    own = env.games // (config.actors or processes)
+    whole = env.games // (config.actors or 1)
+    if own == env.games:
+        return env, whole
+    env.close()
+    return make_games(config.env, own), whole
+
+
 def build_one(config: GamesConfig, place: Place) -> Drill:
     """One process's share of a run."""
-    whole = make_games(config.env)
-    if whole.games % config.processes:
-        raise ValueError(
-            f"{whole.games} games cannot be shared by {config.processes} processes: make one divide the other"
-        )
-    env = make_games(config.env, whole.games // place.processes)
-    named = seat_policies(config, env)
-    seats = learning_seats(config, env, named)
-    owner = {name: named[env.seats[own[0]]] for name, own in seats.items()}
-    policies = {name: _net(config.policies[owner[name]]) for name in seats}
-    seeds = {name: derive(config.seed, "net", name) for name in seats}
-    together = place.together() if place.processes > 1 else None
-    learner = config.algorithm.learner(env, seats, policies, seeds, together)
-    others = [fixed(config, env, seat, name) for seat, name in named.items() if _fixed(config, name)]
-    sweep = config.algorithm.horizon * whole.games
+    env, share = own_games(config, place.processes)
+    learner, others = cast(config, env, place)
+    sweep = config.algorithm.horizon * share
     log_every = max(1, math.ceil((config.log_every or config.env_steps / LINES) / sweep))
 
     def sweeps(env_steps: int) -> int:
         return math.ceil(env_steps / sweep / log_every) * log_every
 
-    shown = {seat: next((n for n, own in seats.items() if i in own), named[seat]) for i, seat in enumerate(env.seats)}
     setup = Drill(
-        sweeper=Sweeper(env, np.arange(env.games)),
+        sweeper=_actors(config, learner) if config.actors else Sweeper(env, np.arange(env.games)),
         learner=learner,
         others=others,
         exams=[]
         if place.rank
         else [_exam(config, name, exam, learner, sweeps(exam.every)) for name, exam in config.exams.items()],
-        seats=shown,
+        seats=own_names(config, env),
         seed=config.seed,
         steps=math.ceil(config.env_steps / sweep),
         horizon=config.algorithm.horizon,
@@ -221,6 +239,51 @@ def build_one(config: GamesConfig, place: Place) -> Drill:
     )
     setup.sweeper.restart(setup.seeds("first"))
     return setup
+
+
+def cast(config: GamesConfig, env: VectorEnv, place: Place) -> tuple[NetLearner, list[Player]]:
+    """Who plays in an env: the policies that learn, and the others."""
+    named = seat_policies(config, env)
+    seats = learning_seats(config, env, named)
+    policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
+    seeds = {name: derive(config.seed, "net", name) for name in seats}
+    together = place.together() if place.processes > 1 else None
+    learner = config.algorithm.learner(env, seats, policies, seeds, together)
+    return learner, [fixed(config, env, seat, name) for seat, name in named.items() if _fixed(config, name)]
+
+
+def own_names(config: GamesConfig, env: VectorEnv) -> dict[Seat, str]:
+    """The policy of each seat in training; that of its own, where policies are not shared."""
+    named = seat_policies(config, env)
+    for name, own in learning_seats(config, env, named).items():
+        named |= {env.seats[seat]: name for seat in own}
+    return named
+
+
+@dataclass
+class ActorCast:
+    """What an actor plays with."""
+
+    env: VectorEnv
+    learner: NetLearner
+    others: list[Player]
+
+    def players(self, progress: float) -> list[Player]:
+        return [*self.learner.players(progress), *self.others]
+
+    def acting(self) -> list[torch.Tensor]:
+        return self.learner.acting()
+
+
+def actor_cast(config: GamesConfig) -> ActorCast:
+    """An actor's, in its own process."""
+    env, _ = own_games(config, 1)
+    return ActorCast(env, *cast(config, env, Place(0, 1, "")))
+
+
+def _actors(config: GamesConfig, learner: NetLearner) -> Actors:
+    makers = [partial(actor_cast, config)] * config.actors
+    return Actors(ActorCast(learner.env, learner, []), makers, config.algorithm.horizon, config.seed)
 
 
 def _exam(config: GamesConfig, name: str, exam: GamesExamConfig, learner: NetLearner, every: int) -> GamesExam:

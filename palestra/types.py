@@ -162,7 +162,8 @@ class Batch:
     of the next game; the last views of ended games are `final_obs [F, N, *view]` and `final_state [F, S]`, of step
     `ends[0]` and game `ends[1]` (F each). `actions [T, B, N, ...]`, `logp [T, B, N]` (of the policy that acted; 0 where
     it has none), `rewards [T, B, N]`. `fresh [T+1, B]` marks the first moment of a game. `memory` holds what recurrent
-    players remembered at the first moment, by player; `games` the figures of every game that ended.
+    players remembered at the first moment, by player; `games` the figures of every game that ended. `source` numbers
+    who played, where several do; `notes` are figures of the playing itself.
     """
 
     obs: np.ndarray
@@ -180,6 +181,8 @@ class Batch:
     final_state: np.ndarray | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     games: dict[str, np.ndarray] = field(default_factory=dict)
+    source: int = 0
+    notes: dict[str, float] = field(default_factory=dict)
 
     @property
     def over(self) -> np.ndarray:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from palestra.config import Strict
 from palestra.envs.vector.base import Arrays, VectorEnv
-from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
+from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means, part
 from palestra.losses import Figures, Scored
 from palestra.net_losses import value_loss
 from palestra.nets.layers import Net, generators
@@ -66,13 +66,14 @@ class ActorCriticConfig(Strict, ABC):
 
 @dataclass
 class Critic:
-    """Values for the seats of a stack. `memory` is what a recurrent critic remembers at the start of the next batch."""
+    """Values for the seats of a stack. `memory` is what a recurrent critic remembers at the start of the next batch
+    of each source."""
 
     seating: Seating
     net: Net
     optimizer: Optimizer
     norm: RunningNorm | None
-    memory: Tensor | None = None
+    memory: dict[int, Tensor] = field(default_factory=dict)
 
 
 class ActorCritic(NetLearner):
@@ -162,7 +163,7 @@ class ActorCritic(NetLearner):
         for critic in self.critics:
             P, S = len(critic.seating.names), len(critic.seating.seats[0])
             views = self._judged_views(critic, batch)  # [P, T+1, B*S, ...]
-            out, memories = critic.net.unroll(views, critic.memory, self._fresh(batch, P, S))
+            out, memories = critic.net.unroll(views, critic.memory.get(batch.source), self._fresh(batch, P, S))
             values[..., critic.seating.flat] = self._by_seat(self._restored(critic, out[..., 0]), S)
             if len(times):
                 last = self._final_views(critic, batch)  # [P, F, S, ...]
@@ -185,18 +186,18 @@ class ActorCritic(NetLearner):
             critic.norm.see(target.flatten(1)[..., None], weight.flatten(1), self.together.total)
             target = critic.norm.normalise(target[..., None])[..., 0]
         views = self._judged_views(critic, batch)[:, :-1]
-        fresh, memory = self._fresh(batch, P, S), critic.memory
+        fresh, memory = self._fresh(batch, P, S), critic.memory.get(batch.source)
         losses = []
-        for part in self._parts(weight, bool(critic.net.memory_units)):
-            out, _ = critic.net.unroll(part(views), part.column(memory), part(fresh[:, :-1]))
-            loss = value_loss(out[..., 0], part(target), shares(part(weight)))
+        for piece in self._parts(weight, bool(critic.net.memory_units)):
+            out, _ = critic.net.unroll(piece(views), piece.column(memory), piece(fresh[:, :-1]))
+            loss = value_loss(out[..., 0], piece(target), shares(piece(weight)))
             critic.optimizer.step(loss, progress)
             losses.append(loss.item() / P)
         if critic.net.memory_units:  # with the weights that the next batch is judged by
             with torch.no_grad():
                 memories = critic.net.unroll(views, memory, fresh[:, :-1])[1]
             assert memories is not None
-            critic.memory = memories[:, -1]
+            critic.memory[batch.source] = memories[:, -1]
         return float(np.mean(losses))
 
     def _improve(
@@ -213,10 +214,10 @@ class ActorCritic(NetLearner):
         legal = None if batch.legal is None else stack.rows(batch.legal)[:, :-1]
         memory = batch.memory.get("+".join(names))
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
-        for part in self._parts(weight, bool(stack.net.memory_units)):
-            out, _ = stack.net.unroll(part(views), part.column(memory), part(fresh))
-            score = stack.head.score(out, part(actions), None if legal is None else part(legal))
-            told = (*score, part(logp), part(advantage), shares(part(weight)))
+        for piece in self._parts(weight, bool(stack.net.memory_units)):
+            out, _ = stack.net.unroll(piece(views), piece.column(memory), piece(fresh))
+            score = stack.head.score(out, piece(actions), None if legal is None else piece(legal))
+            told = (*score, piece(logp), piece(advantage), shares(piece(weight)))
             total = out.new_zeros(())
             for p in range(len(names)):
                 new, entropy, old, credit, share = (x[p].flatten() for x in told)
@@ -330,18 +331,18 @@ class ActorCritic(NetLearner):
         return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
 
     def arrays(self) -> Arrays:
-        memories = {f"critic_memory.{i}": c.memory.numpy() for i, c in enumerate(self.critics) if c.memory is not None}
+        memories = {
+            f"critic_memory.{i}/{source}": memory.numpy()
+            for i, critic in enumerate(self.critics)
+            for source, memory in critic.memory.items()
+        }
         return super().arrays() | memories
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         super().load(arrays)
         for i, critic in enumerate(self.critics):
-            kept = arrays.get(f"critic_memory.{i}")
-            critic.memory = None if kept is None else torch.from_numpy(np.array(kept))
-
-    def forget(self) -> None:
-        for critic in self.critics:
-            critic.memory = None
+            kept = part(arrays, f"critic_memory.{i}")
+            critic.memory = {int(source): torch.from_numpy(np.array(memory)) for source, memory in kept.items()}
 
 
 @dataclass(frozen=True)

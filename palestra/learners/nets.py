@@ -181,6 +181,11 @@ class NetLearner(ABC):
         """The policies at their best."""
         return [stack.player(greedy(stack.head)) for stack in self.stacks]
 
+    def acting(self) -> list[Tensor]:
+        """The weights, and other numbers, that players act by: those of every stack, in order."""
+        kept = [stack.net for stack in self.stacks] + [stack.norm for stack in self.stacks if stack.norm]
+        return [tensor for module in kept for tensor in module.state_dict().values()]
+
     def modules(self) -> dict[str, nn.Module]:
         """Everything with weights, by name."""
         norms: dict[str, nn.Module] = {f"norm.{i}": s.norm for i, s in enumerate(self.stacks) if s.norm}

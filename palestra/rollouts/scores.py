@@ -19,10 +19,12 @@ class Tally:
         self.policies, self.seats = list(policies), dict(seats)
         self.games: list[Games] = []
         self.figures: dict[str, list[Metrics]] = {name: [] for name in policies}
+        self.notes: list[Metrics] = []
         self.env_steps = 0
 
     def add(self, batch: Batch, figures: Mapping[str, Metrics]) -> None:
         self.games.append(batch.games)
+        self.notes.append(batch.notes)
         self.env_steps += batch.terminated.size
         for name, line in figures.items():
             if line:
@@ -34,6 +36,7 @@ class Tally:
         first = tallies[0]
         for other in tallies[1:]:
             first.games += other.games
+            first.notes += other.notes
             first.env_steps += other.env_steps
             for name, lines in other.figures.items():
                 first.figures[name] += lines
@@ -55,7 +58,7 @@ class Tally:
             team |= {"return": float(returns.mean()), "steps_per_episode": float(lengths.mean())}
         if len(success):
             team["success"] = float(success.mean())
-        return result | {TEAM: team}
+        return result | {TEAM: team | averaged(self.notes)}
 
 
 def averaged(lines: Sequence[Metrics]) -> Metrics:

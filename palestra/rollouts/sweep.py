@@ -74,6 +74,10 @@ class Sweeper:
             self._batch = empty_batch(self.env, self.frame, steps)
         return self._batch
 
+    def close(self) -> None:
+        """Ends the games."""
+        self.env.close()
+
     def save(self) -> Arrays | None:
         """The games as they stand, or None where the env cannot tell."""
         games = self.env.save()

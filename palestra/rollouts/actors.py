@@ -1,0 +1,238 @@
+"""Processes that play on while another learns: no actor ever waits for the learner.
+
+Each actor sweeps its own games with the newest weights there are, into one of its slots in shared memory, and says so
+in one small message. The learner takes what came first. An actor whose slots are all full writes over the oldest, so
+that what the learner finds is as fresh as may be; what it then reads was played by weights some updates old, which its
+algorithm must correct for (V-trace). An actor that dies is replaced, and its games begin anew.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from multiprocessing.connection import Connection, wait
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.envs.vector.base import Arrays, VectorEnv
+from palestra.policies.vector import Player
+from palestra.rollouts.play import derive
+from palestra.rollouts.sweep import Sweeper, empty_batch
+from palestra.types import Batch
+
+CONTEXT = multiprocessing.get_context("spawn")
+SLOTS = 3  # one being written, one being read, one between
+TRIES = 3  # how often an actor may die without one batch between
+LINE = 64  # bytes: arrays begin on lines of the cache
+SMALL = ("ends", "final_obs", "final_state", "memory", "games")  # go with the message: their size is not known before
+
+
+class Cast(Protocol):
+    """What an actor plays with: its games, and players whose weights `acting` lists."""
+
+    env: VectorEnv
+
+    def players(self, progress: float) -> Sequence[Player]: ...
+    def acting(self) -> list[Tensor]: ...
+
+
+class Shelf:
+    """Weights and slots in shared memory, a new one or that of a given name, with the locks that guard them.
+
+    `marks [SLOTS]`: the number of the batch that lies in a slot, 0 for none, -1 while it is read.
+    """
+
+    def __init__(self, weights: int, batch: Batch, name: str | None = None) -> None:
+        arrays = {part.name: getattr(batch, part.name) for part in fields(Batch) if part.name not in SMALL}
+        self.kinds = {k: (a.shape, a.dtype) for k, a in arrays.items() if isinstance(a, np.ndarray)}
+        space = 4 * LINE + 4 * weights + LINE
+        space += SLOTS * sum(int(np.prod(shape)) * dtype.itemsize + LINE for shape, dtype in self.kinds.values())
+        self.memory = SharedMemory(name, create=name is None, size=space)
+        self._used = 0
+        self.marks = self._array((SLOTS,), np.dtype(np.int64))
+        self.version = self._array((1,), np.dtype(np.int64))  # of the weights: how often the learner gave them
+        self.weights = self._array((weights,), np.dtype(np.float32))
+        self.slots = [{k: self._array(*kind) for k, kind in self.kinds.items()} for _ in range(SLOTS)]
+
+    def _array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        array: np.ndarray = np.ndarray(shape, dtype, self.memory.buf, self._used)
+        self._used += -(-array.nbytes // LINE) * LINE
+        return array
+
+    def close(self) -> None:
+        del self.marks, self.version, self.weights, self.slots
+        with suppress(BufferError):
+            self.memory.close()
+
+
+def _act(pipe: Connection, lock: Any, make: Callable[[], Cast], horizon: int, seed: int, name: str) -> None:
+    """An actor: sweeps until the pipe closes or the learner is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's to hear
+    torch.set_num_threads(1)
+    cast, parent = make(), os.getppid()
+    first = derive(seed, "games") >> 1 | 1 << 33  # exams have seeds below 2**32
+    sweeper = Sweeper(cast.env, first + np.arange(cast.env.games))
+    weights = cast.acting()
+    shelf = Shelf(sum(w.numel() for w in weights), empty_batch(cast.env, sweeper.frame, horizon), name)
+    number = 0
+    with suppress(BrokenPipeError, EOFError, ConnectionError):
+        while os.getppid() == parent and not pipe.poll():
+            number += 1
+            with lock:
+                version = int(shelf.version[0])
+                flat = torch.from_numpy(shelf.weights.copy())
+            _spread(flat, weights)
+            batch = sweeper.sweep(cast.players(0.0), horizon, derive(seed, number))
+            with lock:  # the oldest that is not being read; a free one is older than any
+                slot = min((i for i in range(SLOTS) if shelf.marks[i] >= 0), key=lambda i: shelf.marks[i])
+                dropped = bool(shelf.marks[slot])
+                shelf.marks[slot] = -1
+            for key, array in shelf.slots[slot].items():
+                array[...] = getattr(batch, key)
+            with lock:
+                shelf.marks[slot] = number
+            pipe.send((slot, number, version, dropped, {key: getattr(batch, key) for key in SMALL}))
+
+
+def _spread(flat: Tensor, into: Sequence[Tensor]) -> None:
+    """Takes weights apart again."""
+    with torch.no_grad():
+        for tensor, part in zip(into, flat.split([w.numel() for w in into]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+class Actors:
+    """Stands where a `Sweeper` stands: `sweep` gives the weights as they are to all actors, and returns the next batch.
+
+    `cast` is the learner's own; `make(i)` makes actor i's in its process, of as many games. `batch.notes` says how many
+    updates old a batch is (`lag`), how many were written over unread (`dropped`), and how often an actor had to be
+    replaced (`restarts`).
+    """
+
+    def __init__(self, cast: Cast, make: Sequence[Callable[[], Cast]], horizon: int, seed: int) -> None:
+        self.cast, self.env, self.make, self.horizon, self.seed = cast, cast.env, make, horizon, seed
+        self.version, self.restarts = 0, 0
+        self.weights = cast.acting()
+        frame = cast.env.reset(np.arange(cast.env.games))
+        self.batch = empty_batch(cast.env, frame, horizon)
+        self.shelves = [Shelf(sum(w.numel() for w in self.weights), self.batch) for _ in make]
+        self.locks: list[Any] = [None for _ in make]
+        self.pipes: list[Any] = [None for _ in make]
+        self.processes: list[Any] = [None for _ in make]
+        self.failures = [0 for _ in make]
+        self._release = weakref.finalize(self, _release, self.pipes, self.processes, self.shelves)
+
+    def sweep(self, players: Sequence[Player], steps: int, seed: int) -> Batch:
+        """The next batch; `players`, `steps` and `seed` are the actors' own affair."""
+        self._publish()
+        dropped = 0
+        while True:
+            ready = wait([*self.pipes, *(process.sentinel for process in self.processes)])
+            for step in range(1, len(self.make) + 1):  # each in turn: a fast one must not keep out the others
+                i = (self.batch.source + step) % len(self.make)
+                if self.pipes[i] in ready and (got := self._receive(i)) is not None:
+                    slot, number, version, overwrote, small = got
+                    dropped += overwrote
+                    if self._read(i, slot, number):
+                        self.failures[i] = 0
+                        for key, value in small.items():
+                            setattr(self.batch, key, value)
+                        notes = {"lag": self.version - version, "dropped": dropped, "restarts": self.restarts}
+                        self.batch.notes = {key: float(value) for key, value in notes.items()}
+                        self.batch.source = i
+                        return self.batch
+                elif not self.processes[i].is_alive() and not self.pipes[i].poll():
+                    self._replace(i)
+
+    def _publish(self) -> None:
+        """Gives all actors the weights as they are; starts those that do not play yet."""
+        self.version += 1
+        flat = torch.cat([w.detach().flatten().float() for w in self.weights]).numpy()
+        for i, shelf in enumerate(self.shelves):
+            if self.processes[i] is None:
+                shelf.weights[:], shelf.version[:] = flat, self.version
+                self._start(i)
+            else:
+                with self.locks[i]:
+                    shelf.weights[:], shelf.version[:] = flat, self.version
+
+    def _start(self, i: int) -> None:
+        self.shelves[i].marks[:] = 0
+        self.locks[i] = CONTEXT.Lock()
+        self.pipes[i], theirs = CONTEXT.Pipe()
+        seed = derive(self.seed, "actor", i, self.restarts)
+        name = self.shelves[i].memory.name
+        job = (theirs, self.locks[i], self.make[i], self.horizon, seed, name)
+        self.processes[i] = CONTEXT.Process(target=_act, args=job, daemon=True)
+        self.processes[i].start()
+        theirs.close()
+
+    def _replace(self, i: int) -> None:
+        """A new actor in place of a dead one, with a new lock: the old one may have died holding it."""
+        self.failures[i] += 1
+        if self.failures[i] >= TRIES:
+            raise ValueError(
+                f"actor {i} died {TRIES} times without one batch between (exit code {self.processes[i].exitcode}): "
+                "its own message is above; asynchronous: null plays in this process, where errors are seen whole"
+            )
+        self.restarts += 1
+        self.pipes[i].close()
+        self.processes[i].join()
+        self._start(i)
+
+    def _receive(self, i: int) -> Any:
+        """An actor's next message, or None where it is gone."""
+        try:
+            return self.pipes[i].recv()
+        except (EOFError, OSError):
+            self._replace(i)
+            return None
+
+    def _read(self, i: int, slot: int, number: int) -> bool:
+        """Copies a slot into the batch; False where it was written over since."""
+        shelf = self.shelves[i]
+        with self.locks[i]:
+            if shelf.marks[slot] != number:
+                return False
+            shelf.marks[slot] = -1
+        for key, array in shelf.slots[slot].items():
+            getattr(self.batch, key)[...] = array
+        with self.locks[i]:
+            shelf.marks[slot] = 0
+        return True
+
+    def restart(self, seeds: np.ndarray) -> None:
+        """Nothing: actors begin their games when they start."""
+
+    def save(self) -> None:
+        """Games under way are not kept: they begin anew after a resume."""
+
+    def load(self, saved: Arrays, players: Sequence[Player]) -> None:
+        """Nothing, as nothing was saved."""
+
+    def close(self) -> None:
+        self._release()
+
+
+def _release(pipes: list[Any], processes: list[Any], shelves: list[Shelf]) -> None:
+    for pipe in pipes:
+        pipe and pipe.close()
+    for process in processes:
+        if process:
+            process.join(1.0)
+            process.kill()
+            process.join()
+    for shelf in shelves:
+        with suppress(FileNotFoundError):
+            shelf.memory.unlink()
+        shelf.close()
+    shelves.clear()

@@ -1,0 +1,154 @@
+"""Actors play on while another learns; one that dies is replaced, and loses nothing but its games."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from palestra.config import validate
+from palestra.envs.vector.base import VectorEnv
+from palestra.rollouts.actors import Actors
+from palestra.runs import Run, read_lines
+from palestra.setup_games import ActorCast, GamesConfig, actor_cast, build_games, run_games
+from palestra.train import Watcher
+
+CONFIG: dict[str, Any] = {
+    "name": "actors",
+    "env_steps": 8 * 5 * 30,
+    "env": {"type": "simple_spread", "games": 16, "cycles": 6},
+    "policies": {"agent": {"type": "net", "hidden": [8], "memory": 4}},
+    "algorithm": {"type": "a2c", "horizon": 5, "correct": "vtrace"},
+    "actors": 2,
+    "log_every": 1,
+}
+
+
+@pytest.fixture
+def actors() -> Any:
+    config = validate(GamesConfig, CONFIG)
+    own = actor_cast(config)
+    made = Actors(own, [partial(actor_cast, config)] * 2, 5, 0)
+    yield made
+    made.close()
+
+
+def test_batches_come_from_all_actors_and_are_whole(actors: Actors) -> None:
+    sources = set()
+    while len(sources) < 2:
+        batch = actors.sweep([], 5, 0)
+        sources.add(batch.source)
+        assert batch.obs.shape == (6, 8, 3, 18) and np.isfinite(batch.obs).all()
+        assert batch.actions.max() <= 4 and (batch.logp < 0).all()
+        assert (batch.fresh[1:] == batch.over).all()
+        assert len(batch.games["lengths"]) == 0 or (batch.games["lengths"] == 6).all()
+        assert batch.notes["lag"] >= 0
+    assert sources == {0, 1}
+
+
+def test_actors_play_by_the_weights_they_are_given(actors: Actors) -> None:
+    actors.sweep([], 5, 0)
+    for tensor in actors.weights:
+        with torch.no_grad():
+            tensor.zero_()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        batch = actors.sweep([], 5, 0)
+        if np.allclose(batch.logp, np.log(1 / 5), atol=1e-6):  # all outputs zero: uniform
+            return
+    raise AssertionError("no batch of the new weights came")
+
+
+def test_no_actor_waits_for_the_learner(actors: Actors) -> None:
+    actors.sweep([], 5, 0)
+    time.sleep(1.0)  # they fill their slots, and go on
+    dropped = 0.0
+    deadline = time.monotonic() + 60
+    while not dropped and time.monotonic() < deadline:
+        time.sleep(0.2)
+        dropped += actors.sweep([], 5, 0).notes["dropped"]
+    assert dropped > 0
+
+
+def kill_and_go_on(actors: Actors, kills: int) -> None:
+    rng = np.random.default_rng(0)
+    for kill in range(kills):
+        victim = int(rng.integers(2))
+        for _ in range(4):
+            actors.sweep([], 5, 0)
+        while actors.sweep([], 5, 0).source != victim:
+            pass  # a batch between two deaths: it is no actor that cannot live
+        os.kill(actors.processes[victim].pid, signal.SIGKILL)
+        for _ in range(4):
+            batch = actors.sweep([], 5, 0)
+            assert np.isfinite(batch.obs).all() and (batch.fresh[1:] == batch.over).all()
+        while actors.restarts <= kill:
+            actors.sweep([], 5, 0)
+    assert actors.restarts == kills
+
+
+def test_a_killed_actor_loses_nothing_but_its_games(actors: Actors) -> None:
+    kill_and_go_on(actors, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_killed_actors_lose_nothing_but_their_games(actors: Actors) -> None:
+    kill_and_go_on(actors, 20)
+
+
+def test_nothing_is_left_behind(actors: Actors) -> None:
+    actors.sweep([], 5, 0)
+    names, pids = [shelf.memory.name for shelf in actors.shelves], [p.pid for p in actors.processes]
+    actors.close()
+    for name in names:
+        with pytest.raises(FileNotFoundError):
+            SharedMemory(name)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def broken() -> ActorCast:
+    raise RuntimeError("no such game")
+
+
+def test_actors_that_cannot_live_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    own = actor_cast(validate(GamesConfig, CONFIG))
+    actors = Actors(own, [broken], 5, 0)
+    with pytest.raises(ValueError, match="actor 0 died 3 times without one batch"):
+        actors.sweep([], 5, 0)
+    actors.close()
+    assert "no such game" in capfd.readouterr().err
+
+
+def test_a_run_with_actors_learns_logs_its_lag_and_goes_on(tmp_path: Path) -> None:
+    config = validate(GamesConfig, CONFIG | {"checkpoint_every": 400})
+    with Run.create(tmp_path, "", "a") as run:
+        setup = build_games(config)
+        stops = iter([False] * 12 + [True] * 100)
+        assert not run_games(setup, run, Watcher(), lambda: next(stops))
+    lines = [line for line in read_lines(tmp_path / "a" / "metrics.jsonl") if line["policy"] == "team"]
+    assert len(lines) == 13 and all({"lag", "dropped", "restarts"} <= line.keys() for line in lines)
+    from palestra.drill import restore
+
+    with Run.open(tmp_path / "a") as run:
+        setup = build_games(config)
+        assert restore(setup, run) == 13
+        assert run_games(setup, run, Watcher())
+
+
+def test_actors_need_a_correction(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="correct: vtrace"):
+        validate(GamesConfig, CONFIG | {"algorithm": {"type": "ppo"}})
+
+
+def test_the_env_says_what_it_is() -> None:
+    env = actor_cast(validate(GamesConfig, CONFIG)).env
+    assert isinstance(env, VectorEnv) and env.games == 8
