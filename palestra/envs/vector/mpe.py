@@ -1,0 +1,238 @@
+"""Four games of MPE, the multi-agent particle environments (Lowe et al., 2017), with the numbers of `mpe2` 1.1.
+
+Seats, views, rewards and random numbers are those of `simple_spread_v3`, `simple_adversary_v3`, `simple_tag_v3` and
+`simple_speaker_listener_v4`: from the same seed and actions, the same games. What is left out of those: their
+curricula, ends before the last step, and views of the nearest only. A game is cut off (truncated) after `cycles` steps.
+
+A discrete action is to do nothing, or to push left, right, down or up (0 to 4; anything else does nothing). A
+continuous one says, from 0 to 1, how hard to push each way (its first number does nothing).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from palestra.envs.vector.base import Continuous, Discrete, Space, empty_frame
+from palestra.envs.vector.mpe_physics import view_of, world_memory, world_of
+from palestra.envs.vector.mpe_rules import (
+    advance_adversary,
+    advance_speaker_listener,
+    advance_spread,
+    advance_tag,
+    begin_adversary,
+    begin_speaker_listener,
+    begin_spread,
+    begin_tag,
+)
+from palestra.envs.vector.native import NativeEnv
+from palestra.types import Seat
+
+MOVES = 5  # nothing, left, right, down, up
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who plays in a world and what it is made of; tuples are by seat, but for `radius` (see `World`)."""
+
+    seats: tuple[Seat, ...]
+    widths: tuple[int, ...]
+    landmarks: int
+    accel: tuple[float, ...]
+    choices: tuple[int, ...]
+    radius: tuple[float, ...] = ()
+    top: tuple[float, ...] = ()
+    reach: float = 1.0
+    goals: bool = False
+    words: int = 0
+
+
+class _Particles(NativeEnv):
+    """What the four games share: seats, arrays, and actions in one shape."""
+
+    def __init__(self, games: int, cast: Cast, cycles: int, continuous: bool) -> None:
+        _at_least("games", games, 1)
+        _at_least("cycles", cycles, 1)
+        self.games, self.cycles, self.continuous = games, cycles, continuous
+        self.seats = cast.seats
+        self.views = tuple((width,) for width in cast.widths)
+        self.actions = tuple(_space(n, continuous) for n in cast.choices)
+        self.state_size = sum(cast.widths)
+        self.memory = world_memory(games, len(cast.seats), cast.landmarks, cast.words)
+        self.frame = empty_frame(games, len(cast.seats), (max(cast.widths),), state=self.state_size)
+        self._world = world_of(
+            self.memory,
+            radius=np.array(cast.radius, float),
+            accel=np.array(cast.accel),
+            top=np.array(cast.top or [math.inf] * len(cast.seats)),
+            reach=cast.reach,
+            goals=cast.goals,
+        )
+        self._view = view_of(self.frame, cast.widths)
+        self._all = np.ones(games, bool)
+
+    def _advance(self, actions: np.ndarray) -> None:
+        kind, numbers = (np.float32, MOVES) if self.continuous else (np.int32, 1)
+        self._play(actions.astype(kind, copy=False).reshape(self.games, len(self.seats), numbers))
+
+    @abstractmethod
+    def _play(self, actions_BND: np.ndarray) -> None:
+        """Plays one joint step in every game; a discrete action is a row of one number."""
+
+
+class SimpleSpread(_Particles):
+    """As many agents as landmarks: together they are to cover them all, without touching each other.
+
+    The team loses, for each landmark, how far the nearest agent is; an agent loses 1 for each other that it touches.
+    `local_ratio` weighs the latter, the rest the former.
+    """
+
+    name: ClassVar[str] = "simple_spread"
+
+    def __init__(
+        self,
+        games: int = 64,
+        *,
+        agents: int = 3,
+        local_ratio: float = 0.5,
+        cycles: int = 25,
+        continuous: bool = False,
+    ) -> None:
+        _at_least("agents", agents, 1)
+        if not 0 <= local_ratio <= 1:
+            raise ValueError(
+                f"local_ratio is {local_ratio}, but it is the share of an agent's own reward in what it gets: "
+                "give a number from 0 (only the team's) to 1 (only its own)"
+            )
+        self.local_ratio = float(local_ratio)
+        cast = Cast(
+            seats=_numbered("agent", agents),
+            widths=(6 * agents,) * agents,
+            landmarks=agents,
+            accel=(5.0,) * agents,
+            choices=(MOVES,) * agents,
+            radius=(0.15,) * agents,
+        )
+        super().__init__(games, cast, cycles, continuous)
+
+    def _begin(self) -> None:
+        begin_spread(self._world, self._view, self._all)
+
+    def _play(self, actions_BND: np.ndarray) -> None:
+        advance_spread(self._world, self._view, self._all, actions_BND, self.continuous, self.cycles, self.local_ratio)
+
+
+class SimpleAdversary(_Particles):
+    """`agents` friends know which of as many landmarks is the goal; one adversary sees them and is to find out.
+
+    The adversary loses how far it is from the goal; each friend gets that, less how far the nearest friend is.
+    """
+
+    name: ClassVar[str] = "simple_adversary"
+
+    def __init__(self, games: int = 64, *, agents: int = 2, cycles: int = 25, continuous: bool = False) -> None:
+        _at_least("agents", agents, 1)
+        cast = Cast(
+            seats=("adversary_0", *_numbered("agent", agents)),
+            widths=(4 * agents,) + (4 * agents + 2,) * agents,
+            landmarks=agents,
+            accel=(5.0,) * (agents + 1),
+            choices=(MOVES,) * (agents + 1),
+            goals=True,
+        )
+        super().__init__(games, cast, cycles, continuous)
+
+    def _begin(self) -> None:
+        begin_adversary(self._world, self._view, self._all)
+
+    def _play(self, actions_BND: np.ndarray) -> None:
+        advance_adversary(self._world, self._view, self._all, actions_BND, self.continuous, self.cycles)
+
+
+class SimpleTag(_Particles):
+    """`adversaries` hunt `good` agents, who are faster, between `obstacles`.
+
+    Every adversary gets 10 for each touch between a hunter and a prey; a prey loses 10 for each hunter that touches it,
+    and more and more as it leaves the square from -0.9 to 0.9 (at most 10 for each axis).
+    """
+
+    name: ClassVar[str] = "simple_tag"
+
+    def __init__(
+        self,
+        games: int = 64,
+        *,
+        good: int = 1,
+        adversaries: int = 3,
+        obstacles: int = 2,
+        cycles: int = 25,
+        continuous: bool = False,
+    ) -> None:
+        _at_least("good", good, 1)
+        _at_least("adversaries", adversaries, 1)
+        _at_least("obstacles", obstacles, 0)
+        width = 4 + 2 * obstacles + 2 * (adversaries + good - 1)
+        cast = Cast(
+            seats=_numbered("adversary", adversaries) + _numbered("agent", good),
+            widths=(width + 2 * good,) * adversaries + (width + 2 * good - 2,) * good,
+            landmarks=obstacles,
+            accel=(3.0,) * adversaries + (4.0,) * good,
+            choices=(MOVES,) * (adversaries + good),
+            radius=(0.075,) * adversaries + (0.05,) * good + (0.2,) * obstacles,
+            top=(1.0,) * adversaries + (1.3,) * good,
+            reach=0.9,
+        )
+        self.hunters = adversaries
+        super().__init__(games, cast, cycles, continuous)
+
+    def _begin(self) -> None:
+        begin_tag(self._world, self._view, self._all, self.hunters)
+
+    def _play(self, actions_BND: np.ndarray) -> None:
+        advance_tag(self._world, self._view, self._all, actions_BND, self.continuous, self.cycles, self.hunters)
+
+
+class SimpleSpeakerListener(_Particles):
+    """The speaker sees which of three landmarks is the goal and cannot move; the listener hears its word and moves.
+
+    Both lose the square of how far the listener is from the goal. The speaker says one of three words (out of range:
+    the first); with `continuous` it says a strength from 0 to 1 for each, and the last two numbers of its row of
+    actions are ignored.
+    """
+
+    name: ClassVar[str] = "simple_speaker_listener"
+
+    def __init__(self, games: int = 64, *, cycles: int = 25, continuous: bool = False) -> None:
+        cast = Cast(
+            seats=("speaker_0", "listener_0"),
+            widths=(3, 11),
+            landmarks=3,
+            accel=(0.0, 5.0),
+            choices=(3, MOVES),
+            goals=True,
+            words=3,
+        )
+        super().__init__(games, cast, cycles, continuous)
+
+    def _begin(self) -> None:
+        begin_speaker_listener(self._world, self._view, self._all)
+
+    def _play(self, actions_BND: np.ndarray) -> None:
+        advance_speaker_listener(self._world, self._view, self._all, actions_BND, self.continuous, self.cycles)
+
+
+def _numbered(role: str, count: int) -> tuple[Seat, ...]:
+    return tuple(f"{role}_{i}" for i in range(count))
+
+
+def _space(choices: int, continuous: bool) -> Space:
+    return Continuous((0.0,) * choices, (1.0,) * choices) if continuous else Discrete(choices)
+
+
+def _at_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{option} is {value}, but a game needs at least {least}: set {option} to {least} or more")

@@ -1,0 +1,228 @@
+"""What the four games of MPE reward and show, compiled; in the order of the `mpe2` package.
+
+Of each game: `reward_*` writes the rewards of the step, `show_*` the views of the games marked, `begin_*` begins the
+games marked, `advance_*` plays a whole step. Shapes: `B` games, `N` seats, `D` numbers of an action.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from palestra.compiled import kernel
+from palestra.envs.vector.mpe_physics import (
+    View,
+    World,
+    apart,
+    clipped,
+    count,
+    join,
+    move,
+    nearest,
+    put_pair,
+    put_relative,
+    scatter,
+    touch,
+)
+
+
+@kernel
+def begin_spread(world: World, view: View, new_B: np.ndarray) -> None:
+    scatter(world, new_B)
+    show_spread(world, view, new_B)
+
+
+@kernel
+def advance_spread(
+    world: World, view: View, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int, own: float
+) -> None:
+    move(world, actions_BND, continuous)
+    reward_spread(world, view, own)
+    show_spread(world, view, all_B)
+    count(world, view, cycles)
+    begin_spread(world, view, view.truncated)
+
+
+@kernel
+def reward_spread(world: World, view: View, own: float) -> None:
+    """`own` is the share of the agent's own reward, minus 1 for each other that it touches."""
+    pos, rewards, agents = world.pos, view.rewards, world.vel.shape[1]
+    for b in range(len(pos)):
+        team = 0.0
+        for e in range(agents, pos.shape[1]):
+            team -= nearest(pos, b, 0, agents, e)
+        for i in range(agents):
+            rewards[b, i] = 0
+            for j in range(i):
+                if touch(pos, world.radius, b, i, j):
+                    rewards[b, i] -= 1
+                    rewards[b, j] -= 1
+        for i in range(agents):
+            rewards[b, i] = team * (1 - own) + rewards[b, i] * own
+
+
+@kernel
+def show_spread(world: World, view: View, which_B: np.ndarray) -> None:
+    """Own velocity and place, landmarks, others; the others' words, which follow, are always zero."""
+    pos, vel, obs, agents = world.pos, world.vel, view.obs, world.vel.shape[1]
+    for b in range(len(which_B)):
+        if which_B[b]:
+            for i in range(agents):
+                at = put_pair(obs, b, i, 0, vel, i)
+                at = put_pair(obs, b, i, at, pos, i)
+                at = put_relative(obs, b, i, at, pos, agents, pos.shape[1])
+                put_relative(obs, b, i, at, pos, 0, agents)
+            join(obs, view.state, view.widths, b)
+
+
+@kernel
+def begin_adversary(world: World, view: View, new_B: np.ndarray) -> None:
+    scatter(world, new_B)
+    show_adversary(world, view, new_B)
+
+
+@kernel
+def advance_adversary(
+    world: World, view: View, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int
+) -> None:
+    move(world, actions_BND, continuous)
+    reward_adversary(world, view)
+    show_adversary(world, view, all_B)
+    count(world, view, cycles)
+    begin_adversary(world, view, view.truncated)
+
+
+@kernel
+def reward_adversary(world: World, view: View) -> None:
+    pos, rewards, agents = world.pos, view.rewards, world.vel.shape[1]
+    for b in range(len(pos)):
+        goal = agents + world.goal[b]
+        theirs = nearest(pos, b, 0, 1, goal)
+        ours = theirs - nearest(pos, b, 1, agents, goal)
+        rewards[b, 0] = -theirs
+        for i in range(1, agents):
+            rewards[b, i] = ours
+
+
+@kernel
+def show_adversary(world: World, view: View, which_B: np.ndarray) -> None:
+    """The goal (not for the adversary), landmarks, others."""
+    pos, obs, agents = world.pos, view.obs, world.vel.shape[1]
+    for b in range(len(which_B)):
+        if which_B[b]:
+            goal = agents + world.goal[b]
+            for i in range(agents):
+                at = 0 if i == 0 else put_relative(obs, b, i, 0, pos, goal, goal + 1)
+                at = put_relative(obs, b, i, at, pos, agents, pos.shape[1])
+                put_relative(obs, b, i, at, pos, 0, agents)
+            join(obs, view.state, view.widths, b)
+
+
+@kernel
+def begin_tag(world: World, view: View, new_B: np.ndarray, hunters: int) -> None:
+    scatter(world, new_B)
+    show_tag(world, view, new_B, hunters)
+
+
+@kernel
+def advance_tag(
+    world: World, view: View, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int, hunters: int
+) -> None:
+    move(world, actions_BND, continuous)
+    reward_tag(world, view, hunters)
+    show_tag(world, view, all_B, hunters)
+    count(world, view, cycles)
+    begin_tag(world, view, view.truncated, hunters)
+
+
+@kernel
+def reward_tag(world: World, view: View, hunters: int) -> None:
+    pos, rewards = world.pos, view.rewards
+    for b in range(len(pos)):
+        catches = 0
+        for prey in range(hunters, world.vel.shape[1]):
+            caught = 0
+            for hunter in range(hunters):
+                caught += touch(pos, world.radius, b, prey, hunter)
+            rewards[b, prey] = -10.0 * caught - _outside(pos[b, prey, 0]) - _outside(pos[b, prey, 1])
+            catches += caught
+        for hunter in range(hunters):
+            rewards[b, hunter] = 10.0 * catches
+
+
+@kernel
+def _outside(x: float) -> float:
+    """What a prey loses for where it stands on one axis."""
+    x = abs(x)
+    if x < 0.9:
+        return 0.0
+    if x < 1.0:
+        return (x - 0.9) * 10
+    return min(math.exp(2 * x - 2), 10.0)
+
+
+@kernel
+def show_tag(world: World, view: View, which_B: np.ndarray, hunters: int) -> None:
+    """Own velocity and place, obstacles, others, the velocities of the other prey."""
+    pos, vel, obs, agents = world.pos, world.vel, view.obs, world.vel.shape[1]
+    for b in range(len(which_B)):
+        if which_B[b]:
+            for i in range(agents):
+                at = put_pair(obs, b, i, 0, vel, i)
+                at = put_pair(obs, b, i, at, pos, i)
+                at = put_relative(obs, b, i, at, pos, agents, pos.shape[1])
+                at = put_relative(obs, b, i, at, pos, 0, agents)
+                for prey in range(hunters, agents):
+                    if prey != i:
+                        at = put_pair(obs, b, i, at, vel, prey)
+            join(obs, view.state, view.widths, b)
+
+
+@kernel
+def begin_speaker_listener(world: World, view: View, new_B: np.ndarray) -> None:
+    scatter(world, new_B)
+    show_speaker_listener(world, view, new_B)
+
+
+@kernel
+def advance_speaker_listener(
+    world: World, view: View, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int
+) -> None:
+    move(world, actions_BND, continuous)
+    say(world, actions_BND, continuous)
+    reward_speaker_listener(world, view)
+    show_speaker_listener(world, view, all_B)
+    count(world, view, cycles)
+    begin_speaker_listener(world, view, view.truncated)
+
+
+@kernel
+def say(world: World, actions_BND: np.ndarray, continuous: bool) -> None:
+    """What seat 0 says: its numbers, or a 1 at the word that it chose."""
+    words = world.word.shape[1]
+    for b in range(len(world.word)):
+        choice = int(actions_BND[b, 0, 0])
+        said = choice if 0 <= choice < words else 0
+        for k in range(words):
+            world.word[b, k] = clipped(actions_BND[b, 0, k]) if continuous else k == said
+
+
+@kernel
+def reward_speaker_listener(world: World, view: View) -> None:
+    for b in range(len(world.pos)):
+        view.rewards[b, 0] = view.rewards[b, 1] = -apart(world.pos, b, 1, 2 + world.goal[b])[2]
+
+
+@kernel
+def show_speaker_listener(world: World, view: View, which_B: np.ndarray) -> None:
+    """The speaker sees the colour of the goal; the listener its own velocity, the landmarks, and the word."""
+    pos, obs, words = world.pos, view.obs, world.word.shape[1]
+    for b in range(len(which_B)):
+        if which_B[b]:
+            at = put_pair(obs, b, 1, 0, world.vel, 1)
+            at = put_relative(obs, b, 1, at, pos, 2, pos.shape[1])
+            for k in range(words):
+                obs[b, 0, k] = 0.65 if k == world.goal[b] else 0.15
+                obs[b, 1, at + k] = world.word[b, k]
+            join(obs, view.state, view.widths, b)
