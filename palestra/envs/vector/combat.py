@@ -1,0 +1,393 @@
+"""Combat of small armies with the interface, views, state and rewards of SMAC (Samvelyan et al., 2019), fought here.
+
+StarCraft II itself is not needed. Its numbers (version 4.6, speed "faster") are kept for health, shields, armour,
+damage, range, reload time and speed of marines, stalkers and zealots, and SMAC's 8 game loops a step. What differs:
+
+- Units are points: none blocks or pushes another, and they turn, speed up and aim in no time.
+- In a step a unit either shoots, waits until it can, or walks; it does not shoot and walk away within 8 loops. A unit
+  that stops holds its fire; StarCraft's idle units shoot who comes near.
+- Who shoots is settled by the positions at the start of a step; damage falls at once for all, then all walk.
+- Enemies follow a rule: each attacks the nearest of our units until that is dead or out of its weapon's reach, then the
+  nearest again, wherever that is. SMAC's built-in opponent marches on the place where the allies started.
+- Shields do not recover. The field is an open square, its border the only obstacle. Units start in columns 14 apart,
+  each up to `JITTER` off its place; in SMAC the map fixes them.
+- Cooldown in the state is a share of the reload time, in SMAC of a slightly longer one. Of the bits of unit type the
+  first means stalker on both sides, in SMAC zealot among enemies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, NamedTuple, get_args
+
+import numpy as np
+
+from palestra.compiled import kernel
+from palestra.envs.vector.base import Discrete, empty_frame
+from palestra.envs.vector.combat_maps import FIELD, KILL, LEAST, LOOPS, MAPS, WIN, Map, Rules, rules_of
+from palestra.envs.vector.native import NativeEnv
+from palestra.envs.vector.rng import WORDS, uniform
+
+NOOP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
+HEALTH, SHIELD, X, Y, COOLDOWN = range(5)
+SIGHT, SHOOT = 9.0, 6.0
+JITTER = 0.25
+SCALE = 20.0  # what a game yields that is won
+
+
+class Board(NamedTuple):
+    """The arrays that kernels change: memory first, then those of the frame."""
+
+    rng: np.ndarray
+    units: np.ndarray  # [B, U, 5] health, shield, x, y, loops until the next shot; who has no health is dead
+    target: np.ndarray  # [B, E] whom each enemy attacks, -1 before it knows
+    last: np.ndarray  # [B, N] the last actions, -1 before the first
+    steps: np.ndarray  # [B]
+    obs: np.ndarray
+    legal: np.ndarray
+    acting: np.ndarray
+    state: np.ndarray
+    rewards: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray
+    final_obs: np.ndarray
+    final_state: np.ndarray
+
+
+@kernel
+def _squared(units: np.ndarray, b: int, u: int, v: int) -> float:
+    """The squared distance of two units."""
+    x, y = units[b, u, X] - units[b, v, X], units[b, u, Y] - units[b, v, Y]
+    return x * x + y * y
+
+
+@kernel
+def _distance(units: np.ndarray, b: int, u: int, v: int) -> float:
+    return math.sqrt(_squared(units, b, u, v))
+
+
+@kernel
+def _begin_game(g: Board, rules: Rules, b: int) -> None:
+    for u in range(g.units.shape[1]):
+        g.units[b, u, HEALTH], g.units[b, u, SHIELD], g.units[b, u, COOLDOWN] = rules.health_U[u], rules.shield_U[u], 0
+        g.units[b, u, X] = rules.start_U2[u, 0] + uniform(g.rng[b], -JITTER, JITTER)
+        g.units[b, u, Y] = rules.start_U2[u, 1] + uniform(g.rng[b], -JITTER, JITTER)
+    g.target[b], g.last[b] = -1, -1
+    g.steps[b] = 0
+
+
+@kernel
+def _write_legal(legal: np.ndarray, units: np.ndarray, b: int, n: int) -> None:
+    """The dead do nothing; the living stop, move where a half move stays on the field, attack living enemies near."""
+    alive, x, y = units[b, n, HEALTH] > 0, units[b, n, X], units[b, n, Y]
+    legal[b, n, NOOP], legal[b, n, STOP] = not alive, alive
+    legal[b, n, NORTH], legal[b, n, SOUTH] = alive and y + 1 < FIELD, alive and y >= 1
+    legal[b, n, EAST], legal[b, n, WEST] = alive and x + 1 < FIELD, alive and x >= 1
+    allies = legal.shape[1]
+    for v in range(allies, units.shape[1]):
+        near = _squared(units, b, n, v) <= SHOOT * SHOOT
+        legal[b, n, ATTACK + v - allies] = alive and near and units[b, v, HEALTH] > 0
+
+
+@kernel
+def _write_body(row: np.ndarray, at: int, shield: float, kind: int, shields: bool, bits: int) -> None:
+    """Writes shield (on a map where its side has such) and bits of kind at `at`."""
+    if shields:
+        row[at] = shield
+        at += 1
+    for bit in range(bits):
+        row[at + bit] = 1.0 if kind == bit else 0.0
+
+
+@kernel
+def _write_views(g: Board, rules: Rules, b: int) -> None:
+    """Where a seat may move, each enemy in sight, each other ally in sight, itself; all zero for the dead."""
+    units, legal, allies = g.units, g.legal, rules.allies
+    enemies = units.shape[1] - allies
+    for n in range(allies):
+        row, at = g.obs[b, n], 4
+        row[:] = 0
+        if units[b, n, HEALTH] <= 0:
+            continue
+        for move in range(4):
+            row[move] = legal[b, n, NORTH + move]
+        for i in range(enemies + allies):
+            v = allies + i if i < enemies else i - enemies
+            if v == n:
+                continue
+            shields = rules.enemy_shields if v >= allies else rules.ally_shields
+            far = _distance(units, b, n, v)
+            if far < SIGHT and units[b, v, HEALTH] > 0:
+                row[at] = legal[b, n, ATTACK + i] if i < enemies else 1
+                row[at + 1] = far / SIGHT
+                row[at + 2] = (units[b, v, X] - units[b, n, X]) / SIGHT
+                row[at + 3] = (units[b, v, Y] - units[b, n, Y]) / SIGHT
+                row[at + 4] = units[b, v, HEALTH] / rules.health_U[v]
+                _write_body(row, at + 5, units[b, v, SHIELD] / rules.shield_U[v], rules.kind_U[v], shields, rules.bits)
+            at += 5 + shields + rules.bits
+        row[at] = units[b, n, HEALTH] / rules.health_U[n]
+        shield = units[b, n, SHIELD] / rules.shield_U[n]
+        _write_body(row, at + 1, shield, rules.kind_U[n], rules.ally_shields, rules.bits)
+
+
+@kernel
+def _write_state(g: Board, rules: Rules, b: int) -> None:
+    """All allies, all enemies (zero for the dead), then the last action of each ally as one of all."""
+    row, at = g.state[b], 0
+    row[:] = 0
+    for u in range(g.units.shape[1]):
+        ally = u < rules.allies
+        shields = rules.ally_shields if ally else rules.enemy_shields
+        if g.units[b, u, HEALTH] > 0:
+            row[at] = g.units[b, u, HEALTH] / rules.health_U[u]
+            if ally:
+                row[at + 1] = g.units[b, u, COOLDOWN] / rules.reload_U[u]
+            row[at + 1 + ally] = (g.units[b, u, X] - FIELD / 2) / FIELD
+            row[at + 2 + ally] = (g.units[b, u, Y] - FIELD / 2) / FIELD
+            shield = g.units[b, u, SHIELD] / rules.shield_U[u]
+            _write_body(row, at + 3 + ally, shield, rules.kind_U[u], shields, rules.bits)
+        at += 3 + ally + shields + rules.bits
+    actions = g.legal.shape[2]
+    for n in range(rules.allies):
+        if g.last[b, n] >= 0:
+            row[at + n * actions + g.last[b, n]] = 1
+
+
+@kernel
+def _write(g: Board, rules: Rules, b: int) -> None:
+    for n in range(rules.allies):
+        g.acting[b, n] = g.units[b, n, HEALTH] > 0
+        _write_legal(g.legal, g.units, b, n)
+    _write_views(g, rules, b)
+    _write_state(g, rules, b)
+
+
+@kernel
+def _engage(units: np.ndarray, b: int, u: int, v: int, reach: float, speed: float, walk_U2: np.ndarray) -> int:
+    """Unit u attacks v: it walks until v is in reach. The target of its shot, -1 if its weapon is not ready within this
+    step."""
+    far = _distance(units, b, u, v)
+    if far <= reach:
+        return v if units[b, u, COOLDOWN] < LOOPS else -1
+    step = min(speed, far - reach + 1e-9) / far  # rounding must not leave it out of reach
+    walk_U2[u, 0] = (units[b, v, X] - units[b, u, X]) * step
+    walk_U2[u, 1] = (units[b, v, Y] - units[b, u, Y]) * step
+    return -1
+
+
+@kernel
+def _nearest(units: np.ndarray, b: int, u: int, start: int, stop: int) -> int:
+    """The living unit of those from start to stop that is nearest to u; -1 if none lives."""
+    nearest, least = -1, np.inf
+    for v in range(start, stop):
+        far = _squared(units, b, u, v)
+        if far < least and units[b, v, HEALTH] > 0:
+            nearest, least = v, far
+    return nearest
+
+
+@kernel
+def _order(g: Board, rules: Rules, b: int, actions: np.ndarray, walk_U2: np.ndarray, shot_U: np.ndarray) -> None:
+    """What every unit does in this step: a walk, a target (-1 for none), or nothing."""
+    units, allies = g.units, rules.allies
+    for u in range(units.shape[1]):
+        walk_U2[u, 0], walk_U2[u, 1], shot_U[u] = 0.0, 0.0, -1
+        alive, speed, v = units[b, u, HEALTH] > 0, rules.speed_U[u], -1
+        if u >= allies:
+            if alive:
+                v = g.target[b, u - allies]
+                if v < 0 or units[b, v, HEALTH] <= 0 or _distance(units, b, u, v) > rules.reach_UU[u, v]:
+                    v = _nearest(units, b, u, 0, allies)
+                    g.target[b, u - allies] = v
+        else:
+            action = actions[b, u]
+            if not (0 <= action < g.legal.shape[2] and g.legal[b, u, action]):
+                action = STOP if alive else NOOP
+            g.last[b, u] = action
+            walk_U2[u, 0] = speed * ((action == EAST) - (action == WEST))
+            walk_U2[u, 1] = speed * ((action == NORTH) - (action == SOUTH))
+            if action >= ATTACK:
+                v = allies + action - ATTACK
+        if v >= 0:
+            shot_U[u] = _engage(units, b, u, v, rules.reach_UU[u, v], speed, walk_U2)
+
+
+@kernel
+def _hit(units: np.ndarray, b: int, v: int, damage: float, armour: float) -> float:
+    """Takes one hit from the shield of v and the rest, less its armour, from its health; returns all that it took."""
+    absorbed, wound = min(units[b, v, SHIELD], damage), 0.0
+    if absorbed < damage:
+        wound = min(units[b, v, HEALTH], max(damage - absorbed - armour, LEAST))
+    units[b, v, SHIELD] -= absorbed
+    units[b, v, HEALTH] -= wound
+    return absorbed + wound
+
+
+@kernel
+def _shoot(g: Board, rules: Rules, b: int, shot_U: np.ndarray) -> float:
+    """All shots of a step, also of those who die in it; returns damage to enemies plus `KILL` for each killed."""
+    units, earned = g.units.shape[1], 0.0
+    for u in range(units):
+        wait = g.units[b, u, COOLDOWN] - LOOPS
+        if shot_U[u] >= 0:
+            v = shot_U[u]
+            lived, damage = g.units[b, v, HEALTH] > 0, 0.0
+            for _ in range(rules.hits_U[u]):
+                damage += _hit(g.units, b, v, rules.damage_UU[u, v], rules.armour_U[v])
+            if u < rules.allies:
+                earned += damage + (KILL if lived and g.units[b, v, HEALTH] <= 0 else 0.0)
+            wait += rules.reload_U[u]
+        g.units[b, u, COOLDOWN] = max(wait, 0.0)
+    return earned
+
+
+@kernel
+def _walk(units: np.ndarray, b: int, walk_U2: np.ndarray) -> None:
+    for u in range(units.shape[1]):
+        units[b, u, X] = min(max(units[b, u, X] + walk_U2[u, 0], 0.0), FIELD - 1e-6)
+        units[b, u, Y] = min(max(units[b, u, Y] + walk_U2[u, 1], 0.0), FIELD - 1e-6)
+
+
+@kernel
+def _alive(units: np.ndarray, b: int, start: int, stop: int) -> bool:
+    for u in range(start, stop):  # noqa: SIM110 - the compiler knows no `any`
+        if units[b, u, HEALTH] > 0:
+            return True
+    return False
+
+
+@kernel
+def _keep_last(g: Board, b: int) -> None:
+    """Keeps the last view of a game that is over. In loops, which compile ten times as fast as assigned slices."""
+    for n in range(g.obs.shape[1]):
+        for at in range(g.obs.shape[2]):
+            g.final_obs[b, n, at] = g.obs[b, n, at]
+    for at in range(g.state.shape[1]):
+        g.final_state[b, at] = g.state[b, at]
+
+
+@kernel
+def _begin_all(g: Board, rules: Rules) -> None:
+    for b in range(len(g.steps)):
+        _begin_game(g, rules, b)
+        _write(g, rules, b)
+
+
+@kernel
+def _step_all(g: Board, rules: Rules, actions: np.ndarray) -> None:
+    units = g.units.shape[1]
+    walk_U2, shot_U = np.zeros((units, 2)), np.zeros(units, np.int64)
+    for b in range(len(g.steps)):
+        g.steps[b] += 1
+        _order(g, rules, b, actions, walk_U2, shot_U)
+        earned = _shoot(g, rules, b, shot_U)
+        _walk(g.units, b, walk_U2)
+        allies, enemies = _alive(g.units, b, 0, rules.allies), _alive(g.units, b, rules.allies, units)
+        g.success[b] = allies and not enemies
+        g.terminated[b] = not (allies and enemies)
+        g.truncated[b] = not g.terminated[b] and g.steps[b] >= rules.cycles
+        if g.success[b]:
+            earned += WIN
+        for n in range(rules.allies):
+            g.rewards[b, n] = earned * SCALE / rules.most
+        _write(g, rules, b)
+        if g.terminated[b] or g.truncated[b]:
+            _keep_last(g, b)
+            _begin_game(g, rules, b)
+            _write(g, rules, b)
+
+
+@kernel
+def _weakest(g: Board, rules: Rules, b: int, n: int, left_U: np.ndarray) -> int:
+    """The attackable enemy with least left, one to be left alive before others; -1 if there is none."""
+    weakest, least = -1, np.inf
+    for v in range(rules.allies, g.units.shape[1]):
+        if g.legal[b, n, ATTACK + v - rules.allies]:
+            rank = left_U[v] + (1e3 if left_U[v] <= 0 else 0.0)
+            if rank < least:
+                weakest, least = v, rank
+    return weakest
+
+
+@kernel
+def _focus(g: Board, rules: Rules, seat: int, chosen: np.ndarray) -> None:
+    """Attacks the weakest enemy that the seats before will leave alive, or moves towards the nearest."""
+    units, left_U = g.units, np.zeros(g.units.shape[1])
+    for b in range(len(chosen)):
+        for v in range(rules.allies, len(left_U)):
+            left_U[v] = units[b, v, HEALTH] + units[b, v, SHIELD]
+        v = -1
+        for n in range(seat + 1):
+            v = _weakest(g, rules, b, n, left_U) if g.acting[b, n] else -1
+            if v >= 0 and units[b, n, COOLDOWN] < LOOPS and _distance(units, b, n, v) <= rules.reach_UU[n, v]:
+                left_U[v] -= rules.hits_U[n] * (rules.damage_UU[n, v] - rules.armour_U[v])
+        if not g.acting[b, seat]:
+            chosen[b] = NOOP
+        elif v >= 0:
+            chosen[b] = ATTACK + v - rules.allies
+        else:
+            v = _nearest(units, b, seat, rules.allies, units.shape[1])
+            east, north = units[b, v, X] - units[b, seat, X], units[b, v, Y] - units[b, seat, Y]
+            along, across = EAST if east > 0 else WEST, NORTH if north > 0 else SOUTH
+            chosen[b] = along if abs(east) >= abs(north) else across
+
+
+class Combat(NativeEnv):
+    """Defeat an army of scripted enemies; every seat is a unit of ours, and all earn the same.
+
+    A unit stops, moves north (y up), south, east (x up) or west as far as it gets in a step (a marine 1.1, of the 2
+    that SMAC orders), or attacks an enemy, legal within 6: one out of its weapon's reach it walks to. It sees 9 far.
+    No-op is for the dead, who do not act; an action that is not legal stops the unit. `map` is one of SMAC's with
+    marines (m), stalkers (s) and zealots (z), `cycles` its limit of steps unless set. `success` is a battle won.
+
+    The reward is the damage to enemies, plus 10 for each killed and 200 for the battle won, scaled so that a won battle
+    yields 20. A view is SMAC's: may move north, south, east, west; of each enemy attackable, distance, x, y (in units
+    of sight), health; of each other ally the same, with visible for attackable; own health. Where the side has shields
+    they follow the health, where it has two kinds of units their bits follow: stalker, zealot. So is the state: of each
+    ally health, cooldown, x, y from the centre, of each enemy health, x, y, then the last actions.
+
+    The scripted player "focus" attacks the weakest enemy within 6 that the seats before it leave alive, or goes for
+    the nearest.
+    """
+
+    name: ClassVar[str] = "combat"
+    scripts = ("focus",)
+
+    def __init__(self, games: int = 64, *, map: Map = "3m", cycles: int | None = None) -> None:
+        if games < 1:
+            raise ValueError(f"games: {games} is too small, nothing is played in fewer; use 1 or more")
+        if map not in MAPS:
+            raise ValueError(f'map: there is no "{map}"; use one of {", ".join(get_args(Map))}')
+        if cycles is not None and cycles < 1:
+            raise ValueError(f"cycles: {cycles} is too small, a game takes a step; use 1 or more")
+        self.rules = rules = rules_of(map, cycles)
+        seats, units = rules.allies, len(rules.kind_U)
+        enemies, actions = units - seats, ATTACK + units - seats
+        ally, enemy = 4 + rules.ally_shields + rules.bits, 3 + rules.enemy_shields + rules.bits
+        self.games, self.seats = games, tuple(f"unit_{n}" for n in range(seats))
+        self.views = ((4 + enemies * (enemy + 2) + (seats - 1) * (ally + 1) + ally - 3,),) * seats
+        self.actions = (Discrete(actions),) * seats
+        self.state_size = seats * (ally + actions) + enemies * enemy
+        self.frame = empty_frame(games, seats, self.views[0], actions=actions, state=self.state_size, success=True)
+        self.memory = {
+            "rng": np.zeros((games, WORDS), np.uint64),
+            "units": np.zeros((games, units, 5)),
+            "target": np.zeros((games, enemies), np.int64),
+            "last": np.zeros((games, seats), np.int64),
+            "steps": np.zeros(games, np.int64),
+        }
+        self._board = Board(**self.memory, **vars(self.frame))
+
+    def _begin(self) -> None:
+        _begin_all(self._board, self.rules)
+
+    def _advance(self, actions: np.ndarray) -> None:
+        _step_all(self._board, self.rules, actions.astype(np.int32, copy=False))
+
+    def script(self, name: str, seat: int) -> np.ndarray:
+        if name not in self.scripts:
+            return super().script(name, seat)
+        chosen = np.zeros(self.games, np.int32)
+        _focus(self._board, self.rules, seat, chosen)
+        return chosen

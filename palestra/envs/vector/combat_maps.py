@@ -1,0 +1,140 @@
+"""Maps and units of `combat`: who fights whom, in the numbers of StarCraft II."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Map = Literal[
+    "3m",
+    "8m",
+    "25m",
+    "8m_vs_9m",
+    "10m_vs_11m",
+    "27m_vs_30m",
+    "2s3z",
+    "3s5z",
+    "3s_vs_3z",
+    "3s_vs_4z",
+    "3s_vs_5z",
+]
+MAPS: dict[str, tuple[str, str, int]] = {  # allies, enemies, steps
+    "3m": ("3m", "3m", 60),
+    "8m": ("8m", "8m", 120),
+    "25m": ("25m", "25m", 150),
+    "8m_vs_9m": ("8m", "9m", 120),
+    "10m_vs_11m": ("10m", "11m", 150),
+    "27m_vs_30m": ("27m", "30m", 180),
+    "2s3z": ("2s3z", "2s3z", 120),
+    "3s5z": ("3s5z", "3s5z", 150),
+    "3s_vs_3z": ("3s", "3z", 150),
+    "3s_vs_4z": ("3s", "4z", 200),
+    "3s_vs_5z": ("3s", "5z", 250),
+}
+FIELD = 32.0
+START = (9.0, 23.0)  # x of the front columns
+LEAST = 0.5  # damage of a hit on health, whatever the armour
+LOOPS = 8.0  # game loops a step
+LOOPS_A_SECOND = 22.4
+KILL, WIN = 10.0, 200.0  # what they earn, in units of damage
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of unit in StarCraft's numbers: `hits` of `damage` (and `bonus` against armoured) a shot, `reload` in
+    seconds, `speed` a second, `range` from edge to edge of units of a `radius`."""
+
+    health: float
+    shield: float
+    armour: float
+    armoured: bool
+    damage: float
+    bonus: float
+    hits: int
+    reload: float
+    range: float
+    radius: float
+    speed: float
+
+
+KINDS = {
+    "m": Kind(45, 0, 0, False, 6, 0, 1, 0.61, 5.0, 0.375, 3.15),
+    "s": Kind(80, 80, 1, True, 13, 5, 1, 1.34, 6.0, 0.625, 4.13),
+    "z": Kind(100, 50, 1, False, 8, 0, 2, 0.86, 0.1, 0.5, 3.15),
+}
+NUMBERED = "sz"  # the order of the bits of unit type
+
+
+class Rules(NamedTuple):
+    """A map in numbers; U are all units, allies first. `damage_UU` is that of each hit of a shot, `reach_UU` goes from
+    centre to centre."""
+
+    allies: int
+    cycles: int
+    most: float  # reward of a game that is won, before it is scaled
+    bits: int
+    ally_shields: bool
+    enemy_shields: bool
+    start_U2: np.ndarray
+    kind_U: np.ndarray
+    health_U: np.ndarray
+    shield_U: np.ndarray
+    reload_U: np.ndarray
+    speed_U: np.ndarray
+    armour_U: np.ndarray
+    hits_U: np.ndarray
+    damage_UU: np.ndarray
+    reach_UU: np.ndarray
+
+
+def _army(text: str) -> list[str]:
+    """The kinds of "2s3z", one for each unit."""
+    kinds: list[str] = []
+    count = ""
+    for letter in text:
+        if letter.isdigit():
+            count += letter
+        else:
+            kinds, count = kinds + [letter] * int(count), ""
+    return kinds
+
+
+def _columns(size: int, front: float, back: float) -> list[tuple[float, float]]:
+    """Places of an army: columns of up to nine, one apart, the first in front."""
+    places = []
+    for i in range(size):
+        column, row = divmod(i, 9)
+        height = min(9, size - 9 * column)
+        places.append((front + back * column, FIELD / 2 + row - (height - 1) / 2))
+    return places
+
+
+def rules_of(name: str, cycles: int | None) -> Rules:
+    """The map `name`, cut off after `cycles` steps, or after its own number of them."""
+    allies, enemies = _army(MAPS[name][0]), _army(MAPS[name][1])
+    letters = allies + enemies
+    kinds = [KINDS[letter] for letter in letters]
+    mixed = len(set(allies)) > 1
+    reach_UU = [[one.range + one.radius + other.radius for other in kinds] for one in kinds]
+    damage_UU = [[one.damage + one.bonus * other.armoured for other in kinds] for one in kinds]
+    foes = kinds[len(allies) :]
+    return Rules(
+        allies=len(allies),
+        cycles=MAPS[name][2] if cycles is None else cycles,
+        most=sum(foe.health + foe.shield + KILL for foe in foes) + WIN,
+        bits=len(NUMBERED) if mixed else 0,
+        ally_shields=kinds[0].shield > 0,
+        enemy_shields=foes[0].shield > 0,
+        start_U2=np.array(_columns(len(allies), START[0], -1.0) + _columns(len(enemies), START[1], 1.0)),
+        kind_U=np.array([NUMBERED.find(letter) for letter in letters]),
+        health_U=np.array([kind.health for kind in kinds], float),
+        shield_U=np.array([kind.shield for kind in kinds], float),
+        reload_U=np.array([kind.reload * LOOPS_A_SECOND for kind in kinds]),
+        speed_U=np.array([kind.speed * LOOPS / LOOPS_A_SECOND for kind in kinds]),
+        armour_U=np.array([kind.armour for kind in kinds], float),
+        hits_U=np.array([kind.hits for kind in kinds]),
+        damage_UU=np.array(damage_UU, float),
+        reach_UU=np.array(reach_UU, float),
+    )

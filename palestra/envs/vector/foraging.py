@@ -1,0 +1,397 @@
+"""Level-based foraging: agents of different strength load food, some of which needs several of them at once.
+
+The game of lbforaging 2.0 (Papoudakis et al., 2021): the same seed gives the same games, one after the other, and what
+a seat sees, may do and earns are that package's numbers, its peculiarities included.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from palestra.compiled import kernel
+from palestra.envs.vector.base import Discrete, empty_frame
+from palestra.envs.vector.native import NativeEnv
+from palestra.envs.vector.rng import WORDS, below, next32
+
+ACTIONS = ("none", "north", "south", "west", "east", "load")
+ATTEMPTS = 1000  # to find a cell by chance, as in the package
+ROW, COLUMN, LEVEL = 0, 1, 2
+
+
+class Rules(NamedTuple):
+    """The options in numbers. `high_food` is 0 where the strongest food is that which the three weakest can load."""
+
+    size: int
+    sight: int
+    cycles: int
+    low_agent: int
+    high_agent: int
+    low_food: int
+    high_food: int
+    top_food: int
+    cooperative: bool
+    normalize: bool
+    penalty: float
+
+
+class Board(NamedTuple):
+    """The arrays that kernels change: memory first, then those of the frame. Levels of 0 mean: eaten, never placed."""
+
+    rng: np.ndarray
+    agents: np.ndarray  # [B, N, 3] row, column, level
+    food: np.ndarray  # [B, F, 3], by row and column
+    total: np.ndarray  # [B] levels of all food at the start
+    steps: np.ndarray  # [B]
+    obs: np.ndarray
+    legal: np.ndarray
+    state: np.ndarray
+    rewards: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray
+    final_obs: np.ndarray
+    final_state: np.ndarray
+
+
+@kernel
+def _skip_permutation(row: np.ndarray, n: int) -> None:
+    """Draws what `Generator.permutation(n)` draws: the package shuffles bounds that are all the same.
+
+    For each place but the first, from the last on, 32 bits masked to the place's own length, until they name a place
+    before it or itself.
+    """
+    for last in range(n - 1, 0, -1):
+        mask = 1
+        while mask < last:
+            mask = 2 * mask + 1
+        while int(next32(row)) & mask > last:
+            pass
+
+
+@kernel
+def _taken(agents: np.ndarray, b: int, row: int, column: int) -> bool:
+    for n in range(agents.shape[1]):  # noqa: SIM110 - the compiler knows no `any`
+        if agents[b, n, ROW] == row and agents[b, n, COLUMN] == column:
+            return True
+    return False
+
+
+@kernel
+def _near_food(food: np.ndarray, b: int, row: int, column: int) -> bool:
+    """Whether food lies in one of the eight cells around, or two cells off in the same row or column."""
+    for f in range(food.shape[1]):
+        if food[b, f, LEVEL] > 0:
+            rows, columns = abs(food[b, f, ROW] - row), abs(food[b, f, COLUMN] - column)
+            if (rows <= 1 and columns <= 1) or (min(rows, columns) == 0 and max(rows, columns) <= 2):
+                return True
+    return False
+
+
+@kernel
+def _place_agents(g: Board, rules: Rules, b: int) -> None:
+    """Places one agent after the other. Those not yet placed hold the cells where the last game left them, as in the
+    package."""
+    stream, agents = g.rng[b], g.agents.shape[1]
+    _skip_permutation(stream, agents)
+    for n in range(agents):
+        for _ in range(ATTEMPTS):
+            row, column = below(stream, rules.size), below(stream, rules.size)
+            if not _taken(g.agents, b, row, column):
+                g.agents[b, n, ROW], g.agents[b, n, COLUMN] = row, column
+                g.agents[b, n, LEVEL] = rules.low_agent + below(stream, rules.high_agent - rules.low_agent + 1)
+                break
+
+
+@kernel
+def _three_weakest(g: Board, b: int) -> int:
+    """The sum of the three lowest levels of agents."""
+    agents, total = g.agents.shape[1], 0
+    for n in range(agents):
+        level, weaker = g.agents[b, n, LEVEL], 0
+        for m in range(agents):
+            other = g.agents[b, m, LEVEL]
+            weaker += other < level or (other == level and m < n)
+        if weaker < 3:
+            total += level
+    return total
+
+
+@kernel
+def _insert_food(g: Board, b: int, count: int, row: int, column: int, level: int) -> None:
+    """Adds food to the `count` there are, in order of row and column: the order in which seats see it."""
+    at = count
+    while at > 0 and (g.food[b, at - 1, ROW], g.food[b, at - 1, COLUMN]) > (row, column):
+        for part in range(3):
+            g.food[b, at, part] = g.food[b, at - 1, part]
+        at -= 1
+    g.food[b, at, ROW], g.food[b, at, COLUMN], g.food[b, at, LEVEL] = row, column, level
+
+
+@kernel
+def _place_food(g: Board, rules: Rules, b: int) -> None:
+    """Places food off the border and apart; less of it where chance finds no room."""
+    stream, most = g.rng[b], g.food.shape[1]
+    high = rules.high_food if rules.high_food > 0 else _three_weakest(g, b)
+    low = high if rules.cooperative else rules.low_food
+    g.food[b] = 0
+    _skip_permutation(stream, most)
+    count, total = 0, 0
+    for _ in range(ATTEMPTS):
+        if count == most:
+            break
+        row, column = 1 + below(stream, rules.size - 2), 1 + below(stream, rules.size - 2)
+        if not _near_food(g.food, b, row, column) and not _taken(g.agents, b, row, column):
+            level = low + below(stream, high - low + 1)
+            _insert_food(g, b, count, row, column, level)
+            count += 1
+            total += level
+    g.total[b] = total
+
+
+@kernel
+def _begin_game(g: Board, rules: Rules, b: int) -> None:
+    _place_agents(g, rules, b)
+    _place_food(g, rules, b)
+    g.steps[b] = 0
+
+
+@kernel
+def _put(row: np.ndarray, at: int, y: float, x: float, level: float) -> int:
+    row[at], row[at + 1], row[at + 2] = y, x, level
+    return at + 3
+
+
+@kernel
+def _write_view(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, sight: int) -> None:
+    """What seat n sees: food, itself, the others, each as row, column and level, counted from the corner of its sight;
+    -1, -1, 0 in place of what it does not see.
+
+    Close to the north and west border that corner is the board's, and what the border hides of the sight is added on
+    the other side for agents, though not for food (as in the package).
+    """
+    y, x, at = agents[b, n, ROW], agents[b, n, COLUMN], 0
+    top, left = max(y - sight, 0), max(x - sight, 0)
+    for f in range(food.shape[1]):
+        row_f, column_f, level = food[b, f, ROW], food[b, f, COLUMN], food[b, f, LEVEL]
+        if level > 0 and abs(row_f - y) <= sight and abs(column_f - x) <= sight:
+            at = _put(row, at, row_f - top, column_f - left, level)
+    while at < 3 * food.shape[1]:
+        at = _put(row, at, -1, -1, 0)
+    at = _put(row, at, y - top, x - left, agents[b, n, LEVEL])
+    for m in range(agents.shape[1]):
+        row_m, column_m = agents[b, m, ROW] - top, agents[b, m, COLUMN] - left
+        if m != n and 0 <= row_m <= 2 * sight and 0 <= column_m <= 2 * sight:
+            at = _put(row, at, row_m, column_m, agents[b, m, LEVEL])
+    while at < len(row):
+        at = _put(row, at, -1, -1, 0)
+
+
+@kernel
+def _write_legal(legal: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, size: int) -> None:
+    """An agent may not leave the board nor walk over food, and loads only beside food."""
+    y, x, load = agents[b, n, ROW], agents[b, n, COLUMN], False
+    north, south, west, east = y > 0, y < size - 1, x > 0, x < size - 1
+    for f in range(food.shape[1]):
+        down, right = food[b, f, ROW] - y, food[b, f, COLUMN] - x
+        if food[b, f, LEVEL] > 0 and abs(down) + abs(right) == 1:
+            load = True
+            north, south = north and down != -1, south and down != 1
+            west, east = west and right != -1, east and right != 1
+    legal[b, n, 1], legal[b, n, 2], legal[b, n, 3], legal[b, n, 4] = north, south, west, east
+    legal[b, n, 5] = load
+
+
+@kernel
+def _write_state(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, rules: Rules) -> None:
+    at, far = 0, rules.size - 1
+    for n in range(agents.shape[1]):
+        level = agents[b, n, LEVEL] / rules.high_agent
+        at = _put(row, at, agents[b, n, ROW] / far, agents[b, n, COLUMN] / far, level)
+    for f in range(food.shape[1]):
+        at = _put(row, at, food[b, f, ROW] / far, food[b, f, COLUMN] / far, food[b, f, LEVEL] / rules.top_food)
+
+
+@kernel
+def _write(g: Board, rules: Rules, b: int) -> None:
+    agents, food = g.agents, g.food
+    for n in range(agents.shape[1]):
+        _write_view(g.obs[b, n], agents, food, b, n, rules.sight)
+        _write_legal(g.legal, agents, food, b, n, rules.size)
+    _write_state(g.state[b], agents, food, b, rules)
+    g.state[b, -1] = g.steps[b] / rules.cycles
+
+
+@kernel
+def _move(agents: np.ndarray, b: int, chosen_N: np.ndarray, to_N2: np.ndarray) -> None:
+    """Moves all at once. Of agents that want to be in one cell (who stays wants its own) none moves."""
+    N = agents.shape[1]
+    for n in range(N):
+        action = chosen_N[n]
+        to_N2[n, 0] = agents[b, n, ROW] + (action == 2) - (action == 1)
+        to_N2[n, 1] = agents[b, n, COLUMN] + (action == 4) - (action == 3)
+    for n in range(N):
+        alone = True
+        for m in range(N):
+            if m != n and to_N2[m, 0] == to_N2[n, 0] and to_N2[m, 1] == to_N2[n, 1]:
+                alone = False
+        if alone:
+            agents[b, n, ROW], agents[b, n, COLUMN] = to_N2[n, 0], to_N2[n, 1]
+
+
+@kernel
+def _beside(agents: np.ndarray, food: np.ndarray, b: int, n: int, f: int) -> bool:
+    return abs(agents[b, n, ROW] - food[b, f, ROW]) + abs(agents[b, n, COLUMN] - food[b, f, COLUMN]) == 1
+
+
+@kernel
+def _load(g: Board, rules: Rules, b: int, chosen_N: np.ndarray) -> int:
+    """Pays those who load, and returns how much food is left. No agent stands beside two foods: they lie apart."""
+    agents, left = g.agents.shape[1], 0
+    for f in range(g.food.shape[1]):
+        level, strength = g.food[b, f, LEVEL], 0
+        if level == 0:
+            continue
+        for n in range(agents):
+            if chosen_N[n] == 5 and _beside(g.agents, g.food, b, n, f):
+                strength += g.agents[b, n, LEVEL]
+        share = float(strength * g.total[b]) if rules.normalize else 1.0
+        for n in range(agents):
+            if chosen_N[n] == 5 and _beside(g.agents, g.food, b, n, f):
+                g.rewards[b, n] = -rules.penalty if strength < level else g.agents[b, n, LEVEL] * level / share
+        if strength >= level:
+            g.food[b, f, ROW], g.food[b, f, COLUMN], g.food[b, f, LEVEL] = 0, 0, 0
+        else:
+            left += 1
+    return left
+
+
+@kernel
+def _keep_last(g: Board, b: int) -> None:
+    """Keeps the last view of a game that is over. In loops, which compile ten times as fast as assigned slices."""
+    for n in range(g.obs.shape[1]):
+        for at in range(g.obs.shape[2]):
+            g.final_obs[b, n, at] = g.obs[b, n, at]
+    for at in range(g.state.shape[1]):
+        g.final_state[b, at] = g.state[b, at]
+
+
+@kernel
+def _begin_all(g: Board, rules: Rules) -> None:
+    for b in range(len(g.steps)):
+        g.agents[b] = -1
+        _begin_game(g, rules, b)
+        _write(g, rules, b)
+
+
+@kernel
+def _step_all(g: Board, rules: Rules, actions: np.ndarray) -> None:
+    games, agents = actions.shape
+    chosen_N, to_N2 = np.zeros(agents, np.int64), np.zeros((agents, 2), np.int64)
+    for b in range(games):
+        for n in range(agents):
+            action = actions[b, n]
+            chosen_N[n] = action if 0 < action < 6 and g.legal[b, n, action] else 0
+            g.rewards[b, n] = 0.0
+        g.steps[b] += 1
+        _move(g.agents, b, chosen_N, to_N2)
+        g.terminated[b] = _load(g, rules, b, chosen_N) == 0
+        g.success[b] = g.terminated[b]
+        g.truncated[b] = not g.terminated[b] and g.steps[b] >= rules.cycles
+        _write(g, rules, b)
+        if g.terminated[b] or g.truncated[b]:
+            _keep_last(g, b)
+            _begin_game(g, rules, b)
+            _write(g, rules, b)
+
+
+class Foraging(NativeEnv):
+    """Walk to food and load it together: each seat does nothing, goes north, south, west or east, or loads.
+
+    Food is eaten when the levels of those who load it in one step add up to its own. Each of them then earns its level
+    times that of the food, with `normalize` such that all rewards of a game sum up to 1; a failed attempt costs
+    `penalty`. `cooperative` gives all food the highest level, by default (`max_food_level` none) that which the three
+    weakest agents have together. A seat sees `sight` cells far (none: the whole board). An action that is not legal
+    does nothing. `success` is that all food was eaten.
+
+    A view is row, column and level of each food in sight, of the seat itself and of the others in sight; -1, -1, 0 in
+    place of what is not. The state is row, column (0 to 1) and level (of the highest possible) of all agents, then of
+    all food (0, 0, 0 once eaten), then the share of `cycles` that is over.
+    """
+
+    name: ClassVar[str] = "foraging"
+
+    def __init__(
+        self,
+        games: int = 64,
+        *,
+        size: int = 8,
+        agents: int = 2,
+        food: int = 3,
+        sight: int | None = None,
+        cooperative: bool = False,
+        cycles: int = 50,
+        min_level: int = 1,
+        max_level: int = 2,
+        min_food_level: int = 1,
+        max_food_level: int | None = None,
+        normalize: bool = True,
+        penalty: float = 0.0,
+    ) -> None:
+        weakest = min(3, agents) * min_level if max_food_level is None else max_food_level
+        strongest = min(3, agents) * max_level if max_food_level is None else max_food_level
+        _at_least(games, 1, "games", "nothing is played in fewer")
+        _at_least(size, 3, "size", "food lies off the border")
+        _at_least(agents, 1, "agents", "somebody must play")
+        _at_least(food, 1, "food", "a game without food is over before it begins")
+        _at_least(cycles, 1, "cycles", "a game takes a step")
+        _at_least(size if sight is None else sight, 1, "sight", "who loads must see the cell beside")
+        _at_least(min_level, 1, "min_level", "an agent without a level loads nothing")
+        _at_least(max_level, min_level, "max_level", "it is above min_level")
+        _at_least(min_food_level, 1, "min_food_level", "food of level 0 is no food")
+        _at_least(weakest, min_food_level, "max_food_level", "it is above min_food_level in every game")
+        if agents > size * size // 2:
+            raise ValueError(f"agents: {agents} on {size} x {size} cells find no room; at most half of the cells")
+        if penalty < 0:
+            raise ValueError(f"penalty: {penalty} would be a reward for failing; use 0 or more")
+        self.games, self.state_size = games, 3 * (agents + food) + 1
+        self.seats = tuple(f"agent_{n}" for n in range(agents))
+        self.views = ((3 * (food + agents),),) * agents
+        self.actions = (Discrete(len(ACTIONS)),) * agents
+        self.rules = Rules(
+            size=size,
+            sight=size if sight is None else sight,
+            cycles=cycles,
+            low_agent=min_level,
+            high_agent=max_level,
+            low_food=min_food_level,
+            high_food=max_food_level or 0,
+            top_food=strongest,
+            cooperative=cooperative,
+            normalize=normalize,
+            penalty=float(penalty),
+        )
+        self.frame = empty_frame(
+            games, agents, self.views[0], actions=len(ACTIONS), state=self.state_size, success=True
+        )
+        self.memory = {
+            "rng": np.zeros((games, WORDS), np.uint64),
+            "agents": np.zeros((games, agents, 3), np.int64),
+            "food": np.zeros((games, food, 3), np.int64),
+            "total": np.zeros(games, np.int64),
+            "steps": np.zeros(games, np.int64),
+        }
+        frame = {name: array for name, array in vars(self.frame).items() if name != "acting"}
+        self._board = Board(**self.memory, **frame)
+
+    def _begin(self) -> None:
+        _begin_all(self._board, self.rules)
+
+    def _advance(self, actions: np.ndarray) -> None:
+        _step_all(self._board, self.rules, actions.astype(np.int32, copy=False))
+
+
+def _at_least(value: int, least: int, name: str, why: str) -> None:
+    if value < least:
+        raise ValueError(f"{name}: {value} is too small, {why}; use {least} or more")

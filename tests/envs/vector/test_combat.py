@@ -1,0 +1,286 @@
+"""Combat keeps SMAC's interface and StarCraft's numbers, and can be won by those who fight well."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from palestra.envs.vector.base import Discrete
+from palestra.envs.vector.check import check_vector_env, random_actions
+from palestra.envs.vector.combat import COOLDOWN, HEALTH, SHIELD, Combat, X, Y
+from palestra.envs.vector.combat_maps import MAPS, Map
+
+STOP, EAST, ATTACK = 1, 4, 6
+
+
+@pytest.mark.parametrize(
+    ("name", "view", "state", "actions"),
+    [
+        ("3m", 30, 48, 9),
+        ("8m", 80, 168, 14),
+        ("8m_vs_9m", 85, 179, 15),
+        ("10m_vs_11m", 105, 243, 17),
+        ("27m_vs_30m", 285, 1170, 36),
+        ("2s3z", 80, 120, 11),
+        ("3s5z", 128, 216, 14),
+        ("3s_vs_3z", 36, 54, 9),
+        ("3s_vs_5z", 48, 68, 11),
+    ],
+)
+def test_sizes_are_those_of_smac(name: Map, view: int, state: int, actions: int) -> None:
+    env = Combat(1, map=name)
+    assert env.views[0] == (view,) and env.state_size == state and env.actions[0] == Discrete(actions)
+
+
+def test_every_map_that_the_option_names_is_there() -> None:
+    assert get_args(Map) == tuple(MAPS)
+
+
+@pytest.mark.parametrize("name", ["3m", "2s3z", "3s_vs_4z"])
+def test_it_keeps_the_contract(name: Map) -> None:
+    check_vector_env(lambda games: Combat(games, map=name), games=4, steps=130)
+
+
+def view_of(env: Combat, b: int, n: int) -> list[float]:
+    """What seat n sees by SMAC's definition, from the units themselves."""
+    units, rules, allies = env.memory["units"][b], env.rules, len(env.seats)
+    mine = units[n]
+    if mine[HEALTH] <= 0:
+        return [0.0] * env.views[n][0]
+
+    def body(u: int, shields: bool) -> list[float]:
+        bits = [float(rules.kind_U[u] == bit) for bit in range(rules.bits)]
+        return [units[u, HEALTH] / rules.health_U[u], *(units[u, [SHIELD] * shields] / rules.shield_U[u]), *bits]
+
+    view = [float(0 <= mine[Y] + 1 < 32), float(mine[Y] - 1 >= 0), float(mine[X] + 1 < 32), float(mine[X] - 1 >= 0)]
+    for u in [*range(allies, len(units)), *(m for m in range(allies) if m != n)]:
+        shields = rules.ally_shields if u < allies else rules.enemy_shields
+        off = units[u, [X, Y]] - mine[[X, Y]]
+        far = float(np.hypot(*off))
+        if far < 9 and units[u, HEALTH] > 0:
+            view += [float(u < allies or far <= 6), far / 9, *(off / 9), *body(u, shields)]
+        else:
+            view += [0.0] * (5 + shields + rules.bits)
+    return view + body(n, rules.ally_shields)
+
+
+def state_of(env: Combat, b: int) -> list[float]:
+    units, rules, allies = env.memory["units"][b], env.rules, len(env.seats)
+    state: list[float] = []
+    for u, unit in enumerate(units):
+        shields = rules.ally_shields if u < allies else rules.enemy_shields
+        cooldown = [unit[COOLDOWN] / rules.reload_U[u]] if u < allies else []
+        one = [unit[HEALTH] / rules.health_U[u], *cooldown, (unit[X] - 16) / 32, (unit[Y] - 16) / 32]
+        one += [*(unit[[SHIELD] * shields] / rules.shield_U[u])]
+        one += [float(rules.kind_U[u] == bit) for bit in range(rules.bits)]
+        state += one if unit[HEALTH] > 0 else [0.0] * len(one)
+    last = np.zeros((allies, ATTACK + len(units) - allies))
+    for n, action in enumerate(env.memory["last"][b]):
+        if action >= 0:
+            last[n, action] = 1
+    return state + last.ravel().tolist()
+
+
+@pytest.mark.parametrize("name", ["3m", "2s3z", "3s_vs_4z"])
+def test_views_state_and_masks_are_smacs(name: Map) -> None:
+    env, rng, seen = Combat(3, map=name), np.random.default_rng(0), 0.0  # seen: the first enemy, within 6
+    frame = env.reset(np.arange(3))
+    for _ in range(60):
+        assert frame.legal is not None and frame.state is not None
+        for b in range(3):
+            view_NV = np.array([view_of(env, b, n) for n in range(len(env.seats))])
+            assert np.allclose(frame.obs[b], view_NV, atol=1e-6)
+            assert np.allclose(frame.state[b], state_of(env, b), atol=1e-6)
+            alive = env.memory["units"][b, : len(env.seats), HEALTH] > 0
+            assert np.array_equal(frame.acting[b], alive)
+            seen += view_NV[:, 4].sum()
+            assert np.array_equal(frame.legal[b, :, 0], ~alive) and np.array_equal(frame.legal[b, :, 1], alive)
+            assert np.array_equal(frame.legal[b, :, 2:6], view_NV[:, :4] > 0)
+        fights = np.stack([env.script("focus", n) for n in range(len(env.seats))], axis=1)
+        frame = env.step(np.where(rng.random(fights.shape) < 0.8, fights, random_actions(env, frame, rng)))
+    assert seen > 0
+
+
+def field(name: Map, places: list[tuple[float, float]], **options: Any) -> Combat:
+    """One game whose units stand as said, allies first."""
+    env = Combat(1, map=name, **options)
+    env.reset(np.array([0]))
+    env.memory["units"][0, :, [X, Y]] = np.array(places).T
+    env.step(np.full((1, len(env.seats)), STOP))  # legal actions and views of the new places
+    return env
+
+
+def test_a_marine_shoots_every_1_7_steps_and_kills_in_eight_shots() -> None:
+    env = field("3m", [(1, 1), (1, 30), (10, 16), (15, 16), (30, 1), (30, 30)])
+    units = env.memory["units"][0]
+    units[:, HEALTH], units[:, COOLDOWN] = 45, 0
+    units[3:, COOLDOWN] = 1e9  # they do not shoot back
+    rewards, healths = [], []
+    for _ in range(12):
+        rewards.append(float(env.step(np.array([[STOP, STOP, ATTACK]])).rewards[0, 0]))
+        healths.append(units[3, HEALTH])
+    # Shots at 0, 13.7, 27.3, 41.0, 54.7, 68.3, 82.0, 95.6 loops, 8 loops to a step.
+    assert healths == [39, 33, 33, 27, 27, 21, 15, 15, 9, 9, 3, 0]
+    assert np.allclose(np.array(rewards) * 365 / 20, [6, 6, 0, 6, 0, 6, 6, 0, 6, 0, 6, 3 + 10])
+    assert env.memory["target"][0, 0] == 2
+
+
+@pytest.mark.parametrize(
+    ("shooter", "victim", "shield", "loss"),
+    [
+        (0, 5, 80, (18, 0)),  # stalker at stalker: 13 and 5 for armour
+        (0, 5, 0, (0, 17)),  # of which armour takes 1
+        (0, 7, 50, (13, 0)),
+        (0, 7, 0, (0, 12)),
+        (2, 5, 80, (16, 0)),  # zealot: two hits of 8, of each of which armour takes 1
+        (2, 7, 0, (0, 14)),
+        (2, 7, 4, (4, 10)),  # the first hit finds the shield: 8 - 4 - 1, the second takes 8 - 1
+        (0, 7, 12.75, (12.75, 0.5)),  # of the quarter that is left, armour leaves no less than a half
+    ],
+)
+def test_shields_come_first_and_armour_takes_its_part(
+    shooter: int, victim: int, shield: float, loss: tuple[float, float]
+) -> None:
+    places = [(1.0, 2.0 * u) for u in range(5)] + [(30.0, 2.0 * u) for u in range(5)]
+    places[victim] = (places[shooter][0] + 1, places[shooter][1])
+    env = field("2s3z", places)
+    unit = env.memory["units"][0, victim]
+    env.memory["units"][0, :, COOLDOWN] = [0 if u == shooter else 1e9 for u in range(10)]
+    unit[SHIELD], health = shield, unit[HEALTH]
+    actions = np.full((1, 5), STOP)
+    actions[0, shooter] = ATTACK + victim - 5
+    frame = env.step(actions)
+    assert (shield - unit[SHIELD], health - unit[HEALTH]) == loss and unit[SHIELD] >= 0
+    most = 2 * 160 + 3 * 150 + 5 * 10 + 200
+    assert np.allclose(frame.rewards[0], sum(loss) * 20 / most)
+
+
+def test_units_walk_at_their_own_speed_and_not_over_the_border() -> None:
+    env = field("2s3z", [(2, 5), (31.5, 6), (2, 7), (2, 8), (2, 9), *[(20, 28)] * 5])
+    before = env.memory["units"][0].copy()
+    env.step(np.array([[EAST, EAST, EAST, 3, 5]]))
+    moved = env.memory["units"][0, :5, [X, Y]].T - before[:5, [X, Y]]
+    stalker, zealot = 4.13 * 8 / 22.4, 3.15 * 8 / 22.4
+    # The second would leave the field: it stops.
+    expected = np.array([(stalker, 0.0), (0.0, 0.0), (zealot, 0.0), (0.0, -zealot), (-zealot, 0.0)])
+    assert np.allclose(moved, expected)
+
+
+def test_an_attack_out_of_reach_walks_to_it_and_no_further() -> None:
+    env = field("3m", [(10, 16), (1, 1), (1, 2), (15.9, 16), (31, 30), (31, 31)])
+    env.memory["units"][0, 3, [X, Y]] = 15.9, 16
+    env.memory["units"][0, 0, [X, Y]] = 10, 16
+    env.memory["units"][0, 3, HEALTH] = 45
+    env.memory["units"][0, 3, COOLDOWN] = 1e9
+    env.frame.legal[:] = True  # type: ignore[index]
+    env.step(np.array([[ATTACK, STOP, STOP]]))
+    gap = env.memory["units"][0, 3, X] - env.memory["units"][0, 0, X]
+    assert gap == pytest.approx(5.6) and env.memory["units"][0, 3, HEALTH] == 45  # both came 0.15 closer, to 5.75
+
+
+def test_enemies_go_on_with_their_target_while_it_is_in_reach() -> None:
+    env = field("3m", [(16, 16), (1, 1), (1, 2), (20, 16), (31, 30), (31, 31)])
+    assert env.memory["target"][0, 0] == 0
+    env.memory["units"][0, 1, [X, Y]] = 19, 16  # nearer now
+    env.step(np.full((1, 3), STOP))
+    assert env.memory["target"][0, 0] == 0
+    env.memory["units"][0, 0, [X, Y]] = 1, 3
+    env.step(np.full((1, 3), STOP))
+    assert env.memory["target"][0, 0] == 1
+
+
+def test_who_dies_still_shoots_and_a_draw_is_no_success() -> None:
+    env = field("3m", [(10, 16), (10, 17), (10, 18), (14, 16), (14, 17), (14, 18)])
+    env.memory["units"][0, :, COOLDOWN] = 0
+    env.memory["units"][0, :, HEALTH] = [6, 0, 0, 6, 0, 0]
+    frame = env.step(np.array([[ATTACK, 0, 0]]))
+    assert frame.terminated[0] and frame.success is not None and not frame.success[0]
+    assert np.allclose(frame.rewards[0], 16 * 20 / 365)
+
+
+def test_the_dead_do_not_act_and_the_living_play_on() -> None:
+    env = field("3m", [(10, 16), (10, 17), (10, 18), (14, 16), (14, 17), (14, 18)])
+    env.memory["units"][0, :, COOLDOWN] = [1e9, 1e9, 1e9, 0, 0, 0]
+    env.memory["units"][0, 1, HEALTH] = 1
+    env.memory["target"][0] = 1
+    frame = env.step(np.full((1, 3), STOP))
+    assert frame.acting[0].tolist() == [True, False, True] and frame.legal is not None
+    assert frame.legal[0, 1].tolist() == [True] + [False] * 8 and not frame.obs[0, 1].any()
+    place = env.memory["units"][0, 1, [X, Y]].copy()
+    frame = env.step(np.array([[99, EAST, -1]]))  # out of range: stop
+    assert np.array_equal(env.memory["units"][0, 1, [X, Y]], place)
+    assert env.memory["last"][0].tolist() == [STOP, 0, STOP]
+
+
+def test_the_limit_cuts_a_battle_off() -> None:
+    env = Combat(2, cycles=3)
+    frame = env.reset(np.arange(2))
+    for step in range(3):
+        frame = env.step(np.full((2, 3), STOP))
+        assert frame.truncated.all() == (step == 2)
+    assert not frame.terminated.any() and frame.success is not None and not frame.success.any()
+    assert Combat(1).rules.cycles == 60 and Combat(1, map="2s3z").rules.cycles == 120
+
+
+def battles(env: Combat, scripted: bool) -> tuple[float, np.ndarray]:
+    """The share of first battles that are won, and what each yields."""
+    rng, B = np.random.default_rng(0), env.games
+    frame, open_B, won_B, earned_B = env.reset(np.arange(B)), np.ones(B, bool), np.zeros(B, bool), np.zeros(B)
+    while open_B.any():
+        actions = random_actions(env, frame, rng)
+        if scripted:
+            actions = np.stack([env.script("focus", n) for n in range(len(env.seats))], axis=1)
+        frame = env.step(actions)
+        assert frame.success is not None and (frame.rewards == frame.rewards[:, :1]).all()
+        earned_B += frame.rewards[:, 0] * open_B
+        won_B |= open_B & frame.success
+        open_B &= ~frame.over
+    return float(won_B.mean()), earned_B
+
+
+@pytest.mark.parametrize("name", ["3m", "8m", "2s3z", "3s5z"])
+def test_focused_fire_wins_and_chance_does_not(name: Map) -> None:
+    won, earned_B = battles(Combat(100, map=name), scripted=True)
+    assert won >= 0.8 and earned_B.max() == pytest.approx(20)
+    won, earned_B = battles(Combat(100, map=name), scripted=False)
+    assert won < 0.05 and 0 < earned_B.mean() < 10
+
+
+def kited(env: Combat) -> np.ndarray:
+    """Actions of stalkers that shoot when they can and else walk away from zealots, off the border."""
+    units, actions = env.memory["units"], np.stack([env.script("focus", n) for n in range(len(env.seats))], axis=1)
+    legal = env.frame.legal
+    assert legal is not None
+    for b, n in np.argwhere(env.frame.acting & (units[:, : len(env.seats), COOLDOWN] >= 8)):
+        alive = units[b, len(env.seats) :, HEALTH] > 0
+        foes = units[b, len(env.seats) :][alive][:, [X, Y]]
+        to = units[b, n, [X, Y]] + 1.475 * np.array([(0, 1), (0, -1), (1, 0), (-1, 0)])
+        gaps = np.hypot(*(foes[:, None] - to).T).min(axis=1)
+        room = np.minimum(to, 32 - to).min(axis=1)
+        if np.hypot(*(foes - units[b, n, [X, Y]]).T).min() < 7:
+            actions[b, n] = 2 + np.argmax(np.where(legal[b, n, 2:6], gaps + 0.05 * room, -np.inf))
+    return actions.astype(np.int32)
+
+
+def test_zealots_catch_stalkers_that_stand_but_not_those_that_kite() -> None:
+    assert battles(Combat(20, map="3s_vs_3z"), scripted=True)[0] == 0
+    env = Combat(8, map="3s_vs_3z")
+    frame, won_B = env.reset(np.arange(8)), np.zeros(8, bool)
+    for _ in range(100):
+        frame = env.step(kited(env))
+        assert frame.success is not None and not (frame.terminated & ~frame.success).any()
+        won_B |= frame.success
+    assert won_B.all()
+
+
+def test_options_and_scripts_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match='map: there is no "4m"; use one of 3m, 8m'):
+        Combat(map="4m")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cycles: 0 is too small"):
+        Combat(cycles=0)
+    with pytest.raises(ValueError, match="games: 0 is too small"):
+        Combat(0)
+    with pytest.raises(ValueError, match='no scripted player "rush"; it has: focus'):
+        Combat(1).script("rush", 0)

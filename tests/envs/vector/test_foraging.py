@@ -1,0 +1,183 @@
+"""Foraging is lbforaging's game: the same seed and actions give that package's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from lbforaging.foraging.environment import ForagingEnv  # type: ignore[import-untyped]
+
+from palestra.envs.vector.check import check_vector_env, random_actions
+from palestra.envs.vector.foraging import Foraging
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"size": 5, "agents": 3, "sight": 1, "penalty": 0.1},
+    {"size": 6, "agents": 4, "sight": 2, "cooperative": True, "max_level": 3},
+    {"size": 10, "agents": 3, "sight": 3, "normalize": False, "min_food_level": 2, "max_food_level": 3},
+    {"size": 5, "agents": 7, "food": 4, "cycles": 20, "min_level": 2},
+    {"size": 4, "food": 4, "cycles": 16, "cooperative": True, "max_food_level": 3},  # there is room for one or two only
+]
+
+
+def theirs(
+    *,
+    size: int = 8,
+    agents: int = 2,
+    food: int = 3,
+    sight: int | None = None,
+    cooperative: bool = False,
+    cycles: int = 50,
+    min_level: int = 1,
+    max_level: int = 2,
+    min_food_level: int = 1,
+    max_food_level: int | None = None,
+    normalize: bool = True,
+    penalty: float = 0.0,
+) -> ForagingEnv:
+    return ForagingEnv(
+        players=agents,
+        min_player_level=min_level,
+        max_player_level=max_level,
+        min_food_level=min_food_level,
+        max_food_level=max_food_level,
+        field_size=(size, size),
+        max_num_food=food,
+        sight=size if sight is None else sight,
+        max_episode_steps=cycles,
+        force_coop=cooperative,
+        normalize_reward=normalize,
+        penalty=penalty,
+    )
+
+
+def mask(env: ForagingEnv) -> np.ndarray:
+    legal = np.zeros((len(env.players), 6), bool)
+    for player, row in zip(env.players, legal, strict=True):
+        row[[action.value for action in env._valid_actions[player]]] = True
+    return legal
+
+
+def together(env: ForagingEnv, share: float, rng: np.random.Generator) -> np.ndarray:
+    """Actions of which a share takes all agents to one piece of food and loads it: chance alone eats too rarely.
+    Some are illegal."""
+    actions = rng.integers(0, 6, len(env.players))
+    food = np.argwhere(env.field)[0]
+    for n, player in enumerate(env.players):
+        down, right = food - player.position
+        if rng.random() < share:
+            rows = right == 0 or (down != 0 and rng.random() < 0.5)
+            actions[n] = 5 if abs(down) + abs(right) == 1 else (1 + (down > 0) if rows else 3 + (right > 0))
+    return actions
+
+
+# The package makes its boxes of float64 bounds with float32 as type.
+@pytest.mark.filterwarnings("ignore:.*precision lowered by casting.*:UserWarning")
+@pytest.mark.parametrize("options", VARIANTS)
+def test_games_and_their_successors_are_the_packages_from_the_same_seed(options: dict[str, Any]) -> None:
+    rng, eaten, cut = np.random.default_rng(1), 0, 0
+    for seed in range(6):
+        env, other = Foraging(1, **options), theirs(**options)
+        frame, (obs, _) = env.reset(np.array([seed])), other.reset(seed=seed)
+        for _ in range(250):
+            assert np.array_equal(frame.obs[0], np.stack(obs))
+            assert frame.legal is not None and np.array_equal(frame.legal[0], mask(other))
+            actions = together(other, 0.8 if seed % 2 else 0.05, rng)
+            frame = env.step(actions[None].astype(np.int32))
+            obs, rewards, done, _, _ = other.step(actions.tolist())
+            assert np.array_equal(frame.rewards[0], np.array(rewards, np.float32))
+            assert frame.over[0] == done and frame.success is not None
+            assert frame.terminated[0] == frame.success[0] == (other.field.sum() == 0)
+            if done:
+                assert np.array_equal(frame.final_obs[0], np.stack(obs))
+                eaten, cut = eaten + frame.terminated[0], cut + frame.truncated[0]
+                obs, _ = other.reset()
+    assert eaten >= 5 and cut >= 5
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
+    check_vector_env(lambda games: Foraging(games, **options), games=4, steps=180)
+
+
+def placed(agents: list[list[int]], food: list[list[int]], **options: Any) -> Foraging:
+    """A game with agents and food as said, each row, column, level."""
+    env = Foraging(1, agents=len(agents), food=len(food), **options)
+    env.reset(np.array([0]))
+    env.memory["agents"][0], env.memory["food"][0] = agents, food
+    env.memory["total"][0] = sum(level for _, _, level in food)
+    env.frame.legal[:] = True  # type: ignore[index]
+    return env
+
+
+def test_agents_that_want_one_cell_stay_and_others_may_swap() -> None:
+    env = placed([[0, 0, 1], [0, 2, 1], [4, 4, 1], [4, 5, 1]], [[6, 1, 1]])
+    env.step(np.array([[4, 3, 4, 3]]))
+    assert env.memory["agents"][0, :, :2].tolist() == [[0, 0], [0, 2], [4, 5], [4, 4]]
+
+
+def test_food_is_shared_by_level_and_a_failed_attempt_costs() -> None:
+    env = placed([[2, 1, 1], [2, 3, 2], [5, 4, 1]], [[2, 2, 3], [5, 5, 2]], penalty=0.1)
+    frame = env.step(np.array([[5, 5, 5]]))
+    assert np.allclose(frame.rewards[0], [3 / 15, 6 / 15, -0.1])  # 1 * 3 and 2 * 3, over (1 + 2) * (3 + 2)
+    assert env.memory["food"][0].tolist() == [[0, 0, 0], [5, 5, 2]] and not frame.over[0]
+    assert frame.state is not None and frame.legal is not None
+    assert frame.legal[0, :, 5].tolist() == [False, False, True] and not frame.legal[0, 2, 4]
+    food = [0, 0, 0, 5 / 7, 5 / 7, 2 / 6]
+    assert np.allclose(frame.state[0], [2 / 7, 1 / 7, 0.5, 2 / 7, 3 / 7, 1, 5 / 7, 4 / 7, 0.5, *food, 1 / 50])
+
+
+def test_all_food_eaten_is_success_and_the_next_game_begins() -> None:
+    env = placed([[2, 1, 2]], [[2, 2, 2]])
+    frame = env.step(np.array([[5]]))
+    assert frame.rewards[0, 0] == 1 and frame.terminated[0] and frame.success is not None and frame.success[0]
+    assert frame.final_obs[0, 0].tolist() == [-1, -1, 0, 2, 1, 2]
+    assert frame.obs[0, 0, 2] > 0 and env.memory["steps"][0] == 0
+
+
+def test_the_limit_cuts_a_game_off() -> None:
+    env = placed([[0, 0, 1]], [[2, 2, 2]], cycles=2)
+    assert not env.step(np.array([[0]])).over[0]
+    frame = env.step(np.array([[0]]))
+    assert frame.truncated[0] and not frame.terminated[0] and frame.success is not None and not frame.success[0]
+
+
+def test_actions_out_of_range_do_nothing() -> None:
+    env = placed([[3, 3, 1], [5, 5, 1]], [[1, 1, 2]])
+    env.step(np.array([[-7, 99]]))
+    assert env.memory["agents"][0].tolist() == [[3, 3, 1], [5, 5, 1]]
+
+
+def test_random_play_of_many_games_earns_at_most_one_a_game() -> None:
+    env, rng = Foraging(64), np.random.default_rng(0)
+    frame, earned, most = env.reset(np.arange(64)), np.zeros(64), 0.0
+    for _ in range(200):
+        frame = env.step(random_actions(env, frame, rng))
+        earned += frame.rewards.sum(axis=1)
+        most = max(most, earned.max())
+        earned[frame.over] = 0
+    assert 0.3 < most <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"games": 0}, "games: 0 is too small"),
+        ({"size": 2}, "size: 2 is too small"),
+        ({"agents": 0}, "agents: 0 is too small"),
+        ({"agents": 33}, "33 on 8 x 8 cells find no room"),
+        ({"food": 0}, "food: 0 is too small"),
+        ({"cycles": 0}, "cycles: 0 is too small"),
+        ({"sight": 0}, "sight: 0 is too small"),
+        ({"min_level": 0}, "min_level: 0 is too small"),
+        ({"min_level": 3}, "max_level: 2 is too small.*use 3 or more"),
+        ({"min_food_level": 0}, "min_food_level: 0 is too small"),
+        ({"min_food_level": 3}, "max_food_level: 2 is too small"),
+        ({"min_food_level": 3, "max_food_level": 2}, "max_food_level: 2 is too small"),
+        ({"penalty": -0.1}, "penalty: -0.1 would be a reward"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Foraging(**options)
