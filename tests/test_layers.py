@@ -24,7 +24,7 @@ ROOMS = [
     {"palestra.rollouts", "palestra.learners", "palestra.episodes", "palestra.runs"},
     {"palestra.algorithms", "palestra.populations"},
     {"palestra.train"},
-    {"palestra.drill"},
+    {"palestra.drill", "palestra.replicas"},
     {"palestra.service", "palestra.remote"},
     {"palestra.dashboard"},
     {"palestra.setup", "palestra.setup_games"},

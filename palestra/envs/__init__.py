@@ -8,14 +8,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from palestra.envs.base import Env, check_env
+from palestra.envs.base import Env
+from palestra.envs.base import check_env as check_one
 from palestra.envs.vector.base import VectorEnv
+from palestra.envs.vector.check import check_vector_env
 
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "GAMES", "Env", "VectorEnv", "check_env", "env_class", "env_options", "make_env"]
 
@@ -38,6 +41,17 @@ GAMES: dict[str, str] = {  # vectorised
     "combat": "palestra.envs.vector.combat:Combat",
     "pong": "palestra.envs.vector.pong:Pong",
 }
+
+
+def check_env(make_env: Callable[..., Any], **options: Any) -> None:
+    """Plays an env at random and raises ValueError, saying what broke and how to mend it, where it breaks the contract:
+    `check_one` for what makes an `Env`, `check_vector_env` for what makes a `VectorEnv` of as many games as it is told.
+    """
+    if inspect.isclass(make_env):
+        many = issubclass(make_env, VectorEnv)
+    else:
+        many = any(p.default is p.empty for p in inspect.signature(make_env).parameters.values())
+    (check_vector_env if many else check_one)(make_env, **options)
 
 
 def make_env(type: str, **options: Any) -> Any:
