@@ -79,4 +79,4 @@ def below(row: np.ndarray, n: int) -> int:
         threshold = (_LOW - (size - _ONE)) % size
         while (product & _LOW) < threshold:
             product = next32(row) * size
-    return int(product >> _HALF)
+    return np.int64(product >> _HALF)

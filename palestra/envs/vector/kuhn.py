@@ -1,0 +1,174 @@
+"""Kuhn poker (Kuhn, 1950) for two or more players, as OpenSpiel plays it; and what our card games share."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from palestra.compiled import kernel
+from palestra.envs.vector.base import Discrete, empty_frame
+from palestra.envs.vector.native import NativeEnv
+from palestra.envs.vector.rng import WORDS, below
+
+PASS, BET = 0, 1
+MOST_PLAYERS = 4
+
+
+class Table(NamedTuple):
+    """The arrays that kernels change: memory first, then those of the frame."""
+
+    rng: np.ndarray
+    cards: np.ndarray  # [B, P + 1] the deck: a card for each player in turn, then the one nobody has
+    stakes: np.ndarray  # [B, P]
+    moves: np.ndarray  # [B] made so far
+    first_bet: np.ndarray  # [B] which move it was, -1 before
+    obs: np.ndarray
+    acting: np.ndarray
+    state: np.ndarray
+    rewards: np.ndarray
+    terminated: np.ndarray
+    final_obs: np.ndarray
+    final_state: np.ndarray
+
+
+@kernel
+def deal(stream: np.ndarray, deck: np.ndarray, count: int) -> None:
+    """Moves `count` cards of a deck to its front, drawn without replacement (Fisher and Yates)."""
+    for at in range(count):
+        other = at + int(below(stream, len(deck) - at))
+        deck[at], deck[other] = deck[other], deck[at]
+
+
+@kernel
+def blank(obs: np.ndarray, state: np.ndarray, chosen: np.ndarray) -> None:
+    """Empties views and state of the chosen games. In loops, which compile ten times as fast as assigned slices."""
+    for b in range(len(chosen)):
+        if chosen[b]:
+            for n in range(obs.shape[1]):
+                for at in range(obs.shape[2]):
+                    obs[b, n, at] = 0
+            for at in range(state.shape[1]):
+                state[b, at] = 0
+
+
+@kernel
+def keep_last(
+    obs: np.ndarray, final_obs: np.ndarray, state: np.ndarray, final_state: np.ndarray, chosen: np.ndarray
+) -> None:
+    """Keeps the last views and state of the chosen games."""
+    for b in range(len(chosen)):
+        if chosen[b]:
+            for n in range(obs.shape[1]):
+                for at in range(obs.shape[2]):
+                    final_obs[b, n, at] = obs[b, n, at]
+            for at in range(state.shape[1]):
+                final_state[b, at] = state[b, at]
+
+
+# Each part of a step goes through all games: to hand the table from function to function for every game would cost
+# more than the moves.
+
+
+@kernel
+def _begin_games(t: Table, chosen: np.ndarray) -> None:
+    """Deals, takes antes and writes the first views of the chosen games."""
+    rng, cards, stakes, moves, first_bet = t.rng, t.cards, t.stakes, t.moves, t.first_bet
+    obs, acting, state = t.obs, t.acting, t.state
+    players, deck = stakes.shape[1], cards.shape[1]
+    blank(obs, state, chosen)
+    for b in range(len(chosen)):
+        if chosen[b]:
+            deal(rng[b], cards[b], players)
+            moves[b], first_bet[b] = 0, -1
+            for n in range(players):
+                stakes[b, n] = 1
+                acting[b, n] = n == 0
+                obs[b, n, n], obs[b, n, players + cards[b, n]] = 1, 1
+                state[b, deck * n + cards[b, n]] = 1
+
+
+@kernel
+def _move(t: Table, actions: np.ndarray) -> None:
+    """Makes the move of the player whose turn it is; whether it was the last one. Once a bet is made, each of the
+    others answers it; who passes then is out."""
+    obs, acting, state, over = t.obs, t.acting, t.state, t.terminated
+    stakes, moves, first_bet = t.stakes, t.moves, t.first_bet
+    games, players = stakes.shape
+    for b in range(games):
+        move, turn = moves[b], moves[b] % players
+        bet = actions[b, turn] == BET
+        at = 2 * move + bet
+        for n in range(players):
+            obs[b, n, 2 * players + 1 + at] = 1
+            acting[b, n] = n == (move + 1) % players
+        state[b, players * (players + 1) + at] = 1
+        if bet:
+            stakes[b, turn] = 2
+            if first_bet[b] < 0:
+                first_bet[b] = move
+        moves[b] = move + 1
+        over[b] = move + 1 == players + max(first_bet[b], 0)
+
+
+@kernel
+def _pay(t: Table) -> None:
+    """Rewards of all games. The highest card of those who bet (of all, if nobody did) takes the pot."""
+    cards, stakes, first_bet, rewards, over = t.cards, t.stakes, t.first_bet, t.rewards, t.terminated
+    games, players = stakes.shape
+    for b in range(games):
+        asked, pot, winner = 2 if first_bet[b] >= 0 else 1, 0, -1
+        for n in range(players):
+            pot += stakes[b, n]
+            if stakes[b, n] == asked and (winner < 0 or cards[b, n] > cards[b, winner]):
+                winner = n
+        for n in range(players):
+            rewards[b, n] = (pot if n == winner else 0) - stakes[b, n] if over[b] else 0
+
+
+@kernel
+def _step(t: Table, actions: np.ndarray) -> None:
+    _move(t, actions)
+    _pay(t)
+    keep_last(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    _begin_games(t, t.terminated)
+
+
+class KuhnPoker(NativeEnv):
+    """One card each from a deck of one more than there are players; an ante of 1 and at most one bet of 1.
+
+    In turn each player passes (0) or bets (1), until all have passed or all others have answered the bet. Rewards, at
+    the end, are chips won or lost. An action out of range is a pass. A view is OpenSpiel's information state: who the
+    seat is, its card (both one-hot), then for each move so far whether it was a pass or a bet (one-hot). The state is
+    the card of every player, then the moves in the same form. `memory["cards"]` are the players' cards in turn.
+    """
+
+    name: ClassVar[str] = "kuhn_poker"
+
+    def __init__(self, games: int = 64, *, players: int = 2) -> None:
+        if games < 1:
+            raise ValueError(f"games: {games} is too small, nothing is played in fewer than 1; use 1 or more")
+        if not 2 <= players <= MOST_PLAYERS:
+            raise ValueError(f"players: {players} cannot play Kuhn poker here; use 2 to {MOST_PLAYERS}")
+        deck, moves = players + 1, 2 * players - 1
+        self.games, self.state_size = games, players * deck + 2 * moves
+        self.seats = tuple(f"player_{n}" for n in range(players))
+        self.views = ((players + deck + 2 * moves,),) * players
+        self.actions = (Discrete(2),) * players
+        self.frame = empty_frame(games, players, self.views[0], state=self.state_size)
+        self.memory = {
+            "rng": np.zeros((games, WORDS), np.uint64),
+            "cards": np.zeros((games, deck), np.int8),
+            "stakes": np.zeros((games, players), np.int8),
+            "moves": np.zeros(games, np.int8),
+            "first_bet": np.zeros(games, np.int8),
+        }
+        frame = {name: getattr(self.frame, name) for name in Table._fields if name not in self.memory}
+        self._table = Table(**self.memory, **frame)
+
+    def _begin(self) -> None:
+        self.memory["cards"][:] = np.arange(self.memory["cards"].shape[1])
+        _begin_games(self._table, np.ones(self.games, bool))
+
+    def _advance(self, actions: np.ndarray) -> None:
+        _step(self._table, actions.astype(np.int32, copy=False))

@@ -1,0 +1,154 @@
+"""Liar's dice for two players, as OpenSpiel plays it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from palestra.compiled import kernel
+from palestra.envs.vector.base import Discrete, empty_frame
+from palestra.envs.vector.kuhn import blank, keep_last
+from palestra.envs.vector.native import NativeEnv
+from palestra.envs.vector.rng import WORDS, below
+
+
+class Table(NamedTuple):
+    """The arrays that kernels change: memory first, then those of the frame."""
+
+    rng: np.ndarray
+    dice: np.ndarray  # [B, 2, D] faces from 0 on, each player's in order
+    turn: np.ndarray  # [B]
+    bid: np.ndarray  # [B] the last one, -1 before the first
+    obs: np.ndarray
+    legal: np.ndarray
+    acting: np.ndarray
+    state: np.ndarray
+    rewards: np.ndarray
+    terminated: np.ndarray
+    final_obs: np.ndarray
+    final_state: np.ndarray
+
+
+@kernel
+def _roll(stream: np.ndarray, dice: np.ndarray, faces: int) -> None:
+    """Rolls a player's dice and puts them in order."""
+    for count in range(len(dice)):
+        face, at = int(below(stream, faces)), count
+        while at > 0 and dice[at - 1] > face:
+            dice[at] = dice[at - 1]
+            at -= 1
+        dice[at] = face
+
+
+@kernel
+def _begin_games(t: Table, faces: int, chosen: np.ndarray) -> None:
+    """Rolls and writes the first views of the chosen games."""
+    rng, dice, turn, bid, obs, legal, state = t.rng, t.dice, t.turn, t.bid, t.obs, t.legal, t.state
+    most, liar = dice.shape[2], legal.shape[2] - 1
+    blank(obs, state, chosen)
+    for b in range(len(chosen)):
+        if chosen[b]:
+            turn[b], bid[b] = 0, -1
+            for n in range(2):
+                _roll(rng[b], dice[b, n], faces)
+                obs[b, n, n] = 1
+                for die in range(most):
+                    at = faces * die + dice[b, n, die]
+                    obs[b, n, 2 + at], state[b, most * faces * n + at] = 1, 1
+                for action in range(liar):
+                    legal[b, n, action] = True
+                legal[b, n, liar] = False
+
+
+@kernel
+def _move(t: Table, faces: int, actions: np.ndarray) -> None:
+    """Takes the legal action of the player whose turn it is and writes it into the history. After a bid only higher
+    ones are legal, and to call it a lie, which ends the game. Both seats are shown the moves of the one that acts."""
+    turn, bid, obs, legal, state, over = t.turn, t.bid, t.obs, t.legal, t.state, t.terminated
+    own, liar = t.dice.shape[2] * faces, legal.shape[2] - 1
+    for b in range(len(turn)):
+        action = int(actions[b, turn[b]])
+        if not (0 <= action <= liar and legal[b, turn[b], action]):
+            action = bid[b] + 1
+        obs[b, 0, 2 + own + action], obs[b, 1, 2 + own + action], state[b, 2 * own + action] = 1, 1, 1
+        over[b] = action == liar
+        if not over[b]:
+            for n in range(2):
+                for lower in range(bid[b] + 1, action + 1):
+                    legal[b, n, lower] = False
+                legal[b, n, liar] = True
+            turn[b], bid[b] = 1 - turn[b], action
+
+
+@kernel
+def _pay(t: Table, faces: int) -> None:
+    """Rewards of all games. A bid is true if at least so many dice show its face or the highest one, which is wild."""
+    dice, turn, bid, rewards, over = t.dice, t.turn, t.bid, t.rewards, t.terminated
+    for b in range(len(turn)):
+        rewards[b, 0], rewards[b, 1] = 0, 0
+        if over[b]:
+            quantity, face, shown = bid[b] // faces + 1, bid[b] % faces, 0
+            for n in range(2):
+                for die in range(dice.shape[2]):
+                    shown += dice[b, n, die] == face or dice[b, n, die] == faces - 1
+            winner = 1 - turn[b] if shown >= quantity else turn[b]
+            rewards[b, winner], rewards[b, 1 - winner] = 1, -1
+
+
+@kernel
+def _write_turn(acting: np.ndarray, turn: np.ndarray) -> None:
+    for b in range(len(turn)):
+        acting[b, 0], acting[b, 1] = turn[b] == 0, turn[b] == 1
+
+
+@kernel
+def _step(t: Table, faces: int, actions: np.ndarray) -> None:
+    _move(t, faces, actions)
+    _pay(t, faces)
+    keep_last(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    _begin_games(t, faces, t.terminated)
+    _write_turn(t.acting, t.turn)
+
+
+class LiarsDice(NativeEnv):
+    """Each player rolls `dice` dice of `faces` faces in secret; bids on all dice go up until one is called a lie.
+
+    Bid `(quantity - 1) * faces + face` (faces count from 0) says that at least so many dice show that face; the highest
+    face is wild and counts as any. A bid must be above the last one; the last action, legal after the first bid, calls
+    that one a lie. Who is right wins 1, the other loses 1. An action that is not legal is the lowest one that is. A
+    view is OpenSpiel's information state: who the seat is, its dice in order (one-hot each), then for every bid, and
+    for the call, whether it was made. The state is the dice of both players, then the bids in the same form.
+    `memory["dice"]` are the faces.
+    """
+
+    name: ClassVar[str] = "liars_dice"
+    seats = ("player_0", "player_1")
+
+    def __init__(self, games: int = 64, *, dice: int = 1, faces: int = 6) -> None:
+        if games < 1:
+            raise ValueError(f"games: {games} is too small, nothing is played in fewer than 1; use 1 or more")
+        if dice < 1:
+            raise ValueError(f"dice: {dice} is too small, each player bids on at least one of its own; use 1 or more")
+        if faces < 2:
+            raise ValueError(f"faces: {faces} is too small, dice of fewer than 2 hide nothing; use 2 or more")
+        own, actions = dice * faces, 2 * dice * faces + 1
+        self.games, self.faces, self.state_size = games, faces, 2 * own + actions
+        self.views = ((2 + own + actions,),) * 2
+        self.actions = (Discrete(actions),) * 2
+        self.frame = empty_frame(games, 2, self.views[0], actions=actions, state=self.state_size)
+        self.memory = {
+            "rng": np.zeros((games, WORDS), np.uint64),
+            "dice": np.zeros((games, 2, dice), np.int64),
+            "turn": np.zeros(games, np.int64),
+            "bid": np.zeros(games, np.int64),
+        }
+        frame = {name: getattr(self.frame, name) for name in Table._fields if name not in self.memory}
+        self._table = Table(**self.memory, **frame)
+
+    def _begin(self) -> None:
+        _begin_games(self._table, self.faces, np.ones(self.games, bool))
+        _write_turn(self.frame.acting, self.memory["turn"])
+
+    def _advance(self, actions: np.ndarray) -> None:
+        _step(self._table, self.faces, actions.astype(np.int32, copy=False))

@@ -1,0 +1,202 @@
+"""Games whose payoffs are tables: one-shot games, once or again and again, and the two-step game of QMIX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from palestra.compiled import kernel
+from palestra.envs.vector.base import Discrete, empty_frame
+from palestra.envs.vector.kuhn import blank, keep_last
+from palestra.envs.vector.native import NativeEnv
+from palestra.envs.vector.rng import WORDS
+
+Game = Literal[
+    "rock_paper_scissors",
+    "matching_pennies",
+    "prisoners_dilemma",
+    "stag_hunt",
+    "coordination",
+    "climbing",
+    "penalty",
+]
+# Rows are the actions of player_0. A number is what both get. The first five are OpenSpiel's (prisoners cooperate, then
+# defect; hunters go for the stag, then the hare), the last two from Claus and Boutilier (1998), with k = -100.
+PAYOFFS: dict[str, list[Any]] = {
+    "rock_paper_scissors": [[(0, 0), (-1, 1), (1, -1)], [(1, -1), (0, 0), (-1, 1)], [(-1, 1), (1, -1), (0, 0)]],
+    "matching_pennies": [[(1, -1), (-1, 1)], [(-1, 1), (1, -1)]],
+    "prisoners_dilemma": [[(5, 5), (0, 10)], [(10, 0), (1, 1)]],
+    "stag_hunt": [[(2, 2), (0, 1)], [(1, 0), (1, 1)]],
+    "coordination": [[1, 0], [0, 1]],
+    "climbing": [[11, -30, 0], [-30, 7, 6], [0, 0, 5]],
+    "penalty": [[10, 0, -100], [0, 2, 0], [-100, 0, 10]],
+}
+SEATS = ("player_0", "player_1")
+START, CERTAIN, RISKY = 0, 1, 2  # where a two-step game stands
+TWO_STEP = np.array([[[0, 0], [0, 0]], [[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float64)  # by place
+
+
+class Table(NamedTuple):
+    """The arrays that kernels change: memory first, then those of the frame."""
+
+    place: np.ndarray  # [B] rounds played; in the two-step game START, CERTAIN or RISKY
+    obs: np.ndarray
+    state: np.ndarray
+    rewards: np.ndarray
+    terminated: np.ndarray
+    final_obs: np.ndarray
+    final_state: np.ndarray
+
+
+@kernel
+def _play_round(t: Table, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
+    """Pays, and writes the last joint action, one-hot: each seat's own first, in the state that of player_0."""
+    place, obs, state, rewards, over = t.place, t.obs, t.state, t.rewards, t.terminated
+    rows, columns = payoff.shape[0], payoff.shape[1]
+    for b in range(len(place)):
+        row, column = min(max(actions[b, 0], 0), rows - 1), min(max(actions[b, 1], 0), columns - 1)
+        rewards[b, 0], rewards[b, 1] = payoff[row, column, 0], payoff[row, column, 1]
+        for at in range(rows + columns):
+            obs[b, 0, at], obs[b, 1, at], state[b, at] = 0, 0, 0
+        obs[b, 0, row], obs[b, 0, rows + column] = 1, 1
+        obs[b, 1, column], obs[b, 1, columns + row] = 1, 1
+        state[b, row], state[b, rows + column] = 1, 1
+        place[b] += 1
+        state[b, rows + columns] = place[b] / rounds
+        over[b] = place[b] == rounds
+        if over[b]:
+            place[b] = 0
+
+
+@kernel
+def _step_rounds(t: Table, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
+    _play_round(t, payoff, rounds, actions)
+    keep_last(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    blank(t.obs, t.state, t.terminated)
+
+
+@kernel
+def _play_two(t: Table, actions: np.ndarray) -> None:
+    place, rewards, over = t.place, t.rewards, t.terminated
+    for b in range(len(place)):
+        first, second = int(actions[b, 0] == 1), int(actions[b, 1] == 1)
+        reward = TWO_STEP[place[b], first, second]
+        rewards[b, 0], rewards[b, 1] = reward, reward
+        over[b] = place[b] != START
+        place[b] = START if over[b] else CERTAIN + first
+
+
+@kernel
+def _write_place(place: np.ndarray, obs: np.ndarray, state: np.ndarray) -> None:
+    for b in range(len(place)):
+        for at in range(3):
+            here = place[b] == at
+            obs[b, 0, at], obs[b, 1, at], state[b, at] = here, here, here
+
+
+@kernel
+def _step_two(t: Table, actions: np.ndarray) -> None:
+    _play_two(t, actions)
+    keep_last(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    _write_place(t.place, t.obs, t.state)
+
+
+class _Tabular(NativeEnv):
+    """Two seats that act at once; nothing is drawn, so all games go alike."""
+
+    seats = SEATS
+
+    def __init__(self, games: int, choices: tuple[int, int], view: int, state: int) -> None:
+        if games < 1:
+            raise ValueError(f"games: {games} is too small, nothing is played in fewer than 1; use 1 or more")
+        self.games, self.state_size = games, state
+        self.views = ((view,), (view,))
+        self.actions = (Discrete(choices[0]), Discrete(choices[1]))
+        self.frame = empty_frame(games, 2, (view,), actions=_padded(choices), state=state)
+        if self.frame.legal is not None:
+            self.frame.legal[:] = np.arange(max(choices)) < np.array(choices)[:, None]
+        self.memory = {"rng": np.zeros((games, WORDS), np.uint64), "place": np.zeros(games, np.int64)}
+        frame = {name: getattr(self.frame, name) for name in Table._fields if name != "place"}
+        self._table = Table(place=self.memory["place"], **frame)
+
+    def _begin(self) -> None:
+        self._table.place[:], self._table.obs[:], self._table.state[:] = 0, 0, 0
+
+
+class MatrixGame(_Tabular):
+    """Both choose at once and get what a table says, `rounds` times over.
+
+    `game` names the table (rock_paper_scissors if nothing is said), or `payoff` is one: for each action of player_0 a
+    row, with an entry for each action of player_1: a number, which both get, or two, one for each. Rewards fall in
+    every round. A view is the joint action of the last round, one-hot, the seat's own first; zeros in the first round.
+    The state is the same, player_0's action first, then the share of `rounds` that is over. An action out of range
+    is the nearest one.
+    """
+
+    name: ClassVar[str] = "matrix"
+
+    def __init__(
+        self, games: int = 64, *, game: Game | None = None, payoff: list[Any] | None = None, rounds: int = 1
+    ) -> None:
+        if game is not None and payoff is not None:
+            raise ValueError(f'game: "{game}" has a payoff of its own; give game or payoff, not both')
+        if game is not None and game not in PAYOFFS:
+            raise ValueError(f'game: no table is called "{game}"; use {", ".join(PAYOFFS)}, or give payoff')
+        if rounds < 1:
+            raise ValueError(f"rounds: {rounds} is too small, a game is played at least once; use 1 or more")
+        self.payoff = _table(PAYOFFS[game or "rock_paper_scissors"] if payoff is None else payoff)
+        self.rounds = rounds
+        rows, columns, _ = self.payoff.shape
+        super().__init__(games, (rows, columns), rows + columns, rows + columns + 1)
+
+    def _advance(self, actions: np.ndarray) -> None:
+        _step_rounds(self._table, self.payoff, self.rounds, actions.astype(np.int32, copy=False))
+
+
+class TwoStepGame(_Tabular):
+    """The cooperative game by which Rashid et al. (2018) show what a sum of values cannot represent.
+
+    In the first step the action of player_0 alone counts: after 0 any joint action of the second step earns 7, after 1
+    it earns [[0, 1], [1, 8]]. Each seat gets the whole reward; the best return is 8. Everybody sees which of the three
+    states the game is in (one-hot), and that is the state. An action out of range is 0.
+    """
+
+    name: ClassVar[str] = "two_step"
+
+    def __init__(self, games: int = 64) -> None:
+        super().__init__(games, (2, 2), 3, 3)
+
+    def _begin(self) -> None:
+        super()._begin()
+        _write_place(self._table.place, self._table.obs, self._table.state)
+
+    def _advance(self, actions: np.ndarray) -> None:
+        _step_two(self._table, actions.astype(np.int32, copy=False))
+
+
+def _padded(choices: tuple[int, int]) -> int | None:
+    """How long the mask must be: none is needed where both seats have as many actions."""
+    return None if choices[0] == choices[1] else max(choices)
+
+
+def _table(payoff: list[Any]) -> np.ndarray:
+    """What each seat gets, [A, A, 2], from rows of numbers or pairs."""
+    rows = [row if isinstance(row, Sequence) and not isinstance(row, str) else [] for row in payoff]
+    if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
+        raise ValueError(
+            "payoff: give a list of rows, all of one length, a row for each action of player_0 and in it an entry for "
+            "each action of player_1, for example [[1, 0], [0, 1]]"
+        )
+    return np.array([[_pair(entry) for entry in row] for row in rows], np.float64)
+
+
+def _pair(entry: Any) -> tuple[float, float]:
+    pair = tuple(entry) if isinstance(entry, list | tuple) else (entry, entry)
+    if len(pair) != 2 or not all(isinstance(value, int | float) and math.isfinite(value) for value in pair):
+        raise ValueError(
+            f"payoff: {entry!r} is neither a finite number, which both seats get, nor one for each of the two"
+        )
+    return pair

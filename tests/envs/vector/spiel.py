@@ -1,0 +1,86 @@
+"""Games of ours played again in OpenSpiel, decision by decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyspiel
+
+from palestra.envs.vector.base import Frame, VectorEnv
+
+
+class Mirror:
+    """The games of `env`, each also as a state of OpenSpiel's `game`; `chance(b)` is what chance has in store for the
+    game just begun in place b. Reset and step compare all that both say: whose turn it is, what that seat may do, what
+    every seat knows, and who won what."""
+
+    def __init__(self, env: VectorEnv, game: str, chance: Callable[[int], list[int]]) -> None:
+        self.env, self.chance = env, chance
+        self.game = pyspiel.load_game(game)
+        self.players = range(len(env.seats))
+        self.states: list[Any] = [None] * env.games
+        self.deals: list[Iterator[int]] = [iter([])] * env.games
+        self.ended = 0
+
+    def reset(self, seeds: np.ndarray) -> Frame:
+        frame = self.env.reset(seeds)
+        for b in range(self.env.games):
+            self.begin(b)
+        self.compare(frame)
+        return frame
+
+    def begin(self, b: int) -> None:
+        self.states[b], self.deals[b] = self.game.new_initial_state(), iter(self.chance(b))
+        self.deal(b)
+
+    def deal(self, b: int) -> None:
+        while self.states[b].is_chance_node():
+            self.states[b].apply_action(next(self.deals[b]))
+
+    def step(self, actions: np.ndarray) -> Frame:
+        frame = self.env.step(actions)
+        for b, state in enumerate(self.states):
+            state.apply_action(int(actions[b, state.current_player()]))
+            self.deal(b)
+            assert frame.terminated[b] == state.is_terminal()
+            assert frame.rewards[b].tolist() == state.returns()
+            if state.is_terminal():
+                assert np.array_equal(frame.final_obs[b], self.known(state))
+                self.ended += 1
+                self.begin(b)
+        assert not frame.truncated.any()
+        self.compare(frame)
+        return frame
+
+    def compare(self, frame: Frame) -> None:
+        assert np.array_equal(frame.obs, [self.known(state) for state in self.states])
+        turns = np.array([state.current_player() for state in self.states])
+        assert np.array_equal(frame.acting, turns[:, None] == self.players)
+        legal = np.array([state.legal_actions_mask() for state in self.states], bool)
+        assert legal.all() if frame.legal is None else np.array_equal(frame.legal[np.arange(len(turns)), turns], legal)
+
+    def known(self, state: Any) -> list[list[float]]:
+        return [state.information_state_tensor(n) for n in self.players]
+
+
+def play(mirror: Mirror, games: int, choose: Callable[[Frame], np.ndarray]) -> None:
+    """Plays until so many games have ended."""
+    frame = mirror.reset(np.arange(mirror.env.games))
+    while mirror.ended < games:
+        frame = mirror.step(choose(frame))
+
+
+def check_layout(env: VectorEnv, game: str) -> None:
+    """Views and actions are as many as OpenSpiel's."""
+    theirs = pyspiel.load_game(game)
+    assert env.views == (tuple(theirs.information_state_tensor_shape()),) * theirs.num_players()
+    assert all(space.n == theirs.num_distinct_actions() for space in env.actions)  # type: ignore[union-attr]
+    assert env.seats == tuple(f"player_{n}" for n in range(theirs.num_players()))
+
+
+def deviation(counts: np.ndarray) -> float:
+    """Pearson's chi-square of counts that should all be the same."""
+    expected = counts.mean()
+    return float(((counts - expected) ** 2 / expected).sum())

@@ -1,0 +1,123 @@
+"""Leduc poker, game by game as OpenSpiel plays it, and games worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from envs.vector.spiel import Mirror, check_layout, deviation, play
+
+from palestra.envs.vector.base import Frame
+from palestra.envs.vector.check import check_vector_env, random_actions
+from palestra.envs.vector.leduc import CALL, FOLD, RAISE, LeducPoker
+
+
+def test_ten_thousand_games_are_those_of_openspiel() -> None:
+    env, rng = LeducPoker(500), np.random.default_rng(0)
+    check_layout(env, "leduc_poker")
+    mirror = Mirror(env, "leduc_poker", lambda b: env.memory["cards"][b, :3].tolist())
+    ends: set[tuple[float, ...]] = set()
+
+    def choose(frame: Frame) -> np.ndarray:
+        ends.update(tuple(pair) for pair in frame.rewards[frame.terminated].tolist())
+        actions = random_actions(env, frame, rng)
+        patient = rng.random(actions.shape) < 0.5  # else half of the games end in an early fold
+        return np.where(patient & (actions == FOLD), CALL, actions)
+
+    play(mirror, 10_000, choose)
+    assert {abs(first) for first, _ in ends} == {0, 1, 3, 5, 7, 9, 11, 13}  # 1, up to two bets of 2, up to two of 4
+
+
+def played(cards: list[int], moves: list[int]) -> Frame:
+    """The last frame of a game with the cards of both players and the public one."""
+    env = LeducPoker(1)
+    env.reset(np.array([0]))
+    env.memory["cards"][0] = cards + [card for card in range(6) if card not in cards]
+    frame = env.frame
+    for action in moves:
+        assert not frame.over[0] and frame.legal is not None
+        assert frame.legal[0, frame.acting[0].argmax(), action]
+        frame = env.step(np.full((1, 2), action))
+    assert frame.terminated[0]
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("cards", "moves", "rewards"),
+    [
+        ([5, 0, 2], [CALL, RAISE, FOLD], [-1, 1]),  # a bet nobody answers
+        ([5, 0, 2], [RAISE, RAISE, FOLD], [-3, 3]),  # 1 and 2
+        ([5, 0, 2], [CALL, CALL, CALL, CALL], [1, -1]),  # king above jack
+        ([0, 2, 1], [CALL, CALL, CALL, CALL], [1, -1]),  # a pair of jacks above a queen
+        ([4, 5, 0], [RAISE, RAISE, CALL, RAISE, CALL], [0, 0]),  # two kings split
+        ([2, 4, 5], [RAISE, RAISE, CALL, RAISE, RAISE, CALL], [-13, 13]),  # 1, 2 and 2, 4 and 4: a pair of kings
+        ([2, 4, 0], [RAISE, CALL, CALL, RAISE, FOLD], [-3, 3]),
+    ],
+)
+def test_games_by_hand(cards: list[int], moves: list[int], rewards: list[float]) -> None:
+    assert played(cards, moves).rewards[0].tolist() == rewards
+
+
+def test_who_may_do_what_when() -> None:
+    env = LeducPoker(1)
+    frame = env.reset(np.array([0]))
+    legal = frame.legal
+    assert legal is not None and legal[0].tolist() == [[False, True, True]] * 2 and frame.acting[0, 0]
+    env.step(np.array([[RAISE, FOLD]]))
+    assert legal[0].tolist() == [[True, True, True]] * 2 and frame.acting[0].tolist() == [False, True]
+    env.step(np.array([[FOLD, RAISE]]))
+    assert legal[0].tolist() == [[True, True, False]] * 2 and frame.acting[0].tolist() == [True, False]
+    env.step(np.array([[CALL, FOLD]]))  # the second round: player_0 begins again
+    assert legal[0].tolist() == [[False, True, True]] * 2 and frame.acting[0].tolist() == [True, False]
+
+
+def test_views_and_state_by_hand() -> None:
+    env = LeducPoker(1)
+    seed = next(seed for seed in range(1000) if dealt(env, seed) == [3, 0, 4])
+    env.reset(np.array([seed]))
+    for action in (CALL, RAISE, CALL):
+        env.step(np.full((1, 2), action))
+    cards = [[0, 0, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0]]
+    first_round = [1, 0, 0, 1, 1, 0, 0, 0]
+    assert env.frame.obs[0, 0].tolist() == [1, 0, *cards[0], *cards[2], *first_round, *[0] * 8]
+    assert env.frame.obs[0, 1].tolist() == [0, 1, *cards[1], *cards[2], *first_round, *[0] * 8]
+    assert env.frame.state is not None and env.frame.final_state is not None
+    state = [*cards[0], *cards[1], *cards[2], *first_round]
+    assert env.frame.state[0].tolist() == [*state, *[0] * 8]
+    env.step(np.full((1, 2), RAISE))
+    env.step(np.full((1, 2), FOLD))
+    assert env.frame.final_state[0].tolist() == [*state, 0, 1, *[0] * 6]
+    assert env.frame.state[0, 12:].tolist() == [0] * 22  # no public card, no moves
+
+
+def dealt(env: LeducPoker, seed: int) -> list[int]:
+    env.reset(np.array([seed]))
+    cards: list[int] = env.memory["cards"][0, :3].tolist()
+    return cards
+
+
+def test_an_action_that_is_not_legal_is_a_call() -> None:
+    env, calling = LeducPoker(5), LeducPoker(5)
+    env.reset(np.arange(5)), calling.reset(np.arange(5))
+    for action in (FOLD, -1, 3, -(2**31), 2**31 - 1):
+        frame, expected = env.step(np.full((5, 2), action)), calling.step(np.full((5, 2), CALL))
+        assert np.array_equal(frame.obs, expected.obs) and np.array_equal(frame.rewards, expected.rewards)
+
+
+def test_deals_are_uniform() -> None:
+    env, counts = LeducPoker(500), np.zeros(216)
+    env.reset(np.arange(500))
+    for _ in range(40):
+        counts += np.bincount(env.memory["cards"][:, :3].astype(int) @ [36, 6, 1], minlength=216)
+        for action in (RAISE, FOLD):
+            env.step(np.full((500, 2), action))
+    assert np.count_nonzero(counts) == 6 * 5 * 4
+    assert deviation(counts[counts > 0]) < 172.5  # 1 in 1000 at 119 degrees of freedom
+
+
+def test_it_keeps_the_contract() -> None:
+    check_vector_env(LeducPoker)
+
+
+def test_no_games_are_refused() -> None:
+    with pytest.raises(ValueError, match="games: 0 is too small"):
+        LeducPoker(0)
