@@ -18,6 +18,7 @@ from palestra.algorithms.a2c import A2C
 from palestra.algorithms.ppo import PPO
 from palestra.config import Strict
 from palestra.drill import Drill, GamesExam, drill, just, restore
+from palestra.engine.memory import keep_freed_memory
 from palestra.envs import VectorEnv, env_class, env_options
 from palestra.learners.nets import NetLearner, NetPolicyConfig, read_member
 from palestra.policies.vector import Player, Scripted, Uniform
@@ -211,6 +212,7 @@ def own_games(config: GamesConfig, processes: int) -> tuple[VectorEnv, int]:
 
 def build_one(config: GamesConfig, place: Place) -> Drill:
     """One process's share of a run."""
+    keep_freed_memory()
     env, share = own_games(config, place.processes)
     learner, others = cast(config, env, place)
     sweep = config.algorithm.horizon * share
@@ -277,6 +279,7 @@ class ActorCast:
 
 def actor_cast(config: GamesConfig) -> ActorCast:
     """An actor's, in its own process."""
+    keep_freed_memory()
     env, _ = own_games(config, 1)
     return ActorCast(env, *cast(config, env, Place(0, 1, "")))
 

@@ -65,6 +65,12 @@ SERVICE = {
     "zstandard",
 }
 OPTIONAL = SERVICE | {
+    "ale_py",
+    "envpool",
+    "highway_env",
+    "jax",
+    "jaxmarl",
+    "vmas",
     "aiohttp",
     "grpc",
     "gymnasium",

@@ -217,10 +217,10 @@ class ActorCritic(NetLearner):
         for piece in self._parts(weight, bool(stack.net.memory_units)):
             out, _ = stack.net.unroll(piece(views), piece.column(memory), piece(fresh))
             score = stack.head.score(out, piece(actions), None if legal is None else piece(legal))
-            told = (*score, piece(logp), piece(advantage), shares(piece(weight)))
+            told = [x.flatten(1).unbind() for x in (*score, piece(logp), piece(advantage), shares(piece(weight)))]
             total = out.new_zeros(())
             for p in range(len(names)):
-                new, entropy, old, credit, share = (x[p].flatten() for x in told)
+                new, entropy, old, credit, share = (x[p] for x in told)
                 loss, figures = self.config.loss(Scored(new, entropy, old, None, credit, share))
                 total = total + loss - (self.config.entropy * (share * entropy).sum() if self.config.entropy else 0.0)
                 lines[p].append({"policy_loss": loss.detach(), **figures})

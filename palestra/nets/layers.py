@@ -38,6 +38,35 @@ def orthogonal(shape: tuple[int, ...], gain: float, generators: Sequence[torch.G
     return weights
 
 
+class _Dense(torch.autograd.Function):
+    """activation(x W + b) for P members: [P, R, in], [P, in, out], [P, 1, out] -> [P, R, out]. One node where the
+    library makes five, which copy what is kept here as it is; for a single member plain matrices, which are faster."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation | None) -> Tensor:
+        out = _product(x, weight).add_(bias)
+        if activation is not None:
+            out = out.tanh_() if activation == "tanh" else out.relu_()
+        ctx.save_for_backward(x, weight, out)
+        ctx.activation = activation
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
+        x, weight, out = ctx.saved_tensors
+        if ctx.activation == "tanh":
+            g = torch.ops.aten.tanh_backward(g, out)
+        elif ctx.activation == "relu":
+            g = torch.ops.aten.threshold_backward(g, out, 0)
+        below = _product(g, weight.transpose(1, 2)) if ctx.needs_input_grad[0] else None
+        return below, _product(x.transpose(1, 2), g), g.sum(1, keepdim=True), None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """[P, n, m] times [P, m, k]."""
+    return torch.mm(a.squeeze(0), b.squeeze(0)).unsqueeze(0) if len(a) == 1 else torch.bmm(a, b)
+
+
 class Linear(nn.Module):
     """P linear layers: [P, R, in] -> [P, R, out]."""
 
@@ -46,10 +75,9 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(orthogonal((inputs, outputs), gain, generators))
         self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if len(self.weight) == 1:
-            return torch.addmm(self.bias[0], x[0], self.weight[0])[None]
-        return torch.baddbmm(self.bias, x, self.weight)
+    def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
+        out: Tensor = _Dense.apply(x, self.weight, self.bias, activation)
+        return out
 
 
 class Mlp(nn.Module):
@@ -69,14 +97,11 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleList(Linear(a, b, GAIN[activation], generators) for a, b in itertools.pairwise(widths))
         if outputs is not None:
             self.layers.append(Linear(widths[-1], outputs, gain, generators))
-        self.active = len(hidden)
-        self.activation = torch.tanh if activation == "tanh" else torch.relu
+        self.active, self.activation = len(hidden), activation
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = layer(x)
-            if number < self.active:
-                x = self.activation(x)
+            x = layer(x, self.activation if number < self.active else None)
         return x
 
 

@@ -24,7 +24,7 @@ def test_options_are_coerced_and_defaults_left_out():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sokobn", {}, 'unknown env "sokobn"; did you mean "sokoban".*plan_path, sokoban'),
+        ("sokobn", {}, 'unknown env "sokobn"; did you mean "sokoban".*plan_path.*sokoban'),
         ("sokoban", {"sise": 4}, 'no option "sise"; did you mean "size"'),
         ("sokoban", {"size": "big"}, 'option "size" of env "sokoban": input should be a valid integer'),
         ("sokoban", {"team": "pair"}, "'planner_executor', 'alternating' or 'single'"),

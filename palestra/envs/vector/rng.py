@@ -69,10 +69,10 @@ def uniform(row: np.ndarray, low: float, high: float) -> float:
 
 
 @kernel
-def below(row: np.ndarray, n: int) -> int:
+def below(row: np.ndarray, n: int) -> np.int64:
     """`Generator.integers(n)`: a whole number from 0 to n-1, n at most 2**32 - 1 (Lemire, 2019)."""
     if n <= 1:
-        return 0
+        return np.int64(0)
     size = np.uint64(n)
     product = next32(row) * size
     if (product & _LOW) < size:
