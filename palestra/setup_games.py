@@ -15,7 +15,9 @@ import torch
 from pydantic import Field, model_validator
 
 from palestra.algorithms.a2c import A2C
+from palestra.algorithms.dqn import DQN
 from palestra.algorithms.ppo import PPO
+from palestra.algorithms.qmix import QMIX
 from palestra.config import Strict
 from palestra.drill import Drill, GamesExam, drill, just, restore
 from palestra.engine.memory import keep_freed_memory
@@ -61,7 +63,7 @@ class Script(Strict):
 
 
 GamePolicy = Annotated[LearningNet | FrozenNet | RandomMoves | Script, Field(discriminator="type")]
-GameAlgorithm = Annotated[PPO | A2C, Field(discriminator="type")]
+GameAlgorithm = Annotated[PPO | A2C | DQN | QMIX, Field(discriminator="type")]
 
 
 class GamesExamConfig(Strict):

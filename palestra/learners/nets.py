@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.files import read_arrays, write_arrays
-from palestra.nets.heads import Head, head_for
+from palestra.nets.heads import CategoricalHead, GaussianHead, Head, MultiCategoricalHead, head_for
 from palestra.nets.layers import Net, NetConfig, generators, member_of, put_member
 from palestra.nets.normalise import RunningNorm, Sum
 from palestra.nets.seating import Seating, seat_stacks
+from palestra.nets.squashed import SquashedHead, TanhHead
 from palestra.policies.nets import Choose, NetPlayer, greedy, sampling
 from palestra.types import Batch, Metrics
 
@@ -227,6 +228,16 @@ class NetLearner(ABC):
             optimizer.load(part(arrays, name))
 
 
+HEADS: dict[str, Callable[[Any], Head]] = {
+    "CategoricalHead": CategoricalHead,
+    "MultiCategoricalHead": MultiCategoricalHead,
+    "GaussianHead": GaussianHead,
+    "SquashedHead": SquashedHead,
+    "TanhHead": TanhHead,
+    "ValueHead": CategoricalHead,  # values of actions: the best is the likeliest, and nothing is drawn
+}
+
+
 def write_member(stack: Stack, p: int, folder: Path) -> None:
     """One policy of a stack: its weights, and in member.json its shape and version."""
     weights = {name: value.numpy() for name, value in member_of(stack.net, p).items()}
@@ -234,6 +245,7 @@ def write_member(stack: Stack, p: int, folder: Path) -> None:
     write_arrays(folder / "policy.safetensors", weights | norm)
     facts = {
         "name": stack.seating.names[p],
+        "head": type(stack.head).__name__,
         "version": stack.version,
         "seat_id": stack.seating.seat_id,
         "config": stack.config.model_dump(),
@@ -251,7 +263,8 @@ def read_member(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: boo
     name = facts["name"]
     (alone,) = seat_stacks(env, {name: list(seats)}, {name: config})
     seating = replace(alone, seat_id=facts["seat_id"])
-    head = head_for(seating.space)
+    head = HEADS[facts["head"]](seating.space)
+    best = best or facts["head"] == "ValueHead"
     net = Net(seating.inputs, head.outputs, config, generators([0]))
     arrays = read_arrays(folder / "policy.safetensors")
     put_member(net, 0, arrays)

@@ -69,14 +69,14 @@ def uniform(row: np.ndarray, low: float, high: float) -> float:
 
 
 @kernel
-def below(row: np.ndarray, n: int) -> np.int64:
+def below(row: np.ndarray, n: int) -> int:
     """`Generator.integers(n)`: a whole number from 0 to n-1, n at most 2**32 - 1 (Lemire, 2019)."""
     if n <= 1:
-        return np.int64(0)
+        return 0
     size = np.uint64(n)
     product = next32(row) * size
     if (product & _LOW) < size:
         threshold = (_LOW - (size - _ONE)) % size
         while (product & _LOW) < threshold:
             product = next32(row) * size
-    return np.int64(product >> _HALF)
+    return np.int64(product >> _HALF)  # type: ignore[return-value] # a plain int of a uint64 would become a float

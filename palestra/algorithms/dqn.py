@@ -1,0 +1,46 @@
+"""Deep Q-learning (Mnih et al., 2015), each policy for itself: to it the others are part of the env (Tan, 1993)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from palestra.algorithms.q_learning import QLearner, QLearningConfig, by_row
+from palestra.losses import Figures
+from palestra.nets.replay import Moves
+from palestra.nets.segments import Stretches
+from palestra.q_losses import q_loss, q_target
+
+
+class DQN(QLearningConfig):
+    """With double targets (van Hasselt et al., 2016) and a duelling head (Wang et al., 2016); steps ahead (`n`) and
+    priorities (Schaul et al., 2016) as in Rainbow (Hessel et al., 2018). Each seat learns from its own rewards, in its
+    own decisions."""
+
+    type: Literal["dqn"] = "dqn"
+    duelling: bool = True
+
+    def teacher(self) -> Callable[..., QLearner]:
+        return Independent
+
+
+class Independent(QLearner):
+    def learn(self, drawn: Moves | Stretches, progress: float) -> tuple[list[Figures], Tensor, Tensor]:
+        lines, errors, known = [], [], []
+        for i, stack in enumerate(self.stacks):
+            taken, following = self.judged(i, drawn)
+            target = q_target(stack.rows(drawn.rewards), stack.rows(drawn.discounts), following)
+            weight = stack.rows(drawn.weight)
+            count = (weight > 0).sum((1, 2), keepdim=True).clamp(min=1)
+            loss, error = q_loss(taken, target, weight / count)
+            norms = stack.optimizer.step(loss, progress)
+            sums = 0.5 * (weight / count * error.square()).sum((1, 2))
+            mean = ((weight > 0) * taken.detach() / count).sum((1, 2))
+            lines.append({"q_loss": sums, "q": mean, "gradient": norms})
+            errors.append(by_row(stack, error.abs() * (weight > 0)))
+            known.append(by_row(stack, weight > 0))
+        counts = torch.cat(known, -1).sum(-1)
+        return lines, torch.cat(errors, -1).sum(-1) / counts.clamp(min=1), counts > 0

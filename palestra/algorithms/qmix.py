@@ -1,0 +1,128 @@
+"""Q-learning of a team: the seats' values are mixed into one, which learns from the reward of all. By their sum, value
+decomposition networks (Sunehag et al., 2018); by a network that rises with each of them, QMIX (Rashid et al., 2018).
+
+The team's reward is the mean of those of the seats that learn. A seat that does not act (dead, or not its turn) has
+nothing to choose, and adds a value of 0 to the mix; time is that of the env, so what others do costs a step.
+
+Shapes: as in `palestra.algorithms.q_learning`; `J` seats that learn, `G` numbers of the state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.algorithms.q_learning import QLearner, QLearningConfig, by_row
+from palestra.envs.vector.base import VectorEnv
+from palestra.learners.nets import Optimizer
+from palestra.losses import Figures
+from palestra.nets.mixers import Monotone, Total
+from palestra.nets.replay import Moves
+from palestra.nets.segments import Stretches
+from palestra.q_losses import q_loss, q_target
+from palestra.rollouts.play import derive
+
+
+class QMIX(QLearningConfig):
+    """`mixer: vdn` adds values up; `qmix` mixes them by a layer of `mixing` units, made from the env's global state, or
+    from all views together where it has none."""
+
+    type: Literal["qmix"] = "qmix"
+    mixer: Literal["vdn", "qmix"] = "qmix"
+    mixing: int = Field(32, ge=1)
+
+    def teacher(self) -> Callable[..., QLearner]:
+        return Team
+
+
+class Team(QLearner):
+    config: QMIX
+    joint = True
+
+    def __init__(self, config: QMIX, env: VectorEnv, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, env, *args, **kwargs)
+        self.mixer = self._mixer()
+        self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
+        names, first = ["+".join(self.names)], self.policies[self.names[0]]
+        learns = any(True for _ in self.mixer.parameters())
+        self.mixer_adam = Optimizer(self.mixer, names, first, self.together) if learns else None
+
+    def _mixer(self) -> nn.Module:
+        env = self.env
+        if self.config.mixer == "vdn":
+            return Total()
+        if not env.state_size and any(len(view) > 1 for view in env.views):
+            raise ValueError(
+                f'the mixer of qmix cannot see the pixels of env "{env.name}", which has no state beside them: set '
+                "mixer: vdn"
+            )
+        size = env.state_size or sum(view[0] for view in env.views)
+        return Monotone(len(self.seats), size, self.config.mixing, derive(self.seeds[self.names[0]], "mixer"))
+
+    # ---- learning
+
+    def learn(self, drawn: Moves | Stretches, progress: float) -> tuple[list[Figures], Tensor, Tensor]:
+        judged = [self.judged(i, drawn) for i in range(len(self.stacks))]
+        leaves = [taken.detach().requires_grad_() for taken, _ in judged]  # where the mixer ends and networks begin
+        state, next_state = self._states(drawn)
+        total = self._mixed(self.mixer, leaves, drawn.acting, state)
+        with torch.no_grad():
+            after = self._mixed(self.target_mixer, [q for _, q in judged], drawn.next_acting, next_state)
+        # time is the team's, so all seats have one discount and one weight
+        discount, weight = drawn.discounts[..., self.seats[0]], drawn.weight[..., self.seats[0]]
+        target = q_target(drawn.rewards[..., self.seats].mean(-1), discount, after)
+        known = weight > 0
+        loss, error = q_loss(total, target, weight / known.sum().clamp(min=1))
+        slopes = torch.autograd.grad(loss, leaves, retain_graph=True)
+        if self.mixer_adam:
+            self.mixer_adam.step(loss, progress)
+        lines: list[Figures] = []
+        mean = (known * total.detach()).sum() / known.sum().clamp(min=1)
+        for stack, (taken, _), slope in zip(self.stacks, judged, slopes, strict=True):
+            norms = stack.optimizer.step((taken * slope).sum(), progress)  # the chain rule, member by member
+            lines.append({"q_loss": loss.detach().expand(len(norms)), "q": mean.expand(len(norms)), "gradient": norms})
+        return lines, error.abs() * known, known
+
+    def _mixed(self, mixer: nn.Module, values: list[Tensor], acting: Tensor, state: Tensor) -> Tensor:
+        """The team's value [T, M] of values [P, R] that each stack says at every step [P, T, R]; 0 for seats that do
+        not act."""
+        q = torch.cat([by_row(stack, own) for stack, own in zip(self.stacks, values, strict=True)], -1)
+        q = q * acting[..., self.seats]
+        mixed: Tensor = mixer(q.flatten(0, 1), state.flatten(0, 1)).view(q.shape[:2])
+        return mixed
+
+    def _states(self, drawn: Moves | Stretches) -> tuple[Tensor, Tensor]:
+        """What the mixer sees, now and next [T, M, G]."""
+        if drawn.state is not None and drawn.next_state is not None:
+            return drawn.state, drawn.next_state
+        if isinstance(drawn, Moves):
+            return self._together(drawn.obs), self._together(drawn.next_obs)
+        every = self._together(drawn.obs)
+        now = every[:-1]
+        ends = torch.zeros_like(now)
+        ends[drawn.cuts] = self._together(drawn.final_obs)
+        moment = drawn.moment[..., self.seats[0], None].expand(now.shape)
+        return now, torch.cat([every, ends]).gather(0, moment)
+
+    def _together(self, obs: Tensor) -> Tensor:
+        """All views side by side, [..., N, *padded] -> [..., G]; nothing that a plain sum would look at."""
+        if self.config.mixer == "vdn":
+            return obs.new_zeros(*obs.shape[: obs.dim() - len(self.env.views[0]) - 1], 0)
+        return torch.cat([obs[..., seat, : view[0]] for seat, view in enumerate(self.env.views)], -1)
+
+    # ---- state
+
+    def followed(self) -> list[tuple[nn.Module, nn.Module]]:
+        return [*super().followed(), (self.mixer, self.target_mixer)]
+
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {"mixer": self.mixer, "target_mixer": self.target_mixer}
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        mine = {"mixer_adam": self.mixer_adam} if self.mixer_adam else {}
+        return super().optimizers() | mine

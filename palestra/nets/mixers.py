@@ -1,0 +1,43 @@
+"""What makes one value of a team out of those of its seats.
+
+Shapes: `R` rows, `J` seats, `S` numbers of state, `E` units.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from palestra.nets.layers import Mlp, generators
+
+
+class Total(nn.Module):
+    """Value decomposition networks (Sunehag et al., 2018): the plain sum."""
+
+    def forward(self, q: Tensor, state: Tensor) -> Tensor:
+        """[R, J], state [R, S] -> [R]."""
+        return q.sum(-1)
+
+
+class Monotone(nn.Module):
+    """QMIX (Rashid et al., 2018, section 4): a network of one layer of `units` ELUs, whose weights other networks make
+    from the state. They are not below 0, so that the team's value never falls as a seat's rises, and each seat's best
+    action is the team's. Biases may be any number; the last one comes from a layer of ReLUs.
+
+    The weights have a first dimension of one member, as those of stacks do.
+    """
+
+    def __init__(self, seats: int, state: int, units: int, seed: int) -> None:
+        super().__init__()
+        self.seats, self.units = seats, units
+        own = generators([seed])
+        self.weights = nn.ModuleList([Mlp(state, [], "relu", own, seats * units), Mlp(state, [], "relu", own, units)])
+        self.bias = Mlp(state, [], "relu", own, units)
+        self.last = Mlp(state, [units], "relu", own, 1)
+
+    def forward(self, q: Tensor, state: Tensor) -> Tensor:
+        """[R, J], state [R, S] -> [R]."""
+        first, second = (make(state[None])[0].abs() for make in self.weights)
+        hidden = torch.einsum("rj,rje->re", q, first.view(-1, self.seats, self.units))
+        hidden = torch.nn.functional.elu(hidden + self.bias(state[None])[0])
+        return (hidden * second).sum(-1) + self.last(state[None])[0, :, 0]

@@ -1,0 +1,322 @@
+"""Single moments to learn from again and again: what was seen and done, what came of it, and what came next.
+
+Credit is given as rows come in, in each seat's own decisions, as in `palestra.nets.returns`: what others do between two
+of its moves costs no discount, and rewards that fall meanwhile belong to the earlier move. A row stands in the ring at
+once; a seat's part of it counts from when its next own decision, or the end of the game, is known, which may be many
+batches later. So nothing is lost at the border of two batches, however short they are.
+
+Shapes: `T` steps, `B` games, `N` seats, `A` actions, `S` numbers of state, `M` moments drawn, `C` rows of the ring,
+`F` ended games, `E` events, `n` decisions of lookahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.compiled import kernel
+from palestra.envs.vector.base import Arrays
+from palestra.nets.ring import Ring
+from palestra.types import Batch
+
+ALL = -1  # as a seat: all of them
+
+
+@dataclass
+class Credited:
+    """Decisions of all seats and what came of them.
+
+    `rewards [M, N]` is the discounted sum of the next n decisions, `discounts [M, N]` what the value of the view after
+    them is worth: gamma ** n, less often where a game was cut off before, 0 where it terminated. `weight [M, N]` is 0
+    for a seat that did not act or whose credit is not known yet, otherwise 1, or what makes up for unequal draws.
+    `acting [M, N]` marks who acted. What comes next (`next_acting`, `next_legal [M, N, A]`, `next_state [M, S]`) is of
+    each seat's own next moment; for a seat that did not act, and in `next_state`, of the first of these. Where a game
+    was cut off, masks are those of a seat's last decision, and who acted last acts. `index [M]` is for `prioritise`.
+    """
+
+    actions: Tensor  # int64 or float32
+    rewards: Tensor
+    discounts: Tensor
+    weight: Tensor
+    acting: Tensor
+    next_acting: Tensor
+    legal: Tensor | None
+    next_legal: Tensor | None
+    state: Tensor | None
+    next_state: Tensor | None
+    index: Tensor
+
+
+@dataclass
+class Moves(Credited):
+    """M joint moments, drawn from a `Replay`: views `obs [M, N, *view]`, and `next_obs` of each seat's own next moment,
+    the last of its game where that ended."""
+
+    obs: Tensor
+    next_obs: Tensor
+
+
+class Replay:
+    """The last `capacity` joint moments, of those in which one of `seats` acts (None: all). Rewards look `n` decisions
+    ahead. `priority` is the exponent of errors by which rows are drawn, 0 for all alike.
+
+    With `joint` every step of the env counts as a decision of every seat, for algorithms that judge the team as one.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        n: int = 1,
+        gamma: float = 0.99,
+        priority: float = 0.0,
+        seats: Sequence[int] | None = None,
+        joint: bool = False,
+    ) -> None:
+        self.ring, self.seats, self.joint = Ring(capacity, priority), seats, joint
+        self.powers = powers(gamma, n)
+        self.clock = 0  # steps seen
+        self.open = np.zeros(
+            (0, 0, n), np.int64
+        )  # [B, N, n] numbers of rows whose credit is not complete, newest first
+        self.masks = np.zeros((0, 0, 0), bool)  # [B, N, A] at each seat's last decision
+
+    def __len__(self) -> int:
+        return len(self.ring)
+
+    def add(self, batch: Batch) -> None:
+        """Takes in a batch that goes on where the last one stopped, or that begins all games anew."""
+        if not self.clock:
+            B, N = batch.acting.shape[1:]
+            self.open = np.full((B, N, len(self.powers) - 1), -1, np.int64)
+            self.masks = np.ones((B, N, 0 if batch.legal is None else batch.legal.shape[-1]), bool)
+        number = self._numbers(batch)
+        self._write(batch, number)
+        after, self.masks = aftermath(batch, self.masks)
+        after["next_obs"] = (batch.obs, batch.final_obs)
+        book = Book(self.open, *(self.ring.columns[name] for name in Book._fields[1:]))
+        course = course_of(batch, number, self.joint)
+        events = settled(book, course, self.powers, max(0, self.ring.total - self.ring.capacity), self.clock)
+        write_next(self.ring.columns, after, events, batch)
+        self.ring.admit(events.row[events.seat == ALL])
+        self.clock += len(batch.rewards)
+
+    def _numbers(self, batch: Batch) -> np.ndarray:
+        """The number of the row of each step [T, B], -1 where there is none."""
+        T, B = batch.rewards.shape[:2]
+        kept: np.ndarray = np.ones((T, B), bool)
+        if self.seats is not None and not self.joint:
+            kept[:] = batch.acting[:-1][..., list(self.seats)].any(-1)
+        return np.where(kept, self.ring.total + np.cumsum(kept).reshape(T, B) - 1, -1)
+
+    def _write(self, batch: Batch, number: np.ndarray) -> None:
+        """What is known of a moment by itself."""
+        kept = number >= 0
+        seen = {"obs": batch.obs, "acting": batch.acting, "legal": batch.legal, "state": batch.state}
+        values = {name: array[:-1][kept] for name, array in seen.items() if array is not None}
+        rows, N = int(kept.sum()), batch.acting.shape[2]
+        empty = {
+            "actions": batch.actions[kept],
+            "rewards": np.zeros((rows, N), np.float32),
+            "discounts": np.zeros((rows, N), np.float32),
+            "known": np.zeros((rows, N), bool),
+            "when": np.full(rows, -1, np.int64),
+        }
+        first = not self.ring.columns
+        self.ring.write(number[kept], values | empty)
+        if first:
+            for name in values:
+                self.ring.columns[f"next_{name}"] = np.zeros_like(self.ring.columns[name])
+
+    def sample(self, count: int, generator: np.random.Generator, beta: float = 1.0) -> Moves:
+        """Moments drawn, with replacement. `beta` is how far `weight` makes up for priorities, 1 for all of the way."""
+        places, worth = self.ring.draw(count, generator, beta)
+        tensors: dict[str, Any] = dict.fromkeys(("legal", "next_legal", "state", "next_state"))
+        tensors |= {name: taken(column, places) for name, column in self.ring.columns.items() if name != "when"}
+        weight = tensors.pop("known").float() * torch.from_numpy(worth).float()[:, None]
+        return Moves(**tensors, weight=weight, index=torch.from_numpy(places))
+
+    def prioritise(self, index: Tensor, td_errors: Tensor) -> None:
+        """Tells moments that were drawn their errors [M]."""
+        self.ring.prioritise(index.numpy(), td_errors.detach().numpy())
+
+    def arrays(self) -> Arrays:
+        """Everything that `load` needs to go on exactly. They change as moments come in: copy what is to stay."""
+        return self.ring.arrays() | {"clock": np.array([self.clock]), "open": self.open, "masks": self.masks}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.ring.load(arrays)
+        self.clock = int(arrays["clock"][0])
+        self.open, self.masks = arrays["open"].copy(), arrays["masks"].copy()
+
+
+def taken(column: np.ndarray, places: np.ndarray) -> Tensor:
+    """Rows of a column; numbers of actions as torch wants them to look things up."""
+    rows = torch.from_numpy(column[places])
+    return rows.long() if rows.dtype == torch.int32 else rows
+
+
+def powers(gamma: float, n: int) -> np.ndarray:
+    """gamma ** k for k from 0 to n."""
+    if n < 1:
+        raise ValueError(f"n: looking {n} decisions ahead sees no reward, use 1 or more")
+    return gamma ** np.arange(n + 1)
+
+
+# ---- credit
+
+
+class Book(NamedTuple):
+    """What credit is written to: numbers of open rows [B, N, n], and columns of the ring."""
+
+    open: np.ndarray
+    rewards: np.ndarray  # [C, N]
+    discounts: np.ndarray  # [C, N]
+    known: np.ndarray  # [C, N]
+    when: (
+        np.ndarray
+    )  # [C] the first moment at which some of it was known: 2 * steps, odd for the end of a game; -1: none
+
+
+class CourseOfGames(NamedTuple):
+    """What credit is made of. `number [T, B]` is the row of each step or -1, `deciding [T+1, B, N]` whose decisions
+    count."""
+
+    number: np.ndarray
+    deciding: np.ndarray
+    rewards: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    fresh: np.ndarray
+
+
+class Events(NamedTuple):
+    """What comes next has become known, [E] each: in which row of the columns, for which seat (or ALL), at which moment
+    of the batch (T + 1 + t: the last view of the game that step t ended), in which game."""
+
+    row: np.ndarray
+    seat: np.ndarray
+    moment: np.ndarray
+    game: np.ndarray
+
+
+def course_of(batch: Batch, number: np.ndarray, joint: bool) -> CourseOfGames:
+    deciding = np.ones_like(batch.acting) if joint else batch.acting
+    return CourseOfGames(number, deciding, batch.rewards, batch.terminated, batch.truncated, batch.fresh)
+
+
+def settled(book: Book, course: CourseOfGames, power: np.ndarray, oldest: int, clock: int) -> Events:
+    """Gives credit for a batch; what has become known by it. Rows of numbers below `oldest` are gone; `clock` is the
+    number of steps before the batch."""
+    T, B, N = course.rewards.shape
+    most = T * B * N + book.open.size  # each seat's part of a row becomes known once
+    events = Events(*(np.empty(most, np.int64) for _ in Events._fields))
+    count = _settle_batch(book, course, events, power, oldest, clock)
+    return Events(*(array[:count] for array in events))
+
+
+@kernel
+def _settle(book: Book, events: Events, count: int, where: tuple, discount: float, at: tuple) -> int:
+    """Closes slot k of seat s in game b; returns how many events there are now."""
+    b, s, k = where
+    when, moment, oldest = at
+    number = book.open[b, s, k]
+    book.open[b, s, k] = -1
+    if number < oldest:
+        return count
+    row = number % len(book.when)
+    book.discounts[row, s], book.known[row, s] = discount, True
+    if book.when[row] == when:  # another seat has noted what follows at this very moment
+        return count
+    events.row[count], events.moment[count], events.game[count] = row, moment, b
+    events.seat[count] = s
+    if book.when[row] < 0:
+        book.when[row] = when
+        events.seat[count] = -1
+    return count + 1
+
+
+@kernel
+def _settle_batch(book: Book, course: CourseOfGames, events: Events, power: np.ndarray, oldest: int, clock: int) -> int:
+    steps, games, seats = course.rewards.shape
+    n, capacity, count = len(power) - 1, len(book.when), 0
+    for b in range(games):
+        for t in range(steps + 1):
+            now = 2 * (clock + t)
+            for s in range(seats):
+                for k in range(n):
+                    if course.fresh[t, b]:  # what is still open is of a game that was given up
+                        book.open[b, s, k] = -1
+                if course.deciding[t, b, s]:
+                    count = _settle(book, events, count, (b, s, n - 1), power[n], (now, t, oldest))
+                    if t < steps:  # the last moment comes again, as the first of the next batch
+                        for k in range(n - 1, 0, -1):
+                            book.open[b, s, k] = book.open[b, s, k - 1]
+                        book.open[b, s, 0] = course.number[t, b]
+            if t == steps:
+                continue
+            over = course.terminated[t, b] or course.truncated[t, b]
+            for s in range(seats):
+                for k in range(n):
+                    number = book.open[b, s, k]
+                    if number >= oldest:
+                        book.rewards[number % capacity, s] += power[k] * course.rewards[t, b, s]
+                    if over:
+                        discount = 0.0 if course.terminated[t, b] else power[k + 1]
+                        count = _settle(book, events, count, (b, s, k), discount, (now + 1, steps + 1 + t, oldest))
+    return count
+
+
+# ---- what comes next
+
+After = dict[
+    str, tuple[np.ndarray, np.ndarray]
+]  # by column: of every moment [T+1, B, ...], and at ends of games [F, ...]
+
+
+def aftermath(batch: Batch, masks: np.ndarray) -> tuple[After, np.ndarray]:
+    """Who may act at every moment and at the ends of games, how, and in which state; and the masks of each seat's last
+    decision [B, N, A]. `masks` are those before the batch."""
+    times, games = batch.ends
+    after: After = {"next_acting": (batch.acting, batch.acting[times, games])}
+    if batch.state is not None and batch.final_state is not None:
+        after["next_state"] = (batch.state, batch.final_state)
+    if batch.legal is not None:
+        T, B, N = batch.rewards.shape
+        last = np.maximum.accumulate(np.where(batch.acting[:-1], np.arange(T)[:, None, None], -1), 0)  # [T, B, N]
+
+        def of(time: np.ndarray, game: np.ndarray) -> np.ndarray:
+            """The masks of the last decisions before the end of steps [F, N]."""
+            assert batch.legal is not None
+            at = last[time, game]
+            own = batch.legal[at, game[:, None], np.arange(N)]
+            return np.where((at < 0)[..., None], masks[game], own)
+
+        after["next_legal"] = (batch.legal, of(times, games))
+        masks = of(np.full(B, T - 1), np.arange(B))
+    return after, masks
+
+
+def write_next(columns: Mapping[str, np.ndarray], after: After, events: Events, batch: Batch) -> None:
+    """Writes what comes next to columns [C, ...]: first what is known of all seats, then what a seat knows later."""
+    T, B = batch.rewards.shape[:2]
+    end = np.zeros((T, B), np.int64)
+    end[batch.ends] = np.arange(len(batch.ends[0]))
+    for everyone in (True, False):
+        for over in (False, True):
+            chosen = ((events.seat == ALL) == everyone) & ((events.moment > T) == over)
+            if not chosen.any():
+                continue
+            row, seat, moment, game = (array[chosen] for array in events)
+            for name, (moments, ends) in after.items():
+                found = ends[end[moment - T - 1, game]] if over else None
+                if everyone:
+                    columns[name][row] = moments[moment, game] if found is None else found
+                elif name != "next_state":
+                    many = np.arange(len(row))
+                    columns[name][row, seat] = moments[moment, game, seat] if found is None else found[many, seat]

@@ -1,0 +1,148 @@
+"""Rows in a ring, the newest in place of the oldest, drawn alike or by priority."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from palestra.envs.vector.base import Arrays
+
+LEAST = 1e-6  # added to every error, so that no row is forgotten
+
+
+class Ring:
+    """The last `capacity` rows of some columns. Rows are numbered from 0 on as they come; row i stands at i % capacity.
+
+    With `alpha` above 0 a row is drawn in proportion to |error| ** alpha (Schaul et al., 2016, section 3.3): it enters
+    at the largest priority so far when `admit` says so, and `prioritise` tells its error.
+    """
+
+    def __init__(self, capacity: int, alpha: float = 0.0) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity: {capacity} rows hold nothing, use 1 or more")
+        if alpha < 0:
+            raise ValueError(f"priority: {alpha} would prefer what is known best, use 0 (all alike) or more")
+        self.capacity, self.alpha, self.total = capacity, alpha, 0
+        self.columns: Arrays = {}
+        self.tree = SumTree(capacity) if alpha else None
+        self.highest = 1.0
+
+    def __len__(self) -> int:
+        return min(self.total, self.capacity)
+
+    @property
+    def ready(self) -> bool:
+        """Whether anything can be drawn."""
+        return len(self) > 0 and (self.tree is None or self.tree.whole > 0)
+
+    def write(self, numbers: np.ndarray, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Puts rows of these numbers, which are the newest, in their places, which it returns."""
+        self.total = max(self.total, int(numbers.max(initial=-1)) + 1)
+        kept = numbers >= self.total - self.capacity
+        places = numbers[kept] % self.capacity
+        whole = bool(kept.all())
+        for name, value in values.items():
+            if name not in self.columns:
+                self.columns[name] = np.zeros((self.capacity, *value.shape[1:]), value.dtype)
+            self.columns[name][places] = value if whole else value[kept]
+        if self.tree is not None:
+            self.tree.put(places, np.zeros(len(places)))
+        return places
+
+    def admit(self, places: np.ndarray) -> None:
+        """Lets rows be drawn that had no error yet."""
+        if self.tree is not None:
+            self.tree.put(places, np.full(len(places), self.highest**self.alpha))
+
+    def draw(self, count: int, rng: np.random.Generator, beta: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """Places of rows [M] and what each counts [M], 1 at most.
+
+        By priority they are drawn from `count` equal parts of the whole, and count (1 / probability) ** beta, over the
+        most of them (Schaul et al., 2016, section 3.4). Raises ValueError where nothing can be drawn.
+        """
+        if not len(self):
+            raise ValueError("nothing is remembered yet: add a batch before you draw")
+        if self.tree is None:
+            return rng.integers(len(self), size=count), np.ones(count)
+        places = self.tree.draw(count, rng)
+        rarity = self.tree.of(places).min() / self.tree.of(places)  # the whole cancels out
+        return places, rarity**beta
+
+    def prioritise(self, places: np.ndarray, errors: np.ndarray) -> None:
+        """Tells rows their errors [M], of any sign."""
+        if self.tree is not None:
+            size = np.abs(np.asarray(errors, np.float64)) + LEAST
+            self.highest = max(self.highest, float(size.max(initial=0.0)))
+            self.tree.put(np.asarray(places), size**self.alpha)
+
+    def arrays(self) -> Arrays:
+        """Everything that `load` needs to go on exactly. They change as the ring does: copy what is to stay."""
+        count = len(self)
+        found = {f"column.{name}": column[:count] for name, column in self.columns.items()}
+        found["ring"] = np.array([self.total, self.capacity])
+        if self.tree is not None:
+            found["priorities"] = self.tree.of(np.arange(count))
+            found["highest"] = np.array([self.highest])
+        return found
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Raises ValueError where `arrays` are of a ring of another size."""
+        total, capacity = (int(number) for number in arrays["ring"])
+        if capacity != self.capacity:
+            raise ValueError(
+                f"what was kept has room for {capacity} rows and this for {self.capacity}: go on with the same capacity"
+            )
+        self.total = total
+        self.columns = {}
+        for name, saved in arrays.items():
+            if name.startswith("column."):
+                column = np.zeros((self.capacity, *saved.shape[1:]), saved.dtype)
+                column[: len(saved)] = saved
+                self.columns[name.removeprefix("column.")] = column
+        if self.tree is not None:
+            self.tree = SumTree(self.capacity)
+            self.tree.put(np.arange(len(self)), arrays["priorities"])
+            self.highest = float(arrays["highest"][0])
+
+
+class SumTree:
+    """Numbers not below 0 in places, any of which is found by the sum of those before it."""
+
+    def __init__(self, places: int) -> None:
+        self.leaves = 1 << max(0, (places - 1).bit_length())
+        self.depth = self.leaves.bit_length() - 1
+        self.sums = np.zeros(2 * self.leaves)  # node i has children 2i and 2i+1; leaves are the second half
+
+    @property
+    def whole(self) -> float:
+        return float(self.sums[1])
+
+    def of(self, places: np.ndarray) -> np.ndarray:
+        """The numbers in places, a copy."""
+        found: np.ndarray = self.sums[self.leaves + places]
+        return found
+
+    def put(self, places: np.ndarray, numbers: np.ndarray) -> None:
+        """Changes them; of several for one place the last holds."""
+        node = self.leaves + places
+        self.sums[node] = numbers
+        for _ in range(self.depth):
+            node = np.unique(node >> 1)
+            self.sums[node] = self.sums[2 * node] + self.sums[2 * node + 1]  # anew, so that no rounding adds up
+
+    def find(self, upto: np.ndarray) -> np.ndarray:
+        """The places in which running sums pass `upto` [M], each of them from 0 to below the whole."""
+        node, rest = np.ones(len(upto), np.int64), upto.astype(np.float64)
+        for _ in range(self.depth):
+            left = self.sums[2 * node]
+            right = (rest >= left) & (self.sums[2 * node + 1] > 0)  # rounding must not lead to an empty place
+            rest = np.where(right, rest - left, rest)
+            node = 2 * node + right
+        return node - self.leaves
+
+    def draw(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """Places in proportion to their numbers, one from each of `count` equal parts of the whole."""
+        if not self.whole > 0:
+            raise ValueError("no row can be drawn yet: none of them is complete; play on before you learn")
+        return self.find((np.arange(count) + rng.random(count)) * (self.whole / count))

@@ -1,0 +1,157 @@
+"""Whole stretches of games to learn from again and again, for networks that remember.
+
+Each is what one game did in one batch, and begins with what its players remembered then (the stored state of R2D2,
+Kapturowski et al., 2019). That memory is of older networks: the first `burn_in` steps only bring it up to date, but for
+those after the first moment of a game, before which there is nothing to remember. Credit is that of
+`palestra.nets.replay`, within the stretch.
+
+Shapes: `T` steps, `B` games, `N` seats, `M` stretches drawn, `P` members, `S` seats of a member, `H` units of memory,
+`F` games that were cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.envs.vector.base import Arrays
+from palestra.nets.replay import Book, Credited, aftermath, course_of, powers, settled, taken, write_next
+from palestra.nets.ring import Ring
+from palestra.types import Batch
+
+NEXT = {"acting": "next_acting", "legal": "next_legal", "state": "next_state"}
+
+
+@dataclass
+class Stretches(Credited):
+    """M stretches, drawn from `Segments`. What `Credited` has by decision is `[T, M, ...]` here.
+
+    `obs [T+1, M, N, *view]` and `fresh [T+1, M]` have one more moment. `moment [T, M, N]` is the number of each seat's
+    own next one; T + 1 + t is the last view of a game that step t ended. Those of games that were cut off are
+    `final_obs [F, N, *view]`, of step `cuts[0]` and stretch `cuts[1]`. `memory` is what each player remembered at the
+    first moment, [P, M*S, H].
+    """
+
+    obs: Tensor
+    fresh: Tensor
+    moment: Tensor
+    cuts: tuple[Tensor, Tensor]
+    final_obs: Tensor
+    memory: dict[str, Tensor]
+
+
+class Segments:
+    """The last `capacity` stretches, all of one length. `remembered` are the players whose memory is kept; the rest is
+    as in `Replay`."""
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        n: int = 1,
+        gamma: float = 0.99,
+        priority: float = 0.0,
+        burn_in: int = 0,
+        joint: bool = False,
+        remembered: Sequence[str] = (),
+    ) -> None:
+        self.ring, self.burn_in, self.joint, self.remembered = Ring(capacity, priority), burn_in, joint, remembered
+        self.powers = powers(gamma, n)
+        self.masks = np.ones((0, 0, 0), bool)  # [B, N, A] at each seat's last decision
+
+    def __len__(self) -> int:
+        return len(self.ring)
+
+    def add(self, batch: Batch) -> None:
+        """Takes in a batch: one stretch of each of its games."""
+        B, N = batch.acting.shape[1:]
+        if not len(self.masks):
+            self.masks = np.ones((B, N, 0 if batch.legal is None else batch.legal.shape[-1]), bool)
+        cut = batch.truncated & ~batch.terminated
+        seen: dict[str, Any] = {"obs": batch.obs, "fresh": batch.fresh, "cut": cut, "actions": batch.actions}
+        seen |= {name: x[:-1] for name in NEXT if (x := getattr(batch, name)) is not None} | self._credit(batch)
+        rows = {name: x.swapaxes(0, 1) for name, x in seen.items()}
+        rows |= {f"memory.{name}": _by_game(batch.memory[name], B) for name in self.remembered}
+        number = self.ring.total + np.arange(B)
+        if "final_obs" not in self.ring.columns:
+            shape = (self.ring.capacity, len(batch.rewards), *batch.obs.shape[2:])
+            self.ring.columns["final_obs"] = np.zeros(shape, batch.obs.dtype)
+        places = self.ring.write(number, rows)
+        self._write_cuts(batch, cut)
+        self.ring.admit(places)
+
+    def _credit(self, batch: Batch) -> dict[str, np.ndarray]:
+        """What came of each decision, [T, B, ...] each."""
+        T, B, N = batch.rewards.shape
+        after, self.masks = aftermath(batch, self.masks)
+        ends = np.broadcast_to((T + 1 + batch.ends[0])[:, None], (len(batch.ends[0]), N))
+        after["moment"] = np.broadcast_to(np.arange(T + 1)[:, None, None], (T + 1, B, N)), ends
+        rows = {name: np.zeros((T * B, *moments.shape[2:]), moments.dtype) for name, (moments, _) in after.items()}
+        given = {
+            "rewards": np.zeros((T * B, N), np.float32),
+            "discounts": np.zeros((T * B, N), np.float32),
+            "known": np.zeros((T * B, N), bool),
+        }
+        open_rows, when = np.full((B, N, len(self.powers) - 1), -1, np.int64), np.full(T * B, -1, np.int64)
+        book = Book(open=open_rows, when=when, **given)
+        course = course_of(batch, np.arange(T * B).reshape(T, B), self.joint)
+        write_next(rows, after, settled(book, course, self.powers, 0, 0), batch)
+        return {name: x.reshape(T, B, *x.shape[1:]) for name, x in (rows | given).items()}
+
+    def _write_cuts(self, batch: Batch, cut: np.ndarray) -> None:
+        """The last views of games that were cut off; the rest of that column means nothing."""
+        B = batch.rewards.shape[1]
+        times, games = batch.ends
+        chosen = cut[times, games] & (games >= B - self.ring.capacity)
+        place = (self.ring.total - B + games[chosen]) % self.ring.capacity
+        self.ring.columns["final_obs"][place, times[chosen]] = batch.final_obs[chosen]
+
+    def sample(self, count: int, generator: np.random.Generator, beta: float = 1.0) -> Stretches:
+        """Stretches drawn, with replacement. `beta` is how far `weight` makes up for priorities, 1 for all of the
+        way."""
+        places, worth = self.ring.draw(count, generator, beta)
+        columns, memory = dict(self.ring.columns), {}
+        for name in self.remembered:
+            kept = torch.from_numpy(columns.pop(f"memory.{name}")[places])  # [M, P, S, H]
+            memory[name] = kept.movedim(0, 1).flatten(1, 2)
+        finals, cut = columns.pop("final_obs"), columns.pop("cut")[places]
+        stretch, time = np.nonzero(cut)
+        tensors: dict[str, Any] = dict.fromkeys(("legal", "next_legal", "state", "next_state"))
+        tensors |= {name: taken(column, places).movedim(1, 0) for name, column in columns.items()}
+        known = tensors.pop("known") & self._counted(tensors["fresh"])
+        return Stretches(
+            **tensors,
+            weight=known.float() * torch.from_numpy(worth).float()[:, None],
+            index=torch.from_numpy(places),
+            cuts=(torch.from_numpy(time), torch.from_numpy(stretch)),
+            final_obs=torch.from_numpy(finals[places[stretch], time]),
+            memory=memory,
+        )
+
+    def _counted(self, fresh: Tensor) -> Tensor:
+        """Which steps are learned from [T, M, 1]."""
+        steps = torch.arange(len(fresh) - 1)[:, None, None]
+        begun = fresh[:-1].int().cummax(0).values.bool()
+        return (steps >= self.burn_in) | begun[..., None]
+
+    def prioritise(self, index: Tensor, td_errors: Tensor) -> None:
+        """Tells stretches that were drawn their errors [M]."""
+        self.ring.prioritise(index.numpy(), td_errors.detach().numpy())
+
+    def arrays(self) -> Arrays:
+        """Everything that `load` needs to go on exactly. They change as stretches come in: copy what is to stay."""
+        return self.ring.arrays() | {"masks": self.masks}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.ring.load(arrays)
+        self.masks = arrays["masks"].copy()
+
+
+def _by_game(memory: Tensor, games: int) -> np.ndarray:
+    """[P, B*S, H] -> [B, P, S, H]."""
+    return memory.unflatten(1, (games, -1)).movedim(1, 0).numpy()

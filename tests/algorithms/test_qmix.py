@@ -1,0 +1,256 @@
+"""Q-learning of teams: updates worked out row by row, state, and what sums and monotone mixes can learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vector_toys import Countdown, Cues, mean_return, train
+
+from palestra.algorithms.q_learning import as_stretch
+from palestra.algorithms.qmix import QMIX, Team
+from palestra.envs.vector.base import Continuous, VectorEnv
+from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
+from palestra.learners.nets import NetPolicyConfig
+from palestra.nets.replay import Moves, Replay
+from palestra.nets.segments import Segments
+from palestra.policies.vector import Uniform
+from palestra.rollouts.play import derive
+from palestra.rollouts.sweep import Sweeper
+
+POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
+QUICK: dict[str, Any] = {"horizon": 4, "updates": 2, "batch": 16, "warmup": 0}
+
+
+def learner(
+    config: QMIX,
+    env: VectorEnv,
+    seats: dict[str, list[int]],
+    policies: Mapping[str, NetPolicyConfig] | NetPolicyConfig = POLICY,
+) -> Team:
+    own = dict.fromkeys(seats, policies) if isinstance(policies, NetPolicyConfig) else policies
+    made = config.learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
+    assert isinstance(made, Team)
+    return made
+
+
+def played(made: Team, env: VectorEnv, updates: int, others: list[Any] | None = None) -> dict[str, dict[str, float]]:
+    figures: dict[str, dict[str, float]] = train(
+        made, Sweeper(env, np.arange(env.games)), made.config.horizon, updates, others or ()
+    )
+    return figures
+
+
+def snapshot(made: Team) -> dict[str, np.ndarray]:
+    return {key: value.copy() for key, value in made.arrays().items()}
+
+
+# ---- one update, worked out row by row
+
+
+def seat_value(made: Team, net: str, seat: int, view: torch.Tensor) -> torch.Tensor:
+    """What the seat's network, or its slow copy, says of each action."""
+    for stack, slow in zip(made.stacks, made.targets, strict=True):
+        for p, own in enumerate(stack.seating.seats):
+            if seat in own:
+                rows = view.expand(len(stack.seating.names), 1, *view.shape)
+                return (stack.net if net == "fast" else slow)(rows)[p, 0]
+    raise AssertionError(seat)
+
+
+@pytest.mark.parametrize("mixer", ["vdn", "qmix"])
+@pytest.mark.parametrize("turns", [True, False])
+def test_an_update_is_what_the_papers_say(turns: bool, mixer: Any) -> None:
+    """Seats 0, 1 and 3 learn, in two stacks; seat 2 plays at random and is no part of the team."""
+    env = Countdown(games=5, turns=turns, seats=4)
+    config = QMIX(**QUICK | {"updates": 1}, mixer=mixer, mixing=3, priority=0.7, n=2, gamma=0.9)
+    policies = {"one": POLICY, "two": NetPolicyConfig(hidden=[8], lr=1e-2), "three": POLICY}
+    made = learner(config, env, {"one": [0], "two": [1], "three": [3]}, policies)
+    assert [stack.seating.names for stack in made.stacks] == [("one", "three"), ("two",)]
+    played(made, env, 4, [Uniform(env, [2])])
+    assert isinstance(made.replay, Replay)
+    rng = np.random.default_rng(derive(5, "moments", made.steps))
+    drawn: Moves = made.replay.sample(16, rng, config.beta)
+    assert drawn.next_legal is not None and drawn.state is not None and drawn.next_state is not None
+
+    losses, errors = [], []
+    for m in range(16):
+        if not drawn.weight[m, 0]:
+            errors.append(0.0)
+            continue
+        now, then = [], []
+        for s in (0, 3, 1):  # as the stacks have them
+            q = seat_value(made, "fast", s, drawn.obs[m, s])[drawn.actions[m, s]]
+            now.append(q if drawn.acting[m, s] else torch.tensor(0.0))
+            chooser = seat_value(made, "fast", s, drawn.next_obs[m, s]).detach()
+            choice = chooser.masked_fill(~drawn.next_legal[m, s], -torch.inf).argmax()
+            judge = seat_value(made, "slow", s, drawn.next_obs[m, s])[choice]
+            then.append(judge if drawn.next_acting[m, s] else torch.tensor(0.0))
+        total = made.mixer(torch.stack(now)[None], drawn.state[m : m + 1])[0]
+        after = made.target_mixer(torch.stack(then)[None], drawn.next_state[m : m + 1])[0].detach()
+        reward = (drawn.rewards[m, 0] + drawn.rewards[m, 1] + drawn.rewards[m, 3]) / 3
+        error = reward + drawn.discounts[m, 0] * after - total
+        losses.append(drawn.weight[m, 0] * 0.5 * error**2)
+        errors.append(abs(error.item()))
+    loss = torch.stack(losses).mean()
+    nets = [list(stack.net.parameters()) for stack in made.stacks]
+    weights = [*nets[0], *nets[1], *made.mixer.parameters()]
+    slopes = torch.autograd.grad(loss, weights)
+
+    lines, error_TM, known = made.learn(as_stretch(drawn), 0.0)
+    assert [line["q_loss"][0].item() for line in lines] == pytest.approx([loss.item()] * 2, rel=1e-4)
+    assert error_TM[0].tolist() == pytest.approx(errors, rel=1e-4, abs=1e-6)
+    assert known[0].tolist() == (drawn.weight[:, 0] > 0).tolist()
+    for i, (p, own) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        parts = slopes[: len(nets[0])] if p == 0 else slopes[len(nets[0]) : len(nets[0]) + len(nets[1])]
+        norm = torch.cat([g[own].flatten() for g in parts]).norm().item()
+        assert lines[p]["gradient"][own].item() == pytest.approx(norm, rel=1e-3), i
+    mixed = [weight.grad.flatten() for weight in made.mixer.parameters() if weight.grad is not None]
+    assert bool(mixed) == (mixer == "qmix")
+    if mixed:  # the optimizer has only bounded its length
+        ours, own = torch.cat(mixed), torch.cat([g.flatten() for g in slopes[len(nets[0]) + len(nets[1]) :]])
+        assert torch.allclose(ours / ours.norm(), own / own.norm(), atol=1e-5)
+
+
+def test_without_a_state_the_mixer_sees_all_views() -> None:
+    class Blind(Countdown):
+        def __init__(self) -> None:
+            super().__init__(games=4)
+            self.state_size, self.frame.state, self.frame.final_state = 0, None, None
+
+        def show(self, obs: np.ndarray, state: np.ndarray) -> None:
+            super().show(obs, np.zeros((4, 2)))
+
+    env = Blind()
+    made = learner(QMIX(**QUICK, n=2), env, {"one": [0, 1]})
+    batch = Sweeper(env, np.arange(4)).sweep(made.players(0), 12, 1)
+    segments, replay = Segments(4, n=2, joint=True), Replay(48, n=2, joint=True)
+    for kept in (segments, replay):
+        kept.add(batch)
+        many = len(kept)
+        kept.ring.draw = lambda count, rng, beta, many=many: (np.arange(many), np.ones(many))  # type: ignore
+    stretches, moves = (kept.sample(0, np.random.default_rng(0)) for kept in (segments, replay))
+    assert isinstance(moves, Moves)
+    state, next_state = made._states(as_stretch(moves))
+    assert torch.equal(state[0], moves.obs.flatten(1)) and torch.equal(next_state[0], moves.next_obs.flatten(1))
+    long_state, long_next = made._states(stretches)
+    known = (stretches.weight * stretches.discounts)[..., 0] > 0
+    assert known.sum() > 10
+    assert torch.equal(long_state.flatten(0, 1), state[0])
+    assert torch.equal(long_next[known], next_state.view(long_next.shape)[known])
+
+
+@pytest.mark.parametrize(("mixer", "memory"), [("vdn", 0), ("qmix", 0), ("qmix", 6), ("vdn", 6)])
+def test_what_was_kept_goes_on_exactly(mixer: Any, memory: int) -> None:
+    env = Countdown(games=4)
+    config = QMIX(**QUICK | {"capacity": 60}, mixer=mixer, priority=0.6, n=2)
+    policy = NetPolicyConfig(hidden=[8], memory=memory, normalise=True)
+    made, other = (learner(config, env, {"one": [0], "two": [1]}, policy) for _ in range(2))
+    played(made, env, 5)
+    other.load(snapshot(made))
+    for each in (made, other):
+        played(each, Countdown(games=4), 3)
+    for name, array in made.arrays().items():
+        assert np.array_equal(array, other.arrays()[name]), name
+    assert made.steps == 16 and any(name.startswith("target_mixer") for name in made.arrays()) == (mixer == "qmix")
+
+
+def test_what_it_cannot_learn() -> None:
+    with pytest.raises(ValueError, match="qmix compares the values of single actions"):
+        learner(QMIX(), Countdown(space=Continuous((-1.0,), (1.0,))), {"one": [0, 1]})
+    env = Countdown()
+    env.views, env.state_size = ((40, 40, 3),) * 2, 0
+    with pytest.raises(ValueError, match="cannot see the pixels"):
+        learner(QMIX(), env, {"one": [0, 1]})
+    assert learner(QMIX(mixer="vdn"), env, {"one": [0, 1]}).mixer_adam is None
+
+
+# ---- what it learns
+
+
+RANDOM: dict[str, Any] = {"epsilon": 1, "epsilon_end": 1, "horizon": 4, "warmup": 64, "tau": 1, "period": 25}
+
+
+def team_values(made: Team, view: torch.Tensor, state: torch.Tensor) -> np.ndarray:
+    """The team's value of each joint action of two seats."""
+    q = made.heads[0].values(made.stacks[0].net(view.expand(2, 1, -1)))[:, 0]
+    joint = torch.cartesian_prod(q[0], q[1])
+    mixed: np.ndarray = made.mixer(joint, state.expand(len(joint), -1)).detach().view(q.shape[1], -1).numpy()
+    return mixed
+
+
+def two_step(mixer: Any, updates: int) -> tuple[Team, list[np.ndarray]]:
+    """The two-step game, all moves random, as Rashid et al. (2018, section 5) have it."""
+    env = TwoStepGame(games=16)
+    policy = NetPolicyConfig(hidden=[32], lr=1e-2, clip=10, schedule="linear")
+    config = QMIX(**RANDOM, updates=2, batch=128, mixer=mixer)
+    made = learner(config, env, {"one": [0], "two": [1]}, policy)
+    played(made, env, updates)
+    return made, [team_values(made, state, state) for state in torch.eye(3)]
+
+
+def test_qmix_learns_the_two_step_game() -> None:
+    """Its values are those of table 2 in the paper, and so is its return of 8."""
+    made, (first, certain, risky) = two_step("qmix", 200)
+    assert first == pytest.approx(np.array([[6.93, 6.93], [7.92, 7.92]]), abs=0.1)
+    assert certain == pytest.approx(np.full((2, 2), 7), abs=0.1)
+    assert risky == pytest.approx(np.array([[0, 1], [1, 8]]), abs=0.1)
+    assert mean_return(made.env, made.greedy(), 4).tolist() == [8, 8]
+
+
+def test_a_sum_cannot_tell_that_the_risk_is_worth_it() -> None:
+    """The sums nearest to [[0, 1], [1, 8]] are [[-1.5, 2.5], [2.5, 6.5]] (means of 0.5 and 4.5 around one of 2.5), of
+    which 0.99 * 6.5 arrives at the first step, so that 0.99 * 7 seems better; table 2 of the paper is near these."""
+    made, (first, certain, risky) = two_step("vdn", 200)
+    assert first == pytest.approx(np.array([[6.93, 6.93], [6.435, 6.435]]), abs=0.35)
+    assert certain == pytest.approx(np.full((2, 2), 7), abs=0.25)
+    assert risky == pytest.approx(np.array([[-1.5, 2.5], [2.5, 6.5]]), abs=0.45)
+    assert mean_return(made.env, made.greedy(), 4).tolist() == [7, 7]
+
+
+def test_the_sums_nearest_to_the_climbing_game() -> None:
+    """Of [[11, -30, 0], [-30, 7, 6], [0, 0, 5]] they are means of row and column less the mean of all, -31/9: 16/3 for
+    the lower right, which is best among them and pays 5, not 11."""
+    env = MatrixGame(games=32, game="climbing")
+    policy = NetPolicyConfig(hidden=[16], lr=2e-2, clip=100, schedule="linear")
+    made = learner(QMIX(**RANDOM, updates=2, batch=512, mixer="vdn"), env, {"one": [0], "two": [1]}, policy)
+    played(made, env, 120)
+    payoff = np.array([[11, -30, 0], [-30, 7, 6], [0, 0, 5]])
+    nearest = payoff.mean(1, keepdims=True) + payoff.mean(0) - payoff.mean()
+    assert nearest[2, 2] == pytest.approx(5 / 3 + 11 / 3 + 31 / 9)
+    assert team_values(made, torch.zeros(6), torch.zeros(7)) == pytest.approx(nearest, abs=1.5)
+    assert mean_return(env, made.greedy(), 1).tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("mixer", ["vdn", "qmix"])
+def test_they_agree_on_one_of_two_meeting_points(mixer: Any) -> None:
+    env = MatrixGame(games=16, game="coordination")
+    config = QMIX(horizon=4, updates=2, batch=64, warmup=64, tau=0.1, mixer=mixer, epsilon_end=0.1)
+    made = learner(config, env, {"one": [0], "two": [1]})
+    played(made, env, 80)
+    assert mean_return(env, made.greedy(), 1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("mixer", "seats"), [("vdn", {"one": [0, 1, 2]}), ("qmix", {"one": [0], "two": [1], "three": [2]})]
+)
+def test_a_team_finds_out_who_was_wrong(mixer: Any, seats: dict[str, list[int]]) -> None:
+    """All three are paid the share of those who are right, so nobody is told."""
+    env = Cues(games=16, seats=3, team=True)
+    config = QMIX(horizon=4, updates=4, batch=128, warmup=100, tau=0.05, mixer=mixer)
+    made = learner(config, env, seats, NetPolicyConfig(hidden=[32], lr=1e-2, seat_id=True))
+    played(made, env, 60)
+    assert (mean_return(env, made.greedy(), 50) > 0.97).all()
+
+
+def test_a_team_learns_to_remember() -> None:
+    """The cue is seen in the first of two steps; the answers count in the second."""
+    env = Cues(games=16, steps=2, fleeting=True, team=True)
+    config = QMIX(horizon=4, updates=4, batch=128, warmup=100, tau=0.05, gamma=0.9)
+    policy = NetPolicyConfig(hidden=[16], memory=16, lr=1e-2)
+    made = learner(config, env, {"one": [0], "two": [1]}, policy)
+    played(made, env, 80)
+    assert (mean_return(env, made.greedy(), 50) > 0.95).all()

@@ -1,0 +1,93 @@
+"""Team values: one mix worked by hand, and that it never falls as a seat's value rises."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.extra.numpy as arrays
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from palestra.nets.mixers import Monotone, Total
+
+
+def test_a_sum_of_values() -> None:
+    mixed = Total()(torch.tensor([[1.0, 2.0, -4.0], [0.0, 0.5, 0.25]]), torch.zeros(2, 0))
+    assert mixed.tolist() == [-1, 0.75]
+
+
+def test_a_mix_worked_by_hand() -> None:
+    """Two seats, a state of one number, two units; what makes weights is a factor of the state and a bias."""
+    mixer = Monotone(seats=2, state=1, units=2, seed=0)
+    first, second = mixer.weights
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.zero_()
+        first.layers[0].weight[:] = torch.tensor([[1.0, -2.0, 3.0, 0.0]])  # seat 0's two units, then seat 1's
+        first.layers[0].bias[:] = torch.tensor([0.0, 0.0, 0.0, -1.0])
+        second.layers[0].weight[:] = torch.tensor([[-0.5, 1.0]])
+        mixer.bias.layers[0].weight[:] = torch.tensor([[0.0, -4.0]])
+        mixer.last.layers[0].weight[:] = torch.tensor([[1.0, -1.0]])
+        mixer.last.layers[1].weight[:] = torch.tensor([[10.0], [100.0]])
+        mixer.last.layers[1].bias[:] = 0.25
+    # state 2: first weights |2, -4|, |6, -1|; hidden 1 * 2 + .5 * 6 = 5 and 1 * 4 + .5 * 1 - 8 = -3.5, by ELU
+    # e^-3.5 - 1; second |-1, 2|; last ReLU(2) * 10 + ReLU(-2) * 100 + .25
+    mixed = mixer(torch.tensor([[1.0, 0.5]]), torch.tensor([[2.0]]))
+    assert mixed.item() == pytest.approx(5 * 1 + (math.exp(-3.5) - 1) * 2 + 20.25, rel=1e-6)
+
+
+numbers = st.floats(-50, 50, width=32)
+
+
+@settings(max_examples=60)
+@given(
+    q=arrays.arrays(np.float32, (4, 3), elements=numbers),
+    rise=arrays.arrays(np.float32, (4, 3), elements=st.floats(0, 50, width=32)),
+    state=arrays.arrays(np.float32, (4, 5), elements=numbers),
+    weights=st.integers(0, 1000),
+)
+def test_the_teams_value_never_falls_as_a_seats_value_rises(
+    q: np.ndarray, rise: np.ndarray, state: np.ndarray, weights: int
+) -> None:
+    mixer = Monotone(seats=3, state=5, units=8, seed=weights).double()
+    with torch.no_grad():  # any weights that learning may come to, not only those it begins with
+        generator = torch.Generator().manual_seed(weights)
+        for parameter in mixer.parameters():
+            parameter.normal_(0, 2, generator=generator)
+        low, high, where = (torch.from_numpy(x).double() for x in (q, q + rise, state))
+        assert (mixer(high, where) >= mixer(low, where) - 1e-9).all()
+
+
+def test_each_seats_best_action_is_the_teams() -> None:
+    mixer = Monotone(seats=2, state=3, units=4, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        q, state = torch.randn(2, 3, generator=generator) * 3, torch.randn(1, 3, generator=generator)
+        joint = torch.stack([torch.stack([q[0, i], q[1, j]]) for i in range(3) for j in range(3)])
+        values = mixer(joint, state.expand(9, 3))
+        assert values[int(q[0].argmax()) * 3 + int(q[1].argmax())] == values.max()
+
+
+def test_a_mixer_can_prefer_what_a_sum_cannot_represent() -> None:
+    """Of [[0, 1], [1, 8]] the best sum of two numbers says [[-1.5, 2.5], [2.5, 6.5]]."""
+    mixer = Monotone(seats=2, state=1, units=8, seed=0)
+    q = torch.zeros(2, 2, requires_grad=True)
+    payoff, state = torch.tensor([0.0, 1.0, 1.0, 8.0]), torch.ones(4, 1)
+    adam = torch.optim.Adam([q, *mixer.parameters()], 0.05)
+    for _ in range(300):
+        joint = torch.stack([torch.stack([q[0, i], q[1, j]]) for i in (0, 1) for j in (0, 1)])
+        loss = (mixer(joint, state) - payoff).square().mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    assert loss.item() < 1e-3
+
+
+def test_the_state_says_how_values_are_mixed() -> None:
+    mixer = Monotone(seats=2, state=3, units=4, seed=1)
+    q = torch.tensor([[1.0, 2.0]]).expand(2, 2)
+    a, b = mixer(q, torch.eye(3)[:2])
+    assert abs(a - b) > 1e-3

@@ -1,0 +1,469 @@
+"""What is remembered: credit by hand and against its definition, draws by priority, rings that come round."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vector_toys import Countdown
+
+from palestra.envs.vector.base import Discrete
+from palestra.nets.replay import Moves, Replay
+from palestra.nets.ring import LEAST, Ring, SumTree
+from palestra.policies.vector import Uniform
+from palestra.rollouts.sweep import Sweeper
+from palestra.types import Batch
+
+
+def everything(replay: Replay) -> Moves:
+    """All rows in the order of their places, each once."""
+    places = np.arange(len(replay))
+    replay.ring.draw = lambda count, rng, beta: (places, np.ones(len(places)))  # type: ignore[method-assign]
+    found = replay.sample(0, np.random.default_rng(0))
+    del replay.ring.draw
+    return found
+
+
+def game(
+    rewards: list[Any], acting: list[Any] | None = None, ends: dict[int, str] | None = None, first: int = 0
+) -> Batch:
+    """A batch of one game: `rewards` a list for each step of one number for each seat. The view of moment t is t (from
+    `first` on) plus a tenth of the seat, the last view of a game that step t ended is 100 + t likewise; the state has
+    the same whole numbers. Action a = t % 3; at moment t action t % 3 is not legal."""
+    T, N = len(rewards), len(rewards[0])
+    ends = ends or {}
+    time = np.arange(first, first + T + 1)
+    views = (time[:, None] + np.arange(N) / 10).astype(np.float32)[:, None, :, None]
+    over = sorted(ends)
+    final = np.array([[[100 + first + t + n / 10] for n in range(N)] for t in over], np.float32).reshape(-1, N, 1)
+    return Batch(
+        obs=views,
+        acting=np.array(acting or [[True] * N] * (T + 1), bool)[:, None],
+        actions=np.broadcast_to((time[:-1] % 3)[:, None, None], (T, 1, N)).astype(np.int32),
+        logp=np.zeros((T, 1, N), np.float32),
+        rewards=np.array(rewards, np.float32)[:, None],
+        terminated=np.array([[ends.get(t) == "terminated"] for t in range(T)]),
+        truncated=np.array([[ends.get(t) == "truncated"] for t in range(T)]),
+        fresh=np.array([[first + t == 0 or t - 1 in ends] for t in range(T + 1)]),
+        ends=(np.array(over, np.int64), np.zeros(len(over), np.int64)),
+        final_obs=final,
+        legal=np.broadcast_to(np.arange(3) != (time % 3)[:, None, None, None], (T + 1, 1, N, 3)).copy(),
+        state=time.astype(np.float32)[:, None, None],
+        final_state=np.array([[100 + first + t] for t in over], np.float32).reshape(-1, 1),
+    )
+
+
+def column(x: torch.Tensor, seat: int = 0) -> list[float]:
+    return [round(number, 5) for number in x[:, seat].flatten().tolist()]
+
+
+# ---- worked by hand, where every seat acts at every step
+
+
+def test_one_step_ahead() -> None:
+    replay = Replay(10, gamma=0.5)
+    replay.add(game([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]], ends={1: "terminated"}))
+    moves = everything(replay)
+    assert column(moves.rewards) == [1, 2, 3] and column(moves.rewards, 1) == [10, 20, 30]
+    assert column(moves.discounts) == [0.5, 0, 0.5]
+    assert column(moves.obs) == [0, 1, 2] and column(moves.obs, 1) == pytest.approx([0.1, 1.1, 2.1])
+    assert column(moves.next_obs) == [1, 101, 3] and column(moves.next_obs, 1) == pytest.approx([1.1, 101.1, 3.1])
+    assert moves.weight.tolist() == [[1, 1]] * 3
+    assert moves.actions.tolist() == [[0, 0], [1, 1], [2, 2]] and moves.actions.dtype == torch.int64
+    assert moves.state is not None and moves.next_state is not None
+    assert column(moves.state) == [0, 1, 2] and column(moves.next_state) == [1, 101, 3]
+
+
+def test_a_game_that_is_cut_off_goes_on_in_its_last_view_under_the_last_mask() -> None:
+    replay = Replay(10, gamma=0.5)
+    replay.add(game([[1.0], [2.0], [3.0]], ends={1: "truncated"}))
+    moves = everything(replay)
+    assert column(moves.discounts) == [0.5, 0.5, 0.5] and column(moves.next_obs) == [1, 101, 3]
+    assert moves.next_legal is not None and moves.legal is not None
+    assert moves.legal[:, 0].tolist() == [[False, True, True], [True, False, True], [True, True, False]]
+    # moment 1's, that of the last decision (step 1), moment 3's
+    assert moves.next_legal[:, 0].tolist() == [[True, False, True], [True, False, True], [False, True, True]]
+    assert moves.next_acting.all()
+
+
+def test_an_end_that_is_both_is_one() -> None:
+    batch = game([[1.0], [2.0]], ends={1: "truncated"})
+    batch.terminated[:] = batch.truncated
+    replay = Replay(10)
+    replay.add(batch)
+    assert column(everything(replay).discounts)[1] == 0
+
+
+def test_three_steps_ahead() -> None:
+    # rows 0 and 1 look three ahead; the game is cut off after step 4, so rows 2, 3 and 4 look at its last view
+    replay = Replay(10, n=3, gamma=0.5)
+    replay.add(game([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]], ends={4: "truncated"}))
+    moves = everything(replay)
+    assert column(moves.rewards)[:5] == [1 + 1 + 1, 2 + 2 + 2, 4 + 4 + 4, 8 + 8, 16]
+    assert column(moves.discounts) == [0.125, 0.125, 0.125, 0.25, 0.5, 0]
+    assert column(moves.next_obs)[:5] == [3, 4, 104, 104, 104]
+    assert column(moves.weight) == [1, 1, 1, 1, 1, 0]  # of the last too little is known
+
+
+def test_three_steps_ahead_of_a_game_that_terminates() -> None:
+    replay = Replay(10, n=3, gamma=0.5)
+    replay.add(game([[1.0], [2.0], [4.0], [8.0]], ends={2: "terminated"}))
+    moves = everything(replay)
+    assert column(moves.rewards)[:3] == [3, 4, 4]
+    assert column(moves.discounts) == [0, 0, 0, 0]
+    assert column(moves.weight) == [1, 1, 1, 0]
+
+
+# ---- worked by hand, where seats take turns
+
+
+def turns() -> Batch:
+    """Seats 0 and 1 move in turn; the game ends with step 3, after it seat 0 moves first again."""
+    acting = [[True, False], [False, True], [True, False], [False, True], [True, False]]
+    return game([[0.0, 0.5], [0.25, 0.0], [0.0, 0.125], [1.0, -1.0]], acting, ends={3: "terminated"})
+
+
+def test_taking_turns_time_counts_in_own_decisions() -> None:
+    replay = Replay(10, gamma=0.5)
+    replay.add(turns())
+    moves = everything(replay)
+    # seat 0 moved at 0 and 2: .25 fell with the other's move; its last move is paid with the other's last
+    assert column(moves.rewards) == [0.25, 0, 1, 0]
+    assert column(moves.discounts) == [0.5, 0, 0, 0]
+    assert column(moves.weight) == [1, 0, 1, 0]
+    assert column(moves.next_obs)[0] == 2 and column(moves.next_obs)[2] == 103
+    # seat 1 moved at 1 and 3; the .5 before its first move is nobody's
+    assert column(moves.rewards, 1) == [0, 0.125, 0, -1]
+    assert column(moves.discounts, 1) == [0, 0.5, 0, 0]
+    assert column(moves.weight, 1) == [0, 1, 0, 1]
+    assert column(moves.next_obs, 1)[1] == pytest.approx(3.1)
+    assert moves.next_state is not None and column(moves.next_state) == [2, 3, 103, 103]
+    assert moves.acting.tolist() == [[True, False], [False, True]] * 2
+
+
+def test_two_own_decisions_ahead() -> None:
+    replay = Replay(10, n=2, gamma=0.5)
+    replay.add(turns())
+    moves = everything(replay)
+    assert column(moves.rewards) == [0.25 + 0.5 * 1, 0, 1, 0]
+    assert column(moves.rewards, 1) == [0, 0.125 + 0.5 * -1, 0, -1]
+    assert moves.discounts.abs().sum() == 0
+
+
+def test_a_seat_that_dies_is_judged_by_what_follows_to_the_end_and_others_do_not_wait() -> None:
+    acting = [[True, True], [True, False], [True, False], [True, True]]
+    batch = game([[1.0, 0.0], [1.0, 2.0], [1.0, 3.0]], acting, ends={2: "truncated"})
+    replay = Replay(10, gamma=0.5)
+    replay.add(batch)
+    moves = everything(replay)
+    assert column(moves.rewards) == [1, 1, 1] and column(moves.rewards, 1) == [5, 0, 0]
+    assert column(moves.discounts, 1)[0] == 0.5
+    assert column(moves.weight, 1) == [1, 0, 0]
+    assert moves.next_obs[0, :, 0].tolist() == pytest.approx([1, 102.1])
+    assert moves.next_state is not None and column(moves.next_state) == [1, 2, 102]
+    assert moves.next_legal is not None
+    assert moves.next_legal[0].tolist() == [
+        [True, False, True],
+        [False, True, True],
+    ]  # of moment 1; of its decision at 0
+    assert moves.next_acting.tolist() == [[True, False], [True, False], [True, False]]
+
+
+def test_what_counts_is_the_teams_time_when_all_are_judged_as_one() -> None:
+    replay = Replay(10, n=2, gamma=0.5, joint=True)
+    replay.add(turns())
+    moves = everything(replay)
+    assert column(moves.rewards) == [0.125, 0.25, 0.5, 1]
+    assert column(moves.rewards, 1) == [0.5, 0.0625, -0.375, -1]
+    assert column(moves.discounts) == [0.25, 0.25, 0, 0]
+    assert column(moves.next_obs) == [2, 3, 103, 103]
+    assert moves.weight.tolist() == [[1, 1]] * 4
+    assert moves.acting.tolist() == [[True, False], [False, True]] * 2
+    assert moves.next_acting.tolist() == [[True, False], [False, True], [False, True], [False, True]]
+
+
+def test_only_moments_of_the_seats_that_are_asked_for_take_room() -> None:
+    replay = Replay(10, gamma=0.5, seats=[1])
+    replay.add(turns())
+    moves = everything(replay)
+    assert len(replay) == 2
+    assert column(moves.obs, 1) == pytest.approx([1.1, 3.1])
+    assert column(moves.rewards, 1) == [0.125, -1]
+    assert moves.weight.tolist() == [[0, 1], [0, 1]]
+
+
+# ---- across the borders of batches
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("horizon", [1, 4])
+def test_short_batches_teach_what_one_long_batch_teaches(turns: bool, n: int, joint: bool, horizon: int) -> None:
+    """The env of these games cuts off every third; masks and lengths vary from game to game."""
+
+    def played(length: int) -> Moves:
+        env = Countdown(games=3, turns=turns)
+        sweeper, replay = Sweeper(env, np.arange(3)), Replay(1000, n=n, gamma=0.9, joint=joint)
+        actions = np.random.default_rng(5).integers(0, 2, (40, 3, 2)).astype(np.int32)
+        time = [0]
+
+        class Recorded(Uniform):
+            def act(self, frame: Any, memory: Any, fresh: Any) -> Any:
+                time[0] += 1
+                return actions[time[0] - 1], None, None
+
+        for i in range(40 // length):
+            replay.add(sweeper.sweep([Recorded(env, [0, 1])], length, i))
+        return everything(replay)
+
+    long, short = played(40), played(horizon)
+    assert long.weight.sum() > 40
+    for part in fields(Moves):
+        a, b = getattr(long, part.name), getattr(short, part.name)
+        known = long.weight.bool() if part.name in ("discounts", "next_obs", "next_legal") else slice(None)
+        assert torch.equal(a[known], b[known]), part.name
+
+
+def definition(batch: Batch, t: int, b: int, s: int, n: int, gamma: float) -> tuple[float, float, Any] | None:
+    """A decision's reward, discount and next view in plain words; None where they are not known."""
+    total, made = 0.0, 0
+    for u in range(t, len(batch.rewards)):
+        total += gamma**made * float(batch.rewards[u, b, s])
+        if batch.over[u, b]:
+            (end,) = np.flatnonzero((batch.ends[0] == u) & (batch.ends[1] == b))
+            return total, 0.0 if batch.terminated[u, b] else gamma ** (made + 1), batch.final_obs[end, s]
+        made += int(batch.acting[u + 1, b, s])
+        if made == n:
+            return total, gamma**n, batch.obs[u + 1, b, s]
+    return None
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_credit_is_what_it_is_defined_to_be(turns: bool, n: int) -> None:
+    env = Countdown(games=4, turns=turns, seats=3)
+    batch = Sweeper(env, np.arange(4)).sweep([Uniform(env, [0, 1, 2])], 30, 1)
+    replay = Replay(1000, n=n, gamma=0.8)
+    replay.add(batch)
+    moves, seen = everything(replay), 0
+    for t in range(30):
+        for b in range(4):
+            for s in range(3):
+                row, expected = t * 4 + b, definition(batch, t, b, s, n, 0.8)
+                known = batch.acting[t, b, s] and expected is not None
+                assert moves.weight[row, s] == float(known)
+                if known and expected:
+                    seen += 1
+                    assert moves.rewards[row, s].item() == pytest.approx(expected[0], abs=1e-5)
+                    assert moves.discounts[row, s].item() == pytest.approx(expected[1])
+                    assert moves.next_obs[row, s].tolist() == expected[2].tolist()
+    assert seen > 80
+
+
+def test_a_game_that_was_given_up_is_not_joined_to_the_next() -> None:
+    """Where games cannot be saved they begin anew at a checkpoint."""
+    replay = Replay(10, n=2, gamma=0.5)
+    replay.add(game([[1.0], [2.0]]))
+    replay.add(game([[4.0], [8.0], [16.0]]))
+    assert column(everything(replay).rewards)[:3] == [1 + 1, 2, 4 + 4]
+    assert column(everything(replay).weight) == [1, 0, 1, 1, 0]
+
+
+# ---- the ring
+
+
+def test_the_newest_rows_take_the_places_of_the_oldest() -> None:
+    replay = Replay(4, gamma=0.5)
+    replay.add(game([[1.0], [2.0], [3.0]]))
+    assert len(replay) == 3
+    replay.add(game([[4.0], [5.0]], first=3))
+    assert len(replay) == 4
+    moves = everything(replay)
+    assert column(moves.rewards) == [5, 2, 3, 4]
+    assert column(moves.obs) == [4, 1, 2, 3] and column(moves.next_obs) == [5, 2, 3, 4]
+
+
+def test_a_row_that_is_gone_gets_no_credit() -> None:
+    """Row 0 is known only at the end, when its place belongs to another."""
+    acting = [[True, False]] + [[False, True]] * 3 + [[True, True]]
+    replay = Replay(3, gamma=0.5)
+    replay.add(game([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [7.0, 4.0]], acting, ends={3: "terminated"}))
+    moves = everything(replay)
+    assert column(moves.rewards) == [0, 0, 0] and column(moves.weight) == [0, 0, 0]
+    assert column(moves.rewards, 1) == [4, 2, 3] and column(moves.weight, 1) == [1, 1, 1]
+
+
+def test_a_batch_may_be_longer_than_the_ring() -> None:
+    replay = Replay(3, n=2, gamma=1.0)
+    replay.add(game([[float(2**t)] for t in range(8)]))
+    assert column(everything(replay).rewards) == [64 + 128, 128, 32 + 64]
+    assert column(everything(replay).weight) == [1, 0, 1]
+
+
+def test_views_of_bytes_stay_bytes() -> None:
+    batch = game([[1.0], [2.0]], ends={1: "terminated"})
+    replay = Replay(4)
+    replay.add(replace(batch, obs=batch.obs.astype(np.uint8), final_obs=batch.final_obs.astype(np.uint8)))
+    moves = everything(replay)
+    assert moves.obs.dtype == moves.next_obs.dtype == torch.uint8
+    assert column(moves.next_obs) == [1, 101]
+
+
+def test_games_without_masks_and_states_have_none() -> None:
+    replay = Replay(4)
+    replay.add(replace(game([[1.0], [2.0]]), legal=None, state=None, final_state=None))
+    moves = everything(replay)
+    assert moves.legal is moves.next_legal is moves.state is moves.next_state is None
+    assert column(moves.rewards) == [1, 2]
+
+
+@pytest.mark.parametrize("options", [{"priority": 0.6}, {"n": 3}, {"joint": True, "n": 2}, {"seats": [1]}])
+def test_what_was_kept_goes_on_exactly(options: dict[str, Any]) -> None:
+    env = Countdown(games=3, turns=True, space=Discrete(3))
+    sweeper, replay, other = Sweeper(env, np.arange(3)), Replay(50, **options), Replay(50, **options)
+    for i in range(10):
+        replay.add(sweeper.sweep([Uniform(env, [0, 1])], 3, i))
+        if i == 6:
+            drawn = replay.sample(5, np.random.default_rng(1))
+            replay.prioritise(drawn.index, torch.arange(5.0))
+            other.load({name: array.copy() for name, array in replay.arrays().items()})
+        if i > 6:
+            other.add(sweeper._batch)  # type: ignore[arg-type]
+    assert len(replay) == 50 or options.get("seats")
+    a, b = (r.sample(40, np.random.default_rng(2), 0.5) for r in (replay, other))
+    for part in fields(Moves):
+        assert torch.equal(getattr(a, part.name), getattr(b, part.name)), part.name
+    assert all(np.array_equal(x, other.arrays()[name]) for name, x in replay.arrays().items())
+
+
+def test_what_was_kept_before_anything_came_can_be_loaded() -> None:
+    replay = Replay(4)
+    replay.add(game([[9.0]]))
+    replay.load(Replay(4).arrays())
+    assert len(replay) == 0
+    replay.add(game([[1.0], [2.0]]))
+    assert column(everything(replay).rewards) == [1, 2]
+
+
+def test_mistakes_are_explained() -> None:
+    with pytest.raises(ValueError, match="capacity: 0 rows"):
+        Replay(0)
+    with pytest.raises(ValueError, match="n: looking 0 decisions ahead"):
+        Replay(5, n=0)
+    with pytest.raises(ValueError, match=r"priority: -0.5"):
+        Replay(5, priority=-0.5)
+    with pytest.raises(ValueError, match="nothing is remembered"):
+        Replay(5).sample(1, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="same capacity"):
+        Replay(5).load(Replay(6).arrays())
+    replay = Replay(5, n=3, priority=1.0)
+    replay.add(game([[1.0], [2.0]]))
+    with pytest.raises(ValueError, match="none of them is complete"):
+        replay.sample(1, np.random.default_rng(0))
+
+
+# ---- priorities
+
+
+def test_a_tree_of_sums_finds_places() -> None:
+    tree = SumTree(5)
+    tree.put(np.arange(5), np.array([1.0, 0.0, 2.0, 3.0, 4.0]))
+    assert tree.whole == 10
+    assert tree.find(np.array([0.0, 0.99, 1.0, 2.99, 3.0, 5.99, 6.0, 9.99])).tolist() == [0, 0, 2, 2, 3, 3, 4, 4]
+    tree.put(np.array([3, 1, 3]), np.array([9.0, 5.0, 0.0]))  # the last of two for one place holds
+    assert tree.of(np.arange(5)).tolist() == [1, 5, 2, 0, 4] and tree.whole == 12
+    assert tree.find(np.array([1.0, 5.99, 6.0, 8.0])).tolist() == [1, 1, 2, 4]
+
+
+def test_a_tree_of_one_place() -> None:
+    tree = SumTree(1)
+    tree.put(np.array([0]), np.array([0.5]))
+    assert tree.whole == 0.5 and tree.find(np.array([0.0, 0.4])).tolist() == [0, 0]
+
+
+def test_a_tree_agrees_with_running_sums() -> None:
+    rng = np.random.default_rng(0)
+    numbers, tree = np.zeros(37), SumTree(37)
+    for _ in range(50):
+        places, values = rng.choice(37, 10, replace=False), rng.random(10) * rng.integers(0, 2, 10)
+        numbers[places] = values
+        tree.put(places, values)
+    upto = rng.random(200) * numbers.sum() * 0.999999
+    assert tree.find(upto).tolist() == np.searchsorted(np.cumsum(numbers), upto, side="right").tolist()
+
+
+def test_no_rounding_leads_to_a_place_that_holds_nothing() -> None:
+    tree = SumTree(4)
+    tree.put(np.arange(4), np.array([0.1, 0.2, 0.3, 0.0]))
+    assert tree.find(np.array([np.nextafter(tree.whole, 1), 5.0])).tolist() == [2, 2]
+
+
+def prioritised(errors: list[float], alpha: float) -> Replay:
+    replay = Replay(8, priority=alpha)
+    replay.add(game([[1.0]] * len(errors)))
+    replay.prioritise(torch.arange(len(errors)), torch.tensor(errors))
+    return replay
+
+
+def test_rows_are_drawn_in_proportion_to_the_power_of_their_errors() -> None:
+    # errors 1, 4, 16 to the power of a half: 1, 2 and 4 of 7; the sign does not matter
+    moves = prioritised([1.0, -4.0, 16.0], 0.5).sample(70_000, np.random.default_rng(0))
+    shares = np.bincount(moves.index.numpy(), minlength=3) / 70_000
+    assert shares == pytest.approx([1 / 7, 2 / 7, 4 / 7], abs=1e-3)
+
+
+def test_weights_make_up_for_unequal_draws() -> None:
+    # probabilities 1/7, 2/7, 4/7; (1 / (3 * p)) ** beta, over the largest: 1, 1/2 ** beta, 1/4 ** beta
+    replay = prioritised([1.0, 4.0, 16.0], 0.5)
+    for beta, expected in ((1.0, [1, 0.5, 0.25]), (0.5, [1, 0.5**0.5, 0.5]), (0.0, [1, 1, 1])):
+        moves = replay.sample(100, np.random.default_rng(0), beta)
+        assert set(moves.index.tolist()) == {0, 1, 2}
+        for place, weight in zip(moves.index.tolist(), moves.weight[:, 0].tolist(), strict=True):
+            assert weight == pytest.approx(expected[place], rel=1e-4)
+
+
+def test_weighted_draws_estimate_the_plain_mean() -> None:
+    """The sum over rows of f / (N p) * p is the mean of f, whatever the priorities."""
+    replay = prioritised([0.5, 2.0, 8.0, 1.0], 1.0)
+    moves = replay.sample(50_000, np.random.default_rng(0), 1.0)
+    weight, f = moves.weight[:, 0].double(), moves.index.double() ** 2
+    assert ((weight * f).sum() / weight.sum()).item() == pytest.approx(14 / 4, rel=0.02)
+
+
+def test_new_rows_come_in_at_the_highest_priority_so_far() -> None:
+    replay = Replay(8, priority=0.5)
+    replay.add(game([[1.0]]))
+    assert replay.ring.tree is not None
+    assert replay.ring.tree.of(np.arange(8)).tolist() == [1.0] + [0.0] * 7
+    replay.prioritise(torch.tensor([0]), torch.tensor([9.0]))
+    replay.add(game([[1.0]], first=1))
+    assert replay.ring.tree.of(np.arange(2)) == pytest.approx([3, 3])
+    replay.prioritise(torch.tensor([0, 1]), torch.tensor([0.0, 1.0]))
+    assert replay.ring.tree.of(np.arange(2)) == pytest.approx([LEAST**0.5, 1], rel=1e-4)
+
+
+def test_rows_wait_for_their_credit_before_they_are_drawn() -> None:
+    replay = Replay(8, n=2, priority=1.0)
+    replay.add(game([[1.0], [2.0], [3.0]]))
+    assert set(replay.sample(50, np.random.default_rng(0)).index.tolist()) == {0, 1}
+    replay.add(game([[4.0]], first=3))
+    assert set(replay.sample(50, np.random.default_rng(0)).index.tolist()) == {0, 1, 2}
+
+
+def test_a_row_that_is_overwritten_loses_its_priority() -> None:
+    replay = Replay(2, n=2, priority=1.0)
+    replay.add(game([[1.0], [2.0], [3.0]]))
+    assert replay.ring.tree is not None
+    assert replay.ring.tree.of(np.arange(2)).tolist() == [0, 1]  # row 2, not yet known, in the place of row 0
+
+
+def test_without_priorities_all_rows_are_drawn_alike() -> None:
+    ring = Ring(4)
+    ring.write(np.arange(4), {"x": np.arange(4)})
+    places, worth = ring.draw(40_000, np.random.default_rng(0))
+    assert np.bincount(places) / 40_000 == pytest.approx([0.25] * 4, abs=0.01)
+    assert (worth == 1).all()

@@ -1,0 +1,76 @@
+"""Learners that remember, and moments made by hand for them to learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from palestra.algorithms.off_policy import OffPolicy, OffPolicyConfig
+from palestra.envs.vector.base import Discrete, VectorEnv
+from palestra.learners.nets import NetPolicyConfig
+from palestra.nets.layers import Net
+from palestra.nets.replay import Moves
+
+SMALL = NetPolicyConfig(hidden=[16], activation="relu")
+UP = 100.0  # keeps what a hidden unit passes on above zero
+
+
+def made(
+    config: OffPolicyConfig,
+    env: VectorEnv,
+    policy: NetPolicyConfig = SMALL,
+    seats: dict[str, list[int]] | None = None,
+) -> Any:
+    """A learner; one policy "p" at all seats unless `seats` says otherwise."""
+    seats = seats or {"p": list(range(len(env.seats)))}
+    learner = config.learner(env, seats, dict.fromkeys(seats, policy), {name: i + 1 for i, name in enumerate(seats)})
+    assert isinstance(learner, OffPolicy)
+    return learner
+
+
+def noise(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def moments(env: VectorEnv, rows: int, **changes: torch.Tensor) -> Moves:
+    """Moments of the env's shapes in which all seats act, zeros but for `changes`."""
+    N, space = len(env.seats), env.actions[0]
+    zeros, discrete = torch.zeros(rows, N), isinstance(space, Discrete)
+    fields: dict[str, Any] = {
+        "obs": torch.zeros(rows, N, *env.views[0]),
+        "actions": zeros.long() if discrete else zeros[..., None],
+        "rewards": zeros,
+        "discounts": zeros,
+        "weight": torch.ones(rows, N),
+        "acting": torch.ones(rows, N, dtype=torch.bool),
+        "legal": torch.ones(rows, N, space.n, dtype=torch.bool) if isinstance(space, Discrete) else None,
+        "state": torch.zeros(rows, env.state_size) if env.state_size else None,
+        "index": torch.arange(rows),
+    }
+    following = {f"next_{name}": fields[name] for name in ("obs", "acting", "legal", "state")}
+    return Moves(**fields | following | changes)
+
+
+def constant(net: Net, outputs: Sequence[Sequence[float]]) -> None:
+    """Makes every member of a stack put out `outputs [P, O]`, whatever it sees."""
+    linear(net, [{}] * len(outputs))
+    last: Any = net.body.layers[-1]
+    with torch.no_grad():
+        last.bias.copy_(torch.tensor(outputs)[:, None])
+
+
+def linear(net: Net, slopes: Sequence[dict[int, float]]) -> None:
+    """Makes member p of a stack of SMALL networks put out the sum of `slopes[p][column]` times that column of what it
+    sees, which must be above -UP."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+        first: Any = net.body.layers[0]
+        last: Any = net.body.layers[-1]
+        for p, own in enumerate(slopes):
+            for unit, (column, slope) in enumerate(own.items()):
+                first.weight[p, column, unit], first.bias[p, 0, unit] = 1.0, UP
+                last.weight[p, unit, 0] = slope
+                last.bias[p, 0, 0] -= UP * slope

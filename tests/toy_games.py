@@ -1,0 +1,63 @@
+"""A one-game env that several tests play in this process and in others, which must be able to import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+
+from palestra.envs.vector.base import Discrete
+from palestra.envs.vector.loop import GameSpec, Moment
+
+
+class Counting:
+    """Two seats see seed and time, the first also the sum of all actions; each is paid its action. Seat "long" drops
+    out after 3 steps; a game ends after 5 to 9 steps, at odd lengths cut off. Action 3 is only legal at even times."""
+
+    spec = GameSpec(("wide", "long"), ((3,), (2,)), (Discrete(4), Discrete(3)), state_size=1, masks=True, success=True)
+
+    def reset(self, seed: int) -> Moment:
+        self.seed, self.time, self.sum = seed, 0, 0
+        self.limit = 5 + seed % 5
+        return self.moment()
+
+    def step(self, actions: np.ndarray) -> Moment:
+        self.time += 1
+        self.sum += int(actions.sum())
+        moment = self.moment()
+        moment.rewards = [float(action) for action in actions]
+        over = self.time == self.limit
+        moment.terminated, moment.truncated = over and self.limit % 2 == 0, over and self.limit % 2 == 1
+        moment.success = moment.terminated and self.sum % 2 == 0
+        return moment
+
+    def moment(self) -> Moment:
+        views = [np.array([self.seed % 2**20, self.time, self.sum]), np.array([self.seed % 2**20, self.time])]
+        legal = [np.array([1, 1, 1, self.time % 2 == 0], bool), np.ones(3, bool)]
+        return Moment(views, [True, self.time < 3], legal=legal, state=np.array([self.sum]))
+
+    def close(self) -> None:
+        pass
+
+
+class Falls(Counting):
+    """Counting that fails at a given time of any game whose seed is divisible by `every`."""
+
+    def __init__(self, how: str, at: int = 0, every: int = 1) -> None:
+        self.how, self.at, self.every = how, at, every
+
+    def moment(self) -> Moment:
+        if self.time == self.at and self.seed % self.every == 0:
+            if self.how == "error":
+                raise RuntimeError("the fifth wheel came off")
+            if self.how == "sleep":
+                time.sleep(600)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().moment()
+
+
+class Unmakable(Counting):
+    def __init__(self) -> None:
+        raise RuntimeError("no such wheel")
