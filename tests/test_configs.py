@@ -9,10 +9,12 @@ from palestra.envs import make_env
 from palestra.envs.text.splits import split_of
 from palestra.runs import Run, read_lines
 from palestra.setup import Config, build
-from palestra.train import run_training
+from palestra.setup_games import GamesConfig, build_games, run_games
+from palestra.train import Watcher, run_training
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+GAMES = sorted((ROOT / "configs/games").rglob("*.yaml"))
+CONFIGS = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*GAMES})
 
 
 def success(folder, settings=()):
@@ -28,6 +30,23 @@ def success(folder, settings=()):
 def test_every_config_builds(path):
     config = validate(Config, load(path))
     assert build(config).learners and validate(Config, load(path)) == config
+
+
+@pytest.mark.parametrize("path", GAMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_game_trains(path, tmp_path):
+    """Two sweeps, and what is learned from them; the exams before and after."""
+    config = validate(GamesConfig, load(path))
+    sweep = config.algorithm.horizon * config.env["games"]
+    settings = [f"env_steps={2 * sweep}", *(f"exams.{name}.episodes=4" for name in config.exams)]
+    settings += ["algorithm.warmup=1"] if hasattr(config.algorithm, "warmup") else []
+    changed = validate(GamesConfig, override(load(path), settings))
+    setup = build_games(changed)
+    with Run.create(tmp_path, dump(changed), "game") as run:
+        assert run_games(setup, run, Watcher())
+    exams = read_lines(tmp_path / "game/evals.jsonl")
+    assert [line["step"] for line in exams if line["name"] == next(iter(config.exams))] == [-1, setup.steps - 1]
+    figures = [line for line in read_lines(tmp_path / "game/metrics.jsonl") if line["policy"] != "team"]
+    assert all(any(key.endswith("loss") for key in line) for line in figures)
 
 
 def test_the_demos_team_learns_in_a_few_steps(tmp_path):
