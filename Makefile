@@ -8,7 +8,7 @@ CLIENTS := a b c
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-clients lint bench reproduce base clean
+.PHONY: help demo test test-all test-clients test-envs lint bench reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ test: lint ## lint, types and the fast tests (CPU)
 	$(BIN)/python -m pytest
 
 test-all: lint ## the same with the slow tests
-	$(BIN)/python -m pytest -m "not gpu and not clients"
+	$(BIN)/python -m pytest -m "not gpu and not clients and not peers"
 
 # Each set of official clients in a venv of its own: their versions exclude each other.
 .cache/clients/%/.installed: tests/clients/sets/%.txt
@@ -40,6 +40,18 @@ test-all: lint ## the same with the slow tests
 
 test-clients: $(INSTALLED) $(CLIENTS:%=.cache/clients/%/.installed) ## run the official Tinker and MinT clients against a server
 	$(BIN)/python -m pytest -m clients tests/clients
+
+# Packages of envs in a venv of their own: what some need excludes what other tests need.
+ENVS := .cache/envs
+$(ENVS)/.installed: tests/envs/vector/peers/requirements.txt pyproject.toml constraints.txt
+	test -x $(ENVS)/bin/python || $(PYTHON) -m venv $(ENVS)
+	$(ENVS)/bin/pip install --quiet torch==2.13.0
+	grep -vE '^(gymnasium|pyglet)==' constraints.txt > $(ENVS)/constraints.txt
+	$(ENVS)/bin/pip install --quiet -c $(ENVS)/constraints.txt -e '.[test]' -r tests/envs/vector/peers/requirements.txt
+	touch $@
+
+test-envs: $(ENVS)/.installed ## play EnvPool, JaxMARL, VMAS, multi-agent Atari and highway-env through our adapters
+	$(ENVS)/bin/python -m pytest -m peers tests/envs/vector/peers
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -40,7 +40,16 @@ GAMES: dict[str, str] = {  # vectorised
     "foraging": "palestra.envs.vector.foraging:Foraging",
     "combat": "palestra.envs.vector.combat:Combat",
     "pong": "palestra.envs.vector.pong:Pong",
+    "pettingzoo": "palestra.envs.vector.pettingzoo:PettingZooEnv",
+    "gymnasium": "palestra.envs.vector.gymnasium:GymnasiumEnv",
+    "openspiel": "palestra.envs.vector.openspiel:OpenSpielEnv",
+    "envpool": "palestra.envs.vector.envpool:EnvPoolEnv",
+    "jaxmarl": "palestra.envs.vector.jaxmarl:JaxMarlEnv",
+    "vmas": "palestra.envs.vector.vmas:VmasEnv",
+    "atari": "palestra.envs.vector.atari:AtariEnv",
+    "highway": "palestra.envs.vector.highway:HighwayEnv",
 }
+EXTRAS = ("pettingzoo", "gymnasium", "openspiel", "envpool", "jaxmarl", "vmas", "atari", "highway")  # envs and extras
 
 
 def check_env(make_env: Callable[..., Any], **options: Any) -> None:
@@ -77,7 +86,8 @@ def env_class(type: str) -> type[Env] | type[VectorEnv]:
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f'env "{type}" cannot be loaded from {path}: {error}') from error
+        extra = f"; it needs more packages: pip install 'palestra[{type}]'" if type in EXTRAS else ""
+        raise ValueError(f'env "{type}" cannot be loaded from {path}: {error}{extra}') from error
     if not (inspect.isclass(cls) and issubclass(cls, Env | VectorEnv)):
         raise ValueError(f'env "{type}" is {path}, which is no subclass of palestra.envs.Env or VectorEnv')
     return cls

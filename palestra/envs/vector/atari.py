@@ -1,0 +1,112 @@
+"""Two-player Atari: the games of the Arcade Learning Environment that several play at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ale_py
+import numpy as np
+
+from palestra.envs.vector.loop import GameSpec, Moment, at_least_one
+from palestra.envs.vector.pettingzoo import game_of
+from palestra.envs.vector.processes import Hosted
+
+SIZE = 84
+
+
+def area(big: int, small: int) -> np.ndarray:
+    """Weights [small, big] that average `big` pixels in a row over `small` equal parts of it."""
+    edges = np.linspace(0, big, small + 1)
+    low, high = np.maximum(edges[:-1, None], np.arange(big)), np.minimum(edges[1:, None], np.arange(1, big + 1))
+    return (np.clip(high - low, 0, None) * (small / big)).astype(np.float32)
+
+
+class AtariGame:
+    """One game, prepared as Mnih et al. (2015) do: an action is held for `skip` frames, of the last two the brighter
+    pixels are kept, made grey and 84 x 84, and the last `stack` such pictures are seen, the newest last. A game begins
+    with up to `noops` frames of nothing, drawn from its seed. All seats see one picture; with `tell_seat` one more
+    channel says whose it is (0 for the first seat, 255 for the last)."""
+
+    def __init__(
+        self, game: str, options: dict[str, Any], *, skip: int, stack: int, noops: int, tell_seat: bool
+    ) -> None:
+        roms = str(Path(ale_py.__file__).parent)
+        options = {"obs_type": "grayscale_image", "auto_rom_install_path": roms} | options
+        try:
+            self.inner = game_of(f"pettingzoo.atari.{game}.{game}:parallel_env", options)
+        except OSError as error:
+            raise ValueError(f'there is no ROM for "{game}": {error}') from error
+        self.skip, self.noops, self.tell_seat = skip, noops, tell_seat
+        seats, (height, width, _) = len(self.inner.spec.seats), self.inner.spec.views[0]
+        self.rows, self.columns = area(height, SIZE), area(width, SIZE).T
+        self.pictures = np.zeros((SIZE, SIZE, stack), np.uint8)
+        self.frames = [np.zeros((height, width), np.uint8)] * 2
+        self.spec: GameSpec = replace(self.inner.spec, views=((SIZE, SIZE, stack + tell_seat),) * seats)
+
+    def reset(self, seed: int) -> Moment:
+        moment, rng = self.inner.reset(seed), np.random.default_rng(seed)
+        nothing = self.spec.blank_actions(1)[0]
+        for _ in range(rng.integers(self.noops + 1)):
+            moment = self.inner.step(nothing)
+            if moment.terminated or moment.truncated:
+                moment = self.inner.reset(seed)
+        self.frames = [self._screen(moment)] * 2
+        self.pictures[:] = self._picture()[..., None]
+        return self._shown(moment, [0.0] * len(self.spec.seats))
+
+    def step(self, actions: np.ndarray) -> Moment:
+        rewards = np.zeros(len(self.spec.seats))
+        for _ in range(self.skip):
+            moment = self.inner.step(actions)
+            rewards += np.asarray(moment.rewards)
+            self.frames = [self.frames[1], self._screen(moment)]
+            if moment.terminated or moment.truncated:
+                break
+        self.pictures[..., :-1] = self.pictures[..., 1:]
+        self.pictures[..., -1] = self._picture()
+        return self._shown(moment, rewards)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _screen(self, moment: Moment) -> np.ndarray:
+        """The screen as any seat sees it; the last one where none does any more."""
+        return next((view[..., 0] for view in moment.views if view is not None), self.frames[1])
+
+    def _picture(self) -> np.ndarray:
+        return np.rint(self.rows @ np.maximum(*self.frames) @ self.columns).astype(np.uint8)
+
+    def _shown(self, moment: Moment, rewards: Any) -> Moment:
+        seats = len(self.spec.seats)
+        views: list[np.ndarray | None] = [self.pictures] * seats
+        if self.tell_seat:
+            blank = np.ones((SIZE, SIZE, 1), np.uint8)
+            views = [np.concatenate([self.pictures, blank * (255 * n // max(seats - 1, 1))], 2) for n in range(seats)]
+        return replace(moment, views=views, rewards=rewards)
+
+
+class AtariEnv(Hosted):
+    """The multi-player game `game` of Atari ("pong", "boxing", "tennis", "space_invaders", ...), made by PettingZoo
+    with `options` ("max_cycles": frames until a game is cut off), from the ROMs that come with ale-py."""
+
+    name: ClassVar[str] = "atari"
+
+    def __init__(
+        self,
+        games: int = 16,
+        *,
+        game: str = "pong",
+        skip: int = 4,
+        stack: int = 4,
+        noops: int = 30,
+        tell_seat: bool = False,
+        options: dict[str, Any] | None = None,
+        processes: int = 0,
+    ) -> None:
+        at_least_one("skip", skip)
+        at_least_one("stack", stack)
+        make = partial(AtariGame, game, options or {}, skip=skip, stack=stack, noops=noops, tell_seat=tell_seat)
+        super().__init__(make, games, processes)

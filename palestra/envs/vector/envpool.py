@@ -1,0 +1,128 @@
+"""The environments of EnvPool: batches stepped by its own threads."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import envpool
+import numpy as np
+
+from palestra.envs.vector.base import Continuous, Discrete, Frame, VectorEnv
+from palestra.envs.vector.gymnasium import choice_of, view_of
+from palestra.envs.vector.loop import GameSpec, at_least_one, game_seed, within
+
+
+class EnvPoolEnv(VectorEnv):
+    """The env `id` of EnvPool, made with `options` (`num_threads` among them).
+
+    Its envs come in four kinds. Of those with several players the rows are theirs ("player_0", ...): in turn where the
+    info says whose turn it is (board and card games, with masks), else all at once (multi-agent intersections). One
+    integer for each of several agents (Jumanji's foraging, warehouse, connector) makes as many seats ("agent_0", ...)
+    that share one reward. All others have the seat "agent".
+
+    EnvPool begins the next game a step late; here games that end are reset in the same step. Resetting a part of a
+    pool whose games have several players never returns, so such games have a pool each. EnvPool seeds its games when it
+    makes them, so `reset` makes them anew; the seeds of later games are its own. It cannot be saved.
+    """
+
+    name: ClassVar[str] = "envpool"
+
+    def __init__(self, games: int = 64, *, id: str = "Pong-v5", options: dict[str, Any] | None = None) -> None:
+        at_least_one("games", games)
+        self.games, self.id, self.options = games, id, options or {}
+        self.pools: list[tuple[Any, np.ndarray]] = []  # with the places of their games
+        pool = self._made([0])
+        obs, info = pool.reset()
+        choice = choice_of(pool.action_space, id).space
+        self.joint = isinstance(choice, Continuous) and np.issubdtype(pool.action_space.dtype, np.integer)
+        if self.joint:
+            assert isinstance(choice, Continuous)
+            kinds = tuple(Discrete(int(high) + 1) for high in choice.high)
+            self.seats = tuple(f"agent_{n}" for n in range(len(kinds)))
+        else:
+            players = pool.config.get("max_num_players", 1)
+            self.seats = tuple(f"player_{n}" for n in range(players)) if players > 1 else ("agent",)
+            kinds = (choice,) * players
+        self.turns = "current_player" in info
+        self._view = None if isinstance(obs, dict) else view_of(pool.observation_space, id)
+        size = self._views(obs, 1).shape[2:]
+        self.views, self.actions = (size,) * len(self.seats), kinds
+        pixels = self._view is not None and self._view.pixels
+        masks = self._masks(obs, info) is not None
+        self.frame = GameSpec(self.seats, self.views, self.actions, pixels=pixels, masks=masks).frame(games)
+        pool.close()
+
+    def reset(self, seeds: np.ndarray) -> Frame:
+        self.close()
+        numbers, alone = [game_seed(int(seed), 0) for seed in seeds], len(self.seats) > 1 and not self.joint
+        rows = [[b] for b in range(self.games)] if alone else [list(range(self.games))]
+        self.pools = [(self._made([numbers[b] for b in own]), np.array(own)) for own in rows]
+        frame = self.frame
+        frame.rewards[:], frame.terminated[:], frame.truncated[:] = 0, False, False
+        for pool, own in self.pools:
+            self._show(own, *pool.reset())
+        return frame
+
+    def step(self, actions: np.ndarray) -> Frame:
+        frame, given = self.frame, within(self.actions, actions, self.frame.legal)
+        for pool, own in self.pools:
+            pool.send(self._given(given[own], own))
+        for pool, own in self.pools:
+            obs, rewards, terminated, truncated, info = pool.recv()
+            frame.rewards[own] = rewards.reshape(len(own), -1)
+            frame.terminated[own], frame.truncated[own] = terminated, truncated
+            self._show(own, obs, info)
+        for pool, own in self.pools:
+            over = np.flatnonzero(frame.over[own])
+            if len(over):
+                frame.final_obs[own[over]] = frame.obs[own[over]]
+                self._show(own[over], *pool.reset(over.astype(np.int32)))
+        return frame
+
+    def close(self) -> None:
+        for pool, _ in self.pools:
+            pool.close()
+        self.pools = []
+
+    def _given(self, actions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The actions of the games `rows` as EnvPool takes them."""
+        if self.turns:
+            return actions[np.arange(len(rows)), self.frame.acting[rows].argmax(1)]
+        return actions if self.joint else actions.reshape(-1, *actions.shape[2:])
+
+    def _made(self, seeds: list[int]) -> Any:
+        try:
+            return envpool.make_gymnasium(self.id, num_envs=len(seeds), env_seed=seeds, **self.options)
+        except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            options = self.options or "no options"
+            raise ValueError(f'EnvPool cannot make "{self.id}" with {options}: {error}') from error
+
+    def _show(self, rows: np.ndarray, obs: Any, info: dict[str, Any]) -> None:
+        """Writes what the games `rows` show into the frame."""
+        self.frame.obs[rows] = self._views(obs, len(rows))
+        mask = self._masks(obs, info)
+        if self.turns:
+            mover = np.asarray(info["current_player"])
+            self.frame.acting[rows] = mover[:, None] == np.arange(len(self.seats))
+        if mask is not None and self.frame.legal is not None:
+            self.frame.legal[rows] = mask
+
+    def _views(self, obs: Any, rows: int) -> np.ndarray:
+        """What each seat sees [rows, N, *view]: its own part where the env shows parts, else all that is shown."""
+        if self._view is not None:
+            seen = self._view.read(obs)
+            return seen.reshape(rows, len(self.seats), *seen.shape[1:])
+        if "agents_view" in obs:
+            return np.asarray(obs["agents_view"], np.float32).reshape(rows, len(self.seats), -1)
+        parts = [np.asarray(obs[name], np.float32).reshape(rows, -1) for name in sorted(obs) if name != "action_mask"]
+        whole = np.concatenate(parts, 1)[:, None]
+        return np.broadcast_to(whole, (rows, len(self.seats), whole.shape[2]))
+
+    def _masks(self, obs: Any, info: dict[str, Any]) -> np.ndarray | None:
+        """Legal actions [rows, N, A], or None where the env does not say them for these actions."""
+        mask = obs.get("action_mask") if isinstance(obs, dict) else info.get("legal_action_mask")
+        if mask is None or not isinstance(self.actions[0], Discrete):
+            return None
+        whole = mask if mask.ndim == 3 else mask[:, None]
+        shape = (len(mask), len(self.seats), self.actions[0].n)
+        return np.broadcast_to(whole, shape) if whole.shape[2] == shape[2] else None

@@ -1,0 +1,216 @@
+"""Environments of Gymnasium, and how its spaces read as ours and ours as its."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
+from palestra.envs.vector.loop import GameSpec, Moment
+from palestra.envs.vector.processes import Hosted
+
+PICTURE = 36  # pixels at least, each way: what is smaller is a board, and read as numbers
+
+
+class View(NamedTuple):
+    """What one seat sees: the shape, whether it is pixels of uint8, and how a value of the space becomes the array.
+    Several values at once, in dimensions before their own, become as many (but not dictionaries or tuples)."""
+
+    shape: tuple[int, ...]
+    pixels: bool
+    read: Callable[[Any], np.ndarray]
+
+
+class Choice(NamedTuple):
+    """What one seat may do, and how our action becomes one of the space."""
+
+    space: Space
+    write: Callable[[np.ndarray], Any]
+
+
+def view_of(space: spaces.Space, where: str) -> View:
+    """A space of observations as a view. Pictures (36 x 36 and larger, channels first or last) stay pictures, channels
+    last; all else becomes one row of numbers, choices one-hot, bytes divided by 255.
+
+    Raises ValueError for spaces without a fixed size.
+    """
+    if isinstance(space, spaces.Box | spaces.MultiBinary):
+        shape, pixels = space.shape, space.dtype == np.uint8 and isinstance(space, spaces.Box)
+        if len(shape) == 2 and min(shape) >= PICTURE:
+            return View((*shape, 1), pixels, partial(np.expand_dims, axis=-1))
+        if len(shape) == 3 and min(shape[:2]) >= PICTURE:
+            return View(shape, pixels, np.asarray)
+        if len(shape) == 3 and min(shape[1:]) >= PICTURE:
+            return View((*shape[1:], shape[0]), pixels, partial(np.moveaxis, source=-3, destination=-1))
+        scale = 1 / 255 if pixels else 1.0
+        return View((int(np.prod(shape)),), False, partial(_numbers, dimensions=len(shape), scale=scale))
+    if not space.is_np_flattenable:
+        raise ValueError(f"{where} sees {space}, whose size is not fixed: wrap the env so that it has one")
+    return View((spaces.flatdim(space),), False, partial(_flat, space))
+
+
+def _numbers(value: Any, dimensions: int, scale: float) -> np.ndarray:
+    array = np.asarray(value, np.float32)
+    array = array.reshape(*array.shape[: array.ndim - dimensions], -1)
+    return array if scale == 1.0 else array * np.float32(scale)
+
+
+def _flat(space: spaces.Space, value: Any) -> np.ndarray:
+    return np.asarray(spaces.flatten(space, value), np.float32)
+
+
+def choice_of(space: spaces.Space, where: str) -> Choice:
+    """A space of actions as ours. Raises ValueError for what is neither choices nor bounded numbers."""
+    if isinstance(space, spaces.Discrete):
+        return Choice(Discrete(int(space.n)), partial(_index, start=int(space.start)))
+    if isinstance(space, spaces.MultiDiscrete):
+        sizes = tuple(int(n) for n in space.nvec.reshape(-1))
+        return Choice(MultiDiscrete(sizes), partial(_indices, start=space.start, shape=space.shape, dtype=space.dtype))
+    if isinstance(space, spaces.MultiBinary):
+        sizes = (2,) * int(np.prod(space.shape))
+        return Choice(MultiDiscrete(sizes), partial(_indices, start=0, shape=space.shape, dtype=space.dtype))
+    if isinstance(space, spaces.Box) and space.is_bounded():
+        low, high = (tuple(float(number) for number in bound.reshape(-1)) for bound in (space.low, space.high))
+        return Choice(Continuous(low, high), partial(_box, shape=space.shape, dtype=space.dtype))
+    raise ValueError(f"{where} acts in {space}: it must be choices or bounded numbers; wrap the env so that it is")
+
+
+def _index(action: np.ndarray, start: int) -> int:
+    return int(action) + start
+
+
+def _indices(action: np.ndarray, start: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    size = int(np.prod(shape))
+    return (action[:size].reshape(shape) + start).astype(dtype)
+
+
+def _box(action: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return action[: int(np.prod(shape))].reshape(shape).astype(dtype)
+
+
+def box_for(view: tuple[int, ...], pixels: bool) -> spaces.Box:
+    """The space of one of our views."""
+    return spaces.Box(0, 255, view, np.uint8) if pixels else spaces.Box(-np.inf, np.inf, view, np.float32)
+
+
+def masked(view: spaces.Space, actions: int) -> spaces.Dict:
+    """A view with a mask of legal actions beside it, as PettingZoo has it."""
+    return spaces.Dict({"observation": view, "action_mask": spaces.Box(0, 1, (actions,), np.int8)})
+
+
+def unmasked(space: spaces.Space) -> tuple[spaces.Space, bool]:
+    """The view alone, and whether a mask stood beside it."""
+    if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
+        return space["observation"], True
+    return space, False
+
+
+def row_of(space: Any) -> int:
+    """How many numbers a space holds in one row; 0 for any other space, and for None."""
+    return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
+
+
+def nothing_of(space: spaces.Space) -> np.ndarray:
+    """Zeros in the shape of an action."""
+    return np.zeros(space.shape or (), space.dtype or np.int32)
+
+
+def space_for(space: Space) -> spaces.Space:
+    """Our space of actions as one of Gymnasium."""
+    if isinstance(space, Discrete):
+        return spaces.Discrete(space.n)
+    if isinstance(space, MultiDiscrete):
+        return spaces.MultiDiscrete(list(space.sizes))
+    return spaces.Box(np.array(space.low, np.float32), np.array(space.high, np.float32), dtype=np.float32)
+
+
+def parts_of(space: spaces.Space) -> list[spaces.Space]:
+    """The seats' spaces: the parts of a tuple, or one."""
+    return list(space.spaces) if isinstance(space, spaces.Tuple) else [space]
+
+
+class GymnasiumGame:
+    """One env of Gymnasium. Where actions are a tuple, each part is a seat ("agent_0", ...); else the one is "agent".
+    A single reward is everyone's, one of a list each seat's own; so are ends, and a seat whose game ended before the
+    others' acts no more and gets no more. `action_mask` and `is_success` of the info are heeded where the first info
+    has them."""
+
+    def __init__(self, make: Callable[[], gymnasium.Env]) -> None:
+        self.env = make()
+        several = isinstance(self.env.action_space, spaces.Tuple)
+        self.choices = [choice_of(part, "a seat") for part in parts_of(self.env.action_space)]
+        count = len(self.choices)
+        seen = parts_of(self.env.observation_space) if several else [self.env.observation_space]
+        self.views = [view_of(part, "a seat") for part in seen]
+        if len(self.views) != count:
+            raise ValueError(f"{self.env} has actions for {count} seats and observations for {len(self.views)}")
+        info = self.env.reset(seed=0)[1]
+        self.several = several
+        self.spec = GameSpec(
+            tuple(f"agent_{n}" for n in range(count)) if several else ("agent",),
+            tuple(view.shape for view in self.views),
+            tuple(choice.space for choice in self.choices),
+            pixels=all(view.pixels for view in self.views),
+            masks="action_mask" in info and not several and isinstance(self.choices[0].space, Discrete),
+            success="is_success" in info,
+        )
+
+    def reset(self, seed: int) -> Moment:
+        self.ended = np.zeros(len(self.choices), bool)
+        return self._moment(*self.env.reset(seed=seed))
+
+    def step(self, actions: np.ndarray) -> Moment:
+        written = [choice.write(action) for choice, action in zip(self.choices, actions, strict=True)]
+        seen, reward, terminated, truncated, info = self.env.step(tuple(written) if self.several else written[0])
+        rewards = np.where(self.ended, 0.0, self.rewards(reward, info))
+        self.ended = self.ended | terminated | truncated
+        moment = self._moment(seen, info)
+        moment.rewards = rewards
+        if self.ended.all():
+            moment.truncated = bool(np.any(truncated))
+            moment.terminated = bool(np.all(terminated)) or not moment.truncated
+        return moment
+
+    def rewards(self, reward: Any, info: dict[str, Any]) -> Sequence[float]:
+        return [float(part) for part in np.broadcast_to(reward, len(self.choices))]
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _moment(self, seen: Any, info: dict[str, Any]) -> Moment:
+        parts = seen if self.several else [seen]
+        return Moment(
+            [view.read(part) for view, part in zip(self.views, parts, strict=True)],
+            ~self.ended,
+            legal=[np.asarray(info["action_mask"], bool)] if self.spec.masks else None,
+            success=bool(info.get("is_success", False)),
+        )
+
+
+def made(id: str, options: dict[str, Any] | None = None) -> gymnasium.Env:
+    """`gymnasium.make` without its checks; raises ValueError where Gymnasium cannot."""
+    try:
+        return gymnasium.make(id, disable_env_checker=True, **(options or {}))
+    except (gymnasium.error.Error, ImportError, TypeError) as error:
+        raise ValueError(f'Gymnasium cannot make "{id}" with {options or "no options"}: {error}') from error
+
+
+class GymnasiumEnv(Hosted):
+    """The env `id` of Gymnasium ("module:id" imports what registers it), made with `options`."""
+
+    name: ClassVar[str] = "gymnasium"
+
+    def __init__(
+        self,
+        games: int = 16,
+        *,
+        id: str = "CartPole-v1",
+        options: dict[str, Any] | None = None,
+        processes: int = 0,
+    ) -> None:
+        super().__init__(partial(GymnasiumGame, partial(made, id, options)), games, processes)

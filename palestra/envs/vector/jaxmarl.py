@@ -1,0 +1,209 @@
+"""The environments of JaxMARL: all games in one compiled step on JAX's device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import jaxmarl
+import numpy as np
+from jaxmarl.environments import spaces
+from jaxmarl.environments.overcooked import overcooked_layouts
+from jaxmarl.environments.smax import map_name_to_scenario
+
+from palestra.envs.vector.base import Arrays, Continuous, Discrete, Frame, MultiDiscrete, Space, VectorEnv
+from palestra.envs.vector.loop import GameSpec, at_least_one, game_seed, within
+
+CLOCKED = ("MPE_", "overcooked", "coin_game", "storm")  # games that only their clock ends
+
+
+class Rules:
+    """One game as pure functions, compiled for any number of them: `reset(keys)` and `step(carried, actions)`.
+
+    A game carries on its key, its state and the number of its steps; what it shows is a dictionary of parts of a frame.
+    """
+
+    def __init__(self, id: str, env: Any) -> None:
+        self.id, self.env, self.seats = id, env, tuple(env.agents)
+        self.units = hasattr(env, "num_allies")
+        self.enemies = self.units and id != "SMAX"  # one side is the env's own
+        self.actions = tuple(_space_of(env.action_space(seat)) for seat in self.seats)
+        self.masks = _masks(env) if isinstance(self.actions[0], Discrete) else None
+        carried, shown = jax.eval_shape(self.begin, jax.random.PRNGKey(0))
+        self.tree = jax.tree.structure(carried)
+        self.spec = GameSpec(
+            self.seats,
+            tuple((size,) for size in self.sizes),
+            self.actions,
+            shown["state"].shape[0] if "state" in shown else 0,
+            masks="legal" in shown,
+            success=self.enemies,
+        )
+        self.reset, self.step = jax.jit(jax.vmap(self.begin)), jax.jit(jax.vmap(self.play))
+
+    def begin(self, key: Any) -> tuple[Any, dict[str, Any]]:
+        """The game that a key names: what it carries on, and what it shows."""
+        key, here = jax.random.split(key)
+        obs, state = self.env.reset(here)
+        return (key, state, jnp.int32(0)), self.shown(obs, state, {})
+
+    def play(self, carried: Any, actions: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """One joint step: what is carried on and shown (of the next game, where this one ended), what came of it."""
+        key, state, steps = carried
+        key, here = jax.random.split(key)
+        given = {seat: self._given(n, actions[n]) for n, seat in enumerate(self.seats)}
+        obs, state, rewards, done, _ = self.env.step_env(here, state, given)
+        over, last = jnp.asarray(done["__all__"], bool), self.shown(obs, state, done)
+        cut = over & self._by_clock(state, steps + 1)
+        came = {"truncated": cut, "terminated": over & ~cut, "final_obs": last["obs"]}
+        came["rewards"] = jnp.stack([jnp.asarray(rewards[seat], jnp.float32).reshape(()) for seat in self.seats])
+        if "state" in last:
+            came["final_state"] = last["state"]
+        if self.enemies:
+            ours, theirs = self._alive(state)
+            came["success"] = over & ours & ~theirs
+        going = (key, state, steps + 1), last
+        carried, shown = jax.tree.map(lambda new, old: jnp.where(over, new, old), self.begin(key), going)
+        return carried, shown, came
+
+    def shown(self, obs: Any, state: Any, done: Any) -> dict[str, Any]:
+        rows = [jnp.asarray(obs[seat], jnp.float32).reshape(-1) for seat in self.seats]
+        self.sizes = [len(row) for row in rows]
+        live = [~jnp.asarray(done.get(seat, False), bool).reshape(()) for seat in self.seats]
+        shown = {"obs": _padded(rows), "acting": jnp.stack(live)}
+        if self.masks is not None:
+            masks = self.masks(state)
+            shown["legal"] = _padded([masks[seat] for seat in self.seats]).astype(bool)
+        if self.id == "hanabi":
+            shown["acting"] = ~shown["legal"][:, -1]  # the others may only do nothing, the last action
+        if "world_state" in obs:
+            shown["state"] = jnp.asarray(obs["world_state"], jnp.float32)
+        return shown
+
+    def _given(self, n: int, action: Any) -> Any:
+        space = self.actions[n]
+        if isinstance(space, Discrete):
+            return action
+        return action[: len(space.low if isinstance(space, Continuous) else space.sizes)]
+
+    def _alive(self, state: Any) -> tuple[Any, Any]:
+        """Whether any ally and any enemy of SMAX stands."""
+        alive = (state.state if self.enemies else state).unit_alive
+        return alive[: self.env.num_allies].any(), alive[self.env.num_allies :].any()
+
+    def _by_clock(self, state: Any, steps: Any) -> Any:
+        """Whether a game that is over was cut off by its clock."""
+        if self.units:
+            ours, theirs = self._alive(state)
+            return ours & theirs
+        return self.id.startswith(CLOCKED) or steps >= getattr(self.env, "max_steps", np.inf)
+
+
+class JaxMarlEnv(VectorEnv):
+    """The env `id` of JaxMARL, made with `options`. `map` names a scenario of SMAX or a layout of Overcooked.
+
+    JaxMARL says only that a game is done: one that its clock ends counts as truncated, any other as terminated.
+    Against SMAX's heuristic enemy a game is a success where all enemies fell and an ally stands; dead units do not
+    act. The state is SMAX's world state. In Hanabi exactly the player to move acts. `save` keeps everything.
+    """
+
+    name: ClassVar[str] = "jaxmarl"
+
+    def __init__(
+        self,
+        games: int = 64,
+        *,
+        id: str = "MPE_simple_spread_v3",
+        map: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        at_least_one("games", games)
+        self.games, self.rules = games, rules_of(id, map, options or {})
+        spec = self.rules.spec
+        self.seats, self.views, self.actions, self.state_size = spec.seats, spec.views, spec.actions, spec.state_size
+        self.frame = spec.frame(games)
+
+    def reset(self, seeds: np.ndarray) -> Frame:
+        keys = jnp.stack([jax.random.PRNGKey(game_seed(int(seed), 0)) for seed in seeds])
+        self._carried, shown = self.rules.reset(keys)
+        ends = ("rewards", "terminated", "truncated", *(["success"] if self.rules.enemies else []))
+        return self._written(shown | dict.fromkeys(ends, 0))
+
+    def step(self, actions: np.ndarray) -> Frame:
+        given = within(self.actions, actions, self.frame.legal)
+        self._carried, shown, came = self.rules.step(self._carried, given)
+        return self._written(came | shown)
+
+    def save(self) -> Arrays:
+        leaves = {f"leaf.{n}": np.array(leaf) for n, leaf in enumerate(jax.tree.leaves(self._carried))}
+        frame = {f"frame.{name}": array for name, array in vars(self.frame.copy()).items() if array is not None}
+        return leaves | frame
+
+    def load(self, saved: Mapping[str, np.ndarray]) -> Frame:
+        leaves = [jnp.asarray(saved[f"leaf.{n}"]) for n in range(self.rules.tree.num_leaves)]
+        self._carried = jax.tree.unflatten(self.rules.tree, leaves)
+        kept = [name for name, array in vars(self.frame).items() if array is not None]
+        return self._written({name: saved[f"frame.{name}"] for name in kept})
+
+    def _written(self, parts: Mapping[str, Any]) -> Frame:
+        for name, value in parts.items():
+            getattr(self.frame, name)[:] = value
+        return self.frame
+
+
+_RULES: dict[str, Rules] = {}  # by what they were made from: compiling takes longer than playing
+
+
+def rules_of(id: str, map: str | None, options: dict[str, Any]) -> Rules:
+    """The rules of an env. Raises ValueError where JaxMARL has none such."""
+    key = repr((id, map, sorted(options.items())))
+    if key not in _RULES:
+        try:
+            env = jaxmarl.make(id, **(options if map is None else options | _mapped(id, map)))
+        except (ValueError, TypeError, ImportError) as error:
+            raise ValueError(f'JaxMARL cannot make "{id}" with {options or "no options"}: {error}') from error
+        _RULES[key] = Rules(id, env)
+    return _RULES[key]
+
+
+def _mapped(id: str, map: str) -> dict[str, Any]:
+    """The option that a map stands for."""
+    try:
+        if "SMAX" in id:
+            return {"scenario": map_name_to_scenario(map)}
+        if id == "overcooked":
+            return {"layout": overcooked_layouts[map]}
+    except KeyError:
+        raise ValueError(f'no map "{map}"') from None
+    if id == "overcooked_v2":
+        return {"layout": map}
+    raise ValueError("it takes no map: only SMAX and Overcooked do")
+
+
+def _masks(env: Any) -> Any:
+    """The env's function from a state to masks of legal actions; None where it has none."""
+    masks = getattr(env, "get_legal_moves", env.get_avail_actions)
+    try:
+        jax.eval_shape(masks, jax.eval_shape(env.reset, jax.random.PRNGKey(0))[1])
+    except NotImplementedError:
+        return None
+    return masks
+
+
+def _padded(rows: list[Any]) -> Any:
+    """Rows of different lengths in one array, zeros behind the shorter ones."""
+    most = max(len(row) for row in rows)
+    return jnp.stack([jnp.pad(row, (0, most - len(row))) for row in rows])
+
+
+def _space_of(space: Any) -> Space:
+    if isinstance(space, spaces.Discrete):
+        return Discrete(int(space.n))
+    if isinstance(space, spaces.MultiDiscrete):
+        return MultiDiscrete(tuple(int(n) for n in space.num_categories))
+    low, high = (
+        np.broadcast_to(np.asarray(bound, float), space.shape).reshape(-1) for bound in (space.low, space.high)
+    )
+    return Continuous(tuple(low.tolist()), tuple(high.tolist()))

@@ -1,0 +1,116 @@
+"""The games of OpenSpiel: in turn or simultaneous, of perfect or imperfect information, with or without chance."""
+
+from __future__ import annotations
+
+import difflib
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pyspiel
+
+from palestra.envs.vector.base import Discrete
+from palestra.envs.vector.loop import GameSpec, Moment
+from palestra.envs.vector.processes import Hosted
+
+Tensor = Literal["information_state", "observation"]
+
+
+class OpenSpielGame:
+    """One game by its string ("leduc_poker", "goofspiel(num_cards=4,points_order=descending)"). Chance draws from
+    `numpy.random.default_rng(seed)`. Only the seats that act are shown anew; rewards are those of the step in which
+    they fall."""
+
+    def __init__(self, game: str, view: Tensor | None) -> None:
+        self.game = _loaded(game)
+        seats = self.game.num_players()
+        self.view = view or ("information_state" if _has(self.game, "information_state") else "observation")
+        if not _has(self.game, self.view):
+            raise ValueError(f'"{game}" has no {self.view} tensor, so its seats would see nothing: choose another game')
+        size = int(np.prod(getattr(self.game, f"{self.view}_tensor_shape")()))
+        self.spec = GameSpec(
+            tuple(f"player_{n}" for n in range(seats)),
+            ((size,),) * seats,
+            (Discrete(self.game.num_distinct_actions()),) * seats,
+            masks=True,
+        )
+
+    def reset(self, seed: int) -> Moment:
+        self.rng = np.random.default_rng(seed)
+        self.state = self.game.new_initial_state()
+        self.see = getattr(self.state, f"{self.view}_tensor")
+        self.returns = np.zeros(len(self.spec.seats))
+        self._draw()
+        return self._moment()
+
+    def step(self, actions: np.ndarray) -> Moment:
+        if self.state.is_simultaneous_node():
+            self.state.apply_actions([int(action) for action in actions])
+        else:
+            self.state.apply_action(int(actions[self.state.current_player()]))
+        self._draw()
+        moment = self._moment()
+        returns = np.array(self.state.returns())
+        moment.rewards, self.returns = returns - self.returns, returns
+        return moment
+
+    def _draw(self) -> None:
+        """Lets chance move until a player must."""
+        while self.state.is_chance_node():
+            outcomes, left = self.state.chance_outcomes(), self.rng.random()
+            drawn = outcomes[-1][0]  # where rounding leaves the sum of chances below the number drawn
+            for outcome, chance in outcomes:
+                left -= chance
+                if left < 0:
+                    drawn = outcome
+                    break
+            self.state.apply_action(drawn)
+
+    def _moment(self) -> Moment:
+        seats = range(len(self.spec.seats))
+        if self.state.is_terminal():
+            return Moment([None for _ in seats], terminated=True)
+        mover = self.state.current_player()
+        legal = [self._legal(n) if mover in (n, pyspiel.PlayerId.SIMULTANEOUS) else None for n in seats]
+        acting = [mask is not None and bool(mask.any()) for mask in legal]
+        views = [np.array(self.see(n), np.float32) if acts else None for n, acts in enumerate(acting)]
+        return Moment(views, acting, legal=legal)
+
+    def _legal(self, seat: int) -> np.ndarray:
+        mask = np.zeros(self.game.num_distinct_actions(), bool)
+        mask[self.state.legal_actions(seat)] = True
+        return mask
+
+    def close(self) -> None:
+        pass
+
+
+def _loaded(game: str) -> Any:
+    try:
+        loaded = pyspiel.load_game(game)
+    except (pyspiel.SpielError, RuntimeError) as error:
+        near = difflib.get_close_matches(game, pyspiel.registered_names(), 3, 0.4)
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        raise ValueError(f'OpenSpiel cannot load the game "{game}"{hint}: {str(error).splitlines()[0]}') from error
+    if loaded.get_type().dynamics == pyspiel.GameType.Dynamics.MEAN_FIELD:
+        raise ValueError(f'"{game}" is a mean-field game, which has no seats: choose one played by single players')
+    return loaded
+
+
+def _has(game: Any, view: str) -> bool:
+    return bool(getattr(game.get_type(), f"provides_{view}_tensor"))
+
+
+class OpenSpielEnv(Hosted):
+    """The game that OpenSpiel's string `game` names. `view` chooses between the tensors of all a player knows
+    ("information_state", the default where the game has it) and of what it sees now ("observation").
+
+    A game ends where OpenSpiel says so, never by being cut off; `final_obs` is then what each seat saw last.
+    """
+
+    name: ClassVar[str] = "openspiel"
+
+    def __init__(
+        self, games: int = 64, *, game: str = "leduc_poker", view: Tensor | None = None, processes: int = 0
+    ) -> None:
+        super().__init__(partial(OpenSpielGame, game, view), games, processes)

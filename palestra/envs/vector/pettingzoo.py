@@ -1,0 +1,320 @@
+"""PettingZoo, both ways: its environments as ours, and ours as its."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import pettingzoo
+
+from palestra.envs.vector.base import Discrete, Frame, VectorEnv
+from palestra.envs.vector.gymnasium import (
+    box_for,
+    choice_of,
+    masked,
+    nothing_of,
+    row_of,
+    space_for,
+    unmasked,
+    view_of,
+)
+from palestra.envs.vector.loop import GameSpec, Moment
+from palestra.envs.vector.processes import Hosted
+
+# ---- its environments as ours
+
+
+class _Game:
+    """What parallel and turn-based envs share. A view is the `observation` of a dictionary with an `action_mask`, which
+    may also stand in the info; the global state is the env's, where that is one row of numbers."""
+
+    def __init__(self, env: Any, infos: dict[Any, dict[str, Any]]) -> None:
+        self.env = env
+        if not getattr(env, "possible_agents", None):
+            raise ValueError(f"{env} does not say its possible_agents: an env whose agents are not known has no seats")
+        self.agents = list(env.possible_agents)
+        seen = [unmasked(env.observation_space(agent)) for agent in self.agents]
+        self.dictionaries = [is_masked for _, is_masked in seen]
+        self.views = [view_of(space, str(agent)) for (space, _), agent in zip(seen, self.agents, strict=True)]
+        self.choices = [choice_of(env.action_space(agent), str(agent)) for agent in self.agents]
+        said = any(self.dictionaries) or any("action_mask" in info for info in infos.values())
+        self.spec = GameSpec(
+            tuple(str(agent) for agent in self.agents),
+            tuple(view.shape for view in self.views),
+            tuple(choice.space for choice in self.choices),
+            state_size=row_of(getattr(env, "state_space", None)),
+            pixels=all(view.pixels for view in self.views),
+            masks=said and isinstance(self.choices[0].space, Discrete),
+        )
+
+    def read(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        """View and mask of one seat."""
+        view = self.views[seat].read(seen["observation"] if self.dictionaries[seat] else seen)
+        space = self.spec.actions[seat]
+        if not self.spec.masks or not isinstance(space, Discrete):
+            return view, None
+        mask = seen["action_mask"] if self.dictionaries[seat] else info.get("action_mask")
+        return view, np.ones(space.n, bool) if mask is None else np.asarray(mask, bool)
+
+    def state(self) -> np.ndarray | None:
+        return np.asarray(self.env.state(), np.float32) if self.spec.state_size else None
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class ParallelGame(_Game):
+    """An env whose agents act all at once. Agents that ended act no more; the game is over with the last of them, and
+    was cut off if any of those that ended last was."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env, env.reset(seed=0)[1])
+
+    def reset(self, seed: int) -> Moment:
+        seen, infos = self.env.reset(seed=seed)
+        return self._moment(seen, infos, list(self.env.agents))
+
+    def step(self, actions: np.ndarray) -> Moment:
+        written = {
+            agent: choice.write(action)
+            for agent, choice, action in zip(self.agents, self.choices, actions, strict=True)
+            if agent in self.live
+        }
+        seen, rewards, terminated, truncated, infos = self.env.step(written)
+        live = [a for a in self.env.agents if not (terminated.get(a, False) or truncated.get(a, False))]
+        moment = self._moment(seen, infos, live)
+        moment.rewards = [float(rewards.get(agent, 0.0)) for agent in self.agents]
+        if not live:
+            moment.truncated = any(truncated.values())
+            moment.terminated = not moment.truncated
+        return moment
+
+    def _moment(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: list[Any]) -> Moment:
+        self.live = set(live)
+        read: list[tuple[np.ndarray | None, np.ndarray | None]] = [
+            self.read(seat, seen[agent], infos.get(agent, {})) if agent in seen else (None, None)
+            for seat, agent in enumerate(self.agents)
+        ]
+        return Moment(
+            [view for view, _ in read],
+            [agent in self.live for agent in self.agents],
+            legal=[mask for _, mask in read] if self.spec.masks else None,
+            state=self.state(),
+        )
+
+
+class TurnGame(_Game):
+    """An env whose agents act in turn. Only the one that acts is shown anew, all of them at the end. Rewards are those
+    of the step in which they fall, whoever's turn it is."""
+
+    def __init__(self, env: Any) -> None:
+        env.reset(seed=0)
+        super().__init__(env, env.infos)
+
+    def reset(self, seed: int) -> Moment:
+        self.env.reset(seed=seed)
+        return self._moment(list(self.agents))
+
+    def step(self, actions: np.ndarray) -> Moment:
+        env, seat = self.env, self.agents.index(self.env.agent_selection)
+        env.step(self.choices[seat].write(actions[seat]))
+        rewards = [float(env.rewards.get(agent, 0.0)) for agent in self.agents]
+        truncated = any(env.truncations.values())
+        over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
+        while not over and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
+            env.step(None)  # takes an agent that ended out of the game
+        moment = self._moment(list(env.agents) if over else [env.agent_selection])
+        moment.rewards, moment.truncated, moment.terminated = rewards, over and truncated, over and not truncated
+        return moment
+
+    def _moment(self, shown: list[Any]) -> Moment:
+        views: list[np.ndarray | None] = [None] * len(self.agents)
+        legal: list[np.ndarray | None] = [None] * len(self.agents)
+        for agent in shown:
+            seat = self.agents.index(agent)
+            views[seat], legal[seat] = self.read(seat, self.env.observe(agent), self.env.infos.get(agent, {}))
+        acting = [agent == self.env.agent_selection for agent in self.agents]
+        return Moment(views, acting, legal=legal if self.spec.masks else None, state=self.state())
+
+
+def game_of(path: str, options: dict[str, Any] | None = None) -> ParallelGame | TurnGame:
+    """The game that a factory "module:function" makes with `options`; raises ValueError where it makes none."""
+    module, _, factory = path.partition(":")
+    try:
+        env = getattr(importlib.import_module(module), factory)(**(options or {}))
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {error}') from error
+    if isinstance(env, pettingzoo.ParallelEnv):
+        return ParallelGame(env)
+    if isinstance(env, pettingzoo.AECEnv):
+        return TurnGame(env)
+    raise ValueError(f'"{path}" makes {type(env).__name__}, which is neither a ParallelEnv nor an AECEnv of PettingZoo')
+
+
+class PettingZooEnv(Hosted):
+    """The env that the factory `env` ("module:function") makes with `options`, parallel or turn-based. The factory
+    "pettingzoo:make" with the options `env_type` and `id` makes one of PettingZoo's registry.
+
+    Games repeat as far as the env's own `reset(seed)` sets everything anew; that of knights_archers_zombies does not.
+    """
+
+    name: ClassVar[str] = "pettingzoo"
+
+    def __init__(
+        self,
+        games: int = 16,
+        *,
+        env: str = "mpe2.simple_spread_v3:parallel_env",
+        options: dict[str, Any] | None = None,
+        processes: int = 0,
+    ) -> None:
+        super().__init__(partial(game_of, env, options), games, processes)
+
+
+# ---- our environments as its
+
+Make = Callable[[int], VectorEnv]
+
+
+def to_parallel(make: Make) -> pettingzoo.ParallelEnv:
+    """One game of `make(1)` as a ParallelEnv. Every agent is asked at every step; the actions of those that do not act
+    are ignored. Views have an `action_mask` beside them where our env has masks; a game's end says `success` in the
+    info where our env does."""
+    return _Parallel(make(1))
+
+
+def to_aec(make: Make) -> pettingzoo.AECEnv:
+    """One game of `make(1)` as an AECEnv: exactly the seats that act are asked, one after the other."""
+    return _Turns(make(1))
+
+
+class _Ours:
+    """One game of ours: its spaces, and what it shows in PettingZoo's words."""
+
+    render_mode: ClassVar[None] = None
+
+    def __init__(self, env: VectorEnv) -> None:
+        self.inner = env
+        self.frame = env.reset(np.zeros(1, np.int64))
+        self.metadata = {"name": env.name or type(env).__name__, "is_parallelizable": True, "render_modes": []}
+        self.possible_agents: list[str] = list(env.seats)
+        self.agents: list[str] = []
+        self.action_spaces = {seat: space_for(space) for seat, space in zip(env.seats, env.actions, strict=True)}
+        self.observation_spaces = {seat: self._observed(n) for n, seat in enumerate(env.seats)}
+        if env.state_size:
+            self.state_space = box_for((env.state_size,), False)
+        self._seeds, self._over = np.random.default_rng(), False
+
+    def _observed(self, n: int) -> Any:
+        view, space = box_for(self.inner.views[n], self.frame.obs.dtype == np.uint8), self.inner.actions[n]
+        return masked(view, space.n) if self.frame.legal is not None and isinstance(space, Discrete) else view
+
+    def begin(self, seed: int | None) -> None:
+        """Begins the game of a seed; without one, the next of those that follow from the last seed given."""
+        if seed is not None:
+            self._seeds = np.random.default_rng(seed)
+        number = seed if seed is not None else int(self._seeds.integers(2**31))
+        self.frame, self._over = self.inner.reset(np.array([number])), False
+        self.agents = list(self.possible_agents)
+
+    def play(self, actions: dict[str, Any]) -> Frame:
+        given = [self._written(n, actions.get(seat)) for n, seat in enumerate(self.possible_agents)]
+        if not isinstance(self.inner.actions[0], Discrete):
+            width = max(len(action) for action in given)
+            given = [np.pad(action, (0, width - len(action))) for action in given]
+        kind = np.float32 if given[0].dtype.kind == "f" else np.int32
+        self.frame = self.inner.step(np.stack(given)[None].astype(kind))
+        self._over = bool(self.frame.over[0])
+        return self.frame
+
+    def _written(self, n: int, action: Any) -> np.ndarray:
+        return nothing_of(self.action_spaces[self.possible_agents[n]]) if action is None else np.asarray(action)
+
+    def observe(self, agent: str) -> Any:
+        n = self.possible_agents.index(agent)
+        obs = (self.frame.final_obs if self._over else self.frame.obs)[0, n]
+        view = obs[: self.inner.views[n][0]].copy() if obs.ndim == 1 else obs.copy()
+        space = self.inner.actions[n]
+        if self.frame.legal is None or not isinstance(space, Discrete):
+            return view
+        return {"observation": view, "action_mask": self.frame.legal[0, n, : space.n].astype(np.int8)}
+
+    def info(self) -> dict[str, Any]:
+        return {"success": bool(self.frame.success[0])} if self._over and self.frame.success is not None else {}
+
+    def state(self) -> np.ndarray:
+        state = self.frame.final_state if self._over else self.frame.state
+        if state is None:
+            raise ValueError(f"{self.metadata['name']} has no global state: use an env with a state_size")
+        return state[0].copy()
+
+    def observation_space(self, agent: str) -> Any:
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent: str) -> Any:
+        return self.action_spaces[agent]
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _Parallel(_Ours, pettingzoo.ParallelEnv):
+    def reset(self, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.begin(seed)
+        return {agent: self.observe(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        frame, agents = self.play(actions), self.agents
+        self.agents = [] if self._over else agents
+        return (
+            {agent: self.observe(agent) for agent in agents},
+            {agent: float(frame.rewards[0, n]) for n, agent in enumerate(agents)},
+            dict.fromkeys(agents, bool(frame.terminated[0])),
+            dict.fromkeys(agents, bool(frame.truncated[0])),
+            {agent: self.info() for agent in agents},
+        )
+
+
+class _Turns(_Ours, pettingzoo.AECEnv):
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self.begin(seed)
+        self.rewards = dict.fromkeys(self.agents, 0.0)
+        self._cumulative_rewards = dict.fromkeys(self.agents, 0.0)
+        self.terminations = dict.fromkeys(self.agents, False)
+        self.truncations = dict.fromkeys(self.agents, False)
+        self.infos: dict[str, dict[str, Any]] = {agent: {} for agent in self.agents}
+        self._ask()
+
+    def _ask(self) -> None:
+        """Begins a round in which those that act are asked in turn."""
+        self._waiting = [agent for n, agent in enumerate(self.agents) if self.frame.acting[0, n]]
+        self._given: dict[str, Any] = {}
+        self.agent_selection = self._waiting[0]
+
+    def step(self, action: Any) -> None:
+        agent = self.agent_selection
+        if self.terminations[agent] or self.truncations[agent]:
+            self._was_dead_step(action)
+            return
+        self._cumulative_rewards[agent] = 0.0
+        self._clear_rewards()
+        self._given[agent] = action
+        self._waiting.remove(agent)
+        if self._waiting:
+            self.agent_selection = self._waiting[0]
+            return
+        self._play_round()
+        self._accumulate_rewards()
+        self._deads_step_first()
+
+    def _play_round(self) -> None:
+        frame = self.play(self._given)
+        for n, agent in enumerate(self.agents):
+            self.rewards[agent] = float(frame.rewards[0, n])
+            self.terminations[agent], self.truncations[agent] = bool(frame.terminated[0]), bool(frame.truncated[0])
+            self.infos[agent] = self.info()
+        if not self._over:
+            self._ask()

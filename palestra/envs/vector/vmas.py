@@ -1,0 +1,112 @@
+"""The scenarios of VMAS: continuous worlds stepped as tensors."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import vmas
+
+from palestra.envs.vector.base import Continuous, Discrete, Frame, MultiDiscrete, Space, VectorEnv
+from palestra.envs.vector.loop import GameSpec, at_least_one, derived_seed, within
+
+
+class VmasEnv(VectorEnv):
+    """The `scenario` of VMAS ("balance", "navigation", "football", ...), cut off after `steps`, made with `options`:
+    those of `vmas.make_env` ("continuous_actions": False for discrete ones) and of the scenario ("n_agents": 4).
+
+    VMAS draws from one stream for all its games. Games that end together begin anew by one draw, others one by one;
+    what a scenario draws in play is drawn for all. So a run is a function of the seeds and the actions, but a game does
+    not go as it would alone. It cannot be saved.
+    """
+
+    name: ClassVar[str] = "vmas"
+
+    def __init__(
+        self,
+        games: int = 64,
+        *,
+        scenario: str = "simple_spread",
+        steps: int = 100,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        at_least_one("games", games)
+        at_least_one("steps", steps)
+        self.games = games
+        self.env = _made(scenario, games, steps, options or {})
+        self.seats = tuple(str(agent.name) for agent in self.env.agents)
+        self.actions = tuple(_space_of(self.env.get_agent_action_space(agent)) for agent in self.env.agents)
+        rows = [_row(view, games) for view in self.env.reset(seed=0)]
+        self.views = tuple((row.shape[1],) for row in rows)
+        self.frame = GameSpec(self.seats, self.views, self.actions).frame(games)
+
+    def reset(self, seeds: np.ndarray) -> Frame:
+        self._seed, self._drawn = derived_seed(*(int(seed) for seed in seeds)), 0
+        frame = self.frame
+        frame.rewards[:], frame.terminated[:], frame.truncated[:] = 0, False, False
+        self._write(frame.obs, self.env.reset(seed=self._next_seed()))
+        return frame
+
+    def step(self, actions: np.ndarray) -> Frame:
+        frame, given = self.frame, within(self.actions, actions)
+        self.env.seed(self._next_seed())  # the stream is shared by all envs of the process: take it for this step
+        seen, rewards, terminated, truncated, _ = self.env.step(
+            [self._given(n, given[:, n]) for n in range(len(self.seats))]
+        )
+        for n, reward in enumerate(rewards):
+            frame.rewards[:, n] = reward.numpy()
+        frame.terminated[:] = terminated.numpy()
+        frame.truncated[:] = truncated.numpy() & ~frame.terminated
+        self._write(frame.obs, seen)
+        over = np.flatnonzero(frame.over)
+        if len(over):
+            frame.final_obs[over] = frame.obs[over]
+            self._begin(over)
+        return frame
+
+    def _begin(self, over: np.ndarray) -> None:
+        """Begins the next game in the places `over`."""
+        if len(over) == self.games:
+            self._write(self.frame.obs, self.env.reset())
+            return
+        for b in over:
+            self.env.reset_at(int(b), return_observations=False)
+        seen = self.env.get_from_scenario(get_observations=True, get_rewards=False, get_infos=False, get_dones=False)[0]
+        self._write(self.frame.obs, seen, over)
+
+    def _next_seed(self) -> int:
+        self._drawn += 1
+        return derived_seed(self._seed, self._drawn)
+
+    def _given(self, n: int, actions: np.ndarray) -> np.ndarray:
+        """The actions of one seat [B, size], as VMAS takes them."""
+        space = self.actions[n]
+        if isinstance(space, Discrete):
+            return actions[:, None]
+        return actions[:, : len(space.low if isinstance(space, Continuous) else space.sizes)]
+
+    def _write(self, obs: np.ndarray, seen: Any, rows: Any = slice(None)) -> None:
+        for n, view in enumerate(seen):
+            obs[rows, n, : self.views[n][0]] = _row(view, self.games)[rows]
+
+
+def _made(scenario: str, games: int, steps: int, options: dict[str, Any]) -> Any:
+    fixed = {"num_envs": games, "max_steps": steps, "terminated_truncated": True}
+    try:
+        return vmas.make_env(scenario, **(fixed | options))
+    except (AssertionError, FileNotFoundError, TypeError, ValueError) as error:
+        raise ValueError(f'VMAS cannot make "{scenario}" with {options or "no options"}: {error}') from error
+
+
+def _row(view: Any, games: int) -> np.ndarray:
+    """What one agent sees in all games [B, size]; the parts of a dictionary one after the other."""
+    parts = view.values() if isinstance(view, dict) else [view]
+    return np.concatenate([part.detach().numpy().reshape(games, -1) for part in parts], 1)
+
+
+def _space_of(space: Any) -> Space:
+    if hasattr(space, "nvec"):
+        return MultiDiscrete(tuple(int(n) for n in space.nvec))
+    if hasattr(space, "n"):
+        return Discrete(int(space.n))
+    return Continuous(tuple(space.low.tolist()), tuple(space.high.tolist()))

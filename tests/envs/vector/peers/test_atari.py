@@ -1,0 +1,101 @@
+"""Two-player Atari: prepared as in the literature, both seats playing one game."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings(action="ignore"):
+    from palestra.envs.vector.atari import AtariEnv, AtariGame, area
+    from palestra.envs.vector.base import Discrete
+    from palestra.envs.vector.check import check_vector_env, random_actions
+
+pytestmark = pytest.mark.peers
+
+
+def game(name: str = "pong", skip: int = 4, stack: int = 4, noops: int = 0, tell_seat: bool = False) -> AtariGame:
+    return AtariGame(name, {"max_cycles": 2000}, skip=skip, stack=stack, noops=noops, tell_seat=tell_seat)
+
+
+def test_games_keep_the_contract() -> None:
+    check_vector_env(lambda games: AtariEnv(games, options={"max_cycles": 60}), games=2, steps=25)
+
+
+@pytest.mark.parametrize("name", ["boxing", "space_invaders", "tennis"])
+def test_games_of_other_kinds_are_played(name: str) -> None:
+    env = AtariEnv(1, game=name, options={"max_cycles": 100})
+    rng, frame = np.random.default_rng(0), env.reset(np.array([0]))
+    assert env.views == ((84, 84, 4),) * 2 and frame.obs.dtype == np.uint8
+    ends = 0
+    for _ in range(30):
+        frame = env.step(random_actions(env, frame, rng))
+        ends += int(frame.truncated[0])
+    assert ends >= 1 and frame.obs.std() > 1
+
+
+def test_points_of_pong_are_won_by_one_and_lost_by_the_other() -> None:
+    """Who does not move loses the ball; a serve not made in time costs its maker a point alone."""
+    env = AtariEnv(1)
+    assert env.seats == ("first_0", "second_0") and env.actions == (Discrete(6),) * 2
+    env.reset(np.array([0]))
+    rewards = [env.step(np.array([[1, 1]], np.int32)).rewards[0].copy() for _ in range(300)]
+    points = [tuple(pair) for pair in rewards if pair.any()]
+    assert points and set(points) <= {(1.0, -1.0), (-1.0, 1.0), (-1.0, 0.0), (0.0, -1.0)}
+    assert (1.0, -1.0) in points or (-1.0, 1.0) in points
+
+
+def test_an_action_is_held_and_its_rewards_add_up() -> None:
+    """Four steps without skipping are one with it."""
+    held, single = game(), game(skip=1)
+    held.reset(5)
+    single.reset(5)
+    rng, total = np.random.default_rng(0), np.zeros((2, 2))
+    for _ in range(60):
+        actions = rng.integers(0, 6, 2)
+        total[0] += np.asarray(held.step(actions).rewards)
+        for _ in range(4):
+            total[1] += np.asarray(single.step(actions).rewards)
+        assert np.array_equal(held.pictures[..., -1], single.pictures[..., -1])
+    assert np.array_equal(total[0], total[1])
+
+
+def test_the_newest_picture_comes_last() -> None:
+    env = game()
+    first = env.reset(0).views[0]
+    assert first is not None and all(np.array_equal(first[..., 0], first[..., n]) for n in range(4))
+    pictures = [env.pictures[..., -1].copy()]
+    for _ in range(5):
+        env.step(np.array([2, 3]))
+        pictures.append(env.pictures[..., -1].copy())
+    assert all(np.array_equal(env.pictures[..., n], pictures[n - 4]) for n in range(4))
+    assert len({picture.tobytes() for picture in pictures}) > 2
+
+
+def test_seeds_vary_the_beginning() -> None:
+    env = game(noops=30)
+    begun = [int(env.reset(seed).views is not None) + int(env.inner.env.unwrapped.frame) for seed in range(10)]
+    assert len(set(begun)) > 3 and max(begun) <= 31
+
+
+def test_a_channel_tells_whose_picture_it_is() -> None:
+    views = game(tell_seat=True).reset(0).views
+    assert [view is not None and view.shape for view in views] == [(84, 84, 5)] * 2
+    assert [int(view[..., 4].mean()) for view in views if view is not None] == [0, 255]
+
+
+def test_pixels_are_averaged_over_equal_parts() -> None:
+    assert np.allclose(area(4, 2), [[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]])
+    assert np.allclose(area(3, 2), [[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]])
+    assert np.allclose(area(210, 84).sum(1), 1)
+
+
+def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"pettingzoo.atari.pang"):
+        AtariEnv(1, game="pang")
+    with pytest.raises(ValueError, match='no ROM for "pong"'):
+        AtariEnv(1, options={"auto_rom_install_path": str(tmp_path)})
+    with pytest.raises(ValueError, match="skip is 0"):
+        AtariEnv(1, skip=0)

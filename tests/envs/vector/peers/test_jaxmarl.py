@@ -1,0 +1,126 @@
+"""JaxMARL's games go as JaxMARL plays them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings(action="ignore"):
+    import jax
+    import jaxmarl
+
+    from palestra.envs.vector.base import Continuous, Discrete
+    from palestra.envs.vector.check import check_vector_env, random_actions
+    from palestra.envs.vector.jaxmarl import JaxMarlEnv
+
+pytestmark = pytest.mark.peers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"id": "MPE_simple_spread_v3"},
+        {"id": "MPE_simple_tag_v3"},
+        pytest.param(
+            {"id": "overcooked", "map": "cramped_room", "options": {"max_steps": 30}},
+            marks=pytest.mark.filterwarnings("ignore:OvercookedV2 is now released:DeprecationWarning"),
+        ),
+        {"id": "HeuristicEnemySMAX", "map": "3m"},
+        {"id": "hanabi"},
+    ],
+)
+def test_envs_keep_the_contract(options: dict[str, Any]) -> None:
+    """Two games only: each number of games is compiled anew."""
+    check_vector_env(lambda games: JaxMarlEnv(games, **options), games=2, steps=60)
+
+
+def test_spread_goes_as_jaxmarl_plays_it() -> None:
+    """From the key of each seed, split as ours are: one half plays, the other goes on."""
+    env, theirs = JaxMarlEnv(2), jaxmarl.make("MPE_simple_spread_v3")
+    assert env.seats == tuple(theirs.agents) and env.actions == (Discrete(5),) * 3 and env.views == ((18,),) * 3
+    frame, rng = env.reset(np.array([3, 4])), np.random.default_rng(0)
+    games = []
+    for b in range(2):
+        key, here = jax.random.split(jax.random.PRNGKey(3 + b))
+        obs, state = theirs.reset(here)
+        assert np.allclose(frame.obs[b], [obs[seat] for seat in env.seats], atol=1e-6)
+        games.append((key, state))
+    for _ in range(26):
+        actions = random_actions(env, frame, rng)
+        frame = env.step(actions)
+        for b, (key, state) in enumerate(games):
+            key, here = jax.random.split(key)
+            given = dict(zip(env.seats, actions[b], strict=True))
+            obs, state, rewards, done, _ = theirs.step_env(here, state, given)
+            shown = frame.final_obs if done["__all__"] else frame.obs
+            assert np.allclose(shown[b], [obs[seat] for seat in env.seats], atol=1e-5)
+            assert np.allclose(frame.rewards[b], [rewards[seat] for seat in env.seats], atol=1e-5)
+            assert frame.truncated[b] == done["__all__"] and not frame.terminated[b]
+            games[b] = (key, state)
+    assert frame.truncated.all()  # JaxMARL's clock allows 26 steps
+
+
+def test_marines_win_by_shooting_first_and_lose_by_standing() -> None:
+    """Allies that shoot whom they may (actions from 5 on) win many games; those that only stand (4) none, and their
+    games end by their death. Won games are successes; rewards stay between 0 and 2 a game."""
+    env = JaxMarlEnv(16, id="HeuristicEnemySMAX", map="3m")
+    assert env.seats == ("ally_0", "ally_1", "ally_2") and env.state_size > 0
+    wins = {}
+    for shoots in (True, False):
+        frame, ended, won, paid = env.reset(np.arange(16)), 0, 0, np.zeros(16)
+        for _ in range(100):
+            assert frame.legal is not None and frame.success is not None
+            attack = frame.legal[..., 5:]
+            first = np.where(attack.any(2), 5 + attack.argmax(2), np.where(frame.legal[..., 1], 1, 4))
+            frame = env.step((first if shoots else np.full((16, 3), 4)).astype(np.int32))
+            paid += frame.rewards[:, 0]
+            assert (frame.acting == frame.legal[..., :4].any(2)).all()  # the dead may only stand
+            assert not (frame.success & ~frame.terminated).any() and (paid >= 0).all() and (paid <= 2.001).all()
+            ended, won = ended + int(frame.over.sum()), won + int(frame.success.sum())
+            paid[frame.over] = 0
+        wins[shoots] = won / ended
+        assert ended >= 16
+    assert wins[True] > 0.3 and wins[False] == 0
+
+
+def test_hanabi_is_played_in_turn() -> None:
+    """Exactly the mover acts; every point is paid to all; the fireworks hold 25 at most."""
+    env = JaxMarlEnv(8, id="hanabi")
+    rng, frame, paid, ended = np.random.default_rng(0), env.reset(np.arange(8)), np.zeros(8), 0
+    for step in range(120):
+        assert (frame.acting.sum(1) == 1).all()
+        if step == 0:
+            assert frame.acting[:, 0].all() or frame.acting[:, 1].all()
+        before = frame.acting.copy()
+        frame = env.step(random_actions(env, frame, rng))
+        over = frame.over
+        assert (frame.acting[~over] != before[~over]).all()
+        assert (frame.rewards[:, 0] == frame.rewards[:, 1]).all()
+        paid += frame.rewards[:, 0]
+        assert (paid <= 25).all() and frame.terminated[over].all()
+        paid[over], ended = 0, ended + int(over.sum())
+    assert ended > 8
+
+
+def test_numbers_are_clipped_to_their_bounds() -> None:
+    env = JaxMarlEnv(1, id="MPE_simple_facmac_v1")
+    space = env.actions[0]
+    assert isinstance(space, Continuous)
+    shape = (1, len(env.seats), len(space.low))
+    frames = []
+    for number in (9.0, space.high[0]):
+        env.reset(np.array([0]))
+        frames.append(env.step(np.full(shape, number, np.float32)).obs.copy())
+    assert np.array_equal(*frames) and np.isfinite(frames[0]).all()
+
+
+def test_what_cannot_be_made_is_said() -> None:
+    with pytest.raises(ValueError, match=r'cannot make "MPE_simple_spred_v3".*not in registered'):
+        JaxMarlEnv(1, id="MPE_simple_spred_v3")
+    with pytest.raises(ValueError, match=r'no map "4m"'):
+        JaxMarlEnv(1, id="HeuristicEnemySMAX", map="4m")
+    with pytest.raises(ValueError, match="takes no map"):
+        JaxMarlEnv(1, id="hanabi", map="3m")

@@ -1,0 +1,155 @@
+"""Gymnasium's envs go as Gymnasium plays them; its spaces read as ours."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete
+from palestra.envs.vector.check import check_vector_env
+from palestra.envs.vector.gymnasium import GymnasiumEnv, GymnasiumGame, choice_of, space_for, view_of
+from palestra.envs.vector.loop import Loop, game_seed
+
+
+@pytest.mark.parametrize(
+    ("id", "options"),
+    [
+        ("CartPole-v1", {}),
+        ("Pendulum-v1", {"max_episode_steps": 50}),
+        ("Taxi-v4", {"max_episode_steps": 40}),
+        ("FrozenLake-v1", {"is_slippery": True}),
+    ],
+)
+def test_envs_keep_the_contract(id: str, options: dict[str, Any]) -> None:
+    check_vector_env(lambda games: GymnasiumEnv(games, id=id, options=options), steps=120)
+
+
+def test_cart_pole_goes_as_gymnasium_plays_it() -> None:
+    """Two games from seeds 3 and 4, each beside an env of its own; the next game's seed follows from the first's."""
+    env, seeds = GymnasiumEnv(2), [3, 4]
+    theirs = [gymnasium.make("CartPole-v1") for _ in seeds]
+    frame, rng, played = env.reset(np.array(seeds)), np.random.default_rng(0), [0, 0]
+    assert env.seats == ("agent",) and env.views == ((4,),) and env.actions == (Discrete(2),)
+    assert frame.obs[:, 0].tolist() == [
+        one.reset(seed=seed)[0].tolist() for one, seed in zip(theirs, seeds, strict=True)
+    ]
+    for _ in range(100):
+        actions = rng.integers(0, 2, (2, 1), dtype=np.int32)
+        frame = env.step(actions)
+        for b, one in enumerate(theirs):
+            seen, reward, terminated, truncated, _ = one.step(int(actions[b, 0]))
+            assert (frame.rewards[b, 0], frame.terminated[b], frame.truncated[b]) == (reward, terminated, truncated)
+            if terminated or truncated:
+                assert frame.final_obs[b, 0].tolist() == seen.tolist()
+                played[b] += 1
+                seen = one.reset(seed=game_seed(seeds[b], played[b]))[0]
+            assert frame.obs[b, 0].tolist() == seen.tolist()
+    assert min(played) > 1
+
+
+def test_pendulum_takes_numbers_within_its_bounds() -> None:
+    """A torque of 9 is one of 2, the bound; rewards and views are Gymnasium's to the precision of float32."""
+    env, theirs = GymnasiumEnv(1, id="Pendulum-v1"), gymnasium.make("Pendulum-v1")
+    assert env.actions == (Continuous((-2.0,), (2.0,)),)
+    env.reset(np.array([7]))
+    theirs.reset(seed=7)
+    for number in range(200):
+        frame = env.step(np.array([[[9.0]]], np.float32))
+        seen, reward, *_ = theirs.step(np.array([2.0], np.float32))
+        assert frame.rewards[0, 0] == np.float32(reward)
+        assert frame.truncated[0] == (number == 199)
+        assert np.array_equal(frame.final_obs[0, 0] if number == 199 else frame.obs[0, 0], seen)
+
+
+def test_taxi_says_which_actions_are_legal() -> None:
+    env, theirs = GymnasiumEnv(1, id="Taxi-v4"), gymnasium.make("Taxi-v4")
+    for seed in range(5):
+        frame = env.reset(np.array([seed]))
+        seen, info = theirs.reset(seed=seed)
+        assert frame.legal is not None and frame.legal[0, 0].tolist() == info["action_mask"].astype(bool).tolist()
+        assert frame.obs[0, 0].argmax() == seen and frame.obs[0, 0].sum() == 1
+
+
+class Bargain(gymnasium.Env[Any, Any]):
+    """Two seats, tuples all through: seat 0 is paid what seat 1 chose and the other way round."""
+
+    observation_space = spaces.Tuple([spaces.Box(-1, 1, (2,)), spaces.Discrete(3)])
+    action_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3, start=5)])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return self.seen(), {"is_success": False}
+
+    def seen(self) -> Any:
+        return self.np_random.uniform(-1, 1, 2), int(self.np_random.integers(3))
+
+    def step(self, action: Any) -> Any:
+        return self.seen(), [float(action[1]), float(action[0])], action[1] == 7, False, {"is_success": action[0] == 1}
+
+
+def test_a_tuple_of_actions_makes_seats() -> None:
+    def make(games: int) -> Loop:
+        return Loop(partial(GymnasiumGame, Bargain), games)
+
+    check_vector_env(make)
+    env = make(1)
+    assert env.seats == ("agent_0", "agent_1") and env.actions == (Discrete(2), Discrete(3))
+    assert env.reset(np.array([0])).obs[0, 1].sum() == 1  # one-hot, as long as the longest view
+    frame = env.step(np.array([[1, 1]]))
+    assert frame.rewards.tolist() == [[6, 1]] and not frame.over[0]
+    frame = env.step(np.array([[1, 2]]))
+    assert frame.rewards.tolist() == [[7, 1]] and frame.terminated[0]
+    assert frame.success is not None and frame.success[0]
+
+
+def test_views_of_every_kind() -> None:
+    square = np.arange(40 * 50, dtype=np.uint8).reshape(40, 50)
+    for shape, stored in [((40, 50), (40, 50, 1)), ((40, 50, 3), (40, 50, 3)), ((4, 40, 50), (40, 50, 4))]:
+        view = view_of(spaces.Box(0, 255, shape, np.uint8), "")
+        assert view.shape == stored and view.pixels
+    assert np.array_equal(view_of(spaces.Box(0, 255, (40, 50), np.uint8), "").read(square)[..., 0], square)
+    stack = np.stack([square, square + 1])
+    assert np.array_equal(view_of(spaces.Box(0, 255, (2, 40, 50), np.uint8), "").read(stack)[..., 1], square + 1)
+    memory = view_of(spaces.Box(0, 255, (3,), np.uint8), "")
+    assert not memory.pixels and np.allclose(memory.read(np.array([0, 51, 255], np.uint8)), [0, 0.2, 1])
+    board = view_of(spaces.Box(-1, 1, (2, 3)), "")
+    assert board.shape == (6,) and board.read([[1, 2, 3], [4, 5, 6]]).tolist() == [1, 2, 3, 4, 5, 6]
+    picks = view_of(spaces.MultiDiscrete([2, 3]), "")
+    assert picks.shape == (5,) and picks.read(np.array([1, 0])).tolist() == [0, 1, 1, 0, 0]
+    both = view_of(spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(-9, 9, (1,))}), "")
+    assert both.shape == (3,) and both.read({"a": 1, "b": np.array([5.0], np.float32)}).tolist() == [0, 1, 5]
+    with pytest.raises(ValueError, match="size is not fixed"):
+        view_of(spaces.Sequence(spaces.Discrete(2)), "x")
+
+
+def test_actions_of_every_kind() -> None:
+    shifted = choice_of(spaces.Discrete(4, start=-1), "")
+    assert shifted.space == Discrete(4) and [shifted.write(np.int32(a)) for a in (0, 3)] == [-1, 2]
+    grid = choice_of(spaces.MultiDiscrete([[2, 3], [4, 5]]), "")
+    assert grid.space == MultiDiscrete((2, 3, 4, 5))
+    assert grid.write(np.array([1, 2, 3, 4, 9])).tolist() == [[1, 2], [3, 4]]  # longer where another seat has more
+    switches = choice_of(spaces.MultiBinary(2), "")
+    assert switches.space == MultiDiscrete((2, 2)) and switches.write(np.array([0, 1])).tolist() == [0, 1]
+    box = choice_of(spaces.Box(np.array([0, -1]), np.array([1, 3]), dtype=np.float64), "")
+    assert box.space == Continuous((0.0, -1.0), (1.0, 3.0)) and box.write(np.array([1, 2, 9])).dtype == np.float64
+    with pytest.raises(ValueError, match="choices or bounded numbers"):
+        choice_of(spaces.Box(-np.inf, np.inf, (1,)), "x")
+
+
+@pytest.mark.parametrize("space", [Discrete(3), MultiDiscrete((2, 5)), Continuous((-1.0, 0.0), (1.0, 2.0))])
+def test_our_spaces_are_theirs_and_back(space: Any) -> None:
+    assert choice_of(space_for(space), "").space == space
+
+
+def test_what_gymnasium_cannot_make_is_said() -> None:
+    with pytest.raises(ValueError, match=r'cannot make "CartPoll-v1".*CartPole'):
+        GymnasiumEnv(1, id="CartPoll-v1")
+    with pytest.raises(ValueError, match="wheels"):
+        GymnasiumEnv(1, id="CartPole-v1", options={"wheels": 4})
+    with pytest.raises(ValueError, match="games is 0"):
+        GymnasiumEnv(0)

@@ -1,0 +1,130 @@
+"""OpenSpiel's games go as OpenSpiel plays them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyspiel
+import pytest
+
+from palestra.envs.vector.check import check_vector_env, random_actions
+from palestra.envs.vector.loop import Loop
+from palestra.envs.vector.openspiel import OpenSpielEnv, OpenSpielGame
+
+
+@pytest.mark.parametrize(
+    "game",
+    [
+        "kuhn_poker(players=3)",
+        "leduc_poker",
+        "tic_tac_toe",
+        "liars_dice",
+        "matrix_pd",
+        "goofspiel(num_cards=4,points_order=random,returns_type=total_points)",
+        "markov_soccer(horizon=30)",
+    ],
+)
+def test_games_keep_the_contract(game: str) -> None:
+    check_vector_env(lambda games: OpenSpielEnv(games, game=game), games=4, steps=80)
+
+
+def rebuilt(name: str, state: pyspiel.State) -> pyspiel.State:
+    """A state of its own after the same history."""
+    fresh, joint = pyspiel.load_game(name).new_initial_state(), []
+    for move in state.full_history():
+        if not fresh.is_simultaneous_node():
+            fresh.apply_action(move.action)
+        elif len(joint) < fresh.num_players() - 1:
+            joint.append(move.action)
+        else:
+            fresh.apply_actions([*joint, move.action])
+            joint = []
+    return fresh
+
+
+@pytest.mark.parametrize(
+    ("name", "view"),
+    [("leduc_poker", "information_state"), ("leduc_poker", "observation"), ("oshi_zumo(coins=6)", "observation")],
+)
+def test_what_is_shown_is_what_openspiel_says_of_the_same_history(name: str, view: str) -> None:
+    """Rebuilt by OpenSpiel from each game's own history; returns are the rewards added up."""
+    env = OpenSpielEnv(3, game=name, view=view)  # type: ignore[arg-type]
+    assert isinstance(env.inner, Loop)
+    rng, frame, ended = np.random.default_rng(0), env.reset(np.arange(3)), 0
+    paid = np.zeros((3, 2))
+    for _ in range(60):
+        for b, game in enumerate(env.inner.hosted):
+            assert isinstance(game, OpenSpielGame) and frame.legal is not None
+            state = rebuilt(name, game.state)
+            for seat in np.flatnonzero(frame.acting[b]):
+                tensor = getattr(state, f"{view}_tensor")(int(seat))
+                assert np.array_equal(frame.obs[b, seat], np.array(tensor, np.float32))
+                assert np.flatnonzero(frame.legal[b, seat]).tolist() == state.legal_actions(int(seat))
+            together = state.is_simultaneous_node()
+            assert frame.acting[b].tolist() == [together or seat == state.current_player() for seat in range(2)]
+        last = [game.state for game in env.inner.hosted if isinstance(game, OpenSpielGame)]
+        frame = env.step(random_actions(env, frame, rng))
+        paid += frame.rewards
+        for b in np.flatnonzero(frame.over):
+            assert np.allclose(paid[b], last[b].returns())
+            paid[b], ended = 0, ended + 1
+    assert ended > 3
+
+
+def test_uniform_players_of_kuhn_poker_win_an_eighth() -> None:
+    """Showdowns cancel over the deals. The first seat bets and the other folds one time in four (1 won); it passes, is
+    bet against and folds one time in eight (1 lost)."""
+    policy = pyspiel.UniformRandomPolicy(pyspiel.load_game("kuhn_poker"))
+    exact = pyspiel.expected_returns(pyspiel.load_game("kuhn_poker").new_initial_state(), policy, -1, True)
+    assert np.allclose(exact, [0.125, -0.125])
+    env = OpenSpielEnv(100, game="kuhn_poker")
+    rng, frame = np.random.default_rng(0), env.reset(np.arange(100))
+    paid, games = np.zeros(2), 0
+    for _ in range(300):
+        frame = env.step(random_actions(env, frame, rng))
+        paid, games = paid + frame.rewards.sum(0), games + int(frame.over.sum())
+    assert games > 10_000 and np.allclose(paid / games, exact, atol=4 * 1.3 / np.sqrt(games))
+
+
+def test_cards_are_dealt_evenly_and_differ_between_games() -> None:
+    """Kuhn: the first seat's card stands in the three numbers after the two that say who looks."""
+    env = OpenSpielEnv(600, game="kuhn_poker")
+    cards = env.reset(np.arange(600)).obs[:, 0, 2:5]
+    assert (cards.sum(1) == 1).all() and np.allclose(cards.mean(0), 1 / 3, atol=0.06)
+
+
+def test_prisoners_choose_at_once() -> None:
+    """OpenSpiel's prisoner's dilemma pays 5 and 5 for silence, 1 and 1 for treason, 10 and 0 for treason against
+    silence."""
+    env = OpenSpielEnv(3, game="matrix_pd")
+    assert env.reset(np.arange(3)).acting.all()
+    frame = env.step(np.array([[0, 0], [1, 1], [1, 0]], np.int32))
+    assert frame.rewards.tolist() == [[5, 5], [1, 1], [10, 0]] and frame.terminated.all() and frame.acting.all()
+
+
+def test_crosses_win_in_a_row() -> None:
+    env = OpenSpielEnv(1, game="tic_tac_toe")
+    frame = env.reset(np.array([0]))
+    for move in (0, 3, 1, 4):
+        frame = env.step(np.full((1, 2), move, np.int32))
+        assert not frame.over[0] and not frame.rewards.any()
+    assert frame.legal is not None and frame.legal[0, 0].tolist() == [False, False, True, False, False] + [True] * 4
+    frame = env.step(np.array([[0, 0]], np.int32))  # taken: the first legal place, 2, instead, which wins
+    assert frame.rewards.tolist() == [[1, -1]] and frame.terminated[0] and frame.acting[0].tolist() == [True, False]
+
+
+def test_points_that_fall_on_the_way_are_paid_on_the_way() -> None:
+    env = OpenSpielEnv(1, game="repeated_game(stage_game=matrix_pd(),num_repetitions=3)")
+    env.reset(np.array([0]))
+    assert env.step(np.array([[1, 0]], np.int32)).rewards.tolist() == [[10, 0]]
+    assert env.step(np.array([[0, 0]], np.int32)).rewards.tolist() == [[5, 5]]
+    frame = env.step(np.array([[1, 1]], np.int32))
+    assert frame.rewards.tolist() == [[1, 1]] and frame.terminated[0]
+
+
+def test_what_cannot_be_played_is_said() -> None:
+    with pytest.raises(ValueError, match=r'cannot load the game "leduc_pocker"; near it: leduc_poker'):
+        OpenSpielEnv(1, game="leduc_pocker")
+    with pytest.raises(ValueError, match="mean-field"):
+        OpenSpielEnv(1, game="mfg_crowd_modelling")
+    with pytest.raises(ValueError, match="no information_state tensor"):
+        OpenSpielEnv(1, game="backgammon", view="information_state")

@@ -1,0 +1,305 @@
+"""PettingZoo's envs go as PettingZoo plays them, and ours pass PettingZoo's own tests."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from toy_games import Counting
+
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.envs.vector.check import check_vector_env, random_actions
+from palestra.envs.vector.kuhn import KuhnPoker
+from palestra.envs.vector.loop import GameSpec, Loop, Moment, game_seed
+from palestra.envs.vector.matrix import MatrixGame
+from palestra.envs.vector.pettingzoo import PettingZooEnv, to_aec, to_parallel
+
+with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # it imports by its own old names
+    from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, seed_test
+
+SPREAD = "mpe2.simple_spread_v3:parallel_env"
+TALK = "mpe2.simple_speaker_listener_v4:parallel_env"
+TAG = "mpe2.simple_tag_v3:env"
+FOUR = "pettingzoo.classic.connect_four.connect_four:env"
+ROCK = "pettingzoo.classic.rps.rps:env"
+KNIGHTS = "pettingzoo.butterfly.knights_archers_zombies.knights_archers_zombies:parallel_env"
+PONG = "pettingzoo.butterfly.cooperative_pong.cooperative_pong:parallel_env"
+
+
+def theirs(path: str, options: dict[str, Any] | None = None) -> Any:
+    module, _, factory = path.partition(":")
+    return getattr(importlib.import_module(module), factory)(**(options or {}))
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "steps"),
+    [
+        (SPREAD, {"max_cycles": 20}, 60),
+        (SPREAD, {"max_cycles": 20, "continuous_actions": True}, 60),
+        (TALK, {"max_cycles": 20}, 60),
+        (TAG, {"max_cycles": 5}, 60),
+        (FOUR, {}, 100),
+        (ROCK, {"max_cycles": 15}, 60),
+    ],
+)
+def test_envs_keep_the_contract(env: str, options: dict[str, Any], steps: int) -> None:
+    check_vector_env(lambda games: PettingZooEnv(games, env=env, options=options), games=3, steps=steps)
+
+
+def test_games_spread_over_processes_are_the_same() -> None:
+    here, there = PettingZooEnv(3, env=FOUR), PettingZooEnv(3, env=FOUR, processes=2)
+    rng, frame = np.random.default_rng(0), here.reset(np.arange(3))
+    there.reset(np.arange(3))
+    for _ in range(60):
+        actions = random_actions(here, frame, rng)
+        frame, other = here.step(actions), there.step(actions)
+        assert np.array_equal(frame.obs, other.obs) and np.array_equal(frame.rewards, other.rewards)
+        assert np.array_equal(frame.over, other.over)
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize(("path", "options"), [(TALK, {"max_cycles": 25}), (KNIGHTS, {"max_cycles": 500})])
+def test_parallel_envs_go_as_pettingzoo_plays_them(path: str, options: dict[str, Any]) -> None:
+    """Agents that end (knights die) act no more; state, views and rewards are theirs."""
+    env, other = PettingZooEnv(1, env=path, options=options), theirs(path, options)
+    assert env.seats == tuple(other.possible_agents)
+    rng, played, deaths = np.random.default_rng(0), 0, 0
+    frame, (seen, _) = env.reset(np.array([5])), other.reset(seed=5)
+    for _ in range(700):
+        actions = random_actions(env, frame, rng)
+        live = list(other.agents)
+        deaths += len(live) < len(env.seats)
+        assert frame.acting[0].tolist() == [seat in live for seat in env.seats]
+        given = {seat: int(actions[0, n]) for n, seat in enumerate(env.seats) if seat in live}
+        seen, rewards, _, truncated, _ = other.step(given)
+        frame = env.step(actions)
+        assert frame.rewards[0].tolist() == [np.float32(rewards.get(seat, 0)) for seat in env.seats]
+        over = not other.agents
+        assert frame.over[0] == over
+        shown = frame.final_obs if over else frame.obs
+        for n, seat in enumerate(env.seats):
+            if seat in seen:
+                assert np.array_equal(shown[0, n, : env.views[n][0]], np.float32(seen[seat]).reshape(-1))
+        if env.state_size:
+            state = frame.final_state if over else frame.state
+            assert state is not None and np.array_equal(state[0], np.float32(other.state()))
+        if over:
+            assert frame.truncated[0] == any(truncated.values()) != frame.terminated[0]
+            played += 1
+            other.reset(seed=game_seed(5, played))
+    assert played > 1 and (deaths > 0) == (path == KNIGHTS)
+
+
+@pytest.mark.parametrize(("path", "options"), [(FOUR, {}), (ROCK, {"max_cycles": 15}), (TAG, {"max_cycles": 10})])
+def test_returns_of_turn_based_envs_are_those_that_last_says(path: str, options: dict[str, Any]) -> None:
+    """Games played by PettingZoo's own loop, agent_iter and last, against ours with the same actions."""
+    for seed in range(5):
+        other, rng = theirs(path, options), np.random.default_rng(seed)
+        other.reset(seed=seed)
+        moves: list[tuple[str, int]] = []
+        expected = dict.fromkeys(other.possible_agents, 0.0)
+        for agent in other.agent_iter():
+            seen, reward, terminated, truncated, _ = other.last()
+            expected[agent] += reward
+            over = terminated or truncated
+            mask = seen["action_mask"] if isinstance(seen, dict) else np.ones(other.action_space(agent).n)
+            move = None if over else int(rng.choice(np.flatnonzero(mask)))
+            moves += [] if move is None else [(agent, move)]
+            other.step(move)
+        env = PettingZooEnv(1, env=path, options=options)
+        frame, returns = env.reset(np.array([seed])), np.zeros(len(env.seats))
+        for number, (agent, move) in enumerate(moves, 1):
+            assert frame.acting[0].tolist() == [seat == agent for seat in env.seats]
+            frame = env.step(np.full((1, len(env.seats)), move, np.int32))
+            returns += frame.rewards[0]
+            assert frame.over[0] == (number == len(moves))
+        assert np.allclose(returns, [expected[seat] for seat in env.seats], rtol=1e-5)
+
+
+def test_four_in_a_column_win() -> None:
+    """The first player puts four in column 0, the second in column 1; a full column is illegal."""
+    env = PettingZooEnv(1, env=FOUR)
+    frame = env.reset(np.array([0]))
+    assert env.views == ((84,), (84,)) and env.actions == (Discrete(7), Discrete(7))
+    for turn in range(7):
+        assert frame.acting[0].tolist() == [turn % 2 == 0, turn % 2 == 1] and frame.legal is not None
+        assert frame.legal[0, turn % 2].all() and not frame.rewards.any()
+        frame = env.step(np.full((1, 2), turn % 2, np.int32))
+    assert frame.rewards.tolist() == [[1, -1]] and frame.terminated[0] and not frame.truncated[0]
+    mine = frame.final_obs[0, 0].reshape(6, 7, 2)
+    assert mine[2:, 0, 0].all() and mine[:, :, 0].sum() == 4 and mine[3:, 1, 1].all() and mine[:, :, 1].sum() == 3
+    assert frame.acting[0].tolist() == [True, False] and not frame.obs.any()
+    for _ in range(6):
+        frame = env.step(np.full((1, 2), 3, np.int32))
+    assert frame.legal is not None and frame.legal[0, 0].tolist() == [True] * 3 + [False] + [True] * 3
+    frame = env.step(np.full((1, 2), 3, np.int32))  # illegal: the first legal one instead
+    assert frame.obs[0, 1].reshape(6, 7, 2)[5, 0, 1] == 1
+
+
+def test_pictures_stay_pictures() -> None:
+    env = PettingZooEnv(1, env=PONG, options={"max_cycles": 3, "render_mode": "rgb_array"})
+    frame = env.reset(np.array([0]))
+    assert env.views == ((280, 480, 3),) * 2 and frame.obs.dtype == np.uint8 and frame.obs.max() > 100
+    env.close()
+
+
+def test_envs_of_the_registry_are_made_by_make() -> None:
+    options = {"env_type": "parallel", "id": "classic/rps-v2", "max_cycles": 7}
+    env = PettingZooEnv(1, env="pettingzoo:make", options=options)
+    env.reset(np.array([0]))
+    frame = env.step(np.array([[1, 2]], np.int32))  # paper against scissors
+    assert frame.rewards.tolist() == [[-1, 1]] and frame.acting.all()
+
+
+def test_what_cannot_be_an_env_is_said() -> None:
+    with pytest.raises(ValueError, match=r'"mpe2.simple_spread_v9:env" cannot be made.*No module'):
+        PettingZooEnv(1, env="mpe2.simple_spread_v9:env")
+    with pytest.raises(ValueError, match=r"cannot be made with {'agents': 2}.*unexpected keyword"):
+        PettingZooEnv(1, env=SPREAD, options={"agents": 2})
+    with pytest.raises(ValueError, match="neither a ParallelEnv nor an AECEnv"):
+        PettingZooEnv(1, env="collections:OrderedDict")
+    with pytest.raises(ValueError, match="possible_agents"):
+        PettingZooEnv(1, env="pettingzoo.test.example_envs.generated_agents_env_v0:env")
+
+
+# ---- ours as PettingZoo's
+
+
+class Sizes(Counting):
+    """Everybody acts always; the second seat has several choices or numbers of another length."""
+
+    def __init__(self, spec: GameSpec) -> None:
+        self.spec = spec
+
+    def moment(self) -> Moment:
+        return Moment([np.array([self.time, 1.0])] * 2)
+
+    def step(self, actions: np.ndarray) -> Moment:
+        self.actions = actions
+        moment = super().step(actions[:, 0])
+        moment.success = False
+        return moment
+
+
+def counting(games: int) -> VectorEnv:
+    return Loop(Counting, games)
+
+
+def four(games: int) -> VectorEnv:
+    return PettingZooEnv(games, env=FOUR)
+
+
+def spread(games: int) -> VectorEnv:
+    return PettingZooEnv(games, env=SPREAD, options={"continuous_actions": True, "max_cycles": 20})
+
+
+def matrix(games: int) -> VectorEnv:
+    return MatrixGame(games, rounds=6)
+
+
+ADVICE = [  # PettingZoo's advice about views and names, which ours need not heed
+    "ignore:Observations? .*:UserWarning",
+    "ignore:.*recommend agents to be named:UserWarning",
+    "ignore:Agents? .*:UserWarning",
+    "ignore:Agent's (min|max)imum observation space:UserWarning",
+    "ignore:Action mask numpy array is all zeros:UserWarning",
+    "ignore:Environment has not defined a render:UserWarning",
+]
+
+
+def advised(test: Any) -> Any:
+    for advice in ADVICE:
+        test = pytest.mark.filterwarnings(advice)(test)
+    return test
+
+
+@advised
+@pytest.mark.parametrize("make", [counting, four, spread, matrix, KuhnPoker])
+def test_ours_pass_their_test_of_turns(make: Any) -> None:
+    api_test(to_aec(make), num_cycles=50)
+    seed_test(lambda: to_aec(make), num_cycles=20)
+
+
+@advised
+@pytest.mark.parametrize("make", [counting, spread, matrix])
+def test_ours_pass_their_test_of_joint_steps(make: Any) -> None:
+    parallel_api_test(to_parallel(make), num_cycles=50)
+    parallel_seed_test(lambda: to_parallel(make), num_cycles=20)
+
+
+def test_a_joint_step_of_ours_in_their_words() -> None:
+    env = to_parallel(counting)
+    seen, _ = env.reset(seed=6)
+    assert seen["wide"]["observation"].tolist() == [6, 0, 0] and seen["long"]["observation"].tolist() == [6, 0]
+    assert seen["wide"]["action_mask"].tolist() == [1, 1, 1, 1] and env.state().tolist() == [0]
+    for time in range(1, 7):
+        seen, rewards, terminated, truncated, infos = env.step({"wide": 1, "long": 2})
+        assert seen["wide"]["observation"].tolist() == [6, time, 3 * time]
+        assert rewards == {"wide": 1, "long": 2} and not any(truncated.values())
+        assert list(terminated.values()) == [time == 6] * 2
+    assert env.agents == [] and env.state().tolist() == [18] and infos["long"] == {"success": True}
+    env.close()
+
+
+def test_without_a_seed_games_follow_from_the_last_seed() -> None:
+    def firsts(seed: int) -> list[float]:
+        env = to_parallel(counting)
+        env.reset(seed=seed)
+        return [env.reset()[0]["wide"]["observation"][0] for _ in range(3)]
+
+    assert firsts(1) == firsts(1) and len(set(firsts(1))) == 3 and firsts(1) != firsts(2)
+
+
+def test_turns_of_ours_ask_exactly_those_that_act() -> None:
+    """Seat "long" drops out after 3 steps; the rewards of a joint step fall when the last has spoken."""
+    env, asked = to_aec(counting), []
+    env.reset(seed=6)
+    returns = {"wide": 0.0, "long": 0.0}
+    for agent in env.agent_iter():
+        asked.append(agent)
+        _, reward, terminated, truncated, _ = env.last()
+        returns[agent] += reward
+        env.step(None if terminated or truncated else 2)
+    assert asked[:9] == ["wide", "long"] * 3 + ["wide"] * 3 and sorted(asked[9:]) == ["long", "wide"]
+    assert returns == {"wide": 12, "long": 6}
+
+
+@pytest.mark.parametrize(
+    ("space", "other", "actions", "expected"),
+    [
+        (MultiDiscrete((3, 4)), MultiDiscrete((2,)), ([2, 3], [1]), [[2, 3], [1, 0]]),
+        (Continuous((-1.0,), (1.0,)), Continuous((0.0, 0.0), (1.0, 1.0)), ([0.5], [1, 0.25]), [[0.5, 0], [1, 0.25]]),
+    ],
+)
+def test_actions_of_different_lengths_reach_our_env(space: Any, other: Any, actions: Any, expected: Any) -> None:
+    spec = GameSpec(("a", "b"), ((2,), (2,)), (space, other))
+    loop: list[Loop] = []
+
+    def make(games: int) -> VectorEnv:
+        loop.append(Loop(lambda: Sizes(spec), games))
+        return loop[0]
+
+    env = to_parallel(make)
+    env.reset(seed=0)
+    assert all(env.action_space(agent).contains(env.action_space(agent).sample()) for agent in env.agents)
+    env.step(dict(zip(("a", "b"), map(np.array, actions), strict=True)))
+    game = loop[0].hosted[0]
+    assert isinstance(game, Sizes) and game.actions.tolist() == expected
+
+
+def test_an_env_without_a_state_says_so() -> None:
+    env = to_parallel(four)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="no global state"):
+        env.state()
+
+
+def test_a_view_kept_does_not_change_with_the_next_step() -> None:
+    env = to_parallel(counting)
+    seen, _ = env.reset(seed=1)
+    env.step({"wide": 0, "long": 0})
+    assert seen["wide"]["observation"].tolist() == [1, 0, 0]

@@ -1,0 +1,242 @@
+"""Games in processes of their own go as in one loop, outlive whatever kills a process, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_games import Counting, Falls, Unmakable
+
+from palestra.envs.vector.base import Frame
+from palestra.envs.vector.check import check_vector_env, random_actions
+from palestra.envs.vector.loop import Loop
+from palestra.envs.vector.processes import Hosted, Processes
+
+SHARED = Path("/dev/shm")
+
+
+@contextmanager
+def playing(make: Callable[[], Counting], games: int, processes: int, **options: float) -> Iterator[Processes]:
+    """The env, which must leave neither processes nor shared memory behind."""
+    env = Processes(make, games, processes, **options)
+    name = env._memory[0].memory.name
+    try:
+        yield env
+    finally:
+        pids = workers(env)
+        env.close()
+        assert not any(alive(pid) for pid in pids)
+        assert not (SHARED / name).exists()
+
+
+def workers(env: Processes) -> list[int]:
+    return [worker.process.pid for worker in env._workers if worker.process.pid]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not SHARED.exists() or b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
+
+
+def same(one: Frame, other: Frame, games: list[int]) -> bool:
+    over = one.over[games]
+    for part in fields(Frame):
+        mine, theirs = getattr(one, part.name)[games], getattr(other, part.name)[games]
+        if part.name.startswith("final_"):
+            mine, theirs = mine[over], theirs[over]
+        if not np.array_equal(mine, theirs):
+            return False
+    return True
+
+
+def test_games_in_processes_keep_the_contract() -> None:
+    check_vector_env(lambda games: Processes(Counting, games, 2), steps=40)
+
+
+def test_games_in_processes_go_as_in_a_loop() -> None:
+    """Also where there are more processes asked for than games, and parts of different sizes."""
+    rng = np.random.default_rng(0)
+    loop = Loop(Counting, 5)
+    with playing(Counting, 5, 3) as env:
+        assert [worker.part for worker in env._workers] == [slice(0, 1), slice(1, 3), slice(3, 5)]
+        for seeds in (np.arange(5), np.arange(5) + 100):
+            frame = env.reset(seeds)
+            assert same(loop.reset(seeds), frame, [0, 1, 2, 3, 4])
+            for _ in range(30):
+                actions = random_actions(env, frame, rng)
+                frame = env.step(actions)
+                assert same(loop.step(actions), frame, [0, 1, 2, 3, 4])
+    with playing(Counting, 1, 8) as env:
+        assert len(env._workers) == 1
+
+
+def test_killed_processes_are_replaced_and_the_other_games_go_on_unharmed() -> None:
+    """20 kills, before a step or in its midst. The games of processes never killed stay equal to those of a loop, and
+    the killed ones begin anew, cut off at what was last seen."""
+    rng, loop = np.random.default_rng(0), Loop(Counting, 6)
+    with playing(Counting, 6, 3) as env:
+        spared = [0, 1]
+        frame = env.reset(np.arange(6)).copy()
+        loop.reset(np.arange(6))
+        for number in range(20):
+            for _ in range(3):
+                actions = random_actions(env, frame, rng)
+                frame = env.step(actions).copy()
+                assert same(loop.step(actions), frame, spared)
+            victim = env._workers[1 + number % 2]
+            assert victim.process.pid is not None
+            os.kill(victim.process.pid, signal.SIGKILL)
+            if number % 3:
+                victim.process.join()  # dead before the step begins, and not in its midst
+            actions = random_actions(env, frame, rng)
+            before, frame = frame, env.step(actions).copy()
+            assert same(loop.step(actions), frame, spared)
+            if env.restarts == number + 1:
+                assert frame.truncated[victim.part].all() and not frame.rewards[victim.part].any()
+                assert np.array_equal(frame.final_obs[victim.part], before.obs[victim.part])
+                assert frame.final_state is not None and before.state is not None
+                assert np.array_equal(frame.final_state[victim.part], before.state[victim.part])
+                assert not frame.terminated[victim.part].any() and not frame.obs[victim.part, :, 1].any()
+            else:
+                assert number % 3 == 0  # it had answered before the signal came: the next step meets its end
+                frame = env.step(actions).copy()
+                assert same(loop.step(actions), frame, spared) and frame.truncated[victim.part].all()
+        assert env.restarts == 20
+        assert len({tuple(row) for row in frame.obs[:, 0, :1]}) == 6  # fresh seeds, all different
+
+
+def test_what_is_saved_goes_on_in_other_processes() -> None:
+    """Also after a process was lost, and in another number of processes, or in a loop."""
+    rng = np.random.default_rng(0)
+    with playing(Counting, 5, 2) as env, playing(Counting, 5, 3) as other:
+        frame = env.reset(np.arange(5))
+        for _ in range(7):
+            frame = env.step(random_actions(env, frame, rng))
+        lost = env._workers[1]
+        assert lost.process.pid is not None
+        os.kill(lost.process.pid, signal.SIGKILL)
+        lost.process.join()
+        assert env.save() is None
+        frame = env.step(random_actions(env, frame, rng))
+        saved, loop = env.save(), Loop(Counting, 5)
+        assert saved is not None and frame.truncated[lost.part].all()
+        assert same(frame, other.load(saved), [0, 1, 2, 3, 4]) and same(frame, loop.load(saved), [0, 1, 2, 3, 4])
+        for _ in range(30):
+            actions = random_actions(env, frame, rng)
+            frame = env.step(actions)
+            assert same(frame, other.step(actions), [0, 1, 2, 3, 4])
+            assert same(frame, loop.step(actions), [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("how", ["error", "segfault"])
+def test_games_that_fail_are_begun_anew_from_other_seeds(how: str) -> None:
+    """One seed in seven fails at time 4; all failures are told apart from the ends of games."""
+    rng = np.random.default_rng(0)
+    with playing(partial(Falls, how, 4, 7), 4, 2) as env:
+        frame = env.reset(np.array([1, 2, 7, 3]))
+        for _ in range(3):
+            assert not env.step(random_actions(env, frame, rng)).over.any()
+        frame = env.step(random_actions(env, frame, rng))
+        assert frame.truncated.tolist() == [False, False, True, True] and env.restarts == 1
+        assert frame.final_obs[2:, 1].tolist() == [[7, 3, 0], [3, 3, 0]]
+        assert frame.obs[:2, 0, :2].tolist() == [[1, 4], [2, 4]]
+
+
+def test_games_that_fail_again_and_again_are_an_error_that_says_why() -> None:
+    env = Processes(partial(Falls, "error", 1), 2, 1)
+    env.reset(np.arange(2))
+    with pytest.raises(ValueError, match=r"failed 3 times(.|\n)*the fifth wheel came off"):
+        for _ in range(3):
+            env.step(np.zeros((2, 2), np.int32))
+    with pytest.raises(ValueError, match="closed"):
+        env.step(np.zeros((2, 2), np.int32))
+    env = Processes(partial(Falls, "segfault"), 2, 1)
+    with pytest.raises(ValueError, match=r"failed 3 times(.|\n)*exit code -11"):
+        env.reset(np.arange(2))
+
+
+def test_a_silent_process_is_replaced() -> None:
+    with playing(partial(Falls, "sleep", 2, 2), 2, 2, patience=3.0) as env:
+        env.reset(np.array([2, 3]))
+        assert not env.step(np.zeros((2, 2), np.int32)).over.any()
+        frame = env.step(np.zeros((2, 2), np.int32))
+        assert frame.truncated.tolist() == [True, False] and frame.obs[1, 0, 1] == 2
+
+
+def test_what_cannot_be_made_or_sent_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match=r"cannot be made(.|\n)*no such wheel"):
+        Processes(Unmakable, 4, 2)
+    with pytest.raises(ValueError, match=r"cannot be sent to another process(.|\n)*functools.partial"):
+        Processes(lambda: Counting(), 4, 2)
+    with pytest.raises(ValueError, match="processes is 0"):
+        Processes(Counting, 4, 0)
+
+
+def test_a_host_plays_here_or_in_processes() -> None:
+    rng, here, there = np.random.default_rng(0), Hosted(Counting, 2, 0), Hosted(Counting, 2, 2)
+    assert here.seats == there.seats == ("wide", "long") and there.restarts == 0
+    frame = here.reset(np.arange(2))
+    assert same(frame, there.reset(np.arange(2)), [0, 1])
+    for _ in range(10):
+        actions = random_actions(here, frame, rng)
+        assert same(here.step(actions), there.step(actions), [0, 1])
+    here.close()
+    there.close()
+    with pytest.raises(ValueError, match="processes is -1"):
+        Hosted(Counting, 2, -1)
+
+
+PARENT = """
+import os, sys, time
+import numpy as np
+from palestra.envs.vector.processes import Processes
+from toy_games import Counting
+
+if __name__ == "__main__":
+    env = Processes(Counting, 4, 2)
+    env.reset(np.arange(4))
+    print(*[worker.process.pid for worker in env._workers], env._memory[0].memory.name, flush=True)
+    while True:
+        env.step(np.zeros((4, 2), np.int32))
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_their_parent(end: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C reaches the whole group of processes, kill -9 only the parent."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    paths = os.pathsep.join(filter(None, sys.path))
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert parent.stdout is not None and parent.stderr is not None
+    *pids, name = parent.stdout.readline().split()
+    assert len(pids) == 2 and all(alive(int(pid)) for pid in pids)
+    time.sleep(0.2)
+    (os.killpg if end == signal.SIGINT else os.kill)(parent.pid, end)
+    errors = parent.communicate(timeout=30)[1]
+    deadline = time.monotonic() + 20
+    while any(alive(int(pid)) for pid in pids) or (SHARED / name).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if end == signal.SIGINT:
+        assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt")
