@@ -46,7 +46,6 @@ class ActorCriticConfig(Strict, ABC):
     critic: Literal["own", "central"] = "own"
     critics: Literal["each", "one"] = "each"
     value_norm: bool = False
-    value_clip: float | None = Field(None, gt=0)
     correct: Literal["none", "vtrace"] = "none"
 
     @abstractmethod
@@ -126,7 +125,8 @@ class ActorCritic(NetLearner):
         for critic in self.critics:
             losses = self._judge(critic, batch, targets, known, progress)
             for stack in self.stacks:
-                for name in set(stack.seating.names) & set(critic.seating.names) or stack.seating.names:
+                shared = self.config.critics == "one"
+                for name in stack.seating.names if shared else set(stack.seating.names) & set(critic.seating.names):
                     figures[name].append({"value_loss": losses})
         lines = {name: means(own) for name, own in figures.items()}
         for stack in self.stacks:
@@ -209,8 +209,7 @@ class ActorCritic(NetLearner):
         if self.config.normalise:
             advantage = self._standardised(advantage, weight)
         views, fresh = stack.views(batch.obs)[:, :-1], self._fresh(batch, len(names), S)[:, :-1]
-        actions, logp = stack.rows(batch.actions), stack.rows(batch.logp)
-        actions = actions if actions.is_floating_point() else actions.long()
+        actions, logp = stack.actions(batch), stack.rows(batch.logp)
         legal = None if batch.legal is None else stack.rows(batch.legal)[:, :-1]
         memory = batch.memory.get("+".join(names))
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
@@ -239,8 +238,7 @@ class ActorCritic(NetLearner):
         for stack in self.stacks:
             names, S = stack.seating.names, len(stack.seating.seats[0])
             fresh = self._fresh(batch, len(names), S)[:, :-1]
-            actions = stack.rows(batch.actions)
-            actions = actions if actions.is_floating_point() else actions.long()
+            actions = stack.actions(batch)
             legal = None if batch.legal is None else stack.rows(batch.legal)[:, :-1]
             with torch.no_grad():
                 out, _ = stack.net.unroll(stack.views(batch.obs)[:, :-1], batch.memory.get("+".join(names)), fresh)
@@ -318,8 +316,11 @@ class ActorCritic(NetLearner):
                 count = T * C if some is None else len(some)
                 order, columns = torch.randperm(count, generator=self.shuffle), False
                 order = order if some is None else some[order]
-            for index in order.chunk(self.config.minibatches):
-                yield Part(index, columns)
+            # Of few moves some minibatches have none: they take one again (or one that counts for nothing), since other
+            # processes may be waiting for this one's gradients.
+            spare = order[:1] if len(order) else torch.zeros(1, dtype=torch.long)
+            for index in order.tensor_split(self.config.minibatches):
+                yield Part(index if len(index) else spare, columns)
 
     # ---- state
 

@@ -133,6 +133,12 @@ class Stack:
         x = self.seating.observe(obs, lead).flatten(lead, lead + 1)
         return self.norm.normalise(x) if self.norm else x
 
+    def actions(self, batch: Batch) -> Tensor:
+        """What the members did [P, T, B*S, ...], int64 or float32."""
+        taken = self.rows(batch.actions)
+        taken = taken[..., : self.head.width] if self.head.width else taken
+        return taken if taken.is_floating_point() else taken.long()
+
     def player(self, choose: Choose) -> NetPlayer:
         norm = self.norm.normalise if self.norm else None
         return NetPlayer(self.seating, self.net, choose, [self.version] * len(self.seating.names), norm)

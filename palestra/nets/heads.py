@@ -88,7 +88,8 @@ class MultiCategoricalHead(Head):
 
 
 class GaussianHead(Head):
-    """Independent normal numbers in the units of the space's half-width; the env clips what falls outside."""
+    """Independent normal numbers in the units of the space's half-width (1 around 0 where it has no bounds); the env
+    clips what falls outside."""
 
     LOG_STD = (-5.0, 2.0)
 
@@ -96,7 +97,9 @@ class GaussianHead(Head):
         self.width = len(space.low)
         self.outputs = 2 * self.width
         low, high = torch.tensor(space.low), torch.tensor(space.high)
-        self.middle, self.half = (low + high) / 2, (high - low) / 2
+        bounded = torch.isfinite(high - low)
+        self.middle = torch.where(bounded, (low + high) / 2, 0.0)
+        self.half = torch.where(bounded, (high - low) / 2, 1.0)
 
     def parts(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log standard deviation, in the space's own units but for the deviation, which is in half-widths."""

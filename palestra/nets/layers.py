@@ -188,7 +188,7 @@ class Net(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         """[P, R, *view] -> [P, R, outputs], for networks without memory."""
-        x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1)
+        x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
         return self.body(x)
 
     def unroll(

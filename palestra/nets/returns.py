@@ -65,6 +65,7 @@ def _backwards(course: Course, weights: Tensor, traces: Tensor, gamma: float) ->
         step = weights[t] * (reward + gamma * value - now) + gamma * traces[t] * correction
         corrections[t], known[t] = step, acting & certain
         after[t] = reward + gamma * (value + correction)
-        value, correction = torch.where(acting, now, value), torch.where(acting, step, correction)
+        value = torch.where(acting, now, value)
+        correction = torch.where(acting, torch.where(certain, step, 0.0), correction)  # what is not known ends a chain
         reward, certain = reward.masked_fill(acting, 0.0), certain | acting
     return corrections, known, after

@@ -65,7 +65,10 @@ class Sweeper:
 
     def _act(self, player: Player, batch: Batch, t: int) -> None:
         actions, logp, self.memory[player.name] = player.act(self.frame, self.memory[player.name], self.fresh)
-        batch.actions[t][:, player.seats] = actions
+        if actions.ndim == 3:  # shorter than those of other seats, perhaps
+            batch.actions[t][:, player.seats, : actions.shape[2]] = actions
+        else:
+            batch.actions[t][:, player.seats] = actions
         if logp is not None:
             batch.logp[t][:, player.seats] = logp
 
@@ -83,17 +86,17 @@ class Sweeper:
         games = self.env.save()
         if games is None:
             return None
-        own = {"sweep.fresh": self.fresh, "sweep.returns": self.scores.returns, "sweep.lengths": self.scores.lengths}
-        memory = {f"memory.{name}": np.array(kept) for name, kept in self.memory.items() if kept is not None}
+        own = {"sweep/fresh": self.fresh, "sweep/returns": self.scores.returns, "sweep/lengths": self.scores.lengths}
+        memory = {f"remembered/{name}": kept.numpy() for name, kept in self.memory.items() if kept is not None}
         return {name: array.copy() for name, array in (games | own | memory).items()}
 
     def load(self, saved: Arrays, players: Sequence[Player]) -> None:
         """Goes on from what `save` gave."""
         self.frame = self.env.load(saved)
-        self.fresh = saved["sweep.fresh"].copy()
-        self.scores.returns[:], self.scores.lengths[:] = saved["sweep.returns"], saved["sweep.lengths"]
+        self.fresh = saved["sweep/fresh"].copy()
+        self.scores.returns[:], self.scores.lengths[:] = saved["sweep/returns"], saved["sweep/lengths"]
         for player in players:
-            kept, empty = saved.get(f"memory.{player.name}"), player.empty(self.env.games)
+            kept, empty = saved.get(f"remembered/{player.name}"), player.empty(self.env.games)
             self.memory[player.name] = empty if kept is None else empty.new_tensor(kept)
 
 

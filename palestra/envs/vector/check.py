@@ -9,6 +9,7 @@ import numpy as np
 
 from palestra.envs.vector.base import Continuous, Discrete, Frame, MultiDiscrete, VectorEnv
 
+UNBOUNDED = 1e3  # what random play takes for an infinite bound
 Make = Callable[[int], VectorEnv]
 
 
@@ -176,7 +177,8 @@ def random_actions(env: VectorEnv, frame: Frame, rng: np.random.Generator) -> np
     drawn = np.zeros((B, N, width), np.float32)
     for seat, space in enumerate(env.actions):
         assert isinstance(space, Continuous)
-        drawn[:, seat, : len(space.low)] = rng.uniform(space.low, space.high, (B, len(space.low)))
+        low, high = np.maximum(space.low, -UNBOUNDED), np.minimum(space.high, UNBOUNDED)
+        drawn[:, seat, : len(space.low)] = rng.uniform(low, high, (B, len(space.low)))
     return drawn
 
 

@@ -1,0 +1,579 @@
+"""Actor-critic learning: one update worked out in the plainest way, what must not matter, and learning itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyspiel
+import pytest
+import torch
+from open_spiel.python.algorithms.exploitability import nash_conv
+from open_spiel.python.policy import tabular_policy_from_callable
+from vector_toys import Countdown, Cues, Track, mean_return, train
+
+from palestra.algorithms.a2c import A2C
+from palestra.algorithms.actor_critic import ActorCritic, ActorCriticConfig
+from palestra.algorithms.ppo import PPO
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_frame
+from palestra.envs.vector.kuhn import KuhnPoker
+from palestra.envs.vector.matrix import MatrixGame
+from palestra.envs.vector.mpe import SimpleSpread
+from palestra.envs.vector.native import NativeEnv
+from palestra.envs.vector.rng import WORDS, below
+from palestra.learners.nets import Diverged, NetPolicyConfig, Together, read_member
+from palestra.nets.heads import head_for
+from palestra.nets.layers import member_of
+from palestra.policies.vector import Uniform
+from palestra.rollouts.sweep import Sweeper
+from palestra.types import Batch
+
+POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
+
+
+def learner(
+    config: ActorCriticConfig,
+    env: VectorEnv,
+    seats: dict[str, list[int]],
+    policies: Mapping[str, NetPolicyConfig] | NetPolicyConfig = POLICY,
+) -> ActorCritic:
+    own = dict.fromkeys(seats, policies) if isinstance(policies, NetPolicyConfig) else policies
+    return config.learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
+
+
+def swept(made: ActorCritic, env: VectorEnv, steps: int, seed: int = 0, sweeps: int = 1) -> Batch:
+    """The last of some sweeps; the others bring games out of step."""
+    sweeper = Sweeper(env, np.arange(env.games))
+    for i in range(sweeps):
+        batch = sweeper.sweep([*made.players(0)], steps, seed + i)
+    return batch
+
+
+def weights(made: ActorCritic, name: str) -> dict[str, torch.Tensor]:
+    """The weights of a policy and of the critic that judges it."""
+    found = {}
+    for stack in made.stacks:
+        if name in stack.seating.names:
+            found |= {f"net.{k}": v for k, v in member_of(stack.net, stack.seating.names.index(name)).items()}
+    for critic in made.critics:
+        if name in critic.seating.names:
+            found |= {f"critic.{k}": v for k, v in member_of(critic.net, critic.seating.names.index(name)).items()}
+    return found
+
+
+def snapshot(made: ActorCritic) -> dict[str, np.ndarray]:
+    return {key: value.copy() for key, value in made.arrays().items()}
+
+
+# ---- one update, worked out move by move
+
+
+class Textbook:
+    """The first update of a policy at one seat with its own critic: networks of one hidden layer of tanh."""
+
+    def __init__(self, made: ActorCritic, batch: Batch, name: str, seat: int, config: ActorCriticConfig) -> None:
+        self.weights = {key: w.clone().requires_grad_() for key, w in weights(made, name).items()}
+        self.batch, self.seat, self.config = batch, seat, config
+
+    def net(self, kind: str, view: np.ndarray) -> torch.Tensor:
+        w, x = self.weights, torch.from_numpy(view)
+        hidden = torch.tanh(x @ w[f"{kind}.body.layers.0.weight"] + w[f"{kind}.body.layers.0.bias"][0])
+        return hidden @ w[f"{kind}.body.layers.1.weight"] + w[f"{kind}.body.layers.1.bias"][0]
+
+    def value(self, view: np.ndarray) -> float:
+        return self.net("critic", view).item()
+
+    def moves(self, b: int) -> list[tuple[int, float, bool]]:
+        """Known moves of game b, last first: step, error, and whether the next known move is of the same game."""
+        batch, seat, found = self.batch, self.seat, []
+        T = len(batch.rewards)
+        own = [t for t in range(T + 1) if batch.acting[t, b, seat]]
+        for t in own[::-1]:
+            later = [u for u in own if u > t]
+            ends = [u for u in range(t, T) if batch.over[u, b]]
+            if t == T or not (later or ends):
+                continue
+            if ends and (not later or ends[0] < later[0]):
+                last = next(
+                    i for i, pair in enumerate(zip(*batch.ends, strict=True)) if tuple(map(int, pair)) == (ends[0], b)
+                )
+                follows = 0.0 if batch.terminated[ends[0], b] else self.value(batch.final_obs[last, seat])
+                stop, same = ends[0], False
+            else:
+                follows, stop, same = self.value(batch.obs[later[0], b, seat]), later[0] - 1, True
+            reward = float(batch.rewards[t : stop + 1, b, seat].sum())
+            found.append((t, reward + self.config.gamma * follows - self.value(batch.obs[t, b, seat]), same))
+        return found
+
+    def update(self, policy: NetPolicyConfig) -> dict[str, torch.Tensor]:
+        """Adam's first step moves each weight by lr * g / (|g| + eps)."""
+        advantages: list[tuple[int, int, float]] = []
+        for b in range(self.batch.rewards.shape[1]):
+            estimate = 0.0
+            for t, error, same in self.moves(b):
+                estimate = error + self.config.gamma * self.config.lam * estimate * same
+                advantages.append((t, b, estimate))
+        credit = np.array([a for *_, a in advantages])
+        mean, deviation = (credit.mean(), credit.std()) if self.config.normalise else (0.0, 1.0)
+        actor = critic = torch.zeros(())
+        for t, b, advantage in advantages:
+            view = self.batch.obs[t, b, self.seat]
+            out = self.net("net", view)
+            if self.batch.legal is not None:
+                out = out.masked_fill(~torch.from_numpy(self.batch.legal[t, b, self.seat].copy()), -torch.inf)
+            logp = torch.log_softmax(out, 0)
+            entropy = -sum(x.exp() * x for x in logp if torch.isfinite(x))
+            taken = logp[int(self.batch.actions[t, b, self.seat])]
+            actor = actor - taken * (advantage - mean) / (deviation + 1e-8) - self.config.entropy * entropy
+            value = self.net("critic", view)[0]
+            critic = critic + 0.5 * (value - (value.item() + advantage)) ** 2
+        ((actor + critic) / len(advantages)).backward()
+        return {
+            key: w.detach() - policy.lr * self.clipped(key, policy) / (self.clipped(key, policy).abs() + policy.eps)
+            for key, w in self.weights.items()
+        }
+
+    def clipped(self, key: str, policy: NetPolicyConfig) -> torch.Tensor:
+        kind = key.split(".")[0]
+        gradients = {k: w.grad for k, w in self.weights.items() if k.startswith(kind) and w.grad is not None}
+        norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros(())))
+        return gradients[key] * min(1.0, policy.clip / (norm.item() + 1e-6))
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        A2C(gamma=0.9, lam=0.8, entropy=0.05),
+        A2C(gamma=0.9, lam=0.8, normalise=False, entropy=0),
+        PPO(gamma=0.9, lam=0.8, epochs=1, minibatches=1),  # ratios of one: the plain policy gradient
+        A2C(gamma=0.9, lam=1.0, normalise=False, entropy=0, correct="vtrace"),  # on-policy, to the end: the same
+    ],
+)
+def test_one_update_is_the_textbooks(config: ActorCriticConfig, turns: bool) -> None:
+    env, policy = Countdown(4, turns=turns), NetPolicyConfig(hidden=[6], lr=1e-3, eps=1e-2, clip=0.4)
+    made = learner(config, env, {"a": [0], "b": [1]}, policy)
+    sweeper = Sweeper(env, np.array([1, 5, 9, 13]))  # games of 3, 4, 5 (cut off) and 2 steps
+    batch = sweeper.sweep(made.players(0), 14, 0)
+    assert batch.over[-1].all() and batch.truncated.any() and (~batch.legal).any()
+    books = {name: Textbook(made, batch, name, seat, config) for seat, name in enumerate("ab")}
+    expected = {name: book.update(policy) for name, book in books.items()}
+    made.update(batch, 0.0)
+    for name, found in expected.items():
+        for key, weight in weights(made, name).items():
+            moved = (weight - books[name].weights[key]).abs().max()
+            assert moved > 1e-6, key
+            torch.testing.assert_close(weight, found[key], rtol=1e-3, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}")
+
+
+# ---- what must not matter
+
+
+EVERYTHING = PPO(horizon=9, epochs=2, minibatches=2, critic="central", critics="one", value_norm=True, correct="vtrace")
+SMALL = NetPolicyConfig(hidden=[6], normalise=True, schedule="linear")
+
+
+@pytest.mark.parametrize("memory", [0, 5])
+@pytest.mark.parametrize("config", [EVERYTHING, PPO(horizon=9, epochs=2, minibatches=3), A2C(horizon=9)])
+def test_a_learner_goes_on_exactly_from_its_arrays(config: ActorCriticConfig, memory: int) -> None:
+    policy = SMALL.model_copy(update={"memory": memory})
+    seats = {"a": [0], "b": [1], "c": [2, 3]}
+
+    def played(made: ActorCritic, sweeper: Sweeper, first: int) -> None:
+        for i in range(first, first + 2):
+            made.update(sweeper.sweep(made.players(i / 9), 9, i), i / 9)
+
+    env, other = Countdown(4, seats=4), Countdown(4, seats=4)
+    made, again = learner(config, env, seats, policy), learner(config, other, seats, policy)
+    one, two = Sweeper(env, np.arange(4)), Sweeper(other, np.arange(4))
+    played(made, one, 0)
+    kept = snapshot(made)
+    played(again, two, 0)  # another learner that has played as much, with other weights
+    again.update(two.sweep(again.players(0), 9, 99), 0.5)
+    played(made, one, 2)
+    again.load(kept)
+    two = Sweeper(other, np.arange(4))
+    fresh = learner(config, other, seats, policy)
+    played(fresh, two, 0)  # brings the games to where they were
+    played(again, two, 2)
+    expected = snapshot(made)
+    assert set(expected) == set(snapshot(again))
+    for key, value in snapshot(again).items():
+        np.testing.assert_array_equal(value, expected[key], err_msg=key)
+    assert any(not np.array_equal(kept[key], expected[key]) for key in kept if "net.0" in key)
+
+
+@pytest.mark.parametrize("memory", [0, 5])
+def test_a_policy_learns_the_same_in_any_stack(memory: int) -> None:
+    """With one minibatch; with more, its moves are dealt to them in another order."""
+    config = PPO(horizon=8, epochs=2, minibatches=1)
+    policy = NetPolicyConfig(hidden=[6], memory=memory)
+    apart = {"a": policy, "b": policy.model_copy(update={"eps": 1.0001e-5})}
+    env = Countdown(4)
+    together, alone = (
+        learner(config, env, {"a": [0], "b": [1]}, policy),
+        learner(config, env, {"a": [0], "b": [1]}, apart),
+    )
+    assert (len(together.stacks), len(alone.stacks)) == (1, 2)
+    batch = swept(together, env, 8)
+    first = together.update(batch, 0.0)
+    if memory:
+        batch.memory |= {"a": batch.memory["a+b"][:1], "b": batch.memory["a+b"][1:]}
+    second = alone.update(batch, 0.0)
+    for key, value in weights(together, "a").items():
+        torch.testing.assert_close(weights(alone, "a")[key], value, rtol=1e-4, atol=1e-6)
+    assert first["a"]["policy_loss"] == pytest.approx(second["a"]["policy_loss"], abs=1e-5)
+    assert first["a"]["entropy"] == pytest.approx(second["a"]["entropy"], rel=1e-4)
+
+
+def test_rewards_of_one_policy_are_nothing_to_another() -> None:
+    config, env = PPO(horizon=8, epochs=2, minibatches=2, value_norm=True), Countdown(4)
+    made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
+    batch = swept(made, env, 8)
+    made.update(batch, 0.0)
+    batch.rewards[..., 1] *= 3
+    other.update(batch, 0.0)
+    assert all(torch.equal(value, weights(other, "a")[key]) for key, value in weights(made, "a").items())
+    assert not all(torch.equal(value, weights(other, "b")[key]) for key, value in weights(made, "b").items())
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_moves_that_are_not_known_teach_nothing(turns: bool) -> None:
+    """A seat that only waits has no part in the loss: what it "did" and what it was paid for may be anything."""
+    config, env = A2C(horizon=9), Countdown(4, turns=turns)
+    made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
+    batch = swept(made, env, 9)
+    made.update(batch, 0.0)
+    waits = ~batch.acting[:-1]
+    batch.actions[waits], batch.logp[waits] = 1, -5.0
+    other.update(batch, 0.0)
+    for name in "ab":
+        assert all(torch.equal(value, weights(other, name)[key]) for key, value in weights(made, name).items())
+    assert waits.any() == turns
+
+
+@pytest.mark.parametrize("critics", ["each", "one"])
+@pytest.mark.parametrize("critic", ["own", "central"])
+@pytest.mark.parametrize("memory", [0, 4])
+def test_seats_that_nobody_trains_are_left_alone(critic: str, critics: str, memory: int) -> None:
+    env = Countdown(4, seats=3)
+    config = PPO(horizon=7, epochs=1, minibatches=2, critic=critic, critics=critics)  # type: ignore[arg-type]
+    made = learner(config, env, {"a": [2]}, NetPolicyConfig(hidden=[6], memory=memory))
+    sweeper, others = Sweeper(env, np.arange(4)), [Uniform(env, [0, 1])]
+    for i in range(3):
+        figures = made.update(sweeper.sweep([*made.players(0), *others], 7, i), 0.0)
+    assert set(figures) == {"a"} and np.isfinite(list(figures["a"].values())).all()
+
+
+def test_the_learning_rate_goes_to_zero_where_it_is_to() -> None:
+    env = Countdown(4)
+    for schedule, moves in (("linear", False), ("constant", True)):
+        policy = NetPolicyConfig(hidden=[6], schedule=schedule)  # type: ignore[arg-type]
+        made = learner(PPO(horizon=8), env, {"a": [0, 1]}, policy)
+        before = weights(made, "a")
+        made.update(swept(made, env, 8), 1.0)
+        assert moves != all(torch.equal(value, before[key]) for key, value in weights(made, "a").items())
+
+
+def test_views_are_normalised_by_what_was_seen_before_the_update() -> None:
+    """So the ratios of a batch begin at one."""
+    env = Countdown(4)
+    made = learner(PPO(horizon=8, epochs=1, minibatches=1), env, {"a": [0, 1]}, SMALL)
+    sweeper = Sweeper(env, np.arange(4))
+    for i in range(3):
+        batch = sweeper.sweep(made.players(0), 8, i)
+        figures = made.update(batch, 0.0)["a"]
+        assert figures["kl"] == pytest.approx(0, abs=1e-9) and figures["clip_share"] == 0
+    norm = made.stacks[0].norm
+    assert norm is not None and norm.count.item() == 3 * 8 * 4 * 2
+    assert not np.allclose(norm.mean, 0)
+
+
+@pytest.mark.parametrize("correct", ["none", "vtrace"])
+def test_ratios_are_one_on_policy_with_memory_too(correct: str) -> None:
+    env, policy = Countdown(4, turns=True), NetPolicyConfig(hidden=[6], memory=5)
+    config = PPO(horizon=8, epochs=1, minibatches=1, correct=correct)  # type: ignore[arg-type]
+    made = learner(config, env, {"a": [0], "b": [1]}, policy)
+    sweeper = Sweeper(env, np.arange(4))
+    for i in range(3):
+        for figures in made.update(sweeper.sweep(made.players(0), 8, i), 0.0).values():
+            assert figures["kl"] == pytest.approx(0, abs=1e-9)
+
+
+def test_vtrace_corrects_for_an_older_policy() -> None:
+    """Of a batch in which one action's log-probability is said to be much lower than it was, so that the ratio is cut
+    to one, nothing changes; where it is said to be higher, its advantage counts for less."""
+    config = A2C(horizon=8, correct="vtrace", normalise=False, lam=1.0)
+    env = Countdown(4)
+    figures = []
+    for shift in (0.0, -3.0, 3.0):
+        made = learner(config, env, {"a": [0, 1]})
+        batch = swept(made, env, 8)
+        batch.logp += shift
+        figures.append(made.update(batch, 0.0)["a"]["policy_loss"])
+    assert figures[1] == pytest.approx(figures[0])
+    assert abs(figures[2]) < 0.2 * abs(figures[0])
+
+
+def test_a_loss_that_is_no_number_stops_before_it_does_harm() -> None:
+    config, env = PPO(horizon=8), Countdown(4)
+    made = learner(config, env, {"a": [0], "b": [1]})
+    batch = swept(made, env, 8)
+    before = snapshot(made)
+    batch.rewards[3, 2, 1] = np.nan
+    with pytest.raises(Diverged, match="policy b") as caught:
+        made.update(batch, 0.0)
+    assert caught.value.policy == "b"
+    for key, value in snapshot(made).items():
+        np.testing.assert_array_equal(value, before[key], err_msg=key)
+
+
+def test_one_critic_for_seats_that_see_differently_must_be_central() -> None:
+    env = SimpleSpread(2)
+    env.views = ((18,), (18,), (17,))
+    with pytest.raises(ValueError, match="critics: one needs seats that see alike"):
+        learner(PPO(critics="one"), env, {"a": [0], "b": [2]})
+
+
+@pytest.mark.parametrize("memory", [0, 4])
+def test_two_processes_with_the_same_games_are_one(memory: int) -> None:
+    config, env = PPO(horizon=8, epochs=2, minibatches=2, value_norm=True), Countdown(4)
+    policy = SMALL.model_copy(update={"memory": memory})
+    two = Together(lambda x: 2 * x, 2)
+    made = learner(config, env, {"a": [0], "b": [1]}, policy)
+    other = config.learner(env, {"a": [0], "b": [1]}, dict.fromkeys("ab", policy), {"a": 5, "b": 6}, two)
+    sweeper = Sweeper(env, np.arange(4))
+    for i in range(2):
+        batch = sweeper.sweep(made.players(0), 8, i)
+        made.update(batch, 0.0)
+        other.update(batch, 0.0)
+    for name in "ab":
+        for key, value in weights(made, name).items():
+            torch.testing.assert_close(weights(other, name)[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_is_clipped_for_each_member_by_itself() -> None:
+    """The first step of Adam hides a gradient's scale but for `eps`: with a large one it shows."""
+    env, policy = Countdown(4), NetPolicyConfig(hidden=[6], clip=0.01, eps=100.0, lr=1.0)
+    made = learner(A2C(horizon=8, normalise=False), env, {"a": [0], "b": [1]}, policy)
+    batch = swept(made, env, 8)
+    batch.rewards[..., 1] *= 100
+    before = {name: weights(made, name) for name in "ab"}
+    figures = made.update(batch, 0.0)
+    assert figures["b"]["gradient"] > 10 * figures["a"]["gradient"] > 10 * policy.clip
+    for name in "ab":
+        moved = [(v - before[name][k]).square().sum() for k, v in weights(made, name).items() if k.startswith("net")]
+        assert torch.stack(moved).sum().sqrt().item() == pytest.approx(0.01 / 100, rel=0.02)
+
+
+@pytest.mark.parametrize("memory", [0, 4])
+def test_a_policy_that_was_kept_plays_the_same_elsewhere(memory: int, tmp_path: Path) -> None:
+    env = Countdown(4, seats=3)
+    policy = SMALL.model_copy(update={"memory": memory, "seat_id": True})
+    made = learner(PPO(horizon=8), env, {"a": [0, 1], "b": [2]}, policy)
+    train(made, Sweeper(env, np.arange(4)), 8, 3)
+    for name, write in made.members().items():
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    own = Sweeper(env, np.arange(4)).sweep(made.greedy(), 9, 0).actions.copy()
+    read = [read_member(tmp_path / name, env, seats, best=True) for name, seats in (("a", [0, 1]), ("b", [2]))]
+    np.testing.assert_array_equal(Sweeper(env, np.arange(4)).sweep(read, 9, 0).actions, own)
+    assert [player.names for player in read] == [["a@48"], ["b@48"]]
+
+
+# ---- learning
+
+
+def test_seats_learn_what_is_asked_of_each() -> None:
+    env = Cues(32, seats=2)
+    made = learner(PPO(horizon=8, gamma=0.9), env, {"a": [0], "b": [1]})
+    assert mean_return(env, [Uniform(env, [0, 1])], 100) == pytest.approx(1 / 3, abs=0.05)
+    train(made, Sweeper(env, np.arange(32)), 8, 25)
+    assert (mean_return(env, made.greedy(), 20) > 0.95).all()
+
+
+def test_a_policy_at_several_seats_is_told_which_where_it_must_know() -> None:
+    env = Cues(32, seats=2)
+    for seat_id in (True, False):
+        policy = NetPolicyConfig(hidden=[16], lr=1e-2, seat_id=seat_id)
+        made = learner(PPO(horizon=8, gamma=0.9), env, {"a": [0, 1]}, policy)
+        train(made, Sweeper(env, np.arange(32)), 8, 25)
+        both = mean_return(env, made.greedy(), 20).mean()
+        assert both > 0.95 if seat_id else both < 0.55  # one answer cannot be right for both
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        A2C(horizon=8, gamma=0.9),
+        A2C(horizon=8, gamma=0.9, correct="vtrace"),
+        PPO(horizon=8, gamma=0.9, critic="central", critics="one", value_norm=True),
+    ],
+)
+def test_a_team_learns_from_what_it_is_paid_together(config: ActorCriticConfig) -> None:
+    env = Cues(64, seats=2, team=True)
+    made = learner(config, env, {"a": [0], "b": [1]})
+    train(made, Sweeper(env, np.arange(64)), 8, 60)
+    assert mean_return(env, made.greedy(), 20).mean() > 0.9
+
+
+def test_seats_that_take_turns_learn_from_the_end_of_the_game() -> None:
+    env = Cues(32, seats=2, steps=2, turns=True)
+    made = learner(PPO(horizon=16, gamma=1.0), env, {"a": [0], "b": [1]})
+    train(made, Sweeper(env, np.arange(32)), 16, 30)
+    assert (mean_return(env, made.greedy(), 40) > 0.9).all()
+
+
+def test_only_who_remembers_can_answer_later() -> None:
+    env = Cues(32, seats=1, steps=4, fleeting=True)
+    for memory in (16, 0):
+        policy = NetPolicyConfig(hidden=[16], lr=1e-2, memory=memory)
+        made = learner(PPO(horizon=16, gamma=1.0, minibatches=2), env, {"a": [0]}, policy)
+        train(made, Sweeper(env, np.arange(32)), 16, 40)
+        score = mean_return(env, made.greedy(), 80).item()
+        assert score > 0.9 if memory else score < 0.5
+
+
+def test_a_cart_learns_to_stand() -> None:
+    env = Track(32)
+    made = learner(PPO(horizon=40, gamma=0.9, entropy=0.0), env, {"a": [0]})
+    still = mean_return(env, [Uniform(env, [0])], 40).item()
+    train(made, Sweeper(env, np.arange(32)), 40, 30)
+    assert mean_return(env, made.greedy(), 40).item() > 0.3 * still  # it loses less than a third of that
+
+
+class Product(NativeEnv):
+    """Games of one step: each of two seats sees a sign, and both are paid the product, whatever they do."""
+
+    name = "product"
+
+    def __init__(self, games: int, state: bool) -> None:
+        self.games, self.seats, self.views, self.actions = games, ("a", "b"), ((2,), (1,)), (Discrete(2),) * 2
+        self.state_size = 2 if state else 0
+        self.frame = empty_frame(games, 2, (2,), state=self.state_size)
+        self.memory = {"rng": np.zeros((games, WORDS), np.uint64)}
+
+    def _begin(self) -> None:
+        for b, row in enumerate(self.memory["rng"]):
+            self.frame.obs[b, :, 0] = below(row, 2) * 2 - 1, below(row, 2) * 2 - 1
+        if self.frame.state is not None:
+            self.frame.state[:] = self.frame.obs[..., 0]
+
+    def _advance(self, actions: np.ndarray) -> None:
+        self.frame.rewards[:] = self.frame.obs[..., 0].prod(1, keepdims=True)
+        self.frame.terminated[:] = True
+        self._begin()
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("critics", ["each", "one"])
+def test_a_central_critic_knows_what_no_seat_sees(critics: str, state: bool) -> None:
+    env = Product(64, state)
+    for critic, bar in (("own", (0.4, 0.6)), ("central", (0.0, 0.05))):
+        if (critic, critics) == ("own", "one"):
+            continue
+        config = A2C(horizon=8, critic=critic, critics=critics, epochs=4)  # type: ignore[arg-type]
+        made = learner(config, env, {"a": [0], "b": [1]})
+        figures = train(made, Sweeper(env, np.arange(64)), 8, 40)
+        for line in figures.values():  # half the variance of a sign where it cannot be told
+            assert bar[0] <= line["value_loss"] <= bar[1]
+
+
+def test_two_who_cannot_talk_learn_to_agree() -> None:
+    env = MatrixGame(32, game="coordination")
+    made = learner(PPO(horizon=4), env, {"a": [0], "b": [1]})
+    assert mean_return(env, made.players(0), 40).mean() == pytest.approx(0.5, abs=0.1)
+    train(made, Sweeper(env, np.arange(32)), 4, 30)
+    assert mean_return(env, made.players(0), 40).mean() > 0.9
+
+
+def nash_conv_of(made: ActorCritic) -> float:
+    """How much the two players of Kuhn poker together could win by playing best against the policy."""
+    game, head = pyspiel.load_game("kuhn_poker"), made.stacks[0].head
+
+    def probabilities(state: Any) -> dict[int, float]:
+        out = made.stacks[0].net(torch.tensor(state.information_state_tensor())[None, None])[0, 0]
+        return {a: head.score(out, torch.tensor(a), None)[0].exp().item() for a in state.legal_actions()}
+
+    return nash_conv(game, tabular_policy_from_callable(game, probabilities))
+
+
+def test_self_play_makes_a_poker_player_harder_to_exploit() -> None:
+    """With enough entropy; without, the best answer to what one plays now is chased in circles."""
+    env, policy = KuhnPoker(128), NetPolicyConfig(hidden=[32], lr=3e-3)
+    config = PPO(horizon=16, gamma=1.0, entropy=0.3, epochs=2, minibatches=1, normalise=False)
+    made = learner(config, env, {"a": [0, 1]}, policy)
+    assert nash_conv_of(made) == pytest.approx(11 / 12, abs=0.02)  # of nearly uniform play
+    train(made, Sweeper(env, np.arange(128)), 16, 100)
+    assert nash_conv_of(made) < 11 / 24
+
+
+def test_agents_spread_better_than_by_chance() -> None:
+    env = SimpleSpread(64)
+    policy = NetPolicyConfig(hidden=[64], lr=2e-3)
+    config = PPO(horizon=25, gamma=0.95, critic="central", critics="one", value_norm=True)
+    made = learner(config, env, {"a": [0, 1, 2]}, policy)
+    chance = mean_return(env, [Uniform(env, [0, 1, 2])], 25).mean()
+    train(made, Sweeper(env, np.arange(64)), 25, 40)
+    assert mean_return(env, made.greedy(), 25).mean() > chance + 4
+
+
+# ---- known faults
+
+
+def test_the_loss_of_a_critic_is_shown_at_its_own_policy_only() -> None:
+    env, apart = Countdown(4), {"a": POLICY, "b": NetPolicyConfig(hidden=[8])}
+    shown = []
+    for scale in (1, 10):
+        made = learner(PPO(horizon=8), env, {"a": [0], "b": [1]}, apart)
+        batch = swept(made, env, 8)
+        batch.rewards[..., 1] *= scale
+        shown.append(made.update(batch, 0.0)["a"]["value_loss"])
+    assert shown[0] == pytest.approx(shown[1])
+
+
+class Push(NativeEnv):
+    """Seats push in one direction, or in several; each is paid the sum."""
+
+    name = "push"
+
+    def __init__(self, games: int, spaces: tuple[Space, ...]) -> None:
+        self.games, self.seats = games, tuple(f"seat{i}" for i in range(len(spaces)))
+        self.views, self.actions = ((1,),) * len(spaces), spaces
+        self.frame = empty_frame(games, len(spaces), (1,))
+        self.memory = {"rng": np.zeros((games, WORDS), np.uint64)}
+
+    def _begin(self) -> None:
+        self.frame.obs[:] = 1
+
+    def _advance(self, actions: np.ndarray) -> None:
+        self.frame.rewards[:] = actions.sum(2)
+
+
+def unit(width: int) -> Continuous:
+    return Continuous((-1.0,) * width, (1.0,) * width)
+
+
+@pytest.mark.parametrize(
+    "spaces", [(unit(1), unit(3)), (unit(2), unit(3)), (MultiDiscrete((2, 3)), MultiDiscrete((2, 2, 2)))]
+)
+def test_seats_may_have_actions_of_different_lengths(spaces: tuple[Space, ...]) -> None:
+    env = Push(4, spaces)
+    made = learner(PPO(horizon=8, epochs=1, minibatches=1), env, {"a": [0], "b": [1]})
+    batch = swept(made, env, 8)
+    assert not batch.actions[:, :, 0, head_for(spaces[0]).width :].any()
+    for figures in made.update(batch, 0.0).values():
+        assert figures["kl"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_sweep_in_which_nothing_becomes_known_teaches_nothing() -> None:
+    env = Countdown(4, turns=True)
+    made = learner(A2C(horizon=1), env, {"a": [0]})
+    before = weights(made, "a")
+    batch = Sweeper(env, np.arange(4)).sweep([*made.players(0), Uniform(env, [1])], 1, 0)
+    assert not batch.over.any() and not batch.acting[-1, :, 0].any()
+    figures = made.update(batch, 0.0)["a"]
+    assert figures["policy_loss"] == figures["value_loss"] == 0
+    assert all(torch.equal(value, before[key]) for key, value in weights(made, "a").items())

@@ -1,0 +1,266 @@
+"""Stacked networks against PyTorch's own layers, and against themselves one by one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from palestra.nets.layers import (
+    Activation,
+    Convolutions,
+    Gru,
+    Linear,
+    Mlp,
+    Net,
+    NetConfig,
+    generators,
+    member_of,
+    orthogonal,
+    put_member,
+)
+
+CONFIGS = [NetConfig(hidden=[8, 6]), NetConfig(hidden=[8], activation="relu"), NetConfig(hidden=[8], memory=5)]
+PIXELS = (36, 40, 3)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def jitter(module: nn.Module, seed: int = 0) -> None:
+    """Moves every weight, so that biases are not zero and members differ everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+# ---- against PyTorch
+
+
+def test_a_cell_is_pytorchs() -> None:
+    gru, cell = Gru(4, 5, generators([3])), nn.GRUCell(4, 5)
+    jitter(gru)
+    with torch.no_grad():
+        cell.weight_ih.copy_(gru.inputs.weight[0].T)
+        cell.weight_hh.copy_(gru.recurrent.weight[0].T)
+        cell.bias_ih.copy_(gru.inputs.bias[0, 0])
+        cell.bias_hh.copy_(gru.recurrent.bias[0, 0])
+    x, memory = noise(1, 7, 3, 4), noise(1, 3, 5, seed=1)
+    out = gru(x, memory, None)
+    hidden = memory[0]
+    for t in range(7):
+        hidden = cell(x[0, t], hidden)
+        torch.testing.assert_close(out[0, t], hidden)
+
+
+def test_a_perceptron_is_linear_layers_and_activations_and_the_last_is_plain() -> None:
+    for activation, function in (("tanh", torch.tanh), ("relu", torch.relu)):
+        mlp = Mlp(3, [4, 5], activation, generators([1]), outputs=2, gain=0.5)  # type: ignore[arg-type]
+        jitter(mlp)
+        x = noise(1, 6, 3)
+        expected = x[0]
+        for number, layer in enumerate(mlp.layers):
+            expected = nn.functional.linear(expected, layer.weight[0].T, layer.bias[0, 0])
+            expected = function(expected) if number < 2 else expected
+        torch.testing.assert_close(mlp(x)[0], expected)
+
+
+def test_convolutions_are_pytorchs_and_bytes_count_from_zero_to_one() -> None:
+    net = Convolutions(PIXELS, generators([1]))
+    jitter(net)
+    pixels = torch.randint(0, 256, (1, 2, *PIXELS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    x = pixels[0].permute(0, 3, 1, 2) / 255
+    for kernel, bias, stride in zip(net.kernels, net.biases, (4, 2, 1), strict=True):
+        x = torch.relu(nn.functional.conv2d(x, kernel[0], bias[0], stride))
+    expected = torch.relu(x.flatten(1) @ net.last.weight[0] + net.last.bias[0])
+    torch.testing.assert_close(net(pixels)[0], expected)
+    torch.testing.assert_close(net(pixels / 255), net(pixels))
+
+
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_gradients_are_those_of_differences_and_so_are_theirs(activation: Activation, members: int) -> None:
+    """Also of gradients: a discriminator's penalty is made of them."""
+    mlp = Mlp(3, [4], activation, generators(range(members)), outputs=2).double()
+    names = [name for name, _ in mlp.named_parameters()]
+    x = noise(members, 5, 3).double().requires_grad_()
+
+    def out(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(mlp, dict(zip(names, weights, strict=True)), x)
+
+    weights = [weight.detach().clone().requires_grad_() for weight in mlp.parameters()]
+    assert torch.autograd.gradcheck(out, (x, *weights))
+    assert torch.autograd.gradgradcheck(out, (x, *weights))
+
+
+# ---- weights at the start
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (7, 4), (5, 3, 2, 2)])
+def test_weights_begin_orthogonal(shape: tuple[int, ...]) -> None:
+    for weight in orthogonal(shape, 2.0, generators([1, 2])):
+        matrix = weight.flatten(1)
+        small = matrix @ matrix.T if len(matrix) <= matrix.shape[1] else matrix.T @ matrix
+        torch.testing.assert_close(small, 4 * torch.eye(len(small)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_scale_of_a_layer_follows_its_activation() -> None:
+    for activation, gain in (("tanh", 5 / 3), ("relu", math.sqrt(2))):
+        mlp = Mlp(6, [6], activation, generators([1]), outputs=6, gain=0.01)  # type: ignore[arg-type]
+        norms = [torch.linalg.matrix_norm(layer.weight[0], 2).item() for layer in mlp.layers]
+        assert norms == pytest.approx([gain, 0.01], rel=1e-4)
+
+
+def test_a_small_gain_makes_play_begin_nearly_uniform() -> None:
+    for config in CONFIGS:
+        net = Net((4,), 3, config, generators([0]), gain=0.01)
+        out, _ = net.unroll(noise(1, 5, 4, 4))
+        assert out.abs().max() < 0.05
+
+
+# ---- members
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@settings(max_examples=10)
+@given(seeds=st.lists(st.integers(0, 2**31), min_size=2, max_size=4, unique=True))
+def test_a_member_is_the_same_network_in_any_stack(config: NetConfig, seeds: list[int]) -> None:
+    stack = Net((4,), 3, config, generators(seeds))
+    x = noise(len(seeds), 5, 2, 4)
+    together, _ = stack.unroll(x)
+    for p, seed in enumerate(seeds):
+        alone = Net((4,), 3, config, generators([seed]))
+        for name, weight in member_of(alone, 0).items():
+            assert torch.equal(weight, member_of(stack, p)[name]), name
+        torch.testing.assert_close(together[p], alone.unroll(x[p : p + 1])[0][0], rtol=1e-5, atol=1e-6)
+
+
+def test_members_that_see_pixels_are_the_same_networks_in_any_stack() -> None:
+    stack = Net(PIXELS, 2, NetConfig(hidden=[8]), generators([1, 2]))
+    alone = Net(PIXELS, 2, NetConfig(hidden=[8]), generators([2]))
+    x = torch.rand(2, 2, *PIXELS, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(stack(x)[1], alone(x[1:])[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_members_gradient_is_of_its_own_weights_only(config: NetConfig) -> None:
+    net = Net((4,), 3, config, generators([1, 2, 3]))
+    net.unroll(noise(3, 5, 2, 4))[0][1].square().sum().backward()
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None
+        moved = parameter.grad.flatten(1).abs().sum(1)
+        assert moved[0] == moved[2] == 0, name
+        assert moved[1] > 0, name
+
+
+def test_a_broken_member_does_not_reach_the_others() -> None:
+    net, x = Net((4,), 3, CONFIGS[2], generators([1, 2])), noise(2, 5, 2, 4)
+    before, _ = net.unroll(x)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter[0] = math.nan
+    after, _ = net.unroll(x)
+    assert after[0].isnan().all() and torch.equal(after[1], before[1])
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_weights_move_from_stack_to_stack(config: NetConfig) -> None:
+    source, target = Net((4,), 3, config, generators([1, 2])), Net((4,), 3, config, generators([3, 4, 5]))
+    jitter(source)
+    kept = {p: member_of(target, p) for p in (0, 1)}
+    taken = {name: weight.numpy() for name, weight in member_of(source, 1).items()}
+    put_member(target, 2, taken)
+    x = noise(1, 5, 2, 4)
+    out_source, out_target = source.unroll(x.expand(2, -1, -1, -1))[0], target.unroll(x.expand(3, -1, -1, -1))[0]
+    torch.testing.assert_close(out_target[2], out_source[1])
+    for p, weights in kept.items():
+        assert all(torch.equal(weight, member_of(target, p)[name]) for name, weight in weights.items())
+
+
+def test_what_was_taken_from_a_stack_does_not_change_with_it() -> None:
+    net = Net((4,), 3, CONFIGS[0], generators([1]))
+    taken = member_of(net, 0)
+    before = {name: weight.clone() for name, weight in taken.items()}
+    jitter(net)
+    assert all(torch.equal(taken[name], before[name]) for name in before)
+
+
+def test_weights_of_another_network_are_refused() -> None:
+    net, other = Net((4,), 3, CONFIGS[0], generators([1])), Net((5,), 3, CONFIGS[0], generators([1]))
+    with pytest.raises(ValueError, match=r"layers\.0\.weight should be \(4, 8\) and is \(5, 8\)"):
+        put_member(net, 0, member_of(other, 0))
+    with pytest.raises(ValueError, match=r"layers\.0\.weight should be \(4, 8\) and is nothing"):
+        put_member(net, 0, {})
+
+
+# ---- time
+
+
+def test_a_layer_of_one_member_is_the_layer_of_many() -> None:
+    one, two = Linear(3, 4, 1.0, generators([1])), Linear(3, 4, 1.0, generators([1, 2]))
+    x = noise(1, 6, 3)
+    torch.testing.assert_close(one(x)[0], two(x.expand(2, -1, -1))[0])
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_unrolling_is_stepping(members: int) -> None:
+    net = Net((4,), 3, CONFIGS[2], generators(range(members)))
+    x, fresh = noise(members, 6, 3, 4), noise(members, 6, 3, seed=1) > 0.5
+    whole, memories = net.unroll(x, noise(members, 3, 5), fresh)
+    memory: torch.Tensor | None = noise(members, 3, 5)
+    for t in range(6):
+        out, after = net.unroll(x[:, t : t + 1], memory, fresh[:, t : t + 1])
+        assert after is not None and memories is not None
+        torch.testing.assert_close(out[:, 0], whole[:, t])
+        torch.testing.assert_close(after[:, 0], memories[:, t])
+        memory = after[:, 0]
+
+
+def test_a_new_game_begins_without_memory() -> None:
+    net, x = Net((4,), 3, CONFIGS[2], generators([0])), noise(1, 6, 2, 4)
+    fresh = torch.zeros(1, 6, 2, dtype=torch.bool)
+    fresh[0, 3, 1] = True
+    out, _ = net.unroll(x, noise(1, 2, 5), fresh)
+    anew, _ = net.unroll(x[:, 3:], net.empty(1, 2))
+    torch.testing.assert_close(out[:, 3:, 1], anew[:, :, 1])
+    assert not torch.allclose(out[:, 3:, 0], anew[:, :, 0])
+    given_none, _ = net.unroll(x)
+    given_empty, _ = net.unroll(x, net.empty(1, 2))
+    assert torch.equal(given_none, given_empty)
+
+
+def test_networks_without_memory_treat_every_moment_alike() -> None:
+    net, x = Net((2, 3), 4, CONFIGS[0], generators([0, 1])), noise(2, 5, 3, 2, 3)
+    out, memory = net.unroll(x)
+    assert memory is None
+    for t in range(5):
+        torch.testing.assert_close(out[:, t], net(x[:, t]))
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("view", [(35, 36, 3), (36, 35, 1), (5, 5, 4)])
+def test_too_few_pixels_are_refused(view: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="36 x 36 at least"):
+        Net(view, 2, NetConfig(), generators([0]))
+
+
+@pytest.mark.parametrize("wrong", [{"hidden": []}, {"memory": -1}, {"activation": "gelu"}])
+def test_shapes_that_are_none_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError):
+        NetConfig(**wrong)
+
+
+def test_bytes_in_a_row_are_numbers_too() -> None:
+    """Views of uint8 need not be pixels: a board of small whole numbers is one dimension of bytes."""
+    net = Net((4,), 3, CONFIGS[0], generators([0]))
+    board = torch.tensor(np.array([[[0, 1, 2, 3]]], np.uint8))
+    torch.testing.assert_close(net(board), net(board.float()))
