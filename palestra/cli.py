@@ -220,6 +220,37 @@ def evaluate(
     console.print(table)
 
 
+@app.command()
+def collect(
+    what: Annotated[Path, typer.Argument(help="a run in a vectorised game, RUN:NAME, or a config")],
+    out: Annotated[Path, typer.Option(help="the .npz file to write")],
+    seats: Annotated[
+        list[str] | None, typer.Option(help="who plays a seat: `agent_*=random`, `first_0=script:tracker`")
+    ] = None,
+    games: Annotated[int, typer.Option(min=1)] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="joint steps of every game")] = 500,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 plays the likeliest moves")] = None,
+    step: Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")] = None,
+    seed: int = 0,
+) -> None:
+    """Record play as demonstrations, for the algorithms that imitate (bc, gail).
+
+    Examples:
+
+        palestra collect runs/spread_mappo --out expert.npz
+
+        palestra collect configs/games/combat_vdn.yaml --seats 'unit_*=script:focus' --out focus.npz
+    """
+    with friendly():
+        if not plays_games(what):
+            raise ValueError(f"{what} is of language agents: their episodes are in the run's episodes/ already")
+        from palestra.evaluate_games import collect as record_games
+
+        options: dict[str, Any] = {"games": games, "steps": steps, "step": step, "seed": seed}
+        who = record_games(what, out, seat_pairs(seats), best=temperature == 0, **options)
+    say(f"{out}: {games * steps} joint steps of {', '.join(f'{seat}={name}' for seat, name in who.items())}")
+
+
 def plays_games(what: Path) -> bool:
     """Whether a run, RUN:NAME or a config is of a vectorised game."""
     from palestra.config import load

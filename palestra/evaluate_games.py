@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from palestra.algorithms.imitation import record
 from palestra.config import load, validate
 from palestra.drill import play_exam
 from palestra.envs import VectorEnv
@@ -18,6 +19,16 @@ from palestra.setup_games import GamesConfig, Script, fixed, make_games, member_
 from palestra.types import Seat
 
 MOST = 256  # games at once
+
+
+def collect(
+    path: Path, out: Path, seats: dict[str, str], *, games: int, steps: int, best: bool, step: int | None, seed: int
+) -> dict[Seat, str]:
+    """Records `steps` joint steps of every game, of the run's policies or of whom `seats` names, as demonstrations for
+    `bc` and `gail`; who sat where. The games are none that an exam plays."""
+    env, players = seated(path, {}, seats, games=games, swap=False, best=best, step=step)
+    record(env, players, steps, out, seed=derive(seed, "collect") >> 1 | 1 << 33)
+    return named(env, players)
 
 
 def evaluate_games(
@@ -34,10 +45,18 @@ def evaluate_games(
     """Who sat where, and the figures of `episodes` held-out games. `path` is a run, or RUN:NAME, which then plays every
     seat; `seats` maps seats (`*` stands for any letters) to policies of the run, RUN:NAME, `random`, or `script:NAME`.
     `best` plays likeliest actions, else policies draw theirs."""
+    made, players = seated(path, env, seats, games=min(episodes, MOST), swap=swap, best=best, step=step)
+    return named(made, players), play_exam(made, players, episodes, derive(seed, "eval"))
+
+
+def seated(
+    path: Path, env: dict[str, Any], seats: dict[str, str], *, games: int, swap: bool, best: bool, step: int | None
+) -> tuple[VectorEnv, list[Player]]:
+    """The env and who plays each of its seats; see `evaluate_games`."""
     run, _, everywhere = str(path).rpartition(":")
     path = Path(run) if run else path
     config = validate(GamesConfig, load(path / "config.yaml" if path.is_dir() else path))
-    made = make_games(config.env | env, min(episodes, MOST))
+    made = make_games(config.env | env, games)
     checkpoint = find_checkpoint(path, step) if path.is_dir() else None
     names = own_names(config, made)
     if run:
@@ -49,9 +68,12 @@ def evaluate_games(
         names |= dict.fromkeys(matched, str(name))
     if swap:
         names = swapped(names)
-    players = [player_of(config, checkpoint, made, seat, name, best) for seat, name in names.items()]
-    figures = play_exam(made, players, episodes, derive(seed, "eval"))
-    return {seat: player.names[0] for seat, player in zip(made.seats, players, strict=True)}, figures
+    return made, [player_of(config, checkpoint, made, seat, names[seat], best) for seat in made.seats]
+
+
+def named(env: VectorEnv, players: list[Player]) -> dict[Seat, str]:
+    """Who sits where, with versions."""
+    return {seat: player.names[0] for seat, player in zip(env.seats, players, strict=True)}
 
 
 def player_of(

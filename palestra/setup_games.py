@@ -15,9 +15,13 @@ import torch
 from pydantic import Field, model_validator
 
 from palestra.algorithms.a2c import A2C
+from palestra.algorithms.coma import COMA
+from palestra.algorithms.ddpg import DDPG, TD3
 from palestra.algorithms.dqn import DQN
+from palestra.algorithms.imitation import BC, GAIL
 from palestra.algorithms.ppo import PPO
 from palestra.algorithms.qmix import QMIX
+from palestra.algorithms.sac import SAC
 from palestra.config import Strict
 from palestra.drill import Drill, GamesExam, drill, just, restore
 from palestra.engine.memory import keep_freed_memory
@@ -63,7 +67,7 @@ class Script(Strict):
 
 
 GamePolicy = Annotated[LearningNet | FrozenNet | RandomMoves | Script, Field(discriminator="type")]
-GameAlgorithm = Annotated[PPO | A2C | DQN | QMIX, Field(discriminator="type")]
+GameAlgorithm = Annotated[PPO | A2C | DQN | QMIX | COMA | SAC | DDPG | TD3 | BC | GAIL, Field(discriminator="type")]
 
 
 class GamesExamConfig(Strict):

@@ -204,3 +204,27 @@ def test_mistakes_are_explained(tmp_path: Path, changes: dict[str, Any], message
     path = write(tmp_path, config(**changes))
     done = runner.invoke(app, ["train", str(path), "--dry-run"])
     assert done.exit_code == 2 and message in done.stderr, done.output
+
+
+def test_play_is_recorded_and_imitated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripted player of the combat game wins; a clone of a few thousand of its moves does too."""
+    monkeypatch.chdir(tmp_path)
+    tree = config(
+        name="clone",
+        env_steps=8 * 16 * 40,
+        env={"type": "combat", "map": "3m", "games": 8},
+        policies={"unit": {"type": "net", "lr": 3e-3, "seat_id": True}},
+        algorithm={"type": "bc", "demonstrations": "focus.npz", "updates": 60},
+        exams={"held_out": {"episodes": 50}},
+        log_every=0,
+    )
+    path = write(tmp_path, tree)
+    missing = runner.invoke(app, ["train", str(path)])
+    assert missing.exit_code == 2 and "focus.npz" in missing.stderr
+    script = ["--seats", "unit_*=script:focus", "--games", "32", "--steps", "400"]
+    expert = write(tmp_path, tree | {"name": "expert", "algorithm": {"type": "ppo"}})
+    done = runner.invoke(app, ["collect", str(expert), "--out", "focus.npz", *script])
+    assert done.exit_code == 0 and "12800 joint steps of unit_0=script:focus" in done.stdout, done.output
+    assert runner.invoke(app, ["train", str(path)]).exit_code == 0
+    before, after = (line["success"] for line in read_lines(tmp_path / "runs/clone/evals.jsonl"))
+    assert before < 0.1 and after > 0.5

@@ -308,7 +308,6 @@ class _Turns(_Ours, pettingzoo.AECEnv):
             return
         self._play_round()
         self._accumulate_rewards()
-        self._deads_step_first()
 
     def _play_round(self) -> None:
         frame = self.play(self._given)

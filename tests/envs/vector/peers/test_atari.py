@@ -47,6 +47,18 @@ def test_points_of_pong_are_won_by_one_and_lost_by_the_other() -> None:
     assert (1.0, -1.0) in points or (-1.0, 1.0) in points
 
 
+def test_games_in_processes_are_the_same() -> None:
+    here, there = (AtariEnv(2, options={"max_cycles": 40}, processes=processes) for processes in (0, 2))
+    rng, frame = np.random.default_rng(0), here.reset(np.arange(2))
+    there.reset(np.arange(2))
+    for _ in range(15):
+        actions = random_actions(here, frame, rng)
+        frame, other = here.step(actions), there.step(actions)
+        assert np.array_equal(frame.obs, other.obs) and np.array_equal(frame.over, other.over)
+        assert np.array_equal(frame.final_obs[frame.over], other.final_obs[frame.over])
+    there.close()
+
+
 def test_an_action_is_held_and_its_rewards_add_up() -> None:
     """Four steps without skipping are one with it."""
     held, single = game(), game(skip=1)

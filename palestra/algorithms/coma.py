@@ -1,0 +1,298 @@
+"""Counterfactual multi-agent policy gradients (Foerster et al., 2018).
+
+Each policy has a critic that sees everything (the env's global state, or all views together), what all the others do at
+that moment and which seat it judges, and puts out a value for every action of that seat; it remembers nothing. An
+action's credit is its value less what the seat could expect had it drawn anew while the others did what they did. Seats
+that do not learn are part of the env: no critic sees what they do.
+
+Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `C` = B*S columns, `N` seats, `A` actions
+of the seat that has most, `F` ended games, `D` numbers that a critic sees.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.algorithms.actor_critic import Part, shares
+from palestra.config import Strict
+from palestra.envs.vector.base import Arrays, Discrete, VectorEnv
+from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
+from palestra.losses import Scored
+from palestra.net_losses import policy_gradient_loss, value_loss
+from palestra.nets.heads import CategoricalHead
+from palestra.nets.layers import Net, generators
+from palestra.nets.returns import Course, gae
+from palestra.rollouts.play import derive
+from palestra.types import Batch, Metrics
+
+
+class COMA(Strict):
+    """Play `horizon` steps of every game, teach the critics in `epochs` passes over them, and then improve each policy
+    by one step. The critics' targets are TD(`lam`) returns, from copies of the critics renewed after every
+    `target_every` updates. `critic_lr` is the policy's where it is not given."""
+
+    type: Literal["coma"] = "coma"
+    horizon: int = Field(16, ge=1)
+    gamma: float = Field(0.99, ge=0, le=1)
+    lam: float = Field(0.8, ge=0, le=1)
+    entropy: float = Field(0.01, ge=0)
+    epochs: int = Field(4, ge=1)
+    minibatches: int = Field(4, ge=1)
+    critic_lr: float | None = Field(None, gt=0)
+    target_every: int = Field(5, ge=1)
+
+    def learner(
+        self,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> Coma:
+        return Coma(self, env, seats, policies, seeds, together)
+
+
+def counterfactual(q: Tensor, policy: Tensor, actions: Tensor) -> Tensor:
+    """What actions [...] add to the mean of the seat's own choices (Foerster et al., 2018, eq. 4), in units of return:
+    from values q [..., A] of each, the others' actions given, and the probabilities it drew with [..., A]."""
+    return q.gather(-1, actions[..., None])[..., 0] - (policy * q).sum(-1)
+
+
+@dataclass
+class Judge:
+    """The critics of a stack, and their older copies."""
+
+    net: Net
+    target: Net
+    optimizer: Optimizer
+
+
+@dataclass
+class Scene:
+    """Moments in any shape [...]: what critics see of all seats [..., N, D], and what each seat does there: its
+    probabilities [..., N, A] and its action [..., N], zeros for seats that do not learn."""
+
+    seen: Tensor
+    policy: Tensor
+    actions: Tensor
+
+
+class Coma(NetLearner):
+    def __init__(
+        self,
+        config: COMA,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> None:
+        sizes = [space.n for space in env.actions if isinstance(space, Discrete)]
+        if len(sizes) < len(env.actions):
+            raise ValueError(
+                f'coma weighs every action that a seat might have chosen, and env "{env.name}" has no lists of them: '
+                "use ppo or a2c"
+            )
+        super().__init__(env, seats, policies, seeds, together)
+        self.config, self.choices, self.updates = config, max(sizes), 0
+        self.learns = torch.zeros(len(env.seats), dtype=torch.bool)
+        self.learns[[seat for own in seats.values() for seat in own]] = True
+        self.judges = [self._judge_of(stack) for stack in self.stacks]
+
+    def _judge_of(self, stack: Stack) -> Judge:
+        N = len(self.env.seats)
+        whole = self.env.state_size or sum(int(np.prod(view)) for view in self.env.views)
+        seeds = [derive(self.seeds[name], "critic") for name in stack.seating.names]
+        lr = self.config.critic_lr or stack.config.lr
+        config = stack.config.model_copy(update={"memory": 0, "lr": lr})
+        net = Net((whole + N * self.choices + N,), stack.head.outputs, config, generators(seeds))
+        target = copy.deepcopy(net).requires_grad_(False)
+        return Judge(net, target, Optimizer(net, stack.seating.names, config, self.together))
+
+    # ---- learning
+
+    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
+        """`epochs` passes of the critics over the batch, then one step of the policies."""
+        self.random = torch.Generator().manual_seed(derive(self.seeds[self.names[0]], "coma", self.updates))
+        scene, targets, known = self._credit(batch)
+        lines: dict[str, Metrics] = {}
+        losses = [self._teach(i, scene, targets, known, progress) for i in range(len(self.stacks))]
+        q = self._values([judge.net for judge in self.judges], scene)
+        advantages = counterfactual(q, scene.policy, scene.actions)[:-1]
+        for stack, loss in zip(self.stacks, losses, strict=True):
+            for name, line in self._improve(stack, batch, advantages, progress).items():
+                lines[name] = {"value_loss": loss} | line
+        self.updates += 1
+        if self.updates % self.config.target_every == 0:
+            for judge in self.judges:
+                judge.target.load_state_dict(judge.net.state_dict())
+        return lines
+
+    @torch.no_grad()
+    def _credit(self, batch: Batch) -> tuple[Scene, Tensor, Tensor]:
+        """The moments of the batch [T+1, B], the critics' targets and which moves have them, [T, B, N] each.
+
+        What follows the last step, or a game that was cut off, is worth what a seat can expect there, the others' next
+        actions being drawn from their policies: those of the last step act, with what was legal then."""
+        scene, ends = self._scenes(batch)
+        targets = [judge.target for judge in self.judges]
+        q = self._values(targets, scene)
+        values = q.gather(-1, scene.actions[..., None])[..., 0]
+        values[-1] = (scene.policy * q).sum(-1)[-1]
+        bootstrap = torch.zeros(batch.rewards.shape)
+        times, games = _ends(batch)
+        if len(times):
+            cut = torch.from_numpy(batch.truncated & ~batch.terminated)[times, games]
+            worth = (ends.policy * self._values(targets, ends)).sum(-1)
+            bootstrap[times, games] = torch.where(cut[:, None], worth, 0.0)
+        rewards, over, acting = (torch.from_numpy(x) for x in (batch.rewards, batch.over, batch.acting))
+        course = Course(rewards, values, bootstrap, over, acting)
+        advantages, known = gae(course, gamma=self.config.gamma, lam=self.config.lam)
+        return scene, advantages + values[:-1], known
+
+    def _teach(self, i: int, scene: Scene, targets: Tensor, known: Tensor, progress: float) -> float:
+        """Teaches the critics of a stack their targets; the mean loss."""
+        stack, judge = self.stacks[i], self.judges[i]
+        rows = (scene.seen[:-1], scene.actions[:-1], targets, known.float())
+        seen, actions, target, weight = (stack.rows(x) for x in rows)
+        losses = []
+        for part in self._parts(weight[0].numel()):
+            q = judge.net(part(seen)[:, 0])[:, None]  # [P, 1, M, A]
+            taken = q.gather(-1, part(actions)[..., None])[..., 0]
+            loss = value_loss(taken, part(target), shares(part(weight)))
+            judge.optimizer.step(loss, progress)
+            losses.append(loss.item() / len(q))
+        return float(np.mean(losses))
+
+    def _parts(self, moves: int) -> Iterator[Part]:
+        """The minibatches of all epochs."""
+        for _ in range(self.config.epochs):
+            order = torch.randperm(moves, generator=self.random)
+            for index in order.chunk(self.config.minibatches):
+                yield Part(index, columns=False)
+
+    def _improve(self, stack: Stack, batch: Batch, advantages: Tensor, progress: float) -> dict[str, Metrics]:
+        """One step of the policies of a stack; figures by name."""
+        names = stack.seating.names
+        views, fresh, legal = self._given(stack, batch)
+        out, _ = stack.net.unroll(views[:, :-1], batch.memory.get("+".join(names)), fresh[:, :-1])
+        actions = stack.rows(batch.actions).long()
+        logp, entropy = stack.head.score(out, actions, None if legal is None else legal[:, :-1])
+        told = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
+        share = shares(stack.rows(batch.acting[:-1]).float())
+        total, lines = out.new_zeros(()), []
+        for p in range(len(names)):
+            own, spread, old, credit = (x[p].flatten() for x in told)
+            loss, figures = policy_gradient_loss(Scored(own, spread, old, None, credit, share[p].flatten()))
+            total = total + loss - self.config.entropy * (share[p].flatten() * spread).sum()
+            lines.append({"policy_loss": loss.detach(), **figures})
+        norms = stack.optimizer.step(total, progress)
+        stack.version += 1
+        if stack.norm:
+            seen = stack.seating.observe(batch.obs, 2)[:, :-1].flatten(1, 3)
+            stack.norm.see(seen, stack.rows(batch.acting[:-1]).flatten(1).float(), self.together.total)
+        return {name: means([lines[p] | {"gradient": norms[p]}]) for p, name in enumerate(names)}
+
+    # ---- what is seen and done
+
+    def _scenes(self, batch: Batch) -> tuple[Scene, Scene]:
+        """The moments of a batch [T+1, B], actions at the last one drawn; and the ends of games [F], all drawn."""
+        (T, B, N), A, F = batch.rewards.shape, self.choices, len(batch.final_obs)
+        policy, last = torch.zeros(T + 1, B, N, A), torch.zeros(F, N, A)
+        for stack in self.stacks:
+            seats, choices = stack.seating.flat, stack.head.outputs
+            moments, ends = self._probabilities(stack, batch)
+            policy[:, :, seats, :choices], last[:, seats, :choices] = moments, ends
+        times, games = _ends(batch)
+        acting = torch.from_numpy(batch.acting)
+        actions = torch.cat([torch.from_numpy(batch.actions).long() * self.learns, self._draw(policy[-1:])])
+        drawn = self._draw(last)
+        seen = self._seen(batch.obs, batch.state, actions, acting)
+        final = self._seen(batch.final_obs, batch.final_state, drawn, acting[times, games])
+        return Scene(seen, policy, actions), Scene(final, last, drawn)
+
+    def _given(self, stack: Stack, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the policies of a stack are given at every moment: views [P, T+1, C, ...], where games begin, masks."""
+        P, S = len(stack.seating.names), len(stack.seating.seats[0])
+        fresh = torch.from_numpy(batch.fresh).repeat_interleave(S, 1)
+        legal = None if batch.legal is None else stack.rows(batch.legal)
+        return stack.views(batch.obs), fresh.expand(P, *fresh.shape), legal
+
+    def _probabilities(self, stack: Stack, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Those of each action, at every moment [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
+        S, times, games = len(stack.seating.seats[0]), *_ends(batch)
+        views, fresh, legal = self._given(stack, batch)
+        out, memories = stack.net.unroll(views, batch.memory.get("+".join(stack.seating.names)), fresh)
+        moments = _logits(stack, out, legal).exp().unflatten(2, (-1, S)).movedim(0, 2).flatten(2, 3)
+        if not len(times):
+            return moments, moments[0, :0]
+
+        def at_ends(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
+
+        final, _ = stack.net.unroll(stack.views(batch.final_obs, 1)[:, None], at_ends(memories))
+        ends = _logits(stack, final[:, 0], at_ends(legal)).exp()
+        return moments, ends.unflatten(1, (-1, S)).movedim(0, 1).flatten(1, 2)
+
+    def _draw(self, policy: Tensor) -> Tensor:
+        """An action for each row of probabilities [..., A]; 0 where all are zero."""
+        race = torch.empty_like(policy).exponential_(generator=self.random)
+        return torch.argmax(policy / race, -1)
+
+    def _seen(self, obs: np.ndarray, state: np.ndarray | None, actions: Tensor, acting: Tensor) -> Tensor:
+        """What critics see for each seat [..., N, D]: everything, what the others do (one-hot), and the seat."""
+        N, A = len(self.env.seats), self.choices
+        flat = obs.reshape(*actions.shape, int(np.prod(obs.shape[actions.dim() :])))
+        views = [flat[..., n, : int(np.prod(view))] for n, view in enumerate(self.env.views)]
+        whole = torch.from_numpy(np.concatenate(views, -1) if state is None else state).float()
+        done = nn.functional.one_hot(actions, A) * (acting & self.learns)[..., None]
+        others = (done[..., None, :, :] * (1 - torch.eye(N))[..., None]).flatten(-2)
+        shape = (*actions.shape[:-1], N)
+        return torch.cat([whole[..., None, :].expand(*shape, -1), others, torch.eye(N).expand(*shape, N)], -1)
+
+    @torch.no_grad()
+    def _values(self, nets: list[Net], scene: Scene) -> Tensor:
+        """A value for each action of each seat [..., N, A] by the critics `nets`; 0 where there is none."""
+        q, lead = torch.zeros(scene.policy.shape), scene.policy.dim() - 2
+        for stack, net in zip(self.stacks, nets, strict=True):
+            rows = stack.seating.take(scene.seen, lead)  # [P, ..., S, D]
+            out = net(rows.flatten(1, -2)).unflatten(1, rows.shape[1:-1])
+            q[..., stack.seating.flat, : stack.head.outputs] = out.movedim(0, lead).flatten(lead, lead + 1)
+        return q
+
+    # ---- state
+
+    def modules(self) -> dict[str, nn.Module]:
+        nets = {f"critic.{i}": judge.net for i, judge in enumerate(self.judges)}
+        return super().modules() | nets | {f"target.{i}": judge.target for i, judge in enumerate(self.judges)}
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        return super().optimizers() | {f"critic_adam.{i}": judge.optimizer for i, judge in enumerate(self.judges)}
+
+    def arrays(self) -> Arrays:
+        return super().arrays() | {"updates": np.array([self.updates])}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().load(arrays)
+        self.updates = int(arrays["updates"][0])
+
+
+def _ends(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Step and game of every end."""
+    times, games = batch.ends
+    return torch.from_numpy(times), torch.from_numpy(games)
+
+
+def _logits(stack: Stack, out: Tensor, legal: Tensor | None) -> Tensor:
+    """Normalised log-probabilities of every action."""
+    head = stack.head
+    assert isinstance(head, CategoricalHead)
+    return head.logits(out, legal)

@@ -1,0 +1,133 @@
+"""Deep deterministic policy gradients (Lillicrap et al., 2016) and TD3 (Fujimoto et al., 2018); with a central critic
+MADDPG (Lowe et al., 2017) and MATD3. Discrete actions are drawn, with gradients by Gumbel-softmax, straight through
+(Jang et al., 2017), as Lowe et al. have them."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.algorithms.critics import copy_of
+from palestra.algorithms.off_policy import Answer, OffPolicy, OffPolicyConfig, Scene
+from palestra.envs.vector.base import Continuous, Discrete, Space
+from palestra.learners.nets import Stack
+from palestra.losses import Figures
+from palestra.nets.heads import CategoricalHead, Head
+from palestra.nets.layers import Net
+from palestra.nets.squashed import TanhHead, straight_through
+from palestra.policies.nets import Choose, sampling
+from palestra.q_losses_continuous import ascent_loss
+
+
+class DeterministicConfig(OffPolicyConfig, ABC):
+    """Continuous actions explore by normal noise, of deviation `noise` in half-widths of their bounds, which goes to
+    `noise_end` over the first `noise_share` of the run. Discrete ones are drawn; `temperature` is of the softmax that
+    their gradient comes from. `decay` weighs the mean square of the policy's outputs, which keeps it from the edges
+    where gradients vanish (as in the code of Lowe et al.)."""
+
+    noise: float = Field(0.1, ge=0)
+    noise_end: float | None = Field(None, ge=0)
+    noise_share: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(1.0, gt=0)
+    decay: float = Field(1e-3, ge=0)
+
+    def noise_at(self, progress: float) -> float:
+        """The deviation of the noise when so much of the run is done."""
+        end = self.noise if self.noise_end is None else self.noise_end
+        return self.noise + (end - self.noise) * min(1.0, progress / self.noise_share)
+
+
+class DDPG(DeterministicConfig):
+    """One critic for each policy, which climbs it."""
+
+    type: Literal["ddpg"] = "ddpg"
+
+    def teacher(self) -> Callable[..., OffPolicy]:
+        return Deterministic
+
+
+class TD3(DeterministicConfig):
+    """Two critics, of which targets take the lesser value; policies and targets move at every `delay`-th step; targets
+    judge actions with noise of deviation `smoothing`, cut off at `smoothing_clip`, in half-widths (none on discrete
+    actions, which are drawn anyway)."""
+
+    type: Literal["td3"] = "td3"
+    smoothing: float = Field(0.2, ge=0)
+    smoothing_clip: float = Field(0.5, ge=0)
+    delay: int = Field(2, ge=1)
+
+    def teacher(self) -> Callable[..., OffPolicy]:
+        return TwinDelayed
+
+
+class Deterministic(OffPolicy):
+    config: DeterministicConfig
+    twins = 1
+
+    def prepare(self) -> None:
+        self.copies = [copy_of(stack.net) for stack in self.stacks]
+
+    def head(self, space: Space) -> Head:
+        if isinstance(space, Continuous):
+            return TanhHead(space)
+        assert isinstance(space, Discrete)
+        return CategoricalHead(space)
+
+    def outputs(self, head: Head) -> int:
+        return head.width or head.outputs
+
+    def explore(self, stack: Stack, progress: float) -> Choose:
+        if isinstance(stack.seating.space, Continuous):
+            return sampling(TanhHead(stack.seating.space, self.config.noise_at(progress)))
+        return sampling(stack.head)
+
+    def answer(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+        return self._of(self.stacks[i].net, self.stacks[i].head, views, legal, generator)
+
+    def foresee(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+        """What the copies of the policies do."""
+        return self._of(self.copies[i], self.stacks[i].head, views, legal, generator)
+
+    def _of(self, net: Net, head: Head, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+        out = net(views)
+        if isinstance(head, TanhHead):
+            return Answer(out, torch.tanh(out))
+        assert isinstance(head, CategoricalHead)
+        return Answer(out, straight_through(head.logits(out, legal), generator, temperature=self.config.temperature))
+
+    def worth(self, i: int, q: Tensor, answer: Answer) -> Tensor:
+        return q.amin(0)[..., 0]
+
+    def loss(self, i: int, q: Tensor, answer: Answer, scene: Scene) -> tuple[Tensor, Figures]:
+        """By the first critic alone, as in Fujimoto et al."""
+        size = (scene.share[..., None] * answer.out.square()).sum(1).mean(-1)
+        return ascent_loss(q[0][..., 0], scene.share) + self.config.decay * size, {"outputs": size.detach()}
+
+    def followed(self) -> list[tuple[Net, Net]]:
+        nets = [stack.net for stack in self.stacks]
+        return super().followed() + list(zip(nets, self.copies, strict=True))
+
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {f"copy.{i}": net for i, net in enumerate(self.copies)}
+
+
+class TwinDelayed(Deterministic):
+    config: TD3
+    twins = 2
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.delay = self.config.delay
+
+    def foresee(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+        """With noise, so that a critic's sharp peaks mislead nobody."""
+        answer, clip = super().foresee(i, views, legal, generator), self.config.smoothing_clip
+        if isinstance(self.stacks[i].head, TanhHead):
+            noise = self.config.smoothing * torch.empty_like(answer.code).normal_(generator=generator)
+            answer.code = (answer.code + noise.clamp(-clip, clip)).clamp(-1, 1)
+        return answer

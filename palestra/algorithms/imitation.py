@@ -1,0 +1,364 @@
+"""Learning from demonstrations: behaviour cloning, and generative adversarial imitation (Ho & Ermon, 2016).
+
+Demonstrations are recorded moves of players of any kind, kept in a file by `record`. A policy imitates what was done at
+its own seats. Rewards of the env are never read.
+
+Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `C` = B*S columns, `N` seats, `A` actions,
+`L` steps in a row, `M` moves or rows of moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.algorithms.actor_critic import ActorCritic, ActorCriticConfig, shares
+from palestra.config import Strict
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
+from palestra.imitation_losses import Reward, discriminator_loss, gradient_penalty, imitation_reward
+from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
+from palestra.losses import Figures, Scored, clipped_policy_loss, cross_entropy_loss
+from palestra.nets.heads import head_for
+from palestra.nets.layers import Net, generators
+from palestra.policies.vector import Player
+from palestra.rollouts.play import derive
+from palestra.rollouts.sweep import Sweeper
+from palestra.types import Batch, Metrics
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """T joint steps of B games: `obs [T, B, N, *view]`, `actions [T, B, N, ...]`, who acted `[T, B, N]`, where games
+    begin (`fresh [T, B]`), and masks `legal [T, B, N, A]` where the env has them."""
+
+    obs: np.ndarray
+    actions: np.ndarray
+    acting: np.ndarray
+    fresh: np.ndarray
+    legal: np.ndarray | None = None
+
+
+def record(env: VectorEnv, players: Sequence[Player], steps: int, path: str | Path, *, seed: int = 0) -> None:
+    """Plays `steps` joint steps of every game and keeps them as demonstrations in an .npz file. The games are those of
+    the seeds from `seed` on."""
+    batch = Sweeper(env, seed + np.arange(env.games)).sweep(players, steps, seed)
+    kept: dict[str, Any] = {key: value for key, value in vars(moves_of(batch)).items() if value is not None}
+    with Path(path).open("wb") as file:  # a name given to NumPy might get another ending
+        np.savez_compressed(file, **kept)
+
+
+def moves_of(batch: Batch) -> Demonstrations:
+    """The moves of a batch, which it shares."""
+    legal = None if batch.legal is None else batch.legal[:-1]
+    return Demonstrations(batch.obs[:-1], batch.actions, batch.acting[:-1], batch.fresh[:-1], legal)
+
+
+def read_demonstrations(path: str | Path, env: VectorEnv) -> Demonstrations:
+    """What `record` kept. Raises ValueError where there is none, or where it is of another env."""
+    fix = "record them with palestra.algorithms.imitation.record"
+    other = f"the demonstrations in {path} are of another env"
+    try:
+        with Path(path).open("rb") as opened, np.load(opened) as file:  # NumPy leaves a broken file open
+            found = Demonstrations(**{name: file[name] for name in file.files})
+    except (OSError, TypeError, ValueError, BadZipFile) as error:
+        raise ValueError(f"{path} does not hold demonstrations ({error}): {fix}") from error
+    shapes = {"obs": [len(env.seats), *np.max(env.views, axis=0)], "actions": [len(env.seats), *_action_shape(env)]}
+    for name, want in shapes.items():
+        have = list(getattr(found, name).shape[2:])
+        if have != want:
+            raise ValueError(
+                f'{other}: {name} of a moment is {have}, and in env "{env.name}" {[int(size) for size in want]}; {fix}'
+            )
+    for seat, space in enumerate(env.actions):
+        done = found.actions[:, :, seat][found.acting[:, :, seat]]
+        if isinstance(space, Discrete) and done.size and done.max() >= space.n:
+            raise ValueError(
+                f'{other}: action {done.max()} of seat {env.seats[seat]}, which has {space.n} in "{env.name}"; {fix}'
+            )
+    return found
+
+
+def _action_shape(env: VectorEnv) -> list[int]:
+    """The shape of a seat's action as it is recorded: that of the seat with the longest."""
+    widths = [head_for(space).width for space in env.actions]
+    return [max(widths)] if any(widths) else []
+
+
+def encoded(space: Space, actions: Tensor) -> Tensor:
+    """Actions [...] as numbers [..., A']: one-hot, or half-widths of the space around its middle, from -1 to 1."""
+    if isinstance(space, Discrete):
+        return nn.functional.one_hot(actions.long(), space.n).float()
+    if isinstance(space, MultiDiscrete):
+        parts = [encoded(Discrete(size), actions[..., i]) for i, size in enumerate(space.sizes)]
+        return torch.cat(parts, -1)
+    low, high = torch.tensor(space.low), torch.tensor(space.high)
+    unit = (actions[..., : len(low)] - (low + high) / 2) / ((high - low) / 2)
+    return unit.clamp(-1, 1)
+
+
+def code_size(space: Space) -> int:
+    """How many numbers `encoded` makes."""
+    if isinstance(space, Continuous):
+        return len(space.low)
+    return space.n if isinstance(space, Discrete) else sum(space.sizes)
+
+
+class Shown:
+    """Moves at the seats of a stack, each part [P, T, C, ...]. `draw` picks rows of each member's: single moves, or
+    with `memory` rows from the beginning of a game on."""
+
+    def __init__(self, stack: Stack, moves: Demonstrations, memory: bool) -> None:
+        self.stack = stack
+        self.views = stack.seating.observe(moves.obs, 2).flatten(2, 3)
+        self.actions, self.acting = stack.rows(moves.actions), stack.rows(moves.acting)
+        self.actions = self.actions if self.actions.is_floating_point() else self.actions.long()
+        self.legal = None if moves.legal is None else stack.rows(moves.legal)
+        seats = len(stack.seating.seats[0])
+        self.fresh = torch.from_numpy(moves.fresh).repeat_interleave(seats, 1).expand(self.acting.shape)
+        begin = self.fresh if memory else self.acting
+        self.starts = [own.flatten().nonzero()[:, 0] for own in begin]  # t * C + c, where rows may begin
+
+    @property
+    def idle(self) -> list[str]:
+        """The policies that made no move."""
+        return [name for name, acting in zip(self.stack.seating.names, self.acting, strict=True) if not acting.any()]
+
+    def draw(self, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Where `count` rows of `length` steps are: numbers t * C + c, and whether it is a move to imitate, [P, L, M]
+        each."""
+        _, T, C = self.acting.shape
+        first = torch.stack([own[torch.randint(len(own), (count,), generator=generator)] for own in self.starts])
+        at = first[:, None] + C * torch.arange(length)[:, None]
+        inside = at < T * C
+        at = at.clamp(max=T * C - 1)
+        return at, inside & self.take(self.acting, at)
+
+    @staticmethod
+    def take(x: Tensor, at: Tensor) -> Tensor:
+        """[P, T, C, ...] -> [P, L, M, ...]."""
+        return x.flatten(1, 2)[torch.arange(len(x))[:, None, None], at]
+
+    def seen(self, at: Tensor) -> Tensor:
+        """What the networks see there."""
+        views = self.take(self.views, at)
+        return self.stack.norm.normalise(views) if self.stack.norm else views
+
+    def moves(self, at: Tensor) -> Tensor:
+        """What was seen and done at [P, 1, M], as numbers [P, M, D]."""
+        code = encoded(self.stack.seating.space, self.take(self.actions, at))
+        return torch.cat([self.seen(at).flatten(3).float(), code], -1)[:, 0]
+
+
+def demonstrated(path: str, learner: NetLearner, *, memory: bool) -> list[Shown]:
+    """What is shown to each stack. Raises ValueError where a policy is shown nothing."""
+    moves = read_demonstrations(path, learner.env)
+    found = [Shown(stack, moves, memory and bool(stack.config.memory)) for stack in learner.stacks]
+    for shown in found:
+        if shown.idle:
+            raise ValueError(f"in {path} nobody acts at the seats of policy {shown.idle[0]}: record more steps")
+        if not all(map(len, shown.starts)):
+            raise ValueError(f"in {path} no game begins, and a policy with memory learns from there: record more steps")
+    return found
+
+
+# ---- behaviour cloning
+
+
+class BC(Strict):
+    """Behaviour cloning: the likelihood of the moves in the file `demonstrations` (see `record`) is raised by `updates`
+    gradient steps, each on `batch` of them, after every `horizon` steps of play, which only show how it goes. A policy
+    with memory learns from `window` steps of a game from its beginning on."""
+
+    type: Literal["bc"] = "bc"
+    demonstrations: str
+    horizon: int = Field(16, ge=1)
+    updates: int = Field(8, ge=1)
+    batch: int = Field(256, ge=1)
+    window: int = Field(64, ge=1)
+    entropy: float = Field(0.0, ge=0)
+
+    def learner(
+        self,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> Clone:
+        return Clone(self, env, seats, policies, seeds, together)
+
+
+class Clone(NetLearner):
+    def __init__(
+        self,
+        config: BC,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> None:
+        super().__init__(env, seats, policies, seeds, together)
+        self.config = config
+        self.shown = demonstrated(config.demonstrations, self, memory=True)
+        for shown in self.shown:
+            if norm := shown.stack.norm:
+                norm.see(shown.views.flatten(1, 2), shown.acting.flatten(1).float(), self.together.total)
+
+    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
+        """`updates` gradient steps on the demonstrations; the batch is not looked at."""
+        lines: dict[str, list[Figures]] = {name: [] for name in self.names}
+        for shown in self.shown:
+            names = shown.stack.seating.names
+            seed = derive(self.seeds[names[0]], "bc", shown.stack.version)
+            generator = torch.Generator().manual_seed(seed)
+            for _ in range(self.config.updates):
+                for name, line in zip(names, self._learn(shown, generator, progress), strict=True):
+                    lines[name].append(line)
+        return {name: means(own) for name, own in lines.items()}
+
+    def _learn(self, shown: Shown, generator: torch.Generator, progress: float) -> list[Figures]:
+        """One gradient step; figures of each member."""
+        stack, length = shown.stack, self.config.window if shown.stack.config.memory else 1
+        at, moves = shown.draw(max(1, self.config.batch // length), length, generator)
+        out, _ = stack.net.unroll(shown.seen(at), None, shown.take(shown.fresh, at))
+        legal = None if shown.legal is None else shown.take(shown.legal, at)
+        logp, entropy = stack.head.score(out, shown.take(shown.actions, at), legal)
+        share = shares(moves.float())
+        total, lines = out.new_zeros(()), []
+        for own, spread, weight in zip(logp.flatten(1), entropy.flatten(1), share.flatten(1), strict=True):
+            loss, figures = cross_entropy_loss(Scored(own, spread, own, None, torch.ones_like(own), weight))
+            uncertainty = (weight * spread).sum()
+            total = total + loss - self.config.entropy * uncertainty
+            lines.append(figures | {"entropy": uncertainty.detach()})
+        norms = stack.optimizer.step(total, progress)
+        stack.version += 1
+        return [line | {"gradient": norm} for line, norm in zip(lines, norms, strict=True)]
+
+
+# ---- generative adversarial imitation
+
+
+class GAIL(ActorCriticConfig):
+    """Generative adversarial imitation: PPO (see there), rewarded for moves that a discriminator takes for those in the
+    file `demonstrations` (see `record`).
+
+    Before each of its updates the discriminator makes `rounds` gradient steps, each on `pairs` moves of either kind;
+    `penalty` weighs how much its slopes may differ from one. `reward: positive` is -log(1 - D), which favours long
+    games; `logit` can also be negative. `discriminator_lr` is the policy's where it is not given."""
+
+    type: Literal["gail"] = "gail"
+    demonstrations: str
+    reward: Reward = "positive"
+    rounds: int = Field(16, ge=1)
+    pairs: int = Field(256, ge=1)
+    penalty: float = Field(1.0, ge=0)
+    discriminator_lr: float | None = Field(None, gt=0)
+    epochs: int = Field(4, ge=1)
+    minibatches: int = Field(4, ge=1)
+    clip: float = Field(0.2, gt=0)
+
+    def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
+        return clipped_policy_loss(rows, clip=self.clip)
+
+    def learner(
+        self,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> Gail:
+        return Gail(self, env, seats, policies, seeds, together)
+
+
+@dataclass
+class Discriminator:
+    """Logits [P, R] of moves [P, R, D] being the expert's, a network for each member of a stack."""
+
+    net: Net
+    optimizer: Optimizer
+
+    def __call__(self, moves: Tensor) -> Tensor:
+        return self.net(moves)[..., 0]
+
+
+class Gail(ActorCritic):
+    def __init__(
+        self,
+        config: GAIL,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> None:
+        if any(len(view) == 3 for view in env.views):
+            raise ValueError(f'gail cannot see the pixels of env "{env.name}" beside actions: use bc')
+        super().__init__(config, env, seats, policies, seeds, together)
+        self.imitation = config
+        self.shown = demonstrated(config.demonstrations, self, memory=False)
+        self.discriminators = [self._discriminator(stack) for stack in self.stacks]
+
+    def _discriminator(self, stack: Stack) -> Discriminator:
+        seating = stack.seating
+        lr = self.imitation.discriminator_lr or stack.config.lr
+        config = stack.config.model_copy(update={"memory": 0, "lr": lr})
+        seeds = [derive(self.seeds[name], "discriminator") for name in seating.names]
+        net = Net((int(np.prod(seating.inputs)) + code_size(seating.space),), 1, config, generators(seeds))
+        return Discriminator(net, Optimizer(net, seating.names, config, self.together))
+
+    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
+        """Teaches the discriminators, puts what they say in the place of rewards, and improves the policies by them."""
+        rewards = np.zeros_like(batch.rewards)
+        lines: dict[str, Metrics] = {name: {} for name in self.names}
+        for shown, judge in zip(self.shown, self.discriminators, strict=True):
+            seating = shown.stack.seating
+            played = Shown(shown.stack, moves_of(batch), memory=False)
+            idle = self.together.total(torch.tensor([float(len(played.idle))]))
+            if not idle.item():  # in any process: a sweep may be too short for everybody to move
+                lines |= self._tell_apart(judge, shown, played, progress)
+            earned = self._by_seat(self._earned(judge, played), len(seating.seats[0]))
+            rewards[..., seating.flat] = earned.numpy()
+        learned = super().update(replace(batch, rewards=rewards), progress)
+        return {name: lines[name] | line for name, line in learned.items()}
+
+    def _tell_apart(self, judge: Discriminator, expert: Shown, policy: Shown, progress: float) -> dict[str, Metrics]:
+        """Teaches the discriminators of a stack; figures by name."""
+        config, names = self.imitation, expert.stack.seating.names
+        seed = derive(self.seeds[names[0]], "gail", expert.stack.version)
+        generator = torch.Generator().manual_seed(seed)
+        lines: list[Figures] = []
+        for _ in range(config.rounds):
+            theirs, ours = (side.moves(side.draw(config.pairs, 1, generator)[0]) for side in (expert, policy))
+            loss, figures = discriminator_loss(judge(theirs), judge(ours))
+            if config.penalty:
+                mix = torch.rand(*theirs.shape[:2], 1, generator=generator)
+                loss = loss + config.penalty * gradient_penalty(judge, theirs, ours, mix)
+            judge.optimizer.step(loss.sum(), progress)
+            lines.append(figures)
+        return {name: means([{k: v[p] for k, v in line.items()} for line in lines]) for p, name in enumerate(names)}
+
+    @torch.no_grad()
+    def _earned(self, judge: Discriminator, played: Shown) -> Tensor:
+        """What every move earns [P, T, C]; nothing where a seat did not act."""
+        P, T, C = played.acting.shape
+        logit = judge(played.moves(torch.arange(T * C).expand(P, 1, -1))).view(P, T, C)
+        return imitation_reward(logit, self.imitation.reward) * played.acting
+
+    # ---- state
+
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {f"discriminator.{i}": judge.net for i, judge in enumerate(self.discriminators)}
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        own = {f"discriminator_adam.{i}": judge.optimizer for i, judge in enumerate(self.discriminators)}
+        return super().optimizers() | own

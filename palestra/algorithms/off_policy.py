@@ -1,0 +1,383 @@
+"""What SAC, DDPG and TD3 share: remembered moments, critics that judge actions, targets that follow slowly.
+
+A policy's critics see what its seat sees and does (`critic: own`), or everything (`critic: central`, as in MADDPG of
+Lowe et al., 2017): the env's global state, or all views together; who acts, and what every learning seat does; which
+seat is asked about. Each seat learns from its own rewards. Seats that do not learn are part of the env: their next
+actions cannot be known, so no critic sees any of them.
+
+Critics of their own count time in a seat's decisions. Central ones count every step of the env, also those at which
+their seat does not act, as in games of turns: what it does there is nothing, for sure.
+
+Shapes: `K` critics, `P` members of a stack, `M` moments, `S` seats of a member, `R` = M*S rows, `N` seats, `A` numbers
+of an action's code, `J` of the codes of all seats that learn, `O` outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from palestra.algorithms.critics import Critic, copy_of, follow, held
+from palestra.config import Strict
+from palestra.envs.vector.base import Arrays, MultiDiscrete, Space, VectorEnv
+from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, part
+from palestra.losses import Figures
+from palestra.nets.heads import NEVER, Head
+from palestra.nets.layers import Net, generators
+from palestra.nets.replay import Moves, Replay
+from palestra.nets.seating import Seating
+from palestra.nets.squashed import LOG_2, BoundedHead, Codes, idle
+from palestra.policies.nets import Choose, NetPlayer, sampling
+from palestra.q_losses_continuous import critic_loss, td_target
+from palestra.rollouts.play import derive
+from palestra.types import Batch, Metrics
+
+
+class OffPolicyConfig(Strict, ABC):
+    """Play `horizon` steps of every game, remember them, then make `updates` gradient steps, each on `batch` moments
+    drawn from the last `capacity`. The first `warmup` moments are played at random. Targets come from copies of the
+    networks that move `tau` of the way after each step. `critic_lr` is the policy's where it is not given."""
+
+    horizon: int = Field(8, ge=1)
+    updates: int = Field(8, ge=1)
+    batch: int = Field(256, ge=1)
+    warmup: int = Field(1000, ge=1)
+    capacity: int = Field(100_000, ge=1)
+    gamma: float = Field(0.99, ge=0, le=1)
+    tau: float = Field(0.005, gt=0, le=1)
+    critic: Literal["own", "central"] = "own"
+    critic_lr: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _learns(self) -> OffPolicyConfig:
+        if self.warmup > self.capacity:
+            raise ValueError(
+                f"warmup is {self.warmup}, but only {self.capacity} moments are remembered (capacity), so learning "
+                "would never begin: lower the one or raise the other"
+            )
+        return self
+
+    @abstractmethod
+    def teacher(self) -> Callable[..., OffPolicy]:
+        """What learns by this config."""
+
+    def learner(
+        self,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> OffPolicy:
+        return self.teacher()(self, env, seats, policies, seeds, together)
+
+
+@dataclass
+class Answer:
+    """What the policies of a stack do: the networks' outputs [P, R, O], codes of actions [P, R, A], and where the
+    algorithm needs them log-probabilities: [P, R] of what was drawn, or [P, R, A] of every discrete action."""
+
+    out: Tensor
+    code: Tensor
+    logp: Tensor | None = None
+
+
+@dataclass
+class Scene:
+    """What one stack learns from: what its policies see [P, R, *view] and may do, what its critics see [P, R, ...],
+    codes of what was done [P, R, A]; what each row counts for the critics [P, R], and for the policies, for whom only
+    those count in which the seat acted; both are 1 in sum for each seat."""
+
+    views: Tensor
+    legal: Tensor | None
+    seen: Tensor
+    code: Tensor
+    judged: Tensor
+    share: Tensor
+
+
+class OffPolicy(NetLearner):
+    """An algorithm says how its policies answer, what an answer is worth and what makes a policy better. `twins`
+    critics judge each policy; policies and targets move at every `delay`-th step."""
+
+    twins = 2
+    delay = 1
+
+    def __init__(
+        self,
+        config: OffPolicyConfig,
+        env: VectorEnv,
+        seats: dict[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> None:
+        refuse(config, env, policies, self.branches(env.actions[0]))
+        super().__init__(env, seats, policies, seeds, together)
+        self.config = config
+        self.codes = Codes({seat: stack.head for stack in self.stacks for seat in stack.seating.flat})
+        self.critics = [self._critic(stack) for stack in self.stacks]
+        self.replay = Replay(
+            config.capacity, gamma=config.gamma, seats=sorted(self.codes.heads), joint=config.critic == "central"
+        )
+        self.steps = 0
+        self.prepare()
+
+    # ---- what an algorithm says
+
+    def prepare(self) -> None:
+        """Makes what else it needs."""
+
+    @abstractmethod
+    def head(self, space: Space) -> Head:
+        """The policies' distribution over actions."""
+
+    def branches(self, space: Space) -> bool:
+        """Whether critics put out a value for each action, see `Critic`."""
+        return False
+
+    @abstractmethod
+    def answer(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+        """What the policies of stack i do; gradients flow through it to their networks."""
+
+    @abstractmethod
+    def foresee(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+        """What targets take them to do."""
+
+    @abstractmethod
+    def worth(self, i: int, q: Tensor, answer: Answer) -> Tensor:
+        """The value [P, R] that targets give to a moment, from those of its answer [K, P, R, O]."""
+
+    @abstractmethod
+    def loss(self, i: int, q: Tensor, answer: Answer, scene: Scene) -> tuple[Tensor, Figures]:
+        """The policies' losses [P] and figures [P]."""
+
+    def adapt(self, i: int, answer: Answer, scene: Scene, progress: float) -> Figures:
+        """What else changes when a policy does."""
+        return {}
+
+    # ---- construction
+
+    def stack(self, seating: Seating) -> Stack:
+        made = super().stack(seating)
+        made.head = self.head(seating.space)
+        return made
+
+    def _critic(self, stack: Stack) -> Critic:
+        seating, branches = stack.seating, self.branches(stack.seating.space)
+        width = len(self.codes.columns[seating.flat[0]])
+        view = seating.inputs
+        if self.config.critic == "central":
+            whole = self.env.state_size or sum(view[0] for view in self.env.views)
+            view = (whole + 2 * len(self.env.seats) + self.codes.size,)
+        view = view if branches else (view[0] + width,)
+        seeds = [derive(self.seeds[name], "critic", k) for k in range(self.twins) for name in seating.names]
+        net = Net(view, width if branches else 1, stack.config, generators(seeds))
+        config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
+        return Critic(
+            net, copy_of(net), Optimizer(net, seating.names * self.twins, config, self.together), self.twins, branches
+        )
+
+    # ---- play
+
+    @property
+    def warm(self) -> bool:
+        """Whether enough is remembered to learn from."""
+        return len(self.replay) >= self.config.warmup
+
+    def players(self, progress: float) -> list[NetPlayer]:
+        return [
+            stack.player(self.explore(stack, progress) if self.warm else uniform(stack.head)) for stack in self.stacks
+        ]
+
+    def explore(self, stack: Stack, progress: float) -> Choose:
+        """How the policies of a stack play in training."""
+        return sampling(stack.head)
+
+    # ---- learning
+
+    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
+        """Remembers the batch; then `updates` gradient steps, once `warmup` moments are there."""
+        self.replay.add(batch)
+        self._see(batch)
+        lines: list[list[Figures]] = [[] for _ in self.stacks]
+        if self.warm:
+            rng = np.random.default_rng(derive(self.seeds[self.names[0]], "moments", self.steps))
+            generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
+            for _ in range(self.config.updates):
+                moves = self.replay.sample(self.config.batch, rng)
+                for own, line in zip(lines, self.learn(moves, generator, progress), strict=True):
+                    own.append(line)
+        means = [mean_of(own) for own in lines]
+        return {
+            name: {key: float(value[p]) for key, value in line.items()}
+            for stack, line in zip(self.stacks, means, strict=True)
+            for p, name in enumerate(stack.seating.names)
+        }
+
+    def _see(self, batch: Batch) -> None:
+        """What running norms are made of."""
+        for stack in self.stacks:
+            if stack.norm:
+                rows = stack.seating.observe(batch.obs, 2)[:, :-1].flatten(1, 3)
+                stack.norm.see(rows, stack.rows(batch.acting[:-1]).flatten(1).float(), self.together.total)
+
+    def learn(self, moves: Moves, generator: torch.Generator, progress: float) -> list[Figures]:
+        """One gradient step of all critics, and when it is time of the policies; figures by stack."""
+        targets = self.targets(moves, generator)
+        joint = self.codes.of(moves.actions, moves.acting)
+        scenes = [self._scene(stack, moves, joint) for stack in self.stacks]
+        lines = [self._judge(*judged, progress) for judged in zip(self.critics, scenes, targets, strict=True)]
+        self.steps += 1
+        if self.steps % self.delay == 0:
+            for i, scene in enumerate(scenes):
+                lines[i] |= self._improve(i, scene, generator, progress)
+            for net, target in self.followed():
+                follow(net, target, self.config.tau)
+        return lines
+
+    @torch.no_grad()
+    def targets(self, moves: Moves, generator: torch.Generator) -> list[Tensor]:
+        """What the actions taken turned out to be worth, [P, R] for each stack."""
+        answers = [self._next(i, moves, generator) for i in range(len(self.stacks))]
+        joint = torch.zeros(len(moves.rewards), self.codes.size)
+        for stack, answer in zip(self.stacks, answers, strict=True):
+            self.codes.put(joint, stack.seating, answer.code)
+        targets = []
+        for i, (stack, critic, answer) in enumerate(zip(self.stacks, self.critics, answers, strict=True)):
+            seen = self._seen(stack, moves.next_obs, moves.next_state, moves.next_acting, joint)
+            value = self.worth(i, critic.judge(critic.target, seen, answer.code), answer)
+            targets.append(td_target(stack.rows(moves.rewards, 1), stack.rows(moves.discounts, 1), value))
+        return targets
+
+    def _next(self, i: int, moves: Moves, generator: torch.Generator) -> Answer:
+        """What the policies of stack i do next, for sure nothing where they do not act."""
+        stack = self.stacks[i]
+        answer = self.foresee(i, stack.views(moves.next_obs, 1), rows_of(stack, moves.next_legal), generator)
+        if self.config.critic == "own":  # what is next is the seat's own next decision
+            return answer
+        acting, nothing = stack.rows(moves.next_acting, 1)[..., None], idle(stack.head)
+        answer.code = torch.where(acting, answer.code, nothing)
+        if answer.logp is not None:
+            certain = (1 - nothing) * NEVER if answer.logp.dim() > 2 else torch.zeros(1)
+            logp = answer.logp if answer.logp.dim() > 2 else answer.logp[..., None]
+            answer.logp = torch.where(acting, logp, certain).view_as(answer.logp)
+        return answer
+
+    def _scene(self, stack: Stack, moves: Moves, joint: Tensor) -> Scene:
+        weight = stack.seating.take(moves.weight, 1)  # [P, M, S]
+        return Scene(
+            views=stack.views(moves.obs, 1),
+            legal=rows_of(stack, moves.legal),
+            seen=self._seen(stack, moves.obs, moves.state, moves.acting, joint),
+            code=self.codes.own(joint, stack.seating),
+            judged=shares(weight),
+            share=shares(weight * stack.seating.take(moves.acting, 1)),
+        )
+
+    def _judge(self, critic: Critic, scene: Scene, target: Tensor, progress: float) -> Figures:
+        q = critic.of_taken(scene.seen, scene.code)
+        loss = critic_loss(q, target, scene.judged)
+        critic.optimizer.step(loss.sum(), progress)
+        seats = scene.judged.sum(1).clamp(min=1e-8)
+        return {"critic_loss": loss.detach(), "q": (scene.judged * q[0].detach()).sum(1) / seats}
+
+    def _improve(self, i: int, scene: Scene, generator: torch.Generator, progress: float) -> Figures:
+        stack, critic = self.stacks[i], self.critics[i]
+        answer = self.answer(i, scene.views, scene.legal, generator)
+        with held(critic.net):
+            q = critic.judge(critic.net, scene.seen, answer.code)
+        loss, figures = self.loss(i, q, answer, scene)
+        norms = stack.optimizer.step(loss.sum(), progress)
+        stack.version += 1
+        figures = {"policy_loss": loss.detach(), "gradient": norms} | figures
+        return figures | self.adapt(i, answer, scene, progress)
+
+    def _seen(self, stack: Stack, obs: Tensor, state: Tensor | None, acting: Tensor, joint: Tensor) -> Tensor:
+        """What the critics of a stack see besides their seat's own action [P, R, ...]."""
+        if self.config.critic == "own":
+            return stack.views(obs, 1)
+        seating, N = stack.seating, len(self.env.seats)
+        views = [obs[:, seat, : view[0]] for seat, view in enumerate(self.env.views)] if state is None else [state]
+        whole = torch.cat([*views, acting.float()], -1)[None, :, None]
+        others = self.codes.others(joint, seating)
+        ids = torch.eye(N)[torch.tensor(seating.seats)][:, None]  # [P, 1, S, N]
+        shape = others.shape[:3]
+        seen = torch.cat([whole.expand(*shape, -1), ids.expand(*shape, N), others], -1)
+        return seen.flatten(1, 2)
+
+    # ---- state
+
+    def followed(self) -> list[tuple[Net, Net]]:
+        """Networks and the copies that follow them."""
+        return [(critic.net, critic.target) for critic in self.critics]
+
+    def modules(self) -> dict[str, nn.Module]:
+        nets = {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)}
+        return super().modules() | nets | {f"target.{i}": critic.target for i, critic in enumerate(self.critics)}
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
+
+    def arrays(self) -> Arrays:
+        replay = {f"replay/{name}": array for name, array in self.replay.arrays().items()}
+        return super().arrays() | replay | {"steps": np.array([self.steps])}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().load(arrays)
+        self.replay.load(part(arrays, "replay"))
+        self.steps = int(arrays["steps"][0])
+
+
+def refuse(config: OffPolicyConfig, env: VectorEnv, policies: Mapping[str, NetPolicyConfig], branches: bool) -> None:
+    """Raises ValueError for what these algorithms cannot learn."""
+    kind = getattr(config, "type", "this algorithm")
+    for name, policy in policies.items():
+        if policy.memory:
+            raise ValueError(
+                f"policy {name} has memory, but {kind} learns from single moments, before which nothing is "
+                "remembered: set memory: 0, or train it with ppo or a2c"
+            )
+    if isinstance(env.actions[0], MultiDiscrete):
+        raise ValueError(f'env "{env.name}" takes several choices at once, which {kind} cannot learn: use ppo or a2c')
+    pixels = any(len(view) > 1 for view in env.views)
+    if pixels and not (branches if config.critic == "own" else env.state_size):
+        raise ValueError(f'critics of {kind} cannot see the pixels of env "{env.name}" beside actions: use ppo or a2c')
+
+
+def uniform(head: Head) -> Choose:
+    """Draws any legal action alike."""
+
+    def choose(out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        if isinstance(head, BoundedHead):
+            unit = torch.empty(*out.shape[:-1], head.width).uniform_(-1, 1, generator=generator)
+            return head.scale(unit), torch.full(unit.shape[:-1], -head.width * LOG_2)
+        return head.sample(torch.zeros_like(out), legal, generator)
+
+    return choose
+
+
+def shares(weight: Tensor) -> Tensor:
+    """Weights [P, M, S] as shares of each seat's whole [P, R]; zeros where it has none."""
+    return (weight / weight.sum(1, keepdim=True).clamp(min=1e-8)).flatten(1, 2)
+
+
+def rows_of(stack: Stack, x: Tensor | None) -> Tensor | None:
+    """[M, N, ...] -> [P, R, ...], where there is anything."""
+    return None if x is None else stack.rows(x, 1)
+
+
+def mean_of(lines: Sequence[Figures]) -> Figures:
+    """The mean of each figure over the lines that have it."""
+    found: dict[str, list[Tensor]] = {}
+    for line in lines:
+        for key, value in line.items():
+            found.setdefault(key, []).append(value)
+    return {key: torch.stack(values).mean(0) for key, values in found.items()}

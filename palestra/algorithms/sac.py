@@ -1,0 +1,129 @@
+"""Soft actor-critic: for continuous actions (Haarnoja et al., 2018) and, by the same name, for discrete ones
+(Christodoulou, 2019); with a central critic, MASAC."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.algorithms.off_policy import Answer, OffPolicy, OffPolicyConfig, Scene
+from palestra.envs.vector.base import Continuous, Discrete, Space
+from palestra.learners.nets import Optimizer
+from palestra.losses import Figures
+from palestra.nets.heads import CategoricalHead, Head
+from palestra.nets.squashed import SquashedHead, one_hot
+from palestra.q_losses_continuous import ascent_loss, soft_value, soft_value_of_all, temperature_loss
+
+
+class SAC(OffPolicyConfig):
+    """A policy is paid for being random: `alpha` is the price of a nat. With `learn_alpha` it moves, so that the
+    policy keeps `entropy`: nats for each number of a continuous action (counted in half-widths of its bounds, where
+    uniform has 0.69), a share of what is possible for discrete ones. By default -1 (Haarnoja et al., 2018b), and 0.5:
+    Christodoulou's 0.98 keeps play nearly uniform, which others at the table would have to bear."""
+
+    type: Literal["sac"] = "sac"
+    alpha: float = Field(0.2, gt=0)
+    learn_alpha: bool = True
+    entropy: float | None = None
+
+    def teacher(self) -> Callable[..., OffPolicy]:
+        return SoftActorCritic
+
+
+DISCRETE, CONTINUOUS = 0.5, -1.0  # what `entropy` is where it is not set
+
+
+class Temperature(nn.Module):
+    """The price of a nat of each of P members, as its logarithm."""
+
+    def __init__(self, members: int, start: float) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.full((members, 1), math.log(start)))
+
+    def forward(self) -> Tensor:
+        """[P, 1], without gradients."""
+        return self.log.detach().exp()
+
+
+class SoftActorCritic(OffPolicy):
+    config: SAC
+
+    def prepare(self) -> None:
+        wanted = self.config.entropy
+        if wanted is not None and self.critics[0].branches and not 0 <= wanted <= 1:
+            raise ValueError(
+                f'entropy is {wanted}, but actions of env "{self.env.name}" are discrete, and of them it is a share of '
+                "what is possible: give a number from 0 to 1"
+            )
+        self.alphas = [Temperature(len(stack.seating.names), self.config.alpha) for stack in self.stacks]
+        self.alpha_adams = [
+            Optimizer(alpha, stack.seating.names, stack.config, self.together)
+            for alpha, stack in zip(self.alphas, self.stacks, strict=True)
+        ]
+
+    def head(self, space: Space) -> Head:
+        if isinstance(space, Continuous):
+            return SquashedHead(space)
+        assert isinstance(space, Discrete)
+        return CategoricalHead(space)
+
+    def branches(self, space: Space) -> bool:
+        return isinstance(space, Discrete)
+
+    def answer(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+        out, head = self.stacks[i].net(views), self.stacks[i].head
+        if isinstance(head, SquashedHead):
+            return Answer(out, *head.draw(out, generator))
+        assert isinstance(head, CategoricalHead)
+        drawn, _ = head.sample(out.detach(), legal, generator)
+        return Answer(out, one_hot(drawn, head.outputs), head.logits(out, legal))
+
+    def foresee(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+        return self.answer(i, views, legal, generator)
+
+    def worth(self, i: int, q: Tensor, answer: Answer) -> Tensor:
+        assert answer.logp is not None
+        least, alpha = q.amin(0), self.alphas[i]()
+        if self.critics[i].branches:
+            return soft_value_of_all(least, answer.logp, alpha)
+        return soft_value(least[..., 0], answer.logp, alpha)
+
+    def loss(self, i: int, q: Tensor, answer: Answer, scene: Scene) -> tuple[Tensor, Figures]:
+        return ascent_loss(self.worth(i, q, answer), scene.share), {}
+
+    def adapt(self, i: int, answer: Answer, scene: Scene, progress: float) -> Figures:
+        """Moves the temperature."""
+        entropy = self._entropy(i, answer)
+        share, alpha = scene.share, self.alphas[i]
+        if self.config.learn_alpha:
+            loss = temperature_loss(alpha.log, entropy, self._wanted(i, scene), share)
+            self.alpha_adams[i].step(loss.sum(), progress)
+        mean = (share * entropy).sum(1) / share.sum(1).clamp(min=1e-8)
+        return {"entropy": mean, "alpha": alpha()[:, 0]}
+
+    def _entropy(self, i: int, answer: Answer) -> Tensor:
+        """Nats of each row [P, R]; of continuous actions an estimate from what was drawn."""
+        assert answer.logp is not None
+        logp = answer.logp.detach()
+        return -(logp.exp() * logp).sum(-1) if self.critics[i].branches else -logp
+
+    def _wanted(self, i: int, scene: Scene) -> Tensor:
+        """The entropy that the temperature is to keep [P, R]."""
+        head, set_to = self.stacks[i].head, self.config.entropy
+        if isinstance(head, SquashedHead):
+            return torch.full(scene.share.shape, (CONTINUOUS if set_to is None else set_to) * head.width)
+        share = DISCRETE if set_to is None else set_to
+        choices = torch.full(scene.share.shape, float(head.outputs))
+        choices = choices if scene.legal is None else scene.legal.sum(-1).clamp(min=1)
+        return share * torch.log(choices)
+
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {f"alpha.{i}": alpha for i, alpha in enumerate(self.alphas)}
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        return super().optimizers() | {f"alpha_adam.{i}": adam for i, adam in enumerate(self.alpha_adams)}

@@ -1,0 +1,325 @@
+"""Imitation: losses by hand, demonstrations in files, and experts that are imitated from few games."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vector_toys import Countdown, Cues, Track, mean_return, train
+
+from palestra.algorithms.imitation import BC, GAIL, encoded, read_demonstrations, record
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.imitation_losses import discriminator_loss, gradient_penalty, imitation_reward
+from palestra.learners.nets import NetLearner, NetPolicyConfig
+from palestra.policies.vector import Player, Scripted, Uniform
+from palestra.rollouts.sweep import Sweeper
+
+POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
+
+
+def learner(config: BC | GAIL, env: VectorEnv, seats: dict[str, list[int]], policy: NetPolicyConfig = POLICY) -> Any:
+    seeds = {name: number for number, name in enumerate(seats)}
+    return config.learner(env, seats, dict.fromkeys(seats, policy), seeds)
+
+
+def right(env: VectorEnv, seat: int) -> np.ndarray:
+    """The right answers of `Cues`."""
+    return ((env.memory["cue"] + seat) % 3).astype(np.int32)  # type: ignore[attr-defined]
+
+
+def steady(env: VectorEnv, seat: int) -> np.ndarray:
+    """Brings the cart of `Track` to a stand."""
+    place, speed = env.memory["cart"].T  # type: ignore[attr-defined]
+    return np.clip(-2.0 * place - 2.0 * speed, -1, 1).astype(np.float32)[:, None]
+
+
+def shown(env: VectorEnv, script: Callable[[VectorEnv, int], np.ndarray], steps: int, path: Path) -> str:
+    """A file of what a script does at all seats."""
+    record(env, [Scripted(env, range(len(env.seats)), script)], steps, path)
+    return str(path)
+
+
+def snapshot(made: NetLearner) -> dict[str, np.ndarray]:
+    return {key: value.copy() for key, value in made.arrays().items()}
+
+
+# ---- losses by hand
+
+
+def test_a_discriminators_loss_worked_by_hand() -> None:
+    expert, policy = torch.tensor([[0.0, math.log(3)]]), torch.tensor([[-math.log(4), 0.5]])
+    loss, figures = discriminator_loss(expert, policy)
+    # D is 1/2 and 3/4 of the expert's moves, 1/5 and sigmoid(.5) of the policy's
+    by_hand = -(math.log(1 / 2) + math.log(3 / 4)) / 2 - (math.log(4 / 5) + math.log(1 - 1 / (1 + math.exp(-0.5)))) / 2
+    assert loss.tolist() == pytest.approx([by_hand])
+    assert figures["told_apart"].item() == (1 / 2 + 1 / 2) / 2
+
+
+def test_who_cannot_tell_loses_twice_the_logarithm_of_two() -> None:
+    loss, _ = discriminator_loss(torch.zeros(2, 5), torch.zeros(2, 7))
+    assert loss.tolist() == pytest.approx([2 * math.log(2)] * 2)
+
+
+def test_the_best_discriminator_knows_the_ratio_of_frequencies() -> None:
+    """Expert's moves are 3, 1, 0 of 4, the policy's 1, 1, 2: the logits log(3), log(1) leave no gradient."""
+    logit = torch.tensor([math.log(3), 0.0, -40.0], requires_grad=True)
+    expert, policy = logit[[0, 0, 0, 1]], logit[[0, 1, 2, 2]]
+    discriminator_loss(expert[None], policy[None])[0].sum().backward()
+    assert logit.grad is not None and logit.grad.tolist() == pytest.approx([0, 0, 0], abs=1e-6)
+
+
+def test_members_lose_apart() -> None:
+    expert = torch.zeros(2, 3, requires_grad=True)
+    discriminator_loss(expert, torch.zeros(2, 3))[0][1].backward()
+    assert expert.grad is not None and not expert.grad[0].any() and (expert.grad[1] < 0).all()
+
+
+@pytest.mark.parametrize("logit", [-30.0, -1.0, 0.0, 2.0, 30.0])
+def test_rewards_worked_by_hand(logit: float) -> None:
+    likely = 1 / (1 + math.exp(-logit))
+    positive = imitation_reward(torch.tensor(logit, dtype=torch.float64), "positive").item()
+    assert positive == pytest.approx(-math.log(1 - likely) if likely < 1 - 1e-9 else logit, rel=1e-6)
+    assert imitation_reward(torch.tensor(logit), "logit").item() == logit
+
+
+def test_slopes_are_measured_between_the_two_kinds() -> None:
+    weight = torch.tensor([3.0, 4.0], requires_grad=True)  # a plane: its slope is 5 everywhere
+    penalty = gradient_penalty(lambda x: x @ weight, torch.ones(1, 6, 2), torch.zeros(1, 6, 2), torch.rand(1, 6, 1))
+    assert penalty.tolist() == pytest.approx([16])
+    penalty.sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == pytest.approx([2 * 4 * 3 / 5, 2 * 4 * 4 / 5])
+    bowl = gradient_penalty(  # half the square: the slope is the place itself
+        lambda x: x.square().sum(-1) / 2,
+        torch.full((1, 1, 1), 6.0),
+        torch.full((1, 1, 1), 2.0),
+        torch.full((1, 1, 1), 0.25),
+    )
+    assert bowl.tolist() == pytest.approx([(3 - 1) ** 2])
+
+
+def test_actions_as_numbers() -> None:
+    assert encoded(Discrete(3), torch.tensor([2, 0])).tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert encoded(MultiDiscrete((2, 3)), torch.tensor([[1, 0]])).tolist() == [[0, 1, 1, 0, 0]]
+    sides = Continuous((0.0, -1.0), (4.0, 1.0))
+    assert encoded(sides, torch.tensor([[3.0, 0.5], [9.0, -9.0]])).tolist() == [[0.5, 0.5], [1, -1]]
+    assert encoded(Continuous((0.0,), (4.0,)), torch.tensor([[3.0, 7.0]])).tolist() == [[0.5]]  # the rest is padding
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_what_was_played_is_what_is_read(turns: bool, tmp_path: Path) -> None:
+    env = Countdown(4, turns=turns)
+    record(env, [Uniform(env, [0, 1])], 9, tmp_path / "moves.npz", seed=3)
+    batch = Sweeper(env, 3 + np.arange(4)).sweep([Uniform(env, [0, 1])], 9, 3)
+    found = read_demonstrations(tmp_path / "moves.npz", env)
+    assert len(list(tmp_path.iterdir())) == 1
+    for name in ("obs", "acting", "fresh", "legal"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(batch, name)[:-1])
+    np.testing.assert_array_equal(found.actions, batch.actions)
+
+
+def test_a_file_is_called_what_it_was_to_be_called(tmp_path: Path) -> None:
+    env = Track(2)
+    record(env, [Uniform(env, [0])], 3, tmp_path / "moves")
+    assert read_demonstrations(tmp_path / "moves", env).legal is None
+
+
+def test_what_are_no_demonstrations_is_said(tmp_path: Path) -> None:
+    env = Cues(2)
+    with pytest.raises(ValueError, match=r"none\.npz does not hold demonstrations \(.*No such file"):
+        learner(BC(demonstrations=str(tmp_path / "none.npz")), env, {"a": [0, 1]})
+    (tmp_path / "text.npz").write_text("obs")
+    np.savez(tmp_path / "other.npz", views=np.zeros(3))
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    (tmp_path / "broken.npz").write_bytes((tmp_path / "other.npz").read_bytes()[:-30])
+    for name in ("text.npz", "other.npz", "array.npy", "broken.npz"):
+        with pytest.raises(ValueError, match=r"does not hold demonstrations .* record them with"):
+            read_demonstrations(tmp_path / name, env)
+
+
+def test_demonstrations_of_another_env_are_refused(tmp_path: Path) -> None:
+    path = shown(Track(2), steady, 4, tmp_path / "moves.npz")
+    with pytest.raises(ValueError, match=r'of another env: obs of a moment is \[1, 2\], and in env "cues" \[2, 4\]'):
+        read_demonstrations(path, Cues(2))
+    with pytest.raises(ValueError, match=r"another env: actions of a moment is \[1, 1\], and in env .* \[1\]"):
+        read_demonstrations(path, _one_choice())
+    three = Countdown(4, space=Discrete(3))
+    record(three, [Uniform(three, [0, 1])], 20, path)
+    with pytest.raises(ValueError, match=r'action 2 of seat seat0, which has 2 in "countdown"'):
+        read_demonstrations(path, Countdown(4, space=Discrete(2)))
+
+
+def _one_choice() -> VectorEnv:
+    env: VectorEnv = Track(2)
+    env.actions = (Discrete(3),)
+    return env
+
+
+def test_a_policy_must_be_shown_something(tmp_path: Path) -> None:
+    env = Cues(2, turns=True)
+    path = shown(env, right, 1, tmp_path / "moves.npz")
+    with pytest.raises(ValueError, match="nobody acts at the seats of policy b"):
+        learner(BC(demonstrations=path), env, {"a": [0], "b": [1]})
+
+
+# ---- cloning
+
+
+def test_a_clone_plays_as_often_as_the_expert_did(tmp_path: Path) -> None:
+    """The likelihood is highest at the frequencies: here of answers to each cue, with probabilities 1/2, 1/4, 1/4."""
+    env = Cues(64, seats=1)
+    rng = np.random.default_rng(0)
+    drawn = shown(env, lambda env, seat: (right(env, 0) + rng.integers(0, 4, 64) % 3) % 3, 40, tmp_path / "moves.npz")
+    made = learner(BC(demonstrations=drawn, batch=2048), env, {"a": [0]})
+    figures = train(made, Sweeper(env, np.arange(64)), 16, 15)
+    moves = read_demonstrations(drawn, env)
+    for cue in range(3):
+        own = moves.obs[:, :, 0, cue] == 1
+        counts = np.bincount(moves.actions[:, :, 0][own], minlength=3) / own.sum()
+        view = torch.tensor([*np.eye(3)[cue], 1.0], dtype=torch.float32)
+        np.testing.assert_allclose(made.stacks[0].net(view[None, None])[0, 0].softmax(0).detach(), counts, atol=0.04)
+    assert figures["a"]["nll"] == pytest.approx(1.5 * math.log(2), abs=0.03)
+    assert figures["a"]["entropy"] == pytest.approx(1.5 * math.log(2), abs=0.03)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_an_expert_is_cloned_from_few_games(turns: bool, tmp_path: Path) -> None:
+    env = Cues(16, seats=2, turns=turns)
+    path = shown(env, right, 2 if turns else 1, tmp_path / "moves.npz")  # 16 games of one move a seat
+    made = learner(BC(demonstrations=path, batch=64), env, {"a": [0], "b": [1]})
+    assert mean_return(env, [Uniform(env, [0, 1])], 100).mean() == pytest.approx(1 / 3, abs=0.05)
+    train(made, Sweeper(env, np.arange(16)), 4, 10)
+    assert (mean_return(env, made.greedy(), 40) == 1).all()
+
+
+def test_a_clone_remembers(tmp_path: Path) -> None:
+    env = Cues(32, seats=1, steps=4, fleeting=True)
+    path = shown(env, right, 10, tmp_path / "moves.npz")  # the third game of each is cut short
+    for memory in (16, 0):
+        policy = NetPolicyConfig(hidden=[16], lr=1e-2, memory=memory)
+        made = learner(BC(demonstrations=path, window=6, batch=384), env, {"a": [0]}, policy)
+        train(made, Sweeper(env, np.arange(32)), 4, 15)
+        score = mean_return(env, made.greedy(), 80).item()
+        assert score > 0.95 if memory else score < 0.5
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_steady_hand_is_cloned(normalise: bool, tmp_path: Path) -> None:
+    env = Track(8)
+    path = shown(env, steady, 20, tmp_path / "moves.npz")  # 8 games
+    expert, chance = (mean_return(env, [p], 60).item() for p in (Scripted(env, [0], steady), Uniform(env, [0])))
+    made = learner(BC(demonstrations=path), env, {"a": [0]}, NetPolicyConfig(hidden=[16], lr=1e-2, normalise=normalise))
+    train(made, Sweeper(env, np.arange(8)), 4, 40)
+    assert mean_return(env, made.greedy(), 60).item() > expert + 0.01 * (chance - expert)
+
+
+def test_masks_of_the_demonstrations_count(tmp_path: Path) -> None:
+    """Where only one action was legal, choosing it says nothing: a clone of such moves alone has nothing to learn."""
+    env = Countdown(4, space=Discrete(2))
+    env.reset(np.arange(4))
+    path = tmp_path / "moves.npz"
+    record(env, [Uniform(env, [0, 1])], 30, path)
+    with np.load(path) as file:
+        kept = dict(file)
+    kept["acting"] &= ~kept["legal"][..., 1]
+    np.savez(path, **kept)
+    figures = learner(BC(demonstrations=str(path)), env, {"a": [0, 1]}).update(None, 0.0)
+    assert figures["a"]["nll"] == figures["a"]["gradient"] == 0
+
+
+@pytest.mark.parametrize("memory", [0, 5])
+def test_a_clone_goes_on_exactly_from_its_arrays(memory: int, tmp_path: Path) -> None:
+    env = Countdown(4, seats=3)
+    record(env, [Uniform(env, [0, 1, 2])], 12, tmp_path / "moves.npz")
+    config = BC(demonstrations=str(tmp_path / "moves.npz"), batch=32, window=4)
+    policy = NetPolicyConfig(hidden=[6], memory=memory, normalise=True)
+    made, again = (learner(config, env, {"a": [0], "b": [1, 2]}, policy) for _ in range(2))
+    made.update(None, 0.0)
+    again.load(snapshot(made))
+    for one in (made, again):
+        one.update(None, 0.5)
+    for key, value in snapshot(made).items():
+        np.testing.assert_array_equal(value, snapshot(again)[key], err_msg=key)
+    assert made.arrays()["versions"].tolist() == [16, 16]
+
+
+# ---- by a discriminator
+
+
+def test_rewards_of_the_env_are_not_read(tmp_path: Path) -> None:
+    env = Countdown(4, turns=True)
+    record(env, [Uniform(env, [0, 1])], 20, tmp_path / "moves.npz")
+    config = GAIL(demonstrations=str(tmp_path / "moves.npz"), pairs=16)
+    made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
+    batch = Sweeper(env, np.arange(4)).sweep(made.players(0), 8, 0)
+    first = made.update(batch, 0.0)
+    batch.rewards[:] = np.nan
+    assert other.update(batch, 0.0) == first
+    assert np.isnan(batch.rewards).all()  # and what was played is left as it was
+    for key, value in snapshot(made).items():
+        np.testing.assert_array_equal(value, snapshot(other)[key], err_msg=key)
+
+
+def test_a_learner_goes_on_exactly_from_its_arrays(tmp_path: Path) -> None:
+    env = Countdown(4, seats=3)
+    record(env, [Uniform(env, [0, 1, 2])], 20, tmp_path / "moves.npz")
+    config = GAIL(demonstrations=str(tmp_path / "moves.npz"), pairs=16, reward="logit")
+    policy = NetPolicyConfig(hidden=[6], memory=4, normalise=True, seat_id=True)
+    made, again = (learner(config, env, {"a": [0], "b": [1, 2]}, policy) for _ in range(2))
+    sweeper = Sweeper(env, np.arange(4))
+    for i in range(4):
+        batch = sweeper.sweep(made.players(0), 6, i)
+        if i == 2:
+            again.load(snapshot(made))
+        made.update(batch, 0.0)
+        if i >= 2:
+            again.update(batch, 0.0)
+    for key, value in snapshot(made).items():
+        np.testing.assert_array_equal(value, snapshot(again)[key], err_msg=key)
+    assert any(key.startswith("discriminator.1/") for key in made.arrays())
+
+
+def test_one_step_at_a_time_some_have_no_moves(tmp_path: Path) -> None:
+    env = Cues(3, turns=True, steps=2)
+    path = shown(env, right, 8, tmp_path / "moves.npz")
+    made = learner(GAIL(demonstrations=path, horizon=1), env, {"a": [0], "b": [1]})
+    sweeper = Sweeper(env, np.arange(3))
+    told = []
+    for i in range(4):
+        figures = made.update(sweeper.sweep(made.players(0), 1, i), 0.0)
+        told.append(sorted(name for name, line in figures.items() if "told_apart" in line))
+    assert all(np.isfinite(list(line.values())).all() for line in figures.values())
+    assert told == [[]] * 4  # the two share a stack, and one of them always waits
+
+
+def test_pixels_are_refused(tmp_path: Path) -> None:
+    env: VectorEnv = Track(2)
+    env.views = ((36, 36, 1),)
+    with pytest.raises(ValueError, match='gail cannot see the pixels of env "track" beside actions: use bc'):
+        learner(GAIL(demonstrations="unread"), env, {"a": [0]})
+
+
+@pytest.mark.parametrize("reward", ["positive", "logit"])
+def test_an_expert_is_imitated_from_few_games(reward: Any, tmp_path: Path) -> None:
+    env = Cues(32, seats=2, steps=2)
+    path = shown(env, right, 2, tmp_path / "moves.npz")  # 32 games
+    made = learner(GAIL(demonstrations=path, horizon=8, gamma=0.9, reward=reward), env, {"a": [0], "b": [1]})
+    train(made, Sweeper(env, np.arange(32)), 8, 40)
+    assert (mean_return(env, made.greedy(), 40) > 0.95).all()  # the expert's is 1, by chance a third
+
+
+def test_a_steady_hand_is_imitated(tmp_path: Path) -> None:
+    env = Track(32)
+    path = shown(Track(8), steady, 20, tmp_path / "moves.npz")
+    others: list[Player] = [Scripted(env, [0], steady), Uniform(env, [0])]
+    expert, chance = (mean_return(env, [player], 40).item() for player in others)
+    made = learner(GAIL(demonstrations=path, horizon=20, gamma=0.9), env, {"a": [0]})
+    train(made, Sweeper(env, np.arange(32)), 20, 60)
+    assert mean_return(env, made.greedy(), 40).item() > expert + 0.03 * (chance - expert)
