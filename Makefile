@@ -8,7 +8,7 @@ CLIENTS := a b c
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-clients test-envs lint bench reproduce base clean
+.PHONY: help demo test test-all test-clients test-envs lint bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,9 +58,13 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## the engine beside TRL and generate, and the service beside the engine
+bench: $(INSTALLED) ## the engine beside TRL and generate, the service beside the engine, games beside their peers
 	$(BIN)/python bench/lm.py
 	$(BIN)/python bench/service.py
+	$(BIN)/python bench/throughput.py
+
+learning: $(INSTALLED) ## remake docs/results-games.md
+	$(BIN)/python bench/learning.py
 
 reproduce: $(INSTALLED) ## remake docs/results.md
 	$(BIN)/python scripts/reproduce.py
