@@ -190,6 +190,24 @@ class Track(NativeEnv):
         frame.obs[:, 0] = cart
 
 
+class Push(NativeEnv):
+    """Seats push in one direction, or in several; each is paid the sum."""
+
+    name = "push"
+
+    def __init__(self, games: int, spaces: tuple[Space, ...]) -> None:
+        self.games, self.seats = games, tuple(f"seat{i}" for i in range(len(spaces)))
+        self.views, self.actions = ((1,),) * len(spaces), spaces
+        self.frame = empty_frame(games, len(spaces), (1,))
+        self.memory = {"rng": np.zeros((games, WORDS), np.uint64)}
+
+    def _begin(self) -> None:
+        self.frame.obs[:] = 1
+
+    def _advance(self, actions: np.ndarray) -> None:
+        self.frame.rewards[:] = actions.sum(2)
+
+
 class Learner(Protocol):
     def players(self, progress: float) -> Sequence[Player]: ...
     def greedy(self) -> Sequence[Player]: ...

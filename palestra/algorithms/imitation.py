@@ -26,7 +26,7 @@ from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
 from palestra.imitation_losses import Reward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
 from palestra.losses import Figures, Scored, clipped_policy_loss, cross_entropy_loss
-from palestra.nets.heads import head_for
+from palestra.nets.heads import GaussianHead, head_for
 from palestra.nets.layers import Net, generators
 from palestra.policies.vector import Player
 from palestra.rollouts.play import derive
@@ -63,7 +63,7 @@ def moves_of(batch: Batch) -> Demonstrations:
 
 def read_demonstrations(path: str | Path, env: VectorEnv) -> Demonstrations:
     """What `record` kept. Raises ValueError where there is none, or where it is of another env."""
-    fix = "record them with palestra.algorithms.imitation.record"
+    fix = "record them with palestra collect"
     other = f"the demonstrations in {path} are of another env"
     try:
         with Path(path).open("rb") as opened, np.load(opened) as file:  # NumPy leaves a broken file open
@@ -93,15 +93,15 @@ def _action_shape(env: VectorEnv) -> list[int]:
 
 
 def encoded(space: Space, actions: Tensor) -> Tensor:
-    """Actions [...] as numbers [..., A']: one-hot, or half-widths of the space around its middle, from -1 to 1."""
+    """Actions [...] as numbers [..., A']: one-hot, or half-widths of the space around its middle, within its bounds."""
     if isinstance(space, Discrete):
         return nn.functional.one_hot(actions.long(), space.n).float()
     if isinstance(space, MultiDiscrete):
         parts = [encoded(Discrete(size), actions[..., i]) for i, size in enumerate(space.sizes)]
         return torch.cat(parts, -1)
-    low, high = torch.tensor(space.low), torch.tensor(space.high)
-    unit = (actions[..., : len(low)] - (low + high) / 2) / ((high - low) / 2)
-    return unit.clamp(-1, 1)
+    head, bounded = GaussianHead(space), torch.isfinite(torch.tensor(space.high) - torch.tensor(space.low))
+    unit = (actions[..., : head.width] - head.middle) / head.half
+    return torch.where(bounded, unit.clamp(-1, 1), unit)
 
 
 def code_size(space: Space) -> int:
@@ -119,6 +119,8 @@ class Shown:
         self.stack = stack
         self.views = stack.seating.observe(moves.obs, 2).flatten(2, 3)
         self.actions, self.acting = stack.rows(moves.actions), stack.rows(moves.acting)
+        if stack.head.width:  # those of another seat may be longer
+            self.actions = self.actions[..., : stack.head.width]
         self.actions = self.actions if self.actions.is_floating_point() else self.actions.long()
         self.legal = None if moves.legal is None else stack.rows(moves.legal)
         seats = len(stack.seating.seats[0])

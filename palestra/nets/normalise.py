@@ -47,6 +47,7 @@ class RunningNorm(nn.Module):
 
     def normalise(self, x: Tensor) -> Tensor:
         """x [P, ..., D] in deviations from the mean."""
+        x = x if x.is_floating_point() else x.float()
         mean, deviation = self._like(self.mean, x), self._like(self.deviation(), x)
         return (x - mean) / deviation
 

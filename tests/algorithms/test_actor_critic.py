@@ -12,7 +12,7 @@ import pytest
 import torch
 from open_spiel.python.algorithms.exploitability import nash_conv
 from open_spiel.python.policy import tabular_policy_from_callable
-from vector_toys import Countdown, Cues, Track, mean_return, train
+from vector_toys import Countdown, Cues, Push, Track, mean_return, train
 
 from palestra.algorithms.a2c import A2C
 from palestra.algorithms.actor_critic import ActorCritic, ActorCriticConfig
@@ -532,24 +532,6 @@ def test_the_loss_of_a_critic_is_shown_at_its_own_policy_only() -> None:
         batch.rewards[..., 1] *= scale
         shown.append(made.update(batch, 0.0)["a"]["value_loss"])
     assert shown[0] == pytest.approx(shown[1])
-
-
-class Push(NativeEnv):
-    """Seats push in one direction, or in several; each is paid the sum."""
-
-    name = "push"
-
-    def __init__(self, games: int, spaces: tuple[Space, ...]) -> None:
-        self.games, self.seats = games, tuple(f"seat{i}" for i in range(len(spaces)))
-        self.views, self.actions = ((1,),) * len(spaces), spaces
-        self.frame = empty_frame(games, len(spaces), (1,))
-        self.memory = {"rng": np.zeros((games, WORDS), np.uint64)}
-
-    def _begin(self) -> None:
-        self.frame.obs[:] = 1
-
-    def _advance(self, actions: np.ndarray) -> None:
-        self.frame.rewards[:] = actions.sum(2)
 
 
 def unit(width: int) -> Continuous:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vector_toys import Countdown, Cues, Track, mean_return, train
+from vector_toys import Countdown, Cues, Push, Track, mean_return, train
 
 from palestra.algorithms.imitation import BC, GAIL, encoded, read_demonstrations, record
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
 from palestra.imitation_losses import discriminator_loss, gradient_penalty, imitation_reward
 from palestra.learners.nets import NetLearner, NetPolicyConfig
+from palestra.nets.heads import head_for
 from palestra.policies.vector import Player, Scripted, Uniform
 from palestra.rollouts.sweep import Sweeper
 
@@ -108,6 +109,8 @@ def test_actions_as_numbers() -> None:
     sides = Continuous((0.0, -1.0), (4.0, 1.0))
     assert encoded(sides, torch.tensor([[3.0, 0.5], [9.0, -9.0]])).tolist() == [[0.5, 0.5], [1, -1]]
     assert encoded(Continuous((0.0,), (4.0,)), torch.tensor([[3.0, 7.0]])).tolist() == [[0.5]]  # the rest is padding
+    open_ended = Continuous((0.0, -1.0), (math.inf, 1.0))
+    assert encoded(open_ended, torch.tensor([[3.0, 9.0]])).tolist() == [[3, 1]]
 
 
 # ---- files
@@ -232,6 +235,30 @@ def test_masks_of_the_demonstrations_count(tmp_path: Path) -> None:
     np.savez(path, **kept)
     figures = learner(BC(demonstrations=str(path)), env, {"a": [0, 1]}).update(None, 0.0)
     assert figures["a"]["nll"] == figures["a"]["gradient"] == 0
+
+
+@pytest.mark.parametrize(
+    "spaces",
+    [(Continuous((-1.0,), (1.0,)), Continuous((-1.0,) * 3, (1.0,) * 3)), (MultiDiscrete((2,)), MultiDiscrete((2, 3)))],
+)
+def test_actions_may_differ_in_length(spaces: tuple[Space, Space], tmp_path: Path) -> None:
+    env = Push(4, spaces)
+    first = np.array([0.5, 0.25, -0.75]) if isinstance(spaces[0], Continuous) else np.array([1, 2])
+    width = head_for(spaces[1]).width
+
+    def script(env: VectorEnv, seat: int) -> np.ndarray:
+        own = first * (np.arange(width) < head_for(spaces[seat]).width)
+        return np.tile(own, (4, 1)).astype(first.dtype)
+
+    path = shown(env, script, 5, tmp_path / "moves.npz")
+    made = learner(BC(demonstrations=path, batch=16), env, {"a": [0], "b": [1]})
+    train(made, Sweeper(env, np.arange(4)), 1, 30)
+    played = Sweeper(env, np.arange(4)).sweep(made.greedy(), 1, 0).actions[0, 0]
+    np.testing.assert_allclose(played[0, : head_for(spaces[0]).width], first[: head_for(spaces[0]).width], atol=0.1)
+    np.testing.assert_allclose(played[1], first, atol=0.1)
+    rival = learner(GAIL(demonstrations=path, horizon=5, pairs=8), env, {"a": [0], "b": [1]})
+    figures = train(rival, Sweeper(env, np.arange(4)), 5, 2)
+    assert all(np.isfinite(list(line.values())).all() for line in figures.values())
 
 
 @pytest.mark.parametrize("memory", [0, 5])

@@ -102,3 +102,9 @@ def test_its_state_is_all_there_is() -> None:
     for one in (norm, other):
         one.see(rows * 2, everything(rows))
     assert torch.equal(norm.mean, other.mean) and torch.equal(norm.deviation(), other.deviation())
+
+
+def test_bytes_are_normalised_as_numbers() -> None:
+    rows, norm = torch.tensor([[[0, 10], [1, 20], [1, 60]]], dtype=torch.uint8), RunningNorm(1, 2)
+    norm.see(rows, everything(rows))
+    torch.testing.assert_close(norm.normalise(rows), norm.normalise(rows.float()))

@@ -107,6 +107,30 @@ def test_a_tuple_of_actions_makes_seats() -> None:
     assert frame.success is not None and frame.success[0]
 
 
+class Race(gymnasium.Env[Any, Any]):
+    """Two seats; the first arrives after two steps, the second is stopped after three. All are paid 1 in every step."""
+
+    observation_space = spaces.Tuple([spaces.Discrete(4), spaces.Discrete(4)])
+    action_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.time = 0
+        return (0, 0), {}
+
+    def step(self, action: Any) -> Any:
+        self.time += 1
+        return (self.time, self.time), (1.0, 1.0), (self.time == 2, False), (False, self.time == 3), {}
+
+
+def test_seats_end_one_by_one() -> None:
+    env = Loop(partial(GymnasiumGame, Race), 1)
+    shown = [env.reset(np.array([0])).copy()] + [env.step(np.zeros((1, 2), np.int32)).copy() for _ in range(4)]
+    assert [frame.acting[0].tolist() for frame in shown] == [[True, True]] * 2 + [[False, True]] + [[True, True]] * 2
+    assert [frame.rewards[0].tolist() for frame in shown] == [[0, 0], [1, 1], [1, 1], [0, 1], [1, 1]]
+    assert [frame.truncated[0] for frame in shown] == [False, False, False, True, False]
+    assert not any(frame.terminated[0] for frame in shown)
+
+
 def test_views_of_every_kind() -> None:
     square = np.arange(40 * 50, dtype=np.uint8).reshape(40, 50)
     for shape, stored in [((40, 50), (40, 50, 1)), ((40, 50, 3), (40, 50, 3)), ((4, 40, 50), (40, 50, 4))]:
