@@ -235,7 +235,7 @@ def test_processes_end_with_their_parent(end: signal.Signals, tmp_path: Path) ->
     assert len(pids) == 2 and all(alive(int(pid)) for pid in pids)
     time.sleep(0.2)
     (os.killpg if end == signal.SIGINT else os.kill)(parent.pid, end)
-    errors = parent.communicate(timeout=30)[1]
+    errors = parent.communicate(timeout=120)[1]
     deadline = time.monotonic() + 20
     while any(alive(int(pid)) for pid in pids) or (SHARED / name).exists():
         assert time.monotonic() < deadline

@@ -1,0 +1,197 @@
+"""JaxMARL: its simple_spread, and IPPO in the shape of its scripts, where play and learning are one compiled function.
+
+The scripts are no part of its package, so the training is written anew here: parameters shared by all seats, two
+networks under one Adam with a clipped gradient, advantages by GAE, losses clipped on both sides. Compiling is not
+counted. XLA uses all cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxmarl
+import optax
+from jaxmarl.wrappers.baselines import MPELogWrapper
+from peers.timing import Spec, measure, tell, told
+
+GAMMA, LAM, CLIP, ENTROPY, VALUE = 0.99, 0.95, 0.2, 0.01, 0.5
+CALL = 4  # batches in one call of a compiled function
+Params = list[tuple[jax.Array, jax.Array]]
+
+
+class Move(NamedTuple):
+    """One step of all columns (seats times games), [C, ...]."""
+
+    obs: jax.Array
+    action: jax.Array
+    logp: jax.Array
+    value: jax.Array
+    reward: jax.Array
+    done: jax.Array
+
+
+def mlp_params(key: jax.Array, sizes: tuple[int, ...], gain: float) -> Params:
+    """Orthogonal weights, the last layer's scaled by `gain`."""
+    gains = [2**0.5] * (len(sizes) - 2) + [gain]
+    keys = jax.random.split(key, len(gains))
+    shapes = pairwise(sizes)
+    return [
+        (jax.nn.initializers.orthogonal(g)(k, shape), jnp.zeros(shape[1]))
+        for g, k, shape in zip(gains, keys, shapes, strict=True)
+    ]
+
+
+def mlp(params: Params, x: jax.Array) -> jax.Array:
+    for weight, bias in params[:-1]:
+        x = jnp.tanh(x @ weight + bias)
+    weight, bias = params[-1]
+    return x @ weight + bias
+
+
+def logp_of(logits: jax.Array, action: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], 1)[:, 0]
+
+
+class Ippo:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.env = MPELogWrapper(jaxmarl.make("MPE_simple_spread_v3"))
+        first = self.env.agents[0]
+        self.views, self.actions = self.env.observation_space(first).shape[0], self.env.action_space(first).n
+        self.adam = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-4, eps=1e-5))
+
+    def begin(self, key: jax.Array) -> tuple[Any, ...]:
+        """Parameters, the optimizer's state, games and first views, a key."""
+        policy, critic, games, key = jax.random.split(key, 4)
+        hidden = self.spec.hidden
+        params = {
+            "policy": mlp_params(policy, (self.views, *hidden, self.actions), 0.01),
+            "critic": mlp_params(critic, (self.views, *hidden, 1), 1.0),
+        }
+        seen, games = jax.vmap(self.env.reset)(jax.random.split(games, self.spec.games))
+        return params, self.adam.init(params), games, seen, key
+
+    def columns(self, by_seat: dict[str, jax.Array]) -> jax.Array:
+        """[G, ...] of each seat -> [seats * G, ...]."""
+        return jnp.concatenate([by_seat[agent] for agent in self.env.agents])
+
+    def step(self, games: Any, action: jax.Array, key: jax.Array) -> tuple[Any, ...]:
+        """Plays one joint step; an action for each column."""
+        by_seat = dict(zip(self.env.agents, action.reshape(self.env.num_agents, -1), strict=True))
+        return jax.vmap(self.env.step)(jax.random.split(key, self.spec.games), games, by_seat)
+
+    def play(self, params: Any, state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], Move]:
+        games, seen, key = state
+        key, choose, go = jax.random.split(key, 3)
+        obs = self.columns(seen)
+        logits, value = mlp(params["policy"], obs), mlp(params["critic"], obs)[:, 0]
+        action = jax.random.categorical(choose, logits)
+        seen, games, reward, done, _ = self.step(games, action, go)
+        move = Move(obs, action, logp_of(logits, action), value, self.columns(reward), self.columns(done))
+        return (games, seen, key), move
+
+    def play_at_random(self, state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], jax.Array]:
+        games, seen, key = state
+        key, choose, go = jax.random.split(key, 3)
+        action = jax.random.randint(choose, (self.env.num_agents * self.spec.games,), 0, self.actions)
+        seen, games, reward, _, _ = self.step(games, action, go)
+        return (games, seen, key), self.columns(reward).mean()
+
+    def credit(self, moves: Move, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Advantages and the critic's targets, [T, C]."""
+
+        def back(later: tuple[jax.Array, jax.Array], move: Move) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            advantage, value = later
+            goes_on = 1.0 - move.done
+            delta = move.reward + GAMMA * value * goes_on - move.value
+            advantage = delta + GAMMA * LAM * goes_on * advantage
+            return (advantage, move.value), advantage
+
+        _, advantages = jax.lax.scan(back, (jnp.zeros_like(last), last), moves, reverse=True, unroll=8)
+        return advantages, advantages + moves.value
+
+    def loss(self, params: Any, moves: Move, advantage: jax.Array, target: jax.Array) -> jax.Array:
+        logits, value = mlp(params["policy"], moves.obs), mlp(params["critic"], moves.obs)[:, 0]
+        near = moves.value + (value - moves.value).clip(-CLIP, CLIP)
+        value_loss = 0.5 * jnp.maximum((value - target) ** 2, (near - target) ** 2).mean()
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        ratio = jnp.exp(logp_of(logits, moves.action) - moves.logp)
+        gain = jnp.minimum(ratio * advantage, ratio.clip(1 - CLIP, 1 + CLIP) * advantage).mean()
+        logp = jax.nn.log_softmax(logits)
+        entropy = -(jnp.exp(logp) * logp).sum(1).mean()
+        return VALUE * value_loss - gain - ENTROPY * entropy
+
+    def epoch(self, rows: tuple[Move, jax.Array, jax.Array], state: Any, key: jax.Array) -> tuple[Any, None]:
+        """One pass over all rows, in an order of its own."""
+        count = len(rows[1])
+        order = jax.random.permutation(key, count)
+        split = (self.spec.minibatches, count // self.spec.minibatches)
+        parts = jax.tree.map(lambda x: x[order].reshape(*split, *x.shape[1:]), rows)
+
+        def learn(state: tuple[Any, Any], part: tuple[Move, jax.Array, jax.Array]) -> tuple[Any, None]:
+            params, adam = state
+            updates, adam = self.adam.update(jax.grad(self.loss)(params, *part), adam, params)
+            return (optax.apply_updates(params, updates), adam), None
+
+        return jax.lax.scan(learn, state, parts)
+
+    def update(self, state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], jax.Array]:
+        """A batch, and what is learned from it."""
+        params, adam, games, seen, key = state
+        (games, seen, key), moves = jax.lax.scan(
+            partial(self.play, params), (games, seen, key), None, self.spec.horizon
+        )
+        advantages, targets = self.credit(moves, mlp(params["critic"], self.columns(seen))[:, 0])
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (moves, advantages, targets))
+        key, order = jax.random.split(key)
+        (params, adam), _ = jax.lax.scan(
+            partial(self.epoch, rows), (params, adam), jax.random.split(order, self.spec.epochs)
+        )
+        return (params, adam, games, seen, key), moves.reward.mean()
+
+    def call(self) -> Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], jax.Array]]:
+        """From a state to the state some batches later, and a number that depends on all of them."""
+        steps = CALL * self.spec.horizon
+
+        def train(state: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array]:
+            state, told = jax.lax.scan(self.update, state, None, CALL)
+            return state, told.sum()
+
+        def sample(state: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array]:
+            after, moves = jax.lax.scan(partial(self.play, state[0]), state[2:], None, steps)
+            return (*state[:2], *after), sum(x.sum() for x in moves)
+
+        def random(state: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array]:
+            after, told = jax.lax.scan(self.play_at_random, state[2:], None, steps)
+            return (*state[:2], *after), told.sum()
+
+        return {"train": train, "sample": sample, "random": random}[self.spec.what]
+
+
+def main() -> None:
+    spec = told()
+    ippo = Ippo(spec)
+    start = time.perf_counter()
+    state = jax.jit(ippo.begin)(jax.random.key(0))
+    compiled = jax.jit(ippo.call()).lower(state).compile()
+    compile_s = time.perf_counter() - start
+
+    def advance() -> int:
+        nonlocal state
+        state, number = compiled(state)
+        number.block_until_ready()
+        return CALL * spec.batch
+
+    figures = measure(advance, spec.seconds) | {"compile_s": compile_s}
+    notes = f"own env MPE_simple_spread_v3, equal batch, float32; {compile_s:.1f} s of compiling not counted"
+    tell(figures, ("jaxmarl", "jax"), notes)
+
+
+if __name__ == "__main__":
+    main()

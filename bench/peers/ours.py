@@ -1,0 +1,136 @@
+"""palestra as its users run it: training is `palestra train`, read from the timings of its run; sampling is a sweep.
+
+`workers` processes share the games. Training ends with Ctrl-C, as a user would end it, when it has gone on long enough;
+the run's first line, which has compiling in it, is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers.timing import CYCLES, Spec, measure, tell, told
+
+from palestra.config import validate
+from palestra.policies.vector import Uniform
+from palestra.setup_games import GamesConfig, check_games
+
+FOREVER = 10**12
+ENVS: dict[str, dict[str, Any]] = {
+    "simple_spread": {"type": "simple_spread", "cycles": CYCLES},
+    "mpe2": {
+        "type": "palestra.envs.vector.pettingzoo:PettingZooEnv",
+        "env": "mpe2.simple_spread_v3:parallel_env",
+        "options": {"max_cycles": CYCLES, "continuous_actions": False},
+    },
+}
+
+
+def config(spec: Spec, games: int) -> dict[str, Any]:
+    """Independent PPO, one policy for all seats."""
+    return {
+        "env": ENVS[spec.env] | {"games": games},
+        "env_steps": FOREVER,
+        "log_every": 1,
+        "checkpoint_every": FOREVER,
+        "policies": {"agent": {"type": "net", "hidden": list(spec.hidden), "activation": "tanh"}},
+        "algorithm": {
+            "type": "ppo",
+            "horizon": spec.horizon,
+            "epochs": spec.epochs,
+            "minibatches": spec.minibatches,
+            "critic": "own",
+        },
+    }
+
+
+def train(spec: Spec) -> dict[str, float]:
+    """Joint steps per second of a run, by its own timings."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file, settings = folder / "spread.yaml", [f"processes={spec.workers}", f"log_every={max(spec.batch, 12_000)}"]
+        file.write_text(json.dumps(config(spec, spec.games)))  # JSON is YAML
+        command = [str(Path(sys.executable).parent / "palestra"), "train", str(file), "--root", name]
+        command += [part for setting in settings for part in ("--set", setting)]
+        with (folder / "output").open("w") as output:
+            run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                lines = follow(run, folder / "run" / "timings.jsonl", spec.seconds)
+            finally:
+                run.send_signal(signal.SIGINT)
+                run.wait()
+        if len(lines) < 2:
+            raise SystemExit((folder / "output").read_text()[-2000:])
+    seconds = [line["rollout_s"] + line["train_s"] for line in lines]
+    steps = [line["env_steps_per_s"] * spent for line, spent in zip(lines, seconds, strict=True)]
+    return {
+        "env_steps_per_s": sum(steps) / sum(seconds),
+        "env_steps": sum(steps),
+        "seconds": sum(seconds),
+        "cpu_seconds": sum(line["rollout_cpu_s"] + line["train_cpu_s"] for line in lines),
+    }
+
+
+def follow(run: subprocess.Popen, timings: Path, seconds: float) -> list[dict[str, float]]:
+    """The lines of a run's timings but the first, when they are of as many seconds or the run has ended."""
+    lines: list[dict[str, float]] = []
+    while run.poll() is None and (len(lines) < 2 or sum(x["rollout_s"] + x["train_s"] for x in lines) < seconds):
+        time.sleep(0.1)
+        written = timings.read_text().split("\n")[1:-1] if timings.exists() else []  # the last may be half a line
+        lines = [json.loads(line) for line in written]
+    return lines
+
+
+def play(spec: Spec) -> dict[str, float]:
+    """Joint steps per second of one process's share of the games, in sweeps."""
+    setup = check_games(validate(GamesConfig, config(spec, spec.games // spec.workers)))
+    sweeper, numbers = setup.sweeper, iter(range(FOREVER))
+    random = [Uniform(sweeper.env, range(len(sweeper.env.seats)))]
+    players = random if spec.what == "random" else setup.learner.players(0.0)
+
+    def advance() -> int:
+        return sweeper.sweep(players, spec.horizon, next(numbers)).terminated.size
+
+    return measure(advance, spec.seconds, warmup=3)
+
+
+def one_of_many(spec: Spec, barrier: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    barrier.wait()
+    results.put(play(spec))
+
+
+def play_together(spec: Spec) -> dict[str, float]:
+    """The sum over processes that play at the same time, each on its own."""
+    context = get_context("spawn")
+    barrier, results = context.Barrier(spec.workers), context.Queue()
+    workers = [context.Process(target=one_of_many, args=(spec, barrier, results)) for _ in range(spec.workers)]
+    for worker in workers:
+        worker.start()
+    told = [results.get() for _ in workers]
+    for worker in workers:
+        worker.join()
+    return {
+        "env_steps_per_s": sum(one["env_steps_per_s"] for one in told),
+        "env_steps": sum(one["env_steps"] for one in told),
+        "seconds": max(one["seconds"] for one in told),
+    }
+
+
+def main() -> None:
+    spec = told()
+    figures = train(spec) if spec.what == "train" else play(spec) if spec.workers == 1 else play_together(spec)
+    batch = f"{spec.games} games x {spec.horizon} steps"
+    tell(figures, ("palestra", "torch", "numpy"), f"{batch} in {spec.workers} process{'es' * (spec.workers > 1)}")
+
+
+if __name__ == "__main__":
+    main()

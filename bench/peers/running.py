@@ -1,0 +1,113 @@
+"""Runs what is measured, each in a process and, for the peers, a virtual environment of its own.
+
+`bench/peers/NAME.txt` has all packages that a peer needs, with exact versions; nothing else is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+VENVS = HERE.parent.parent / ".cache" / "peers"
+PEERS = ("jaxmarl", "benchmarl", "rllib", "sample_factory")
+OURS = ("ours", "raw")  # run where palestra does
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(HERE.parent),
+    "PYTHONSAFEPATH": "1",  # else rllib.py beside a script would hide the package of that name
+    "CUDA_VISIBLE_DEVICES": "",
+    "JAX_PLATFORMS": "cpu",
+    "PYGAME_HIDE_SUPPORT_PROMPT": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to measure: a script, and what it is told (see `timing.Spec`). `env` is where it plays."""
+
+    script: str
+    what: str
+    env: str
+    workers: int = 2
+    games: int = 240
+    horizon: int = 25
+
+    def told(self, seconds: float) -> str:
+        spec = {name: value for name, value in asdict(self).items() if name != "script"}
+        return json.dumps(spec | {"seconds": seconds})
+
+
+class Failed(Exception):
+    """A measurement that came to nothing; says how its output ends."""
+
+
+def python(script: str) -> str:
+    return sys.executable if script in OURS else str(VENVS / script / "bin" / "python")
+
+
+def installed(peer: str) -> bool:
+    """Whether a peer's virtual environment is there, as its list of packages is now."""
+    mark = VENVS / peer / ".installed"
+    return mark.exists() and mark.read_text() == (HERE / f"{peer}.txt").read_text()
+
+
+def install(peer: str) -> None:
+    """Makes a peer's virtual environment. torch goes first and alone, as in the Makefile, and then all else by itself:
+    the list is complete, so that pip has nothing to find out and brings no other torch."""
+    if installed(peer):
+        return
+    venv, packages = VENVS / peer, HERE / f"{peer}.txt"
+    torch = [line for line in packages.read_text().splitlines() if line.startswith("torch==")]
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    for wanted in (torch, ["--no-deps", "-r", str(packages)]):
+        if wanted:
+            subprocess.run([str(venv / "bin" / "pip"), "install", "--quiet", *wanted], check=True)
+    (venv / ".installed").write_text(packages.read_text())
+
+
+def run(job: Job, seconds: float, limit: float) -> dict[str, Any]:
+    """What a job's script tells; raises `Failed` where it tells nothing within `limit` seconds."""
+    command = [python(job.script), str(HERE / f"{job.script}.py"), job.told(seconds)]
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        # files and no pipes: those stay open as long as any process that a peer leaves behind
+        process = subprocess.Popen(
+            command, env=os.environ | ENVIRONMENT, stdout=output, stderr=errors, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end(process)
+        output.seek(0)
+        errors.seek(0)
+        told, complaints = output.read().strip(), errors.read().strip()
+    if code != 0:
+        what = f"not done after {limit:.0f} s" if code is None else f"exit code {code}"
+        raise Failed(f"{what}\n{last(complaints or told)}")
+    return json.loads(told.splitlines()[-1])
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends what is left of a script and of the processes that it started, at first politely."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        time.sleep(3)
+    process.wait()
+
+
+def last(text: str, lines: int = 12) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])

@@ -1,0 +1,172 @@
+"""Sample Factory on mpe2's simple_spread through PettingZoo: APPO, one policy for all seats, two workers with 32 games
+each that play on while it learns.
+
+It counts the steps of every agent, which are divided by three here. `train` counts what has been learned from.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from threading import Thread
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from mpe2 import simple_spread_v3
+from peers.timing import CYCLES, SEATS, Spec, measure, tell, told
+from sample_factory.algo.runners.runner import AlgoObserver, Runner
+from sample_factory.algo.sampling.simplified_sampling_api import SamplingLoop
+from sample_factory.algo.utils.env_info import obtain_env_info_in_a_separate_process
+from sample_factory.algo.utils.rl_utils import samples_per_trajectory
+from sample_factory.cfg.arguments import parse_full_cfg, parse_sf_args
+from sample_factory.envs.env_utils import register_env
+from sample_factory.train import make_runner
+
+GAMES = 32  # of a worker
+Row = list[Any]
+
+
+class Spread(gymnasium.Env):
+    """PettingZoo's env in lists by agent, as Sample Factory wants it; it begins anew by itself."""
+
+    def __init__(self) -> None:
+        self.env = simple_spread_v3.parallel_env(max_cycles=CYCLES, continuous_actions=False)
+        self.agents = self.env.possible_agents
+        self.num_agents, self.is_multiagent = len(self.agents), True
+        self.observation_space = self.env.observation_space(self.agents[0])
+        self.action_space = self.env.action_space(self.agents[0])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, Row]:
+        seen, _ = self.env.reset(seed=seed)
+        return self.row(seen), [{} for _ in self.agents]
+
+    def step(self, actions: np.ndarray) -> tuple[Row, Row, Row, Row, Row]:
+        given = {agent: int(action) for agent, action in zip(self.agents, actions, strict=True)}
+        seen, rewards, terminated, truncated, _ = self.env.step(given)
+        if all(truncated.values()):
+            seen, _ = self.env.reset()
+        return (
+            self.row(seen),
+            self.row(rewards),
+            self.row(terminated),
+            self.row(truncated),
+            [{} for _ in self.agents],
+        )
+
+    def row(self, by_agent: dict[str, Any]) -> Row:
+        return [by_agent[agent] for agent in self.agents]
+
+
+def make_env(name: str, cfg: Any = None, env_config: Any = None, render_mode: str | None = None) -> Spread:
+    return Spread()
+
+
+def settings(spec: Spec, folder: str) -> dict[str, Any]:
+    """Those that differ from its defaults; a batch is counted in steps of single agents."""
+    return {
+        "algo": "APPO",
+        "env": "spread",
+        "experiment": "bench",
+        "train_dir": folder,
+        "device": "cpu",
+        "num_workers": spec.workers,
+        "num_envs_per_worker": GAMES,
+        "rollout": CYCLES,
+        "batch_size": spec.batch * SEATS // spec.minibatches,
+        "num_batches_per_epoch": spec.minibatches,
+        "num_epochs": spec.epochs,
+        "use_rnn": False,
+        "actor_critic_share_weights": False,
+        "nonlinearity": "tanh",
+        "normalize_input": False,
+        "normalize_returns": False,
+        "decorrelate_experience_max_seconds": 0,  # else games begin with minutes of random moves
+        "decorrelate_envs_on_one_worker": False,
+        "learning_rate": 3e-4,
+        "ppo_clip_ratio": 0.2,
+        "exploration_loss_coeff": 0.01,
+        "max_grad_norm": 0.5,
+        "save_every_sec": 10**6,
+        "log_to_file": False,
+    }
+
+
+def parsed(spec: Spec, folder: str) -> Any:
+    given = [f"--{name}={value}" for name, value in settings(spec, folder).items()]
+    given += ["--encoder_mlp_layers", *(str(size) for size in spec.hidden)]
+    parser, _ = parse_sf_args(given)
+    return parse_full_cfg(parser, given)
+
+
+class Clock(AlgoObserver):
+    """Notes how much had been learned from when, and ends the training; the first two iterations warm up."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.notes = seconds, list[tuple[float, int]]()
+
+    def on_training_step(self, runner: Runner, training_iteration_since_resume: int) -> None:
+        if training_iteration_since_resume < 2:
+            return
+        self.notes.append((time.perf_counter(), sum(runner.env_steps.values())))
+        if len(self.notes) > 2 and self.notes[-1][0] - self.notes[0][0] >= self.seconds:
+            runner.cfg.train_for_env_steps = 0
+
+    def figures(self) -> dict[str, float]:
+        (start, before), (end, after) = self.notes[0], self.notes[-1]
+        made = (after - before) / SEATS
+        return {"env_steps_per_s": made / (end - start), "env_steps": made, "seconds": end - start}
+
+
+def train(cfg: Any, spec: Spec) -> dict[str, float]:
+    cfg, runner = make_runner(cfg)
+    clock = Clock(spec.seconds)
+    runner.register_observer(clock)
+    runner.init()
+    runner.run()
+    return clock.figures()
+
+
+def sample(cfg: Any, spec: Spec) -> dict[str, float]:
+    """Its sampling loop alone: what has been played is thrown away."""
+    made = 0
+    loop = SamplingLoop(cfg, obtain_env_info_in_a_separate_process(cfg))
+
+    def played(trajectory: Any, buffers: list[Any], device: str) -> None:
+        nonlocal made
+        made += samples_per_trajectory(trajectory)
+        loop.yield_trajectory_buffers(buffers, device)
+
+    def wait() -> int:
+        """Until all games have sent a trajectory: they come in waves."""
+        before = made
+        while made - before < spec.workers * GAMES * CYCLES * SEATS:
+            time.sleep(0.002)
+        return (made - before) // SEATS
+
+    loop.init()
+    loop.set_new_trajectory_callback(played)
+    thread = Thread(target=loop.run)
+    thread.start()
+    loop.wait_until_ready()
+    loop.start()
+    figures = measure(wait, spec.seconds, warmup=2)
+    loop.stop_sampling()
+    thread.join()
+    return figures
+
+
+def main() -> None:
+    spec = told()
+    torch.set_num_threads(1)
+    register_env("spread", make_env)
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = parsed(spec, folder)
+        figures = train(cfg, spec) if spec.what == "train" else sample(cfg, spec)
+    notes = f"{spec.workers} workers x {GAMES} games; equal batch, but asynchronous: policies act while others learn"
+    tell(figures, ("sample-factory", "torch", "mpe2", "pettingzoo", "numpy"), notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""How many steps per second palestra and its peers make of one game: three agents, three landmarks, 25 steps.
+
+    python bench/throughput.py            about 45 minutes; the peers' virtual environments are made on the first run
+    python bench/throughput.py --quick    about 4 minutes; --peers jaxmarl leaves out all others
+    python bench/throughput.py --markdown throughput.md    writes the tables for a page, too
+
+A step is a joint one, of all three agents. Everybody trains with PPO: two networks of 64-64 tanh units, a batch of 6000
+steps, two passes over it in four minibatches. Everybody runs alone, in turn, several times over; medians count.
+`bench/peers/` says how each is set up and what is not equal. Figures:
+
+    native_vs_*          training on the fastest simple_spread of each (palestra's in one process or two, the better)
+    sampling_vs_rllib    the same with networks that act and do not learn
+    same_env_vs_*        training on one env in Python, mpe2's through PettingZoo
+    overhead_over_raw    how much longer such a step takes in training, in one process, than in a bare loop
+    workers2_vs_1        two processes that train on palestra's own simple_spread, over one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers.running import PEERS, Failed, Job, install, run
+from rich.console import Console
+from rich.table import Table
+
+TARGETS = {
+    "native_vs_rllib": 40.0,
+    "native_vs_sample_factory": 20.0,
+    "native_vs_jaxmarl": 1.1,
+    "sampling_vs_rllib": 100.0,
+    "same_env_vs_rllib": 2.2,
+    "same_env_vs_sample_factory": 1.3,
+    "overhead_over_raw": 0.15,
+    "workers2_vs_1": 1.7,
+}
+AT_MOST = {"overhead_over_raw"}
+NAMES = {
+    "ours": "palestra",
+    "raw": "no framework",
+    "jaxmarl": "JaxMARL, IPPO",
+    "benchmarl": "BenchMARL, IPPO",
+    "rllib": "RLlib, PPO",
+    "sample_factory": "Sample Factory, APPO",
+}
+HOME = {"jaxmarl": "JaxMARL's", "benchmarl": "VMAS's", "rllib": "mpe2", "sample_factory": "mpe2", "raw": "mpe2"}
+NO_RANDOM = {"sample_factory"}  # its policies always act
+WHATS = ("train", "sample", "random")
+SIZES = (1, 4, 16, 64, 256, 1024)
+BATCH, STEPS = 6000, 25
+console = Console(width=120)
+
+
+@dataclass
+class Results:
+    """What was measured, by job, and what went wrong."""
+
+    told: dict[Job, list[dict[str, Any]]] = field(default_factory=dict)
+    failed: dict[Job, str] = field(default_factory=dict)
+
+    def rate(self, job: Job) -> float | None:
+        """Median joint steps per second."""
+        told = self.told.get(job)
+        return statistics.median(one["env_steps_per_s"] for one in told) if told else None
+
+    def best(self, jobs: Sequence[Job]) -> float | None:
+        """The best rate of some jobs."""
+        return max((rate for job in jobs if (rate := self.rate(job))), default=None)
+
+
+def main_jobs(peers: Sequence[str], whats: Sequence[str]) -> list[Job]:
+    """Everybody on the env that is its fastest, and palestra on that of the slowest too."""
+    jobs = []
+    for what in whats:
+        jobs += native(what)
+        jobs += [theirs(peer, what) for peer in peers if what != "random" or peer not in NO_RANDOM]
+    return [*jobs, *on_python_env(), RAW]
+
+
+def native(what: str) -> list[Job]:
+    """palestra on its own env, in one process and in two."""
+    return [Job("ours", what, "simple_spread", workers) for workers in (1, 2)]
+
+
+def on_python_env() -> list[Job]:
+    """palestra in training on mpe2's env."""
+    return [Job("ours", "train", "mpe2", workers, games=60, horizon=BATCH // 60) for workers in (1, 2)]
+
+
+def theirs(peer: str, what: str) -> Job:
+    return Job(peer, what, HOME[peer])
+
+
+RAW = Job("raw", "random", "mpe2", 1, games=1)
+
+
+def growth_jobs(sizes: Sequence[int]) -> list[Job]:
+    """palestra with more and more games; a batch has 6000 steps, but no less than 25 of each game."""
+    return [
+        Job("ours", "train", "simple_spread", workers, games, horizon=max(STEPS, BATCH // games))
+        for games in sizes
+        for workers in (1, 2)
+        if games >= workers
+    ]
+
+
+def measure(jobs: Sequence[Job], seconds: float, repeats: int) -> Results:
+    """Every job in turn, `repeats` times."""
+    results = Results()
+    for repeat in range(repeats):
+        for number, job in enumerate(jobs, 1):
+            start = time.perf_counter()
+            try:
+                told = run(job, seconds, limit=300 + 20 * seconds)
+                results.told.setdefault(job, []).append(told)
+                said = f"{told['env_steps_per_s']:>12,.0f} steps/s"
+            except Failed as error:
+                results.failed[job] = str(error)
+                said = "[red]failed[/]"
+            place = f"{repeat + 1}/{repeats} {number:>2}/{len(jobs)}"
+            spent = time.perf_counter() - start
+            console.print(f"{place} {label(job):<42} {job.what:<6} {said} ({spent:.0f} s)", highlight=False)
+    return results
+
+
+def label(job: Job) -> str:
+    return f"{name(job)} ({job.env}{f', {job.games} games' if job.script == 'ours' else ''})"
+
+
+def name(job: Job) -> str:
+    """Who."""
+    return f"palestra, {job.workers} process{'es' * (job.workers > 1)}" if job.script == "ours" else NAMES[job.script]
+
+
+# ---- figures and tables
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    return over / under if over and under else None
+
+
+def figures(results: Results) -> dict[str, float | None]:
+    """The figures of the last line; None where what they need was not measured."""
+    training, sampling, same = (results.best(jobs) for jobs in (native("train"), native("sample"), on_python_env()))
+    one, two = (results.rate(job) for job in native("train"))
+    slowed = ratio(results.rate(RAW), results.rate(on_python_env()[0]))
+
+    def of(peer: str, what: str = "train") -> float | None:
+        return results.rate(theirs(peer, what))
+
+    return {
+        "native_vs_rllib": ratio(training, of("rllib")),
+        "native_vs_sample_factory": ratio(training, of("sample_factory")),
+        "native_vs_jaxmarl": ratio(training, of("jaxmarl")),
+        "sampling_vs_rllib": ratio(sampling, of("rllib", "sample")),
+        "same_env_vs_rllib": ratio(same, of("rllib")),
+        "same_env_vs_sample_factory": ratio(same, of("sample_factory")),
+        "overhead_over_raw": None if slowed is None else slowed - 1,
+        "workers2_vs_1": ratio(two, one),
+    }
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table, to be printed or written."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[list[str]]
+
+    def rich(self) -> Table:
+        table = Table(title=self.title, title_justify="left")
+        for number, heading in enumerate(self.headings):
+            table.add_column(heading, justify="right" if 0 < number < len(self.headings) - 1 else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        sides = ["---", *["---:"] * (len(self.headings) - 2), "---"]
+        lines = [self.headings, sides, *self.rows]
+        return f"### {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def sheets(results: Results, peers: Sequence[str]) -> list[Sheet]:
+    return [own_envs(results, peers), python_envs(results, peers), growth(results)]
+
+
+def own_envs(results: Results, peers: Sequence[str]) -> Sheet:
+    """Everybody on its fastest env; how many times its training palestra's better one is."""
+    best, rows = results.best(native("train")), []
+    who = [[native(what)[i] for what in WHATS] for i in (0, 1)] + [[theirs(peer, w) for w in WHATS] for peer in peers]
+    for jobs in who:
+        times = ratio(best, results.rate(jobs[0]))
+        shown = [number(results, job) for job in jobs]
+        rows.append([name(jobs[0]), jobs[0].env, *shown, f"{times:.2f}" if times else "", notes(results, jobs[0])])
+    rows.append([name(RAW), RAW.env, "", "", number(results, RAW), "", notes(results, RAW)])
+    headings = ("", "env", "training", "sampling", "random moves", "palestra is x", "set up")
+    return Sheet("Steps per second, everybody on its fastest simple_spread", headings, rows)
+
+
+def python_envs(results: Results, peers: Sequence[str]) -> Sheet:
+    """Everybody on mpe2, as a share of what a bare loop makes of it."""
+    raw, rows = results.rate(RAW), []
+    for job in [*on_python_env(), *(theirs(peer, "train") for peer in peers if HOME[peer] == "mpe2"), RAW]:
+        share = ratio(results.rate(job), raw)
+        rows.append([name(job), number(results, job), f"{share:.2f}" if share else "", notes(results, job)])
+    return Sheet("Steps per second in training on mpe2's env", ("", "training", "of the bare loop", "set up"), rows)
+
+
+def growth(results: Results) -> Sheet:
+    """palestra by the number of games."""
+    rows = []
+    for games in sorted({job.games for job in growth_jobs(SIZES) if job in results.told or job in results.failed}):
+        jobs = {job.workers: job for job in growth_jobs([games])}
+        one, two = (results.rate(jobs[workers]) if workers in jobs else None for workers in (1, 2))
+        times = ratio(two, one)
+        shown = [number(results, jobs[workers]) if workers in jobs else "" for workers in (1, 2)]
+        rows.append([f"{games}", *shown, f"{times:.2f}" if times else "", f"{games} x {jobs[1].horizon} steps"])
+    headings = ("games", "1 process", "2 processes", "2 over 1", "batch")
+    return Sheet("Steps per second in palestra's training, by the number of games", headings, rows)
+
+
+def number(results: Results, job: Job) -> str:
+    rate = results.rate(job)
+    return f"{rate:,.0f}" if rate else "failed" if job in results.failed else ""
+
+
+def notes(results: Results, job: Job) -> str:
+    told = results.told.get(job)
+    return told[0]["notes"] if told else ""
+
+
+def machine() -> str:
+    """What this was measured on."""
+    models, info = [platform.processor() or platform.machine()], Path("/proc/cpuinfo")
+    if info.exists():
+        models += [
+            line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+    return f"{os.cpu_count()} cores of {models[-1]}, {platform.system()}, Python {platform.python_version()}"
+
+
+def versions(results: Results) -> str:
+    """The packages that everybody ran with."""
+    lines = {}
+    for job, told in results.told.items():
+        lines[NAMES[job.script]] = ", ".join(f"{what} {version}" for what, version in told[0]["versions"].items())
+    return "; ".join(f"{who}: {line}" for who, line in sorted(lines.items()))
+
+
+def page(results: Results, shown: Sequence[Sheet], load: float, repeats: int, seconds: float) -> str:
+    """The tables and how they came about, as markdown."""
+    how = f"Medians of {repeats} runs of {seconds:.0f} s after warm-up, in turn. {machine()}; load {load:.1f} before."
+    parts = [f"{how}\n\n{versions(results)}.\n", *(sheet.markdown() for sheet in shown)]
+    return "\n".join([*parts, verdicts(results).markdown()])
+
+
+def verdicts(results: Results) -> Sheet:
+    rows = []
+    for what, value in figures(results).items():
+        target = f"{'at most ' if what in AT_MOST else ''}{TARGETS[what]:g}"
+        rows.append([what, "not measured" if value is None else f"{value:.3g}", target])
+    return Sheet("Figures", ("figure", "measured", "target"), rows)
+
+
+def report_failures(results: Results) -> None:
+    for job, why in results.failed.items():
+        console.print(f"[red]failed:[/] {label(job)}, {job.what}: ", end="")
+        console.print(why, markup=False, highlight=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="once, a few seconds each, and fewer things")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="only these (default: all)")
+    parser.add_argument("--repeats", type=int, help="how often everything is measured (default: 3)")
+    parser.add_argument("--markdown", type=Path, help="write the tables there, too")
+    options = parser.parse_args()
+    repeats, seconds = options.repeats or (1 if options.quick else 3), 3.0 if options.quick else 12.0
+    load = os.getloadavg()[0]
+    if load > 0.3:
+        console.print(f"[yellow]the machine is busy (load {load:.1f}): what follows is no measurement[/]")
+    for peer in options.peers:
+        install(peer)
+    jobs = main_jobs(options.peers, WHATS[:2] if options.quick else WHATS)
+    results = measure([*jobs, *growth_jobs(SIZES[::3] if options.quick else SIZES)], seconds, repeats)
+    shown = sheets(results, options.peers)
+    for sheet in shown:
+        console.print(sheet.rich())
+    report_failures(results)
+    if options.markdown:
+        options.markdown.write_text(page(results, shown, load, repeats, seconds))
+    line = {what: None if value is None else round(value, 3) for what, value in figures(results).items()}
+    print(json.dumps({"bench": "throughput", "figures": line, "targets": TARGETS}))
+
+
+if __name__ == "__main__":
+    main()
