@@ -25,6 +25,7 @@ from palestra.envs.vector.loop import GameSpec, Loop, MakeGame, at_least_one, de
 
 CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
 TRIES = 3  # how often the games of a process may fail without one whole step between
+STARTING = 300.0  # seconds that a process may take to load its package and make its games
 LINE = 64  # bytes: arrays begin on lines of the cache
 
 
@@ -120,12 +121,13 @@ class _Worker:
         with suppress(ConnectionError):  # an ended process is met where its answer is awaited
             self.pipe.send((what, value))
 
-    def answer(self) -> Any:
+    def answer(self, starting: bool = False) -> Any:
         """What the process says next; raises _Failed where it failed, ended or was silent for too long."""
+        patience = max(STARTING, self.patience) if starting else self.patience
         try:
-            if not self.pipe.poll(self.patience):
+            if not self.pipe.poll(patience):
                 self.process.kill()
-                raise _Failed(f"it was silent for {self.patience:g} s")
+                raise _Failed(f"it was silent for {patience:g} s")
             answer = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
@@ -269,7 +271,7 @@ class Processes(VectorEnv):
             worker.start()
             self._seeds[part] = [derived_seed(seed, self.restarts, 1) for seed in self._seeds[part]]
             try:
-                worker.answer()
+                worker.answer(starting=True)
                 worker.tell("memory", self._memory[0].memory.name)
                 worker.tell("reset", np.array(self._seeds[part]))
                 worker.answer()
@@ -280,7 +282,7 @@ class Processes(VectorEnv):
     def _meet(self, worker: _Worker) -> GameSpec:
         """The spec of the games that a process made."""
         try:
-            return worker.answer()
+            return worker.answer(starting=True)
         except _Failed as error:
             raise ValueError(f"the games cannot be made in a process of their own: {error}") from None
 

@@ -202,12 +202,13 @@ def test_a_host_plays_here_or_in_processes() -> None:
 
 
 PARENT = """
-import os, sys, time
+import signal
 import numpy as np
 from palestra.envs.vector.processes import Processes
 from toy_games import Counting
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the test was started from
     env = Processes(Counting, 4, 2)
     env.reset(np.arange(4))
     print(*[worker.process.pid for worker in env._workers], env._memory[0].memory.name, flush=True)
@@ -230,13 +231,16 @@ def test_processes_end_with_their_parent(end: signal.Signals, tmp_path: Path) ->
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": paths},
     )
-    assert parent.stdout is not None and parent.stderr is not None
-    *pids, name = parent.stdout.readline().split()
-    assert len(pids) == 2 and all(alive(int(pid)) for pid in pids)
-    time.sleep(0.2)
-    (os.killpg if end == signal.SIGINT else os.kill)(parent.pid, end)
-    errors = parent.communicate(timeout=120)[1]
-    deadline = time.monotonic() + 20
+    try:
+        assert parent.stdout is not None
+        *pids, name = parent.stdout.readline().split()
+        assert len(pids) == 2 and all(alive(int(pid)) for pid in pids)
+        time.sleep(0.2)
+        (os.killpg if end == signal.SIGINT else os.kill)(parent.pid, end)
+        errors = parent.communicate(timeout=60)[1]
+    finally:
+        parent.kill()
+    deadline = time.monotonic() + 60
     while any(alive(int(pid)) for pid in pids) or (SHARED / name).exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
