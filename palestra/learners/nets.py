@@ -25,6 +25,7 @@ from palestra.nets.layers import Net, NetConfig, generators, member_of, put_memb
 from palestra.nets.normalise import RunningNorm, Sum
 from palestra.nets.seating import Seating, seat_stacks
 from palestra.nets.squashed import SquashedHead, TanhHead
+from palestra.policies.frozen import NetMember
 from palestra.policies.nets import Choose, NetPlayer, greedy, sampling
 from palestra.types import Batch, Metrics
 
@@ -65,38 +66,38 @@ class Together:
 
 
 class Optimizer:
-    """Adam over a stack (Kingma & Ba, 2015); every member's gradient is clipped by itself."""
+    """Adam over a stack (Kingma & Ba, 2015); every member's gradient is clipped by itself.
+
+    All parameters lie in one array [P, D] of which the module's are views: a step is a handful of operations however
+    many layers there are. For networks this small their number, not their size, is what a step costs.
+    """
 
     def __init__(self, module: nn.Module, names: Sequence[str], config: NetPolicyConfig, together: Together) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.names, self.config, self.together = names, config, together
-        self.adam = torch.optim.Adam(self.parameters, config.lr, eps=config.eps, fused=True)
+        self.flat = torch.cat([p.detach().flatten(1) for p in self.parameters], 1)
+        for p, own in zip(self.parameters, self.flat.split([p[0].numel() for p in self.parameters], 1), strict=True):
+            p.data = own.view(p.shape)
+        self.adam = torch.optim.Adam([self.flat], config.lr, eps=config.eps, fused=True)
 
     def step(self, loss: Tensor, progress: float) -> Tensor:
         """One step on the sum of the members' losses; returns the norms of their gradients [P].
 
         Raises `Diverged` before anything is changed where a gradient is not finite.
         """
-        self.adam.zero_grad()
-        loss.backward()
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        parts = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
+        gradient = torch.cat([part.flatten(1) for part in parts], 1)
         if self.together.processes > 1:
-            self._average(gradients)
-        norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
+            gradient = self.together.total(gradient) / self.together.processes
+        norms = torch.linalg.vector_norm(gradient, dim=1)
         if not torch.isfinite(norms).all():
             raise Diverged(self.names[int(torch.argmin(torch.isfinite(norms).int()))])
-        scale = (self.config.clip / (norms + 1e-6)).clamp(max=1.0)
-        for g in gradients:
-            g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
+        gradient *= (self.config.clip / (norms + 1e-6)).clamp(max=1.0)[:, None]
         for group in self.adam.param_groups:
             group["lr"] = self.config.lr * (1 - progress if self.config.schedule == "linear" else 1.0)
+        self.flat.grad = gradient
         self.adam.step()
         return norms
-
-    def _average(self, gradients: list[Tensor]) -> None:
-        flat = self.together.total(torch.cat([g.flatten() for g in gradients])) / self.together.processes
-        for g, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            g.copy_(mean.view_as(g))
 
     def arrays(self) -> Arrays:
         """Adam's moments and counts."""
@@ -259,18 +260,17 @@ def write_member(stack: Stack, p: int, folder: Path) -> None:
     (folder / "member.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def read_member(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> NetPlayer:
-    """A policy that `write_member` kept, at seats of an env; `best` plays its likeliest actions instead of drawing.
+def read_frozen(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> tuple[NetMember, int]:
+    """A policy that `write_member` kept, for seats of an env, and its version; `best` plays its likeliest actions
+    instead of drawing.
 
     Raises ValueError where it does not fit these seats.
     """
     facts = json.loads((folder / "member.json").read_text())
     config = NetPolicyConfig(**facts["config"])
-    name = facts["name"]
-    (alone,) = seat_stacks(env, {name: list(seats)}, {name: config})
+    (alone,) = seat_stacks(env, {facts["name"]: list(seats)}, {facts["name"]: config})
     seating = replace(alone, seat_id=facts["seat_id"])
     head = HEADS[facts["head"]](seating.space)
-    best = best or facts["head"] == "ValueHead"
     net = Net(seating.inputs, head.outputs, config, generators([0]))
     arrays = read_arrays(folder / "policy.safetensors")
     put_member(net, 0, arrays)
@@ -278,8 +278,15 @@ def read_member(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: boo
     if config.normalise and (kept := part(arrays, "norm")):
         norm = RunningNorm(1, seating.inputs[0])
         norm.load_state_dict({key: torch.from_numpy(value[None].copy()) for key, value in kept.items()})
-    choose = greedy(head) if best else sampling(head)
-    return NetPlayer(seating, net, choose, [facts["version"]], norm.normalise if norm else None)
+    return NetMember(seating, net, head, norm, best or facts["head"] == "ValueHead"), facts["version"]
+
+
+def read_member(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> NetPlayer:
+    """What `read_frozen` reads, as a player of its own."""
+    member, version = read_frozen(folder, env, seats, best=best)
+    choose = greedy(member.head) if member.best else sampling(member.head)
+    normalise = member.norm.normalise if member.norm else None
+    return NetPlayer(member.seating, member.net, choose, [version], normalise)
 
 
 def part(arrays: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
