@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pyspiel
 
+from palestra.envs.rules.base import CHANCE, OVER, Rules
 from palestra.envs.vector.base import Discrete
 from palestra.envs.vector.loop import GameSpec, Moment
 from palestra.envs.vector.processes import Hosted
@@ -114,3 +115,73 @@ class OpenSpielEnv(Hosted):
         self, games: int = 64, *, game: str = "leduc_poker", view: Tensor | None = None, processes: int = 0
     ) -> None:
         super().__init__(partial(OpenSpielGame, game, view), games, processes)
+
+
+class SpielState:
+    """A state of OpenSpiel's that is never changed; equal where the histories are."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.history = tuple(state.history())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SpielState) and self.history == other.history
+
+    def __hash__(self) -> int:
+        return hash(self.history)
+
+
+class SpielRules(Rules[SpielState]):
+    """The rules of a game of OpenSpiel's that is played in turn. Views are information states, or, in games that have
+    none, observations; the words for actions are their numbers. Raises ValueError for games with simultaneous moves,
+    where chance cannot be listed, and where players are shown nothing."""
+
+    def __init__(self, game: str) -> None:
+        self.name, self.game = game, _loaded(game)
+        if why := _no_rules(self.game):
+            raise ValueError(f'"{game}" cannot be walked through: {why}')
+        self.kind: Tensor = "information_state" if _has(self.game, "information_state") else "observation"
+        self.players = self.game.num_players()
+        self.actions = tuple(str(action) for action in range(self.game.num_distinct_actions()))
+
+    def initial(self) -> SpielState:
+        return SpielState(self.game.new_initial_state())
+
+    def turn(self, state: SpielState) -> int:
+        player = int(state.state.current_player())
+        return {int(pyspiel.PlayerId.CHANCE): CHANCE, int(pyspiel.PlayerId.TERMINAL): OVER}.get(player, player)
+
+    def legal(self, state: SpielState) -> list[int]:
+        return list(state.state.legal_actions())
+
+    def chances(self, state: SpielState) -> list[tuple[int, float]]:
+        return list(state.state.chance_outcomes())
+
+    def next(self, state: SpielState, action: int) -> SpielState:
+        return SpielState(state.state.child(action))
+
+    def returns(self, state: SpielState) -> tuple[float, ...]:
+        return tuple(state.state.returns())
+
+    def view(self, state: SpielState, player: int) -> np.ndarray:
+        return np.array(getattr(state.state, f"{self.kind}_tensor")(player), np.float32)
+
+    def words(self, state: SpielState, player: int) -> str:
+        return str(getattr(state.state, f"{self.kind}_string")(player))
+
+
+def spiel_rules(game: str) -> SpielRules | None:
+    """The rules of OpenSpiel's `game`, or None where it cannot be walked through. Raises ValueError for no game."""
+    return None if _no_rules(_loaded(game)) else SpielRules(game)
+
+
+def _no_rules(game: Any) -> str:
+    """Why a game cannot be walked through, "" where it can."""
+    kind = game.get_type()
+    if kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
+        return "its players move at once (turn_based_simultaneous_game(game=...) makes them take turns)"
+    if kind.chance_mode == pyspiel.GameType.ChanceMode.SAMPLED_STOCHASTIC:
+        return "it draws chance itself and does not list what may come"
+    if not _has(game, "information_state") and not _has(game, "observation"):
+        return "it shows its players no tensor"
+    return ""

@@ -1,0 +1,42 @@
+"""Rules of turn-based games, and which env plays by which."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from palestra.envs.rules.bargaining import BargainingRules
+from palestra.envs.rules.base import CHANCE, OVER, Rules
+from palestra.envs.rules.kuhn import KuhnRules
+from palestra.envs.rules.leduc import LeducRules
+from palestra.envs.rules.liars_dice import LiarsDiceRules
+from palestra.envs.rules.tic_tac_toe import TicTacToeRules
+
+__all__ = ["CHANCE", "OVER", "RULES", "Rules", "rules_of"]
+
+RULES: dict[str, type[Rules[Any]]] = {
+    "kuhn_poker": KuhnRules,
+    "leduc_poker": LeducRules,
+    "liars_dice": LiarsDiceRules,
+    "tic_tac_toe": TicTacToeRules,
+    "bargaining": BargainingRules,
+    "text_kuhn": KuhnRules,
+    "text_leduc": LeducRules,
+    "text_liars_dice": LiarsDiceRules,
+    "text_tic_tac_toe": TicTacToeRules,
+    "text_bargaining": BargainingRules,
+}
+
+
+def rules_of(env_type: str, **options: Any) -> Rules[Any] | None:
+    """The rules that an env of this name and these options plays by, or None where none are written: the game is then
+    too large, or not played in turn. Options that are the env's alone (`processes`) change no rules."""
+    if env_type == "openspiel":
+        from palestra.envs.vector.openspiel import spiel_rules
+
+        return spiel_rules(options.get("game", "leduc_poker"))
+    if env_type not in RULES:
+        return None
+    rules = RULES[env_type]
+    known = inspect.signature(rules).parameters
+    return rules(**{name: value for name, value in options.items() if name in known})

@@ -1,0 +1,174 @@
+"""Double oracle with exact best answers: PSRO over whole policies (joint and anytime too), XDO over single actions.
+
+Each is an endless iterator of stages: take as many as wanted (`itertools.islice`). Stage 0 is the start, before any
+answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from palestra.exact.regret import CFR
+from palestra.exact.responses import answer_to, best_response, ends_reached, nash_conv, payoffs_of
+from palestra.exact.tree import Tree, mixture, uniform
+
+MetaSolver = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]  # payoffs of each player -> a distribution for each
+JointSolver = Callable[[Sequence[np.ndarray]], np.ndarray]  # -> one of all choices of members, in the payoffs' shape
+
+
+class Stage(NamedTuple):
+    """Where a double oracle stands: the policy [I, A] it stands for, its NashConv, and how many members each player has
+    with what weights (XDO: no weights, and how many actions it allows each player)."""
+
+    policy: np.ndarray
+    nash_conv: float
+    members: tuple[int, ...]
+    mixes: tuple[np.ndarray, ...] = ()
+
+
+class Members:
+    """Every player's policies so far, and what they win from each other."""
+
+    def __init__(self, tree: Tree, start: np.ndarray) -> None:
+        self.tree = tree
+        self.policies: list[list[np.ndarray]] = [[] for _ in range(tree.players)]
+        self.reached: list[list[np.ndarray]] = [[] for _ in range(tree.players)]
+        for player in range(tree.players):
+            self.add(player, start)
+
+    def add(self, player: int, policy: np.ndarray) -> None:
+        self.policies[player].append(policy)
+        self.reached[player].append(ends_reached(self.tree, [policy], player)[0])
+
+    def payoffs(self) -> list[np.ndarray]:
+        return payoffs_of(self.tree, [np.array(rows) for rows in self.reached])
+
+    def stage(self, mixes: Sequence[np.ndarray]) -> Stage:
+        policy = self.mixed(mixes)
+        sizes = tuple(len(policies) for policies in self.policies)
+        return Stage(policy, nash_conv(self.tree, policy), sizes, tuple(mixes))
+
+    def mixed(self, mixes: Sequence[np.ndarray]) -> np.ndarray:
+        """The policy [I, A] in which each player mixes its members."""
+        policy = np.empty(self.tree.legal.shape)
+        for player, (members, mix) in enumerate(zip(self.policies, mixes, strict=True)):
+            own = self.tree.of(player)
+            policy[own] = mixture(self.tree, members, mix)[own]
+        return policy
+
+
+def psro(tree: Tree, solve: MetaSolver, start: np.ndarray | None = None) -> Iterator[Stage]:
+    """Policy-space response oracles (Lanctot et al., 2017) from `start` (uniform play): `solve` weighs each player's
+    members by exact payoffs, and everybody's best answer to the others' mixtures joins them."""
+    members = Members(tree, uniform(tree) if start is None else start)
+    while True:
+        stage = members.stage([np.asarray(mix, float) for mix in solve(members.payoffs())])
+        yield stage
+        for player in range(tree.players):
+            members.add(player, best_response(tree, stage.policy, player)[0])
+
+
+class JointStage(NamedTuple):
+    """Where joint PSRO stands: how likely each choice of members is, what it pays each player, and what all could win
+    together by an answer decided on before they learn their part: 0 at a coarse correlated equilibrium."""
+
+    joint: np.ndarray  # [m_0, ..., m_n-1]
+    values: np.ndarray  # [n]
+    gap: float
+
+
+def joint_psro(tree: Tree, solve: JointSolver, start: np.ndarray | None = None) -> Iterator[JointStage]:
+    """Joint PSRO (Marris et al., 2021) with answers to the others' joint play (its "CCE" kind), for any number of
+    players and any returns."""
+    members = Members(tree, uniform(tree) if start is None else start)
+    while True:
+        payoffs = members.payoffs()
+        joint = np.asarray(solve(payoffs), float)
+        values = np.array([(joint * payoff).sum() for payoff in payoffs])
+        answers = [_answer_to_joint(members, joint, player) for player in range(tree.players)]
+        yield JointStage(joint, values, float(sum(value for _, value in answers) - values.sum()))
+        for player, (answer, _) in enumerate(answers):
+            members.add(player, answer)
+
+
+def _answer_to_joint(members: Members, joint: np.ndarray, player: int) -> tuple[np.ndarray, float]:
+    others = joint.sum(player)
+    rows = [np.array(rows) for other, rows in enumerate(members.reached) if other != player]
+    reached = np.zeros(len(members.tree.ends))
+    for choice in np.argwhere(others):
+        reached += others[tuple(choice)] * np.prod([row[at] for row, at in zip(rows, choice, strict=True)], axis=0)
+    return answer_to(members.tree, members.policies[player][0], members.tree.chance * reached, player)
+
+
+def anytime_psro(tree: Tree, rounds: int = 500, start: np.ndarray | None = None) -> Iterator[Stage]:
+    """Anytime PSRO (McAleer et al., 2022) for two-player zero-sum games: each player mixes its members so that the best
+    answer to the mixture wins least, so that NashConv never rises but for what `rounds` of regret matching leave open.
+    The answer to where the weights stood last joins the other's members.
+    """
+    if tree.players != 2 or not np.allclose(tree.returns.sum(1), 0):
+        raise ValueError(f"anytime PSRO is for two-player zero-sum games, which {tree.name} is not: use psro")
+    members = Members(tree, uniform(tree) if start is None else start)
+    while True:
+        (first, answer_1), (second, answer_0) = (_least_exploitable(members, player, rounds) for player in (0, 1))
+        yield members.stage([first, second])
+        members.add(0, answer_0)
+        members.add(1, answer_1)
+
+
+def _least_exploitable(members: Members, player: int, rounds: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights of a player's members, by regret matching+ against the other's best answer and averaged linearly; and the
+    last of those answers."""
+    tree, reached = members.tree, np.array(members.reached[player])
+    answer = members.policies[1 - player][0]
+    weights = even = np.full(len(reached), 1 / len(reached))
+    regrets, summed = np.zeros(len(reached)), np.zeros(len(reached))
+    for number in range(1, rounds + 1):
+        summed += number * weights
+        answer, _ = answer_to(tree, answer, tree.chance * (weights @ reached), 1 - player)
+        won = reached @ (tree.chance * tree.returns[:, player] * ends_reached(tree, [answer], 1 - player)[0])
+        regrets = np.maximum(regrets + won - weights @ won, 0)
+        weights = regrets / regrets.sum() if regrets.any() else even
+    return summed / summed.sum(), answer
+
+
+def xdo(
+    tree: Tree, start: np.ndarray | None = None, *, tolerance: float = 0.5, iterations: int = 20_000
+) -> Iterator[Stage]:
+    """Extensive-form double oracle (McAleer et al., 2021) for two-player zero-sum games, from answers to `start`
+    (uniform play). In each information state the players keep to actions that one of their answers took; CFR+ solves
+    that game until its NashConv is below `tolerance`, or for so many `iterations`; answers in the whole game allow new
+    actions.
+
+    The tolerance is halved whenever the whole game's NashConv has come below twice that, or no action was new.
+    """
+    if tree.players != 2 or not np.allclose(tree.returns.sum(1), 0):
+        raise ValueError(f"XDO is for two-player zero-sum games, which {tree.name} is not: use psro")
+    policy = uniform(tree) if start is None else start
+    allowed = np.zeros_like(tree.legal)
+    gap = nash_conv(tree, policy)
+    while True:
+        yield Stage(policy, gap, tuple(int(allowed[tree.of(player)].sum()) for player in (0, 1)))
+        taken = _taken(tree, policy)
+        if (taken <= allowed).all() or gap < 2 * tolerance:
+            tolerance /= 2
+        allowed = allowed | taken
+        policy = _solved(tree, allowed, tolerance, iterations)
+        gap = nash_conv(tree, policy)
+
+
+def _taken(tree: Tree, policy: np.ndarray) -> np.ndarray:
+    """The actions [I, A] that the players' best answers to `policy` take."""
+    answers = [best_response(tree, policy, player)[0][tree.of(player)] for player in range(tree.players)]
+    return np.concatenate(answers) > 0
+
+
+def _solved(tree: Tree, allowed: np.ndarray, tolerance: float, most: int) -> np.ndarray:
+    solver = CFR(tree, plus=True, legal=allowed)
+    while True:
+        solver.run(max(10, solver.iterations // 4))
+        policy = solver.average()
+        if solver.iterations >= most or nash_conv(tree, policy, legal=allowed) <= tolerance:
+            return policy

@@ -1,0 +1,226 @@
+"""Walking through a game: first its states, each asked once what the rules say of it, then all ways to come to them.
+
+States are far fewer than the ways to them (tic-tac-toe: 5,478 boards, 549,946 games begun), and only asking the rules
+takes Python's time; the ways are unrolled with array operations, all nodes of one depth at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from palestra.envs.rules.base import CHANCE, OVER, Rules
+
+
+class States(NamedTuple):
+    """The distinct states of a game; edges of state s are `first[s]` up to `first[s + 1]`."""
+
+    name: str
+    turn: np.ndarray  # [N]
+    seen: np.ndarray  # [N] which view the player who moves has, -1 where none moves
+    returns: np.ndarray  # [N, n] 0 but where the game is over
+    first: np.ndarray  # [N + 1]
+    child: np.ndarray  # [E]
+    action: np.ndarray  # [E]
+    likely: np.ndarray  # [E] chance's probability, 1 for a player's action
+    views: np.ndarray  # [W, V] the distinct views, those of each player apart
+    words: list[str]  # [W]
+    legal: np.ndarray  # [W, A]
+
+
+class Level(NamedTuple):
+    """The nodes of one depth."""
+
+    state: np.ndarray  # [M]
+    last: np.ndarray  # [M, n] each player's last sequence
+    chance: np.ndarray  # [M]
+
+
+@dataclass
+class Walk:
+    """All ways through a game. Information states are numbered as they were met; see `Tree` for the rest."""
+
+    owner: np.ndarray  # [I]
+    depth: np.ndarray  # [I] decisions of the owner's before
+    seen: np.ndarray  # [I] which view
+    legal: np.ndarray  # [I, A]
+    parent: np.ndarray  # [I]
+    ends: np.ndarray  # [T, n]
+    chance: np.ndarray  # [T]
+    returns: np.ndarray  # [T, n]
+    views: np.ndarray
+    words: list[str]
+    nodes: int
+
+
+def states_of(rules: Rules[Any], most: int) -> States:
+    """Every state that can come about. Raises ValueError where there are more than `most`."""
+    found = [rules.initial()]
+    numbers = {found[0]: 0}
+    turns, returns, first = [], [], [0]
+    child: list[int] = []
+    action: list[int] = []
+    likely: list[float] = []
+    views = _Views(rules)
+    for state in found:
+        turn = rules.turn(state)
+        turns.append(turn)
+        returns.append(rules.returns(state) if turn == OVER else (0.0,) * rules.players)
+        for move, chance in _moves(rules, state, turn, views):
+            after = rules.next(state, move)
+            number = numbers.setdefault(after, len(found))
+            if number == len(found):
+                found.append(after)
+            child.append(number)
+            action.append(move)
+            likely.append(chance)
+        first.append(len(child))
+        if len(found) > most:
+            raise too_large(rules.name, most)
+    return States(
+        rules.name,
+        np.array(turns),
+        np.array(views.seen),
+        np.array(returns),
+        np.array(first),
+        np.array(child, np.int64),
+        np.array(action, np.int64),
+        np.array(likely),
+        *views.tables(),
+    )
+
+
+def too_large(name: str, most: int) -> ValueError:
+    return ValueError(
+        f"{name} has more than {most:,} nodes, too many to be walked through whole: choose a smaller variant, or allow "
+        "more with most_nodes, at the price of time and memory"
+    )
+
+
+class _Views:
+    """Numbers the distinct views of those who move, as they are met."""
+
+    def __init__(self, rules: Rules[Any]) -> None:
+        self.rules = rules
+        self.numbers: dict[tuple[int, bytes], int] = {}
+        self.views: list[np.ndarray] = []
+        self.words: list[str] = []
+        self.legal: list[list[int]] = []
+        self.seen: list[int] = []  # by each state
+
+    def none(self) -> None:
+        self.seen.append(-1)
+
+    def see(self, state: Any, player: int) -> list[int]:
+        """Notes what the player who moves sees; what it may do."""
+        legal, view = self.rules.legal(state), self.rules.view(state, player)
+        number = self.numbers.setdefault((player, view.tobytes()), len(self.views))
+        if number == len(self.views):
+            self.views.append(view)
+            self.words.append(self.rules.words(state, player))
+            self.legal.append(legal)
+        elif self.legal[number] != legal:
+            raise ValueError(
+                f'{self.rules.name}: player {player} cannot tell what is legal, the view "{self.words[number]}" comes '
+                f"with actions {self.legal[number]} and with {legal}; let the view tell"
+            )
+        self.seen.append(number)
+        return legal
+
+    def tables(self) -> tuple[np.ndarray, list[str], np.ndarray]:
+        legal = np.zeros((len(self.views), len(self.rules.actions)), bool)
+        for row, actions in zip(legal, self.legal, strict=True):
+            row[actions] = True
+        return np.array(self.views, np.float32), self.words, legal
+
+
+def _moves(rules: Rules[Any], state: Any, turn: int, views: _Views) -> list[tuple[int, float]]:
+    if turn >= 0:
+        return [(move, 1.0) for move in views.see(state, turn)]
+    views.none()
+    return rules.chances(state) if turn == CHANCE else []
+
+
+def walk(states: States, n: int, width: int, most: int) -> Walk:
+    """All ways through the game. Ways to one state that no player can tell apart are one node."""
+    met = _Met(n, width)
+    level = Level(np.zeros(1, np.int64), np.arange(n)[None], np.ones(1))
+    ends: list[Level] = []
+    nodes = 0
+    while len(level.state):
+        nodes += len(level.state)
+        if nodes > most:
+            raise too_large(states.name, most)
+        over = states.turn[level.state] == OVER
+        ends.append(Level(*(part[over] for part in level)))
+        level = _next(states, Level(*(part[~over] for part in level)), met)
+    over_at, last, chance = (np.concatenate(parts) for parts in zip(*ends, strict=True))
+    seen = np.array(met.seen, np.int64)
+    return Walk(
+        owner=np.array(met.owner, np.int64),
+        depth=np.array(met.depth, np.int64),
+        seen=seen,
+        legal=states.legal[seen],
+        parent=np.array(met.parent, np.int64),
+        ends=last,
+        chance=chance,
+        returns=states.returns[over_at],
+        views=states.views,
+        words=states.words,
+        nodes=nodes,
+    )
+
+
+class _Met:
+    """Numbers information states as they are met: what a player sees, after its own past."""
+
+    def __init__(self, n: int, width: int) -> None:
+        self.n, self.width = n, width
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.owner: list[int] = []
+        self.depth: list[int] = []
+        self.parent: list[int] = []
+        self.seen: list[int] = []
+
+    def number(self, owner: int, parent: int, seen: int) -> int:
+        number = self.numbers.setdefault((parent, seen), len(self.owner))
+        if number == len(self.owner):
+            self.owner.append(owner)
+            self.parent.append(parent)
+            self.seen.append(seen)
+            self.depth.append(0 if parent < self.n else self.depth[(parent - self.n) // self.width] + 1)
+        return number
+
+
+def _next(states: States, level: Level, met: _Met) -> Level:
+    """The children of nodes of one depth."""
+    count = states.first[level.state + 1] - states.first[level.state]
+    of = np.repeat(np.arange(len(count)), count)
+    edge = np.arange(len(of)) + np.repeat(states.first[level.state] - (np.cumsum(count) - count), count)
+    turn, last = states.turn[level.state], level.last[of]
+    moved = turn[of] >= 0
+    sequences = met.n + _information_states(states, level, met) * met.width
+    last[moved, turn[of][moved]] = sequences[of][moved] + states.action[edge][moved]
+    after = Level(states.child[edge], last, level.chance[of] * states.likely[edge])
+    return after if moved.all() else _merged(after)
+
+
+def _information_states(states: States, level: Level, met: _Met) -> np.ndarray:
+    """The information state of each node [M], 0 where chance moves."""
+    turn, seen = states.turn[level.state], states.seen[level.state]
+    numbers, at = np.zeros(len(turn), np.int64), np.flatnonzero(turn >= 0)
+    parent = level.last[at, turn[at]]
+    keys = parent * len(states.views) + seen[at]
+    _, example, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    rows = zip(turn[at][example].tolist(), parent[example].tolist(), seen[at][example].tolist(), strict=True)
+    numbers[at] = np.array([met.number(*row) for row in rows], np.int64)[inverse]
+    return numbers
+
+
+def _merged(level: Level) -> Level:
+    """Nodes of one state and one past of every player's own, taken together."""
+    keys = np.column_stack([level.state, level.last])
+    unique, inverse = np.unique(keys, axis=0, return_inverse=True)
+    return Level(unique[:, 0], unique[:, 1:], np.bincount(inverse.ravel(), level.chance, len(unique)))

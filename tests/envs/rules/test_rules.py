@@ -1,0 +1,287 @@
+"""Our rules are OpenSpiel's, state by state, and our vectorised envs' views; words tell what views tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from palestra.envs.rules import BargainingRules, KuhnRules, LeducRules, LiarsDiceRules, Rules, TicTacToeRules, rules_of
+from palestra.envs.rules.bargaining import Talk
+from palestra.envs.rules.base import CHANCE, OVER
+from palestra.envs.rules.kuhn import BET, PASS
+from palestra.envs.rules.leduc import CALL, FOLD, RAISE
+from palestra.envs.vector.base import VectorEnv
+from palestra.envs.vector.check import random_actions
+from palestra.envs.vector.kuhn import KuhnPoker
+from palestra.envs.vector.leduc import LeducPoker
+from palestra.envs.vector.liars_dice import LiarsDice
+from palestra.envs.vector.openspiel import SpielRules
+
+OURS: list[tuple[Rules[Any], str]] = [
+    (KuhnRules(), "kuhn_poker"),
+    (KuhnRules(3), "kuhn_poker(players=3)"),
+    (LeducRules(), "leduc_poker"),
+    (LiarsDiceRules(faces=3), "liars_dice(dice_sides=3)"),
+    (LiarsDiceRules(dice=2, faces=2), "liars_dice(numdice=2,dice_sides=2)"),
+    (TicTacToeRules(), "tic_tac_toe"),
+]
+SLOW: list[tuple[Rules[Any], str]] = [
+    (KuhnRules(4), "kuhn_poker(players=4)"),
+    (LiarsDiceRules(faces=5), "liars_dice(dice_sides=5)"),
+]
+GAMES = [pytest.param(*pair, id=pair[1]) for pair in OURS]
+GAMES += [pytest.param(*pair, id=pair[1], marks=pytest.mark.slow) for pair in SLOW]
+
+
+def pairs(rules: Rules[Any], theirs: SpielRules) -> Iterator[tuple[Any, Any]]:
+    """Every state of ours, with one of OpenSpiel's that the same moves lead to."""
+    waiting, known = [(rules.initial(), theirs.initial())], {rules.initial()}
+    while waiting:
+        state, other = waiting.pop()
+        yield state, other
+        turn = rules.turn(state)
+        moves = [move for move, _ in rules.chances(state)] if turn == CHANCE else rules.legal(state)
+        for move in moves if turn != OVER else []:
+            after = rules.next(state, move)
+            if after not in known:
+                known.add(after)
+                waiting.append((after, theirs.next(other, move)))
+
+
+@pytest.mark.parametrize(("rules", "game"), GAMES)
+def test_every_state_is_openspiels(rules: Rules[Any], game: str) -> None:
+    theirs = SpielRules(game)
+    assert (rules.players, len(rules.actions)) == (theirs.players, len(theirs.actions))
+    for state, other in pairs(rules, theirs):
+        turn = rules.turn(state)
+        assert turn == theirs.turn(other)
+        for player in range(rules.players if turn != CHANCE else 0):  # it shows dice as they fall, before it sorts them
+            view = rules.view(state, player)
+            assert view.dtype == np.float32 and np.array_equal(view, theirs.view(other, player))
+        if turn == OVER:
+            assert rules.returns(state) == theirs.returns(other)
+        elif turn == CHANCE:
+            assert np.allclose(rules.chances(state), theirs.chances(other), rtol=1e-15)
+        else:
+            assert rules.legal(state) == theirs.legal(other)
+
+
+EVERY = [*(rules for rules, _ in OURS), BargainingRules(), BargainingRules((1, 1, 1), total=2, turns=3)]
+
+
+@pytest.mark.parametrize("rules", EVERY, ids=lambda rules: f"{rules.name}-{rules.players}-{len(rules.actions)}")
+def test_words_are_equal_exactly_where_views_are(rules: Rules[Any]) -> None:
+    told: dict[tuple[int, bytes], str] = {}
+    waiting, known = [rules.initial()], {rules.initial()}
+    for state in waiting:
+        for player in range(rules.players):
+            key = player, rules.view(state, player).tobytes()
+            assert told.setdefault(key, rules.words(state, player)) == rules.words(state, player)
+        turn = rules.turn(state)
+        moves = [move for move, _ in rules.chances(state)] if turn == CHANCE else rules.legal(state)
+        new = {rules.next(state, move) for move in moves} - known if turn != OVER else set()
+        known |= new
+        waiting += new
+    assert len(set(zip((player for player, _ in told), told.values(), strict=True))) == len(told) > 10
+
+
+@pytest.mark.parametrize("rules", EVERY, ids=lambda rules: f"{rules.name}-{rules.players}-{len(rules.actions)}")
+def test_actions_are_single_words_of_their_own(rules: Rules[Any]) -> None:
+    assert len(set(rules.actions)) == len(rules.actions)
+    assert all(word and not any(letter.isspace() for letter in word) for word in rules.actions)
+
+
+def follow(env: VectorEnv, rules: Rules[Any], chance: Any, steps: int) -> int:
+    """Plays an env at random beside the rules; how many games ended."""
+    rng, seats, ended = np.random.default_rng(1), range(rules.players), 0
+    frame = env.reset(np.arange(env.games))
+    drawn = [iter(chance(b)) for b in range(env.games)]
+    states = [dealt(rules, rules.initial(), drawn[b]) for b in range(env.games)]
+    for _ in range(steps):
+        for b, state in enumerate(states):
+            turn = rules.turn(state)
+            assert frame.acting[b].tolist() == [seat == turn for seat in seats]
+            assert np.array_equal(frame.obs[b], [rules.view(state, seat) for seat in seats])
+            legal = range(len(rules.actions)) if frame.legal is None else np.flatnonzero(frame.legal[b, turn])
+            assert list(legal) == rules.legal(state)
+        actions = random_actions(env, frame, rng)
+        frame = env.step(actions)
+        for b, state in enumerate(states):
+            after = dealt(rules, rules.next(state, int(actions[b, rules.turn(state)])), drawn[b])
+            assert frame.terminated[b] == (rules.turn(after) == OVER)
+            if frame.terminated[b]:
+                assert frame.rewards[b].tolist() == list(rules.returns(after))
+                assert np.array_equal(frame.final_obs[b], [rules.view(after, seat) for seat in seats])
+                ended, drawn[b] = ended + 1, iter(chance(b))
+                after = dealt(rules, rules.initial(), drawn[b])
+            states[b] = after
+    return ended
+
+
+def dealt(rules: Rules[Any], state: Any, drawn: Iterator[int]) -> Any:
+    while rules.turn(state) == CHANCE:
+        state = rules.next(state, next(drawn))
+    return state
+
+
+@pytest.mark.parametrize("players", [2, 3, 4])
+def test_vectorised_kuhn_poker_shows_these_views(players: int) -> None:
+    env = KuhnPoker(20, players=players)
+    assert follow(env, KuhnRules(players), lambda b: env.memory["cards"][b].tolist(), 40) > 60
+
+
+def test_vectorised_leduc_poker_shows_these_views() -> None:
+    env = LeducPoker(20)
+    assert follow(env, LeducRules(), lambda b: env.memory["cards"][b].tolist(), 80) > 100
+
+
+def test_vectorised_liars_dice_shows_these_views() -> None:
+    env = LiarsDice(20, dice=2, faces=3)
+    rules = LiarsDiceRules(dice=2, faces=3)
+    assert follow(env, rules, lambda b: env.memory["dice"][b].ravel().tolist(), 80) > 100
+
+
+def test_words_by_hand() -> None:
+    kuhn = KuhnRules()
+    assert kuhn.words(after(kuhn, 2, 0, PASS, BET), 0) == "You are player 0. You hold K. Moves: pass bet."
+    four = KuhnRules(4)
+    assert four.words(after(four, 0, 4, 1, 2), 1) == "You are player 1. You hold A. Moves: none."
+    leduc = LeducRules()
+    state = after(leduc, 5, 0, CALL, RAISE, CALL, 2, RAISE)
+    assert leduc.words(state, 1) == (
+        "You are player 1. You hold Js. Moves: call raise call. The table shows Qs. Then: raise."
+    )
+    dice = LiarsDiceRules(dice=2)
+    assert dice.words(after(dice, 4, 1, 0, 0, 7), 0) == "You are player 0. Your dice: 2 5. Bids: 2x2."
+    toe = TicTacToeRules()
+    assert toe.words(after(toe, 4, 0), 1) == "You are o. Board: o . . / . x . / . . ."
+
+
+def after(rules: Rules[Any], *moves: int) -> Any:
+    state = rules.initial()
+    for move in moves:
+        state = rules.next(state, move)
+    return state
+
+
+def test_folds_end_a_hand_of_leduc_poker() -> None:
+    leduc = LeducRules()
+    assert leduc.returns(after(leduc, 5, 0, RAISE, RAISE, FOLD)) == (-3, 3)
+    assert leduc.returns(after(leduc, 2, 4, CALL, CALL, 5, RAISE, RAISE, FOLD)) == (-5, 5)
+
+
+# ---- bargaining
+
+
+@pytest.mark.parametrize(("counts", "total", "turns"), [((1, 2), 6, 4), ((2, 1, 1), 4, 3), ((1, 1, 3), 5, 2)])
+def test_bargaining_is_openspiels(counts: tuple[int, ...], total: int, turns: int, tmp_path: Path) -> None:
+    """Where the last of the moves is, OpenSpiel takes any new offer for the refusal that it is."""
+    rules = BargainingRules(counts, total, turns)
+    pool = ",".join(map(str, (*counts, 0)[:3]))
+    instances = [" ".join(",".join(map(str, (*worth, 0)[:3])) for worth in deal) for deal in rules.deals]
+    path = tmp_path / "instances.txt"
+    path.write_text("".join(f"{pool} {instance}\n" for instance in instances))
+    theirs = SpielRules(f"bargaining(instances_file={path},max_turns={turns})")
+    initial = theirs.initial()
+    assert np.allclose(theirs.chances(initial), rules.chances(rules.initial()), rtol=1e-15)
+    rng = np.random.default_rng(0)
+    deals = range(len(rules.deals))
+    waiting = [(after(rules, deal), theirs.next(initial, deal)) for deal in rng.permutation(deals)[:6].tolist()]
+    ends = 0
+    while waiting:
+        state, other = waiting.pop()
+        assert rules.turn(state) == theirs.turn(other)
+        if rules.turn(state) == OVER:
+            assert rules.returns(state) == theirs.returns(other)
+            ends += 1
+            continue
+        legal = rules.legal(state)
+        names = {meant(theirs, other, action): action for action in theirs.legal(other)}
+        assert set(names) == {rules.actions[action] for action in legal} - {"refuse"} or len(state.moves) == turns - 1
+        for action in rng.permutation(legal)[:5].tolist():
+            word = rules.actions[action] if action != rules.refuse else rules.actions[0]
+            waiting.append((rules.next(state, action), theirs.next(other, names[word])))
+    assert ends > 10
+
+
+def meant(theirs: SpielRules, state: Any, action: int) -> str:
+    """Our word for an action of OpenSpiel's: "Offer: Book: 1, Hat: 0, Basketball: 0" keeps one book."""
+    told = state.state.action_to_string(action)
+    if told == "Agree":
+        return "agree"
+    kinds = int(state.state.information_state_string(0).split("Basketball: ")[1].split("\n")[0]) > 0
+    counts = [part.split(": ")[-1] for part in told.split(", ")]
+    return "keep-" + "-".join(counts if kinds else counts[:2])
+
+
+def test_bargaining_by_hand() -> None:
+    rules = BargainingRules((1, 2), total=6, turns=3)
+    deal = rules.deals.index(((4, 1), (2, 2)))  # the book is worth 4 to one and 2 to the other, a hat 1 and 2
+    start = after(rules, deal)
+    keep_book, keep_hats = (rules.actions.index(word) for word in ("keep-1-0", "keep-0-2"))
+    assert rules.legal(start) == list(range(6))  # nothing yet to agree to
+    assert rules.returns(after(rules, deal, keep_book, rules.agree)) == (4, 4)
+    assert rules.returns(after(rules, deal, keep_hats, keep_hats, rules.agree)) == (4, 4)
+    assert rules.returns(after(rules, deal, keep_hats, keep_hats, rules.refuse)) == (0, 0)
+    assert rules.legal(after(rules, deal, keep_hats, keep_hats)) == [rules.agree, rules.refuse]
+    assert rules.words(after(rules, deal, keep_book), 1) == (
+        "You are player 1. To divide: 1 book, 2 hats. Worth to you: a book 2, a hat 2. Moves: keep-1-0."
+    )
+
+
+def test_deals_leave_something_to_talk_about() -> None:
+    for first, second in BargainingRules((1, 2, 1), total=5).deals:
+        assert np.dot(first, (1, 2, 1)) == np.dot(second, (1, 2, 1)) == 5
+        assert np.all(np.add(first, second) > 0) and np.any(np.multiply(first, second) > 0)
+    some, even, other = (0, 2), (1, 1), (2, 0)  # all that two kinds of one item can be worth, 2 in all
+    by_hand = [(some, even), (even, some), (even, even), (even, other), (other, even)]
+    assert BargainingRules((1, 1), total=2).deals == by_hand
+
+
+# ---- what is refused
+
+
+def test_what_cannot_be_played_is_said() -> None:
+    with pytest.raises(ValueError, match="players: 5"):
+        KuhnRules(5)
+    with pytest.raises(ValueError, match="dice: 0"):
+        LiarsDiceRules(dice=0)
+    with pytest.raises(ValueError, match="faces: 1"):
+        LiarsDiceRules(faces=1)
+    with pytest.raises(ValueError, match="cannot be worth 1 to both"):
+        BargainingRules((2, 2), total=1)
+    with pytest.raises(ValueError, match="no pool of items"):
+        BargainingRules((1, 0))
+    with pytest.raises(ValueError, match="turns: 1"):
+        BargainingRules(turns=1)
+
+
+def test_rules_go_by_the_names_of_envs() -> None:
+    assert isinstance(rules_of("leduc_poker"), LeducRules)
+    three = rules_of("kuhn_poker", players=3, processes=2)
+    assert isinstance(three, KuhnRules) and three.players == 3
+    spiel = rules_of("openspiel", game="tic_tac_toe")
+    assert isinstance(spiel, SpielRules) and spiel.name == "tic_tac_toe"
+    assert rules_of("openspiel", game="matrix_pd") is None and rules_of("simple_spread") is None
+    with pytest.raises(ValueError, match="near it: leduc_poker"):
+        rules_of("openspiel", game="leduc_pocker")
+
+
+def test_games_of_openspiel_that_have_no_rules_here() -> None:
+    with pytest.raises(ValueError, match="players move at once"):
+        SpielRules("goofspiel")
+    with pytest.raises(ValueError, match="draws chance itself"):
+        SpielRules("negotiation")
+
+
+def test_states_are_immutable_and_equal_by_value() -> None:
+    rules = BargainingRules()
+    assert rules.initial() == Talk() and hash(after(rules, 3, 1)) == hash(Talk(3, (1,)))
+    spiel = SpielRules("kuhn_poker")
+    start = spiel.initial()
+    assert spiel.next(start, 1) == spiel.next(start, 1) != spiel.next(start, 2)
+    assert spiel.turn(start) == CHANCE and start == spiel.initial()
