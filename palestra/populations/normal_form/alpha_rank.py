@@ -1,0 +1,112 @@
+"""Alpha-rank (Omidshafiei et al., 2019): populations of which one at a time tries another member, and how often each
+profile is where they sit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from palestra.populations.normal_form.tables import Payoff
+
+MOST = 6000  # profiles: the chain's matrix has their square, here 288 MB
+LEAST = 1e-100  # probability of fixation: what keeps a chain of very strong selection in one piece
+RTOL, ATOL = 1e-5, 1e-8  # as in OpenSpiel: when two chains of a sweep are taken to be alike
+BLOCK = 64
+
+
+class Moves(NamedTuple):
+    """Every change of one player's member: from profile to profile, what that player gains, and each profile's number
+    of moves; a move is tried as often as any other."""
+
+    start_E: np.ndarray
+    end_E: np.ndarray
+    gain_E: np.ndarray
+    profiles: int
+    each: int
+
+
+def alpha_rank(payoffs: Payoff, *, alpha: float | Literal["infinite", "sweep"] = "infinite", m: int = 50) -> np.ndarray:
+    """How often each profile [m_0, ..., m_n-1] is played in the long run: the stationary distribution of the chain in
+    which a player's population of `m` takes on another member with the probability of fixation under selection of
+    intensity `alpha` (eq. 2 and 3 of the paper).
+
+    `infinite` takes every move that gains and, in the limit of rare mistakes, those that lose (Rowland et al., 2019,
+    sec. 2); it does not depend on the payoffs' units. `sweep` doubles alpha until the distribution stays. Raises
+    ValueError for a table of more than 6000 profiles.
+    """
+    return _rank(_moves(payoffs), alpha, m).reshape(payoffs[0].shape)
+
+
+def _moves(payoffs: Payoff) -> Moves:
+    shape = payoffs[0].shape
+    numbers = np.arange(payoffs[0].size).reshape(shape)
+    starts, ends, gains = [], [], []
+    for player, table in enumerate(payoffs):
+        here, worth = (np.moveaxis(array, player, -1).reshape(-1, shape[player]) for array in (numbers, table))
+        one, other = np.nonzero(~np.eye(shape[player], dtype=bool))
+        starts.append(here[:, one].ravel())
+        ends.append(here[:, other].ravel())
+        gains.append((worth[:, other] - worth[:, one]).ravel())
+    each = sum(shape) - len(shape)
+    return Moves(np.concatenate(starts), np.concatenate(ends), np.concatenate(gains), payoffs[0].size, each)
+
+
+def _rank(moves: Moves, alpha: float | str, m: int) -> np.ndarray:
+    if moves.profiles > MOST:
+        raise ValueError(
+            f"alpha-rank of {moves.profiles} profiles takes a matrix of {moves.profiles**2 * 8 / 1e9:.1f} GB; the most "
+            f"is {MOST} profiles: take another solver, prd or cce"
+        )
+    scale = float(np.abs(moves.gain_E).max(initial=0.0))
+    if scale == 0:
+        return np.full(moves.profiles, 1 / moves.profiles)
+    if alpha == "infinite":
+        return _limit(moves, (_taken(moves.gain_E, 10.0**-digits) for digits in range(3, 14)))
+    if alpha == "sweep":
+        return _limit(moves, (_fixation(moves.gain_E, 2.0**power / scale, m) for power in range(-10, 40)))
+    return _limit(moves, [_fixation(moves.gain_E, float(alpha), m)])
+
+
+def _limit(moves: Moves, chances: Iterable[np.ndarray]) -> np.ndarray:
+    """The stationary distribution of the first chain that is like the one before it; the last one's otherwise."""
+    share = np.zeros(0)
+    for chance_E in chances:
+        before, chain = share, np.zeros((moves.profiles, moves.profiles))
+        chain[moves.start_E, moves.end_E] = chance_E / moves.each
+        share = stationary(chain)
+        if before.size and np.allclose(share, before, RTOL, ATOL):
+            break
+    return share
+
+
+def _taken(gain_E: np.ndarray, mistake: float) -> np.ndarray:
+    tied = np.abs(gain_E) <= 1e-12 * np.abs(gain_E).max()
+    return np.where(tied, 0.5, np.where(gain_E > 0, 1 - mistake, mistake))
+
+
+def _fixation(gain_E: np.ndarray, alpha: float, m: int) -> np.ndarray:
+    """(1 - e^-u) / (1 - e^-mu), u = alpha gain; written so that large losses do not overflow."""
+    size = np.maximum(alpha * np.abs(gain_E), 1e-14)
+    chance = np.expm1(-size) / np.expm1(-m * size)
+    return np.maximum(np.where(gain_E < 0, chance * np.exp(-(m - 1) * size), chance), LEAST)
+
+
+def stationary(chain: np.ndarray) -> np.ndarray:
+    """The stationary distribution [N] of an irreducible chain [N, N], whose diagonal is not read and whose contents
+    are used up. By elimination without subtraction (Grassmann, Taksar & Heyman, 1985): exact to rounding, relative to
+    each probability, however rare some of the chain's moves; in blocks, for speed."""
+    size = len(chain)
+    for stop in range(size, 0, -BLOCK):
+        first = max(stop - BLOCK, 0)
+        for state in range(stop - 1, max(first, 1) - 1, -1):
+            chain[:state, state] /= chain[state, :state].sum()
+            chain[first:state, :state] += np.outer(chain[first:state, state], chain[state, :state])
+            chain[:first, first:state] += np.outer(chain[:first, state], chain[state, first:state])
+        if first:
+            chain[:first, :first] += chain[:first, first:stop] @ chain[first:stop, :first]
+    share = np.ones(size)
+    for state in range(1, size):
+        share[state] = share[:state] @ chain[:state, state]
+    return share / share.sum()

@@ -1,0 +1,82 @@
+"""What strategies earn in a table, and how much a player could gain by leaving them.
+
+A strategy is a distribution over a player's members; a joint distribution, over who is whose [m_0, ..., m_n-1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Payoff = Sequence[np.ndarray]  # one array [m_0, ..., m_n-1] for each player
+
+
+def checked(payoffs: Payoff) -> list[np.ndarray]:
+    """The payoffs as arrays of floats. Raises ValueError where they are not one array for each axis, of one shape, or
+    not all finite."""
+    tables = [np.asarray(table, float) for table in payoffs]
+    if not tables or any(table.shape != tables[0].shape for table in tables) or tables[0].ndim != len(tables):
+        shapes = [table.shape for table in tables]
+        raise ValueError(f"payoffs of shapes {shapes} are no game: n players need n arrays, each with n axes")
+    if 0 in tables[0].shape:
+        raise ValueError(f"payoffs of shape {tables[0].shape}: a player has no member to choose")
+    if not all(np.isfinite(table).all() for table in tables):
+        raise ValueError(
+            "some payoffs are not finite: a cell without games is NaN; play it first, or fill it with mean(0.0)"
+        )
+    return tables
+
+
+def joint_of(strategies: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """The joint distribution of players who choose independently; one that is joint already stays as it is."""
+    if isinstance(strategies, np.ndarray):
+        return strategies
+    joint = np.ones(())
+    for strategy in strategies:
+        joint = np.multiply.outer(joint, strategy)
+    return joint
+
+
+def marginals(joint: np.ndarray) -> list[np.ndarray]:
+    """Each player's own distribution under a joint one."""
+    axes = range(joint.ndim)
+    return [joint.sum(axis=tuple(other for other in axes if other != player)) for player in axes]
+
+
+def fronted(payoffs: Payoff) -> list[np.ndarray]:
+    """The payoffs, each player's own members along its first axis: what `values` reads."""
+    return [np.ascontiguousarray(np.moveaxis(table, player, 0)) for player, table in enumerate(payoffs)]
+
+
+def values(fronts: Sequence[np.ndarray], strategies: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What each member [m_i] of each player earns against the others' strategies; of `fronted` payoffs."""
+    earned = []
+    for player, value in enumerate(fronts):
+        for other in reversed([*strategies[:player], *strategies[player + 1 :]]):
+            value = value @ other
+        earned.append(value)
+    return earned
+
+
+def coarse_gains(payoffs: Payoff) -> np.ndarray:
+    """What a player gains by committing to a member beforehand: [rows, cells], a row for each player and member. A
+    joint distribution [cells] is a coarse correlated equilibrium where every row's mean is at most 0."""
+    rows = []
+    for player, table in enumerate(payoffs):
+        for member in range(table.shape[player]):
+            rows.append((table.take([member], axis=player) - table).ravel())
+    return np.array(rows)
+
+
+def switch_gains(payoffs: Payoff) -> np.ndarray:
+    """What a player gains by another member where it is told one: [rows, cells], a row for each player and pair. A
+    joint distribution [cells] is a correlated equilibrium where every row's mean is at most 0 (Aumann, 1974)."""
+    rows = [np.zeros((0, payoffs[0].size))]
+    for player, table in enumerate(payoffs):
+        told = np.indices(table.shape)[player]
+        for member in range(table.shape[player]):
+            gain = table.take([member], axis=player) - table
+            others = [one for one in range(table.shape[player]) if one != member]
+            rows.append(np.array([np.where(told == one, gain, 0).ravel() for one in others]).reshape(-1, table.size))
+    return np.concatenate(rows)

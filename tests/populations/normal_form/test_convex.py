@@ -1,0 +1,56 @@
+"""Convex programs: both routes to the least norm, and what has no solution."""
+
+import numpy as np
+import pytest
+
+from palestra.populations.normal_form import convex
+from palestra.populations.normal_form.convex import linear_program, most_random
+
+
+def test_a_constraint_by_hand():
+    """x1 >= 3 x0: the nearest to uniform has x0 : x1 = 1 : 3 and the rest between, 1/10, 3/10 and twice 2/5 - that is,
+    the ones' projection (2/5, 6/5, 1, 1) up to its sum of 18/5."""
+    found = most_random(np.array([[3.0, -1, 0, 0]]), "gini")
+    assert found == pytest.approx(np.array([2, 6, 5, 5]) / 18)
+
+
+def test_entropy_by_hand():
+    """x1 >= 3 x0: x = (e^-3l, e^l, 1, 1) up to its sum, with e^4l = 3."""
+    weight = 3**0.25
+    want = np.array([weight**-3, weight, 1, 1])
+    assert most_random(np.array([[3.0, -1, 0, 0]]), "entropy") == pytest.approx(want / want.sum())
+
+
+def test_newton_and_least_squares_agree():
+    rows = np.random.default_rng(0).normal(size=(8, 30))
+    assert convex._nearest(rows) == pytest.approx(most_random(rows, "gini"), abs=1e-8)
+
+
+@pytest.mark.parametrize("objective", ["gini", "entropy"])
+def test_what_rows_forbid_is_zero(objective):
+    """x0 <= 0, then x1 <= x0: the rest is uniform. And x0 <= 2 x0 binds nothing."""
+    assert most_random(np.array([[1.0, 0, 0, 0], [-1, 1, 0, 0]]), objective).tolist() == [0, 0, 0.5, 0.5]
+    assert most_random(np.array([[-1.0, 0]]), objective).tolist() == [0.5, 0.5]
+    assert most_random(np.zeros((0, 4)), objective).tolist() == [0.25] * 4
+
+
+def test_a_cycle_of_constraints_makes_equals():
+    """x0 <= x1 <= x2 <= x0 leaves no room, yet is no contradiction."""
+    rows = np.array([[1.0, -1, 0, 0], [0, 1, -1, 0], [-1, 0, 1, 0], [0, 0, 3, -1]])
+    assert most_random(rows, "gini") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
+    assert most_random(rows, "entropy") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
+
+
+def test_what_has_no_solution_is_refused():
+    with pytest.raises(ValueError, match="no distribution meets"):
+        most_random(np.array([[1.0, 2.0]]), "gini")
+    with pytest.raises(ValueError, match="was not solved"):
+        linear_program(np.array([1.0]), A_ub=[[1.0]], b_ub=[-1.0], bounds=[(0, None)])
+
+
+def test_giving_up_says_by_how_much(monkeypatch):
+    monkeypatch.setattr(convex, "ROUNDS", 1)
+    rows = np.array([[3.0, -1, 0, 0]])
+    with pytest.raises(ValueError, match="not found in 1 rounds: it misses by"):
+        most_random(rows, "entropy")
+    assert most_random(rows, "gini") == pytest.approx(np.array([2, 6, 5, 5]) / 18)  # least squares take over

@@ -1,0 +1,128 @@
+"""Correlated equilibria: chicken by hand, JPSRO on three players, and their own definition on random games."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+
+from palestra.populations.normal_form.correlated import coarse_correlated_equilibrium, correlated_equilibrium
+from palestra.populations.normal_form.tables import coarse_gains, joint_of, switch_gains
+from palestra.populations.normal_form.zero_sum import nash
+
+CE, CCE = correlated_equilibrium, coarse_correlated_equilibrium
+GAINS = {CE: switch_gains, CCE: coarse_gains}
+CHICKEN = [np.array([[0.0, 7], [2, 6]]), np.array([[0.0, 2], [7, 6]])]  # dare, chicken out
+BOTH = pytest.mark.parametrize("solve", [CE, CCE])
+OBJECTIVES = pytest.mark.parametrize("objective", ["gini", "entropy"])
+
+
+def most_gained(solve, payoffs, joint):
+    return (GAINS[solve](payoffs) @ joint.ravel()).max(initial=-np.inf)
+
+
+def randomness(joint, objective):
+    kept = joint[joint > 0]
+    return 1 - (joint**2).sum() if objective == "gini" else -(kept * np.log(kept)).sum()
+
+
+@BOTH
+def test_chicken_by_hand(solve):
+    """With a for both daring, b for each that one does, c for neither: who is told to dare must not want otherwise,
+    2a <= b, which binds. Least a^2 + 2b^2 + c^2 on b = 2a, c = 1 - 5a is at a = 5/34; most entropy, at c^5 = 16 a^5."""
+    assert solve(CHICKEN) == pytest.approx(np.array([[5, 10], [10, 9]]) / 34, abs=1e-9)
+    a = 1 / (5 + 16**0.2)
+    assert solve(CHICKEN, objective="entropy") == pytest.approx(np.array([[a, 2 * a], [2 * a, 1 - 5 * a]]), abs=1e-8)
+
+
+@BOTH
+@OBJECTIVES
+def test_one_equilibrium_is_found(solve, objective):
+    """The prisoner's dilemma has only defection; rock paper scissors only thirds among correlated ones."""
+    dilemma = [np.array([[3.0, 0], [5, 1]]), np.array([[3.0, 5], [0, 1]])]
+    assert solve(dilemma, objective=objective) == pytest.approx(np.array([[0, 0], [0, 1]]), abs=1e-9)
+    rps = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
+    assert solve([rps, -rps], objective=objective) == pytest.approx(np.full((3, 3), 1 / 9))
+
+
+def test_three_players_as_openspiel_has_them():
+    """`_mgce` and `_mgcce` of OpenSpiel 2.0's jpsro.py (Marris et al., 2021) on these payoffs."""
+    payoffs = [
+        np.array([[[2.0, -2], [-3, -1], [-1, 2]], [[0, -3], [-1, 1], [2, 2]]]),
+        np.array([[[3.0, -2], [3, -3], [0, -2]], [[-2, 1], [-1, 0], [-2, -2]]]),
+        np.array([[[2.0, 0], [1, 1], [3, -1]], [[-2, 1], [3, 3], [3, 1]]]),
+    ]
+    told = [0.12036, 0.08234, 0.09692, 0.06461, 0, 0.07648, 0.10864, 0.15687, 0.14095, 0.07633, 0.07648, 0]
+    fixed = [0.11721, 0.08933, 0.09713, 0.06475, 0, 0.06143, 0.10718, 0.14146, 0.13954, 0.07479, 0.10717, 0]
+    assert CE(payoffs).ravel() == pytest.approx(told, abs=3e-5)
+    assert CCE(payoffs).ravel() == pytest.approx(fixed, abs=3e-5)
+
+
+GAMES = st.tuples(st.integers(0, 10**6), st.sampled_from([(2, 2), (3, 3), (4, 2), (5, 4), (2, 3, 2)]), st.booleans())
+
+
+def game(seed, shape, whole):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(-1, 2, shape).astype(float) if whole else rng.normal(size=shape) for _ in shape]
+
+
+@BOTH
+@OBJECTIVES
+@settings(max_examples=12)
+@given(drawn=GAMES)
+def test_nobody_gains_by_leaving(solve, objective, drawn):
+    payoffs = game(*drawn)
+    joint = solve(payoffs, objective=objective)
+    assert (joint >= 0).all() and joint.sum() == pytest.approx(1)
+    assert most_gained(solve, payoffs, joint) < 1e-8
+
+
+@BOTH
+@OBJECTIVES
+@pytest.mark.parametrize("seed", range(3))
+def test_no_equilibrium_is_more_random(solve, objective, seed):
+    """A general optimiser, started from what we found, finds nothing better; nor is one of its own."""
+    payoffs = game(seed, (3, 2), whole=False)
+    gains, joint = GAINS[solve](payoffs), solve(payoffs, objective=objective)
+
+    def lack(x):
+        return (x**2).sum() if objective == "gini" else (x * np.log(np.maximum(x, 1e-12))).sum()
+
+    found = minimize(
+        lack,
+        np.full(6, 1 / 6),
+        method="SLSQP",
+        bounds=[(0, 1)] * 6,
+        constraints=[{"type": "eq", "fun": lambda x: x.sum() - 1}, {"type": "ineq", "fun": lambda x: -gains @ x}],
+        options={"maxiter": 100, "ftol": 1e-9},
+    )
+    assert lack(joint.ravel()) == pytest.approx(found.fun, abs=1e-5)
+
+
+@BOTH
+@OBJECTIVES
+@pytest.mark.parametrize("seed", range(4))
+def test_degenerate_tables(solve, objective, seed):
+    """In zero-sum games few cells may be positive, and the product of Nash strategies is one of the equilibria."""
+    table = np.random.default_rng(seed).normal(size=(6, 6)).round(seed % 2)
+    payoffs = [table - table.T, table.T - table]
+    joint = solve(payoffs, objective=objective)
+    assert most_gained(solve, payoffs, joint) < 1e-8
+    assert randomness(joint, objective) >= randomness(joint_of(nash(payoffs, ties="entropy")), objective) - 1e-7
+
+
+@BOTH
+@OBJECTIVES
+def test_players_and_members_may_stand_in_any_order(solve, objective):
+    payoffs, order = game(1, (3, 2, 2), whole=False), [2, 0, 1]
+    joint = solve(payoffs, objective=objective)
+    assert solve([table[order] for table in payoffs], objective=objective) == pytest.approx(joint[order], abs=1e-6)
+    turned = [np.moveaxis(payoffs[player], 0, -1) for player in (1, 2, 0)]
+    assert solve(turned, objective=objective) == pytest.approx(np.moveaxis(joint, 0, -1), abs=1e-6)
+
+
+@BOTH
+def test_a_gain_may_be_allowed(solve):
+    """Chicken again, with 2a - b <= e: at uniform play it is 1/4."""
+    assert solve(CHICKEN, epsilon=0.3) == pytest.approx(np.full((2, 2), 0.25))
+    assert most_gained(solve, CHICKEN, solve(CHICKEN, epsilon=0.1)) == pytest.approx(0.1)

@@ -1,0 +1,157 @@
+"""Solvers that play the table over and over: cycles and rates known from theory, and OpenSpiel's own averages."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palestra.populations.normal_form.dynamics import (
+    fictitious_play,
+    project,
+    projected_replicator,
+    regret_matching,
+    uniform,
+)
+from palestra.populations.normal_form.tables import fronted, values
+
+RPS = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
+SHAPLEY = [np.eye(3), np.roll(np.eye(3), 1, axis=1)]  # Shapley (1964): row wants to match, column to be one further
+
+
+def tables(seed, shape):
+    return list(np.random.default_rng(seed).normal(size=(len(shape), *shape)))
+
+
+def test_uniform():
+    assert [one.tolist() for one in uniform(tables(0, (2, 4)))] == [[0.5, 0.5], [0.25] * 4]
+
+
+def test_fictitious_play_by_hand():
+    """Matching pennies: to uniform play, where all is equal, both answer heads. Against heads the column prefers tails
+    for two rounds, until its average is (1/3, 2/3) and the row turns."""
+    pennies = [np.array([[1.0, -1], [-1, 1]]), np.array([[-1.0, 1], [1, -1]])]
+    assert [one.tolist() for one in fictitious_play(pennies, iterations=1)] == [[1, 0], [1, 0]]
+    assert [one.tolist() for one in fictitious_play(pennies, iterations=2)] == [[1, 0], [0.5, 0.5]]
+    row, column = fictitious_play(pennies, iterations=3)
+    assert row.tolist() == [1, 0] and column == pytest.approx([1 / 3, 2 / 3])
+    assert fictitious_play(pennies, iterations=4)[0].tolist() == [0.75, 0.25]
+
+
+def test_fictitious_play_nears_equilibrium_in_zero_sum_games():
+    """Robinson (1951)."""
+    gaps = []
+    for iterations in (100, 3000):
+        row, column = fictitious_play([RPS, -RPS], iterations=iterations)
+        gaps.append((RPS @ column).max() - (row @ RPS).min())
+    assert gaps[1] < 0.04 < gaps[0]
+
+
+def test_fictitious_play_goes_on_turning_in_shapleys_game():
+    """The averages do not settle: at twenty times as many rounds they still move as far as before."""
+    far = []
+    for iterations in (50, 1000):
+        path = [fictitious_play(SHAPLEY, iterations=int(iterations * share))[0] for share in (1, 1.3, 1.7, 2.2, 2.8)]
+        far.append(np.ptp(path, axis=0).max())
+    assert far[1] > 0.2 and far[1] > 0.7 * far[0]
+
+
+def test_fictitious_play_of_three():
+    """All want to be where the others are: the first answers, to uniform play, decide."""
+    payoff = np.zeros((2, 2, 2))
+    payoff[0, 0, 0], payoff[1, 1, 1] = 1, 2
+    assert [one.tolist() for one in fictitious_play([payoff] * 3, iterations=50)] == [[0, 1]] * 3
+
+
+@pytest.mark.parametrize("solve", [regret_matching, partial(projected_replicator, dt=0.05)])
+def test_a_dominant_member_is_found(solve):
+    """The prisoner's dilemma."""
+    row, column = solve([np.array([[3.0, 0], [5, 1]]), np.array([[3.0, 5], [0, 1]])], iterations=2000)
+    assert row[1] > 0.9 and column[1] > 0.9
+
+
+def test_regret_matching_nears_equilibrium_in_zero_sum_games():
+    table = np.array([[3.0, -1], [-2, 1]])
+    row, column = regret_matching([table, -table], iterations=5000)
+    assert row == pytest.approx([3 / 7, 4 / 7], abs=0.02) and column == pytest.approx([2 / 7, 5 / 7], abs=0.02)
+
+
+def test_a_replicators_step_by_hand():
+    """From (1/2, 1/2) with payoffs 3 and 1: the first gains 1/2 * (3 - 2) * dt. Averaged with where it started."""
+    row, _ = projected_replicator([np.array([[3.0], [1.0]]), np.zeros((2, 1))], iterations=1, dt=0.1, gamma=0)
+    assert row == pytest.approx([0.525, 0.475])
+
+
+def test_replicators_keep_every_member_above_gamma():
+    row, _ = projected_replicator([np.array([[9.0], [0.0]]), np.zeros((2, 1))], iterations=500, dt=0.1, gamma=0.1)
+    assert row[1] == pytest.approx(0.1, abs=0.01) and row[1] >= 0.1
+
+
+@pytest.mark.parametrize(
+    ("point", "gamma", "nearest"),
+    [
+        ([0.4, 0.7, 0.6], 0.2, [0.2, 0.45, 0.35]),  # OpenSpiel's own example
+        ([2.0, 0.0], 0.0, [1.0, 0.0]),
+        ([0.2, 0.3, 0.5], 0.0, [0.2, 0.3, 0.5]),
+        ([5.0, -3.0], 0.5, [0.5, 0.5]),
+    ],
+)
+def test_projections_by_hand(point, gamma, nearest):
+    assert project(np.array(point), gamma) == pytest.approx(nearest)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.integers(0, 10**6))
+def test_no_distribution_is_nearer_than_the_projection(point, seed):
+    point, found = np.array(point), project(np.array(point))
+    others = np.random.default_rng(seed).dirichlet(np.ones(len(point)), size=20)
+    assert found.sum() == pytest.approx(1) and (found >= 0).all()
+    assert np.linalg.norm(found - point) <= np.linalg.norm(others - point, axis=1).min() + 1e-9
+
+
+# ---- OpenSpiel's
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (4, 2), (2, 3, 2)])
+def test_as_openspiel_has_them(shape):
+    theirs = pytest.importorskip("open_spiel.python.algorithms.regret_matching")
+    dynamics = pytest.importorskip("open_spiel.python.algorithms.projected_replicator_dynamics")
+    payoffs = tables(len(shape), shape)
+    ours = regret_matching(payoffs, iterations=300)
+    for one, other in zip(ours, theirs.regret_matching(payoffs, iterations=300), strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+    ours = projected_replicator(payoffs, iterations=500, dt=0.05, gamma=0.02)
+    reference = dynamics.projected_replicator_dynamics(payoffs, prd_iterations=500, prd_dt=0.05, prd_gamma=0.02)
+    for one, other in zip(ours, reference, strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+
+
+@pytest.mark.parametrize("solve", [fictitious_play, regret_matching, projected_replicator])
+def test_members_may_stand_in_any_order(solve):
+    payoffs = tables(5, (3, 2, 3))
+    order = [2, 0, 1]
+    moved = [table[order] for table in payoffs]
+    found, other = solve(payoffs, iterations=200), solve(moved, iterations=200)
+    assert other[0] == pytest.approx(found[0][order]) and other[1] == pytest.approx(found[1])
+
+
+@pytest.mark.parametrize("solve", [fictitious_play, regret_matching, projected_replicator])
+def test_players_may_sit_in_any_order(solve):
+    payoffs = tables(6, (3, 2, 4))
+    turned = [np.moveaxis(payoffs[player], 0, -1) for player in (1, 2, 0)]
+    found, other = solve(payoffs, iterations=200), solve(turned, iterations=200)
+    for one, same in zip(found[1:] + found[:1], other, strict=True):
+        assert one == pytest.approx(same)
+
+
+def test_what_members_earn_by_hand():
+    payoffs = tables(7, (2, 3, 2))
+    strategies = [np.array([0.2, 0.8]), np.array([0.5, 0.25, 0.25]), np.array([1.0, 0.0])]
+    earned = values(fronted(payoffs), strategies)
+    assert earned[1] == pytest.approx(np.einsum("abc,a,c->b", payoffs[1], strategies[0], strategies[2]))
+
+
+def test_no_room_for_gamma_is_refused():
+    with pytest.raises(ValueError, match=r"at least 0\.5 are no distribution"):
+        projected_replicator(tables(0, (3, 3)), gamma=0.5)

@@ -1,0 +1,83 @@
+"""Nash by linear programming: games solved by hand, and the equilibrium's own definition on random ones."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palestra.populations.normal_form.tables import fronted, values
+from palestra.populations.normal_form.zero_sum import maximin, nash, value
+
+RPS = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
+
+
+def zero_sum(table):
+    return [np.array(table, float), -np.array(table, float)]
+
+
+def nash_conv(payoffs, strategies):
+    earned = values(fronted(payoffs), strategies)
+    return sum(value.max() - value @ strategy for value, strategy in zip(earned, strategies, strict=True))
+
+
+@pytest.mark.parametrize("ties", ["vertex", "entropy"])
+@pytest.mark.parametrize(
+    ("table", "row", "column", "worth"),
+    [
+        (RPS, [1 / 3] * 3, [1 / 3] * 3, 0),
+        # Rock's win over scissors counts double: with a = 2, b = c = 1 the shares are (c, a, b) / 4 of what beats what.
+        ([[0, -1, 2], [1, 0, -1], [-2, 1, 0]], [1 / 4, 1 / 2, 1 / 4], [1 / 4, 1 / 2, 1 / 4], 0),
+        ([[1, -1], [-1, 1]], [0.5, 0.5], [0.5, 0.5], 0),  # matching pennies
+        ([[3, -1], [-2, 1]], [3 / 7, 4 / 7], [2 / 7, 5 / 7], 1 / 7),  # 3p - 2(1-p) = -p + (1-p): p = 3/7
+        ([[4, 1, 3], [2, 0, 5]], [1, 0], [0, 1, 0], 1),  # a saddle point: row's worst 1, column's best 1
+        ([[2], [3], [1]], [0, 1, 0], [1], 3),
+        ([[2, 3, 1]], [1], [0, 0, 1], 1),
+        ([[7]], [1], [1], 7),
+    ],
+)
+def test_games_solved_by_hand(table, row, column, worth, ties):
+    found = nash(zero_sum(table), ties=ties)
+    assert found[0] == pytest.approx(row, abs=1e-8) and found[1] == pytest.approx(column, abs=1e-8)
+    assert value(np.array(table, float)) == pytest.approx(worth, abs=1e-9)
+
+
+def test_constant_sums_and_units_do_not_matter():
+    row, column = zero_sum([[3, -1], [-2, 1]])
+    for scale in (1e-6, 1e6):
+        assert nash([scale * (row + 5), scale * column])[0] == pytest.approx([3 / 7, 4 / 7])
+
+
+TABLES = st.tuples(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 7), st.booleans())
+
+
+@settings(max_examples=15)
+@given(TABLES)
+def test_nobody_gains_by_leaving(drawn):
+    seed, rows, columns, whole = drawn
+    rng = np.random.default_rng(seed)
+    table = rng.integers(-2, 3, (rows, columns)) if whole else rng.normal(size=(rows, columns))
+    payoffs, worth = zero_sum(table), value(np.array(table, float))
+    for ties in ("vertex", "entropy"):
+        found = nash(payoffs, ties=ties)
+        assert all((one >= 0).all() and one.sum() == pytest.approx(1) for one in found)
+        assert nash_conv(payoffs, found) < 1e-8
+        assert found[0] @ table @ found[1] == pytest.approx(worth, abs=1e-8)
+
+
+def test_of_equal_members_entropy_plays_each_alike():
+    """Rock twice: the third of rock is shared, as no other solution treats the two alike."""
+    twice = RPS[np.ix_([0, 0, 1, 2], [0, 0, 1, 2])]
+    assert nash(zero_sum(twice), ties="entropy")[0] == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3])
+    assert nash(zero_sum(np.zeros((3, 2))), ties="entropy")[0] == pytest.approx([1 / 3] * 3)
+
+
+def test_the_same_table_has_the_same_answer():
+    table = np.random.default_rng(0).integers(-1, 2, (6, 5)).astype(float)
+    assert np.array_equal(maximin(table), maximin(table.copy()))
+
+
+def test_other_games_are_refused():
+    with pytest.raises(ValueError, match="two players, this table has 3"):
+        nash([np.zeros((1, 1, 1))] * 3)
+    with pytest.raises(ValueError, match="add up to 2 to 6: take prd"):
+        nash([np.array([[3.0, 0], [5, 1]]), np.array([[3.0, 5], [0, 1]])])

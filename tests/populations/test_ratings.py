@@ -1,0 +1,178 @@
+"""Ratings: ladders whose Elo is planted, cycles that no rating sees."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palestra.populations.payoffs import Payoffs
+from palestra.populations.ratings import (
+    cross_play,
+    cyclicity,
+    elo_update,
+    fit_elo,
+    log_odds,
+    nash_averaging,
+    openskill,
+    relative_performance,
+)
+
+NAMES = ["rock", "paper", "scissors"]
+CYCLE = np.array([[0.0, 10, 90], [90, 0, 10], [10, 90, 0]])
+
+
+def ladder(elo, games=1000.0):
+    """Points as expected of these ratings."""
+    points = games / (1 + 10 ** ((elo[None, :] - elo[:, None]) / 400))
+    np.fill_diagonal(points, 0)
+    return points
+
+
+# ---- Elo
+
+
+def test_an_update_by_hand():
+    """Equals: the winner takes half of k. 400 points ahead one is expected to score 10/11."""
+    assert elo_update(1200, 1200, 1.0) == (1216, 1184)
+    assert elo_update(1200, 1200, 0.5) == (1200, 1200)
+    one, other = elo_update(1600, 1200, 0.0, k=11)
+    assert one == pytest.approx(1590) and other == pytest.approx(1210)
+
+
+@settings(max_examples=12)
+@given(st.lists(st.floats(600, 2000), min_size=2, max_size=7))
+def test_a_planted_ladder_is_recovered(planted):
+    planted = np.array(planted)
+    found = fit_elo(ladder(planted), mean=1500, prior=0)
+    assert found.elo_M - 1500 == pytest.approx(planted - planted.mean(), abs=1e-3)
+
+
+def test_standard_errors_are_those_of_many_fits():
+    """Two players, n even games: the difference of log-odds has variance 4 / n, each half of it from the average."""
+    assert fit_elo(np.array([[0, 50.0], [50, 0]]), prior=0).stderr_M == pytest.approx([400 / np.log(10) * 0.1] * 2)
+    rng, planted = np.random.default_rng(0), np.array([1100.0, 1200, 1300, 1200])
+    chance = ladder(planted, 1.0)
+    fits, errors = [], []
+    for _ in range(150):
+        points = np.triu(rng.binomial(60, chance), 1).astype(float)
+        fit = fit_elo(points + np.tril(60 - points.T, -1), prior=0)
+        fits.append(fit.elo_M)
+        errors.append(fit.stderr_M)
+    assert np.std(fits, axis=0) == pytest.approx(np.mean(errors, axis=0), rel=0.2)
+
+
+def test_who_never_lost_stays_finite_by_the_prior():
+    points = np.array([[0, 10.0], [0, 0]])
+    one, other = fit_elo(points).elo_M
+    assert one - other == pytest.approx(400 * np.log10(10.5 / 0.5))
+    with pytest.raises(ValueError, match="rate only members of one group"):
+        fit_elo(points, prior=0)
+
+
+def test_members_who_never_met_are_not_rated_together():
+    with pytest.raises(ValueError, match="some never met the rest"):
+        fit_elo(np.kron(np.eye(2), np.array([[0, 5.0], [5, 0]])))
+
+
+def test_a_cycle_of_equals_has_equal_ratings():
+    assert fit_elo(CYCLE).elo_M == pytest.approx([1200] * 3)
+
+
+# ---- cycles
+
+
+def test_a_cycle_is_told():
+    found = cyclicity(NAMES, CYCLE)
+    assert found.share == pytest.approx(1) and found.groups == [NAMES]
+    assert "rock, paper, scissors is beaten by another" in found.warning and "100%" in found.warning
+
+
+def test_a_ladder_has_none():
+    found = cyclicity(["a", "b", "c", "d"], ladder(np.array([1000.0, 1150, 1300, 1700])))
+    assert found.share < 1e-4 and found.groups == [] and found.warning == ""
+
+
+def test_half_a_cycle_by_hand():
+    """Log-odds of a ladder with steps of 1 and of a cycle of 1 are orthogonal: 1, 1, 2 and 1, 1, -1 have squares 6 and
+    3, so a third of their sum is cyclic."""
+    flow = np.array([[0, 2.0, 1], [-2, 0, 2], [-1, -2, 0]])
+    games = 1e9
+    points = games / (1 + np.exp(-flow))
+    np.fill_diagonal(points, 0)
+    assert cyclicity(NAMES, points).share == pytest.approx(1 / 3, abs=1e-3)
+
+
+def test_chance_makes_no_cycle():
+    """Three equals after ten games each: 6 : 4 all round may well be luck; 600 : 400 is not."""
+    lucky = np.array([[0, 6.0, 4], [4, 0, 6], [6, 4, 0]])
+    assert cyclicity(NAMES, lucky).groups == [] and cyclicity(NAMES, 100 * lucky).groups == [NAMES]
+
+
+def test_only_those_in_the_cycle_are_named():
+    points = np.zeros((5, 5))
+    points[:3, :3] = CYCLE
+    points[3, :3], points[:3, 4], points[3, 4] = 100, 100, 100  # one beats all, one loses to all
+    assert cyclicity([*NAMES, "best", "worst"], points).groups == [NAMES]
+
+
+def test_no_games_no_cycle():
+    assert cyclicity(NAMES, np.zeros((3, 3))) == (0.0, [], "")
+
+
+# ---- OpenSkill
+
+
+def test_openskill_ranks_by_results():
+    skills = openskill([(("a", "b", "c"), (3, 2, 1)), (("c", "a"), (0, 1))] * 10)
+    assert skills["a"].mu > skills["b"].mu > skills["c"].mu and skills["a"].sigma < 25 / 3
+
+
+def test_openskill_by_hand():
+    """One game of two newcomers (mu 25, sigma 25/3, beta 25/6), by Weng & Lin (2011, algorithm 4): the loser's and
+    winner's mu move by sigma^2 / c * 1/2, c^2 = 2 sigma^2 + 2 beta^2."""
+    skills = openskill([(("a", "b"), (1, 0))])
+    sigma, beta = 25 / 3, 25 / 6
+    move = sigma**2 / np.sqrt(2 * sigma**2 + 2 * beta**2) / 2
+    assert skills["a"].mu == pytest.approx(25 + move, abs=0.01) and skills["b"].mu == pytest.approx(25 - move, abs=0.01)
+
+
+def test_games_with_oneself_say_nothing():
+    assert openskill([(("a", "a"), (1, 0))]) == {}
+
+
+# ---- what weighs opponents
+
+
+def test_nash_averaging_is_blind_to_copies():
+    """Balduzzi et al. (2018), sec. 3: a copy of rock neither gains nor loses anyone anything."""
+    table = log_odds(CYCLE)
+    strategy, skill = nash_averaging(table)
+    assert strategy == pytest.approx([1 / 3] * 3) and skill == pytest.approx([0] * 3, abs=1e-9)
+    again = [0, 0, 1, 2]
+    strategy, skill = nash_averaging(table[np.ix_(again, again)])
+    assert strategy == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3]) and skill == pytest.approx([0] * 4, abs=1e-9)
+
+
+def test_nash_averaging_of_a_ladder_is_its_top():
+    strategy, skill = nash_averaging(log_odds(ladder(np.array([1000.0, 1400, 1200]))))
+    assert strategy == pytest.approx([0, 1, 0], abs=1e-9)
+    assert skill == pytest.approx(np.log(10) * np.array([-1, 0, -0.5]), abs=1e-2)
+    with pytest.raises(ValueError, match="antisymmetric"):
+        nash_averaging(np.ones((2, 2)))
+
+
+def test_relative_performance_by_hand():
+    """Rock alone against all three loses; all three against rock and scissors: paper and rock, 1/3 rock 2/3 paper,
+    earn 1/3 against either."""
+    rps = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
+    assert relative_performance(rps[:1]) == pytest.approx(-1) and relative_performance(rps) == pytest.approx(0)
+    assert relative_performance(rps[:, [0, 2]]) == pytest.approx(1 / 3)
+
+
+def test_cross_play():
+    payoffs = Payoffs(["all", "all"])
+    for name in ("a", "b", "c"):
+        payoffs.add_member("all", name)
+    payoffs.record({"members": ["a", "c"], "games": 2, "mean": [0.5, -0.5], "m2": [0, 0]})
+    table = cross_play(payoffs, ["c"], ["a", "b"])
+    assert table[0, 0] == -0.5 and np.isnan(table[0, 1])
