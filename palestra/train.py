@@ -120,7 +120,7 @@ async def train(
         clock.since("rollout", start)
         for name, learner in setup.learners.items():
             start, own = now(), Clock(dict(clock.wall))
-            metrics = await learn(setup, learner, episodes, step)
+            metrics = await learn(setup.algorithm, learner, episodes, step / setup.steps)
             run.log(step, name, policy_figures(episodes, name) | metrics)
             own.since("train", start)
             clock.since("train", start)
@@ -142,15 +142,14 @@ async def train(
     return True
 
 
-async def learn(setup: Setup, learner: Learner, episodes: Sequence[Episode], step: int) -> Metrics:
+async def learn(algorithm: Algorithm, learner: Learner, episodes: Sequence[Episode], progress: float) -> Metrics:
     """One learner's part of a step: exactly its own samples, one optimizer step for each batch; figures are means."""
-    algorithm = setup.algorithm
     samples, credit = algorithm.samples(episodes, learner.name)
     batches = learner.batches(samples)
     total: Metrics = {}
     for batch in batches:
         figures = await learner.forward_backward(batch, algorithm.loss, **algorithm.loss_options)
-        figures |= await learner.optim_step(step / setup.steps)
+        figures |= await learner.optim_step(progress)
         for name, value in figures.items():
             total[name] = total.get(name, 0.0) + value / len(batches)
     return {"samples": float(len(samples)), "updates": float(len(batches)), **credit, **total}

@@ -26,6 +26,11 @@ ENTRY_POINTS = "palestra.envs"
 BUILT_IN: dict[str, str] = {
     "plan_path": "palestra.envs.text.plan_path:PlanPath",
     "sokoban": "palestra.envs.text.sokoban:Sokoban",
+    "text_kuhn": "palestra.envs.text.games:TextKuhn",
+    "text_leduc": "palestra.envs.text.games:TextLeduc",
+    "text_liars_dice": "palestra.envs.text.games:TextLiarsDice",
+    "text_tic_tac_toe": "palestra.envs.text.games:TextTicTacToe",
+    "text_bargaining": "palestra.envs.text.games:TextBargaining",
 }
 GAMES: dict[str, str] = {  # vectorised
     "simple_spread": "palestra.envs.vector.mpe:SimpleSpread",

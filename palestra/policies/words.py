@@ -1,0 +1,94 @@
+"""How likely a language policy says a word: exactly, over all the ways to spell it in tokens.
+
+A policy that plays a game small enough to be walked through is then a table, action probabilities by information
+state, and what is known of tables is known of it: its best response, its NashConv.
+
+Shapes: `O` observations, `W` words, `T` tokens of a spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from palestra.engine.models import Engine
+from palestra.engine.sampler import end_token_ids
+from palestra.engine.scoring import Question, score
+from palestra.policies.base import Query
+from palestra.policies.lm import LanguagePolicy
+
+MOST = 256  # spellings of a word that are looked at
+
+
+def word_probabilities(
+    engine: Engine, policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]
+) -> np.ndarray:
+    """The probability [O, W] that the answer to each query is exactly each of its `words` [O][<= W], 0 beyond them.
+
+    Answers with tokens that do not show in their text, as special ones, are not counted.
+
+    Raises ValueError for a policy whose answers are not drawn from the model's own distribution, for it would take more
+    than the model's probabilities to say what it does.
+    """
+    _check(policy)
+    most, ends = policy.sampling.max_tokens, end_token_ids(engine)
+    questions: list[Question] = []
+    where: list[tuple[int, int, int, bool]] = []
+    for o, (query, own) in enumerate(zip(queries, words, strict=True)):
+        prompt = policy.prompt(query)
+        for w, word in enumerate(own):
+            for spelling in spellings(engine.tokenizer, word):
+                if len(spelling) <= most:
+                    questions.append(_question(policy, prompt, spelling, ends))
+                    where.append((o, w, len(spelling), len(spelling) == most))
+    found = np.zeros((len(queries), max(map(len, words))))
+    for (o, w, length, cut), scores in zip(where, score(engine, questions), strict=True):
+        assert scores.target_logps is not None
+        said = np.exp(scores.logps[len(scores.logps) - 1 - length : -1].astype(float).sum())
+        found[o, w] += said * (1.0 if cut else np.exp(scores.target_logps[-1].astype(float)).sum())
+    return found
+
+
+def _question(policy: LanguagePolicy, prompt: np.ndarray, spelling: tuple[int, ...], ends: np.ndarray) -> Question:
+    """How likely the spelling is, and then each end token."""
+    ids = np.concatenate([prompt, spelling, ends[:1]]).astype(np.int32)
+    targets = np.full((len(ids) - 1, len(ends)), -1)
+    targets[-1] = ends
+    return Question(ids, policy.adapter, targets=targets)
+
+
+@lru_cache(maxsize=4096)
+def spellings(tokenizer: Any, word: str) -> tuple[tuple[int, ...], ...]:
+    """All sequences of tokens that read as `word`, shortest first. Raises ValueError where there are too many."""
+    pieces = _pieces(tokenizer)
+    ways: list[list[tuple[int, ...]]] = [[()]]
+    for end in range(1, len(word) + 1):
+        last = [(start, token) for start in range(end) for token in pieces.get(word[start:end], ())]
+        ways.append([(*way, token) for start, token in last for way in ways[start]])
+        if len(ways[-1]) > MOST:
+            raise ValueError(f'"{word}" can be spelled in more than {MOST} ways: choose a shorter word')
+    return tuple(sorted(ways[-1], key=len))
+
+
+@lru_cache(maxsize=8)
+def _pieces(tokenizer: Any) -> dict[str, list[int]]:
+    """The tokens that read as each text, special ones left out."""
+    special = set(tokenizer.all_special_ids)
+    found: dict[str, list[int]] = {}
+    for token in sorted(tokenizer.get_vocab().values()):
+        if token not in special:
+            found.setdefault(tokenizer.decode([token]), []).append(token)
+    return found
+
+
+def _check(policy: LanguagePolicy) -> None:
+    sampling = policy.sampling
+    changed = sampling.temperature != 1 or sampling.top_k or sampling.top_p != 1
+    if changed or sampling.stop or sampling.stop_ids or not sampling.end:
+        raise ValueError(
+            f"policy {policy.name} does not draw its answers from the model's own distribution ({sampling}), so the "
+            "probability of an answer is not the model's: set temperature: 1 and leave the rest as it is"
+        )

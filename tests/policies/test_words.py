@@ -1,0 +1,70 @@
+"""How likely a policy says a word is how often it says it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Sampler, Sampling
+from palestra.policies.base import Query
+from palestra.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.policies.words import spellings, word_probabilities
+from palestra.testing import tiny_tokenizer
+
+QUERIES = [Query("sokoban planner", f"size 4 you r1 c{column} box r2 c2 goal r3 c1") for column in (2, 3)]
+N = 6000
+
+
+def merging() -> PreTrainedTokenizerFast:
+    """A tokenizer that has "ab" as one token, and as two."""
+    plain = tiny_tokenizer()
+    tokenizer = Tokenizer(models.BPE(vocab=plain.get_vocab() | {"ab": 271}, merges=[("a", "b")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    fast.chat_template = plain.chat_template
+    return fast
+
+
+def speaker(most: int, **sampling: object) -> LanguagePolicy:
+    """The base that ships with palestra, in a game that it knows."""
+    engine, settings = Engine.load("tiny"), Sampling(max_tokens=most, **sampling)
+    return LanguagePolicy("it", Sampler(engine), ChatEncoder(engine.tokenizer), settings)
+
+
+def test_a_word_has_every_spelling_that_reads_as_it() -> None:
+    tokenizer = merging()
+    a, b, both = (tokenizer.convert_tokens_to_ids(token) for token in ("a", "b", "ab"))
+    assert spellings(tokenizer, "ab") == ((both,), (a, b))
+    assert set(spellings(tokenizer, "abab")) == {(both, both), (a, b, both), (both, a, b), (a, b, a, b)}
+    assert spellings(tokenizer, "") == ((),)
+    with pytest.raises(ValueError, match="more than 256 ways"):
+        spellings(tokenizer, "ab" * 9)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_probabilities_are_how_often_a_word_is_said(most: int) -> None:
+    """A word shorter than `most` must be followed by the end; one that is as long need not."""
+    policy = speaker(most)
+    for number, query in enumerate(QUERIES):
+        answers = asyncio.run(policy.act(Query(query.role, query.observation, n=N, seed=7)))
+        decode, ends = policy.encoder.tokenizer.decode, set(policy.sampler.end_ids.tolist())
+        plain = [a for a in answers if all(t in ends or decode([t], skip_special_tokens=True) for t in a.token_ids)]
+        counts = Counter(answer.text for answer in plain)
+        words = [word for word, _ in counts.most_common(12) if word.isascii() and word.isprintable() and word]
+        found = word_probabilities(policy.sampler.engine, policy, QUERIES, [words, words])[number]
+        often = np.array([counts[word] / N for word in words])
+        assert len(words) > 3 and often.max() > 0.02
+        assert np.all(np.abs(found - often) < 4.5 * np.sqrt(found * (1 - found) / N) + 1e-4), (found, often)
+
+
+@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.9}, {"stop": ("x",)}])
+def test_a_policy_that_bends_the_model_is_refused(changed: dict) -> None:
+    policy = speaker(2, **changed)
+    with pytest.raises(ValueError, match="model's own distribution"):
+        word_probabilities(policy.sampler.engine, policy, QUERIES, [["a"], ["a"]])
