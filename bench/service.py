@@ -43,7 +43,8 @@ from palestra.engine.trainer import AdamConfig
 from palestra.learners.lm import LoraPolicyConfig, Resident, Weights
 from palestra.losses import clipped_policy_loss
 from palestra.policies.lm import Samples
-from palestra.service.client import Connection, RemoteSampler, RemoteWeights
+from palestra.service.client import RemoteSampler, RemoteWeights
+from palestra.service.connection import Connection
 from palestra.types import Sample
 
 PROMPT, NEW, K, GROUPS = 96, 16, 8, 64

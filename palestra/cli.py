@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,6 +18,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from palestra.cli_league import league
+from palestra.terminal import friendly
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -45,6 +49,13 @@ def train(
     engine: Annotated[
         str | None, typer.Option(help="train on the server at this URL (`palestra serve`, Tinker, MinT), not in here")
     ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="where a population's tasks are done: local (processes), ray or inline")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="how many of a population's tasks are done at once")
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="of a Ray cluster; without it one is started here")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check the config, print it resolved, and stop")] = False,
 ) -> None:
     """Train the agents of a config.
@@ -57,19 +68,22 @@ def train(
 
         palestra train configs/demo.yaml --engine http://127.0.0.1:8000
 
+        palestra train configs/populations/kuhn_psro.yaml --workers 2
+
         palestra train --resume runs/demo
 
     Ctrl-C ends the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
     """
+    places = [("type", backend), ("workers", workers), ("address", address)]
+    changes = [*(settings or []), *([f"engine={engine}"] if engine else [])]
     with friendly():
-        _train(config, [*(settings or []), *([f"engine={engine}"] if engine else [])], resume, name, root, dry_run)
+        tree = _described(config, resume, changes, [f"backend.{key}={value}" for key, value in places if value])
+        _train(tree, resume, name, root, dry_run)
 
 
-def _train(
-    path: Path | None, settings: list[str], resume: Path | None, name: str | None, root: Path, dry_run: bool
-) -> None:
-    from palestra.config import dump, load, override, validate
-    from palestra.runs import Run
+def _described(path: Path | None, resume: Path | None, settings: list[str], places: list[str]) -> dict[str, Any]:
+    """The config of a run that starts, or of one that goes on; where its tasks are done may change in between."""
+    from palestra.config import load, override
 
     if (path is None) == (resume is None):
         raise ValueError("name a config to start a run, or --resume RUN to go on with one")
@@ -78,7 +92,15 @@ def _train(
             "--set and --engine change a run that starts; a resumed run goes on as it began. Start a new one instead."
         )
     tree = load(resume / "config.yaml" if resume else path)  # type: ignore[arg-type]
-    tree = override(tree, settings)
+    if places and "population" not in tree:
+        raise ValueError("--backend, --workers and --address place the tasks of a population; this config has none")
+    return override(tree, [*settings, *places])
+
+
+def _train(tree: dict[str, Any], resume: Path | None, name: str | None, root: Path, dry_run: bool) -> None:
+    from palestra.config import dump, validate
+    from palestra.runs import Run
+
     kind = kind_of(tree)
     config = validate(kind.config, tree)
     if dry_run:
@@ -91,50 +113,77 @@ def _train(
         if resume
         else Run.create(root, dump(config), name or config.name, {"seed": config.seed}) as run
     ):
-        _follow(kind, setup, run, config)
+        kind.follow(setup, run, config)
 
 
 class Kind(NamedTuple):
-    """What one kind of run is made by: language agents that talk, or networks that play vectorised games."""
+    """What one kind of run is made by: language agents that talk, networks that play vectorised games, populations."""
 
     config: Any
     check: Callable[[Any], Any]
     build: Callable[[Any], Any]
-    restore: Callable[[Any, Any], int]
-    train: Callable[..., bool]
+    follow: Callable[..., None]
 
 
 def kind_of(tree: dict[str, Any]) -> Kind:
-    """The kind of run that a config describes, by its env."""
+    """The kind of run that a config describes, by its population or its env."""
+    if "population" in tree:
+        from palestra import setup_population as population
+
+        return Kind(
+            population.PopulationConfig, population.build_population, population.build_population, _follow_population
+        )
     from palestra.envs import is_vectorised
 
     if is_vectorised((tree.get("env") or {}).get("type")):
         from palestra import drill
         from palestra import setup_games as games
 
-        return Kind(games.GamesConfig, games.check_games, games.build_games, drill.restore, games.run_games)
+        follow = partial(_follow, drill.restore, games.run_games)
+        return Kind(games.GamesConfig, games.check_games, games.build_games, follow)
     from palestra import setup, train
 
-    return Kind(setup.Config, setup.build, setup.build, train.restore, train.run_training)
+    return Kind(setup.Config, setup.build, setup.build, partial(_follow, train.restore, train.run_training))
 
 
-def _follow(kind: Kind, setup: Any, run: Any, config: Any) -> None:
+def _follow(restore: Callable[[Any, Any], int], train: Callable[..., bool], setup: Any, run: Any, config: Any) -> None:
     """Trains with a progress bar; draws and prints what was learned."""
     from palestra.progress import ProgressBar
     from palestra.reports import learned_table, plot_run
 
-    start = kind.restore(setup, run)
+    start = restore(setup, run)
     what = f"{config.env['type']}, {', '.join(setup.names)} by {config.algorithm.type}"
     console.print(f"run [bold]{escape(str(run.path))}[/]: {escape(what)}", soft_wrap=True)
     if start:
         console.print(f"going on after step {start}")
     with ProgressBar(setup.steps, start, console) as bar, stop_on_interrupt() as stop:
-        done = kind.train(setup, run, bar, stop)
+        done = train(setup, run, bar, stop)
     if not done:
-        say(f"stopped; go on with: palestra train --resume {shlex.quote(str(run.path))}")
-        return
+        return _say_stopped(run)
     console.print(learned_table(run.path))
     say(f"curves: {plot_run(run.path)}")
+
+
+def _follow_population(setup: Any, run: Any, config: Any) -> None:
+    """Does a plan's tasks with a line of progress."""
+    from palestra.populations.scheduler import TASKS
+    from palestra.progress import PopulationBar, standing
+    from palestra.runs import read_lines
+    from palestra.setup_population import run_population
+
+    what = f"{config.env['type']}, {config.population.type} by {config.oracle.type}, {setup.workers} at once"
+    console.print(f"run [bold]{escape(str(run.path))}[/]: {escape(what)}", soft_wrap=True)
+    if start := len(read_lines(run.path / TASKS)):
+        console.print(f"going on after {start} tasks")
+    with PopulationBar(setup.plan.summary, console) as bar, stop_on_interrupt() as stop:
+        done = run_population(setup, run, bar, stop)
+    if not done:
+        return _say_stopped(run)
+    console.print(standing(setup.plan.summary()))
+
+
+def _say_stopped(run: Any) -> None:
+    say(f"stopped; go on with: palestra train --resume {shlex.quote(str(run.path))}")
 
 
 def say(text: str) -> None:
@@ -259,6 +308,8 @@ def plays_games(what: Path) -> bool:
     run, _, _ = str(what).rpartition(":")
     path = Path(run) if run else what
     tree = load(path / "config.yaml" if path.is_dir() else path)
+    if "population" in tree:
+        raise ValueError(f"{path} trains a population, whose members play each other: payoffs.csv in its run says how")
     return is_vectorised((tree.get("env") or {}).get("type"))
 
 
@@ -338,13 +389,24 @@ def serve(
         Path | None, typer.Option(help="a file of API keys, see `palestra keys`; without it any will do")
     ] = None,
     root_path: Annotated[str, typer.Option(help="a prefix of every address, such as /train")] = "",
-    store: Annotated[str | None, typer.Option(help="another database: postgresql+psycopg://...")] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(help="another database than SQLite in --data: postgresql+psycopg://USER:PASSWORD@HOST/NAME"),
+    ] = None,
+    front_only: Annotated[
+        bool,
+        typer.Option(help="no engine: a further front end of the server that has one, on the same --data and --store"),
+    ] = False,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="an origin whose web pages may use the server: https://chat.example.org")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="of torch, on a CPU")] = 1,
     max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
     poll: Annotated[float, typer.Option(min=0, max=40, help="seconds that a poll for an answer is held")] = 30.0,
     queue: Annotated[int, typer.Option(min=1, help="unanswered requests that one key may have")] = 20_000,
+    queue_bytes: Annotated[int, typer.Option(min=1, help="bytes that one key's unanswered requests may have")] = 2**29,
     models: Annotated[int, typer.Option(min=1, help="models that one key may train at a time")] = 64,
 ) -> None:
     """Serve Tinker's and MinT's clients: training and sampling over HTTP.
@@ -374,11 +436,13 @@ def serve(
             auth=auth,
             root_path=root_path,
             store=store,
+            front_only=front_only,
+            allow_origins=tuple(allow_origin or ()),
             device=device,
             dtype=dtype,
             threads=threads,
             max_rows=max_rows,
-            limits=Limits(poll=poll, queue=queue, models=models),
+            limits=Limits(poll=poll, queue=queue, queue_bytes=queue_bytes, models=models),
         )
         run_server(options, say)
 
@@ -398,6 +462,7 @@ def needs_service() -> None:
 
 keys = typer.Typer(no_args_is_help=True, help="Add, list and remove API keys of the service.")
 app.add_typer(keys, name="keys")
+app.add_typer(league, name="league")
 Auth = Annotated[Path, typer.Option(help="the file of keys that `palestra serve --auth` reads")]
 
 
@@ -443,15 +508,3 @@ def existing(path: Path) -> Path:
     if not path.exists():
         raise ValueError(f"there is no file {path}: `palestra keys add NAME --auth {path}` makes one")
     return path
-
-
-class friendly:
-    """Within, a user's mistake is one red line and exit code 2, not a traceback."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, ValueError):
-            Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-            raise typer.Exit(2) from error

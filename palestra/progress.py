@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -9,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from palestra.populations import scheduler
+from palestra.populations.tasks import Done
 from palestra.train import Watcher
 from palestra.types import Episode, Metrics
 
@@ -66,3 +69,42 @@ class ProgressBar(Watcher):
             f"{name} {when}: {', '.join(shown)} of {metrics['episodes']:.0f}, "
             f"{metrics['steps_per_episode']:.1f} steps an episode"
         )
+
+
+class PopulationBar(scheduler.Watcher):
+    """A line for the training of a population: `summary` says where it stands, and it is looked at after each task."""
+
+    def __init__(self, summary: Callable[[], Mapping[str, float]], console: Console | None = None) -> None:
+        self.summary = summary
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[what]}"),
+            TimeElapsedColumn(),
+        )
+        self.bar = Progress(*columns, console=console or Console(), refresh_per_second=4)
+        self.task = self.bar.add_task("training", total=None, what="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def done(self, number: int, done: Done, lines: Mapping[str, Metrics]) -> None:
+        figures = self.summary()
+        completed = max(0, int(figures.get("iteration", 0)))
+        self.bar.update(self.task, completed=completed, total=figures.get("iterations"), what=standing(figures))
+
+
+def standing(figures: Mapping[str, float]) -> str:
+    """`summary` in words: "21 members, 40,000 games, 1,200,000 steps, NashConv 0.016"."""
+    words = [f"{int(figures['members'])} members"]
+    words += [f"{int(games):,} games"] if (games := figures.get("games")) else []
+    words += [f"{steps:,.0f} steps"] if (steps := figures.get("env_steps")) else []
+    words += [f"NashConv [bold]{figures['nash_conv']:.3f}[/]"] if "nash_conv" in figures else []
+    return ", ".join(words)

@@ -22,7 +22,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -144,6 +144,18 @@ class Run:
     def eval(self, step: int, name: str, figures: Mapping[str, Any]) -> None:
         """Add a line to evals.jsonl: the scores after `step` (-1: before the first) on the evaluation called `name`."""
         self._append("evals.jsonl", {"step": step, "name": name, **figures})
+
+    def record(self, name: str, line: Mapping[str, Any]) -> None:
+        """Add a line to a log of the caller's own; it is on the disk on return."""
+        self._append(name, line)
+        os.fsync(self._files[name].fileno())
+
+    def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Make these the lines of a log, at once and on the disk; nothing happens where they are that already."""
+        path, data = self.path / name, b"".join(map(to_line, lines))
+        if (path.read_bytes() if path.exists() else b"") != data:
+            self._close_files()
+            atomic_write(path, data)
 
     def write_episodes(self, step: int, episodes: list[Episode]) -> Path:
         """Write episodes/step-000012.parquet and return its path. A second call for a step replaces the first."""

@@ -12,7 +12,8 @@ from fastapi import FastAPI
 
 from palestra.service.app import create_app
 from palestra.service.context import Context
-from palestra.service.store import Change, Done, checkpoints, requests
+from palestra.service.store import Done
+from palestra.service.tables import Change, checkpoints, requests
 from palestra.service.vault import TinkerPath
 
 

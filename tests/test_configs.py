@@ -4,17 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from palestra.config import dump, load, override, validate
+from palestra.config import dump, load, override, parse, validate
 from palestra.envs import make_env
 from palestra.envs.text.splits import split_of
+from palestra.populations import scheduler
 from palestra.runs import Run, read_lines
 from palestra.setup import Config, build
 from palestra.setup_games import GamesConfig, build_games, run_games
+from palestra.setup_population import PopulationConfig, build_population, run_population
 from palestra.train import Watcher, run_training
 
 ROOT = Path(__file__).parent.parent
 GAMES = sorted((ROOT / "configs/games").rglob("*.yaml"))
-CONFIGS = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*GAMES})
+POPULATIONS = sorted((ROOT / "configs/populations").rglob("*.yaml"))
+CONFIGS = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*GAMES, *POPULATIONS})
+SHORT = {  # of a plan, as little as shows all of it
+    "psro": {"iterations": 2, "env_steps": 1, "games": 8, "adaptive": 0},
+    "self_play": {"slices": 2, "env_steps": 1, "games": 8},
+    "league": {"slices": 1, "env_steps": 1, "games": 8},
+    "pbt": {"slices": 1, "env_steps": 1},
+}
 
 
 def success(folder, settings=()):
@@ -47,6 +56,22 @@ def test_every_game_trains(path, tmp_path):
     assert [line["step"] for line in exams if line["name"] == next(iter(config.exams))] == [-1, setup.steps - 1]
     figures = [line for line in read_lines(tmp_path / "game/metrics.jsonl") if line["policy"] != "team"]
     assert all(any(key.endswith("loss") for key in line) for line in figures)
+
+
+@pytest.mark.parametrize("path", POPULATIONS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_population_trains(path, tmp_path):
+    """Its plan in short; of language agents only that it builds, for they take long to be taught."""
+    tree = load(path)
+    config = validate(PopulationConfig, tree)
+    assert validate(PopulationConfig, parse(dump(config))) == config
+    setup = build_population(config)
+    if config.oracle.type != "language":
+        short = [f"population.{key}={value}" for key, value in SHORT[config.population.type].items()]
+        config = validate(PopulationConfig, override(tree, [*short, "backend={type: inline}"]))
+        setup = build_population(config)
+        with Run.create(tmp_path, dump(config), "population") as run:
+            assert run_population(setup, run, scheduler.Watcher())
+        assert setup.plan.summary()["members"] >= 3
 
 
 def test_the_demos_team_learns_in_a_few_steps(tmp_path):

@@ -251,6 +251,23 @@ def test_atomic_write_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None
     assert (tmp_path / "file").read_bytes() == b"new"
 
 
+def test_a_log_of_ones_own_is_recorded_and_rewritten(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        run.rewrite("tasks.jsonl", [])
+        assert not (run.path / "tasks.jsonl").exists()
+        run.record("tasks.jsonl", {"a": 1})
+        with open(run.path / "tasks.jsonl", "ab") as file:
+            file.write(b'{"a": 2')  # torn
+        run.rewrite("tasks.jsonl", [{"a": 1}])
+        run.record("tasks.jsonl", {"a": 3})
+        assert (run.path / "tasks.jsonl").read_bytes() == b'{"a": 1}\n{"a": 3}\n'
+        same = (run.path / "tasks.jsonl").stat().st_ino
+        run.rewrite("tasks.jsonl", [{"a": 1}, {"a": 3}])
+        assert (run.path / "tasks.jsonl").stat().st_ino == same
+        run.rewrite("tasks.jsonl", [])
+        assert (run.path / "tasks.jsonl").read_bytes() == b""
+
+
 def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
     code = "import sys; from palestra.runs import Run; Run.open(sys.argv[1])"
     with new_run(tmp_path) as run:

@@ -34,7 +34,9 @@ from palestra.types import Batch, Metrics
 
 class ActorCriticConfig(Strict, ABC):
     """Play `horizon` steps of every game, then learn from them. `value_norm` lets the critic predict in running
-    deviations of the return (Yu et al., 2022). `correct: vtrace` corrects for actions of an older policy."""
+    deviations of the return (Yu et al., 2022). `correct: vtrace` corrects for actions of an older policy. The bonus for
+    `entropy` goes to `entropy_end` over the run where that is given: in games of two sides self-play goes round in
+    circles without a bonus, and ends off the equilibrium with one that stays (Sokota et al., 2023)."""
 
     horizon: int = Field(128, ge=1)
     gamma: float = Field(0.99, ge=0, le=1)
@@ -42,11 +44,17 @@ class ActorCriticConfig(Strict, ABC):
     epochs: int = Field(1, ge=1)
     minibatches: int = Field(1, ge=1)
     entropy: float = Field(0.0, ge=0)
+    entropy_end: float | None = Field(None, ge=0)
     normalise: bool = True
     critic: Literal["own", "central"] = "own"
     critics: Literal["each", "one"] = "each"
     value_norm: bool = False
     correct: Literal["none", "vtrace"] = "none"
+
+    def entropy_at(self, progress: float) -> float:
+        """The bonus for entropy when so much of the run is done."""
+        end = self.entropy if self.entropy_end is None else self.entropy_end
+        return self.entropy + (end - self.entropy) * progress
 
     @abstractmethod
     def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
@@ -213,6 +221,7 @@ class ActorCritic(NetLearner):
         legal = None if batch.legal is None else stack.rows(batch.legal)[:, :-1]
         memory = batch.memory.get("+".join(names))
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
+        bonus = self.config.entropy_at(progress)
         for piece in self._parts(weight, bool(stack.net.memory_units)):
             out, _ = stack.net.unroll(piece(views), piece.column(memory), piece(fresh))
             score = stack.head.score(out, piece(actions), None if legal is None else piece(legal))
@@ -221,7 +230,7 @@ class ActorCritic(NetLearner):
             for p in range(len(names)):
                 new, entropy, old, credit, share = (x[p] for x in told)
                 loss, figures = self.config.loss(Scored(new, entropy, old, None, credit, share))
-                total = total + loss - (self.config.entropy * (share * entropy).sum() if self.config.entropy else 0.0)
+                total = total + loss - (bonus * (share * entropy).sum() if bonus else 0.0)
                 lines[p].append({"policy_loss": loss.detach(), **figures})
             norms = stack.optimizer.step(total, progress)
             for p in range(len(names)):

@@ -23,11 +23,13 @@ GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}
 
 class NetConfig(Strict):
     """The shape of a network: `hidden` layers, then with `memory` a GRU of as many units. Views of three dimensions
-    (pixels) pass the convolutions of Mnih et al. (2015) first."""
+    (pixels) pass `convolutions` first: those of Mnih et al. (2015), or the small ones of Mnih et al. (2013), which on a
+    CPU take half the time."""
 
     hidden: list[int] = Field([64, 64], min_length=1)
     activation: Activation = "tanh"
     memory: int = Field(0, ge=0)
+    convolutions: Literal["nature", "small"] = "nature"
 
 
 def orthogonal(shape: tuple[int, ...], gain: float, generators: Sequence[torch.Generator]) -> Tensor:
@@ -106,22 +108,27 @@ class Mlp(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """The three convolutions of Mnih et al. (2015) over pixels [P, R, height, width, channels], uint8 or 0 to 1, then
-    one layer of 512 units."""
+    """Convolutions over pixels [P, R, height, width, channels], uint8 or 0 to 1, then one layer of `units`: three and
+    512 (Mnih et al., 2015), or with `small` two and 256 (Mnih et al., 2013)."""
 
     LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride
+    SMALL = ((16, 8, 4), (32, 4, 2))
 
-    def __init__(self, view: tuple[int, ...], generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, view: tuple[int, ...], generators: Sequence[torch.Generator], small: bool = False) -> None:
         super().__init__()
         height, width, channels = view
+        self.layers, self.units = (self.SMALL, 256) if small else (self.LAYERS, 512)
         self.kernels, self.biases = nn.ParameterList(), nn.ParameterList()
-        for outputs, size, stride in self.LAYERS:
+        for outputs, size, stride in self.layers:
             self.kernels.append(nn.Parameter(orthogonal((outputs, channels, size, size), GAIN["relu"], generators)))
             self.biases.append(nn.Parameter(torch.zeros(len(generators), outputs)))
             height, width, channels = (height - size) // stride + 1, (width - size) // stride + 1, outputs
         if height < 1 or width < 1:
-            raise ValueError(f"pixels of {view[0]} x {view[1]} are too few for the convolutions: 36 x 36 at least")
-        self.last = Linear(height * width * channels, 512, GAIN["relu"], generators)
+            least = 20 if small else 36
+            raise ValueError(
+                f"pixels of {view[0]} x {view[1]} are too few for the convolutions: {least} x {least} at least"
+            )
+        self.last = Linear(height * width * channels, self.units, GAIN["relu"], generators)
 
     def forward(self, x: Tensor) -> Tensor:
         features = torch.stack([self._member(p, pixels) for p, pixels in enumerate(x)])
@@ -130,7 +137,7 @@ class Convolutions(nn.Module):
     def _member(self, p: int, x: Tensor) -> Tensor:
         x = x.permute(0, 3, 1, 2)
         x = x.float() / 255 if x.dtype == torch.uint8 else x
-        for kernel, bias, (_, _, stride) in zip(self.kernels, self.biases, self.LAYERS, strict=True):
+        for kernel, bias, (_, _, stride) in zip(self.kernels, self.biases, self.layers, strict=True):
             x = torch.relu(nn.functional.conv2d(x, kernel[p], bias[p], stride))
         return x.flatten(1)
 
@@ -176,8 +183,8 @@ class Net(nn.Module):
     ) -> None:
         super().__init__()
         self.view, self.memory_units = view, config.memory
-        self.pixels = Convolutions(view, generators) if len(view) == 3 else None
-        inputs = 512 if self.pixels else math.prod(view)
+        self.pixels = Convolutions(view, generators, config.convolutions == "small") if len(view) == 3 else None
+        inputs = self.pixels.units if self.pixels else math.prod(view)
         if config.memory:
             self.body = Mlp(inputs, config.hidden, config.activation, generators)
             self.gru: Gru | None = Gru(config.hidden[-1], config.memory, generators)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.compiled import kernel
+from palestra.compiled import inline, kernel
 from palestra.envs.vector.base import Frame, VectorEnv
 from palestra.envs.vector.check import random_actions
 from palestra.nets.heads import Head
@@ -24,6 +24,7 @@ from palestra.nets.normalise import RunningNorm
 from palestra.nets.seating import Seating
 
 LEAST = 8  # rows of a block: fewer cost as much
+MINUS_ZERO = -(2**31)  # as the bits of a float32 read as an int32
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def blocks(members: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """For rows [R] of some members: the member of each block [K], each row's place [R] in the blocks laid end to end,
     and how many rows a block has: as many as members have on average."""
     counts = np.bincount(members)
-    width = int(max(LEAST, -(-len(members) // np.count_nonzero(counts))))
+    width = max(LEAST, -(-len(members) // int(np.count_nonzero(counts))))
     order = np.argsort(members, kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(len(members)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -203,14 +204,14 @@ class Views:
 
     def __init__(self, views: np.ndarray) -> None:
         self.views = np.ascontiguousarray(views, np.float32)
-        self.bits = (self.views + 0.0).view(np.int32)  # one zero, not two
+        self.bits = self.views.view(np.int32)
         self.slots = np.full(1 << (2 * len(views)).bit_length(), -1, np.int64)
         if (twice := _fill(self.slots, self.bits)) >= 0:
             raise ValueError(f"information state {twice} looks like an earlier one, so no table can tell them apart")
 
     def find(self, rows: np.ndarray) -> np.ndarray:
         """The numbers of rows [R, V]; -1 for what is no view here."""
-        bits = (np.ascontiguousarray(rows, np.float32) + 0.0).view(np.int32)
+        bits = np.ascontiguousarray(rows, np.float32).view(np.int32)
         return np.array([_find(self.slots, self.bits, row) for row in bits], np.int64)
 
 
@@ -224,7 +225,7 @@ class TableGroup:
         self.tables = np.stack([np.asarray(member.table, np.float32) for member in members])
 
     def act(self, rows: Rows) -> tuple[np.ndarray, None]:
-        where, obs = (rows.games, rows.seats, rows.members), (rows.frame.obs + 0.0).view(np.int32)
+        where, obs = (rows.games, rows.seats, rows.members), rows.frame.obs.view(np.int32)
         actions = np.empty(len(rows.games), np.int32)
         lost = _draw(self.views.slots, self.views.bits, self.tables, obs, where, rows.rng.random(len(actions)), actions)
         if lost >= 0:
@@ -235,12 +236,18 @@ class TableGroup:
         return actions, None
 
 
+@inline
+def _word(bits: int) -> int:
+    """The bits of a number, those of both zeros alike."""
+    return 0 if bits == MINUS_ZERO else bits
+
+
 @kernel
 def _slot(bits: np.ndarray, slots: np.ndarray) -> int:
     """Where a view is looked for first."""
     code = np.uint64(14695981039346656037)  # FNV-1a
     for word in bits:
-        code = (code ^ np.uint64(np.uint32(word))) * np.uint64(1099511628211)
+        code = (code ^ np.uint64(np.uint32(_word(word)))) * np.uint64(1099511628211)
     return np.int64((code ^ (code >> np.uint64(32))) & np.uint64(len(slots) - 1))  # type: ignore[return-value]
 
 
@@ -251,7 +258,7 @@ def _find(slots: np.ndarray, views: np.ndarray, bits: np.ndarray) -> int:
     while slots[at] >= 0:
         same, view = True, views[slots[at]]
         for i in range(len(bits)):
-            if view[i] != bits[i]:
+            if _word(view[i]) != _word(bits[i]):
                 same = False
                 break
         if same:

@@ -13,27 +13,37 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from palestra.service.calls import Queue, Reader
 from palestra.service.context import Context
+from palestra.service.database import AWAY
 from palestra.service.futures import Waiter
-from palestra.service.routes import archives, checkpoints, futures, mint, models, openai, sampling, sessions
+from palestra.service.origins import Gate, Origins
+from palestra.service.routes import archives, checkpoints, futures, mint, models, openai, sampling, search, sessions
 from palestra.service.vault import Damaged
 from palestra.service.wire import BadRequest
 
 RETRY = {"Retry-After": "1"}
 ROUTERS = [
-    *((module.router, "/api/v1") for module in (sessions, models, sampling, futures, checkpoints, archives, mint)),
+    *(
+        (module.router, "/api/v1")
+        for module in (sessions, search, models, sampling, futures, checkpoints, archives, mint)
+    ),
     (openai.router, "/oai/api/v1"),
 ]
 
 
-def create_app(context: Context, *, root_path: str = "") -> FastAPI:
+def create_app(context: Context, *, root_path: str = "", origins: Origins | None = None) -> FastAPI:
     """The app. Under `root_path` ("/train") it answers both with the prefix and, behind a proxy that strips it,
-    without."""
+    without; `origins` says which web pages may ask."""
+    origins = origins or Origins()
     app = FastAPI(title="palestra", docs_url=None, redoc_url=None)
     app.add_middleware(Under, prefix=root_path.rstrip("/"))
+    if origins.allowed:
+        app.add_middleware(CORSMiddleware, allow_origins=origins.allowed, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Gate, origins=origins)  # the last one is asked first
     app.state.context, app.state.queue, app.state.waiter = context, Queue(context), Waiter(context)
     for router, prefix in ROUTERS:
         app.include_router(router, prefix=prefix)
@@ -42,7 +52,8 @@ def create_app(context: Context, *, root_path: str = "") -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _unknown)
     app.add_exception_handler(sql.exc.DataError, _unstorable)
-    app.add_exception_handler(sql.exc.OperationalError, _locked)
+    for error in AWAY:
+        app.add_exception_handler(error, _away)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -85,7 +96,7 @@ async def _unstorable(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": "a text or a number in the request cannot be kept: is there a NUL in it?"}, 400)
 
 
-async def _locked(request: Request, error: Exception) -> JSONResponse:
+async def _away(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": "the database is busy or gone: try again"}, 503, RETRY)
 
 

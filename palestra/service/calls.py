@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from palestra.service.context import Context
 from palestra.service.context import context as find_context
 from palestra.service.context import owner as find_owner
+from palestra.service.store import Waiting
 from palestra.service.wire import INT32, BadRequest, Wire, parse
 
 FRESH = 1.0  # seconds that a count of the queue is believed
@@ -25,16 +26,17 @@ Number = tuple[object, object]  # a model and a sequence number, as a client gav
 class Busy(BadRequest):
     """The owner's queue is full: ask again in a while."""
 
-    def __init__(self, waiting: int) -> None:
-        super().__init__(f"{waiting} of your requests wait for an answer: send more when some of them have one", 429)
+    def __init__(self, waiting: Waiting) -> None:
+        what = f"{waiting.number} of your requests ({waiting.size / 2**20:.1f} MiB) wait for an answer"
+        super().__init__(f"{what}: send more when some of them have one", 429)
 
 
 class Queue:
-    """Puts requests where the worker finds them, as many as one owner may have there."""
+    """Puts requests where the worker finds them, as many and as large as one owner may have there."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self._counts: dict[str, tuple[float, int]] = {}
+        self._seen: dict[str, tuple[float, Waiting]] = {}
 
     def submit(
         self,
@@ -47,8 +49,8 @@ class Queue:
         seq: int | None = None,
     ) -> str:
         """The id of the request; a second one with the same `key` is the first. Raises Busy."""
-        self.admit(owner)
         body = job if isinstance(job, bytes) else job.model_dump_json().encode()
+        self.admit(owner, len(body))
         id = self.context.store.submit(owner, kind, body, key=key, model=model, seq=seq)
         self.context.bell.ring()
         return id
@@ -80,21 +82,21 @@ class Queue:
         self.context.store.reject(owner, kind, message, key=f"model:{model}:{seq}", model=model, seq=seq)
         self.context.bell.ring()
 
-    def admit(self, owner: str) -> None:
-        """Counts one more request of the owner's. Raises Busy where there are too many."""
-        waiting = self.waiting(owner)
-        if waiting >= self.context.limits.queue:
+    def admit(self, owner: str, size: int) -> None:
+        """Counts one more request of the owner's, of `size` bytes. Raises Busy where there are too many, or too many
+        bytes of them; one alone may be as large as a body may be."""
+        limits, waiting = self.context.limits, self.waiting(owner)
+        more = Waiting(waiting.number + 1, waiting.size + size)
+        if more.number > limits.queue or (waiting.number and more.size > limits.queue_bytes):
             raise Busy(waiting)
-        self._counts[owner] = (self._counts[owner][0], waiting + 1)
+        self._seen[owner] = (self._seen[owner][0], more)
 
-    def waiting(self, owner: str) -> int:
-        """How many of the owner's requests have no answer, as of the last second."""
-        when, count = self._counts.get(owner, (0.0, 0))
+    def waiting(self, owner: str) -> Waiting:
+        """The owner's requests without an answer, as of the last second."""
         now = time.monotonic()
-        if now - when > FRESH:
-            count = self.context.store.waiting(owner)
-            self._counts[owner] = (now, count)
-        return count
+        if owner not in self._seen or now - self._seen[owner][0] > FRESH:
+            self._seen[owner] = (now, self.context.store.waiting(owner))
+        return self._seen[owner][1]
 
 
 def _key(model: str, seq: int | None) -> str | None:

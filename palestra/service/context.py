@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from palestra.service.bell import Bell
 from palestra.service.keys import Keys
-from palestra.service.store import Store, checkpoints, models, samplers, sessions
+from palestra.service.store import Store
+from palestra.service.tables import checkpoints, models, samplers, sessions
 from palestra.service.vault import TinkerPath, Vault
 from palestra.service.wire import BadRequest
 
@@ -25,6 +26,7 @@ class Limits(BaseModel):
     batch_tokens: int = 2**22  # in one forward_backward
     models: int = 64  # alive, for each key
     queue: int = 20_000  # unanswered requests, for each key
+    queue_bytes: int = 2**29  # of their bodies, for each key: they wait in the worker's memory
     poll: float = 30.0  # seconds that a poll is held
 
 

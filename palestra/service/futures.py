@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from palestra.service.context import Context
+from palestra.service.database import AWAY
 
 TICK = 0.02  # seconds between two looks when no bell rings
 ASKED = 1000  # ids in one query
+PAUSE = 1.0  # seconds, while the database does not answer
 
 
 class Waiter:
@@ -58,9 +60,14 @@ class Waiter:
 
     async def _look(self) -> None:
         while self._waiting:
-            ids = list(self._waiting)
-            for start in range(0, len(ids), ASKED):
-                found = await asyncio.to_thread(self.context.store.finished, ids[start : start + ASKED])
-                for event in [event for id in found for event in self._waiting.get(id, ())]:
-                    event.set()
+            try:
+                await self._wake(list(self._waiting))
+            except AWAY:  # whoever waits goes on: a poll that ends without an answer is sent again
+                await asyncio.sleep(PAUSE)
             await self.context.bell.heard(TICK)
+
+    async def _wake(self, ids: list[str]) -> None:
+        for start in range(0, len(ids), ASKED):
+            found = await asyncio.to_thread(self.context.store.finished, ids[start : start + ASKED])
+            for event in [event for id in found for event in self._waiting.get(id, ())]:
+                event.set()

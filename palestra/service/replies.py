@@ -6,7 +6,7 @@ Fields a client does without are null. Results of gradients and samples are buil
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from palestra.service.wire import OptimizerConfig, Wire
 
@@ -62,6 +62,28 @@ class GetSessionResponse(Wire):
 
 class ListSessionsResponse(Wire):
     sessions: list[str]
+
+
+class SessionSummary(Wire):
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    status: dict[str, Any] | None = None
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, str] | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchCursor(Wire):
+    last_created_at: datetime
+    last_session_id: str
+
+
+class SessionSearchResponse(Wire):
+    sessions: list[SessionSummary]
+    next_cursor: SessionSearchCursor | None = None
 
 
 class TelemetryResponse(Wire):

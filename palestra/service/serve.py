@@ -1,4 +1,8 @@
-"""Starting and stopping it all: the front end in this process, the engine's worker in one beside it."""
+"""Starting and stopping it all: a front end in this process, the engine's worker in one beside it.
+
+Further front ends share the data folder and the database of the one that has the worker. They speak to it through the
+database alone: the bell is missing, and each looks every few milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,25 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from pydantic import BaseModel
 from transformers import AutoConfig, AutoTokenizer
 
 from palestra.engine.models import resolve_base
-from palestra.files import lock
+from palestra.files import TEMPORARY, lock
 from palestra.service.app import create_app
 from palestra.service.bell import Bell
 from palestra.service.context import BaseInfo, Context, Limits
 from palestra.service.futures import Waiter
 from palestra.service.keys import Keys
+from palestra.service.origins import Origins
 from palestra.service.store import Store
 from palestra.service.vault import Vault
 from palestra.service.worker import Settings, work
@@ -47,6 +55,8 @@ class Options(BaseModel):
     auth: Path | None = None
     root_path: str = ""
     store: str | None = None
+    front_only: bool = False
+    allow_origins: tuple[str, ...] = ()
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 1
@@ -57,31 +67,52 @@ class Options(BaseModel):
 def serve(options: Options, say: Say = print) -> None:
     """Serves until SIGTERM or SIGINT; then ends what runs, saves every model, and returns.
 
-    Raises ValueError where the data folder is another server's, the port is taken, or a base or key file is not there.
+    Raises ValueError where the data folder or the database is another server's (or, with `front_only`, of none), the
+    port is taken, or a base or key file is not there.
     """
     _check_aliases(options)
-    options.data.mkdir(parents=True, exist_ok=True)
-    held = lock(options.data / "server.lock", f"the server's data in {options.data}")
-    url = options.store or f"sqlite:///{(options.data / 'store.sqlite').resolve()}"
+    origins = Origins.of(options.host, options.allow_origins)
+    with _hold(options):
+        url = options.store or f"sqlite:///{(options.data / 'store.sqlite').resolve()}"
+        context = _context(options, url)
+        same = {"data", "bases", "device", "dtype", "threads", "max_rows"}
+        settings = Settings(store=url, **options.model_dump(include=same))
+        worker = None if options.front_only else WorkerProcess(settings, context, say)
+        with _listening(options) as door:
+            app = create_app(context, root_path=options.root_path, origins=origins)
+            asyncio.run(_serve(options, app, worker, door, say))
+        context.store.close()
+
+
+def _hold(options: Options) -> AbstractContextManager[Any]:
+    """The data folder, for as long as it serves: one server with a worker at a time, and as many others as join it."""
+    if not options.front_only:
+        options.data.mkdir(parents=True, exist_ok=True)
+        return lock(options.data / "server.lock", f"the server's data in {options.data}")
+    if not (options.data / "secret").exists():
+        raise ValueError(
+            f"a front end alone joins a server on its data folder, but no server has been on {options.data}: start one "
+            f"first, with --data {options.data} and the same --store"
+        )
+    return nullcontext()
+
+
+def _context(options: Options, url: str) -> Context:
     bell, _ = Bell.pair()  # until there is a worker
-    context = Context(
-        store=Store.open(url),
+    keys = Keys(options.auth, _secret(options.data / "secret"))
+    store = Store.open(url)
+    store.belong(keys.sign("data folder"))
+    return Context(
+        store=store,
         vault=Vault(options.data / "weights"),
-        keys=Keys(options.auth, _secret(options.data / "secret")),
+        keys=keys,
         bases={name: describe(name, path, options.aliases) for name, path in options.bases.items()},
         bell=bell,
         limits=options.limits,
     )
-    same = {"data", "bases", "device", "dtype", "threads", "max_rows"}
-    settings = Settings(store=url, **options.model_dump(include=same))
-    with _listening(options) as door:
-        asyncio.run(_serve(options, context, WorkerProcess(settings, context, say), door, say))
-    context.store.close()
-    held.close()
 
 
-async def _serve(options: Options, context: Context, worker: WorkerProcess, door: socket.socket, say: Say) -> None:
-    app = create_app(context, root_path=options.root_path)
+async def _serve(options: Options, app: FastAPI, worker: WorkerProcess | None, door: socket.socket, say: Say) -> None:
     server = _Server(
         uvicorn.Config(
             app,
@@ -97,13 +128,14 @@ async def _serve(options: Options, context: Context, worker: WorkerProcess, door
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)  # before uvicorn listens, and after, when it raises what it caught
-    watch = asyncio.create_task(worker.keep_alive())
+    watch = asyncio.create_task(worker.keep_alive()) if worker else None
     say(_how_to_connect(options, door.getsockname()[1]))
     try:
         await server.serve(sockets=[door])
     finally:
-        watch.cancel()
-        await asyncio.to_thread(worker.stop)
+        if worker and watch:
+            watch.cancel()
+            await asyncio.to_thread(worker.stop)
 
 
 class _Server(uvicorn.Server):
@@ -206,10 +238,13 @@ def _listening(options: Options) -> socket.socket:
 
 
 def _secret(path: Path) -> str:
-    """What signs tokens and addresses; kept, so that they outlive a restart."""
+    """What signs tokens and addresses; kept, so that they outlive a restart. It appears whole: others may read it."""
     if not path.exists():
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        new = path.with_name(f"{TEMPORARY}{path.name}")
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
+        new.rename(path)
     return path.read_text()
 
 

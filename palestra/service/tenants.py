@@ -26,7 +26,8 @@ from palestra.engine.models import Engine
 from palestra.engine.sampler import Sampler
 from palestra.engine.trainer import Trainer
 from palestra.service.jobs import Lora
-from palestra.service.store import Change, Store, models
+from palestra.service.store import Store
+from palestra.service.tables import Change, models
 from palestra.service.vault import Vault
 
 SNAPSHOTS = 256  # kept in memory
@@ -103,13 +104,17 @@ class Tenants:
         self.live.move_to_end(id)
         return self.live[id]
 
+    def base(self, name: str) -> Base:
+        """Raises Lost where the engine was started without it: another front end may have been started with it."""
+        if name not in self.bases:
+            raise Lost(f"the server's engine has no base {name}: start it with --base")
+        return self.bases[name]
+
     def _revive(self, id: str) -> Tenant:
         row = self.store.get(models, id)
         if row is None or row.state == "gone":
             raise Lost(f"model {id} is gone: it was unloaded. Create a new one.")
-        if row.base not in self.bases:
-            raise Lost(f"model {id} is of base {row.base}, which this server no longer has: serve it with --base")
-        base = self.bases[row.base]
+        base = self.base(row.base)
         trainer = new_trainer(base.engine, Lora.model_validate(row.lora), id)
         tenant = Tenant(id, base, trainer, self.store.last_seq(id) + 1, row.changed, row.kept)
         if row.state == "lost":

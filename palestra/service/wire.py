@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 INT32, INT64, UINT64 = 2**31 - 1, 2**63 - 1, 2**64 - 1
 EXACT = 2**53  # integers up to here survive a JSON reader that makes everything a float
@@ -48,6 +48,7 @@ TinkerPath = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=4 *
 Metadata = Annotated[dict[str, Any], Field(max_length=MAX_ENTRIES)]
 Slot = Annotated[int, Field(ge=0, le=INT32)]  # a model's or sampler's number within its session
 SeqId = Annotated[int, Field(ge=0, le=INT32)]  # of a training request: the protobuf has 32 bits for it
+Seed = Annotated[int, Field(ge=-INT64 - 1, le=UINT64)]  # 64 bits, with a sign or without
 Ttl = Annotated[int, Field(ge=1, le=MAX_TTL)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Unit = Annotated[float, Field(ge=0, lt=1)]
@@ -97,6 +98,40 @@ class FinishSessionRequest(Wire):
     detail: str | None = None
 
 
+class AssignProjectRequest(Wire):
+    project_id: Id
+
+
+class SessionSearchOwner(Wire):
+    """Whose sessions. A key has only its own."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: Annotated[list[Id], Field(max_length=MAX_ENTRIES)] | None = None
+
+
+class SessionStatusQuery(Wire):
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
+
+
+class SessionCursor(Wire):
+    last_created_at: AwareDatetime
+    last_session_id: Id
+
+
+class SessionSearchRequest(Wire):
+    """`display_name`: words that a name has, in any order and case."""
+
+    session_id: str | None = None
+    project_ids: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
+    user_metadata: Annotated[dict[str, str], Field(max_length=MAX_ENTRIES)] = {}
+    display_name: Annotated[str, Field(min_length=1)] | None = None
+    owner: SessionSearchOwner = SessionSearchOwner()
+    statuses: Annotated[list[SessionStatusQuery], Field(min_length=1, max_length=MAX_ENTRIES)] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: SessionCursor | None = None
+
+
 # Futures
 
 
@@ -129,7 +164,7 @@ class LoraConfig(Wire):
 
     rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = 32
     alpha: Annotated[float, Field(gt=0, le=EXACT)] = 32.0
-    seed: Annotated[int, Field(ge=-INT64, le=INT64)] | None = None
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -384,7 +419,7 @@ class SamplingParams(Wire):
     """`stop` null stops at the model's own end tokens, [] at nothing. `top_k` -1 and `top_p` 1 leave all tokens in."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
-    seed: Annotated[int, Field(ge=-INT64 - 1, le=UINT64)] | None = None
+    seed: Seed | None = None
     stop: StopText | Stops | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32)] = -1
@@ -437,7 +472,7 @@ class Completing(Wire):
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
-    seed: Annotated[int, Field(ge=-INT64 - 1, le=UINT64)] | None = None
+    seed: Seed | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_ENTRIES)] | None = None
     stream: bool | None = None
 

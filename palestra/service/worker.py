@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,37 +21,36 @@ import numpy as np
 import sqlalchemy as sql
 from pydantic import BaseModel
 
-from palestra.engine.checkpoints import load_adapter, save_adapter
 from palestra.engine.distill import Lesson, ReverseKL
 from palestra.engine.joint import Job, Outcome, train_together
-from palestra.engine.lora import weighted_sum
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampled, Sampler
-from palestra.engine.scoring import Question, Scores, score
+from palestra.engine.sampler import Sampler
 from palestra.engine.trainer import AdamConfig
 from palestra.files import lock
 from palestra.service import codec
-from palestra.service.answers import distilled, judged, spoken
+from palestra.service.answers import distilled
 from palestra.service.bell import Bell
 from palestra.service.check import WEIGHTED_ONLY
-from palestra.service.jobs import InterpolateJob, LoadJob, OptimJob, ReverseKLJob, SampleJob, SaveJob
+from palestra.service.database import AWAY, first_line
+from palestra.service.jobs import OptimJob, ReverseKLJob
 from palestra.service.losses import wire_loss
-from palestra.service.store import Category, Change, Done, Store, checkpoints, models, samplers
-from palestra.service.tenants import Base, Lost, Tenant, Tenants, save_weights
-from palestra.service.vault import TinkerPath, Vault
+from palestra.service.outbox import Outbox
+from palestra.service.samples import Samples
+from palestra.service.shelf import Shelf
+from palestra.service.store import Done, Store
+from palestra.service.tables import Change, models
+from palestra.service.tenants import Base, Lost, Tenant, Tenants
+from palestra.service.vault import Vault
 
 GRADIENTS = ("forward_backward", "forward", "reverse_kl")
 SHARED = (*GRADIENTS, "sample")  # what makes one batch with others of its kind
 AHEAD = 4  # requests of one model that may share a pass
-SAVED = {  # what older clients want to read in the answer
-    "training": "save_weights",
-    "sampler": "save_weights_for_sampler",
-    "external": "save_weights_external",
-}
 SWEEP = 60.0  # seconds between two looks for what is over
 QUIET = 0.005  # seconds without a new request after which a burst of them is taken to be over
 BURST = 0.1  # seconds that a burst may take
 GRACE = 60.0  # seconds that samples have to end when the worker stops
+FAREWELL = 3  # attempts to reach the database that a worker which is to stop makes at least
+LONGEST_PAUSE = 15.0  # seconds between two attempts
 
 
 class Settings(BaseModel):
@@ -71,17 +70,6 @@ class Settings(BaseModel):
     resident: int = 64
 
 
-@dataclass
-class Sample:
-    """A request for samples on its way: its answers, and what was asked about its prompt."""
-
-    row: sql.Row
-    job: SampleJob
-    sampled: list[Sampled] | None = None
-    scores: Scores | None = None
-    asked: bool = False
-
-
 class Worker:
     """Runs requests until `stop` is called or the front end is gone."""
 
@@ -90,8 +78,8 @@ class Worker:
         self.vault = Vault(settings.data / "weights")
         self.bases = {name: load_base(name, path, settings) for name, path in settings.bases.items()}
         self.tenants = Tenants(store, self.vault, self.bases, most=settings.resident)
-        self.answers: list[Done] = []
-        self.changes: list[Change] = []
+        self.outbox = Outbox(store)
+        self.samples, self.shelf = Samples(self.tenants, self.outbox), Shelf(self.tenants, self.outbox)
         self.training: Generator[None, None, None] | None = None
         self.stopping = False
         self._swept = time.monotonic()
@@ -100,6 +88,8 @@ class Worker:
         self.recover()
         while not self.stopping and not self.bell.gone:
             moved = self.turn()
+            if not moved:
+                self._reclaim()
             self.bell.wait(0 if moved else 0.02)
         self.finish()
 
@@ -123,7 +113,7 @@ class Worker:
             self._keeping(partial(self._release, tenant))
         self.flush()
         until = time.monotonic() + GRACE
-        while time.monotonic() < until and self._sample():
+        while time.monotonic() < until and self.samples.advance():
             self.flush()
         self.store.give_back()
 
@@ -131,28 +121,25 @@ class Worker:
         """A little of everything; False when there was nothing to do."""
         moved = self._take()
         moved |= self._train()
-        moved |= self._sample()
+        moved |= self.samples.advance()
         self.flush()
         if time.monotonic() - self._swept > SWEEP and self.training is None:  # what is trained must not leave memory
             self._sweep()
         return moved
 
     def flush(self) -> None:
-        if self.answers or self.changes:
-            self.store.finish(self.answers, self.changes)
-            self.answers, self.changes = [], []
+        if self.outbox.flush():
             self.bell.ring()
 
     # -- taking --------------------------------------------------------------------------------------------------------
 
     def _take(self) -> bool:
         rows = self.store.take()
-        if rows and rows[-1].kind in SHARED and not self.training and not self._sampling():
+        if rows and rows[-1].kind in SHARED and not self.training and not self.samples.busy:
             rows += self._more()
-        questions: list[Sample] = []
         for row in rows:
-            self._guarded(row, partial(self._place, row, questions))
-        self._score(questions)
+            self.outbox.guarded(row, partial(self._place, row))
+        self.samples.score()
         return bool(rows)
 
     def _more(self) -> list[sql.Row]:
@@ -167,14 +154,18 @@ class Worker:
             rows += more
         return rows
 
-    def _sampling(self) -> bool:
-        return any(base.sampler.busy for base in self.bases.values())
+    def _reclaim(self) -> None:
+        """Queues again what is noted as taken by this worker but never reached it: the connection to the database broke
+        when it was about to say what had been taken."""
+        if self.store.database.troubled and not self.samples.busy and not any(t.queue for t in self.tenants):
+            self.store.database.troubled = False
+            self.store.give_back()
 
-    def _place(self, row: sql.Row, questions: list[Sample]) -> None:
+    def _place(self, row: sql.Row) -> None:
         if row.kind == "sample":
-            self._begin_sample(row, questions)
+            self.samples.begin(row)
         elif row.kind == "interpolate":
-            self._interpolate(row)
+            self.shelf.interpolate(row)
         else:
             self._queue(row)
 
@@ -184,7 +175,7 @@ class Worker:
             message = (
                 f"request {row.seq} of model {row.model} came after request {tenant.next - 1} had run: send it again"
             )
-            self.answers.append(Done.failure(row.id, message))
+            self.outbox.answers.append(Done.failure(row.id, message))
         else:
             tenant.push(row)
 
@@ -196,7 +187,7 @@ class Worker:
             single = [t for t in ready if t.queue[0][2].kind not in GRADIENTS]
             for tenant in single:
                 seq, row = tenant.pop()
-                self._guarded(row, partial(self._alone, tenant, seq, row))
+                self.outbox.guarded(row, partial(self._alone, tenant, seq, row))
             self.training = self._gradients([t for t in ready if t not in single]) if len(ready) > len(single) else None
             return bool(single) or self.training is not None
         if next(self.training, self) is self:
@@ -206,15 +197,15 @@ class Worker:
     def _alone(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
         """A request that shares nothing with others. One that the front end had refused kept its place until now."""
         if row.result is not None:
-            self.answers.append(Done(row.id, row.result, failed=True))
+            self.outbox.answers.append(Done(row.id, row.result, failed=True))
             return
         if tenant.lost and row.kind not in ("load", "unload"):
             raise Lost(tenant.lost)
-        verbs = {"create_model": self._created, "optim_step": self._optim_step, "save": self._save}
-        (verbs | {"load": self._load, "unload": self._unload})[row.kind](tenant, seq, row)
+        verbs = {"create_model": self._created, "optim_step": self._optim_step, "save": self.shelf.save}
+        (verbs | {"load": self.shelf.load, "unload": self.shelf.unload})[row.kind](tenant, seq, row)
 
     def _created(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
-        self.answers.append(Done.json(row.id, model_id=tenant.id, type="create_model"))
+        self.outbox.answers.append(Done.json(row.id, model_id=tenant.id, type="create_model"))
 
     def _gradients(self, tenants: list[Tenant]) -> Generator[None, None, None]:
         """Forward and backward passes that are ready, together for each base."""
@@ -223,12 +214,12 @@ class Worker:
             for tenant in (t for t in tenants if t.base is base):
                 while len(work) < AHEAD * len(tenants) and tenant.ready(0) and tenant.queue[0][2].kind in GRADIENTS:
                     seq, row = tenant.pop()
-                    job = self._guarded(row, partial(self._job, tenant, row))
+                    job = self.outbox.guarded(row, partial(self._job, tenant, row))
                     if job:
                         work.append((tenant, seq, row, job))
             outcomes = yield from train_together(base.engine, [w[3] for w in work], self.settings.pack_tokens)
             for (tenant, seq, row, job), outcome in zip(work, outcomes, strict=True):
-                self._guarded(row, partial(self._learned, tenant, seq, row, job, outcome))
+                self.outbox.guarded(row, partial(self._learned, tenant, seq, row, job, outcome))
 
     def _job(self, tenant: Tenant, row: sql.Row) -> Job:
         if row.result is not None or tenant.lost:
@@ -254,11 +245,11 @@ class Worker:
         if isinstance(outcome, Exception):
             raise outcome
         if isinstance(job.loss, ReverseKL):
-            self.answers.append(Done.json(row.id, **distilled(job.loss)))
+            self.outbox.answers.append(Done.json(row.id, **distilled(job.loss)))
         else:
             metrics = {f"{name}:sum": value for name, value in outcome.figures.items()}
             result = codec.forward_backward_result([{"logprobs": logps} for logps in outcome.logps], metrics)
-            self.answers.append(Done(row.id, result, "forward_backward"))
+            self.outbox.answers.append(Done(row.id, result, "forward_backward"))
         if job.backward:
             tenant.gathered = True
             self._changed(tenant, seq)
@@ -275,133 +266,15 @@ class Worker:
         tenant.gathered = False
         figures = tenant.trainer.optim_step(adam)
         self._changed(tenant, seq)
-        self.answers.append(Done.json(row.id, metrics={"grad_norm:mean": figures["grad_norm"]}, type="optim_step"))
+        self.outbox.answers.append(
+            Done.json(row.id, metrics={"grad_norm:mean": figures["grad_norm"]}, type="optim_step")
+        )
 
     def _changed(self, tenant: Tenant, seq: int) -> None:
         tenant.changed = max(seq, tenant.kept + 1)  # a request without a number runs under that of the one before
-        self.changes.append(Change.of(models, tenant.id, changed=tenant.changed, used=tenant.used))
-
-    # -- weights -------------------------------------------------------------------------------------------------------
-
-    def _save(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
-        job = SaveJob.model_validate_json(row.body)
-        path = TinkerPath.parse(job.path) if job.path else None
-        if path and job.overwrite is False and self.store.get(checkpoints, str(path)):
-            raise ValueError(f"{path} is there already: choose another name, or save with overwrite")
-        whole = bool(path and path.kind == "training")
-        fill = partial(save_weights, tenant=tenant, optimizer=whole)
-        # a sampler is gone with its session: it may be lost in a power cut
-        folder, size = self.vault.write(fill, synced=path is not None)
-        model = self.store.get(models, tenant.id)
-        assert model is not None and tenant.trainer.adapter is not None
-        now = time.time()
-        if path is None:
-            values = {"session": model.session, "owner": model.owner, "base": tenant.base.name}
-            self.changes += Change.put(samplers, {**values, "id": job.sampler, "folder": folder, "created": now})
-            self.tenants.remember(folder, tenant.trainer.adapter.snapshot(folder, tenant.base.engine.dtype))
-            self.answers.append(Done.json(row.id, sampling_session_id=job.sampler, type="save_weights_for_sampler"))
-            return
-        expires = now + job.ttl_seconds if job.ttl_seconds else None
-        values = {"owner": model.owner, "run": tenant.id, "base": tenant.base.name, "lora": model.lora}
-        values |= {"path": str(path), "kind": path.kind, "folder": folder, "size": size, "created": now}
-        self.changes += Change.put(checkpoints, {**values, "expires": expires, "public": False, "info": job.info})
-        if whole and not tenant.gathered:
-            tenant.kept = tenant.changed
-            info = {k: v for k, v in model.info.items() if k != "optimizer"} | {"path": str(path)}
-            self.changes.append(Change.of(models, tenant.id, saved=folder, kept=tenant.changed, info=info))
-        self.answers.append(Done.json(row.id, path=str(path), type=SAVED[path.kind]))
-
-    def _load(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
-        job = LoadJob.model_validate_json(row.body)
-        self.tenants.load(tenant, job.folder, optimizer=job.optimizer)
-        tenant.changed = tenant.kept = seq
-        model = self.store.get(models, tenant.id)
-        info = (model.info if model else {}) | {"path": job.path, "optimizer": job.optimizer}
-        values = {"saved": job.folder, "changed": seq, "kept": seq, "state": "live", "info": info}
-        self.changes.append(Change.of(models, tenant.id, **values))
-        self.answers.append(Done.json(row.id, path=job.path, model_id=tenant.id, type="load_weights"))
-
-    def _unload(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
-        self.tenants.live.pop(tenant.id)
-        self.changes.append(Change.of(models, tenant.id, state="gone", saved=None))
-        self.answers.append(Done.json(row.id, model_id=tenant.id, type="unload_model"))
-        for _, _, later in tenant.queue:
-            self.answers.append(Done.failure(later.id, f"model {tenant.id} was unloaded before this request"))
-
-    def _interpolate(self, row: sql.Row) -> None:
-        job = InterpolateJob.model_validate_json(row.body)
-        source = self.store.get(checkpoints, job.source_paths[0])
-        assert source is not None
-        base, path = self.bases[source.base], TinkerPath.parse(job.path)
-        adapters = [load_adapter(self.vault.read(folder), base.engine) for folder in job.folders]
-        mixed = weighted_sum(adapters, job.coefficients, base.engine.linears)
-        folder, size = self.vault.write(partial(save_adapter, adapter=mixed, base=base.name))
-        values = {"path": str(path), "owner": row.owner, "run": path.run, "kind": path.kind, "base": base.name}
-        values |= {"lora": source.lora, "folder": folder, "size": size, "created": time.time(), "expires": None}
-        self.changes += Change.put(checkpoints, {**values, "public": False, "info": {}})
-        said = {"source_paths": job.source_paths, "coefficients": job.coefficients, "has_rank_shards": False}
-        self.answers.append(Done.json(row.id, path=str(path), checkpoint_type="sampler", **said))
-
-    # -- sampling ------------------------------------------------------------------------------------------------------
-
-    def _begin_sample(self, row: sql.Row, questions: list[Sample]) -> None:
-        job = SampleJob.model_validate_json(row.body)
-        base, ids = self.bases[job.base], np.array(job.tokens, np.int32)
-        adapter = self.tenants.snapshot(base, job.folder)
-        sample = Sample(row, job, asked=bool(job.prompt_logprobs or job.topk_prompt or job.target_prompt))
-        request = Request(ids, job.num_samples, job.sampling, adapter, job.seed, top_logprobs=job.topk_sample)
-        base.sampler.submit(request, partial(self._sampled, sample))
-        if sample.asked:
-            questions.append(sample)
-
-    def _score(self, samples: list[Sample]) -> None:
-        for base in self.bases.values():
-            mine = [s for s in samples if self.bases[s.job.base] is base]
-            try:
-                self._answer_scores(base, mine)
-            except Exception:  # one of them cannot be asked, or all are too much: each for itself
-                for sample in mine:
-                    self._guarded(sample.row, partial(self._answer_scores, base, [sample]))
-
-    def _answer_scores(self, base: Base, samples: list[Sample]) -> None:
-        questions = [
-            Question(
-                np.array(s.job.tokens, np.int32),
-                self.tenants.snapshot(base, s.job.folder),
-                s.job.topk_prompt,
-                np.array(s.job.target_prompt) if s.job.target_prompt else None,
-            )
-            for s in samples
-        ]
-        for sample, scores in zip(samples, score(base.engine, questions), strict=True):
-            sample.scores = scores
-            self._answer_sample(sample)
-
-    def _sampled(self, sample: Sample, sampled: list[Sampled] | Exception) -> None:
-        if isinstance(sampled, Exception):
-            self.answers.append(Done.failure(sample.row.id, str(sampled), _category(sampled)))
-            return
-        sample.sampled = sampled
-        self._guarded(sample.row, partial(self._answer_sample, sample))
-
-    def _answer_sample(self, sample: Sample) -> None:
-        if sample.sampled is not None and (sample.scores is not None or not sample.asked):
-            sequences = [spoken(sampled) for sampled in sample.sampled]
-            result = codec.sample_result(sequences, judged(sample.scores, sample.job))
-            self.answers.append(Done(sample.row.id, result, "sample"))
-
-    def _sample(self) -> bool:
-        return any([base.sampler.advance() for base in self.bases.values()])
+        self.outbox.changes.append(Change.of(models, tenant.id, changed=tenant.changed, used=tenant.used))
 
     # -- keeping house -------------------------------------------------------------------------------------------------
-
-    def _guarded(self, row: sql.Row, work: Callable[[], Any]) -> Any:
-        """What `work` returns; where it fails, None, and the request is answered with its error."""
-        try:
-            return work()
-        except Exception as error:  # the boundary between clients: a failure is an answer
-            self.answers.append(Done.failure(row.id, _message(error), _category(error)))
-            return None
 
     def _sweep(self) -> None:
         """Lets go of what is over: idle models, weights past their time, folders without a row, old answers."""
@@ -414,14 +287,34 @@ class Worker:
 
     def _release(self, tenant: Tenant) -> None:
         if change := self.tenants.release(tenant):
-            self.changes.append(change)
+            self.outbox.changes.append(change)
 
     def _keeping(self, work: Callable[[], Any]) -> None:
         """House keeping that fails, for want of room on the disk perhaps, must not take the models with it."""
         try:
             work()
+        except AWAY:
+            raise
         except Exception:
             traceback.print_exc()
+
+
+class Patience:
+    """What the worker does while its database does not answer: it says so and tries again, later each time. Told to
+    stop, or without its front end, it tries for a little while more and gives up."""
+
+    def __init__(self, bell: Bell) -> None:
+        self.bell, self.ending, self.since = bell, False, 0.0
+
+    def __call__(self, error: Exception, attempt: int) -> None:
+        self.since = self.since if attempt else time.monotonic()
+        self.bell.wait(0)  # to hear whether the front end is gone
+        if (self.ending or self.bell.gone) and attempt >= FAREWELL:
+            raise error
+        pause = min(0.5 * 2**attempt, LONGEST_PAUSE)
+        what = f"the database does not answer ({first_line(error)}), for {time.monotonic() - self.since:.0f} s now"
+        print(f"{what}: trying again in {pause:.1f} s", file=sys.stderr, flush=True)
+        time.sleep(pause)
 
 
 def load_base(name: str, path: str, settings: Settings) -> Base:
@@ -431,13 +324,24 @@ def load_base(name: str, path: str, settings: Settings) -> Base:
 
 def work(settings: Settings, bell: Bell) -> None:
     """The worker process: until it is told to stop (SIGTERM) or its front end is gone."""
-    held = _lock(settings.data)
-    worker = Worker(settings, Store.open(settings.store), bell)
-    signal.signal(signal.SIGTERM, lambda *_: worker.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the front end says when to stop
-    bell.ring()
-    worker.run()
-    held.close()
+    with _lock(settings.data):
+        patience = Patience(bell)
+        worker = Worker(settings, Store.open(settings.store, patience), bell)
+
+        def stop(*_: object) -> None:
+            worker.stop()
+            patience.ending = True
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the front end says when to stop
+        bell.ring()
+        try:
+            worker.run()
+        except AWAY as error:
+            sys.exit(
+                f"the engine's worker stopped while the database did not answer ({first_line(error)}): answers that "
+                "were not written, and what models learned after they were last saved, are lost"
+            )
 
 
 def _lock(data: Path) -> BinaryIO:
@@ -450,11 +354,3 @@ def _lock(data: Path) -> BinaryIO:
             if time.monotonic() > until:
                 raise
             time.sleep(0.1)
-
-
-def _category(error: Exception) -> Category:
-    return "user" if isinstance(error, ValueError) else "server"
-
-
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -277,6 +277,24 @@ def test_the_learning_rate_goes_to_zero_where_it_is_to() -> None:
         assert moves != all(torch.equal(value, before[key]) for key, value in weights(made, "a").items())
 
 
+def test_the_bonus_for_entropy_goes_to_its_end_over_the_run() -> None:
+    """Half way it is the mean of both: the update is that of a run with this bonus throughout."""
+    found = []
+    for config in (
+        PPO(horizon=8, entropy=0.3, entropy_end=0.1),
+        PPO(horizon=8, entropy=0.2),
+        PPO(horizon=8, entropy=0.3),
+    ):
+        env = Countdown(4)
+        made = learner(config, env, {"a": [0, 1]})
+        made.update(swept(made, env, 8), 0.5)
+        found.append(weights(made, "a"))
+    for key, weight in found[0].items():
+        torch.testing.assert_close(weight, found[1][key])
+    assert any(not torch.allclose(weight, found[2][key]) for key, weight in found[0].items())
+    assert [PPO(entropy=0.3, entropy_end=0.1).entropy_at(x) for x in (0.0, 1.0)] == pytest.approx([0.3, 0.1])
+
+
 def test_views_are_normalised_by_what_was_seen_before_the_update() -> None:
     """So the ratios of a batch begin at one."""
     env = Countdown(4)

@@ -14,12 +14,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 VERSIONS = {"a": "0.15.0", "b": "0.22.0", "c": "0.38.0"}
 # What a hosted service has and this one does not, or what the client itself refuses before it asks.
 REFUSED = {
-    "RestClient.assign_session_project": ("this server has no PUT",),
     "RestClient.export_session_trace": ("this server has no GET",),
     "RestClient.get_audit_log": ("this server has no GET", "called from incorrect event loop"),  # 0.22's own mistake
     "RestClient.get_billing_usage": ("this server has no GET",),
     "RestClient.get_current_checkpoint_storage_usage": ("this server has no GET",),
-    "RestClient.search_sessions": ("this server has no POST",),
     "RestClient.whoami": ("whoami requires JWT auth",),
 }
 HEAD = """# Client methods

@@ -72,14 +72,18 @@ def test_a_perceptron_is_linear_layers_and_activations_and_the_last_is_plain() -
         torch.testing.assert_close(mlp(x)[0], expected)
 
 
-def test_convolutions_are_pytorchs_and_bytes_count_from_zero_to_one() -> None:
-    net = Convolutions(PIXELS, generators([1]))
+@pytest.mark.parametrize(("small", "strides", "units"), [(False, (4, 2, 1), 512), (True, (4, 2), 256)])
+def test_convolutions_are_pytorchs_and_bytes_count_from_zero_to_one(
+    small: bool, strides: tuple[int, ...], units: int
+) -> None:
+    net = Convolutions(PIXELS, generators([1]), small)
     jitter(net)
     pixels = torch.randint(0, 256, (1, 2, *PIXELS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     x = pixels[0].permute(0, 3, 1, 2) / 255
-    for kernel, bias, stride in zip(net.kernels, net.biases, (4, 2, 1), strict=True):
+    for kernel, bias, stride in zip(net.kernels, net.biases, strides, strict=True):
         x = torch.relu(nn.functional.conv2d(x, kernel[0], bias[0], stride))
     expected = torch.relu(x.flatten(1) @ net.last.weight[0] + net.last.bias[0])
+    assert expected.shape == (2, units)
     torch.testing.assert_close(net(pixels)[0], expected)
     torch.testing.assert_close(net(pixels / 255), net(pixels))
 
@@ -253,7 +257,14 @@ def test_too_few_pixels_are_refused(view: tuple[int, ...]) -> None:
         Net(view, 2, NetConfig(), generators([0]))
 
 
-@pytest.mark.parametrize("wrong", [{"hidden": []}, {"memory": -1}, {"activation": "gelu"}])
+def test_small_convolutions_need_fewer_pixels() -> None:
+    small = NetConfig(convolutions="small")
+    assert Net((20, 20, 1), 2, small, generators([0]))(torch.zeros(1, 3, 20, 20, 1)).shape == (1, 3, 2)
+    with pytest.raises(ValueError, match="20 x 20 at least"):
+        Net((20, 19, 1), 2, small, generators([0]))
+
+
+@pytest.mark.parametrize("wrong", [{"hidden": []}, {"memory": -1}, {"activation": "gelu"}, {"convolutions": "big"}])
 def test_shapes_that_are_none_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError):
         NetConfig(**wrong)

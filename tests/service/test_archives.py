@@ -16,7 +16,7 @@ from fronts import Front
 from safetensors.torch import save
 
 from palestra.service.archives import layer_shapes, pack
-from palestra.service.store import checkpoints
+from palestra.service.tables import checkpoints
 
 Q = "model.layers.0.self_attn.q_proj"
 

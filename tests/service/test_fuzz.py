@@ -36,7 +36,8 @@ from palestra.service.check import LOSSES
 from palestra.service.context import Context, Limits
 from palestra.service.keys import Keys, add_key
 from palestra.service.serve import describe
-from palestra.service.store import Store, checkpoints, models, requests, samplers, sessions
+from palestra.service.store import Store
+from palestra.service.tables import checkpoints, models, requests, samplers, sessions
 from palestra.service.vault import Vault
 from palestra.service.worker import Settings, Worker
 from palestra.types import Datum

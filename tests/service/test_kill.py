@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 from processes import Server
 
-from palestra.service.store import Store, checkpoints, models
+from palestra.service.store import Store
+from palestra.service.tables import checkpoints, models
 from palestra.service.vault import Vault
 
 SILENCE = 150.0  # seconds without an answer that are a fault, on a machine that does other things too

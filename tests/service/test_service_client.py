@@ -19,8 +19,9 @@ from palestra.files import read_lines
 from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig
 from palestra.losses import clipped_policy_loss, dro_loss
 from palestra.runs import checkpoints
-from palestra.service import client
-from palestra.service.client import Refused, connect, spoken
+from palestra.service import connection
+from palestra.service.client import connect, spoken
+from palestra.service.connection import Refused
 
 STEPS = 6
 
@@ -133,7 +134,7 @@ def test_what_a_server_cannot_do_is_said_before_anything_is_trained(server: Serv
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST", 0.2)
+    monkeypatch.setattr(connection, "FIRST", 0.2)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="Is `palestra serve` running"):
         connect("http://127.0.0.1:9")

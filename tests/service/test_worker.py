@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sqlalchemy.exc import OperationalError
 
 from palestra.service import codec
 from palestra.service import wire_pb2 as pb
 from palestra.service.bell import Bell
 from palestra.service.jobs import LoadJob, Lora, OptimJob, SampleJob, SaveJob
-from palestra.service.store import TAKES, Store, checkpoints, models, requests, samplers, sessions
-from palestra.service.worker import Settings, Worker
+from palestra.service.store import TAKES, Store
+from palestra.service.tables import checkpoints, models, requests, samplers, sessions
+from palestra.service.worker import Patience, Settings, Worker
 from palestra.types import Datum
 
 
@@ -538,7 +542,8 @@ def test_a_lost_model_can_be_unloaded_and_never_passes_for_a_new_one(
     assert desk.answer(unload) and desk.store.get(models, model).state == "gone"
 
 
-def test_what_was_under_way_is_done_again(desk: Desk) -> None:
+def test_what_was_under_way_is_done_again(open_desk: Callable[..., Desk]) -> None:
+    desk = open_desk(patience=60.0)
     model = desk.model()
     desk.run()
     sample, forward, waits = (
@@ -554,6 +559,71 @@ def test_what_was_under_way_is_done_again(desk: Desk) -> None:
     same = desk.sample(None)
     desk.run()
     assert desk.answer(same) == desk.answer(sample)
+
+
+@pytest.fixture
+def locked(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Desk, sqlite3.Connection]]:
+    """A desk whose worker is patient, and a connection that can lock its database."""
+    monkeypatch.setattr("palestra.service.database.BUSY", 50)
+    desk = open_desk()
+    desk.store.close()
+    desk.store = Store.open(desk.settings.store, Patience(desk.bells[0]))
+    desk.start()
+    other = sqlite3.connect(desk.settings.data / "store.sqlite", isolation_level=None, check_same_thread=False)
+    yield desk, other
+    other.close()
+
+
+def test_a_locked_database_is_waited_for(
+    locked: tuple[Desk, sqlite3.Connection], capfd: pytest.CaptureFixture[str]
+) -> None:
+    desk, other = locked
+    model = desk.model()
+    desk.run()
+    learned, stepped = desk.learn(model, 1), desk.step(model, 2)
+    desk.worker._take()
+    other.execute("BEGIN IMMEDIATE")
+    release = threading.Timer(1.5, lambda: other.execute("ROLLBACK"))
+    release.start()
+    desk.run()
+    release.join()
+    assert desk.answer(learned) and desk.answer(stepped)
+    assert desk.store.get(models, model).changed == 2
+    said = capfd.readouterr().err
+    assert "the database does not answer (database is locked), for 0 s now: trying again in 0.5 s" in said
+    assert "trying again in 1.0 s" in said
+
+
+def test_a_worker_that_is_to_stop_gives_a_locked_database_up(
+    locked: tuple[Desk, sqlite3.Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, other = locked
+    monkeypatch.setattr("palestra.service.worker.FAREWELL", 1)
+    waits = desk.sample(None)
+    desk.worker._take()
+    other.execute("BEGIN IMMEDIATE")
+    desk.store.database.trouble.ending = True
+    with pytest.raises(OperationalError, match="database is locked"):
+        desk.run()
+    other.execute("ROLLBACK")
+    desk.start()
+    desk.run()
+    assert desk.answer(waits)
+
+
+def test_what_was_taken_unheard_is_taken_again(locked: tuple[Desk, sqlite3.Connection]) -> None:
+    """The connection broke while the database said what had been taken."""
+    desk, _ = locked
+    waits = desk.sample(None)
+    desk.store.take()
+    desk.run()
+    assert desk.row(waits).state == "taken"
+    desk.store.database.troubled = True
+    desk.worker._reclaim()
+    desk.run()
+    assert desk.answer(waits) and not desk.store.database.troubled
 
 
 def test_a_request_that_kills_its_worker_is_given_up(desk: Desk) -> None:

@@ -26,7 +26,7 @@ from palestra.service.context import BaseInfo, Context
 from palestra.service.jobs import Lora
 from palestra.service.replies import ExternalWeightsUrlsResponse
 from palestra.service.routes.checkpoints import ONE, path_of
-from palestra.service.store import checkpoints
+from palestra.service.tables import checkpoints
 from palestra.service.vault import MANIFEST, TinkerPath
 from palestra.service.wire import BadRequest
 

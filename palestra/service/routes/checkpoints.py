@@ -26,7 +26,7 @@ from palestra.service.replies import (
 )
 from palestra.service.routes.models import create_from, load_job, named, shape
 from palestra.service.routes.sessions import Limit, Offset
-from palestra.service.store import Change, checkpoints, models
+from palestra.service.tables import Change, checkpoints, models, sessions
 from palestra.service.vault import KINDS, TinkerPath
 from palestra.service.wire import (
     BadRequest,
@@ -136,10 +136,15 @@ def weights_info(call: Json[WeightsInfoRequest], ctx: Ctx, owner: Owner) -> Weig
 
 
 @router.get("/training_runs")
-def training_runs(ctx: Ctx, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> TrainingRunsResponse:
-    mine = models.c.owner == owner
-    rows = ctx.store.find(models, mine, limit=limit, offset=offset)
-    cursor = Cursor(offset=offset, limit=limit, total_count=ctx.store.count(models, mine))
+def training_runs(
+    ctx: Ctx, owner: Owner, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
+) -> TrainingRunsResponse:
+    mine = [models.c.owner == owner]
+    if project_id is not None:
+        project = sessions.c.info["project"].as_string()
+        mine.append(models.c.session.in_(sql.select(sessions.c.id).where(project == project_id)))
+    rows = ctx.store.find(models, *mine, limit=limit, offset=offset)
+    cursor = Cursor(offset=offset, limit=limit, total_count=ctx.store.count(models, *mine))
     return TrainingRunsResponse(training_runs=[_run(ctx, row) for row in rows], cursor=cursor)
 
 

@@ -15,7 +15,7 @@ from palestra.service.calls import Ctx, Json, Owner, Queue, Queued
 from palestra.service.context import Context
 from palestra.service.futures import Waiter
 from palestra.service.replies import FutureCompletion, FuturesRetrieveResponse, TryAgainResponse
-from palestra.service.store import requests
+from palestra.service.tables import requests
 from palestra.service.wire import INT64, BadRequest, CancelFutureRequest, FutureRetrieveRequest, FuturesRetrieveRequest
 
 router = APIRouter()
@@ -81,7 +81,7 @@ def _answer(row: sql.Row, *, binary: bool) -> Response:
 
 def _try_again(ctx: Context, queue: Queue, row: sql.Row) -> Response:
     ahead = ctx.store.count(requests, requests.c.state.in_(("queued", "taken")), requests.c.serial < row.serial)
-    depth = queue.waiting(row.owner)
+    depth = queue.waiting(row.owner).number
     said = TryAgainResponse(
         request_id=row.id, status="pending", queue_depth=depth, queue_position=ahead, retry_after_s=0.0
     )

@@ -14,7 +14,7 @@ from palestra.service.jobs import InterpolateJob, ReverseKLJob
 from palestra.service.replies import UntypedAPIFuture
 from palestra.service.routes.models import shape
 from palestra.service.routes.sampling import source_of
-from palestra.service.store import checkpoints, models
+from palestra.service.tables import checkpoints, models
 from palestra.service.vault import TinkerPath
 from palestra.service.wire import BadRequest, InterpolateRequest, ReverseKLRequest, parse
 

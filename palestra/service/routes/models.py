@@ -14,7 +14,7 @@ from palestra.service.context import BaseInfo, Context
 from palestra.service.jobs import LoadJob, Lora, OptimJob
 from palestra.service.replies import GetInfoResponse, ModelData, UntypedAPIFuture
 from palestra.service.routes.sessions import used_session
-from palestra.service.store import models, sessions
+from palestra.service.tables import models, sessions
 from palestra.service.wire import (
     BadRequest,
     CreateModelRequest,

@@ -25,7 +25,7 @@ from palestra.service.replies import (
 )
 from palestra.service.routes.models import named, title
 from palestra.service.routes.sessions import used_session
-from palestra.service.store import checkpoints, samplers
+from palestra.service.tables import checkpoints, samplers
 from palestra.service.wire import (
     BadRequest,
     CreateSamplingSessionRequest,
@@ -149,7 +149,8 @@ def room(max_tokens: int | None, prompt: int, base: BaseInfo) -> int:
 
 
 def drawn(seed: int | None) -> int:
-    return secrets.randbits(63) if seed is None else seed % 2**63
+    """Seeds count modulo 2**64, as in the sampler."""
+    return secrets.randbits(63) if seed is None else seed % 2**64
 
 
 def _sampling(params: SamplingParams, base: BaseInfo, prompt: int) -> Sampling:

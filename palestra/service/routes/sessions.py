@@ -23,7 +23,7 @@ from palestra.service.replies import (
     SupportedModel,
     TelemetryResponse,
 )
-from palestra.service.store import models, samplers, sessions
+from palestra.service.tables import models, samplers, sessions
 from palestra.service.wire import BadRequest, CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
 
 router = APIRouter()
@@ -74,7 +74,8 @@ async def capabilities(ctx: Ctx, owner: Owner) -> GetServerCapabilitiesResponse:
 
 @router.post("/create_session")
 def create_session(call: Json[CreateSessionRequest], ctx: Ctx, owner: Owner) -> CreateSessionResponse:
-    info = {"tags": call.tags, "display_name": call.display_name, "user_metadata": said(call.user_metadata)}
+    info: dict[str, Any] = {"tags": call.tags, "display_name": call.display_name, "project": call.project_id}
+    info["user_metadata"] = said(call.user_metadata)
     id = f"s{uuid.uuid4().hex[:16]}"
     _begin(ctx, owner, id, info)
     return CreateSessionResponse(session_id=id)

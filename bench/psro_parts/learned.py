@@ -1,0 +1,253 @@
+"""PSRO whose best responses are learned, on Leduc poker: how far it gets, and how fast beside OpenSpiel's.
+
+    cd bench; python -m psro_parts.learned ours 600        the curve of ten minutes' PSRO
+    cd bench; python -m psro_parts.learned xdo 600         of extensive-form double oracle with learned responses
+    cd bench; python -m psro_parts.learned responses       how good single responses are, and what they cost
+    cd bench; python -m psro_parts.learned openspiel 3600  OpenSpiel's PSRO with a DQN oracle
+
+Seconds are of the wall clock, all work counted but the measuring of NashConv. `wall_vs_openspiel` is the least ratio of
+the times at which both reached a NashConv, over all that OpenSpiel reached below where either began.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peers.running import Job, install, run
+from rich.console import Console
+from rich.table import Table
+
+from palestra.config import dump, validate
+from palestra.exact.double_oracle import psro
+from palestra.exact.regret import CFR
+from palestra.exact.responses import best_response, nash_conv
+from palestra.exact.tree import Tree, values
+from palestra.files import read_lines
+from palestra.oracles.members import write_table
+from palestra.oracles.nets import NetOracle, NetWorker
+from palestra.populations.scheduler import Watcher
+from palestra.populations.solvers import Nash
+from palestra.populations.tasks import Task
+from palestra.runs import Run
+from palestra.setup_population import PopulationConfig, build_population, run_population
+
+TARGETS = {"wall_vs_openspiel": 30.0, "leduc_exploitability": 0.15}
+AT_LEAST = {"wall_vs_openspiel"}
+SEATS = ("player_0", "player_1")
+ENV = {"type": "leduc_poker", "games": 256}
+POLICY = {"hidden": [64, 64], "activation": "relu", "lr": 3e-3, "schedule": "linear"}
+DQN = {
+    "type": "dqn",
+    "horizon": 16,
+    "updates": 8,
+    "batch": 1024,
+    "warmup": 5000,
+    "capacity": 200_000,
+    "gamma": 1.0,
+    "epsilon_end": 0.1,
+    "epsilon_share": 0.8,
+    "tau": 0.02,
+    "double": False,
+    "duelling": False,
+}
+PPO = {  # its critic sees both hands, so that the deal is no noise
+    "type": "ppo",
+    "horizon": 16,
+    "epochs": 2,
+    "minibatches": 2,
+    "gamma": 1.0,
+    "lam": 0.9,
+    "entropy": 0.02,
+    "critic": "central",
+}
+console = Console(width=120)
+Curve = list[tuple[float, float]]  # seconds and NashConv, oldest first
+
+
+# ---- PSRO
+
+
+def config(seed: int, iterations: int = 1000, env_steps: int = 400_000, workers: int = 2) -> PopulationConfig:
+    tree = {
+        "name": "leduc_psro",
+        "seed": seed,
+        "env": ENV,
+        "population": {"type": "psro", "iterations": iterations, "env_steps": env_steps},
+        "oracle": {"type": "net", "policy": POLICY, "algorithm": PPO, "best": True, "payoffs": "exact"},
+        "backend": {"type": "local", "workers": workers},
+    }
+    return validate(PopulationConfig, tree)
+
+
+def ours(seconds: float, seed: int = 0) -> Curve:
+    """NashConv of a run that ends after so many seconds."""
+    made, start = config(seed), time.perf_counter()
+    setup = build_population(made)
+    with tempfile.TemporaryDirectory() as root, Run.create(root, dump(made)) as kept:
+        run_population(setup, kept, Watcher(), lambda: time.perf_counter() - start > seconds)
+        return curve_of(kept.path)
+
+
+def curve_of(path: Path) -> Curve:
+    """What a run's logs say of NashConv by time."""
+    measured = {line["step"]: line["nash_conv"] for line in read_lines(path / "metrics.jsonl") if "nash_conv" in line}
+    times = {line["step"]: line["elapsed_s"] for line in read_lines(path / "timings.jsonl")}
+    return [(times[step], value) for step, value in sorted(measured.items())]
+
+
+# ---- extensive-form double oracle
+
+
+def xdo(seconds: float, seed: int = 0, env_steps: int = 400_000, rounds: int = 1000) -> Curve:
+    """NXDO (McAleer et al., 2021) in which responses are learned and what they span is solved by CFR+: in each
+    information state players keep to the actions that one of their responses prefers. One process."""
+    oracle = NetOracle.model_validate({"env": ENV, "policy": POLICY, "algorithm": PPO, "env_steps": env_steps})
+    worker = NetWorker(oracle, SEATS, seed)
+    tree = worker.reader.tree
+    assert tree is not None
+    found, spent, number = [], 0.0, 0
+    policy, allowed = tree.legal / tree.legal.sum(1, keepdims=True), np.zeros_like(tree.legal)
+    members: dict[str, Path] = {}
+    with tempfile.TemporaryDirectory() as root:
+        while spent < seconds:
+            start = time.perf_counter()
+            write_table(Path(root) / f"solved-{number}", policy)
+            members[f"solved-{number}"] = Path(root) / f"solved-{number}"
+            for seat, player in enumerate(SEATS):
+                name = f"{player}-{number}"
+                (Path(root) / name).mkdir()
+                order = {"player": player, "opponents": {SEATS[1 - seat]: {f"solved-{number}": 1.0}}}
+                worker.do(Task(f"train/{name}", "train", order, makes=name), members, Path(root) / name)
+                members[name] = Path(root) / name
+                rows, own = worker.reader.policy(name, members), tree.of(seat)
+                allowed[own] |= rows[own] == rows[own].max(1, keepdims=True)
+            solver = CFR(tree, plus=True, legal=allowed)
+            solver.run(rounds)
+            policy = solver.average()
+            spent += time.perf_counter() - start
+            found.append((spent, nash_conv(tree, policy)))
+            number += 1
+    return found
+
+
+# ---- single responses
+
+
+def responses(stages: Sequence[int] = (0, 10, 40), seeds: int = 1) -> Table:
+    """A table of what learned responses win of what exact ones do, beyond what the mixture that they answer wins:
+    uniform play, and the mixtures of PSRO with exact responses after some iterations."""
+    shown = Table("algorithm", "env steps", "answers", "share of the gain", "of the value", "CPU s", title="Responses")
+    for steps in (200_000, 1_000_000):
+        for algorithm in (DQN, PPO):
+            tree = {"env": ENV, "policy": POLICY, "algorithm": algorithm, "env_steps": steps, "best": True}
+            worker = NetWorker(NetOracle.model_validate(tree), SEATS)
+            assert worker.reader.tree is not None
+            for stage, policy in stages_of(worker.reader.tree, stages).items():
+                found = [response(worker, policy, seat, seed) for seat in (0, 1) for seed in range(seeds)]
+                won, exact, before, cpu = np.array(found).mean(0)
+                gain, share = (won - before) / (exact - before), won / exact
+                row = (
+                    str(algorithm["type"]),
+                    f"{steps:,}",
+                    f"PSRO {stage}",
+                    f"{gain:.2f}",
+                    f"{share:.2f}",
+                    f"{cpu:.1f}",
+                )
+                shown.add_row(*row)
+    return shown
+
+
+def stages_of(tree: Tree, wanted: Sequence[int]) -> dict[int, np.ndarray]:
+    """The policies [I, A] of exact PSRO after some iterations."""
+    found: dict[int, np.ndarray] = {}
+    for number, stage in enumerate(psro(tree, Nash().solve)):
+        if number in wanted:
+            found[number] = stage.policy
+        if number == max(wanted):
+            break
+    return found
+
+
+def response(worker: NetWorker, policy: np.ndarray, seat: int, seed: int) -> tuple[float, float, float, float]:
+    """What a learned response to `policy` wins, what an exact one does, what `policy` itself does, and CPU seconds."""
+    tree = worker.reader.tree
+    assert tree is not None
+    with tempfile.TemporaryDirectory() as root:
+        met, name = f"met-{hash(policy.tobytes())}", f"{seed}-{hash(policy.tobytes())}-{seat}"
+        members = {met: Path(root) / met, name: Path(root) / name}
+        write_table(members[met], policy)
+        members[name].mkdir()
+        order = {"player": SEATS[seat], "opponents": {SEATS[1 - seat]: {met: 1.0}}}
+        start = time.process_time()
+        worker.do(Task(f"train/{name}", "train", order, makes=name), members, members[name])
+        spent = time.process_time() - start
+        joined, own = policy.copy(), tree.of(seat)
+        joined[own] = worker.reader.policy(name, members)[own]
+    exact = best_response(tree, policy, seat)[1]
+    return float(values(tree, joined)[seat]), exact, float(values(tree, policy)[seat]), spent
+
+
+# ---- beside OpenSpiel
+
+
+def openspiel(seconds: float) -> Curve:
+    """The curve of OpenSpiel's PSRO with a DQN oracle."""
+    install("openspiel")
+    told = run(Job("openspiel", "psro", "leduc_poker"), seconds, 4 * seconds + 3600)
+    return list(zip(told["seconds"], told["nash_conv"], strict=True))
+
+
+def reached(curve: Curve, level: float) -> float | None:
+    """Seconds until NashConv was at most `level`."""
+    return next((seconds for seconds, value in curve if value <= level), None)
+
+
+def ratio(mine: Curve, theirs: Curve) -> float | None:
+    """How many times longer they took to each NashConv that they reached below where either began; the least, 0 where
+    one was not reached here."""
+    begun = min(curve[0][1] for curve in (mine, theirs))
+    lowest = np.unique(np.minimum.accumulate([value for _, value in theirs]))
+    pairs = [(reached(mine, level), reached(theirs, level)) for level in lowest if level < begun]
+    ratios = [slow / fast if fast else 0.0 for fast, slow in pairs if slow]
+    return min(ratios) if ratios else None
+
+
+def show(curves: Mapping[str, Curve]) -> None:
+    """A table of the seconds after which each run came below a NashConv."""
+    levels = [4.0, 3.0, 2.0, 1.5, 1.0, 0.75, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]
+    shown = Table("seconds to NashConv", *map(str, levels), "last", title="Leduc poker", title_justify="left")
+    for name, curve in curves.items():
+        times = [reached(curve, level) for level in levels]
+        shown.add_row(name, *("" if t is None else f"{t:.0f}" for t in times), f"{curve[-1][1]:.3f}" if curve else "")
+    console.print(shown)
+
+
+def figures(quick: bool = False) -> dict[str, float]:
+    """`leduc_exploitability` is the last of an hour's PSRO, a mean over seeds; half of NashConv."""
+    hour = 300.0 if quick else 3600.0
+    mine = {f"PSRO, seed {seed}": ours(hour, seed) for seed in range(1 if quick else 3)}
+    solved, theirs = {"XDO, learned": xdo(hour / 2)}, openspiel(hour)
+    show(mine | solved | {"OpenSpiel": theirs})
+    ends = [curve[-1][1] / 2 for curve in mine.values() if curve]
+    ratios = [found for curve in mine.values() if (found := ratio(curve, theirs)) is not None]
+    found: dict[str, Any] = {
+        "leduc_exploitability": float(np.mean(ends)) if ends else None,
+        "leduc_xdo_exploitability": solved["XDO, learned"][-1][1] / 2,
+        "wall_vs_openspiel": min(ratios) if ratios else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+if __name__ == "__main__":
+    what = sys.argv[1] if len(sys.argv) > 1 else "ours"
+    if what == "responses":
+        console.print(responses())
+    else:
+        show({what: {"ours": ours, "xdo": xdo, "openspiel": openspiel}[what](float(sys.argv[2]))})

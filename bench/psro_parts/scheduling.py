@@ -1,0 +1,156 @@
+"""What it costs to hand a task out, and what a second Ray worker is worth.
+
+    python bench/psro_parts/scheduling.py            about two minutes; prints the figures as JSON
+
+`overhead` follows a chain of tasks in which there is nothing to do: a task is handed out when the one before is done,
+on the disk and told. `ray_games` plays cells of Leduc poker between networks, as PSRO does, on Ray actors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import ray
+
+from palestra.backends.inline import Inline
+from palestra.backends.local import Local
+from palestra.backends.ray import RayBackend
+from palestra.oracles.nets import NetOracle, NetWorker
+from palestra.populations.scheduler import follow
+from palestra.populations.tasks import Backend, MakeWorker, Result, Task
+from palestra.runs import Run
+
+SEATS = ("player_0", "player_1")
+
+
+class Chain:
+    """`length` tasks of a kind, each named when the one before is done. `times` says when the plan was told."""
+
+    def __init__(self, length: int, kind: str) -> None:
+        self.length, self.kind = length, kind
+        self.times: list[float] = []
+
+    def begin(self) -> Sequence[Task]:
+        self.times.append(time.perf_counter())
+        return [self._task(0)]
+
+    def finished(self, task: Task, result: Result) -> Sequence[Task]:
+        self.times.append(time.perf_counter())
+        number = len(self.times) - 1
+        return [self._task(number)] if number < self.length else []
+
+    def _task(self, number: int) -> Task:
+        return Task(f"{self.kind}/{number}", self.kind, makes=f"m-{number}" if self.kind == "train" else "")
+
+
+class Nothing:
+    """A worker that does nothing; a member that it makes has the size of a small network."""
+
+    def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
+        if out:
+            (out / "policy.safetensors").write_bytes(b"x" * 50_000)
+        return {"value": 0.0}
+
+
+def overhead(make: Callable[[MakeWorker], Backend], kind: str = "play", tasks: int = 100) -> float:
+    """Median milliseconds from one task told to the next, where the task itself takes none."""
+    plan = Chain(tasks, kind)
+    with tempfile.TemporaryDirectory() as root, Run.create(root, "") as run, closing(make(Nothing)) as backend:
+        follow(plan, backend, run)
+    gaps = [after - before for before, after in zip(plan.times[1:], plan.times[2:], strict=False)]
+    return 1e3 * statistics.median(gaps)
+
+
+def fsync(times: int = 50) -> float:
+    """Median milliseconds in which the disk takes a line: a task cannot take less."""
+    taken = []
+    with tempfile.NamedTemporaryFile() as file:
+        for _ in range(times):
+            start = time.perf_counter()
+            file.write(b"x" * 200)
+            file.flush()
+            os.fsync(file.fileno())
+            taken.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(taken)
+
+
+def leduc(games: int = 512) -> MakeWorker:
+    """What makes a worker for Leduc poker."""
+    oracle = NetOracle(env={"type": "leduc_poker", "games": games}, env_steps=games * 32)
+    return partial(NetWorker, oracle, SEATS)
+
+
+def some_members(folder: Path, each: int = 3) -> list[list[str]]:
+    """Cells of a payoff table of barely trained networks, whose files lie in `folder`."""
+    names = {seat: [f"{seat}-{number}" for number in range(each)] for seat in SEATS}
+    worker = leduc()()
+    for seat, other in (SEATS, SEATS[::-1]):
+        for name in names[seat]:
+            order = {"player": seat, "opponents": {other: {"uniform": 1.0}}}
+            (folder / name).mkdir()
+            worker.do(Task(f"train/{name}", "train", order, makes=name), {}, folder / name)
+    return [[one, two] for one in names[SEATS[0]] for two in names[SEATS[1]]]
+
+
+def warm(backend: Backend, task: Task) -> None:
+    """Returns when every worker has started, and has done `task` once."""
+    busy = 0
+    while busy < backend.workers:
+        for _ in range(backend.workers):
+            backend.submit(task)
+        busy = backend.withdraw()
+        for _ in range(max(busy, 1)):
+            backend.wait(None if busy else 1.0)
+
+
+def games_per_s(backend: Backend, folder: Path, cells: list[list[str]], tasks: int = 16, games: int = 2000) -> float:
+    """How fast a backend, whose workers have started, plays `games` of each cell in each of `tasks`."""
+    members = tuple(sorted({name for cell in cells for name in cell}))
+    for name in members:
+        backend.share(name, folder / name)
+    warm(backend, Task("play/warm", "play", {"cells": cells, "games": 10}, members))
+    start = time.perf_counter()
+    for number in range(tasks):
+        backend.submit(Task(f"play/{number}", "play", {"cells": cells, "games": games}, members))
+    done = [backend.wait() for _ in range(tasks)]
+    seconds = time.perf_counter() - start
+    return sum(cell["games"] for found in done if found for cell in found.result["cells"]) / seconds
+
+
+def ray_speedup(repeats: int = 5) -> dict[str, float]:
+    """Games per second of one Ray worker and of two, medians of `repeats` in turn."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as RayBackend has it where it starts Ray itself
+    ray.init("local", num_cpus=3, include_dashboard=False, logging_level=logging.ERROR)
+    with tempfile.TemporaryDirectory() as root, closing(RayBackend(leduc(), 1)) as one:
+        cells = some_members(Path(root))
+        with closing(RayBackend(leduc(), 2)) as two:
+            rates = [[games_per_s(backend, Path(root), cells) for backend in (one, two)] for _ in range(repeats)]
+    ray.shutdown()
+    alone, both = (statistics.median(column) for column in zip(*rates, strict=True))
+    return {"ray_1_games_per_s": alone, "ray_2_games_per_s": both, "ray_2_vs_1": both / alone}
+
+
+def figures() -> dict[str, float]:
+    """All of them."""
+    local = partial(Local, workers=1)
+    return {
+        "fsync_ms": fsync(),
+        "overhead_inline_ms": overhead(Inline),
+        "overhead_local_ms": overhead(local),
+        "overhead_inline_member_ms": overhead(Inline, "train"),
+        "overhead_local_member_ms": overhead(local, "train"),
+        **ray_speedup(),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(figures(), indent=2))

@@ -1,0 +1,185 @@
+"""Workers in processes of their own on this machine. No server, no shared memory: a task and its result go through a
+pipe, members and what a task makes are files."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed, unsendable
+from palestra.populations.tasks import Done, MakeWorker, Task
+
+CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+
+
+# ---- in the worker's process
+
+
+def _work(pipe: Connection, make: bytes, threads: int, scratch: str) -> None:
+    """Says None when the worker is made, then does tasks until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, which then closes the pipe
+    threading.Thread(target=_end_with_parent, args=(scratch,), daemon=True).start()
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for what is not imported yet
+    with suppress(EOFError, ConnectionError):  # the parent closed the pipe
+        try:
+            worker = pickle.loads(make)()
+        except Exception:
+            pipe.send(traceback.format_exc())
+            return
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(threads)
+        pipe.send(None)
+        while True:
+            pipe.send(attempt(worker, *pipe.recv()))
+
+
+def _end_with_parent(scratch: str) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(scratch, ignore_errors=True)  # the parent was killed, or it would have removed it
+    os._exit(1)
+
+
+# ---- in the parent
+
+
+class _Process:
+    """One worker: not `ready` until it is made; doing `task` into the folder `out`, or idle."""
+
+    def __init__(self, make: bytes, threads: int, scratch: str) -> None:
+        self.ready = False
+        self.task: Task | None = None
+        self.out: Path | None = None
+        self.pipe, theirs = CONTEXT.Pipe()
+        # Not a daemon: its games may want processes of their own.
+        self.process = CONTEXT.Process(target=_work, args=(theirs, make, threads, scratch))
+        self.process.start()
+        theirs.close()  # so that the pipe ends with the process
+
+    def end(self, patience: float) -> None:
+        """Closes the pipe, which ends an idle worker; kills it where it does not end in time."""
+        self.pipe.close()
+        self.process.join(max(0.0, patience))
+        self.process.kill()
+        self.process.join()
+
+
+class Local:
+    """`workers` processes, of `threads` threads each. `make_worker` must be picklable; each process calls it once.
+
+    A process that dies is replaced, and its task done again by the next that is free. Workers end with this process,
+    however it ends, and hear no Ctrl-C.
+    """
+
+    def __init__(self, make_worker: MakeWorker, workers: int, threads: int = 1) -> None:
+        if workers < 1:
+            raise ValueError(f"workers is {workers}: at least one is needed to do the tasks")
+        self.workers = workers
+        self._scratch = tempfile.mkdtemp(prefix="palestra-")
+        self._job = (_pickled(make_worker), threads, self._scratch)
+        self._waiting, self._members = Waiting(), Members()
+        self._stillborn = 0  # workers in a row that died before they were ready
+        self._pool: list[_Process] = []
+        self._release = Finalize(self, _release, (self._pool, self._scratch), exitpriority=10)
+        self._pool += [_Process(*self._job) for _ in range(workers)]
+
+    def share(self, name: str, folder: Path) -> None:
+        self._members[name] = folder.absolute()
+
+    def submit(self, task: Task) -> None:
+        self._waiting.add(task)
+        self._hand_out()
+
+    def wait(self, timeout: float | None = None) -> Done | None:
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready = wait([process.pipe for process in self._pool], left)
+            if not ready:
+                return None
+            for process in [process for process in self._pool if process.pipe in ready]:
+                if done := self._hear(process):
+                    self._hand_out()
+                    return done
+            self._hand_out()
+
+    def withdraw(self) -> int:
+        self._waiting.clear()
+        return sum(process.task is not None for process in self._pool)
+
+    def close(self) -> None:
+        self._release()
+
+    def _hand_out(self) -> None:
+        for process in self._pool:
+            if process.ready and process.task is None and (task := self._waiting.next()):
+                members = self._members.of(task)
+                process.task = task
+                process.out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.makes else None
+                with suppress(ConnectionError):  # one that died meanwhile is met where its answer is awaited
+                    process.pipe.send((task, members, process.out))
+
+    def _hear(self, process: _Process) -> Done | None:
+        """What a worker says: a task is done, or it is ready, or (by the end of its pipe) dead."""
+        try:
+            answer = process.pipe.recv()
+        except (EOFError, OSError):
+            self._replace(process)
+            return None
+        if isinstance(answer, str):
+            raise failed(process.task, answer) if process.task else ValueError(f"a worker cannot be made: {answer}")
+        self._stillborn = 0
+        if answer is None:
+            process.ready = True
+            return None
+        assert process.task is not None
+        done = Done(process.task, answer[0], process.out, answer[1])
+        process.task = process.out = None
+        return done
+
+    def _replace(self, process: _Process) -> None:
+        """A new worker in place of a dead one, whose task waits in front."""
+        process.end(1.0)
+        why = f"its process ended with exit code {process.process.exitcode}"
+        if process.out:
+            shutil.rmtree(process.out)
+        if process.task:
+            self._waiting.again(process.task, why)
+        elif not process.ready:
+            self._stillborn += 1
+            if self._stillborn >= TRIES:
+                raise ValueError(
+                    f"{TRIES} workers in a row died before they were ready, the last so: {why}; what it said itself is "
+                    'above. A script must start workers below `if __name__ == "__main__":`, which their processes skip'
+                )
+        self._pool[self._pool.index(process)] = _Process(*self._job)
+
+
+def _release(pool: list[_Process], scratch: str) -> None:
+    for process in pool:
+        process.pipe.close()
+    end = time.monotonic() + 1.0
+    for process in pool:
+        process.end(end - time.monotonic())
+    pool.clear()
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _pickled(make: MakeWorker) -> bytes:
+    try:
+        return pickle.dumps(make)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise unsendable(error) from error

@@ -1,0 +1,102 @@
+"""`palestra league`: how the members of a population's run rank, who beats whom, and pictures of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from palestra.terminal import friendly
+
+league = typer.Typer(no_args_is_help=True, help="Rank a population's members, and let them play each other.")
+console = Console()
+Which = Annotated[Path, typer.Argument(help="a run that trained a population")]
+Output = Annotated[Path | None, typer.Option("--csv", help="write it to this file too, all of it")]
+
+
+@league.command()
+def standings(run: Which, output: Output = None) -> None:
+    """Rank the members by the games that they played each other.
+
+    Elo and OpenSkill rate a member by one number, which cannot say that it wins against some and loses to others: where
+    there are cycles it warns, and the column of the worst opponent tells more.
+
+    Examples:
+
+        palestra league standings runs/rps_league
+
+        palestra league crossplay runs/rps_league --games 500 && palestra league standings runs/rps_league
+    """
+    with friendly():
+        from palestra.population_reports import read_record, standings_csv, standings_table, warning
+
+        record = read_record(run)
+        console.print(standings_table(record))
+        if text := warning(record):
+            console.print(f"[yellow]{text}[/]")
+        _write(output, standings_csv(record))
+
+
+@league.command()
+def crossplay(
+    run: Which,
+    games: Annotated[int, typer.Option(min=0, help="play every pair until it has so many; 0 shows what there is")] = 0,
+    output: Output = None,
+    backend: Annotated[
+        str | None, typer.Option(help="where the games are played: local, ray or inline (default: as in training)")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="how many tasks are done at once")] = None,
+) -> None:
+    """Show what the members earn from each other, after having the games played that are missing.
+
+    They are kept in crossplay.jsonl in the run. Ctrl-C loses the games of the tasks under way, and a second call goes
+    on from there.
+
+    Examples:
+
+        palestra league crossplay runs/rps_league --games 500
+
+        palestra league crossplay runs/rps_league --csv payoffs.csv
+    """
+    with friendly():
+        from palestra.population_reports import crossplay_table, read_record
+
+        if games:
+            _play(run, games, [("type", backend), ("workers", workers)])
+        record = read_record(run)
+        console.print(crossplay_table(record))
+        _write(output, record.payoffs.to_csv())
+
+
+def _play(run: Path, games: int, places: list[tuple[str, str | int | None]]) -> None:
+    from palestra.crossplay import play_missing
+
+    settings = [f"backend.{key}={value}" for key, value in places if value]
+    with console.status("playing") as status:
+        cells = play_missing(run, games, settings, lambda done, of: status.update(f"played {done} of {of} tasks"))
+    console.print(f"{cells} pairs lacked games, and have {games} now" if cells else f"every pair has {games} games")
+
+
+@league.command()
+def plot(
+    run: Which,
+    target: Annotated[Path | None, typer.Option("--out", help="the PNG (default: population.png in the run)")] = None,
+) -> None:
+    """Draw the run: distance from an equilibrium, payoffs, best answers, mixtures.
+
+    Example:
+
+        palestra league plot runs/kuhn_psro
+    """
+    with friendly():
+        from palestra.population_plots import plot_population
+
+        console.print(f"pictures: {plot_population(run, target)}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _write(output: Path | None, text: str) -> None:
+    if output:
+        output.write_text(text, encoding="utf-8")
+        console.print(f"written: {output}", soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,64 @@
+"""Games among the members of a population's run that training did not have played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from palestra.config import load, override, validate
+from palestra.population_reports import CROSSPLAY, Record, read_record
+from palestra.populations.scheduler import MEMBERS
+from palestra.populations.tasks import Task
+from palestra.runs import Run, read_lines
+from palestra.setup_population import PopulationConfig, build_population
+
+CELLS = 16  # of a task
+
+
+def play_missing(
+    path: Path, games: int, settings: list[str] | None = None, told: Callable[[int, int], None] = lambda done, of: None
+) -> int:
+    """Has every cell of the payoff table played until it is of `games` games, by the workers of the run's config; how
+    many cells that were.
+
+    Lines go to crossplay.jsonl in the run, on the disk as they come, and a second call goes on from there. `settings`
+    change the config: `["backend.type=inline"]`; `told` hears how many tasks of how many are done. Raises ValueError
+    where the run is no population's, or is being written.
+    """
+    config = validate(PopulationConfig, override(load(path / "config.yaml"), settings or []))
+    with Run.open(path) as run:
+        record = read_record(path)
+        tasks = _missing(record, games)
+        setup = build_population(config)
+        backend = setup.backend(setup.make_worker)
+        try:
+            for name in dict.fromkeys(name for task in tasks for name in task.members):
+                backend.share(name, path / MEMBERS / name)
+            for task in tasks:
+                backend.submit(task)
+            for number in range(len(tasks)):
+                if done := backend.wait():
+                    for cell in done.result["cells"]:
+                        run.record(CROSSPLAY, cell)
+                told(number + 1, len(tasks))
+        finally:
+            backend.close()
+    return sum(len(task.order["cells"]) for task in tasks)
+
+
+def _missing(record: Record, games: int) -> list[Task]:
+    """Tasks of the cells that have fewer games, by how many they lack. What was drawn before is not drawn again: the
+    names, from which randomness follows, count the lines there are."""
+    files = {member.name for member in record.members if member.weights}
+    lacking: dict[int, list[list[str]]] = {}
+    for members in record.payoffs.lacking(games):
+        lacking.setdefault(games - record.payoffs.cell(members).games, []).append(list(members))
+    before = len(read_lines(record.path / CROSSPLAY))
+    tasks: list[Task] = []
+    for more, cells in lacking.items():
+        for i in range(0, len(cells), CELLS):
+            some = cells[i : i + CELLS]
+            names = dict.fromkeys(name for cell in some for name in cell if name in files)
+            order = {"cells": some, "games": more}
+            tasks.append(Task(f"crossplay/{before}-{len(tasks)}", "play", order, tuple(names)))
+    return tasks

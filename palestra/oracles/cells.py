@@ -1,0 +1,73 @@
+"""Games between frozen members, many cells of a payoff table at once: every place of a vectorised env plays whichever
+game is due.
+
+Shapes: `C` cells, `N` seats, `L` line-ups, `F` games that ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from palestra.policies.frozen import FrozenMember
+from palestra.policies.mixture import Mixture, Schedule
+from palestra.populations.tasks import Result
+from palestra.rollouts.play import derive
+from palestra.rollouts.sweep import Sweeper
+
+STEPS = 16  # of a sweep
+
+
+def play_cells(
+    sweeper: Sweeper,
+    cast: Mapping[str, FrozenMember],
+    cells: Sequence[Sequence[str]],
+    games: int,
+    seed: int,
+    *,
+    turns: bool = False,
+) -> list[Result]:
+    """`games` games of each cell: names of the cast, one for each seat, or with `turns` names that take turns at all
+    seats, as often at each as `games` allows. All games that are begun for a cell are played to their end and counted.
+    """
+    N, numbers = len(sweeper.env.seats), {name: number for number, name in enumerate(cast)}
+    rotations = N if turns else 1
+    turned = [(cell, r) for cell in cells for r in range(rotations)]
+    lineups = np.array([[numbers[cell[(seat + r) % N]] for seat in range(N)] for cell, r in turned])
+    times = np.array([games // rotations + (r < games % rotations) for _, r in turned])
+    mixture = Mixture(sweeper.env, range(N), cast, Schedule(lineups, times), "cells")
+    sweeper.restart(derive(seed, "games") % 2**62 + np.arange(sweeper.env.games))
+    tags, returns = _played(sweeper, mixture, int(times.sum()), seed)
+    by_place = returns[np.arange(len(tags))[:, None], (np.arange(N) - (tags % rotations)[:, None]) % N]
+    owners = tags // rotations
+    return [_cell(by_place[owners == number]) for number in range(len(cells))]
+
+
+def _played(sweeper: Sweeper, mixture: Mixture, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Line-ups [count] and returns [count, N] of all games that are due."""
+    tags: list[np.ndarray] = []
+    returns: list[np.ndarray] = []
+    chunk, left = 0, count
+    while left:
+        batch = sweeper.sweep([mixture], STEPS, derive(seed, chunk))
+        tag, _ = mixture.played(batch)
+        tags.append(tag[tag >= 0])
+        returns.append(batch.games["returns"][tag >= 0])
+        left -= len(tags[-1])
+        chunk += 1
+    return np.concatenate(tags), np.concatenate(returns)
+
+
+def _cell(returns: np.ndarray) -> Result:
+    """What came of a cell's games [F, N]."""
+    mean = returns.mean(0)
+    ahead = returns == returns.max(1, keepdims=True)
+    alone = ahead.sum(1) == 1
+    return {
+        "games": len(returns),
+        "mean": mean.tolist(),
+        "m2": np.square(returns - mean).sum(0).tolist(),
+        "wins": (ahead & alone[:, None]).sum(0).tolist(),
+        "draws": int((~alone).sum()),
+    }

@@ -1,0 +1,293 @@
+"""Language agents as a population: every member is a LoRA adapter, and all of them rest on one base.
+
+A learner's opponents answer in the same batch as the learner. What an agent does in a game with rules is read off the
+model's probabilities, so that payoffs and NashConv are exact where they are wanted so.
+
+Shapes: `I` information states, `A` actions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from palestra.algorithms.grpo import GRPO
+from palestra.algorithms.sft import SFT
+from palestra.config import Strict, validate
+from palestra.engine.lora import Adapter
+from palestra.envs import make_env
+from palestra.envs.text.games import TextGame
+from palestra.exact.tree import Tree, tree_of
+from palestra.learners.lm import LanguageLearner, LoraPolicyConfig, Resident
+from palestra.oracles.exact import Exact, seats_of
+from palestra.oracles.members import UNIFORM
+from palestra.oracles.tally import against, cell
+from palestra.policies.base import Policy, Query
+from palestra.policies.lm import LanguagePolicy, TaughtPolicy
+from palestra.policies.scripted import RandomPolicy, ScriptedPolicy
+from palestra.policies.words import word_probabilities
+from palestra.populations.population import Mix, Player
+from palestra.populations.tasks import Result, Task
+from palestra.rollouts.figures import member
+from palestra.rollouts.play import Branching, Match, derive
+from palestra.setup import Engines, FrozenConfig, make_arena
+from palestra.train import learn
+from palestra.types import Episode, Seat
+
+LATE = 0.8  # of a response: what is played from then on tells how good it is
+SELF = "itself"
+
+
+class LanguageOracle(Strict):
+    """How members learn in a text env. A response takes `steps` of `episodes` each. Before all of them an adapter is
+    taught to speak and to look: for `teach` steps it imitates players that draw their moves, with odds of their own at
+    every observation; whoever starts fresh starts there. `payoffs: exact` reads what members do off their
+    probabilities, where the env is a game with rules, and plays nothing."""
+
+    type: Literal["language"] = "language"
+    env: dict[str, Any]
+    policy: LoraPolicyConfig = LoraPolicyConfig()
+    algorithm: GRPO = GRPO(at="root", scale="none")
+    steps: int = Field(30, ge=1)
+    episodes: int = Field(32, ge=1)
+    teach: int = Field(40, ge=0)
+    payoffs: Literal["simulated", "exact"] = "simulated"
+    device: str = "auto"
+    max_rows: int = Field(512, ge=1)
+
+
+class LanguageWorker:
+    """Does a population's tasks with LoRA agents. `players` are the env's seats, or the one population that plays every
+    seat; what is drawn follows from `seed` and the task's name."""
+
+    def __init__(self, config: LanguageOracle, players: Sequence[Player], seed: int = 0) -> None:
+        self.config, self.seed = config, seed
+        self.arena = make_arena(config.env, "population")
+        env = make_env(**config.env)
+        self.env_seats: tuple[Seat, ...] = env.seats
+        self.seats = seats_of(players, len(env.seats))
+        self.engines = Engines(config.device, config.max_rows)
+        self.reader = Reading(env, self.engines, config.policy) if isinstance(env, TextGame) else None
+        self.exact = Exact(self.reader.tree, players) if self.reader else None
+        if config.payoffs == "exact" and self.exact is None:
+            raise ValueError(
+                f'env "{config.env.get("type")}" has no rules, so payoffs: exact is not for it: simulated is'
+            )
+        self._frozen: dict[str, Policy] = {UNIFORM: RandomPolicy()}
+        self._taught: LanguageLearner | None = None
+
+    def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
+        """What came of a task. Raises ValueError where its order does not fit the env."""
+        if task.kind == "train" and out is not None:
+            return asyncio.run(self._train(task, members, out))
+        if task.kind == "play" and self.config.payoffs == "simulated":
+            return asyncio.run(self._play(task, members))
+        if self.exact is None or self.reader is None:
+            raise ValueError(
+                f'task {task.name} ({task.kind}) needs the rules of env "{self.config.env.get("type")}", which has '
+                "none here: use simulated payoffs, and no assessment (assess: 0)"
+            )
+        reader = self.reader
+        return self.exact.do(task, lambda name: reader.policy(name, self._member(name, members)), None)
+
+    # ---- learning
+
+    async def _train(self, task: Task, members: Mapping[str, Path], out: Path) -> Result:
+        order = task.order
+        learner = await self._learner(task.makes, order, members)
+        cast = Cast(self, order, members, learner)
+        steps = int(order.get("steps") or self.config.steps)
+        figures: Mapping[str, float] = {}
+        count = self.config.episodes
+        for step in range(steps):
+            self.engines.forget()
+            matches = [cast.match(derive(self.seed, task.name, i), i) for i in range(step * count, (step + 1) * count)]
+            episodes = await self.arena.play_all(matches, self.config.algorithm.branching)
+            _sound(episodes, task)
+            figures = await learn(self.config.algorithm, learner, episodes, step / steps)
+            cast.moves += sum(len(episode.nodes) for episode in episodes)
+            if step >= int(LATE * steps):
+                cast.note(episodes)
+        learner.save(out)
+        return {"env_steps": cast.moves} | cast.result() | {"metrics": dict(figures)}
+
+    async def _learner(self, name: str, order: Mapping[str, Any], members: Mapping[str, Path]) -> LanguageLearner:
+        """From the member to go on from, or from the adapter that was taught."""
+        policy = self.config.policy.model_dump() | dict(order.get("settings") or {})
+        learner = self._new(name, validate(LoraPolicyConfig, policy))
+        if order.get("start"):
+            learner.load(members[order["start"]])
+        elif self.config.teach:
+            self._taught = self._taught or await self._teach()
+            _adapter(learner).take(_adapter(self._taught))
+        return learner
+
+    def _new(self, name: str, config: LoraPolicyConfig) -> LanguageLearner:
+        return self.engines.learner(name, config, derive(self.seed, "adapter", name))
+
+    async def _teach(self) -> LanguageLearner:
+        """An adapter that says words that may be said; the same in every worker of a run."""
+        learner, lesson = self._new("words", self.config.policy), SFT(imitate="all")
+        teacher, count = ScriptedPolicy(partial(_by_odds, self.seed)), self.config.episodes * self.config.algorithm.k
+        for step in range(self.config.teach):
+            self.engines.forget()
+            taught = TaughtPolicy(learner.policy(), teacher)
+            seeds = [derive(self.seed, "words", i) for i in range(step * count, (step + 1) * count)]
+            matches = [Match(seed, dict.fromkeys(self.env_seats, taught), seed) for seed in seeds]
+            await learn(lesson, learner, await self.arena.play_all(matches, lesson.branching), 0.0)
+        return learner
+
+    # ---- members and games
+
+    def _member(self, name: str, members: Mapping[str, Path]) -> Policy:
+        """A frozen member, read once; a name stands for one policy."""
+        if name not in self._frozen:
+            policy = self.config.policy
+            speech = {
+                key: getattr(policy, key) for key in FrozenConfig.model_fields if key in type(policy).model_fields
+            }
+            config = FrozenConfig(**speech | {"type": "frozen"}, path=str(members[name]))
+            self._frozen[name] = self.engines.frozen(name, config)
+        return self._frozen[name]
+
+    async def _play(self, task: Task, members: Mapping[str, Path]) -> Result:
+        """Cells of a payoff table, played all at once; members of one population take turns at the seats."""
+        count, turns = int(task.order["games"]), len(self.env_seats) if len(self.seats) == 1 else 1
+        self.engines.forget()
+        matches: list[Match] = []
+        for number, names in enumerate(task.order["cells"]):
+            policies = [self._member(name, members) for name in names]
+            for i in range(count):
+                seated = [policies[(seat + i % turns) % len(policies)] for seat in range(len(policies))]
+                seed = derive(self.seed, task.name, number, i)
+                matches.append(Match(seed, dict(zip(self.env_seats, seated, strict=True)), seed))
+        episodes = await self.arena.play_all(matches, Branching())
+        _sound(episodes, task)
+        results = []
+        for number, names in enumerate(task.order["cells"]):
+            own = episodes[number * count : (number + 1) * count]
+            won = np.array([returns(episode)[0] for episode in own])
+            seats = (np.arange(len(names)) - np.arange(count)[:, None] % turns) % len(names)
+            results.append({"members": list(names)} | cell(won[np.arange(count)[:, None], seats]))
+        return {"cells": results}
+
+
+class Cast:
+    """Who sits where in a `train` order's games: the learner at a seat of its own, taking turns where it plays them
+    all, and for each game other members drawn once."""
+
+    def __init__(
+        self, worker: LanguageWorker, order: Mapping[str, Any], members: Mapping[str, Path], learner: LanguageLearner
+    ) -> None:
+        self.worker, self.order, self.members, self.learner = worker, order, members, learner
+        self.own = worker.seats[order["player"]]
+        self.players = {seat: player for player, seats in worker.seats.items() for seat in seats}
+        self.numbers: dict[str, int] = {}
+        self.games: list[tuple[float, list[float], list[int]]] = []
+        self.moves = 0
+
+    def match(self, seed: int, number: int) -> Match:
+        """The game of that number: the learner's `number`-th turn at its seats."""
+        rng, mine = random.Random(derive(seed, "cast")), self.own[number % len(self.own)]
+        alone = rng.random() >= self.order.get("self_play", 0.0)
+        names = self._drawn(rng, mine) if alone else {}
+        seats: dict[Seat, Policy] = {}
+        for seat, label in enumerate(self.worker.env_seats):
+            if seat == mine:
+                seats[label] = self.learner.policy()
+            else:
+                seats[label] = self.worker._member(names[seat], self.members) if alone else self._itself()
+        return Match(seed, seats, seed)
+
+    def _drawn(self, rng: random.Random, mine: int) -> dict[int, str]:
+        others = [seat for seat in self.players if seat != mine]
+        if (joint := self.order.get("joint")) is not None:
+            lineup = rng.choices([members for members, _ in joint], [p for _, p in joint])[0]
+            return {seat: lineup[self.players[seat]] for seat in others}
+        return {seat: _one(rng, self.order["opponents"][self.players[seat]]) for seat in others}
+
+    def _itself(self) -> LanguagePolicy:
+        """The learner as it is now, under a name of which nothing is learned."""
+        policy = copy.copy(self.learner.policy())
+        policy.name = SELF
+        return policy
+
+    def note(self, episodes: Sequence[Episode]) -> None:
+        """Counts the learner's games: what it won, and who sat at each of the other seats and won what."""
+        for episode in episodes:
+            names = [member(episode.seats[label]) for label in self.worker.env_seats]
+            mine = names.index(self.learner.name)
+            others = [seat for seat in range(len(names)) if seat != mine]
+            numbers = [self.numbers.setdefault(names[seat], len(self.numbers)) for seat in others]
+            for won in returns(episode):
+                self.games.append((won[mine], [won[seat] for seat in others], numbers))
+
+    def result(self) -> Result:
+        """What `note` counted."""
+        own, theirs, members = (np.array(column) for column in zip(*self.games, strict=True))
+        return against(own, theirs, members, list(self.numbers))
+
+
+class Reading:
+    """What agents do in a game with rules, by their probabilities: an answer that is none of the words has one drawn
+    for it, as the env does."""
+
+    def __init__(self, env: TextGame, engines: Engines, config: LoraPolicyConfig) -> None:
+        self.tree: Tree = tree_of(env.rules)
+        self.engine = engines.shared(config)[0]
+        legal = [row.nonzero()[0].tolist() for row in self.tree.legal]
+        self.words = [[env.words[action] for action in own] for own in legal]
+        roles = [env.roles[env.seats[player]] for player in self.tree.owner]
+        told = [env.asks(words, own) for words, own in zip(self.tree.words, legal, strict=True)]
+        self.queries = [Query(role, observation) for role, observation in zip(roles, told, strict=True)]
+        self._policies: dict[str, np.ndarray] = {}
+
+    def policy(self, name: str, policy: Policy) -> np.ndarray:
+        """A member's action probabilities [I, A]."""
+        if name not in self._policies:
+            table = self.tree.legal / self.tree.legal.sum(1, keepdims=True)
+            if isinstance(policy, LanguagePolicy):
+                said = word_probabilities(self.engine, policy, self.queries, self.words)
+                rest = 1.0 - said.sum(1)
+                table *= rest[:, None]
+                for i, legal in enumerate(self.tree.legal):
+                    table[i, legal] += said[i, : legal.sum()]
+            self._policies[name] = table
+        return self._policies[name]
+
+
+def returns(episode: Episode) -> list[list[float]]:
+    """What each seat won in every line of an episode that was played out."""
+    lines = [episode.line(leaf) for leaf in episode.leaves() if leaf.chosen]
+    return [[sum(node.reward(seat) for node in line) for seat in episode.seats] for line in lines]
+
+
+def _adapter(learner: LanguageLearner) -> Adapter:
+    """The adapter in training, in this process."""
+    assert isinstance(learner.weights, Resident) and learner.weights.trainer.adapter is not None
+    return learner.weights.trainer.adapter
+
+
+def _by_odds(seed: int, query: Query, rng: random.Random) -> str:
+    """A legal word, by odds from 1:10 to 10:1 that hang on what is observed."""
+    own = random.Random(derive(seed, "odds", query.role, query.observation))
+    words = query.legal or []
+    return str(rng.choices(words, [10 ** own.uniform(0, 1) for _ in words])[0])
+
+
+def _one(rng: random.Random, mix: Mix) -> str:
+    return rng.choices(list(mix), list(mix.values()))[0]
+
+
+def _sound(episodes: Sequence[Episode], task: Task) -> None:
+    """Raises ValueError where an episode failed: a table with holes would pass for a whole one."""
+    if broken := next((episode for episode in episodes if episode.error), None):
+        raise ValueError(f"task {task.name}: the game of seed {broken.seed} failed: {broken.error}")

@@ -1,0 +1,143 @@
+"""A population's members from their folders: networks, tables, and who plays uniformly and needs no folder.
+
+Shapes: `I` information states, `A` actions, `U` views, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import one_hot
+
+from palestra.envs import rules
+from palestra.envs.rules.base import Rules
+from palestra.envs.vector.base import VectorEnv
+from palestra.exact.tree import Tree, uniform
+from palestra.files import read_arrays, write_arrays
+from palestra.learners.nets import read_frozen
+from palestra.policies.frozen import FrozenMember, NetMember, TableMember, UniformMember, Views
+
+UNIFORM = "uniform"  # the member that needs no weights
+TABLE = "table.safetensors"
+
+
+def rules_of(env: Mapping[str, Any]) -> Rules[Any] | None:
+    """The rules of the game that an env's config names, where there are any."""
+    return rules.rules_of(**{name: value for name, value in env.items() if name != "type"}, env_type=str(env["type"]))
+
+
+def write_table(folder: Path, policy: np.ndarray) -> None:
+    """A member that is a policy [I, A] over a game's information states."""
+    write_arrays(folder / TABLE, {"policy": np.asarray(policy, np.float64)})
+
+
+class Reader:
+    """Reads the members of one game once; a name stands for one policy. Where the game is small enough for a `tree`, a
+    network is asked once for all information states and plays by that table: to look up what a seat sees takes less
+    time than to put it through the network (`tables: false` does that nevertheless). `best` networks play their
+    likeliest actions."""
+
+    def __init__(self, env: VectorEnv, tree: Tree | None = None, *, best: bool = False, tables: bool = True) -> None:
+        self.env, self.tree, self.best, self.tables = env, tree, best, tables and tree is not None
+        self._members: dict[tuple[str, tuple[int, ...]], FrozenMember] = {}
+        self._policies: dict[str, np.ndarray] = {}
+        self._seen_by: dict[tuple[int, ...], tuple[Views, np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def member(self, name: str, members: Mapping[str, Path], seats: Sequence[int]) -> FrozenMember:
+        """One member as it plays in vectorised games, at any of `seats`, which see and may do alike."""
+        key = (name, tuple(seats))
+        if key not in self._members:
+            self._members[key] = self._read(name, members, key[1])
+        return self._members[key]
+
+    def _read(self, name: str, members: Mapping[str, Path], seats: tuple[int, ...]) -> FrozenMember:
+        folder = members.get(name)
+        if name == UNIFORM and folder is None:
+            return self._table(name, self.policy(name, members), seats) if self.tables else UniformMember()
+        if (_folder(name, members) / TABLE).exists():
+            return self._table(name, self.policy(name, members), seats)
+        net = read_frozen(_folder(name, members), self.env, seats[:1], best=self.best)[0]
+        if not self.tables or net.net.memory_units:
+            return net
+        return self._table(name, self.policy(name, members), seats)
+
+    def _table(self, name: str, policy: np.ndarray, seats: tuple[int, ...]) -> TableMember:
+        """A policy [I, A] by what `seats` see."""
+        views, states, first, same = self._seen(seats)
+        rows = policy[states]
+        if not np.allclose(rows[first][same], rows):
+            raise ValueError(
+                f"member {name} tells apart what looks alike in {self._tree.name} (views there do not tell the past), "
+                "so it cannot play by what it sees"
+            )
+        return TableMember(views, rows[first])
+
+    def _seen(self, seats: tuple[int, ...]) -> tuple[Views, np.ndarray, np.ndarray, np.ndarray]:
+        """The views of seats, each once; their information states, which of these has each view [U], and the view of
+        each."""
+        if seats not in self._seen_by:
+            tree = self._tree
+            states = np.concatenate([np.arange(len(tree.owner))[tree.of(seat)] for seat in seats])
+            _, first, same = np.unique(tree.views[states], axis=0, return_index=True, return_inverse=True)
+            self._seen_by[seats] = Views(tree.views[states[first]]), states, first, same
+        return self._seen_by[seats]
+
+    # ---- by information state
+
+    @property
+    def _tree(self) -> Tree:
+        if self.tree is None:
+            raise ValueError(
+                f'env "{self.env.name}" has no rules here that could be walked through whole, so nothing exact can be '
+                "said of it, and no table can play it"
+            )
+        return self.tree
+
+    def policy(self, name: str, members: Mapping[str, Path]) -> np.ndarray:
+        """What a member does at every information state [I, A].
+
+        Raises ValueError for a game without rules here, and for a network that remembers more than its view says.
+        """
+        if name not in self._policies:
+            folder = members.get(name)
+            if name == UNIFORM and folder is None:
+                self._policies[name] = uniform(self._tree)
+            elif (_folder(name, members) / TABLE).exists():
+                self._policies[name] = read_arrays(_folder(name, members) / TABLE)["policy"]
+            else:
+                self._policies[name] = self._asked(name, _folder(name, members))
+        return self._policies[name]
+
+    def _asked(self, name: str, folder: Path) -> np.ndarray:
+        """What a network does at every information state."""
+        tree = self._tree
+        member, _ = read_frozen(folder, self.env, [0], best=self.best)
+        if member.net.memory_units:
+            raise ValueError(f"member {name} remembers more than a view says, so no table holds what it does")
+        return chances(member, tree)
+
+
+@torch.no_grad()
+def chances(member: NetMember, tree: Tree) -> np.ndarray:
+    """Probabilities of actions [I, A] of a network without memory at every information state."""
+    views, legal = torch.from_numpy(tree.views), torch.from_numpy(tree.legal)
+    if member.seating.seat_id:
+        views = torch.cat([views, torch.eye(tree.players)[torch.from_numpy(tree.owner).long()]], -1)
+    x = views[None] if member.norm is None else member.norm.normalise(views[None])
+    out = member.net(x)[0]
+    if member.best:
+        table = one_hot(member.head.mode(out, legal), tree.legal.shape[1]).double()
+    else:
+        each = torch.arange(tree.legal.shape[1])[:, None].expand(-1, len(out))
+        table = torch.stack([member.head.score(out, action, legal)[0].exp() for action in each], 1).double() * legal
+    return (table / table.sum(1, keepdim=True)).numpy()
+
+
+def _folder(name: str, members: Mapping[str, Path]) -> Path:
+    if name not in members:
+        raise ValueError(f'the task does not bring the files of member "{name}": name it in Task.members')
+    return members[name]

@@ -1,0 +1,185 @@
+"""Networks as best responses: they learn in vectorised games, against a mixture of frozen members.
+
+Shapes: `N` seats, `F` games that ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from palestra.algorithms.ppo import PPO
+from palestra.algorithms.q_learning import ValueHead
+from palestra.config import Strict, validate
+from palestra.engine.memory import keep_freed_memory
+from palestra.envs.vector.rotated import Rotated
+from palestra.exact.tree import Tree, tree_of
+from palestra.files import read_arrays, write_arrays
+from palestra.learners.nets import NetLearner, NetPolicyConfig
+from palestra.oracles.cells import play_cells
+from palestra.oracles.exact import Exact, seats_of
+from palestra.oracles.members import Reader, rules_of
+from palestra.oracles.opponents import Against, Cast, lots_of
+from palestra.policies import vector
+from palestra.policies.frozen import NetMember
+from palestra.policies.mixture import Mixture, SelfPlay
+from palestra.populations.population import Player
+from palestra.populations.tasks import Result, Task
+from palestra.rollouts.play import derive
+from palestra.rollouts.sweep import Sweeper
+from palestra.setup_games import GameAlgorithm, make_games
+
+TRAINING = "training.safetensors"  # beside a member's files: what it goes on from
+SELF = "self"  # the learner as its own opponent
+LATE = 0.8  # of training is over before its games count in the result
+
+
+class NetOracle(Strict):
+    """How members learn in a vectorised game. `best` members play their likeliest actions once they are frozen.
+    `payoffs: exact` works payoffs out, where the game has rules, instead of playing; `tables: false` has networks play
+    as networks even there."""
+
+    type: Literal["net"] = "net"
+    env: dict[str, Any]
+    algorithm: GameAlgorithm = PPO()
+    policy: NetPolicyConfig = NetPolicyConfig()
+    env_steps: int = Field(500_000, ge=1)
+    best: bool = False
+    payoffs: Literal["simulated", "exact"] = "simulated"
+    tables: bool = True
+
+
+class NetWorker:
+    """Does a population's tasks with networks: `train` has a learner improve against a mixture, `play` plays cells of a
+    payoff table, `assess` says NashConv where the game has rules. `players` are the game's seats, or the one population
+    that plays every seat; what is drawn follows from `seed` and the task's name."""
+
+    def __init__(self, config: NetOracle, players: Sequence[Player], seed: int = 0) -> None:
+        keep_freed_memory()
+        torch.set_num_threads(1)
+        self.config, self.seed = config, seed
+        env = make_games(config.env)
+        self.seats = seats_of(players, len(env.seats))
+        self.symmetric = len(self.seats) < len(env.seats)
+        tree = self._tree()
+        self.exact = Exact(tree, players) if tree else None
+        self.reader = Reader(env, tree, best=config.best, tables=config.tables)
+        start = np.arange(env.games)
+        self.games = Sweeper(env, start)
+        self.lessons = Sweeper(Rotated(make_games(config.env)), start) if self.symmetric else self.games
+
+    def _tree(self) -> Tree | None:
+        rules = rules_of(self.config.env)
+        try:
+            return tree_of(rules) if rules else None
+        except ValueError:  # too large
+            if self.config.payoffs == "exact":
+                raise
+            return None
+
+    def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
+        """What came of a task. Raises ValueError where its order does not fit the game, and where learning diverged."""
+        if task.kind == "train" and out is not None:
+            return self._train(task, members, out)
+        if task.kind == "play" and self.config.payoffs == "simulated":
+            return self._play(task, members)
+        if self.exact is None:
+            raise ValueError(
+                f'task {task.name} ({task.kind}) needs the rules of env "{self.config.env.get("type")}", which are '
+                "not here, or too many to be walked through: use simulated payoffs, and no assessment"
+            )
+        return self.exact.do(task, lambda name: self.reader.policy(name, members), None)
+
+    # ---- learning
+
+    def _train(self, task: Task, members: Mapping[str, Path], out: Path) -> Result:
+        order, name = task.order, task.makes
+        config = configured(self.config, order.get("settings") or {})
+        learner = self._learner(config, name, self.seats[order["player"]][0])
+        if start := order.get("start"):
+            NetLearner.load(learner, read_arrays(members[start] / TRAINING))
+        mixture, tally = self._mixture(order, members, learner)
+        horizon, games = config.algorithm.horizon, self.lessons.env.games
+        sweeps = math.ceil(int(order.get("env_steps", self.config.env_steps)) / (horizon * games))
+        self.lessons.restart(self._seeds(task))
+        for step in range(sweeps):
+            players: list[vector.Player] = [*learner.players(step / sweeps), mixture]
+            batch = self.lessons.sweep(players, horizon, derive(self.seed, task.name, step))
+            try:
+                figures = learner.update(batch, step / sweeps)[name]
+            except FloatingPointError as error:
+                raise ValueError(
+                    f"task {task.name}, after {step * horizon * games:,} of {sweeps * horizon * games:,} env steps: "
+                    f"{error}. A smaller learning rate, or a lower bound on the gradient (clip), may help"
+                ) from error
+            if step >= int(LATE * sweeps):
+                tally.add(batch, mixture.played(batch)[1], figures)
+        learner.members()[name](out)
+        write_arrays(out / TRAINING, NetLearner.arrays(learner))  # no game in play, no replay
+        return {"env_steps": sweeps * horizon * games} | tally.result()
+
+    def _learner(self, config: NetOracle, name: str, seat: int) -> NetLearner:
+        seeds = {name: derive(self.seed, "net", name)}
+        return config.algorithm.learner(self.lessons.env, {name: [seat]}, {name: config.policy}, seeds)
+
+    def _seeds(self, task: Task) -> np.ndarray:
+        """Seeds of the games of a task."""
+        return derive(self.seed, "games", task.name) % 2**62 + np.arange(self.games.env.games)
+
+    def _mixture(
+        self, order: Mapping[str, Any], members: Mapping[str, Path], learner: NetLearner
+    ) -> tuple[Mixture, Against]:
+        """Who plays at the seats beside the learner's, and what counts their games."""
+        seat = self.seats[order["player"]][0]
+        others = [number for number in range(len(self.lessons.env.seats)) if number != seat]
+        cast = self._cast(members)
+        lots = lots_of(order, cast, [self._player(number) for number in others])
+        if share := order.get("self_play", 0.0):
+            lots = SelfPlay(lots, share, cast.add(SELF, SELF, self._itself(learner)))
+        return Mixture(self.lessons.env, others, cast.members, lots), Against(seat, others, cast.names)
+
+    def _cast(self, members: Mapping[str, Path]) -> Cast:
+        return Cast(lambda player, name: self.reader.member(name, members, self.seats[player]))
+
+    def _player(self, seat: int) -> Player:
+        """Who plays a seat in the meta-game."""
+        return next(player for player, seats in self.seats.items() if seat in seats)
+
+    def _itself(self, learner: NetLearner) -> NetMember:
+        """The learner as it is at every moment, at its best."""
+        if not self.symmetric:
+            raise ValueError(
+                f"self_play: a learner of one seat cannot play another of env {self.config.env.get('type')}; only a "
+                "population that plays every seat can"
+            )
+        stack = learner.stacks[0]
+        return NetMember(stack.seating, stack.net, stack.head, stack.norm, isinstance(stack.head, ValueHead), live=True)
+
+    # ---- games
+
+    def _play(self, task: Task, members: Mapping[str, Path]) -> Result:
+        """Cells of a payoff table, played."""
+        cast, cells = self._cast(members), task.order["cells"]
+        keys = [[cast.key(self._player(seat), name) for seat, name in enumerate(cell)] for cell in cells]
+        seed, games = derive(self.seed, task.name), int(task.order["games"])
+        found = play_cells(self.games, cast.members, keys, games, seed, turns=self.symmetric)
+        return {"cells": [{"members": list(cell)} | facts for cell, facts in zip(cells, found, strict=True)]}
+
+
+def configured(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:
+    """The oracle with some settings changed: names of the algorithm's, else of the policy's. Raises ValueError for a
+    name that is neither."""
+    algorithm, policy = config.algorithm.model_dump(), config.policy.model_dump()
+    for name, value in settings.items():
+        owner = next((tree for tree in (algorithm, policy) if name in tree and name != "type"), None)
+        if owner is None:
+            known = ", ".join(sorted({*algorithm, *policy} - {"type"}))
+            raise ValueError(f'"{name}" is no setting of {config.algorithm.type} or its network; there are: {known}')
+        owner[name] = value
+    return validate(NetOracle, config.model_dump() | {"algorithm": algorithm, "policy": policy})

@@ -1,0 +1,197 @@
+"""What a population's run says of its members, from its directory alone: who beats whom, and how they rank."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from palestra.populations.payoffs import Payoffs
+from palestra.populations.population import Member, Player
+from palestra.populations.ratings import Skill, cyclicity, fit_elo, openskill
+from palestra.populations.scheduler import TASKS
+from palestra.runs import read_lines
+
+CROSSPLAY = "crossplay.jsonl"  # cells that `palestra league crossplay` had played, beside those of training
+SAMPLED = 20  # games of each pair that OpenSkill is told of: it learns game by game
+SHOWN = 16  # columns of a table on the screen
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run of a population as its files tell it. `members` are the frozen ones, oldest first; `payoffs` holds every
+    game that they played each other after they were frozen."""
+
+    path: Path
+    members: list[Member]
+    payoffs: Payoffs
+    tasks: list[Line]
+    metrics: list[Line]
+    timings: list[Line]
+
+
+def read_record(path: str | Path) -> Record:
+    """The record of the run at `path`. Raises ValueError where it trains no population, or has not begun to."""
+    path = Path(path)
+    tasks, listed = read_lines(path / TASKS), path / "population.json"
+    if not tasks:
+        raise ValueError(f"{path} has no finished task of a population: `palestra runs` lists the runs there are")
+    members = [Member(**line) for line in json.loads(listed.read_text())] if listed.exists() else _made(tasks)
+    cells = [cell for task in tasks if task["kind"] == "play" for cell in task["result"]["cells"]]
+    cells += read_lines(path / CROSSPLAY)
+    metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")
+    return Record(path, members, _table(members, cells), tasks, metrics, timings)
+
+
+def _made(tasks: list[Line]) -> list[Member]:
+    """The members that tasks made and played with: all there is to know before the run lists them itself."""
+    players = {task["makes"]: task["order"]["player"] for task in tasks if task["kind"] == "train"}
+    played = [name for task in tasks if task["kind"] == "play" for cell in task["order"]["cells"] for name in cell]
+    weights = {name: f"members/{name}" for name in players}
+    return [Member(name, players.get(name, ""), weights.get(name, "")) for name in dict.fromkeys([*played, *players])]
+
+
+def _table(members: list[Member], cells: list[Line]) -> Payoffs:
+    players = {member.name: member.player for member in members}
+    table = Payoffs(_seats(players, cells))
+    for member in members:
+        for player in [member.player] if member.player else table.members:
+            table.add_member(player, member.name)
+    for cell in cells:
+        if all(name in players for name in cell["members"]):  # others are snapshots of who still trained
+            table.know(cell["members"], cell["mean"]) if cell.get("exact") else table.record(cell)
+    return table
+
+
+def _seats(players: dict[str, Player], cells: list[Line]) -> list[Player]:
+    """The player at each seat: of one population, all; else whose members sat there."""
+    named = list(dict.fromkeys(filter(None, players.values())))
+    seats = len(cells[0]["members"]) if cells else max(2, len(named))
+    if len(named) < 2:
+        return [*named, "everyone"][:1] * seats
+    sat = [[players.get(cell["members"][seat], "") for cell in cells] for seat in range(seats)]
+    return [next(filter(None, who), name) for who, name in zip(sat, named, strict=True)]
+
+
+# ---- who is how good
+
+
+class Standing(NamedTuple):
+    """A member among those it played: Elo with its standard error, OpenSkill (None where that is not installed), the
+    mean of its win rates (draws count half), and the lowest, with whose it is."""
+
+    name: str
+    elo: float
+    stderr: float
+    skill: Skill | None
+    win_rate: float
+    worst: float
+    nemesis: str
+    games: int
+
+
+def standings(record: Record) -> list[Standing]:
+    """The members that have played, best Elo first. Raises ValueError where games do not link them all, where there are
+    none, and for games of other than two seats."""
+    names, points = _played(record)
+    elo, stderr = fit_elo(points)
+    skills = openskill(_some_games(record, names)) if find_spec("openskill") else {}
+    games = points + points.T
+    rates = np.where(games > 0, points / np.maximum(games, 1), np.nan)
+    found = []
+    for i in np.argsort(-elo, kind="stable"):
+        worst = int(np.nanargmin(rates[i]))
+        mean = float(np.nanmean(rates[i]))
+        told = (skills.get(names[i]), mean, float(rates[i, worst]), names[worst], int(games[i].sum()))
+        found.append(Standing(names[i], float(elo[i]), float(stderr[i]), *told))
+    return found
+
+
+def warning(record: Record) -> str:
+    """What ratings hide here; "" where they hide nothing."""
+    names, points = _played(record)
+    return cyclicity(names, points).warning
+
+
+def _played(record: Record) -> tuple[list[str], np.ndarray]:
+    """The members that have played others, and how often each has beaten each, a draw counting half."""
+    names, points = record.payoffs.points()
+    kept = np.flatnonzero((points + points.T).sum(1) > 0)
+    if not len(kept):
+        raise ValueError(
+            f"the members of {record.path} have played no games that were counted: "
+            f"`palestra league crossplay {record.path} --games 200` has them play"
+        )
+    return [names[i] for i in kept], points[np.ix_(kept, kept)]
+
+
+def _some_games(record: Record, names: list[str]) -> list[tuple[list[str], list[float]]]:
+    """At most SAMPLED games of each pair, won and drawn as often as all were, in an order drawn once."""
+    games: list[tuple[list[str], list[float]]] = []
+    for pair in record.payoffs.cells():
+        cell = record.payoffs.cell(pair)
+        share = min(1.0, SAMPLED / cell.games) if cell.games else 0.0
+        for scores, count in (([1.0, 0.0], cell.wins[0]), ([0.0, 1.0], cell.wins[1]), ([0.0, 0.0], cell.draws)):
+            games += [(list(pair), scores)] * round(share * count)
+    order = np.random.default_rng(0).permutation(len(games))
+    return [games[i] for i in order]
+
+
+# ---- tables
+
+
+def standings_table(record: Record) -> Table:
+    """The standings, for the screen."""
+    rows = standings(record)
+    table = Table(title=f"{record.path}: {len(rows)} members", title_justify="left")
+    for heading in ("", "member", "Elo", "OpenSkill", "win rate", "worst", "against", "games"):
+        is_name = heading in ("member", "against")
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
+    for place, row in enumerate(rows, 1):
+        skill = f"{row.skill.mu:.1f} ± {row.skill.sigma:.1f}" if row.skill else "-"
+        figures = (f"{row.elo:.0f} ± {row.stderr:.0f}", skill, f"{row.win_rate:.1%}", f"{row.worst:.1%}")
+        table.add_row(str(place), row.name, *figures, row.nemesis, str(row.games))
+    return table
+
+
+def standings_csv(record: Record) -> str:
+    """The standings, a line for each member, with a header."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["member", "elo", "elo_stderr", "mu", "sigma", "win_rate", "worst", "against", "games"])
+    for row in standings(record):
+        rows.writerow([*row[:3], *(row.skill or ("", "")), *row[4:]])
+    return text.getvalue()
+
+
+def crossplay_table(record: Record) -> Table:
+    """Mean returns of the first seat's members (rows) against the second's, for the screen: the newest SHOWN columns.
+    Raises ValueError for games of other than two seats."""
+    seats, members = record.payoffs.seats, record.payoffs.members
+    if len(seats) != 2:
+        raise ValueError(f"a table of rows and columns needs a game of two; this one seats {len(seats)}: take --csv")
+    rows, columns = members[seats[0]], members[seats[1]]
+    first = max(0, len(columns) - SHOWN)
+    table = Table(title=_caption(record, rows, columns, first), title_justify="left")
+    table.add_column("")
+    table.add_column("member", no_wrap=True)
+    for number in range(first, len(columns)):
+        table.add_column(str(number + 1), justify="right", no_wrap=True)
+    for number, name in enumerate(rows, 1):
+        cells = [record.payoffs.cell((name, column)) for column in columns[first:]]
+        table.add_row(str(number), name, *[f"{c.mean[0]:+.2f}" if c.games or c.known else "-" for c in cells])
+    return table
+
+
+def _caption(record: Record, rows: list[str], columns: list[str], first: int) -> str:
+    what = f"{record.path}: what each row's member earns from each column's"
+    what += f", the newest {SHOWN} of {len(columns)}" if first else ""
+    return what if rows == columns else f"{what} ({', '.join(columns[first:])})"

@@ -1,0 +1,65 @@
+"""The game among members and among policies that still train, as far as games have told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations_with_replacement, permutations, product
+from typing import Any
+
+import numpy as np
+
+from palestra.populations.payoffs import Members, Payoffs
+from palestra.populations.population import Player
+
+
+class EmpiricalGame:
+    """`payoffs` are those of frozen members. A policy in training is known by the name that it will have once frozen:
+    `sketches` are the mean returns of its newest snapshots, by members, who may be frozen or not."""
+
+    def __init__(self, seats: Sequence[Player]) -> None:
+        self.seats = tuple(seats)
+        self.payoffs = Payoffs(seats)
+        self.sketches: dict[Members, tuple[float, ...]] = {}
+
+    def record(self, games: Mapping[str, Any]) -> None:
+        """Adds the games of frozen members; payoffs that are `exact` count as known."""
+        if games.get("exact"):
+            self.payoffs.know(games["members"], games["mean"])
+        else:
+            self.payoffs.record(games)
+
+    def sketch(self, members: Sequence[str], mean: Sequence[float]) -> None:
+        """Puts in the mean returns of snapshots, in place of those of earlier ones."""
+        for order in permutations(range(len(self.seats))):
+            if all(self.seats[seat] == self.seats[source] for seat, source in enumerate(order)):
+                self.sketches[tuple(members[source] for source in order)] = tuple(mean[source] for source in order)
+
+    def tables(self, names: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        """Mean returns [m_0, ..., m_n-1] of each seat, over `names` by seat."""
+        rows = np.array([self._mean(members) for members in product(*names)])
+        return [column.reshape([len(own) for own in names]) for column in rows.T]
+
+    def knows(self, members: Members) -> bool:
+        """Whether there is anything to go by."""
+        return members in self.sketches or self._played(members)
+
+    def _mean(self, members: Members) -> tuple[float, ...]:
+        return self.payoffs.cell(members).mean if self._played(members) else self.sketches[members]
+
+    def _played(self, members: Members) -> bool:
+        frozen = all(name in self.payoffs.members[player] for player, name in zip(self.seats, members, strict=True))
+        return frozen and ((cell := self.payoffs.cell(members)).known or cell.games > 0)
+
+
+def cells_with(
+    seats: Sequence[Player], names: Mapping[Player, Sequence[str]], player: Player, name: str
+) -> Iterator[Members]:
+    """The cells that hold a member, once each, where `names` are all members of each player, itself included."""
+    choices = []
+    for other in dict.fromkeys(seats):
+        fixed = (name,) if other == player else ()
+        rest = combinations_with_replacement(names[other], seats.count(other) - len(fixed))
+        choices.append([(other, (*fixed, *chosen)) for chosen in rest])
+    for chosen in product(*choices):
+        left = {other: list(members) for other, members in chosen}
+        yield tuple(left[seat].pop(0) for seat in seats)

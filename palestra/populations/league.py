@@ -1,0 +1,161 @@
+"""The league of AlphaStar (Vinyals et al., 2019, and its published pseudocode) as a plan of slices of training.
+
+Main agents learn to beat everybody, main exploiters to beat the main agents, league exploiters to beat what the league
+has forgotten. Each learner trains slice after slice, each from where the last one ended, and waits for nobody. Whom it
+meets in a slice is the distribution by which the published rules draw an opponent, at the win rates known when the
+slice begins. A copy that is frozen is the slice's own member: nothing is copied.
+
+Three departures. A copy is frozen before a reset, not after it. A reset forgets the learner's win rates, which are
+those of other weights. A share of the games (`explore`) is spread evenly over those whom a checkpoint is judged by: an
+opponent that is always beaten has weight 0, and would never be met again to see whether that still holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from palestra.populations.league_rules import LeagueConfig, Learner, Rules
+from palestra.populations.population import Member, Player, Population
+from palestra.populations.tasks import Result, Task
+from palestra.populations.win_rates import blend
+from palestra.rollouts.play import derive
+from palestra.types import TEAM, Metrics
+
+__all__ = ["League", "LeagueConfig"]
+
+
+class League:
+    """The plan. `population` plays all `seats` (two, unless named); whom it holds at the start is the league's history
+    before it begins, the past of each main agent, and, where it has weights, whom all start from and are reset to.
+
+    Raises ValueError for a population of several players, and for one without a member.
+    """
+
+    def __init__(
+        self, config: LeagueConfig, population: Population, seats: Sequence[Player] = (), seed: int = 0
+    ) -> None:
+        if len(population.players) != 1 or not len(population):
+            raise ValueError(
+                "a league is of one player whose members sit at every seat, and begins with somebody to play against; "
+                f"this population has players {', '.join(population.players)} and {len(population)} members"
+            )
+        self.config, self.population, self.seed = config, population, seed
+        self.seats = tuple(seats) or population.players * 2
+        self.origin = next((member.name for member in population if member.weights), "")
+        self.rules = Rules(config, list(self._learners()), population)
+        self.learners, self.rates = self.rules.learners, self.rules.rates
+        self.games = self.env_steps = 0
+        self._notes: dict[str, Metrics] = {}
+        self.opponents: dict[str, dict[str, list[str]]] = {}  # by task: whom each of its members stands for
+
+    def _learners(self) -> Iterable[Learner]:
+        roles = self.config.roles()
+        for number, role in enumerate(roles):
+            yield Learner(f"{role}_{number - roles.index(role)}", role, start=self.origin, parent=self.origin)
+
+    def begin(self) -> list[Task]:
+        return [self._slice(learner) for learner in self.learners.values()]
+
+    def finished(self, task: Task, result: Result) -> list[Task]:
+        self._notes = {}
+        if task.kind == "train":
+            return self._trained(task, result)
+        if task.kind == "play":
+            self.games += sum(int(cell["games"]) for cell in result["cells"])
+        else:
+            counts = {key: task.order[key] for key in ("iteration", "env_steps", "games")}
+            self._notes = {TEAM: {**counts, **{key: result[key] for key in ("nash_conv", "exploitability")}}}
+        return []
+
+    def notes(self, task: Task, result: Result) -> dict[str, Metrics]:
+        """What a slice came to: the learner's win rate against those who judge it, in the mean and at its worst."""
+        return self._notes
+
+    def summary(self) -> Metrics:
+        """Where the run stands."""
+        done = sum(learner.slices for learner in self.learners.values())
+        counts = {"members": len(self.population), "games": self.games, "env_steps": self.env_steps}
+        return {"iteration": done, "iterations": self.config.slices * len(self.learners), **counts}
+
+    def _trained(self, task: Task, result: Result) -> list[Task]:
+        learner = self.learners[task.order["learner"]]
+        self.env_steps += int(result["env_steps"])
+        self._note(learner, task, result)
+        over = learner.slices == self.config.slices
+        played = self._freeze(learner) if over or self.rules.ready(learner) else []
+        return played if over else [*played, self._slice(learner)]
+
+    def _slice(self, learner: Learner) -> Task:
+        makes, mix = f"{learner.name}-{learner.slices + 1}", self.rules.mixture(learner)
+        self_play = mix.pop(learner.name, 0.0)
+        rest = sum(mix.values())
+        names = {name: self.learners[name].latest if name in self.learners else name for name in mix}
+        members = blend(*((p / rest, {names[name]: 1.0}) for name, p in mix.items())) or {self.rules.first[0]: 1.0}
+        stands_for = {member: [name for name in names if names[name] == member] for member in members}
+        self.opponents[f"train/{makes}"] = stands_for
+        order = {
+            "learner": learner.name,
+            "player": self.population.players[0],
+            "opponents": {self.population.players[0]: members},
+            "self_play": self_play,
+            "start": learner.start or None,
+            **({"steps": self.config.steps} if self.config.steps else {"env_steps": self.config.env_steps}),
+        }
+        return Task(f"train/{makes}", "train", order, self._files([*members, learner.start]), makes)
+
+    def _files(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The members among these that have files, each once."""
+        members = self.population.members
+        return tuple(name for name in dict.fromkeys(names) if name and (name not in members or members[name].weights))
+
+    def _note(self, learner: Learner, task: Task, result: Result) -> None:
+        for member, names in self.opponents.pop(task.name).items():
+            if (tally := result["against"].get(member)) is None:
+                continue
+            for name in names:
+                self.rates.add(learner.name, name, tally["games"], tally["wins"] + tally["draws"] / 2)
+        learner.slices += 1
+        learner.since += 1
+        learner.start = learner.latest = task.makes
+        rates = self.rules.against(learner, self.rules.judges(learner))
+        figures = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result["return"]}
+        self._notes = {learner.name: {**figures, "win_rate": float(np.mean(rates)), "worst_win_rate": min(rates)}}
+
+    def _freeze(self, learner: Learner) -> list[Task]:
+        """Makes the latest slice's member one of the history; it plays those before it, and the learner goes on."""
+        before, name = self.rules.history(), learner.latest
+        info = {"learner": learner.name, "role": learner.role, "slices": learner.slices}
+        self.population.add(Member(name, self.population.players[0], f"members/{name}", learner.parent or None, info))
+        learner.past.append(name)
+        learner.since, learner.parent = 0, name
+        if self._begins_anew(learner):
+            learner.start = learner.parent = self.origin
+            learner.latest = ""
+            self.rates.forget(learner.name)
+        self._notes[TEAM] = self.summary()
+        return [*(self._play(name, before) if self.config.games else []), *self._assessment(learner)]
+
+    def _assessment(self, learner: Learner) -> list[Task]:
+        every, copies = self.config.assess, len(learner.past)
+        if learner.role != "main" or not every or copies % every:
+            return []
+        mixes = {self.population.players[0]: {learner.past[-1]: 1.0}}
+        order = {"iteration": copies, "strategies": mixes, "env_steps": self.env_steps, "games": self.games}
+        return [Task(f"assess/{learner.past[-1]}", "assess", order, self._files(learner.past[-1:]))]
+
+    def _play(self, name: str, others: Sequence[str]) -> list[Task]:
+        tasks: list[Task] = []
+        for i in range(0, len(others), self.config.cells):
+            some = others[i : i + self.config.cells]
+            cells = [[name, *[other] * (len(self.seats) - 1)] for other in some]
+            order = {"cells": cells, "games": self.config.games}
+            tasks.append(Task(f"play/{name}/{len(tasks)}", "play", order, self._files([name, *some])))
+        return tasks
+
+    def _begins_anew(self, learner: Learner) -> bool:
+        if learner.role == "league_exploiter":
+            drawn = np.random.default_rng(derive(self.seed, "reset", learner.name, learner.slices)).random()
+            return bool(drawn < self.config.reset)
+        return learner.role == "main_exploiter"

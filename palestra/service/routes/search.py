@@ -1,0 +1,103 @@
+"""Finding sessions again, and putting them into projects.
+
+A project is a word that a client chooses: it groups sessions and needs no making. Whatever a search names, it finds the
+asking key's own sessions alone.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import sqlalchemy as sql
+from fastapi import APIRouter, Response
+
+from palestra.service.calls import Ctx, Json, Owner
+from palestra.service.context import Context
+from palestra.service.replies import SessionSearchCursor, SessionSearchResponse, SessionSummary
+from palestra.service.routes.models import GONE
+from palestra.service.tables import checkpoints, models, sessions
+from palestra.service.wire import AssignProjectRequest, SessionSearchRequest, SessionStatusQuery
+
+router = APIRouter()
+ALL = 1_000_000
+NO_PROJECT = "default"  # what the wire calls the project of a session that is in none
+
+
+@router.put("/sessions/{id}/project")
+def assign_project(id: str, call: Json[AssignProjectRequest], ctx: Ctx, owner: Owner) -> Response:
+    session = ctx.session(owner, id)
+    ctx.store.change(sessions, id, info={**session.info, "project": call.project_id})
+    return Response(status_code=204)
+
+
+@router.post("/sessions/search")
+def search_sessions(call: Json[SessionSearchRequest], ctx: Ctx, owner: Owner) -> SessionSearchResponse:
+    """A page, newest first. `session_id` and `display_name` are alternatives; all else must hold."""
+    if call.owner.owner_urns is not None and owner not in call.owner.owner_urns:
+        return SessionSearchResponse(sessions=[])
+    mine = ctx.store.find(sessions, sessions.c.owner == owner, limit=ALL)
+    rows = sorted((row for row in mine if _matches(row, call)), key=_place, reverse=True)
+    if call.cursor is not None:
+        last = (call.cursor.last_created_at.timestamp(), call.cursor.last_session_id)
+        rows = [row for row in rows if _place(row) < last]
+    page = [_summary(ctx, row) for row in rows[: call.limit]]
+    more = len(rows) > len(page)
+    cursor = (
+        SessionSearchCursor(last_created_at=page[-1].created_at, last_session_id=page[-1].session_id) if more else None
+    )
+    return SessionSearchResponse(sessions=page, next_cursor=cursor)
+
+
+def _place(row: sql.Row) -> tuple[float, str]:
+    """Where a session stands in the order, in the precision with which a cursor comes back."""
+    return datetime.fromtimestamp(row.created, UTC).timestamp(), row.id
+
+
+def _matches(row: sql.Row, call: SessionSearchRequest) -> bool:
+    name = str(row.info.get("display_name") or "").lower()
+    named = call.display_name is not None and all(word in name for word in call.display_name.lower().split())
+    if (call.session_id is not None or call.display_name is not None) and not (named or row.id == call.session_id):
+        return False
+    if call.project_ids is not None and _project(row) not in call.project_ids:
+        return False
+    metadata = row.info.get("user_metadata") or {}
+    if any(metadata.get(key) != value for key, value in call.user_metadata.items()):
+        return False
+    return call.statuses is None or any(_is(_status(row), wanted) for wanted in call.statuses)
+
+
+def _project(row: sql.Row) -> str:
+    return str(row.info.get("project") or NO_PROJECT)
+
+
+def _status(row: sql.Row) -> dict[str, Any] | None:
+    """None for a session that nobody finished and nobody uses. Sessions neither fail nor are cancelled here."""
+    if row.finished is not None:
+        said = row.info.get("finish") or {}
+        reason = {"type": said.get("reason", "success")}
+        return {"type": "client_finished", "reason": reason, "detail": said.get("detail")}
+    return {"type": "active"} if row.seen > time.time() - GONE else None
+
+
+def _is(status: dict[str, Any] | None, wanted: SessionStatusQuery) -> bool:
+    if status is None or status["type"] != wanted.type:
+        return False
+    return wanted.reasons is None or status["type"] == "active" or status["reason"]["type"] in wanted.reasons
+
+
+def _summary(ctx: Context, row: sql.Row) -> SessionSummary:
+    of_session = sql.select(models.c.id).where(models.c.session == row.id)
+    kept = ctx.store.find(checkpoints, checkpoints.c.run.in_(of_session), limit=ALL)
+    return SessionSummary(
+        session_id=row.id,
+        created_at=datetime.fromtimestamp(row.created, UTC),
+        owner=row.owner,
+        project_id=_project(row),
+        status=_status(row),
+        checkpoints_count=len(kept),
+        display_name=row.info.get("display_name"),
+        user_metadata=row.info.get("user_metadata"),
+        checkpoint_storage_bytes=sum(checkpoint.size for checkpoint in kept),
+    )

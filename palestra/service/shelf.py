@@ -1,0 +1,97 @@
+"""Weights kept and taken up again: what `save`, `load`, `unload` and `interpolate` do."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import sqlalchemy as sql
+
+from palestra.engine.checkpoints import load_adapter, save_adapter
+from palestra.engine.lora import weighted_sum
+from palestra.service.jobs import InterpolateJob, LoadJob, SaveJob
+from palestra.service.outbox import Outbox
+from palestra.service.store import Done
+from palestra.service.tables import Change, checkpoints, models, samplers
+from palestra.service.tenants import Tenant, Tenants, save_weights
+from palestra.service.vault import TinkerPath
+
+SAVED = {  # what older clients want to read in the answer
+    "training": "save_weights",
+    "sampler": "save_weights_for_sampler",
+    "external": "save_weights_external",
+}
+
+
+class Shelf:
+    """Between the models in memory and their weights in the vault; what it did goes to the outbox."""
+
+    def __init__(self, tenants: Tenants, outbox: Outbox) -> None:
+        self.tenants, self.outbox = tenants, outbox
+        self.store, self.vault = tenants.store, tenants.vault
+
+    def save(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        job = SaveJob.model_validate_json(row.body)
+        path = TinkerPath.parse(job.path) if job.path else None
+        if path and job.overwrite is False and self.store.get(checkpoints, str(path)):
+            raise ValueError(f"{path} is there already: choose another name, or save with overwrite")
+        whole = bool(path and path.kind == "training")
+        fill = partial(save_weights, tenant=tenant, optimizer=whole)
+        # a sampler is gone with its session: it may be lost in a power cut
+        folder, size = self.vault.write(fill, synced=path is not None)
+        model = self.store.get(models, tenant.id)
+        assert model is not None
+        if path is None:
+            self._sampler(tenant, job, model, folder)
+            self.outbox.say(row, sampling_session_id=job.sampler, type="save_weights_for_sampler")
+            return
+        expires = time.time() + job.ttl_seconds if job.ttl_seconds else None
+        self._checkpoint(path, model.owner, tenant.base.name, model.lora, folder, size, expires=expires, info=job.info)
+        if whole and not tenant.gathered:
+            tenant.kept = tenant.changed
+            info = {k: v for k, v in model.info.items() if k != "optimizer"} | {"path": str(path)}
+            self.outbox.changes.append(Change.of(models, tenant.id, saved=folder, kept=tenant.changed, info=info))
+        self.outbox.say(row, path=str(path), type=SAVED[path.kind])
+
+    def interpolate(self, row: sql.Row) -> None:
+        job = InterpolateJob.model_validate_json(row.body)
+        source = self.store.get(checkpoints, job.source_paths[0])
+        assert source is not None
+        base, path = self.tenants.base(source.base), TinkerPath.parse(job.path)
+        adapters = [load_adapter(self.vault.read(folder), base.engine) for folder in job.folders]
+        mixed = weighted_sum(adapters, job.coefficients, base.engine.linears)
+        folder, size = self.vault.write(partial(save_adapter, adapter=mixed, base=base.name))
+        self._checkpoint(path, row.owner, base.name, source.lora, folder, size)
+        said = {"source_paths": job.source_paths, "coefficients": job.coefficients, "has_rank_shards": False}
+        self.outbox.say(row, path=str(path), checkpoint_type="sampler", **said)
+
+    def load(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        job = LoadJob.model_validate_json(row.body)
+        self.tenants.load(tenant, job.folder, optimizer=job.optimizer)
+        tenant.changed = tenant.kept = seq
+        model = self.store.get(models, tenant.id)
+        info = (model.info if model else {}) | {"path": job.path, "optimizer": job.optimizer}
+        values = {"saved": job.folder, "changed": seq, "kept": seq, "state": "live", "info": info}
+        self.outbox.changes.append(Change.of(models, tenant.id, **values))
+        self.outbox.say(row, path=job.path, model_id=tenant.id, type="load_weights")
+
+    def unload(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        self.tenants.live.pop(tenant.id)
+        self.outbox.changes.append(Change.of(models, tenant.id, state="gone", saved=None))
+        self.outbox.say(row, model_id=tenant.id, type="unload_model")
+        for _, _, later in tenant.queue:
+            self.outbox.answers.append(Done.failure(later.id, f"model {tenant.id} was unloaded before this request"))
+
+    def _sampler(self, tenant: Tenant, job: SaveJob, model: sql.Row, folder: str) -> None:
+        assert tenant.trainer.adapter is not None
+        values = {"session": model.session, "owner": model.owner, "base": tenant.base.name, "created": time.time()}
+        self.outbox.changes += Change.put(samplers, {**values, "id": job.sampler, "folder": folder})
+        self.tenants.remember(folder, tenant.trainer.adapter.snapshot(folder, tenant.base.engine.dtype))
+
+    def _checkpoint(
+        self, path: TinkerPath, owner: str, base: str, lora: Any, folder: str, size: int, **more: Any
+    ) -> None:
+        values = {"path": str(path), "run": path.run, "kind": path.kind, "folder": folder, "size": size, "info": {}}
+        values |= {"owner": owner, "base": base, "lora": lora, "created": time.time(), "expires": None, "public": False}
+        self.outbox.changes += Change.put(checkpoints, values | more)

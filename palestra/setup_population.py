@@ -1,0 +1,215 @@
+"""From a config of a population to its plan, its workers and where they work."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_serializer, model_validator
+
+from palestra.backends.inline import Inline
+from palestra.backends.local import Local
+from palestra.config import Strict
+from palestra.envs import env_class, env_options
+from palestra.envs.text.games import TextGame
+from palestra.envs.vector.base import VectorEnv
+from palestra.files import atomic_write
+from palestra.oracles.exact import ExactWorker
+from palestra.oracles.language import LanguageOracle, LanguageWorker
+from palestra.oracles.members import UNIFORM, rules_of
+from palestra.oracles.nets import NetOracle, NetWorker
+from palestra.populations.league import League, LeagueConfig
+from palestra.populations.pbt import PBT, PBTConfig
+from palestra.populations.population import Member, Player, Population
+from palestra.populations.psro import PSRO, PSROConfig
+from palestra.populations.scheduler import Watcher, follow
+from palestra.populations.self_play import SelfPlay, SelfPlayConfig
+from palestra.populations.tasks import Backend, Done, MakeWorker
+from palestra.runs import Run
+from palestra.types import TEAM, Metrics, Seat
+
+EVERYONE = "agent"  # the population that plays every seat
+
+AnyPlan = PSRO | SelfPlay | League | PBT
+PlanConfig = Annotated[PSROConfig | SelfPlayConfig | LeagueConfig | PBTConfig, Field(discriminator="type")]
+
+
+class ExactOracle(Strict):
+    """Best responses worked out, in a game that has rules here and is small enough to be walked through."""
+
+    type: Literal["exact"] = "exact"
+    env: dict[str, Any]
+
+
+Oracle = Annotated[NetOracle | ExactOracle | LanguageOracle, Field(discriminator="type")]
+WORKERS: dict[str, Callable[..., Any]] = {"net": NetWorker, "language": LanguageWorker}
+
+
+class BackendConfig(Strict):
+    """Where tasks are done: `inline`, in this process and thread; `local`, by processes on this machine; `ray`, by
+    actors on the cluster at `address` (none: one that is started here).
+
+    `workers` is how many (0: one for each CPU of this machine), `threads` those of each local one. `placement` sets
+    Ray's workers apart for a kind of task, with the resources they need: {train: {workers: 2, num_gpus: 1}}."""
+
+    type: Literal["inline", "local", "ray"] = "local"
+    workers: int = Field(0, ge=0)
+    threads: int = Field(1, ge=1)
+    address: str | None = None
+    placement: dict[str, dict[str, Any]] = {}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        given = "address" if self.address else "placement" if self.placement else ""
+        if given and self.type != "ray":
+            raise ValueError(f"{given} is for backend type ray, not {self.type}: say --backend ray, or leave it out")
+        return self
+
+
+class PopulationConfig(Strict):
+    """A run that trains a population: `env` is the game, `population` the plan, `oracle` how a member learns.
+
+    Every seat has a population of its own, unless `symmetric`: then one plays every seat, as in leagues and
+    population-based training always."""
+
+    name: str = "population"
+    seed: int = 0
+    env: dict[str, Any]
+    symmetric: bool = False
+    population: PlanConfig
+    oracle: Oracle
+    backend: BackendConfig = BackendConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_env(cls, tree: Any) -> Any:
+        """The oracle's env is the run's, and stands once."""
+        oracle = tree.get("oracle") if isinstance(tree, Mapping) else None
+        if not isinstance(oracle, Mapping):
+            return tree
+        if "env" in oracle:
+            raise ValueError("oracle.env: the env of a population stands at the top of the config; leave it out here")
+        return {**tree, "oracle": {**oracle, "env": tree.get("env")}}
+
+    @field_serializer("oracle")
+    def _without_env(self, oracle: Strict) -> dict[str, Any]:
+        return oracle.model_dump(mode="json", exclude={"env"})
+
+
+@dataclass
+class Setup:
+    """What a run of a population consists of; the backend begins with `run_population`."""
+
+    plan: AnyPlan
+    make_worker: MakeWorker
+    backend: Callable[[MakeWorker], Backend]
+    workers: int
+
+
+class Recorder(Watcher):
+    """Writes what a plan knows beside the run's logs, as often as it has more members: population.json, payoffs.csv."""
+
+    def __init__(self, plan: AnyPlan, run: Run, watcher: Watcher) -> None:
+        self.plan, self.run, self.watcher = plan, run, watcher
+        self.members = 0
+
+    def done(self, number: int, done: Done, lines: Mapping[str, Metrics]) -> None:
+        if TEAM in lines and len(self.plan.population) > self.members:
+            self.write()
+        self.watcher.done(number, done, lines)
+
+    def write(self) -> None:
+        self.members = len(self.plan.population)
+        members = json.dumps(self.plan.population.to_json(), indent=2)
+        atomic_write(self.run.path / "population.json", f"{members}\n".encode())
+        if isinstance(self.plan, PSRO | SelfPlay) and self.plan.payoffs.shape:
+            atomic_write(self.run.path / "payoffs.csv", self.plan.payoffs.to_csv().encode())
+
+
+def build_population(config: PopulationConfig) -> Setup:
+    """Everything that `config` describes, ready for `run_population`. Raises ValueError where its parts do not fit."""
+    seats, rules = _game(config.env)
+    _check(config, rules)
+    one = config.symmetric or isinstance(config.population, LeagueConfig | PBTConfig)
+    players = (EVERYONE,) if one else tuple(seats)
+    population = Population(players)
+    population.add(Member(UNIFORM, ""))
+    return Setup(
+        plan=_plan(config, population, tuple(EVERYONE if one else seat for seat in seats)),
+        make_worker=_worker(config, players),
+        backend=partial(_backend, config.backend),
+        workers=1 if config.backend.type == "inline" else config.backend.workers or os.cpu_count() or 1,
+    )
+
+
+def run_population(setup: Setup, run: Run, watcher: Watcher, stop: Callable[[], bool] = lambda: False) -> bool:
+    """Does what is left of the plan; False where `stop` ended it before."""
+    backend = setup.backend(setup.make_worker)
+    recorder = Recorder(setup.plan, run, watcher)
+    try:
+        done = follow(setup.plan, backend, run, watcher=recorder, stop=stop)
+    finally:
+        backend.close()
+    recorder.write()
+    return done
+
+
+def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool]:
+    """The seats of an env, and whether it has rules, by which much is exact."""
+    cls = env_class(env.get("type", ""))
+    options = env_options(cls, {name: value for name, value in env.items() if name != "type"})
+    if issubclass(cls, VectorEnv):
+        made = cls(**(options | {"games": 1}))
+        seats, rules = made.seats, rules_of(env) is not None
+        made.close()
+        return seats, rules
+    seats = cls(**options).seats
+    return seats, issubclass(cls, TextGame)
+
+
+def _check(config: PopulationConfig, rules: bool) -> None:
+    env, oracle = config.env.get("type"), config.oracle
+    vectorised = issubclass(env_class(str(env)), VectorEnv)
+    if vectorised == isinstance(oracle, LanguageOracle):
+        fitting = "net or exact" if vectorised else "language"
+        raise ValueError(f'oracle {oracle.type} does not play env "{env}": its oracles are of type {fitting}')
+    if not rules and isinstance(oracle, ExactOracle):
+        raise ValueError(f'env "{env}" has no rules here, so no best response is worked out: use an oracle that learns')
+    if not rules and getattr(config.population, "assess", 0):
+        raise ValueError(f'env "{env}" has no rules here, so NashConv cannot be measured: say population.assess: 0')
+
+
+def _plan(config: PopulationConfig, population: Population, seats: tuple[Player, ...]) -> AnyPlan:
+    plan = config.population
+    if isinstance(plan, PSROConfig):
+        return PSRO(plan, population, seats)
+    if isinstance(plan, SelfPlayConfig):
+        return SelfPlay(plan, population, seats)
+    if isinstance(plan, LeagueConfig):
+        return League(plan, population, seats, config.seed)
+    return PBT(plan, population, config.seed)
+
+
+def _worker(config: PopulationConfig, players: tuple[Player, ...]) -> MakeWorker:
+    if isinstance(config.oracle, ExactOracle):
+        return partial(ExactWorker, config.env, players)
+    return partial(WORKERS[config.oracle.type], config.oracle, players, config.seed)
+
+
+def _backend(config: BackendConfig, make_worker: MakeWorker) -> Backend:
+    """Raises ValueError where Ray is asked for and not installed."""
+    workers = config.workers or os.cpu_count() or 1
+    if config.type == "inline":
+        return Inline(make_worker)
+    if config.type == "local":
+        return Local(make_worker, workers, config.threads)
+    if find_spec("ray") is None:
+        raise ValueError("--backend ray needs Ray: pip install 'palestra[ray]'; --backend local does without")
+    from palestra.backends.ray import RayBackend
+
+    return RayBackend(make_worker, workers, config.address, config.placement)

@@ -1,0 +1,213 @@
+"""What every backend must do, told by what a scheduler sees of it; and what only some can: outlive their workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_tasks import Adder, Odd, Sums, Teller, cannot, dies, expected
+
+from palestra.backends.inline import Inline
+from palestra.backends.local import Local
+from palestra.populations.scheduler import follow
+from palestra.populations.tasks import Backend, Done, Task
+from palestra.runs import Run
+
+ray = pytest.importorskip("ray")
+
+from palestra.backends.ray import RayBackend  # noqa: E402
+
+KINDS: dict[str, Callable[..., Any]] = {"inline": lambda make, _: Inline(make), "local": Local, "ray": RayBackend}
+Open = Callable[..., Backend]
+
+
+RAY = pytest.param("ray", marks=pytest.mark.slow)  # its actors take seconds to start
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One Ray for all tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))  # so that actors find toy_tasks
+        patch.setenv("RAY_worker_niceness", "0")  # beside other work on the machine, Ray's 15 would starve them
+        ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+def opened(kind: str, request: pytest.FixtureRequest) -> Iterator[Open]:
+    if kind == "ray":
+        request.getfixturevalue("cluster")
+    backends: list[Backend] = []
+
+    def make(make_worker: Callable[[], Any] = Adder, workers: int = 2) -> Backend:
+        backends.append(KINDS[kind](make_worker, workers))
+        return backends[-1]
+
+    yield make
+    for backend in backends:
+        backend.close()
+
+
+@pytest.fixture(params=["inline", "local", RAY])
+def backend(request: pytest.FixtureRequest) -> Iterator[Open]:
+    yield from opened(request.param, request)
+
+
+@pytest.fixture(params=["local", RAY])
+def others(request: pytest.FixtureRequest) -> Iterator[Open]:
+    """Backends whose workers are other processes."""
+    yield from opened(request.param, request)
+
+
+def run_sums(root: Path, backend: Backend, leaves: int = 8) -> Sums:
+    plan = Sums(leaves)
+    with Run.create(root, "leaves: 8\n") as run:
+        assert follow(plan, backend, run)
+    assert plan.total == expected(leaves)
+    return plan
+
+
+def make_member(backend: Backend, folder: Path) -> None:
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "number").write_text("11")
+    backend.share(folder.name, folder)
+
+
+def done(backend: Backend, seconds: float = 60.0) -> Done:
+    found = backend.wait(seconds)
+    assert found is not None
+    return found
+
+
+def test_a_plan_is_done(backend: Open, tmp_path: Path) -> None:
+    plan = run_sums(tmp_path, backend())
+    assert len(plan.heard) == 30
+
+
+def test_what_a_task_makes_is_the_callers(backend: Open) -> None:
+    open_backend = backend()
+    open_backend.submit(Task("train/a", "train", makes="a"))
+    found = done(open_backend)
+    assert found.task.name == "train/a" and found.seconds >= 0 and found.folder
+    assert (found.folder / "deep" / "number").read_text() == str(found.result["value"])
+
+
+def test_members_that_are_shared_are_found(backend: Open, tmp_path: Path) -> None:
+    open_backend = backend()
+    make_member(open_backend, tmp_path / "x")
+    for name in ("play/1", "play/2"):
+        open_backend.submit(Task(name, "play", members=("x",)))
+    assert [done(open_backend).result for _ in range(2)] == [{"value": 11}] * 2
+
+
+def test_a_member_nobody_made_is_named(backend: Open) -> None:
+    open_backend = backend()
+    with pytest.raises(ValueError, match="task play/1 needs ghost: no finished task made"):
+        for _ in range(3):  # found out when a worker is free
+            open_backend.submit(Task("play/1", "play", members=("ghost",)))
+            open_backend.wait(10.0)
+
+
+def test_an_error_names_the_task_and_shows_the_workers_own(backend: Open) -> None:
+    open_backend = backend(partial(Adder, bad="play/1"))
+    open_backend.submit(Task("play/1", "play"))
+    with pytest.raises(ValueError, match=r"(?s)task play/1 failed: .*RuntimeError: no play/1 today"):
+        done(open_backend)
+
+
+def test_results_are_as_json_gives_them_back(backend: Open) -> None:
+    open_backend = backend(Odd)
+    open_backend.submit(Task("good", "play"))
+    assert done(open_backend).result == {"pair": [1, 2], "3": None, "thing": None}
+    open_backend.submit(Task("bad", "play"))
+    with pytest.raises(ValueError, match=r"(?s)task bad failed: .*TypeError: Object of type object is not JSON"):
+        done(open_backend)
+
+
+def test_tasks_withdrawn_are_forgotten(backend: Open) -> None:
+    open_backend = backend(partial(Adder, seconds=0.3))
+    for i in range(8):
+        open_backend.submit(Task(f"play/{i}", "play"))
+    first = done(open_backend)
+    busy = open_backend.withdraw()
+    assert busy <= open_backend.workers and (busy > 0) != isinstance(open_backend, Inline)
+    rest = [done(open_backend) for _ in range(busy)]
+    assert open_backend.wait(0.5) is None
+    assert len({found.task.name for found in [first, *rest]}) == busy + 1
+
+
+def test_a_stop_waits_for_what_is_under_way_and_a_resume_does_the_rest(backend: Open, tmp_path: Path) -> None:
+    slow = partial(Adder, seconds=0.1)
+    with Run.create(tmp_path, "") as run:
+        plan = Sums(8)
+        assert not follow(plan, backend(slow), run, stop=lambda: len(plan.heard) >= 3)
+        assert 3 <= len(plan.heard) <= 5
+        again = Sums(8)
+        assert follow(again, backend(), run)
+    assert again.heard[: len(plan.heard)] == plan.heard and again.total == expected(8)
+
+
+# ---- workers that are processes
+
+
+def test_workers_are_processes_of_one_thread_each(others: Open) -> None:
+    backend = others(Teller)
+    found: list[dict[str, Any]] = []
+    while len({told["pid"] for told in found}) < 2:  # one may take longer to start
+        backend.submit(Task(f"play/{len(found)}", "play", {"seconds": 0.1}))
+        backend.submit(Task(f"play/{len(found) + 1}", "play", {"seconds": 0.1}))
+        found += [done(backend).result, done(backend).result]
+    assert os.getpid() not in {told["pid"] for told in found}
+    assert {told["threads"] for told in found} == {"1"}
+
+
+def test_a_task_whose_worker_is_killed_is_done_by_another(others: Open, tmp_path: Path) -> None:
+    bodies = tmp_path / "bodies"
+    bodies.mkdir()
+    fatal = {"train/sum-0-1": 1, "train/sum-0-4": 2, "train/sum-6-7": 1}
+    plan = run_sums(tmp_path, others(partial(Adder, fatal=fatal, bodies=str(bodies))))
+    assert len(list(bodies.iterdir())) == 4
+    assert len(plan.heard) == 30
+
+
+def test_a_task_that_kills_every_worker_is_given_up(others: Open, tmp_path: Path) -> None:
+    backend = others(partial(Adder, fatal={"train/a": 9}, bodies=str(tmp_path)))
+    backend.submit(Task("train/a", "train", makes="a"))
+    with pytest.raises(ValueError, match="3 workers died at task train/a"):
+        done(backend)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_idle_worker_that_is_killed_is_replaced(others: Open) -> None:
+    backend = others(Teller, 1)
+    pids = set()
+    for i in range(3):
+        backend.submit(Task(f"play/{i}", "play"))
+        pids.add(pid := done(backend).result["pid"])
+        os.kill(pid, signal.SIGKILL)
+    assert len(pids) == 3
+
+
+def test_a_worker_that_cannot_be_made_says_why(others: Open) -> None:
+    backend = others(cannot)
+    backend.submit(Task("play/1", "play"))
+    with pytest.raises(ValueError, match=r"(?s)a worker cannot be made: .*no worker today"):
+        done(backend)
+
+
+def test_workers_that_die_before_they_are_ready_are_not_made_for_ever(others: Open) -> None:
+    backend = others(dies, 1)
+    backend.submit(Task("play/1", "play"))
+    with pytest.raises(ValueError, match="3 workers in a row died before they were ready"):
+        done(backend)
+
+
+def test_what_cannot_be_sent_is_explained(others: Open) -> None:
+    with open(os.devnull) as file, pytest.raises(ValueError, match="cannot be sent to another process"):
+        others(partial(Adder, bodies=file))  # type: ignore[arg-type]

@@ -1,0 +1,84 @@
+"""Local workers: they end with their parent, however it ends, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from toy_tasks import Adder, Teller
+
+from palestra.backends.local import Local
+from palestra.populations.tasks import Task
+from palestra.runs import Run, read_lines
+
+TESTS = Path(__file__).parent.parent
+
+
+def start(root: Path, seconds: str) -> subprocess.Popen[str]:
+    """A process that follows a plan of slow tasks with two workers, in the middle of it."""
+    Run.create(root, "").close()
+    command = [sys.executable, "-m", "toy_follow", str(root / "run"), "local", "8", "-1", seconds]
+    environment = {**os.environ, "TMPDIR": str(root)}
+    process = subprocess.Popen(
+        command, cwd=TESTS, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    until(lambda: len(read_lines(root / "run" / "tasks.jsonl")) >= 2)
+    return process
+
+
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def workers_of(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").exists() and bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    process = start(tmp_path, "0.3")
+    workers = workers_of(process.pid)
+    assert len(workers) == 2
+    process.kill()
+    process.communicate()
+    until(lambda: not any(map(alive, workers)), 10.0)
+    until(lambda: not list(tmp_path.glob("palestra-*")))  # what they were making, too
+
+
+def test_ctrl_c_is_the_parents_to_hear(tmp_path: Path) -> None:
+    """The whole foreground group gets the signal; the parent ends what is under way, notes it, and goes."""
+    process = start(tmp_path, "0.3")
+    workers = workers_of(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in said, said
+    assert 2 <= len(read_lines(tmp_path / "run" / "tasks.jsonl")) <= 8
+    assert not any(map(alive, workers)) and not list(tmp_path.glob("palestra-*"))
+
+
+def test_what_is_abandoned_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    backend = Local(Teller, 2)
+    backend.submit(Task("play/1", "play"))
+    found = backend.wait(60.0)
+    backend.submit(Task("play/2", "play", {"seconds": 1e3}))
+    backend.close()
+    assert found and not alive(found.result["pid"]) and not list(tmp_path.iterdir())
+
+
+def test_a_backend_has_a_worker() -> None:
+    with pytest.raises(ValueError, match="workers is 0: at least one"):
+        Local(Adder, 0)

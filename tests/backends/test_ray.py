@@ -1,0 +1,128 @@
+"""Ray on a cluster of two nodes: who does what where, and what is lost with a node (nothing that was finished)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_tasks import Adder, Sums, Teller, expected
+
+from palestra.populations.scheduler import Watcher, follow
+from palestra.populations.tasks import Done, Task
+from palestra.runs import Run, read_lines
+
+ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from palestra.backends import ray as backends  # noqa: E402
+from palestra.backends.ray import RayBackend  # noqa: E402
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two nodes of two CPUs, each a set of processes of its own; one is called "home", the other "away"."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))  # so that actors find toy_tasks
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # beside other work on the machine, Ray's 15 would starve them
+    nodes = Cluster(True, head_node_args={"num_cpus": 2, "resources": {"home": 2}})
+    nodes.add_node(num_cpus=2, resources={"away": 2})
+    nodes.wait_for_nodes()
+    ray.init(nodes.address, log_to_driver=False, logging_level="ERROR")
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def told(backend: RayBackend, *tasks: Task) -> dict[str, Any]:
+    for task in tasks:
+        backend.submit(task)
+    found = [backend.wait(120.0) for _ in tasks]
+    return {done.task.name: done.result for done in found if done}
+
+
+class LoseNode(Watcher):
+    """Takes the other node from the cluster, by killing its processes, once some members are made."""
+
+    def __init__(self, nodes: Cluster, log: Path) -> None:
+        self.nodes, self.log, self.before = nodes, log, b""
+
+    def done(self, number: int, done: Done, lines: Mapping[str, object]) -> None:
+        if number == 6:
+            self.before = self.log.read_bytes()
+            away = next(node for node in self.nodes.list_all_nodes() if not node.is_head())
+            self.nodes.remove_node(away, allow_graceful=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_outlives_a_node(cluster: Cluster, tmp_path: Path) -> None:
+    """Half of the workers die with their tasks; the others do these again, and all that there is to do."""
+    plan = Sums(16)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    make = partial(Adder, 0.5, begun=str(begun))
+    with Run.create(tmp_path, "") as run, closing(RayBackend(make, 4)) as backend:
+        watcher = LoseNode(cluster, run.path / "tasks.jsonl")
+        assert follow(plan, backend, run, watcher=watcher)
+    assert plan.total == expected(16)
+    assert watcher.before.count(b"\n") == 7
+    assert (run.path / "tasks.jsonl").read_bytes().startswith(watcher.before)
+    assert len(read_lines(run.path / "tasks.jsonl")) == 62
+    assert sum(node["Alive"] for node in ray.nodes()) == 1
+    assert len(list(begun.iterdir())) > 62  # some were under way on the node, and were begun twice
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kinds_of_task_are_placed_where_placement_says(cluster: Cluster, tmp_path: Path) -> None:
+    apart = {
+        "train": {"workers": 2, "resources": {"home": 1}, "num_cpus": 0.5},
+        "play": {"resources": {"away": 1}, "num_cpus": 0.5},
+    }
+    with closing(RayBackend(Teller, 1, placement=apart)) as backend:
+        assert backend.workers == 4
+        tasks = [Task(f"{kind}/{i}", kind, {"seconds": 0.2}) for kind in ("train", "play", "assess") for i in range(4)]
+        results = told(backend, *tasks)
+    parents = {
+        kind: {result["parent"] for name, result in results.items() if name.startswith(kind)}
+        for kind in ("train", "play", "assess")
+    }
+    assert len(results) == 12 and all(len(nodes) == 1 for nodes in parents.values())
+    assert parents["train"] != parents["play"]
+    pids = {kind: {r["pid"] for name, r in results.items() if name.startswith(kind)} for kind in parents}
+    assert not pids["train"] & pids["play"] and not pids["assess"] & (pids["train"] | pids["play"])
+
+
+@pytest.mark.slow
+def test_a_worker_that_has_no_place_is_explained(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "PATIENCE", 3.0)
+    with closing(RayBackend(Teller, 0, placement={"train": {"resources": {"moon": 1}}})) as backend:
+        with pytest.raises(ValueError, match=r"no worker for task train/1 in 3 s: one needs .*moon.*nodes have .*away"):
+            told(backend, Task("train/1", "train"))
+        with pytest.raises(ValueError, match="no worker does play/1: placement has no play"):
+            backend.submit(Task("play/1", "play"))
+
+
+@pytest.mark.slow
+def test_a_machine_alone_offers_what_placement_names() -> None:
+    with closing(RayBackend(Teller, 0, placement={"play": {"workers": 2, "resources": {"moon": 0.5}}})):
+        assert ray.cluster_resources()["moon"] == 1.0
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("workers", "placement", "message"),
+    [
+        (0, None, "workers is 0, and placement has none"),
+        (1, {"train": {"gpus": 1}}, r'placement.train has "gpus"; there are workers, num_cpus, num_gpus'),
+        (1, {"train": {"workers": 0}}, "placement.train.workers is 0: leave train out"),
+    ],
+)
+def test_mistakes_in_placement_are_explained(workers: int, placement: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RayBackend(Teller, workers, placement=placement)
+    assert not ray.is_initialized()

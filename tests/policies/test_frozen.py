@@ -1,0 +1,182 @@
+"""Frozen members: many in one call play as each would alone, and tables play what they say."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from palestra.envs.vector.base import Continuous, Discrete, Frame, MultiDiscrete, Space, empty_frame
+from palestra.nets.heads import head_for
+from palestra.nets.layers import Net, NetConfig, generators
+from palestra.nets.normalise import RunningNorm
+from palestra.nets.seating import Seating
+from palestra.policies.frozen import LEAST, NetGroup, NetMember, Rows, TableGroup, TableMember, Views, blocks
+from palestra.policies.nets import NetPlayer, greedy
+
+SMALL = NetConfig(hidden=[8])
+VIEW = 5
+
+
+def net(
+    seed: int, config: NetConfig = SMALL, space: Space = Discrete(3), *, norm: bool = False, seat_id: bool = False
+) -> NetMember:
+    """A network that plays its likeliest actions at seat 1 of 2."""
+    seating = Seating(("m",), ((1,),), 2, (VIEW,), space, seat_id)
+    head = head_for(space)
+    scale = None
+    if norm:
+        (size,) = seating.inputs
+        scale = RunningNorm(1, size)
+        scale.see(seed + 3 * torch.randn(1, 50, size, generator=noise(seed)), torch.ones(1, 50))
+    return NetMember(seating, Net(seating.inputs, head.outputs, config, generators([seed])), head, scale, best=True)
+
+
+def noise(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def rows(seed: int, games: int, members: np.ndarray, memory: int = 0, actions: int | None = 3) -> Rows:
+    """Rows of seat 1 in a frame of random views."""
+    rng = np.random.default_rng(seed)
+    frame = empty_frame(games, 2, (VIEW,), actions=actions)
+    frame.obs[:] = rng.normal(size=frame.obs.shape)
+    if frame.legal is not None:
+        frame.legal[:, :, 0] = rng.random((games, 2)) < 0.5
+    here = np.arange(len(members))
+    remembered = torch.from_numpy(rng.normal(size=(len(members), memory)).astype(np.float32))
+    fresh = rng.random(len(members)) < 0.3
+    return Rows(frame, here, np.ones_like(here), members, remembered, fresh, rng, noise(seed))
+
+
+def alone(member: NetMember, given: Rows) -> tuple[np.ndarray, torch.Tensor | None]:
+    """What a member does in all games, as a player of its own, and what it remembers then."""
+    normalise = member.norm.normalise if member.norm else None
+    player = NetPlayer(member.seating, member.net, greedy(member.head), normalise=normalise)
+    memory = given.memory[None] if given.memory.shape[1] else None
+    actions, _, kept = player.act(given.frame, memory, given.fresh)
+    return actions[:, 0], None if kept is None else kept[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    members=st.lists(st.integers(0, 4), min_size=1, max_size=70),
+    memory=st.sampled_from([0, 6]),
+    norm=st.booleans(),
+    seat_id=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_a_group_plays_as_each_member_would_alone(
+    members: list[int], memory: int, norm: bool, seat_id: bool, seed: int
+) -> None:
+    config = NetConfig(hidden=[8], memory=memory)
+    cast = [net(i, config, norm=norm, seat_id=seat_id) for i in range(5)]
+    who = np.array(members)
+    given = rows(seed, len(who), who, memory)
+    actions, kept = NetGroup(cast).act(given)
+    for number, member in enumerate(cast):
+        wanted, remembered = alone(member, given)
+        np.testing.assert_array_equal(actions[who == number], wanted[who == number])
+        if remembered is not None:
+            assert kept is not None
+            torch.testing.assert_close(kept[who == number], remembered[who == number])
+
+
+@pytest.mark.parametrize("space", [MultiDiscrete((2, 3)), Continuous((-1.0, 0.0), (1.0, 4.0))])
+def test_a_group_plays_actions_of_every_kind(space: Space) -> None:
+    cast = [net(i, space=space) for i in range(3)]
+    who = np.arange(12) % 3
+    given = rows(0, 12, who, actions=None)
+    actions, _ = NetGroup(cast).act(given)
+    for number, member in enumerate(cast):
+        np.testing.assert_allclose(actions[who == number], alone(member, given)[0][who == number], rtol=1e-5)
+
+
+def test_a_live_member_plays_by_what_it_knows_now() -> None:
+    member = net(0)
+    live = NetMember(member.seating, member.net, member.head, best=True, live=True)
+    group, given = NetGroup([live]), rows(0, 30, np.zeros(30, np.int64))
+    before = group.act(given)[0]
+    with torch.no_grad():
+        for parameter in member.net.parameters():
+            parameter.normal_(generator=noise(1))
+    after = group.act(given)[0]
+    assert (before != after).any()
+    np.testing.assert_array_equal(after, alone(member, given)[0])
+
+
+def test_members_of_a_group_are_not_changed_by_it() -> None:
+    cast = [net(i) for i in range(3)]
+    before = [p.detach().clone() for member in cast for p in member.net.parameters()]
+    NetGroup(cast).act(rows(0, 9, np.arange(9) % 3))
+    for old, new in zip(before, (p for member in cast for p in member.net.parameters()), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_what_is_alike_is_what_can_be_evaluated_together() -> None:
+    one = net(0)
+    assert one.shape == net(1).shape
+    others = [net(0, NetConfig(hidden=[9])), net(0, NetConfig(hidden=[8], activation="relu")), net(0, norm=True)]
+    others += [net(0, space=Discrete(4)), net(0, seat_id=True), NetMember(one.seating, one.net, one.head)]
+    assert one.shape not in {other.shape for other in others}
+
+
+@given(members=st.lists(st.integers(0, 30), min_size=1, max_size=300))
+def test_blocks_hold_rows_of_one_member_and_little_else(members: list[int]) -> None:
+    rows, there = np.array(members), len(set(members))
+    who, place, width = blocks(rows)
+    assert len(set(place.tolist())) == len(rows)
+    np.testing.assert_array_equal(who[place // width], rows)
+    assert len(who) * width <= 2 * len(rows) + LEAST * there
+
+
+# ---- tables
+
+
+def frame_of(views: np.ndarray) -> Frame:
+    frame = empty_frame(len(views), 2, views.shape[1:], actions=3)
+    frame.obs[:, 1] = views
+    return frame
+
+
+def test_a_table_is_drawn_from_as_it_says() -> None:
+    views = np.array([[0, 1, 0.5], [1, 0, 0.5], [1, 1, -2]], np.float32)
+    tables = np.array([[[0.2, 0.5, 0.3], [0, 1, 0], [0.5, 0, 0.5]], [[1, 0, 0], [0, 0, 1], [0, 1, 0]]])
+    known = Views(views)
+    group = TableGroup([TableMember(known, table) for table in tables])
+    games = 6000
+    at, who = np.arange(games) % 3, np.arange(games) // 3 % 2
+    here, rng = np.arange(games), np.random.default_rng(0)
+    given = Rows(frame_of(views[at]), here, np.ones_like(here), who, torch.zeros(games, 0), here < 0, rng, noise(0))
+    actions, _ = group.act(given)
+    for member in (0, 1):
+        for state in range(3):
+            drawn = actions[(who == member) & (at == state)]
+            share = np.bincount(drawn, minlength=3) / len(drawn)
+            assert (share[tables[member, state] == 0] == 0).all()
+            np.testing.assert_allclose(share, tables[member, state], atol=5 * 0.5 / np.sqrt(1000))
+
+
+def test_a_view_is_found_whatever_else_there_is() -> None:
+    views = np.random.default_rng(0).integers(0, 2, (3000, 14)).astype(np.float32)
+    views = np.unique(views, axis=0)
+    known = Views(views)
+    np.testing.assert_array_equal(known.find(views), np.arange(len(views)))
+    np.testing.assert_array_equal(known.find(-views[:1] * 0), known.find(views[:1] * 0))
+    assert (known.find(views + 2) == -1).all()
+
+
+def test_views_that_look_alike_are_refused() -> None:
+    with pytest.raises(ValueError, match="information state 2 looks like an earlier one"):
+        Views(np.array([[1, 0], [0, 1], [1, 0]], np.float32))
+
+
+def test_a_table_of_another_game_says_so() -> None:
+    group = TableGroup([TableMember(Views(np.eye(3, dtype=np.float32)), np.full((3, 3), 1 / 3))])
+    here = np.arange(2)
+    frame = frame_of(np.array([[1, 0, 0], [1, 1, 0]], np.float32))
+    given = Rows(frame, here, here * 0 + 1, here * 0, torch.zeros(2, 0), here < 0, np.random.default_rng(0), noise(0))
+    with pytest.raises(ValueError, match="does not know what seat 1 sees"):
+        group.act(given)

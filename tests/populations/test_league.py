@@ -1,0 +1,356 @@
+"""AlphaStar's rules, each by an answer worked by hand; then the league as a whole, in any order of events."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palestra.config import validate
+from palestra.populations.league import League, LeagueConfig
+from palestra.populations.league_rules import without_monotone_suffix
+from palestra.populations.population import Member, Population
+
+ME = "main_0"
+
+
+def league(*members, seed=0, **config):
+    """A league whose population begins with `uniform` and members frozen by the learners they are named after."""
+    population = Population(("player",))
+    population.add(Member("uniform", "player"))
+    made = League(LeagueConfig(**{"explore": 0.0, "games": 0, **config}), population, seed=seed)
+    for name in members:
+        owner = made.learners[name.rpartition("-")[0]]
+        population.add(Member(name, "player", f"members/{name}"))
+        owner.past.append(name)
+        owner.latest = owner.start = owner.parent = name
+    return made
+
+
+def knows(made, name, **rates):
+    """Tells a learner's win rates against members (their hyphens written as underscores)."""
+    for other, rate in rates.items():
+        away = next((m for m in [*made.rules.history(), *made.learners] if m.replace("-", "_") == other), other)
+        made.rates.add(name, away, games=100, wins=100 * rate)
+
+
+def met(made, name):
+    return made.rules.mixture(made.learners[name])
+
+
+def near(mix):
+    return pytest.approx({name: p for name, p in mix.items() if p})
+
+
+def answer(task, rate=0.5, games=100):
+    """What a worker says who wins `rate` of its games against everybody."""
+    opponents = task.order["opponents"]["player"]
+    tally = {"games": games, "wins": games * rate, "draws": 0, "return": 2 * rate - 1, "square": 1.0}
+    return {"env_steps": task.order["env_steps"], "return": 2 * rate - 1, "against": dict.fromkeys(opponents, tally)}
+
+
+# whom a main agent meets
+
+
+def test_at_first_a_main_agent_plays_itself_and_whom_the_league_began_with():
+    assert met(league(), ME) == {"uniform": 0.5, ME: 0.5}
+
+
+def test_a_main_agent_turns_to_exploiters_that_beat_it():
+    """Priority (1-p)^2 over .9, .6, .2 is .01, .16, .64 of .81; the exploiter of old is below .3: all 15 % go to it."""
+    made = league("main_0-2", "main_exploiter_0-2")
+    knows(made, ME, uniform=0.9, main_0_2=0.6, main_exploiter_0_2=0.2)
+    expected = {
+        "uniform": 0.5 * 0.01 / 0.81,
+        "main_0-2": 0.5 * 0.16 / 0.81,
+        "main_exploiter_0-2": 0.5 * 0.64 / 0.81 + 0.15,
+        ME: 0.35,
+    }
+    assert met(made, ME) == near(expected)
+
+
+def test_a_main_agent_turns_to_those_of_its_past_that_it_forgot_to_beat():
+    """Rates .9, .5, .6, .55 of its past: the end that never rises (.55) is dropped, .5 is below .7."""
+    made = league("main_0-2", "main_0-4", "main_0-6", priority=0.0, verify=1.0)
+    knows(made, ME, uniform=0.9, main_0_2=0.5, main_0_4=0.6, main_0_6=0.55)
+    squares = np.array([0.01, 0.25, 0.16])
+    assert met(made, ME) == near(dict(zip(["uniform", "main_0-2", "main_0-4"], squares / squares.sum(), strict=True)))
+
+
+def test_exploiters_come_before_what_was_forgotten():
+    made = league("main_0-2", "main_0-4", "main_exploiter_0-2", priority=0.0, verify=1.0)
+    knows(made, ME, uniform=0.9, main_0_2=0.1, main_0_4=0.6, main_exploiter_0_2=0.29)
+    assert met(made, ME) == {"main_exploiter_0-2": 1.0}
+    knows(made, ME, main_exploiter_0_2=1.0)
+    assert "main_exploiter_0-2" not in met(made, ME)
+
+
+@pytest.mark.parametrize("rates", [(0.9, 0.8, 0.75), (0.71, 0.8, 0.9)], ids=["falls steadily", "all beaten"])
+def test_verification_is_self_play_where_nothing_was_forgotten(rates):
+    made = league("main_0-2", "main_0-4", priority=0.0, verify=1.0)
+    knows(made, ME, **dict(zip(["uniform", "main_0_2", "main_0_4"], rates, strict=True)))
+    assert met(made, ME) == {ME: 1.0}
+
+
+def test_with_another_main_agent_self_play_is_shared_with_its_current_weights():
+    made = league("main_0-2", "main_1-2", main_agents=2, priority=0.0, verify=0.0)
+    assert met(made, ME) == {ME: 0.5, "main_1": 0.5}
+
+
+def test_a_main_agent_that_is_too_strong_is_met_in_its_past():
+    """0.3 is not above 0.3. Its past: p(1-p) over .8, .6, .5 is .16, .24, .25."""
+    made = league("main_1-2", "main_1-4", main_agents=2, priority=0.0, verify=0.0)
+    knows(made, ME, uniform=0.8, main_1_2=0.6, main_1_4=0.5, main_1=0.3)
+    past = {"uniform": 0.16 / 0.65 / 2, "main_1-2": 0.24 / 0.65 / 2, "main_1-4": 0.25 / 0.65 / 2}
+    assert met(made, ME) == near({ME: 0.5} | past)
+
+
+def test_a_main_agent_that_has_not_trained_is_whom_it_began_as():
+    made = league(main_agents=2, priority=0.0, verify=0.0)
+    assert met(made, ME) == {ME: 0.5, "uniform": 0.5}
+
+
+# whom exploiters meet
+
+
+def test_a_main_exploiter_meets_the_main_agents_as_they_are():
+    made = league("main_0-2", "main_1-2", main_agents=2)
+    assert met(made, "main_exploiter_0") == {"main_0": 0.5, "main_1": 0.5}
+
+
+def test_a_main_exploiter_without_a_chance_climbs_up_a_main_agents_past():
+    made = league("main_0-2", "main_0-4")
+    knows(made, "main_exploiter_0", uniform=0.5, main_0_2=0.2, main_0_4=0.0, main_0=0.1)
+    assert met(made, "main_exploiter_0") == near({"uniform": 0.25 / 0.41, "main_0-2": 0.16 / 0.41})
+    knows(made, "main_exploiter_0", main_0=0.2)
+    assert met(made, "main_exploiter_0") == {"main_0": 1.0}
+
+
+def test_a_league_exploiter_meets_the_whole_history_by_capped_priority():
+    """min(.5, 1-p) over .9, .7, .2 is .1, .3, .5; exploiters are history too."""
+    made = league("main_0-2", "main_exploiter_0-2")
+    knows(made, "league_exploiter_1", uniform=0.9, main_0_2=0.7, main_exploiter_0_2=0.2)
+    expected = {"uniform": 0.1 / 0.9, "main_0-2": 0.3 / 0.9, "main_exploiter_0-2": 0.5 / 0.9}
+    assert met(made, "league_exploiter_1") == near(expected)
+
+
+def test_a_share_of_the_games_is_spread_over_the_judges_lest_a_rate_grow_old():
+    made = league("main_0-2", "main_0-4", explore=0.3)
+    knows(made, ME, uniform=1.0, main_0_2=1.0, main_0_4=0.5)
+    mix = met(made, ME)
+    assert mix["uniform"] == mix["main_0-2"] == pytest.approx(0.1)
+    assert mix["main_0-4"] == pytest.approx(0.1 + 0.7 * 0.5) and mix[ME] == pytest.approx(0.7 * 0.5)
+    assert made.rules.judges(made.learners["main_exploiter_0"]) == [ME]
+    assert made.rules.judges(made.learners["league_exploiter_0"]) == made.rules.history()
+
+
+# what is ordered, and what comes of it
+
+
+def test_the_first_orders():
+    tasks = {task.makes: task for task in league().begin()}
+    assert list(tasks) == ["main_0-1", "main_exploiter_0-1", "league_exploiter_0-1", "league_exploiter_1-1"]
+    main = tasks["main_0-1"]
+    assert main.name == "train/main_0-1" and main.members == ()  # `uniform` has no files
+    assert main.order["opponents"] == {"player": {"uniform": 1.0}} and main.order["self_play"] == 0.5
+    assert main.order["start"] is None and main.order["env_steps"] == 20_000
+    assert tasks["main_exploiter_0-1"].order["self_play"] == 0
+
+
+def test_a_slice_goes_on_from_the_last_and_against_the_newest():
+    made = league(league_exploiters=0)
+    main, exploiter = made.begin()
+    (second,) = made.finished(main, answer(main))
+    assert second.makes == "main_0-2" and second.order["start"] == "main_0-1" and second.members == ("main_0-1",)
+    (against,) = made.finished(exploiter, answer(exploiter))
+    assert against.order["opponents"] == {"player": {"main_0-1": 1.0}}  # who was uniform before it had trained
+    assert against.members == ("main_0-1", "main_exploiter_0-1")
+    made.finished(against, answer(against, 0.6))
+    assert made.rates.rate("main_exploiter_0", "main_0") == pytest.approx(0.6)
+    assert made.rates.rate("main_0", "main_exploiter_0") == pytest.approx(0.4)
+
+
+def test_games_against_weights_that_are_frozen_and_current_count_for_both():
+    made = league("main_1-2", main_agents=2, priority=0.5, verify=0.0)
+    task = made._slice(made.learners[ME])
+    assert task.order["opponents"]["player"]["main_1-2"] == pytest.approx((0.25 + 0.25) / 0.75)
+    made.finished(task, answer(task, 0.9))
+    assert made.rates.rate(ME, "main_1") == made.rates.rate(ME, "main_1-2") == pytest.approx(0.9)
+
+
+def test_all_start_from_a_member_that_has_weights_and_are_reset_to_it():
+    population = Population(("player",))
+    population.add(Member("tutored", "player", "members/tutored"))
+    made = League(LeagueConfig(least=1, most=1, games=0), population)
+    tasks = made.begin()
+    assert {task.order["start"] for task in tasks} == {"tutored"} and tasks[0].members == ("tutored",)
+    (again,) = made.finished(tasks[1], answer(tasks[1]))
+    assert again.makes == "main_exploiter_0-2" and again.order["start"] == "tutored"
+    assert population.members["main_exploiter_0-1"].parent == "tutored"
+
+
+# checkpoints and resets
+
+
+@pytest.mark.parametrize(
+    ("since", "rates", "frozen"),
+    [
+        (1, (0.9, 0.9), False),  # too early
+        (2, (0.9, 0.71), True),
+        (2, (0.9, 0.7), False),  # not above
+        (3, (0.9, 0.69), False),
+        (4, (0.0, 0.0), True),  # time is up
+    ],
+)
+def test_when_a_main_agent_is_frozen(since, rates, frozen):
+    made = league("main_0-2", least=2, most=4)
+    made.learners[ME].since = since
+    knows(made, ME, uniform=rates[0], main_0_2=rates[1])
+    assert made.rules.ready(made.learners[ME]) is frozen
+
+
+def test_a_main_exploiter_is_judged_by_the_main_agents_alone():
+    made = league("main_0-2", "main_0-4", least=2, most=4)
+    exploiter = made.learners["main_exploiter_0"]
+    exploiter.since = 2
+    knows(made, exploiter.name, uniform=0.0, main_0_2=0.0, main_0_4=0.0, main_0=0.8)
+    assert made.rules.ready(exploiter)
+
+
+def play_out(made, rate=0.5, choose=lambda waiting: 0):
+    """Does all tasks, in an order of one's own; they are returned as they were done."""
+    waiting, done = list(made.begin()), []
+    while waiting:
+        task = waiting.pop(choose(waiting))
+        done.append(task)
+        other = {"cells": [], "nash_conv": 0.0, "exploitability": 0.0}
+        waiting += made.finished(task, answer(task, rate) if task.kind == "train" else other)
+    return done
+
+
+def test_main_agents_go_on_and_main_exploiters_begin_anew():
+    made = league(least=2, most=2, slices=4, league_exploiters=0)
+    starts = {task.makes: task.order["start"] for task in play_out(made)}
+    assert [starts[f"main_0-{n}"] for n in (1, 2, 3, 4)] == [None, "main_0-1", "main_0-2", "main_0-3"]
+    assert [starts[f"main_exploiter_0-{n}"] for n in (1, 2, 3, 4)] == [
+        None,
+        "main_exploiter_0-1",
+        None,
+        "main_exploiter_0-3",
+    ]
+    parents = {member.name: member.parent for member in made.population}
+    assert parents["main_0-4"] == "main_0-2" and parents["main_exploiter_0-4"] is None
+    assert made.rates.rate("main_exploiter_0", ME) == 0.5  # of other weights
+
+
+def test_a_league_exploiter_begins_anew_in_a_quarter_of_the_cases():
+    def starts(seed):
+        made = league(seed=seed, least=1, most=1, slices=41, league_exploiters=1, main_exploiters=0)
+        return [task.order["start"] for task in play_out(made) if task.order["learner"] == "league_exploiter_0"]
+
+    anew = [start is None for seed in range(10) for start in starts(seed)[1:]]
+    assert len(anew) == 400 and abs(sum(anew) - 100) < 3 * 8.7  # three standard deviations
+
+
+def test_a_frozen_copy_plays_those_before_it():
+    made = league(least=1, most=1, slices=1, games=50, main_exploiters=0, league_exploiters=0)
+    made.seats = ("player",) * 3
+    (task,) = made.begin()
+    (play,) = made.finished(task, answer(task))
+    assert play.kind == "play" and play.members == ("main_0-1",)
+    assert play.order == {"cells": [["main_0-1", "uniform", "uniform"]], "games": 50}
+    assert made.finished(play, {"cells": []}) == []
+
+
+def test_every_so_many_copies_of_a_main_agent_are_assessed():
+    made = league(least=1, most=1, slices=5, assess=2)
+    done = play_out(made)
+    assessed = [task for task in done if task.kind == "assess"]
+    assert [task.name for task in assessed] == ["assess/main_0-2", "assess/main_0-4"]
+    assert assessed[1].order["strategies"] == {"player": {"main_0-4": 1.0}} and assessed[1].members == ("main_0-4",)
+    assert assessed[0].order["env_steps"] == 5 * 20_000  # four learners' first slices, and its own second
+    made.finished(assessed[0], {"nash_conv": 0.5, "exploitability": 0.25})
+    assert made.notes(assessed[0], {})["team"] == {
+        "iteration": 2,
+        "env_steps": 100_000,
+        "games": 0,
+        "nash_conv": 0.5,
+        "exploitability": 0.25,
+    }
+
+
+def test_what_a_slice_came_to_is_noted():
+    made = league("main_0-2", priority=1.0, verify=0.0)
+    made.learners[ME].slices = 2
+    task = made._slice(made.learners[ME])
+    result = answer(task, 0.6)
+    result["against"]["uniform"] = result["against"]["uniform"] | {"wins": 100.0}
+    made.finished(task, result)
+    (figures,) = made.notes(task, result).values()
+    assert figures["win_rate"] == pytest.approx(0.8) and figures["worst_win_rate"] == pytest.approx(0.6)
+    assert figures["env_steps"] == 20_000 and figures["iteration"] == 3
+
+
+# the whole
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_in_any_order_of_events_a_league_holds_together(data):
+    sizes = {role: data.draw(st.integers(least, 2)) for role, least in (("main_agents", 1), ("main_exploiters", 0))}
+    config = {**sizes, "slices": 5, "explore": data.draw(st.sampled_from([0.0, 0.1])), "games": 3}
+    orders, outcomes = [], []
+
+    def run(choose, rate):
+        made = league(**config)
+        waiting, there, done = list(made.begin()), {"uniform"}, []
+        while waiting:
+            task = waiting.pop(choose(len(waiting)))
+            assert set(task.members) <= there - {"uniform"}
+            if task.kind == "train":
+                mix, self_play = task.order["opponents"]["player"], task.order["self_play"]
+                assert set(mix) <= there and sum(mix.values()) == pytest.approx(1) and 0 <= self_play <= 1
+            waiting += made.finished(task, answer(task, rate()) if task.kind == "train" else {"cells": []})
+            there.add(task.makes)
+            done.append(task)
+        assert len({task.name for task in done}) == len(done)
+        assert all(learner.slices == 5 and learner.past for learner in made.learners.values())
+        return done
+
+    def noted(kept, value):
+        kept.append(value)
+        return value
+
+    first = run(
+        lambda n: noted(orders, data.draw(st.integers(0, n - 1))),
+        lambda: noted(outcomes, data.draw(st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))),
+    )
+    again, results = iter(orders), iter(outcomes)
+    assert run(lambda n: next(again), lambda: next(results)) == first  # what a resume relies on
+
+
+@given(st.lists(st.floats(0, 1), max_size=8))
+def test_the_suffix_that_is_dropped_never_rises(rates):
+    kept = without_monotone_suffix(rates)
+    tail = rates[max(kept - 1, 0) :]
+    assert all(earlier >= later for earlier, later in itertools.pairwise(tail))
+    assert kept == 0 or rates[kept - 2] < rates[kept - 1]
+
+
+def test_suffixes_by_hand():
+    assert without_monotone_suffix([0.9, 0.6, 0.65, 0.6]) == 3
+    assert without_monotone_suffix([0.9, 0.8, 0.7]) == 0
+    assert without_monotone_suffix([0.5, 0.6]) == 2
+    assert without_monotone_suffix([0.5]) == without_monotone_suffix([]) == 0
+
+
+def test_a_league_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="least: 5 slices"):
+        validate(LeagueConfig, {"least": 5, "most": 4})
+    with pytest.raises(ValueError, match="shares of one whole"):
+        validate(LeagueConfig, {"priority": 0.9, "verify": 0.2})
+    with pytest.raises(ValueError, match="one player"):
+        League(LeagueConfig(), Population(("player_0", "player_1")))
+    with pytest.raises(ValueError, match="0 members"):
+        League(LeagueConfig(), Population(("player",)))

@@ -1,0 +1,124 @@
+"""The league in a game with a cycle, with the real scheduler: exact gradients of mixed strategies in place of nets."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from palestra.backends.inline import Inline
+from palestra.files import read_arrays, write_arrays
+from palestra.populations.league import League, LeagueConfig
+from palestra.populations.population import Member, Population
+from palestra.populations.scheduler import follow
+from palestra.rollouts.play import derive
+from palestra.runs import Run
+
+BEATS = np.array([[0, -1, 1], [1, 0, -1], [-1, 1, 0]])  # rock, paper, scissors: what the row wins from the column
+
+
+class Climber:
+    """Trains a strategy softmax(logits) by the gradient of what it wins, plus a little entropy."""
+
+    def __init__(self, seed=0, steps=20, rate=0.5, entropy=0.01):
+        self.seed, self.steps, self.rate, self.entropy = seed, steps, rate, entropy
+
+    def do(self, task, members, out):
+        if task.kind == "play":
+            return {"cells": [self.cell(names, task.order["games"], members) for names in task.order["cells"]]}
+        order = task.order
+        logits = np.random.default_rng(derive(self.seed, task.name)).normal(size=3)
+        if order["start"]:
+            logits = read(members[order["start"]])
+        mix = order["opponents"]["player"]
+        theirs = sum((p * strategy(name, members) for name, p in mix.items()), np.zeros(3))
+        for _ in range(self.steps):
+            own = softmax(logits)
+            met = order["self_play"] * own + (1 - order["self_play"]) * theirs
+            worth = BEATS @ met - self.entropy * np.log(own)
+            logits = logits + self.rate * own * (worth - own @ worth)
+        write_arrays(out / "logits.safetensors", {"logits": logits})
+        against = {name: self.tally(softmax(logits), strategy(name, members), int(1000 * p)) for name, p in mix.items()}
+        return {"env_steps": order["env_steps"], "return": 0.0, "against": against}
+
+    def tally(self, own, other, games):
+        return {"games": games, "wins": games * own @ (BEATS > 0) @ other, "draws": games * own @ other}
+
+    def cell(self, names, games, members):
+        tally = self.tally(strategy(names[0], members), strategy(names[1], members), games)
+        mean = (2 * tally["wins"] + tally["draws"]) / games - 1
+        wins = [tally["wins"], games - tally["wins"] - tally["draws"]]
+        return {
+            "members": names,
+            "games": games,
+            "mean": [mean, -mean],
+            "m2": [0, 0],
+            "wins": wins,
+            "draws": tally["draws"],
+        }
+
+
+def softmax(logits):
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()
+
+
+@cache
+def read(folder):
+    return read_arrays(folder / "logits.safetensors")["logits"]
+
+
+def strategy(name, members):
+    return np.full(3, 1 / 3) if name == "uniform" else softmax(read(members[name]))
+
+
+def plan_of(seed=0, **config):
+    population = Population(("player",))
+    population.add(Member("uniform", ""))
+    return League(LeagueConfig(**{"games": 10, "slices": 48, "league_exploiters": 1, **config}), population, seed=seed)
+
+
+def worst(own, others):
+    """The lowest win rate against any of these, a draw counting half."""
+    return min(0.5 + own @ BEATS @ other / 2 for other in others)
+
+
+def final_worst(folder: Path, seed, **config):
+    """How the last main agent does against the worst for it of all frozen members, itself included."""
+    plan, worker, members = plan_of(seed, **config), Climber(seed), {}
+    waiting = list(plan.begin())
+    while waiting:
+        task = waiting.pop(0)
+        result = worker.do(task, members, folder / task.makes)
+        members[task.makes] = folder / task.makes
+        waiting += plan.finished(task, result)
+    history = [strategy(name, members) for name in plan.rules.history()]
+    return worst(strategy(plan.learners["main_0"].past[-1], members), history)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_league_does_not_forget_where_self_play_does(tmp_path, seed):
+    alone = {"main_exploiters": 0, "league_exploiters": 0, "priority": 0.0, "verify": 0.0, "explore": 0.0}
+    assert final_worst(tmp_path / "league", seed) > 0.45
+    assert final_worst(tmp_path / "self", seed, **alone) < 0.42
+
+
+def train(folder: Path, stop=lambda: False, resumed=False):
+    """A run of a small league by the real scheduler, and its members' strategies."""
+    plan, backend = plan_of(slices=5, league_exploiters=0, least=1, most=2), Inline(Climber)
+    with Run.open(folder) if resumed else Run.create(folder.parent, "", folder.name) as run:
+        follow(plan, backend, run, stop=stop)
+    backend.close()
+    known = {member.name: folder / member.weights for member in plan.population if member.weights}
+    return {name: strategy(name, known) for name in plan.rules.history() if name == "uniform" or known[name].exists()}
+
+
+def test_a_league_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
+    members = train(tmp_path / "whole")
+    looks = iter(range(1000))
+    train(tmp_path / "parts", stop=lambda: next(looks) > 6)
+    again = train(tmp_path / "parts", resumed=True)
+    assert list(again) == list(members) and all(np.array_equal(again[name], members[name]) for name in members)
+    for name in ("tasks.jsonl", "metrics.jsonl"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert len(members) > 6

@@ -1,0 +1,347 @@
+"""PSRO against known answers and theorems: exact curves on Kuhn and Leduc, double oracle, levels, joint solvers; and a
+state that follows from the order of finished tasks alone."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_populations import ExactGame, Matrix, drive, population, retold, tree
+
+from palestra.config import validate
+from palestra.exact.regret import FictitiousPlay
+from palestra.exact.responses import nash_conv
+from palestra.populations.opponents import Meta
+from palestra.populations.population import Member, Population
+from palestra.populations.psro import PSRO, PSROConfig
+
+TWO = ("player_0", "player_1")
+THREE = (*TWO, "player_2")
+RPS = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
+
+
+def psro(players=TWO, seats=(), **config):
+    return PSRO(validate(PSROConfig, config), population(*players), seats)
+
+
+def on_kuhn(players=TWO, seats=(), rng=None, **config):
+    plan, game = psro(players, seats, **config), ExactGame(tree("kuhn_poker"), players)
+    return plan, game, drive(plan, game, rng)
+
+
+def team(log, figure):
+    """A figure of the lines of all together, by iteration."""
+    return {lines["team"]["iteration"]: lines["team"][figure] for *_, lines in log if figure in lines.get("team", {})}
+
+
+# curves
+
+
+def test_kuhn_by_nash_is_solved_as_fast_as_by_openspiel():
+    """OpenSpiel's psro_v2 with exact responses and 1,000 games per cell has 0.833, 0.397, 0.218, 0.099, ... and 0.016
+    at 10, where the noise of its payoffs keeps it from 0."""
+    plan, _, log = on_kuhn(iterations=10)
+    curve = plan.nash_convs
+    assert curve[0] == pytest.approx(11 / 12) and curve[1] == pytest.approx(5 / 6)
+    assert curve[2] < 0.397 and curve[3] < 0.218 and curve[10] < 0.016
+    assert team(log, "nash_conv") == curve
+
+
+def test_with_the_uniform_solver_it_is_fictitious_play():
+    """OpenSpiel's psro_v2 and XFP both have 0.625 at 1, 0.264 at 5, 0.167 at 10; answers equally good may differ."""
+    curve = on_kuhn(iterations=10, solver={"type": "uniform"})[0].nash_convs
+    assert curve[5] == pytest.approx(0.264, abs=0.05) and curve[10] == pytest.approx(0.167, abs=0.04)
+    play = FictitiousPlay(tree("kuhn_poker"))
+    for number in (1, 2):
+        play.run(1)
+        assert curve[number] == pytest.approx(nash_conv(tree("kuhn_poker"), play.average()), abs=1e-9)
+
+
+@pytest.mark.slow
+def test_leduc_follows_openspiels_curve():
+    """psro_v2, Nash, exact responses: 6.83 at 1, about 3.2 at 10 and 1.6 at 20."""
+    plan, game = psro(iterations=20), ExactGame(tree("leduc_poker"), TWO)
+    drive(plan, game)
+    curve = plan.nash_convs
+    assert curve[0] == pytest.approx(4.747222, abs=1e-6) and curve[1] == pytest.approx(6.8333, abs=1e-3)
+    assert 2.4 < curve[10] < 4.0 and 1.1 < curve[20] < 2.1
+
+
+def test_what_exact_responses_gain_is_the_nash_conv_before_them():
+    plan, _, log = on_kuhn(iterations=8)
+    gaps = team(log, "gap")
+    assert len(gaps) == 8
+    for number, gap in gaps.items():
+        assert gap == pytest.approx(plan.nash_convs[number - 1], abs=1e-9)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.integers(2, 6), st.integers(2, 6))
+def test_double_oracle_ends_at_an_equilibrium(seed, rows, columns):
+    """McMahan et al., 2003: when no response is new, the meta-strategy is an equilibrium of the whole game."""
+    payoff = np.random.default_rng(seed).normal(size=(rows, columns))
+    plan, game = psro(iterations=rows * columns + 1, stop=1e-7), Matrix([payoff, -payoff], TWO)
+    drive(plan, game, random.Random(seed))
+    assert plan.nash_convs[max(plan.nash_convs)] < 1e-7
+    assert game.nash_conv(plan.metas[-1].mixes()) < 1e-6 or plan.over
+
+
+# the order of tasks
+
+
+@pytest.mark.parametrize("config", [{}, {"levels": 3, "slices": 2}, {"solver": {"type": "uniform"}, "cells": 2}])
+def test_with_settled_inputs_any_order_of_tasks_gives_the_same_members(config):
+    plans = [on_kuhn(iterations=5, rng=rng, **config)[0] for rng in (None, random.Random(1), random.Random(2))]
+    for other in plans[1:]:
+        assert other.nash_convs == pytest.approx(plans[0].nash_convs, abs=1e-9)
+        assert [meta.names for meta in other.metas] == [meta.names for meta in plans[0].metas]
+
+
+@settings(max_examples=15)
+@given(
+    st.integers(0, 2**32),
+    st.fixed_dictionaries(
+        {
+            "levels": st.integers(1, 3),
+            "slices": st.integers(1, 3),
+            "cells": st.integers(1, 4),
+            "adaptive": st.sampled_from([0, 100]),
+            "assess": st.integers(0, 2),
+            "start": st.sampled_from(["fresh", "last", "best"]),
+        }
+    ),
+)
+def test_a_log_told_again_gives_the_same_tasks_and_lines(seed, config):
+    payoff, rng = np.random.default_rng(seed).normal(size=(4, 4)), random.Random(seed)
+    game = Matrix([payoff, -payoff], TWO, noise=1.0)
+    log = drive(psro(iterations=4, **config), game, rng)
+    assert not retold(psro(iterations=4, **config), log)
+    some = rng.randrange(len(log))
+    assert retold(psro(iterations=4, **config), log[:some])  # what is left to do of a run that was killed
+
+
+def test_cells_are_played_as_soon_as_both_members_exist():
+    plan, game = psro(iterations=2), ExactGame(tree("kuhn_poker"), TWO)
+    (first,) = plan.begin()
+    new = plan.finished(first, game(first))
+    assess, one, two = new
+    assert [task.kind for task in new] == ["assess", "train", "train"]
+    (play,) = plan.finished(one, game(one))  # while the other still trains
+    assert play.order["cells"] == [["player_0-1", "uniform"]] and play.members == ("player_0-1",)
+    (both,) = plan.finished(two, game(two))
+    assert sorted(both.order["cells"]) == [["player_0-1", "player_1-1"], ["uniform", "player_1-1"]]
+    assert plan.finished(play, game(play)) == []
+    assert [task.makes for task in plan.finished(both, game(both))] == ["", "player_0-2", "player_1-2"]
+    assert plan.finished(assess, game(assess)) == []  # nobody waited for it
+
+
+# levels
+
+
+def test_levels_train_at_once_and_each_meets_the_snapshots_below_it():
+    _, _, log = on_kuhn(iterations=6, levels=3, slices=3)
+    trained = [task for task, *_ in log if task.kind == "train"]
+    numbers = {task.makes: int(task.order["response"].rpartition("-")[2]) for task in trained}
+    at = {task.makes: place for place, task in enumerate(trained)}
+    assert at["player_0-3~1"] < at["player_0-1"]  # the third began before the first was done
+    met = {task.makes: {n for mix in task.order["opponents"].values() for n in mix} - {"uniform"} for task in trained}
+    snapshots = [(maker, name) for maker, names in met.items() for name in names if "~" in name]
+    assert snapshots and all(numbers[name] < numbers[maker] for maker, name in snapshots)
+    for maker, names in met.items():
+        if "~" not in maker:  # what is frozen has answered frozen members only
+            assert not any("~" in name for name in names)
+
+
+def test_a_pipeline_of_exact_responses_makes_what_psro_makes():
+    plain, piped = on_kuhn(iterations=6)[0], on_kuhn(iterations=6, levels=3, slices=2)[0]
+    assert piped.nash_convs == pytest.approx(plain.nash_convs, abs=1e-9)
+    assert {m.name for m in piped.population} == {m.name for m in plain.population}
+
+
+def test_a_slice_goes_on_from_the_one_before():
+    _, _, log = on_kuhn(iterations=3, levels=2, slices=2)
+    starts = {task.makes: task.order["start"] for task, *_ in log if task.kind == "train"}
+    for maker, start in starts.items():
+        name, _, number = maker.partition("~")
+        if number and int(number) > 1:
+            assert start == f"{name}~{int(number) - 1}"
+        elif not number:
+            assert start.startswith(f"{name}~")
+
+
+# joint solvers
+
+
+@pytest.mark.parametrize("solver", ["cce", "ce"])
+def test_jpsro_closes_the_gap_of_three_player_kuhn(solver):
+    """Marris et al., 2021: it converges to an equilibrium of its kind; the gap that responses find is the true one."""
+    steps = 7 if solver == "cce" else 4
+    plan = psro(THREE, iterations=steps, solver={"type": solver})
+    game = ExactGame(tree("kuhn_poker", players=3), THREE)
+    log = drive(plan, game)
+    gaps = team(log, "gap")
+    assert gaps[1] > 2 and gaps[steps] < (0.1 if solver == "cce" else 0.5)
+    if solver == "cce":
+        for number in (1, 4, 7):
+            assert gaps[number] == pytest.approx(game.coarse_gap(plan.metas[number - 1]), abs=1e-7)
+
+
+def test_a_joint_order_names_the_others_together():
+    log = drive(psro(solver={"type": "cce"}, iterations=3), chicken())
+    orders = [task.order for task, *_ in log if task.kind == "train"]
+    for order in orders:
+        (other,) = {*TWO} - {order["player"]}
+        assert all(list(members) == [other] for members, _ in order["joint"])
+        assert sum(p for _, p in order["joint"]) == pytest.approx(1)
+
+
+def chicken():
+    """Aumann's game: dare or yield."""
+    payoff = np.array([[0.0, 7], [2, 6]])
+    return Matrix([payoff, payoff.T], TWO)
+
+
+def test_a_correlated_solver_has_a_response_for_every_recommendation():
+    plan = psro(solver={"type": "ce"}, iterations=3)
+    drive(plan, chicken())
+    for number, meta in enumerate(plan.metas[:-1]):
+        for player in TWO:
+            told = {r.told for r in plan.responses if (r.number, r.player) == (number + 1, player)}
+            assert told == set(meta.mix(player))
+
+
+# kinds of populations
+
+
+def test_one_population_may_play_every_seat():
+    plan, _, log = on_kuhn(("agent",), ("agent", "agent"), iterations=6)
+    assert [m.name for m in plan.population] == ["uniform", *(f"agent-{i}" for i in range(1, 7))]
+    cells = [tuple(sorted(cell)) for task, *_ in log if task.kind == "play" for cell in task.order["cells"]]
+    assert len(cells) == len(set(cells)) == 7 * 8 / 2
+    assert plan.nash_convs[6] < 0.3 < plan.nash_convs[0]
+
+
+def test_rectified_responses_go_on_from_those_who_count_and_meet_whom_these_beat():
+    plan, game = psro(("agent",), ("agent", "agent"), rectified=True, iterations=3), Matrix([RPS, -RPS], TWO)
+    game.players, game.actions = ["agent", "agent"], {"agent": 3}
+    seen = []
+    for task, _, _ in drive(plan, symmetric(game)):
+        if task.kind == "train":
+            seen.append((task.order["start"], set(task.order["opponents"]["agent"])))
+    assert len(seen) >= 3
+    assert all(start is None or start in plan.population.members for start, _ in seen)
+
+
+def symmetric(game):
+    """The tasks of one population in a symmetric game of two."""
+
+    def do(task):
+        if task.kind == "assess":
+            return {"nash_conv": 1.0, "exploitability": 0.5, "values": []}
+        if task.kind == "train":
+            worth = game.payoffs[0] @ game.mixed("agent", task.order["opponents"]["agent"])
+            game.chosen[task.makes] = int(worth.argmax())
+            return {"env_steps": 1, "return": float(worth.max()), "against": {}, "metrics": {}}
+        cells = []
+        for one, other in task.order["cells"]:
+            mean = float(game.mixture("agent", one) @ game.payoffs[0] @ game.mixture("agent", other))
+            cells.append({"members": [one, other], "games": 1, "mean": [mean, -mean], "m2": [0.0, 0.0], "exact": True})
+        return {"cells": cells}
+
+    return do
+
+
+@pytest.mark.parametrize("start", ["fresh", "last", "best"])
+def test_where_a_response_starts(start):
+    plan, _, log = on_kuhn(iterations=4, start=start)
+    starts = {task.makes: task.order["start"] for task, *_ in log if task.kind == "train"}
+    assert starts["player_0-1"] is None  # uniform has no weights
+    if start != "best":
+        assert starts["player_0-3"] == {"fresh": None, "last": "player_0-2"}[start]
+        return
+    meta = plan.metas[2]
+    tables = plan.matches.game.tables(meta.names)
+    earned = tables[0] @ meta.joint.sum(0)
+    assert earned[meta.names[0].index(starts["player_0-3"])] == pytest.approx(earned.max())
+    assert plan.population.members["player_0-3"].parent == starts["player_0-3"]
+
+
+# games
+
+
+def test_more_games_go_where_the_meta_strategy_needs_them():
+    payoff = np.random.default_rng(3).normal(size=(5, 5))
+    game = Matrix([payoff, -payoff], TWO, noise=1.0)
+    plan = psro(iterations=3, games=100, adaptive=1000)
+    log = drive(plan, game)
+    more = [task for task, *_ in log if "/more-" in task.name]
+    given = sum(len(task.order["cells"]) * task.order["games"] for task in more)
+    assert given == 4 * 1000 and plan.matches.played == given + 100 * 16
+    assert plan.payoffs.games().min() == 100 < plan.payoffs.games().max()
+    assert not [task for task, *_ in on_kuhn(iterations=2, adaptive=1000)[2] if "/more-" in task.name]  # all is known
+
+
+def test_exact_payoffs_count_as_no_games():
+    plan, _, log = on_kuhn(iterations=2)
+    assert plan.matches.played == 0 and team(log, "games")[2] == 0 and team(log, "env_steps")[2] == 40
+
+
+def test_it_stops_at_a_nash_conv():
+    plan = on_kuhn(iterations=10, stop=0.25)[0]
+    assert plan.over and plan.nash_convs[3] <= 0.25 < plan.nash_convs[2] and 5 not in plan.nash_convs
+    assert plan.summary()["iteration"] <= 4
+
+
+def test_nash_conv_is_measured_as_often_as_asked_and_in_the_end():
+    assert list(on_kuhn(iterations=5, assess=3)[0].nash_convs) == [0, 3, 5]
+    assert on_kuhn(iterations=2, assess=0)[0].nash_convs == {}
+
+
+def test_the_lines_of_an_iteration_hold_the_meta_strategy():
+    plan, _, log = on_kuhn(iterations=3)
+    lines = [notes for *_, notes in log if "team" in notes and "members" in notes["team"]]
+    assert [line["team"]["members"] for line in lines] == [1, 3, 5, 7]
+    for number, line in enumerate(lines):
+        for player in TWO:
+            mix = {key.removeprefix("mix/"): p for key, p in line[player].items() if key.startswith("mix/")}
+            assert mix == plan.metas[number].mix(player) and sum(mix.values()) == pytest.approx(1)
+        assert line["player_0"]["value"] == pytest.approx(-line["player_1"]["value"])
+    assert lines[-1]["player_0"]["value"] == pytest.approx(-1 / 18, abs=0.1)
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("config", "players", "seats", "words"),
+    [
+        ({"levels": 2, "rectified": True}, TWO, (), "levels: must be 1"),
+        ({"levels": 2, "solver": {"type": "cce"}}, TWO, (), "levels: must be 1"),
+        ({"rectified": True, "solver": {"type": "ce"}}, TWO, (), "solver ce has none"),
+        ({"rectified": True, "solver": {"type": "prd"}}, THREE, (), "two seats"),
+        ({}, THREE, (), "solver nash is for two seats"),
+        ({"solver": {"type": "cce"}}, ("agent",), ("agent", "agent"), "symmetric: false"),
+        ({"self_play": 0.5}, TWO, (), "symmetric: true"),
+        ({"itertions": 3}, TWO, (), "did you mean iterations"),
+    ],
+)
+def test_mistakes_are_told_with_their_mending(config, players, seats, words):
+    with pytest.raises(ValueError, match=words):
+        psro(players, seats, **config)
+
+
+def test_every_player_needs_a_member_to_begin_with():
+    lonely = Population(TWO)
+    lonely.add(Member("uniform", "player_0"))
+    with pytest.raises(ValueError, match='"player_1" has no member'):
+        PSRO(PSROConfig(), lonely)
+
+
+def test_a_meta_strategy_widened_is_the_same():
+    meta = Meta.independent(TWO, (["a", "b"], ["c"]), [np.array([0.25, 0.75]), np.array([1.0])])
+    wide = meta.widened((["a", "b", "d"], ["c", "e"]))
+    assert wide.joint.shape == (3, 2) and wide.mixes() == meta.mixes() == {
+        "player_0": {"a": 0.25, "b": 0.75},
+        "player_1": {"c": 1.0},
+    }

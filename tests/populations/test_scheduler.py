@@ -1,0 +1,248 @@
+"""The scheduler: every finished task counts once, whatever dies, and a resume goes on as if nothing had."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+from toy_tasks import Adder, Sums, expected
+
+from palestra.backends.inline import Inline
+from palestra.files import read_lines
+from palestra.populations.scheduler import Watcher, follow
+from palestra.populations.tasks import Done, Result, Task
+from palestra.runs import Run
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def new_run(root: Path, name: str = "demo") -> Run:
+    return Run.create(root, "leaves: 8\n", name)
+
+
+def done_run(root: Path, leaves: int = 8, name: str = "demo") -> tuple[Path, Sums]:
+    plan, backend = Sums(leaves), Inline(Adder)
+    with new_run(root, name) as run:
+        assert follow(plan, backend, run)
+    backend.close()
+    return run.path, plan
+
+
+def go_on(path: Path, leaves: int = 8) -> Sums:
+    plan, backend = Sums(leaves), Inline(Adder)
+    with Run.open(path) as run:
+        assert follow(plan, backend, run)
+    backend.close()
+    return plan
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file of a run that its plan decides."""
+    files = [file for file in path.rglob("*") if file.is_file() and file.name not in ("meta.json", "timings.jsonl")]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files if file.name != ".lock"}
+
+
+class Given:
+    """A plan of given tasks, none of which leads to others."""
+
+    def __init__(self, *tasks: Task) -> None:
+        self.tasks = tasks
+
+    def begin(self) -> Sequence[Task]:
+        return self.tasks
+
+    def finished(self, task: Task, result: Result) -> Sequence[Task]:
+        return []
+
+
+def follow_given(root: Path, *tasks: Task) -> None:
+    with new_run(root) as run:
+        follow(Given(*tasks), Inline(Adder), run)
+
+
+def test_a_plan_is_followed_to_its_end(tmp_path: Path) -> None:
+    path, plan = done_run(tmp_path)
+    assert plan.total == expected(8)
+    assert (path / "members" / "sum-0-8" / "deep" / "number").read_text() == str(plan.total)
+    lines = read_lines(path / "tasks.jsonl")
+    assert [(line["task"], line["result"]) for line in lines] == plan.heard
+    assert len(lines) == 15 + 15  # 8 + 4 + 2 + 1 members, each made and looked at
+    assert sorted(file.name for file in (path / "members").iterdir()) == sorted(plan.made)
+
+
+def test_the_log_says_what_was_done(tmp_path: Path) -> None:
+    path, plan = done_run(tmp_path, 2)
+    line = read_lines(path / "tasks.jsonl")[-2]
+    number = str(plan.total).encode()
+    assert line == {
+        "task": "train/sum-0-2",
+        "kind": "train",
+        "makes": "sum-0-2",
+        "members": ["sum-0-1", "sum-1-2"],
+        "files": {"deep/number": line["files"]["deep/number"]},
+        "order": {"low": 0, "high": 2},
+        "result": {"value": plan.total},
+    }
+    summed = subprocess.run(["sha256sum"], input=number, capture_output=True, check=True).stdout.split()[0].decode()
+    assert line["files"]["deep/number"] == {"bytes": len(number), "sha256": summed}
+    timings = read_lines(path / "timings.jsonl")
+    assert [t["task"] for t in timings] == [t["task"] for t in read_lines(path / "tasks.jsonl")]
+    assert all(0 <= t["seconds"] <= t["elapsed_s"] for t in timings)
+    assert read_lines(path / "metrics.jsonl") == [
+        {"step": 0, "policy": "team", "made": 1},
+        {"step": 1, "policy": "team", "made": 2},
+        {"step": 4, "policy": "team", "made": 3},
+    ]
+
+
+def test_two_runs_of_one_plan_are_equal_to_the_byte(tmp_path: Path) -> None:
+    (one, _), (two, _) = done_run(tmp_path), done_run(tmp_path, name="other")
+    assert contents(one) == contents(two)
+
+
+def test_a_run_that_is_done_is_only_told_again(tmp_path: Path) -> None:
+    path, plan = done_run(tmp_path)
+    before = contents(path)
+    again, backend = Sums(8), Inline(partial(Adder, bad="train/sum-0-1"))
+    with Run.open(path) as run:
+        assert follow(again, backend, run)
+    assert again.heard == plan.heard and contents(path) == before
+
+
+@pytest.mark.parametrize("tasks", [0, 1, 7, 29])
+def test_a_stopped_run_goes_on_as_if_it_never_stopped(tmp_path: Path, tasks: int) -> None:
+    class StopAfter(Watcher):
+        seen = 0
+
+        def done(self, number: int, done: Done, lines: Mapping[str, object]) -> None:
+            assert number == self.seen
+            self.seen += 1
+
+    watcher = StopAfter()
+    with new_run(tmp_path) as run:
+        assert not follow(Sums(8), Inline(Adder), run, watcher=watcher, stop=lambda: watcher.seen >= tasks)
+    assert len(read_lines(run.path / "tasks.jsonl")) == tasks
+    elapsed = max((t["elapsed_s"] for t in read_lines(run.path / "timings.jsonl")), default=0.0)
+    assert go_on(run.path).total == expected(8)
+    assert contents(run.path) == contents(done_run(tmp_path, name="whole")[0])
+    assert all(t["elapsed_s"] >= elapsed for t in read_lines(run.path / "timings.jsonl")[tasks:])
+
+
+def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
+    path, _ = done_run(tmp_path)
+    whole = contents(path)
+    lines = (path / "tasks.jsonl").read_bytes().splitlines(keepends=True)
+    (path / "tasks.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:20])  # its last line torn
+    (path / "metrics.jsonl").write_text('{"step": 0, "poli')
+    (path / "members" / ".tmp-sum-0-1").mkdir()
+    (path / "members" / "sum-0-8" / "deep" / "number").write_text("1")  # a member without a line counts for nothing
+    go_on(path)
+    assert contents(path) == whole
+
+
+@pytest.mark.parametrize("damage", ["damaged", "missing"])
+def test_a_member_that_changed_is_named(tmp_path: Path, damage: str) -> None:
+    path, _ = done_run(tmp_path)
+    number = path / "members" / "sum-0-2" / "deep" / "number"
+    number.unlink() if damage == "missing" else number.write_text("1")
+    with pytest.raises(ValueError, match=f"sum-0-2/deep/number is {damage}"):
+        go_on(path)
+
+
+def test_another_plan_is_refused(tmp_path: Path) -> None:
+    path, _ = done_run(tmp_path)
+    with pytest.raises(ValueError, match=r"line 5: the run did train task train/sum-4-5, which is not in the plan"):
+        go_on(path, leaves=4)
+
+
+def test_names_are_unique_and_plain(tmp_path: Path) -> None:
+    for second, what in (Task("a", "play"), "task a"), (Task("b", "train", makes="x"), "member x"):
+        with pytest.raises(ValueError, match=f"the plan names {what} twice"):
+            follow_given(tmp_path, Task("a", "train", makes="x"), second)
+    for name in ("a/b", "..", ".hidden"):
+        with pytest.raises(ValueError, match="a member's name is a plain folder name"):
+            follow_given(tmp_path, Task("a", "train", makes=name))
+
+
+def test_a_task_that_fails_ends_the_run_which_keeps_what_was_done(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run, pytest.raises(ValueError, match="task train/sum-0-2 failed: RuntimeError: no train"):
+        follow(Sums(8), Inline(partial(Adder, bad="train/sum-0-2")), run)
+    assert go_on(run.path).total == expected(8)
+    assert contents(run.path) == contents(done_run(tmp_path, name="whole")[0])
+
+
+def in_another_process(path: Path, kind: str, leaves: int, deadly: int = -1) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "toy_follow", str(path), kind, str(leaves), str(deadly)]
+    return subprocess.Popen(command, cwd=ROOT / "tests")
+
+
+def kill_at(root: Path, deadly: int) -> bool:
+    """Runs in a process that dies at one of its file operations, then to the end; False where it was over before."""
+    with new_run(root, f"killed-{deadly}") as run:
+        pass
+    died = in_another_process(run.path, "inline", 4, deadly).wait() == -signal.SIGKILL
+    kept = (run.path / "tasks.jsonl").read_bytes() if (run.path / "tasks.jsonl").exists() else b""
+    go_on(run.path, 4)
+    assert (run.path / "tasks.jsonl").read_bytes().startswith(kept)
+    assert contents(run.path) == contents(done_run(root, 4, f"whole-{deadly}")[0])
+    return died
+
+
+@pytest.mark.parametrize("deadly", [0, 37, 90])
+def test_a_scheduler_killed_at_a_file_operation_loses_nothing(tmp_path: Path, deadly: int) -> None:
+    assert kill_at(tmp_path, deadly)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_scheduler_killed_at_any_file_operation_loses_nothing(tmp_path: Path) -> None:
+    deadly = 0
+    while kill_at(tmp_path, deadly):
+        deadly += 7
+    assert deadly > 100  # as many as its tasks make, or the test tests nothing
+
+
+def kill_again_and_again(root: Path, kind: str, leaves: int, kills: int) -> None:
+    """Runs in processes that are killed at random moments, then to the end. With several workers the order of the lines
+    may differ, and nothing else."""
+    chance = random.Random(0)
+    new_run(root, "killed").close()
+    path = root / "killed"
+    for kill in range(1, kills + 1):
+        process = in_another_process(path, kind, leaves)
+        enough = (4 * leaves - 2) * kill // (kills + 1)
+        while process.poll() is None and len(read_lines(path / "tasks.jsonl")) < enough:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 0.02))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert in_another_process(path, kind, leaves).wait() == 0
+    whole, ended = contents(done_run(root, leaves, "whole")[0]), contents(path)
+    assert as_set(ended.pop("tasks.jsonl")) == as_set(whole.pop("tasks.jsonl"))
+    assert ended.pop("metrics.jsonl").count(b"\n") == whole.pop("metrics.jsonl").count(b"\n")
+    assert ended == whole
+
+
+def as_set(log: bytes) -> set[str]:
+    lines = [json.dumps(json.loads(line)) for line in log.splitlines()]
+    assert len(set(lines)) == len(lines)
+    return set(lines)
+
+
+def test_a_run_killed_three_times_ends_as_if_it_never_was(tmp_path: Path) -> None:
+    kill_again_and_again(tmp_path, "local", 16, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["inline", "local"])
+def test_a_run_killed_twenty_times_ends_as_if_it_never_was(tmp_path: Path, kind: str) -> None:
+    kill_again_and_again(tmp_path, kind, 128, 20)

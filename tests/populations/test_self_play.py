@@ -1,0 +1,145 @@
+"""Self-play with a pool: fictitious play by known values, whom each matchmaker has a learner meet, and the order of
+tasks."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_populations import ExactGame, Matrix, drive, population, retold, tree
+
+from palestra.config import validate
+from palestra.populations.population import Population
+from palestra.populations.psro import PSRO, PSROConfig
+from palestra.populations.self_play import SelfPlay, SelfPlayConfig
+
+TWO = ("player_0", "player_1")
+ONE = ("agent",)
+
+
+def self_play(players=TWO, seats=(), **config):
+    return SelfPlay(validate(SelfPlayConfig, config), population(*players), seats)
+
+
+def on_kuhn(players=TWO, seats=(), rng=None, **config):
+    plan = self_play(players, seats, **config)
+    return plan, drive(plan, ExactGame(tree("kuhn_poker"), players), rng)
+
+
+def orders(log):
+    return {task.makes: task.order for task, *_ in log if task.kind == "train"}
+
+
+def test_the_whole_history_is_fictitious_play():
+    """OpenSpiel's XFP on Kuhn poker: 0.625 at 1, 0.167 at 10, 0.048 at 50."""
+    curve = on_kuhn(slices=30, matchmaker={"type": "history"}, start="fresh")[0].nash_convs
+    assert curve[1] == pytest.approx(0.625) and curve[2] == pytest.approx(5 / 12)
+    assert curve[10] == pytest.approx(0.167, abs=0.04) and curve[30] < 0.1
+
+
+def test_without_a_memory_it_goes_round_in_circles():
+    plan, log = on_kuhn(slices=12, assessed="latest")
+    assert min(plan.nash_convs.values()) > 0.3  # the average of the same members does better:
+    assert on_kuhn(slices=12)[0].nash_convs[12] < 0.7
+    for name, order in orders(log).items():
+        player, _, number = name.rpartition("-")
+        (other,) = {*TWO} - {player}
+        assert order["opponents"] == {other: {f"{other}-{int(number) - 1}" if number != "1" else "uniform": 1.0}}
+
+
+def test_the_solutions_mixture_is_that_of_psro():
+    plan, log = on_kuhn(slices=6, matchmaker={"type": "solution"}, games=1, start="fresh")
+    psro = PSRO(PSROConfig(iterations=6), population(*TWO))
+    same = orders(drive(psro, ExactGame(tree("kuhn_poker"), TWO)))
+    for name, order in orders(log).items():
+        for other, mix in order["opponents"].items():
+            assert mix == pytest.approx(same[name]["opponents"][other])
+    assert plan.payoffs.shape == (7, 7)
+
+
+def test_a_pool_forgets_the_oldest():
+    _, log = on_kuhn(slices=6, matchmaker={"type": "history"}, pool=2)
+    assert orders(log)["player_0-6"]["opponents"] == {"player_1": {"player_1-4": 0.5, "player_1-5": 0.5}}
+    assert orders(log)["player_0-1"]["opponents"] == {"player_1": {"uniform": 1.0}}
+
+
+def test_pfsp_looks_for_whom_the_learner_loses_to():
+    plan = self_play(ONE, ONE * 2, slices=3, matchmaker={"type": "pfsp"}, self_play=0.2, start="last")
+    (first,) = plan.begin()
+    assert first.order["opponents"] == {"agent": {"uniform": 1.0}} and first.order["self_play"] == 0.2
+    (second, _assess) = sorted(plan.finished(first, answer(uniform=0.75)), key=lambda task: task.kind, reverse=True)
+    # win rates 3/4 and, unplayed, 1/2: (1/4)^2 and (1/2)^2
+    assert second.order["opponents"]["agent"] == pytest.approx({"uniform": 0.2, "agent-1": 0.8})
+    assert second.order["start"] == "agent-1" and second.members == ("agent-1",)
+
+
+def answer(**rates):
+    against = {
+        name.replace("_", "-"): {"games": 100, "wins": 100 * rate, "draws": 0, "return": 0.0, "square": 1.0}
+        for name, rate in rates.items()
+    }
+    return {"env_steps": 10, "return": 0.0, "against": against, "metrics": {}}
+
+
+@pytest.mark.parametrize("matchmaker", ["latest", "history", "solution"])
+def test_any_order_of_tasks_gives_the_same_members(matchmaker):
+    config = {"slices": 5, "matchmaker": {"type": matchmaker}, "games": 1, "cells": 2}
+    plain, *others = [on_kuhn(rng=rng, **config)[0] for rng in (None, random.Random(1), random.Random(2))]
+    for other in others:
+        assert other.nash_convs == pytest.approx(plain.nash_convs, abs=1e-9)
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**32), st.sampled_from(["latest", "history", "pfsp", "solution"]), st.integers(0, 3))
+def test_a_log_told_again_gives_the_same_tasks_and_lines(seed, matchmaker, pool):
+    payoff, rng = np.random.default_rng(seed).normal(size=(4, 4)), random.Random(seed)
+    config = {"slices": 4, "matchmaker": {"type": matchmaker}, "games": 10, "pool": pool, "assess": 2}
+    log = drive(self_play(**config), Matrix([payoff, -payoff], TWO), rng)
+    assert not retold(self_play(**config), log)
+    assert retold(self_play(**config), log[: rng.randrange(len(log))])
+
+
+def test_a_player_waits_for_the_slice_of_the_others_and_no_more():
+    plan, game = self_play(slices=3, assess=0), ExactGame(tree("kuhn_poker"), TWO)
+    one, two = plan.begin()
+    assert plan.finished(one, game(one)) == []
+    again = plan.finished(two, game(two))
+    assert [task.makes for task in again] == ["player_0-2", "player_1-2"]
+    assert plan.summary()["iteration"] == 1
+
+
+def test_it_stops_at_a_nash_conv_and_measures_as_often_as_asked():
+    plan, _ = on_kuhn(slices=40, matchmaker={"type": "history"}, assess=4, stop=0.2)
+    assert plan.over and max(plan.nash_convs) < 40
+    assert all(number % 4 == 0 for number in plan.nash_convs)
+    assert list(on_kuhn(slices=5, assess=3)[0].nash_convs) == [3, 5]
+
+
+def test_the_lines_say_what_there_is():
+    _, log = on_kuhn(slices=3, games=1)
+    rounds = [notes["team"] for *_, notes in log if "members" in notes.get("team", {})]
+    assert [(line["iteration"], line["members"], line["env_steps"]) for line in rounds] == [
+        (1, 3, 20),
+        (2, 5, 40),
+        (3, 7, 60),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "players", "words"),
+    [
+        ({"matchmaker": {"type": "solution"}}, TWO, "games: 0"),
+        ({"matchmaker": {"type": "solution"}, "games": 9, "solver": {"type": "cce"}}, TWO, "solver cce has none"),
+        ({"self_play": 0.5}, TWO, "symmetric: true"),
+        ({"matchmaker": {"type": "pfps"}}, TWO, "did you mean pfsp"),
+    ],
+)
+def test_mistakes_are_told_with_their_mending(config, players, words):
+    with pytest.raises(ValueError, match=words):
+        self_play(players, **config)
+
+
+def test_every_player_needs_a_member_to_begin_with():
+    with pytest.raises(ValueError, match='"player_0" has no member'):
+        SelfPlay(SelfPlayConfig(), Population(TWO))

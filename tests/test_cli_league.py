@@ -1,0 +1,63 @@
+"""`palestra league` on a run that the command line trained: a small league of rock, paper, scissors."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from palestra.cli import app
+from palestra.population_reports import read_record
+from palestra.runs import read_lines
+
+CONFIG = Path(__file__).parent.parent / "configs/populations/rps_league.yaml"
+SMALL = ["slices=2", "least=1", "most=1", "env_steps=1024", "league_exploiters=0", "games=0"]
+
+
+def palestra(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def plain(text):
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two learners of two slices each, all frozen, whose members did not play each other."""
+    root = tmp_path_factory.mktemp("league")
+    settings = [part for setting in SMALL for part in ("--set", f"population.{setting}")]
+    done = palestra("train", CONFIG, "--root", root, "--backend", "inline", *settings)
+    assert done.exit_code == 0, done.output
+    return root / "rps_league"
+
+
+def test_games_that_are_missing_are_played_once_and_kept(run, tmp_path):
+    before = palestra("league", "standings", run)
+    assert before.exit_code == 2 and "league crossplay" in plain(before.output)
+    assert palestra("league", "crossplay", run).output.count("-") > 10  # nobody has met
+    played = palestra("league", "crossplay", run, "--games", 60, "--backend", "inline", "--csv", tmp_path / "all.csv")
+    assert played.exit_code == 0 and "15 pairs lacked games, and have 60 now" in plain(played.output), played.output
+    assert len(read_lines(run / "crossplay.jsonl")) == 15
+    assert (read_record(run).payoffs.games() == 60).all()
+    assert len((tmp_path / "all.csv").read_text().splitlines()) == 16
+    again = palestra("league", "crossplay", run, "--games", 60, "--backend", "inline")
+    assert "every pair has 60 games" in plain(again.output) and len(read_lines(run / "crossplay.jsonl")) == 15
+    more = palestra("league", "crossplay", run, "--games", 100, "--backend", "inline")
+    assert "15 pairs" in plain(more.output) and (read_record(run).payoffs.games() == 100).all()
+    table = palestra("league", "standings", run, "--csv", tmp_path / "standings.csv")
+    assert table.exit_code == 0 and "uniform" in table.output and "main_0-2" in table.output
+    assert len((tmp_path / "standings.csv").read_text().splitlines()) == 6
+
+
+def test_a_run_is_drawn(run):
+    done = palestra("league", "plot", run)
+    assert done.exit_code == 0 and (run / "population.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_no_run_of_a_population_is_said(tmp_path):
+    for command in ("standings", "crossplay", "plot"):
+        done = palestra("league", command, tmp_path)
+        assert done.exit_code == 2 and "no finished task of a population" in plain(done.output)
+    done = palestra("league", "crossplay", tmp_path, "--games", 5)
+    assert done.exit_code == 2 and "cannot read config" in plain(done.output)

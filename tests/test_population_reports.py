@@ -1,0 +1,235 @@
+"""What is read off a population's run directory, by runs whose answers are known."""
+
+import json
+from itertools import combinations
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from palestra.population_plots import best_answers, distances, mixtures, plot_population, searched
+from palestra.population_reports import (
+    crossplay_table,
+    read_record,
+    standings,
+    standings_csv,
+    standings_table,
+    warning,
+)
+from palestra.populations.population import Member, Population
+from palestra.runs import Run
+
+
+def cell(one, other, wins, losses, draws=0):
+    """Games of a zero-sum game of two, won or lost by 1."""
+    games, mean = wins + losses + draws, (wins - losses) / (wins + losses + draws)
+    m2 = wins + losses - games * mean**2
+    return {
+        "members": [one, other],
+        "games": games,
+        "mean": [mean, -mean],
+        "m2": [m2, m2],
+        "wins": [wins, losses],
+        "draws": draws,
+    }
+
+
+def played(name, *cells):
+    order = {"cells": [one["members"] for one in cells], "games": cells[0]["games"]}
+    return {"task": f"play/{name}", "kind": "play", "makes": "", "order": order, "result": {"cells": list(cells)}}
+
+
+def trained(name, player="agent", **order):
+    result = {"env_steps": 10, "return": 0.0, "against": {}}
+    return {
+        "task": f"train/{name}",
+        "kind": "train",
+        "makes": name,
+        "order": {"player": player, **order},
+        "result": result,
+    }
+
+
+def made_run(folder, tasks, members=None, metrics=()):
+    """A run directory as the scheduler leaves it."""
+    with Run.create(folder, "") as run:
+        for number, task in enumerate(tasks):
+            run.record("tasks.jsonl", task)
+            run.time(number, "team", {"task": task["task"], "seconds": 1.0, "elapsed_s": 2.0 * number})
+        for step, policy, figures in metrics:
+            run.log(step, policy, figures)
+    if members:
+        (run.path / "population.json").write_text(json.dumps(members.to_json()))
+    return run.path
+
+
+def symmetric(*names):
+    population = Population(("agent",))
+    population.add(Member("uniform", ""))
+    for name in names:
+        population.add(Member(name, "agent", f"members/{name}"))
+    return population
+
+
+def ladder(folder):
+    """Members of which each beats those before it, 80 to 20."""
+    names = ["uniform", "a", "b", "c"]
+    cells = [cell(low, high, 20, 80) for low, high in combinations(names, 2)]
+    tasks = [*(trained(name) for name in names[1:]), played("all", *cells, cell("b", "b", 50, 50))]
+    return made_run(folder, tasks, symmetric(*names[1:]))
+
+
+def cycle(folder):
+    """Rock, paper, scissors, which all beat uniform play a little."""
+    cells = [cell("rock", "scissors", 90, 10), cell("scissors", "paper", 90, 10), cell("paper", "rock", 90, 10)]
+    cells += [cell(name, "uniform", 30, 20, 50) for name in ("rock", "paper", "scissors")]
+    names = ("rock", "paper", "scissors")
+    return made_run(folder, [*(trained(name) for name in names), played("all", *cells)], symmetric(*names))
+
+
+def text_of(what):
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(what)
+    return capture.get()
+
+
+def test_a_ladder_is_ranked_and_nothing_is_hidden(tmp_path):
+    record = read_record(ladder(tmp_path))
+    rows = standings(record)
+    assert [row.name for row in rows] == ["c", "b", "a", "uniform"]
+    assert rows[0].win_rate == pytest.approx(0.8) and rows[0].worst == pytest.approx(0.8) and rows[0].games == 300
+    assert rows[1].worst == pytest.approx(0.2) and rows[1].nemesis == "c"
+    assert [row.skill.mu for row in rows] == sorted((row.skill.mu for row in rows), reverse=True)
+    assert warning(record) == ""
+    text = text_of(standings_table(record))
+    assert "c" in text and "80.0%" in text and "OpenSkill" in text
+
+
+def test_a_cycle_has_equal_ratings_and_a_warning(tmp_path):
+    record = read_record(cycle(tmp_path))
+    rows = {row.name: row for row in standings(record)}
+    three = [rows[name] for name in ("rock", "paper", "scissors")]
+    assert np.ptp([row.elo for row in three]) < 1e-6
+    assert {row.name: row.nemesis for row in three} == {"rock": "paper", "paper": "scissors", "scissors": "rock"}
+    assert all(row.worst == pytest.approx(0.1) for row in three)
+    assert rows["uniform"].win_rate == pytest.approx(0.45)  # draws count half
+    assert "cycles" in warning(record) and "rock" in warning(record)
+    lines = standings_csv(record).splitlines()
+    assert lines[0].startswith("member,elo,") and len(lines) == 5 and lines[-1].startswith("uniform,")
+
+
+def test_the_table_shows_both_sides_of_a_pair_and_who_has_not_met(tmp_path):
+    path = ladder(tmp_path)
+    record = read_record(path)
+    assert record.payoffs.cell(("c", "a")).mean == (0.6, -0.6) == record.payoffs.cell(("a", "c")).mean[::-1]
+    text = text_of(crossplay_table(record))
+    assert "+0.60" in text and "-0.60" in text
+    with Run.open(path) as run:
+        run.record("crossplay.jsonl", cell("a", "b", 80, 20))  # 100 games more, the other way round
+    assert read_record(path).payoffs.cell(("a", "b")).mean[0] == pytest.approx(0.0)
+    lonely = made_run(
+        tmp_path, [trained("x"), trained("y"), played("x", cell("x", "uniform", 1, 0))], symmetric("x", "y")
+    )
+    assert "-" in text_of(crossplay_table(read_record(lonely)))
+    assert [row.name for row in standings(read_record(lonely))] == ["x", "uniform"]
+
+
+def test_many_members_are_shown_by_the_newest(tmp_path):
+    names = [f"m-{i}" for i in range(30)]
+    cells = [cell(name, "uniform", 6, 4) for name in names]
+    record = read_record(made_run(tmp_path, [*(trained(n) for n in names), played("all", *cells)], symmetric(*names)))
+    text = text_of(crossplay_table(record))
+    assert "newest 16 of 31" in text
+
+
+def two_players(folder):
+    """Matching pennies: two pure members each; the second plays the first's opposite, so that answers go round."""
+    members = Population(("row", "column"))
+    members.add(Member("uniform", ""))
+    for name in ("row-1", "row-2", "column-1", "column-2"):
+        members.add(Member(name, name.partition("-")[0], f"members/{name}"))
+    mean = {("row-1", "column-1"): 1, ("row-2", "column-2"): 1, ("row-1", "column-2"): -1, ("row-2", "column-1"): -1}
+    cells = [
+        {"members": list(pair), "games": 10, "mean": [v, -v], "m2": [0, 0], "exact": True} for pair, v in mean.items()
+    ]
+    snapshot = [{"members": ["row-2~1", "column-1"], "games": 10, "mean": [9, -9], "m2": [0, 0]}]
+    tasks = [trained(m.name, m.player) for m in members if m.player] + [played("all", *cells), played("try", *snapshot)]
+    metrics = [
+        (0, "team", {"iteration": 0, "members": 2, "games": 5, "env_steps": 100}),
+        (1, "team", {"iteration": 0, "nash_conv": 2.0, "exploitability": 1.0}),
+        (2, "team", {"iteration": 1, "members": 4, "games": 50, "env_steps": 300}),
+        (2, "row", {"iteration": 1, "value": 0.0, "mix/row-1": 0.25, "mix/row-2": 0.75}),
+        (2, "column", {"iteration": 1, "value": 0.0, "mix/column-1": 1.0}),
+        (4, "team", {"iteration": 1, "nash_conv": 0.5, "exploitability": 0.25}),
+    ]
+    return made_run(folder, tasks, members, metrics)
+
+
+def test_two_populations_have_a_side_of_the_table_each(tmp_path):
+    record = read_record(two_players(tmp_path))
+    assert record.payoffs.seats == ("row", "column")
+    assert record.payoffs.members == {
+        "row": ["uniform", "row-1", "row-2"],
+        "column": ["uniform", "column-1", "column-2"],
+    }
+    names, answers = best_answers(record)
+    after = {names[i]: names[j] for i, j in answers}
+    assert after == {"row-1": "column-2", "column-2": "row-2", "row-2": "column-1", "column-1": "row-1"}
+    with pytest.raises(ValueError, match="played no games"):
+        standings(record)  # payoffs that were worked out are no wins
+
+
+def test_best_answers_in_a_symmetric_game_go_round_the_cycle(tmp_path):
+    names, answers = best_answers(read_record(cycle(tmp_path)))
+    after = {names[i]: names[j] for i, j in answers}
+    assert (after["rock"], after["paper"], after["scissors"]) == ("paper", "scissors", "rock")
+
+
+def test_how_far_from_an_equilibrium_by_steps_games_and_time(tmp_path):
+    assert distances(read_record(two_players(tmp_path))) == [
+        {"nash_conv": 2.0, "env_steps": 100, "games": 5, "seconds": 2.0},
+        {"nash_conv": 0.5, "env_steps": 300, "games": 50, "seconds": 8.0},
+    ]
+
+
+def test_a_measurement_that_counts_for_itself_is_believed(tmp_path):
+    metrics = [
+        (0, "team", {"iteration": 1, "members": 2, "games": 0, "env_steps": 700}),
+        (1, "team", {"iteration": 1, "nash_conv": 1.5, "env_steps": 70, "games": 7}),
+    ]
+    (point,) = distances(read_record(made_run(tmp_path, [trained("a"), trained("b")], symmetric("a"), metrics)))
+    assert point == {"nash_conv": 1.5, "env_steps": 70, "games": 7, "seconds": 2.0}
+
+
+def test_mixtures_are_meta_strategies_or_whom_main_agents_met(tmp_path):
+    assert mixtures(read_record(two_players(tmp_path)))["row"] == [{"row-1": 0.25, "row-2": 0.75}]
+    order = {"opponents": {"agent": {"uniform": 0.5, "a": 0.5}}, "self_play": 0.4}
+    tasks = [
+        trained("main_0-1", learner="main_0", **order),
+        trained("main_exploiter_0-1", learner="main_exploiter_0", **order),
+    ]
+    assert mixtures(read_record(made_run(tmp_path, tasks))) == {"main_0": [{"itself": 0.4, "uniform": 0.3, "a": 0.3}]}
+
+
+def league_like(folder):
+    order = {"opponents": {"agent": {"uniform": 1.0}}, "self_play": 0.5, "settings": {"lr": 1e-3}}
+    tasks = [trained(f"main_0-{i}", learner="main_0", **order) for i in (1, 2)]
+    metrics = [(i, "main_0", {"iteration": i + 1, "worst_win_rate": 0.5, "rating": 0.5, "lr": 1e-3}) for i in (0, 1)]
+    return made_run(folder, tasks, symmetric("main_0-1", "main_0-2"), metrics)
+
+
+@pytest.mark.parametrize("make", [ladder, cycle, two_players, league_like])
+def test_every_run_can_be_drawn(tmp_path, make):
+    path = make(tmp_path)
+    assert plot_population(path).read_bytes().startswith(b"\x89PNG")
+    assert (path / "population.png").exists()
+
+
+def test_settings_that_evolve_are_found(tmp_path):
+    assert searched(read_record(league_like(tmp_path))) == ["lr"]
+
+
+def test_a_run_of_no_population_is_refused(tmp_path):
+    with Run.create(tmp_path, "") as run, pytest.raises(ValueError, match="no finished task of a population"):
+        read_record(run.path)

@@ -1,0 +1,248 @@
+"""Populations from their configs: every plan by every oracle, on the command line, killed and taken up again."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from palestra.cli import app
+from palestra.config import dump, override, parse, validate
+from palestra.populations.scheduler import Watcher
+from palestra.runs import Run, read_lines
+from palestra.setup_population import PopulationConfig, build_population, run_population
+
+SCRIPT = Path(sys.executable).parent / "palestra"
+EXACT = {
+    "name": "small",
+    "env": {"type": "kuhn_poker"},
+    "population": {"type": "psro", "iterations": 8},
+    "oracle": {"type": "exact"},
+    "backend": {"type": "inline"},
+}
+NET = {
+    "type": "net",
+    "policy": {"hidden": [8]},
+    "algorithm": {"type": "ppo", "horizon": 4, "epochs": 1, "minibatches": 1, "gamma": 1.0},
+}
+LEARNED = EXACT | {"oracle": NET, "env": {"type": "kuhn_poker", "games": 8}}
+PLANS = {
+    "psro": {"iterations": 2, "env_steps": 64, "games": 20, "adaptive": 40},
+    "self_play": {"slices": 3, "env_steps": 64, "matchmaker": {"type": "pfsp"}},
+    "league": {"slices": 2, "env_steps": 64, "games": 20, "main_exploiters": 1, "league_exploiters": 1},
+    "pbt": {"learners": 2, "slices": 3, "env_steps": 64, "every": 1},
+}
+
+
+def checked(tree, *settings):
+    return validate(PopulationConfig, override(tree, settings))
+
+
+def trained(folder, tree):
+    config = checked(tree)
+    setup = build_population(config)
+    with Run.create(folder, dump(config), config.name) as run:
+        assert run_population(setup, run, Watcher())
+    return setup.plan, folder / config.name
+
+
+def palestra(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def plain(text):
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
+
+
+def written(folder, tree):
+    path = folder / "population.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+# what configs make
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_trains_networks(plan, tmp_path):
+    tree = LEARNED | {"population": {"type": plan, **PLANS[plan]}}
+    made, run = trained(tmp_path, tree)
+    names = {member["name"] for member in json.loads((run / "population.json").read_text())}
+    assert names == set(made.population.members) and len(names) >= 3
+    folders = {folder.name for folder in (run / "members").iterdir()}
+    assert names - {"uniform"} <= folders
+    assert all((run / "members" / name / "policy.safetensors").exists() for name in names - {"uniform"})
+    assert made.summary()["iteration"] == made.summary()["iterations"]
+
+
+def test_a_run_of_psro_says_what_it_came_to(tmp_path):
+    plan, run = trained(tmp_path, EXACT)
+    lines = [line for line in read_lines(run / "metrics.jsonl") if "nash_conv" in line]
+    assert {line["iteration"]: line["nash_conv"] for line in lines} == plan.nash_convs
+    table = (run / "payoffs.csv").read_text().splitlines()
+    assert len(table) == 1 + 9 * 9 and table[0].startswith("members_0,members_1,mean_0,mean_1")
+    tasks = read_lines(run / "tasks.jsonl")
+    assert len(read_lines(run / "timings.jsonl")) == len(tasks)
+
+
+def test_one_population_plays_every_seat_where_the_plan_wants_it():
+    assert build_population(checked(EXACT, "symmetric=true")).plan.seats == ("agent", "agent")
+    assert build_population(checked(EXACT)).plan.population.players == ("player_0", "player_1")
+    league = LEARNED | {"population": {"type": "league"}}
+    assert build_population(checked(league)).plan.population.players == ("agent",)
+
+
+def test_a_config_printed_is_the_same_config():
+    for tree in (EXACT, LEARNED):
+        config = checked(tree)
+        assert checked(parse(dump(config))) == config
+        assert "env" not in parse(dump(config))["oracle"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["population.type=psr"], "did you mean psro"),
+        (["population.iterations=0"], "population.iterations: should be greater"),
+        (["population.solver.type=cce", "population.levels=2"], "levels: must be 1"),
+        (["oracle.env={type: leduc_poker}"], "stands at the top"),
+        (["oracle.type=nett"], "did you mean net"),
+        (["oracle.type=language"], "its oracles are of type net or exact"),
+        (["env.type=kuhn"], 'unknown env "kuhn"'),
+        (["env.gams=3"], 'did you mean "games"'),
+        (["env={type: pong}"], "no rules here, so no best response"),
+        (["env={type: pong, games: 2}", "oracle={type: net}"], "say population.assess: 0"),
+        (["env={type: text_kuhn}"], "its oracles are of type language"),
+        (["env.players=3"], "solver nash is for two seats"),
+        (["backend.address=auto"], "address is for backend type ray"),
+        (["backend={type: local, placement: {train: {workers: 1}}}"], "placement is for backend type ray"),
+    ],
+)
+def test_mistakes_are_told_with_their_mending(settings, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        build_population(checked(EXACT, *settings))
+
+
+# on the command line
+
+
+def test_train_shows_where_it_stands_and_goes_on_from_there(tmp_path):
+    path = written(tmp_path, EXACT)
+    done = palestra("train", path, "--root", tmp_path / "runs")
+    assert done.exit_code == 0, done.output
+    out = plain(done.output)
+    assert "kuhn_poker, psro by exact, 1 at once" in out and re.search(r"17 members, NashConv -?0\.0\d\d", out)
+    again = palestra("train", "--resume", tmp_path / "runs/small")
+    assert again.exit_code == 0 and "going on after" in plain(again.output) and "17 members" in plain(again.output)
+
+
+def test_where_tasks_are_done_may_change_when_a_run_goes_on(tmp_path):
+    path = written(tmp_path, EXACT)
+    shown = palestra("train", path, "--backend", "local", "--workers", 3, "--dry-run")
+    assert parse(shown.output)["backend"] == {
+        "type": "local",
+        "workers": 3,
+        "threads": 1,
+        "address": None,
+        "placement": {},
+    }
+    assert palestra("train", path, "--root", tmp_path / "runs").exit_code == 0
+    on = palestra("train", "--resume", tmp_path / "runs/small", "--backend", "local", "--workers", 2)
+    assert on.exit_code == 0 and "2 at once" in plain(on.output)
+    assert parse((tmp_path / "runs/small/config.yaml").read_text())["backend"]["type"] == "inline"
+
+
+def test_places_are_for_populations(tmp_path):
+    path = written(tmp_path, {"env": {"type": "kuhn_poker"}})
+    done = palestra("train", path, "--workers", 2)
+    assert done.exit_code == 2 and "place the tasks of a population" in plain(done.output)
+
+
+def test_eval_says_that_it_is_not_for_populations(tmp_path):
+    done = palestra("eval", written(tmp_path, EXACT))
+    assert done.exit_code == 2 and "trains a population" in plain(done.output)
+
+
+# killed
+
+
+def start(folder, *arguments):
+    return subprocess.Popen(
+        [SCRIPT, "train", *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def until(process, run, tasks):
+    """Returns once the run has done so many tasks."""
+    while len(read_lines(run / "tasks.jsonl")) < tasks:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+
+
+def assert_same(run, whole):
+    for name in ("metrics.jsonl", "tasks.jsonl", "population.json", "payoffs.csv"):
+        assert (run / name).read_bytes() == (whole / name).read_bytes(), name
+    ours, theirs = ({str(f.relative_to(r)): f for f in (r / "members").rglob("*") if f.is_file()} for r in (run, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(file.read_bytes() == theirs[name].read_bytes() for name, file in ours.items())
+
+
+LONGER = {**LEARNED, "population": {"type": "psro", "iterations": 3, "env_steps": 160, "games": 50, "adaptive": 50}}
+
+
+def kill(process, run, tasks):
+    """SIGKILL once the run has done so many tasks."""
+    until(process, run, tasks)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody disturbed."""
+    return trained(tmp_path_factory.mktemp("whole"), LONGER)[1]
+
+
+def test_a_run_killed_ends_as_if_it_never_was(whole, tmp_path):
+    process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
+    kill(process, run, 12)
+    assert len(read_lines(run / "tasks.jsonl")) < len(read_lines(whole / "tasks.jsonl"))
+    assert palestra("train", "--resume", run).exit_code == 0
+    assert_same(run, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_killed_again_and_again_ends_as_if_it_never_was(whole, tmp_path):
+    process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
+    for tasks in (1, 5, 9, 13, 16):
+        kill(process, run, tasks)
+        process = start(tmp_path, "--resume", run)
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+    assert_same(run, whole)
+
+
+def test_ctrl_c_leaves_a_run_to_go_on_with(whole, tmp_path):
+    process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
+    until(process, run, 6)
+    os.kill(process.pid, signal.SIGINT)
+    out, _ = process.communicate()
+    assert process.returncode == 0 and "palestra train --resume runs/small" in out, out
+    assert 6 <= len(read_lines(run / "tasks.jsonl")) < len(read_lines(whole / "tasks.jsonl"))
+    assert palestra("train", "--resume", run).exit_code == 0
+    assert_same(run, whole)

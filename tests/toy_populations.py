@@ -1,0 +1,152 @@
+"""Runs a plan in memory: any open task may be the next to be done, and the workers are exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from palestra.exact.responses import best_response_to_joint, nash_conv
+from palestra.exact.tree import Tree, tree_of, uniform, values
+from palestra.oracles.exact import Exact
+from palestra.oracles.members import rules_of
+from palestra.populations.population import Member, Population
+
+
+def population(*players):
+    made = Population(players)
+    made.add(Member("uniform", ""))
+    return made
+
+
+def drive(plan, do, rng=None, stop=lambda: False):
+    """Does a plan's tasks, the oldest first or, with `rng`, in any order; the (task, result, notes) in their order.
+
+    Members that a task asks for must have been made by tasks done before, and names never come twice."""
+    open_, log, made, seen = list(plan.begin()), [], set(), set()
+    while open_ and not stop():
+        assert not {task.name for task in open_} & seen
+        task = open_.pop(rng.randrange(len(open_)) if rng else 0)
+        seen.add(task.name)
+        assert {*task.members} <= made, (task, made)
+        result = json.loads(json.dumps(do(task)))
+        made |= {task.makes} - {""}
+        open_ += plan.finished(task, result)
+        log.append((task, result, plan.notes(task, result)))
+    assert stop() or not open_
+    return log
+
+
+def retold(plan, log):
+    """A new plan that is told a log: it names each task before it is done, and says the same of it."""
+    known = {task.name: task for task in plan.begin()}
+    for task, result, notes in log:
+        assert known.pop(task.name) == task
+        known |= {new.name: new for new in plan.finished(task, result)}
+        assert plan.notes(task, result) == notes
+    return known
+
+
+@cache
+def tree(name, **options) -> Tree:
+    return tree_of(rules_of({"type": name, **options}))
+
+
+class ExactGame:
+    """The exact oracle of a game, with its members in memory."""
+
+    def __init__(self, tree, players):
+        self.exact, self.tree = Exact(tree, players), tree
+        self.policies = {"uniform": uniform(tree)}
+
+    def __call__(self, task):
+        if task.kind != "train":
+            return self.exact.do(task, self.policies.__getitem__, None)
+        policy, value = self.exact.respond(task.order, self.policies.__getitem__)
+        self.policies[task.makes] = policy
+        return {"env_steps": 10, "return": value, "against": {}, "metrics": {}}
+
+    def nash_conv(self, mixes):
+        return nash_conv(self.tree, self.exact.mixed(mixes, self.policies.__getitem__))
+
+    def coarse_gap(self, meta):
+        """What all seats could gain by leaving a joint distribution for a policy fixed beforehand, summed."""
+        cells = [(index, p) for index, p in np.ndenumerate(meta.joint) if p > 0]
+        lineups = [self._lineup(meta, index) for index, _ in cells]
+        chances = [p for _, p in cells]
+        earned = np.array(chances) @ [values(self.tree, lineup) for lineup in lineups]
+        best = [best_response_to_joint(self.tree, lineups, chances, seat)[1] for seat in range(self.tree.players)]
+        return float(np.sum(best - earned))
+
+    def _lineup(self, meta, index):
+        names = [own[place] for own, place in zip(meta.names, index, strict=True)]
+        return self.exact.lineup(dict(zip(meta.seats, names, strict=True)), self.policies.__getitem__)
+
+
+class Matrix:
+    """A game in normal form: members are mixtures over actions, payoffs are known."""
+
+    def __init__(self, payoffs: Sequence[np.ndarray], players: Sequence[str], noise: float = 0.0):
+        self.payoffs, self.players, self.noise = payoffs, list(players), noise
+        self.actions = {player: payoffs[0].shape[seat] for seat, player in enumerate(self.players)}
+        self.chosen = {}
+
+    def mixture(self, player, name):
+        """The member's distribution over the player's actions."""
+        n = self.actions[player]
+        return np.eye(n)[self.chosen[name]] if name in self.chosen else np.full(n, 1 / n)
+
+    def __call__(self, task):
+        return {"train": self.train, "play": self.play, "assess": self.assess}[task.kind](task)
+
+    def train(self, task):
+        order, seat = task.order, self.players.index(task.order["player"])
+        if "joint" in order:
+            joint = sum(
+                p * self.outer({q: self.mixture(q, m) for q, m in members.items()}) for members, p in order["joint"]
+            )
+        else:
+            joint = self.outer({q: self.mixed(q, mix) for q, mix in order["opponents"].items()})
+        worth = np.moveaxis(self.payoffs[seat], seat, 0).reshape(self.actions[task.order["player"]], -1) @ joint
+        self.chosen[task.makes] = int(worth.argmax())
+        return {"env_steps": order["env_steps"], "return": float(worth.max()), "against": {}, "metrics": {}}
+
+    def outer(self, choices):
+        """The others' actions together, flat."""
+        joint = np.ones(())
+        for player in self.players:
+            if player in choices:
+                joint = np.multiply.outer(joint, choices[player])
+        return joint.ravel()
+
+    def mixed(self, player, mix):
+        return sum(p * self.mixture(player, name) for name, p in mix.items())
+
+    def worth(self, choices):
+        joint = self.outer(dict(zip(self.players, choices, strict=True)))
+        return [float(table.ravel() @ joint) for table in self.payoffs]
+
+    def play(self, task):
+        cells = []
+        for members in task.order["cells"]:
+            mean = self.worth([self.mixture(q, m) for q, m in zip(self.players, members, strict=True)])
+            games = task.order["games"]
+            known = {"exact": True} if not self.noise else {}
+            cells.append(
+                {"members": members, "games": games, "mean": mean, "m2": [games * self.noise] * len(mean), **known}
+            )
+        return {"cells": cells}
+
+    def assess(self, task):
+        gap = self.nash_conv(task.order["strategies"])
+        return {"nash_conv": gap, "exploitability": gap / len(self.players), "values": []}
+
+    def nash_conv(self, mixes):
+        choices = [self.mixed(player, mixes[player]) for player in self.players]
+        gap = -sum(self.worth(choices))
+        for seat, player in enumerate(self.players):
+            own = np.eye(self.actions[player])
+            gap += max(self.worth([*choices[:seat], row, *choices[seat + 1 :]])[seat] for row in own)
+        return gap
