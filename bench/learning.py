@@ -67,16 +67,17 @@ def held_out(key: str, scale: float = 1.0, shift: float = 0.0) -> Callable[[Path
     """A figure of the exams."""
 
     def curve(run: Path) -> Curve:
+        each = sweep(run)
         lines = read_lines(run / "evals.jsonl")
-        return [((line["step"] + 1) * sweep(run), scale * line[key] + shift) for line in lines]
+        return [((line["step"] + 1) * each, scale * line[key] + shift) for line in lines]
 
     return curve
 
 
 def exploitability(run: Path) -> Curve:
     """Half the NashConv of two policies in Kuhn poker (OpenSpiel's measure) at every checkpoint that was kept."""
-    kept = [checkpoint for checkpoint in checkpoints(run) if checkpoint.path.exists()]
-    return [((checkpoint.step + 1) * sweep(run), exploitability_at(checkpoint)) for checkpoint in kept]
+    each = sweep(run)
+    return [((checkpoint.step + 1) * each, exploitability_at(checkpoint)) for checkpoint in checkpoints(run)]
 
 
 def exploitability_at(checkpoint: Checkpoint) -> float:
