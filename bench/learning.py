@@ -107,7 +107,7 @@ TWO_STEP = "the best return is 8; Rashid et al. (2018, section 5)"
 OLD_SCALE = (
     "in rewards as the env first had them, summed over the team. There every agent also collides with itself, which "
     "costs a team of three 75 in 25 steps, and nothing is halved: six times our mean return, less 75. Uniform play has "
-    "-235 on that scale (github.com/uoe-agents/epymarl, issue 29: about -700 / 3)"
+    "-236 on that scale (github.com/uoe-agents/epymarl, issue 29: about -700 / 3)"
 )
 TASKS = [
     Task("two_step_qmix", "return", 8.0, f"{TWO_STEP}: QMIX gets 8", held_out("return")),
@@ -256,7 +256,7 @@ def draw(results: list[dict[str, Any]], target: Path) -> None:
         axis.set_xlabel("thousand joint steps", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.25)
-    axes.flat[0].legend(fontsize=7)
+    axes.flat[0].legend(fontsize=7, loc="lower right")
     figure.savefig(target, dpi=110)
     plt.close(figure)
 

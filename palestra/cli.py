@@ -180,6 +180,7 @@ def _follow_population(setup: Any, run: Any, config: Any) -> None:
     if not done:
         return _say_stopped(run)
     console.print(standing(setup.plan.summary()))
+    say(f"who beats whom: palestra league standings {shlex.quote(str(run.path))}")
 
 
 def _say_stopped(run: Any) -> None:
@@ -309,7 +310,9 @@ def plays_games(what: Path) -> bool:
     path = Path(run) if run else what
     tree = load(path / "config.yaml" if path.is_dir() else path)
     if "population" in tree:
-        raise ValueError(f"{path} trains a population, whose members play each other: payoffs.csv in its run says how")
+        raise ValueError(
+            f"{path} trains a population: `palestra league crossplay RUN` lets its members play each other"
+        )
     return is_vectorised((tree.get("env") or {}).get("type"))
 
 

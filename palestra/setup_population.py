@@ -127,7 +127,7 @@ class Recorder(Watcher):
         self.members = len(self.plan.population)
         members = json.dumps(self.plan.population.to_json(), indent=2)
         atomic_write(self.run.path / "population.json", f"{members}\n".encode())
-        if isinstance(self.plan, PSRO | SelfPlay) and self.plan.payoffs.shape:
+        if isinstance(self.plan, PSRO | SelfPlay) and all(self.plan.payoffs.shape):
             atomic_write(self.run.path / "payoffs.csv", self.plan.payoffs.to_csv().encode())
 
 
@@ -180,7 +180,7 @@ def _check(config: PopulationConfig, rules: bool) -> None:
         raise ValueError(f'oracle {oracle.type} does not play env "{env}": its oracles are of type {fitting}')
     if not rules and isinstance(oracle, ExactOracle):
         raise ValueError(f'env "{env}" has no rules here, so no best response is worked out: use an oracle that learns')
-    if not rules and getattr(config.population, "assess", 0):
+    if not rules and not isinstance(config.population, PBTConfig) and config.population.assess:
         raise ValueError(f'env "{env}" has no rules here, so NashConv cannot be measured: say population.assess: 0')
 
 

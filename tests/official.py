@@ -61,11 +61,11 @@ class Official:
         """The JSON that one of our programs prints last."""
         return json.loads(self.run(clients, str(PROGRAMS / f"{program}.py"), **given).splitlines()[-1])
 
-    def recipe(self, clients: str, name: str, log: Path, **flags: Any) -> list[dict[str, Any]]:
+    def recipe(self, clients: str, name: str, log: Path, *, seconds: float = 300, **flags: Any) -> list[dict[str, Any]]:
         """What a cookbook recipe logged as its metrics, a row for each step."""
         flags = {"behavior_if_log_dir_exists": "delete", "log_path": log} | flags
         words = [f"{flag}={value}" for flag, value in flags.items()]
-        self.run(clients, "-m", f"tinker_cookbook.recipes.{name}.train", *words)
+        self.run(clients, "-m", f"tinker_cookbook.recipes.{name}.train", *words, seconds=seconds)
         return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
     def _environment(self, key: str) -> dict[str, str]:

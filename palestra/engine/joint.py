@@ -115,7 +115,12 @@ class _Run:
         return self.outcome
 
 
-Part = tuple[_Run, list[Datum]]  # of a job, in one micro-batch
+class Part(NamedTuple):
+    """Data of a job in one micro-batch, with the positions of each that are scored."""
+
+    run: _Run
+    data: list[Datum]
+    wanted: list[np.ndarray]
 
 
 def train_together(
@@ -125,7 +130,8 @@ def train_together(
     between; returns an outcome for each, or what made it fail. A job that fails leaves all gradients as they were."""
     runs = [_Run(job) for job in jobs]
     for pack in _packs(jobs, pack_tokens):
-        _together(engine, [(runs[number], data) for number, data in pack.items()])
+        parts = [(runs[number], data) for number, data in pack.items()]
+        _together(engine, [Part(run, data, [run.job.wanted(datum) for datum in data]) for run, data in parts])
         yield
     return [run.end() for run in runs]
 
@@ -147,14 +153,14 @@ def _packs(jobs: Sequence[Job], tokens: int) -> Generator[dict[int, list[Datum]]
 
 def _together(engine: Engine, parts: list[Part]) -> None:
     """A pass for all `parts`; where it fails, one for each alone, so that only those fail whose own does."""
-    parts = [part for part in parts if part[0].error is None]
+    parts = [part for part in parts if part.run.error is None]
     if not parts:
         return
     try:
         _pass(engine, parts)
     except Exception as error:  # such as memory that does not suffice
         if len(parts) == 1:
-            parts[0][0].error = error
+            parts[0].run.error = error
             return
         for part in parts:
             _together(engine, [part])
@@ -163,19 +169,19 @@ def _together(engine: Engine, parts: list[Part]) -> None:
 def _pass(engine: Engine, parts: list[Part]) -> None:
     """One forward pass for all data, a loss for each job, one backward pass for all losses. Nothing is noted of it but
     jobs that fail, until all of it has gone well."""
-    forests = [plant([datum.tokens for datum in data]) for _, data in parts]
+    forests = [plant([datum.tokens for datum in part.data]) for part in parts]
     flat, sizes = joined(forests), [len(forest.ids_S) for forest in forests]
-    route = Blocks([run.adapter for run, _ in parts], sizes)
+    route = Blocks([part.run.adapter for part in parts], sizes)
     rows = _rows(parts, forests)
-    keep = np.unique(np.concatenate([row_n for part in rows for row_n in part]))
-    with torch.set_grad_enabled(any(run.job.backward for run, _ in parts)):
+    keep = np.unique(np.concatenate([row_n for part_rows in rows for row_n in part_rows]))
+    with torch.set_grad_enabled(any(part.run.job.backward for part in parts)):
         positions, layout = engine.tensor(flat.positions_S), TreeLayout(flat, engine.device)
         logits_CV = engine.logits(engine.tensor(flat.ids_S), positions, layout, route, engine.tensor(keep)).float()
         norm_C = torch.logsumexp(logits_CV, -1)
         judged = []
-        for (run, data), part in zip(parts, rows, strict=True):
-            at = [np.searchsorted(keep, row_n) for row_n in part]
-            judgement = _judge(run, data, _predicted(engine, run.job, data, at, logits_CV, norm_C))
+        for part, part_rows in zip(parts, rows, strict=True):
+            at = [np.searchsorted(keep, row_n) for row_n in part_rows]
+            judgement = _judge(part, _predicted(engine, part, at, logits_CV, norm_C))
             if judgement is not None:
                 judged.append(judgement)
         gradients = _gradients([(j.run, j.loss) for j in judged if j.run.job.backward and j.loss.requires_grad])
@@ -199,16 +205,14 @@ def _rows(parts: Sequence[Part], forests: Sequence[Forest]) -> list[list[np.ndar
     """For each datum of each part the flat rows [n] whose logits are wanted."""
     starts = np.cumsum([0] + [len(forest.ids_S) for forest in forests])
     return [
-        [start + path[run.job.wanted(datum)] for datum, path in zip(data, forest.paths, strict=True)]
-        for (run, data), forest, start in zip(parts, forests, starts, strict=False)
+        [start + path[n] for n, path in zip(part.wanted, forest.paths, strict=True)]
+        for part, forest, start in zip(parts, forests, starts, strict=False)
     ]
 
 
-def _predicted(
-    engine: Engine, job: Job, data: Sequence[Datum], at: Sequence[np.ndarray], logits_CV: Tensor, norm_C: Tensor
-) -> Predicted:
+def _predicted(engine: Engine, part: Part, at: Sequence[np.ndarray], logits_CV: Tensor, norm_C: Tensor) -> Predicted:
     """What the loss reads; `at` are the rows of `logits_CV` that each datum's wanted positions have."""
-    wanted = [job.wanted(datum) for datum in data]
+    _, data, wanted = part
     targets = [datum.targets[n] for datum, n in zip(data, wanted, strict=True)]
     widths = [datum.targets.size // len(datum.tokens) for datum in data]
     row_M = engine.tensor(np.concatenate([np.repeat(r, width) for r, width in zip(at, widths, strict=True)]))
@@ -239,8 +243,9 @@ class _Judgement:
             outcome.figures[name] = outcome.figures.get(name, 0.0) + value
 
 
-def _judge(run: _Run, data: Sequence[Datum], predicted: Predicted) -> _Judgement | None:
+def _judge(part: Part, predicted: Predicted) -> _Judgement | None:
     """The job's loss; None where it has none, which ends the job."""
+    run = part.run
     try:
         loss, figures = run.job.loss(predicted)
         if not torch.isfinite(loss):
@@ -248,15 +253,15 @@ def _judge(run: _Run, data: Sequence[Datum], predicted: Predicted) -> _Judgement
     except ValueError as error:
         run.error = error
         return None
-    logps = _spread(run.job, data, predicted.logp_M.detach().cpu().numpy())
+    logps = _spread(part, predicted.logp_M.detach().cpu().numpy())
     return _Judgement(run, loss, logps, {k: float(v) for k, v in {"loss": loss.detach(), **figures}.items()})
 
 
-def _spread(job: Job, data: Sequence[Datum], logp_M: np.ndarray) -> list[np.ndarray]:
+def _spread(part: Part, logp_M: np.ndarray) -> list[np.ndarray]:
     """The log-probabilities of each datum in the shape of its targets, 0 where they were not wanted."""
     spread, first = [], 0
-    for datum in data:
-        logps, wanted = np.zeros(datum.targets.shape, np.float32), job.wanted(datum)
+    for datum, wanted in zip(part.data, part.wanted, strict=True):
+        logps = np.zeros(datum.targets.shape, np.float32)
         size = logps[wanted].size
         logps[wanted] = logp_M[first : first + size].reshape(logps[wanted].shape)
         spread.append(logps)

@@ -117,7 +117,8 @@ class Convolutions(nn.Module):
     def __init__(self, view: tuple[int, ...], generators: Sequence[torch.Generator], small: bool = False) -> None:
         super().__init__()
         height, width, channels = view
-        self.layers, self.units = (self.SMALL, 256) if small else (self.LAYERS, 512)
+        self.layers: tuple[tuple[int, int, int], ...] = self.SMALL if small else self.LAYERS
+        self.units = 256 if small else 512
         self.kernels, self.biases = nn.ParameterList(), nn.ParameterList()
         for outputs, size, stride in self.layers:
             self.kernels.append(nn.Parameter(orthogonal((outputs, channels, size, size), GAIN["relu"], generators)))

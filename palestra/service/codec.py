@@ -2,7 +2,7 @@
 
 Protobuf is the canonical form, in which requests and results are stored; JSON is translated from and to it. Whatever
 bytes arrive, the only error is BadRequest, and nothing is allocated that the bytes do not pay for, but for sparse
-tensors: all of a call's may have MAX_CELLS cells together.
+tensors: all of a call's may have `tensors.MAX_CELLS` cells together.
 """
 
 from __future__ import annotations
@@ -18,19 +18,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from pydantic_core import to_json
 
-from palestra.service import wire
+from palestra.service import tensors, wire
 from palestra.service import wire_pb2 as pb
 from palestra.service.wire import BadRequest
 from palestra.types import Datum
 
-MAX_CELLS = 2**23
 EMPTY = -99999.0  # the log-probability of a cell in which a top-k matrix has nothing; its token is 0
-_KINDS: dict[int, np.dtype[Any]] = {
-    pb.DTYPE_FLOAT32: np.dtype("<f4"),
-    pb.DTYPE_INT64: np.dtype("<i8"),
-    pb.DTYPE_INT32: np.dtype("<i4"),
-    pb.DTYPE_BFLOAT16: np.dtype("<u2"),  # the upper half of a float32
-}
 _STOPS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 _STOP_NAMES = {number: name for name, number in _STOPS.items()}
 
@@ -110,17 +103,17 @@ def train_call(
     for index, datum in enumerate(given.data):
         message = call.data.add()
         for chunk in datum.model_input.chunks:
-            message.model_input.add().encoded_text.tokens = _bytes(chunk.tokens, pb.DTYPE_INT32)
+            message.model_input.add().encoded_text.tokens = tensors.packed(chunk.tokens, pb.DTYPE_INT32)
         for name, tensor in datum.loss_fn_inputs.items():
             with _at(f"data[{index}].loss_fn_inputs.{name}"):
-                message.loss_fn_inputs[name].CopyFrom(_tensor(tensor))
+                message.loss_fn_inputs[name].CopyFrom(tensors.from_json(tensor))
     return call
 
 
 def data_of(call: pb.ForwardBackwardRequest) -> list[Datum]:
     """The call's sequences, dense; chunks of text are joined. Raises BadRequest for what is no array of one or two
     dimensions, is not text, or has no targets."""
-    _afford(tensor for datum in call.data for tensor in datum.loss_fn_inputs.values())
+    tensors.afford(tensor for datum in call.data for tensor in datum.loss_fn_inputs.values())
     return [_datum(index, datum) for index, datum in enumerate(call.data)]
 
 
@@ -131,9 +124,9 @@ def with_data(call: pb.ForwardBackwardRequest, data: Sequence[Datum]) -> pb.Forw
     del changed.data[:]
     for datum in data:
         message = changed.data.add()
-        message.model_input.add().encoded_text.tokens = _bytes(datum.tokens, pb.DTYPE_INT32)
+        message.model_input.add().encoded_text.tokens = tensors.packed(datum.tokens, pb.DTYPE_INT32)
         for name, array in {"target_tokens": datum.targets, **datum.inputs}.items():
-            message.loss_fn_inputs[name].CopyFrom(_dense(array))
+            message.loss_fn_inputs[name].CopyFrom(tensors.from_array(array))
     return changed
 
 
@@ -152,16 +145,9 @@ def tokens_of(given: wire.ModelInput) -> np.ndarray:
 
 def array_of(tensor: wire.TensorData, *, pad: float = 0) -> np.ndarray:
     """A tensor in JSON as an array, int64 or float32; `pad` stands in the cells that a sparse one does not list."""
-    message = _tensor(tensor)
-    _afford([message])
-    return _array(message, pad)
-
-
-def _afford(tensors: Iterable[pb.Tensor]) -> None:
-    sparse = [tensor.shape[:2] for tensor in tensors if tensor.HasField("sparse_csr")]
-    cells = sum(math.prod(max(0, size) for size in shape) for shape in sparse)
-    if cells > MAX_CELLS:
-        raise BadRequest(f"the sparse tensors have {cells} cells, more than {MAX_CELLS}. Send less data in one call.")
+    message = tensors.from_json(tensor)
+    tensors.afford([message])
+    return tensors.to_array(message, pad)
 
 
 @contextmanager
@@ -179,7 +165,7 @@ def _datum(index: int, datum: pb.Datum) -> Datum:
     arrays = {}
     for name, tensor in datum.loss_fn_inputs.items():
         with _at(f"data[{index}].loss_fn_inputs.{name[: wire.MAX_ID]}"):
-            arrays[name] = _array(tensor)
+            arrays[name] = tensors.to_array(tensor)
     targets = arrays.pop("target_tokens", None)
     if targets is None:
         raise BadRequest(f"data[{index}] has no target_tokens. Send the token that each position should predict.")
@@ -193,88 +179,7 @@ def _text(chunk: pb.Chunk) -> np.ndarray:
     kind = chunk.WhichOneof("chunk")
     if kind != "encoded_text":
         raise BadRequest(f'a chunk is "{kind or "empty"}". This server reads text only: send encoded_text.')
-    return _values(chunk.encoded_text.tokens, pb.DTYPE_INT32)
-
-
-def _tensor(tensor: wire.TensorData) -> pb.Tensor:
-    values = np.array(tensor.data, np.float64)
-    kind = pb.DTYPE_INT64 if tensor.dtype.startswith("int") else pb.DTYPE_FLOAT32
-    if kind == pb.DTYPE_INT64 and not (np.abs(values) < wire.EXACT).all() & (values == np.trunc(values)).all():
-        raise BadRequest(f"dtype is {tensor.dtype}, but not all data are whole numbers below 2^53")
-    message = pb.Tensor(dtype=kind, shape=tensor.shape)
-    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
-        message.dense = _bytes(values, kind)
-        return message
-    message.sparse_csr.values = _bytes(values, kind)
-    message.sparse_csr.crow_indices = _bytes(tensor.sparse_crow_indices or (), pb.DTYPE_INT64)
-    message.sparse_csr.col_indices = _bytes(tensor.sparse_col_indices or (), pb.DTYPE_INT64)
-    return message
-
-
-def _array(tensor: pb.Tensor, pad: float = 0) -> np.ndarray:
-    shape = _shape(tensor)
-    if tensor.HasField("sparse_csr"):
-        return _spread(tensor.sparse_csr, tensor.dtype, shape, pad)
-    values = _values(tensor.dense, tensor.dtype)
-    if not shape:
-        return values
-    if math.prod(shape) != values.size:
-        raise BadRequest(f"shape {list(shape)} does not hold {values.size} values")
-    return values.reshape(shape)
-
-
-def _shape(tensor: pb.Tensor) -> tuple[int, ...]:
-    """() where none is said: the values are then in one row."""
-    if len(tensor.shape) > 2 or any(not 0 <= size <= wire.INT32 for size in tensor.shape):
-        raise BadRequest(f"shape {list(tensor.shape[:8])} is not that of an array of one or two dimensions")
-    return tuple(tensor.shape)
-
-
-def _spread(csr: pb.SparseCsr, kind: pb.DType, shape: tuple[int, ...], pad: float) -> np.ndarray:
-    """A matrix of `pad` with the listed cells in it."""
-    values, starts, columns = (
-        _values(csr.values, kind),
-        _values(csr.crow_indices, pb.DTYPE_INT64),
-        _values(csr.col_indices, pb.DTYPE_INT64),
-    )
-    if len(shape) != 2 or len(starts) != shape[0] + 1 or len(columns) != len(values):
-        raise BadRequest(
-            f"a sparse tensor of shape {list(shape)} has {len(values)} values, {len(columns)} col_indices and "
-            f"{len(starts)} crow_indices. Send shape [rows, columns], rows + 1 crow_indices, a column for each value."
-        )
-    # compared, not subtracted: a difference of int64 may wrap around
-    if starts[0] != 0 or starts[-1] != len(values) or (starts[1:] < starts[:-1]).any():
-        raise BadRequest("crow_indices do not rise from 0 to the number of values")
-    if ((columns < 0) | (columns >= shape[1])).any():
-        raise BadRequest(f"col_indices are not all from 0 to {shape[1] - 1}")
-    cells = np.repeat(np.arange(shape[0]), np.diff(starts)) * shape[1] + columns
-    if (cells[1:] <= cells[:-1]).any():
-        raise BadRequest("col_indices do not rise within each row")
-    dense = np.full(shape, pad, values.dtype)
-    dense.reshape(-1)[cells] = values
-    return dense
-
-
-def _values(raw: bytes, kind: pb.DType) -> np.ndarray:
-    """The numbers in `raw`, as int64 or float32."""
-    if kind not in _KINDS:
-        raise BadRequest(f"dtype {kind} is none of float32 (1), int64 (2), int32 (3), bfloat16 (4)")
-    if len(raw) % _KINDS[kind].itemsize:
-        raise BadRequest(f"{len(raw)} bytes are no whole number of values of {_KINDS[kind].itemsize} bytes")
-    values = np.frombuffer(raw, _KINDS[kind])
-    if kind == pb.DTYPE_BFLOAT16:
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype("<f4" if values.dtype.kind == "f" else "<i8")
-
-
-def _bytes(values: Iterable[float] | np.ndarray, kind: pb.DType) -> bytes:
-    with np.errstate(over="ignore"):  # too large for a float32 is infinite, which `check.py` refuses by name
-        return np.asarray(values).astype(_KINDS[kind]).tobytes()
-
-
-def _dense(array: np.ndarray) -> pb.Tensor:
-    kind = pb.DTYPE_INT64 if array.dtype.kind == "i" else pb.DTYPE_FLOAT32
-    return pb.Tensor(dense=_bytes(array, kind), dtype=kind, shape=array.shape)
+    return tensors.unpacked(chunk.encoded_text.tokens, pb.DTYPE_INT32)
 
 
 # Results of gradients
@@ -301,11 +206,11 @@ def _layout(output: Mapping[str, np.ndarray]) -> list[tuple[str, str, tuple[int,
 def _record(outputs: list[Mapping[str, np.ndarray]]) -> pb.ArrayRecord:
     record = pb.ArrayRecord(type_tag="ArrayRecord", num_datums=len(outputs))
     for name in outputs[0]:
-        parts = [_dense(output[name]) for output in outputs]
+        parts = [tensors.from_array(output[name]) for output in outputs]
         ends = np.cumsum([0, *(len(part.dense) for part in parts)])
         batched = pb.BatchedTensor(
             data=b"".join(part.dense for part in parts),
-            offsets=_bytes(ends, pb.DTYPE_INT64),
+            offsets=tensors.packed(ends, pb.DTYPE_INT64),
             dtype=parts[0].dtype,
             trailing_shape=outputs[0][name].shape[1:],
         )
@@ -325,9 +230,9 @@ def forward_backward_json(result: bytes) -> bytes:
 def _unbatched(record: pb.ArrayRecord) -> list[dict[str, Any]]:
     datums: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
     for name, batched in record.fields.items():
-        ends = _values(batched.offsets, pb.DTYPE_INT64)
+        ends = tensors.unpacked(batched.offsets, pb.DTYPE_INT64)
         for datum, start, end in zip(datums, ends[:-1], ends[1:], strict=True):
-            values = _values(batched.data[start:end], batched.dtype)
+            values = tensors.unpacked(batched.data[start:end], batched.dtype)
             rows = values.size // (math.prod(batched.trailing_shape) or 1)
             datum[name] = _tensor_json(values.reshape(rows, *batched.trailing_shape))
     return datums
@@ -351,27 +256,27 @@ def sample_result(sequences: Iterable[SampledSequence], prompt: PromptScores = P
     for sequence in sequences:
         message.sequences.append(_sequence(sequence))
     if prompt.logprobs is not None:
-        message.prompt_logprobs = _bytes(prompt.logprobs, pb.DTYPE_FLOAT32)
+        message.prompt_logprobs = tensors.packed(prompt.logprobs, pb.DTYPE_FLOAT32)
     if prompt.topk is not None:
         message.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
     if prompt.targets is not None:
         targets = prompt.targets.astype(np.float32)
         message.target_prompt_logprobs.CopyFrom(
-            _dense(targets) if prompt.listed is None else _sparse(targets, prompt.listed)
+            tensors.from_array(targets) if prompt.listed is None else _sparse(targets, prompt.listed)
         )
     if prompt.drawn is not None:
-        ids = _bytes(prompt.drawn.token_ids, pb.DTYPE_INT32)
+        ids = tensors.packed(prompt.drawn.token_ids, pb.DTYPE_INT32)
         shape = prompt.drawn.token_ids.shape
         message.prompt_alt_tokens.tokens.CopyFrom(pb.Tensor(dense=ids, dtype=pb.DTYPE_INT32, shape=shape))
-        message.prompt_alt_tokens.logprobs.CopyFrom(_dense(prompt.drawn.logprobs))
+        message.prompt_alt_tokens.logprobs.CopyFrom(tensors.from_array(prompt.drawn.logprobs))
     return message.SerializeToString()
 
 
 def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
     return pb.SampledSequence(
         stop_reason=_STOPS[sequence.stop],
-        tokens=_bytes(sequence.tokens, pb.DTYPE_INT32),
-        logprobs=_bytes(sequence.logprobs, pb.DTYPE_FLOAT32),
+        tokens=tensors.packed(sequence.tokens, pb.DTYPE_INT32),
+        logprobs=tensors.packed(sequence.logprobs, pb.DTYPE_FLOAT32),
         topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
     )
 
@@ -380,8 +285,8 @@ def _topk(topk: TopK) -> pb.TopkLogprobs:
     length, k = topk.logprobs.shape
     none = np.isnan(topk.logprobs)
     return pb.TopkLogprobs(
-        token_ids=_bytes(np.where(none, 0, topk.token_ids), pb.DTYPE_INT32),
-        logprobs=_bytes(np.where(none, EMPTY, topk.logprobs), pb.DTYPE_FLOAT32),
+        token_ids=tensors.packed(np.where(none, 0, topk.token_ids), pb.DTYPE_INT32),
+        logprobs=tensors.packed(np.where(none, EMPTY, topk.logprobs), pb.DTYPE_FLOAT32),
         k=k,
         length=length,
     )
@@ -391,9 +296,9 @@ def _sparse(array: np.ndarray, listed: np.ndarray) -> pb.Tensor:
     rows, columns = np.nonzero(listed)
     starts = np.searchsorted(rows, np.arange(len(array) + 1))
     csr = pb.SparseCsr(
-        values=_bytes(array[rows, columns], pb.DTYPE_FLOAT32),
-        crow_indices=_bytes(starts, pb.DTYPE_INT64),
-        col_indices=_bytes(columns, pb.DTYPE_INT64),
+        values=tensors.packed(array[rows, columns], pb.DTYPE_FLOAT32),
+        crow_indices=tensors.packed(starts, pb.DTYPE_INT64),
+        col_indices=tensors.packed(columns, pb.DTYPE_INT64),
     )
     return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_FLOAT32, shape=array.shape)
 
@@ -409,23 +314,25 @@ def sample_json(result: bytes) -> bytes:
         "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
     }
     if message.HasField("prompt_logprobs"):
-        logps = _values(message.prompt_logprobs, pb.DTYPE_FLOAT32).tolist()
+        logps = tensors.unpacked(message.prompt_logprobs, pb.DTYPE_FLOAT32).tolist()
         tree["prompt_logprobs"] = [None if math.isnan(logp) else logp for logp in logps]
     if message.HasField("topk_prompt_logprobs"):
         tree["topk_prompt_logprobs"] = _topk_json(message.topk_prompt_logprobs)
     if message.HasField("target_prompt_logprobs"):
-        tree["target_prompt_logprobs"] = _tensor_json(_array(message.target_prompt_logprobs))
+        tree["target_prompt_logprobs"] = _tensor_json(tensors.to_array(message.target_prompt_logprobs))
     if message.HasField("prompt_alt_tokens"):
         drawn = message.prompt_alt_tokens
-        tree["prompt_alt_tokens"] = {n: _tensor_json(_array(getattr(drawn, n))) for n in ("tokens", "logprobs")}
+        tree["prompt_alt_tokens"] = {
+            n: _tensor_json(tensors.to_array(getattr(drawn, n))) for n in ("tokens", "logprobs")
+        }
     return _json(tree)
 
 
 def _sequence_json(sequence: pb.SampledSequence) -> dict[str, Any]:
     tree = {
         "stop_reason": _STOP_NAMES[sequence.stop_reason],
-        "tokens": _values(sequence.tokens, pb.DTYPE_INT32).tolist(),
-        "logprobs": _values(sequence.logprobs, pb.DTYPE_FLOAT32).tolist(),
+        "tokens": tensors.unpacked(sequence.tokens, pb.DTYPE_INT32).tolist(),
+        "logprobs": tensors.unpacked(sequence.logprobs, pb.DTYPE_FLOAT32).tolist(),
     }
     if sequence.HasField("topk_sampled_logprobs"):
         tree["topk_logprobs"] = _topk_json(sequence.topk_sampled_logprobs)
@@ -435,8 +342,8 @@ def _sequence_json(sequence: pb.SampledSequence) -> dict[str, Any]:
 def _topk_json(topk: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
     """For each position its (token, log-probability) pairs, or None where there is none."""
     shape = (topk.length, topk.k)
-    ids = _values(topk.token_ids, pb.DTYPE_INT32).reshape(shape)
-    logps = _values(topk.logprobs, pb.DTYPE_FLOAT32).reshape(shape)
+    ids = tensors.unpacked(topk.token_ids, pb.DTYPE_INT32).reshape(shape)
+    logps = tensors.unpacked(topk.logprobs, pb.DTYPE_FLOAT32).reshape(shape)
     there = (logps != np.float32(EMPTY)) | (ids != 0)
     rows = zip(ids.tolist(), logps.tolist(), there.tolist(), strict=True)
     return [[(token, logp) for token, logp, some in zip(*row, strict=True) if some] or None for row in rows]

@@ -1,7 +1,8 @@
 """The JSON bodies of the training wire, as the three generations of official clients send and read them.
 
 Requests are lenient about what is not ours (unknown fields are dropped, fields with a default may be missing, `type`
-tags are never asked for) and strict about what is: types, and ranges beyond which a server would break. Replies are in
+tags are never asked for) and strict about what is: types, and ranges beyond which a server would break. Bodies about
+weights, searches and OpenAI's wire are in `wire_weights.py`, `wire_search.py` and `wire_openai.py`, replies in
 `replies.py`. Arrays are taken apart in `codec.py`; whether they make sense for a base is `check.py`'s business.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 INT32, INT64, UINT64 = 2**31 - 1, 2**63 - 1, 2**64 - 1
 EXACT = 2**53  # integers up to here survive a JSON reader that makes everything a float
@@ -96,40 +97,6 @@ class FinishReason(Wire):
 class FinishSessionRequest(Wire):
     reason: FinishReason = FinishReason()
     detail: str | None = None
-
-
-class AssignProjectRequest(Wire):
-    project_id: Id
-
-
-class SessionSearchOwner(Wire):
-    """Whose sessions. A key has only its own."""
-
-    type: Literal["own", "accessible", "user"] = "own"
-    owner_urns: Annotated[list[Id], Field(max_length=MAX_ENTRIES)] | None = None
-
-
-class SessionStatusQuery(Wire):
-    type: Literal["active", "cancelled", "failed", "client_finished"]
-    reasons: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
-
-
-class SessionCursor(Wire):
-    last_created_at: AwareDatetime
-    last_session_id: Id
-
-
-class SessionSearchRequest(Wire):
-    """`display_name`: words that a name has, in any order and case."""
-
-    session_id: str | None = None
-    project_ids: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
-    user_metadata: Annotated[dict[str, str], Field(max_length=MAX_ENTRIES)] = {}
-    display_name: Annotated[str, Field(min_length=1)] | None = None
-    owner: SessionSearchOwner = SessionSearchOwner()
-    statuses: Annotated[list[SessionStatusQuery], Field(min_length=1, max_length=MAX_ENTRIES)] | None = None
-    limit: Annotated[int, Field(ge=1, le=200)] = 50
-    cursor: SessionCursor | None = None
 
 
 # Futures
@@ -297,100 +264,6 @@ class ReverseKLRequest(Wire):
     seq_id: SeqId | None = None
 
 
-# Weights
-
-
-class SaveWeightsRequest(Wire):
-    model_id: Id
-    path: CheckpointName | None = None
-    seq_id: SeqId | None = None
-    ttl_seconds: Ttl | None = None
-    overwrite: bool = False
-    user_metadata: Metadata | None = None
-
-
-class SaveWeightsForSamplerRequest(Wire):
-    """A `path` names a checkpoint that stays; `sampling_session_seq_id` makes a sampler whose weights have no name."""
-
-    model_id: Id
-    path: CheckpointName | None = None
-    sampling_session_seq_id: Slot | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"
-    seq_id: SeqId | None = None
-    ttl_seconds: Ttl | None = None
-    user_metadata: Metadata | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if (self.path is None) == (self.sampling_session_seq_id is None):
-            raise ValueError("say either path (a checkpoint with a name) or sampling_session_seq_id (a sampler)")
-        return self
-
-
-class SaveWeightsExternalRequest(Wire):
-    model_id: Id
-    path: CheckpointName
-    seq_id: SeqId | None = None
-    ttl_seconds: Ttl | None = None
-    age_encryption_recipients: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
-
-
-class LoadWeightsRequest(Wire):
-    """Into a model that is there (`model_id`), or as the first request of one that the checkpoint shapes
-    (`session_id` and `model_seq_id`)."""
-
-    model_id: Id | None = None
-    seq_id: SeqId | None = None
-    session_id: SessionId | None = None
-    model_seq_id: Slot | None = None
-    base_model: Id | None = None
-    user_metadata: Metadata | None = None
-    path: TinkerPath
-    optimizer: bool
-    optimizer_config: OptimizerConfig | None = None
-    weights_access_token: str | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if self.model_id is not None and self.session_id is not None:
-            raise ValueError("say either model_id or session_id with model_seq_id, not both")
-        if self.model_id is None and (self.session_id is None or self.model_seq_id is None):
-            raise ValueError("say which model to load into: model_id, or session_id and model_seq_id")
-        return self
-
-
-class WeightsInfoRequest(Wire):
-    tinker_path: TinkerPath
-
-
-class CopyWeightsRequest(Wire):
-    source_path: TinkerPath
-    session_id: SessionId | None = None
-    model_seq_id: Slot | None = None
-    destination_project_id: Id | None = None
-    ttl_seconds: Ttl | None = None
-    weights_access_token: str | None = None
-
-
-class TtlRequest(Wire):
-    """null: for ever."""
-
-    ttl_seconds: Ttl | None = None
-
-
-class InterpolateRequest(Wire):
-    source_paths: Annotated[list[TinkerPath], Field(min_length=1, max_length=MAX_ENTRIES)]
-    coefficients: Annotated[list[Finite], Field(min_length=1, max_length=MAX_ENTRIES)]
-    output_path: TinkerPath | None = None
-    output_checkpoint_type: Literal["sampler"] = "sampler"
-
-    @model_validator(mode="after")
-    def _paired(self) -> Self:
-        if len(self.source_paths) != len(self.coefficients):
-            raise ValueError(f"{len(self.source_paths)} source_paths but {len(self.coefficients)} coefficients")
-        return self
-
-
 # Sampling
 
 
@@ -457,48 +330,3 @@ class SampleRequest(Wire):
         if self.sampling_session_id is None and self.base_model is None and self.model_path is None:
             raise ValueError("say what to sample from: sampling_session_id, model_path or base_model")
         return self
-
-
-# The OpenAI-style routes
-
-
-class Completing(Wire):
-    """What completions and chat completions have in common. A missing `max_tokens` means as many as fit."""
-
-    model_config = ConfigDict(str_max_length=MAX_CHAT)
-
-    model: TinkerPath
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
-    seed: Seed | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_ENTRIES)] | None = None
-    stream: bool | None = None
-
-
-class CompletionRequest(Completing):
-    """`logprobs` counts alternatives to show beside each token."""
-
-    prompt: str | list[str] | Tokens | list[Tokens]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = None
-    echo: bool | None = None
-
-
-class ChatMessage(Wire):
-    model_config = ConfigDict(str_max_length=MAX_CHAT)
-
-    role: Id
-    content: str | list[dict[str, Any]] | None = None
-    name: Id | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: Id | None = None
-
-
-class ChatCompletionRequest(Completing):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_DATA)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_ENTRIES)] | None = None
-    tool_choice: str | dict[str, Any] | None = None

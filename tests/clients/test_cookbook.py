@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,8 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 BASE = {"model_name": "Qwen/Qwen3.5-4B"}
 PLAIN = BASE | {"renderer_name": "role_colon"}
 REWARD = "env/all/reward/total"
+SUMS = 400  # batches of sums that are read before any reward is given
+RISE = 0.1
 
 
 def rewards(rows: list[dict[str, Any]], name: str = REWARD) -> list[float]:
@@ -50,13 +53,36 @@ def test_twenty_questions_asks_a_second_base(official: Official, tmp_path: Path)
     assert rewards(rows) == [0.0]
 
 
+def written_out(dice: random.Random) -> list[dict[str, str]]:
+    """A sum as the recipe asks for it, and an answer that adds ones and tens first: "12 7 82" for 35 + 47."""
+    x, y = dice.randint(0, 100), dice.randint(0, 100)
+    answer = f"{x % 10 + y % 10} {x // 10 + y // 10} {x + y}"
+    return [{"role": "user", "content": f"What is {x} + {y}?"}, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.timeout(1800)
 def test_the_reward_of_arithmetic_rises(official: Official, tmp_path: Path) -> None:
-    flags = {"env": "arithmetic", "groups_per_batch": 24, "group_size": 16, "max_tokens": 3, "eval_every": 0}
-    rates = {"learning_rate": 1e-3, "max_steps": 8, "save_every": 0}
-    rows = official.recipe("c", "math_rl", tmp_path, **BASE, renderer_name="qwen3_instruct", **flags, **rates)
-    found = rewards(rows)
-    assert len(found) == 8
-    assert fmean(found[-3:]) > found[0] + 0.02  # of -0.1 for an answer that does not end, and 1 for the right one
+    """The tiny base cannot add: it first reads sums that are written out, by chat_sl, until it gets some of them right.
+    From there the recipe's own reward, 1 for the right sum and -0.1 for an answer that does not end, rises."""
+    dice, shot = (
+        random.Random(0),
+        [{"role": "user", "content": "What is 4 + 5?"}, {"role": "assistant", "content": "9"}],
+    )
+    talks = [{"messages": shot + [m for _ in range(8) for m in written_out(dice)]} for _ in range(8 * SUMS)]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(f"{json.dumps(talk)}\n" for talk in talks))
+    same = BASE | {"renderer_name": "qwen3_instruct", "save_every": 0, "eval_every": 0}
+    first = {"dataset": data, "batch_size": 8, "max_length": 512, "learning_rate": 4e-3, "infrequent_eval_every": 0}
+    every = {"train_on_what": "all_assistant_messages"}
+    official.recipe("c", "chat_sl", tmp_path / "sl", seconds=900, **same, **first, **every)
+    start = checkpoints(tmp_path / "sl")[-1]["state_path"]
+    flags = {"env": "arithmetic", "groups_per_batch": 48, "group_size": 8, "max_tokens": 10, "learning_rate": 1e-4}
+    steps = {"max_steps": 40, "load_checkpoint_path": start}
+    rows = official.recipe("c", "math_rl", tmp_path / "rl", seconds=900, **same, **flags, **steps)
+    found, right = rewards(rows), rewards(rows, "env/all/correct")
+    assert len(found) == 40
+    assert fmean(found[-5:]) > fmean(found[:5]) + RISE
+    assert fmean(right[-5:]) > fmean(right[:5]) + RISE  # by sums that are right, not by answers that end
 
 
 def test_shorter_answers_win(official: Official, tmp_path: Path) -> None:

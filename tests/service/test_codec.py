@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from palestra.service import codec, wire
+from palestra.service import codec, tensors, wire
 from palestra.service import wire_pb2 as pb
 from palestra.service.check import LOSSES, check_call
 from palestra.service.codec import PromptScores, SampledSequence, TopK
@@ -236,7 +236,7 @@ def test_sparse_tensors_that_are_none(call: pb.ForwardBackwardRequest) -> None:
 
 
 def test_many_sparse_tensors_may_not_be_large_together() -> None:
-    side = math.isqrt(codec.MAX_CELLS) // 2
+    side = math.isqrt(tensors.MAX_CELLS) // 2
     one = sparse([side, side], [0] * (side + 1), []).data[0]
     assert codec.data_of(pb.ForwardBackwardRequest(data=[one]))[0].targets.shape == (side, side)
     huge = sparse([-(2**62), 1], [], []).data[0]  # counts for nothing: it would buy room for others

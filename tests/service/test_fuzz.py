@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from pydantic.json_schema import models_json_schema
 
-from palestra.service import codec, wire
+from palestra.service import codec, wire, wire_weights
 from palestra.service import wire_pb2 as pb
 from palestra.service.app import ROUTERS
 from palestra.service.bell import Bell
@@ -180,10 +180,10 @@ BY_HAND = {
     "forward": wire.ForwardRequest,
     "forward_backward": wire.ForwardBackwardRequest,
     "optim_step": wire.OptimStepRequest,
-    "save_weights": wire.SaveWeightsRequest,
-    "save_weights_for_sampler": wire.SaveWeightsForSamplerRequest,
-    "save_weights_external": wire.SaveWeightsExternalRequest,
-    "load_weights": wire.LoadWeightsRequest,
+    "save_weights": wire_weights.SaveWeightsRequest,
+    "save_weights_for_sampler": wire_weights.SaveWeightsForSamplerRequest,
+    "save_weights_external": wire_weights.SaveWeightsExternalRequest,
+    "load_weights": wire_weights.LoadWeightsRequest,
     "mint/forward_backward_reverse_kl": wire.ReverseKLRequest,
 }
 

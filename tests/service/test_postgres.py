@@ -28,7 +28,7 @@ class Wire:
 
     def post(self, verb: str, **body: Any) -> dict[str, Any]:
         """The reply, asked for again while there is none."""
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while True:
             reply = httpx.post(f"{self.url}/api/v1/{verb}", json=body, timeout=60)
             if reply.status_code not in (408, 503):

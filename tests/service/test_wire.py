@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.service import replies, wire
+from palestra.service import replies, wire, wire_weights
 from palestra.service import wire_pb2 as pb
 from palestra.service.wire import BadRequest, Wire, parse
 
@@ -24,9 +24,9 @@ BODIES = {
     "get_info": wire.ModelRequest,
     "retrieve_future": wire.FutureRetrieveRequest,
     "optim_step": wire.OptimStepRequest,
-    "save_weights": wire.SaveWeightsRequest,
-    "save_weights_for_sampler": wire.SaveWeightsForSamplerRequest,
-    "load_weights": wire.LoadWeightsRequest,
+    "save_weights": wire_weights.SaveWeightsRequest,
+    "save_weights_for_sampler": wire_weights.SaveWeightsForSamplerRequest,
+    "load_weights": wire_weights.LoadWeightsRequest,
     "create_sampling_session": wire.CreateSamplingSessionRequest,
     "asample": wire.SampleRequest,
     "forward_backward": wire.ForwardBackwardRequest,
@@ -132,17 +132,21 @@ def test_settings_are_finite(number: bytes) -> None:
         (wire.SessionHeartbeatRequest, {"session_id": "a/b"}, "session_id"),
         (wire.SessionHeartbeatRequest, {"session_id": "s" * 129}, "session_id"),
         (wire.ModelRequest, {"model_id": "m\0"}, "model_id"),
-        (wire.SaveWeightsRequest, {"model_id": "m", "path": "../up"}, "path"),
-        (wire.SaveWeightsRequest, {"model_id": "m", "path": ".."}, "path"),
-        (wire.SaveWeightsRequest, {"model_id": "m", "path": "x", "ttl_seconds": 0}, "ttl_seconds"),
-        (wire.SaveWeightsForSamplerRequest, {"model_id": "m"}, "sampling_session_seq_id"),
-        (wire.SaveWeightsForSamplerRequest, {"model_id": "m", "path": "x", "sampling_session_seq_id": 0}, "either"),
-        (wire.LoadWeightsRequest, {"path": "tinker://r/weights/x", "optimizer": True}, "which model"),
+        (wire_weights.SaveWeightsRequest, {"model_id": "m", "path": "../up"}, "path"),
+        (wire_weights.SaveWeightsRequest, {"model_id": "m", "path": ".."}, "path"),
+        (wire_weights.SaveWeightsRequest, {"model_id": "m", "path": "x", "ttl_seconds": 0}, "ttl_seconds"),
+        (wire_weights.SaveWeightsForSamplerRequest, {"model_id": "m"}, "sampling_session_seq_id"),
+        (
+            wire_weights.SaveWeightsForSamplerRequest,
+            {"model_id": "m", "path": "x", "sampling_session_seq_id": 0},
+            "either",
+        ),
+        (wire_weights.LoadWeightsRequest, {"path": "tinker://r/weights/x", "optimizer": True}, "which model"),
         (wire.CreateSamplingSessionRequest, {"session_id": "s", "sampling_session_seq_id": 0}, "base_model"),
         (wire.SampleRequest, {"prompt": {"chunks": []}}, "what to sample from"),
         (wire.SampleRequest, {"prompt": {"chunks": []}, "base_model": "b", "num_samples": 10**9}, "num_samples"),
         (wire.SampleRequest, {"prompt": {"chunks": []}, "base_model": "b", "seq_id": 2**63}, "seq_id"),
-        (wire.InterpolateRequest, {"source_paths": ["a"], "coefficients": [1.0, 2.0]}, "coefficients"),
+        (wire_weights.InterpolateRequest, {"source_paths": ["a"], "coefficients": [1.0, 2.0]}, "coefficients"),
         (wire.Chunk, {"type": "image", "data": "x", "format": "png"}, "text only"),
         (wire.Chunk, {"data": "x", "format": "png"}, "text only"),
         (wire.Chunk, {"tokens": [1, -1]}, "tokens.1"),

@@ -12,16 +12,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from palestra.envs.base import Env
-from palestra.envs.rules import (
-    CHANCE,
-    OVER,
-    BargainingRules,
-    KuhnRules,
-    LeducRules,
-    LiarsDiceRules,
-    Rules,
-    TicTacToeRules,
-)
+from palestra.envs.rules import CHANCE, OVER, Rules
+from palestra.envs.rules.bargaining import BargainingRules
+from palestra.envs.rules.kuhn import KuhnRules
+from palestra.envs.rules.leduc import LeducRules
+from palestra.envs.rules.liars_dice import LiarsDiceRules
+from palestra.envs.rules.tic_tac_toe import TicTacToeRules
 from palestra.types import Seat, Step
 
 

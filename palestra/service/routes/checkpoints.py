@@ -28,8 +28,8 @@ from palestra.service.routes.models import create_from, load_job, named, shape
 from palestra.service.routes.sessions import Limit, Offset
 from palestra.service.tables import Change, checkpoints, models, sessions
 from palestra.service.vault import KINDS, TinkerPath
-from palestra.service.wire import (
-    BadRequest,
+from palestra.service.wire import BadRequest, parse
+from palestra.service.wire_weights import (
     CopyWeightsRequest,
     LoadWeightsRequest,
     SaveWeightsExternalRequest,
@@ -37,7 +37,6 @@ from palestra.service.wire import (
     SaveWeightsRequest,
     TtlRequest,
     WeightsInfoRequest,
-    parse,
 )
 
 router = APIRouter()

@@ -16,7 +16,8 @@ from palestra.service.routes.models import shape
 from palestra.service.routes.sampling import source_of
 from palestra.service.tables import checkpoints, models
 from palestra.service.vault import TinkerPath
-from palestra.service.wire import BadRequest, InterpolateRequest, ReverseKLRequest, parse
+from palestra.service.wire import BadRequest, ReverseKLRequest, parse
+from palestra.service.wire_weights import InterpolateRequest
 
 router = APIRouter()
 

@@ -15,14 +15,8 @@ from palestra.service.jobs import LoadJob, Lora, OptimJob
 from palestra.service.replies import GetInfoResponse, ModelData, UntypedAPIFuture
 from palestra.service.routes.sessions import used_session
 from palestra.service.tables import models, sessions
-from palestra.service.wire import (
-    BadRequest,
-    CreateModelRequest,
-    LoadWeightsRequest,
-    ModelRequest,
-    OptimStepRequest,
-    parse,
-)
+from palestra.service.wire import BadRequest, CreateModelRequest, ModelRequest, OptimStepRequest, parse
+from palestra.service.wire_weights import LoadWeightsRequest
 
 router = APIRouter()
 GONE = 600.0  # seconds without a heartbeat after which a session's models no longer count as alive

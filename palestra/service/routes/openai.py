@@ -26,7 +26,8 @@ from palestra.service.context import Context
 from palestra.service.futures import Waiter
 from palestra.service.jobs import SampleJob
 from palestra.service.routes.sampling import Source, check_prompt, drawn, room, source_of
-from palestra.service.wire import BadRequest, ChatCompletionRequest, Completing, CompletionRequest
+from palestra.service.wire import BadRequest
+from palestra.service.wire_openai import ChatCompletionRequest, Completing, CompletionRequest
 
 router = APIRouter()
 PATIENCE = 600.0  # seconds that a call is held

@@ -18,7 +18,7 @@ from palestra.service.context import Context
 from palestra.service.replies import SessionSearchCursor, SessionSearchResponse, SessionSummary
 from palestra.service.routes.models import GONE
 from palestra.service.tables import checkpoints, models, sessions
-from palestra.service.wire import AssignProjectRequest, SessionSearchRequest, SessionStatusQuery
+from palestra.service.wire_search import AssignProjectRequest, SessionSearchRequest, SessionStatusQuery
 
 router = APIRouter()
 ALL = 1_000_000

@@ -1,0 +1,112 @@
+"""Single tensors of the wire, as JSON, protobuf and arrays. Whatever bytes arrive, the only error is BadRequest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from palestra.service import wire
+from palestra.service import wire_pb2 as pb
+from palestra.service.wire import BadRequest
+
+MAX_CELLS = 2**23
+_KINDS: dict[int, np.dtype[Any]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: np.dtype("<u2"),  # the upper half of a float32
+}
+
+
+def afford(tensors: Iterable[pb.Tensor]) -> None:
+    """Raises BadRequest where the sparse ones of a call would take up too much."""
+    sparse = [tensor.shape[:2] for tensor in tensors if tensor.HasField("sparse_csr")]
+    cells = sum(math.prod(max(0, size) for size in shape) for shape in sparse)
+    if cells > MAX_CELLS:
+        raise BadRequest(f"the sparse tensors have {cells} cells, more than {MAX_CELLS}. Send less data in one call.")
+
+
+def from_json(tensor: wire.TensorData) -> pb.Tensor:
+    """As protobuf: int64 or float32."""
+    values = np.array(tensor.data, np.float64)
+    kind = pb.DTYPE_INT64 if tensor.dtype.startswith("int") else pb.DTYPE_FLOAT32
+    if kind == pb.DTYPE_INT64 and not (np.abs(values) < wire.EXACT).all() & (values == np.trunc(values)).all():
+        raise BadRequest(f"dtype is {tensor.dtype}, but not all data are whole numbers below 2^53")
+    message = pb.Tensor(dtype=kind, shape=tensor.shape)
+    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
+        message.dense = packed(values, kind)
+        return message
+    message.sparse_csr.values = packed(values, kind)
+    message.sparse_csr.crow_indices = packed(tensor.sparse_crow_indices or (), pb.DTYPE_INT64)
+    message.sparse_csr.col_indices = packed(tensor.sparse_col_indices or (), pb.DTYPE_INT64)
+    return message
+
+
+def to_array(tensor: pb.Tensor, pad: float = 0) -> np.ndarray:
+    """As an array, int64 or float32; `pad` stands in the cells that a sparse one does not list."""
+    shape = _shape(tensor)
+    if tensor.HasField("sparse_csr"):
+        return _spread(tensor.sparse_csr, tensor.dtype, shape, pad)
+    values = unpacked(tensor.dense, tensor.dtype)
+    if not shape:
+        return values
+    if math.prod(shape) != values.size:
+        raise BadRequest(f"shape {list(shape)} does not hold {values.size} values")
+    return values.reshape(shape)
+
+
+def _shape(tensor: pb.Tensor) -> tuple[int, ...]:
+    """() where none is said: the values are then in one row."""
+    if len(tensor.shape) > 2 or any(not 0 <= size <= wire.INT32 for size in tensor.shape):
+        raise BadRequest(f"shape {list(tensor.shape[:8])} is not that of an array of one or two dimensions")
+    return tuple(tensor.shape)
+
+
+def _spread(csr: pb.SparseCsr, kind: pb.DType, shape: tuple[int, ...], pad: float) -> np.ndarray:
+    """A matrix of `pad` with the listed cells in it."""
+    values, starts, columns = (
+        unpacked(csr.values, kind),
+        unpacked(csr.crow_indices, pb.DTYPE_INT64),
+        unpacked(csr.col_indices, pb.DTYPE_INT64),
+    )
+    if len(shape) != 2 or len(starts) != shape[0] + 1 or len(columns) != len(values):
+        raise BadRequest(
+            f"a sparse tensor of shape {list(shape)} has {len(values)} values, {len(columns)} col_indices and "
+            f"{len(starts)} crow_indices. Send shape [rows, columns], rows + 1 crow_indices, a column for each value."
+        )
+    # compared, not subtracted: a difference of int64 may wrap around
+    if starts[0] != 0 or starts[-1] != len(values) or (starts[1:] < starts[:-1]).any():
+        raise BadRequest("crow_indices do not rise from 0 to the number of values")
+    if ((columns < 0) | (columns >= shape[1])).any():
+        raise BadRequest(f"col_indices are not all from 0 to {shape[1] - 1}")
+    cells = np.repeat(np.arange(shape[0]), np.diff(starts)) * shape[1] + columns
+    if (cells[1:] <= cells[:-1]).any():
+        raise BadRequest("col_indices do not rise within each row")
+    dense = np.full(shape, pad, values.dtype)
+    dense.reshape(-1)[cells] = values
+    return dense
+
+
+def unpacked(raw: bytes, kind: pb.DType) -> np.ndarray:
+    """The numbers in `raw`, as int64 or float32."""
+    if kind not in _KINDS:
+        raise BadRequest(f"dtype {kind} is none of float32 (1), int64 (2), int32 (3), bfloat16 (4)")
+    if len(raw) % _KINDS[kind].itemsize:
+        raise BadRequest(f"{len(raw)} bytes are no whole number of values of {_KINDS[kind].itemsize} bytes")
+    values = np.frombuffer(raw, _KINDS[kind])
+    if kind == pb.DTYPE_BFLOAT16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype("<f4" if values.dtype.kind == "f" else "<i8")
+
+
+def packed(values: Iterable[float] | np.ndarray, kind: pb.DType) -> bytes:
+    with np.errstate(over="ignore"):  # too large for a float32 is infinite, which `check.py` refuses by name
+        return np.asarray(values).astype(_KINDS[kind]).tobytes()
+
+
+def from_array(array: np.ndarray) -> pb.Tensor:
+    kind = pb.DTYPE_INT64 if array.dtype.kind == "i" else pb.DTYPE_FLOAT32
+    return pb.Tensor(dense=packed(array, kind), dtype=kind, shape=array.shape)

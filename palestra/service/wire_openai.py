@@ -1,0 +1,65 @@
+"""The JSON bodies of OpenAI's wire, as far as it is spoken here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from palestra.service.wire import (
+    MAX_CHAT,
+    MAX_DATA,
+    MAX_ENTRIES,
+    MAX_NEW_TOKENS,
+    MAX_SAMPLES,
+    MAX_TEMPERATURE,
+    MAX_TOPK,
+    Id,
+    Seed,
+    StopText,
+    TinkerPath,
+    Tokens,
+    Wire,
+)
+
+
+class Completing(Wire):
+    """What completions and chat completions have in common. A missing `max_tokens` means as many as fit."""
+
+    model_config = ConfigDict(str_max_length=MAX_CHAT)
+
+    model: TinkerPath
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    seed: Seed | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_ENTRIES)] | None = None
+    stream: bool | None = None
+
+
+class CompletionRequest(Completing):
+    """`logprobs` counts alternatives to show beside each token."""
+
+    prompt: str | list[str] | Tokens | list[Tokens]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = None
+    echo: bool | None = None
+
+
+class ChatMessage(Wire):
+    model_config = ConfigDict(str_max_length=MAX_CHAT)
+
+    role: Id
+    content: str | list[dict[str, Any]] | None = None
+    name: Id | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: Id | None = None
+
+
+class ChatCompletionRequest(Completing):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_DATA)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_ENTRIES)] | None = None
+    tool_choice: str | dict[str, Any] | None = None

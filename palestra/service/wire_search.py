@@ -1,0 +1,43 @@
+"""The JSON bodies about finding sessions and putting them into projects."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, Field
+
+from palestra.service.wire import MAX_ENTRIES, Id, Wire
+
+
+class AssignProjectRequest(Wire):
+    project_id: Id
+
+
+class SessionSearchOwner(Wire):
+    """Whose sessions. A key has only its own."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: Annotated[list[Id], Field(max_length=MAX_ENTRIES)] | None = None
+
+
+class SessionStatusQuery(Wire):
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
+
+
+class SessionCursor(Wire):
+    last_created_at: AwareDatetime
+    last_session_id: Id
+
+
+class SessionSearchRequest(Wire):
+    """`display_name`: words that a name has, in any order and case."""
+
+    session_id: str | None = None
+    project_ids: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
+    user_metadata: Annotated[dict[str, str], Field(max_length=MAX_ENTRIES)] = {}
+    display_name: Annotated[str, Field(min_length=1)] | None = None
+    owner: SessionSearchOwner = SessionSearchOwner()
+    statuses: Annotated[list[SessionStatusQuery], Field(min_length=1, max_length=MAX_ENTRIES)] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: SessionCursor | None = None
