@@ -19,7 +19,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PARTS = {"exact": "exact oracles: PSRO, anytime PSRO, XDO, CFR"}
+PARTS = {
+    "exact": "exact oracles: PSRO, anytime PSRO, XDO, CFR",
+    "learned": "learned oracles on Leduc poker, beside OpenSpiel's",
+    "scheduling": "what handing out a task costs, and Ray with two workers beside one",
+    "league": "a league and self-play in a game with a cycle",
+}
 console = Console(width=120)
 
 

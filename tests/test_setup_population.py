@@ -217,6 +217,7 @@ def whole(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("whole"), LONGER)[1]
 
 
+@pytest.mark.timeout(900)
 def test_a_run_killed_ends_as_if_it_never_was(whole, tmp_path):
     process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
     kill(process, run, 12)
@@ -237,6 +238,7 @@ def test_a_run_killed_again_and_again_ends_as_if_it_never_was(whole, tmp_path):
     assert_same(run, whole)
 
 
+@pytest.mark.timeout(900)
 def test_ctrl_c_leaves_a_run_to_go_on_with(whole, tmp_path):
     process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
     until(process, run, 6)

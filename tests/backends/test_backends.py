@@ -18,9 +18,11 @@ from palestra.populations.scheduler import follow
 from palestra.populations.tasks import Backend, Done, Task
 from palestra.runs import Run
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
 
-from palestra.backends.ray import RayBackend  # noqa: E402
+import ray_cluster
+
+from palestra.backends.ray import RayBackend
 
 KINDS: dict[str, Callable[..., Any]] = {"inline": lambda make, _: Inline(make), "local": Local, "ray": RayBackend}
 Open = Callable[..., Backend]
@@ -32,12 +34,8 @@ RAY = pytest.param("ray", marks=pytest.mark.slow)  # its actors take seconds to 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """One Ray for all tests here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))  # so that actors find toy_tasks
-        patch.setenv("RAY_worker_niceness", "0")  # beside other work on the machine, Ray's 15 would starve them
-        ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    with ray_cluster.cluster({"num_cpus": 4}):
         yield
-        ray.shutdown()
 
 
 def opened(kind: str, request: pytest.FixtureRequest) -> Iterator[Open]:

@@ -17,6 +17,7 @@ from palestra.runs import Run, read_lines
 
 ray = pytest.importorskip("ray")
 
+import ray_cluster  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from palestra.backends import ray as backends  # noqa: E402
@@ -24,17 +25,11 @@ from palestra.backends.ray import RayBackend  # noqa: E402
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Two nodes of two CPUs, each a set of processes of its own; one is called "home", the other "away"."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))  # so that actors find toy_tasks
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # beside other work on the machine, Ray's 15 would starve them
-    nodes = Cluster(True, head_node_args={"num_cpus": 2, "resources": {"home": 2}})
-    nodes.add_node(num_cpus=2, resources={"away": 2})
-    nodes.wait_for_nodes()
-    ray.init(nodes.address, log_to_driver=False, logging_level="ERROR")
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
+def cluster() -> Iterator[Cluster]:
+    """Two nodes of two CPUs; one is called "home", the other "away"."""
+    home, away = ({"num_cpus": 2, "resources": {name: 2}} for name in ("home", "away"))
+    with ray_cluster.cluster(home, away) as nodes:
+        yield nodes
 
 
 def told(backend: RayBackend, *tasks: Task) -> dict[str, Any]:

@@ -295,7 +295,7 @@ def test_what_a_slice_came_to_is_noted():
 # the whole
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_in_any_order_of_events_a_league_holds_together(data):
     sizes = {role: data.draw(st.integers(least, 2)) for role, least in (("main_agents", 1), ("main_exploiters", 0))}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_populations import population
 
@@ -21,6 +21,7 @@ def result(task, mean, **more):
     }
 
 
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 3))
 def test_as_members_come_every_cell_is_played_once(seats, first, second):
     players = tuple(dict.fromkeys(seats))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.populations.normal_form.tables import fronted, values
@@ -59,6 +59,7 @@ def test_gaps_of_chicken():
     assert gap(pure, tables, coarse=False) == gap(pure, tables) == pytest.approx(2)  # both would rather dare: 7 - 6
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 4), min_size=2, max_size=3))
 def test_the_gap_of_independent_players_is_nash_conv(seed, shape):
     rng = np.random.default_rng(seed)
