@@ -19,7 +19,7 @@ GAMES = sorted((ROOT / "configs/games").rglob("*.yaml"))
 POPULATIONS = sorted((ROOT / "configs/populations").rglob("*.yaml"))
 CONFIGS = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*GAMES, *POPULATIONS})
 SHORT = {  # of a plan, as little as shows all of it
-    "psro": {"iterations": 2, "env_steps": 1, "games": 8, "adaptive": 0},
+    "psro": {"iterations": 2, "env_steps": 1, "slices": 1, "games": 8, "adaptive": 0},
     "self_play": {"slices": 2, "env_steps": 1, "games": 8},
     "league": {"slices": 1, "env_steps": 1, "games": 8},
     "pbt": {"slices": 1, "env_steps": 1},

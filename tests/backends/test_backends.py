@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -207,5 +208,5 @@ def test_workers_that_die_before_they_are_ready_are_not_made_for_ever(others: Op
 
 
 def test_what_cannot_be_sent_is_explained(others: Open) -> None:
-    with open(os.devnull) as file, pytest.raises(ValueError, match="cannot be sent to another process"):
-        others(partial(Adder, bodies=file))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot be sent to another process"):
+        others(partial(Adder, bodies=threading.Lock()))  # type: ignore[arg-type]
