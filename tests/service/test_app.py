@@ -131,7 +131,7 @@ def test_clients_that_read_a_redirect_are_told_to_use_the_transport_that_leaves_
 
 
 def test_what_is_not_served_is_named(front: Front) -> None:
-    for path in ("/sessions/search", "/nowhere"):
+    for path in ("/sessions/lost", "/nowhere"):
         reply = front.post(path, {})
         assert reply.status_code in (404, 405)
         assert f"this server has no POST /api/v1{path}" in reply.json()["detail"]

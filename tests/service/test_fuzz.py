@@ -556,7 +556,15 @@ def bodies(target: Target) -> dict[str, dict[str, Any]]:
 
 
 OPEN = {"healthz", "client/config", "client/dynamic_config", "auth/token", "telemetry", "get_server_capabilities"}
-OWN = {"create_session", "sessions", "training_runs", "checkpoints", "models", "checkpoints/upload"}  # the caller's own
+OWN = {  # the caller's own
+    "checkpoints",
+    "checkpoints/upload",
+    "create_session",
+    "models",
+    "sessions",
+    "sessions/search",
+    "training_runs",
+}
 
 
 def test_nobody_sees_or_changes_what_is_not_theirs(target: Target) -> None:
@@ -583,8 +591,9 @@ def test_nobody_sees_or_changes_what_is_not_theirs(target: Target) -> None:
                 assert 400 <= reply.status_code < 500, (method, path, reply.text)
                 assert "adapter" not in reply.text
                 asked += 1
-            elif method == "GET":
-                assert "mine" not in target.tries(method, path, of="bob").text
+            elif method == "GET" or name == "sessions/search":
+                body = {"owner": {}, "limit": 100} if method == "POST" else None
+                assert "mine" not in target.tries(method, path, body, of="bob").text
     target.work()
     assert everything(target) == before
     assert asked > 35
