@@ -39,7 +39,7 @@ from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, Sampling
 from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.losses import clipped_policy_loss
+from palestra.losses.policy import clipped_policy_loss
 from palestra.types import Sample
 
 HERE = Path(__file__).parent

@@ -41,7 +41,7 @@ from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, Sampling
 from palestra.engine.trainer import AdamConfig
 from palestra.learners.lm import LoraPolicyConfig, Resident, Weights
-from palestra.losses import clipped_policy_loss
+from palestra.losses.policy import clipped_policy_loss
 from palestra.policies.lm import Samples
 from palestra.service.client import RemoteSampler, RemoteWeights
 from palestra.service.connection import Connection

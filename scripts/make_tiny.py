@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from palestra.engine.memory import keep_freed_memory
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
-from palestra.losses import cross_entropy_loss
+from palestra.losses.policy import cross_entropy_loss
 from palestra.types import Sample
 
 SPECIALS = ("<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")

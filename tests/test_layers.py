@@ -19,15 +19,7 @@ PACKAGE = ROOT / "palestra"
 ROOMS = [
     {"palestra", "palestra.types", "palestra.config", "palestra.files", "palestra.compiled", "palestra.tinker_compat"},
     {"palestra.envs", "palestra.policies.base", "palestra.policies.scripted", "palestra.losses"},
-    {
-        "palestra.engine",
-        "palestra.exact",
-        "palestra.nets",
-        "palestra.net_losses",
-        "palestra.q_losses",
-        "palestra.q_losses_continuous",
-        "palestra.imitation_losses",
-    },
+    {"palestra.engine", "palestra.exact", "palestra.nets"},
     {"palestra.policies"},
     {"palestra.rollouts", "palestra.learners", "palestra.episodes", "palestra.runs"},
     {"palestra.algorithms", "palestra.populations"},

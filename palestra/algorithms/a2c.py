@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from palestra.algorithms.actor_critic import ActorCriticConfig
-from palestra.losses import Figures, Scored
-from palestra.net_losses import policy_gradient_loss
+from palestra.losses.policy import Figures, Scored, policy_gradient_loss
 
 
 class A2C(ActorCriticConfig):

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from palestra.config import Strict
 from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means, part
-from palestra.losses import Figures, Scored
-from palestra.net_losses import value_loss
+from palestra.losses.critics import value_loss
+from palestra.losses.policy import Figures, Scored
 from palestra.nets.layers import Net, generators
 from palestra.nets.normalise import RunningNorm
 from palestra.nets.returns import Course, gae, vtrace

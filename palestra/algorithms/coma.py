@@ -25,8 +25,8 @@ from palestra.algorithms.actor_critic import Part, shares
 from palestra.config import Strict
 from palestra.envs.vector.base import Arrays, Discrete, VectorEnv
 from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
-from palestra.losses import Scored
-from palestra.net_losses import policy_gradient_loss, value_loss
+from palestra.losses.critics import value_loss
+from palestra.losses.policy import Scored, policy_gradient_loss
 from palestra.nets.heads import CategoricalHead
 from palestra.nets.layers import Net, generators
 from palestra.nets.returns import Course, gae

@@ -16,12 +16,12 @@ from palestra.algorithms.critics import copy_of
 from palestra.algorithms.off_policy import Answer, OffPolicy, OffPolicyConfig, Scene
 from palestra.envs.vector.base import Continuous, Discrete, Space
 from palestra.learners.nets import Stack
-from palestra.losses import Figures
+from palestra.losses.critics import ascent_loss
+from palestra.losses.policy import Figures
 from palestra.nets.heads import CategoricalHead, Head
 from palestra.nets.layers import Net
 from palestra.nets.squashed import TanhHead, straight_through
 from palestra.policies.nets import Choose, sampling
-from palestra.q_losses_continuous import ascent_loss
 
 
 class DeterministicConfig(OffPolicyConfig, ABC):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from palestra.algorithms.q_learning import QLearner, QLearningConfig, by_row
-from palestra.losses import Figures
+from palestra.losses.policy import Figures
+from palestra.losses.q import q_loss, q_target
 from palestra.nets.replay import Moves
 from palestra.nets.segments import Stretches
-from palestra.q_losses import q_loss, q_target
 
 
 class DQN(QLearningConfig):

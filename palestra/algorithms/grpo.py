@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from palestra.config import Strict
-from palestra.losses import LOSSES
+from palestra.losses.policy import LOSSES
 from palestra.rollouts.figures import member
 from palestra.rollouts.play import Branching, Keep
 from palestra.types import Episode, Metrics, Node, Sample, Seat

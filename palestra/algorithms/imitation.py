@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from palestra.algorithms.actor_critic import ActorCritic, ActorCriticConfig, shares
 from palestra.config import Strict
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
-from palestra.imitation_losses import Reward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
-from palestra.losses import Figures, Scored, clipped_policy_loss, cross_entropy_loss
+from palestra.losses.imitation import Reward, discriminator_loss, gradient_penalty, imitation_reward
+from palestra.losses.policy import Figures, Scored, clipped_policy_loss, cross_entropy_loss
 from palestra.nets.heads import GaussianHead, head_for
 from palestra.nets.layers import Net, generators
 from palestra.policies.vector import Player

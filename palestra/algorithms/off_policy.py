@@ -28,14 +28,14 @@ from palestra.algorithms.critics import Critic, copy_of, follow, held
 from palestra.config import Strict
 from palestra.envs.vector.base import Arrays, MultiDiscrete, Space, VectorEnv
 from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, part
-from palestra.losses import Figures
+from palestra.losses.critics import critic_loss, td_target
+from palestra.losses.policy import Figures
 from palestra.nets.heads import NEVER, Head
 from palestra.nets.layers import Net, generators
 from palestra.nets.replay import Moves, Replay
 from palestra.nets.seating import Seating
 from palestra.nets.squashed import LOG_2, BoundedHead, Codes, idle
 from palestra.policies.nets import Choose, NetPlayer, sampling
-from palestra.q_losses_continuous import critic_loss, td_target
 from palestra.rollouts.play import derive
 from palestra.types import Batch, Metrics
 

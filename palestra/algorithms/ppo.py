@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from palestra.algorithms.actor_critic import ActorCriticConfig
-from palestra.losses import Figures, Scored, clipped_policy_loss
+from palestra.losses.policy import Figures, Scored, clipped_policy_loss
 
 
 class PPO(ActorCriticConfig):

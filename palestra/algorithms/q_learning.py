@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from palestra.config import Strict
 from palestra.envs.vector.base import Arrays, Discrete, VectorEnv
 from palestra.learners.nets import NetLearner, NetPolicyConfig, Stack, Together, means, part, write_member
-from palestra.losses import Figures
+from palestra.losses.policy import Figures
+from palestra.losses.q import best, duelling_values, next_value, sequence_priority, value_of
 from palestra.nets.heads import NEVER, Head
 from palestra.nets.layers import Net, generators
 from palestra.nets.replay import Moves, Replay
 from palestra.nets.seating import Seating
 from palestra.nets.segments import Segments, Stretches
 from palestra.policies.nets import Choose, NetPlayer
-from palestra.q_losses import best, duelling_values, next_value, sequence_priority, value_of
 from palestra.rollouts.play import derive
 from palestra.types import Batch, Metrics
 

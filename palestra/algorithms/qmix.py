@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from palestra.algorithms.q_learning import QLearner, QLearningConfig, by_row
 from palestra.envs.vector.base import VectorEnv
 from palestra.learners.nets import Optimizer
-from palestra.losses import Figures
+from palestra.losses.policy import Figures
+from palestra.losses.q import q_loss, q_target
 from palestra.nets.mixers import Monotone, Total
 from palestra.nets.replay import Moves
 from palestra.nets.segments import Stretches
-from palestra.q_losses import q_loss, q_target
 from palestra.rollouts.play import derive
 
 

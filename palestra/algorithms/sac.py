@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from palestra.algorithms.off_policy import Answer, OffPolicy, OffPolicyConfig, Scene
 from palestra.envs.vector.base import Continuous, Discrete, Space
 from palestra.learners.nets import Optimizer
-from palestra.losses import Figures
+from palestra.losses.critics import ascent_loss, soft_value, soft_value_of_all, temperature_loss
+from palestra.losses.policy import Figures
 from palestra.nets.heads import CategoricalHead, Head
 from palestra.nets.squashed import SquashedHead, one_hot
-from palestra.q_losses_continuous import ascent_loss, soft_value, soft_value_of_all, temperature_loss
 
 
 class SAC(OffPolicyConfig):

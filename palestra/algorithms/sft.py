@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from palestra.config import Strict
-from palestra.losses import LOSSES
+from palestra.losses.policy import LOSSES
 from palestra.rollouts.figures import member
 from palestra.rollouts.play import Branching
 from palestra.types import Episode, Metrics, Sample

@@ -20,7 +20,7 @@ from palestra.engine.attention import TreeLayout, plant
 from palestra.engine.joint import Predicted
 from palestra.engine.lora import Snapshot, Stack, Stacked
 from palestra.engine.models import Engine
-from palestra.losses import Figures
+from palestra.losses.policy import Figures
 from palestra.types import Datum
 
 

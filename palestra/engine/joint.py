@@ -26,7 +26,7 @@ from palestra.engine.attention import Forest, TreeLayout, joined, plant
 from palestra.engine.lora import Adapter, Single, kept
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
-from palestra.losses import Figures
+from palestra.losses.policy import Figures
 from palestra.types import Datum
 
 

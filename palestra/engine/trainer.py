@@ -21,7 +21,7 @@ from palestra.config import Strict
 from palestra.engine.attention import Forest, TreeLayout, plant
 from palestra.engine.lora import Adapter, Single
 from palestra.engine.models import Engine
-from palestra.losses import Figures, Scored
+from palestra.losses.policy import Figures, Scored
 from palestra.types import Metrics, Sample
 
 Loss = Callable[..., tuple[Tensor, Figures]]

@@ -27,7 +27,7 @@ from palestra.engine.sampler import Request, Sampled
 from palestra.engine.trainer import AdamConfig
 from palestra.files import atomic_write
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, SpeechConfig
-from palestra.losses import clipped_policy_loss, cross_entropy_loss
+from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.service import codec
 from palestra.service import wire_pb2 as pb

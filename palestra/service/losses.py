@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from palestra.engine.joint import JointLoss, Predicted
-from palestra.losses import LOSSES, Figures, Scored
+from palestra.losses.policy import LOSSES, Figures, Scored
 from palestra.service.check import WEIGHTED_ONLY
 
 # Bounds of the ratio, as official servers take them by default (Tinker cookbook, tutorial 202; gspo's are not said).

@@ -14,8 +14,8 @@ from vector_toys import Countdown, Cues, Push, Track, mean_return, train
 
 from palestra.algorithms.imitation import BC, GAIL, encoded, read_demonstrations, record
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
-from palestra.imitation_losses import discriminator_loss, gradient_penalty, imitation_reward
 from palestra.learners.nets import NetLearner, NetPolicyConfig
+from palestra.losses.imitation import discriminator_loss, gradient_penalty, imitation_reward
 from palestra.nets.heads import head_for
 from palestra.policies.vector import Player, Scripted, Uniform
 from palestra.rollouts.sweep import Sweeper

@@ -12,8 +12,7 @@ from vector_toys import Countdown, Cues, Track, mean_return, train
 from palestra.algorithms.sac import SAC
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete
 from palestra.learners.nets import NetPolicyConfig
-from palestra.policies.vector import Uniform
-from palestra.q_losses_continuous import (
+from palestra.losses.critics import (
     ascent_loss,
     critic_loss,
     soft_value,
@@ -21,6 +20,7 @@ from palestra.q_losses_continuous import (
     td_target,
     temperature_loss,
 )
+from palestra.policies.vector import Uniform
 from palestra.rollouts.sweep import Sweeper
 
 LINE = Continuous((-2.0,), (2.0,))

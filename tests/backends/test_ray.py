@@ -39,6 +39,16 @@ def told(backend: RayBackend, *tasks: Task) -> dict[str, Any]:
     return {done.task.name: done.result for done in found if done}
 
 
+def start(backend: RayBackend, begun: Path) -> None:
+    """Returns when every worker has done something."""
+    number = 0
+    while len({file.suffix for file in begun.iterdir()}) < backend.workers:
+        told(backend, *(Task(f"play/{number + i}", "play") for i in range(backend.workers)))
+        number += backend.workers
+    for file in begun.iterdir():
+        file.unlink()
+
+
 class LoseNode(Watcher):
     """Takes the other node from the cluster, by killing its processes, once some members are made."""
 
@@ -61,6 +71,7 @@ def test_a_run_outlives_a_node(cluster: Cluster, tmp_path: Path) -> None:
     begun.mkdir()
     make = partial(Adder, 0.5, begun=str(begun))
     with Run.create(tmp_path, "") as run, closing(RayBackend(make, 4)) as backend:
+        start(backend, begun)
         watcher = LoseNode(cluster, run.path / "tasks.jsonl")
         assert follow(plan, backend, run, watcher=watcher)
     assert plan.total == expected(16)

@@ -13,7 +13,7 @@ from palestra.engine.checkpoints import load_adapter, load_full, load_trainer, s
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.losses import clipped_policy_loss, cross_entropy_loss
+from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
 from palestra.testing import tiny_lm
 from palestra.types import Sample
 

@@ -9,7 +9,7 @@ from palestra.engine.lora import Adapter, LoraConfig, Single
 from palestra.engine.models import Engine, check_attention
 from palestra.engine.sampler import Request, Sampler, Sampling, choose, uniform
 from palestra.engine.trainer import Trainer, lay_out
-from palestra.losses import clipped_policy_loss, cross_entropy_loss
+from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
 from palestra.testing import tiny_lm
 from palestra.types import Sample
 

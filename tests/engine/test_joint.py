@@ -20,7 +20,7 @@ from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, Sampling
 from palestra.engine.scoring import Question, score
 from palestra.engine.trainer import Trainer
-from palestra.losses import clipped_policy_loss, cross_entropy_loss
+from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
 from palestra.service.losses import wire_loss
 from palestra.testing import tiny_lm
 from palestra.types import Datum, Sample

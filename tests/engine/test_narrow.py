@@ -12,7 +12,7 @@ from palestra.engine.cache import Cache, PrefillLayout
 from palestra.engine.lora import Adapter, LoraConfig, Single, Stack, Stacked
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
-from palestra.losses import cross_entropy_loss
+from palestra.losses.policy import cross_entropy_loss
 from palestra.testing import tiny_lm, tiny_tokenizer
 from palestra.types import Sample
 

@@ -17,7 +17,7 @@ from processes import PALESTRA, Server
 from palestra.engine.sampler import Sampling
 from palestra.files import read_lines
 from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig
-from palestra.losses import clipped_policy_loss, dro_loss
+from palestra.losses.policy import clipped_policy_loss, dro_loss
 from palestra.runs import checkpoints
 from palestra.service import connection
 from palestra.service.client import connect, spoken

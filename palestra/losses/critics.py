@@ -1,4 +1,4 @@
-"""Losses of critics that judge actions, and of policies that climb them: pure functions over rows.
+"""Losses of critics, of moments and of actions, and of policies that climb them: pure functions over rows.
 
 Shapes: `K` critics, `P` members of a stack, `R` rows, `A` discrete actions. `share` [P, R] says how much a row counts;
 a loss is [P], one for each member, and they simply add up. No gradient flows through a target.
@@ -13,6 +13,11 @@ def td_target(reward: Tensor, discount: Tensor, value: Tensor) -> Tensor:
     """What an action turned out to be worth [P, R]: the reward until the next own decision, and the discounted value
     of that one. `discount` is 0 where the game terminated."""
     return reward + discount * value
+
+
+def value_loss(value: Tensor, target: Tensor, share: Tensor) -> Tensor:
+    """Half the mean squared error of the values of moments, all of one shape."""
+    return 0.5 * (share * (value - target).square()).sum()
 
 
 def critic_loss(q_KPR: Tensor, target_PR: Tensor, share_PR: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from palestra.losses import Figures
+from palestra.losses.policy import Figures
 
 Reward = Literal["positive", "logit"]
 

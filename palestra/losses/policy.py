@@ -55,6 +55,12 @@ def clipped_policy_loss(
     return loss, figures
 
 
+def policy_gradient_loss(tokens: Scored) -> tuple[Tensor, Figures]:
+    """The plain policy gradient (Williams, 1992; Sutton et al., 2000), negated: log-probability times advantage."""
+    loss = -(tokens.weight_M * tokens.logp_M * tokens.advantage_M).sum()
+    return loss, {"entropy": (tokens.weight_M * tokens.entropy_M).sum().detach()}
+
+
 def cross_entropy_loss(tokens: Scored) -> tuple[Tensor, Figures]:
     """Negative log-likelihood, each token weighted by its advantage: any real number, 1 for plain imitation."""
     loss = -(tokens.weight_M * tokens.advantage_M * tokens.logp_M).sum()

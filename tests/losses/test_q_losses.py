@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from palestra.q_losses import best, duelling_values, next_value, q_loss, q_target, sequence_priority, value_of
+from palestra.losses.q import best, duelling_values, next_value, q_loss, q_target, sequence_priority, value_of
 
 
 def test_the_best_action_is_a_legal_one() -> None:

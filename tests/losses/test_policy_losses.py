@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.trainer import Trainer, packs
-from palestra.losses import (
+from palestra.losses.policy import (
     LOSSES,
     Scored,
     cispo_loss,
