@@ -1,10 +1,11 @@
-"""How many steps per second palestra and its peers make of one game: three agents, three landmarks, 25 steps.
+"""How many steps per second palestra and its peers make of one game: three agents, three landmarks, 25 steps;
+and of Atari's Pong for two.
 
-    python bench/throughput.py            about 45 minutes; the peers' virtual environments are made on the first run
+    python bench/throughput.py            about 50 minutes; the peers' virtual environments are made on the first run
     python bench/throughput.py --quick    about 4 minutes; --peers jaxmarl leaves out all others
     python bench/throughput.py --markdown throughput.md    writes the tables for a page, too
 
-A step is a joint one, of all three agents. Everybody trains with PPO: two networks of 64-64 tanh units, a batch of 6000
+A step is a joint one, of all agents. Everybody trains with PPO: two networks of 64-64 tanh units, a batch of 6000
 steps, two passes over it in four minibatches. Everybody runs alone, in turn, several times over; medians count.
 `bench/peers/` says how each is set up and what is not equal. Figures:
 
@@ -12,7 +13,10 @@ steps, two passes over it in four minibatches. Everybody runs alone, in turn, se
     sampling_vs_rllib    the same with networks that act and do not learn
     same_env_vs_*        training on one env in Python, mpe2's through PettingZoo
     overhead_over_raw    how much longer such a step takes in training, in one process, than in a bare loop
-    workers2_vs_1        two processes that train on palestra's own simple_spread, over one
+    workers2_vs_1        two processes that train on palestra's own simple_spread, over one, at 1024 games
+    pong_vs_*            training on Atari's Pong for two
+
+An update of 6000 steps has fixed costs that two processes both pay; `workers2_vs_1_small` is the same ratio there.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ NAMES = {
 }
 HOME = {"jaxmarl": "JaxMARL's", "benchmarl": "VMAS's", "rllib": "mpe2", "sample_factory": "mpe2", "raw": "mpe2"}
 NO_RANDOM = {"sample_factory"}  # its policies always act
+PONG = {"rllib", "sample_factory"}  # measured on Atari's Pong, too
 WHATS = ("train", "sample", "random")
 SIZES = (1, 4, 16, 64, 256, 1024)
 BATCH, STEPS = 6000, 25
@@ -82,7 +87,8 @@ def main_jobs(peers: Sequence[str], whats: Sequence[str]) -> list[Job]:
     for what in whats:
         jobs += native(what)
         jobs += [theirs(peer, what) for peer in peers if what != "random" or peer not in NO_RANDOM]
-    return [*jobs, *on_python_env(), RAW]
+    jobs += [*on_python_env(), RAW]
+    return [*jobs, *on_pong(), *(theirs_on_pong(peer) for peer in peers if peer in PONG), RAW_PONG]
 
 
 def native(what: str) -> list[Job]:
@@ -95,11 +101,21 @@ def on_python_env() -> list[Job]:
     return [Job("ours", "train", "mpe2", workers, games=60, horizon=BATCH // 60) for workers in (1, 2)]
 
 
+def on_pong() -> list[Job]:
+    """palestra in training on Atari's Pong."""
+    return [Job("ours", "train", "atari_pong", workers, games=16, horizon=BATCH // 16) for workers in (1, 2)]
+
+
+def theirs_on_pong(peer: str) -> Job:
+    return Job(peer, "train", "atari_pong")
+
+
 def theirs(peer: str, what: str) -> Job:
     return Job(peer, what, HOME[peer])
 
 
 RAW = Job("raw", "random", "mpe2", 1, games=1)
+RAW_PONG = Job("raw", "random", "atari_pong", 1, games=1)
 
 
 def growth_jobs(sizes: Sequence[int]) -> list[Job]:
@@ -150,8 +166,10 @@ def ratio(over: float | None, under: float | None) -> float | None:
 def figures(results: Results) -> dict[str, float | None]:
     """The figures of the last line; None where what they need was not measured."""
     training, sampling, same = (results.best(jobs) for jobs in (native("train"), native("sample"), on_python_env()))
-    one, two = (results.rate(job) for job in native("train"))
-    slowed = ratio(results.rate(RAW), results.rate(on_python_env()[0]))
+    small, large = (
+        ratio(results.rate(two), results.rate(one)) for one, two in (native("train"), growth_jobs(SIZES[-1:]))
+    )
+    pong, slowed = results.best(on_pong()), ratio(results.rate(RAW), results.rate(on_python_env()[0]))
 
     def of(peer: str, what: str = "train") -> float | None:
         return results.rate(theirs(peer, what))
@@ -164,7 +182,9 @@ def figures(results: Results) -> dict[str, float | None]:
         "same_env_vs_rllib": ratio(same, of("rllib")),
         "same_env_vs_sample_factory": ratio(same, of("sample_factory")),
         "overhead_over_raw": None if slowed is None else slowed - 1,
-        "workers2_vs_1": ratio(two, one),
+        "workers2_vs_1": large,
+        "workers2_vs_1_small": small,
+        **{f"pong_vs_{peer}": ratio(pong, results.rate(theirs_on_pong(peer))) for peer in sorted(PONG)},
     }
 
 
@@ -191,7 +211,16 @@ class Sheet:
 
 
 def sheets(results: Results, peers: Sequence[str]) -> list[Sheet]:
-    return [own_envs(results, peers), python_envs(results, peers), growth(results)]
+    python = python_envs(
+        results,
+        "mpe2's env",
+        RAW,
+        [*on_python_env(), *(theirs(peer, "train") for peer in peers if HOME[peer] == "mpe2")],
+    )
+    pong = python_envs(
+        results, "Atari's Pong", RAW_PONG, [*on_pong(), *(theirs_on_pong(peer) for peer in peers if peer in PONG)]
+    )
+    return [own_envs(results, peers), python, pong, growth(results)]
 
 
 def own_envs(results: Results, peers: Sequence[str]) -> Sheet:
@@ -207,13 +236,13 @@ def own_envs(results: Results, peers: Sequence[str]) -> Sheet:
     return Sheet("Steps per second, everybody on its fastest simple_spread", headings, rows)
 
 
-def python_envs(results: Results, peers: Sequence[str]) -> Sheet:
-    """Everybody on mpe2, as a share of what a bare loop makes of it."""
-    raw, rows = results.rate(RAW), []
-    for job in [*on_python_env(), *(theirs(peer, "train") for peer in peers if HOME[peer] == "mpe2"), RAW]:
+def python_envs(results: Results, env: str, bare: Job, jobs: Sequence[Job]) -> Sheet:
+    """Everybody on an env in Python, as a share of what a bare loop makes of it."""
+    raw, rows = results.rate(bare), []
+    for job in [*jobs, bare]:
         share = ratio(results.rate(job), raw)
         rows.append([name(job), number(results, job), f"{share:.2f}" if share else "", notes(results, job)])
-    return Sheet("Steps per second in training on mpe2's env", ("", "training", "of the bare loop", "set up"), rows)
+    return Sheet(f"Steps per second in training on {env}", ("", "training", "of the bare loop", "set up"), rows)
 
 
 def growth(results: Results) -> Sheet:
@@ -267,7 +296,7 @@ def page(results: Results, shown: Sequence[Sheet], load: float, repeats: int, se
 def verdicts(results: Results) -> Sheet:
     rows = []
     for what, value in figures(results).items():
-        target = f"{'at most ' if what in AT_MOST else ''}{TARGETS[what]:g}"
+        target = f"{'at most ' if what in AT_MOST else ''}{TARGETS[what]:g}" if what in TARGETS else ""
         rows.append([what, "not measured" if value is None else f"{value:.3g}", target])
     return Sheet("Figures", ("figure", "measured", "target"), rows)
 

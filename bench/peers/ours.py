@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import zoo
 from peers.timing import CYCLES, Spec, measure, tell, told
 
 from palestra.config import validate
@@ -24,20 +25,20 @@ from palestra.policies.vector import Uniform
 from palestra.setup_games import GamesConfig, check_games
 
 FOREVER = 10**12
-ENVS: dict[str, dict[str, Any]] = {
-    "simple_spread": {"type": "simple_spread", "cycles": CYCLES},
-    "mpe2": {
-        "type": "palestra.envs.vector.pettingzoo:PettingZooEnv",
-        "env": "mpe2.simple_spread_v3:parallel_env",
-        "options": {"max_cycles": CYCLES, "continuous_actions": False},
-    },
-}
+
+
+def env_of(spec: Spec) -> dict[str, Any]:
+    """Ours, or one of PettingZoo through our adapter."""
+    if spec.env == "simple_spread":
+        return {"type": "simple_spread", "cycles": CYCLES}
+    adapter = "palestra.envs.vector.pettingzoo:PettingZooEnv"
+    return {"type": adapter, "env": zoo.FUNCTIONS[spec.env], "options": zoo.options(spec.env)}
 
 
 def config(spec: Spec, games: int) -> dict[str, Any]:
     """Independent PPO, one policy for all seats."""
     return {
-        "env": ENVS[spec.env] | {"games": games},
+        "env": env_of(spec) | {"games": games},
         "env_steps": FOREVER,
         "log_every": 1,
         "checkpoint_every": FOREVER,

@@ -1,25 +1,26 @@
-"""mpe2's simple_spread with no framework around it: one process, one game after the other, actions drawn before."""
+"""An env of PettingZoo with no framework around it: one process, one game after the other, actions drawn before."""
 
 from __future__ import annotations
 
 import numpy as np
-from mpe2 import simple_spread_v3
-from peers.timing import CYCLES, SEATS, measure, tell, told
+from peers import zoo
+from peers.timing import measure, tell, told
 
 spec = told()
-env = simple_spread_v3.parallel_env(max_cycles=CYCLES, continuous_actions=False)
-drawn = np.random.default_rng(0).integers(0, 5, (4000, SEATS)).tolist()
+env = zoo.make(spec.env)
 env.reset(seed=0)
+choices = env.action_space(env.agents[0]).n
+drawn = np.random.default_rng(0).integers(0, choices, (4000, zoo.SEATS[spec.env])).tolist()
 moves = [dict(zip(env.agents, row, strict=True)) for row in drawn]
 
 
 def advance() -> int:
     """500 joint steps."""
     for number in range(500):
-        _, _, _, truncated, _ = env.step(moves[number])
-        if all(truncated.values()):
+        env.step(moves[number])
+        if not env.agents:
             env.reset()
     return 500
 
 
-tell(measure(advance, spec.seconds), ("mpe2", "pettingzoo", "numpy"), "one process, random actions, nothing learns")
+tell(measure(advance, spec.seconds), ("pettingzoo", "numpy"), "one process, random actions, nothing learns")

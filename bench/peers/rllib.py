@@ -1,4 +1,4 @@
-"""RLlib on mpe2's simple_spread through PettingZoo: PPO, one policy for all seats, two env runners with 8 games each.
+"""RLlib on envs of PettingZoo: PPO, one policy for all seats, two env runners with 8 games each.
 
 Sampling is what its PPO calls between updates; games played at random are drawn by the same env runners. `train` counts
 whole iterations of `Algorithm.train`.
@@ -10,8 +10,8 @@ import logging
 from typing import Any
 
 import ray
-from mpe2 import simple_spread_v3
-from peers.timing import CYCLES, SEATS, Spec, measure, tell, told
+from peers import zoo
+from peers.timing import Spec, measure, tell, told
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
@@ -21,15 +21,15 @@ from ray.tune.registry import register_env
 GAMES = 8  # of an env runner
 
 
-def make_env(_: dict[str, Any]) -> ParallelPettingZooEnv:
-    return ParallelPettingZooEnv(simple_spread_v3.parallel_env(max_cycles=CYCLES, continuous_actions=False))
+def make_env(settings: dict[str, Any]) -> ParallelPettingZooEnv:
+    return ParallelPettingZooEnv(zoo.make(settings["env"]))
 
 
 def config(spec: Spec) -> PPOConfig:
     net = DefaultModelConfig(fcnet_hiddens=list(spec.hidden), fcnet_activation="tanh", vf_share_layers=False)
     return (
         PPOConfig()
-        .environment("spread")
+        .environment("game", env_config={"env": spec.env})
         .env_runners(num_env_runners=spec.workers, num_envs_per_env_runner=GAMES)
         .learners(num_learners=0)  # in the main process
         .multi_agent(policies={"agent"}, policy_mapping_fn=lambda *_, **__: "agent")
@@ -37,7 +37,7 @@ def config(spec: Spec) -> PPOConfig:
         .training(
             train_batch_size_per_learner=spec.batch,
             num_epochs=spec.epochs,
-            minibatch_size=spec.batch * SEATS // spec.minibatches,
+            minibatch_size=spec.batch * zoo.SEATS[spec.env] // spec.minibatches,
             lr=3e-4,
             gamma=0.99,
             lambda_=0.95,
@@ -52,7 +52,7 @@ def config(spec: Spec) -> PPOConfig:
 def main() -> None:
     spec = told()
     ray.init(num_cpus=spec.workers + 1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    register_env("spread", make_env)
+    register_env("game", make_env)
     algorithm = config(spec).build_algo()
     counted = 0
 

@@ -1,11 +1,14 @@
-"""Sample Factory on mpe2's simple_spread through PettingZoo: APPO, one policy for all seats, two workers with 32 games
-each that play on while it learns.
+"""Sample Factory on envs of PettingZoo: APPO, one policy for all seats, two workers with 32 games each that play on
+while it learns.
 
-It counts the steps of every agent, which are divided by three here. `train` counts what has been learned from.
+It counts the steps of every agent, which are divided by the number of seats here. `train` counts what has been
+learned from.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 import time
 from threading import Thread
@@ -14,8 +17,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from mpe2 import simple_spread_v3
-from peers.timing import CYCLES, SEATS, Spec, measure, tell, told
+from peers import zoo
+from peers.timing import CYCLES, Spec, measure, tell, told
 from sample_factory.algo.runners.runner import AlgoObserver, Runner
 from sample_factory.algo.sampling.simplified_sampling_api import SamplingLoop
 from sample_factory.algo.utils.env_info import obtain_env_info_in_a_separate_process
@@ -28,53 +31,57 @@ GAMES = 32  # of a worker
 Row = list[Any]
 
 
-class Spread(gymnasium.Env):
-    """PettingZoo's env in lists by agent, as Sample Factory wants it; it begins anew by itself."""
+class Game(gymnasium.Env):
+    """PettingZoo's env in lists by agent, as Sample Factory wants it; it begins anew by itself. Views are floats."""
 
-    def __init__(self) -> None:
-        self.env = simple_spread_v3.parallel_env(max_cycles=CYCLES, continuous_actions=False)
+    def __init__(self, name: str) -> None:
+        self.env = zoo.make(name)
         self.agents = self.env.possible_agents
         self.num_agents, self.is_multiagent = len(self.agents), True
-        self.observation_space = self.env.observation_space(self.agents[0])
+        views = self.env.observation_space(self.agents[0])
+        self.observation_space = gymnasium.spaces.Box(float(views.low.min()), float(views.high.max()), views.shape)
         self.action_space = self.env.action_space(self.agents[0])
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, Row]:
         seen, _ = self.env.reset(seed=seed)
-        return self.row(seen), [{} for _ in self.agents]
+        return self.views(seen), [{} for _ in self.agents]
 
     def step(self, actions: np.ndarray) -> tuple[Row, Row, Row, Row, Row]:
         given = {agent: int(action) for agent, action in zip(self.agents, actions, strict=True)}
         seen, rewards, terminated, truncated, _ = self.env.step(given)
-        if all(truncated.values()):
+        if not self.env.agents:
             seen, _ = self.env.reset()
         return (
-            self.row(seen),
+            self.views(seen),
             self.row(rewards),
             self.row(terminated),
             self.row(truncated),
             [{} for _ in self.agents],
         )
 
+    def views(self, by_agent: dict[str, Any]) -> Row:
+        return [by_agent[agent].astype(np.float32) for agent in self.agents]
+
     def row(self, by_agent: dict[str, Any]) -> Row:
         return [by_agent[agent] for agent in self.agents]
 
 
-def make_env(name: str, cfg: Any = None, env_config: Any = None, render_mode: str | None = None) -> Spread:
-    return Spread()
+def make_env(name: str, cfg: Any = None, env_config: Any = None, render_mode: str | None = None) -> Game:
+    return Game(name)
 
 
 def settings(spec: Spec, folder: str) -> dict[str, Any]:
     """Those that differ from its defaults; a batch is counted in steps of single agents."""
     return {
         "algo": "APPO",
-        "env": "spread",
+        "env": spec.env,
         "experiment": "bench",
         "train_dir": folder,
         "device": "cpu",
         "num_workers": spec.workers,
         "num_envs_per_worker": GAMES,
         "rollout": CYCLES,
-        "batch_size": spec.batch * SEATS // spec.minibatches,
+        "batch_size": spec.batch * zoo.SEATS[spec.env] // spec.minibatches,
         "num_batches_per_epoch": spec.minibatches,
         "num_epochs": spec.epochs,
         "use_rnn": False,
@@ -101,34 +108,35 @@ def parsed(spec: Spec, folder: str) -> Any:
 
 
 class Clock(AlgoObserver):
-    """Notes how much had been learned from when, and ends the training; the first two iterations warm up."""
+    """Notes how much had been learned from when, and at the end says so; the first two iterations warm up."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.notes = seconds, list[tuple[float, int]]()
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.notes = spec, list[tuple[float, int]]()
 
     def on_training_step(self, runner: Runner, training_iteration_since_resume: int) -> None:
         if training_iteration_since_resume < 2:
             return
         self.notes.append((time.perf_counter(), sum(runner.env_steps.values())))
-        if len(self.notes) > 2 and self.notes[-1][0] - self.notes[0][0] >= self.seconds:
-            runner.cfg.train_for_env_steps = 0
+        if len(self.notes) > 2 and self.notes[-1][0] - self.notes[0][0] >= self.spec.seconds:
+            say(self.figures(), self.spec)
+            shutil.rmtree(runner.cfg.train_dir, ignore_errors=True)
+            os._exit(0)  # now and then it hangs when it is to end; the caller ends its processes
 
     def figures(self) -> dict[str, float]:
         (start, before), (end, after) = self.notes[0], self.notes[-1]
-        made = (after - before) / SEATS
+        made = (after - before) / zoo.SEATS[self.spec.env]
         return {"env_steps_per_s": made / (end - start), "env_steps": made, "seconds": end - start}
 
 
-def train(cfg: Any, spec: Spec) -> dict[str, float]:
-    cfg, runner = make_runner(cfg)
-    clock = Clock(spec.seconds)
-    runner.register_observer(clock)
+def train(cfg: Any, spec: Spec) -> None:
+    """Until the clock ends the process."""
+    _, runner = make_runner(cfg)
+    runner.register_observer(Clock(spec))
     runner.init()
     runner.run()
-    return clock.figures()
 
 
-def sample(cfg: Any, spec: Spec) -> dict[str, float]:
+def sample(cfg: Any, spec: Spec) -> None:
     """Its sampling loop alone: what has been played is thrown away."""
     made = 0
     loop = SamplingLoop(cfg, obtain_env_info_in_a_separate_process(cfg))
@@ -141,9 +149,9 @@ def sample(cfg: Any, spec: Spec) -> dict[str, float]:
     def wait() -> int:
         """Until all games have sent a trajectory: they come in waves."""
         before = made
-        while made - before < spec.workers * GAMES * CYCLES * SEATS:
+        while made - before < spec.workers * GAMES * CYCLES * zoo.SEATS[spec.env]:
             time.sleep(0.002)
-        return (made - before) // SEATS
+        return (made - before) // zoo.SEATS[spec.env]
 
     loop.init()
     loop.set_new_trajectory_callback(played)
@@ -154,18 +162,21 @@ def sample(cfg: Any, spec: Spec) -> dict[str, float]:
     figures = measure(wait, spec.seconds, warmup=2)
     loop.stop_sampling()
     thread.join()
-    return figures
+    say(figures, spec)
+
+
+def say(figures: dict[str, float], spec: Spec) -> None:
+    notes = f"{spec.workers} workers x {GAMES} games; equal batch, but asynchronous: policies act while others learn"
+    tell(figures, ("sample-factory", "torch", "mpe2", "pettingzoo", "numpy"), notes)
 
 
 def main() -> None:
     spec = told()
     torch.set_num_threads(1)
-    register_env("spread", make_env)
+    register_env(spec.env, make_env)
     with tempfile.TemporaryDirectory() as folder:
         cfg = parsed(spec, folder)
-        figures = train(cfg, spec) if spec.what == "train" else sample(cfg, spec)
-    notes = f"{spec.workers} workers x {GAMES} games; equal batch, but asynchronous: policies act while others learn"
-    tell(figures, ("sample-factory", "torch", "mpe2", "pettingzoo", "numpy"), notes)
+        (train if spec.what == "train" else sample)(cfg, spec)
 
 
 if __name__ == "__main__":
