@@ -166,6 +166,7 @@ def _follow(restore: Callable[[Any, Any], int], train: Callable[..., bool], setu
 
 def _follow_population(setup: Any, run: Any, config: Any) -> None:
     """Does a plan's tasks with a line of progress."""
+    from palestra.population_plots import plot_population
     from palestra.populations.scheduler import TASKS
     from palestra.progress import PopulationBar, standing
     from palestra.runs import read_lines
@@ -180,6 +181,7 @@ def _follow_population(setup: Any, run: Any, config: Any) -> None:
     if not done:
         return _say_stopped(run)
     console.print(standing(setup.plan.summary()))
+    say(f"pictures: {plot_population(run.path)}")
     say(f"who beats whom: palestra league standings {shlex.quote(str(run.path))}")
 
 

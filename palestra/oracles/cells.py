@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from palestra.oracles.tally import cell
 from palestra.policies.frozen import FrozenMember
 from palestra.policies.mixture import Mixture, Schedule
 from palestra.populations.tasks import Result
@@ -33,15 +34,15 @@ def play_cells(
     """
     N, numbers = len(sweeper.env.seats), {name: number for number, name in enumerate(cast)}
     rotations = N if turns else 1
-    turned = [(cell, r) for cell in cells for r in range(rotations)]
-    lineups = np.array([[numbers[cell[(seat + r) % N]] for seat in range(N)] for cell, r in turned])
+    turned = [(names, r) for names in cells for r in range(rotations)]
+    lineups = np.array([[numbers[names[(seat + r) % N]] for seat in range(N)] for names, r in turned])
     times = np.array([games // rotations + (r < games % rotations) for _, r in turned])
     mixture = Mixture(sweeper.env, range(N), cast, Schedule(lineups, times), "cells")
     sweeper.restart(derive(seed, "games") % 2**62 + np.arange(sweeper.env.games))
     tags, returns = _played(sweeper, mixture, int(times.sum()), seed)
     by_place = returns[np.arange(len(tags))[:, None], (np.arange(N) - (tags % rotations)[:, None]) % N]
     owners = tags // rotations
-    return [_cell(by_place[owners == number]) for number in range(len(cells))]
+    return [cell(by_place[owners == number]) for number in range(len(cells))]
 
 
 def _played(sweeper: Sweeper, mixture: Mixture, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,17 +58,3 @@ def _played(sweeper: Sweeper, mixture: Mixture, count: int, seed: int) -> tuple[
         left -= len(tags[-1])
         chunk += 1
     return np.concatenate(tags), np.concatenate(returns)
-
-
-def _cell(returns: np.ndarray) -> Result:
-    """What came of a cell's games [F, N]."""
-    mean = returns.mean(0)
-    ahead = returns == returns.max(1, keepdims=True)
-    alone = ahead.sum(1) == 1
-    return {
-        "games": len(returns),
-        "mean": mean.tolist(),
-        "m2": np.square(returns - mean).sum(0).tolist(),
-        "wins": (ahead & alone[:, None]).sum(0).tolist(),
-        "draws": int((~alone).sum()),
-    }

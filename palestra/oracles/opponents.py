@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from palestra.oracles.tally import against
 from palestra.policies.frozen import FrozenMember
 from palestra.policies.mixture import Independent, Jointly, Lots
 from palestra.populations.population import Player
@@ -77,26 +78,5 @@ class Against:
     def result(self) -> Result:
         """`return` (None where no game ended), `against` by member, and the means of what learning said."""
         returns, members = np.concatenate(self.returns), np.concatenate(self.members)
-        own = returns[:, self.seat]
-        against: dict[str, Result] = {}
-        for place, seat in enumerate(self.others):
-            for number in np.unique(members[:, place]):
-                met = members[:, place] == number
-                _add(against.setdefault(self.names[number], {}), own[met], returns[met, seat])
-        for line in against.values():
-            line["return"] /= line["games"]
-            line["square"] /= line["games"]
-        mean = float(own.mean()) if len(own) else None
-        return {"return": mean, "against": against, "metrics": averaged(self.figures)}
-
-
-def _add(line: Result, own: np.ndarray, theirs: np.ndarray) -> None:
-    found = {
-        "games": len(own),
-        "return": float(own.sum()),
-        "square": float(np.square(own).sum()),
-        "wins": int((own > theirs).sum()),
-        "draws": int((own == theirs).sum()),
-    }
-    for key, value in found.items():
-        line[key] = line.get(key, 0) + value
+        counted = against(returns[:, self.seat], returns[:, self.others], members, self.names)
+        return counted | {"metrics": averaged(self.figures)}
