@@ -45,6 +45,7 @@ class Task:
     why: str
     curve: Callable[[Path], Curve]
     low: bool = False
+    first: int = 0  # seed: those before it were looked at
 
     @property
     def config(self) -> Path:
@@ -123,14 +124,15 @@ TASKS = [
     Task(
         "spread_mappo",
         "team return",
-        -120.0,
-        f"{OLD_SCALE}. MAPPO's authors' code reaches about -120 after 20 million steps (github.com/marlbenchmark/"
-        "on-policy, issues 49 and 112), with landmarks drawn from a field 0.8 as wide",
+        -133.5,
+        f"{OLD_SCALE}. MAPPO has -133.5 in Papoudakis et al. (2021, table 3), 20 million steps, and about -120 in its "
+        "authors' code (github.com/marlbenchmark/on-policy, issues 49 and 112), which draws landmarks from a field 0.8 "
+        "as wide",
         held_out("return", 6.0, -75.0),
     ),
     Task("combat_vdn", "win rate", 0.8, "the bar set for this project; greedy, map 3m", held_out("success")),
     Task("combat_qmix", "win rate", 0.8, "the bar set for this project; greedy, map 3m", held_out("success")),
-    Task("kuhn_ppo", "exploitability", 0.05, "uniform play has 11/24 = 0.458", exploitability, low=True),
+    Task("kuhn_ppo", "exploitability", 0.05, "uniform play has 11/24 = 0.458", exploitability, low=True, first=1),
     Task(
         "foraging_mappo",
         "food eaten",
@@ -189,7 +191,8 @@ def run_missing(tasks: list[Task], seeds: int, quick: bool, jobs: int) -> None:
     """Runs what has not been run yet."""
     ROOT.mkdir(parents=True, exist_ok=True)
     have = {(line["task"], line["seed"]) for line in known_results(quick)}
-    todo = [(task, seed) for task in tasks for seed in range(seeds) if (task.name, seed) not in have]
+    todo = [(task, seed) for task in tasks for seed in range(task.first, task.first + seeds)]
+    todo = [job for job in todo if (job[0].name, job[1]) not in have]
     with ThreadPoolExecutor(jobs) as pool:
         for line in pool.map(lambda job: train(*job, quick), todo):
             with (ROOT / "results.jsonl").open("a") as file:

@@ -71,11 +71,12 @@ GameAlgorithm = Annotated[PPO | A2C | DQN | QMIX | COMA | SAC | DDPG | TD3 | BC 
 
 
 class GamesExamConfig(Strict):
-    """Held-out games, the learning policies at their best: `env` changes options of the env, `seats` who plays;
-    `every` so many joint steps, 0 only before and after."""
+    """Held-out games, the learning policies at their best, or with `best: false` drawing moves as in training: `env`
+    changes options of the env, `seats` who plays; `every` so many joint steps, 0 only before and after."""
 
     episodes: int = Field(100, ge=1)
     every: int = Field(0, ge=0)
+    best: bool = True
     env: dict[str, Any] = {}
     seats: dict[str, str] = {}
 
@@ -309,7 +310,8 @@ def _exam(config: GamesConfig, name: str, exam: GamesExamConfig, learner: NetLea
     others = [fixed(config, env, seat, policy) for seat, policy in named.items() if _fixed(config, policy)]
 
     def players() -> Sequence[Player]:
-        return [*learner.greedy(), *others]  # who comes later has the last word at a seat
+        own = learner.greedy() if exam.best else learner.players(1.0)
+        return [*own, *others]  # who comes later has the last word at a seat
 
     return GamesExam(name, env, exam.episodes, players, every)
 

@@ -104,7 +104,11 @@ def test_a_run_learns_and_can_be_looked_at(tmp_path: Path) -> None:
         env={"type": "simple_spread", "games": 64},
         policies={"agent": {"type": "net", "lr": 2e-3}},
         algorithm={"type": "ppo", "horizon": 25, "critic": "central", "value_norm": True},
-        exams={"held_out": {"episodes": 64}, "random": {"episodes": 64, "seats": {"agent_*": "chance"}}},
+        exams={
+            "held_out": {"episodes": 64},
+            "drawn": {"episodes": 64, "best": False},
+            "random": {"episodes": 64, "seats": {"agent_*": "chance"}},
+        },
         log_every=0,
     )
     tree["policies"]["chance"] = {"type": "random"}
@@ -113,10 +117,11 @@ def test_a_run_learns_and_can_be_looked_at(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "spread"
     assert "what was learned" in out and (run / "curves.png").stat().st_size > 10_000
     exams = read_lines(run / "evals.jsonl")
-    learned, chance = (
-        [line["return"] for line in exams if line["name"] == name][-1] for name in ("held_out", "random")
+    learned, drawn, chance = (
+        [line["return"] for line in exams if line["name"] == name][-1] for name in ("held_out", "drawn", "random")
     )
     assert chance < -25 and learned > chance + 5
+    assert chance + 3 < drawn != learned
     shown = runner.invoke(app, ["eval", str(run), "--episodes", "64", "--temperature", "0", "--json"])
     assert json.loads(shown.stdout)["return"] > chance + 5
     mixed = runner.invoke(app, ["eval", str(run), "--episodes", "64", "--seats", "agent_*=random", "--json"])
