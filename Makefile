@@ -51,7 +51,7 @@ $(ENVS)/.installed: tests/envs/vector/peers/requirements.txt pyproject.toml cons
 	touch $@
 
 test-envs: $(ENVS)/.installed ## play EnvPool, JaxMARL, VMAS, multi-agent Atari and highway-env through our adapters
-	$(ENVS)/bin/python -m pytest -m peers tests/envs/vector/peers
+	$(ENVS)/bin/python -m pytest -m peers tests/envs/vector/peers tests/test_configs.py
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .

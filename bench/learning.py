@@ -29,6 +29,7 @@ from palestra.config import load
 from palestra.runs import Checkpoint, checkpoints, read_lines
 
 ROOT = Path("runs/learning")
+ENVS = Path(".cache/envs")  # made by `make test-envs`
 NOTES = Path("bench/learning-notes.md")  # what the page says besides figures
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
 Curve = list[tuple[float, float]]  # joint steps, score
@@ -46,6 +47,7 @@ class Task:
     curve: Callable[[Path], Curve]
     low: bool = False
     first: int = 0  # seed: those before it were looked at
+    venv: Path = Path(sys.prefix)  # where the env's package is
 
     @property
     def config(self) -> Path:
@@ -132,6 +134,17 @@ TASKS = [
     ),
     Task("combat_vdn", "win rate", 0.8, "the bar set for this project; greedy, map 3m", held_out("success")),
     Task("combat_qmix", "win rate", 0.8, "the bar set for this project; greedy, map 3m", held_out("success")),
+    *(
+        Task(
+            f"smax_{mixer}",
+            "win rate",
+            0.8,
+            "the bar set for this project; greedy, map 3m of JaxMARL's SMAX against its heuristic enemy",
+            held_out("success"),
+            venv=ENVS,
+        )
+        for mixer in ("vdn", "qmix")
+    ),
     Task("kuhn_ppo", "exploitability", 0.05, "uniform play has 11/24 = 0.458", exploitability, low=True, first=1),
     Task(
         "foraging_mappo",
@@ -165,7 +178,7 @@ def train(task: Task, seed: int, quick: bool) -> dict[str, Any]:
     if quick:
         name, steps = f"{name}-quick", int(load(task.config)["env_steps"])
         settings.append(f"env_steps={steps // 20}")
-    program = str(Path(sys.executable).parent / "palestra")
+    program = str(task.venv / "bin" / "palestra")
     command = [program, "train", str(task.config), "--root", str(ROOT), "--name", name]
     command += [part for setting in settings for part in ("--set", setting)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

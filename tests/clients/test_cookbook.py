@@ -17,7 +17,7 @@ BASE = {"model_name": "Qwen/Qwen3.5-4B"}
 PLAIN = BASE | {"renderer_name": "role_colon"}
 REWARD = "env/all/reward/total"
 SUMS = 280  # batches of sums that are read before any reward is given
-RISE = 0.1
+WINDOW, RISE = 10, 0.05  # steps that are averaged, and three times the standard error of their difference
 
 
 def rewards(rows: list[dict[str, Any]], name: str = REWARD) -> list[float]:
@@ -81,8 +81,8 @@ def test_the_reward_of_arithmetic_rises(official: Official, tmp_path: Path) -> N
     rows = official.recipe("c", "math_rl", tmp_path / "rl", seconds=900, **same, **flags, **steps)
     found, right = rewards(rows), rewards(rows, "env/all/correct")
     assert len(found) == 50
-    assert fmean(found[-5:]) > fmean(found[:5]) + RISE
-    assert fmean(right[-5:]) > fmean(right[:5]) + RISE  # by sums that are right, not by answers that end
+    assert fmean(found[-WINDOW:]) > fmean(found[:WINDOW]) + RISE
+    assert fmean(right[-WINDOW:]) > fmean(right[:WINDOW]) + RISE  # by sums that are right, not by answers that end
 
 
 def test_shorter_answers_win(official: Official, tmp_path: Path) -> None:
