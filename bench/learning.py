@@ -67,11 +67,11 @@ def sweep(run: Path) -> int:
 
 
 def held_out(key: str, scale: float = 1.0, shift: float = 0.0) -> Callable[[Path], Curve]:
-    """A figure of the exams."""
+    """A figure of the exam of that name."""
 
     def curve(run: Path) -> Curve:
         each = sweep(run)
-        lines = read_lines(run / "evals.jsonl")
+        lines = [line for line in read_lines(run / "evals.jsonl") if line["name"] == "held_out"]
         return [((line["step"] + 1) * each, scale * line[key] + shift) for line in lines]
 
     return curve
@@ -150,7 +150,7 @@ TASKS = [
         "foraging_mappo",
         "food eaten",
         0.9,
-        "share of all food, by level, on 8 x 8 cells; the bar set for this project",
+        "share of all food, by level, on 8 x 8 cells, agents drawing their moves; the bar set for this project",
         held_out("return", 2.0),
     ),
     Task(
