@@ -19,6 +19,7 @@ from palestra.algorithms.coma import COMA
 from palestra.algorithms.ddpg import DDPG, TD3
 from palestra.algorithms.dqn import DQN
 from palestra.algorithms.imitation import BC, GAIL
+from palestra.algorithms.nfsp import NFSP
 from palestra.algorithms.ppo import PPO
 from palestra.algorithms.qmix import QMIX
 from palestra.algorithms.sac import SAC
@@ -67,7 +68,9 @@ class Script(Strict):
 
 
 GamePolicy = Annotated[LearningNet | FrozenNet | RandomMoves | Script, Field(discriminator="type")]
-GameAlgorithm = Annotated[PPO | A2C | DQN | QMIX | COMA | SAC | DDPG | TD3 | BC | GAIL, Field(discriminator="type")]
+GameAlgorithm = Annotated[
+    PPO | A2C | DQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL, Field(discriminator="type")
+]
 
 
 class GamesExamConfig(Strict):
@@ -310,7 +313,7 @@ def _exam(config: GamesConfig, name: str, exam: GamesExamConfig, learner: NetLea
     others = [fixed(config, env, seat, policy) for seat, policy in named.items() if _fixed(config, policy)]
 
     def players() -> Sequence[Player]:
-        own = learner.greedy() if exam.best else learner.players(1.0)
+        own = learner.greedy() if exam.best else learner.drawing()
         return [*own, *others]  # who comes later has the last word at a seat
 
     return GamesExam(name, env, exam.episodes, players, every)

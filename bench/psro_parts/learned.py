@@ -46,7 +46,7 @@ POLICY = {"hidden": [64, 64], "activation": "relu", "lr": 3e-3, "schedule": "lin
 DQN = {
     "type": "dqn",
     "horizon": 16,
-    "updates": 8,
+    "updates": 16,
     "batch": 1024,
     "warmup": 5000,
     "capacity": 200_000,
@@ -72,7 +72,7 @@ Curve = list[tuple[float, float]]  # seconds and NashConv, oldest first
 # ---- PSRO
 
 
-def config(seed: int, iterations: int = 1000, env_steps: int = 400_000, workers: int = 2) -> PopulationConfig:
+def config(seed: int, iterations: int = 1000, env_steps: int = 1_200_000, workers: int = 2) -> PopulationConfig:
     tree = {
         "name": "leduc_psro",
         "seed": seed,
@@ -103,7 +103,7 @@ def curve_of(path: Path) -> Curve:
 # ---- extensive-form double oracle
 
 
-def xdo(seconds: float, seed: int = 0, env_steps: int = 400_000, rounds: int = 1000) -> Curve:
+def xdo(seconds: float, seed: int = 0, env_steps: int = 1_200_000, rounds: int = 1000) -> Curve:
     """NXDO (McAleer et al., 2021) in which responses are learned and what they span is solved by CFR+: in each
     information state players keep to the actions that one of their responses prefers. One process."""
     oracle = NetOracle.model_validate({"env": ENV, "policy": POLICY, "algorithm": DQN, "env_steps": env_steps})
@@ -142,7 +142,7 @@ def responses(stages: Sequence[int] = (0, 10, 40), seeds: int = 1) -> Table:
     """A table of what learned responses win of what exact ones do, beyond what the mixture that they answer wins:
     uniform play, and the mixtures of PSRO with exact responses after some iterations."""
     shown = Table("algorithm", "env steps", "answers", "share of the gain", "of the value", "CPU s", title="Responses")
-    for steps in (200_000, 1_000_000):
+    for steps in (400_000, 1_200_000):
         for algorithm in (DQN, PPO):
             tree = {"env": ENV, "policy": POLICY, "algorithm": algorithm, "env_steps": steps, "best": True}
             worker = NetWorker(NetOracle.model_validate(tree), SEATS)

@@ -27,6 +27,7 @@ from palestra.nets.seating import Seating, seat_stacks
 from palestra.nets.squashed import SquashedHead, TanhHead
 from palestra.policies.frozen import NetMember
 from palestra.policies.nets import Choose, NetPlayer, greedy, sampling
+from palestra.policies.vector import Player
 from palestra.types import Batch, Metrics
 
 
@@ -181,9 +182,13 @@ class NetLearner(ABC):
     def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
         """Learns from a batch; figures by policy. `progress` in [0, 1] is how far the run is."""
 
-    def players(self, progress: float) -> list[NetPlayer]:
+    def players(self, progress: float) -> Sequence[Player]:
         """The policies as they play in training, exploring."""
         return [stack.player(sampling(stack.head)) for stack in self.stacks]
+
+    def drawing(self) -> Sequence[Player]:
+        """The policies as they are when all is learned, drawing their moves."""
+        return self.players(1.0)
 
     def greedy(self) -> list[NetPlayer]:
         """The policies at their best."""

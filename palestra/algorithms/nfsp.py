@@ -1,0 +1,191 @@
+"""Neural fictitious self-play (Heinrich & Silver, 2016): every policy is two networks. One learns a best response to
+the others by deep Q-learning; the other imitates what that response did over the whole run, and is the average
+strategy, which in two-player zero-sum games goes to an equilibrium. It is what is kept and examined.
+
+In each game a seat plays by its best response with probability `eta`, else by its average.
+
+Shapes: `P` members of a stack, `B` games, `S` seats of a member, `T` steps, `M` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.algorithms.dqn import Independent
+from palestra.algorithms.q_learning import QLearner, QLearningConfig
+from palestra.envs.vector.base import Arrays, Frame
+from palestra.learners.nets import Optimizer, Stack, means, part, write_member
+from palestra.losses.policy import Scored, cross_entropy_loss
+from palestra.nets.heads import head_for
+from palestra.nets.layers import Net, generators
+from palestra.nets.reservoir import Reservoir
+from palestra.policies.nets import NetPlayer, greedy, sampling
+from palestra.rollouts.play import derive
+from palestra.types import Batch, Metrics
+
+RESPONDED = 1.0  # stands for the log-probability of a move by best response: no policy's is above 0
+
+
+class NFSP(QLearningConfig):
+    """The average of a policy learns at `average_lr`, `average_updates` steps after each sweep, from a sample of
+    `memories` of all moves that its best response made."""
+
+    type: Literal["nfsp"] = "nfsp"
+    eta: float = Field(0.1, gt=0, le=1)
+    memories: int = Field(500_000, ge=1)
+    average_lr: float = Field(1e-3, gt=0)
+    average_updates: int = Field(8, ge=1)
+    epsilon: float = Field(0.06, ge=0, le=1)
+    epsilon_end: float = Field(0.0, ge=0, le=1)
+    epsilon_share: float = Field(1.0, gt=0, le=1)
+    gamma: float = Field(1.0, ge=0, le=1)
+
+    def teacher(self) -> Callable[..., QLearner]:
+        return Fictitious
+
+
+class FictitiousPlayer:
+    """Plays by one of two, drawn anew for each game and seat; what it remembers is by which."""
+
+    def __init__(self, response: NetPlayer, average: NetPlayer, eta: float) -> None:
+        self.response, self.average, self.eta = response, average, eta
+        self.name, self.names, self.seats = response.name, response.names, response.seats
+        self.generator = torch.Generator()
+
+    def begin(self, seed: int) -> None:
+        self.generator.manual_seed(derive(seed, "which"))
+        self.response.begin(derive(seed, "response"))
+        self.average.begin(derive(seed, "average"))
+
+    def empty(self, games: int) -> Tensor:
+        return torch.zeros(games, len(self.seats), dtype=torch.bool)
+
+    def act(self, frame: Frame, memory: Tensor, fresh: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor]:
+        """The log-probabilities are RESPONDED where the response plays."""
+        drawn = torch.rand(memory.shape, generator=self.generator) < self.eta
+        memory = torch.where(torch.from_numpy(fresh)[:, None], drawn, memory)
+        best, _, _ = self.response.act(frame, None, fresh)
+        usual, logp, _ = self.average.act(frame, None, fresh)
+        assert logp is not None
+        return np.where(memory, best, usual), np.where(memory, RESPONDED, logp), memory
+
+
+class Fictitious(Independent):
+    config: NFSP
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if any(stack.net.memory_units for stack in self.stacks):
+            raise ValueError("nfsp is for policies without memory: leave policies' memory: out")
+        self.averages = [self._average(stack) for stack in self.stacks]
+        self.reservoirs = {name: Reservoir(self.config.memories) for name in self.names}
+
+    def _average(self, stack: Stack) -> Stack:
+        """Networks of the same shape, which say how likely actions are."""
+        seating, head = stack.seating, head_for(stack.seating.space)
+        config = stack.config.model_copy(update={"lr": self.config.average_lr})
+        seeds = [derive(self.seeds[name], "average") for name in seating.names]
+        net = Net(seating.inputs, head.outputs, config, generators(seeds), self.gain)
+        return Stack(seating, config, head, net, Optimizer(net, seating.names, config, self.together), stack.norm)
+
+    # ---- play
+
+    def players(self, progress: float) -> list[Any]:
+        responses = super().players(progress)
+        averages = [stack.player(sampling(stack.head)) for stack in self.averages]
+        pairs = zip(responses, averages, strict=True)
+        return [FictitiousPlayer(response, average, self.config.eta) for response, average in pairs]
+
+    def drawing(self) -> list[NetPlayer]:
+        return [stack.player(sampling(stack.head)) for stack in self.averages]
+
+    def greedy(self) -> list[NetPlayer]:
+        return [stack.player(greedy(stack.head)) for stack in self.averages]
+
+    # ---- learning
+
+    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
+        lines = super().update(batch, progress)
+        rng = np.random.default_rng(derive(self.seeds[self.names[0]], "reservoir", self.seen))
+        for stack in self.averages:
+            self._remember(stack, batch, rng)
+        if self._ready() and self._all_remember():
+            for stack in self.averages:
+                own = [self._imitate(stack, rng, progress) for _ in range(self.config.average_updates)]
+                for p, name in enumerate(stack.seating.names):
+                    lines[name] |= means([{"average_loss": losses[p]} for losses in own])
+        return lines
+
+    def _remember(self, stack: Stack, batch: Batch, rng: np.random.Generator) -> None:
+        """What best responses saw and did."""
+        obs = stack.seating.observe(batch.obs, 2).flatten(2, 3)[:, :-1]
+        chosen = (stack.rows(batch.logp) == RESPONDED) & stack.rows(batch.acting)[:, :-1]
+        actions = stack.actions(batch)
+        legal = None if batch.legal is None else stack.rows(batch.legal)[:, :-1]
+        for p, name in enumerate(stack.seating.names):
+            kept = chosen[p]
+            rows = {"obs": obs[p][kept].numpy(), "actions": actions[p][kept].numpy()}
+            if legal is not None:
+                rows["legal"] = legal[p][kept].numpy()
+            self.reservoirs[name].add(rows, rng)
+
+    def _all_remember(self) -> bool:
+        """Whether every policy has something to imitate, in all processes: they average their gradients."""
+        can = all(len(reservoir) for reservoir in self.reservoirs.values())
+        return bool(self.together.total(torch.tensor([float(can)])) == self.together.processes)
+
+    def _imitate(self, stack: Stack, rng: np.random.Generator, progress: float) -> Tensor:
+        """One gradient step of the averages; their losses [P]."""
+        names, count = stack.seating.names, self.config.batch
+        drawn = [self.reservoirs[name].draw(count, rng) for name in names]
+        rows = {key: torch.from_numpy(np.stack([own[key] for own in drawn])) for key in drawn[0]}
+        obs = stack.norm.normalise(rows["obs"]) if stack.norm else rows["obs"]
+        logp, entropy = stack.head.score(stack.net(obs), rows["actions"], rows.get("legal"))
+        losses = []
+        for own, spread in zip(logp, entropy, strict=True):
+            share = torch.full_like(own, 1 / count)
+            losses.append(cross_entropy_loss(Scored(own, spread, own, None, torch.ones_like(own), share))[0])
+        stacked = torch.stack(losses)
+        stack.optimizer.step(stacked.sum(), progress)
+        stack.version += 1
+        return stacked.detach()
+
+    # ---- state
+
+    def members(self) -> dict[str, Callable[[Path], None]]:
+        """The averages."""
+        return {
+            name: partial(write_member, stack, p)
+            for stack in self.averages
+            for p, name in enumerate(stack.seating.names)
+        }
+
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {f"average.{i}": stack.net for i, stack in enumerate(self.averages)}
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        return super().optimizers() | {f"average_adam.{i}": stack.optimizer for i, stack in enumerate(self.averages)}
+
+    def arrays(self) -> Arrays:
+        kept = {
+            f"reservoir.{name}/{key}": array
+            for name, reservoir in self.reservoirs.items()
+            for key, array in reservoir.arrays().items()
+        }
+        versions = {"average_versions": np.array([stack.version for stack in self.averages])}
+        return super().arrays() | kept | versions
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().load(arrays)
+        for stack, version in zip(self.averages, arrays["average_versions"], strict=True):
+            stack.version = int(version)
+        for name, reservoir in self.reservoirs.items():
+            reservoir.load(part(arrays, f"reservoir.{name}"))
