@@ -80,6 +80,36 @@ def _play(run: Path, games: int, places: list[tuple[str, str | int | None]]) -> 
 
 
 @league.command()
+def exploit(
+    run: Which,
+    steps: Annotated[int, typer.Option(min=1, help="env steps of a response (language agents: training steps)")],
+    games: Annotated[int, typer.Option(min=2, help="that each response plays when it has learned")] = 2000,
+    backend: Annotated[
+        str | None, typer.Option(help="where it is done: local, ray or inline (default: as in training)")
+    ] = None,
+) -> None:
+    """Train a best response to what the run came to: how much can be won against it.
+
+    What responses win more than the mixtures they replace, summed over the players, is at most NashConv: the better
+    they learn, the nearer. It works in games too large for NashConv to be worked out. Responses are kept in exploits/
+    in the run, results in exploits.jsonl.
+
+    Example:
+
+        palestra league exploit runs/leduc_psro --steps 1000000
+    """
+    with friendly():
+        from palestra.exploit import exploit as learned
+        from palestra.population_reports import exploits_table, least_nash_conv
+
+        with console.status("learning") as status:
+            found = learned(run, steps, games, [f"backend.type={backend}"] if backend else [], status.update)
+        console.print(exploits_table(run, found))
+        if (total := least_nash_conv(found)) is not None:
+            console.print(f"NashConv is at least [bold]{total:.3f}[/]")
+
+
+@league.command()
 def plot(
     run: Which,
     target: Annotated[Path | None, typer.Option("--out", help="the PNG (default: population.png in the run)")] = None,

@@ -195,3 +195,39 @@ def _caption(record: Record, rows: list[str], columns: list[str], first: int) ->
     what = f"{record.path}: what each row's member earns from each column's"
     what += f", the newest {SHOWN} of {len(columns)}" if first else ""
     return what if rows == columns else f"{what} ({', '.join(columns[first:])})"
+
+
+# ---- who could win more
+
+
+class Exploit(NamedTuple):
+    """A response of one player to the others' mixtures: what it wins a game, with its standard error, what the mixture
+    wins in its place (None where the run never had it played), and by how much the response is better. The player has
+    `seats` of the game's."""
+
+    player: Player
+    seats: int
+    wins: float
+    stderr: float
+    usual: float | None
+
+    @property
+    def gain(self) -> float | None:
+        return None if self.usual is None else self.wins - self.usual
+
+
+def exploits_table(path: Path, found: list[Exploit]) -> Table:
+    """What responses win beside what those win whom they replace, for the screen."""
+    table = Table(title=f"{path}: what a response that learned wins a game", title_justify="left")
+    for heading in ("player", "response", "the mixture itself", "gain"):
+        table.add_column(heading, justify="left" if heading == "player" else "right")
+    for one in found:
+        usual, gain = ("unknown" if x is None else f"{x:+.3f}" for x in (one.usual, one.gain))
+        table.add_row(one.player, f"{one.wins:+.3f} ± {1.96 * one.stderr:.3f}", usual, gain)
+    return table
+
+
+def least_nash_conv(found: list[Exploit]) -> float | None:
+    """The sum of the gains over all seats, none counted below 0; None where one is not known."""
+    gains = [one.gain for one in found]
+    return None if None in gains else sum(one.seats * max(0.0, one.gain) for one in found if one.gain is not None)

@@ -61,3 +61,30 @@ def test_what_is_no_run_of_a_population_is_said(tmp_path):
         assert done.exit_code == 2 and "no finished task of a population" in plain(done.output)
     done = palestra("league", "crossplay", tmp_path, "--games", 5)
     assert done.exit_code == 2 and "cannot read config" in plain(done.output)
+
+
+def test_a_response_that_learns_says_at_least_how_much_could_be_won(tmp_path):
+    """Against uniform play, which is what one iteration of PSRO has: no more than NashConv, and most of it."""
+    settings = ["population.iterations=1", "population.env_steps=512", "oracle.payoffs=exact"]
+    asked = [part for setting in settings for part in ("--set", setting)]
+    done = palestra("train", CONFIG.with_name("kuhn_psro.yaml"), "--root", tmp_path, "--backend", "inline", *asked)
+    run = tmp_path / "kuhn_psro"
+    assert done.exit_code == 0 and "population.png" in done.output, done.output
+    exact = [line["nash_conv"] for line in read_lines(run / "metrics.jsonl") if "nash_conv" in line][-1]
+    done = palestra("league", "exploit", run, "--steps", 60_000, "--backend", "inline")
+    assert done.exit_code == 0, done.output
+    (least,) = re.findall(r"NashConv is at least ([\d.]+)", plain(done.output))
+    assert 0.7 * exact < float(least) <= exact + 1e-3
+    lines = read_lines(run / "exploits.jsonl")
+    assert [line["player"] for line in lines] == ["player_0", "player_1"] and lines[0]["env_steps"] == 60_000
+    assert (run / "exploits/exploit-player_0-0/policy.safetensors").exists()
+
+
+def test_a_league_is_exploited_by_games(run):
+    """Its newest member, who wins nothing against itself."""
+    done = palestra("league", "exploit", run, "--steps", 2048, "--games", 50, "--backend", "inline")
+    assert done.exit_code == 0, done.output
+    (line,) = read_lines(run / "exploits.jsonl")
+    assert line["usual"] == 0 and line["stderr"] > 0 and line["gain"] == line["wins"]
+    least = float(re.findall(r"NashConv is at least ([\d.]+)", plain(done.output))[0])
+    assert least == pytest.approx(2 * max(0, line["gain"]), abs=1e-3)

@@ -31,7 +31,7 @@ ROOMS = [
     {"palestra.oracles"},
     {"palestra.setup_population"},
     {"palestra.evaluate", "palestra.progress", "palestra.reports", "palestra.population_reports", "palestra.terminal"},
-    {"palestra.evaluate_games", "palestra.crossplay", "palestra.population_plots"},
+    {"palestra.evaluate_games", "palestra.crossplay", "palestra.exploit", "palestra.population_plots"},
     {"palestra.cli_league"},
     {"palestra.cli", "palestra.__main__"},
     {"palestra.testing"},

@@ -124,7 +124,7 @@ class Course:
     def take(self, done: Done) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
         """Keeps what came of a task, then tells the plan: the tasks it names, and its lines in metrics.jsonl."""
         task, result = done.task, done.result
-        files = _keep(done.folder, self.run.path / MEMBERS / task.makes) if done.folder else {}
+        files = keep(done.folder, self.run.path / MEMBERS / task.makes) if done.folder else {}
         line = {"task": task.name, "kind": task.kind, "makes": task.makes, "members": task.members, "files": files}
         self.run.record(TASKS, {**line, "order": task.order, "result": result})
         times = {"task": task.name, "kind": task.kind, "seconds": done.seconds}
@@ -163,7 +163,7 @@ class Course:
         return task
 
 
-def _keep(made: Path, folder: Path) -> dict[str, dict[str, Any]]:
+def keep(made: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """Moves what a task made to `folder`, on the disk on return; size and checksum of each file."""
     facts = _facts(made)
 
