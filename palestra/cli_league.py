@@ -110,6 +110,35 @@ def exploit(
 
 
 @league.command()
+def compare(
+    run: Which,
+    other: Annotated[Path, typer.Argument(help="a run of the same game")],
+    games: Annotated[int, typer.Option(min=2, help="of every member of one with every member of the other")] = 200,
+    backend: Annotated[
+        str | None, typer.Option(help="where the games are played: local, ray or inline (default: as in training)")
+    ] = None,
+) -> None:
+    """Say what one run's population wins against another's, each playing its members by an equilibrium between them.
+
+    This is relative population performance: above 0, the first is the better one, whatever it has seen.
+
+    Example:
+
+        palestra league compare runs/kuhn_psro runs/kuhn_self_play
+    """
+    with friendly():
+        from palestra.compare import compare as compared
+
+        settings = [f"backend.type={backend}"] if backend else []
+        with console.status("playing") as status:
+            found = compared(
+                run, other, games, settings, lambda done, of: status.update(f"played {done} of {of} tasks")
+            )
+        sizes = " and ".join(f"{len(t)} x {len(t[0])} members" for t in found.returns.values())
+        console.print(f"{run} wins [bold]{found.performance:+.3f}[/] a game against {other} ({sizes})")
+
+
+@league.command()
 def plot(
     run: Which,
     target: Annotated[Path | None, typer.Option("--out", help="the PNG (default: population.png in the run)")] = None,

@@ -1,0 +1,113 @@
+"""Two populations against each other: relative population performance."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from palestra.config import load, override, validate
+from palestra.population_reports import Record, read_record
+from palestra.populations.normal_form.zero_sum import value
+from palestra.populations.population import Player
+from palestra.populations.scheduler import MEMBERS
+from palestra.populations.tasks import Task
+from palestra.setup_population import PopulationConfig, build_population
+
+CELLS = 16  # of a task
+Cell = tuple[str, ...]  # members by seat
+
+
+class Comparison(NamedTuple):
+    """What one population wins a game against another, each playing its members by an equilibrium of the game between
+    them: relative population performance (Balduzzi et al., 2019, definition 3), the mean over seats; and the mean
+    returns behind it, by the player that the first population is [members, members of the other]."""
+
+    performance: float
+    returns: dict[Player, np.ndarray]
+
+
+class Side(NamedTuple):
+    """A population: its members by player, and where the weights of those that have any lie."""
+
+    seats: tuple[Player, ...]
+    members: dict[Player, list[str]]
+    folders: dict[str, Path]
+
+
+def compare(
+    ours: Path,
+    theirs: Path,
+    games: int,
+    settings: list[str] | None = None,
+    told: Callable[[int, int], None] = lambda done, of: None,
+) -> Comparison:
+    """Has every member of one run play every member of another, `games` games each (none where payoffs are worked out).
+
+    Both runs are only read. `settings` change the config of the first, whose workers play. Raises ValueError where the
+    runs are of different games, or of one in which more than two play.
+    """
+    configs = [validate(PopulationConfig, load(path / "config.yaml")) for path in (ours, theirs)]
+    _alike(configs, (ours, theirs))
+    sides = [_side(number, read_record(path)) for number, path in enumerate((ours, theirs))]
+    seats = sides[0].seats
+    if len(seats) != 2:
+        raise ValueError(f"populations are compared in games of two; {ours} plays one of {len(seats)}")
+    setup = build_population(validate(PopulationConfig, override(load(ours / "config.yaml"), settings or [])))
+    cells = {own: _cells(sides[0], sides[1], own) for own in dict.fromkeys(seats)}
+    folders = sides[0].folders | sides[1].folders
+    tasks = [task for own, some in cells.items() for task in _tasks(some, own, games, folders)]
+    earned: dict[Cell, list[float]] = {}
+    backend = setup.backend(setup.make_worker)
+    try:
+        for name, folder in folders.items():
+            backend.share(name, folder)
+        for task in tasks:
+            backend.submit(task)
+        for number in range(len(tasks)):
+            if done := backend.wait():
+                earned |= {tuple(cell["members"]): cell["mean"] for cell in done.result["cells"]}
+            told(number + 1, len(tasks))
+    finally:
+        backend.close()
+    returns = {}
+    for own, some in cells.items():
+        flat = np.array([earned[cell][seats.index(own)] for cell in some])
+        returns[own] = flat.reshape(len(sides[0].members[own]), -1)
+    return Comparison(float(np.mean([value(table) for table in returns.values()])), returns)
+
+
+def _alike(configs: list[PopulationConfig], paths: tuple[Path, Path]) -> None:
+    first, second = ({"env": c.env, "oracle": c.oracle.type, "best": getattr(c.oracle, "best", None)} for c in configs)
+    for key, held in first.items():
+        if held != second[key]:
+            raise ValueError(
+                f"{paths[0]} and {paths[1]} cannot be compared: {key} is {held} in one and {second[key]} in the other"
+            )
+
+
+def _side(number: int, record: Record) -> Side:
+    """Names of two runs may be equal, so members with weights are numbered here; those without are the same in both."""
+    called = {member.name: f"{number}:{member.name}" if member.weights else member.name for member in record.members}
+    members = {player: [called[name] for name in names] for player, names in record.payoffs.members.items()}
+    weighty = [member.name for member in record.members if member.weights]
+    return Side(record.payoffs.seats, members, {called[name]: record.path / MEMBERS / name for name in weighty})
+
+
+def _cells(ours: Side, theirs: Side, own: Player) -> list[Cell]:
+    """Line-ups by seat, where the first population is the player `own`: its members by rows, the other's by columns."""
+    at = ours.seats.index(own)
+    pairs = itertools.product(ours.members[own], theirs.members[ours.seats[1 - at]])
+    return [(row, column) if at == 0 else (column, row) for row, column in pairs]
+
+
+def _tasks(cells: list[Cell], own: Player, games: int, folders: dict[str, Path]) -> list[Task]:
+    tasks = []
+    for i in range(0, len(cells), CELLS):
+        some = cells[i : i + CELLS]
+        files = tuple(dict.fromkeys(name for cell in some for name in cell if name in folders))
+        tasks.append(Task(f"compare/{own}/{i}", "play", {"cells": list(map(list, some)), "games": games}, files))
+    return tasks
