@@ -23,6 +23,7 @@ PARTS = {
     "exact": "exact oracles: PSRO, anytime PSRO, XDO, CFR",
     "learned": "learned oracles on Leduc poker, beside OpenSpiel's",
     "scheduling": "what handing out a task costs, and Ray with two workers beside one",
+    "text": "language agents in Kuhn poker in words",
     "league": "a league and self-play in a game with a cycle",
 }
 console = Console(width=120)

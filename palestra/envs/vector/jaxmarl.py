@@ -102,7 +102,8 @@ class Rules:
 
 
 class JaxMarlEnv(VectorEnv):
-    """The env `id` of JaxMARL, made with `options`. `map` names a scenario of SMAX or a layout of Overcooked.
+    """The env `id` of JaxMARL, made with `options`. `map` names a scenario of SMAX or a layout of Overcooked. Rewards are
+    multiplied by `scale`: those of a won game of SMAX add up to 2, where SMAC's add up to 20.
 
     JaxMARL says only that a game is done: one that its clock ends counts as truncated, any other as terminated.
     Against SMAX's heuristic enemy a game is a success where all enemies fell and an ally stands; dead units do not
@@ -118,9 +119,10 @@ class JaxMarlEnv(VectorEnv):
         id: str = "MPE_simple_spread_v3",
         map: str | None = None,
         options: dict[str, Any] | None = None,
+        scale: float = 1.0,
     ) -> None:
         at_least_one("games", games)
-        self.games, self.rules = games, rules_of(id, map, options or {})
+        self.games, self.rules, self.scale = games, rules_of(id, map, options or {}), scale
         spec = self.rules.spec
         self.seats, self.views, self.actions, self.state_size = spec.seats, spec.views, spec.actions, spec.state_size
         self.frame = spec.frame(games)
@@ -134,7 +136,9 @@ class JaxMarlEnv(VectorEnv):
     def step(self, actions: np.ndarray) -> Frame:
         given = within(self.actions, actions, self.frame.legal)
         self._carried, shown, came = self.rules.step(self._carried, given)
-        return self._written(came | shown)
+        frame = self._written(came | shown)
+        frame.rewards *= self.scale
+        return frame
 
     def save(self) -> Arrays:
         leaves = {f"leaf.{n}": np.array(leaf) for n, leaf in enumerate(jax.tree.leaves(self._carried))}

@@ -1,0 +1,62 @@
+"""PSRO over LoRA adapters on the tiny base, in Kuhn poker in words: how far NashConv falls.
+
+    cd bench; python -m psro_parts.text 0          the curve of one seed
+
+NashConv is exact, from the probabilities that agents give the words of every information state; uniform play has 11/12.
+The run is `configs/populations/text_kuhn_psro.yaml`; iteration 0 is uniform play.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from palestra.config import dump, load, override, validate
+from palestra.files import read_lines
+from palestra.populations.scheduler import Watcher
+from palestra.runs import Run
+from palestra.setup_population import PopulationConfig, build_population, run_population
+
+CONFIG = Path(__file__).parents[2] / "configs/populations/text_kuhn_psro.yaml"
+TARGETS = {"text_kuhn_nashconv": 0.25}
+SEEDS = 3
+console = Console(width=160)
+
+
+def curve(seed: int, settings: list[str]) -> tuple[list[float], float]:
+    """NashConv by iteration, and CPU seconds."""
+    config = validate(PopulationConfig, override(load(CONFIG), [f"seed={seed}", *settings]))
+    start = time.process_time()
+    with tempfile.TemporaryDirectory() as root, Run.create(root, dump(config)) as kept:
+        run_population(build_population(config), kept, Watcher())
+        lines = read_lines(kept.path / "metrics.jsonl")
+    return [line["nash_conv"] for line in lines if "nash_conv" in line], time.process_time() - start
+
+
+def show(curves: Mapping[int, tuple[list[float], float]]) -> None:
+    longest = max(len(values) for values, _ in curves.values())
+    shown = Table("seed", *map(str, range(longest)), "CPU s", title="NashConv by iteration", title_justify="left")
+    for seed, (values, seconds) in curves.items():
+        cells = [f"{value:.3f}" for value in values]
+        shown.add_row(str(seed), *cells, *[""] * (longest - len(cells)), f"{seconds:.0f}")
+    console.print(shown)
+
+
+def figures(quick: bool = False) -> dict[str, float]:
+    """The last NashConv, a mean over seeds."""
+    settings = ["population.iterations=2", "population.steps=10", "oracle.teach=20"] if quick else []
+    curves = {seed: curve(seed, settings) for seed in range(1 if quick else SEEDS)}
+    show(curves)
+    return {"text_kuhn_nashconv": float(np.mean([values[-1] for values, _ in curves.values()]))}
+
+
+if __name__ == "__main__":
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    show({seed: curve(seed, sys.argv[2:])})
