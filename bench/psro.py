@@ -2,6 +2,7 @@
 
     python bench/psro.py                       every part
     python bench/psro.py --parts exact         some of them
+    python bench/psro.py --report              writes docs/results-populations.md from the parts that were run
     python bench/psro.py --quick               shorter runs and fewer seeds: does the road hold?
 
 A part is a module of `bench/psro_parts/` with `figures(quick) -> dict[str, float]`, which prints its own tables, and
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +29,10 @@ PARTS = {
     "text": "language agents in Kuhn poker in words",
     "league": "a league and self-play in a game with a cycle",
 }
-console = Console(width=120)
+RUN = Path("runs/psro")  # what parts found
+PAGE = Path("docs/results-populations.md")
+NOTES = Path("bench/psro-notes.md")  # what the page says besides figures
+console = Console(width=120, record=True)
 
 
 def verdicts(figures: dict[str, float], targets: dict[str, float], at_least: set[str]) -> Table:
@@ -44,25 +50,61 @@ def verdicts(figures: dict[str, float], targets: dict[str, float], at_least: set
     return shown
 
 
+def run_part(name: str, quick: bool) -> dict[str, Any]:
+    """Runs a part and keeps what it found, unless it was a quick one."""
+    part: Any = importlib.import_module(f"psro_parts.{name}")
+    part.console = console
+    console.rule(PARTS[name])
+    console.export_text()  # forgets what came before
+    start = time.perf_counter()
+    figures = {key: float(f"{value:.4g}") for key, value in part.figures(quick).items()}
+    console.print(verdicts(figures, part.TARGETS, getattr(part, "AT_LEAST", set())))
+    minutes = (time.perf_counter() - start) / 60
+    found = {"figures": figures, "targets": part.TARGETS, "text": console.export_text(), "minutes": minutes}
+    if not quick:
+        RUN.mkdir(parents=True, exist_ok=True)
+        (RUN / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    return found
+
+
+def report() -> None:
+    """The page: what each part printed when it was last run, and the notes."""
+    lines = [
+        "# What populations reach",
+        "",
+        "Made by `python bench/psro.py`, two cores, and `--report`. NashConv is what all",
+    ]
+    lines += [
+        "players could win together by best answers; exploitability, where a figure is named so, is half of it.",
+        "",
+    ]
+    for name, what in PARTS.items():
+        lines += [f"## {what[0].upper()}{what[1:]}", ""]
+        kept = RUN / f"{name}.json"
+        if not kept.exists():
+            lines += ["Not run.", ""]
+            continue
+        found = json.loads(kept.read_text())
+        text = "\n".join(line.rstrip() for line in found["text"].strip().splitlines())
+        lines += ["```", text, "```", "", f"`--parts {name}`, {found['minutes']:.0f} minutes.", ""]
+    PAGE.write_text("\n".join(lines) + NOTES.read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="with commas between")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--report", action="store_true", help="run nothing, write the page")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    figures: dict[str, float] = {}
-    targets: dict[str, float] = {}
-    at_least: set[str] = set()
-    for name in options.parts:
-        console.rule(PARTS[name])
-        part: Any = importlib.import_module(f"psro_parts.{name}")
-        figures |= part.figures(options.quick)
-        targets |= part.TARGETS
-        at_least |= getattr(part, "AT_LEAST", set())
-    console.print(verdicts(figures, targets, at_least))
-    rounded = {name: float(f"{value:.4g}") for name, value in figures.items()}
-    print(json.dumps({"bench": "psro", "figures": rounded, "targets": targets}))
+    if options.report:
+        return report()
+    found = [run_part(name, options.quick) for name in options.parts]
+    figures = {key: value for one in found for key, value in one["figures"].items()}
+    targets = {key: value for one in found for key, value in one["targets"].items()}
+    print(json.dumps({"bench": "psro", "figures": figures, "targets": targets}))
+    return None
 
 
 if __name__ == "__main__":

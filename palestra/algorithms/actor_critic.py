@@ -10,8 +10,8 @@ Shapes: `P` members, `T` steps, `B` games, `S` seats of a member, `C` = B*S colu
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,9 +20,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.config import Strict
 from palestra.envs.vector.base import Arrays, VectorEnv
-from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means, part
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means, part
 from palestra.losses.critics import value_loss
 from palestra.losses.policy import Figures, Scored
 from palestra.nets.layers import Net, generators
@@ -32,7 +31,7 @@ from palestra.nets.seating import Seating, seat_stacks
 from palestra.types import Batch, Metrics
 
 
-class ActorCriticConfig(Strict, ABC):
+class ActorCriticConfig(AlgorithmConfig):
     """Play `horizon` steps of every game, then learn from them. `value_norm` lets the critic predict in running
     deviations of the return (Yu et al., 2022). `correct: vtrace` corrects for actions of an older policy. The bonus for
     `entropy` goes to `entropy_end` over the run where that is given: in games of two sides self-play goes round in
@@ -60,15 +59,8 @@ class ActorCriticConfig(Strict, ABC):
     def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
         """The policy's loss over rows, and its figures."""
 
-    def learner(
-        self,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> ActorCritic:
-        return ActorCritic(self, env, seats, policies, seeds, together)
+    def teacher(self) -> Callable[..., NetLearner]:
+        return ActorCritic
 
 
 @dataclass

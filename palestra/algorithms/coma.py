@@ -12,7 +12,7 @@ of the seat that has most, `F` ended games, `D` numbers that a critic sees.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,9 +22,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.algorithms.actor_critic import Part, shares
-from palestra.config import Strict
 from palestra.envs.vector.base import Arrays, Discrete, VectorEnv
-from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
 from palestra.losses.critics import value_loss
 from palestra.losses.policy import Scored, policy_gradient_loss
 from palestra.nets.heads import CategoricalHead
@@ -34,7 +33,7 @@ from palestra.rollouts.play import derive
 from palestra.types import Batch, Metrics
 
 
-class COMA(Strict):
+class COMA(AlgorithmConfig):
     """Play `horizon` steps of every game, teach the critics in `epochs` passes over them, and then improve each policy
     by one step. The critics' targets are TD(`lam`) returns, from copies of the critics renewed after every
     `target_every` updates. `critic_lr` is the policy's where it is not given."""
@@ -49,15 +48,8 @@ class COMA(Strict):
     critic_lr: float | None = Field(None, gt=0)
     target_every: int = Field(5, ge=1)
 
-    def learner(
-        self,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> Coma:
-        return Coma(self, env, seats, policies, seeds, together)
+    def teacher(self) -> Callable[..., NetLearner]:
+        return Coma
 
 
 def counterfactual(q: Tensor, policy: Tensor, actions: Tensor) -> Tensor:

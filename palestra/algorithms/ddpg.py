@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from palestra.algorithms.critics import copy_of
 from palestra.algorithms.off_policy import Answer, OffPolicy, OffPolicyConfig, Scene
 from palestra.envs.vector.base import Continuous, Discrete, Space
-from palestra.learners.nets import Stack
+from palestra.learners.nets import NetLearner, Stack
 from palestra.losses.critics import ascent_loss
 from palestra.losses.policy import Figures
 from palestra.nets.heads import CategoricalHead, Head
@@ -47,7 +47,7 @@ class DDPG(DeterministicConfig):
 
     type: Literal["ddpg"] = "ddpg"
 
-    def teacher(self) -> Callable[..., OffPolicy]:
+    def teacher(self) -> Callable[..., NetLearner]:
         return Deterministic
 
 
@@ -61,7 +61,7 @@ class TD3(DeterministicConfig):
     smoothing_clip: float = Field(0.5, ge=0)
     delay: int = Field(2, ge=1)
 
-    def teacher(self) -> Callable[..., OffPolicy]:
+    def teacher(self) -> Callable[..., NetLearner]:
         return TwinDelayed
 
 

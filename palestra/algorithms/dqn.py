@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from palestra.algorithms.q_learning import QLearner, QLearningConfig, by_row
+from palestra.learners.nets import NetLearner
 from palestra.losses.policy import Figures
 from palestra.losses.q import q_loss, q_target
 from palestra.nets.replay import Moves
@@ -23,7 +24,7 @@ class DQN(QLearningConfig):
     type: Literal["dqn"] = "dqn"
     duelling: bool = True
 
-    def teacher(self) -> Callable[..., QLearner]:
+    def teacher(self) -> Callable[..., NetLearner]:
         return Independent
 
 

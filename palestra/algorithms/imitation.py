@@ -9,7 +9,7 @@ Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `C`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +21,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.algorithms.actor_critic import ActorCritic, ActorCriticConfig, shares
-from palestra.config import Strict
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
-from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
 from palestra.losses.imitation import Reward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.losses.policy import Figures, Scored, clipped_policy_loss, cross_entropy_loss
 from palestra.nets.heads import GaussianHead, head_for
@@ -174,7 +173,7 @@ def demonstrated(path: str, learner: NetLearner, *, memory: bool) -> list[Shown]
 # ---- behaviour cloning
 
 
-class BC(Strict):
+class BC(AlgorithmConfig):
     """Behaviour cloning: the likelihood of the moves in the file `demonstrations` (see `record`) is raised by `updates`
     gradient steps, each on `batch` of them, after every `horizon` steps of play, which only show how it goes. A policy
     with memory learns from `window` steps of a game from its beginning on."""
@@ -187,15 +186,8 @@ class BC(Strict):
     window: int = Field(64, ge=1)
     entropy: float = Field(0.0, ge=0)
 
-    def learner(
-        self,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> Clone:
-        return Clone(self, env, seats, policies, seeds, together)
+    def teacher(self) -> Callable[..., NetLearner]:
+        return Clone
 
 
 class Clone(NetLearner):
@@ -271,15 +263,8 @@ class GAIL(ActorCriticConfig):
     def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
         return clipped_policy_loss(rows, clip=self.clip)
 
-    def learner(
-        self,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> Gail:
-        return Gail(self, env, seats, policies, seeds, together)
+    def teacher(self) -> Callable[..., NetLearner]:
+        return Gail
 
 
 @dataclass

@@ -20,9 +20,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.algorithms.dqn import Independent
-from palestra.algorithms.q_learning import QLearner, QLearningConfig
+from palestra.algorithms.q_learning import QLearningConfig
 from palestra.envs.vector.base import Arrays, Frame
-from palestra.learners.nets import Optimizer, Stack, means, part, write_member
+from palestra.learners.nets import NetLearner, Optimizer, Stack, means, part, write_member
 from palestra.losses.policy import Scored, cross_entropy_loss
 from palestra.nets.heads import head_for
 from palestra.nets.layers import Net, generators
@@ -48,7 +48,7 @@ class NFSP(QLearningConfig):
     epsilon_share: float = Field(1.0, gt=0, le=1)
     gamma: float = Field(1.0, ge=0, le=1)
 
-    def teacher(self) -> Callable[..., QLearner]:
+    def teacher(self) -> Callable[..., NetLearner]:
         return Fictitious
 
 

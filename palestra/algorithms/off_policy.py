@@ -14,8 +14,8 @@ of an action's code, `J` of the codes of all seats that learn, `O` outputs.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,9 +25,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from palestra.algorithms.critics import Critic, copy_of, follow, held
-from palestra.config import Strict
 from palestra.envs.vector.base import Arrays, MultiDiscrete, Space, VectorEnv
-from palestra.learners.nets import NetLearner, NetPolicyConfig, Optimizer, Stack, Together, part
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetPolicyConfig, Optimizer, Stack, Together, part
 from palestra.losses.critics import critic_loss, td_target
 from palestra.losses.policy import Figures
 from palestra.nets.heads import NEVER, Head
@@ -40,7 +39,7 @@ from palestra.rollouts.play import derive
 from palestra.types import Batch, Metrics
 
 
-class OffPolicyConfig(Strict, ABC):
+class OffPolicyConfig(AlgorithmConfig):
     """Play `horizon` steps of every game, remember them, then make `updates` gradient steps, each on `batch` moments
     drawn from the last `capacity`. The first `warmup` moments are played at random. Targets come from copies of the
     networks that move `tau` of the way after each step. `critic_lr` is the policy's where it is not given."""
@@ -63,20 +62,6 @@ class OffPolicyConfig(Strict, ABC):
                 "would never begin: lower the one or raise the other"
             )
         return self
-
-    @abstractmethod
-    def teacher(self) -> Callable[..., OffPolicy]:
-        """What learns by this config."""
-
-    def learner(
-        self,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> OffPolicy:
-        return self.teacher()(self, env, seats, policies, seeds, together)
 
 
 @dataclass

@@ -8,7 +8,7 @@ member, `R` = M*S rows, `A` actions, `O` outputs, `F` games that were cut off.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -20,9 +20,17 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from palestra.config import Strict
 from palestra.envs.vector.base import Arrays, Discrete, VectorEnv
-from palestra.learners.nets import NetLearner, NetPolicyConfig, Stack, Together, means, part, write_member
+from palestra.learners.nets import (
+    AlgorithmConfig,
+    NetLearner,
+    NetPolicyConfig,
+    Stack,
+    Together,
+    means,
+    part,
+    write_member,
+)
 from palestra.losses.policy import Figures
 from palestra.losses.q import best, duelling_values, next_value, sequence_priority, value_of
 from palestra.nets.heads import NEVER, Head
@@ -35,7 +43,7 @@ from palestra.rollouts.play import derive
 from palestra.types import Batch, Metrics
 
 
-class QLearningConfig(Strict, ABC):
+class QLearningConfig(AlgorithmConfig):
     """Play `horizon` steps of every game, remember them, then make `updates` gradient steps, each on `batch` joint
     moments drawn from the last `capacity`, once `warmup` were played at random.
 
@@ -78,20 +86,6 @@ class QLearningConfig(Strict, ABC):
     def epsilon_at(self, progress: float) -> float:
         """The share of random moves when so much of the run is done."""
         return self.epsilon + (self.epsilon_end - self.epsilon) * min(1.0, progress / self.epsilon_share)
-
-    @abstractmethod
-    def teacher(self) -> Callable[..., QLearner]:
-        """What learns by this config."""
-
-    def learner(
-        self,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> QLearner:
-        return self.teacher()(self, env, seats, policies, seeds, together)
 
 
 class ValueHead(Head):

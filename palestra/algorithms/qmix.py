@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from palestra.algorithms.q_learning import QLearner, QLearningConfig, by_row
 from palestra.envs.vector.base import VectorEnv
-from palestra.learners.nets import Optimizer
+from palestra.learners.nets import NetLearner, Optimizer
 from palestra.losses.policy import Figures
 from palestra.losses.q import q_loss, q_target
 from palestra.nets.mixers import Monotone, Total
@@ -36,7 +36,7 @@ class QMIX(QLearningConfig):
     mixer: Literal["vdn", "qmix"] = "qmix"
     mixing: int = Field(32, ge=1)
 
-    def teacher(self) -> Callable[..., QLearner]:
+    def teacher(self) -> Callable[..., NetLearner]:
         return Team
 
 

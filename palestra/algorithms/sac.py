@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from palestra.algorithms.off_policy import Answer, OffPolicy, OffPolicyConfig, Scene
 from palestra.envs.vector.base import Continuous, Discrete, Space
-from palestra.learners.nets import Optimizer
+from palestra.learners.nets import NetLearner, Optimizer
 from palestra.losses.critics import ascent_loss, soft_value, soft_value_of_all, temperature_loss
 from palestra.losses.policy import Figures
 from palestra.nets.heads import CategoricalHead, Head
@@ -31,7 +31,7 @@ class SAC(OffPolicyConfig):
     learn_alpha: bool = True
     entropy: float | None = None
 
-    def teacher(self) -> Callable[..., OffPolicy]:
+    def teacher(self) -> Callable[..., NetLearner]:
         return SoftActorCritic
 
 

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from palestra.config import Strict
 from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.files import read_arrays, write_arrays
 from palestra.nets.heads import CategoricalHead, GaussianHead, Head, MultiCategoricalHead, head_for
@@ -43,6 +44,26 @@ class NetPolicyConfig(NetConfig):
     eps: float = Field(1e-5, gt=0)
     normalise: bool = False
     seat_id: bool = False
+
+
+class AlgorithmConfig(Strict, ABC):
+    """The settings of an algorithm by which networks learn, `horizon` steps of every game at a time."""
+
+    @abstractmethod
+    def teacher(self) -> Callable[..., NetLearner]:
+        """What learns by this config."""
+
+    def learner(
+        self,
+        env: VectorEnv,
+        seats: Mapping[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        together: Together | None = None,
+    ) -> Any:
+        """A learner of this kind, of policies that have these seats (numbers) of an env, settings and seeds. Raises
+        ValueError where they do not fit."""
+        return self.teacher()(self, env, seats, policies, seeds, together)
 
 
 class Diverged(FloatingPointError):

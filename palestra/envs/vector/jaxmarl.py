@@ -102,8 +102,8 @@ class Rules:
 
 
 class JaxMarlEnv(VectorEnv):
-    """The env `id` of JaxMARL, made with `options`. `map` names a scenario of SMAX or a layout of Overcooked. Rewards are
-    multiplied by `scale`: those of a won game of SMAX add up to 2, where SMAC's add up to 20.
+    """The env `id` of JaxMARL, made with `options`. `map` names a scenario of SMAX or a layout of Overcooked. Rewards
+    are multiplied by `scale`: those of a won game of SMAX add up to 2, where SMAC's add up to 20.
 
     JaxMARL says only that a game is done: one that its clock ends counts as truncated, any other as terminated.
     Against SMAX's heuristic enemy a game is a success where all enemies fell and an ally stands; dead units do not
