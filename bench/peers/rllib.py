@@ -22,7 +22,7 @@ GAMES = 8  # of an env runner
 
 
 def make_env(settings: dict[str, Any]) -> ParallelPettingZooEnv:
-    return ParallelPettingZooEnv(zoo.make(settings["env"]))
+    return ParallelPettingZooEnv(zoo.make(settings["env"], floats=True))
 
 
 def config(spec: Spec) -> PPOConfig:

@@ -32,19 +32,18 @@ Row = list[Any]
 
 
 class Game(gymnasium.Env):
-    """PettingZoo's env in lists by agent, as Sample Factory wants it; it begins anew by itself. Views are floats."""
+    """PettingZoo's env in lists by agent, as Sample Factory wants it; it begins anew by itself."""
 
     def __init__(self, name: str) -> None:
-        self.env = zoo.make(name)
+        self.env = zoo.make(name, floats=True)
         self.agents = self.env.possible_agents
         self.num_agents, self.is_multiagent = len(self.agents), True
-        views = self.env.observation_space(self.agents[0])
-        self.observation_space = gymnasium.spaces.Box(float(views.low.min()), float(views.high.max()), views.shape)
+        self.observation_space = self.env.observation_space(self.agents[0])
         self.action_space = self.env.action_space(self.agents[0])
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, Row]:
         seen, _ = self.env.reset(seed=seed)
-        return self.views(seen), [{} for _ in self.agents]
+        return self.row(seen), [{} for _ in self.agents]
 
     def step(self, actions: np.ndarray) -> tuple[Row, Row, Row, Row, Row]:
         given = {agent: int(action) for agent, action in zip(self.agents, actions, strict=True)}
@@ -52,15 +51,12 @@ class Game(gymnasium.Env):
         if not self.env.agents:
             seen, _ = self.env.reset()
         return (
-            self.views(seen),
+            self.row(seen),
             self.row(rewards),
             self.row(terminated),
             self.row(truncated),
             [{} for _ in self.agents],
         )
-
-    def views(self, by_agent: dict[str, Any]) -> Row:
-        return [by_agent[agent].astype(np.float32) for agent in self.agents]
 
     def row(self, by_agent: dict[str, Any]) -> Row:
         return [by_agent[agent] for agent in self.agents]

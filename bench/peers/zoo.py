@@ -3,11 +3,15 @@ Pong for two, whose players see the console's 128 bytes of memory."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 from peers.timing import CYCLES
+from pettingzoo.utils.wrappers import BaseParallelWrapper
 
 FUNCTIONS = {"mpe2": "mpe2.simple_spread_v3:parallel_env", "atari_pong": "pettingzoo.atari.pong_v3:parallel_env"}
 SEATS = {"mpe2": 3, "atari_pong": 2}
@@ -23,7 +27,27 @@ def options(env: str) -> dict[str, Any]:
     return {"obs_type": "ram", "auto_rom_install_path": str(Path(found.origin).parent)}
 
 
-def make(env: str) -> Any:
-    """A new env for parallel play."""
+def make(env: str, floats: bool = False) -> Any:
+    """A new env for parallel play; `floats` are for frameworks that do not make views so by themselves."""
     module, function = FUNCTIONS[env].split(":")
-    return getattr(importlib.import_module(module), function)(**options(env))
+    made = getattr(importlib.import_module(module), function)(**options(env))
+    return Floats(made) if floats and made.observation_space(made.possible_agents[0]).dtype.kind != "f" else made
+
+
+class Floats(BaseParallelWrapper):
+    """An env whose views are floats."""
+
+    def observation_space(self, agent: str) -> gymnasium.spaces.Box:
+        views = self.env.observation_space(agent)
+        return gymnasium.spaces.Box(float(views.low.min()), float(views.high.max()), views.shape)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
+        seen, infos = self.env.reset(seed=seed, options=options)
+        return self._floats(seen), infos
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict, dict, dict, dict, dict]:
+        seen, *rest = self.env.step(actions)
+        return self._floats(seen), *rest
+
+    def _floats(self, seen: dict[str, Any]) -> dict[str, Any]:
+        return {agent: view.astype(np.float32) for agent, view in seen.items()}
