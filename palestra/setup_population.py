@@ -30,13 +30,14 @@ from palestra.populations.psro import PSRO, PSROConfig
 from palestra.populations.scheduler import Watcher, follow
 from palestra.populations.self_play import SelfPlay, SelfPlayConfig
 from palestra.populations.tasks import Backend, Done, MakeWorker
+from palestra.populations.xdo import XDO, XDOConfig
 from palestra.runs import Run
 from palestra.types import TEAM, Metrics, Seat
 
 EVERYONE = "agent"  # the population that plays every seat
 
-AnyPlan = PSRO | SelfPlay | League | PBT
-PlanConfig = Annotated[PSROConfig | SelfPlayConfig | LeagueConfig | PBTConfig, Field(discriminator="type")]
+AnyPlan = PSRO | XDO | SelfPlay | League | PBT
+PlanConfig = Annotated[PSROConfig | XDOConfig | SelfPlayConfig | LeagueConfig | PBTConfig, Field(discriminator="type")]
 
 
 class ExactOracle(Strict):
@@ -178,6 +179,11 @@ def _check(config: PopulationConfig, rules: bool) -> None:
     if vectorised == isinstance(oracle, LanguageOracle):
         fitting = "net or exact" if vectorised else "language"
         raise ValueError(f'oracle {oracle.type} does not play env "{env}": its oracles are of type {fitting}')
+    if isinstance(config.population, XDOConfig) and (not rules or isinstance(oracle, LanguageOracle)):
+        raise ValueError(
+            f"xdo solves what responses allow, by the rules of a vectorised game; {env} with oracle {oracle.type} has "
+            "none to walk through: use psro"
+        )
     if not rules and isinstance(oracle, ExactOracle):
         raise ValueError(f'env "{env}" has no rules here, so no best response is worked out: use an oracle that learns')
     if not rules and not isinstance(config.population, PBTConfig) and config.population.assess:
@@ -188,6 +194,8 @@ def _plan(config: PopulationConfig, population: Population, seats: tuple[Player,
     plan = config.population
     if isinstance(plan, PSROConfig):
         return PSRO(plan, population, seats)
+    if isinstance(plan, XDOConfig):
+        return XDO(plan, population, seats)
     if isinstance(plan, SelfPlayConfig):
         return SelfPlay(plan, population, seats)
     if isinstance(plan, LeagueConfig):

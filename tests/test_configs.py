@@ -21,6 +21,7 @@ CONFIGS = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*GAMES, *POPULATIONS})
 ABSENT = {"jaxmarl"}  # envs of packages that have a venv of their own: `make test-envs`
 SHORT = {  # of a plan, as little as shows all of it
     "psro": {"iterations": 2, "env_steps": 1, "slices": 1, "games": 8, "adaptive": 0},
+    "xdo": {"iterations": 2, "env_steps": 1, "rounds": 10, "stop": 0.0},
     "self_play": {"slices": 2, "env_steps": 1, "games": 8},
     "league": {"slices": 1, "env_steps": 1, "games": 8},
     "pbt": {"slices": 1, "env_steps": 1},

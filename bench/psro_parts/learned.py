@@ -1,7 +1,7 @@
 """PSRO whose best responses are learned, on Leduc poker: how far it gets, and how fast beside OpenSpiel's.
 
     cd bench; python -m psro_parts.learned ours 600        the curve of ten minutes' PSRO
-    cd bench; python -m psro_parts.learned xdo 600         of extensive-form double oracle with learned responses
+    cd bench; python -m psro_parts.learned xdo 600         of extensive-form double oracle
     cd bench; python -m psro_parts.learned responses       how good single responses are, and what they cost
     cd bench; python -m psro_parts.learned openspiel 3600  OpenSpiel's PSRO with a DQN oracle
 
@@ -26,8 +26,7 @@ from rich.table import Table
 
 from palestra.config import dump, validate
 from palestra.exact.double_oracle import psro
-from palestra.exact.regret import CFR
-from palestra.exact.responses import best_response, nash_conv
+from palestra.exact.responses import best_response
 from palestra.exact.tree import Tree, values
 from palestra.files import read_lines
 from palestra.oracles.members import write_table
@@ -72,25 +71,30 @@ Curve = list[tuple[float, float]]  # seconds and NashConv, oldest first
 # ---- PSRO
 
 
-def config(seed: int, iterations: int = 1000, env_steps: int = 1_200_000, workers: int = 2) -> PopulationConfig:
+def config(seed: int, plan: str, env_steps: int = 1_200_000, workers: int = 2) -> PopulationConfig:
     tree = {
-        "name": "leduc_psro",
+        "name": f"leduc_{plan}",
         "seed": seed,
         "env": ENV,
-        "population": {"type": "psro", "iterations": iterations, "env_steps": env_steps},
+        "population": {"type": plan, "iterations": 1000, "env_steps": env_steps},
         "oracle": {"type": "net", "policy": POLICY, "algorithm": DQN, "best": True, "payoffs": "exact"},
         "backend": {"type": "local", "workers": workers},
     }
     return validate(PopulationConfig, tree)
 
 
-def ours(seconds: float, seed: int = 0) -> Curve:
+def ours(seconds: float, seed: int = 0, plan: str = "psro") -> Curve:
     """NashConv of a run that ends after so many seconds."""
-    made, start = config(seed), time.perf_counter()
+    made, start = config(seed, plan), time.perf_counter()
     setup = build_population(made)
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(made)) as kept:
         run_population(setup, kept, Watcher(), lambda: time.perf_counter() - start > seconds)
         return curve_of(kept.path)
+
+
+def xdo(seconds: float, seed: int = 0) -> Curve:
+    """The same of extensive-form double oracle."""
+    return ours(seconds, seed, "xdo")
 
 
 def curve_of(path: Path) -> Curve:
@@ -98,41 +102,6 @@ def curve_of(path: Path) -> Curve:
     measured = {line["step"]: line["nash_conv"] for line in read_lines(path / "metrics.jsonl") if "nash_conv" in line}
     times = {line["step"]: line["elapsed_s"] for line in read_lines(path / "timings.jsonl")}
     return [(times[step], value) for step, value in sorted(measured.items())]
-
-
-# ---- extensive-form double oracle
-
-
-def xdo(seconds: float, seed: int = 0, env_steps: int = 1_200_000, rounds: int = 1000) -> Curve:
-    """NXDO (McAleer et al., 2021) in which responses are learned and what they span is solved by CFR+: in each
-    information state players keep to the actions that one of their responses prefers. One process."""
-    oracle = NetOracle.model_validate({"env": ENV, "policy": POLICY, "algorithm": DQN, "env_steps": env_steps})
-    worker = NetWorker(oracle, SEATS, seed)
-    tree = worker.reader.tree
-    assert tree is not None
-    found, spent, number = [], 0.0, 0
-    policy, allowed = tree.legal / tree.legal.sum(1, keepdims=True), np.zeros_like(tree.legal)
-    members: dict[str, Path] = {}
-    with tempfile.TemporaryDirectory() as root:
-        while spent < seconds:
-            start = time.perf_counter()
-            write_table(Path(root) / f"solved-{number}", policy)
-            members[f"solved-{number}"] = Path(root) / f"solved-{number}"
-            for seat, player in enumerate(SEATS):
-                name = f"{player}-{number}"
-                (Path(root) / name).mkdir()
-                order = {"player": player, "opponents": {SEATS[1 - seat]: {f"solved-{number}": 1.0}}}
-                worker.do(Task(f"train/{name}", "train", order, makes=name), members, Path(root) / name)
-                members[name] = Path(root) / name
-                rows, own = worker.reader.policy(name, members), tree.of(seat)
-                allowed[own] |= rows[own] == rows[own].max(1, keepdims=True)
-            solver = CFR(tree, plus=True, legal=allowed)
-            solver.run(rounds)
-            policy = solver.average()
-            spent += time.perf_counter() - start
-            found.append((spent, nash_conv(tree, policy)))
-            number += 1
-    return found
 
 
 # ---- single responses
@@ -229,16 +198,17 @@ def show(curves: Mapping[str, Curve]) -> None:
 
 
 def figures(quick: bool = False) -> dict[str, float]:
-    """`leduc_exploitability` is the last of an hour's PSRO, a mean over seeds; half of NashConv."""
-    hour = 300.0 if quick else 3600.0
-    mine = {f"PSRO, seed {seed}": ours(hour, seed) for seed in range(1 if quick else 3)}
-    solved, theirs = {"XDO, learned": xdo(hour / 2)}, openspiel(hour)
-    show(mine | solved | {"OpenSpiel": theirs})
-    ends = [curve[-1][1] / 2 for curve in mine.values() if curve]
+    """`leduc_exploitability` is the last of half an hour of PSRO, `leduc_xdo_exploitability` that of 15 minutes of XDO,
+    means over seeds; half of NashConv."""
+    half, seeds = (120.0 if quick else 1800.0), range(1 if quick else 3)
+    mine = {f"PSRO, seed {seed}": ours(half, seed) for seed in seeds}
+    solved = {f"XDO, seed {seed}": xdo(half / 2, seed) for seed in seeds}
+    theirs = openspiel(half)
+    show(mine | solved | {"OpenSpiel, PSRO": theirs})
     ratios = [found for curve in mine.values() if (found := ratio(curve, theirs)) is not None]
     found: dict[str, Any] = {
-        "leduc_exploitability": float(np.mean(ends)) if ends else None,
-        "leduc_xdo_exploitability": solved["XDO, learned"][-1][1] / 2,
+        "leduc_exploitability": float(np.mean([curve[-1][1] / 2 for curve in mine.values()])),
+        "leduc_xdo_exploitability": float(np.mean([curve[-1][1] / 2 for curve in solved.values()])),
         "wall_vs_openspiel": min(ratios) if ratios else None,
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from palestra.exact.regret import CFR
 from palestra.exact.responses import best_response, best_response_to_joint, nash_conv
 from palestra.exact.tree import Tree, mixture, plan, reach, tree_of, uniform, values
 from palestra.oracles.members import Reader, rules_of, write_table
@@ -55,8 +56,12 @@ class Exact:
             return self.play(task.order, known)
         if task.kind == "assess":
             return self.assess(task.order, known)
+        if task.kind == "solve" and out is not None:
+            policy, allowed = self.solve(task.order, known)
+            write_table(out, policy)
+            return {"allowed": allowed}
         if task.kind != "train" or out is None:
-            raise ValueError(f'task {task.name} is of kind "{task.kind}"; there are train, play and assess')
+            raise ValueError(f'task {task.name} is of kind "{task.kind}"; there are train, play, assess and solve')
         policy, value = self.respond(task.order, known)
         write_table(out, policy)
         return {"env_steps": 0, "return": value, "against": {}, "metrics": {"return": value}}
@@ -91,6 +96,22 @@ class Exact:
         without = weights.sum(1)[self.tree.owner] == 0
         policy[without] = uniform(self.tree)[without]
         return policy
+
+    # ---- solutions
+
+    def solve(self, order: Mapping[str, Any], known: Known) -> tuple[np.ndarray, int]:
+        """What CFR+ makes [I, A], in so many `rounds`, of the game in which every information state has the actions
+        that one of its player's `responses` prefers there; and how many that are."""
+        allowed = np.zeros_like(self.tree.legal)
+        for player, names in order["responses"].items():
+            for seat in self.seats[player]:
+                own = self.tree.of(seat)
+                for name in names:
+                    rows = known(name)[own]
+                    allowed[own] |= rows == rows.max(1, keepdims=True)
+        solver = CFR(self.tree, plus=True, legal=allowed)
+        solver.run(int(order["rounds"]))
+        return solver.average(), int(allowed.sum())
 
     # ---- payoffs and distance
 

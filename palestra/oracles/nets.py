@@ -57,8 +57,9 @@ class NetOracle(Strict):
 
 class NetWorker:
     """Does a population's tasks with networks: `train` has a learner improve against a mixture, `play` plays cells of a
-    payoff table, `assess` says NashConv where the game has rules. `players` are the game's seats, or the one population
-    that plays every seat; what is drawn follows from `seed` and the task's name."""
+    payoff table; where the game has rules, `assess` says NashConv, and `solve` solves what responses allow. `players`
+    are the game's seats, or the one population that plays every seat; what is drawn follows from `seed` and the task's
+    name."""
 
     def __init__(self, config: NetOracle, players: Sequence[Player], seed: int = 0) -> None:
         keep_freed_memory()
@@ -94,7 +95,7 @@ class NetWorker:
                 f'task {task.name} ({task.kind}) needs the rules of env "{self.config.env.get("type")}", which are '
                 "not here, or too many to be walked through: use simulated payoffs, and no assessment"
             )
-        return self.exact.do(task, lambda name: self.reader.policy(name, members), None)
+        return self.exact.do(task, lambda name: self.reader.policy(name, members), out)
 
     # ---- learning
 
