@@ -47,6 +47,8 @@ def view_of(space: spaces.Space, where: str) -> View:
             return View(shape, pixels, np.asarray)
         if len(shape) == 3 and min(shape[1:]) >= PICTURE:
             return View((*shape[1:], shape[0]), pixels, partial(np.moveaxis, source=-3, destination=-1))
+        if len(shape) == 1 and not pixels:
+            return View(shape, False, partial(np.asarray, dtype=np.float32))
         scale = 1 / 255 if pixels else 1.0
         return View((int(np.prod(shape)),), False, partial(_numbers, dimensions=len(shape), scale=scale))
     if not space.is_np_flattenable:

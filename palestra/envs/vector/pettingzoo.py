@@ -29,9 +29,9 @@ from palestra.envs.vector.processes import Hosted
 
 class _Game:
     """What parallel and turn-based envs share. A view is the `observation` of a dictionary with an `action_mask`, which
-    may also stand in the info; the global state is the env's, where that is one row of numbers."""
+    may also stand in the info; with `state` the global state is the env's, where that is one row of numbers."""
 
-    def __init__(self, env: Any, infos: dict[Any, dict[str, Any]]) -> None:
+    def __init__(self, env: Any, infos: dict[Any, dict[str, Any]], state: bool) -> None:
         self.env = env
         if not getattr(env, "possible_agents", None):
             raise ValueError(f"{env} does not say its possible_agents: an env whose agents are not known has no seats")
@@ -39,16 +39,18 @@ class _Game:
         seen = [unmasked(env.observation_space(agent)) for agent in self.agents]
         self.dictionaries = [is_masked for _, is_masked in seen]
         self.views = [view_of(space, str(agent)) for (space, _), agent in zip(seen, self.agents, strict=True)]
+        self.plain = not any(self.dictionaries)  # views are what the env says, and it has no masks
         self.choices = [choice_of(env.action_space(agent), str(agent)) for agent in self.agents]
         said = any(self.dictionaries) or any("action_mask" in info for info in infos.values())
         self.spec = GameSpec(
             tuple(str(agent) for agent in self.agents),
             tuple(view.shape for view in self.views),
             tuple(choice.space for choice in self.choices),
-            state_size=row_of(getattr(env, "state_space", None)),
+            state_size=row_of(getattr(env, "state_space", None)) if state else 0,
             pixels=all(view.pixels for view in self.views),
             masks=said and isinstance(self.choices[0].space, Discrete),
         )
+        self.plain &= not self.spec.masks
 
     def read(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """View and mask of one seat."""
@@ -70,21 +72,19 @@ class ParallelGame(_Game):
     """An env whose agents act all at once. Agents that ended act no more; the game is over with the last of them, and
     was cut off if any of those that ended last was."""
 
-    def __init__(self, env: Any) -> None:
-        super().__init__(env, env.reset(seed=0)[1])
+    def __init__(self, env: Any, state: bool = False) -> None:
+        super().__init__(env, env.reset(seed=0)[1], state)
 
     def reset(self, seed: int) -> Moment:
         seen, infos = self.env.reset(seed=seed)
-        return self._moment(seen, infos, list(self.env.agents))
+        return self._moment(seen, infos, set(seen))
 
     def step(self, actions: np.ndarray) -> Moment:
-        written = {
-            agent: choice.write(action)
-            for agent, choice, action in zip(self.agents, self.choices, actions, strict=True)
-            if agent in self.live
-        }
+        live = self.live
+        given = zip(self.agents, self.choices, actions, strict=True)
+        written = {agent: choice.write(action) for agent, choice, action in given if agent in live}
         seen, rewards, terminated, truncated, infos = self.env.step(written)
-        live = [a for a in self.env.agents if not (terminated.get(a, False) or truncated.get(a, False))]
+        live = {agent for agent in seen if not (terminated.get(agent, False) or truncated.get(agent, False))}
         moment = self._moment(seen, infos, live)
         moment.rewards = [float(rewards.get(agent, 0.0)) for agent in self.agents]
         if not live:
@@ -92,27 +92,30 @@ class ParallelGame(_Game):
             moment.terminated = not moment.truncated
         return moment
 
-    def _moment(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: list[Any]) -> Moment:
-        self.live = set(live)
-        read: list[tuple[np.ndarray | None, np.ndarray | None]] = [
-            self.read(seat, seen[agent], infos.get(agent, {})) if agent in seen else (None, None)
-            for seat, agent in enumerate(self.agents)
-        ]
-        return Moment(
-            [view for view, _ in read],
-            [agent in self.live for agent in self.agents],
-            legal=[mask for _, mask in read] if self.spec.masks else None,
-            state=self.state(),
-        )
+    def _moment(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: set[Any]) -> Moment:
+        """What all see; `live` are those that act next. Written for speed: it stands beside every step of an env that
+        may take no longer itself."""
+        self.live = live
+        views: list[np.ndarray | None] = [None] * len(self.agents)
+        legal: list[np.ndarray | None] = [None] * len(self.agents)
+        for seat, agent in enumerate(self.agents):
+            if agent not in seen:
+                continue
+            if self.plain:
+                views[seat] = self.views[seat].read(seen[agent])
+            else:
+                views[seat], legal[seat] = self.read(seat, seen[agent], infos.get(agent, {}))
+        acting = None if len(live) == len(self.agents) else [agent in live for agent in self.agents]
+        return Moment(views, acting, legal=legal if self.spec.masks else None, state=self.state())
 
 
 class TurnGame(_Game):
     """An env whose agents act in turn. Only the one that acts is shown anew, all of them at the end. Rewards are those
     of the step in which they fall, whoever's turn it is."""
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: Any, state: bool = False) -> None:
         env.reset(seed=0)
-        super().__init__(env, env.infos)
+        super().__init__(env, env.infos, state)
 
     def reset(self, seed: int) -> Moment:
         self.env.reset(seed=seed)
@@ -140,23 +143,25 @@ class TurnGame(_Game):
         return Moment(views, acting, legal=legal if self.spec.masks else None, state=self.state())
 
 
-def game_of(path: str, options: dict[str, Any] | None = None) -> ParallelGame | TurnGame:
-    """The game that a factory "module:function" makes with `options`; raises ValueError where it makes none."""
+def game_of(path: str, options: dict[str, Any] | None = None, state: bool = False) -> ParallelGame | TurnGame:
+    """The game that a factory "module:function" makes with `options`, with its global state if `state`; raises
+    ValueError where it makes none."""
     module, _, factory = path.partition(":")
     try:
         env = getattr(importlib.import_module(module), factory)(**(options or {}))
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {error}') from error
     if isinstance(env, pettingzoo.ParallelEnv):
-        return ParallelGame(env)
+        return ParallelGame(env, state)
     if isinstance(env, pettingzoo.AECEnv):
-        return TurnGame(env)
+        return TurnGame(env, state)
     raise ValueError(f'"{path}" makes {type(env).__name__}, which is neither a ParallelEnv nor an AECEnv of PettingZoo')
 
 
 class PettingZooEnv(Hosted):
     """The env that the factory `env` ("module:function") makes with `options`, parallel or turn-based. The factory
-    "pettingzoo:make" with the options `env_type` and `id` makes one of PettingZoo's registry.
+    "pettingzoo:make" with the options `env_type` and `id` makes one of PettingZoo's registry. With `state` its global
+    state is what central critics see, at the price of asking for it in every step; else they see all views.
 
     Games repeat as far as the env's own `reset(seed)` sets everything anew; that of knights_archers_zombies does not.
     """
@@ -169,9 +174,10 @@ class PettingZooEnv(Hosted):
         *,
         env: str = "mpe2.simple_spread_v3:parallel_env",
         options: dict[str, Any] | None = None,
+        state: bool = False,
         processes: int = 0,
     ) -> None:
-        super().__init__(partial(game_of, env, options), games, processes)
+        super().__init__(partial(game_of, env, options, state), games, processes)
 
 
 # ---- our environments as its

@@ -66,7 +66,7 @@ def test_games_spread_over_processes_are_the_same() -> None:
 @pytest.mark.parametrize(("path", "options"), [(TALK, {"max_cycles": 25}), (KNIGHTS, {"max_cycles": 500})])
 def test_parallel_envs_go_as_pettingzoo_plays_them(path: str, options: dict[str, Any]) -> None:
     """Agents that end (knights die) act no more; state, views and rewards are theirs."""
-    env, other = PettingZooEnv(1, env=path, options=options), theirs(path, options)
+    env, other = PettingZooEnv(1, env=path, options=options, state=True), theirs(path, options)
     assert env.seats == tuple(other.possible_agents)
     rng, played, deaths = np.random.default_rng(0), 0, 0
     frame, (seen, _) = env.reset(np.array([5])), other.reset(seed=5)
