@@ -85,9 +85,13 @@ class ActorCritic(NetLearner):
         seeds: Mapping[str, int],
         together: Together | None = None,
     ) -> None:
-        super().__init__(env, seats, policies, seeds, together)
         self.config = config
+        super().__init__(env, seats, policies, seeds, together)
         self.critics = [self._critic(seating) for seating in self._judged(seats)]
+
+    @property
+    def sees_all(self) -> bool:
+        return self.config.critic == "central"
 
     def _judged(self, seats: dict[str, list[int]]) -> list[Seating]:
         """Who shares a critic's network."""
@@ -112,8 +116,7 @@ class ActorCritic(NetLearner):
         """The shape of what a critic sees."""
         if self.config.critic == "own":
             return seating.inputs
-        whole = self.env.state_size or sum(int(np.prod(view)) for view in self.env.views)
-        return (whole + len(self.env.seats),)
+        return (self.whole_size + len(self.env.seats),)
 
     # ---- learning
 
@@ -132,6 +135,7 @@ class ActorCritic(NetLearner):
         for stack in self.stacks:
             for name, line in self._improve(stack, batch, advantages, known, progress).items():
                 lines[name] |= line
+        self.see(batch)
         return lines
 
     def _credit(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,9 +232,6 @@ class ActorCritic(NetLearner):
             for p in range(len(names)):
                 lines[p][-1]["gradient"] = norms[p]
         stack.version += len(lines[0])
-        if stack.norm:
-            rows = stack.seating.observe(batch.obs, 2)[:, :-1].flatten(1, 3)
-            stack.norm.see(rows, stack.rows(batch.acting[:-1]).flatten(1).float(), self.together.total)
         return {name: means(own) for name, own in zip(names, lines, strict=True)}
 
     def _ratio(self, batch: Batch) -> Tensor:
@@ -264,22 +265,11 @@ class ActorCritic(NetLearner):
             x = seating.observe(obs, lead)
             norm = next((s.norm for s in self.stacks if s.seating.names == seating.names), None)
             return norm.normalise(x) if norm else x
-        whole = torch.from_numpy(obs).flatten(lead).float() if state is None else torch.from_numpy(state)
-        if state is None:
-            whole = self._without_padding(whole)
+        whole = self.whole(obs, state, lead)
         N, P, S = len(self.env.seats), len(seating.names), len(seating.seats[0])
         ids = torch.eye(N)[torch.tensor(seating.seats)].view(P, *[1] * lead, S, N)
         shape = (P, *whole.shape[:lead], S)
         return torch.cat([whole[None, ..., None, :].expand(*shape, -1), ids.expand(*shape, N)], -1)
-
-    def _without_padding(self, whole: Tensor) -> Tensor:
-        """Views side by side, [..., N * padded] -> [..., sum of views]."""
-        sizes = [int(np.prod(view)) for view in self.env.views]
-        if len(set(sizes)) == 1:
-            return whole
-        padded = whole.shape[-1] // len(sizes)
-        kept = [i * padded + j for i, size in enumerate(sizes) for j in range(size)]
-        return whole[..., kept]
 
     @staticmethod
     def _fresh(batch: Batch, P: int, S: int) -> Tensor:

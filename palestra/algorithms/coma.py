@@ -101,13 +101,16 @@ class Coma(NetLearner):
 
     def _judge_of(self, stack: Stack) -> Judge:
         N = len(self.env.seats)
-        whole = self.env.state_size or sum(int(np.prod(view)) for view in self.env.views)
         seeds = [derive(self.seeds[name], "critic") for name in stack.seating.names]
         lr = self.config.critic_lr or stack.config.lr
         config = stack.config.model_copy(update={"memory": 0, "lr": lr})
-        net = Net((whole + N * self.choices + N,), stack.head.outputs, config, generators(seeds))
+        net = Net((self.whole_size + N * self.choices + N,), stack.head.outputs, config, generators(seeds))
         target = copy.deepcopy(net).requires_grad_(False)
         return Judge(net, target, Optimizer(net, stack.seating.names, config, self.together))
+
+    @property
+    def sees_all(self) -> bool:
+        return True
 
     # ---- learning
 
@@ -126,6 +129,7 @@ class Coma(NetLearner):
         if self.updates % self.config.target_every == 0:
             for judge in self.judges:
                 judge.target.load_state_dict(judge.net.state_dict())
+        self.see(batch)
         return lines
 
     @torch.no_grad()
@@ -188,9 +192,6 @@ class Coma(NetLearner):
             lines.append({"policy_loss": loss.detach(), **figures})
         norms = stack.optimizer.step(total, progress)
         stack.version += 1
-        if stack.norm:
-            seen = stack.seating.observe(batch.obs, 2)[:, :-1].flatten(1, 3)
-            stack.norm.see(seen, stack.rows(batch.acting[:-1]).flatten(1).float(), self.together.total)
         return {name: means([lines[p] | {"gradient": norms[p]}]) for p, name in enumerate(names)}
 
     # ---- what is seen and done
@@ -242,9 +243,7 @@ class Coma(NetLearner):
     def _seen(self, obs: np.ndarray, state: np.ndarray | None, actions: Tensor, acting: Tensor) -> Tensor:
         """What critics see for each seat [..., N, D]: everything, what the others do (one-hot), and the seat."""
         N, A = len(self.env.seats), self.choices
-        flat = obs.reshape(*actions.shape, int(np.prod(obs.shape[actions.dim() :])))
-        views = [flat[..., n, : int(np.prod(view))] for n, view in enumerate(self.env.views)]
-        whole = torch.from_numpy(np.concatenate(views, -1) if state is None else state).float()
+        whole = self.whole(obs, state, actions.dim() - 1)
         done = nn.functional.one_hot(actions, A) * (acting & self.learns)[..., None]
         others = (done[..., None, :, :] * (1 - torch.eye(N))[..., None]).flatten(-2)
         shape = (*actions.shape[:-1], N)

@@ -105,8 +105,8 @@ class OffPolicy(NetLearner):
         together: Together | None = None,
     ) -> None:
         refuse(config, env, policies, self.branches(env.actions[0]))
-        super().__init__(env, seats, policies, seeds, together)
         self.config = config
+        super().__init__(env, seats, policies, seeds, together)
         self.codes = Codes({seat: stack.head for stack in self.stacks for seat in stack.seating.flat})
         self.critics = [self._critic(stack) for stack in self.stacks]
         self.replay = Replay(
@@ -160,7 +160,7 @@ class OffPolicy(NetLearner):
         width = len(self.codes.columns[seating.flat[0]])
         view = seating.inputs
         if self.config.critic == "central":
-            whole = self.env.state_size or sum(view[0] for view in self.env.views)
+            whole = self.whole_size
             view = (whole + 2 * len(self.env.seats) + self.codes.size,)
         view = view if branches else (view[0] + width,)
         seeds = [derive(self.seeds[name], "critic", k) for k in range(self.twins) for name in seating.names]
@@ -182,6 +182,10 @@ class OffPolicy(NetLearner):
             stack.player(self.explore(stack, progress) if self.warm else uniform(stack.head)) for stack in self.stacks
         ]
 
+    @property
+    def sees_all(self) -> bool:
+        return self.config.critic == "central"
+
     def explore(self, stack: Stack, progress: float) -> Choose:
         """How the policies of a stack play in training."""
         return sampling(stack.head)
@@ -191,7 +195,7 @@ class OffPolicy(NetLearner):
     def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
         """Remembers the batch; then `updates` gradient steps, once `warmup` moments are there."""
         self.replay.add(batch)
-        self._see(batch)
+        self.see(batch)
         lines: list[list[Figures]] = [[] for _ in self.stacks]
         if self.warm:
             rng = np.random.default_rng(derive(self.seeds[self.names[0]], "moments", self.steps))
@@ -206,13 +210,6 @@ class OffPolicy(NetLearner):
             for stack, line in zip(self.stacks, means, strict=True)
             for p, name in enumerate(stack.seating.names)
         }
-
-    def _see(self, batch: Batch) -> None:
-        """What running norms are made of."""
-        for stack in self.stacks:
-            if stack.norm:
-                rows = stack.seating.observe(batch.obs, 2)[:, :-1].flatten(1, 3)
-                stack.norm.see(rows, stack.rows(batch.acting[:-1]).flatten(1).float(), self.together.total)
 
     def learn(self, moves: Moves, generator: torch.Generator, progress: float) -> list[Figures]:
         """One gradient step of all critics, and when it is time of the policies; figures by stack."""
@@ -290,8 +287,7 @@ class OffPolicy(NetLearner):
         if self.config.critic == "own":
             return stack.views(obs, 1)
         seating, N = stack.seating, len(self.env.seats)
-        views = [obs[:, seat, : view[0]] for seat, view in enumerate(self.env.views)] if state is None else [state]
-        whole = torch.cat([*views, acting.float()], -1)[None, :, None]
+        whole = torch.cat([self.whole(obs, state, 1), acting.float()], -1)[None, :, None]
         others = self.codes.others(joint, seating)
         ids = torch.eye(N)[torch.tensor(seating.seats)][:, None]  # [P, 1, S, N]
         shape = others.shape[:3]

@@ -190,7 +190,7 @@ class QLearner(NetLearner):
         """Remembers the batch; then `updates` gradient steps, once it is time."""
         self.replay.add(batch)
         self.seen += batch.terminated.size
-        self._see(batch)
+        self.see(batch)
         lines: list[list[Figures]] = [[] for _ in self.stacks]
         if self._ready():
             rng = np.random.default_rng(derive(self.seeds[self.names[0]], "moments", self.steps))
@@ -207,13 +207,6 @@ class QLearner(NetLearner):
         """Whether all processes can learn: they average their gradients, so one must not begin without another."""
         can = self.seen >= self.config.warmup and self.replay.ring.ready
         return bool(self.together.total(torch.tensor([float(can)])) == self.together.processes)
-
-    def _see(self, batch: Batch) -> None:
-        """What running norms are made of."""
-        for stack in self.stacks:
-            if stack.norm:
-                rows = stack.seating.observe(batch.obs, 2)[:, :-1].flatten(1, 3)
-                stack.norm.see(rows, stack.rows(batch.acting[:-1]).flatten(1).float(), self.together.total)
 
     def _step(self, rng: np.random.Generator, progress: float) -> list[Figures]:
         """One gradient step; figures by stack."""

@@ -61,8 +61,12 @@ class Team(QLearner):
                 f'the mixer of qmix cannot see the pixels of env "{env.name}", which has no state beside them: set '
                 "mixer: vdn"
             )
-        size = env.state_size or sum(view[0] for view in env.views)
-        return Monotone(len(self.seats), size, self.config.mixing, derive(self.seeds[self.names[0]], "mixer"))
+        seed = derive(self.seeds[self.names[0]], "mixer")
+        return Monotone(len(self.seats), self.whole_size, self.config.mixing, seed)
+
+    @property
+    def sees_all(self) -> bool:
+        return self.config.mixer == "qmix"
 
     # ---- learning
 
@@ -99,7 +103,7 @@ class Team(QLearner):
     def _states(self, drawn: Moves | Stretches) -> tuple[Tensor, Tensor]:
         """What the mixer sees, now and next [T, M, G]."""
         if drawn.state is not None and drawn.next_state is not None:
-            return drawn.state, drawn.next_state
+            return self.whole(drawn.obs, drawn.state, 2), self.whole(drawn.obs, drawn.next_state, 2)
         if isinstance(drawn, Moves):
             return self._together(drawn.obs), self._together(drawn.next_obs)
         every = self._together(drawn.obs)
@@ -113,7 +117,7 @@ class Team(QLearner):
         """All views side by side, [..., N, *padded] -> [..., G]; nothing that a plain sum would look at."""
         if self.config.mixer == "vdn":
             return obs.new_zeros(*obs.shape[: obs.dim() - len(self.env.views[0]) - 1], 0)
-        return torch.cat([obs[..., seat, : view[0]] for seat, view in enumerate(self.env.views)], -1)
+        return self.whole(obs, None, obs.dim() - len(self.env.views[0]) - 1)
 
     # ---- state
 

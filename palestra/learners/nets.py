@@ -31,11 +31,13 @@ from palestra.policies.nets import Choose, NetPlayer, greedy, sampling
 from palestra.policies.vector import Player
 from palestra.types import Batch, Metrics
 
+CLIP = 10.0  # deviations from the mean; what is seen for the first time may be any number of them
+
 
 class NetPolicyConfig(NetConfig):
     """A small network that learns. `schedule: linear` takes the learning rate to 0 over the run; `clip` bounds the norm
-    of a step's gradient; `normalise` scales views by their running mean and deviation; `seat_id` tells a policy of
-    several seats which one it plays."""
+    of a step's gradient; `normalise` scales views by their running mean and deviation, and what central critics and
+    mixers see; `seat_id` tells a policy of several seats which one it plays."""
 
     type: Literal["net"] = "net"
     lr: float = Field(3e-4, gt=0)
@@ -181,6 +183,8 @@ class NetLearner(ABC):
         self.env, self.policies, self.seeds, self.together = env, policies, seeds, together or Together()
         self.names = list(seats)
         self.stacks = [self.stack(seating) for seating in seat_stacks(env, seats, dict(policies))]
+        scaled = self.sees_all and any(policy.normalise for policy in policies.values())
+        self.world = RunningNorm(1, self.whole_size, clip=CLIP) if scaled else None
 
     def stack(self, seating: Seating) -> Stack:
         config = self.policies[seating.names[0]]
@@ -190,10 +194,46 @@ class NetLearner(ABC):
         )
         optimizer = Optimizer(net, seating.names, config, self.together)
         normalised = config.normalise and len(seating.view) == 1
-        norm = RunningNorm(len(seating.names), seating.inputs[0]) if normalised else None
+        norm = RunningNorm(len(seating.names), seating.inputs[0], clip=CLIP) if normalised else None
         return Stack(seating, config, head, net, optimizer, norm)
 
     gain = 0.01  # of the last layer
+
+    # ---- what is seen
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether something in training, a central critic or a mixer, sees more than one seat does."""
+        return False
+
+    @property
+    def whole_size(self) -> int:
+        """How many numbers `whole` gives."""
+        return self.env.state_size or sum(int(np.prod(view)) for view in self.env.views)
+
+    def whole(self, obs: np.ndarray | Tensor, state: np.ndarray | Tensor | None, lead: int) -> Tensor:
+        """Everything there is to see [..., G], of views [..., N, *padded] with `lead` dimensions before the seats: the
+        env's state, or where it has none all views side by side."""
+        if state is None:
+            flat, sizes = torch.as_tensor(obs).flatten(lead + 1), [int(np.prod(view)) for view in self.env.views]
+            padded = any(size < flat.shape[-1] for size in sizes)
+            views = [flat[..., seat, :size] for seat, size in enumerate(sizes)] if padded else []
+            found = (torch.cat(views, -1) if padded else flat.flatten(lead)).float()
+        else:
+            found = torch.as_tensor(state).float()
+        return found if self.world is None else self.world.normalise(found[None])[0]
+
+    def see(self, batch: Batch) -> None:
+        """What running norms are made of."""
+        for stack in self.stacks:
+            if stack.norm:
+                rows = stack.seating.observe(batch.obs, 2)[:, :-1].flatten(1, 3)
+                stack.norm.see(rows, stack.rows(batch.acting[:-1]).flatten(1).float(), self.together.total)
+        if self.world:
+            world, self.world = self.world, None  # what it is made of is not scaled by it
+            rows = self.whole(batch.obs, batch.state, 2)[:-1].flatten(0, 1)[None]
+            world.see(rows, torch.ones(rows.shape[:2]), self.together.total)
+            self.world = world
 
     def outputs(self, head: Head) -> int:
         """How many numbers a policy's network puts out."""
@@ -224,7 +264,7 @@ class NetLearner(ABC):
         """Everything with weights, by name."""
         norms: dict[str, nn.Module] = {f"norm.{i}": s.norm for i, s in enumerate(self.stacks) if s.norm}
         nets: dict[str, nn.Module] = {f"net.{i}": stack.net for i, stack in enumerate(self.stacks)}
-        return nets | norms
+        return nets | norms | ({"world": self.world} if self.world else {})
 
     def optimizers(self) -> dict[str, Optimizer]:
         return {f"adam.{i}": stack.optimizer for i, stack in enumerate(self.stacks)}
@@ -302,7 +342,7 @@ def read_frozen(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: boo
     put_member(net, 0, arrays)
     norm = None
     if config.normalise and (kept := part(arrays, "norm")):
-        norm = RunningNorm(1, seating.inputs[0])
+        norm = RunningNorm(1, seating.inputs[0], clip=CLIP)
         norm.load_state_dict({key: torch.from_numpy(value[None].copy()) for key, value in kept.items()})
     return NetMember(seating, net, head, norm, best or facts["head"] == "ValueHead"), facts["version"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,11 +14,12 @@ Sum = Callable[[Tensor], Tensor]  # adds up a tensor over all processes that tra
 class RunningNorm(nn.Module):
     """Mean and variance of all rows seen so far, for each of P members and D numbers (Chan et al., 1983, for the
     merging of parts). With `decay` older rows fade, as returns do while a policy improves (van Hasselt et al., 2016,
-    PopArt, without its correction of the last layer)."""
+    PopArt, without its correction of the last layer). What is further than `clip` deviations from the mean is taken to
+    be that far."""
 
-    def __init__(self, members: int, size: int, decay: float = 1.0) -> None:
+    def __init__(self, members: int, size: int, decay: float = 1.0, clip: float = math.inf) -> None:
         super().__init__()
-        self.decay = decay
+        self.decay, self.clip = decay, clip
         self.register_buffer("mean", torch.zeros(members, size, dtype=torch.float64))
         self.register_buffer("square", torch.ones(members, size, dtype=torch.float64))
         self.register_buffer("count", torch.zeros(members, 1, dtype=torch.float64))
@@ -46,13 +48,14 @@ class RunningNorm(nn.Module):
         return torch.where(self.count > 0, variance.sqrt(), 1.0)
 
     def normalise(self, x: Tensor) -> Tensor:
-        """x [P, ..., D] in deviations from the mean."""
+        """x [P, ..., D] in deviations from the mean, within `clip`."""
         x = x if x.is_floating_point() else x.float()
         mean, deviation = self._like(self.mean, x), self._like(self.deviation(), x)
-        return (x - mean) / deviation
+        found = (x - mean) / deviation
+        return found if self.clip == math.inf else found.clamp(-self.clip, self.clip)
 
     def restore(self, x: Tensor) -> Tensor:
-        """The inverse of `normalise`."""
+        """The inverse of `normalise`, but for what was clipped."""
         return x * self._like(self.deviation(), x) + self._like(self.mean, x)
 
     @staticmethod

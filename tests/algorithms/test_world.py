@@ -1,0 +1,87 @@
+"""What central critics and mixers see: everything, without padding, in running deviations where policies want so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vector_toys import train
+
+from palestra.algorithms.coma import COMA
+from palestra.algorithms.ddpg import DDPG
+from palestra.algorithms.ppo import PPO
+from palestra.algorithms.qmix import QMIX
+from palestra.envs.vector.combat import Combat
+from palestra.envs.vector.mpe import SimpleAdversary
+from palestra.learners.nets import CLIP, NetPolicyConfig
+from palestra.rollouts.sweep import Sweeper
+
+ALGORITHMS = [
+    PPO(critic="central", horizon=8),
+    COMA(horizon=8),
+    QMIX(horizon=8, warmup=0, batch=16),
+    DDPG(critic="central", horizon=8, warmup=0, batch=16),
+]
+
+
+def learner(algorithm: Any, env: Any, **policy: Any) -> Any:
+    seats = {name: [number] for number, name in enumerate(env.seats)}
+    policies = dict.fromkeys(seats, NetPolicyConfig(hidden=[8], **policy))
+    return algorithm.learner(env, seats, policies, dict.fromkeys(seats, 1))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.type)
+def test_the_world_is_scaled_by_all_that_was_seen(algorithm: Any) -> None:
+    env = Combat(8, map="3m")
+    made = learner(algorithm, env, normalise=True)
+    sweeper, states = Sweeper(env, np.arange(8)), []
+    for number in range(3):
+        batch = sweeper.sweep(made.players(0.0), 8, number)
+        assert batch.state is not None
+        states.append(batch.state[:-1].reshape(-1, env.state_size).copy())
+        made.update(batch, 0.0)
+    seen = np.concatenate(states)
+    assert np.allclose(made.world.mean[0], seen.mean(0), atol=1e-5)
+    assert np.allclose(made.world.deviation()[0], np.maximum(seen.std(0), 1e-4), atol=1e-4)
+    found = made.whole(batch.obs, torch.from_numpy(batch.state) * 1e6, 2)
+    assert found.abs().max() == CLIP
+    assert "world" in made.modules() and not learner(algorithm, env).world
+
+
+def test_views_lie_side_by_side_without_padding() -> None:
+    """In simple_adversary one seat sees less than the others."""
+    env = SimpleAdversary(4)
+    made = learner(ALGORITHMS[0], env)
+    batch = Sweeper(env, np.arange(4)).sweep(made.players(0.0), 3, 0)
+    sizes = [view[0] for view in env.views]
+    assert len(set(sizes)) > 1 and made.whole_size == sum(sizes)
+    expected = np.concatenate([batch.obs[..., seat, :size] for seat, size in enumerate(sizes)], -1)
+    assert np.array_equal(made.whole(batch.obs, None, 2), expected)
+
+
+def test_values_stay_in_reason_where_the_state_is_in_large_numbers() -> None:
+    """SMAX's world state has positions up to 32: a mixer that saw them raw began with values in the hundreds."""
+
+    class Large(Combat):
+        def step(self, actions: np.ndarray) -> Any:
+            return self._large(super().step(actions))
+
+        def reset(self, seeds: np.ndarray) -> Any:
+            return self._large(super().reset(seeds))
+
+        @staticmethod
+        def _large(frame: Any) -> Any:
+            copy = frame.copy()
+            copy.state *= 1000
+            copy.final_state *= 1000
+            return copy
+
+    figures = {}
+    for normalise in (False, True):
+        env = Large(8, map="3m")
+        made = learner(ALGORITHMS[2], env, normalise=normalise)
+        lines = train(made, Sweeper(env, np.arange(8)), 8, 3)
+        figures[normalise] = max(abs(line["q"]) for line in lines.values())
+    assert figures[True] < 5 < figures[False]
