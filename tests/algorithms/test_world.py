@@ -22,7 +22,7 @@ ALGORITHMS = [
     PPO(critic="central", horizon=8),
     COMA(horizon=8),
     QMIX(horizon=8, warmup=0, batch=16),
-    DDPG(critic="central", horizon=8, warmup=0, batch=16),
+    DDPG(critic="central", horizon=8, warmup=1, batch=16),
 ]
 
 
