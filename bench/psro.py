@@ -87,7 +87,7 @@ def report() -> None:
         found = json.loads(kept.read_text())
         text = "\n".join(line.rstrip() for line in found["text"].strip().splitlines())
         lines += ["```", text, "```", "", f"`--parts {name}`, {found['minutes']:.0f} minutes.", ""]
-    PAGE.write_text("\n".join(lines) + NOTES.read_text())
+    PAGE.write_text("\n".join([*lines, NOTES.read_text()]))
 
 
 def main() -> None:
