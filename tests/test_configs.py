@@ -48,7 +48,7 @@ def playable(path):
     return pytest.param(path, marks=pytest.mark.peers if absent else ())
 
 
-@pytest.mark.parametrize("path", map(playable, GAMES), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", list(map(playable, GAMES)), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_game_trains(path, tmp_path):
     """Two sweeps, and what is learned from them; the exams before and after."""
     config = validate(GamesConfig, load(path))
