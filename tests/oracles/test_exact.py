@@ -91,6 +91,6 @@ def test_answers_to_play_that_is_correlated(tmp_path: Path) -> None:
 def test_what_cannot_be_exact() -> None:
     with pytest.raises(ValueError, match='env "pong" has no rules here'):
         ExactWorker({"type": "pong"}, SEATS)
-    with pytest.raises(ValueError, match="there are train, play and assess"):
+    with pytest.raises(ValueError, match="there are train, play, assess and solve"):
         kuhn().do(Task("t", "rate"), {}, None)
     assert seats_of(("all",), 3) == {"all": [0, 1, 2]}
