@@ -182,7 +182,8 @@ def _follow_population(setup: Any, run: Any, config: Any) -> None:
         return _say_stopped(run)
     console.print(standing(setup.plan.summary()))
     say(f"pictures: {plot_population(run.path)}")
-    say(f"who beats whom: palestra league standings {shlex.quote(str(run.path))}")
+    if config.population.type != "xdo":  # whose members play no games
+        say(f"who beats whom: palestra league standings {shlex.quote(str(run.path))}")
 
 
 def _say_stopped(run: Any) -> None:
