@@ -14,7 +14,7 @@ from palestra.population_reports import Record, read_record
 from palestra.populations.normal_form.zero_sum import value
 from palestra.populations.population import Player
 from palestra.populations.scheduler import MEMBERS
-from palestra.populations.tasks import Task
+from palestra.populations.tasks import Task, done_by
 from palestra.setup_population import PopulationConfig, build_population
 
 CELLS = 16  # of a task
@@ -65,12 +65,9 @@ def compare(
     try:
         for name, folder in folders.items():
             backend.share(name, folder)
-        for task in tasks:
-            backend.submit(task)
-        for number in range(len(tasks)):
-            if done := backend.wait():
-                earned |= {tuple(cell["members"]): cell["mean"] for cell in done.result["cells"]}
-            told(number + 1, len(tasks))
+        for number, done in enumerate(done_by(backend, tasks), 1):
+            earned |= {tuple(cell["members"]): cell["mean"] for cell in done.result["cells"]}
+            told(number, len(tasks))
     finally:
         backend.close()
     returns = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from palestra.config import load, override, validate
 from palestra.population_reports import CROSSPLAY, Record, read_record
 from palestra.populations.scheduler import MEMBERS
-from palestra.populations.tasks import Task
+from palestra.populations.tasks import Task, done_by
 from palestra.runs import Run, read_lines
 from palestra.setup_population import PopulationConfig, build_population
 
@@ -34,13 +34,10 @@ def play_missing(
         try:
             for name in dict.fromkeys(name for task in tasks for name in task.members):
                 backend.share(name, path / MEMBERS / name)
-            for task in tasks:
-                backend.submit(task)
-            for number in range(len(tasks)):
-                if done := backend.wait():
-                    for cell in done.result["cells"]:
-                        run.record(CROSSPLAY, cell)
-                told(number + 1, len(tasks))
+            for number, done in enumerate(done_by(backend, tasks), 1):
+                for cell in done.result["cells"]:
+                    run.record(CROSSPLAY, cell)
+                told(number, len(tasks))
         finally:
             backend.close()
     return sum(len(task.order["cells"]) for task in tasks)

@@ -138,9 +138,8 @@ class Fictitious(Independent):
             self.reservoirs[name].add(rows, rng)
 
     def _all_remember(self) -> bool:
-        """Whether every policy has something to imitate, in all processes: they average their gradients."""
-        can = all(len(reservoir) for reservoir in self.reservoirs.values())
-        return bool(self.together.total(torch.tensor([float(can)])) == self.together.processes)
+        """Whether every policy has something to imitate, in all processes."""
+        return self.together.all(all(len(reservoir) for reservoir in self.reservoirs.values()))
 
     def _imitate(self, stack: Stack, rng: np.random.Generator, progress: float) -> Tensor:
         """One gradient step of the averages; their losses [P]."""

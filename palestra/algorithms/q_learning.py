@@ -204,9 +204,8 @@ class QLearner(NetLearner):
         }
 
     def _ready(self) -> bool:
-        """Whether all processes can learn: they average their gradients, so one must not begin without another."""
-        can = self.seen >= self.config.warmup and self.replay.ring.ready
-        return bool(self.together.total(torch.tensor([float(can)])) == self.together.processes)
+        """Whether all processes can learn."""
+        return self.together.all(self.seen >= self.config.warmup and self.replay.ring.ready)
 
     def _step(self, rng: np.random.Generator, progress: float) -> list[Figures]:
         """One gradient step; figures by stack."""

@@ -88,6 +88,10 @@ class Together:
     total: Sum = alone
     processes: int = 1
 
+    def all(self, can: bool) -> bool:
+        """Whether every process can: they average their gradients, so one must not begin without another."""
+        return bool(self.total(torch.tensor([float(can)])) == self.processes)
+
 
 class Optimizer:
     """Adam over a stack (Kingma & Ba, 2015); every member's gradient is clipped by itself.

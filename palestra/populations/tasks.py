@@ -7,7 +7,7 @@ by telling a new plan the finished tasks again, and a task's randomness follows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,3 +94,14 @@ class Backend(Protocol):
     def close(self) -> None:
         """Ends the workers; what they were doing is lost."""
         ...
+
+
+def done_by(backend: Backend, tasks: Sequence[Task]) -> Iterator[Done]:
+    """Hands out tasks that no plan waits for, and tells of each as it is done."""
+    for task in tasks:
+        backend.submit(task)
+    left = len(tasks)
+    while left:
+        if done := backend.wait():
+            left -= 1
+            yield done

@@ -39,7 +39,6 @@ class _Game:
         seen = [unmasked(env.observation_space(agent)) for agent in self.agents]
         self.dictionaries = [is_masked for _, is_masked in seen]
         self.views = [view_of(space, str(agent)) for (space, _), agent in zip(seen, self.agents, strict=True)]
-        self.plain = not any(self.dictionaries)  # views are what the env says, and it has no masks
         self.choices = [choice_of(env.action_space(agent), str(agent)) for agent in self.agents]
         said = any(self.dictionaries) or any("action_mask" in info for info in infos.values())
         self.spec = GameSpec(
@@ -50,7 +49,7 @@ class _Game:
             pixels=all(view.pixels for view in self.views),
             masks=said and isinstance(self.choices[0].space, Discrete),
         )
-        self.plain &= not self.spec.masks
+        self.plain = not any(self.dictionaries) and not self.spec.masks  # a view is what the env says, and no more
 
     def read(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """View and mask of one seat."""
