@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from palestra.chat import Chat
 from palestra.types import Answer, Episode, Node, Seat
 
 SCHEMA = pa.schema(
@@ -145,6 +146,8 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, (set, frozenset)):
         return sorted(value)
+    if isinstance(value, Chat):
+        return {"messages": value.messages, "tools": value.tools}
     raise ValueError(
         f"cannot record a {type(value).__name__} in an episode: observations and info hold text, numbers, arrays, "
         "lists and mappings; convert it in the env"
@@ -167,6 +170,14 @@ def _column(column: pa.ChunkedArray) -> list[Any]:
     return [flat[a:b].copy() for a, b in itertools.pairwise(offsets)]
 
 
+def _seen(text: str) -> Any:
+    """An observation that is no plain text; conversations are themselves again."""
+    found = json.loads(text)
+    if isinstance(found, dict) and found.keys() == {"messages", "tools"}:
+        return Chat(tuple(found["messages"]), tuple(found["tools"]))
+    return found
+
+
 def _add(episode: Episode, row: dict[str, Any]) -> None:
     """Write one row into the tree; the first row of a node makes it."""
     if not episode.nodes or episode.nodes[-1].id != row["node"]:
@@ -174,7 +185,7 @@ def _add(episode: Episode, row: dict[str, Any]) -> None:
         episode.nodes.append(Node(row["node"], observations={}, answers={}, info=json.loads(row["info"]), **fields))
     node, seat = episode.nodes[-1], row["seat"]
     if row["observation"] is not None:
-        node.observations[seat] = json.loads(row["observation"]) if row["observation_json"] else row["observation"]
+        node.observations[seat] = _seen(row["observation"]) if row["observation_json"] else row["observation"]
     if row["answer"] is not None:
         arrays = (row["prompt_ids"], row["token_ids"], row["logprobs"])
         node.answers[seat] = Answer(row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])

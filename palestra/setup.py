@@ -23,7 +23,7 @@ from palestra.envs import env_class, env_options, make_env
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident, SpeechConfig
 from palestra.policies.base import Policy
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
-from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
+from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.rollouts.play import Arena, derive
 from palestra.train import Exam, Setup
 from palestra.types import TEAM, Seat
@@ -60,6 +60,12 @@ class ScriptedConfig(Strict):
     answers: list[str] = Field(min_length=1)
 
 
+class ExpertConfig(Strict):
+    """The env's own expert, who knows the solution: for demonstrations."""
+
+    type: Literal["expert"] = "expert"
+
+
 class HumanConfig(Strict):
     """A person at the terminal."""
 
@@ -67,7 +73,7 @@ class HumanConfig(Strict):
 
 
 PolicyConfig = Annotated[
-    TaughtLora | FullPolicyConfig | FrozenConfig | RandomConfig | ScriptedConfig | HumanConfig,
+    TaughtLora | FullPolicyConfig | FrozenConfig | RandomConfig | ScriptedConfig | ExpertConfig | HumanConfig,
     Field(discriminator="type"),
 ]
 
@@ -302,6 +308,8 @@ def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Pol
         return ScriptedPolicy(config.answers, name)
     if isinstance(config, HumanConfig):
         return HumanPolicy()
+    if isinstance(config, ExpertConfig):
+        return ExpertPolicy(name)
     return engines.frozen(name, config)
 
 

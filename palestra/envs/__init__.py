@@ -26,6 +26,7 @@ ENTRY_POINTS = "palestra.envs"
 BUILT_IN: dict[str, str] = {
     "plan_path": "palestra.envs.text.plan_path:PlanPath",
     "sokoban": "palestra.envs.text.sokoban:Sokoban",
+    "workflow": "palestra.envs.text.workflow:Workflow",
     "text_kuhn": "palestra.envs.text.games:TextKuhn",
     "text_leduc": "palestra.envs.text.games:TextLeduc",
     "text_liars_dice": "palestra.envs.text.games:TextLiarsDice",

@@ -12,7 +12,7 @@ import inspect
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
@@ -35,15 +35,15 @@ class Env(ABC):
     roles: Mapping[Seat, str] = {}
 
     @abstractmethod
-    def reset(self, seed: int) -> Step:
+    def reset(self, seed: int) -> Step | Awaitable[Step]:
         """The first step of the instance that `seed` names: equal seeds give equal instances, on any machine."""
 
     @abstractmethod
-    def step(self, actions: dict[Seat, Any]) -> Step:
+    def step(self, actions: dict[Seat, Any]) -> Step | Awaitable[Step]:
         """Play one joint step: an action for exactly the seats last observed. A bad action is the agent's mistake and
         costs reward; it never raises."""
 
-    def fork(self) -> Self:
+    def fork(self) -> Self | Awaitable[Self]:
         """An independent copy of the game as it stands."""
         return copy.deepcopy(self)
 

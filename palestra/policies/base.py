@@ -5,6 +5,8 @@ The name carries the version (`planner@12`), so that staleness can be seen in re
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +18,8 @@ class Query:
     """What a policy is asked: `n` independent answers to one observation.
 
     `role` is the env's word for what the seat is there for; `seed` fixes the answers; `history` holds this seat's
-    earlier (observation, answer) pairs of the line being played, oldest first, for policies that remember.
+    earlier (observation, answer) pairs of the line being played, oldest first, for policies that remember. `expert`
+    says what one who knows the solution would, where the env knows it.
     """
 
     role: str
@@ -25,6 +28,7 @@ class Query:
     seed: int = 0
     history: tuple[tuple[Any, Answer], ...] = field(default=())
     legal: list[Any] | None = None
+    expert: Callable[[random.Random], str] | None = None
 
 
 class Policy(Protocol):

@@ -6,11 +6,14 @@ sampled before, and adds only the new observation's.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from palestra.chat import Chat, goes_on, templated
 from palestra.engine.lora import Snapshot
 from palestra.engine.sampler import Request, Sampled, Sampling
 from palestra.policies.base import Query, chat
@@ -42,36 +45,46 @@ class ChatEncoder:
 
     def first(self, query: Query, system: str | None) -> np.ndarray:
         """The prompt of a conversation's first turn."""
-        messages = chat(Query(query.role, query.observation), system)
-        return self._first(tuple((m["role"], m["content"]) for m in messages))
+        return self._first(_frozen(chat(Query(query.role, query.observation), system)), "[]")
 
-    def next(self, earlier: np.ndarray, answered: np.ndarray, observation: Any) -> np.ndarray:
+    def whole(self, conversation: Chat, system: str | None) -> np.ndarray:
+        """The prompt that asks for the next message of a conversation; `system` takes the place of its own."""
+        messages = list(conversation.messages)
+        if system is not None:
+            rest = messages[1:] if messages and messages[0].get("role") == "system" else messages
+            messages = [{"role": "system", "content": system}, *rest]
+        return self._first(_frozen([templated(m) for m in messages]), _frozen(conversation.tools))
+
+    def next(self, earlier: np.ndarray, answered: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """The prompt of a later turn: earlier prompt, sampled answer, then what the template puts between an answer's
-        text and the next answer."""
-        between, end = self._next(str(observation))
+        text and the next answer, with the new `messages` in it."""
+        between, end = self._next(_frozen([templated(m) for m in messages]))
         cut = answered[-1:].tolist() == [end] and len(between) > 0 and between[0] == end
         return np.concatenate([earlier, answered, between[1:] if cut else between])
 
-    def _encode_first(self, pairs: tuple[tuple[str, str], ...]) -> np.ndarray:
-        text = self._render([{"role": role, "content": content} for role, content in pairs])
-        return self._ids(text)
+    def _encode_first(self, messages: str, tools: str) -> np.ndarray:
+        return self._ids(self._render(json.loads(messages), json.loads(tools)))
 
-    def _encode_next(self, observation: str) -> tuple[np.ndarray, int | None]:
-        turns = [("user", "?"), ("assistant", MARK), ("user", observation)]
-        text = self._render([{"role": role, "content": content} for role, content in turns])
-        return self._ids(text.split(MARK, 1)[1]), self.tokenizer.eos_token_id
+    def _encode_next(self, messages: str) -> tuple[np.ndarray, int | None]:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *json.loads(messages)]
+        return self._ids(self._render(turns, []).split(MARK, 1)[1]), self.tokenizer.eos_token_id
 
-    def _render(self, messages: list[Message]) -> str:
-        messages = [m | {"content": self._harmless(m["content"])} for m in messages]
+    def _render(self, messages: list[Any], tools: list[Any]) -> str:
+        messages, tools = self._harmless(messages), self._harmless(tools)
         if self.tokenizer.chat_template is None:
             return "".join(f"{m['content']}\n" for m in messages)
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.options)
+        options = self.options | ({"tools": tools} if tools else {})
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
 
-    def _harmless(self, text: str) -> str:
-        for token in self.special:
-            if len(token) > 1:
-                text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
+    def _harmless(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for token in self.special:
+                if len(token) > 1:
+                    value = value.replace(token, f"{token[0]} {token[1:]}")
+            return value
+        if isinstance(value, list):
+            return [self._harmless(each) for each in value]
+        return {key: self._harmless(each) for key, each in value.items()} if isinstance(value, dict) else value
 
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
@@ -97,7 +110,7 @@ class LanguagePolicy:
     async def act(self, query: Query) -> list[Answer]:
         """`query.n` answers, each with its token ids and log-probabilities."""
         prompt_ids = self.prompt(query)
-        keep = self.memory == "conversation"
+        keep = self.memory == "conversation" or isinstance(query.observation, Chat)
         request = Request(prompt_ids, query.n, self.sampling, self.adapter, query.seed, keep)
         sampled = await self.sampler.sample(request)
         texts = self.encoder.tokenizer.batch_decode([s.token_ids for s in sampled], skip_special_tokens=True)
@@ -122,11 +135,19 @@ class LanguagePolicy:
         )
 
     def prompt(self, query: Query) -> np.ndarray:
-        """The prompt's token ids [P]."""
+        """The prompt's token ids [P]. A conversation that goes on from one of this seat's earlier answers begins with
+        the very tokens of it."""
+        if isinstance(query.observation, Chat):
+            for seen, said in reversed(query.history):
+                new = goes_on(query.observation, seen, said.text) if isinstance(seen, Chat) else None
+                if new and len(said.token_ids):
+                    return self.encoder.next(said.prompt_ids, said.token_ids, new)
+            return self.encoder.whole(query.observation, self.system)
         if self.memory == "none" or not query.history:
             return self.encoder.first(query, self.system)
         last = query.history[-1][1]
-        return self.encoder.next(last.prompt_ids, last.token_ids, query.observation)
+        asked = {"role": "user", "content": str(query.observation)}
+        return self.encoder.next(last.prompt_ids, last.token_ids, [asked])
 
     def quote(self, query: Query, text: str) -> Answer:
         """`text` as if this policy had said it: an answer with tokens, for imitation (log-probabilities are zero)."""
@@ -143,6 +164,11 @@ class TaughtPolicy:
 
     async def act(self, query: Query) -> list[Answer]:
         return [self._student.quote(query, answer.text) for answer in await self._teacher.act(query)]
+
+
+def _frozen(messages: Sequence[Any]) -> str:
+    """Something that a cache can be keyed by."""
+    return json.dumps(list(messages))
 
 
 def _before_stop(text: str, stops: tuple[str, ...]) -> str:

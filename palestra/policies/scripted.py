@@ -38,6 +38,19 @@ class RandomPolicy(ScriptedPolicy):
         super().__init__(script, "random")
 
 
+class ExpertPolicy(ScriptedPolicy):
+    """Says what the env's own expert would, who knows the solution: a teacher to learn from, never an opponent to
+    measure against. Raises ValueError in an env that has none."""
+
+    def __init__(self, name: str = "expert") -> None:
+        def script(query: Query, rng: random.Random) -> str:
+            if query.expert is None:
+                raise ValueError("this env knows no solution to its instances, and so has no expert: play another")
+            return query.expert(rng)
+
+        super().__init__(script, name)
+
+
 class HumanPolicy:
     """Shows the observation at the terminal and reads the answer there."""
 

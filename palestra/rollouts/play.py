@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from palestra.envs.base import Env
@@ -184,6 +185,7 @@ class _Growth:
     async def _ask(self, line: Line, seat: Seat, k: int) -> list[Answer]:
         if seat not in self.match.seats:
             raise ValueError(f'env "{self.episode.env}" asks seat "{seat}", which nobody plays: give it a policy')
+        expert = getattr(line.env, "expert", None)
         query = Query(
             role=line.env.roles.get(seat, ""),
             observation=line.step.observations[seat],
@@ -191,6 +193,7 @@ class _Growth:
             seed=self._seed(seat, line),
             history=line.history.get(seat, ()),
             legal=(line.step.legal or {}).get(seat),
+            expert=partial(expert, seat) if expert else None,
         )
         return await self.match.seats[seat].act(query)
 
