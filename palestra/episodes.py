@@ -54,9 +54,9 @@ SCHEMA = pa.schema(
 )
 
 
-def to_table(step: int, episodes: list[Episode]) -> pa.Table:
-    """The rows of `SCHEMA` for the episodes of one training step."""
-    rows = [{"step": step, "episode": i} | row for i, episode in enumerate(episodes) for row in _rows(episode)]
+def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
+    """The rows of `SCHEMA` for the episodes of one training step, numbered from `first` on."""
+    rows = [{"step": step, "episode": i} | row for i, episode in enumerate(episodes, first) for row in _rows(episode)]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 

@@ -3,17 +3,77 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from palestra.config import load, override, validate
+from palestra.config import load, validate
 from palestra.engine.sampler import Sampling
+from palestra.envs import known_envs
+from palestra.envs.text.splits import Split
 from palestra.policies.base import Policy
-from palestra.rollouts.figures import summary
+from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
+from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy
+from palestra.rollouts.figures import seat_returns, summary
+from palestra.rollouts.play import Arena, Branching, Match, derive
 from palestra.runs import Checkpoint, checkpoints
 from palestra.setup import Config, Engines, FrozenConfig, exam_env, make_arena, make_policy, seat_map
 from palestra.train import evaluate
-from palestra.types import Metrics, Seat
+from palestra.types import Episode, Seat
+
+BARE: dict[str, Any] = {"policies": {"default": {"type": "frozen"}}}  # a config for an env alone: the base plays
+MOST_WAYS = 256
+FREE: dict[str, Callable[[], Policy]] = {"expert": ExpertPolicy, "random": RandomPolicy, "human": HumanPolicy}
+
+
+class Table(NamedTuple):
+    """An arena, and how to seat its players: `names` says who sits where, `policy` finds a policy by name."""
+
+    arena: Arena
+    names: dict[Seat, str]
+    policy: Callable[[str], Policy]
+
+    @property
+    def team(self) -> dict[Seat, Policy]:
+        return {seat: self.policy(name) for seat, name in self.names.items()}
+
+
+def set_table(
+    path: Path,
+    env: dict[str, Any],
+    seats: dict[Seat, str],
+    *,
+    split: Split = "test",
+    sampling: dict[str, Any] | None = None,
+    step: int | None = None,
+) -> Table:
+    """A table in a run's env, or a config's, with that env's instances of `split` unless `env` says otherwise.
+
+    `path` is a run, a config, a member as RUN:NAME, which then plays every seat not named in `seats`, or an env's name,
+    where the shipped base plays. See `member` for who can sit at `seats`.
+    """
+    run, _, everywhere = str(path).rpartition(":")
+    known = not path.exists() and str(path) in known_envs()
+    path, everywhere = (Path(run), everywhere) if run and not known else (path, "")
+    config = validate(Config, BARE | {"env": {"type": str(path)} | env} if known else _tree(path))
+    changed = exam_env(config.env, None, split) | env
+    names = seat_map(config.model_copy(update={"env": changed}))
+    if unknown := sorted(set(seats) - set(names)):
+        raise ValueError(f'no seat "{unknown[0]}": env "{config.env["type"]}" plays {", ".join(names)}')
+    checkpoint = find_checkpoint(path, step) if path.is_dir() else None
+    engines = Engines(config.device, config.max_rows)
+    names = (dict.fromkeys(names, everywhere) if everywhere else names) | {seat: str(n) for seat, n in seats.items()}
+    policy = cache(lambda name: member(name, config, checkpoint, engines, sampling or {}))
+    return Table(make_arena(changed, split), names, policy)
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise ValueError(f"{path} is no run, no config and no env: `palestra info` lists the envs")
+    return load(path / "config.yaml" if path.is_dir() else path)
 
 
 async def evaluate_run(
@@ -26,27 +86,61 @@ async def evaluate_run(
     sampling: dict[str, Any],
     step: int | None,
     seed: int,
-) -> tuple[dict[Seat, str], Metrics]:
-    """Who sat where, and the figures of `episodes` held-out episodes (split "test" unless `env` says otherwise).
+) -> tuple[dict[Seat, str], dict[str, Any]]:
+    """Who sat where, and the figures of `episodes` held-out episodes; see `set_table`."""
+    table = set_table(path, env, seats, sampling=sampling, step=step)
+    names = swapped(table.names) if swap else table.names
+    return await _scored(table._replace(names=names), episodes, seed)
 
-    `path` is a run, a config, or a member as RUN:NAME, which then plays every seat not named in `seats`.
+
+async def cross_play(
+    path: Path,
+    env: dict[str, Any],
+    members: Sequence[str],
+    *,
+    episodes: int,
+    sampling: dict[str, Any],
+    step: int | None,
+    seed: int,
+) -> list[tuple[dict[Seat, str], dict[str, Any]]]:
+    """Every way to seat `members` (of a run: its own policies, where none are named), each on the same instances.
+
+    Raises ValueError where there are more than 256 ways.
     """
-    run, _, everywhere = str(path).rpartition(":")
-    path = Path(run) if run else path
-    source = path / "config.yaml" if path.is_dir() else path
-    config = validate(Config, override(load(source), []))
-    checkpoint = find_checkpoint(path, step) if path.is_dir() else None
-    names = seat_map(config)
-    if unknown := sorted(set(seats) - set(names)):
-        raise ValueError(f'no seat "{unknown[0]}": env "{config.env["type"]}" plays {", ".join(names)}')
-    names = (dict.fromkeys(names, everywhere) if run else names) | seats
-    if swap:
-        names = swapped(names)
-    engines = Engines(config.device, config.max_rows)
-    team = {seat: member(name, config, checkpoint, engines, sampling) for seat, name in names.items()}
-    arena = make_arena(exam_env(config.env, None, "test") | env, "test")
-    played = await evaluate(arena, team, episodes, seed)
-    return {seat: policy.name for seat, policy in team.items()}, summary(played)
+    table = set_table(path, env, {}, sampling=sampling, step=step)
+    members = list(dict.fromkeys(members or table.names.values()))
+    if len(members) ** len(table.names) > MOST_WAYS:
+        raise ValueError(
+            f"{len(members)} members can sit at {len(table.names)} seats in {len(members) ** len(table.names)} ways, "
+            f"more than {MOST_WAYS}: name fewer with --member"
+        )
+    ways = [dict(zip(table.names, way, strict=True)) for way in product(members, repeat=len(table.names))]
+    return [await _scored(table._replace(names=names), episodes, seed) for names in ways]
+
+
+async def play_one(
+    path: Path,
+    env: dict[str, Any],
+    seats: dict[Seat, str],
+    mine: Seat | None,
+    *,
+    sampling: dict[str, Any],
+    step: int | None,
+    seed: int,
+) -> tuple[Seat, Episode]:
+    """One episode of instance `seed` with a person at seat `mine` (None: the first), and which seat that was."""
+    table = set_table(path, env, seats, sampling=sampling, step=step)
+    mine = mine or next(iter(table.names))
+    if mine not in table.names:
+        raise ValueError(f'no seat "{mine}": this env plays {", ".join(table.names)}')
+    team = table._replace(names=table.names | {mine: "human"}).team
+    return mine, await table.arena.play(Match(seed, team, derive(seed, "play")), Branching())
+
+
+async def _scored(table: Table, episodes: int, seed: int) -> tuple[dict[Seat, str], dict[str, Any]]:
+    team = table.team
+    played = await evaluate(table.arena, team, episodes, seed)
+    return {seat: policy.name for seat, policy in team.items()}, summary(played) | seat_returns(played)
 
 
 def swapped(names: dict[Seat, str]) -> dict[Seat, str]:
@@ -71,7 +165,14 @@ def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
 def member(
     name: str, config: Config, checkpoint: Checkpoint | None, engines: Engines, sampling: dict[str, Any]
 ) -> Policy:
-    """A policy by name: one of the run's, "base" (the bare base of the first policy), or "RUN:NAME" of another run."""
+    """A policy by name: one of the run's, "base" (the bare base of the first policy), "RUN:NAME" of another run,
+    "expert", "random", "human", or an endpoint as URL#MODEL (its key is read from OPENAI_API_KEY)."""
+    if name.startswith(("http://", "https://")):
+        url, _, model = name.partition("#")
+        key_env = "OPENAI_API_KEY" if "OPENAI_API_KEY" in os.environ else None
+        return EndpointPolicy(model, EndpointConfig(url=url, model=model, key_env=key_env))
+    if name in FREE and name not in config.policies:
+        return FREE[name]()
     run, _, other = name.rpartition(":")
     if run:
         return member(
@@ -85,7 +186,10 @@ def member(
     if name == "base" and speakers:
         return engines.frozen("base", _frozen(speakers[0], None, sampling))
     if name not in config.policies:
-        raise ValueError(f'no policy "{name}"; the run has {", ".join(config.policies)}, or say base, or RUN:NAME')
+        raise ValueError(
+            f'no policy "{name}"; the run has {", ".join(config.policies)}, or say base, expert, random, human, '
+            "RUN:NAME, or URL#MODEL"
+        )
     chosen = config.policies[name]
     if checkpoint and name in checkpoint.names:
         folder = checkpoint.path / checkpoint.names[name]

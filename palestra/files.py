@@ -7,7 +7,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +28,20 @@ def atomic_write(path: str | Path, data: bytes) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A place to write a file of any size, which becomes `path` once the block ends well, and else nothing."""
+    temporary = path.with_name(TEMPORARY + path.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def atomic_folder(path: Path, write: Callable[[Path], None], *, synced: bool = True) -> dict[str, int]:

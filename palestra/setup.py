@@ -22,6 +22,7 @@ from palestra.engine.sampler import Sampler, Sampling
 from palestra.envs import env_class, env_options, make_env
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident, SpeechConfig
 from palestra.policies.base import Policy
+from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
 from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.rollouts.play import Arena, derive
@@ -310,6 +311,8 @@ def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Pol
         return HumanPolicy()
     if isinstance(config, ExpertConfig):
         return ExpertPolicy(name)
+    if isinstance(config, EndpointConfig):
+        return EndpointPolicy(name, config)
     return engines.frozen(name, config)
 
 

@@ -6,6 +6,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+console = Console()
+
+
+def say(text: str) -> None:
+    """Prints a line as it is: not wrapped, so that a path or command can be copied, and brackets are no markup."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
 
 class friendly:
     """Within, a user's mistake is one red line and exit code 2, not a traceback."""

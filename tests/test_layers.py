@@ -40,7 +40,8 @@ ROOMS = [
         "palestra.compare",
         "palestra.population_plots",
     },
-    {"palestra.cli_league"},
+    {"palestra.collect"},
+    {"palestra.cli_league", "palestra.cli_play", "palestra.cli_serve"},
     {"palestra.cli", "palestra.__main__"},
     {"palestra.testing"},
 ]
@@ -75,7 +76,7 @@ SERVICE = {
     "uvicorn",
     "zstandard",
 }
-TALKS_HTTP = ("palestra.service.connection", "palestra.web.endpoint")  # both by aiohttp
+TALKS_HTTP = ("palestra.service.connection", "palestra.web.endpoint", "palestra.web.client")
 OPTIONAL = SERVICE | {
     "ale_py",
     "envpool",
@@ -86,6 +87,11 @@ OPTIONAL = SERVICE | {
     "aiohttp",
     "datasets",
     "grpc",
+    "math_verify",
+    "reasoning_gym",
+    "sandlock",
+    "textarena",
+    "verifiers",
     "gymnasium",
     "mcp",
     "numba",
@@ -255,7 +261,7 @@ def test_an_optional_dependency_is_imported_by_one_module() -> None:
 
 def test_the_service_keeps_its_dependencies_to_itself() -> None:
     users = [found for found in imports() if found.target.split(".")[0] in SERVICE and not _serves(found.importer)]
-    assert [str(found) for found in users if found.importer != "palestra.testing"] == []
+    assert [str(found) for found in users if found.importer not in ("palestra.testing", *TALKS_HTTP)] == []
 
 
 def _serves(module: str) -> bool:

@@ -57,6 +57,9 @@ class Whisper(Env):
         self.turn += 1
         return Step({}, {}, float(right), info=info) if self.turn == self.turns else self.ask(float(right), info)
 
+    def expert(self, seat: str, rng: random.Random) -> str:
+        return self.secret if seat == "guide" else "10"[int(self.heard)]
+
 
 class Chant(Env):
     """A caller, a herald and a walker speak in turn; what they see is the same in every instance."""

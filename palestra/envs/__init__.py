@@ -20,7 +20,7 @@ from palestra.envs.base import check_env as check_one
 from palestra.envs.vector.base import VectorEnv
 from palestra.envs.vector.check import check_vector_env
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "GAMES", "Env", "VectorEnv", "check_env", "env_class", "env_options", "make_env"]
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "GAMES", "Env", "VectorEnv", "check_env", "env_class", "env_options", "known_envs", "make_env"]
 
 ENTRY_POINTS = "palestra.envs"
 BUILT_IN: dict[str, str] = {
@@ -80,10 +80,14 @@ def is_vectorised(type: Any) -> bool:
     return isinstance(type, str) and bool(type) and issubclass(env_class(type), VectorEnv)
 
 
+def known_envs() -> dict[str, str]:
+    """Every env that has a name: where its class is."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | BUILT_IN | GAMES
+
+
 def env_class(type: str) -> type[Env] | type[VectorEnv]:
     """The class that a name stands for: built in, an entry point of group "palestra.envs", or "module:Class"."""
-    offered = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-    named = offered | BUILT_IN | GAMES
+    named = known_envs()
     path = named.get(type, type)
     if ":" not in path:
         known = sorted(named)

@@ -52,10 +52,12 @@ class ExpertPolicy(ScriptedPolicy):
 
 
 class HumanPolicy:
-    """Shows the observation at the terminal and reads the answer there."""
+    """Shows the observation at the terminal and reads the answer there; the end of input (Ctrl-D) fails the episode."""
 
     name = "human"
 
     async def act(self, query: Query) -> list[Answer]:
-        text = await asyncio.to_thread(input, f"\n[{query.role}]\n{query.observation}\n> ")
-        return [Answer(text, self.name) for _ in range(query.n)]
+        role = f"\n[{query.role}]" if query.role and not query.history else ""
+        choices = f"\n({', '.join(map(str, query.legal))})" if query.legal else ""
+        text = await asyncio.to_thread(input, f"{role}\n{query.observation}{choices}\n> ")
+        return [Answer(text.strip(), self.name) for _ in range(query.n)]

@@ -35,6 +35,19 @@ def summary(episodes: Sequence[Episode]) -> Metrics:
     }
 
 
+def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
+    """`returns`: each seat's own reward over a line, a mean over the episodes that did not fail; `returns_half`: half
+    of its 95 % interval (normal)."""
+    valid = [e for e in episodes if e.error is None]
+    ends = [(e, leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
+    seats = {seat: None for e in valid for seat in e.seats}
+    own = {seat: [sum(n.rewards.get(seat, 0.0) for n in e.line(leaf)) for e, leaf in ends] for seat in seats}
+    return {
+        "returns": {seat: _mean(values) for seat, values in own.items()},
+        "returns_half": {seat: 1.96 * float(np.std(v, ddof=1)) / len(v) ** 0.5 for seat, v in own.items() if len(v) > 1},
+    }
+
+
 def policy_figures(episodes: Sequence[Episode], policy: str) -> Metrics:
     """One policy's answers, tried ones included: local and team reward per answer, share invalid, length, how often it
     ran into the token limit."""

@@ -1,0 +1,281 @@
+"""`palestra eval`, `collect` and `play`: anybody in any seats, for figures, for data, for fun."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from palestra.terminal import console, friendly, say
+
+WHO = (
+    "a policy of the run, RUN:NAME of another, base, expert, random, human, or an endpoint as URL#MODEL; in vectorised "
+    "games `*` stands for any letters of a seat, and script:NAME plays too"
+)
+What = Annotated[Path, typer.Argument(help="a run, a member as RUN:NAME (it plays every seat), a config, or an env")]
+Changes = Annotated[list[str] | None, typer.Option("--env", help="change the env: `--env split=test`, `--env size=5`")]
+Seats = Annotated[list[str] | None, typer.Option(help=f"who plays a seat, as SEAT=WHO: {WHO}")]
+Temperature = Annotated[
+    float | None, typer.Option(min=0, help="default: as in training; networks know only that and 0")
+]
+Step = Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")]
+
+
+def evaluate(
+    what: What,
+    env: Changes = None,
+    seats: Seats = None,
+    swap: Annotated[bool, typer.Option("--swap", help="let two seats change policies")] = False,
+    cross: Annotated[
+        bool, typer.Option("--cross", help="try every way to seat the members, each on the same instances")
+    ] = False,
+    members: Annotated[
+        list[str] | None, typer.Option("--member", help=f"one of those that --cross seats: {WHO}")
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1)] = 300,
+    step: Step = None,
+    temperature: Temperature = None,
+    seed: int = 0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Play held-out instances, with the members of a run or anybody else.
+
+    Examples:
+
+        palestra eval runs/demo --env split=test
+
+        palestra eval runs/demo --swap
+
+        palestra eval runs/demo:planner
+
+        palestra eval runs/demo --seats planner=base --temperature 0
+
+        palestra eval runs/demo --cross --member planner --member executor --member base
+
+        palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
+    """
+    with friendly():
+        if cross and (swap or seats):
+            raise ValueError("--cross seats its members in every way: name them with --member, not --seats or --swap")
+        if members and not cross:
+            raise ValueError("--member names who --cross seats; to seat one somewhere, say --seats SEAT=WHO")
+        options: dict[str, Any] = {"episodes": episodes, "step": step, "seed": seed}
+        if cross:
+            _needs_text(what, "--cross")
+            from palestra.evaluate import cross_play
+
+            sampling = _sampling(temperature)
+            found = asyncio.run(cross_play(what, pairs(env), members or [], sampling=sampling, **options))
+        else:
+            found = [_evaluated(what, env, seats, temperature, options | {"swap": swap})]
+    if as_json:
+        lines: Any = [{"seats": who, **figures} for who, figures in found]
+        print(json.dumps(lines if cross else lines[0]))
+    elif cross:
+        console.print(_cross_table(f"{what}, {episodes} episodes each", found))
+    else:
+        console.print(_eval_table(f"{what}, {episodes} episodes", *found[0]))
+
+
+def collect(
+    what: What,
+    out: Annotated[Path, typer.Option(help="the file to write: .parquet, or .npz of a vectorised game")],
+    seats: Seats = None,
+    env: Changes = None,
+    episodes: Annotated[int, typer.Option(min=1, help="played; of a vectorised game see --games and --steps")] = 300,
+    least: Annotated[
+        float | None, typer.Option(help="keep episodes of this reward and more: the team's, and the seats' mean")
+    ] = None,
+    successes: Annotated[bool, typer.Option("--successes", help="keep only episodes that were a success")] = False,
+    games: Annotated[int, typer.Option(min=1, help="vectorised games at once")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="joint steps of every vectorised game")] = 500,
+    temperature: Temperature = None,
+    step: Step = None,
+    seed: int = 0,
+) -> None:
+    """Record play: as Parquet with tokens, log-probabilities and rewards by seat, or as demonstrations for bc and gail.
+
+    Examples:
+
+        palestra collect runs/demo --out demo.parquet --successes
+
+        palestra collect math --seats reasoner=expert --seats tool=expert --out math.parquet --episodes 1000
+
+        palestra collect configs/demo.yaml --seats planner=https://api.example.org/v1#big --out big.parquet
+
+        palestra collect runs/spread_mappo --out expert.npz
+
+        palestra collect configs/games/combat_vdn.yaml --seats 'unit_*=script:focus' --out focus.npz
+    """
+    with friendly():
+        if plays_games(what):
+            from palestra.evaluate_games import collect as record_games
+
+            options: dict[str, Any] = {"games": games, "steps": steps, "step": step, "seed": seed}
+            who = record_games(what, out, seat_pairs(seats), best=temperature == 0, **options)
+            kept = f"{games * steps} joint steps"
+        else:
+            options = {"episodes": episodes, "least": least, "successes": successes, "step": step, "seed": seed}
+            who, figures = _collected(what, out, env, seats, temperature, options)
+            kept = f"{figures['kept']} of {episodes} episodes"
+    say(f"{out}: {kept} of {', '.join(f'{seat}={name}' for seat, name in who.items())}")
+
+
+def play(
+    what: What,
+    seat: Annotated[str | None, typer.Option(help="yours (default: the first)")] = None,
+    seats: Seats = None,
+    env: Changes = None,
+    temperature: Temperature = None,
+    step: Step = None,
+    seed: Annotated[int, typer.Option(help="which instance")] = 0,
+) -> None:
+    """Take a seat yourself; the others are played as in `palestra eval`. Ctrl-D gives up.
+
+    Examples:
+
+        palestra play runs/demo --seat executor
+
+        palestra play sudoku --env size=4
+
+        palestra play text_tic_tac_toe --seats player_1=expert
+    """
+    with friendly():
+        _needs_text(what, "palestra play")
+        from palestra.evaluate import play_one
+
+        asked = {name: who for name, who in seat_pairs(seats).items() if name != seat}
+        mine, episode = asyncio.run(
+            play_one(what, pairs(env), asked, seat, sampling=_sampling(temperature), step=step, seed=seed)
+        )
+        if episode.error:
+            raise ValueError(f"the episode ended early: {episode.error}")
+    console.print(_outcome(mine, episode))
+
+
+def _evaluated(
+    what: Path, env: list[str] | None, seats: list[str] | None, temperature: float | None, options: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    if plays_games(what):
+        from palestra.evaluate_games import evaluate_games
+
+        return evaluate_games(what, pairs(env), seat_pairs(seats), best=temperature == 0, **options)
+    from palestra.evaluate import evaluate_run
+
+    return asyncio.run(evaluate_run(what, pairs(env), seat_pairs(seats), sampling=_sampling(temperature), **options))
+
+
+def _collected(
+    what: Path,
+    out: Path,
+    env: list[str] | None,
+    seats: list[str] | None,
+    temperature: float | None,
+    options: dict[str, Any],
+) -> tuple[dict[str, str], dict[str, Any]]:
+    from palestra.collect import collect_episodes
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("playing", total=options["episodes"])
+
+        def told(played: int, kept: int) -> None:
+            bar.update(task, completed=played, description=f"kept {kept}")
+
+        playing = collect_episodes(
+            what, out, pairs(env), seat_pairs(seats), sampling=_sampling(temperature), told=told, **options
+        )
+        return asyncio.run(playing)
+
+
+def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Table:
+    from palestra.reports import interval
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    for seat, policy in who.items():
+        table.add_row(seat, policy)
+    table.add_section()
+    if "success" in figures:
+        table.add_row("success", f"[bold]{interval(figures)}[/]")
+    for key in ("return", "steps_per_episode", "team_return", "failed"):
+        if key in figures:
+            table.add_row(key.replace("_", " "), f"{figures[key]:.2f}")
+    for seat in figures.get("returns", {}):
+        table.add_row(f"return of {seat}", _return(figures, seat))
+    return table
+
+
+def _cross_table(title: str, found: list[tuple[dict[str, str], dict[str, Any]]]) -> Table:
+    from palestra.reports import interval
+
+    seats = list(found[0][0])
+    table = Table(*seats, "success", "team return", *(f"return of {seat}" for seat in seats), title=title)
+    table.title_justify = "left"
+    for who, figures in found:
+        returns = [_return(figures, seat) for seat in seats]
+        table.add_row(*who.values(), interval(figures), f"{figures['team_return']:.2f}", *returns)
+    return table
+
+
+def _return(figures: dict[str, Any], seat: str) -> str:
+    half = figures.get("returns_half", {}).get(seat)
+    return f"{figures['returns'][seat]:.2f}" + (f" ± {half:.2f}" if half is not None else "")
+
+
+def _outcome(mine: str, episode: Any) -> Table:
+    """How a game against a person ended."""
+    from palestra.rollouts.figures import seat_returns
+
+    (leaf,) = episode.leaves()
+    table = Table(title="the end", title_justify="left", show_header=False)
+    if "success" in leaf.info:
+        table.add_row("success", "[bold]yes[/]" if leaf.info["success"] else "[bold]no[/]")
+    table.add_row("return of the team", f"{sum(node.team_reward for node in episode.line(leaf)):.2f}")
+    for seat, value in seat_returns([episode])["returns"].items():
+        table.add_row(f"return of {seat}{' (you)' if seat == mine else ''}", f"{value:.2f}")
+    return table
+
+
+def _sampling(temperature: float | None) -> dict[str, Any]:
+    return {} if temperature is None else {"temperature": temperature}
+
+
+def _needs_text(what: Path, name: str) -> None:
+    if plays_games(what):
+        raise ValueError(f"{name} is for envs in words; {what} is a vectorised game, whose seats take arrays")
+
+
+def plays_games(what: Path) -> bool:
+    """Whether a run, RUN:NAME, a config or an env is vectorised."""
+    from palestra.config import load
+    from palestra.envs import is_vectorised, known_envs
+
+    if not what.exists() and str(what) in known_envs():
+        return is_vectorised(str(what))
+    run, _, _ = str(what).rpartition(":")
+    path = Path(run) if run else what
+    tree = load(path / "config.yaml" if path.is_dir() else path)
+    if "population" in tree:
+        raise ValueError(
+            f"{path} trains a population: `palestra league crossplay RUN` lets its members play each other"
+        )
+    return is_vectorised((tree.get("env") or {}).get("type"))
+
+
+def seat_pairs(settings: list[str] | None) -> dict[str, str]:
+    """`["adversary_*=random"]` -> {"adversary_*": "random"}."""
+    found = [setting.partition("=") for setting in settings or []]
+    if wrong := [seat for seat, equals, _ in found if not equals]:
+        raise ValueError(f"cannot read --seats {wrong[0]}: write SEAT=POLICY, for example agent_0=random")
+    return {seat: name for seat, _, name in found}
+
+
+def pairs(settings: list[str] | None) -> dict[str, Any]:
+    """`["size=5"]` -> {"size": 5}."""
+    from palestra.config import override
+
+    return override({}, settings or [])

@@ -1,0 +1,145 @@
+"""`palestra serve` and `palestra keys`: the training service, and who may use it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palestra.terminal import friendly, say
+
+
+def serve(
+    base: Annotated[
+        list[str] | None,
+        typer.Option("--base", help="a base to serve, NAME=PATH or a shipped one's name (default: tiny)"),
+    ] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option("--alias", help="a name that clients call a base by: `Qwen/Qwen3-0.6B=tiny`")
+    ] = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
+    data: Annotated[Path, typer.Option(help="the folder for weights and the database")] = Path("palestra-data"),
+    auth: Annotated[
+        Path | None, typer.Option(help="a file of API keys, see `palestra keys`; without it any will do")
+    ] = None,
+    root_path: Annotated[str, typer.Option(help="a prefix of every address, such as /train")] = "",
+    store: Annotated[
+        str | None,
+        typer.Option(help="another database than SQLite in --data: postgresql+psycopg://USER:PASSWORD@HOST/NAME"),
+    ] = None,
+    front_only: Annotated[
+        bool,
+        typer.Option(help="no engine: a further front end of the server that has one, on the same --data and --store"),
+    ] = False,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="an origin whose web pages may use the server: https://chat.example.org")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="of torch, on a CPU")] = 1,
+    max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
+    poll: Annotated[float, typer.Option(min=0, max=40, help="seconds that a poll for an answer is held")] = 30.0,
+    queue: Annotated[int, typer.Option(min=1, help="unanswered requests that one key may have")] = 20_000,
+    queue_bytes: Annotated[int, typer.Option(min=1, help="bytes that one key's unanswered requests may have")] = 2**29,
+    models: Annotated[int, typer.Option(min=1, help="models that one key may train at a time")] = 64,
+) -> None:
+    """Serve Tinker's and MinT's clients: training and sampling over HTTP.
+
+    Examples:
+
+        palestra serve
+
+        palestra serve --base small=/models/small --alias Qwen/Qwen3-0.6B=small --port 9000
+
+        palestra keys add ada --auth keys.txt && palestra serve --host 0.0.0.0 --auth keys.txt
+
+    Ctrl-C, or SIGTERM, ends it after the requests under way, with every model saved.
+    """
+    with friendly():
+        needs_service()
+        from palestra.service.context import Limits
+        from palestra.service.serve import Options
+        from palestra.service.serve import serve as run_server
+
+        options = Options(
+            bases=named(base, "tiny"),
+            aliases=named(alias),
+            host=host,
+            port=port,
+            data=data,
+            auth=auth,
+            root_path=root_path,
+            store=store,
+            front_only=front_only,
+            allow_origins=tuple(allow_origin or ()),
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            max_rows=max_rows,
+            limits=Limits(poll=poll, queue=queue, queue_bytes=queue_bytes, models=models),
+        )
+        run_server(options, say)
+
+
+def named(settings: list[str] | None, *default: str) -> dict[str, str]:
+    """`["small=/models/small", "tiny"]` -> {"small": "/models/small", "tiny": "tiny"}."""
+    pairs = [text.partition("=") for text in settings or default]
+    return {name: value or name for name, _, value in pairs}
+
+
+def needs_service() -> None:
+    """Raises ValueError where the optional packages of the service are not installed."""
+    missing = [name for name in ("fastapi", "uvicorn", "sqlalchemy", "jwt", "zstandard") if not find_spec(name)]
+    if missing:
+        raise ValueError(f"the service needs {', '.join(missing)}: pip install 'palestra[service]'")
+
+
+keys = typer.Typer(no_args_is_help=True, help="Add, list and remove API keys of the service.")
+Auth = Annotated[Path, typer.Option(help="the file of keys that `palestra serve --auth` reads")]
+
+
+@keys.command("add")
+def add_key(name: Annotated[str, typer.Argument(help="who the key is for")], auth: Auth) -> None:
+    """Make a key and print it, this once: only its hash is kept.
+
+    Example:
+
+        palestra keys add ada --auth keys.txt
+    """
+    with friendly():
+        needs_service()
+        from palestra.service import keys as service_keys
+
+        print(service_keys.add_key(auth, name))
+
+
+@keys.command("list")
+def list_keys(auth: Auth) -> None:
+    """List who has keys, and how many."""
+    with friendly():
+        needs_service()
+        from palestra.service import keys as service_keys
+
+        owners = [name for name, _ in service_keys.read_keys(existing(auth))]
+        for name in sorted(set(owners)):
+            print(f"{name}  {owners.count(name)}")
+
+
+@keys.command("remove")
+def remove_keys(name: Annotated[str, typer.Argument(help="whose keys")], auth: Auth) -> None:
+    """Remove the keys of an owner; a running server refuses them from then on."""
+    with friendly():
+        needs_service()
+        from palestra.service import keys as service_keys
+
+        if not service_keys.remove_keys(existing(auth), name):
+            raise ValueError(f'"{name}" has no key in {auth}: `palestra keys list --auth {auth}` shows who has')
+
+
+def existing(path: Path) -> Path:
+    if not path.exists():
+        raise ValueError(f"there is no file {path}: `palestra keys add NAME --auth {path}` makes one")
+    return path

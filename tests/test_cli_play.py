@@ -1,0 +1,150 @@
+"""Anybody in any seats: evaluation in every way to sit, episodes recorded, a person at the terminal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from test_cli import plain
+from typer.testing import CliRunner
+
+from palestra.cli import app
+from palestra.episodes import load_episodes, read_episodes
+from palestra.web.endpoint import Session
+
+WHISPER = "toys:Whisper"
+
+
+def palestra(*arguments, **options):
+    return CliRunner().invoke(app, [str(a) for a in arguments], **options)
+
+
+@pytest.fixture(scope="module")
+def config(base, tmp_path_factory):
+    """A config whose guide and walker are adapters on the small base."""
+    speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
+    tree = {"env": {"type": WHISPER}, "policies": {"guide": speech, "walker": speech}}
+    path = tmp_path_factory.mktemp("play") / "whisper.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture
+def server():
+    """An endpoint that answers every call with the last letter it was asked."""
+    session = Session(["echo"], lambda asked: asked.answer.set_result(asked.chat.messages[-1]["content"][-1]))
+    yield session
+    session.close()
+
+
+# ---- eval
+
+
+def test_every_way_to_sit_is_tried(config):
+    done = palestra("eval", config, "--cross", "--member", "expert", "--member", "random", "--episodes", 40, "--json")
+    assert done.exit_code == 0, done.output
+    found = {tuple(line["seats"].values()): line for line in json.loads(done.stdout)}
+    assert set(found) == {(a, b) for a in ("expert", "random") for b in ("expert", "random")}
+    assert found["expert", "expert"]["success"] == 1 and found["expert", "expert"]["returns"]["guide"] == 1
+    assert found["random", "random"]["success"] < 0.6
+    assert 0 < found["random", "expert"]["returns"]["guide"] < 1
+    assert found["random", "expert"]["returns_half"]["guide"] > 0
+
+
+def test_a_run_crosses_its_own_policies(config):
+    text = plain(palestra("eval", config, "--cross", "--episodes", 2).output)
+    assert text.count("%") == 4 * 3  # a share and its interval in each of four rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--member", "expert"), "--member names who --cross seats"),
+        (("--cross", "--swap"), "not --seats or --swap"),
+        (("--seats", "guide=nobody"), "or say base, expert, random, human"),
+        (("--seats", "cook=expert"), 'no seat "cook"'),
+        (("--cross", *(part for n in range(17) for part in ("--member", f"m{n}"))), "more than 256"),
+    ],
+)
+def test_mistakes_are_told(config, arguments, message):
+    done = palestra("eval", config, *arguments)
+    assert done.exit_code == 2 and message in plain(done.output)
+
+
+def test_an_env_alone_is_enough():
+    done = palestra("eval", "text_kuhn", "--seats", "player_0=random", "--seats", "player_1=random", "--json")
+    figures = json.loads(done.stdout)
+    assert figures["failed"] == 0 and figures["returns"]["player_0"] == -figures["returns"]["player_1"]
+    assert palestra("eval", "no_such_env").exit_code == 2
+
+
+def test_somebody_behind_an_endpoint_takes_a_seat(config, server, monkeypatch):
+    """The echo says the bit that it sees: the right thing for a guide, the wrong one for a walker."""
+    monkeypatch.setenv("OPENAI_API_KEY", server.key)
+    who = f"guide={server.url}#echo"
+    done = palestra("eval", config, "--seats", who, "--seats", "walker=expert", "--episodes", 5, "--json")
+    figures = json.loads(done.stdout)
+    assert figures["success"] == 1 and figures["seats"]["guide"] == "echo" and server.key not in done.stdout
+
+
+# ---- collect
+
+
+def test_episodes_are_recorded_with_tokens(config, tmp_path):
+    out = tmp_path / "sub" / "all.parquet"
+    done = palestra("collect", config, "--out", out, "--episodes", 7)
+    assert done.exit_code == 0 and "7 of 7 episodes" in plain(done.output), done.output
+    episodes = load_episodes(out)
+    assert len(episodes) == 7 and len({episode.seed for episode in episodes}) == 7
+    for node in (node for episode in episodes for node in episode.nodes):
+        for answer in node.answers.values():
+            assert len(answer.token_ids) == len(answer.logprobs) > 0 and len(answer.prompt_ids) > 0
+    assert not list(out.parent.glob(".tmp*"))
+
+
+def test_only_what_is_worth_it_is_kept(config, tmp_path):
+    """A guide at random is right every other time; whole successes earn 2.5 at the most, half of it the guide's."""
+    arguments = ("collect", config, "--episodes", 60, "--seats", "guide=random", "--seats", "walker=expert")
+    out = tmp_path / "some.parquet"
+    assert palestra(*arguments, "--out", out, "--successes").exit_code == 0
+    some = load_episodes(out)
+    assert 0 < len(some) < 60 and all(episode.success for episode in some)
+    assert {*read_episodes(out).column("episode").to_pylist()} == set(range(len(some)))
+    assert palestra(*arguments, "--out", out, "--least", "1.5").exit_code == 0
+    assert [episode.seed for episode in load_episodes(out)] == [episode.seed for episode in some]
+    assert palestra(*arguments, "--out", out, "--least", "2").exit_code == 0 and load_episodes(out) == []
+
+
+def test_collecting_again_gives_the_same(config, tmp_path):
+    one, two = tmp_path / "one.parquet", tmp_path / "two.parquet"
+    for out in (one, two):
+        palestra("collect", config, "--out", out, "--episodes", 3)
+    assert read_episodes(one).equals(read_episodes(two))
+
+
+# ---- play
+
+
+def test_a_person_takes_a_seat(config):
+    """The walker hears the guide's bit at the end of what it sees, and must say the other one."""
+    done = palestra("play", config, "--seat", "walker", "--seats", "guide=expert", input="x\n")
+    assert done.exit_code == 0 and "[w]" in done.output and "walker (you)" in plain(done.output)
+    heard = done.output.split("[w]\n", 1)[1].splitlines()[0][-1]
+    won = palestra("play", config, "--seat", "walker", "--seats", "guide=expert", input=f"{1 - int(heard)}\n")
+    assert "success yes" in plain(won.output.replace("│", ""))
+
+
+def test_choices_are_shown(config):
+    done = palestra("play", "text_kuhn", "--seats", "player_1=random", input="pass\n" * 3)
+    assert done.exit_code == 0 and "(pass, bet)" in done.output
+
+
+def test_giving_up_is_no_traceback(config):
+    done = palestra("play", config, "--seat", "guide", input="")
+    assert done.exit_code == 2 and "ended early" in plain(done.output)
+
+
+def test_arrays_are_not_for_people():
+    done = palestra("play", "kuhn_poker")
+    assert done.exit_code == 2 and "whose seats take arrays" in plain(done.output)

@@ -1,0 +1,151 @@
+"""Asking an endpoint: again where that may help, in time, and without telling the key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from palestra.policies.base import Query
+from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
+from palestra.web import client
+from palestra.web.client import Endpoint, EndpointError
+
+KEY = "sk-very-secret"
+FINE = {"choices": [{"message": {"role": "assistant", "content": "fine"}}]}
+
+
+class Script(ThreadingHTTPServer):
+    """Gives its replies in order, the last one for ever: (status, body, headers), or seconds to keep silent for."""
+
+    daemon_threads = True
+
+    def __init__(self, *replies):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.replies, self.heard = list(replies), []
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/v1/"
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.heard.append((self.path, body, self.headers.get("Authorization")))
+        replies = self.server.replies
+        reply = replies.pop(0) if len(replies) > 1 else replies[0]
+        if isinstance(reply, float):
+            time.sleep(reply)
+            reply = (200, FINE)
+        status, body, *headers = reply
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
+    monkeypatch.setenv("TEST_KEY", KEY)
+
+
+def ask(server, **options):
+    return asyncio.run(
+        Endpoint(server.url, "m", "TEST_KEY", **options).complete([{"role": "user", "content": "?"}], seed=3)
+    )
+
+
+def test_a_call_says_what_it_should():
+    with Script((200, FINE)) as server:
+        assert ask(server)["content"] == "fine"
+    ((path, body, key),) = server.heard
+    assert path == "/v1/chat/completions" and key == f"Bearer {KEY}"
+    assert body == {"model": "m", "messages": [{"role": "user", "content": "?"}], "seed": 3}
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_what_passes_is_tried_again(status):
+    with Script((status, {}), (status, {}), (200, FINE)) as server:
+        assert ask(server)["content"] == "fine" and len(server.heard) == 3
+
+
+def test_the_endpoint_says_how_long_to_wait():
+    with Script((429, {}, ("Retry-After", "0.4")), (200, FINE)) as server:
+        start = time.monotonic()
+        ask(server)
+        assert time.monotonic() - start >= 0.4
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_a_refusal_is_final(status):
+    with (
+        Script((status, {"error": "no"})) as server,
+        pytest.raises(EndpointError, match=f"refused: HTTP {status}") as told,
+    ):
+        ask(server)
+    assert len(server.heard) == 1 and KEY not in str(told.value)
+
+
+def test_it_gives_up_after_its_tries():
+    with (
+        Script((500, {"error": "oh"})) as server,
+        pytest.raises(EndpointError, match=r"failed 3 times.*HTTP 500") as told,
+    ):
+        ask(server, retries=2)
+    assert len(server.heard) == 3 and KEY not in repr(told.value)
+
+
+def test_it_gives_up_in_time():
+    with Script(5.0) as server, pytest.raises(EndpointError, match=r"within 0\.3 seconds"):
+        start = time.monotonic()
+        ask(server, timeout=0.3)
+    assert time.monotonic() - start < 3
+
+
+def test_nobody_at_home():
+    with Script((200, FINE)) as server:
+        pass
+    with pytest.raises(EndpointError, match="failed 2 times, last with ConnectError"):
+        ask(server, retries=1)
+
+
+@pytest.mark.parametrize("body", [{}, {"choices": []}, {"choices": [{"message": "hi"}]}, [], "no"])
+def test_what_is_no_completion_is_told(body):
+    with Script((200, body)) as server, pytest.raises(EndpointError, match="no chat completion"):
+        ask(server)
+
+
+def test_a_missing_key_is_the_users_mistake(monkeypatch):
+    monkeypatch.delenv("TEST_KEY")
+    with Script((200, FINE)) as server, pytest.raises(ValueError, match="set TEST_KEY"):
+        ask(server)
+    assert server.heard == []
+
+
+def test_a_policy_asks_for_its_siblings_at_once():
+    with Script((200, FINE)) as server:
+        policy = EndpointPolicy("far", EndpointConfig(url=server.url, model="m", system="be brief", max_tokens=5))
+        answers = asyncio.run(policy.act(Query("ignored", "2 + 2?", n=3, seed=11)))
+    assert [answer.text for answer in answers] == ["fine"] * 3 and answers[0].policy == "far"
+    bodies = sorted((body for _, body, _ in server.heard), key=lambda body: body["seed"])
+    assert [body["seed"] for body in bodies] == [11, 12, 13]
+    assert bodies[0]["max_tokens"] == 5 and server.heard[0][2] is None
+    assert bodies[0]["messages"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}]
