@@ -8,36 +8,29 @@ from typing import Any, Literal
 from pydantic import Field
 
 from palestra.chat import Chat, Json, said
-from palestra.config import Strict
 from palestra.policies.base import Query, chat
 from palestra.types import Answer
-from palestra.web.client import Endpoint
+from palestra.web.client import Endpoint, complete
 
 
-class EndpointConfig(Strict):
-    """`url` ends before `/chat/completions`. The key is read from the environment variable `key_env`, and kept nowhere.
-    `memory: conversation` shows the model its own earlier turns; `timeout` is seconds for an answer, `retries` (at most
-    so many) included."""
+class EndpointConfig(Endpoint):
+    """A policy behind an endpoint. `memory: conversation` shows the model its own earlier turns."""
 
     type: Literal["endpoint"] = "endpoint"
-    url: str
-    model: str
-    key_env: str | None = None
     max_tokens: int = Field(512, ge=1)
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     system: str | None = None
     memory: Literal["none", "conversation"] = "none"
-    timeout: float = Field(60.0, gt=0)
-    retries: int = Field(4, ge=0)
 
 
 class EndpointPolicy:
-    """Answers are text without tokens: to play with, to learn from by imitation, not to reinforce."""
+    """Answers are text without tokens: to play with, to learn from by imitation, not to reinforce. Raises ValueError
+    where nothing could ever be asked."""
 
     def __init__(self, name: str, config: EndpointConfig) -> None:
+        config.check()
         self.name, self.config = name, config
-        self.endpoint = Endpoint(config.url, config.model, config.key_env, config.timeout, config.retries)
 
     async def act(self, query: Query) -> list[Answer]:
         """`query.n` answers, asked for at once; each sibling with a seed of its own."""
@@ -54,7 +47,7 @@ class EndpointPolicy:
         }
         if isinstance(query.observation, Chat) and query.observation.tools:
             settings["tools"] = list(query.observation.tools)
-        return await self.endpoint.complete(self._messages(query), **settings)
+        return await complete(config, self._messages(query), **settings)
 
     def _messages(self, query: Query) -> list[Json]:
         seen = query.observation

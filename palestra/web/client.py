@@ -1,109 +1,211 @@
-"""A client of any endpoint that speaks OpenAI's chat completions: tries again, gives up in time, keeps its key."""
+"""A client of any endpoint that speaks OpenAI's chat completions: patient with what passes, but not for ever.
+
+The key is read from the environment when a request is made; it is never stored, shown or written.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import os
+import random
+import re
 import ssl
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from pydantic import Field, JsonValue, field_validator
 
 from palestra.chat import Json
+from palestra.config import Strict
 
 if TYPE_CHECKING:
     import httpx
 
-PASSING = (408, 409, 425, 429)  # and all of 500: worth another try
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between tries, twice as long after each
-QUOTED = 300  # characters of a refusal that an error shows
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})  # statuses worth another try
+LONGEST_PAUSE = 30.0  # seconds between tries, unless the endpoint asks for more
 
 
 class EndpointError(RuntimeError):
-    """An endpoint that gave no answer: what it said, and how often it was asked."""
+    """The endpoint gave no answer. The message says what it did instead, and what can be done."""
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """`url` ends before `/chat/completions`. The key is read from the environment variable `key_env` for each call.
+class Endpoint(Strict):
+    """Which endpoint is asked, and how long it is waited for. Times are in seconds.
 
-    A call fails after `retries` tries beyond the first, or `timeout` seconds in all, waits included.
+    `url` is the API's base, such as https://api.example.com/v1, or the full address of its chat completions. `key_env`
+    is the name of the environment variable that holds the key; None sends no key. A request has `timeout`, an answer
+    with all its requests and pauses `limit`. A request that fails in passing is made up to `retries` times more, after
+    pauses that double from `backoff`, or as long as the endpoint asks. `body` adds to every request.
     """
 
     url: str
-    model: str
+    model: str = Field(min_length=1)
     key_env: str | None = None
-    timeout: float = 60.0
-    retries: int = 4
+    timeout: float = Field(60.0, gt=0)
+    retries: int = Field(4, ge=0, le=100)
+    limit: float = Field(300.0, gt=0)
+    backoff: float = Field(0.5, gt=0)
+    body: dict[str, JsonValue] = {}
 
-    async def complete(self, messages: Sequence[Json], **settings: Any) -> Json:
-        """The message that the model answers. Raises `EndpointError` where none comes, and ValueError where the key is
-        not in the environment."""
-        body = {"model": self.model, "messages": list(messages), **settings}
-        try:
-            async with asyncio.timeout(self.timeout):
-                return await self._tries(body)
-        except TimeoutError:
-            raise EndpointError(f"{self.model} at {self.url} gave no answer within {self.timeout:g} seconds") from None
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("url is no web address: write the API's base, such as https://api.example.com/v1")
+        if parts.username or parts.password or parts.query:
+            raise ValueError(
+                "url holds a name, a password or a query: put the key into a variable and name it: key_env"
+            )
+        return url
 
-    async def _tries(self, body: Json) -> Json:
-        httpx, wait, heard = _httpx(), FIRST_WAIT, ""
-        async with httpx.AsyncClient(verify=_certificates(), timeout=self.timeout) as client:
-            for tried in range(self.retries + 1):
-                if tried:
-                    await asyncio.sleep(wait)
-                    wait = min(2 * wait, LONGEST_WAIT)
-                try:
-                    response = await client.post(self._address, json=body, headers=self._headers())
-                except httpx.TransportError as error:
-                    heard = f"{type(error).__name__}: {error}"
-                    continue
-                if response.is_success:
-                    return self._message(response)
-                heard = f"HTTP {response.status_code}: {response.text[:QUOTED]}"
-                if response.status_code not in PASSING and response.status_code < 500:
-                    raise EndpointError(f"{self.model} at {self.url} refused: {heard}")
-                wait = max(wait, _asked_to_wait(response))
-        raise EndpointError(f"{self.model} at {self.url} failed {self.retries + 1} times, last with {heard}")
+    @field_validator("key_env")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", name):
+            raise ValueError(
+                "key_env is the name of an environment variable, in capitals, such as JUDGE_API_KEY, not the key itself"
+            )
+        return name
 
     @property
-    def _address(self) -> str:
-        return f"{self.url.rstrip('/')}/chat/completions"
+    def address(self) -> str:
+        base = self.url.rstrip("/")
+        return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
 
-    def _headers(self) -> dict[str, str]:
-        if self.key_env is None:
-            return {}
-        if self.key_env not in os.environ:
-            raise ValueError(f"the key for {self.url} is not in the environment: set {self.key_env}")
-        return {"Authorization": f"Bearer {os.environ[self.key_env]}"}
+    def check(self) -> None:
+        """Raises ValueError now where nothing could ever be asked: no httpx, or no key."""
+        _httpx()
+        _headers(self)
 
-    def _message(self, response: httpx.Response) -> Json:
+
+@dataclass(frozen=True)
+class Line:
+    """An answer's requests to an endpoint: a client of its own, so that none waits for another's connections, and in
+    `faults` what went wrong so far."""
+
+    endpoint: Endpoint
+    client: httpx.AsyncClient
+    faults: list[str]
+
+    async def complete(self, messages: Sequence[Json], **settings: Any) -> Json:
+        """The message that the endpoint answers, after as many tries as are allowed. Raises EndpointError without one,
+        ValueError without a key."""
+        endpoint = self.endpoint
+        body = {"model": endpoint.model, "messages": list(messages), **settings, **endpoint.body}
+        for attempt in range(endpoint.retries + 1):
+            reply, fault, told = await self._try(body)
+            if reply is not None:
+                return reply
+            self.faults.append(fault)
+            if told > endpoint.limit:
+                what = f"asks to be left alone for {told:g} seconds, more than limit allows"
+                raise failed(endpoint, what, self.faults)
+            if attempt < endpoint.retries:
+                doubled = min(LONGEST_PAUSE, endpoint.backoff * 2**attempt)
+                await asyncio.sleep(max(told, doubled * random.uniform(0.75, 1.25)))  # not all at the same moment
+        raise failed(endpoint, f"failed {endpoint.retries + 1} times", self.faults)
+
+    async def _try(self, body: Json) -> tuple[Json | None, str, float]:
+        """The message, or None with what went wrong and how long the endpoint asks to be left alone [seconds]."""
+        endpoint, httpx = self.endpoint, _httpx()
         try:
-            message = response.json()["choices"][0]["message"]
-        except (ValueError, LookupError, TypeError):
-            message = None
-        if not isinstance(message, dict):
-            raise EndpointError(f"{self.model} at {self.url} sent no chat completion: {response.text[:QUOTED]}")
-        return message
+            async with asyncio.timeout(endpoint.timeout):  # httpx's own limit starts anew with every byte that drips in
+                response = await self.client.post(endpoint.address, json=body, headers=_headers(endpoint))
+        except TimeoutError:
+            return None, f"no answer within timeout: {endpoint.timeout:g} seconds", 0.0
+        except httpx.RequestError as error:
+            return None, f"{type(error).__name__}: {quoted(endpoint, str(error))}", 0.0
+        status = f"HTTP {response.status_code}"
+        if response.status_code in PASSING:
+            return None, status, _pause(response.headers.get("retry-after", ""))
+        if not response.is_success:
+            raise failed(endpoint, f"answered {status}: {quoted(endpoint, response.text)}", [])
+        return _message(response), f"{status} without a completion: {quoted(endpoint, response.text)}", 0.0
 
 
-def _asked_to_wait(response: httpx.Response) -> float:
-    """The seconds of Retry-After; its form as a date is left to our own waits."""
-    asked = response.headers.get("retry-after", "")
-    return float(asked) if asked.replace(".", "", 1).isdigit() else 0.0
+@asynccontextmanager
+async def line_to(endpoint: Endpoint, faults: list[str]) -> AsyncIterator[Line]:
+    async with _httpx().AsyncClient(timeout=endpoint.timeout, verify=_certificates()) as client:
+        yield Line(endpoint, client, faults)
+
+
+async def complete(endpoint: Endpoint, messages: Sequence[Json], **settings: Any) -> Json:
+    """The message that the endpoint answers within its limit; see `Line.complete`."""
+    faults: list[str] = []
+    try:
+        async with asyncio.timeout(endpoint.limit), line_to(endpoint, faults) as line:
+            return await line.complete(messages, **settings)
+    except TimeoutError:
+        raise failed(endpoint, f"gave no answer within limit: {endpoint.limit:g} seconds", faults) from None
+
+
+def _message(response: httpx.Response) -> Json | None:
+    """The first choice's message, if it says or calls anything."""
+    try:
+        message = response.json()["choices"][0]["message"]
+        says = isinstance(message["content"], str) or bool(message["tool_calls"])
+    except (ValueError, LookupError, TypeError):
+        return None
+    return message if says else None
+
+
+def _pause(told: str) -> float:
+    """Seconds that a Retry-After header asks for, as a number or as a date; 0 for none."""
+    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", told):
+        return float(told)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(told).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+# ---- the key, and what may be shown
+
+
+def _headers(endpoint: Endpoint) -> dict[str, str]:
+    if endpoint.key_env is None:
+        return {}
+    key = os.environ.get(endpoint.key_env, "").strip()
+    if not key:
+        raise ValueError(
+            f"the endpoint's key is missing: set the environment variable {endpoint.key_env}, or drop key_env"
+        )
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"the variable {endpoint.key_env} holds no key: keys are one line of ASCII without blanks")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def quoted(endpoint: Endpoint, text: str) -> str:
+    """The beginning of what the endpoint said, without the key, which some repeat in their complaints."""
+    key = os.environ.get(endpoint.key_env, "").strip() if endpoint.key_env else ""
+    text = text.replace(key, "***") if key else text
+    return repr(text if len(text) <= 200 else f"{text[:200]}...")
+
+
+def failed(endpoint: Endpoint, what: str, faults: Sequence[str]) -> EndpointError:
+    story = f" (last: {'; '.join(list(dict.fromkeys(faults))[-3:])})" if faults else ""
+    return EndpointError(
+        f"{endpoint.model} at {endpoint.address} {what}{story}. Check url, model, key_env and the endpoint itself; "
+        "raise timeout, limit or retries if it is only slow"
+    )
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """What endpoints are checked by; read once, for that takes longer than many a request."""
+    return _httpx().create_ssl_context()
 
 
 def _httpx() -> Any:
     try:
         import httpx
     except ImportError as error:
-        raise ValueError(f"asking an endpoint needs {error.name}: pip install 'palestra[endpoint]'") from error
+        raise ValueError(f"asking an endpoint needs httpx ({error}): pip install 'palestra[endpoint]'") from error
     return httpx
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Reading them takes 30 ms, longer than a call to a machine nearby."""
-    context: ssl.SSLContext = _httpx().create_ssl_context()
-    return context

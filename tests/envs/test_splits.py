@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from palestra.envs import make_env
 from palestra.envs.text.grids import symmetries
-from palestra.envs.text.splits import SHARES, canonical, split_of
+from palestra.envs.text.splits import SHARES, canonical, split_of, split_of_text
 
 GAMES = [("sokoban", {"size": 4}), ("plan_path", {"size": 4, "density": 0.1})]
 
@@ -50,6 +50,17 @@ def test_shares_are_as_stated():
     counts = Counter(split_of(6, ((a,), (b,), (c,))) for a, b, c in cells[:8000])
     total = sum(counts.values())
     assert {split: round(n / total, 1) for split, n in counts.items()} == SHARES
+
+
+def test_a_text_has_the_split_of_its_sha_256():
+    # sha256("a") begins with ca978112, .79 of the range; "0" with 5feceb66, .37; "2" with d4735e3a, .83.
+    assert (split_of_text("a"), split_of_text("0"), split_of_text("2")) == ("train", "base", "dev")
+    counts = Counter(split_of_text(f"{a} + {b}") for a in range(80) for b in range(80))
+    assert {split: round(n / 6400, 1) for split, n in counts.items()} == SHARES
+
+
+def test_a_layout_has_the_split_of_its_canonical_form():
+    assert split_of(4, ((0, 5), (3,))) == split_of_text(f"4:{canonical(4, ((0, 5), (3,)))}")
 
 
 def test_too_few_layouts_says_so():

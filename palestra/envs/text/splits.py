@@ -1,4 +1,4 @@
-"""Which layouts a model may train on: every layout belongs to exactly one split, whoever draws it and when.
+"""Which instances a model may train on: each belongs to exactly one split, whoever draws it and when.
 
 Small boards recur: at 4x4 with one box a fresh seed often draws a layout already met. So the split is a property of the
 layout, not of the seed: the SHA-256 of its canonical form, the least of its 8 rotations and mirrors. A mirrored layout
@@ -44,7 +44,13 @@ def canonical(size: int, groups: tuple[Iterable[int], ...]) -> tuple[tuple[int, 
 
 def split_of(size: int, groups: tuple[Iterable[int], ...]) -> Split:
     """The one split that a layout and its mirror images belong to."""
-    digest = hashlib.sha256(f"{size}:{canonical(size, groups)}".encode()).digest()
+    return split_of_text(f"{size}:{canonical(size, groups)}")
+
+
+def split_of_text(text: str) -> Split:
+    """The one split that an instance belongs to whose whole content is `text`, in a form of its own: give what is the
+    same problem the same text."""
+    digest = hashlib.sha256(text.encode()).digest()
     share = int.from_bytes(digest[:8], "big") / 2**64
     for split, width in SHARES.items():
         if share < width:

@@ -1,0 +1,179 @@
+"""A debater's answer as the rules read it: what it holds, on which facts, against which points.
+
+An answer is prose in four parts, each begun by a word: `claim` what is held, `because` the reasons, `against` an answer
+to the opponent, `so` the conclusion. A few synonyms are known. A word begins a part where a clause begins, or anywhere
+in an answer without punctuation, so that `claim r1 because r7 against r3 so yes` is read by the same rules.
+
+A fact is cited by its number, with something said about it, or by quoting most of it. Numbers alone are no citation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from palestra.envs.text.arguments import (
+    EXPLAINED,
+    SIDES,
+    STANCES,
+    WORDS,
+    Argument,
+    Fact,
+    Part,
+    Point,
+    Side,
+    Topic,
+    content_words,
+)
+
+QUOTED = 0.6  # share of a fact's words that must be there for a quotation without its number
+
+_PART = {word: part for part, words in WORDS.items() for word in words}
+_BEGIN = re.compile(rf"\b(?:{'|'.join(sorted(_PART, key=len, reverse=True))})\b", re.IGNORECASE)
+_PUNCTUATION = re.compile(r"[.,;:!?\n]")
+_STANCE = re.compile(r"\W*(?:the answer is\W+)?(yes|no)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A part of an answer: its words, the facts it cites and the numbers in it that are no fact's."""
+
+    part: Part
+    text: str
+    words: tuple[str, ...]
+    cited: tuple[Fact, ...]
+    quoted: tuple[Fact, ...]
+    unknown: tuple[str, ...]
+
+
+def read(answer: object, topic: Topic, side: Side, longest: int) -> Argument:
+    """The first `longest` words of the answer, or of what stands after its last `####` if it has one."""
+    text, heard = _heard(str(answer).rpartition("####")[2].strip(), longest)
+    segments = [_segment(part, body, topic) for part, body in _parts(text)]
+    support, false, rebuts = _citations(segments, side)
+    claim, reason, conclusion = _structure(segments, topic, side)
+    return Argument(
+        side=side,
+        text=text,
+        claim=claim,
+        reason=reason,
+        conclusion=conclusion,
+        stance=_stance(segments),
+        support=support,
+        false=false,
+        rebuts=rebuts,
+        points=tuple(chain.from_iterable(_points(s, topic) for s in segments if s.part != "against")),
+        replies=tuple(frozenset(s.words) for s in segments if s.part == "against"),
+        words=content_words(text),
+        heard=heard,
+    )
+
+
+def _heard(text: str, longest: int) -> tuple[str, float]:
+    """As much of the text as is listened to, and how that compares with its length."""
+    short = text[: longest * 12]  # a word without end is as long as it looks
+    ends = [match.end() for match in re.finditer(r"\S+", short)]
+    cut = short[: ends[longest - 1]] if len(ends) > longest else short.rstrip()
+    return cut, len(cut) / len(text) if text else 1.0
+
+
+def _parts(text: str) -> Iterator[tuple[Part, str]]:
+    """The parts of an answer, in order; what comes before the first is a claim."""
+    bare = not _PUNCTUATION.search(text)
+    part: Part = "claim"
+    start = 0
+    for match in _BEGIN.finditer(text):
+        word = match[0].lower()
+        if bare or _opens(text, match) or (word == "because" and part != "against"):
+            yield part, text[start : match.start()]
+            part, start = _PART[word], match.end()
+    yield part, text[start:]
+
+
+def _opens(text: str, match: re.Match[str]) -> bool:
+    """Whether a clause begins here: after punctuation, signs of lists and emphasis aside, or before a colon."""
+    before = text[: match.start()].rstrip(" \t*_#>\"'([-•")
+    return not before or before[-1] in ".,;:!?\n" or text[match.end() : match.end() + 3].lstrip("* ").startswith(":")
+
+
+def _segment(part: Part, text: str, topic: Topic) -> _Segment:
+    words = content_words(text)
+    named = list(dict.fromkeys(number.lower() for number in topic.numbers.findall(text)))
+    said = frozenset(words)
+    explained = len(words) >= topic.enough * len(named)
+    found = [topic.by_id[number] for number in named if number in topic.by_id]
+    return _Segment(
+        part=part,
+        text=text,
+        words=words,
+        cited=tuple(fact for fact in found if explained and fact.words & said),
+        quoted=tuple(fact for fact in topic.facts if fact not in found and _quotes(said, fact)),
+        unknown=tuple(number for number in named if number not in topic.by_id),
+    )
+
+
+def _quotes(said: frozenset[str], fact: Fact) -> bool:
+    return len(fact.words) >= EXPLAINED and len(fact.words & said) >= QUOTED * len(fact.words)
+
+
+def _citations(segments: Sequence[_Segment], side: Side) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The numbers of facts cited as support, falsely, and as the other side's, each once."""
+    support: dict[str, None] = {}
+    false: dict[str, None] = {}
+    rebuts: dict[str, None] = {}
+    for segment in segments:
+        against = segment.part == "against"
+        (rebuts if against else false).update(dict.fromkeys(segment.unknown))
+        for fact in segment.cited:
+            (support if fact.side == side else rebuts if against else false)[fact.id] = None
+        for fact in segment.quoted:  # to say what the other side says is not to claim it as one's own
+            if fact.side == side or against:
+                (support if fact.side == side else rebuts)[fact.id] = None
+    return tuple(support), tuple(false), tuple(rebuts)
+
+
+def _structure(segments: Sequence[_Segment], topic: Topic, side: Side) -> tuple[bool, bool, bool]:
+    """Whether there is a claim on the subject, a reason that adds to it, and after that a conclusion for this side."""
+    telling = [len(s.words) >= topic.enough and _on_subject(s, topic, side) for s in segments]
+    claims = [s for s, tells in zip(segments, telling, strict=True) if s.part == "claim" and (tells or _takes(s, side))]
+    known = topic.subject.union(STANCES.values(), *(s.words for s in claims))
+    reasons = [
+        i for i, s in enumerate(segments) if s.part == "because" and telling[i] and not known.issuperset(s.words)
+    ]
+    after = segments[reasons[0] :] if reasons else ()
+    return bool(claims), bool(reasons), any(s.part == "so" and _concludes(s, topic, side) for s in after)
+
+
+def _on_subject(segment: _Segment, topic: Topic, side: Side) -> bool:
+    """Whether it says a word of the motion or of the side's own evidence."""
+    words = topic.subject.union(*(fact.words for fact in topic.of(side)))
+    return not words.isdisjoint(segment.words) or any(fact.side == side for fact in (*segment.cited, *segment.quoted))
+
+
+def _takes(segment: _Segment, side: Side) -> bool:
+    stance = _STANCE.match(segment.text)
+    return stance is not None and stance[1].lower() == STANCES[side]
+
+
+def _concludes(segment: _Segment, topic: Topic, side: Side) -> bool:
+    return _takes(segment, side) or (not _STANCE.match(segment.text) and _on_subject(segment, topic, side))
+
+
+def _stance(segments: Sequence[_Segment]) -> Side | None:
+    """The side that the last conclusion which says yes or no is for."""
+    said = [match[1].lower() for s in segments if s.part == "so" and (match := _STANCE.match(s.text))]
+    return next((side for side in SIDES if said and said[-1] == STANCES[side]), None)
+
+
+def _points(segment: _Segment, topic: Topic) -> Iterator[Point]:
+    """The facts named, even those that do not exist; where there are none, the words, if they are on the subject."""
+    facts = (*segment.cited, *segment.quoted)
+    for fact in facts:
+        yield Point(fact.id, fact.words)
+    for number in segment.unknown:
+        yield Point(number, frozenset((number,)))
+    words = frozenset(segment.words)
+    if not (facts or segment.unknown) and len(words) >= EXPLAINED and words & topic.subject:
+        yield Point("", words)

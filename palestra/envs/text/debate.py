@@ -1,0 +1,228 @@
+"""Debate: pro and con argue a motion by the evidence, and a judge decides.
+
+In a competition the judge's verdict is won or lost. In search of the truth both are paid for the judge finding it. The
+judge goes by rules, sits at a seat of its own, or is a model behind an endpoint of the user's.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from palestra.envs.base import Env
+from palestra.envs.text.argument_reading import read
+from palestra.envs.text.arguments import SIDES, Side, Topic
+from palestra.envs.text.debate_expert import argue
+from palestra.envs.text.debate_prompts import compact_view, endpoint_messages, full_judge_view, full_view, roles
+from palestra.envs.text.debate_topics import MOST_FACTS, drill, from_file
+from palestra.envs.text.grids import within
+from palestra.envs.text.judge_endpoint import EndpointJudge, ask
+from palestra.envs.text.judges import Mode, Rules, Speech, Verdict, Weights, leader, read_verdict, total
+from palestra.envs.text.splits import Split
+from palestra.types import Seat, Step
+
+WON = 1.0  # the winner of a competition, which the loser pays; the team, for the truth
+HONESTY, EVIDENCE = 0.25, 0.25  # local, in search of the truth, for what a side's answers show and how honestly
+UNREADABLE = 0.1  # local, off for an answer that cannot be read
+
+
+class Debate(Env):
+    """Pro and con speak `rounds` times each, in turns or at once; then the judge decides.
+
+    Every step's info has `invalid` (by seat) and `round`, and what the rules make of the answers: `parts` by seat. The
+    last one's has `success`, `winner` ("pro", "con" or "draw"), `scores`, `margin`, the rules' own `rules_winner` and,
+    in search of the truth, `truth`. A success is, in search of the truth, that the judge found it; in a competition,
+    that the judge did not find against pro and that all of pro's answers could be read.
+    """
+
+    name: ClassVar[str] = "debate"
+
+    def __init__(
+        self,
+        *,
+        mode: Mode = "competitive",
+        source: Literal["topics", "drills"] = "topics",
+        topics: Path | None = None,
+        split: Split | Literal["all"] = "train",
+        rounds: int = 2,
+        order: Literal["turns", "simultaneous"] = "turns",
+        judge: Literal["rules", "seat"] | EndpointJudge = "rules",
+        weights: Weights | None = None,
+        facts: int = 3,
+        words: int = 200,
+        reward: Literal["dense", "outcome"] = "dense",
+        rendering: Literal["full", "compact"] = "full",
+    ) -> None:
+        within("rounds", rounds, 1, 100)
+        within("facts", facts, 1 if mode == "competitive" else 2, MOST_FACTS)
+        within("words", words, 10, 10_000)
+        _check(source, topics, rendering)
+        if isinstance(judge, EndpointJudge):
+            judge.check()
+        self.mode, self.source, self.topics, self.split, self.facts = mode, source, topics, split, facts
+        self.rounds, self.order, self.judge, self.words = rounds, order, judge, words
+        self.weights = weights or Weights()
+        self.reward, self.rendering = reward, rendering
+        self.seats: tuple[Seat, ...] = (*SIDES, "judge") if judge == "seat" else SIDES
+        self.roles = roles(mode, self.seats, rounds, words, rendering == "compact")
+        self._over = True
+
+    # ---- the contract
+
+    def reset(self, seed: int) -> Step:
+        self.topic = self._topic(seed)
+        self.rules = Rules(self.topic, self.rounds, self.mode, self.weights)
+        self.speeches: tuple[Speech, ...] = ()
+        self._over, self._sound = False, True
+        return Step(self._observations(), info={"round": 1})
+
+    async def step(self, actions: dict[Seat, Any]) -> Step:
+        """Play one joint step; waits where an endpoint judges. Raises EndpointError where it gives no verdict."""
+        acting = self._acting()
+        if self._over or actions.keys() != set(acting):
+            raise ValueError(f"the actions are for {sorted(actions)}: {_whose(acting, self._over)}")
+        if acting == ("judge",):
+            return self._ruled(actions["judge"])
+        current = self._round()
+        heard = tuple(s.argument for s in self.speeches)
+        for side in SIDES:
+            if side in actions:
+                argument = read(actions[side], self.topic, side, self.words)
+                self.speeches += (Speech(current, argument, self.rules.judge(argument, heard)),)
+        new = self.speeches[len(heard) :]
+        self._sound &= all(s.argument.readable for s in new if s.side == "pro")
+        return await self._said(new, current)
+
+    def fork(self) -> Self:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """What one who knows the evidence says at `seat` now: its own facts, an answer to the other side, and in search
+        of the truth the conclusion that is true. As a judge, the truth, or else the side that the rules find for."""
+        if seat == "judge":
+            winner = self.topic.truth if self.mode == "truth" else self._by_rules().winner
+            return self._verdict_text("con" if winner == "con" else "pro")
+        heard = [s.argument for s in self.speeches]
+        side = SIDES[SIDES.index(seat)]
+        truth = self.topic.truth if self.mode == "truth" else None
+        return argue(self.topic, side, heard, self.rounds, self.words, truth or side)
+
+    # ---- who speaks
+
+    def _topic(self, seed: int) -> Topic:
+        if self.source == "drills":
+            return drill(seed, self.split, self.mode, self.facts)
+        return from_file(self.topics, seed, self.split, self.mode)
+
+    def _acting(self) -> tuple[Seat, ...]:
+        if len(self.speeches) == 2 * self.rounds:
+            return ("judge",) if self.judge == "seat" else ()
+        return SIDES if self.order == "simultaneous" else (SIDES[len(self.speeches) % 2],)
+
+    def _round(self) -> int:
+        return min(len(self.speeches) // 2 + 1, self.rounds)
+
+    def _observations(self) -> dict[Seat, Any]:
+        return {seat: self._observation(seat) for seat in self._acting()}
+
+    def _observation(self, seat: Seat) -> str:
+        current = self._round()
+        if self.rendering == "compact":
+            left = self.rounds - current + 1 if self.rounds > 1 and seat != "judge" else 0
+            return compact_view(self.topic, seat, self.speeches, left)
+        if seat == "judge":
+            return full_judge_view(self.topic, self.speeches)
+        return full_view(self.topic, SIDES[SIDES.index(seat)], self.speeches, current, self.rounds)
+
+    def _verdict_text(self, side: Side) -> str:
+        return side if self.rendering == "compact" else f"#### {side}"
+
+    # ---- what it earns
+
+    async def _said(self, new: tuple[Speech, ...], current: int) -> Step:
+        rewards = self._earned(new)
+        info: dict[str, Any] = {
+            "round": current,
+            "invalid": {s.side: not s.argument.readable for s in new},
+            "parts": {s.side: s.parts.shown() for s in new},
+        }
+        if self._acting():
+            legal = {"judge": [self._verdict_text(side) for side in SIDES]} if self._acting() == ("judge",) else None
+            return Step(self._observations(), rewards, legal=legal, info=info)
+        if isinstance(self.judge, EndpointJudge):
+            verdict = await self._by_endpoint(self.judge)
+        else:
+            verdict = self._by_rules()
+        return self._end(verdict, rewards, info)
+
+    def _earned(self, new: tuple[Speech, ...]) -> dict[Seat, float]:
+        """Dense rewards of answers; all are 0 where only the outcome pays."""
+        rewards: dict[Seat, float] = dict.fromkeys(SIDES, 0.0)
+        for speech in new if self.reward == "dense" else ():
+            worth = self._worth(speech)
+            rewards[speech.side] += worth
+            if self.mode == "competitive":
+                rewards["con" if speech.side == "pro" else "pro"] -= worth
+        return rewards
+
+    def _worth(self, speech: Speech) -> float:
+        """In a competition by rules, what an answer adds to its side's score; another judge's verdict is paid when it
+        is given. In search of the truth, honesty and evidence."""
+        if self.mode == "competitive" and self.judge == "rules":
+            return speech.parts.worth
+        if not speech.argument.readable:
+            return -UNREADABLE / self.rounds
+        if self.mode == "competitive":
+            return 0.0
+        return HONESTY * speech.parts.honesty + EVIDENCE * speech.parts.evidence
+
+    def _ruled(self, answer: Any) -> Step:
+        """The seat's verdict; none where it cannot be read, and then nobody wins."""
+        found = read_verdict(answer)
+        scores: dict[Side, float] = {side: 0.5 if found is None else float(side == found) for side in SIDES}
+        rewards: dict[Seat, float] = {}
+        if found is None and self.reward == "dense":
+            rewards["judge"] = -UNREADABLE
+        elif found and self.mode == "competitive":
+            rewards["judge"] = WON * (self._by_rules().winner in (found, "draw"))
+        return self._end(
+            Verdict(found or "draw", scores), rewards, {"round": self.rounds, "invalid": {"judge": found is None}}
+        )
+
+    async def _by_endpoint(self, judge: EndpointJudge) -> Verdict:
+        questions = [endpoint_messages(self.topic, self.speeches, self.mode, first) for first in SIDES]
+        scores: dict[Side, float] = dict(zip(SIDES, await ask(judge, questions), strict=True))
+        return Verdict(leader(scores), scores)
+
+    def _by_rules(self) -> Verdict:
+        return self.rules.verdict(self.speeches)
+
+    def _end(self, verdict: Verdict, rewards: dict[Seat, float], info: dict[str, Any]) -> Step:
+        self._over = True
+        rules = self._by_rules().winner
+        told = verdict.info() | {"rules_winner": rules, "case": {s: total(self.speeches, s).shown() for s in SIDES}}
+        if self.mode == "truth":
+            found = verdict.winner == self.topic.truth
+            info = info | told | {"truth": self.topic.truth, "success": found}
+            return Step({}, rewards, WON * found, info=info)
+        if self.reward == "outcome":
+            pay = {"pro": WON, "con": -WON, "draw": 0.0}[verdict.winner]
+        else:
+            pay = 0.0 if self.judge == "rules" else verdict.margin  # by rules it was paid as it came about
+        for side, sign in zip(SIDES, (1, -1), strict=True):
+            rewards[side] = rewards.get(side, 0.0) + sign * pay
+        return Step({}, rewards, info=info | told | {"success": self._sound and verdict.winner != "con"})
+
+
+def _whose(acting: tuple[Seat, ...], over: bool) -> str:
+    return "the debate is over, call reset(seed)" if over else f"give them for {' and '.join(acting)}, who speak next"
+
+
+def _check(source: str, topics: Path | None, rendering: str) -> None:
+    if source == "drills" and topics:
+        raise ValueError("topics names a file, but source: drills makes its own topics: drop one of the two")
+    if source == "topics" and rendering == "compact":
+        raise ValueError("rendering: compact shows facts as single tokens, which only drills have: set source: drills")

@@ -1,0 +1,69 @@
+"""What one who knows the evidence says in a debate: each round some of its facts, and an answer to the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from palestra.envs.text.arguments import STANCES, Argument, Fact, Point, Side, Topic
+
+
+def argue(topic: Topic, side: Side, heard: Sequence[Argument], rounds: int, longest: int, truth: Side) -> str:
+    """An answer for `side` that concludes for `truth`: `claim r1 because r7 against r3 so yes`, or the same in prose.
+
+    The side's facts are shared out over its rounds. Of those that there is no room for, the last are left out.
+    """
+    own = [a for a in heard if a.side == side]
+    reply = _unanswered(own, [a for a in heard if a.side != side])
+    facts = _turn(topic.of(side), len(own), rounds)
+    shown = {number for a in own for number in a.support}
+    wordless = all(fact.text == fact.id for fact in topic.facts)
+    while True:
+        text = _drilled(facts, reply, side, truth) if wordless else _in_prose(topic, facts, shown, reply, side, truth)
+        if len(text.split()) <= longest or len(facts) <= 1:
+            return text
+        facts = facts[:-1]
+
+
+def _turn(facts: Sequence[Fact], turn: int, rounds: int) -> list[Fact]:
+    """The facts of one turn: a fresh share; where there are more turns than facts, some turns show two again."""
+    fresh = list(facts[turn * len(facts) // rounds : (turn + 1) * len(facts) // rounds])
+    start = turn % len(facts)
+    return fresh or [*facts[start:], *facts[:start]][:2]
+
+
+def _unanswered(own: Sequence[Argument], others: Sequence[Argument]) -> Point | None:
+    """The first point of the other side that was not answered yet, facts before words."""
+    points = [point for a in others for point in a.points]
+    still = [point for point in points if not any(a.answers(point) for a in own)]
+    facts = [point for point in still if point.id]
+    return next(iter([*facts, *still]), None)
+
+
+def _drilled(facts: Sequence[Fact], reply: Point | None, side: Side, truth: Side) -> str:
+    claim, *reasons = [fact.id for fact in facts] if len(facts) > 1 else [STANCES[side], facts[0].id]
+    against = f" against {reply.id}" if reply and reply.id else ""
+    return f"claim {claim} because {' '.join(reasons)}{against} so {STANCES[truth]}"
+
+
+def _in_prose(
+    topic: Topic, facts: Sequence[Fact], shown: Set[str], reply: Point | None, side: Side, truth: Side
+) -> str:
+    told = [_told(fact, fact.id in shown) for fact in facts]
+    claim, *reasons = told if len(told) > 1 else [f"{STANCES[side].capitalize()}.", *told]
+    against = [f"Against: {_reply(topic, reply)}"] if reply else []
+    return "\n".join([f"Claim: {claim}", f"Because: {' '.join(reasons)}", *against, f"So: {STANCES[truth]}."])
+
+
+def _told(fact: Fact, again: bool) -> str:
+    """A fact in its own words; when told again, which words it holds, so as not to repeat it."""
+    if again:
+        return f"[{fact.id}] still stands, with its {' '.join(sorted(fact.words))}."
+    return f"{fact.text.rstrip('.')} [{fact.id}]."
+
+
+def _reply(topic: Topic, point: Point) -> str:
+    if fact := topic.by_id.get(point.id.lower()):
+        return f"{fact.text.rstrip('.')} [{fact.id}], but this is outweighed."
+    if point.id:
+        return f"There is no fact [{point.id}] in evidence."
+    return f"What was said of {' '.join(sorted(point.words))} is outweighed."

@@ -1,0 +1,116 @@
+"""Where the topics of debates come from: those that ship, a file of the user's, or drills made of a few tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from palestra.config import Strict
+from palestra.envs.text.arguments import SIDES, Fact, Side, Topic
+from palestra.envs.text.judges import Mode
+from palestra.envs.text.splits import TRIES, Split, split_of_text
+
+SHIPPED = Path(__file__).parent / "data" / "debate_topics.jsonl"
+TOKENS = tuple(f"r{number}" for number in range(16))  # the facts of drills; the topics are c0 to c15
+MOST_FACTS = 7  # of a side in a drill: both sides together must fit into the 16 tokens
+Text = Annotated[str, Field(min_length=1, max_length=2000)]
+
+
+class Line(Strict):
+    """A line of a file of topics: what is debated, the evidence of each side, and the side that is right, if known.
+
+    {"topic": "The bridge was shut in May.", "pro": ["The toll book ends on 30 April."], "con": ["..."], "truth": "pro"}
+    """
+
+    topic: Text
+    pro: Annotated[list[Text], Field(min_length=1, max_length=50)]
+    con: Annotated[list[Text], Field(min_length=1, max_length=50)]
+    truth: Side | None = None
+
+    def text(self) -> str:
+        """The same for the same topic, in whatever order its facts are told."""
+        return json.dumps([self.topic, sorted(self.pro), sorted(self.con)])
+
+
+def from_file(path: Path | None, seed: int, split: Split | Literal["all"], mode: Mode) -> Topic:
+    """The topic that `seed` draws from those of `split`, its facts shuffled and then numbered: P1, P2, ..., C1, ..."""
+    path = path or SHIPPED
+    lines = _lines(path, _version(path), split, mode)
+    rng = random.Random(f"topic {seed}")
+    line = rng.choice(lines)
+    facts: list[Fact] = []
+    for side, texts in zip(SIDES, (line.pro, line.con), strict=True):
+        shuffled = rng.sample(texts, len(texts))
+        facts += [Fact(f"{side[0].upper()}{i}", text, side) for i, text in enumerate(shuffled, start=1)]
+    return Topic(line.topic, tuple(facts), line.truth)
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Changes when the file does."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ValueError(f"cannot read the topics {path}: {error.strerror}; give a JSONL file that is there") from error
+    return stat.st_mtime_ns, stat.st_size
+
+
+@lru_cache(maxsize=32)
+def _lines(path: Path, version: tuple[int, int], split: Split | Literal["all"], mode: Mode) -> Sequence[Line]:
+    """The topics of a split that can be debated in `mode`."""
+    found = [line for line in _read(path) if mode == "competitive" or line.truth]
+    if not found:
+        raise ValueError(f'{path} has no topic with a "truth", which mode: truth needs: add "truth": "pro" or "con"')
+    found = [line for line in found if split in ("all", split_of_text(line.text()))]
+    if not found:
+        raise ValueError(
+            f'{path} has no topic of split "{split}": a topic belongs to one split by a hash of its content. '
+            "Add topics, or set split: all to draw from the whole file"
+        )
+    return tuple(found)
+
+
+def _read(path: Path) -> list[Line]:
+    lines = [(i, text) for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if text.strip()]
+    if not lines:
+        raise ValueError(f"{path} holds no topics: give one JSON object a line, with topic, pro and con")
+    return [_parsed(path, number, text) for number, text in lines]
+
+
+def _parsed(path: Path, number: int, text: str) -> Line:
+    try:
+        return Line.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"{path}, line {number}{f', {where}' if where else ''}: {first['msg']}. A topic is one JSON object with "
+            "topic (text), pro and con (lists of texts) and, if known, truth (pro or con)"
+        ) from None
+
+
+@lru_cache(maxsize=16_384)  # tree search resets the same seed again and again
+def drill(seed: int, split: Split | Literal["all"], mode: Mode, facts: int) -> Topic:
+    """A topic without words: tokens that are facts of one side or the other.
+
+    In a competition each side has `facts` of them. In search of the truth the side that is right has 2 to `facts`, the
+    other at least one less. Which side has which tokens does not matter to the split, nor in what order they are told.
+    """
+    rng = random.Random(f"drill {seed}")
+    for _ in range(TRIES):
+        truth: Side = rng.choice(SIDES)
+        most = facts if mode == "competitive" else rng.randint(2, facts)
+        least = facts if mode == "competitive" else rng.randint(1, most - 1)
+        tokens = rng.sample(TOKENS, most + least)
+        parts = (tokens[:most], tokens[most:]) if truth == "pro" else (tokens[most:], tokens[:most])
+        if split in ("all", split_of_text(f"drill {sorted(map(sorted, parts))}")):
+            made = tuple(Fact(token, token, side) for side, own in zip(SIDES, parts, strict=True) for token in own)
+            return Topic(f"c{rng.randrange(16)}", made, truth if mode == "truth" else None)
+    raise ValueError(
+        f'no drill of split "{split}" with facts: {facts} in {TRIES} draws: there are too few; give more facts'
+    )

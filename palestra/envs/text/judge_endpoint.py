@@ -1,0 +1,136 @@
+"""A judge behind an OpenAI-compatible endpoint: asked with both side orders, and only once.
+
+A verdict that was given stays: it is kept in memory for the life of the process and, with `cache`, on the disk, by the
+SHA-256 of the model and what it was asked. So equal debates get equal verdicts, as an env owes its users, whatever the
+endpoint would say the second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+from palestra.envs.text.verdict_cache import Scores, known, open_cache, remember
+from palestra.types import Message
+from palestra.web.client import Endpoint, Line, failed, line_to, quoted
+
+AGAIN = (
+    'That could not be read. Answer with one JSON object and nothing else, for example {"scores": {"A": 6, "B": 4}} or '
+    '{"winner": "A"}.'
+)
+_THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+_FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*)\n\s*```\s*\Z", re.DOTALL)
+_asking: WeakValueDictionary[tuple[int, str], asyncio.Lock] = WeakValueDictionary()  # by event loop and question
+
+
+class EndpointJudge(Endpoint):
+    """An endpoint that judges. `swap` asks twice, with each side shown first once, and takes the mean; `cache` is a
+    file that keeps verdicts. Answers are drawn at temperature 0, unless `body` says otherwise."""
+
+    type: Literal["endpoint"] = "endpoint"
+    cache: Path | None = None
+    swap: bool = True
+
+    def check(self) -> None:
+        """Raises ValueError now where no debate could ever be judged: no httpx, no key, or no place for the cache."""
+        super().check()
+        if self.cache:
+            open_cache(self.cache)
+
+
+async def ask(judge: EndpointJudge, questions: Sequence[list[Message]]) -> Scores:
+    """Pro's and con's scores in [0, 1]: the mean over `questions`, of which the first names pro A and the second con.
+
+    Raises EndpointError where the endpoint does not give a verdict within the judge's limits.
+    """
+    questions = questions if judge.swap else questions[:1]
+    key = _digest(judge, questions)
+    lock = _asking.setdefault((id(asyncio.get_running_loop()), key), asyncio.Lock())
+    faults: list[str] = []
+    try:
+        async with asyncio.timeout(judge.limit), lock:  # the same debate is judged once, even by many episodes at once
+            scores = await known(judge.cache, key)
+            if scores is None:
+                scores = await remember(judge.cache, key, judge.model, await _mean(judge, questions, faults))
+            return scores
+    except TimeoutError:
+        raise failed(judge, f"gave no verdict within limit: {judge.limit:g} seconds", faults) from None
+
+
+async def _mean(judge: EndpointJudge, questions: Sequence[list[Message]], faults: list[str]) -> Scores:
+    """Both orders at once."""
+    async with line_to(judge, faults) as line:
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(_verdict(line, question)) for question in questions]
+        except BaseExceptionGroup as error:
+            raise error.exceptions[0] from None
+    pairs = [scores if i == 0 else scores[::-1] for i, scores in enumerate(task.result() for task in asked)]
+    return sum(p for p, _ in pairs) / len(pairs), sum(c for _, c in pairs) / len(pairs)
+
+
+def _digest(judge: EndpointJudge, questions: Sequence[list[Message]]) -> str:
+    asked = [judge.model, judge.body, list(questions)]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+# ---- one verdict
+
+
+async def _verdict(line: Line, question: list[Message]) -> Scores:
+    """A's and B's scores by one question; an answer that cannot be read is asked for once more."""
+    reply = await _reply(line, question)
+    scores = read_scores(reply)
+    if scores is None:
+        line.faults.append(f"answered {quoted(line.endpoint, reply)}")
+        again = [{"role": "assistant", "content": reply}, {"role": "user", "content": AGAIN}]
+        reply = await _reply(line, [*question, *again])
+        scores = read_scores(reply)
+    if scores is None:
+        raise failed(line.endpoint, f"gave no verdict that can be read, twice: {quoted(line.endpoint, reply)}", [])
+    return scores
+
+
+async def _reply(line: Line, messages: Sequence[Message]) -> str:
+    return str((await line.complete(messages, temperature=0)).get("content") or "")
+
+
+def read_scores(reply: str) -> Scores | None:
+    """A's and B's scores in [0, 1], or None for anything but one JSON object with a winner or scores from 0 to 10.
+
+    A leading block of thoughts and a fence around the object are looked through. Where it holds both, they must agree.
+    """
+    text = _THINKING.sub("", reply)
+    fenced = _FENCE.match(text)
+    try:
+        found = json.loads(fenced[1] if fenced else text)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or not found.keys() & {"winner", "scores"}:
+        return None
+    named = {"A": (1.0, 0.0), "B": (0.0, 1.0), "draw": (0.5, 0.5)}.get(str(found.get("winner")))
+    if "scores" not in found:
+        return named
+    scores = _scored(found["scores"])
+    if scores and "winner" in found and (not named or _order(named) != _order(scores)):
+        return None
+    return scores
+
+
+def _scored(scores: Any) -> Scores | None:
+    if not isinstance(scores, dict) or scores.keys() != {"A", "B"}:
+        return None
+    numbers = [scores["A"], scores["B"]]
+    if not all(type(n) in (int, float) and 0 <= n <= 10 for n in numbers):
+        return None
+    return numbers[0] / 10, numbers[1] / 10
+
+
+def _order(scores: Scores) -> int:
+    return (scores[0] > scores[1]) - (scores[0] < scores[1])

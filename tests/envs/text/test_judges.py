@@ -1,0 +1,334 @@
+"""The judge by rules, against cases worked by hand, and against those who would fool it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from toy_debates import expert, play
+
+from palestra.envs import make_env
+from palestra.envs.text.argument_reading import read
+from palestra.envs.text.arguments import Argument, Fact, Topic, content_words
+from palestra.envs.text.debate import Debate
+from palestra.envs.text.debate_topics import TOKENS
+from palestra.envs.text.judges import Rules, Speech, Weights, read_verdict, repetition
+
+DRILL = Topic(
+    "c1", (Fact("r1", "r1", "pro"), Fact("r7", "r7", "pro"), Fact("r3", "r3", "con"), Fact("r9", "r9", "con"))
+)
+TRAM = Topic(
+    "The town should build a tram.",
+    (
+        Fact("P1", "A tram carries 160 riders, twice as many as a bus.", "pro"),
+        Fact("P2", "The buses on the hill break down every nine days.", "pro"),
+        Fact("C1", "Laying rails would close the market street for a year.", "con"),
+        Fact("C2", "Half of the riders travel before seven in the morning.", "con"),
+    ),
+)
+PRO = (
+    "Claim: the town needs a tram.\nBecause: one tram carries 160 riders, as many as two buses [P1], and buses on the "
+    "hill break down all the time [P2].\nSo: yes."
+)
+
+
+def said(topic: Topic, *answers: str, longest: int = 200) -> list[Argument]:
+    """Answers read, by pro and con in turn."""
+    return [read(answer, topic, ("pro", "con")[i % 2], longest) for i, answer in enumerate(answers)]
+
+
+def judged(topic: Topic, *answers: str, **options) -> list[Speech]:
+    """The same, and what each is worth."""
+    rules = Rules(topic, (len(answers) + 1) // 2, **options)
+    arguments = said(topic, *answers)
+    return [Speech(i // 2 + 1, a, rules.judge(a, arguments[:i])) for i, a in enumerate(arguments)]
+
+
+# ---- reading
+
+
+def test_a_drill_is_read_by_its_four_words():
+    (argument,) = said(DRILL, "claim r1 because r7 so yes")
+    assert (argument.claim, argument.reason, argument.conclusion, argument.stance) == (True, True, True, "pro")
+    assert argument.support == ("r1", "r7") and argument.false == argument.rebuts == ()
+    _, con = said(DRILL, "", "r9 because r3 r1 against r7 r12 so no")
+    assert con.claim and con.support == ("r9", "r3")  # what comes before the first word is a claim
+    assert con.false == ("r1",)  # the other side's, as its own
+    assert sorted(con.rebuts) == ["r12", "r7"] and con.stance == "con"
+
+
+def test_prose_is_read_by_the_same_rules():
+    pro, con = said(
+        TRAM,
+        PRO,
+        "I argue that the town can wait with its tram. Since laying rails would close the market street for a year, "
+        "shops would suffer. However, that buses break down every nine days can be mended by new brakes (P2). "
+        "Therefore no.",
+    )
+    assert pro.support == ("P1", "P2") and pro.claim and pro.reason and pro.conclusion
+    assert con.support == ("C1",)  # quoted without its number
+    assert con.rebuts == ("P2",) and con.claim and con.reason and con.conclusion and con.stance == "con"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Claim: there are so many riders that the town is against the bus. Because: the hill needs a tram. So: yes.",
+        "**Claim:** the town needs a tram.\n- **Because:** the hill is steep and buses fail.\n- **So:** yes",
+        "Let me think. Against? So what... #### The town needs a tram because hills wear buses out, so yes",
+    ],
+)
+def test_words_inside_a_sentence_begin_no_part(text):
+    (argument,) = said(TRAM, text)
+    assert (argument.claim, argument.reason, argument.conclusion) == (True, True, True)
+    assert argument.replies == () and argument.stance == "pro"
+
+
+def test_a_number_alone_is_no_citation_and_nor_is_one_with_other_words():
+    (bare,) = said(TRAM, "Claim: a tram for the town. Because: P1 P2. So: yes.")
+    assert bare.support == () and bare.false == () and not bare.reason
+    (other,) = said(TRAM, "Because: the purple monkey dances slowly tonight [P1]. So: yes.")
+    assert other.support == ()
+    (told,) = said(TRAM, "Because: a tram carries more riders [P1]. So: yes.")
+    assert told.support == ("P1",)
+
+
+def test_a_conclusion_must_follow_a_reason_and_be_for_the_own_side():
+    assert not said(DRILL, "so yes claim r1 because r7")[0].conclusion
+    assert not said(DRILL, "claim r1 so yes")[0].conclusion
+    other = said(DRILL, "claim r1 because r7 so no")[0]
+    assert not other.conclusion and other.stance == "con"
+
+
+def test_what_is_too_long_is_not_heard_to_its_end():
+    (argument,) = said(DRILL, "claim r1 because r7 so yes " + "up " * 94, longest=10)
+    assert argument.text == "claim r1 because r7 so yes up up up up"
+    assert argument.heard == pytest.approx(38 / (27 + 3 * 94 - 1))  # characters, the last blank aside
+    (endless,) = said(DRILL, "x" * 100_000, longest=10)
+    assert endless.heard == pytest.approx(120 / 100_000)
+
+
+def test_endings_and_empty_words_do_not_matter():
+    assert content_words("The buses' brakes are worn, so they need mending!") == content_words(
+        "bus brake worn needs mend"
+    )
+
+
+# ---- scores worked by hand: structure 1/4, evidence 1/2, rebuttal 1/4, off 1/4 of repetition
+
+
+def test_the_best_that_can_be_said_is_worth_one():
+    pro, con = judged(DRILL, "claim r1 because r7 so yes", "claim r3 because r9 against r7 so no")
+    assert pro.parts.worth == con.parts.worth == 1.0
+    parts = pro.parts
+    assert (parts.structure, parts.evidence, parts.rebuttal, parts.repetition, parts.honesty) == (1, 1, 1, 0, 1)
+
+
+def test_half_the_evidence_and_no_answer():
+    _, con = judged(DRILL, "claim r1 because r7 so yes", "claim r3 because r3 so no")
+    # The reason adds nothing to the claim, and without one there is no conclusion; one fact of two; no answer to pro.
+    assert con.parts.structure == pytest.approx(1 / 3)
+    assert con.parts.evidence == pytest.approx(1 / 2) and con.parts.rebuttal == 0
+    assert con.parts.worth == pytest.approx(1 / 4 / 3 + 1 / 2 / 2)
+
+
+def test_what_is_made_up_devalues_the_rest():
+    _, con = judged(DRILL, "claim r1 because r1 so yes", "claim r3 because r9 r1 against r7 r5 so no")
+    # Named: r3, r9 (its own), r1 (pro's, as its own), r5 (nobody's), r7 (pro's, but not said): 2 of 5 are real.
+    assert con.parts.honesty == pytest.approx(2 / 5) and con.parts.evidence == pytest.approx(2 / 5)
+    assert con.parts.rebuttal == 0  # r1, which pro did say, is not argued against
+    assert con.parts.worth == pytest.approx(1 / 4 + 2 / 5 / 2)
+
+
+def test_a_rebuttal_shared_with_inventions_counts_for_its_share():
+    _, con = judged(DRILL, "claim yes because r1 so yes", "claim r3 because r9 against r1 r7 so no")
+    assert con.parts.rebuttal == pytest.approx(1 / 2)
+
+
+def test_an_invention_can_be_answered_by_who_heard_it():
+    _, con = judged(DRILL, "claim yes because r12 so yes", "claim r3 because r9 against r12 so no")
+    assert con.parts.rebuttal == 1 and con.parts.honesty == 1
+
+
+def test_an_opponent_who_said_nothing_needs_no_answer_and_must_get_none():
+    left, made_up = "claim r3 because r9 so no", "claim r3 because r9 against r1 so no"
+    assert judged(DRILL, "", left)[1].parts.rebuttal == 1.0
+    assert judged(DRILL, "", made_up)[1].parts.rebuttal == 0.0
+    assert judged(DRILL, "", "")[1].parts.worth == 0.0
+
+
+def test_rounds_share_structure_and_rebuttal_and_each_fact_counts_once():
+    speeches = judged(
+        DRILL,
+        "claim yes because r1 so yes",
+        "claim r3 because r9 against r1 so no",
+        "claim r1 because r7 against r3 so yes",
+        "claim r3 because r9 against r1 so no",
+    )
+    first, all_of_it, second, again = [s.parts for s in speeches]
+    assert (first.structure, first.evidence, first.rebuttal) == (0.5, 0.5, 0.5)
+    assert (second.structure, second.evidence, second.rebuttal) == (0.5, 0.5, 0.5)  # r1 is no news, r7 is
+    assert first.worth + second.worth == pytest.approx(1.0)
+    assert (all_of_it.structure, all_of_it.evidence, all_of_it.rebuttal) == (0.5, 1.0, 0.5)
+    # r7 is new and stands unanswered, nothing else is news, and all of its three runs of three words were said before.
+    assert (again.structure, again.evidence, again.rebuttal, again.repetition) == (0.5, 0, 0, 0.5)
+    assert again.worth == pytest.approx(0.5 / 4 - 0.5 / 4)
+
+
+def test_prose_is_scored_by_the_same_rules():
+    con = (
+        "Claim: a tram would hurt the town. Because: laying the rails would close the market street for a whole year "
+        "[C1]. Against: that it carries 160 riders helps few, when half of them travel before seven [P1, C2]. So: no."
+    )
+    speeches = judged(TRAM, PRO, con)
+    assert [s.parts.worth for s in speeches] == [1.0, 1.0]
+    unanswered = judged(TRAM, PRO, con.replace("Against: that it carries 160 riders helps few, when", "And"))[1]
+    assert unanswered.parts.rebuttal == 0
+
+
+def test_words_of_ones_own_can_be_answered_too():
+    pro = "Claim: the town likes its tram drivers more than anybody else. Because: the town is proud of them. So: yes."
+    answer = (
+        "Claim: the town is poor. Because: rails would close the market street for a year [C1]. Against: {} So: no."
+    )
+    assert (
+        judged(TRAM, pro, answer.format("drivers whom a town likes drive buses just as well."))[1].parts.rebuttal == 1
+    )
+    assert judged(TRAM, pro, answer.format("the weather is bad."))[1].parts.rebuttal == 0
+
+
+def test_repetition_counts_runs_of_three():
+    assert repetition(tuple("abcd"), []) == 0
+    assert repetition(tuple("abcabc"), []) == pytest.approx(1 / 4)  # abc bca cab ABC
+    assert repetition(tuple("abcd"), [tuple("xabc")]) == pytest.approx(1 / 2)
+    assert repetition(["a"], [["a"]]) == 1 and repetition([], []) == 0
+
+
+def test_weights_are_options():
+    only = Weights(structure=0, evidence=1, rebuttal=0, repetition=0)
+    speeches = judged(DRILL, "r1 r7", "claim r3 because r9 against r1 so no", weights=only)
+    assert [s.parts.worth for s in speeches] == [1.0, 1.0]
+    env = make_env("palestra.envs.text.debate:Debate", weights={"evidence": 0.5})
+    assert env.weights == Weights(evidence=0.5)
+    with pytest.raises(ValueError, match="no side could ever win"):
+        make_env("palestra.envs.text.debate:Debate", weights={"structure": 0, "evidence": 0, "rebuttal": 0})
+
+
+# ---- verdicts
+
+
+def test_the_higher_score_wins_and_equal_scores_are_a_draw():
+    rules = Rules(DRILL, 1)
+    best, worse = "claim r1 because r7 so yes", "claim r3 because r3 so no"
+    assert rules.verdict(judged(DRILL, best, worse)).winner == "pro"
+    assert rules.verdict(judged(DRILL, best, worse)).margin == pytest.approx(1 - 1 / 3)
+    assert rules.verdict(judged(DRILL, "", worse)).winner == "con"
+    assert rules.verdict(judged(DRILL, "", "")).winner == "draw"
+
+
+UNEVEN = Topic("c1", (*DRILL.facts, Fact("r11", "r11", "con")))
+
+
+def test_in_search_of_the_truth_more_facts_weigh_more():
+    answers = ("claim r1 because r7 so yes", "claim r3 because r9 r11 against r1 so no")
+    pro, con = judged(UNEVEN, *answers, mode="truth")
+    assert (pro.parts.evidence, con.parts.evidence) == (pytest.approx(2 / 3), 1.0)
+    assert Rules(UNEVEN, 1, "truth").verdict([pro, con]).winner == "con"
+    assert Rules(UNEVEN, 1).verdict(judged(UNEVEN, *answers)).winner == "draw"  # each shows all it has
+
+
+def test_in_search_of_the_truth_a_side_may_concede():
+    answers = ("claim r1 because r7 so no", "claim no because r5 so up")  # con shows nothing, but pro gives way
+    assert Rules(UNEVEN, 1, "truth").verdict(judged(UNEVEN, *answers, mode="truth")).winner == "con"
+    assert Rules(UNEVEN, 1).verdict(judged(UNEVEN, *answers)).winner == "pro"  # in a competition nobody does
+    crossed = judged(UNEVEN, "claim r1 because r7 so no", "claim r3 because r3 so yes", mode="truth")
+    assert Rules(UNEVEN, 1, "truth").verdict(crossed).winner == "pro"  # both give way: the scores decide
+
+
+def test_a_verdict_is_read_only_where_it_names_one_side():
+    assert read_verdict("pro") == read_verdict(" Pro.") == read_verdict("con is weak... #### **pro**") == "pro"
+    assert [read_verdict(text) for text in ("", "pro con", "process", "#### ", "yes")] == [None] * 5
+
+
+# ---- nobody wins by other means than arguing
+
+
+def stuffed(seat: str, observation: str, env: Debate) -> str:
+    return "claim because reason evidence since therefore so conclusion against rebuttal however hence thus " * 8
+
+
+def numbers(seat: str, observation: str, env: Debate) -> str:
+    return "Claim: " + " ".join(fact.id for fact in env.topic.facts) + f" so {'yes' if seat == 'pro' else 'no'}"
+
+
+def own_numbers(seat: str, observation: str, env: Debate) -> str:
+    claim, *rest = [fact.id for fact in env.topic.of(seat)]
+    other = env.topic.of("con" if seat == "pro" else "pro")[0].id
+    return f"Claim: {claim}. Because: {' '.join(rest)}. Against: {other}. So: {'yes' if seat == 'pro' else 'no'}."
+
+
+def parrot(seat: str, observation: str, env: Debate) -> str:
+    return observation
+
+
+def all_facts(seat: str, observation: str, env: Debate) -> str:
+    """All the evidence as one's own, with every part of an answer."""
+    told = " ".join(f"{fact.text} [{fact.id}]." for fact in env.topic.facts)
+    return f"Claim: {env.topic.text} Because: {told} So: {'yes' if seat == 'pro' else 'no'}."
+
+
+def word_salad(seat: str, observation: str, env: Debate) -> str:
+    words = " ".join(["because so therefore P1 C2 claim", *(fact.text for fact in env.topic.facts)]).split()
+    return " ".join(random.Random(observation).choices(words, k=150))
+
+
+def enormous(seat: str, observation: str, env: Debate) -> str:
+    return expert(seat, observation, env) + " and so on" * 20_000
+
+
+def again_and_again(seat: str, observation: str, env: Debate) -> str:
+    return (expert(seat, observation, env) + " ") * 30
+
+
+GAMERS = ["", "yes " * 50_000, stuffed, numbers, own_numbers, parrot, all_facts, word_salad, enormous, again_and_again]
+
+
+@pytest.mark.parametrize("gamer", GAMERS, ids=lambda g: g[:4] or "empty" if isinstance(g, str) else g.__name__)
+@pytest.mark.parametrize("side", ["pro", "con"])
+def test_an_honest_answer_beats_a_cheat(gamer, side):
+    env = Debate(split="all", rounds=1)
+    won = [play(env, seed, **{side: gamer})[0][-1].info["winner"] for seed in range(20)]
+    assert set(won) == {"con" if side == "pro" else "pro"}
+
+
+@pytest.mark.parametrize("options", [{}, {"source": "drills", "rendering": "compact"}, {"order": "simultaneous"}])
+@pytest.mark.parametrize("side", ["pro", "con"])
+def test_an_expert_beats_one_who_talks_at_random(options, side):
+    env = Debate(**options)
+    tokens = [*TOKENS, "claim", "because", "against", "so", "yes", "no", "P1", "P2", "P3", "C1", "C2", "C3"]
+
+    def at_random(seat: str, observation: str, env: Debate) -> str:
+        rng = random.Random(f"{observation} {seat}")
+        return " ".join(rng.choices(tokens, k=rng.randint(1, 12)))
+
+    other = "con" if side == "pro" else "pro"
+    won = [play(env, seed, **{other: at_random})[0][-1].info["winner"] == side for seed in range(150)]
+    assert sum(won) > 0.97 * len(won)
+
+
+@pytest.mark.parametrize("side", ["pro", "con"])
+def test_an_expert_beats_drill_shapes_filled_at_random(side):
+    env = Debate(source="drills", rendering="compact", rounds=1)
+
+    def shaped(seat: str, observation: str, env: Debate) -> str:
+        a, b, c, d = random.Random(f"{observation} {seat}").choices(env.topic.facts, k=4)
+        return f"claim {a.id} because {b.id} {c.id} against {d.id} so {'yes' if seat == 'pro' else 'no'}"
+
+    def every_token(seat: str, observation: str, env: Debate) -> str:
+        everything = " ".join(TOKENS)
+        return f"claim {everything} because {everything} against {everything} so {'yes' if seat == 'pro' else 'no'}"
+
+    other = "con" if side == "pro" else "pro"
+    assert {play(env, seed, **{other: every_token})[0][-1].info["winner"] for seed in range(50)} == {side}
+    won = [play(env, seed, **{other: shaped})[0][-1].info["winner"] for seed in range(200)]
+    assert won.count(side) > 0.95 * len(won) and other not in won
