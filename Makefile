@@ -46,12 +46,21 @@ ENVS := .cache/envs
 $(ENVS)/.installed: tests/envs/vector/peers/requirements.txt pyproject.toml constraints.txt
 	test -x $(ENVS)/bin/python || $(PYTHON) -m venv $(ENVS)
 	$(ENVS)/bin/pip install --quiet torch==2.13.0
-	grep -vE '^(gymnasium|pyglet)==' constraints.txt > $(ENVS)/constraints.txt
+	grep -vE '^(gymnasium|pyglet|openai)==' constraints.txt > $(ENVS)/constraints.txt
 	$(ENVS)/bin/pip install --quiet -c $(ENVS)/constraints.txt -e '.[test]' -r tests/envs/vector/peers/requirements.txt
 	touch $@
 
-test-envs: $(ENVS)/.installed ## play EnvPool, JaxMARL, VMAS, multi-agent Atari and highway-env through our adapters
-	$(ENVS)/bin/python -m pytest -m peers tests/envs/vector/peers tests/test_configs.py
+# OpenEnv wants an mcp that verifiers does not.
+OPENENV := .cache/openenv
+$(OPENENV)/.installed: pyproject.toml constraints.txt
+	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/pip install --quiet openenv==0.10.0 numpy pydantic PyYAML pytest pytest-timeout hypothesis
+	$(OPENENV)/bin/pip install --quiet --no-deps -e .
+	touch $@
+
+test-envs: $(ENVS)/.installed $(OPENENV)/.installed ## play envs of other packages through our adapters: EnvPool, JaxMARL, VMAS, TextArena, ...
+	$(ENVS)/bin/python -m pytest -m peers tests/envs/vector/peers tests/envs/text/peers tests/test_configs.py
+	$(OPENENV)/bin/python -m pytest -m peers tests/envs/text/peers
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -69,8 +78,9 @@ learning: $(INSTALLED) ## remake docs/results-games.md
 reproduce: $(INSTALLED) ## remake docs/results.md
 	$(BIN)/python scripts/reproduce.py
 
-base: $(INSTALLED) ## train the tiny base model that ships with palestra
-	$(BIN)/python scripts/make_tiny.py
+base: $(INSTALLED) ## train the base models that ship with palestra
+	$(BIN)/python scripts/make_tiny.py tiny
+	$(BIN)/python scripts/make_tiny.py tasks
 
 clean: ## remove caches and build leftovers; runs/ and .venv stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

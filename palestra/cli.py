@@ -225,13 +225,17 @@ def shown(exam: dict[str, Any]) -> str:
 
 @app.command()
 def info() -> None:
-    """Show versions, the device, and the envs, bases and algorithms there are."""
+    """Show versions, the device, the envs, bases and algorithms there are, and what contains programs of models."""
     import torch
     import transformers
 
     import palestra
+    from palestra.config import kinds
     from palestra.engine.models import BASES
-    from palestra.envs import BUILT_IN
+    from palestra.envs import BUILT_IN, GAMES
+    from palestra.setup import Config
+    from palestra.setup_games import GamesConfig
+    from palestra.setup_population import PopulationConfig
 
     table = Table(show_header=False)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({torch.get_num_threads()} threads)"
@@ -240,13 +244,32 @@ def info() -> None:
         ("palestra", palestra.__version__),
         ("torch, transformers", f"{torch.__version__}, {transformers.__version__}"),
         ("device", device),
-        ("envs", ", ".join(sorted(BUILT_IN)) + ", or module:Class"),
+        ("envs in words", ", ".join(sorted(BUILT_IN)) + ", or module:Class"),
+        ("vectorised games", ", ".join(sorted(GAMES)) + ", or module:Class"),
         ("bases", ", ".join(bases) + ", a local folder, or a hub name"),
-        ("algorithms", "grpo (at: root | turn), sft"),
-        ("policies", "lora, full, frozen, random, scripted, human"),
+        (
+            "algorithms",
+            f"{', '.join(kinds(Config, 'algorithm'))}; for networks {', '.join(kinds(GamesConfig, 'algorithm'))}",
+        ),
+        (
+            "policies",
+            f"{', '.join(kinds(Config, 'policies'))}; for networks {', '.join(kinds(GamesConfig, 'policies'))}",
+        ),
+        ("populations", ", ".join(kinds(PopulationConfig, "population"))),
+        ("sandbox", _sandbox()),
     ):
         table.add_row(*row)
     console.print(table)
+
+
+def _sandbox() -> str:
+    """What programs run in here, or why they do not."""
+    from palestra.sandbox import open_sandbox
+
+    try:
+        return open_sandbox().name
+    except ValueError as error:
+        return f"none: {error}"
 
 
 app.command(name="eval")(evaluate)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress
 from rich.table import Table
 
+from palestra.rollouts.transcript import transcript
 from palestra.terminal import console, friendly, say
+
+if TYPE_CHECKING:
+    from palestra.evaluate import Scored
 
 WHO = (
     "a policy of the run, RUN:NAME of another, base, expert, random, human, or an endpoint as URL#MODEL; in vectorised "
@@ -38,6 +42,7 @@ def evaluate(
         list[str] | None, typer.Option("--member", help=f"one of those that --cross seats: {WHO}")
     ] = None,
     episodes: Annotated[int, typer.Option(min=1)] = 300,
+    show: Annotated[int, typer.Option(min=0, help="print this many of the episodes, word for word")] = 0,
     step: Step = None,
     temperature: Temperature = None,
     seed: int = 0,
@@ -57,6 +62,8 @@ def evaluate(
 
         palestra eval runs/demo --cross --member planner --member executor --member base
 
+        palestra eval runs/demo --episodes 3 --show 3
+
         palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
     """
     with friendly():
@@ -65,21 +72,24 @@ def evaluate(
         if members and not cross:
             raise ValueError("--member names who --cross seats; to seat one somewhere, say --seats SEAT=WHO")
         options: dict[str, Any] = {"episodes": episodes, "step": step, "seed": seed}
+        if cross or show:
+            _needs_text(what, "--cross" if cross else "--show")
         if cross:
-            _needs_text(what, "--cross")
             from palestra.evaluate import cross_play
 
             sampling = _sampling(temperature)
             found = asyncio.run(cross_play(what, pairs(env), members or [], sampling=sampling, **options))
         else:
             found = [_evaluated(what, env, seats, temperature, options | {"swap": swap})]
+    for episode in [episode for scored in found for episode in scored.episodes[:show]]:
+        say(f"{transcript(episode)}\n")
     if as_json:
-        lines: Any = [{"seats": who, **figures} for who, figures in found]
+        lines: Any = [{"seats": scored.seats, **scored.figures} for scored in found]
         print(json.dumps(lines if cross else lines[0]))
     elif cross:
         console.print(_cross_table(f"{what}, {episodes} episodes each", found))
     else:
-        console.print(_eval_table(f"{what}, {episodes} episodes", *found[0]))
+        console.print(_eval_table(f"{what}, {episodes} episodes", found[0].seats, found[0].figures))
 
 
 def collect(
@@ -160,12 +170,13 @@ def play(
 
 def _evaluated(
     what: Path, env: list[str] | None, seats: list[str] | None, temperature: float | None, options: dict[str, Any]
-) -> tuple[dict[str, str], dict[str, Any]]:
+) -> Scored:
+    from palestra.evaluate import Scored, evaluate_run
+
     if plays_games(what):
         from palestra.evaluate_games import evaluate_games
 
-        return evaluate_games(what, pairs(env), seat_pairs(seats), best=temperature == 0, **options)
-    from palestra.evaluate import evaluate_run
+        return Scored(*evaluate_games(what, pairs(env), seat_pairs(seats), best=temperature == 0, **options), [])
 
     return asyncio.run(evaluate_run(what, pairs(env), seat_pairs(seats), sampling=_sampling(temperature), **options))
 
@@ -209,15 +220,16 @@ def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Tab
     return table
 
 
-def _cross_table(title: str, found: list[tuple[dict[str, str], dict[str, Any]]]) -> Table:
+def _cross_table(title: str, found: list[Scored]) -> Table:
     from palestra.reports import interval
 
-    seats = list(found[0][0])
+    seats = list(found[0].seats)
     table = Table(*seats, "success", "team return", *(f"return of {seat}" for seat in seats), title=title)
     table.title_justify = "left"
-    for who, figures in found:
+    for who, figures, _ in found:
         returns = [_return(figures, seat) for seat in seats]
-        table.add_row(*who.values(), interval(figures), f"{figures['team_return']:.2f}", *returns)
+        success = interval(figures) if "success" in figures else "-"
+        table.add_row(*who.values(), success, f"{figures['team_return']:.2f}", *returns)
     return table
 
 

@@ -268,3 +268,15 @@ def _fields(annotation: Any) -> dict[str, Any]:
 
 def _keys(annotation: Any) -> list[str]:
     return list(_fields(annotation))
+
+
+def kinds(model: type[BaseModel], field: str) -> list[str]:
+    """What `type:` may say in a field that holds one of several kinds of config, or a mapping of names to them."""
+    waiting, found = [model.model_fields[field].annotation], list[str]()
+    while waiting:
+        part = waiting.pop(0)
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            found.append(str(part.model_fields["type"].default))
+        else:
+            waiting += get_args(part)
+    return found

@@ -29,6 +29,14 @@ MOST_WAYS = 256
 FREE: dict[str, Callable[[], Policy]] = {"expert": ExpertPolicy, "random": RandomPolicy, "human": HumanPolicy}
 
 
+class Scored(NamedTuple):
+    """Who sat where, what came of it in figures, and the episodes."""
+
+    seats: dict[Seat, str]
+    figures: dict[str, Any]
+    episodes: list[Episode]
+
+
 class Table(NamedTuple):
     """An arena, and how to seat its players: `names` says who sits where, `policy` finds a policy by name."""
 
@@ -86,8 +94,8 @@ async def evaluate_run(
     sampling: dict[str, Any],
     step: int | None,
     seed: int,
-) -> tuple[dict[Seat, str], dict[str, Any]]:
-    """Who sat where, and the figures of `episodes` held-out episodes; see `set_table`."""
+) -> Scored:
+    """`episodes` held-out episodes; see `set_table`."""
     table = set_table(path, env, seats, sampling=sampling, step=step)
     names = swapped(table.names) if swap else table.names
     return await _scored(table._replace(names=names), episodes, seed)
@@ -102,7 +110,7 @@ async def cross_play(
     sampling: dict[str, Any],
     step: int | None,
     seed: int,
-) -> list[tuple[dict[Seat, str], dict[str, Any]]]:
+) -> list[Scored]:
     """Every way to seat `members` (of a run: its own policies, where none are named), each on the same instances.
 
     Raises ValueError where there are more than 256 ways.
@@ -137,10 +145,13 @@ async def play_one(
     return mine, await table.arena.play(Match(seed, team, derive(seed, "play")), Branching())
 
 
-async def _scored(table: Table, episodes: int, seed: int) -> tuple[dict[Seat, str], dict[str, Any]]:
+async def _scored(table: Table, episodes: int, seed: int) -> Scored:
     team = table.team
     played = await evaluate(table.arena, team, episodes, seed)
-    return {seat: policy.name for seat, policy in team.items()}, summary(played) | seat_returns(played)
+    figures = summary(played) | seat_returns(played)
+    if not any("success" in leaf.info for episode in played for leaf in episode.leaves()):
+        del figures["success"]  # this env knows none
+    return Scored({seat: policy.name for seat, policy in team.items()}, figures, played)
 
 
 def swapped(names: dict[Seat, str]) -> dict[Seat, str]:

@@ -74,7 +74,14 @@ class HumanConfig(Strict):
 
 
 PolicyConfig = Annotated[
-    TaughtLora | FullPolicyConfig | FrozenConfig | RandomConfig | ScriptedConfig | ExpertConfig | HumanConfig,
+    TaughtLora
+    | FullPolicyConfig
+    | FrozenConfig
+    | EndpointConfig
+    | RandomConfig
+    | ScriptedConfig
+    | ExpertConfig
+    | HumanConfig,
     Field(discriminator="type"),
 ]
 

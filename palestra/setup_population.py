@@ -169,8 +169,8 @@ def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool]:
         seats, rules = made.seats, rules_of(env) is not None
         made.close()
         return seats, rules
-    seats = cls(**options).seats
-    return seats, issubclass(cls, TextGame)
+    game = cls(**options)
+    return game.seats, isinstance(game, TextGame) and game.walkable
 
 
 def _check(config: PopulationConfig, rules: bool) -> None:

@@ -232,7 +232,7 @@ def test_info_names_versions_envs_and_bases():
     done = palestra("info")
     text = plain(done.output)
     assert done.exit_code == 0
-    for word in ("palestra", "torch", "sokoban", "plan_path", "grpo", "sft", "tiny"):
+    for word in ("palestra", "torch", "sokoban", "plan_path", "grpo", "sft", "qmix", "tiny", "endpoint", "psro", "sandbox"):
         assert word in text
 
 

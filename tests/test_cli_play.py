@@ -88,6 +88,13 @@ def test_somebody_behind_an_endpoint_takes_a_seat(config, server, monkeypatch):
     assert figures["success"] == 1 and figures["seats"]["guide"] == "echo" and server.key not in done.stdout
 
 
+def test_episodes_are_shown_word_for_word(config):
+    seats = ("--seats", "guide=expert", "--seats", "walker=expert")
+    text = palestra("eval", config, *seats, "--episodes", 3, "--show", 2).output
+    assert text.count("guide sees: ") == text.count("walker says: ") == 2
+    assert "-> team +1" in text and 'the end: {"success": true, "invalid": false}' in text
+
+
 # ---- collect
 
 

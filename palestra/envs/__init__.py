@@ -20,17 +20,39 @@ from palestra.envs.base import check_env as check_one
 from palestra.envs.vector.base import VectorEnv
 from palestra.envs.vector.check import check_vector_env
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "GAMES", "Env", "VectorEnv", "check_env", "env_class", "env_options", "known_envs", "make_env"]
+__all__ = [
+    "BUILT_IN",
+    "ENTRY_POINTS",
+    "GAMES",
+    "Env",
+    "VectorEnv",
+    "check_env",
+    "env_class",
+    "env_options",
+    "known_envs",
+    "make_env",
+]
 
 ENTRY_POINTS = "palestra.envs"
 BUILT_IN: dict[str, str] = {
     "plan_path": "palestra.envs.text.plan_path:PlanPath",
     "sokoban": "palestra.envs.text.sokoban:Sokoban",
+    "math": "palestra.envs.text.math:Math",
+    "code": "palestra.envs.text.code:Code",
+    "debate": "palestra.envs.text.debate:Debate",
+    "tools": "palestra.envs.text.tools:Tools",
     "workflow": "palestra.envs.text.workflow:Workflow",
+    "sudoku": "palestra.envs.text.sudoku:Sudoku",
+    "guess_number": "palestra.envs.text.guessing:GuessNumber",
+    "twenty_questions": "palestra.envs.text.twenty_questions:TwentyQuestions",
+    "textarena": "palestra.envs.text.textarena:TextArena",
+    "verifiers": "palestra.envs.text.verifiers:Verifiers",
+    "openenv": "palestra.envs.text.openenv:OpenEnv",
     "text_kuhn": "palestra.envs.text.games:TextKuhn",
     "text_leduc": "palestra.envs.text.games:TextLeduc",
     "text_liars_dice": "palestra.envs.text.games:TextLiarsDice",
     "text_tic_tac_toe": "palestra.envs.text.games:TextTicTacToe",
+    "text_connect_four": "palestra.envs.text.games:TextConnectFour",
     "text_bargaining": "palestra.envs.text.games:TextBargaining",
 }
 GAMES: dict[str, str] = {  # vectorised
@@ -55,7 +77,10 @@ GAMES: dict[str, str] = {  # vectorised
     "atari": "palestra.envs.vector.atari:AtariEnv",
     "highway": "palestra.envs.vector.highway:HighwayEnv",
 }
-EXTRAS = ("pettingzoo", "gymnasium", "openspiel", "envpool", "jaxmarl", "vmas", "atari", "highway")  # envs and extras
+EXTRAS = (  # envs and extras
+    *("pettingzoo", "gymnasium", "openspiel", "envpool", "jaxmarl", "vmas", "atari", "highway"),
+    *("textarena", "verifiers", "openenv"),
+)
 
 
 def check_env(make_env: Callable[..., Any], **options: Any) -> None:

@@ -44,7 +44,9 @@ def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
     own = {seat: [sum(n.rewards.get(seat, 0.0) for n in e.line(leaf)) for e, leaf in ends] for seat in seats}
     return {
         "returns": {seat: _mean(values) for seat, values in own.items()},
-        "returns_half": {seat: 1.96 * float(np.std(v, ddof=1)) / len(v) ** 0.5 for seat, v in own.items() if len(v) > 1},
+        "returns_half": {
+            seat: 1.96 * float(np.std(v, ddof=1)) / len(v) ** 0.5 for seat, v in own.items() if len(v) > 1
+        },
     }
 
 

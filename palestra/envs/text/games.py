@@ -9,35 +9,70 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from functools import cache, lru_cache
+from typing import Any, ClassVar, Literal
 
 from palestra.envs.base import Env
 from palestra.envs.rules import CHANCE, OVER, Rules
 from palestra.envs.rules.bargaining import BargainingRules
+from palestra.envs.rules.connect_four import ConnectFourRules, Stones, open_lines
 from palestra.envs.rules.kuhn import KuhnRules
 from palestra.envs.rules.leduc import LeducRules
 from palestra.envs.rules.liars_dice import LiarsDiceRules
-from palestra.envs.rules.tic_tac_toe import TicTacToeRules
+from palestra.envs.rules.search import best_actions
+from palestra.envs.rules.tic_tac_toe import Board, TicTacToeRules
+from palestra.envs.text.grids import answer_words
 from palestra.types import Seat, Step
+
+Reward = Literal["dense", "outcome"]
+Rendering = Literal["full", "compact"]
+DEPTH = 4  # moves that connect four's expert looks ahead
+ANSWER = (
+    "Each time you are told what you know and the words that you may say now. Think briefly if you need to, then end "
+    "your answer with #### and one of these words."
+)
 
 
 class TextGame(Env):
-    """A game by `rules`. An answer counts if it is one of the words offered, letter for letter; any other has a word
-    drawn for it, all alike, and costs the seat `penalty`. Rewards are the game's returns, at its end.
+    """A game by `rules`. An answer counts if it is one of the words offered; any other has a word drawn for it, all
+    alike, and costs the seat `penalty`. Rewards are the game's returns, at its end; with `reward: outcome` there is no
+    other, and a bad answer costs only the choice. Nobody is on a team, so there is no `success`.
+
+    Both renderings show the same information states. `compact` names the game to a seat and takes an answer letter for
+    letter, so that what a policy does is a table of word probabilities; `full` explains the rules, and takes the word
+    after the last "####" in either case.
 
     `spoken` puts other words in place of the game's own, for models that know few: `{"pass": "no", "bet": "yes"}`.
     Raises ValueError where two words would become one.
     """
 
-    def __init__(self, rules: Rules[Any], penalty: float, spoken: Mapping[str, str] | None) -> None:
-        self.rules, self.penalty, self.spoken = rules, penalty, dict(spoken or {})
+    told: ClassVar[str] = ""  # the rules, for the full rendering
+    small: ClassVar[bool] = True  # enough for its states to be walked through
+
+    def __init__(
+        self,
+        rules: Rules[Any],
+        penalty: float,
+        spoken: Mapping[str, str] | None,
+        reward: Reward,
+        rendering: Rendering,
+    ) -> None:
+        self.rules, self.spoken, self.rendering = rules, dict(spoken or {}), rendering
+        self.penalty = penalty if reward == "dense" else 0.0
         self.seats = tuple(f"player_{player}" for player in range(rules.players))
-        self.roles = dict.fromkeys(self.seats, rules.name.replace("_", " "))
         self.words = [self.spoken.get(word, word) for word in rules.actions]
         if len({*self.spoken.values()}) < len(self.spoken) or len({*self.words}) < len(self.words):
             raise ValueError(f"spoken: {self.spoken} says two things by one word, which nobody could tell apart")
         ours = sorted(map(re.escape, self.spoken), key=len, reverse=True)
         self._own_words = re.compile(rf"(?<![\w-])(?:{'|'.join(ours)})(?![\w-])") if ours else None
+        name = rules.name.replace("_", " ")
+        told = name if rendering == "compact" else f"{self._in_its_words(self.told)}\n{ANSWER}"
+        self.roles = dict.fromkeys(self.seats, told)
+
+    @property
+    def walkable(self) -> bool:
+        """Whether what a policy does is a table: every state can be met, and one answer alone means each word."""
+        return self.small and self.rendering == "compact"
 
     def reset(self, seed: int) -> Step:
         self.rng = random.Random(seed)
@@ -47,17 +82,27 @@ class TextGame(Env):
     def step(self, actions: dict[Seat, Any]) -> Step:
         ((seat, answer),) = actions.items()
         legal = self.rules.legal(self.state)
-        said = [action for action in legal if self.words[action] == str(answer)]
+        said = [action for action in legal if self._means(answer, self.words[action])]
         action = said[0] if said else self.rng.choice(legal)
         self.state = self.rules.next(self.state, action)
         info = {"invalid": {seat: not said}, "action": self.words[action]}
         return self._said({} if said else {seat: -self.penalty}, info)
 
+    def _means(self, answer: Any, word: str) -> bool:
+        if self.rendering == "compact":
+            return str(answer) == word
+        return answer_words(answer) == answer_words(word)
+
+    def _says(self, action: int) -> str:
+        """An answer that means this action."""
+        return self.words[action] if self.rendering == "compact" else f"#### {self.words[action]}"
+
     def asks(self, told: str, legal: list[int]) -> str:
         """What a seat is shown that by the rules knows `told` and may do what is legal."""
-        if self._own_words:
-            told = self._own_words.sub(lambda found: self.spoken[found[0]], told)
-        return f"{told} Say {' or '.join(self.words[action] for action in legal)}."
+        return f"{self._in_its_words(told)} Say {' or '.join(self.words[action] for action in legal)}."
+
+    def _in_its_words(self, told: str) -> str:
+        return self._own_words.sub(lambda found: self.spoken[found[0]], told) if self._own_words else told
 
     def _said(self, rewards: dict[Seat, float], info: dict[str, Any]) -> Step:
         """What is said once chance has done its part."""
@@ -77,44 +122,148 @@ class TextKuhn(TextGame):
     """Kuhn poker in words."""
 
     name: ClassVar[str] = "text_kuhn"
+    told = (
+        "You play Kuhn poker. There is one card more than there are players: J, Q, K from low to high with two "
+        "players, J, Q, K, A with three, T, J, Q, K, A with four. Each player holds one, which the others do not see, "
+        "and has paid 1. In turn each passes or bets 1 more. After a bet each of the others answers once: bet to pay "
+        "1 as well, pass to give up. Of those who bet, or of all if nobody did, the highest card wins what was paid. "
+        "Your reward is what you win or lose."
+    )
 
-    def __init__(self, *, players: int = 2, penalty: float = 0.5, spoken: dict[str, str] | None = None) -> None:
-        super().__init__(KuhnRules(players), penalty, spoken)
+    def __init__(
+        self,
+        *,
+        players: int = 2,
+        penalty: float = 0.5,
+        spoken: dict[str, str] | None = None,
+        reward: Reward = "dense",
+        rendering: Rendering = "compact",
+    ) -> None:
+        super().__init__(KuhnRules(players), penalty, spoken, reward, rendering)
 
 
 class TextLeduc(TextGame):
     """Leduc poker in words."""
 
     name: ClassVar[str] = "text_leduc"
+    told = (
+        "You play Leduc poker with one other. The six cards are J, Q and K in the two suits s and h; each player "
+        "holds one, which the other does not see, and has paid 1. In turn you fold (give up), call (match what the "
+        "other has paid, or check) or raise, by 2 in the first round and by 4 in the second, at most two raises a "
+        "round. Between the rounds one card is laid open. A pair with that card wins, else the higher rank (K, then "
+        "Q, then J); equal ranks share. Your reward is what you win or lose."
+    )
 
-    def __init__(self, *, penalty: float = 0.5, spoken: dict[str, str] | None = None) -> None:
-        super().__init__(LeducRules(), penalty, spoken)
+    def __init__(
+        self,
+        *,
+        penalty: float = 0.5,
+        spoken: dict[str, str] | None = None,
+        reward: Reward = "dense",
+        rendering: Rendering = "compact",
+    ) -> None:
+        super().__init__(LeducRules(), penalty, spoken, reward, rendering)
 
 
 class TextLiarsDice(TextGame):
     """Liar's dice in words."""
 
     name: ClassVar[str] = "text_liars_dice"
+    told = (
+        "You play liar's dice with one other. Each has rolled dice in secret. In turn you bid on all the dice of "
+        "both: 2x5 says that at least two of them show a five, and the highest face is wild and counts as any. A bid "
+        "must be higher than the last: more dice, or as many of a higher face. Instead of bidding you may say liar: "
+        "if the last bid is true, who said liar loses, else who bid it. The winner's reward is 1, the loser's -1."
+    )
 
     def __init__(
-        self, *, dice: int = 1, faces: int = 6, penalty: float = 0.5, spoken: dict[str, str] | None = None
+        self,
+        *,
+        dice: int = 1,
+        faces: int = 6,
+        penalty: float = 0.5,
+        spoken: dict[str, str] | None = None,
+        reward: Reward = "dense",
+        rendering: Rendering = "compact",
     ) -> None:
-        super().__init__(LiarsDiceRules(dice, faces), penalty, spoken)
+        super().__init__(LiarsDiceRules(dice, faces), penalty, spoken, reward, rendering)
 
 
 class TextTicTacToe(TextGame):
     """Tic-tac-toe in words."""
 
     name: ClassVar[str] = "text_tic_tac_toe"
+    told = (
+        "You play tic-tac-toe with one other. You are told the board row by row from the top, the marks x and o and "
+        "'.' for an empty square. Rows are a, b and c from the top, columns 1, 2 and 3 from the left: b3 is the "
+        "middle row's right square. x begins. Three of your marks in a row, column or diagonal win: reward 1, for the "
+        "loser -1; a full board is a draw, reward 0."
+    )
 
-    def __init__(self, *, penalty: float = 0.5, spoken: dict[str, str] | None = None) -> None:
-        super().__init__(TicTacToeRules(), penalty, spoken)
+    def __init__(
+        self,
+        *,
+        penalty: float = 0.5,
+        spoken: dict[str, str] | None = None,
+        reward: Reward = "dense",
+        rendering: Rendering = "compact",
+    ) -> None:
+        super().__init__(TicTacToeRules(), penalty, spoken, reward, rendering)
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """Perfect play; of several moves that lead as fast to the best result, one at random."""
+        return self._says(rng.choice(_perfect(self.state)))
+
+
+@cache  # 5,478 boards
+def _perfect(board: Board) -> tuple[int, ...]:
+    return tuple(best_actions(TicTacToeRules(), board, 9, lambda *_: 0.0))
+
+
+class TextConnectFour(TextGame):
+    """Connect four in words."""
+
+    name: ClassVar[str] = "text_connect_four"
+    small = False
+    told = (
+        "You play connect four with one other. You are told the board row by row from the top, the stones x and o and "
+        "'.' for an empty cell. In turn each says a column, 1 to 7 from the left, and a stone falls to the lowest "
+        "empty cell of it; x begins. Four of your stones in a row, column or diagonal win: reward 1, for the loser "
+        "-1; a full board is a draw, reward 0."
+    )
+
+    def __init__(
+        self,
+        *,
+        penalty: float = 0.5,
+        spoken: dict[str, str] | None = None,
+        reward: Reward = "dense",
+        rendering: Rendering = "compact",
+    ) -> None:
+        super().__init__(ConnectFourRules(), penalty, spoken, reward, rendering)
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """The best move as far as one sees `DEPTH` moves ahead, of several equal ones one at random."""
+        return self._says(rng.choice(_ahead(self.state)))
+
+
+@lru_cache(maxsize=4096)
+def _ahead(stones: Stones) -> tuple[int, ...]:
+    return tuple(best_actions(ConnectFourRules(), stones, DEPTH, open_lines))
 
 
 class TextBargaining(TextGame):
     """Two divide books, hats and balls whose worth to each only that one knows."""
 
     name: ClassVar[str] = "text_bargaining"
+    told = (
+        "You divide books, hats and balls with one other. You are told what there is and what an item of each kind is "
+        "worth to you; the other values them otherwise, and you are not told how. In turn you offer a division by "
+        "saying what you keep: keep-1-0-2 keeps one of the first kind, none of the second and two of the third, and "
+        "leaves the rest to the other. Or you agree to the other's last offer. Whoever speaks last can only agree or "
+        "refuse. If you agree, your reward is what your share is worth to you; without agreement nobody gets "
+        "anything."
+    )
 
     def __init__(
         self,
@@ -124,5 +273,7 @@ class TextBargaining(TextGame):
         turns: int = 4,
         penalty: float = 0.5,
         spoken: dict[str, str] | None = None,
+        reward: Reward = "dense",
+        rendering: Rendering = "compact",
     ) -> None:
-        super().__init__(BargainingRules(counts, total, turns), penalty, spoken)
+        super().__init__(BargainingRules(counts, total, turns), penalty, spoken, reward, rendering)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,8 @@ class JaxMarlEnv(VectorEnv):
     """The env `id` of JaxMARL, made with `options`. `map` names a scenario of SMAX or a layout of Overcooked. Rewards
     are multiplied by `scale`: those of a won game of SMAX add up to 2, where SMAC's add up to 20.
 
-    JaxMARL says only that a game is done: one that its clock ends counts as truncated, any other as terminated.
+    JaxMARL says only that a game is done: one that its clock ends counts as truncated, any other as terminated. With
+    `clock: ends` both are terminated, as learners of JaxMARL's own have it: then nothing is to be hoped for after.
     Against SMAX's heuristic enemy a game is a success where all enemies fell and an ally stands; dead units do not
     act. The state is SMAX's world state. In Hanabi exactly the player to move acts. `save` keeps everything.
     """
@@ -120,9 +121,10 @@ class JaxMarlEnv(VectorEnv):
         map: str | None = None,
         options: dict[str, Any] | None = None,
         scale: float = 1.0,
+        clock: Literal["cuts", "ends"] = "cuts",
     ) -> None:
         at_least_one("games", games)
-        self.games, self.rules, self.scale = games, rules_of(id, map, options or {}), scale
+        self.games, self.rules, self.scale, self.clock = games, rules_of(id, map, options or {}), scale, clock
         spec = self.rules.spec
         self.seats, self.views, self.actions, self.state_size = spec.seats, spec.views, spec.actions, spec.state_size
         self.frame = spec.frame(games)
@@ -138,6 +140,9 @@ class JaxMarlEnv(VectorEnv):
         self._carried, shown, came = self.rules.step(self._carried, given)
         frame = self._written(came | shown)
         frame.rewards *= self.scale
+        if self.clock == "ends":
+            frame.terminated |= frame.truncated
+            frame.truncated[:] = False
         return frame
 
     def save(self) -> Arrays:

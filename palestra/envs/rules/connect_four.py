@@ -1,0 +1,105 @@
+"""The rules of connect four, as OpenSpiel plays it.
+
+Far too large to be walked through whole (4.5e12 positions), so no exact solver is offered it: it is searched a few
+moves deep instead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from palestra.envs.rules.base import OVER, Rules
+
+COLUMNS, ROWS = 7, 6
+HEIGHT = ROWS + 1  # bits of a column: one stays empty, so that no line runs on from a column's top into the next
+CELLS = [[1 << (HEIGHT * column + row) for column in range(COLUMNS)] for row in range(ROWS)]
+STEPS = (1, HEIGHT, HEIGHT - 1, HEIGHT + 1)  # up, along, and both diagonals
+
+
+class Stones(NamedTuple):
+    """Where each player's stones lie: bit `HEIGHT * column + row`, row 0 at the bottom."""
+
+    crosses: int = 0
+    noughts: int = 0
+
+
+def _lines() -> tuple[int, ...]:
+    full = sum(map(sum, CELLS))
+    starts = [(1 << bit, step) for step in STEPS for bit in range(HEIGHT * COLUMNS)]
+    lines = [sum(start << step * at for at in range(4)) for start, step in starts]
+    return tuple(line for line in lines if not line & ~full)
+
+
+LINES = _lines()  # the 69 lines of four cells
+
+
+class ConnectFourRules(Rules[Stones]):
+    """Player 0 drops crosses, player 1 noughts, into columns 1 to 7; four in a line win 1, a full board is a draw.
+
+    A view is the board (OpenSpiel's observation): which cells hold crosses, which noughts, which are empty.
+    """
+
+    name = "connect_four"
+    players = 2
+    actions = tuple(str(column + 1) for column in range(COLUMNS))
+
+    def initial(self) -> Stones:
+        return Stones()
+
+    def turn(self, state: Stones) -> int:
+        taken = (state.crosses | state.noughts).bit_count()
+        lined = has_line(state.crosses) or has_line(state.noughts)
+        return OVER if lined or taken == COLUMNS * ROWS else taken % 2
+
+    def legal(self, state: Stones) -> list[int]:
+        taken = state.crosses | state.noughts
+        return [column for column, top in enumerate(CELLS[-1]) if not taken & top]
+
+    def next(self, state: Stones, action: int) -> Stones:
+        taken = state.crosses | state.noughts
+        stone = (taken + CELLS[0][action]) & ~taken & _COLUMN[action]
+        if taken.bit_count() % 2:
+            return Stones(state.crosses, state.noughts | stone)
+        return Stones(state.crosses | stone, state.noughts)
+
+    def returns(self, state: Stones) -> tuple[float, ...]:
+        first = float(has_line(state.crosses)) - float(has_line(state.noughts))
+        return first, -first
+
+    def view(self, state: Stones, player: int) -> np.ndarray:
+        empty = ~(state.crosses | state.noughts)
+        planes = [[[bool(own & cell) for cell in row] for row in CELLS] for own in (*state, empty)]
+        return np.array(planes, np.float32).reshape(-1)
+
+    def words(self, state: Stones, player: int) -> str:
+        rows = [" ".join(_mark(state, cell) for cell in row) for row in reversed(CELLS)]
+        return f"You are {'xo'[player]}. Board: {' / '.join(rows)}"
+
+
+_COLUMN = [sum(CELLS[row][column] for row in range(ROWS)) for column in range(COLUMNS)]
+
+
+def has_line(stones: int) -> bool:
+    """Whether four of these stones are in a line."""
+    for step in STEPS:
+        pairs = stones & stones >> step
+        if pairs & pairs >> 2 * step:
+            return True
+    return False
+
+
+def open_lines(state: Stones, player: int) -> float:
+    """How good the board looks to `player`, in (-1, 1): the lines still open to one side alone, each by the square of
+    the stones that it has there."""
+    own, other = (state.crosses, state.noughts) if player == 0 else (state.noughts, state.crosses)
+    looks = 0
+    for line in LINES:
+        mine, theirs = (own & line).bit_count(), (other & line).bit_count()
+        looks += mine * mine * (not theirs) - theirs * theirs * (not mine)
+    return looks / (16 * len(LINES))
+
+
+def _mark(state: Stones, cell: int) -> str:
+    return "x" if state.crosses & cell else "o" if state.noughts & cell else "."

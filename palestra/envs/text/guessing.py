@@ -1,0 +1,267 @@
+"""Guessing games: one seat asks, the rules or another seat answer, and every answer has a truth.
+
+A question splits the secrets that are still possible; what it is worth is by how much.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+from palestra.envs.base import Env
+from palestra.envs.text.games import Rendering, Reward
+from palestra.envs.text.grids import answer_words, within
+from palestra.envs.text.splits import Split, split_of_text
+from palestra.types import Seat, Step
+
+FOUND = 1.0  # team, for finding the secret
+INVALID = 0.1  # off a seat's own reward for an answer that cannot be read
+LIE = 0.5  # off the answerer's, for a lie
+Answers = Literal["rules", "seat"]
+Secret = int | str
+
+
+class Heard(NamedTuple):
+    """A question as it was understood, and the answer that the asker got."""
+
+    asked: Any
+    told: str
+
+
+class Guessing(Env):
+    """One who asks must find a secret in a number of questions; each question may be the guess that ends the game.
+
+    With `answers: seat` a second seat, the answerer, is told the secret and answers each question but the last, the
+    right guess. An answer of its that is not true is flagged (`info["lie"]`) and costs it 0.5; the asker hears the
+    truth instead where `corrected`, else the lie. Where an answer cannot be read, the asker hears the truth.
+
+    Dense rewards: the asker is paid the share of the uncertainty, in bits, that true answers to its questions take
+    away, 1 in all; the team 1 for the secret. An answer that cannot be read costs its seat 0.1, and the asker a
+    question. With `reward: outcome` only the secret pays, and only the team.
+    """
+
+    asker: ClassVar[Seat]
+    word: ClassVar[str]  # the game's name in the compact roles
+    counted: ClassVar[str] = "Questions"
+
+    def __init__(
+        self,
+        secrets: Sequence[Secret],
+        questions: int,
+        split: Split,
+        answers: Answers,
+        corrected: bool,
+        reward: Reward,
+        rendering: Rendering,
+    ) -> None:
+        self.secrets, self.questions, self.answers, self.corrected = tuple(secrets), questions, answers, corrected
+        self.reward, self.rendering = reward, rendering
+        self.drawn = [secret for secret in secrets if split_of_text(self.content(secret)) == split]
+        if not self.drawn:
+            raise ValueError(f'of {len(self.secrets)} secrets none is in split "{split}": give more to guess among')
+        self.seats = (self.asker,) if answers == "rules" else (self.asker, "answerer")
+        is_compact = rendering == "compact"
+        self.roles = {seat: f"{self.word} {seat}" if is_compact else self.role(seat) for seat in self.seats}
+        self._over = True
+
+    # ---- what a game supplies
+
+    @abstractmethod
+    def content(self, secret: Secret) -> str:
+        """The instance in words: equal exactly where the same is to be found among the same."""
+
+    @abstractmethod
+    def read(self, answer: Any) -> Any | None:
+        """The question or guess that an answer is, or None."""
+
+    @abstractmethod
+    def truth(self, secret: Secret, asked: Any) -> str:
+        """The true answer; "right" to the guess that ends the game."""
+
+    @abstractmethod
+    def best(self, possible: Sequence[Secret], rng: random.Random) -> Any:
+        """The question to ask where these secrets, one or more, are possible."""
+
+    @abstractmethod
+    def write(self, asked: Any) -> str:
+        """A question as the asker says it."""
+
+    def spoken(self, asked: Any) -> str:
+        """A question as the full rendering quotes it."""
+        return self.write(asked)
+
+    @abstractmethod
+    def words(self) -> tuple[str, str]:
+        """The two words that an answerer can say."""
+
+    @abstractmethod
+    def compact(self, seat: Seat) -> str:
+        """What is known to a seat besides the questions and answers."""
+
+    @abstractmethod
+    def full(self, seat: Seat) -> str:
+        """The same for the full rendering; "" where the role says it all."""
+
+    @abstractmethod
+    def role(self, seat: Seat) -> str:
+        """The rules, for the full rendering."""
+
+    # ---- the contract
+
+    def reset(self, seed: int) -> Step:
+        self.secret: Secret = random.Random(seed).choice(self.drawn)
+        self.heard: tuple[Heard, ...] = ()
+        self.possible = self.secrets  # by true answers
+        self.asked: Any = None  # the question that waits for an answer
+        self._count, self._over = 0, False
+        return self._step({}, {})
+
+    def step(self, actions: dict[Seat, Any]) -> Step:
+        if self._over:
+            raise ValueError("the game is over: call reset(seed) before step")
+        seat = self.asker if self.asked is None else "answerer"
+        if set(actions) != {seat}:
+            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        return self._ask(actions[seat]) if seat == self.asker else self._answer(actions[seat])
+
+    def fork(self) -> Self:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """The asker halves what is possible by the answers that it heard; the answerer tells the truth."""
+        if seat == "answerer":
+            said = self.truth(self.secret, self.asked)
+        else:
+            possible = self.secrets
+            for asked, told in self.heard:
+                possible = tuple(secret for secret in possible if self.truth(secret, asked) == told)
+            said = self.write(self.best(possible or self.secrets, rng))  # nothing fits a lie
+        return said if self.rendering == "compact" else f"#### {said}"
+
+    # ---- one answer
+
+    def _ask(self, answer: Any) -> Step:
+        asked = self.read(answer)
+        self._count += 1
+        if asked is None:
+            return self._step({self.asker: -INVALID}, {self.asker: True})
+        told = self.truth(self.secret, asked)
+        before = self.possible
+        self.possible = tuple(secret for secret in before if self.truth(secret, asked) == told)
+        gain = math.log(len(before) / len(self.possible)) / math.log(len(self.secrets))
+        if self.answers == "seat" and told != "right":
+            self.asked = asked
+        else:
+            self.heard = (*self.heard, Heard(asked, told))
+        return self._step({self.asker: gain}, {self.asker: False})
+
+    def _answer(self, answer: Any) -> Step:
+        asked, said = self.asked, " ".join(answer_words(answer))
+        truth, readable = self.truth(self.secret, asked), said in self.words()
+        lied = readable and said != truth
+        self.heard = (*self.heard, Heard(asked, said if lied and not self.corrected else truth))
+        self.asked = None
+        cost = -INVALID if not readable else -LIE if lied else 0.0
+        return self._step({"answerer": cost}, {"answerer": not readable}, {"lie": lied})
+
+    # ---- what the seats see
+
+    def _step(self, rewards: dict[Seat, float], invalid: dict[Seat, bool], more: Mapping[str, Any] = {}) -> Step:
+        success = bool(self.heard) and self.truth(self.secret, self.heard[-1].asked) == "right"
+        self._over = success or (self._count == self.questions and self.asked is None)
+        info: dict[str, Any] = {"success": success, "asked": self._count, "invalid": invalid, **more}
+        if self.reward == "outcome":
+            rewards = dict.fromkeys(rewards, 0.0)
+        if self._over:
+            return Step({}, rewards, FOUND * success, truncated=not success, info=info)
+        seat = self.asker if self.asked is None else "answerer"
+        return Step({seat: self._observation(seat)}, rewards, info=info)
+
+    def _observation(self, seat: Seat) -> str:
+        left = self.questions - self._count
+        if self.rendering == "compact":
+            heard = " ".join(f"{self.write(asked)} {told}" for asked, told in self.heard)
+            parts = [self.compact(seat), heard, f"asked {self.write(self.asked)}" if self.asked is not None else ""]
+            return " ".join(part for part in [*parts, f"left {left}"] if part)
+        heard = "".join(f"\n{self.spoken(asked)} {told}" for asked, told in self.heard)
+        lines = [self.full(seat), f"Asked and answered so far:{heard or ' nothing'}"]
+        lines += [f"Now you are asked: {self.spoken(self.asked)}"] if self.asked is not None else []
+        return "\n".join([part for part in [*lines, f"{self.counted} left: {left}."] if part])
+
+
+class GuessNumber(Guessing):
+    """Guess a number from `low` to `high` in `guesses` guesses (by default as many as halving needs at worst)."""
+
+    name: ClassVar[str] = "guess_number"
+    asker = "guesser"
+    word = "number"
+    counted = "Guesses"
+
+    def __init__(
+        self,
+        *,
+        low: int = 1,
+        high: int = 100,
+        guesses: int | None = None,
+        split: Split = "train",
+        answers: Answers = "rules",
+        corrected: bool = True,
+        reward: Reward = "dense",
+        rendering: Rendering = "full",
+    ) -> None:
+        within("high", high, low + 1, low + 9999)
+        self.low, self.high = low, high
+        most = (high - low + 1).bit_length() if guesses is None else guesses
+        within("guesses", most, 1, 1000)
+        super().__init__(range(low, high + 1), most, split, answers, corrected, reward, rendering)
+
+    def content(self, secret: Secret) -> str:
+        return f"guess_number {self.low} {self.high} {secret}"
+
+    def read(self, answer: Any) -> int | None:
+        words = answer_words(answer)
+        digits = words[0].removeprefix("-").removesuffix(".") if len(words) == 1 else ""
+        if not (digits.isascii() and digits.isdecimal() and len(digits) < 20):
+            return None
+        number = -int(digits) if words[0].startswith("-") else int(digits)
+        return number if self.low <= number <= self.high else None
+
+    def truth(self, secret: Secret, asked: Any) -> str:
+        return "right" if secret == asked else "higher" if secret > asked else "lower"
+
+    def best(self, possible: Sequence[Secret], rng: random.Random) -> int:
+        """The middle; of two, one at random."""
+        middle = (len(possible) - 1) // 2
+        return int(possible[middle + rng.randrange(2) if len(possible) % 2 == 0 else middle])
+
+    def write(self, asked: Any) -> str:
+        return str(asked)
+
+    def words(self) -> tuple[str, str]:
+        return "higher", "lower"
+
+    def compact(self, seat: Seat) -> str:
+        return f"secret {self.secret}" if seat == "answerer" else f"range {self.low} {self.high}"
+
+    def full(self, seat: Seat) -> str:
+        return f"The secret number is {self.secret}." if seat == "answerer" else ""
+
+    def spoken(self, asked: Any) -> str:
+        return f"{asked}:"
+
+    def role(self, seat: Seat) -> str:
+        rules = f"One thinks of a whole number from {self.low} to {self.high}; the other guesses it."
+        if seat == "answerer":
+            return (
+                f"{rules} You know the number. Say truthfully whether it is higher or lower than each guess. End your "
+                "answer with #### and one word: higher or lower."
+            )
+        return (
+            f"{rules} You have {self.questions} guesses and are told after each whether the number is higher or lower. "
+            "Think briefly if you need to, then end your answer with #### and your guess, for example: #### 12"
+        )

@@ -1,0 +1,151 @@
+"""Sudoku, exactly: all that can be concluded from a board, whether one solution is the only one, and puzzles made so.
+
+A board is a tuple of `size` * `size` digits, row by row, 0 where a cell is empty.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+Board = tuple[int, ...]
+BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """The cells of each row, column and box (`units`, in this order, with their names), and of which each cell is."""
+
+    size: int
+    units: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    units_of: tuple[tuple[int, int, int], ...]
+
+
+@cache
+def shape(size: int) -> Shape:
+    high, wide = BOXES[size]
+    lines = range(size)
+    box_of = [r // high * (size // wide) + c // wide for r in lines for c in lines]
+    cells = range(size * size)
+    rows = [tuple(cell for cell in cells if cell // size == line) for line in lines]
+    columns = [tuple(cell for cell in cells if cell % size == line) for line in lines]
+    boxes = [tuple(cell for cell in cells if box_of[cell] == line) for line in lines]
+    return Shape(
+        size,
+        (*rows, *columns, *boxes),
+        tuple(f"{kind} {line + 1}" for kind in ("row", "column", "box") for line in lines),
+        tuple((cell // size, size + cell % size, 2 * size + box_of[cell]) for cell in cells),
+    )
+
+
+def violations(size: int, board: Board) -> list[str]:
+    """The names of the rows, columns and boxes that hold a digit twice."""
+    form = shape(size)
+    found = []
+    for name, unit in zip(form.names, form.units, strict=True):
+        digits = [board[cell] for cell in unit if board[cell]]
+        if len(set(digits)) < len(digits):
+            found.append(name)
+    return found
+
+
+def solutions(size: int, board: Board, most: int = 2, rng: random.Random | None = None) -> list[Board]:
+    """The solutions of a board, at most `most` of them; with `rng` in a random order."""
+    if violations(size, board):
+        return []
+    found: list[Board] = []
+    for solution in _solve(shape(size), list(board), _taken(size, board), rng):
+        found.append(solution)
+        if len(found) == most:
+            break
+    return found
+
+
+def _taken(size: int, board: Board) -> list[int]:
+    """For each unit the digits that it holds, as bits."""
+    return [sum(1 << board[cell] for cell in unit if board[cell]) for unit in shape(size).units]
+
+
+def _solve(form: Shape, board: list[int], taken: list[int], rng: random.Random | None) -> Iterator[Board]:
+    """All solutions; the cell with the fewest digits left to it goes first."""
+    best, fewest, choices = -1, form.size + 1, 0
+    every = (2 << form.size) - 2
+    for cell, digit in enumerate(board):
+        if digit:
+            continue
+        row, column, box = form.units_of[cell]
+        free = every & ~(taken[row] | taken[column] | taken[box])
+        if free.bit_count() < fewest:
+            best, fewest, choices = cell, free.bit_count(), free
+            if fewest <= 1:
+                break
+    if best < 0:
+        yield tuple(board)
+        return
+    digits = _digits(choices)
+    if rng:
+        rng.shuffle(digits)
+    units = form.units_of[best]
+    for digit in digits:
+        board[best] = digit
+        for unit in units:
+            taken[unit] |= 1 << digit
+        yield from _solve(form, board, taken, rng)
+        for unit in units:
+            taken[unit] &= ~(1 << digit)
+    board[best] = 0
+
+
+def _digits(bits: int) -> list[int]:
+    return [digit for digit in range(1, bits.bit_length()) if bits >> digit & 1]
+
+
+def certain(size: int, board: Board) -> list[tuple[int, int]]:
+    """The cells (cell, digit) that follow at once: only one digit is left to the cell, or in a row, column or box only
+    this cell is left to the digit. In a board without mistakes they are right."""
+    form, taken = shape(size), _taken(size, board)
+    every = (2 << size) - 2
+    free = {
+        cell: every & ~(taken[row] | taken[column] | taken[box])
+        for cell, (row, column, box) in enumerate(form.units_of)
+        if not board[cell]
+    }
+    found = {cell: digits.bit_length() - 1 for cell, digits in free.items() if digits.bit_count() == 1}
+    for unit in form.units:
+        empty = [cell for cell in unit if cell in free]
+        for digit in range(1, size + 1):
+            homes = [cell for cell in empty if free[cell] >> digit & 1]
+            if len(homes) == 1:
+                found[homes[0]] = digit
+    return sorted(found.items())
+
+
+def random_grid(size: int, rng: random.Random) -> Board:
+    """A full board that keeps the rules."""
+    return solutions(size, (0,) * size**2, 1, rng)[0]
+
+
+def dig(size: int, solution: Board, clues: int, rng: random.Random) -> Board | None:
+    """A puzzle of `clues` clues whose only solution this is: cells are emptied in random order where another solution
+    does not come of it. None where no more can be emptied before so few are left."""
+    board, left = solution, size * size
+    for cell in _shuffled(range(size * size), rng):
+        if left == clues:
+            break
+        emptied = (*board[:cell], 0, *board[cell + 1 :])
+        if not _other(size, emptied, cell, solution[cell]):
+            board, left = emptied, left - 1
+    return board if left == clues else None
+
+
+def _other(size: int, board: Board, cell: int, digit: int) -> bool:
+    """Whether the board has a solution with another digit in the cell."""
+    others = (other for other in range(1, size + 1) if other != digit)
+    return any(solutions(size, (*board[:cell], other, *board[cell + 1 :]), 1) for other in others)
+
+
+def _shuffled(cells: Sequence[int], rng: random.Random) -> list[int]:
+    return rng.sample(cells, len(cells))

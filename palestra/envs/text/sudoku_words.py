@@ -1,0 +1,59 @@
+"""Sudokus in words: boards as they are shown, and cells as they are answered. Rows and columns count from 1."""
+
+from __future__ import annotations
+
+import re
+
+from palestra.envs.text.grids import answer_words
+from palestra.envs.text.sudoku_solver import BOXES, Board
+
+Cells = dict[int, int]  # digits by cell, 0 to empty it
+
+_CELL = re.compile(r"r ?([0-9]) ?c ?([0-9]) ?[=:]? ?([0-9.]) ?")
+_LIST = re.compile(rf"(?:{_CELL.pattern})+")
+
+
+def read_cells(answer: object, size: int) -> Cells | None:
+    """What an answer says of the cells, 0 for ".": a list "r1 c2 4", of which no cell twice, or the whole grid, where
+    lines and bars between the digits do not count ("_" too is an empty cell). None where it is neither."""
+    words = answer_words(answer)
+    said = " ".join(words)
+    if _LIST.fullmatch(said):
+        found = [tuple(int(part.replace(".", "0")) for part in match) for match in _CELL.findall(said)]
+        cells = {(row - 1) * size + column - 1: digit for row, column, digit in found}
+        bad = any(not (1 <= r <= size and 1 <= c <= size and digit <= size) for r, c, digit in found)
+        return None if bad or len(cells) < len(found) else cells
+    digits = re.sub(r"[|/+ -]", "", said).replace(".", "0").replace("_", "0")
+    if len(digits) != size * size or not (digits.isascii() and digits.isdecimal()):
+        return None
+    return None if max(digits) > str(size) else dict(enumerate(map(int, digits)))
+
+
+def cell_name(size: int, cell: int) -> str:
+    return f"r{cell // size + 1} c{cell % size + 1}"
+
+
+def written(size: int, cells: Cells) -> str:
+    return " ".join(f"{cell_name(size, cell)} {digit or '.'}" for cell, digit in cells.items())
+
+
+def compact_grid(size: int, board: Board) -> str:
+    """ "r1 1 . . 4 r2 . 2 . .": the rows, each after its name."""
+    rows = [" ".join(str(digit or ".") for digit in board[at : at + size]) for at in range(0, size * size, size)]
+    return " ".join(f"r{number + 1} {row}" for number, row in enumerate(rows))
+
+
+def drawn_grid(size: int, board: Board) -> str:
+    """The grid as lines, with the names of rows and columns and bars between the boxes."""
+    high, wide = BOXES[size]
+
+    def line(name: str, parts: list[str]) -> str:
+        groups = [" ".join(f"{part:>2}" for part in parts[at : at + wide]) for at in range(0, size, wide)]
+        return f"{name} {' | '.join(groups)}"
+
+    lines = [line("  ", [f"c{column + 1}" for column in range(size)])]
+    for row in range(size):
+        if row and row % high == 0:
+            lines.append("-" * len(lines[0]))
+        lines.append(line(f"r{row + 1}", [str(digit or ".") for digit in board[row * size : (row + 1) * size]]))
+    return "\n".join(lines)

@@ -1,0 +1,244 @@
+"""The games of TextArena (Guertler et al., 2025), for one or more players, as envs of ours.
+
+TextArena draws from Python's and NumPy's global generators. Here every game has states of its own for both, put in
+place for the length of each call: games side by side do not disturb each other, and equal seeds give equal games.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import random
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from palestra.envs.base import Env
+from palestra.envs.text.games import Reward
+from palestra.envs.text.grids import LONGEST_ANSWER, within
+from palestra.types import Seat, Step
+
+INVALID = 0.1  # off a seat's own reward for a move that the game calls invalid
+ROLE = (
+    "You are {seat} in a text game for {players}. The game tells you its rules and what has been said. Think briefly "
+    "if you need to, then end your answer with #### and what you say to the game, in the form that it asks for."
+)
+_ONE_AT_A_TIME = threading.Lock()  # the global generators are one for all threads
+
+
+class Dice:
+    """The states of both global generators as one game left them."""
+
+    def __init__(self, seed: int) -> None:
+        self.python, self.numpy = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+
+    @contextmanager
+    def in_hand(self) -> Iterator[None]:
+        """The global generators go on from here; what they were before is put back."""
+        with _ONE_AT_A_TIME:
+            before = random.getstate(), np.random.get_state()
+            random.setstate(self.python)
+            np.random.set_state(self.numpy)
+            try:
+                yield
+            finally:
+                self.python, self.numpy = random.getstate(), np.random.get_state()
+                random.setstate(before[0])
+                np.random.set_state(before[1])
+
+
+class Out(list[int]):
+    """The players who are out. TextArena passes the turn on until it comes to one who is not, for ever where nobody is
+    left: then nobody is called out, and the game is ended here."""
+
+    def __init__(self, players: int, out: Iterable[int] = ()) -> None:
+        super().__init__(out)
+        self.players = players
+
+    @property
+    def everybody(self) -> bool:
+        return len(set(self)) >= self.players
+
+    def __contains__(self, player: object) -> bool:
+        return not self.everybody and super().__contains__(player)
+
+
+class TextArena(Env):
+    """The game that TextArena registers as `game`, with `players` seats "player_0", ...; `options` are the game's own.
+
+    "TicTacToe-v0" shows all that was said, "TicTacToe-v0-train" the rules and the board. What follows the last "####"
+    of an answer is said to the game. The game's rewards are paid at its end, to each seat its own. A move that the game
+    calls invalid is flagged and costs 0.1 (not with `reward: outcome`); the second in a row usually loses, and where
+    all players are out by them, each is paid -1. One player's game is a success if it pays 1. A game that has not ended
+    after `steps` answers is cut off and pays nothing.
+
+    Raises ValueError for a game that is not registered, does not take these options or this number of players, or wants
+    what is not here: some need a game master behind an API, some word lists that NLTK downloads.
+    """
+
+    name: ClassVar[str] = "textarena"
+
+    def __init__(
+        self,
+        *,
+        game: str = "TicTacToe-v0",
+        players: int = 2,
+        options: dict[str, Any] | None = None,
+        steps: int = 500,
+        reward: Reward = "dense",
+    ) -> None:
+        within("players", players, 1, 100)
+        within("steps", steps, 1, 100_000)
+        self.game, self.players, self.options, self.steps = game, players, dict(options or {}), steps
+        self.reward = reward
+        self.seats = tuple(f"player_{number}" for number in range(players))
+        company = "one player" if players == 1 else f"{players} players"
+        self.roles = {seat: ROLE.format(seat=seat.replace("_", " "), players=company) for seat in self.seats}
+        self._over = True
+        self._begin(0)
+
+    def reset(self, seed: int) -> Step:
+        self._begin(seed)
+        self._said: tuple[str, ...] = ()
+        self._over = False
+        return Step(self._seen())
+
+    def step(self, actions: dict[Seat, Any]) -> Step:
+        if self._over:
+            raise ValueError("the game is over: call reset(seed) before step")
+        seat = self.seats[self._mover]
+        if set(actions) != {seat}:
+            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        said = str(actions[seat])[-LONGEST_ANSWER:].rpartition("####")[2].strip()
+        done, invalid = self._say(said)
+        info: dict[str, Any] = {"invalid": {seat: invalid}}
+        rewards = {seat: -INVALID if invalid and self.reward == "dense" else 0.0}
+        self._over = done or len(self._said) >= self.steps
+        if not self._over:
+            return Step(self._seen(), rewards, info=info)
+        paid, told = self._ends() if done else ({}, {})
+        for number, won in paid.items():
+            rewards[self.seats[number]] = rewards.get(self.seats[number], 0.0) + won
+        if self.players == 1:
+            info["success"] = paid.get(0, 0.0) >= 1
+        return Step({}, rewards, truncated=not done, info=info | told)
+
+    def fork(self) -> Self:
+        """A copy of the game; where it cannot be copied, another that the same answers have led to."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin._dice = copy.copy(self._dice)
+        try:
+            twin._arena = copy.deepcopy(self._arena)
+        except (TypeError, RecursionError):  # it holds what cannot be copied: a generator, a lock, a client
+            twin._again()
+        return twin
+
+    # ---- the game of theirs
+
+    def _begin(self, seed: int) -> None:
+        self._seed, self._dice = seed, Dice(seed)
+        with self._dice.in_hand():
+            self._arena = made(self.game, self.options)
+            try:
+                self._arena.reset(num_players=self.players, seed=seed)
+            except (AssertionError, ValueError, LookupError, OSError) as error:
+                message = f'"{self.game}" does not begin with players={self.players}: {error!r}'
+                raise ValueError(f"{message}; set players to a number that the game takes") from error
+            state = self._arena.state
+            if isinstance(getattr(state, "elimination_order", None), list):
+                state.elimination_order = Out(self.players, state.elimination_order)
+            self._mover, self._shown = _seen_by_mover(self._arena)
+
+    def _say(self, said: str) -> tuple[bool, bool]:
+        """Whether the game is over, and whether it calls the move invalid."""
+        self._said = (*self._said, said)
+        with self._dice.in_hand(), _complaints(self._arena.state) as complaints:
+            done, _ = self._arena.step(action=said)
+        done = done or self._all_out
+        if not done:
+            with self._dice.in_hand():
+                self._mover, self._shown = _seen_by_mover(self._arena)
+        return bool(done), bool(complaints)
+
+    @property
+    def _all_out(self) -> bool:
+        out = getattr(self._arena.state, "elimination_order", None)
+        return isinstance(out, Out) and out.everybody
+
+    def _again(self) -> None:
+        said = self._said
+        self._begin(self._seed)
+        self._said = ()
+        for answer in said:
+            self._say(answer)
+
+    def _ends(self) -> tuple[dict[int, float], dict[str, Any]]:
+        """What each player has won, and why the game ended."""
+        if self._all_out and not self._arena.state.done:
+            return dict.fromkeys(range(self.players), -1.0), {"reason": "every player is out by invalid moves"}
+        rewards, told = self._arena.close()
+        reasons = {str(one["reason"]) for one in (told or {}).values() if isinstance(one, dict) and one.get("reason")}
+        # A few games put the reason of an invalid move where its reward belongs: that pays nothing.
+        paid = {int(number): float(won) for number, won in (rewards or {}).items() if isinstance(won, (int, float))}
+        return paid, {"reason": "; ".join(sorted(reasons))} if reasons else {}
+
+    def _seen(self) -> dict[Seat, str]:
+        return {self.seats[self._mover]: self._shown}
+
+
+def made(game: str, options: dict[str, Any]) -> Any:
+    """A new game of TextArena's by its name, not yet begun."""
+    arena = _textarena()
+    registry = arena.envs.registration.ENV_REGISTRY
+    if game not in registry:
+        near = ", ".join(difflib.get_close_matches(game, registry, 3, 0.4))
+        raise ValueError(f'TextArena has no game "{game}"; near it: {near or "none"}')
+    try:
+        return arena.make(game, **options)
+    except TypeError as error:
+        raise ValueError(f'"{game}" does not take the options {options}: {error}') from error
+    except (LookupError, ImportError, ValueError, SyntaxError, OSError) as error:
+        # NLTK's word lists, packages, keys of APIs, and a Python whose syntax is newer
+        why = " ".join(str(error).replace("*", "").split())[:200]
+        raise ValueError(f'"{game}" cannot be made here, it wants more than TextArena brings: {why}') from error
+
+
+def _textarena() -> ModuleType:
+    try:
+        import textarena
+    except ImportError as error:
+        raise ValueError(f"TextArena cannot be loaded ({error}): pip install 'palestra[textarena]'") from error
+    module: ModuleType = textarena
+    return module
+
+
+def _seen_by_mover(arena: Any) -> tuple[int, str]:
+    """The player who moves next and what it is shown; games without a wrapper ("-raw") show a list of messages."""
+    mover, seen = arena.get_observation()
+    if not isinstance(seen, str):
+        seen = "\n".join(str(message[1]) for message in seen)
+    return int(mover), seen.strip()
+
+
+@contextmanager
+def _complaints(state: Any) -> Iterator[list[object]]:
+    """What a game's state is told of invalid moves meanwhile. Its own count starts anew when a player is out."""
+    heard: list[object] = []
+    tell = getattr(state, "set_invalid_move", None)
+
+    def note(*arguments: Any, **named: Any) -> Any:
+        heard.append(arguments or named)
+        return tell(*arguments, **named)  # type: ignore[misc]
+
+    if tell:
+        state.set_invalid_move = note
+    try:
+        yield heard
+    finally:
+        if tell:
+            del state.set_invalid_move

@@ -1,0 +1,249 @@
+"""What a tool is: a Python function with type hints and a docstring. Models read it as OpenAI describes functions.
+
+    def convert(kilometres: float) -> float:
+        \"\"\"Converts kilometres to miles.
+
+        kilometres: the length to convert
+        \"\"\"
+        return kilometres / 1.609344
+
+    Toolbox([convert])
+
+Whatever a model calls a tool with, something comes back that it can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import to_json
+
+from palestra.chat import Call, Json
+from palestra.envs.tooling.running import Failed, in_time
+from palestra.envs.tooling.scratch import Scratch
+
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # what OpenAI allows
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call.
+
+    `parameters` is the model of its arguments: field p0, p1, ... for each that the schema shows, the name as its alias.
+    `hidden` is the parameter that takes the episode's scratch, if any. `ours` is true of tools that ship: they answer
+    at once or keep a time limit of their own, and what they raise, but for ValueError, is a fault of the house.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    description: str
+    parameters: type[BaseModel]
+    hidden: str | None = None
+    ours: bool = False
+
+    @cached_property
+    def described(self) -> Json:
+        """OpenAI's function description."""
+        schema = self.parameters.model_json_schema(schema_generator=_Untitled)
+        del schema["title"]
+        function = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": function}
+
+    def valid(self, arguments: Json) -> Json:
+        """The arguments as the function takes them. Raises ValueError, saying what is wrong, where they are not."""
+        try:
+            valid = self.parameters.model_validate(arguments)
+        except ValidationError as error:
+            known = [str(part.alias) for part in self.parameters.model_fields.values()]
+            wrong = "; ".join(_complaint(detail) for detail in error.errors(include_url=False))
+            raise ValueError(f"{self.name} takes {', '.join(known) or 'no arguments'}: {wrong}") from None
+        return {str(part.alias): getattr(valid, p) for p, part in self.parameters.model_fields.items()}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a call: a text for the agent, whether the call was a good one, and the scratch as it is then.
+    `failure` says what went wrong where that was not the agent's mistake."""
+
+    text: str
+    good: bool
+    scratch: Scratch
+    failure: str | None = None
+
+
+class Toolbox:
+    """Tools by name. A call has `time_limit` seconds; a result is cut to `longest` characters.
+
+    Functions of users' run on threads of their own, or as coroutines: one that hangs is left behind, and holds nobody
+    up. Raises ValueError for a function that is no tool, or a name that is taken.
+    """
+
+    def __init__(
+        self, tools: Iterable[Tool | Callable[..., Any]], time_limit: float = 10.0, longest: int = 4000
+    ) -> None:
+        self.time_limit, self.longest = time_limit, longest
+        self.tools: dict[str, Tool] = {}
+        for each in tools:
+            tool = each if isinstance(each, Tool) else make_tool(each)
+            if tool.name in self.tools:
+                raise ValueError(f'there are two tools called "{tool.name}": rename one, or leave one out')
+            self.tools[tool.name] = tool
+
+    def described(self) -> tuple[Json, ...]:
+        return tuple(tool.described for tool in self.tools.values())
+
+    async def call_all(self, calls: Sequence[Call], scratch: Scratch) -> list[Result]:
+        """The results of calls made in one answer, and the scratch after all of them in the last.
+
+        Those that take the scratch are run in their order; the others meanwhile.
+        """
+        apart = {i: asyncio.create_task(self.call(call, scratch)) for i, call in enumerate(calls) if self._apart(call)}
+        results: list[Result] = []
+        try:
+            for i, call in enumerate(calls):
+                result = await (apart[i] if i in apart else self.call(call, scratch))
+                scratch = scratch if i in apart else result.scratch
+                results.append(Result(result.text, result.good, scratch, result.failure))
+        finally:
+            for task in apart.values():
+                task.cancel()
+        return results
+
+    async def call(self, call: Call, scratch: Scratch) -> Result:
+        """What comes of a call; an error in words where the tool is unknown, its arguments are wrong, or it fails."""
+        try:
+            tool = self._find(call)
+            arguments = tool.valid(call.arguments)
+        except ValueError as error:
+            return self._result(f"Error: {error}", scratch, good=False)
+        own = scratch.fork()
+        return await self._run(tool, arguments | ({tool.hidden: own} if tool.hidden else {}), scratch, own)
+
+    async def _run(self, tool: Tool, arguments: Json, before: Scratch, after: Scratch) -> Result:
+        try:
+            value = await self._called(tool, arguments)
+            return self._result(_in_words(value), after)
+        except ValueError as error:
+            return self._result(f"Error: {error}", before, good=False)
+        except Failed as error:
+            failure = f"{tool.name} {error}"
+        return self._result(f"Error: {failure}", before, failure=failure)
+
+    async def _called(self, tool: Tool, arguments: Json) -> Any:
+        if not tool.ours:
+            return await in_time(tool.function, arguments, self.time_limit)
+        value = tool.function(**arguments)
+        return await value if inspect.isawaitable(value) else value
+
+    def _result(self, text: str, scratch: Scratch, *, good: bool = True, failure: str | None = None) -> Result:
+        text = text.encode(errors="replace").decode()  # half a character could not be encoded later
+        if len(text) > self.longest:
+            text = f"{text[: self.longest]}\n[cut off: {len(text)} characters in all]"
+        return Result(text, good, scratch, failure)
+
+    def _find(self, call: Call) -> Tool:
+        if call.name not in self.tools:
+            raise ValueError(f'there is no tool "{call.name}"; there is: {", ".join(self.tools) or "none"}')
+        try:
+            json.dumps(call.arguments, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise ValueError(f"the arguments of {call.name} hold half a character, or are nested too deep") from None
+        return self.tools[call.name]
+
+    def _apart(self, call: Call) -> bool:
+        return call.name in self.tools and self.tools[call.name].hidden is None
+
+
+def make_tool(function: Callable[..., Any], *, ours: bool = False) -> Tool:
+    """The tool that a function is. The docstring's first line describes it; a line `name: text` a parameter, as does
+    `Annotated[int, "text"]`. A parameter annotated `Scratch` is not shown: it gets the episode's state.
+
+    Raises ValueError where a name is not one of OpenAI's, or a parameter has no type that JSON can spell.
+    """
+    name = getattr(function, "__name__", "")
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{function!r} is no tool: give a function whose name has letters, digits, '_' and '-' only")
+    lines = [line.strip() for line in (inspect.getdoc(function) or "").splitlines()]
+    if not lines or not lines[0]:
+        raise ValueError(f'tool "{name}" has no docstring: its first line tells a model what the tool does')
+    hints = _hints(function)
+    shown = {p.name: p for p in inspect.signature(function).parameters.values() if hints.get(p.name) is not Scratch}
+    hidden = [p for p in inspect.signature(function).parameters if p not in shown]
+    told = {key: text.strip() for key, mark, text in (line.partition(":") for line in lines[1:]) if mark}
+    fields: dict[str, Any] = {}
+    for i, (key, parameter) in enumerate(shown.items()):
+        if key not in hints or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f'parameter "{key}" of tool "{name}" needs a type hint, and may be no * or positional one')
+        fields[f"p{i}"] = _field(key, hints[key], parameter, told.get(key))
+    return Tool(function, name, lines[0], _model(name, fields), hidden[0] if hidden else None, ours)
+
+
+def load_tool(path: str) -> Tool:
+    """The tool that "module:function" names. Raises ValueError where there is none."""
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"cannot load tool {path!r} ({error}); write module:function") from error
+    return function if isinstance(function, Tool) else _made(function)
+
+
+@lru_cache(maxsize=256)  # an env is made for each episode, and a schema takes a while
+def _made(function: Callable[..., Any]) -> Tool:
+    return make_tool(function)
+
+
+class _Untitled(GenerateJsonSchema):
+    """Titles only say names again."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ValueError(f"the type hints of {function.__name__} cannot be read: {error}") from error
+
+
+def _field(name: str, hint: Any, parameter: inspect.Parameter, told: str | None) -> tuple[Any, Any]:
+    said = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
+    text = said[0] if said else told
+    default = ... if parameter.default is parameter.empty else parameter.default
+    return Annotated[hint, Field(description=text)] if text else hint, Field(default, alias=name)
+
+
+def _model(name: str, fields: Mapping[str, Any]) -> type[BaseModel]:
+    try:
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        model.model_json_schema(schema_generator=_Untitled)
+    except PydanticUserError as error:
+        raise ValueError(f'tool "{name}" takes what JSON cannot spell: {error.message}') from error
+    return model
+
+
+def _complaint(detail: Any) -> str:
+    where = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "missing":
+        return f"{where} is missing"
+    if detail["type"] == "extra_forbidden":
+        return f"there is no {where}"
+    return f"{where}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "done" if value is None else to_json(value, fallback=str).decode()

@@ -1,0 +1,165 @@
+"""Twenty questions: find out which thing is meant, by yes-or-no questions about its attributes.
+
+A table says which attributes each thing has, so that every answer can be checked.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from palestra.envs.text.games import Rendering, Reward
+from palestra.envs.text.grids import answer_words, within
+from palestra.envs.text.guessing import Answers, Guessing, Secret
+from palestra.envs.text.splits import Split
+from palestra.types import Seat
+
+THINGS = Path(__file__).parent / "data" / "things.json"
+
+
+class Asked(NamedTuple):
+    """Whether the thing has an attribute, or, with `named`, whether it is this one."""
+
+    word: str
+    named: bool
+
+
+class Table(NamedTuple):
+    """What is asked about: a question for each attribute, and the attributes that each thing has."""
+
+    attributes: dict[str, str]
+    things: dict[str, frozenset[str]]
+
+
+@cache
+def read_table(file: Path) -> Table:
+    """The table in a JSON file: {"attributes": {"flies": "Can it fly?", ...}, "things": {"owl": ["flies"], ...}}.
+
+    Raises ValueError where it cannot be played: a thing has an attribute that is not listed, a name is not one word in
+    lower case, or one name stands for two.
+    """
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        found = Table(dict(raw["attributes"]), {thing: frozenset(has) for thing, has in raw["things"].items()})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        form = '{"attributes": {"flies": "Can it fly?"}, "things": {"owl": ["flies"]}}'
+        raise ValueError(f"{file}: {error!r}; give a JSON file of the form {form}") from error
+    for thing, has in found.things.items():
+        if unknown := sorted(has - found.attributes.keys()):
+            raise ValueError(
+                f'{file}: "{thing}" has {unknown}, but "attributes" holds no such: add a question for each'
+            )
+    names = [*found.attributes, *found.things]
+    if bad := sorted({name for name in names if answer_words(name) != [name] or names.count(name) > 1}):
+        raise ValueError(f"{file}: {bad} must be single words in lower case, each an attribute or a thing, not both")
+    return found
+
+
+class TwentyQuestions(Guessing):
+    """Name the secret thing within `questions` questions; to name a wrong one is a question that is answered by no.
+
+    91 things with 43 attributes ship, of which `things: 30` takes the first 30; `file` is another table (`read_table`).
+    The asker is told the things and the attributes, the answerer also what is true of the secret one.
+    """
+
+    name: ClassVar[str] = "twenty_questions"
+    asker = "asker"
+    word = "things"
+
+    def __init__(
+        self,
+        *,
+        questions: int = 20,
+        things: int | None = None,
+        file: Path | None = None,
+        split: Split = "train",
+        answers: Answers = "rules",
+        corrected: bool = True,
+        reward: Reward = "dense",
+        rendering: Rendering = "full",
+    ) -> None:
+        within("questions", questions, 1, 1000)
+        self.table = read_table(Path(file or THINGS))
+        names = list(self.table.things)
+        within("things", len(names) if things is None else things, 2, len(names))
+        self._questions = {_plain(said): key for key, said in self.table.attributes.items()}
+        super().__init__(names[:things], questions, split, answers, corrected, reward, rendering)
+
+    def content(self, secret: Secret) -> str:
+        return f"twenty_questions {secret}"
+
+    def read(self, answer: Any) -> Asked | None:
+        """ "flies", "ask flies" or the question itself; "is owl", "owl" or "is it an owl"."""
+        words = _plain(answer)
+        if words in self._questions:
+            return Asked(self._questions[words], named=False)
+        word = words[-1] if words else ""
+        if word in self.table.attributes and words[:-1] in ((), ("ask",)):
+            return Asked(word, named=False)
+        before = ((), ("is",), ("is", "it"), ("is", "it", "a"), ("is", "it", "an"), ("is", "it", "the"))
+        return Asked(word, named=True) if word in self.secrets and words[:-1] in before else None
+
+    def truth(self, secret: Secret, asked: Asked) -> str:
+        if asked.named:
+            return "right" if asked.word == secret else "no"
+        return "yes" if asked.word in self.table.things[str(secret)] else "no"
+
+    def best(self, possible: Sequence[Secret], rng: random.Random) -> Asked:
+        """The attribute that halves them best, of several one at random; a name where that splits them as well."""
+        has = [self.table.things[str(secret)] for secret in possible]
+        larger = {
+            attribute: max(yes, len(has) - yes)
+            for attribute in self.table.attributes
+            if 0 < (yes := sum(attribute in attributes for attributes in has)) < len(has)
+        }
+        least = min(larger.values(), default=len(has))
+        if least >= len(has) - 1:
+            return Asked(str(rng.choice(possible)), named=True)
+        return Asked(rng.choice([attribute for attribute, most in larger.items() if most == least]), named=False)
+
+    def write(self, asked: Asked) -> str:
+        return f"is {asked.word}" if asked.named else asked.word
+
+    def spoken(self, asked: Asked) -> str:
+        return f"Is it the {asked.word}?" if asked.named else self.table.attributes[asked.word]
+
+    def words(self) -> tuple[str, str]:
+        return "yes", "no"
+
+    def compact(self, seat: Seat) -> str:
+        return f"secret {self.secret} has {' '.join(self._true()) or 'none'}" if seat == "answerer" else ""
+
+    def full(self, seat: Seat) -> str:
+        if seat == self.asker:
+            return ""
+        true = " ".join(self.table.attributes[attribute] for attribute in self._true()) or "none"
+        return f"The secret thing is: {self.secret}. The answer is yes to these questions, and no to all others: {true}"
+
+    def _true(self) -> list[str]:
+        """The secret's attributes, in the table's order."""
+        return [attribute for attribute in self.table.attributes if attribute in self.table.things[str(self.secret)]]
+
+    def role(self, seat: Seat) -> str:
+        rules = "One thinks of a thing; the other finds it out by yes-or-no questions about its attributes."
+        if seat == "answerer":
+            return (
+                f"{rules} You know the thing. Answer each question truthfully. End your answer with #### and one word: "
+                "yes or no."
+            )
+        attributes = "\n".join(f"{key}: {said}" for key, said in self.table.attributes.items())
+        return (
+            f"{rules} You ask. You win by naming the thing within {self.questions} questions; naming a wrong one costs "
+            f"a question.\nIt is one of: {', '.join(map(str, self.secrets))}.\nYou can ask:\n{attributes}\nThink "
+            f"briefly if you need to, then end your answer with #### and the word of a question, for example: #### "
+            f"{next(iter(self.table.attributes))}\nor with #### is and the thing that you name, for example: #### is "
+            f"{self.secrets[0]}"
+        )
+
+
+def _plain(said: Any) -> tuple[str, ...]:
+    """The words of a question without its punctuation."""
+    return tuple(word for word in (part.strip("?.!:\"'*`") for part in answer_words(said)) if word)

@@ -1,0 +1,103 @@
+"""A world for small models: thousands of places, and how many people live in each, drawn anew for every instance.
+
+Nothing in it can be remembered, and it is never built: a search works out the number of a place that it is asked about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from palestra.chat import Call
+from palestra.envs.tooling.scratch import Found
+from palestra.envs.tooling.tasks import Kind, Need, Task
+
+SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aiou"]
+NAMES = frozenset(first + second for first in SYLLABLES for second in SYLLABLES)
+KINDS: tuple[Kind, ...] = ("lookup", "compute", "lookup_compute", "files")
+LOW, HIGH = 100, 999  # people of a place, and numbers to calculate with
+
+
+class Places:
+    """The library of one instance. Equal salts make equal worlds."""
+
+    def __init__(self, salt: int) -> None:
+        self.salt = salt
+
+    def search(self, query: str, k: int) -> Sequence[Found]:
+        words = dict.fromkeys(re.findall(r"[a-z]+", query.lower()))
+        return [Found(word, str(self.people(word))) for word in words if word in NAMES][:k]
+
+    def read(self, title: str) -> str | None:
+        name = title.strip().lower()
+        return f"{name} {self.people(name)}" if name in NAMES else None
+
+    def people(self, name: str) -> int:
+        digest = hashlib.blake2b(f"{self.salt} {name}".encode(), digest_size=8).digest()
+        return LOW + int.from_bytes(digest, "big") % (HIGH - LOW + 1)
+
+
+def drill(kind: Kind, rng: random.Random) -> Task | None:
+    """A task of that kind in a world of its own; None for a draw that is none."""
+    if kind == "compute":
+        return _compute(rng)
+    if kind == "files":
+        return _files(rng)
+    places = Places(rng.getrandbits(64))
+    one, other = rng.sample(_names(), 2)
+    return _lookup(places, one) if kind == "lookup" else _lookup_compute(places, one, other, rng.choice("+-"))
+
+
+@lru_cache(maxsize=1)
+def _names() -> list[str]:
+    return sorted(NAMES)
+
+
+def _need(places: Places, name: str) -> Need:
+    people = str(places.people(name))
+    return Need((name, people), (Call("search", {"query": name}),), f"{name} {people}")
+
+
+def _work(expression: str, answer: int) -> Need:
+    return Need((str(answer),), (Call("calculator", {"expression": expression}),))
+
+
+def _lookup(places: Places, name: str) -> Task:
+    people, question = str(places.people(name)), f"How many people live in {name}?"
+    key, needs = f"drill {name} {people}", ((_need(places, name),),)
+    return Task("lookup", question, f"{name} people", people, key, needs, library=places)
+
+
+def _lookup_compute(places: Places, one: str, other: str, sign: str) -> Task | None:
+    high, low = sorted((one, other), key=places.people, reverse=True)
+    most, least = places.people(high), places.people(low)
+    if most == least:
+        return None
+    answer = most + least if sign == "+" else most - least
+    question = {
+        "+": f"How many people live in {high} and {low} together?",
+        "-": f"How many more people live in {high} than in {low}?",
+    }[sign]
+    needs = ((_need(places, high), _need(places, low)), (_work(f"{most} {sign} {least}", answer),))
+    key = f"drill {high} {most} {sign} {low} {least}"
+    return Task("lookup_compute", question, f"{high} {sign} {low} people", str(answer), key, needs, library=places)
+
+
+def _compute(rng: random.Random) -> Task:
+    one, other = rng.randint(LOW, HIGH), rng.randint(LOW, HIGH)
+    expression, key = f"{one} * {other}", f"drill {min(one, other)} * {max(one, other)}"
+    return Task(
+        "compute", f"What is {expression}?", expression, str(one * other), key, ((_work(expression, one * other),),)
+    )
+
+
+def _files(rng: random.Random) -> Task:
+    path, numbers = rng.choice("abcdefgh"), [rng.randint(LOW, HIGH) for _ in range(2)]
+    text, answer = " ".join(map(str, numbers)), sum(numbers)
+    read = Need((text,), (Call("read_file", {"path": path}),))
+    needs = ((read,), (_work(" + ".join(map(str, numbers)), answer),))
+    question, key = f"What is the sum of the numbers in the file {path}?", f"drill {path} {text}"
+    return Task("files", question, f"sum {path}", str(answer), key, needs, {path: text})

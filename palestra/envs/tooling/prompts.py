@@ -1,0 +1,46 @@
+"""What the seats of the tools env are told."""
+
+from __future__ import annotations
+
+from palestra.envs.tooling.tasks import Task
+from palestra.types import Seat
+
+PARTS = {
+    "agent": "You answer a question with the help of tools.",
+    "researcher": (
+        "You and a partner answer a question together. You alone can search the documents; your partner, the solver, "
+        "can work with files, calculate and run programs, but knows of the documents only what you write."
+    ),
+    "solver": (
+        "You and a partner answer a question together. Your partner, the researcher, has searched the documents and "
+        "left you a note; you have the other tools, and give the answer."
+    ),
+}
+ENDS = {
+    "agent": "When you know the answer, reply without a call, and end your reply with #### and nothing but the answer",
+    "researcher": "When you have found what the question needs, reply without a call: your reply is the note",
+    "solver": "When you know the answer, reply without a call, and end your reply with #### and nothing but the answer",
+}
+EXAMPLE = ", for example: #### 1204"
+LOOK = "Facts that it asks for are in the documents, and nowhere else: look them up."
+WORK = "Numbers are too large for the head: have a tool do the sums."
+HINTS = {"agent": f"{LOOK} {WORK}", "researcher": LOOK, "solver": WORK}
+LONGEST_NOTE = 2000  # characters of a researcher's note that the solver is shown
+
+
+def role(seat: Seat, turns: int, is_compact: bool) -> str:
+    """The system message; a compact conversation has none."""
+    if is_compact:
+        return f"tools {seat}"
+    end = ENDS[seat] + ("" if seat == "researcher" else EXAMPLE)
+    replies = f"One reply may hold several calls, and you have {turns} replies in all."
+    return f"{PARTS[seat]} {HINTS[seat]} {replies} {end}."
+
+
+def asked(task: Task, note: str | None, is_compact: bool) -> str:
+    """What a seat is asked; a solver with what the researcher wrote."""
+    if is_compact:
+        return task.short if note is None else f"{task.short} note {note or 'none'}"
+    files = f"\nFiles in the scratch folder: {', '.join(sorted(task.files))}" if task.files else ""
+    told = "" if note is None else f"\nYour partner's note:\n{note or '(there is none)'}"
+    return f"{task.question}{files}{told}"

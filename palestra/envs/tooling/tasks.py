@@ -1,0 +1,125 @@
+"""What a task is that takes tools, when it is solved, and where tasks come from that nobody has to make up."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from palestra.chat import Call
+from palestra.envs.text.splits import SHARES, Split, split_of_text
+from palestra.envs.tooling.library import rows
+from palestra.envs.tooling.scratch import Library, check, clean
+
+Kind = Literal["lookup", "compute", "lookup_compute", "files", "program"]
+KINDS: tuple[Kind, ...] = ("lookup", "compute", "lookup_compute", "files", "program")
+TRIES = 2000
+LONGEST_ANSWER = 1000  # characters, from its end, that are read
+_EDGES = r"(?<!\w)(?<!\d,){}(?!\w|,\d)"  # "204" is no word of "1,204"
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that a tool must show before the task can be solved: a result with all the words of `shown` in it.
+
+    `calls` find it, each where those before it did not. `note` is how a researcher passes it on; "" if it is not looked
+    up but worked out.
+    """
+
+    shown: tuple[str, ...]
+    calls: tuple[Call, ...]
+    note: str = ""
+
+    def met_by(self, text: str) -> bool:
+        return all(re.search(_EDGES.format(re.escape(word)), text, re.IGNORECASE) for word in self.shown)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: `question` in plain English, `short` in as few words as it takes; `key` decides its split.
+
+    `needs` are met one stage after the other. `files` is what the scratch folder holds at first. Where `writes` names a
+    file, that file must hold the answer in the end, and what is said does not count. `library` is for tasks that bring
+    their own.
+    """
+
+    kind: str
+    question: str
+    short: str
+    answer: str
+    key: str
+    needs: tuple[tuple[Need, ...], ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    writes: str | None = None
+    library: Library | None = None
+
+    def solved(self, said: str, files: Mapping[str, str]) -> bool:
+        return is_right(files.get(self.writes, "") if self.writes else said, self.answer)
+
+    def readable(self, said: str) -> bool:
+        """Whether a last answer could be right at all."""
+        return bool(said) and (self.writes is not None or number(self.answer) is None or bool(_NUMBER.search(said)))
+
+
+def is_right(said: str, answer: str) -> bool:
+    """Whether the answer is said, and no other: one number of the same value, or the same words in whatever case."""
+    wanted = number(answer)
+    if wanted is None:
+        return _words(said) == _words(answer)
+    return {number(found) for found in _NUMBER.findall(said[-LONGEST_ANSWER:])} == {wanted}
+
+
+def number(text: str) -> Fraction | None:
+    """The value of a text that is a number, "48,211" or "-3.5"; None of any other."""
+    return Fraction(text.replace(",", "")) if _NUMBER.fullmatch(text.strip()) else None
+
+
+def draw_task(seed: int, propose: Callable[[random.Random], Task | None], split: Split, what: str) -> Task:
+    """The first task of `split` among those that `propose` draws from `seed`. Raises ValueError where 2,000 draws hold
+    none."""
+    rng = random.Random(f"tools {seed}")
+    for _ in range(TRIES):
+        task = propose(rng)
+        if task and split_of_text(task.key) == split:
+            return task
+    raise ValueError(f'no task of split "{split}" in {TRIES} draws of {what}: there are too few such tasks')
+
+
+@cache
+def read_tasks(path: Path) -> Mapping[Split, Sequence[Task]]:
+    """A user's tasks by split: a .jsonl file with a "question" and an "answer" in each line, and if need be "files"
+    ({path: text}) and a "split"; without one, the text of the task decides. Raises ValueError for other lines."""
+    if path.suffix != ".jsonl" or not path.exists():
+        raise ValueError(f"no tasks at {path}: give a .jsonl file with a question and an answer in each line")
+    found: dict[Split, list[Task]] = {split: [] for split in SHARES}
+    for line, row in rows(path):
+        task = _task(row, f"{path}, line {line}")
+        split = row.get("split") or split_of_text(task.key)
+        if split not in found:
+            raise ValueError(f"{path}, line {line}: split {split!r} is none of {', '.join(found)}")
+        found[split].append(task)
+    return found
+
+
+def _task(row: Mapping[str, object], where: str) -> Task:
+    question, answer, files = row.get("question"), row.get("answer"), row.get("files", {})
+    if not (isinstance(question, str) and question.strip()) or isinstance(answer, bool | None | list | dict):
+        raise ValueError(f'{where} needs a "question" and an "answer", which is a text or a number')
+    if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
+        raise ValueError(f'{where}: "files" must be an object of paths and texts')
+    kept = {clean(path): text for path, text in files.items()}
+    check(kept)
+    key = json.dumps([question, kept], sort_keys=True)
+    return Task("given", question, question, str(answer), key, files=kept)
+
+
+def _words(text: str) -> list[str]:
+    words = re.findall(r"\w+", text.casefold())
+    return words[1:] if words[:1] == ["the"] else words

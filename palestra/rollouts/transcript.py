@@ -1,0 +1,56 @@
+"""An episode as a person reads it: who saw what, said what, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from palestra.types import Episode, Node
+
+SHORT = 60  # characters of an answer that stands on its own line's end
+
+
+def transcript(episode: Episode) -> str:
+    """The lines of play that were followed, step by step; of conversations, what is new to the seat."""
+    told = [f"{episode.env}, instance {episode.seed}"]
+    seen: dict[str, Any] = {}
+    for node in episode.nodes:
+        if node.chosen:
+            told += [line for seat in node.answers for line in _turn(node, seat, seen)]
+            told += _came(node)
+    return "\n".join([*told, *([f"failed: {episode.error}"] if episode.error else [])])
+
+
+def _turn(node: Node, seat: str, seen: dict[str, Any]) -> Iterator[str]:
+    yield ""
+    yield _block(f"{seat} sees", _new(node.observations[seat], seen.get(seat)))
+    seen[seat] = node.observations[seat]
+    answer = node.answers[seat]
+    yield _block(f"{seat} says", answer.text + (" [cut off]" if answer.stop == "length" else ""))
+
+
+def _new(shown: Any, before: Any) -> str:
+    """What a seat is shown; of a conversation that goes on, the messages after those it had seen and its own answer."""
+    messages = getattr(shown, "messages", None)
+    if messages is None:
+        return str(shown)
+    earlier = len(getattr(before, "messages", ()))
+    goes_on = 0 < earlier < len(messages) and messages[:earlier] == before.messages
+    return str(type(shown)(messages[earlier + 1 :])) if goes_on else str(shown)
+
+
+def _came(node: Node) -> Iterator[str]:
+    """Rewards, unless there were none, and at the end what the env has to say."""
+    paid = {seat: round(value, 3) for seat, value in node.rewards.items() if value}
+    team = {"team": round(node.team_reward, 3)} if node.team_reward else {}
+    if paid or team:
+        yield f"-> {', '.join(f'{who} {value:+g}' for who, value in (team | paid).items())}"
+    if node.over:
+        yield f"the end{', cut off' if node.truncated else ''}: {json.dumps(node.info, default=str)}"
+
+
+def _block(head: str, text: str) -> str:
+    if "\n" not in text and len(text) <= SHORT + len(head):
+        return f"{head}: {text}"
+    return f"{head}:\n" + "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,0 +1,97 @@
+"""The second choice: the `bwrap` program, which gives a process namespaces of its own: no network, no other process and
+no file in sight but those that we bind.
+
+The number of processes is capped by RLIMIT_NPROC, which counts a user's processes in a user namespace: bwrap makes one.
+Started by root it must not, since the kernel lets root pass; there each run gets a user of its own instead.
+Threads count as processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from palestra.sandbox import scratch
+from palestra.sandbox.base import PLACE, Request
+from palestra.sandbox.filters import rules
+from palestra.sandbox.program import DEVICES, Program, command, environment, orders, readable
+
+FIX = "install bubblewrap (apt-get install bubblewrap, dnf install bubblewrap)"
+NOBODY = 65534
+USERS = 1_000_000_000  # from here on no real user has a number
+CAP_SYS_ADMIN = 21
+
+
+def missing() -> str | None:
+    if sys.platform != "linux":
+        return "it needs Linux"
+    return None if shutil.which("bwrap") else "there is no program bwrap on the PATH"
+
+
+def load() -> None:
+    rules()
+
+
+def start(request: Request, folder: Path) -> tuple[Program, bytes]:
+    """The program, in namespaces of its own, and what to tell it first."""
+    user = USERS + os.getpid() if _is_admin() else 0
+    if user:
+        scratch.own(folder, user)
+    process = subprocess.Popen(
+        [*_wrapped(folder, bool(user)), *command()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        env={"PATH": os.environ.get("PATH", os.defpath)},
+    )
+    assert process.stdin and process.stdout and process.stderr
+
+    def end() -> int:
+        process.kill()
+        code = process.wait()
+        return 128 - code if code > 128 else code  # bwrap says 128 + n where signal n ended the program
+
+    tasks = request.limits.processes + (not user)  # bwrap's own init is in the user namespace too
+    program = Program(process.pid, process.stdin, process.stdout, process.stderr, end, PLACE, own=2)
+    return program, orders(request, rules(), user=user, tasks=tasks)
+
+
+def _wrapped(folder: Path, root: bool) -> Iterator[str]:
+    yield from ("bwrap", "--die-with-parent", "--new-session")
+    yield from ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
+    if root:
+        yield from ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+    else:
+        yield from ("--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY))
+    yield "--clearenv"
+    for name, value in environment(PLACE).items():
+        yield from ("--setenv", name, value)
+    for path in _parents(readable()):
+        yield from ("--perms", "0755", "--dir", path)
+    for path in readable():
+        yield from ("--symlink", os.readlink(path), path) if os.path.islink(path) else ("--ro-bind", path, path)
+    for device in filter(os.path.exists, DEVICES):
+        yield from ("--dev-bind", device, device)
+    yield from ("--bind", str(folder), PLACE, "--remount-ro", "/", "--chdir", PLACE, "--")
+
+
+def _parents(paths: tuple[str, ...]) -> list[str]:
+    """The folders that lead to these paths, upper ones first; bwrap would make them for their owner alone."""
+    leading = {str(parent) for path in (*paths, *DEVICES) for parent in Path(path).parents}
+    return sorted(path for path in leading if path != "/" and not _inside(path, paths))
+
+
+def _inside(path: str, bound: tuple[str, ...]) -> bool:
+    return any(f"{path}/".startswith(f"{one}/") for one in bound)
+
+
+def _is_admin() -> bool:
+    """Whether this process may mount without a user namespace."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        held = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    return os.geteuid() == 0 and bool(held >> CAP_SYS_ADMIN & 1)

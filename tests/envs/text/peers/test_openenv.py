@@ -1,0 +1,165 @@
+"""Envs of an OpenEnv server, a process of OpenEnv's own making, through our adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.envs import check_env
+from palestra.envs.text.openenv import OpenEnv
+
+pytestmark = pytest.mark.peers
+SERVER = Path(__file__).with_name("openenv_server.py")
+
+
+def serve(sessions: int) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, str(SERVER), str(port), str(sessions)]) as process:
+        try:
+            _wait(process, port)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def _wait(process: subprocess.Popen[bytes], port: int) -> None:
+    for _ in range(1200):
+        assert process.poll() is None, "the server has ended"
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("the server did not start")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    yield from serve(8)
+
+
+@pytest.fixture(scope="module")
+def narrow_url() -> Iterator[str]:
+    """A server that holds one session at a time."""
+    yield from serve(1)
+
+
+def played(env: OpenEnv, *answers: str, seed: int = 3) -> list[Any]:
+    """The steps of a game in which these answers are given."""
+
+    async def play() -> list[Any]:
+        steps = [await env.reset(seed)]
+        try:
+            for answer in answers:
+                steps.append(await env.step({"agent": answer}))
+        finally:
+            await env.close()
+        return steps
+
+    return asyncio.run(play())
+
+
+def number(url: str, seed: int) -> int:
+    """Which one the server has drawn."""
+    (right,) = [n for n in range(1, 10) if played(OpenEnv(url=url), str(n), seed=seed)[-1].over]
+    return right
+
+
+@pytest.mark.parametrize("reward", ["dense", "outcome"])
+def test_the_contract(url: str, reward: Any) -> None:
+    env = lambda: OpenEnv(url=url, steps=12, reward=reward)  # noqa: E731
+    check_env(env, seeds=range(2), act=lambda seat, seen, rng: rng.choice([str(rng.randint(1, 9)), '{"x": 1}']))
+
+
+def test_a_game_is_played(url: str) -> None:
+    right = number(url, 3)
+    wrong = 1 if right > 1 else 2
+    first, hint, last = played(OpenEnv(url=url, show=["text"]), f"I try.\n#### {wrong}", f'{{"message": "{right}"}}')
+    assert first.observations == {"agent": "guess 1 to 9"}
+    assert hint.observations == {"agent": "more" if wrong < right else "less"}
+    assert hint.rewards == {"agent": 0.01} and hint.info == {"success": False, "invalid": {"agent": False}}
+    assert last.over and not last.truncated and last.rewards == {"agent": 1.0} and last.info["success"]
+    whole = played(OpenEnv(url=url), str(wrong))[1]
+    assert whole.observations["agent"].splitlines()[1:] == ["guesses: 1"]
+
+
+def test_rewards_may_be_paid_at_the_end(url: str) -> None:
+    right = number(url, 3)
+    wrong = 1 if right > 1 else 2
+    steps = played(OpenEnv(url=url, reward="outcome"), str(wrong), str(wrong), str(right))
+    assert [step.rewards["agent"] for step in steps] == [0, 0, 0, pytest.approx(1.02)]
+    cut = played(OpenEnv(url=url, reward="outcome", steps=2), str(wrong), str(wrong))[-1]
+    assert cut.truncated and cut.rewards == {"agent": pytest.approx(0.02)} and not cut.info["success"]
+
+
+def test_actions_that_do_not_fit_are_refused(url: str) -> None:
+    _, long, odd, fine = played(OpenEnv(url=url, show=["text"]), "9" * 30, '{"guess": 4}', "0")
+    assert long.rewards == {"agent": -0.1} and long.info["invalid"] == {"agent": True}
+    assert long.observations["agent"].startswith("guess 1 to 9\nYour action was refused: message: String should have")
+    assert "guess: Extra inputs are not permitted" in odd.observations["agent"]
+    assert fine.info["invalid"] == {"agent": False} and fine.observations == {"agent": "more"}
+
+
+def test_what_reset_is_told_reaches_the_env(url: str) -> None:
+    assert played(OpenEnv(url=url, reset={"most": 50}, show=["text"]))[0].observations == {"agent": "guess 1 to 50"}
+
+
+def test_a_server_that_fails_or_is_silent_fails_the_episode(url: str) -> None:
+    with pytest.raises(RuntimeError, match=r"failed at a step with EXECUTION_ERROR.*the server's own fault"):
+        played(OpenEnv(url=url), "crash")
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"did not answer a step for 0\.5 s"):
+        played(OpenEnv(url=url, timeout=0.5), "sleep")
+    assert time.monotonic() - start < 2.5
+
+
+def test_a_game_that_does_not_come_from_its_seed_is_not_forked(url: str) -> None:
+    async def fork() -> None:
+        env = OpenEnv(url=url, reset={"wild": True})
+        await env.reset(0)
+        try:
+            await env.fork()
+        finally:
+            await env.close()
+
+    with pytest.raises(ValueError, match="cannot be forked"):
+        asyncio.run(fork())
+
+
+def test_one_session_after_the_other(narrow_url: str) -> None:
+    """A closed game's place is free at once; two at a time are too many here."""
+    env = OpenEnv(url=narrow_url)
+    seen = [played(env, "1", seed=seed)[1].observations for seed in (1, 1, 1)]
+    assert seen[0] == seen[1] == seen[2]
+
+    async def two() -> None:
+        first, second = OpenEnv(url=narrow_url), OpenEnv(url=narrow_url)
+        await first.reset(0)
+        try:
+            await second.reset(0)
+        finally:
+            await second.close()
+            await first.close()
+
+    with pytest.raises(RuntimeError, match=r"CAPACITY_REACHED.*max_concurrent_envs"):
+        asyncio.run(two())
+
+
+def test_what_cannot_be_reached_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ValueError, match="no OpenEnv server answers"):
+        played(OpenEnv(url=f"http://127.0.0.1:{port}"))
+    with pytest.raises(ValueError, match="no address of a server"):
+        OpenEnv(url="localhost:8000")
+    with pytest.raises(ValueError, match="timeout=0"):
+        OpenEnv(url="http://localhost:8000", timeout=0)

@@ -1,0 +1,159 @@
+"""TextArena's games through our adapter: as TextArena plays them, and each from its seed alone."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import textarena
+
+from palestra.envs import check_env
+from palestra.envs.text.textarena import Out, TextArena
+
+pytestmark = pytest.mark.peers
+
+
+def some_move(seat: str, seen: str, rng: random.Random) -> str:
+    """Often one that the game has named in brackets."""
+    named = re.findall(r"\[[^\[\]\n]{1,12}\]", seen)
+    return rng.choice(named) if named and rng.random() < 0.8 else rng.choice(["[0]", "[2 3]", "[up]", "hello"])
+
+
+@pytest.mark.parametrize(
+    ("game", "players"),
+    [
+        ("TicTacToe-v0", 2),
+        ("TicTacToe-v0-train", 2),
+        ("TicTacToe-v0-raw", 2),
+        ("FrozenLake-v0-random", 1),
+        ("Blackjack-v0", 1),
+        ("KuhnPoker-v0", 2),
+        ("LiarsDice-v0-small", 3),
+        ("PublicGoodsGame-v0", 3),
+        ("SimpleNegotiation-v0-short", 2),
+        ("Countdown-v0", 1),  # says why a move is invalid where its reward belongs
+    ],
+)
+def test_games_keep_the_contract(game: str, players: int) -> None:
+    check_env(lambda: TextArena(game=game, players=players, steps=80), seeds=range(2), act=some_move)
+
+
+def test_a_game_goes_as_textarena_plays_it() -> None:
+    """Two hands of poker beside the game itself, which draws from the global generator."""
+    moves = random.Random(3)
+    env = TextArena(game="KuhnPoker-v0", reward="outcome")
+    step = env.reset(5)
+    random.seed(5)
+    theirs = textarena.make("KuhnPoker-v0")
+    theirs.reset(num_players=2, seed=5)
+    while not step.over:
+        mover, seen = theirs.get_observation()
+        assert step.observations == {f"player_{mover}": seen.strip()}
+        move = moves.choice(["[check]", "[bet]", "[call]", "[fold]"])
+        state = random.getstate()
+        step = env.step({f"player_{mover}": move})
+        assert random.getstate() == state  # ours has dice of its own
+        done, _ = theirs.step(action=move)
+        assert done == step.over
+    rewards, _ = theirs.close()
+    assert {f"player_{number}": float(won) for number, won in rewards.items()} == step.rewards
+
+
+def test_games_side_by_side_and_the_global_dice_do_not_disturb_each_other() -> None:
+    def played(seeds: list[int]) -> list[list[str]]:
+        envs = [TextArena(game="Blackjack-v0", players=1) for _ in seeds]
+        steps = [env.reset(seed) for env, seed in zip(envs, seeds, strict=True)]
+        seen = [[step.observations["player_0"]] for step in steps]
+        for _ in range(6):
+            for number, env in enumerate(envs):
+                if not steps[number].over:
+                    random.random(), np.random.random()
+                    steps[number] = env.step({"player_0": "[Hit]"})
+                    seen[number] += steps[number].observations.values()
+        return seen
+
+    random.seed(1)
+    np.random.seed(1)
+    alone = [played([seed])[0] for seed in (1, 2, 3)]
+    assert played([1, 2, 3]) == alone and len({line[-1] for line in alone}) == 3
+    random.seed(7)
+    expected = random.random(), np.random.RandomState(7).random()
+    random.seed(7)
+    np.random.seed(7)
+    TextArena(game="Blackjack-v0", players=1).reset(4)
+    assert (random.random(), np.random.random()) == expected
+
+
+def test_invalid_moves_are_flagged_and_the_second_loses() -> None:
+    env = TextArena()
+    env.reset(0)
+    assert env.step({"player_0": "I think of [9]\n#### [4]"}).info == {"invalid": {"player_0": False}}
+    step = env.step({"player_1": "[4]"})
+    assert step.rewards == {"player_1": -0.1} and step.info == {"invalid": {"player_1": True}}
+    assert "already occupied" in step.observations["player_1"]
+    step = env.step({"player_1": "hm"})
+    assert step.over and step.rewards == {"player_0": 1.0, "player_1": pytest.approx(-1.1)}
+    assert step.info["invalid"] == {"player_1": True} and "format" in step.info["reason"]
+
+
+def test_one_players_success_and_the_limit() -> None:
+    env = TextArena(game="GuessTheNumber-v0", players=1)
+    number = 0
+    for guess in range(1, 21):
+        env.reset(3)
+        step = env.step({"player_0": f"[{guess}]"})
+        if step.over:
+            number = guess
+            assert step.info["success"] and step.rewards == {"player_0": 1.0}
+    assert number
+    short = TextArena(game="GuessTheNumber-v0", players=1, steps=1)
+    short.reset(3)
+    step = short.step({"player_0": f"[{number % 20 + 1}]"})
+    assert step.over and step.truncated and step.info["success"] is False
+
+
+def test_a_game_that_all_have_lost_ends() -> None:
+    """TextArena itself looks for the next player for ever."""
+    env, reasons = TextArena(game="PublicGoodsGame-v0", steps=150), []
+    for seed in range(3):
+        rng, step = random.Random(seed), env.reset(seed)
+        while not step.over:
+            ((seat, seen),) = step.observations.items()
+            step = env.step({seat: some_move(seat, seen, rng)})
+        reasons.append(step.info["reason"])
+        if "every player" in reasons[-1]:
+            assert sorted(step.rewards.values()) == [pytest.approx(-1.1), -1.0] and not step.truncated
+    assert "every player is out by invalid moves" in reasons
+    out = Out(2, [0])
+    assert 0 in out and 1 not in out and not out.everybody
+    out.append(1)
+    assert 0 not in out and 1 not in out and out.everybody
+
+
+def test_a_game_that_cannot_be_copied_is_played_again() -> None:
+    env = TextArena(game="Blackjack-v0", players=1)
+    env.reset(3)
+    env.step({"player_0": "[Hit]"})
+    env._arena.env.state.held = (number for number in range(3))  # generators cannot be copied
+    twin = env.fork()
+    assert twin._arena is not env._arena and twin._shown == env._shown
+    assert twin.step({"player_0": "[Stand]"}) == env.step({"player_0": "[Stand]"})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"game": "TicTacTo-v0"}, 'no game "TicTacTo-v0"; near it: TicTacToe-v0'),
+        ({"game": "TicTacToe-v0", "players": 1}, "does not begin with players=1.*set players"),
+        ({"game": "TicTacToe-v0", "options": {"size": 5}}, "does not take the options"),
+        ({"game": "GuessWho-v0"}, "wants more than TextArena brings"),
+        ({"players": 0}, "players=0 is out of range"),
+    ],
+)
+def test_what_cannot_be_played_is_said(options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
+    with pytest.raises(ValueError, match=why):
+        TextArena(**options)

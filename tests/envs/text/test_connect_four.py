@@ -1,0 +1,206 @@
+"""Connect four: our rules are OpenSpiel's, and the experts of the two board games play as well as they claim."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyspiel
+import pytest
+
+from palestra.envs import check_env
+from palestra.envs.rules.base import OVER
+from palestra.envs.rules.connect_four import LINES, ConnectFourRules, Stones, open_lines
+from palestra.envs.rules.search import best_actions
+from palestra.envs.rules.tic_tac_toe import TicTacToeRules
+from palestra.envs.text.games import TextConnectFour, TextGame, TextTicTacToe
+
+RULES = ConnectFourRules()
+SPIEL = pyspiel.load_game("connect_four")
+
+
+def random_games(games: int) -> list[list[tuple[Stones, Any]]]:
+    """The states of ours, each with OpenSpiel's, that games of random moves pass through."""
+    lines = []
+    for seed in range(games):
+        rng, ours, theirs = random.Random(seed), RULES.initial(), SPIEL.new_initial_state()
+        line = [(ours, theirs.clone())]
+        while not theirs.is_terminal():
+            action = rng.choice(theirs.legal_actions())
+            ours = RULES.next(ours, action)
+            theirs.apply_action(action)
+            line.append((ours, theirs.clone()))
+        lines.append(line)
+    return lines
+
+
+def test_random_games_go_as_openspiel_plays_them() -> None:
+    outcomes = set()
+    for line in random_games(300):
+        for ours, theirs in line:
+            over = theirs.is_terminal()
+            assert RULES.turn(ours) == (OVER if over else theirs.current_player())
+            view = RULES.view(ours, 0)
+            assert view.dtype == np.float32 and view.tolist() == theirs.observation_tensor(0)
+            if not over:
+                assert RULES.legal(ours) == theirs.legal_actions()
+        assert list(RULES.returns(line[-1][0])) == line[-1][1].returns()
+        outcomes.add(RULES.returns(line[-1][0]))
+    assert {(1.0, -1.0), (-1.0, 1.0)} <= outcomes
+
+
+def test_a_full_board_is_a_draw() -> None:
+    """Found by a search without lines: OpenSpiel agrees that nobody has won."""
+    moves = [0, 1, 0, 1, 0, 1, 1, 0, 1, 0, 1, 0, 2, 3, 2, 3, 2, 3, 3, 2, 3, 2, 3, 2, 4, 5, 4, 5, 4, 5, 5, 4, 5, 4, 5, 4]
+    state, theirs = RULES.initial(), SPIEL.new_initial_state()
+    for move in [*moves, *[6] * 6]:
+        assert RULES.turn(state) != OVER
+        state = RULES.next(state, move)
+        theirs.apply_action(move)
+    assert theirs.is_terminal() and RULES.turn(state) == OVER
+    assert RULES.returns(state) == (0.0, 0.0) == tuple(theirs.returns())
+
+
+def test_words_by_hand_and_equal_exactly_where_views_are() -> None:
+    state = after(3, 3, 0)
+    empty = ". . . . . . . / " * 4
+    assert RULES.words(state, 1) == f"You are o. Board: {empty}. . . o . . . / x . . x . . ."
+    told: dict[str, bytes] = {}
+    for line in random_games(50):
+        for ours, _ in line:
+            assert told.setdefault(RULES.words(ours, 0), RULES.view(ours, 0).tobytes()) == RULES.view(ours, 0).tobytes()
+    assert len(set(told.values())) == len(told) > 500
+
+
+def after(*moves: int) -> Stones:
+    state = RULES.initial()
+    for move in moves:
+        state = RULES.next(state, move)
+    return state
+
+
+def test_there_are_69_lines_of_four() -> None:
+    """4 * 6 along, 7 * 3 up, 2 * 4 * 3 across."""
+    assert len(LINES) == 24 + 21 + 24 == len(set(LINES))
+    assert all(line.bit_count() == 4 for line in LINES)
+
+
+# ---- search
+
+
+@cache
+def value(rules: Any, state: Any, player: int) -> float:
+    """What perfect play gives, by walking through everything."""
+    turn = rules.turn(state)
+    if turn == OVER:
+        return float(rules.returns(state)[player])
+    values = [value(rules, rules.next(state, action), player) for action in rules.legal(state)]
+    return max(values) if turn == player else min(values)
+
+
+def test_search_to_the_end_finds_what_perfect_play_gives() -> None:
+    """Connect four's last 7 moves, and tic-tac-toe whole: each action is best that a walk through everything says."""
+    ends = [line[35][0] for line in random_games(300) if len(line) > 37][:6]
+    toe = TicTacToeRules()
+    cases: list[tuple[Any, Any]] = [(RULES, state) for state in ends]
+    cases += [(toe, state) for state in random_boards(toe, 60)]
+    assert len(ends) == 6
+    for rules, state in cases:
+        player, best = rules.turn(state), best_actions(rules, state, 42, lambda *_: pytest.fail("looked too short"))
+        values = {action: value(rules, rules.next(state, action), player) for action in rules.legal(state)}
+        assert best and {values[action] for action in best} == {max(values.values())}
+
+
+def random_boards(rules: TicTacToeRules, games: int) -> list[Any]:
+    """The boards that games of random moves pass through, each once."""
+    boards = set()
+    for seed in range(games):
+        rng, state = random.Random(seed), rules.initial()
+        while rules.turn(state) != OVER:
+            boards.add(state)
+            state = rules.next(state, rng.choice(rules.legal(state)))
+    return sorted(boards)
+
+
+@pytest.mark.parametrize(
+    ("moves", "best"),
+    [
+        ((0, 1, 0, 1, 0, 1), [0]),  # x has three in column 1: win
+        ((0, 1, 0, 1, 0), [0]),  # o must stop it
+        ((3, 0, 4, 0), [2, 5]),  # x has 4 and 5: 3 or 6 makes three with both ends open
+        ((3, 3, 4), [2, 5]),  # and o must take one of those ends now
+    ],
+)
+def test_tactics_by_hand(moves: tuple[int, ...], best: list[int]) -> None:
+    found = best_actions(RULES, after(*moves), 5, lambda *_: 0.0)
+    assert set(found) <= set(best) and found
+
+
+def test_open_lines_are_seen_alike_from_both_sides() -> None:
+    """One stone in the middle of the bottom row lies on 7 of the 69 lines, 1 in the corner on 3."""
+    assert open_lines(after(3), 0) == pytest.approx(7 / (16 * 69))
+    assert open_lines(after(3, 0), 0) == pytest.approx((7 - 3) / (16 * 69)) == -open_lines(after(3, 0), 1)
+
+
+# ---- the envs
+
+
+def play(env: TextGame, seed: int, experts: Collection[str]) -> dict[str, float]:
+    """What is won where experts sit at some seats, and chance at the others."""
+    rng, step = random.Random(seed), env.reset(seed)
+    while not step.over:
+        ((seat, _),) = step.observations.items()
+        step = env.step({seat: env.expert(seat, rng) if seat in experts else rng.choice(step.legal[seat])})
+        assert step.info["invalid"] == {seat: False}
+    return step.rewards
+
+
+@pytest.mark.parametrize("rendering", ["compact", "full"])
+@pytest.mark.parametrize("reward", ["dense", "outcome"])
+@pytest.mark.parametrize("game", [TextConnectFour, TextTicTacToe])
+def test_it_keeps_the_contract(game: Any, reward: Any, rendering: Any) -> None:
+    check_env(lambda: game(reward=reward, rendering=rendering), seeds=range(3))
+
+
+@pytest.mark.parametrize("rendering", ["compact", "full"])
+def test_perfect_play_at_tic_tac_toe_never_loses(rendering: Any) -> None:
+    env, won = TextTicTacToe(rendering=rendering), 0.0
+    for seed in range(60):
+        assert play(env, seed, env.seats)["player_0"] == 0
+        for seat in env.seats:
+            paid = play(env, seed, [seat])[seat]
+            assert paid >= 0
+            won += paid / 120
+    assert won > 0.8
+
+
+def test_the_expert_beats_random_play_at_connect_four() -> None:
+    env = TextConnectFour()
+    assert [play(env, seed, [seat])[seat] for seed in range(6) for seat in env.seats] == [1.0] * 12
+
+
+def test_asking_an_expert_changes_nothing() -> None:
+    env = TextConnectFour()
+    step, state = env.reset(0), env.rng.getstate()
+    assert env.expert("player_0", random.Random(0)) in step.legal["player_0"]
+    assert env.state == RULES.initial() and env.rng.getstate() == state
+
+
+def test_the_full_rendering_tells_the_rules_and_reads_the_last_words() -> None:
+    full, compact = TextConnectFour(rendering="full"), TextConnectFour()
+    assert "Four of your stones" in full.roles["player_0"] and compact.roles["player_0"] == "connect four"
+    assert full.reset(3).observations == compact.reset(3).observations
+    answer = {"player_0": "I take the middle.\n#### 4"}
+    assert full.step(answer).info == {"invalid": {"player_0": False}, "action": "4"}
+    step = compact.step(answer)
+    assert step.info["invalid"] == {"player_0": True} and step.rewards == {"player_0": -0.5}
+
+
+def test_only_the_end_pays_in_outcome() -> None:
+    env = TextConnectFour(reward="outcome")
+    env.reset(0)
+    step = env.step({"player_0": "fly"})
+    assert step.info["invalid"] == {"player_0": True} and step.rewards.get("player_0", 0.0) == 0.0

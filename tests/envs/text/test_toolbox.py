@@ -1,0 +1,592 @@
+"""Tools: how models read them, what happens to whatever they are called with, and that nothing leads out of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+from palestra.chat import Call
+from palestra.envs.text.toolbox import Toolbox, make_tool
+from palestra.envs.tooling import running
+from palestra.envs.tooling.calculator import calculator, evaluate
+from palestra.envs.tooling.library import OURS, Document, Index, open_index, read_document, read_documents, search_tool
+from palestra.envs.tooling.repl import MOST_CELLS, python_tool
+from palestra.envs.tooling.scratch import FILE_TOOLS, MOST_FILES, MOST_TEXT, Cell, Scratch, clean
+from palestra.sandbox import open_sandbox
+
+
+def convert(kilometres: float) -> float:
+    """Converts kilometres to miles."""
+    return kilometres / 1.609344
+
+
+def call(tools, name, arguments, scratch=None, **options):
+    return asyncio.run(Toolbox(tools, **options).call(Call(name, arguments), scratch or Scratch()))
+
+
+# ---- what a model reads
+
+
+@dataclass
+class Place:
+    town: str
+
+
+class Order(BaseModel):
+    item: str
+    count: int = Field(ge=1)
+
+
+def book(
+    json: str,
+    schema: Annotated[int, "how many"] = 1,
+    kind: Literal["bed", "boat"] = "bed",
+    *,
+    days: list[int] | None = None,
+    place: Place,
+    scratch: Scratch,
+) -> str:
+    """Books a room.
+
+    It has a longer story, which a model is not told.
+
+    json: who comes
+    days: the days
+    """
+    return f"{json} {schema} {kind} {days} {place.town} {len(scratch.files)}"
+
+
+def test_a_description_is_openais():
+    """By hand after https://platform.openai.com/docs/guides/function-calling, strict mode's additionalProperties."""
+    assert make_tool(convert).described == {
+        "type": "function",
+        "function": {
+            "name": "convert",
+            "description": "Converts kilometres to miles.",
+            "parameters": {
+                "type": "object",
+                "properties": {"kilometres": {"type": "number"}},
+                "required": ["kilometres"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    parameters = make_tool(book).described["function"]["parameters"]
+    place = parameters.pop("$defs")["Place"]
+    assert place["properties"] == {"town": {"type": "string"}} and place["required"] == ["town"]
+    assert parameters == {
+        "type": "object",
+        "properties": {
+            "json": {"type": "string", "description": "who comes"},
+            "schema": {"type": "integer", "description": "how many", "default": 1},
+            "kind": {"type": "string", "enum": ["bed", "boat"], "default": "bed"},
+            "days": {
+                "anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}],
+                "default": None,
+                "description": "the days",
+            },
+            "place": {"$ref": "#/$defs/Place"},
+        },
+        "required": ["json", "place"],
+        "additionalProperties": False,
+    }
+
+
+def test_arguments_arrive_as_the_hints_say():
+    found = call([book], "book", {"json": "Ann", "place": {"town": "Arle"}, "days": ["3", 4]}, Scratch(files={"a": ""}))
+    assert found.good and found.text == "Ann 1 bed [3, 4] Arle 1"
+
+    def order(orders: list[Order]) -> int:
+        """Orders."""
+        return sum(each.count for each in orders)
+
+    assert call([order], "order", {"orders": [{"item": "a", "count": 2}, {"item": "b", "count": 3}]}).text == "5"
+    assert (
+        "orders.0.count: input should be greater" in call([order], "order", {"orders": [{"item": "", "count": 0}]}).text
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("convert", {}, "convert takes kilometres: kilometres is missing"),
+        ("convert", {"kilometres": "far"}, "kilometres: input should be a valid number"),
+        ("convert", {"kilometres": 1, "miles": 2}, "there is no miles"),
+        ("convert", {"kilometres": None}, "kilometres: input should be a valid number"),
+        ("book", {"json": "Ann", "place": {"town": "Arle"}, "scratch": {}}, "there is no scratch"),
+        ("book", {"json": "Ann", "place": {}}, "place.town is missing"),
+        ("book", {"json": 3, "kind": "tent", "place": {"town": "Arle"}}, "kind: input should be 'bed' or 'boat'"),
+        ("konvert", {}, 'there is no tool "konvert"; there is: convert, book'),
+        ("convert", {"kilometres": "\ud800"}, "hold half a character"),
+    ],
+)
+def test_a_bad_call_is_told_what_is_wrong(name, arguments, told):
+    found = call([convert, book], name, arguments)
+    assert not found.good and found.failure is None
+    assert found.text.startswith("Error: ") and told in found.text
+
+
+def test_what_is_no_tool_is_refused():
+    def silent(x: int) -> int:
+        return x
+
+    def untyped(x):
+        """Untyped."""
+
+    def starred(*x: int) -> None:
+        """Starred."""
+
+    def odd(x: threading.Lock) -> None:
+        """Odd."""
+
+    for function, told in (
+        (silent, "no docstring"),
+        (untyped, "type hint"),
+        (starred, "no \\*"),
+        (odd, "cannot spell"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            make_tool(function)
+    with pytest.raises(ValueError, match="is no tool"):
+        make_tool(lambda x: x)
+    with pytest.raises(ValueError, match='two tools called "convert"'):
+        Toolbox([convert, convert])
+
+
+# ---- what comes back
+
+
+def test_results_are_text_of_bounded_length():
+    def give(what: Literal["none", "dict", "long", "half", "circle"]) -> object:
+        """Gives something."""
+        circle: list[object] = []
+        circle.append(circle)
+        return {"none": None, "dict": {"a": [1, 2.5]}, "long": "x" * 500, "half": "\ud800", "circle": circle}[what]
+
+    found = {what: call([give], "give", {"what": what}, longest=100) for what in ("none", "dict", "long", "half")}
+    assert found["none"].text == "done" and found["dict"].text == '{"a":[1,2.5]}' and found["half"].text == "?"
+    assert found["long"].text == "x" * 100 + "\n[cut off: 500 characters in all]"
+    assert call([give], "give", {"what": "circle"}).text.startswith("Error: ")
+
+
+def test_what_a_users_tool_raises_is_told():
+    """ValueError is the agent's mistake, anything else is not."""
+    errors = {
+        "value": ValueError("no such day"),
+        "key": KeyError("x"),
+        "end": StopIteration(),
+        "exit": SystemExit(3),
+        "interrupt": KeyboardInterrupt(),
+    }
+
+    def fail(how: str) -> None:
+        """Fails."""
+        raise errors[how]
+
+    async def fail_later(how: str) -> None:
+        """Fails."""
+        await asyncio.sleep(0)
+        raise errors[how]
+
+    def fail_awaited(how: str) -> object:
+        """Fails, as a decorated coroutine function may."""
+        return fail_later(how)
+
+    for tool in (fail, fail_later, fail_awaited):
+        found = call([tool], tool.__name__, {"how": "value"})
+        assert not found.good and found.text == "Error: no such day" and found.failure is None
+        for how in ("key", "end", "exit"):
+            found = call([tool], tool.__name__, {"how": how})
+            assert found.good and found.failure and "failed with" in found.failure and found.failure in found.text
+    assert call([fail], "fail", {"how": "interrupt"}).failure
+
+
+def test_a_tool_of_ours_that_fails_is_our_fault():
+    def broken() -> None:
+        """Breaks."""
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        call([make_tool(broken, ours=True)], "broken", {})
+
+
+def test_what_hangs_is_left_behind():
+    released = threading.Event()
+
+    def wait(scratch: Scratch) -> str:
+        """Waits."""
+        released.wait()
+        scratch.files["late"] = ""
+        return "late"
+
+    async def wait_stubbornly() -> None:
+        """Waits, and does not let itself be cancelled."""
+        while not released.is_set():
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.2)
+                released.set()
+
+    async def both():
+        box, before = Toolbox([wait, wait_stubbornly], time_limit=0.5), Scratch()
+        calls = [Call("wait", {}), Call("wait_stubbornly", {})]
+        started = time.monotonic()
+        found = await box.call_all(calls, before)
+        took = time.monotonic() - started
+        await asyncio.sleep(0.5)  # by now both have come to an end
+        return found, took, before
+
+    found, took, before = asyncio.run(both())
+    assert [one.failure for one in found] == [
+        f"{n} did not answer within 0.5 seconds" for n in ("wait", "wait_stubbornly")
+    ]
+    assert took < 0.95, "they are waited for side by side"
+    assert found[-1].scratch.files == before.files == {}
+
+
+def test_too_many_that_hang_are_not_joined_by_more(monkeypatch):
+    monkeypatch.setattr(running, "MOST_STUCK", 3)
+    released = threading.Event()
+
+    def wait() -> None:
+        """Waits."""
+        released.wait()
+
+    async def several():
+        box = Toolbox([wait], time_limit=0.05)
+        found = await box.call_all([Call("wait", {})] * 3, Scratch())
+        found += await box.call_all([Call("wait", {})], Scratch())
+        released.set()
+        while running._stuck:
+            await asyncio.sleep(0.01)
+        return [*found, await box.call(Call("wait", {}), Scratch())]
+
+    *_, fourth, fifth = asyncio.run(several())
+    assert "earlier calls still hang" in (fourth.failure or "")
+    assert fifth.failure is None and fifth.text == "done"
+
+
+def test_calls_that_share_the_scratch_are_run_in_order():
+    box = Toolbox([*FILE_TOOLS, convert])
+    calls = [
+        Call("write_file", {"path": "a.txt", "text": "one"}),
+        Call("convert", {"kilometres": 1.609344}),
+        Call("read_file", {"path": "a.txt"}),
+        Call("write_file", {"path": "../a.txt", "text": "two"}),
+        Call("list_files", {}),
+    ]
+    before = Scratch()
+    found = asyncio.run(box.call_all(calls, before))
+    assert [one.text for one in found[:3]] == ["wrote a.txt: 3 characters", "1.0", "one"]
+    assert not found[3].good and found[4].text == "a.txt: 3 characters"
+    assert found[-1].scratch.files == {"a.txt": "one"} and before.files == {}
+
+
+# ---- the scratch folder
+
+ESCAPES = (
+    "../x",
+    "a/../../x",
+    "/etc/passwd",
+    "//x",
+    "..",
+    ".",
+    "",
+    "/",
+    "a/",
+    "a\x00b",
+    "a\nb",
+    "..\\x",
+    "x" * 101,
+    "é" * 60,
+    "a/" * 150 + "b",
+)
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+@pytest.mark.parametrize(("tool", "more"), [("write_file", {"text": "x"}), ("read_file", {})])
+def test_no_path_leads_out(path, tool, more):
+    found = call(FILE_TOOLS, tool, {"path": path, **more}, Scratch(files={"a": "1"}))
+    assert not found.good and found.text.startswith("Error: ") and found.scratch.files == {"a": "1"}
+
+
+@given(st.text(max_size=300))
+def test_a_path_is_plain_or_refused(path):
+    try:
+        name = clean(path)
+    except (ValueError, UnicodeEncodeError):
+        return
+    assert (Path("/scratch") / name).resolve() == Path("/scratch") / name
+    assert clean(name) == name
+
+
+def test_the_scratch_is_small():
+    files = {f"{i}.txt": "" for i in range(MOST_FILES)}
+    assert not call(FILE_TOOLS, "write_file", {"path": "one-more", "text": ""}, Scratch(files=files)).good
+    assert not call(FILE_TOOLS, "write_file", {"path": "a", "text": "x" * (MOST_TEXT + 1)}).good
+    assert call(FILE_TOOLS, "write_file", {"path": "a", "text": "x" * MOST_TEXT}).good
+    assert "is a file" in call(FILE_TOOLS, "write_file", {"path": "a/b", "text": ""}, Scratch(files={"a": ""})).text
+    assert "is a file" in call(FILE_TOOLS, "write_file", {"path": "a", "text": ""}, Scratch(files={"a/b": ""})).text
+
+
+def test_long_files_are_read_in_parts():
+    scratch = Scratch(files={"a": "0123456789" * 5})
+    assert call(FILE_TOOLS, "read_file", {"path": "./a", "start": 45}, scratch).text == "56789"
+    assert call(FILE_TOOLS, "read_file", {"path": "b"}, scratch).text == "Error: there is no file 'b'; there is: a"
+    assert not call(FILE_TOOLS, "read_file", {"path": "a", "start": -1}, scratch).good
+
+
+# ---- the calculator
+
+
+@pytest.mark.parametrize(
+    ("expression", "worth"),
+    [
+        ("48211 - 12002 * 3", "12205"),
+        ("(2 + 3) * -4", "-20"),
+        ("6 / 2", "3"),
+        ("7 / 2", "3.5"),
+        ("10**40 / 10**38", "100"),
+        ("2 ** 0.5 ** 2", str(2**0.25)),
+        ("27478429 ** 45 % 99587", str(pow(27478429, 45, 99587))),
+        ("sqrt(16) + max(1, 2, 3)", "7"),
+        ("round(2.567, 2)", "2.57"),
+        ("(-1) ** 99999999999", "-1"),
+        ("1e3", "1000"),
+    ],
+)
+def test_the_calculator(expression, worth):
+    assert calculator(expression) == worth
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1 +",
+        "9 ** 9 ** 9",
+        "2 ** 99999",
+        "round(5, -1000000000)",
+        "1 / 0",
+        "0 ** -1",
+        "sqrt(-1)",
+        "(-8) ** 0.5",
+        "1e400",
+        "1e308 * 10",
+        "48,211 + 1",
+        "__import__('os').getcwd()",
+        "().__class__",
+        "[1 for _ in (1,)]",
+        "lambda: 1",
+        "1 if 2 else 3",
+        "a := 1",
+        "'a' * 9",
+        "True + 1",
+        "1\x00",
+        "0x10",
+        "min(*1)",
+        "e.real",
+        "(" * 300,
+        "1" * 401,
+    ],
+)
+def test_what_is_no_small_arithmetic_is_refused(expression):
+    with pytest.raises(ValueError, match=r"\w"):
+        calculator(expression)
+
+
+NUMBERS = st.integers(0, 10**9).map(str)
+SIGNS = st.sampled_from(["+", "-", "*", "//", "%"])
+SUMS = st.recursive(
+    NUMBERS, lambda part: st.tuples(part, SIGNS, part).map("({0[0]} {0[1]} {0[2]})".format), max_leaves=6
+)
+
+
+@given(SUMS)
+def test_the_calculator_is_exact(expression):
+    try:
+        expected = eval(expression)
+    except ZeroDivisionError:
+        with pytest.raises(ValueError, match="division by zero"):
+            evaluate(expression)
+    else:
+        assert evaluate(expression) == expected
+
+
+# ---- the documents
+
+SEARCH = [make_tool(search_tool(3, False), ours=True), make_tool(read_document, ours=True)]
+INJECTIONS = (
+    *('"', '""', "*", "(", ")", "+", "_", "💥", "^a", "-a", "a*", "a AND", "a NOT", "title:a", "{title text}: a"),
+    *('a" OR "b', "NEAR(a b, 2)", "a\x00b", "'; DROP TABLE documents; --", "a" * 10_000, "a " * 10_000),
+)
+
+
+@pytest.mark.parametrize("query", INJECTIONS)
+def test_a_query_is_words_and_nothing_else(query):
+    index = Index((Document("Arle", "a and near or not"), Document("Tor", "b")))
+    found = call(SEARCH, "search", {"query": query}, Scratch(index))
+    assert found.good and found.text
+    assert [document.title for document in index.search("tor", 3)] == ["Tor"]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_no_query_raises(query):
+    assert len(open_index(OURS).search(query, 3)) <= 3
+
+
+def test_the_best_documents_come_first():
+    index = Index((
+        Document("Weather", "It rains in Arle. " + "It rains. " * 40),
+        Document("Arle", "A town with 512 people."),
+        Document("Tor", "A town with 77 people."),
+    ))  # fmt: skip
+    assert [found.title for found in index.search("Arle", 2)] == ["Arle", "Weather"]
+    assert index.search("how many peoples live in tor?", 3)[0].title == "Tor"
+    assert call(SEARCH, "search", {"query": "arle people"}, Scratch(index)).text.startswith(
+        "1. Arle: A town with 512 people."
+    )
+    assert call(SEARCH, "search", {"query": "zzz"}, Scratch(index)).text == "Nothing was found. Try other words."
+    assert call(SEARCH, "read_document", {"title": " arle "}, Scratch(index)).text == "Arle\nA town with 512 people."
+    assert call(SEARCH, "read_document", {"title": "Arla Tor"}, Scratch(index)).text == (
+        "Error: there is no document of title 'Arla Tor'; there is: Tor"
+    )
+    assert call(SEARCH, "read_document", {"title": "Arle"}).text.endswith("there is: nothing near")
+
+
+def test_an_index_is_built_once_and_only_read(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    assert open_index(tmp_path) is open_index(tmp_path)
+    with pytest.raises(Exception, match="readonly"):
+        open_index(tmp_path)._table.execute("DELETE FROM documents")
+
+
+def test_documents_of_a_users(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "arle.md").write_text("# Arle\n512 people")
+    (tmp_path / "tor.txt").write_text("77 people")
+    (tmp_path / "picture.png").write_bytes(b"\xff")
+    assert [document.title for document in read_documents(tmp_path)] == ["deep/arle", "tor"]
+    lines = tmp_path / "documents.jsonl"
+    rows = [{"title": "Arle", "text": "512", "facts": {"people": 512}}, {"title": "arle", "text": "other"}]
+    lines.write_text("\n\n".join(map(json.dumps, rows)))
+    assert [document.title for document in read_documents(lines)] == ["Arle", "arle (2)"]
+    assert read_documents(lines)[0].facts == {"people": "512"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.jsonl", "", "holds no documents"),
+        ("a.jsonl", "{", "line 1 is not JSON"),
+        ("a.jsonl", "[1]", "line 1 is no object"),
+        ("a.jsonl", '{"title": "a"}', 'line 1 needs a "title" and a "text"'),
+        ("a.csv", "a,b", "give a folder"),
+        ("a.jsonl", b"\xff", "is not UTF-8"),
+    ],
+)
+def test_documents_that_are_none(tmp_path, name, text, told):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=told):
+        read_documents(tmp_path / name)
+
+
+def test_the_corpus_says_what_its_facts_say():
+    documents = open_index(OURS).documents
+    assert len(documents) >= 150 and len({document.title for document in documents}) == len(documents)
+    for document in documents:
+        assert document.facts and all(value in document.text for value in document.facts.values())
+
+
+# ---- python
+
+
+def sandbox():
+    try:
+        return open_sandbox()
+    except ValueError:
+        return open_sandbox(unsafe=True)
+
+
+def run(codes, scratch=None, seconds=5.0):
+    """What each of the programs shows, and the scratch after them."""
+    box = Toolbox([make_tool(python_tool(sandbox(), seconds), ours=True)])
+
+    async def one_by_one():
+        shown, state = [], scratch or Scratch()
+        for code in codes:
+            found = await box.call(Call("python", {"code": code}), state)
+            state = found.scratch
+            shown.append(found.text)
+        return shown, state
+
+    return asyncio.run(one_by_one())
+
+
+def test_a_program_goes_on_from_the_one_before():
+    codes = [
+        "x = 2\nprint('once')\nx + 1",
+        "x *= 10\nx",
+        "raise KeyError(x)",
+        "x",
+        "import random\nrandom.random() == y",
+    ]
+    shown, scratch = run(codes)
+    assert shown[:2] == ["once\n3", "20"]
+    assert "KeyError: 20" in shown[2] and "<cell 3>" in shown[2] and "cells.py" not in shown[2]
+    assert shown[2].endswith("[it failed; nothing of this call is kept]") and shown[3] == "20"
+    assert "NameError" in shown[4] and len(scratch.cells) == 3
+
+
+def test_files_are_as_they_were_for_each_program():
+    """What a program did to its files is not done twice when it is run again."""
+    first = ["open('log', 'a').write('one ')", "text = open('log').read()\nopen('log', 'a').write('two ')"]
+    shown, scratch = run(first, Scratch(files={"log": "zero "}))
+    assert scratch.files == {"log": "zero one two "}
+    scratch.write("log", "new")
+    shown, scratch = run(["print(text, open('log').read())", "import os\nos.remove('log')"], scratch)
+    assert shown[0] == "zero one  new" and scratch.files == {}
+
+
+def test_a_fork_of_the_scratch_is_a_fork_of_the_program():
+    _, scratch = run(["x = 1"])
+    one, _ = run(["x += 1", "x"], scratch)
+    other, _ = run(["x"], scratch)
+    assert one[-1] == "2" and other == ["1"]
+
+
+def test_only_plain_small_text_files_come_back():
+    codes = [
+        "open('b.bin', 'wb').write(b'\\xff')",
+        "import os\nos.symlink('/etc/passwd', 'link')\nos.makedirs('d')\nopen('d/a.txt', 'w').write('in a folder')",
+        f"open('big', 'w').write('x' * {MOST_TEXT + 1})",
+        "open('odd\\nname', 'w').write('x')",
+    ]
+    shown, scratch = run(codes)
+    assert "[not kept, for it is no plain text file: b.bin]" in shown[0]
+    assert "no changes to files were kept" in shown[2]
+    assert scratch.files == {"d/a.txt": "in a folder"}
+
+
+def test_programs_that_do_not_end_well():
+    shown, scratch = run(["import time\ntime.sleep(60)", "x = = 1", "a\x00", "import sys\nsys.exit(3)"], seconds=1.0)
+    assert shown[0] == "[it took too long; nothing of this call is kept]"
+    assert "SyntaxError" in shown[1] and "null bytes" in shown[2] and scratch.cells == ()
+    assert run(["import sys\nprint(1)\nsys.exit()"])[0] == ["1"]
+
+
+def test_there_is_an_end_to_programs():
+    scratch = Scratch(cells=(Cell("", {}),) * MOST_CELLS)
+    assert "which is all there is" in run(["1"], scratch)[0][0]
+    assert "give at most" in run(["1" * 30_000])[0][0]

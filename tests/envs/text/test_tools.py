@@ -1,0 +1,566 @@
+"""The tools env: tasks that nobody solves without tools, one seat or two, and rewards worked out by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import random
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from palestra.chat import Chat, calls_of, goes_on, said
+from palestra.envs import make_env
+from palestra.envs.base import check_env
+from palestra.envs.text.splits import SHARES
+from palestra.envs.text.tools import FOUND, INVALID, PASSED, VALID, Tools
+from palestra.envs.tooling.drills import NAMES, Places
+from palestra.envs.tooling.library import OURS, open_index
+from palestra.envs.tooling.tasks import KINDS, is_right
+from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
+from palestra.policies.scripted import ExpertPolicy, ScriptedPolicy
+from palestra.rollouts.play import Arena, Branching, Match
+from palestra.sandbox import open_sandbox
+from palestra.testing import tiny_tokenizer
+
+LIGHT = ["lookup", "compute", "lookup_compute", "files"]  # all but python, which costs a process a call
+
+
+def tools(**options):
+    """The env by its options' schema, as a config makes it; unsafe only where no sandbox works."""
+    try:
+        open_sandbox()
+    except ValueError:
+        options["unsafe"] = True
+    return make_env("palestra.envs.text.tools:Tools", **options)
+
+
+def spelled(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def play(env, seed, player=None):
+    """The steps of an episode, and the observations and answers that led to them."""
+    rng = random.Random(seed)
+
+    async def whole():
+        step = env.reset(seed)
+        steps, turns = [step], []
+        while not step.over:
+            ((seat, seen),) = step.observations.items()
+            answer = player(seat, seen, rng) if player else env.expert(seat, rng)
+            turns.append((seat, seen, answer))
+            step = await env.step({seat: answer})
+            steps.append(step)
+        return steps, turns
+
+    return asyncio.run(whole())
+
+
+def find(env, kind, start=0):
+    """A seed whose task is of that kind."""
+    return next(seed for seed in range(start, start + 500) if env.reset(seed).info["kind"] == kind)
+
+
+# ---- the contract
+
+
+def wild(seat, seen, rng):
+    """Says anything: good calls, bad ones, answers, in any mixture."""
+    sayings = [
+        spelled("search", query="vellamore inhabitants"),
+        spelled("search", query="toka bilu"),
+        spelled("read_document", title="Vellamore"),
+        spelled("calculator", expression="2 ** 70"),
+        spelled("write_file", path=rng.choice(["a", "../a"]), text="x"),
+        spelled("list_files"),
+        spelled("nothing"),
+        "<tool_call>{",
+        "hm",
+    ]
+    if rng.random() < 0.2:
+        return rng.choice(["#### 12", "12", "", "who knows"])
+    return "\n".join(rng.choices(sayings, k=rng.randint(1, 3)))
+
+
+@pytest.mark.parametrize("reward", ["dense", "outcome"])
+@pytest.mark.parametrize("rendering", ["full", "compact"])
+@pytest.mark.parametrize("world", ["corpus", "drills"])
+@pytest.mark.parametrize("team", ["single", "researcher_solver"])
+def test_the_contract_is_kept(team, world, rendering, reward):
+    def make():
+        return tools(team=team, world=world, rendering=rendering, reward=reward, kinds=LIGHT, turns=4)
+
+    check_env(make, seeds=range(3))
+    check_env(make, seeds=range(3), act=wild)
+
+
+def test_programs_keep_the_contract():
+    def act(seat, seen, rng):
+        return spelled("python", code=rng.choice(["x = 1\nopen('a', 'a').write('x')", "x", "1 / 0"]))
+
+    check_env(lambda: tools(kinds=["program"], turns=4), seeds=range(1), act=act)
+
+
+# ---- who can solve it
+
+
+@pytest.mark.parametrize("rendering", ["full", "compact"])
+@pytest.mark.parametrize("team", ["single", "researcher_solver"])
+@pytest.mark.parametrize(("world", "kind"), [*(("corpus", kind) for kind in KINDS), *(("drills", k) for k in LIGHT)])
+def test_an_expert_solves_every_task(world, kind, team, rendering):
+    env = tools(world=world, kinds=[kind], team=team, rendering=rendering)
+    for seed in range(4 if kind == "program" else 30):
+        steps, turns = play(env, seed)
+        assert steps[-1].info["success"] and steps[-1].team_reward == 1 and not steps[-1].truncated
+        assert not any(any(step.info["invalid"].values()) or step.info["failures"] for step in steps)
+        assert any(calls_of(message) for _, seen, _ in turns for message in seen.messages), "some tool is called"
+
+
+def guesses():
+    """Players who never call a tool."""
+    documents = open_index(OURS).documents
+    words = sorted({value for document in documents for value in document.facts.values()})
+
+    def echo(seat, seen, rng):
+        """A number of the question's, or else a word."""
+        asked = str(seen.messages[-1]["content"]).replace("?", "").split()
+        numbers = [word for word in asked if word.isdecimal()]
+        return f"#### {rng.choice(numbers or asked)}"
+
+    def constant(text):
+        return lambda seat, seen, rng: text
+
+    return {
+        "nothing": constant("#### 0"),
+        "done": constant("#### done"),
+        "a year": constant("#### 1500"),
+        "a workshop": constant("#### the Guild of Nine"),
+        "an item": constant("#### zithers"),
+        "a number": lambda seat, seen, rng: f"#### {rng.randint(100, 999)}",
+        "a fact": lambda seat, seen, rng: f"#### {rng.choice(words)}",
+        "echo": echo,
+    }
+
+
+@pytest.mark.parametrize("world", ["corpus", "drills"])
+def test_nobody_solves_it_without_tools(world):
+    env = tools(world=world, kinds=LIGHT)
+    for name, player in guesses().items():
+        solved = sum(play(env, seed, player)[0][-1].info["success"] for seed in range(200))
+        assert solved < 0.05 * 200, name
+
+
+def test_nobody_guesses_what_a_program_prints():
+    env = tools(kinds=["program"])
+    answers = Counter(env.world.task(seed).answer for seed in range(150))
+    assert max(answers.values()) <= 2
+
+
+def test_right_answers():
+    assert (
+        is_right("48,211", "48211")
+        and is_right("48211.0", "48,211")
+        and is_right("It has 48,211 inhabitants.", "48211")
+    )
+    assert not is_right("48211 or 48212", "48211") and not is_right("-48211", "48211") and not is_right("", "48211")
+    assert is_right(" the GUILD of nine.", "the Guild of Nine") and is_right("Guild of Nine", "the Guild of Nine")
+    assert not is_right("Guild of Ten", "the Guild of Nine") and not is_right("9" * 5000, "1")
+
+
+# ---- what is seen
+
+
+def test_a_conversation_goes_on_from_the_one_before():
+    """So that a policy's prompt begins with the very tokens of its earlier turn."""
+    for team in ("single", "researcher_solver"):
+        env = tools(team=team, kinds=["lookup_compute"])
+        _, turns = play(env, 0)
+        pairs = [(one, other) for one, other in pairwise(turns) if one[0] == other[0]]
+        assert pairs
+        for (_, before, answer), (_, after, _) in pairs:
+            new = goes_on(after, before, answer)
+            assert new and all(message["role"] == "tool" for message in new)
+
+
+def test_a_policys_prompt_begins_with_its_earlier_tokens():
+    student = LanguagePolicy("s", None, ChatEncoder(tiny_tokenizer()), None)
+    env = {"kinds": ["lookup_compute"], "split": "base"}
+    arena = Arena(lambda: tools(**env), "tools")
+    seat = {"agent": TaughtPolicy(student, ExpertPolicy())}
+    episode = asyncio.run(arena.play(Match(3, seat, 3), Branching()))
+    assert episode.error is None and episode.success == 1 and len(episode.nodes) >= 3
+    for one, other in pairwise(node.answers["agent"] for node in episode.nodes):
+        earlier = [*one.prompt_ids, *one.token_ids]
+        assert list(other.prompt_ids[: len(earlier)]) == earlier
+
+
+def test_each_seat_has_its_tools_and_the_note_is_passed_on():
+    env = tools(team="researcher_solver", kinds=["lookup_compute"])
+    _, turns = play(env, 1)
+    names = {seat: {tool["function"]["name"] for tool in seen.tools} for seat, seen, _ in turns}
+    assert names["researcher"] == {"search", "read_document"}
+    assert names["solver"] == {"calculator", "python", "write_file", "read_file", "list_files"}
+    note = next(answer for seat, _, answer in reversed(turns) if seat == "researcher")
+    first = next(seen for seat, seen, _ in turns if seat == "solver")
+    assert [message["role"] for message in first.messages] == ["system", "user"]
+    assert env.task.question in first.messages[1]["content"] and first.messages[1]["content"].endswith(note)
+    assert sum("search" in str(message) for message in first.messages) <= 1, "the solver sees no calls of the other's"
+
+
+def test_the_first_words():
+    chat = tools(kinds=["files"]).reset(0).observations["agent"]
+    assert isinstance(chat, Chat) and [message["role"] for message in chat.messages] == ["system", "user"]
+    assert len(chat.tools) == 7 and "#### " in chat.messages[0]["content"]
+    assert chat.messages[1]["content"].endswith(("scratch folder: stock.csv", "scratch folder: north.txt, south.txt"))
+    small = tools(world="drills", kinds=["lookup"], rendering="compact").reset(0).observations["agent"]
+    (asked,) = small.messages
+    assert small.tools == () and asked["role"] == "user"
+    name, people = asked["content"].split()
+    assert name in NAMES and people == "people"
+
+
+def test_compact_conversations_are_short():
+    """In tokens of a vocabulary of 512 that was made for them, as the shipped bases' are."""
+    options = {"world": "drills", "rendering": "compact"}
+
+    def written(env, seeds):
+        for seed in seeds:
+            _, turns = play(env, seed)
+            last = {seat: (seen, answer) for seat, seen, answer in turns}
+            for seen, answer in last.values():
+                turns = [*((m["role"], said(m)) for m in seen.messages), ("assistant", answer)]
+                yield "".join(f"<|{role}|>{text}<|end|>" for role, text in turns)
+
+    texts = [
+        text
+        for team in ("single", "researcher_solver")
+        for text in written(tools(team=team, split="base", **options), range(150))
+    ]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    alphabet, marks = pre_tokenizers.ByteLevel.alphabet(), ["<tool_call>", "</tool_call>", "<|end|>"]
+    marks += [f"<|{role}|>" for role in ("user", "assistant", "tool")]
+    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, special_tokens=marks, show_progress=False)
+    bpe.train_from_iterator(texts, trainer)
+    lengths = [len(bpe.encode(text).ids) for text in written(tools(split="test", **options), range(100))]
+    assert max(lengths) < 120
+
+
+def test_a_bad_call_in_few_words():
+    env = tools(world="drills", kinds=["lookup"], rendering="compact")
+    env.reset(0)
+    step = asyncio.run(
+        env.step({"agent": f"{spelled('search')}\n{spelled('search', query='toka')}\n<tool_call>so</tool_call>"})
+    )
+    told = step.observations["agent"].messages[2:]
+    assert (told[0]["role"], told[0]["content"]) == ("tool", "error")
+    assert told[1]["content"].startswith("toka ") and told[2] == {"role": "user", "content": "error"}
+
+
+# ---- rewards, by hand
+
+
+def after(env, seed, *answers):
+    env.reset(seed)
+
+    async def said_all():
+        return [await env.step({env._acting: answer}) for answer in answers]
+
+    return asyncio.run(said_all())
+
+
+def test_rewards_of_one_seat():
+    env = tools(world="drills", kinds=["lookup_compute"], turns=10)
+    env.reset(0)
+    high, low = (need.shown[0] for need in env.task.needs[0])
+    (work,) = (need.calls[0].arguments["expression"] for need in env.task.needs[1])
+    steps = after(
+        env,
+        0,
+        spelled("search", query=high),  # good, for the first time, and one of three things found
+        spelled("search", query=high),  # nothing new
+        f"{spelled('search')} {spelled('search', query=low)}",  # one bad call of two, and another thing found
+        "<tool_call>what?",
+        spelled("calculator", expression=work),
+        "#### " + env.task.answer,
+    )
+    rewards = [step.rewards["agent"] for step in steps]
+    assert rewards == pytest.approx([VALID + FOUND / 3, 0, FOUND / 3 - INVALID / 2, -INVALID, FOUND / 3, 0])
+    assert [step.team_reward for step in steps] == [0, 0, 0, 0, 0, 1]
+    assert [step.info["invalid"]["agent"] for step in steps] == [False, False, True, True, False, False]
+    assert steps[-1].info["success"] and steps[-1].info["calls"] == 6
+
+
+def test_rewards_of_two_seats():
+    env = tools(world="drills", kinds=["lookup_compute"], team="researcher_solver")
+    env.reset(0)
+    high, low = env.task.needs[0]
+    (work,) = (need.calls[0].arguments["expression"] for need in env.task.needs[1])
+    steps = after(
+        env,
+        0,
+        "\n".join(spelled("search", query=need.shown[0]) for need in (high, low)),
+        f"I only pass on: {high.note}",
+        spelled("search", query=high.shown[0]),  # a tool that the solver has not
+        spelled("calculator", expression=work),
+        "#### 1",
+    )
+    assert [step.rewards for step in steps] == [
+        {"researcher": VALID + FOUND},
+        {"researcher": PASSED / 2},
+        {"solver": -INVALID},
+        {"solver": VALID + FOUND},
+        {"solver": 0.0},
+    ]
+    assert not steps[-1].info["success"] and steps[-1].team_reward == 0 and not steps[-1].truncated
+
+
+def test_outcome_pays_for_the_answer_alone():
+    env = tools(world="drills", reward="outcome", team="researcher_solver")
+    steps, _ = play(env, 0)
+    assert all(not any(step.rewards.values()) for step in steps)
+    assert [step.team_reward for step in steps] == [0] * (len(steps) - 1) + [1]
+    assert after(env, 0, "", "<tool_call>", "")[-1].rewards == {"solver": 0}
+
+
+def test_an_answer_that_cannot_be_right_costs_a_little():
+    env = tools(world="drills", kinds=["compute"])
+    for said_last, cost in (("", -INVALID), ("no idea", -INVALID), ("#### 7", 0.0)):
+        (step,) = after(env, 0, said_last)
+        assert step.over and step.rewards == {"agent": cost} and step.info["invalid"] == {"agent": cost < 0}
+
+
+def test_turns_run_out():
+    env = tools(world="drills", kinds=["lookup"], turns=2, team="researcher_solver")
+    look = spelled("search", query="toka")
+    steps = after(env, 0, look, look, spelled("list_files"), spelled("list_files"))
+    assert list(steps[1].observations) == ["solver"] and "(there is none)" in str(steps[1].observations["solver"])
+    assert steps[-1].over and steps[-1].truncated and not steps[-1].info["success"]
+    short = tools(kinds=["lookup_compute"], turns=1)
+    steps, _ = play(short, 0)
+    assert len(steps) == 2 and steps[-1].info["success"], "an expert does not begin what it cannot end"
+
+
+def test_calls_in_one_answer_are_counted():
+    env = tools(world="drills", kinds=["lookup"], calls=2)
+    (step,) = after(env, 0, spelled("list_files") * 5)
+    told = [message["content"] for message in step.observations["agent"].messages if message["role"] == "tool"]
+    assert told == ["no files"] * 2 + ["Error: not called: one answer may hold 2 calls"] * 3
+    assert step.rewards["agent"] == pytest.approx(-INVALID * 3 / 5)
+
+
+def test_a_file_must_hold_the_answer():
+    env = tools(kinds=["files"])
+    seed = next(seed for seed in range(100) if env.world.task(seed).writes)
+    answer = env.world.task(seed).answer
+    assert not after(env, seed, f"#### {answer}")[-1].info["success"]
+    wrong = spelled("write_file", path="total.txt", text="1")
+    steps = after(env, seed, wrong)
+    assert env.expert("agent", random.Random(0)) != "#### done"
+    while not steps[-1].over:
+        steps.append(asyncio.run(env.step({"agent": env.expert("agent", random.Random(0))})))
+    assert steps[-1].info["success"] and env.scratch.files["total.txt"] == answer
+
+
+# ---- where tasks come from
+
+
+def test_a_task_is_of_one_split():
+    keys = {split: {tools(split=split).world.task(seed).key for seed in range(40)} for split in SHARES}
+    assert sum(map(len, keys.values())) == len(set().union(*keys.values()))
+    assert {tools().reset(seed).info["kind"] for seed in range(60)} == set(KINDS)
+
+
+def test_a_drills_world_is_drawn_anew():
+    one, same, other = Places(1), Places(1), Places(2)
+    names = sorted(NAMES)
+    assert len(names) > 2000
+    assert [one.people(name) for name in names] == [same.people(name) for name in names]
+    assert sum(one.people(name) == other.people(name) for name in names) < 20
+    assert min(map(one.people, names)) >= 100 and max(map(one.people, names)) <= 999
+    assert max(Counter(map(one.people, names)).values()) < 12, "no number is more likely than another"
+
+
+def test_tasks_of_a_users(tmp_path):
+    rows = [
+        {"question": "How high?", "answer": 12, "split": "train"},
+        {"question": "Who?", "answer": "Ann", "files": {"a/b.txt": "it was Ann"}, "split": "train"},
+        {"question": "When?", "answer": "1,204", "split": "test"},
+    ]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents" / "arle.md").write_text("Arle was founded in 1204.")
+    options = {"tasks": str(tmp_path / "tasks.jsonl"), "documents": str(tmp_path / "documents")}
+    env = tools(**options)
+    seen = {env.reset(seed).observations["agent"].messages[1]["content"]: seed for seed in range(20)}
+    assert set(seen) == {"How high?", "Who?\nFiles in the scratch folder: a/b.txt"}
+    steps = after(env, max(seen.values()), spelled("search", query="founded"))
+    assert "arle: Arle was founded in 1204." in str(steps[-1].observations["agent"])
+    for split in ("train", "test"):
+        assert play(tools(split=split, **options), 0)[0][-1].info["success"]
+    with pytest.raises(ValueError, match='no task of split "dev"'):
+        tools(split="dev", **options)
+
+
+def test_facts_of_a_users(tmp_path):
+    rows = [
+        {"title": f"Hill {name}", "text": f"It is {n} m high.", "facts": {"elevation": n}}
+        for n, name in enumerate("abcdefghijklm", 100)
+    ]
+    (tmp_path / "hills.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    env = tools(documents=str(tmp_path / "hills.jsonl"), kinds=["lookup", "lookup_compute"])
+    questions = {env.reset(seed).observations["agent"].messages[1]["content"] for seed in range(60)}
+    assert any(question.startswith("What is the elevation of Hill ") for question in questions)
+    assert any(question.startswith("By how much is the elevation of Hill ") for question in questions)
+    assert all(play(env, seed)[0][-1].info["success"] for seed in range(10))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"question": "a"}', 'line 1 needs a "question" and an "answer"'),
+        ('{"question": "a", "answer": [1]}', 'line 1 needs a "question" and an "answer"'),
+        ('{"question": "a", "answer": 1, "split": "dev2"}', "split 'dev2' is none of"),
+        ('{"question": "a", "answer": 1, "files": {"a": 1}}', '"files" must be'),
+        ('{"question": "a", "answer": 1, "files": {"../a": ""}}', "leads out"),
+    ],
+)
+def test_tasks_that_are_none(tmp_path, line, told):
+    (tmp_path / "tasks.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=told):
+        tools(tasks=str(tmp_path / "tasks.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"kinds": ["program"], "built_in": ["search"]}, "need the tool python"),
+        ({"kinds": ["program"], "world": "drills"}, "drills has no tasks of kind program"),
+        ({"kinds": []}, "kinds: is empty"),
+        ({"tasks": "none.jsonl"}, "no tasks at"),
+        ({"documents": "none"}, "no documents at"),
+        ({"documents": "x", "world": "drills"}, "leave documents and tasks out"),
+        ({"tasks": "x", "kinds": ["files"]}, "one or the other"),
+        ({"turns": 0}, "turns=0 is out of range"),
+        ({"tools": ["nowhere:convert"]}, "cannot load tool"),
+        (
+            {"kinds": ["compute"], "built_in": ["calculator"], "team": "researcher_solver"},
+            "the researcher has no tools",
+        ),
+        ({"kind": ["files"]}, 'did you mean "kinds"'),
+    ],
+)
+def test_options_that_do_not_fit(options, told):
+    with pytest.raises(ValueError, match=told):
+        tools(**options)
+
+
+# ---- tools of users', some of which hang
+
+MODULE = '''
+import asyncio
+import threading
+
+RELEASED = threading.Event()
+
+def convert(kilometres: float) -> float:
+    """Converts kilometres to miles."""
+    return kilometres / 1.609344
+
+def wait() -> None:
+    """Waits."""
+    RELEASED.wait()
+
+async def wait_async() -> None:
+    """Waits."""
+    await asyncio.sleep(3600)
+
+async def answer_async(number: int) -> int:
+    """Answers."""
+    await asyncio.sleep(0.001)
+    return number + 1
+'''
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "own_tools.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_tools", raising=False)
+    found = importlib.import_module("own_tools")
+    yield found
+    found.RELEASED.set()
+
+
+def test_a_users_tool_takes_five_lines(module):
+    env = tools(tools=["own_tools:convert"], kinds=["compute"], team="researcher_solver")
+    steps = after(env, 0, "no note", spelled("convert", kilometres=1.609344))
+    chat = steps[-1].observations["solver"]
+    assert chat.messages[-1]["content"] == "1.0"
+    assert chat.tools[-1]["function"]["description"] == "Converts kilometres to miles."
+
+
+def test_hanging_tools_hold_up_nobody_else(module):
+    """200 episodes, of which 20 call something that hangs: the 180 are done before the first of the 20, which are told
+    of it, and go on."""
+    hanging = [spelled("wait"), spelled("wait_async"), spelled("python", code="import time\ntime.sleep(60)")]
+    quick = [
+        spelled("convert", kilometres=1),
+        spelled("answer_async", number=1),
+        spelled("calculator", expression="1 + 1"),
+    ]
+    names = ["convert", "wait", "wait_async", "answer_async"]
+    options = {"kinds": ["compute"], "time_limit": 4.0, "tools": [f"own_tools:{name}" for name in names]}
+    arena, done = Arena(lambda: tools(**options), "tools"), []
+
+    def match(i):
+        call = hanging[i % 3] if i % 10 == 0 else quick[i % 3]
+        return Match(i, {"agent": ScriptedPolicy([call, "#### 0"])}, i)
+
+    episodes = asyncio.run(arena.play_all([match(i) for i in range(200)], Branching(), lambda e: done.append(e.seed)))
+    assert all(episode.error is None and len(episode.nodes) == 2 for episode in episodes)
+    assert {seed for seed in done[:180] if seed % 10 == 0} == set()
+    for episode in episodes:
+        told = episode.nodes[1].observations["agent"].messages[-1]["content"]
+        assert ("did not answer within 4 seconds" in told or "took too long" in told) == (episode.seed % 10 == 0)
+        assert not episode.nodes[0].info["invalid"]["agent"], "that a tool hangs is not the agent's mistake"
+
+
+@pytest.mark.slow
+def test_hanging_programs_hold_up_nobody_else():
+    """The same where everybody runs programs, as many as the machine can run at once."""
+    hanging, quick = spelled("python", code="import time\ntime.sleep(600)"), spelled("python", code="print(1 + 1)")
+    arena, done = Arena(lambda: tools(kinds=["program"], time_limit=40.0), "tools"), []
+    matches = [Match(i, {"agent": ScriptedPolicy([hanging if i % 10 == 0 else quick, "0"])}, i) for i in range(200)]
+    episodes = asyncio.run(arena.play_all(matches, Branching(), lambda e: done.append(e.seed)))
+    assert all(episode.error is None for episode in episodes)
+    assert {seed for seed in done[:180] if seed % 10 == 0} == set()
+
+
+def test_what_a_tool_keeps_is_forked_with_the_episode():
+    env = tools(kinds=["files"])
+    env.reset(0)
+
+    async def both():
+        await env.step({"agent": spelled("write_file", path="a", text="one")})
+        twin = env.fork()
+        await twin.step({"agent": spelled("write_file", path="a", text="two")})
+        return [await each.step({"agent": spelled("read_file", path="a")}) for each in (env, twin)]
+
+    assert [step.observations["agent"].messages[-1]["content"] for step in asyncio.run(both())] == ["one", "two"]
+
+
+def test_an_ended_game_is_over():
+    env = Tools(world="drills")
+    with pytest.raises(ValueError, match="call reset"):
+        asyncio.run(env.step({"agent": ""}))
+    env.reset(0)
+    with pytest.raises(ValueError, match='"agent" acts next'):
+        asyncio.run(env.step({"solver": ""}))

@@ -1,0 +1,44 @@
+"""What all games in words share: two renderings, two rewards, and rules that the full rendering tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from palestra.envs import BUILT_IN, check_env, make_env
+from palestra.envs.text import games
+
+GAMES = [name for name in BUILT_IN if name.startswith("text_")]
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_the_full_rendering_keeps_the_contract(name: str) -> None:
+    check_env(lambda: make_env(name, rendering="full", reward="outcome"), seeds=range(3))
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_rules_are_told_and_states_are_shown_alike(name: str) -> None:
+    full, compact = make_env(name, rendering="full"), make_env(name)
+    assert full.told and full.told in full.roles["player_0"] and games.ANSWER in full.roles["player_0"]
+    assert compact.roles["player_0"] == compact.rules.name.replace("_", " ")
+    assert full.reset(5).observations == compact.reset(5).observations
+
+
+def test_the_full_rendering_reads_the_words_after_the_mark() -> None:
+    env: Any = make_env("text_kuhn", rendering="full")
+    for answer, is_read in [("bet", True), ("I hold a king.\n#### Bet", True), ("#### bet!", False), ("bet it", False)]:
+        env.reset(0)
+        assert env.step({"player_0": answer}).info["invalid"] == {"player_0": not is_read}
+
+
+def test_a_bad_answer_costs_nothing_but_the_choice_in_outcome() -> None:
+    env: Any = make_env("text_leduc", reward="outcome")
+    env.reset(1)
+    step = env.step({"player_0": "hm"})
+    assert step.info["invalid"] == {"player_0": True} and step.rewards["player_0"] == 0
+
+
+def test_other_words_are_spoken_in_the_rules_too() -> None:
+    env: Any = make_env("text_kuhn", rendering="full", spoken={"pass": "no", "bet": "yes"})
+    assert "bet to pay" not in env.roles["player_0"] and "yes to pay" in env.roles["player_0"]

@@ -1,0 +1,188 @@
+"""That whatever programs try in order to get out, to reach others, or to take more than their share, comes to nothing.
+
+The attempts (`attempts.py`) say if they succeed, and the world outside is looked at afterwards. That they are real is
+shown by the controls: without a sandbox they do succeed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from sandbox.attempts import MORE, PRELUDE, REAL
+
+from palestra.sandbox import Limits, Outcome, Sandbox, client
+
+SECRET = "the answer is hidden here"
+LIMITS = Limits(wall=1.5, cpu=0.75, memory=100 * 2**20, processes=8, output=4000, disk=2**20)
+MISTAKES = ("NameError", "SyntaxError", "AttributeError", "TypeError", "IndentationError")
+
+
+@dataclass
+class World:
+    """What lies outside: a file with a secret, a folder, servers, a process, all of which no program may touch."""
+
+    folder: Path
+    victim: subprocess.Popen[bytes]
+    visits: list[str] = field(default_factory=list)
+    sockets: list[socket.socket] = field(default_factory=list)
+    token: str = f"esc{os.getpid()}"
+
+    def __post_init__(self) -> None:
+        self.outside, self.library = self.folder / "outside", Path(os.__file__)
+        self.secret, self.unix = self.folder / "private" / "secret", self.folder / "socket"
+        self.abstract = f"palestra-{os.getpid()}"
+        self._make()
+        self.tcp = self._serve(socket.AF_INET, ("127.0.0.1", 0))
+        self._serve(socket.AF_UNIX, str(self.unix))
+        self._serve(socket.AF_UNIX, "\0" + self.abstract)
+        self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.udp.bind(("127.0.0.1", 0))
+        self.udp.setblocking(False)
+        self.sockets.append(self.udp)
+        self.before = self.state()
+
+    def _make(self) -> None:
+        self.outside.mkdir()
+        self.secret.parent.mkdir()
+        self.secret.write_text(SECRET)
+        os.utime(self.secret, (1_000_000_000, 1_000_000_000))
+        self.secret.chmod(0o644)
+
+    def restore(self) -> None:
+        """After a control, which did what it wanted."""
+        self.victim.kill()
+        self.victim.wait()
+        self.victim = begin_victim()
+        for path in (self.outside, self.secret.parent):
+            shutil.rmtree(path)
+        self._make()
+        self.visits.clear()
+        self.before = self.state()
+
+    def _serve(self, family: int, address: object) -> int:
+        server = socket.socket(family)
+        server.bind(address)  # type: ignore[arg-type]
+        server.listen()
+        self.sockets.append(server)
+        threading.Thread(target=self._count, args=(server,), daemon=True).start()
+        return int(server.getsockname()[1]) if family == socket.AF_INET else 0
+
+    def _count(self, server: socket.socket) -> None:
+        while True:
+            try:
+                server.accept()[0].close()
+            except OSError:
+                return
+            self.visits.append(str(server.family))
+
+    def state(self) -> dict[str, object]:
+        """All that a program could have changed."""
+        found, library = self.secret.stat() if self.secret.exists() else None, self.library.stat()
+        return {
+            "secret": self.secret.read_text() if found else "",
+            "its mode, owner and dates": found and (found.st_mode, found.st_uid, found.st_gid, found.st_mtime),
+            "its attributes": found and os.listxattr(self.secret),
+            "private": sorted(os.listdir(self.secret.parent)),
+            "outside": sorted(os.listdir(self.outside)),
+            "library": (stat.S_IMODE(library.st_mode), library.st_size, library.st_mtime),
+            "victim": self._of_victim(),
+            "visits": list(self.visits) + self._datagrams(),
+        }
+
+    def _of_victim(self) -> tuple[object, ...]:
+        pid = self.victim.pid
+        if self.victim.poll() is not None:
+            return ("dead", self.victim.returncode)
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        return (
+            "alive",
+            limits,
+            os.getpriority(os.PRIO_PROCESS, pid),
+            os.sched_getaffinity(pid),
+            os.sched_getscheduler(pid),
+        )
+
+    def _datagrams(self) -> list[str]:
+        try:
+            return [f"datagram {self.udp.recv(99)!r}"]
+        except BlockingIOError:
+            return []
+
+    def survivors(self) -> list[str]:
+        """Processes that go by our token."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/comm"):
+            with contextlib.suppress(OSError):  # gone
+                found += [str(path)] * (path.read_text().strip() == self.token)
+        return found
+
+    def told(self) -> tuple[object, ...]:
+        port, udp = self.tcp, self.udp.getsockname()[1]
+        places = (str(self.secret), str(self.outside), port, udp, self.abstract, str(self.unix))
+        return (*places, self.victim.pid, self.token, str(self.library), sysconfig.get_path("purelib"))
+
+    def close(self) -> None:
+        self.victim.kill()
+        self.victim.wait()
+        for one in self.sockets:
+            one.close()
+
+
+def begin_victim() -> subprocess.Popen[bytes]:
+    """A process that dies of SIGUSR1, as most do."""
+    code = "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_DFL); time.sleep(600)"
+    return subprocess.Popen([sys.executable, "-S", "-c", code])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("world"), begin_victim())
+    yield world
+    world.close()
+
+
+def attempt(backend: str, source: str, world: World, limits: Limits = LIMITS) -> Outcome:
+    program = PRELUDE.format(world=world.told()) + source
+    return asyncio.run(Sandbox(backend).run_python(program, limits=limits))
+
+
+@pytest.mark.parametrize("backend", ["sandlock", pytest.param("bubblewrap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*REAL, *MORE])
+def test_it_comes_to_nothing(name: str, backend: str, world: World) -> None:
+    if reason := client.why_not(backend):
+        pytest.skip(f"{backend} does not work here: {reason}")
+    began = time.monotonic()
+    outcome = attempt(backend, (REAL | MORE)[name], world)
+    assert time.monotonic() - began < LIMITS.wall + 7  # others may have the processors for a while
+    assert "ESCAPED" not in outcome.stdout, outcome
+    assert not any(mistake in outcome.stderr for mistake in MISTAKES), outcome.stderr
+    assert world.state() == world.before
+    assert world.survivors() == []
+
+
+QUICK = ("read a file", "list the user's home", "change a file's mode", "connect to a server", "limit a process")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in REAL])
+def test_without_a_sandbox_it_does_not(name: str, world: World) -> None:
+    """So that the test above can fail."""
+    outcome = attempt("unsafe", REAL[name], world, Limits())
+    time.sleep(0.02)
+    happened = "ESCAPED" in outcome.stdout or world.state() != world.before
+    world.restore()
+    assert happened, outcome

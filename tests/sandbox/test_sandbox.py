@@ -1,0 +1,400 @@
+"""What a sandbox gives a program, what it takes from it, and what it says came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from palestra.sandbox import Limits, Outcome, Sandbox, SandboxError, client, open_sandbox
+
+MIB = 2**20
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(params=["sandlock", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bubblewrap", "unsafe"))])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a program, by each backend that works here."""
+    if request.param != "unsafe" and (reason := client.why_not(request.param)):
+        pytest.skip(f"{request.param} does not work here: {reason}")
+    sandbox = Sandbox(request.param)
+
+    def one(source: str, **options: object) -> Outcome:
+        return asyncio.run(sandbox.run_python(source, **options))  # type: ignore[arg-type]
+
+    return one
+
+
+@pytest.fixture
+def sandbox() -> Sandbox:
+    return open_sandbox(unsafe=True)
+
+
+# ---- what a program is given
+
+
+def test_a_program_reads_stdin_and_writes_stdout_and_stderr(run: Run) -> None:
+    outcome = run("import sys\nprint(int(input()) + int(input()))\nprint('no', file=sys.stderr)", stdin="40\n2\n")
+    assert (outcome.stdout, outcome.stderr, outcome.code, outcome.ended) == ("42\n", "no\n", 0, "exit")
+    assert outcome.ok and 0 < outcome.seconds < 10
+
+
+def test_much_goes_in_and_out(run: Run) -> None:
+    text = "x" * (3 * MIB)
+    outcome = run(
+        "import sys; print(len(sys.stdin.read())); print('y' * 500_000)", stdin=text, limits=Limits(output=MIB)
+    )
+    assert outcome.ok and outcome.stdout == f"{len(text)}\n{'y' * 500_000}\n"
+
+
+def test_a_program_that_reads_no_input_is_not_held_up_by_it(run: Run) -> None:
+    assert run("print(1)", stdin="x" * MIB).stdout == "1\n"
+
+
+def test_files_go_in_and_come_out(run: Run) -> None:
+    source = """
+import helper, os
+data = open("deep/data.bin", "rb").read()
+os.makedirs("new/er"); open("new/er/out.bin", "wb").write(data[::-1]); os.remove("deep/data.bin")
+os.symlink("/etc/passwd", "link")
+print(helper.word, os.listdir("."))
+"""
+    files = {"helper.py": "word = 'hello'", "deep/data.bin": b"\x00\xff\x80"}
+    outcome = run(source, files=files, keep=True)
+    assert outcome.ok and outcome.stdout.startswith("hello ")
+    assert outcome.files == {"helper.py": b"word = 'hello'", "new/er/out.bin": b"\x80\xff\x00"}
+    assert run("print(1)", files=files).files == {}
+
+
+def test_each_run_has_a_folder_of_its_own(run: Run) -> None:
+    assert run("open('left', 'w').close()").ok
+    assert run("import os; print(os.listdir('.'))").stdout == "[]\n"
+
+
+def test_it_is_an_ordinary_python(run: Run) -> None:
+    source = """
+import dataclasses, multiprocessing, pickle, shutil, subprocess, sys, tempfile, threading
+@dataclasses.dataclass
+class Point:
+    x: int
+print(__name__, sys.argv, pickle.loads(pickle.dumps(Point(3))))
+thread = threading.Thread(target=print, args=("thread",)); thread.start(); thread.join()
+process = multiprocessing.Process(target=print, args=("process",)); process.start(); process.join()
+print(subprocess.run([sys.executable, "-c", "print('child')"], capture_output=True, text=True).stdout.strip())
+open("a", "w").write("copied"); shutil.copy("a", "b"); print(open("b").read())
+with tempfile.NamedTemporaryFile() as file: print(file.write(b"123"))
+print("ünïcödé")
+exit(3)
+"""
+    outcome = run(source)
+    assert outcome.stderr == "" and outcome.code == 3
+    assert outcome.stdout.splitlines() == [
+        *("__main__ ['main.py'] Point(x=3)", "thread", "process", "child", "copied", "3", "ünïcödé"),
+    ]
+
+
+def test_only_the_standard_library_is_there(run: Run) -> None:
+    assert "No module named 'numpy'" in run("import numpy").stderr
+
+
+def test_the_environment_is_clean(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.close()
+    monkeypatch.setenv("PALESTRA_TEST_SECRET", "hush")
+    outcome = run("import os; print(*sorted(os.environ))")
+    assert set(outcome.stdout.split()) <= {
+        *("HOME", "LANG", "LC_CTYPE", "MALLOC_ARENA_MAX", "PWD", "PYTHONHASHSEED", "TMPDIR"),
+    }
+
+
+def test_equal_programs_say_equal_things(run: Run) -> None:
+    source = "print({f'{i}' for i in range(50)}, hash('x'))\nraise ValueError(__import__('os').getcwd())"
+    first, second = run(source), run(source)
+    assert first.stdout and (first.stdout, first.stderr) == (second.stdout, second.stderr)
+
+
+# ---- how it ended
+
+
+def test_a_traceback_names_the_program_alone(run: Run) -> None:
+    outcome = run("def f():\n    1 / 0\nf()")
+    assert (outcome.ended, outcome.code, outcome.ok) == ("exit", 1, False)
+    assert outcome.stderr == (
+        "Traceback (most recent call last):\n"
+        '  File "main.py", line 3, in <module>\n  File "main.py", line 2, in f\nZeroDivisionError: division by zero\n'
+    )
+
+
+def test_a_syntax_error_is_the_programs(run: Run) -> None:
+    outcome = run("print(1)\nprint(")
+    assert outcome.code == 1 and outcome.stdout == ""
+    assert outcome.stderr.startswith('  File "main.py", line 2') and "SyntaxError" in outcome.stderr
+
+
+def test_a_null_byte_in_the_source_is_the_programs_mistake(run: Run) -> None:
+    outcome = run("print(1)\0")
+    assert outcome.code == 1 and "null byte" in outcome.stderr
+
+
+def test_a_signal(run: Run) -> None:
+    outcome = run("import os, signal; print('so far', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
+    assert (outcome.ended, outcome.code, outcome.stdout) == ("signal", -11, "so far\n")
+
+
+def test_undecodable_output_is_replaced(run: Run) -> None:
+    assert run("import os; os.write(1, b'a\\xff')").stdout == "a\N{REPLACEMENT CHARACTER}"
+
+
+# ---- limits
+
+
+def test_wall(run: Run) -> None:
+    outcome = run("import time; print('begun', flush=True); time.sleep(60)", limits=Limits(wall=0.5))
+    assert (outcome.ended, outcome.code, outcome.ok, outcome.stdout) == ("wall", None, False, "begun\n")
+    assert 0.5 <= outcome.seconds < 2
+
+
+@pytest.mark.parametrize("heed", ["signal.signal(n, signal.SIG_IGN)", "signal.signal(n, lambda *_: None)"])
+def test_wall_whatever_it_does_with_signals(run: Run, heed: str) -> None:
+    source = f"import signal, time\nfor n in (1, 2, 3, 13, 14, 15, 24): {heed}\nwhile True: time.sleep(9)"
+    assert run(source, limits=Limits(wall=0.5)).ended == "wall"
+
+
+def test_wall_for_one_that_stops_itself(run: Run) -> None:
+    assert run("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", limits=Limits(wall=0.5)).ended == "wall"
+
+
+def test_wall_for_one_that_closes_its_pipes(run: Run) -> None:
+    source = "import os, time\nfor n in range(3): os.close(n)\ntime.sleep(60)"
+    assert run(source, limits=Limits(wall=0.5)).ended == "wall"
+
+
+def test_cpu(run: Run) -> None:
+    outcome = run("while True: pass", limits=Limits(wall=60, cpu=0.4))
+    assert outcome.ended == "cpu"
+
+
+def test_cpu_counts_all_processes(run: Run) -> None:
+    source = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        end = time.process_time() + 0.3
+        while time.process_time() < end: pass
+        os._exit(0)
+    os.wait()
+time.sleep(60)
+"""
+    assert run(source, limits=Limits(wall=30, cpu=0.8)).ended == "cpu"
+
+
+def test_a_program_that_sleeps_uses_no_cpu(run: Run) -> None:
+    assert run("import time; time.sleep(0.6)", limits=Limits(wall=10, cpu=0.5)).ok
+
+
+@pytest.mark.parametrize("size", [200, 10_000])
+def test_memory(run: Run, size: int) -> None:
+    """A little too much is seen by the watch, far too much is refused by the kernel."""
+    outcome = run(f"x = b'x' * ({size} * 2**20); print('got it')", limits=Limits(memory=100 * MIB))
+    assert (outcome.ended, outcome.stdout) == ("memory", "")
+
+
+def test_memory_below_the_limit(run: Run) -> None:
+    assert run("x = b'x' * (80 * 2**20); print(len(x))", limits=Limits(memory=120 * MIB)).ok
+
+
+def test_memory_counts_all_processes(run: Run) -> None:
+    source = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        x = b'x' * (40 * 2**20)
+        time.sleep(60)
+time.sleep(60)
+"""
+    assert run(source, limits=Limits(wall=30, memory=150 * MIB)).ended == "memory"
+
+
+def test_memory_that_processes_share_counts_once(run: Run) -> None:
+    source = """
+import os, time
+x = b'x' * (60 * 2**20)
+children = [os.fork() or (time.sleep(0.5), os._exit(0)) for _ in range(6)]
+for _ in children: os.wait()
+print('done')
+"""
+    assert run(source, limits=Limits(memory=150 * MIB)).stdout == "done\n"
+
+
+def test_threads_with_large_stacks_may_reserve_what_they_do_not_use(run: Run) -> None:
+    source = "import threading; threading.stack_size(2**28); threading.Thread(target=print, args=(1,)).start()"
+    assert run(source).stdout == "1\n"
+
+
+def test_processes(run: Run) -> None:
+    source = """
+import os, time
+made = 0
+try:
+    for _ in range(60):
+        if os.fork() == 0: time.sleep(60); os._exit(0)
+        made += 1
+        print(made, flush=True)
+        time.sleep(0.005)
+except OSError:
+    pass
+"""
+    outcome = run(source, limits=Limits(wall=5, processes=8))
+    assert 4 <= int(outcome.stdout.split()[-1]) < 30
+    if outcome.ended == "exit":  # the kernel refused
+        assert int(outcome.stdout.split()[-1]) == 7
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_output(run: Run, stream: str) -> None:
+    outcome = run(f"import sys\nwhile True: sys.{stream}.write('x' * 1000)", limits=Limits(output=5000))
+    assert outcome.ended == "output" and outcome.code is None
+    assert getattr(outcome, stream) == "x" * 5000
+
+
+def test_output_up_to_the_limit(run: Run) -> None:
+    assert run("print('x' * 4999)", limits=Limits(output=5000)).ok
+
+
+def test_one_large_file(run: Run) -> None:
+    outcome = run("open('a', 'wb').write(b'x' * 3_000_000)", limits=Limits(disk=MIB), keep=True)
+    assert outcome.code == 1 and "File too large" in outcome.stderr
+    assert sum(map(len, outcome.files.values())) <= MIB
+
+
+def test_many_small_files(run: Run) -> None:
+    source = "import itertools\nfor i in itertools.count(): open(f'{i}', 'wb').write(b'x' * 9000)"
+    outcome = run(source, limits=Limits(disk=MIB), keep=True)
+    assert outcome.ended == "output" and sum(map(len, outcome.files.values())) <= MIB
+
+
+def test_nothing_but_positive_limits() -> None:
+    with pytest.raises(ValueError, match="processes is 0"):
+        Limits(processes=0)
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", ""])
+def test_files_outside_the_folder_are_refused(sandbox: Sandbox, name: str) -> None:
+    with pytest.raises(ValueError, match="relative path"):
+        asyncio.run(sandbox.run_python("print(1)", files={name: ""}))
+
+
+# ---- many at once, and what is left
+
+
+def test_programs_that_hang_hold_nobody_up(sandbox: Sandbox) -> None:
+    async def both() -> tuple[list[float], list[Outcome]]:
+        began, ends = time.monotonic(), []
+
+        async def quick() -> None:
+            assert (await sandbox.run_python("print(1)")).ok
+            ends.append(time.monotonic() - began)
+
+        hanging = [sandbox.run_python("import time; time.sleep(99)", limits=Limits(wall=4)) for _ in range(20)]
+        slow = asyncio.gather(*hanging)
+        await asyncio.sleep(0)
+        await asyncio.gather(*(quick() for _ in range(10)))
+        return ends, await slow
+
+    ends, slow = asyncio.run(both())
+    assert max(ends) < 3.8 and {outcome.ended for outcome in slow} == {"wall"}
+
+
+def test_cancelling_ends_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
+    source = "import os, time\nopen('up', 'w').close()\nif os.fork() == 0: os.setsid()\ntime.sleep(60)"
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(sandbox.run_python(source, limits=Limits(wall=60)))
+        await until(lambda: any(folders()))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not any(folders()) and not keepers())
+
+    asyncio.run(cancelled())
+
+
+def test_a_new_warden_takes_the_place_of_one_that_died(sandbox: Sandbox) -> None:
+    first = asyncio.run(sandbox.run_python("print(1)"))
+    client._warden().process.kill()
+    client._warden().process.wait()
+    assert replace(asyncio.run(sandbox.run_python("print(1)")), seconds=0) == replace(first, seconds=0)
+
+
+def test_a_keeper_that_is_killed_leaves_nothing(sandbox: Sandbox) -> None:
+    """As the kernel does where memory runs out."""
+
+    async def killed() -> None:
+        task = asyncio.create_task(sandbox.run_python("import time; time.sleep(60)", limits=Limits(wall=60)))
+        await until(lambda: any(folders()))
+        (keeper,) = keepers()
+        os.kill(keeper, 9)
+        with pytest.raises(SandboxError, match="keeper died"):
+            await task
+        await until(lambda: not any(folders()) and not keepers())
+
+    asyncio.run(killed())
+
+
+def test_runs_from_several_loops_and_threads(sandbox: Sandbox) -> None:
+    async def threads() -> list[str]:
+        one = lambda i: asyncio.run(sandbox.run_python(f"print({i})")).stdout  # noqa: E731
+        return list(await asyncio.gather(*(asyncio.to_thread(one, i) for i in range(4))))
+
+    assert asyncio.run(threads()) == ["0\n", "1\n", "2\n", "3\n"]
+
+
+# ---- which backend
+
+
+def test_the_first_that_works_is_taken() -> None:
+    works = [name for name in client.FIRST_TO_LAST if client.why_not(name) is None]
+    if not works:
+        pytest.skip("no sandbox works here")
+    assert open_sandbox().name == works[0] == open_sandbox(unsafe=True).name
+
+
+@pytest.fixture
+def nothing_works(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No package sandlock and no bwrap: what is not there is not found."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    client.why_not.cache_clear()
+    yield
+    client.why_not.cache_clear()
+
+
+def test_where_none_works_it_refuses_unless_told(nothing_works: None) -> None:
+    with pytest.raises(ValueError) as error:
+        open_sandbox()
+    for word in ("the package is not installed", "pip install 'palestra[sandbox]'", "no program bwrap", "unsafe: true"):
+        assert word in str(error.value)
+    assert open_sandbox(unsafe=True).name == "unsafe"
+
+
+async def until(happened: Callable[[], bool], most: float = 10.0) -> None:
+    end = time.monotonic() + most
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        await asyncio.sleep(0.02)
+
+
+def keepers() -> list[int]:
+    """The children of this process's warden."""
+    warden = client._warden().process.pid
+    return [int(pid) for pid in Path(f"/proc/{warden}/task/{warden}/children").read_text().split()]
+
+
+def folders() -> list[Path]:
+    """The folders of the runs that our warden keeps."""
+    mine = {f"{pid}" for pid in keepers()}
+    return [path for path in Path(os.environ.get("TMPDIR", "/tmp")).glob("palestra-sandbox-*/*") if path.name in mine]

@@ -1,0 +1,21 @@
+"""An env for verifiers with two agents: a guide tells a word that only it knows, a walker says it."""
+
+from __future__ import annotations
+
+import verifiers.v1 as vf
+
+__all__ = ["Pair"]
+
+
+class PairConfig(vf.EnvConfig):
+    guide: vf.AgentConfig = vf.AgentConfig()
+    walker: vf.AgentConfig = vf.AgentConfig()
+
+
+class Pair(vf.Env[PairConfig]):
+    async def run(self, task, agents):
+        hints = await agents.guide.run(task)
+        walk = type(task)(task.data.model_copy(update={"prompt": None}), task.config)
+        async with agents.walker.interaction(walk) as walker:
+            await walker.turn("are you there?")
+            await walker.turn(f"repeat {hints.last_reply}")
