@@ -1,0 +1,86 @@
+"""Sums to work out: "12 + 7 * 2". From two operands at difficulty 1 to six with powers and fractions at 5."""
+
+from __future__ import annotations
+
+import random
+
+from palestra.envs.problems.expressions import Tree, canonical, even, in_python, value, written
+from palestra.envs.problems.problem import Problem
+
+OPERANDS = {3: (3, 4), 4: (4, 5), 5: (5, 6)}
+LARGEST = {3: 10**4, 4: 10**6, 5: 10**6}  # of a result
+
+
+def arithmetic(rng: random.Random, difficulty: int) -> Problem:
+    """1: two numbers below 100 (a product of two below 10). 2: three, at most one product. 3: brackets and divisions
+    that come out even. 4: numbers below 1,000, some negative. 5: powers, and results that are fractions."""
+    while True:
+        tree = _tree(rng, difficulty)
+        if _fits(tree, difficulty):
+            return of_tree(tree, f"Work out {written(tree)}.", written(tree), f"arithmetic {canonical(tree)}")
+
+
+def of_tree(tree: Tree, question: str, short: str, key: str) -> Problem:
+    """The problem whose answer is what `tree` is worth."""
+    source = in_python(tree)
+    program = source if even(tree) else f"from fractions import Fraction\nprint({source})"
+    return Problem(question, str(value(tree)), short, program, key, written_out=True)
+
+
+def _tree(rng: random.Random, difficulty: int) -> Tree:
+    if difficulty == 1:
+        return _pair(rng)
+    if difficulty == 2:
+        return _triple(rng)
+    return _grown(rng, rng.choice(OPERANDS[difficulty]), difficulty)
+
+
+def _pair(rng: random.Random) -> Tree:
+    sign = rng.choice("++--*")
+    most = 9 if sign == "*" else 99
+    return sign, rng.randint(0, most), rng.randint(0, most)
+
+
+def _triple(rng: random.Random) -> Tree:
+    if rng.random() < 0.2:
+        return "*", rng.randint(2, 9), rng.randint(10, 99)
+    one, two = rng.choice("+-"), rng.choice("+-")
+    if rng.random() < 0.5:
+        return two, (one, rng.randint(0, 99), rng.randint(0, 99)), rng.randint(0, 99)
+    product: Tree = ("*", rng.randint(2, 9), rng.randint(2, 9))
+    single = rng.randint(0, 99)
+    return (one, single, product) if rng.random() < 0.5 else (one, product, single)
+
+
+def _grown(rng: random.Random, operands: int, difficulty: int) -> Tree:
+    """A tree of so many numbers, split at random; a pair of them may be a division, a number a power."""
+    if operands == 1:
+        return _operand(rng, difficulty)
+    if operands == 2 and rng.random() < 0.3:
+        return _division(rng, difficulty)
+    left = rng.randint(1, operands - 1)
+    return rng.choice("+-*"), _grown(rng, left, difficulty), _grown(rng, operands - left, difficulty)
+
+
+def _operand(rng: random.Random, difficulty: int) -> Tree:
+    if difficulty == 5 and rng.random() < 0.2:
+        return "^", rng.randint(2, 12), rng.randint(2, 3)
+    if difficulty == 3:
+        return rng.randint(2, 50)
+    number = rng.choice((rng.randint(2, 20), rng.randint(2, 20), rng.randint(21, 999)))
+    return -number if rng.random() < 0.15 else number
+
+
+def _division(rng: random.Random, difficulty: int) -> Tree:
+    by = rng.randint(2, 12)
+    if difficulty == 5 and rng.random() < 0.5:
+        return "/", rng.randint(1, 50), by
+    return "/", by * rng.randint(2, 30), by
+
+
+def _fits(tree: Tree, difficulty: int) -> bool:
+    """Whether the result is one to ask for: from 0 up at difficulty 1 and 2, of a size to write down at all."""
+    worth = value(tree)
+    if difficulty <= 2:
+        return worth >= 0
+    return abs(worth) <= LARGEST[difficulty] and worth.denominator <= 1000

@@ -1,0 +1,130 @@
+"""Arithmetic as trees: what they are worth, how people and Python write them; and Python that is plain arithmetic."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+Tree = int | tuple[str, "Tree", "Tree"]  # ("+", 12, ("*", 7, 2))
+RANK = {"+": 1, "-": 1, "*": 2, "/": 2, "^": 3}
+LARGEST = 10**18  # of what is worked out in this process
+
+_EXACT: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "^": operator.pow,
+}
+_PYTHON: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Lt: operator.lt,
+    ast.Gt: operator.gt,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+
+
+def value(tree: Tree) -> Fraction:
+    """What a tree is worth, exactly. Raises ZeroDivisionError where it is worth nothing."""
+    if isinstance(tree, int):
+        return Fraction(tree)
+    sign, left, right = tree
+    return Fraction(_EXACT[sign](value(left), value(right)))
+
+
+def written(tree: Tree) -> str:
+    """A tree as people write it, with the brackets it needs: "12 + 7 * (3 - 1)"."""
+    return _infix(tree, {sign: f" {sign} " for sign in "+-*/"} | {"^": "^"})
+
+
+def canonical(tree: Tree) -> str:
+    """One text for all trees that add and subtract, or multiply, the same things in whatever order and brackets."""
+    if isinstance(tree, int):
+        return str(tree)
+    sign, left, right = tree
+    if sign == "*":
+        return f"(* {' '.join(sorted(_factors(tree)))})"
+    if sign in "+-":
+        return f"({' '.join(sorted(_terms(tree, '+')))})"
+    return f"({sign} {canonical(left)} {canonical(right)})"
+
+
+def in_python(tree: Tree) -> str:
+    """A tree as a Python expression of the same value: with // where all divisions in it come out even, else with
+    `Fraction`."""
+    if even(tree):
+        return _infix(tree, {"+": "+", "-": "-", "*": "*", "/": "//", "^": "**"})
+    return _infix(tree, {"+": "+", "-": "-", "*": "*", "/": "/", "^": "**"}, leaf="Fraction({})")
+
+
+def even(tree: Tree) -> bool:
+    """Whether no division in a tree leaves a remainder."""
+    if isinstance(tree, int):
+        return True
+    return value(tree).denominator == 1 and even(tree[1]) and even(tree[2])
+
+
+def _factors(tree: Tree) -> list[str]:
+    if isinstance(tree, int) or tree[0] != "*":
+        return [canonical(tree)]
+    return [*_factors(tree[1]), *_factors(tree[2])]
+
+
+def _terms(tree: Tree, sign: str) -> list[str]:
+    """What a sum adds and takes away in the end: of 5 - (3 - 2) the texts +5, -3 and +2."""
+    if isinstance(tree, int) or tree[0] not in "+-":
+        return [f"{sign}{canonical(tree)}"]
+    other = sign if tree[0] == "+" else {"+": "-", "-": "+"}[sign]
+    return [*_terms(tree[1], sign), *_terms(tree[2], other)]
+
+
+def _infix(tree: Tree, signs: Mapping[str, str], leaf: str = "{}") -> str:
+    if isinstance(tree, int):
+        text = leaf.format(tree)
+        return f"({text})" if tree < 0 and leaf == "{}" else text
+    sign, left, right = tree
+    before, after = _infix(left, signs, leaf), _infix(right, signs, leaf if sign != "^" else "{}")
+    if not isinstance(left, int) and (RANK[left[0]] < RANK[sign] or sign == "^"):
+        before = f"({before})"
+    if not isinstance(right, int) and (RANK[right[0]] < RANK[sign] or (RANK[right[0]] == RANK[sign] and sign != "+")):
+        after = f"({after})"
+    return f"{before}{signs[sign]}{after}"
+
+
+def evaluate(source: str, names: Mapping[str, int] | None = None) -> int | float | bool:
+    """What a Python expression of numbers, `names` and + - * / // % < > == != is worth, as Python has it.
+
+    Raises SyntaxError and ZeroDivisionError as Python does, and ValueError where it holds anything else or passes 10^18
+    on the way.
+    """
+    return _evaluated(ast.parse(source.strip(), mode="eval").body, names or {})
+
+
+def _evaluated(node: ast.AST, names: Mapping[str, int]) -> Any:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _small(node.value)
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        worth = _evaluated(node.operand, names)
+        return -worth if isinstance(node.op, ast.USub) else worth
+    if isinstance(node, ast.BinOp) and type(node.op) in _PYTHON:
+        return _small(_PYTHON[type(node.op)](_evaluated(node.left, names), _evaluated(node.right, names)))
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _PYTHON:
+        return _PYTHON[type(node.ops[0])](_evaluated(node.left, names), _evaluated(node.comparators[0], names))
+    raise ValueError("no plain arithmetic")
+
+
+def _small(number: Any) -> Any:
+    if abs(number) > LARGEST:
+        raise ValueError("too large")
+    return number

@@ -1,0 +1,83 @@
+"""Questions with answers from files: columns by name, or those of GSM8K, AIME and MATH as they are published."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from palestra.envs.problems.answers import LONGEST, boxed
+from palestra.envs.problems.problem import Problem
+from palestra.envs.problems.tables import Row, find_column, read_rows
+from palestra.envs.text.splits import Split, split_of_text
+
+QUESTION = ("question", "problem", "prompt")
+ANSWER = ("answer", "solution", "final_answer", "expected_answer")
+
+
+def from_file(path: Path, columns: Mapping[str, str] | None, split: Split | Literal["all"]) -> tuple[Problem, ...]:
+    """The problems of a file that belong to `split`, in the file's order. A question belongs to one split, whichever
+    row and file it stands in.
+
+    `columns` names those that hold `question` and `answer`; else a question is in the column question or problem, an
+    answer in answer or solution: what follows its last ####, or stands in its last \\boxed{}, or all of it. Raises
+    ValueError, naming file and row or column, where one of them is missing or says nothing.
+    """
+    columns = dict(columns or {})
+    for name in columns.keys() - {"question", "answer"}:
+        near = difflib.get_close_matches(name, ("question", "answer"), n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise ValueError(f'columns: "{name}" is neither question nor answer{hint}')
+    changed = path.stat().st_mtime_ns if path.exists() else 0
+    return _of_split(path, columns.get("question"), columns.get("answer"), changed, split)
+
+
+@lru_cache(maxsize=32)
+def _of_split(
+    path: Path, question: str | None, answer: str | None, changed: int, split: Split | Literal["all"]
+) -> tuple[Problem, ...]:
+    problems = _read(path, question, answer, changed)
+    chosen = problems if split == "all" else tuple(one for one in problems if split_of_text(one.key) == split)
+    if not chosen:
+        raise ValueError(
+            f'none of the {len(problems)} problems in {path} is of split "{split}": '
+            "give a larger file, or split: all to use the file whole"
+        )
+    return chosen
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, question: str | None, answer: str | None, changed: int) -> tuple[Problem, ...]:
+    rows = read_rows(path)
+    question = find_column(rows[0], question, QUESTION, "question", str(path))
+    answer = find_column(rows[0], answer, ANSWER, "answer", str(path))
+    return tuple(_problem(row, question, answer, f"{path}, row {number}") for number, row in enumerate(rows, start=1))
+
+
+def _problem(row: Row, question: str, answer: str, where: str) -> Problem:
+    asked, said = _cell(row, question, where), final(_cell(row, answer, where))
+    if not said or len(said) > LONGEST:
+        raise ValueError(
+            f'{where}: no answer in column "{answer}", which has no #### and no \\boxed{{}} and is '
+            f"{'empty' if not said else f'longer than {LONGEST} characters'}; name another: columns: {{answer: ...}}"
+        )
+    return Problem(asked, said, asked, f"print({said!r})", f"question {' '.join(asked.split())}")
+
+
+def _cell(row: Row, name: str, where: str) -> str:
+    value: Any = row.get(name)
+    text = "" if value is None else str(value).strip()
+    if not text:
+        raise ValueError(f'{where} has nothing in column "{name}": fill it in, or leave the row out')
+    return text
+
+
+def final(text: str) -> str:
+    """The answer that a published solution ends with: after its last ####, or in its last \\boxed{}, or all of it."""
+    _, marked, tail = text.rpartition("####")
+    if marked:
+        return tail.strip()
+    inner = boxed(text)
+    return (text if inner is None else inner).strip()

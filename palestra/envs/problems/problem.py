@@ -1,0 +1,45 @@
+"""A question with one answer, and drawing one of a split."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from palestra.envs.text.splits import Split, split_of_text
+
+Kind = Literal["arithmetic", "equation", "inequality", "word", "multi_step"]
+TRIES = 2000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem. `key` is what makes it this one and no other, which decides its split: "7 + 12" and "12 + 7" have
+    the same, as have two stories that differ in who buys what.
+
+    `short` is the question in as few words as it takes; `program` is Python that prints the answer, or an expression
+    for it. With `written_out` an answer has to be worked out: 12/4 is none to "12 / 4". `entry` is set for problems
+    that are judged by a task of reasoning-gym: the task's name, and what its scorer wants to see, pickled.
+    """
+
+    question: str
+    answer: str
+    short: str
+    program: str
+    key: str
+    written_out: bool = False
+    entry: tuple[str, str] | None = None
+
+
+def draw_problem(seed: int, propose: Callable[[random.Random], Problem], split: Split, what: str) -> Problem:
+    """The first problem of `split` among those that `propose` draws from `seed`.
+
+    Raises ValueError, naming `what` was asked for, where 2,000 draws hold none.
+    """
+    rng = random.Random(f"problem {seed}")
+    for _ in range(TRIES):
+        problem = propose(rng)
+        if split_of_text(problem.key) == split:
+            return problem
+    raise ValueError(f'no problem of split "{split}" in {TRIES} draws of {what}: there are too few such problems')

@@ -1,0 +1,76 @@
+"""Problems of several steps, each on what the one before left: told, as definitions, or as a rule to repeat."""
+
+from __future__ import annotations
+
+import random
+
+from palestra.envs.problems.arithmetic import of_tree
+from palestra.envs.problems.expressions import Tree, value
+from palestra.envs.problems.problem import Problem
+
+NAMES = "abcdefgh"
+LARGEST = 10**6
+SAID = {"+": "Add {}.", "-": "Take away {}.", "*": "Multiply by {}.", "/": "Divide by {}."}
+SHORT = {"+": "add", "-": "minus", "*": "times", "/": "divide"}
+ALSO = {("*", 2): "Double it.", ("*", 3): "Triple it.", ("/", 2): "Halve it."}
+
+
+def multi_step(rng: random.Random, difficulty: int) -> Problem:
+    """As many steps as the difficulty, and one more."""
+    kind = rng.choice((_told, _told, _defined, _defined, _repeated))
+    while True:
+        problem = kind(rng, difficulty + 1)
+        if len(problem.answer) <= len(str(LARGEST)):
+            return problem
+
+
+def _told(rng: random.Random, steps: int) -> Problem:
+    """Start with 12. Add 7. Double it. ..."""
+    start = rng.randint(1, 50)
+    tree: Tree = start
+    said, short = [f"Start with {start}."], f"start {start}"
+    for _ in range(steps):
+        sign, number = _step(rng, int(value(tree)))
+        tree = (sign, tree, number)
+        said.append(ALSO.get((sign, number), SAID[sign]).format(number))
+        short += f" {SHORT[sign]} {number}"
+    return of_tree(tree, f"{' '.join(said)} What number do you have?", short, f"multi_step {short}")
+
+
+def _step(rng: random.Random, now: int) -> tuple[str, int]:
+    """A step that leaves a whole number from 0 up, and not too large a one."""
+    choices = [("+", rng.randint(1, 50)), ("-", rng.randint(1, max(1, min(now, 50))))]
+    if now <= 500:
+        choices.append(("*", rng.randint(2, 9)))
+    if even := [by for by in range(2, 10) if now > by and now % by == 0]:
+        choices.append(("/", rng.choice(even)))
+    return rng.choice([choice for choice in choices if choice[0] != "-" or now >= choice[1]])
+
+
+def _defined(rng: random.Random, steps: int) -> Problem:
+    """Let a = 12, b = 2 * a + 5, c = 3 * b - a. What is c? Each takes the one before it, so that none is idle."""
+    trees: list[Tree] = [rng.randint(2, 12)]
+    lines = [f"a = {trees[0]}"]
+    for step, name in enumerate(NAMES[1 : steps + 1]):
+        factor, sign = rng.randint(2, 5), rng.choice("+-")
+        earlier = rng.randrange(step) if step and rng.random() < 0.6 else None
+        other: Tree = rng.randint(1, 9) if earlier is None else trees[earlier]
+        lines.append(f"{name} = {factor} * {NAMES[step]} {sign} {other if earlier is None else NAMES[earlier]}")
+        trees.append((sign, ("*", factor, trees[-1]), other))
+    told, last = ", ".join(lines), NAMES[steps]
+    return of_tree(trees[-1], f"Let {told}. What is {last}?", f"{told}, {last}", f"multi_step {told}")
+
+
+def _repeated(rng: random.Random, steps: int) -> Problem:
+    """A sequence by its rule: the term that so many steps lead to."""
+    first, factor, added = rng.randint(1, 20), rng.randint(2, 4), rng.choice((-1, 1)) * rng.randint(1, 20)
+    tree: Tree = first
+    for _ in range(steps):
+        tree = ("+" if added > 0 else "-", ("*", factor, tree), abs(added))
+    more = "plus" if added > 0 else "minus"
+    question = (
+        f"The first term of a sequence is {first}. Each further term is {factor} times the one before it, "
+        f"{more} {abs(added)}. What is term number {steps + 1}?"
+    )
+    short = f"first {first} then times {factor} {more} {abs(added)} term {steps + 1}"
+    return of_tree(tree, question, short, f"multi_step {short}")

@@ -1,0 +1,91 @@
+"""Rows of a table, whatever keeps them: JSON Lines, a JSON list, Parquet, or a folder that `datasets` saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+
+Row = Mapping[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a .jsonl, .json or .parquet file, of all such files in a folder by name, or of a folder that
+    `datasets` saved (`save_to_disk`).
+
+    Raises ValueError, saying what would do instead, where nothing stands there or it holds no rows.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: give a .jsonl, .json or .parquet file, or a folder of them")
+    rows = _folder(path) if path.is_dir() else _file(path)
+    if not rows:
+        raise ValueError(f"{path} holds no rows: give a file with at least one")
+    return rows
+
+
+def find_column(row: Row, wanted: str | None, known: Sequence[str], what: str, where: str) -> str:
+    """The name of the column that holds `what`: `wanted` if given, else the first of `known` there is, in any case.
+
+    Raises ValueError naming the missing column, those there are, and how to name another.
+    """
+    spelled = {name.lower(): name for name in row}
+    if wanted is not None and wanted in row:
+        return wanted
+    if wanted is None and (found := [spelled[name] for name in known if name in spelled]):
+        return found[0]
+    missing = f'column "{wanted}"' if wanted is not None else f"column {' or '.join(known)}"
+    raise ValueError(
+        f"{where} has no {missing} for the {what}; its columns: {', '.join(row)}. "
+        f"Name the one that holds it: columns: {{{what}: ...}}"
+    )
+
+
+def _file(path: Path) -> list[Row]:
+    if path.suffix == ".jsonl":
+        lines = path.read_bytes().split(b"\n")
+        return [_parsed(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if path.suffix == ".parquet":
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+        return rows
+    if path.suffix == ".json":
+        return _json_list(path)
+    raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; give .jsonl, .json or .parquet")
+
+
+def _parsed(path: Path, number: int, line: bytes) -> Row:
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}, line {number} is not a JSON object: {error}; was the file cut off?") from error
+
+
+def _json_list(path: Path) -> list[Row]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; for a JSON object a line, name it .jsonl") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} holds no list of objects; give [{{...}}, ...], or an object a line in a .jsonl")
+    return rows
+
+
+def _folder(path: Path) -> list[Row]:
+    if (path / "dataset_info.json").exists() or (path / "state.json").exists():
+        return _saved_dataset(path)
+    if (path / "dataset_dict.json").exists():
+        parts = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
+        raise ValueError(f"{path} holds several data sets; give the folder of one: {', '.join(parts)} in {path}")
+    files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".json", ".parquet"))
+    return [row for file in files for row in _file(file)]
+
+
+def _saved_dataset(path: Path) -> list[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"{path} was saved by `datasets`, which is missing: pip install 'palestra[data]'") from error
+    rows: list[Row] = datasets.load_from_disk(str(path)).to_list()
+    return rows

@@ -1,0 +1,59 @@
+"""Word problems: a story, numbers that suit it, and people and things for it to happen to."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from palestra.envs.problems.expressions import evaluate
+from palestra.envs.problems.problem import Problem
+from palestra.envs.problems.word_templates import ANIMALS, BOXES, NAMES, STORIES, THINGS, WARES, Story
+
+_SLOT = re.compile(r"\{(\w+)\}")
+_NAME = re.compile(r"[a-z]+")
+_DRAWN = re.compile(r"(\w+) (\d+)\.\.(\d+)")
+_MADE = re.compile(r"(\w+) = (.+)")
+
+
+def word(rng: random.Random, difficulty: int) -> Problem:
+    """One of a dozen stories of that difficulty. Who does what to which things is no part of the problem's key: two
+    problems that differ in that alone are of one split."""
+    story = rng.choice([story for story in STORIES if story.difficulty == difficulty])
+    return told(story, numbers_for(story, rng), rng)
+
+
+def numbers_for(story: Story, rng: random.Random) -> dict[str, int]:
+    """Numbers that the story holds with, those that are not told among them."""
+    while True:
+        numbers: dict[str, int] = {}
+        if all(_holds(said, numbers, rng) for said in story.numbers):
+            return numbers
+
+
+def _holds(said: str, numbers: dict[str, int], rng: random.Random) -> bool:
+    """Draws or makes the number that is spoken of, or says whether a condition holds."""
+    if drawn := _DRAWN.fullmatch(said):
+        numbers[drawn[1]] = rng.randint(int(drawn[2]), int(drawn[3]))
+    elif made := _MADE.fullmatch(said):
+        numbers[made[1]] = _integer(made[2], numbers)
+    else:
+        return bool(evaluate(said, numbers))
+    return True
+
+
+def told(story: Story, numbers: dict[str, int], rng: random.Random) -> Problem:
+    """The story with those numbers."""
+    name, other, third = rng.sample(NAMES, 3)
+    things, boxes, animals, ware = map(rng.choice, (THINGS, BOXES, ANIMALS, WARES))
+    cast = {"name": name, "other": other, "third": third, "things": things, "boxes": boxes}
+    text = story.text.format(**numbers, **cast, animals=animals, ware=ware)
+    shown = {slot: numbers[slot] for slot in sorted({*_SLOT.findall(story.text)} & numbers.keys())}
+    program = _NAME.sub(lambda found: str(numbers[found[0]]), story.answer).replace(" ", "")
+    key = f"word {story.name} {' '.join(f'{slot} {number}' for slot, number in shown.items())}"
+    return Problem(text, str(_integer(story.answer, numbers)), text.lower(), program, key, written_out=True)
+
+
+def _integer(source: str, numbers: dict[str, int]) -> int:
+    worth = evaluate(source, numbers)
+    assert isinstance(worth, int), f"{source} is {worth} of {numbers}"
+    return worth

@@ -1,0 +1,191 @@
+"""Math: a reasoner and a tool user solve one problem side by side until they agree, or one seat solves it alone.
+
+After the math workflow of Stronger-MAS (arXiv 2510.11062), with one difference: a seat's local reward is the change
+since its last turn, so that drawing out the talk earns nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from palestra.envs.base import Env
+from palestra.envs.problems.answers import final_answer, number, relation, whole_answer
+from palestra.envs.problems.judging import WRONG, Verdict, at_once, judge
+from palestra.envs.problems.problem import Kind
+from palestra.envs.problems.reasoning import judge_entry
+from palestra.envs.problems.sources import Source
+from palestra.envs.problems.workers import MATH
+from palestra.envs.text.grids import within
+from palestra.envs.text.math_tool import program_in, run_program
+from palestra.envs.text.math_words import Reply, Turn, roles, view
+from palestra.envs.text.splits import Split
+from palestra.sandbox import open_sandbox
+from palestra.types import Seat, Step
+
+FORMAT, RUNS, PARSES, CORRECT = 0.2, 0.1, 0.1, 0.8  # local; a reasoner's: FORMAT, CORRECT, a tool user's: the others
+SOLVED = 1.0  # team, for a final answer that is right
+
+Team = Literal["solver_checker", "single"]
+SEATS: dict[Team, tuple[Seat, ...]] = {"solver_checker": ("reasoner", "tool"), "single": ("reasoner",)}
+TURNS: dict[Team, int] = {"solver_checker": 4, "single": 1}
+
+
+class Math(Env):
+    """Solve a problem. The final answer is the reasoner's; a success is that it is right.
+
+    Problems are generated (`kinds`, `difficulty`), or come from a file (`path`, `columns`), or from `reasoning` tasks.
+    Play ends when both answers agree, which takes no look at the right one, or alone when an answer stays the same;
+    else after `turns`, which is `truncated`. Every step's info has `success`, `turn` and by seat `answers`, `invalid`
+    and `unjudged` (its judgement ran out of time, so that it counts as wrong); the last one's also `gold` and `agreed`.
+    """
+
+    name: ClassVar[str] = "math"
+
+    def __init__(
+        self,
+        *,
+        team: Team = "solver_checker",
+        turns: int | None = None,
+        kinds: list[Kind] | None = None,
+        difficulty: int | list[int] | None = None,
+        path: Path | None = None,
+        columns: dict[str, str] | None = None,
+        reasoning: list[str] | None = None,
+        split: Split | Literal["all"] = "train",
+        tool_seconds: float = 10.0,
+        judge_seconds: float = 2.0,
+        unsafe: bool = False,
+        reward: Literal["dense", "outcome"] = "dense",
+        rendering: Literal["full", "compact"] = "full",
+    ) -> None:
+        self.seats, self.turns = SEATS[team], TURNS[team] if turns is None else turns
+        within("turns", self.turns, 1, 100)
+        within("tool_seconds", tool_seconds, 0.1, 600)
+        within("judge_seconds", judge_seconds, 0.1, 600)
+        self.tool_seconds, self.judge_seconds, self.reward = tool_seconds, judge_seconds, reward
+        self.compact = rendering == "compact"
+        self.source = Source(kinds, difficulty, path, columns, reasoning, split)
+        self.roles = roles(self.seats, self.turns, tool_seconds, self.source.generated, self.compact)
+        if reasoning is None and not (self.source.generated and self.compact):
+            MATH.require()
+        self.sandbox = open_sandbox(unsafe) if "tool" in self.seats else None
+        self._over = True
+
+    # ---- the contract
+
+    def reset(self, seed: int) -> Step:
+        self.problem = self.source.problem(seed)
+        self.history: tuple[Turn, ...] = ()
+        self._over = False
+        return Step(self._views(), info={"turn": 0, "success": False})
+
+    async def step(self, actions: dict[Seat, Any]) -> Step:
+        if self._over or actions.keys() != set(self.seats):
+            why = "the game is over: call reset(seed) before step" if self._over else f"all of {self.seats} act at once"
+            raise ValueError(f"the actions are for {sorted(actions)}, but {why}")
+        replies = await asyncio.gather(*(self._reply(seat, str(actions[seat])) for seat in self.seats))
+        turn = dict(zip(self.seats, replies, strict=True))
+        agreed = await self._agreed(turn)
+        rewards = {seat: self._earned(seat, turn) for seat in self.seats}
+        self.history += (turn,)
+        self._over = agreed or len(self.history) >= self.turns
+        success = self._over and turn["reasoner"].verdict.right
+        info = self._info(turn) | {"success": success}
+        if self._over:
+            info |= {"gold": self.problem.answer, "agreed": agreed}
+        truncated = self._over and not agreed and (len(self.seats) > 1 or self.turns > 1)
+        return Step(self._views(), rewards, SOLVED * success, truncated=truncated, info=info)
+
+    def fork(self) -> Self:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """What one who knows the answer says at `seat`: it, or a program that prints it."""
+        problem = self.problem
+        if seat == "tool":
+            program = problem.program
+            if self.compact:
+                return program
+            whole = program if program.startswith(("print(", "from ")) else f"print({program})"
+            begun = rng.choice(("This program prints the answer:", "It can be worked out:"))
+            return f"{begun}\n```python\n{whole}\n```"
+        if self.compact:
+            return problem.answer
+        return f"{rng.choice(('So the answer is:', 'That makes:', 'Worked out:'))}\n#### {problem.answer}"
+
+    # ---- one answer
+
+    async def _reply(self, seat: Seat, said: str) -> Reply:
+        if seat == "tool":
+            return await self._ran(program_in(said))
+        answer = self._found(said, bare=self.compact)
+        return Reply(said, answer, await self._judged(answer))
+
+    async def _ran(self, program: str) -> Reply:
+        assert self.sandbox
+        printed = await run_program(program, self.sandbox, self.tool_seconds)
+        answer = None if printed.error else self._found(printed.text, bare=True, last=True)
+        return Reply(program, answer, await self._judged(answer), printed.error)
+
+    def _found(self, text: str, *, bare: bool, last: bool = False) -> str | None:
+        """The answer in a text, or in its last line. In the compact rendering one to a problem of our own is a number
+        or a relation and no more: garbled words are none."""
+        if self.problem.entry:
+            return whole_answer(text, bare=bare)
+        answer = final_answer(text.strip().rpartition("\n")[2] if last else text, bare=bare)
+        if answer and self.compact and self.problem.written_out and not (number(answer) or relation(answer)):
+            return None
+        return answer
+
+    async def _judged(self, answer: str | None) -> Verdict:
+        problem = self.problem
+        if problem.entry:
+            return await judge_entry(answer, problem, self.judge_seconds)
+        return await judge(answer, problem.answer, written_out=problem.written_out, seconds=self.judge_seconds)
+
+    async def _agreed(self, turn: Turn) -> bool:
+        """Whether the two answers are the same, or alone the last two. The right answer has no part in it."""
+        if len(self.seats) == 1 and not self.history:
+            return False
+        pair = (turn["reasoner"], turn["tool"] if len(self.seats) > 1 else self.history[-1]["reasoner"])
+        mine, other = (reply.answer if reply.verdict.judged else None for reply in pair)
+        if mine is None or other is None:
+            return False
+        if self.problem.entry:
+            return (at_once(mine, other) or WRONG).right
+        written_out = self.problem.written_out
+        return (await judge(mine, other, written_out=written_out, seconds=self.judge_seconds)).right
+
+    # ---- what it earns and what is shown
+
+    def _earned(self, seat: Seat, turn: Turn) -> float:
+        if self.reward == "outcome":
+            return 0.0
+        before = _local(seat, self.history[-1][seat]) if self.history else 0.0
+        return _local(seat, turn[seat]) - before
+
+    def _info(self, turn: Turn) -> dict[str, Any]:
+        return {
+            "turn": len(self.history),
+            "answers": {seat: reply.answer for seat, reply in turn.items()},
+            "invalid": {seat: bool(reply.error) or not reply.verdict.readable for seat, reply in turn.items()},
+            "unjudged": {seat: not reply.verdict.judged for seat, reply in turn.items()},
+        }
+
+    def _views(self) -> dict[Seat, Any]:
+        if self._over:
+            return {}
+        return {seat: view(self.problem, seat, self.history, self.turns, self.compact) for seat in self.seats}
+
+
+def _local(seat: Seat, reply: Reply) -> float:
+    """What an answer is worth on its own, in [0, 1]."""
+    correct = CORRECT * reply.verdict.score
+    if seat == "tool":
+        return RUNS * (reply.error is None) + PARSES * reply.verdict.readable + correct
+    return FORMAT * reply.verdict.readable + correct

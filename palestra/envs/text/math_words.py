@@ -1,0 +1,87 @@
+"""What the seats of the math env are told and shown, in full for language models and compact for tiny ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from palestra.envs.problems.judging import Verdict
+from palestra.envs.problems.problem import Problem
+from palestra.types import Seat
+
+QUOTE = 2000  # characters of what a seat said that are shown again
+SHORT_QUOTE = 24  # of an answer in the compact rendering
+
+FORM = "End with #### and the final answer alone, for example #### 42, or put it in \\boxed{}."
+EXACT = "A number is an integer or a fraction in lowest terms, such as 7/2."
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a seat said in a turn, the answer found in it, and what the judge makes of that. A tool user's `text` is its
+    program; `error` says in a line what went wrong when it ran."""
+
+    text: str
+    answer: str | None
+    verdict: Verdict
+    error: str | None = None
+
+
+Turn = Mapping[Seat, Reply]
+
+
+def roles(seats: Sequence[Seat], turns: int, seconds: float, exact: bool, compact: bool) -> dict[Seat, str]:
+    """The system message of each seat."""
+    if compact:
+        return {seat: f"math {seat}" for seat in seats}
+    numbers = f" {EXACT}" if exact else ""
+    if len(seats) == 1:
+        again = f" You are asked up to {turns} times, until your answer stays the same." if turns > 1 else ""
+        return {"reasoner": f"You solve a mathematics problem.{again}\nThink it through step by step. {FORM}{numbers}"}
+    together = (
+        "You and a partner solve the same mathematics problem at the same time. After each turn both of you see what "
+        f"both answered. It is over when your two answers agree, after {turns} turns at the latest; the reasoner's "
+        "last answer is the team's."
+    )
+    reasoner = f"You are the reasoner; your partner writes programs. Think step by step. {FORM}"
+    tool = (
+        "You are the tool user; your partner reasons. Write one Python program that prints the answer on its last "
+        f"line, in a ```python block. It runs alone, without network, for at most {seconds:g} seconds."
+    )
+    return {"reasoner": f"{together}\n{reasoner}{numbers}", "tool": f"{together}\n{tool}{numbers}"}
+
+
+def view(problem: Problem, seat: Seat, turns: Sequence[Turn], most: int, compact: bool) -> str:
+    """What a seat is shown: the problem, and what was answered so far."""
+    if compact:
+        return " ".join([problem.short, *(_compact(turn, seat) for turn in turns)])
+    told = [f"Problem: {problem.question}"]
+    told += [f"Turn {number}\n{_full(turn, seat)}" for number, turn in enumerate(turns, start=1)]
+    if most > 1:
+        told.append(f"This is turn {len(turns) + 1} of {most}.{' Check, and correct what is wrong.' if turns else ''}")
+    return "\n\n".join(told)
+
+
+def _compact(turn: Turn, seat: Seat) -> str:
+    """ "tool 26 you 24": one's own answer last."""
+    ordered = sorted(turn, key=lambda who: who == seat)
+    return " ".join(f"{'you' if who == seat else who} {_brief(turn[who])}" for who in ordered)
+
+
+def _brief(reply: Reply) -> str:
+    if reply.error:
+        return "error"
+    return " ".join(reply.answer.split())[:SHORT_QUOTE] if reply.answer else "none"
+
+
+def _full(turn: Turn, seat: Seat) -> str:
+    return "\n".join(_quoted(who, reply, who == seat) for who, reply in turn.items())
+
+
+def _quoted(who: Seat, reply: Reply, own: bool) -> str:
+    if who == "tool":
+        came = f"It failed: {reply.error}" if reply.error else f"It printed: {reply.answer or 'no answer'}"
+        whose = "Your" if own else "The tool user's"
+        return f"{whose} program:\n```python\n{reply.text[-QUOTE:]}\n```\n{came}"
+    answer = reply.answer or "none was found: end with #### and the answer"
+    return f"{'You' if own else 'The reasoner'} said:\n{reply.text[-QUOTE:]}\nAnswer: {answer}"

@@ -1,0 +1,288 @@
+"""Answers are judged at once where they are plain, by math-verify elsewhere, and nothing holds the judges up."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from palestra.envs.problems import workers
+from palestra.envs.problems.answers import final_answer, number, relation, whole_answer
+from palestra.envs.problems.judging import EMPTY, RIGHT, WRONG, Verdict, at_once, judge
+from palestra.envs.problems.workers import Workers
+from palestra.envs.text.math import Math
+from palestra.policies.scripted import ScriptedPolicy
+from palestra.rollouts.play import Arena, Branching, Match
+
+HANG = "9^{9^{9^{9}}}"  # sympy would write it out
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def judges(monkeypatch):
+    """A judging process of the test's own, which nobody has asked yet."""
+    own = Workers("math")
+    monkeypatch.setattr(workers, "MATH", own)
+    yield own
+    own.close()
+
+
+# ---- where an answer stands
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 26", "26"),
+        ("12 + 14\n#### 24\nNo:\n#### **26**.\nThat is it.", "26"),
+        (r"So it is \boxed{\frac{7}{2}}, not \boxed{3.", None),
+        (r"First \boxed{3}, then \boxed{\frac{7}{2}}.", r"\frac{7}{2}"),
+        (r"#### \boxed{x > 3}", "x > 3"),
+        ("#### $\\sqrt{2}$", r"\sqrt{2}"),
+        ("26", None),
+        ("####   ", None),
+        ("", None),
+    ],
+)
+def test_the_answer_in_a_text(text, answer):
+    assert final_answer(text) == answer
+
+
+def test_a_bare_text_is_an_answer_where_that_is_asked_for():
+    assert final_answer(" 26 \n ", bare=True) == "26"
+    assert final_answer("7 #### 26", bare=True) == "26"
+
+
+def test_an_answer_of_several_lines():
+    assert whole_answer("Thus\n####\n1 0\n0 1\n") == "1 0\n0 1"
+    assert whole_answer("1 0\n0 1") is None
+    assert whole_answer("1 0\n0 1", bare=True) == "1 0\n0 1"
+
+
+# ---- at once
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("26", "26.0"),
+        ("+26", "26"),
+        ("x = -4", "-4"),
+        ("\u22124", "-4"),
+        ("1,234", "1234"),
+        ("$72", "72"),
+        ("$72$", "72."),
+        ("7/2", "3.5"),
+        (r"\frac{14}{4}", "7/2"),
+        ("0.333333", "1/3"),
+        ("x > 3", "3 < x"),
+        (r"x \le 7/2", "3.50 >= x"),
+        ("( 1 , 2 )", "(1,2)"),
+    ],
+)
+def test_equal_at_once(one, other):
+    assert at_once(one, other) == RIGHT
+    assert at_once(other, one) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("26", "62"), ("0.33", "1/3"), ("1000001", "1000000"), ("x > 3", "x >= 3"), ("x > 3", "y > 3")]
+)
+def test_different_at_once(one, other):
+    assert at_once(one, other) == at_once(other, one) == WRONG
+
+
+@pytest.mark.parametrize("answer", [None, "", "twenty-six", "9" * 2000, "x"])
+def test_what_says_no_number_at_once(answer):
+    assert at_once(answer, "26") == EMPTY
+
+
+@pytest.mark.parametrize(
+    "answer", ["12 + 14", "2 * 13", "26 * 1", r"\frac{52}{4}*2", "5^2 + 1", "26 = 26 = 26", "30 - 4"]
+)
+def test_what_is_not_worked_out_is_no_answer(answer):
+    assert at_once(answer, "26", written_out=True) == EMPTY
+    assert at_once(answer, "26") is None  # in general it may be: that is for math-verify to say
+
+
+def test_a_fraction_has_to_be_in_lowest_terms_where_answers_are_worked_out():
+    assert at_once("12/4", "3", written_out=True) == WRONG
+    assert at_once("14/4", "7/2", written_out=True) == WRONG
+    assert at_once("7/2", "7/2", written_out=True) == RIGHT
+    assert at_once("12/4", "3") == RIGHT
+
+
+@pytest.mark.parametrize("text", ["", "1/0", "1,23", "1 2", "--1", "26 apples", "٣", "1" * 40, "x", "1/2/3", "2e5"])
+def test_no_plain_number(text):
+    assert number(text) is None
+
+
+@pytest.mark.parametrize("text", ["x", "x = 3", "1 < x < 3", "x > y", "2x > 3", "xy > 3", "> 3", "x > x = 3"])
+def test_no_plain_relation(text):
+    assert relation(text) is None
+
+
+# ---- by math-verify
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("72 apples", "72", True),
+        (r"2^{10}", "1024", True),
+        (r"2^{10}", "1025", False),
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        ("(x+1)^2", "x^2+2x+1", True),
+        ("(x+1)^2", "x^2+2x+2", False),
+        (r"(3, \infty)", "x > 3", True),
+        (r"2\frac{1}{3}", "7/3", True),
+        ("26 or 24", "26", False),
+    ],
+)
+def test_judged_by_math_verify(answer, gold, right):
+    assert asyncio.run(judge(answer, gold)) == Verdict(float(right))
+
+
+def test_what_cannot_be_read_is_said_to_be_unreadable():
+    assert asyncio.run(judge("\\{3", "26")) == Verdict(0.0, readable=False)
+
+
+def test_no_process_is_started_before_it_is_needed(judges):
+    assert asyncio.run(judge("26", "26")).right
+    assert asyncio.run(judge("27", "26", written_out=True)) == WRONG
+    assert judges.process is None
+    assert asyncio.run(judge("26 cm", "26")).right
+    assert judges.process is not None
+
+
+def test_judges_serve_one_event_loop_after_another(judges):
+    for _ in range(2):
+        assert asyncio.run(judge(r"\sqrt{4}", "2")).right
+
+
+def test_an_answer_that_never_ends_is_wrong_and_said_not_to_be_judged(judges):
+    assert asyncio.run(judge(HANG, "26", seconds=0.3)) == Verdict(0.0, readable=False, judged=False)
+
+
+def test_two_hundred_episodes_of_which_every_tenth_hangs(judges, tmp_path):
+    """With a handful of judges and one queue the last of the others would wait for nearly all hanging ones to end."""
+    seconds, ended = 0.3, {}
+    questions = [{"question": f"{n} times one?", "answer": str(n)} for n in range(1000, 1200)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
+
+    def answer(query, rng):
+        said = query.observation.split()[1]
+        return {0: f"#### {HANG}", 5: f"#### \\sqrt{{{said}^2}}"}.get(int(said) % 10, f"#### {said}")
+
+    arena = Arena(lambda: Math(team="single", path=tmp_path / "q.jsonl", split="all", judge_seconds=seconds), "math")
+    matches = [Match(n, {"reasoner": ScriptedPolicy(answer)}, n) for n in range(200)]
+    asyncio.run(judge(r"\sqrt{4}", "2"))  # the judges are up
+    began = time.monotonic()
+    episodes = asyncio.run(
+        arena.play_all(matches, Branching(), lambda episode: ended.update({episode.seed: time.monotonic() - began}))
+    )
+    assert [episode.error for episode in episodes] == [None] * 200
+    hanging = range(0, 200, 10)
+    assert [seed for seed in range(200) if not episodes[seed].success] == list(hanging)
+    for seed in range(200):
+        assert episodes[seed].nodes[-1].info["unjudged"] == {"reasoner": seed % 10 == 0}
+    others = max(ended[seed] for seed in range(200) if seed % 10)
+    assert sum(ended[seed] > others for seed in hanging) >= 8
+
+
+# ---- life and death
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition, seconds=20.0):
+    """Waits for what is bound to happen."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it has not happened"
+        time.sleep(0.02)
+
+
+@LINUX
+def test_killed_judges_are_replaced_and_asked_again(judges):
+    async def play():
+        assert (await judge(r"\sqrt{4}", "2")).right
+        first = judges.process.pid
+        asked = [asyncio.create_task(judge(text, "2", seconds=0.4)) for text in (HANG, r"\sqrt{4}", HANG)]
+        while len(children(first)) < 2:
+            await asyncio.sleep(0.01)
+        os.kill(first, signal.SIGKILL)
+        verdicts = await asyncio.gather(*asked)
+        assert judges.process.pid != first
+        return verdicts
+
+    verdicts = asyncio.run(play())
+    assert [(verdict.right, verdict.judged) for verdict in verdicts] == [(False, False), (True, True), (False, False)]
+
+
+@LINUX
+def test_judges_that_die_again_and_again_are_given_up(judges):
+    async def play():
+        asked = asyncio.create_task(judge(HANG, "2", seconds=20.0))
+        for _ in range(2):
+            while not (judges.process and children(judges.process.pid)):
+                await asyncio.sleep(0.01)
+            killed, orphans = judges.process, children(judges.process.pid)
+            killed.kill()
+            until(lambda orphans=orphans: not any(map(alive, orphans)))
+            while judges.process is killed:
+                await asyncio.sleep(0.01)
+        return await asked
+
+    assert asyncio.run(play()) == Verdict(0.0, readable=False, judged=False)
+
+
+@LINUX
+def test_judges_die_with_whoever_asked_them():
+    code = f"""
+import asyncio, os, signal, time
+from palestra.envs.problems import workers
+from palestra.envs.problems.judging import judge
+
+async def main():
+    asked = asyncio.create_task(judge({HANG!r}, "2", seconds=30.0))
+    await asyncio.sleep(0.1)
+    place = f"/proc/{{workers.MATH.process.pid}}/task/{{workers.MATH.process.pid}}/children"
+    while not open(place).read().strip():
+        await asyncio.sleep(0.01)
+    print(workers.MATH.process.pid, open(place).read(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    started = list(map(int, done.stdout.split()))
+    assert len(started) == 2, done.stderr
+    until(lambda: not any(map(alive, started)))
+
+
+@LINUX
+def test_a_judge_has_not_loaded_torch(judges):
+    asyncio.run(judge(r"\sqrt{4}", "2"))
+    assert "libtorch" not in Path(f"/proc/{judges.process.pid}/maps").read_text()
+
+
+def test_a_missing_package_is_named_with_its_extra(judges, monkeypatch, tmp_path):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"math-verify.*not here.*pip install 'palestra\[math\]'"):
+        asyncio.run(judge(r"\sqrt{4}", "2"))

