@@ -1,6 +1,7 @@
-"""Make the tiny base model from nothing: tokenizer, data, training, and a README with the exact counts.
+"""Make a base model that ships from nothing: tokenizer, data, training, and a README with the exact counts.
 
-    python scripts/make_tiny.py --out palestra/bases/tiny
+    python scripts/make_tiny.py tiny       boards: Plan-Path and Sokoban, sums, small talk
+    python scripts/make_tiny.py tasks      every other task, in its shortest form
 
 One thread, fp32, seeded: the same machine and library versions give the same bytes. Left out on purpose: no validation
 set, no checkpoints and no early stopping; `scripts/tiny_measure.py` says what came of it.
@@ -12,13 +13,17 @@ import argparse
 import math
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
+import task_data
+import tiny_data
 import torch
-from tiny_data import GIVE_UP, NOISE, RANDOM, Example, runs
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -28,17 +33,60 @@ from palestra.engine.trainer import Trainer
 from palestra.losses.policy import cross_entropy_loss
 from palestra.types import Sample
 
-SPECIALS = ("<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a base is made of: `runs(seed)` is what it reads; each word of `words` is one token, with and without a
+    space before it, and each of `marks` is one as it stands; `said` are the card's figures beside the counts."""
+
+    runs: Callable[[int], Iterator[list[Any]]]
+    words: list[str]
+    roles: tuple[str, ...]
+    template: str
+    steps: int
+    marks: tuple[str, ...] = ()
+    said: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def specials(self) -> list[str]:
+        return ["<|pad|>", *(f"<|{role}|>" for role in self.roles), "<|end|>"]
+
+
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Each of these is one token, with and without a space before it.
-KEYWORDS = (  # noqa: SIM905
+# As `palestra.chat.said` writes a message: text, then calls, each on a line of its own. Tools are not described.
+TOOLS_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}"
+    "<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+BOARD_WORDS = (  # noqa: SIM905
     "up down left right size you box goal walls plan none moves end stand line legal sokoban path planner executor "
     "agent first second calculator assistant yes no"
 ).split()
 COORDINATES = [f"{letter}{number}" for letter in "rc" for number in range(16)]
+RECIPES = {
+    "tiny": Recipe(
+        tiny_data.runs,
+        [*BOARD_WORDS, *COORDINATES, *"0123456789"],
+        ("system", "user", "assistant"),
+        TEMPLATE,
+        4200,
+        said={"random": tiny_data.RANDOM, "noise": tiny_data.NOISE, "give_up": tiny_data.GIVE_UP},
+    ),
+    "tasks": Recipe(
+        task_data.runs,
+        [*COORDINATES, *"0123456789"],
+        ("system", "user", "assistant", "tool"),
+        TOOLS_TEMPLATE,
+        8000,
+        marks=("<tool_call>", "</tool_call>"),
+        said={"blind": task_data.BLIND, "slip": task_data.SLIP},
+    ),
+}
 # Letters, digits and cells apart, so that "r1" is one token, "12" is two, and no token spans two words.
 PIECES = r" ?[rc]1?[0-9](?![0-9a-zA-Z])| ?[a-zA-Z]+| ?[0-9]|[^\sa-zA-Z0-9]+|\s+"
 VOCABULARY = 512
@@ -47,30 +95,32 @@ TOKENS_PER_STEP, WINDOW, WARM_UP = 1500, 2000, 100
 MUON_RATE, ADAM_RATE, CLIP = 2e-2, 4e-3, 1.0
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(recipe: Recipe, texts: list[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer: any text encodes, and what the games say encodes in one token a word."""
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIALS),
+        vocab_size=VOCABULARY - len(recipe.marks),
+        special_tokens=recipe.specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    words = [*KEYWORDS, *COORDINATES, *"0123456789"]
     # The merges of frequent words come first: repeated this often, these words win over anything in the texts.
-    bpe.train_from_iterator([*words, *(f" {word}" for word in words)] * len(texts) + texts, trainer)
-    return PreTrainedTokenizerFast(
+    words = [*recipe.words, *(f" {word}" for word in recipe.words)]
+    bpe.train_from_iterator(words * len(texts) + texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token="<|pad|>",
         eos_token="<|end|>",
-        additional_special_tokens=[s for s in SPECIALS if s not in ("<|pad|>", "<|end|>")],
-        chat_template=TEMPLATE,
+        additional_special_tokens=[s for s in recipe.specials if s not in ("<|pad|>", "<|end|>")],
+        chat_template=recipe.template,
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
+    tokenizer.add_tokens(list(recipe.marks))
+    return tokenizer
 
 
 def make_model(vocabulary: int, pad: int, end: int) -> Qwen3ForCausalLM:
@@ -93,12 +143,6 @@ def make_model(vocabulary: int, pad: int, end: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def prompt_text(example: Example) -> str:
-    """What the chat template makes of the prompt; spelt out here because the template costs a millisecond a call."""
-    role = f"<|system|>{example.role}<|end|>" if example.role else ""
-    return f"{role}<|user|>{example.question}<|end|><|assistant|>"
-
-
 class Reader:
     """Batches of samples, made as they are asked for: about TOKENS_PER_STEP distinct tokens each, and how many so far.
 
@@ -106,9 +150,9 @@ class Reader:
     computes once the prompt that its examples share.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-        self.tokenizer, self.rng, self.source = tokenizer, Random(seed), runs(seed)
-        self.window: list[list[Example]] = []
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, source: Iterator[list[Any]], seed: int) -> None:
+        self.tokenizer, self.rng, self.source = tokenizer, Random(seed), source
+        self.window: list[list[Any]] = []
         self.counts: Counter[str] = Counter()
 
     def batch(self) -> list[Sample]:
@@ -122,14 +166,14 @@ class Reader:
             self.counts.update(example.kind for example in run)
         return samples
 
-    def _next(self) -> list[Example]:
+    def _next(self) -> list[Any]:
         if not self.window:
             self.window = [next(self.source) for _ in range(WINDOW)]
             self.rng.shuffle(self.window)
         return self.window.pop()
 
-    def _sample(self, example: Example) -> Sample:
-        prompt, answer = self._ids(prompt_text(example)), self._ids(example.answer + "<|end|>")
+    def _sample(self, example: Any) -> Sample:
+        prompt, answer = self._ids(example.prompt), self._ids(example.answer + "<|end|>")
         return Sample(prompt, answer, np.zeros(len(answer), np.float32), np.ones(len(answer), np.float32))
 
     def _ids(self, text: str) -> np.ndarray:
@@ -165,36 +209,37 @@ def schedule(step: int, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("palestra/bases/tiny"))
-    parser.add_argument("--steps", type=int, default=4200)
+    parser.add_argument("base", choices=RECIPES)
+    parser.add_argument("--out", type=Path, help="default: palestra/bases/BASE")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    recipe, out = RECIPES[options.base], options.out or Path("palestra/bases") / options.base
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(options.seed)
-    texts = [f"{e.question} {e.answer}" for run in islice(runs(options.seed), 2000) for e in run]
-    tokenizer = make_tokenizer(texts)
+    texts = [f"{e.question} {e.answer}" for run in islice(recipe.runs(options.seed), 2000) for e in run]
+    tokenizer = make_tokenizer(recipe, texts)
     model = make_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
-    reader = Reader(tokenizer, options.seed)
+    reader = Reader(tokenizer, recipe.runs(options.seed), options.seed)
     print(f"{model.num_parameters()} parameters", flush=True)
-    train(Engine(model, tokenizer, "tiny"), reader, options.steps)
-    save(options.out, model, tokenizer)
-    (options.out / "README.md").write_text(card(reader.counts, options.seed, model.num_parameters()))
+    train(Engine(model, tokenizer, options.base), reader, options.steps or recipe.steps)
+    save(out, model, tokenizer)
+    text = card(options.base, recipe, reader.counts, options.seed, model.num_parameters())
+    (out / "README.md").write_text(text)
 
 
-def card(counts: Counter[str], seed: int, parameters: int) -> str:
+def card(name: str, recipe: Recipe, counts: Counter[str], seed: int, parameters: int) -> str:
     """The model's README: what it read, counted."""
     lines = ["| kind | examples |", "|---|---:|", *(f"| {kind} | {n:,} |" for kind, n in sorted(counts.items()))]
-    template = (Path(__file__).parent / "tiny_card.md").read_text()
+    template = (Path(__file__).parent / f"{name}_card.md").read_text()
     return template.format(
         parameters=parameters,
         vocabulary=VOCABULARY,
         seed=seed,
         examples=counts.total(),
         table="\n".join(lines),
-        random=RANDOM,
-        noise=NOISE,
-        give_up=GIVE_UP,
+        **recipe.said,
     )
 
 

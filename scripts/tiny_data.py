@@ -36,6 +36,12 @@ class Example:
     question: str
     answer: str
 
+    @property
+    def prompt(self) -> str:
+        """As the chat template writes it; spelt out here because the template costs a millisecond a call."""
+        role = f"<|system|>{self.role}<|end|>" if self.role else ""
+        return f"{role}<|user|>{self.question}<|end|><|assistant|>"
+
     def messages(self) -> list[dict[str, str]]:
         turns = [{"role": "user", "content": self.question}, {"role": "assistant", "content": self.answer}]
         return [{"role": "system", "content": self.role}, *turns] if self.role else turns

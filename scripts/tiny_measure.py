@@ -15,7 +15,6 @@ from random import Random
 from statistics import mean
 
 import torch
-from make_tiny import prompt_text
 from tiny_data import Example, play
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,7 +64,7 @@ def measure_play(speaker: Speaker, game: str, options: dict, episodes: int, spli
 
 
 def prompt(role: str, question: str) -> str:
-    return prompt_text(Example("", role, question, ""))
+    return Example("", role, question, "").prompt
 
 
 def measure_questions(speaker: Speaker, count: int, size: int) -> dict[str, float]:

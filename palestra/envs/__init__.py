@@ -38,7 +38,7 @@ BUILT_IN: dict[str, str] = {
     "plan_path": "palestra.envs.text.plan_path:PlanPath",
     "sokoban": "palestra.envs.text.sokoban:Sokoban",
     "math": "palestra.envs.text.math:Math",
-    "code": "palestra.envs.text.code:Code",
+    "code": "palestra.envs.text.code:CoderTester",
     "debate": "palestra.envs.text.debate:Debate",
     "tools": "palestra.envs.text.tools:Tools",
     "workflow": "palestra.envs.text.workflow:Workflow",

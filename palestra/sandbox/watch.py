@@ -111,8 +111,9 @@ class Watch:
             self.ended = "output"
         elif left <= 0:
             self.ended = "wall"
-        self._pause = SOONEST if cpu > self._cpu else min(2 * self._pause, LATEST)
-        self._cpu, self._next = cpu, now + min(self._pause, max(left, SOONEST / 10))
+        took = time.monotonic() - now  # a folder full of files takes long to look at
+        self._pause = max(SOONEST if cpu > self._cpu else min(2 * self._pause, LATEST), 4 * took)
+        self._cpu, self._next = cpu, now + took + min(self._pause, max(left, SOONEST / 10))
 
 
 def _death(pid: int) -> int | None:

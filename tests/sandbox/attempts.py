@@ -134,6 +134,10 @@ for which in range(16):
         if hard > 0: resource.setrlimit(which, (hard, hard + 1)); escaped(which)
     except (ValueError, OSError): pass
 """,
+}
+
+# Those that take more than their share, or will not end.
+BOMBS = {
     "forbid its killing": """
 for number in set(range(1, 65)) - {9, 19, 32, 33}: signal.signal(number, signal.SIG_IGN)
 time.sleep(60); escaped()

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from sandbox.attempts import MORE, PRELUDE, REAL
+from sandbox.attempts import BOMBS, MORE, PRELUDE, REAL
 
 from palestra.sandbox import Limits, Outcome, Sandbox, client
 
@@ -161,13 +161,18 @@ def attempt(backend: str, source: str, world: World, limits: Limits = LIMITS) ->
     return asyncio.run(Sandbox(backend).run_python(program, limits=limits))
 
 
+ALL = REAL | MORE | BOMBS
+SOME = ("outlive its parent", "a fork bomb", "all memory", "all of the disk", "endless output", "answer never")
+QUICK = {*REAL, *MORE, *SOME}
+
+
 @pytest.mark.parametrize("backend", ["sandlock", pytest.param("bubblewrap", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [*REAL, *MORE])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ALL])
 def test_it_comes_to_nothing(name: str, backend: str, world: World) -> None:
     if reason := client.why_not(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
     began = time.monotonic()
-    outcome = attempt(backend, (REAL | MORE)[name], world)
+    outcome = attempt(backend, ALL[name], world)
     assert time.monotonic() - began < LIMITS.wall + 7  # others may have the processors for a while
     assert "ESCAPED" not in outcome.stdout, outcome
     assert not any(mistake in outcome.stderr for mistake in MISTAKES), outcome.stderr
@@ -175,10 +180,10 @@ def test_it_comes_to_nothing(name: str, backend: str, world: World) -> None:
     assert world.survivors() == []
 
 
-QUICK = ("read a file", "list the user's home", "change a file's mode", "connect to a server", "limit a process")
+FEW = ("read a file", "list the user's home", "change a file's mode", "connect to a server", "limit a process")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in REAL])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in REAL])
 def test_without_a_sandbox_it_does_not(name: str, world: World) -> None:
     """So that the test above can fail."""
     outcome = attempt("unsafe", REAL[name], world, Limits())

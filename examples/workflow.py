@@ -1,0 +1,73 @@
+"""A team of two in LangGraph, trained as it stands: a coder turns a sum into an expression, which the graph works out,
+and a reasoner has the last word.
+
+    palestra train examples/workflow.yaml
+
+Nothing below knows of training but `episode`, which runs the graph once and says how it went.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TypedDict
+
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_openai import ChatOpenAI
+from langgraph.graph import END, START, StateGraph
+
+from palestra.envs.problems.expressions import evaluate
+from palestra.envs.text.splits import split_of_text
+from palestra.envs.text.workflow import Play, Score
+
+
+class State(TypedDict, total=False):
+    question: str
+    guess: str  # the reasoner's first thought
+    found: str  # what the coder's expression is worth
+    answer: str
+
+
+def graph(coder: ChatOpenAI, reasoner: ChatOpenAI) -> StateGraph:
+    """Think, calculate, decide."""
+
+    def ask(model: ChatOpenAI, role: str, text: str) -> str:
+        return str(model.invoke([SystemMessage(role), HumanMessage(text)]).content)
+
+    def think(state: State) -> State:
+        return {"guess": ask(reasoner, "math reasoner", state["question"])}
+
+    def calculate(state: State) -> State:
+        worth = evaluate(ask(coder, "math tool", state["question"]))
+        return {"found": "error" if worth is None else str(worth)}
+
+    def decide(state: State) -> State:
+        asked = f"{state['question']} tool {state['found']} you {state['guess']}"
+        return {"answer": ask(reasoner, "math reasoner", asked)}
+
+    flow = StateGraph(State)
+    for node in (think, calculate, decide):
+        flow.add_node(node.__name__, node)
+    for one, other in ((START, "think"), ("think", "calculate"), ("calculate", "decide"), ("decide", END)):
+        flow.add_edge(one, other)
+    return flow
+
+
+def question(play: Play) -> str:
+    """A sum of three numbers, the same for the same instance, and in no other split."""
+    rng = random.Random(f"sum {play.seed}")
+    while True:
+        a, b, c = (rng.randint(2, 99) for _ in range(3))
+        text = f"{a} {rng.choice('+-')} {b} + {c}"
+        if split_of_text(text) == play.split:
+            return text
+
+
+def episode(play: Play) -> Score:
+    coder, reasoner = (
+        ChatOpenAI(model=seat, base_url=play.base_url, api_key=play.api_key, max_retries=0) for seat in play.seats
+    )
+    asked = question(play)
+    truth = str(evaluate(asked))
+    end = graph(coder, reasoner).compile().invoke({"question": asked})
+    right = end["answer"].strip() == truth
+    return Score({"coder": float(end["found"] == truth)}, team=float(right), success=right)

@@ -1,0 +1,248 @@
+"""Programming problems from files, in the shapes of HumanEval, MBPP, APPS, CodeContests and LiveCodeBench, or our own.
+
+Which shape a file has is told by its columns.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from palestra.envs.problems.program_asserts import cases_of, entry_of
+from palestra.envs.problems.programs import Case, ProgramProblem
+from palestra.envs.problems.tables import Row, read_rows
+from palestra.envs.problems.trials import Kind
+
+OWN = Path(__file__).with_name("data") / "programs.jsonl"
+LARGEST = 2**28  # bytes of hidden tests after unpacking
+SHORT = 200  # characters of a question in few words, where a file has none
+PYTHON_3 = 3  # CodeContests' number for it
+LEVELS = {"introductory": 2, "interview": 3, "competition": 5, "easy": 2, "medium": 3, "hard": 5}
+COMMON = (
+    "from typing import *\nfrom collections import *\nimport bisect, functools, heapq, itertools, math, re, string\n"
+)
+
+
+def load_programs(path: Path) -> tuple[ProgramProblem, ...]:
+    """The problems of a .jsonl, .json or .parquet file, or of a folder of them, in order.
+
+    Raises ValueError, naming file and row, where the columns are of no known shape or a row cannot be read.
+    """
+    return _load(path, path.stat().st_mtime_ns if path.exists() else 0)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, changed: int) -> tuple[ProgramProblem, ...]:
+    return tuple(_read(row, f"{path}, row {number}") for number, row in enumerate(read_rows(path), start=1))
+
+
+def _read(row: Row, where: str) -> ProgramProblem:
+    shape = next((shape for shape in SHAPES if shape.columns <= row.keys()), None)
+    if shape is None:
+        known = "; ".join(f"{shape.name}: {', '.join(sorted(shape.columns))}" for shape in SHAPES)
+        raise ValueError(f"{where} has columns {', '.join(row)}, which are of no known shape. Known are {known}")
+    try:
+        problem = shape.read(row)
+    except (KeyError, TypeError, ValueError, SyntaxError, IndexError) as error:
+        raise ValueError(
+            f"{where} is no problem in the shape of {shape.name}: {error!r}; mend it or leave it out"
+        ) from error
+    if not problem.tests:
+        raise ValueError(f"{where} has no tests: add one, or leave it out")
+    return problem
+
+
+class Shape(NamedTuple):
+    name: str
+    columns: frozenset[str]
+    read: Callable[[Row], ProgramProblem]
+
+
+def _own(row: Row) -> ProgramProblem:
+    function = bool(row["entry"])
+
+    def cases(name: str) -> tuple[Case, ...]:
+        if function:
+            return tuple(Case(repr(tuple(arguments)), repr(value)) for arguments, value in row[name])
+        return tuple(Case(given, expected) for given, expected in row[name])
+
+    return ProgramProblem(
+        id=row["id"],
+        question=row["question"],
+        short=row["short"],
+        key=_key(row["question"]),
+        kind="function" if function else "stdin",
+        tests=cases("tests"),
+        examples=cases("examples"),
+        reference=row["reference"],
+        entry=row["entry"] or "",
+        starter=row.get("starter") or "",
+        difficulty=row["difficulty"],
+        exact=False,
+    )
+
+
+def _human_eval(row: Row) -> ProgramProblem:
+    prompt, entry = row["prompt"], row["entry_point"]
+    kind, tests = cases_of(_checks(row["test"]), entry, alias="candidate")
+    if not tests:
+        kind, tests = "assertion", (Case(f"{row['test']}\ncheck({entry})"),)
+    question = f"Complete this function:\n\n{prompt.rstrip()}"
+    reference = prompt + row["canonical_solution"]
+    named = dict(id=row["task_id"], question=question, reference=reference, entry=entry)
+    return _problem(named, kind, tests, preamble=prompt, difficulty=2)
+
+
+def _checks(test: str) -> str:
+    """The body of HumanEval's function `check`, or nothing where it does more than assert one thing after the other."""
+    for node in ast.parse(test).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "check":
+            plain = all(isinstance(inner, ast.Assert | ast.Expr) for inner in node.body)
+            return (
+                "\n".join(ast.unparse(inner) for inner in node.body if isinstance(inner, ast.Assert)) if plain else ""
+            )
+    return ""
+
+
+def _mbpp(row: Row) -> ProgramProblem:
+    text, asserts = row.get("text") or row["prompt"], "\n".join(row["test_list"])
+    entry = entry_of(asserts, row["code"])
+    setup = "\n".join([row.get("test_setup_code") or "", *(row.get("test_imports") or [])]).strip()
+    kind, tests = cases_of(asserts, entry)
+    question = f"{text.strip()}\n\nThe function is called {entry}, as in: {row['test_list'][0]}"
+    named = dict(id=f"mbpp/{row['task_id']}", question=question, reference=row["code"], entry=entry)
+    return _problem(named, kind, tests, preamble=setup, difficulty=2)
+
+
+def _apps(row: Row) -> ProgramProblem:
+    tests = json.loads(row["input_output"])
+    entry, starter = tests.get("fn_name") or "", row.get("starter_code") or ""
+    pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+    cases = tuple(_call(given, _inner(out)) if entry else Case(_lines(given), _lines(out)) for given, out in pairs)
+    solutions = json.loads(row.get("solutions") or "[]")
+    named = dict(id=f"apps/{row.get('problem_id', row.get('id'))}", question=row["question"], entry=entry)
+    named |= dict(reference=_first_python(solutions), starter=starter)
+    kind: Kind = "function" if entry else "stdin"
+    preamble = COMMON if entry else ""
+    return _problem(named, kind, cases, preamble=preamble, difficulty=LEVELS.get(row["difficulty"], 3), exact=False)
+
+
+def _code_contests(row: Row) -> ProgramProblem:
+    public, *hidden = (
+        [Case(*pair) for pair in zip(row[name]["input"], row[name]["output"], strict=True)] if row.get(name) else []
+        for name in ("public_tests", "private_tests", "generated_tests")
+    )
+    tests = [case for cases in hidden for case in cases]
+    solutions = row["solutions"]
+    pairs = zip(solutions["language"], solutions["solution"], strict=True)
+    written = [text for language, text in pairs if language in (PYTHON_3, "PYTHON3")]
+    named = dict(id=row["name"], question=row["description"], reference=_first_python(written), examples=tuple(public))
+    return _problem(named, "stdin", tuple(tests or public), difficulty=4)
+
+
+def _live_code_bench(row: Row) -> ProgramProblem:
+    public = json.loads(row["public_test_cases"])
+    hidden = _unpacked(row["private_test_cases"])
+    entry = json.loads(row.get("metadata") or "{}").get("func_name") or ""
+    functional = bool(public or hidden) and (public or hidden)[0]["testtype"] == "functional"
+
+    def cases(tests: Sequence[Any]) -> tuple[Case, ...]:
+        if not functional:
+            return tuple(Case(test["input"], test["output"]) for test in tests)
+        given = ([json.loads(line) for line in test["input"].split("\n") if line.strip()] for test in tests)
+        return tuple(_call(one, json.loads(test["output"])) for one, test in zip(given, tests, strict=True))
+
+    title = f"{row['question_title']}\n\n" if row.get("question_title") else ""
+    named = dict(id=f"lcb/{row['question_id']}", question=title + row["question_content"], entry=entry)
+    named |= dict(examples=cases(public), starter=row.get("starter_code") or "")
+    kind: Kind = "function" if functional else "stdin"
+    preamble = COMMON if functional else ""
+    level = LEVELS.get(row.get("difficulty") or "", 3)
+    return _problem(named, kind, cases(hidden or public), preamble=preamble, difficulty=level, exact=False)
+
+
+SHAPES = (
+    Shape(
+        "palestra",
+        frozenset({"id", "difficulty", "question", "short", "entry", "reference", "examples", "tests"}),
+        _own,
+    ),
+    Shape("HumanEval", frozenset({"task_id", "prompt", "canonical_solution", "test", "entry_point"}), _human_eval),
+    Shape("MBPP", frozenset({"task_id", "code", "test_list"}), _mbpp),
+    Shape("APPS", frozenset({"question", "input_output", "difficulty"}), _apps),
+    Shape("CodeContests", frozenset({"name", "description", "public_tests", "solutions"}), _code_contests),
+    Shape(
+        "LiveCodeBench",
+        frozenset({"question_id", "question_content", "public_test_cases", "private_test_cases"}),
+        _live_code_bench,
+    ),
+)
+
+
+def _problem(named: dict[str, Any], kind: Kind, tests: tuple[Case, ...], **options: Any) -> ProgramProblem:
+    question = named["question"] = named["question"].strip()
+    return ProgramProblem(**named, **options, kind=kind, tests=tests, key=_key(question), short=_key(question)[:SHORT])
+
+
+def _key(question: str) -> str:
+    return " ".join(question.split())
+
+
+def _call(arguments: Sequence[Any], value: Any) -> Case:
+    return Case(repr(tuple(arguments)), repr(value))
+
+
+def _inner(value: Any) -> Any:
+    """APPS wraps a function's value in a list, mostly."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _lines(text: str | Sequence[str]) -> str:
+    return text if isinstance(text, str) else "\n".join(map(str, text))
+
+
+def _first_python(solutions: Sequence[str]) -> str | None:
+    """The first solution that is Python 3: the sets hold some in older ones."""
+    return next(_compiling(solutions), None)
+
+
+def _compiling(solutions: Sequence[str]) -> Iterator[str]:
+    for source in solutions:
+        try:
+            ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        yield source
+
+
+class _TextOnly(pickle.Unpickler):
+    """Unpickles plain values: what could run code is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"the pickle asks for {module}.{name}, but tests are plain text")
+
+
+def _unpacked(text: str) -> list[Any]:
+    """LiveCodeBench's hidden tests: JSON, or JSON in a pickle, compressed, in base 64."""
+    if not text or text.lstrip().startswith("["):
+        return list(json.loads(text or "[]"))
+    try:
+        unpack = zlib.decompressobj()
+        data = unpack.decompress(base64.b64decode(text), LARGEST)
+        if unpack.unconsumed_tail:
+            raise ValueError(f"private_test_cases unpack to more than {LARGEST} bytes")
+        plain = _TextOnly(io.BytesIO(data)).load()
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"private_test_cases cannot be unpacked: {error}") from error
+    if not isinstance(plain, str):
+        raise ValueError(f"private_test_cases hold {type(plain).__name__}, not text")
+    return list(json.loads(plain))

@@ -1,0 +1,75 @@
+"""Programming problems: what is asked, tests that nobody sees, and a program that passes them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from palestra.envs.problems.trials import Code, Kind, Trial, agrees
+from palestra.envs.text.splits import Split, split_of_text
+
+GRADES = (1, 2, 3, 4, 5)
+Part = Split | Literal["all"]
+
+
+class Case(NamedTuple):
+    """One test. `given` is stdin, a function's arguments as Python writes a tuple, or an assertion; `expected` is
+    stdout, or the value as Python writes it."""
+
+    given: str
+    expected: str = ""
+
+
+@dataclass(frozen=True)
+class ProgramProblem:
+    """One problem. `question` asks it, `short` in few words; `examples` are shown, `tests` are not.
+
+    `key` is what makes it this problem, which decides its split. `reference` is a whole program, None where none is
+    known. Not `exact`: a tuple may be a list.
+    """
+
+    id: str
+    question: str
+    short: str
+    key: str
+    kind: Kind
+    tests: tuple[Case, ...]
+    examples: tuple[Case, ...] = ()
+    reference: str | None = None
+    entry: str = ""
+    preamble: str = ""
+    starter: str = ""
+    difficulty: int = 3
+    exact: bool = True
+
+    def code(self, answer: str, kind: Kind) -> Code:
+        """An answer as the program that it is."""
+        return Code(answer, kind, self.entry, self.preamble)
+
+    def kind_of(self, case: Case) -> Kind:
+        """How a case is tried: a call with its value is one, whatever the hidden tests are."""
+        return "function" if self.kind == "assertion" and case.expected else self.kind
+
+    def passes(self, trial: Trial, case: Case) -> bool:
+        return agrees(self.kind_of(case), trial, case.expected, exact=self.exact)
+
+
+def choose(
+    problems: Sequence[ProgramProblem], part: Part, grades: Sequence[int], name: str
+) -> tuple[ProgramProblem, ...]:
+    """Those of a split and of these difficulties. Raises ValueError, naming where they are from, if there are none."""
+    graded = [problem for problem in problems if problem.difficulty in grades]
+    found = tuple(problem for problem in graded if part == "all" or split_of_text(problem.key) == part)
+    if not found:
+        raise ValueError(
+            f'none of the {len(problems)} problems in {name} is of split "{part}" and of difficulty '
+            f"{', '.join(map(str, grades))}: give other difficulties, a larger file, or split: all"
+        )
+    return found
+
+
+def draw(problems: Sequence[ProgramProblem], seed: int) -> ProgramProblem:
+    """The problem that `seed` names."""
+    return random.Random(f"program {seed}").choice(problems)

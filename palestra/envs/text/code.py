@@ -1,0 +1,258 @@
+"""Programming in a team: a coder writes a program while a tester writes a test for it; both at once, neither sees the
+other's answer. Where the program passes the test, they are done; where not, both see why and try again.
+
+After the code workflow of Stronger-MAS (arXiv 2510.11062). When play stops depends on the two alone; the hidden tests
+only pay. Rewards are for what a turn adds: what is paid in all is for the last program and the last test, so that
+playing on is worth nothing in itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+from palestra.envs.base import Env
+from palestra.envs.problems.program_drills import Drill, draw_drill, drill_problem
+from palestra.envs.problems.program_files import OWN, load_programs
+from palestra.envs.problems.programs import GRADES, Case, Part, ProgramProblem, choose, draw
+from palestra.envs.problems.trials import Lab, Trials, value_of
+from palestra.envs.text.code_answers import read_program, read_test, write_program, write_test
+from palestra.envs.text.code_prompts import ROLES, Turn, compact, full
+from palestra.envs.text.games import Rendering, Reward
+from palestra.envs.text.grids import within
+from palestra.sandbox import Limits, open_sandbox
+from palestra.types import Seat, Step
+
+BUILT, SMOKE, PASSED = 0.1, 0.1, 0.8  # coder, for a program that compiles, that runs, for the share of tests it passes
+VALID, RIGHT = 0.2, 0.8  # tester, for a test that can be read, and for one that the reference passes
+SOLVED = 1.0  # team, with `reward: outcome`
+DRILLS = "drills"
+EASY = (1, 2, 3)  # difficulties of drills, unless others are named
+MIB = 2**20
+
+Team = Literal["coder_tester", "single"]
+SEATS: dict[Team, tuple[Seat, ...]] = {"coder_tester": ("coder", "tester"), "single": ("coder",)}
+
+
+class Judged(NamedTuple):
+    """What came of a turn: `share` of the hidden tests that pass, `coder` and `tester` in [0, 1] for what their answers
+    are worth, whether the two agree, and what both are told."""
+
+    share: float
+    coder: float
+    tester: float
+    agreed: bool
+    turn: Turn
+
+
+class CoderTester(Env):
+    """`source` says where problems are from: "own" (64 of ours), "drills" (expressions for small models) or a file.
+
+    Of a problem's hidden tests the first `tests` count; `seconds` is what a program may take for all of them, by the
+    clock and of the processor, `memory` is in MiB. Programs run in a sandbox, and the env refuses to start where there
+    is none, unless `unsafe`. `difficulty` lists those wanted, from 1 to 5.
+
+    A coder that is alone (`team: single`) is done once its program passes the examples; where there are none, at once.
+
+    Info: `passed` is the share of the hidden tests, `agreed` whether play stops for it.
+    """
+
+    name: ClassVar[str] = "code"
+
+    def __init__(
+        self,
+        *,
+        source: str = "own",
+        split: Part = "train",
+        difficulty: list[int] | None = None,
+        team: Team = "coder_tester",
+        turns: int = 4,
+        tests: int = 20,
+        seconds: float = 5.0,
+        memory: int = 256,
+        reward: Reward = "dense",
+        rendering: Rendering = "full",
+        unsafe: bool = False,
+    ) -> None:
+        within("turns", turns, 1, 100)
+        within("tests", tests, 1, 10_000)
+        within("seconds", seconds, 0.1, 600)
+        within("memory", memory, 32, 2**20)
+        self.seats, self.team, self.turns, self.tests = SEATS[team], team, turns, tests
+        self.source, self.split, self.reward, self.rendering = source, split, reward, rendering
+        self.grades = _grades(difficulty, EASY if source == DRILLS else GRADES)
+        self.limits = Limits(wall=seconds, cpu=seconds, memory=memory * MIB, disk=64 * MIB)
+        self.lab = _lab(unsafe)
+        self._problems = () if source == DRILLS else _chosen(source, split, tuple(self.grades))
+        self.roles = {seat: self._role(seat) for seat in self.seats}
+        self._over = True
+
+    # ---- the contract
+
+    def reset(self, seed: int) -> Step:
+        self.drill: Drill | None = draw_drill(seed, self.split, self.grades) if self.source == DRILLS else None
+        self.problem = drill_problem(self.drill) if self.drill else draw(self._problems, seed)
+        self._turns: tuple[Turn, ...] = ()
+        self._judged = Judged(0.0, 0.0, 0.0, False, Turn(None, None, None))
+        self._over = False
+        return Step(self._observations())
+
+    async def step(self, actions: dict[Seat, Any]) -> Step:
+        if self._over or actions.keys() != set(self.seats):
+            raise ValueError(f"reset(seed), then answer for {', '.join(self.seats)} until no seat is observed")
+        before, source = self._judged, read_program(actions["coder"])
+        test = read_test(actions["tester"], self.problem) if self.team == "coder_tester" else None
+        now = await (self._alone(source) if self.team == "single" else self._both(source, test))
+        self._judged, self._turns = now, (*self._turns, now.turn)
+        success = now.share == 1.0
+        self._over = now.agreed or len(self._turns) >= self.turns
+        flaws = {"coder": source is None or now.turn.flaw is not None, "tester": test is None}
+        return Step(
+            {} if self._over else self._observations(),
+            rewards={seat: self._own(seat, before, now) for seat in self.seats},
+            team_reward=self._shared(before, now),
+            truncated=self._over and not now.agreed and not success,
+            info={
+                "success": success,
+                "turn": len(self._turns),
+                "invalid": {seat: flaws[seat] for seat in self.seats},
+                "passed": now.share,
+                "agreed": now.agreed,
+            },
+        )
+
+    def fork(self) -> Self:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """The reference solution, or a test that it passes. Raises ValueError where the problem's file has none."""
+        fenced, problem = self.rendering == "full", self.problem
+        if seat == "tester":
+            return write_test(self._known(rng), problem, fenced=fenced)
+        if problem.reference is None:
+            raise ValueError(f'problem "{problem.id}" has no reference solution, so there is no expert at it')
+        if problem.kind == "expression" and fenced:
+            return f"#### {problem.reference}"
+        return write_program(problem.reference, fenced=fenced)
+
+    def _known(self, rng: random.Random) -> Case:
+        """A test with its right answer."""
+        if self.drill:
+            xs = [rng.randrange(10) for _ in range(rng.randint(2, 3))]
+            return Case(f"({xs!r},)", repr(self.drill.of(xs)))
+        cases = [case for case in (*self.problem.examples, *self.problem.tests) if case.expected]
+        if not cases:
+            raise ValueError(f'the tests of problem "{self.problem.id}" name no values, so there is no expert at them')
+        return rng.choice(sorted(cases, key=lambda case: len(case.given))[:3])
+
+    # ---- one turn
+
+    async def _both(self, source: str | None, test: Case | None) -> Judged:
+        """What coder and tester did in one turn."""
+        (hidden, told), right = await asyncio.gather(self._tried(source, test), self._by_reference(test))
+        share, worth = self._marks(source, hidden)
+        trial = told.trials[-1] if told and told.trials else None
+        agreed = bool(test and trial and self.problem.passes(trial, test))
+        if right is None:  # no reference: a program that passes all hidden tests stands in for it
+            right = agreed and share == 1.0
+        tester = VALID * (test is not None) + RIGHT * right
+        flaw = hidden.flaw if hidden else None
+        return Judged(share, worth, tester, agreed, Turn(source, test, trial, flaw))
+
+    async def _tried(self, source: str | None, test: Case | None) -> tuple[Trials | None, Trials | None]:
+        """What a program makes of the hidden tests, and of the tester's, which is the last of the second. A program
+        that hangs on one must not fail at the others for it, so they run apart; expressions, being quick, do not."""
+        hidden, own = self._hidden(), (test,) if test else ()
+        if self.problem.kind == "expression":
+            tried = await self._on(source, (*hidden, *own))
+            return tried, tried if own else None
+        both = await asyncio.gather(self._on(source, hidden), self._on(source, own))
+        return both[0], both[1]
+
+    async def _alone(self, source: str | None) -> Judged:
+        """What a coder did that has only the examples to go by."""
+        examples = self.problem.examples
+        hidden, shown = await asyncio.gather(self._on(source, self._hidden()), self._on(source, examples))
+        share, worth = self._marks(source, hidden)
+        trials = shown.trials if shown else ()
+        failed = [
+            (case, trial) for case, trial in zip(examples, trials, strict=False) if not self.problem.passes(trial, case)
+        ]
+        case, trial = failed[0] if failed else (None, None)
+        agreed = not examples or bool(trials and not failed)
+        return Judged(share, worth, 0.0, agreed, Turn(source, case, trial, hidden.flaw if hidden else None))
+
+    def _hidden(self) -> tuple[Case, ...]:
+        return self.problem.tests[: self.tests]
+
+    async def _on(self, source: str | None, cases: tuple[Case, ...]) -> Trials | None:
+        """What a program makes of cases; None where there is no program, or nothing to try it on."""
+        if source is None or not cases:
+            return None
+        code = self.problem.code(source, self.problem.kind_of(cases[0]))
+        return await self.lab.tries(code, tuple(case.given for case in cases), self.limits)
+
+    async def _by_reference(self, test: Case | None) -> bool | None:
+        """Whether the reference passes a test; None where there is no reference."""
+        if test is None:
+            return False
+        if self.drill:
+            return self.drill.gives(value_of(test.given)[0]) == value_of(test.expected)
+        tried = await self._on(self.problem.reference, (test,))
+        return self.problem.passes(tried.trials[0], test) if tried else None
+
+    def _marks(self, source: str | None, hidden: Trials | None) -> tuple[float, float]:
+        """The share of hidden tests that a program passes, and what the program is worth to the coder."""
+        if source is None or hidden is None or hidden.flaw is not None:
+            return 0.0, 0.0
+        pairs = zip(hidden.trials, self._hidden(), strict=False)  # an expression's trials end with the tester's
+        passed = [self.problem.passes(trial, case) for trial, case in pairs]
+        share = sum(passed) / len(passed)
+        return share, BUILT + SMOKE * hidden.trials[0].ok + PASSED * share
+
+    def _own(self, seat: Seat, before: Judged, now: Judged) -> float:
+        if self.reward == "outcome":
+            return 0.0
+        return now.coder - before.coder if seat == "coder" else now.tester - before.tester
+
+    def _shared(self, before: Judged, now: Judged) -> float:
+        if self.reward == "outcome":
+            return SOLVED * (self._over and now.share == 1.0)
+        return now.share - before.share
+
+    def _role(self, seat: Seat) -> str:
+        if self.rendering == "compact":
+            return f"code {seat}"
+        return ROLES["alone" if self.team == "single" else seat]
+
+    def _observations(self) -> dict[Seat, str]:
+        if self.rendering == "compact":
+            return dict.fromkeys(self.seats, compact(self.problem, self._turns))
+        alone = self.team == "single"
+        return {seat: full(self.problem, seat, self._turns, self.turns, alone=alone) for seat in self.seats}
+
+
+@cache
+def _lab(unsafe: bool) -> Lab:
+    return Lab(open_sandbox(unsafe))
+
+
+def _grades(wanted: list[int] | None, default: tuple[int, ...]) -> list[int]:
+    grades = list(default) if wanted is None else sorted(set(wanted))
+    if not grades or not set(grades) <= set(GRADES):
+        raise ValueError(f"difficulty: {wanted} are not all from 1 to 5: give a list such as [1, 2]")
+    return grades
+
+
+@cache
+def _chosen(source: str, split: Part, grades: tuple[int, ...]) -> tuple[ProgramProblem, ...]:
+    """The problems of a source that belong to a split. Raises ValueError where there is no such file, or none are."""
+    path = OWN if source == "own" else Path(source)
+    if not path.exists():
+        raise ValueError(f'source: "{source}" is neither "own" nor "drills" nor a file: give the path of one')
+    return choose(load_programs(path), split, grades, str(source))

@@ -1,0 +1,88 @@
+"""Programs and tests as they are answered, and as one who knows them would write them."""
+
+from __future__ import annotations
+
+import re
+
+from palestra.envs.problems.programs import Case, ProgramProblem
+from palestra.envs.problems.trials import MISSING, value_of
+
+LONGEST = 20_000  # characters of an answer that are read, from its end
+LONGEST_VALUE = 2000  # characters of a value in a test
+_FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+
+
+def read_program(answer: object) -> str | None:
+    """The program in an answer: its last fenced block, else what follows its last ####, else all of it; None where
+    that is nothing."""
+    text = str(answer)[-LONGEST:]
+    blocks = _FENCED.findall(text)
+    source = str(blocks[-1]).strip("\n") if blocks else text.rpartition("####")[2].strip()
+    return source if source.strip() else None
+
+
+def read_test(answer: object, problem: ProgramProblem) -> Case | None:
+    """The test in an answer, None where there is none that could be one of the problem.
+
+    For programs that read and print: the last two fenced blocks, else what stands before and after "->". For functions
+    and expressions: the last line, `f(1, 2) -> 3`, `assert f(1, 2) == 3` or `[1,2] -> [5,8]`.
+    """
+    text = str(answer)[-LONGEST:]
+    if problem.kind == "stdin":
+        blocks = _FENCED.findall(text)
+        given, mark, expected = text.rpartition("####")[2].strip().rpartition("->")
+        if len(blocks) < 2 and not mark:
+            return None
+        given, expected = blocks[-2:] if len(blocks) >= 2 else (given.strip(), expected.strip())
+        return Case(f"{given.strip()}\n", f"{expected.strip()}\n")
+    line = (text.rpartition("####")[2].strip().splitlines() or [""])[-1].strip(" `")
+    line = line.removeprefix("assert ")
+    for sign in re.finditer(r"->|==", line[:LONGEST_VALUE]):
+        arguments, value = _arguments(line[: sign.start()].strip(), problem), value_of(line[sign.end() :].strip())
+        if arguments is not None and value is not MISSING:
+            return Case(repr(arguments), repr(value))
+    return None
+
+
+def _arguments(said: str, problem: ProgramProblem) -> tuple[object, ...] | None:
+    """What is given to the function: `f(1, 2)`, or a list for `xs`."""
+    if problem.kind == "expression":
+        xs = value_of(re.sub(r"^xs\s*=", "", said).strip())
+        return (xs,) if isinstance(xs, list) else None
+    name, opened, inner = said.partition("(")
+    if name.strip() not in (problem.entry, "candidate") or not opened or not inner.endswith(")"):
+        return None
+    arguments = value_of(f"({inner[:-1]},)" if inner[:-1].strip() else "()")
+    return arguments if isinstance(arguments, tuple) else None
+
+
+def write_program(source: str, *, fenced: bool) -> str:
+    return f"```python\n{source.strip()}\n```" if fenced else source.strip()
+
+
+def write_test(case: Case, problem: ProgramProblem, *, fenced: bool) -> str:
+    """A test as `read_test` reads it."""
+    if problem.kind == "stdin":
+        given, expected = case.given.strip(), case.expected.strip()
+        return f"Input:\n```\n{given}\n```\nOutput:\n```\n{expected}\n```" if fenced else f"{given} -> {expected}"
+    return f"#### {shown(case, problem)}" if fenced else shown(case, problem)
+
+
+def shown(case: Case, problem: ProgramProblem) -> str:
+    """A test of a function or an expression on one line: `f(1, 2) -> 3`."""
+    if problem.kind == "expression":
+        return f"{tight(case.given[1:-1].rstrip(','))} -> {tight(case.expected)}"
+    if problem.kind == "assertion":
+        return case.given
+    return f"{call(case.given, problem)} -> {case.expected}"
+
+
+def call(given: str, problem: ProgramProblem) -> str:
+    """`f(1, 2)` for the arguments "(1, 2)"."""
+    inner = given[1:-1]
+    return f"{problem.entry}({inner.removesuffix(',')})"
+
+
+def tight(value: str) -> str:
+    """A value without the blanks that Python puts after commas: "[1,2]"."""
+    return value.replace(", ", ",")

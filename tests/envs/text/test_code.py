@@ -1,0 +1,288 @@
+"""A coder and a tester: what they see, what their answers are worth, when play stops, and that hanging programs hold
+nobody up."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_code import ADD, BAD, ECHO, GOOD, both, play, write
+
+from palestra.envs.base import check_env
+from palestra.envs.problems.program_files import OWN, load_programs
+from palestra.envs.problems.programs import Case
+from palestra.envs.text.code import CoderTester
+from palestra.envs.text.code_answers import read_program, read_test, write_program, write_test
+from palestra.sandbox import client
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"rendering": "compact", "reward": "outcome", "turns": 2},
+    {"team": "single", "turns": 3},
+    {"source": "drills", "rendering": "compact"},
+    {"source": "drills", "difficulty": [2], "team": "single", "reward": "outcome"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _sandboxed() -> None:
+    if all(client.why_not(name) for name in client.FIRST_TO_LAST):
+        pytest.skip("no sandbox works here")
+
+
+@pytest.fixture
+def add(tmp_path: Path) -> partial[CoderTester]:
+    """The env with one problem, `add`."""
+    return partial(CoderTester, source=write(tmp_path / "add.jsonl", ADD), split="all")
+
+
+# ---- the contract
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
+    check_env(lambda: CoderTester(**options), seeds=range(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", ["dense", "outcome"])
+@pytest.mark.parametrize("rendering", ["full", "compact"])
+@pytest.mark.parametrize("team", ["coder_tester", "single"])
+@pytest.mark.parametrize("source", ["own", "drills"])
+def test_it_keeps_the_contract_in_all_forms(source: str, team: Any, rendering: Any, reward: Any) -> None:
+    make = partial(CoderTester, source=source, team=team, rendering=rendering, reward=reward)
+    check_env(make, seeds=range(3), act=partial(sometimes_right, make()))
+
+
+def sometimes_right(env: CoderTester, seat: str, observation: Any, rng: random.Random) -> str:
+    """Answers that lead through all branches: those of the expert, of another problem's, and nonsense."""
+    env.reset(rng.randrange(3))
+    return rng.choice([env.expert(seat, rng), "```python\nprint(1)\n```", "[1,2] -> [3]", "#### [x for x in xs]", ""])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_experts_solve_it_in_one_turn(options: dict[str, Any]) -> None:
+    for seed in range(4):
+        env, rng = CoderTester(**options), random.Random(seed)
+        env.reset(seed)
+        *_, end = play(env, {seat: env.expert(seat, rng) for seat in env.seats}, seed=seed)
+        assert end.over and end.info["success"] and not end.truncated
+        paid = 1.0 if env.reward == "dense" else 0.0
+        assert end.team_reward == 1.0 and end.rewards == pytest.approx(dict.fromkeys(env.seats, paid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rendering", ["full", "compact"])
+def test_experts_solve_all_problems_of_our_own(rendering: Any) -> None:
+    for number in range(len(load_programs(OWN))):
+        env = CoderTester(split="all", rendering=rendering, seconds=20)
+        env._problems = load_programs(OWN)[number : number + 1]
+        env.reset(0)
+        *_, end = play(env, {seat: env.expert(seat, random.Random(0)) for seat in env.seats})
+        assert end.info["success"] and end.info["agreed"], env.problem.id
+
+
+def test_options_are_checked() -> None:
+    for options, message in [
+        ({"difficulty": [0, 1]}, "from 1 to 5"),
+        ({"difficulty": []}, "from 1 to 5"),
+        ({"turns": 0}, "turns=0"),
+        ({"seconds": 0.0}, "seconds=0"),
+        ({"source": "nowhere.jsonl"}, '"own" nor "drills" nor a file'),
+        ({"split": "test", "difficulty": [4]}, 'split "test" and of difficulty 4'),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            CoderTester(**options)  # type: ignore[arg-type]
+
+
+# ---- rewards
+
+
+def test_rewards_of_a_turn(add: Any) -> None:
+    """Worked by hand: a - b is right at (0, 0) alone, so at 1 of 4 tests."""
+    _, step = play(add(), both(BAD, "#### add(2, 3) -> 5"))
+    assert step.rewards == pytest.approx({"coder": 0.1 + 0.1 + 0.8 / 4, "tester": 0.2 + 0.8})
+    assert step.team_reward == 0.25
+    assert step.info == {
+        **{"success": False, "turn": 1, "passed": 0.25, "agreed": False},
+        "invalid": {"coder": False, "tester": False},
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "worth"),
+    [
+        ("", 0.0),
+        ("```python\ndef add(a, b:\n```", 0.0),  # does not compile
+        ("```python\ndef add(a, b):\n    return a + c\n```", 0.1),  # compiles, fails at the first test
+        ("```python\ndef plus(a, b):\n    return a + b\n```", 0.1),
+        ("```python\ndef add(a, b):\n    return 7\n```", 0.2),
+        ("```python\ndef add(a, b):\n    return 4\n```", 0.2 + 0.8 / 2),
+        (GOOD, 1.0),
+    ],
+)
+def test_what_a_program_is_worth(add: Any, program: str, worth: float) -> None:
+    _, step = play(add(), both(program, "nothing"))
+    assert step.rewards == pytest.approx({"coder": worth, "tester": 0.0})
+    assert step.info["invalid"] == {"coder": worth == 0.0, "tester": True}
+
+
+@pytest.mark.parametrize(
+    ("test", "worth"),
+    [
+        ("", 0.0),
+        ("add(1) 2", 0.0),
+        ("#### sub(1, 2) -> 3", 0.0),
+        ("#### add(1, 2) -> 4", 0.2),  # can be read, and is wrong
+        ("#### add(1) -> 1", 0.2),
+        ("#### add(1, 2) -> 3", 1.0),
+        ("I think so.\n#### assert add('a', 'b') == 'ab'", 1.0),
+    ],
+)
+def test_what_a_test_is_worth(add: Any, test: str, worth: float) -> None:
+    _, step = play(add(), both("", test))
+    assert step.rewards == pytest.approx({"coder": 0.0, "tester": worth})
+
+
+def test_what_is_paid_in_all_is_for_the_last_answers(add: Any) -> None:
+    """Playing on pays nothing in itself, and getting worse is paid back."""
+    env = add(turns=3)
+    steps = play(env, both(BAD, "#### add(1, 2) -> 3"), both("", ""), both(BAD, "#### add(2, 1) -> 4"))
+    assert steps[-1].over and steps[-1].truncated and not steps[-1].info["success"]
+    assert sum(step.team_reward for step in steps) == pytest.approx(0.25)
+    assert sum(step.rewards.get("coder", 0) for step in steps) == pytest.approx(0.4)
+    assert sum(step.rewards.get("tester", 0) for step in steps) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("program", "paid"), [(GOOD, 1.0), (BAD, 0.0)])
+def test_only_the_end_pays_with_outcome(add: Any, program: str, paid: float) -> None:
+    wrong, last = both(GOOD, "#### add(1, 2) -> 4"), both(program, "#### add(0, 0) -> 0")
+    *_, middle, end = play(add(reward="outcome"), wrong, last)
+    assert middle.team_reward == 0.0 and middle.info["success"]  # the program is right, but they go on
+    assert end.over and end.team_reward == paid and end.rewards == {"coder": 0.0, "tester": 0.0}
+
+
+# ---- when play stops
+
+
+def test_it_stops_when_they_agree_right_or_wrong(add: Any) -> None:
+    _, right = play(add(), both(GOOD, "#### add(1, 2) -> 3"))
+    assert right.over and right.info["success"] and not right.truncated
+    _, wrong = play(add(), both(BAD, "#### add(5, 2) -> 3"))
+    assert wrong.over and not wrong.info["success"] and not wrong.truncated
+
+
+def test_hidden_tests_do_not_stop_it(add: Any) -> None:
+    _, step = play(add(), both(GOOD, "#### add(1, 2) -> 4"))
+    assert not step.over and step.info["success"] and not step.info["agreed"]
+
+
+def test_one_who_is_alone_goes_by_the_examples(add: Any) -> None:
+    _, first, second = play(add(team="single"), {"coder": BAD}, {"coder": GOOD})
+    assert not first.over and "An example that it fails: add(1, 2) should give 3" in first.observations["coder"]
+    assert "The program gave -1" in first.observations["coder"]
+    assert second.over and second.info["agreed"] and second.info["success"]
+
+
+def test_one_who_is_alone_and_has_no_examples_has_one_turn(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", ADD | {"examples": []})
+    _, step = play(CoderTester(source=source, split="all", team="single"), {"coder": BAD})
+    assert step.over and not step.info["success"]
+
+
+def test_no_reference_a_right_program_stands_in_for_it(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", ADD | {"reference": None})
+    env = CoderTester(source=source, split="all")
+    for program, test, worth in [(GOOD, "#### add(1, 2) -> 3", 1.0), (BAD, "#### add(5, 2) -> 3", 0.2)]:
+        _, step = play(env, both(program, test))
+        assert step.rewards["tester"] == pytest.approx(worth)
+    with pytest.raises(ValueError, match="no reference solution"):
+        env.expert("coder", random.Random(0))
+
+
+# ---- what they see
+
+
+def test_both_see_what_happened(add: Any) -> None:
+    start, step = play(add(), both(BAD, "#### add(2, 3) -> 5"))
+    for seat, program, test in [("coder", "Your program", "The tester's test"), ("tester", "The coder's", "Your test")]:
+        assert "Write a function `add(a, b)`" in start.observations[seat]
+        assert "Examples:\nadd(1, 2) -> 3" in start.observations[seat]
+        told = step.observations[seat]
+        assert program in told and "return a - b" in told and f"{test}: add(2, 3) should give 5" in told
+        assert "The program gave -1" in told and "Turn 2 of 4." in told
+
+
+def test_nobody_sees_hidden_tests(add: Any) -> None:
+    steps = play(add(), both("", ""), both(BAD, "#### add(2, 3) -> 5"))
+    shown = "".join(text for step in steps for text in step.observations.values())
+    assert not any(word in shown for word in ("30", "20", "0, 0", "-1, 5"))
+
+
+def test_what_is_told_of_failures(add: Any) -> None:
+    loop = "```python\ndef add(a, b):\n    while True: pass\n```"
+    _, crashed = play(add(), both("```python\ndef add(a, b):\n    return a / 0\n```", "#### add(1, 2) -> 3"))
+    assert "The program failed: ZeroDivisionError: division by zero" in crashed.observations["tester"]
+    _, hung = play(add(seconds=0.4), both(loop, "#### add(1, 2) -> 3"))
+    assert "The program failed: out of time" in hung.observations["coder"]
+    _, bad = play(add(), both("```python\ndef add(\n```", "none"))
+    assert "The program does not compile: SyntaxError" in bad.observations["coder"]
+    assert "no test that could be read" in bad.observations["coder"]
+
+
+def test_compact_drills_are_short() -> None:
+    env = CoderTester(source="drills", rendering="compact")
+    start, step = play(env, both("xs", "[1,2] -> [7]"), seed=3)
+    assert env.roles == {"coder": "code coder", "tester": "code tester"}
+    short = env.problem.short
+    assert start.observations == {"coder": short, "tester": short}
+    assert step.observations["tester"] == f"{short} code xs test [1,2] -> [7] got [1,2]"
+
+
+def test_programs_that_read_and_print(tmp_path: Path) -> None:
+    env = CoderTester(source=write(tmp_path / "a.jsonl", ECHO), split="all")
+    start, step, end = play(
+        env,
+        both("```python\nprint(input().upper())\n```", "Input:\n```\nx y\n```\nOutput:\n```\nx y\n```"),
+        both("```\nprint(input())\n```", "x y -> x y"),
+    )
+    assert "Input:\n```\na\n```\nOutput:\n```\na\n```" in start.observations["coder"]
+    assert "The program printed\n```\nX Y\n```" in step.observations["coder"]
+    assert step.rewards == pytest.approx({"coder": 0.2, "tester": 1.0})
+    assert end.over and end.info["success"]
+
+
+# ---- reading and writing answers
+
+
+def test_reading_programs() -> None:
+    assert read_program("```python\na\n```\nor better\n```py\nb\n```") == "b"
+    assert read_program("thinking #### [x for x in xs]") == "[x for x in xs]"
+    assert read_program("print(1)") == "print(1)"
+    assert read_program("  ") is None and read_program("```python\n```") is None
+    assert read_program("x" * 10**6) == "x" * 20_000
+
+
+@pytest.mark.parametrize("number", range(0, 64, 7))
+def test_written_answers_are_read_again(number: int) -> None:
+    problem = load_programs(OWN)[number]
+    for case in (case for case in problem.tests if len(case.given) < 1000):
+        test = read_test(write_test(case, problem, fenced=True), problem)
+        if problem.kind == "stdin":
+            assert test == Case(case.given.strip() + "\n", case.expected.strip() + "\n")
+        else:
+            assert test == case
+    assert problem.reference
+    assert read_program(write_program(problem.reference, fenced=True)) == problem.reference.strip()
+
+
+def test_reading_tests_with_signs_in_their_values(add: Any) -> None:
+    env = add()
+    env.reset(0)
+    assert read_test("#### add('a->b', '==') -> 'a->b=='", env.problem) == Case("('a->b', '==')", "'a->b=='")
+    assert read_test("#### `add([1], (2,)) == [1]`", env.problem) == Case("([1], (2,))", "[1]")
+    for bad in ("add(x) -> 1", "add(1 -> 2", "add(**{}) -> 1", "add(" + "[" * 900 + " -> 1", "add(1) ->"):
+        assert read_test(bad, env.problem) is None

@@ -1,0 +1,147 @@
+"""What coders cannot do to be paid for nothing, what is run once, and that hanging programs hold nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_code import ADD, GOOD, both, play, write
+
+from palestra.envs.text import code
+from palestra.envs.text.code import CoderTester
+from palestra.policies.base import Query
+from palestra.policies.scripted import ScriptedPolicy
+from palestra.rollouts.play import Arena, Branching, Match
+from palestra.sandbox import Sandbox, client
+from palestra.types import Episode, Step
+
+
+@pytest.fixture(autouse=True)
+def _sandboxed() -> None:
+    if all(client.why_not(name) for name in client.FIRST_TO_LAST):
+        pytest.skip("no sandbox works here")
+
+
+@pytest.fixture
+def add(tmp_path: Path) -> partial[CoderTester]:
+    """The env with one problem, `add`."""
+    return partial(CoderTester, source=write(tmp_path / "add.jsonl", ADD), split="all")
+
+
+def test_programs_cannot_find_what_is_expected(tmp_path: Path) -> None:
+    riddle = ADD | {"examples": [], "tests": [[[n, 0], f"xyzzy{n}"] for n in range(4)], "entry": "find"}
+    program = """
+import gc, os, sys
+def find(a, b):
+    frame, seen = sys._getframe(), []
+    while frame:
+        seen.append(repr((frame.f_locals, frame.f_globals)))
+        frame = frame.f_back
+    seen += [repr(one) for one in gc.get_objects()] + [open(n, errors="replace").read() for n in os.listdir(".")]
+    for text in seen:
+        if "xy" + "zzy" in text: return text[text.index("xy" + "zzy"):][:6]
+    return len(seen)
+"""
+    source = write(tmp_path / "a.jsonl", riddle)
+    _, step = play(CoderTester(source=source, split="all", seconds=20), both(f"```python\n{program}\n```", ""))
+    assert step.info["passed"] == 0.0 and step.rewards["coder"] == pytest.approx(0.2)  # it did run
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "class All(int):\n    def __eq__(self, o): return True\n    def __repr__(self): return '3'\n"
+        "def add(a, b): return All(7)",
+        "import os\ndef add(a, b):\n    for n in range(4): open(str(n), 'w').write('ok\\n7')\n    os._exit(0)",
+        "import sys\nprint('ok')\nsys.exit(0)",
+        "raise SystemExit",
+    ],
+)
+def test_programs_cannot_forge_results(add: Any, program: str) -> None:
+    _, step = play(add(), both(f"```python\n{program}\n```", ""))
+    assert step.info["passed"] == 0.0
+
+
+def test_equal_programs_are_run_once(add: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    run_python = Sandbox.run_python
+
+    async def counted(self: Sandbox, source: str, **options: Any) -> Any:
+        runs.append(options["stdin"])
+        return await run_python(self, source, **options)
+
+    monkeypatch.setattr(Sandbox, "run_python", counted)
+    answers = both("```python\ndef add(a, b):\n    return a + b  # once\n```", "#### add(8, 1) -> 9")
+
+    async def group() -> list[Step]:
+        envs = [add() for _ in range(6)]
+        for env in envs:
+            env.reset(0)
+        return await asyncio.gather(*(env.step(answers) for env in envs))
+
+    steps = asyncio.run(group())
+    assert all(step == steps[0] for step in steps) and steps[0].info["success"]
+    assert len(runs) == len(set(runs)) <= 3  # the hidden tests, the tester's, and the reference on that
+
+
+def test_without_a_sandbox_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    for cached in (client.why_not, code._lab):
+        cached.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="unsafe: true"):
+            CoderTester()
+        play(CoderTester(unsafe=True, source="drills"), both("xs", "[1] -> [1]"))
+    finally:
+        for cached in (client.why_not, code._lab):
+            cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("episodes", "seconds"), [(10, 4.0), pytest.param(200, 40.0, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_programs_that_hang_hold_nobody_up(tmp_path: Path, episodes: int, seconds: float) -> None:
+    """Every tenth hangs for all of its time; all others are done before the first of these gives up."""
+    ends = ends_of(tmp_path, episodes, seconds, "__import__('time').sleep(99)")
+    assert (len(ends[True]), len(ends[False])) == (episodes // 10, episodes * 9 // 10)
+    assert max(ends[False]) < seconds <= min(ends[True])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_programs_that_compute_for_ever_only_slow_others_down(tmp_path: Path) -> None:
+    ends = ends_of(tmp_path, 200, 3.0, "exec('while True: pass')")
+    assert (len(ends[True]), len(ends[False])) == (20, 180)
+
+
+def ends_of(folder: Path, episodes: int, seconds: float, hang: str) -> dict[bool, list[float]]:
+    """When each of so many episodes ended, in seconds after the first began: those that hung in their first turn, and
+    the others. All must end in success."""
+    source, ends, began = (
+        write(folder / "add.jsonl", ADD),
+        {True: list[float](), False: list[float]()},
+        time.monotonic(),
+    )
+    hanging: dict[int, bool] = {}
+
+    def coder(query: Query, rng: random.Random) -> str:
+        if "Turn 2" in query.observation:
+            return GOOD
+        hangs = hanging.setdefault(query.seed, len(hanging) % 10 == 0)
+        unlike = f"# {query.seed}"  # the others' programs, whose results are known
+        return f"```python\n{unlike}\ndef add(a, b):\n    return {hang if hangs else 'a + b'}\n```"
+
+    def done(episode: Episode) -> None:
+        assert episode.error is None and episode.success
+        ends[len(episode.nodes) == 2].append(time.monotonic() - began)
+
+    seats = {"coder": ScriptedPolicy(coder), "tester": ScriptedPolicy(["#### add(4, 4) -> 8"])}
+    arena = Arena(partial(CoderTester, source=source, split="all", seconds=seconds), "code")
+    asyncio.run(arena.play_all([Match(0, seats, seed) for seed in range(episodes)], Branching(), on_done=done))
+    return ends

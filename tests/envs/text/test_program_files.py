@@ -1,0 +1,227 @@
+"""Programming problems from files: the published shapes, what is refused, and assertions read as cases."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from toy_programs import failures, tried
+
+from palestra.envs.problems.program_asserts import cases_of, entry_of
+from palestra.envs.problems.program_files import load_programs
+from palestra.envs.problems.programs import Case, ProgramProblem
+from palestra.envs.problems.trials import Lab
+from palestra.sandbox import client, open_sandbox
+
+
+@pytest.fixture
+def lab() -> Lab:
+    if all(client.why_not(name) for name in client.FIRST_TO_LAST):
+        pytest.skip("no sandbox works here")
+    return Lab(open_sandbox())
+
+
+HUMAN_EVAL = {
+    "task_id": "HumanEval/x",
+    "prompt": """from typing import List
+
+
+def plus(a: int):
+    return a + 1
+
+def total(xs: List[int]) -> int:
+    ''' Sum. '''
+""",
+    "canonical_solution": "    return sum(xs)\n",
+    "test": """METADATA = {}
+
+
+def check(candidate):
+    assert candidate([1, 2]) == 3
+    assert candidate([]) == 0, 'empty'
+""",
+    "entry_point": "total",
+}
+MBPP = {
+    "task_id": 11,
+    "text": "Write a function to swap a pair.",
+    "code": "def swap(pair):\r\n  return (pair[1], pair[0])",
+    "test_list": ["assert swap((1, 2)) == (2, 1)", "assert swap(('a', 0)) == (0, 'a')"],
+    "test_setup_code": "",
+    "challenge_test_list": [],
+}
+APPS_STDIN = {
+    "problem_id": 5,
+    "question": "Add two numbers.",
+    "solutions": json.dumps(["print 'old'", "print(sum(map(int, input().split())))"]),
+    "input_output": json.dumps({"inputs": ["1 2\n", "5 6\n"], "outputs": ["3\n", "11\n"]}),
+    "difficulty": "introductory",
+    "url": "",
+    "starter_code": "",
+}
+APPS_CALL = APPS_STDIN | {
+    "question": "Sum a list.",
+    "solutions": json.dumps(["class Solution:\n    def total(self, xs: List[int]) -> int:\n        return sum(xs)"]),
+    "input_output": json.dumps({"fn_name": "total", "inputs": [[[1, 2]], [[]]], "outputs": [[3], [0]]}),
+    "difficulty": "competition",
+    "starter_code": "class Solution:\n    def total(self, xs: List[int]) -> int:\n",
+}
+CODE_CONTESTS = {
+    "name": "1_A. Sum",
+    "description": "Print the sum of two numbers.",
+    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+    "private_tests": {"input": ["3 4\n"], "output": ["7\n"]},
+    "generated_tests": {"input": ["5 5\n"], "output": ["10\n"]},
+    "solutions": {"language": [2, 3], "solution": ["int main(){}", "print(sum(map(int, input().split())))"]},
+    "difficulty": 7,
+}
+
+
+def packed(tests: Any) -> str:
+    """As LiveCodeBench packs its hidden tests."""
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+
+
+LIVE_STDIN = {
+    "question_title": "Double",
+    "question_content": "Print twice the number.",
+    "platform": "atcoder",
+    "question_id": "abc1",
+    "contest_date": "2024-01-01",
+    "starter_code": "",
+    "difficulty": "easy",
+    "public_test_cases": json.dumps([{"input": "2\n", "output": "4\n", "testtype": "stdin"}]),
+    "private_test_cases": packed([{"input": "5\n", "output": "10\n", "testtype": "stdin"}]),
+    "metadata": "{}",
+}
+LIVE_CALL = LIVE_STDIN | {
+    "starter_code": "class Solution:\n    def pick(self, xs: List[int], k: int) -> int:\n",
+    "difficulty": "hard",
+    "public_test_cases": json.dumps([{"input": "[1, 2]\n1", "output": "2", "testtype": "functional"}]),
+    "private_test_cases": packed([{"input": "[7, 8, 9]\n0", "output": "7", "testtype": "functional"}]),
+    "metadata": json.dumps({"func_name": "pick"}),
+}
+ALL = {
+    "human_eval": (HUMAN_EVAL, "function", ("([1, 2],)", "([],)"), 2),
+    "mbpp": (MBPP, "function", ("((1, 2),)", "(('a', 0),)"), 2),
+    "apps": (APPS_STDIN, "stdin", ("1 2\n", "5 6\n"), 2),
+    "apps call": (APPS_CALL, "function", ("([1, 2],)", "([],)"), 5),
+    "code_contests": (CODE_CONTESTS, "stdin", ("3 4\n", "5 5\n"), 4),
+    "live_code_bench": (LIVE_STDIN, "stdin", ("5\n",), 2),
+    "live_code_bench call": (LIVE_CALL, "function", ("([7, 8, 9], 0)",), 5),
+}
+
+
+def load(folder: Path, *rows: dict[str, Any], ending: str = "jsonl") -> tuple[ProgramProblem, ...]:
+    path = folder / f"rows.{ending}"
+    if ending == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(list(rows)), path)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_text(lines if ending == "jsonl" else json.dumps(rows))
+    return load_programs(path)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("name", ALL)
+def test_published_shapes_load(tmp_path: Path, name: str, ending: str) -> None:
+    row, kind, givens, difficulty = ALL[name]
+    (problem,) = load(tmp_path, row, ending=ending)
+    assert (problem.kind, problem.difficulty) == (kind, difficulty)
+    assert tuple(case.given for case in problem.tests) == givens
+
+
+@pytest.mark.parametrize("name", [name for name, (row, *_) in ALL.items() if "question_id" not in row])
+def test_their_references_pass(lab: Lab, tmp_path: Path, name: str) -> None:
+    assert failures(lab, load(tmp_path, ALL[name][0])[0]) == []
+
+
+def test_answers_to_live_code_bench(lab: Lab, tmp_path: Path) -> None:
+    """Which holds no solutions; an answer may be a class with a method and need not import what it names."""
+    (problem,) = load(tmp_path, LIVE_CALL)
+    assert problem.reference is None and problem.examples == (Case("([1, 2], 1)", "2"),)
+    answer = "class Solution:\n    def pick(self, xs: List[int], k: int) -> int:\n        return xs[k]"
+    trials = tried(lab, problem.code(answer, "function"), problem.tests[0].given).trials
+    assert problem.passes(trials[0], problem.tests[0])
+
+
+def test_human_eval_keeps_what_its_prompt_defines(lab: Lab, tmp_path: Path) -> None:
+    (problem,) = load(tmp_path, HUMAN_EVAL)
+    answer = "def total(xs: List[int]):\n    return plus(sum(xs)) - 1"
+    trials = tried(lab, problem.code(answer, "function"), *(case.given for case in problem.tests)).trials
+    assert all(problem.passes(trial, case) for trial, case in zip(trials, problem.tests, strict=True))
+
+
+def test_assertions_that_are_no_plain_calls_run_as_they_are(lab: Lab, tmp_path: Path) -> None:
+    loose = "def check(candidate):\n    assert abs(candidate([1.5]) - 1.5) < 1e-6\n    assert candidate([]) == 0\n"
+    looped = "def check(candidate):\n    for n in range(3):\n        assert candidate([n]) == n\n"
+    for test, number in [(loose, 2), (looped, 1)]:
+        (problem,) = load(tmp_path, HUMAN_EVAL | {"test": test, "task_id": str(number)})
+        assert problem.kind == "assertion" and len(problem.tests) == number
+        assert failures(lab, problem) == []
+        wrong = tried(
+            lab, problem.code("def total(xs): return 9", "assertion"), *(c.given for c in problem.tests)
+        ).trials
+        assert not any(problem.passes(trial, case) for trial, case in zip(wrong, problem.tests, strict=True))
+
+
+def test_assertions_as_cases() -> None:
+    assert cases_of("assert f(1, [2]) == 3\nassert f(0) is None", "f") == (
+        "function",
+        (Case("(1, [2])", "3"), Case("(0,)", "None")),
+    )
+    for other in ("assert f(1)", "assert not f(1)", "assert f(1) < 2", "assert f(x) == 1", "assert g(1) == 1"):
+        assert cases_of(other, "f")[0] == "assertion"
+    assert entry_of("assert set(f(1)) == set(g(2))\nassert f(3)", "def f(x): pass\ndef g(x): pass") == "f"
+    with pytest.raises(ValueError, match="nothing that the code defines"):
+        entry_of("assert h(1)", "def f(x): pass")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"what": 1}, "of no known shape.*HumanEval: .*LiveCodeBench"),
+        (APPS_STDIN | {"input_output": "{}"}, "row 1 is no problem in the shape of APPS: KeyError"),
+        (APPS_STDIN | {"input_output": '{"inputs": [], "outputs": []}'}, "row 1 has no tests"),
+        (MBPP | {"code": "x = "}, "shape of MBPP: SyntaxError"),
+        (LIVE_STDIN | {"private_test_cases": "????"}, "cannot be unpacked"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, row)
+
+
+class Evil:
+    """What an attacker would have unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self.path), "w"))
+
+
+def test_hidden_tests_that_would_run_code_are_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    for bad in (Evil(trace), [Evil(trace)], {"a": 1}, b"text", 7):
+        blob = base64.b64encode(zlib.compress(pickle.dumps(bad))).decode()
+        with pytest.raises(ValueError, match="private_test_cases"):
+            load(tmp_path, LIVE_STDIN | {"private_test_cases": blob, "question_id": repr(type(bad))})
+        (tmp_path / "rows.jsonl").unlink()
+    assert not trace.exists()
+    pickle.loads(pickle.dumps(Evil(trace))).close()
+    assert trace.exists()  # it would have
+
+
+def test_hidden_tests_that_unpack_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palestra.envs.problems.program_files.LARGEST", 10_000)
+    with pytest.raises(ValueError, match="more than 10000 bytes"):
+        load(tmp_path, LIVE_STDIN | {"private_test_cases": packed("x" * 10**6)})
