@@ -44,7 +44,8 @@ VALUES = st.dictionaries(NAMES, st.one_of(st.integers(), st.text(), st.booleans(
 
 @given(st.lists(st.tuples(NAMES, VALUES), max_size=3))
 def test_saying_and_reading_are_inverse(calls):
-    message = assistant("\n".join(f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls))
+    spelt = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    message = assistant("\n".join(f"<tool_call>{text}</tool_call>" for text in spelt))
     assert calls_of(message) == [Call(*call) for call in calls]
     assert same(assistant(said(message)), message)
 

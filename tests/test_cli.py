@@ -232,7 +232,8 @@ def test_info_names_versions_envs_and_bases():
     done = palestra("info")
     text = plain(done.output)
     assert done.exit_code == 0
-    for word in ("palestra", "torch", "sokoban", "plan_path", "grpo", "sft", "qmix", "tiny", "endpoint", "psro", "sandbox"):
+    names = ("sokoban", "plan_path", "simple_spread", "grpo", "sft", "qmix", "tiny", "endpoint", "psro")
+    for word in ("palestra", "torch", "sandbox", *names):
         assert word in text
 
 

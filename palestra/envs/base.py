@@ -47,7 +47,7 @@ class Env(ABC):
         """An independent copy of the game as it stands."""
         return copy.deepcopy(self)
 
-    def close(self) -> None | Awaitable[None]:  # noqa: B027 - most envs hold nothing
+    def close(self) -> Awaitable[None] | None:  # noqa: B027 - most envs hold nothing
         """Release what the env holds."""
 
 
