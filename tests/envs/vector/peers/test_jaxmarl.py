@@ -63,6 +63,13 @@ def test_spread_goes_as_jaxmarl_plays_it() -> None:
     assert frame.truncated.all()  # JaxMARL's clock allows 26 steps
 
 
+def test_a_clock_may_end_games_instead_of_cutting_them_off() -> None:
+    env = JaxMarlEnv(2, clock="ends")
+    env.reset(np.arange(2))
+    ends = [env.step(np.zeros((2, 3), np.int32)).copy() for _ in range(26)]
+    assert ends[-1].terminated.all() and not any(frame.truncated.any() for frame in ends)
+
+
 def test_marines_win_by_shooting_first_and_lose_by_standing() -> None:
     """Allies that shoot whom they may (actions from 5 on) win many games; those that only stand (4) none, and their
     games end by their death. Won games are successes; rewards stay between 0 and 2 a game."""
