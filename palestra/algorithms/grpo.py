@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from palestra.config import Strict
 from palestra.losses.policy import LOSSES
@@ -31,10 +31,22 @@ class Group:
     nodes: list[list[Node]]
 
 
+Baseline = Literal["mean", "others"]
+Scale = Literal["std", "none", "batch"]
+
+
 class GRPO(Strict):
-    """GRPO and AT-GRPO. `alpha` mixes rewards as alpha * team + local; `scale: std` divides advantages by the group's
-    standard deviation, `none` does not (Dr. GRPO, Liu et al., 2025). A group without differences teaches
-    nothing and is skipped."""
+    """GRPO, AT-GRPO and their kin. `alpha` mixes rewards as alpha * team + local. A group without differences teaches
+    nothing and is skipped (DAPO's filter, Yu et al., 2025).
+
+    An answer is measured by the mean of its group, or with `baseline: others` by that of its siblings alone (RLOO,
+    Ahmadian et al., 2024). `scale: std` divides by the group's standard deviation, `none` by nothing (Dr. GRPO, Liu et
+    al., 2025), `batch` by that of all the policy's answers in the step (REINFORCE++, Hu, 2025).
+
+    `surrogate` is what an update climbs: `clipped` (PPO), with ratios from 1 - `clip` to 1 + `clip_high`, and
+    `dual_clip` for bad answers; `cispo`, which clips the weight and not the gradient, from above alone; `gspo`, by the
+    ratio of whole answers, whose bounds want to be some hundred times closer.
+    """
 
     type: Literal["grpo"] = "grpo"
     at: Literal["root", "turn"] = "turn"
@@ -42,9 +54,12 @@ class GRPO(Strict):
     k: int = Field(8, ge=2)
     epsilon: float = Field(0.1, ge=0, le=1)
     alpha: float = Field(1.0, ge=0)
-    scale: Literal["std", "none"] = "std"
+    baseline: Baseline = "mean"
+    scale: Scale = "std"
+    surrogate: Literal["clipped", "cispo", "gspo"] = "clipped"
     clip: float = Field(0.2, gt=0)
     clip_high: float | None = Field(None, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
     kl: float = Field(0.0, ge=0)
     entropy: float = 0.0
 
@@ -52,28 +67,44 @@ class GRPO(Strict):
     def branching(self) -> Branching:
         return Branching(self.at, self.k, "all" if self.at == "root" else self.keep, self.epsilon, self.alpha)
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.dual_clip and self.surrogate != "clipped":
+            raise ValueError(f"dual_clip is of surrogate: clipped, and {self.surrogate} has none: leave it out")
+        return self
+
     @property
     def loss(self) -> Callable:
-        return LOSSES["clipped_policy"]
+        return LOSSES["clipped_policy" if self.surrogate == "clipped" else self.surrogate]
 
     @property
     def loss_options(self) -> dict[str, float | None]:
-        options = {"clip": self.clip, "clip_high": self.clip_high, "kl": self.kl, "entropy": self.entropy}
+        high = self.clip if self.clip_high is None else self.clip_high
+        bounds: dict[str, dict[str, float | None]] = {
+            "clipped": {"clip": self.clip, "clip_high": self.clip_high, "dual_clip": self.dual_clip},
+            "cispo": {"clip_high_threshold": 1 + high},
+            "gspo": {"clip_low_threshold": 1 - self.clip, "clip_high_threshold": 1 + high},
+        }
+        options = bounds[self.surrogate] | {"kl": self.kl, "entropy": self.entropy}
         return {name: value for name, value in options.items() if value}
 
     def samples(self, episodes: Sequence[Episode], policy: str) -> tuple[list[Sample], Metrics]:
         """What `policy` learns from: its answers in groups whose values differ. Writes every answer's advantage to its
         node. The figures say how many groups there were and which share had nothing to teach."""
+        groups = [
+            group
+            for episode in episodes
+            for group in self.groups(episode)
+            if any(member(node.answers[group.seat].policy) == policy for node in group.nodes[0])
+        ]
+        scale: Literal["std", "none"] = "std" if self.scale == "std" else "none"
+        advantages = [group_advantages(group.values, baseline=self.baseline, scale=scale) for group in groups]
+        spread = batch_spread(advantages) if self.scale == "batch" else 1.0
         samples: list[Sample] = []
-        count = flat = 0
-        for episode in episodes:
-            for group in self.groups(episode):
-                if not any(member(n.answers[group.seat].policy) == policy for n in group.nodes[0]):
-                    continue
-                advantages = group_advantages(group.values, scale=self.scale)
-                count, flat = count + 1, flat + (not any(advantages))
-                samples += _annotate(group, advantages)
-        return samples, {"groups": float(count), "zero_variance": flat / count if count else 0.0}
+        for group, own in zip(groups, advantages, strict=True):
+            samples += _annotate(group, [value / spread for value in own])
+        flat = sum(not any(own) for own in advantages)
+        return samples, {"groups": float(len(groups)), "zero_variance": flat / len(groups) if groups else 0.0}
 
     def groups(self, episode: Episode) -> Iterator[Group]:
         """The groups of an episode; none of one that failed."""
@@ -112,18 +143,29 @@ class GRPO(Strict):
         return value
 
 
-def group_advantages(values: Sequence[float], *, scale: Literal["std", "none"] = "std") -> list[float]:
+def group_advantages(
+    values: Sequence[float], *, baseline: Baseline = "mean", scale: Literal["std", "none"] = "std"
+) -> list[float]:
     """Each value's distance from the group's mean, in standard deviations with `scale: std` (Shao et al., 2024, sec.
-    4.1.2). All zero where the values do not differ.
+    4.1.2), or from the mean of the others (Ahmadian et al., 2024, eq. 6). All zero where the values do not differ.
 
-    The standard deviation is the population form. [1, 0, 0, 0] gives [1.73, -0.58, -0.58, -0.58].
+    The standard deviation is the population form. [1, 0, 0, 0] gives [1.73, -0.58, -0.58, -0.58], and from the others,
+    unscaled, [1, -0.33, -0.33, -0.33].
     """
     array = np.asarray(values, np.float64)
     centred = array - array.mean()
     spread = centred.std()
     if spread < 1e-8:
         return [0.0] * len(array)
+    if baseline == "others":
+        centred = centred * len(array) / (len(array) - 1)
     return (centred / spread if scale == "std" else centred).tolist()
+
+
+def batch_spread(advantages: Sequence[Sequence[float]]) -> float:
+    """The standard deviation (population form) of all answers' advantages, whose mean is 0; 1 where there is none."""
+    flat = np.concatenate([np.zeros(1), *map(np.asarray, advantages)])[1:]
+    return float(flat.std()) if len(flat) and flat.std() > 1e-8 else 1.0
 
 
 def _annotate(group: Group, advantages: Sequence[float]) -> list[Sample]:

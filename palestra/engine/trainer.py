@@ -111,7 +111,8 @@ class Trainer:
             "weight": _spread(pack.shares, samples),
         }
         old, advantage, weight = (torch.as_tensor(v, dtype=torch.float32, device=device) for v in flat.values())
-        return Scored(logp_M, entropy_M, old, ref_logp_M, advantage, weight)
+        sequence = self.engine.tensor(np.repeat(np.arange(len(samples)), [len(s.token_ids) for s in samples]))
+        return Scored(logp_M, entropy_M, old, ref_logp_M, advantage, weight, sequence)
 
     def _logp(
         self,

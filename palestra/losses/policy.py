@@ -35,21 +35,35 @@ class Scored(NamedTuple):
 
 
 def clipped_policy_loss(
-    tokens: Scored, *, clip: Bound = 0.2, clip_high: Bound | None = None, kl: float = 0.0, entropy: float = 0.0
+    tokens: Scored,
+    *,
+    clip: Bound = 0.2,
+    clip_high: Bound | None = None,
+    dual_clip: float | None = None,
+    kl: float = 0.0,
+    entropy: float = 0.0,
 ) -> tuple[Tensor, Figures]:
     """PPO's clipped surrogate (Schulman et al., 2017, eq. 7), negated, with optional KL penalty and entropy bonus.
 
-    `clip_high` widens the upper side only (DAPO, Yu et al., 2025). `kl` weighs the estimate
-    exp(ref - logp) - (ref - logp) - 1 of KL(policy || reference) (Schulman, 2020, k3), which needs `ref_logp_M`.
-    `clip_share` counts tokens whose gradient the clip removed.
+    `clip_high` widens the upper side only (DAPO, Yu et al., 2025). `dual_clip`, above 1, bounds what a bad answer that
+    became likelier can cost, to so many times its advantage (Ye et al., 2020, eq. 5). For `kl` and `entropy` see
+    `held`. `clip_share` counts tokens whose gradient the clip removed.
     """
-    loss, figures = _pessimistic(tokens, _ratio(tokens), 1 - clip, 1 + (clip if clip_high is None else clip_high))
+    high = 1 + (clip if clip_high is None else clip_high)
+    loss, figures = _pessimistic(tokens, _ratio(tokens), 1 - clip, high, dual_clip)
+    return held(tokens, loss, figures, kl, entropy)
+
+
+def held(tokens: Scored, loss: Tensor, figures: Figures, kl: float, entropy: float) -> tuple[Tensor, Figures]:
+    """A loss with what holds a policy back: `kl` weighs the estimate exp(ref - logp) - (ref - logp) - 1 of
+    KL(policy || reference) (Schulman, 2020, k3), `entropy` a bonus for the policy's own. Raises ValueError for a KL
+    penalty without `ref_logp_M`."""
     if kl:
         if tokens.ref_logp_M is None:
             raise ValueError("a KL penalty needs log-probabilities of the reference")
         gap = tokens.ref_logp_M - tokens.logp_M
         penalty = (tokens.weight_M * (torch.exp(gap) - gap - 1)).sum()
-        loss, figures["kl_ref"] = loss + kl * penalty, penalty.detach()
+        loss, figures = loss + kl * penalty, figures | {"kl_ref": penalty.detach()}
     if entropy:
         loss = loss - entropy * (tokens.weight_M * tokens.entropy_M).sum()
     return loss, figures
@@ -75,7 +89,12 @@ def importance_sampling_loss(tokens: Scored) -> tuple[Tensor, Figures]:
 
 
 def cispo_loss(
-    tokens: Scored, *, clip_low_threshold: Bound = 0.0, clip_high_threshold: Bound = 4.0
+    tokens: Scored,
+    *,
+    clip_low_threshold: Bound = 0.0,
+    clip_high_threshold: Bound = 4.0,
+    kl: float = 0.0,
+    entropy: float = 0.0,
 ) -> tuple[Tensor, Figures]:
     """CISPO (MiniMax-M1, Chen et al., 2025, eq. 4), negated: logp * advantage, weighted by the ratio within bounds,
     through which no gradient flows.
@@ -87,7 +106,8 @@ def cispo_loss(
     ratio = _ratio(tokens).detach()
     limited = _between(ratio, clip_low_threshold, clip_high_threshold)
     loss = -(tokens.weight_M * limited * tokens.logp_M * tokens.advantage_M).sum()
-    return loss, {"clip_share": (tokens.weight_M * (limited != ratio)).sum(), **_drift(tokens)}
+    figures = {"clip_share": (tokens.weight_M * (limited != ratio)).sum(), **_drift(tokens)}
+    return held(tokens, loss, figures, kl, entropy)
 
 
 def dro_loss(tokens: Scored, *, beta: float = 0.05) -> tuple[Tensor, Figures]:
@@ -107,6 +127,8 @@ def gspo_loss(
     clip_low_threshold: Bound = 0.8,
     clip_high_threshold: Bound = 1.2,
     sequence_ratio_mask: Tensor | None = None,
+    kl: float = 0.0,
+    entropy: float = 0.0,
 ) -> tuple[Tensor, Figures]:
     """GSPO-token (Zheng et al., 2025, eq. 13 and 14), negated: PPO's clipped surrogate in which each token's ratio has
     the value of its whole sequence's, the geometric mean, and the gradient of its own.
@@ -119,7 +141,8 @@ def gspo_loss(
         raise ValueError("gspo needs the number of each token's sequence")
     own = tokens.logp_M - tokens.logp_M.detach()  # nothing but the gradient
     ratio = torch.exp(_sequence_gap(tokens, tokens.sequence_M, sequence_ratio_mask) + own)
-    return _pessimistic(tokens, ratio, clip_low_threshold, clip_high_threshold)
+    loss, figures = _pessimistic(tokens, ratio, clip_low_threshold, clip_high_threshold)
+    return held(tokens, loss, figures, kl, entropy)
 
 
 def _sequence_gap(tokens: Scored, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:
@@ -142,11 +165,18 @@ def _between(ratio: Tensor, low: Bound, high: Bound) -> Tensor:
     return ratio.clamp(min=low).clamp(max=high)
 
 
-def _pessimistic(tokens: Scored, ratio: Tensor, low: Bound, high: Bound) -> tuple[Tensor, Figures]:
-    """-min(ratio * advantage, the same within bounds), and how much the bounds did."""
+def _pessimistic(
+    tokens: Scored, ratio: Tensor, low: Bound, high: Bound, most: float | None = None
+) -> tuple[Tensor, Figures]:
+    """-min(ratio * advantage, the same within bounds), and how much the bounds did. Of a bad answer no more than `most`
+    times its advantage."""
     plain, clipped = ratio * tokens.advantage_M, _between(ratio, low, high) * tokens.advantage_M
-    loss = -(tokens.weight_M * torch.minimum(plain, clipped)).sum()
-    return loss, {"clip_share": (tokens.weight_M * (clipped < plain)).sum(), **_drift(tokens)}
+    worth, silenced = torch.minimum(plain, clipped), clipped < plain
+    if most is not None:
+        floor = torch.where(tokens.advantage_M < 0, most * tokens.advantage_M, -torch.inf)
+        worth, silenced = torch.maximum(worth, floor), silenced | (worth < floor)
+    loss = -(tokens.weight_M * worth).sum()
+    return loss, {"clip_share": (tokens.weight_M * silenced).sum(), **_drift(tokens)}
 
 
 def _drift(tokens: Scored) -> Figures:

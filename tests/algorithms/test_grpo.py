@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import Spoken
 
-from palestra.algorithms.grpo import GRPO, group_advantages
+from palestra.algorithms.grpo import GRPO, batch_spread, group_advantages
 from palestra.envs.base import Env
+from palestra.losses.policy import LOSSES
 from palestra.rollouts.play import Arena, Branching, Match
 from palestra.types import Answer, Episode, Node, Step
 
@@ -48,6 +49,19 @@ def test_advantages_by_hand():
     assert group_advantages([0, 0, 1, 5], scale="none") == pytest.approx([-1.5, -1.5, -0.5, 3.5])
     assert group_advantages([2, 2, 2]) == [0, 0, 0]
     assert group_advantages([-1.5]) == [0]
+
+
+def test_advantages_over_the_others_by_hand():
+    """RLOO: of 1, 0, 0, 0 the first is 1 above the mean of the others, and each other a third below that of its own."""
+    assert group_advantages([1, 0, 0, 0], baseline="others", scale="none") == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert group_advantages([3, 1], baseline="others", scale="none") == pytest.approx([2, -2])
+    assert group_advantages([2, 2], baseline="others", scale="none") == [0, 0]
+
+
+def test_the_spread_of_a_batch_by_hand():
+    """Of -1, 1, -3, 3 and a flat group's zeros the mean square is 20 / 6."""
+    assert batch_spread([[-1, 1], [-3, 3], [0, 0]]) == pytest.approx((20 / 6) ** 0.5)
+    assert batch_spread([]) == batch_spread([[0.0, 0.0]]) == 1
 
 
 values = st.lists(st.floats(-100, 100).map(lambda x: round(x, 3)), min_size=2, max_size=9)
@@ -234,6 +248,39 @@ def test_a_group_without_differences_is_skipped_and_counted():
     samples, figures = GRPO(at="turn", k=2).samples([flat, chain()], "p")
     assert figures == {"groups": 2.0, "zero_variance": 0.5}
     assert len(samples) == 2 and advantages(flat, "a") == [0.0, 0.0]
+
+
+def test_a_batch_is_scaled_as_one():
+    """Two groups, worth 0 and 2 and worth 0 and 6: -1, 1, -3, 3 before, with a deviation of root 5. With a scale of
+    their own both would be -1 and 1."""
+    a = {"a": "p@0"}
+    one, other = (grow((None, a, {}, 0.0, True), (None, a, {}, high, True)) for high in (2.0, 6.0))
+    GRPO(at="turn", k=2, scale="batch").samples([one, other], "p")
+    assert advantages(one, "a") == pytest.approx([-1 / 5**0.5, 1 / 5**0.5])
+    assert advantages(other, "a") == pytest.approx([-3 / 5**0.5, 3 / 5**0.5])
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss", "options"),
+    [
+        ({}, "clipped_policy", {"clip": 0.2}),
+        ({"clip_high": 0.28, "dual_clip": 3.0}, "clipped_policy", {"clip": 0.2, "clip_high": 0.28, "dual_clip": 3.0}),
+        ({"surrogate": "cispo", "clip_high": 3.0, "kl": 0.1}, "cispo", {"clip_high_threshold": 4.0, "kl": 0.1}),
+        (
+            {"surrogate": "gspo", "clip": 3e-4, "clip_high": 4e-4},
+            "gspo",
+            {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
+        ),
+    ],
+)
+def test_each_surrogate_is_a_loss_with_its_bounds(settings, loss, options):
+    algorithm = GRPO(**settings)
+    assert algorithm.loss is LOSSES[loss] and algorithm.loss_options == pytest.approx(options)
+
+
+def test_a_setting_of_another_surrogate_is_a_mistake():
+    with pytest.raises(ValueError, match="dual_clip is of surrogate: clipped"):
+        GRPO(surrogate="gspo", dual_clip=3.0)
 
 
 def test_versions_of_a_policy_are_that_policy_and_other_names_are_not():

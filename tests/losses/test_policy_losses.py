@@ -78,6 +78,32 @@ def test_clip_high_widens_the_upper_side_only():
     assert clipped_policy_loss(below, clip=0.2, clip_high=0.28)[0].item() == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        (2.0, -2.0, 4.0, 4.0, 0),  # bad and likelier, within three times its advantage: as without
+        (5.0, -2.0, 6.0, 0.0, 1),  # beyond: 3 * 2, no more push
+        (5.0, 2.0, -2.4, 0.0, 1),  # good: the usual clip, whatever `dual_clip`
+        (0.5, -2.0, 1.6, 0.0, 1),
+    ],
+)
+def test_dual_clip_bounds_what_a_bad_answer_costs(ratio, advantage, loss, slope, clipped):
+    tokens = scored([math.log(ratio)], [0.0], [advantage])
+    value, figures = clipped_policy_loss(tokens, dual_clip=3.0)
+    assert value.item() == pytest.approx(loss, abs=1e-5)
+    assert slopes(tokens, value) == pytest.approx([slope], abs=1e-5)
+    assert figures["clip_share"].item() == clipped
+
+
+@pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, gspo_loss])
+def test_every_surrogate_takes_a_penalty_and_a_bonus(loss):
+    """At ratio 1 and advantage 0 nothing else is left: 0.5 * (1 - ln 2) less 0.1 * 2."""
+    tokens = scored([-1.0], [-1.0], [0.0], ref=[-1.0 + math.log(2)], entropy=[2.0], sequence=[0])
+    value, figures = loss(tokens, kl=0.5, entropy=0.1)
+    assert value.item() == pytest.approx(0.5 * (1 - math.log(2)) - 0.2, abs=1e-6)
+    assert figures["kl_ref"].item() == pytest.approx(1 - math.log(2), abs=1e-6)
+
+
 def test_a_step_down_the_gradient_raises_what_was_good():
     tokens = scored([-1.0, -1.0], [-1.0, -1.0], [1.0, -1.0])
     clipped_policy_loss(tokens)[0].backward()
@@ -335,6 +361,7 @@ def test_no_samples_make_no_packs():
         (cross_entropy_loss, {}),
         (importance_sampling_loss, {}),
         (cispo_loss, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+        (gspo_loss, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
         (dro_loss, {"beta": 0.2}),
     ],
 )
