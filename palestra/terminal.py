@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -15,12 +17,12 @@ def say(text: str) -> None:
 
 
 class friendly:
-    """Within, a user's mistake is one red line and exit code 2, not a traceback."""
+    """Within, a user's mistake is one red line and exit code 2, not a traceback, unless PALESTRA_TRACEBACK is set."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) and not os.environ.get("PALESTRA_TRACEBACK"):
             Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error

@@ -72,6 +72,12 @@ def test_mistakes_are_told(config, arguments, message):
     assert done.exit_code == 2 and message in plain(done.output)
 
 
+def test_where_a_mistake_was_found_is_shown_to_who_asks(config, monkeypatch):
+    monkeypatch.setenv("PALESTRA_TRACEBACK", "1")
+    done = palestra("eval", config, "--seats", "cook=expert")
+    assert isinstance(done.exception, ValueError) and done.exit_code == 1
+
+
 def test_an_env_alone_is_enough():
     done = palestra("eval", "text_kuhn", "--seats", "player_0=random", "--seats", "player_1=random", "--json")
     figures = json.loads(done.stdout)
