@@ -159,7 +159,7 @@ def joined(game: str, seed: int, results: list[dict], quick: bool) -> Iterable[d
         "executor": f"{ROOT / where[game, EXECUTOR, seed]}:executor",
     }
     for method, chosen, swap in ((JOINED, seats, False), (SWAPPED, {}, True)):
-        _, figures = asyncio.run(
+        scored = asyncio.run(
             evaluate_run(best, {}, chosen, swap=swap, episodes=20 if quick else 300, sampling={}, step=None, seed=seed)
         )
         yield {
@@ -168,9 +168,9 @@ def joined(game: str, seed: int, results: list[dict], quick: bool) -> Iterable[d
             "seed": seed,
             "phase": "test",
             "rate": None,
-            "success": figures["success"],
-            "episodes": figures["episodes"],
-            "turns": figures["steps_per_episode"],
+            "success": scored.figures["success"],
+            "episodes": scored.figures["episodes"],
+            "turns": scored.figures["steps_per_episode"],
         }
 
 

@@ -115,7 +115,7 @@ def test_instances_are_never_played_twice_and_exams_are_held_out(learned):
 
 def examine(path, seats=None, *, swap=False, sampling=None, step=None, episodes=200, env=None):
     options = {"swap": swap, "episodes": episodes, "sampling": sampling or {}, "step": step, "seed": 0}
-    return asyncio.run(evaluate_run(path, env or {}, seats or {}, **options))
+    return asyncio.run(evaluate_run(path, env or {}, seats or {}, **options))[:2]
 
 
 def test_a_run_can_be_examined_swapped_and_against_its_base(learned):
