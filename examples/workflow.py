@@ -37,8 +37,7 @@ def graph(coder: ChatOpenAI, reasoner: ChatOpenAI) -> StateGraph:
         return {"guess": ask(reasoner, "math reasoner", state["question"])}
 
     def calculate(state: State) -> State:
-        worth = evaluate(ask(coder, "math tool", state["question"]))
-        return {"found": "error" if worth is None else str(worth)}
+        return {"found": worth(ask(coder, "math tool", state["question"]))}
 
     def decide(state: State) -> State:
         asked = f"{state['question']} tool {state['found']} you {state['guess']}"
@@ -50,6 +49,15 @@ def graph(coder: ChatOpenAI, reasoner: ChatOpenAI) -> StateGraph:
     for one, other in ((START, "think"), ("think", "calculate"), ("calculate", "decide"), ("decide", END)):
         flow.add_edge(one, other)
     return flow
+
+
+def worth(expression: str) -> str:
+    """What it comes to, or "error" for what is no plain arithmetic."""
+    try:
+        value = evaluate(expression)
+    except (SyntaxError, ValueError, ArithmeticError):
+        value = None
+    return "error" if value is None else str(value)
 
 
 def question(play: Play) -> str:
@@ -67,7 +75,7 @@ def episode(play: Play) -> Score:
         ChatOpenAI(model=seat, base_url=play.base_url, api_key=play.api_key, max_retries=0) for seat in play.seats
     )
     asked = question(play)
-    truth = str(evaluate(asked))
+    truth = worth(asked)
     end = graph(coder, reasoner).compile().invoke({"question": asked})
     right = end["answer"].strip() == truth
     return Score({"coder": float(end["found"] == truth)}, team=float(right), success=right)

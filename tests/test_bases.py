@@ -1,5 +1,7 @@
-"""The bundled tiny base model loads with `transformers` alone, and says in one token each what the games say."""
+"""The bundled base models load with `transformers` alone, and say in few tokens what their tasks say."""
 
+import asyncio
+import random
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import palestra
+from palestra.chat import assistant, templated
+from palestra.config import validate
 from palestra.envs import make_env
 from palestra.envs.text.grids import DIRECTIONS
+from palestra.rollouts.figures import summary
+from palestra.setup import Config, Engines, make_arena, make_policy
+from palestra.train import evaluate
 
 TINY = Path(palestra.__file__).parent / "bases" / "tiny"
 WORDS = [*DIRECTIONS, "size", "you", "box", "goal", "walls", "plan", "none", "sokoban", "path", "planner", "executor"]
@@ -60,3 +67,59 @@ def test_the_model_loads_and_answers_in_the_games_words(tokenizer):
         out = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert set(answer.split()) <= set(DIRECTIONS)
+
+
+# ---- the base for tasks
+
+TASKS = TINY.parent / "tasks"
+COMPACT = {"rendering": "compact", "split": "dev"}
+SPOKEN = {  # what an expert says, in tokens at the most, and the longest that it is asked
+    "math": ({"kinds": ["arithmetic"], "difficulty": 2}, 12, 40),
+    "code": ({"source": "drills"}, 40, 40),
+    "debate": ({"source": "drills", "rounds": 1}, 24, 60),
+    "tools": ({"world": "drills"}, 60, 40),
+    "sudoku": ({"size": 4}, 30, 60),
+    "guess_number": ({}, 6, 20),
+}
+
+
+@pytest.fixture(scope="module")
+def words():
+    return AutoTokenizer.from_pretrained(TASKS)
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_tasks_are_short(words, name):
+    options, most, longest = SPOKEN[name]
+    env, rng = make_env(name, **options, **COMPACT), random.Random(0)
+    for seed in range(50):
+        for seat, seen in env.reset(seed).observations.items():
+            assert len(words.encode(f"{env.roles.get(seat, '')}{seen}")) <= longest
+            assert len(words.encode(env.expert(seat, rng))) < most
+
+
+def test_a_call_is_written_as_it_is_read(words):
+    """A conversation with calls in it is what the model has read, and the template writes it alike."""
+    said_by_hand = '<tool_call>{"name": "search", "arguments": {"query": "arle"}}</tool_call>'
+    chat = [
+        {"role": "user", "content": "arle people"},
+        assistant(said_by_hand),
+        {"role": "tool", "tool_call_id": "call_0", "content": "arle 512"},
+    ]
+    prompt = words.apply_chat_template(list(map(templated, chat)), add_generation_prompt=True, tokenize=False)
+    assert prompt == f"<|user|>arle people<|end|><|assistant|>{said_by_hand}<|end|><|tool|>arle 512<|end|><|assistant|>"
+    assert words.decode(words.encode(said_by_hand), skip_special_tokens=True) == said_by_hand
+
+
+def test_the_base_for_tasks_is_small_and_takes_part():
+    assert sum(file.stat().st_size for file in TASKS.iterdir()) <= 8_000_000
+    config = {"env": {"type": "math", "kinds": ["arithmetic"], "difficulty": 1, "team": "single", **COMPACT}}
+    config["policies"] = {"reasoner": {"type": "frozen", "base": "tasks", "sampling": {"max_tokens": 8}}}
+    setup = validate(Config, config)
+    arena, seats = (
+        make_arena(setup.env, "dev"),
+        {"reasoner": make_policy("r", setup.policies["reasoner"], Engines("cpu", 64))},
+    )
+    played = asyncio.run(evaluate(arena, seats, 60, 0))
+    assert summary(played)["failed"] == 0
+    assert sum(bool(node.invalid("reasoner")) for episode in played for node in episode.nodes) < 20

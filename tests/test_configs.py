@@ -17,7 +17,7 @@ from palestra.train import Watcher, run_training
 ROOT = Path(__file__).parent.parent
 GAMES = sorted((ROOT / "configs/games").rglob("*.yaml"))
 POPULATIONS = sorted((ROOT / "configs/populations").rglob("*.yaml"))
-CONFIGS = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*GAMES, *POPULATIONS})
+CONFIGS = sorted({*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")} - {*GAMES, *POPULATIONS})
 ABSENT = {"jaxmarl"}  # envs of packages that have a venv of their own: `make test-envs`
 SHORT = {  # of a plan, as little as shows all of it
     "psro": {"iterations": 2, "env_steps": 1, "slices": 1, "games": 8, "adaptive": 0},
