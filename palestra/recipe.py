@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    PlainSerializer,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
+from palestra.algorithms.text.base import TextAlgorithm
 from palestra.algorithms.text.dpo import DPO
 from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.ppo import PPO
@@ -79,7 +88,31 @@ PolicyConfig = Annotated[
 ]
 
 
-AlgorithmConfig = Annotated[GRPO | DPO | PPO | SFT, Field(discriminator="type")]
+def _own_algorithm(tree: Any, known: ValidatorFunctionWrapHandler) -> Any:
+    """An algorithm of the user's, where `type` is "module:Class"; else one of ours."""
+    named = str(tree.get("type", "")) if isinstance(tree, dict) else ""
+    if ":" in named:
+        return validate(_algorithm_class(named), tree)
+    return tree if isinstance(tree, TextAlgorithm) else known(tree)
+
+
+def _algorithm_class(path: str) -> type[TextAlgorithm]:
+    module, _, name = path.partition(":")
+    try:
+        cls = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the algorithm cannot be loaded from {path}: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, TextAlgorithm)):
+        raise ValueError(f"{path} is no subclass of palestra.algorithms.text.base.TextAlgorithm")
+    return cls
+
+
+AlgorithmConfig = Annotated[
+    GRPO | DPO | PPO | SFT,
+    Field(discriminator="type"),
+    WrapValidator(_own_algorithm),
+    PlainSerializer(lambda algorithm: algorithm.model_dump(mode="json"), return_type=dict),
+]
 
 
 class ExamConfig(Strict):

@@ -17,7 +17,9 @@ from palestra.types import Answer, Episode, Memory, Metrics, Sample
 class TextAlgorithm(Strict):
     """Credit is given in two parts: `samples` reads the episodes and nothing else; `refined` asks the weights in
     training for what credit needs of them, such as values. Both may keep what they learn from step to step in `memory`,
-    which is saved with the run."""
+    which is saved with the run. A config finds one of the user's own by `type: "module:Class"`."""
+
+    type: str
 
     @property
     def branching(self) -> Branching:

@@ -29,7 +29,6 @@ class SiblingAlgorithm(TextAlgorithm):
     answers of one seat to one observation, after which play goes on as `keep` and `epsilon` say, see `Branching`.
     `alpha` mixes rewards as alpha * team + local."""
 
-    type: str
     at: Literal["root", "turn"] = "turn"
     keep: Keep = "best"
     k: int = Field(8, ge=2)

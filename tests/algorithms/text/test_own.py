@@ -1,0 +1,53 @@
+"""An algorithm of a user's own, named by a config."""
+
+from __future__ import annotations
+
+import pytest
+from toy_algorithms import Reinforce
+
+from palestra.config import dump, parse, validate
+from palestra.recipe import Config
+from palestra.runs import Run, read_lines
+from palestra.setup import build
+from palestra.train import run_training
+
+OWN = {"type": "toy_algorithms:Reinforce", "baseline": 0.25}
+
+
+def config(base, algorithm, **more):
+    speech = {"type": "lora", "base": str(base), "lr": 2e-2, "sampling": {"max_tokens": 1}}
+    tree = {"episodes": 32, "steps": 12, "env": {"type": "toys:Whisper"}, "policies": {"default": speech}}
+    return validate(Config, tree | {"algorithm": algorithm} | more)
+
+
+def test_it_trains_and_its_config_is_kept_whole(base, tmp_path) -> None:
+    own = config(base, OWN)
+    assert isinstance(own.algorithm, Reinforce) and own.learns == "toy_algorithms:Reinforce"
+    again = validate(Config, parse(dump(own)))
+    assert again == own and again.algorithm.baseline == 0.25
+    with Run.create(tmp_path, dump(own), "own") as run:
+        assert run_training(build(again), run)
+    worth = [line["worth"] for line in read_lines(run.path / "metrics.jsonl") if "worth" in line]
+    assert sum(worth[-3:]) > sum(worth[:3])
+
+
+def test_a_stage_may_have_one(base) -> None:
+    staged = config(base, {"type": "grpo"}, stages=[{"name": "own", "algorithm": OWN}])
+    assert isinstance(next(staged.parts()).algorithm, Reinforce)
+    assert validate(Config, parse(dump(staged))) == staged
+
+
+@pytest.mark.parametrize(
+    "algorithm, says",
+    [
+        ({"type": "toy_algorithms:Nobody"}, "cannot be loaded from toy_algorithms:Nobody"),
+        ({"type": "no_such_module:Mine"}, "No module named 'no_such_module'"),
+        ({"type": "toy_algorithms:Stranger"}, "is no subclass of"),
+        (OWN | {"base_line": 1}, "unknown key base_line: did you mean baseline?"),
+        ({"type": "grop"}, "unknown algorithm.type 'grop': did you mean grpo?"),
+    ],
+)
+def test_what_is_wrong_is_said(base, algorithm, says) -> None:
+    with pytest.raises(ValueError) as caught:
+        config(base, algorithm)
+    assert says in str(caught.value)

@@ -1,0 +1,36 @@
+"""An algorithm as a user writes one: every answer is worth what its team got in the end, less a fixed baseline."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from palestra.algorithms.text.base import TextAlgorithm, sample_of
+from palestra.losses.policy import importance_sampling_loss
+from palestra.rollouts.figures import member
+
+
+class Reinforce(TextAlgorithm):
+    """REINFORCE (Williams, 1992) with the constant `baseline`."""
+
+    type: str = "toy_algorithms:Reinforce"
+    baseline: float = Field(0.5, ge=0)
+
+    @property
+    def loss(self):
+        return importance_sampling_loss
+
+    def samples(self, episodes, policy, memory=None):
+        found = []
+        for episode in (episode for episode in episodes if episode.error is None):
+            worth = sum(node.team_reward for node in episode.nodes) - self.baseline
+            for node in episode.nodes:
+                for seat, answer in node.answers.items():
+                    if member(answer.policy) == policy:
+                        node.advantages[seat] = worth
+                        found.append(sample_of(answer, np.full(len(answer.token_ids), worth, np.float32)))
+        return found, {"worth": float(np.mean([sample.advantages[0] for sample in found]))}
+
+
+class Stranger:
+    """No algorithm."""
