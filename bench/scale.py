@@ -40,7 +40,7 @@ from rich.table import Table
 from palestra.envs.base import Env
 from palestra.remote import SERVICE
 from palestra.remote import envs_pb2 as pb
-from palestra.remote.place import env_maker
+from palestra.remote.envs import env_maker
 from palestra.remote.values import encoded, pairs, step_of
 from palestra.types import Step
 

@@ -133,7 +133,8 @@ def kind_of(tree: dict[str, Any]) -> Kind:
         )
     from palestra.envs import is_vectorised
 
-    if is_vectorised((tree.get("env") or {}).get("type")):
+    env = tree.get("env") or {}
+    if not env.get("at") and is_vectorised(env.get("type")):
         from palestra import drill
         from palestra import setup_games as games
 

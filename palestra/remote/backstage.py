@@ -1,7 +1,7 @@
 """The thread on which a client talks to its servers.
 
-gRPC's asyncio calls belong to the event loop that made them, while envs are asked from one loop after another: of a run,
-of an exam, of a check. So the talking has a loop of its own, which lasts as long as the process and goes on while
+gRPC's asyncio calls belong to the event loop that made them, while envs are asked from one loop after another: of a
+run, of an exam, of a check. So the talking has a loop of its own, which lasts as long as the process and goes on while
 others are at work.
 """
 

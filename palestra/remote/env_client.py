@@ -36,7 +36,8 @@ from palestra.types import Seat, Step
 
 ATTEMPTS = 5  # to bring a session back, before its env is taken to be what brings servers down
 PAUSE = 0.2  # seconds between attempts to be told of an env
-KINDS = ("ValueError", "TypeError", "RuntimeError", "TimeoutError", "AssertionError", "KeyError", "OSError")  # as raised
+# Faults that are raised here as what they were there.
+KINDS = ("ValueError", "TypeError", "RuntimeError", "TimeoutError", "AssertionError", "OSError")
 
 
 class RemoteKind:
@@ -157,8 +158,8 @@ class RemoteEnv(Env):
             self._compare(reply.opened.steps, why)
             return reply.opened.steps[-1]
         raise RuntimeError(
-            f"env {self._name} lost its server {ATTEMPTS} times in a row after {len(said)} joint steps of one instance, "
-            f"which may be what brings servers down, or takes longer than the deadline: {why}"
+            f"env {self._name} lost its server {ATTEMPTS} times in a row, {len(said)} joint steps into an instance. "
+            f"That step may bring servers down, or take longer than the deadline: {why}"
         )
 
     def _compare(self, steps: Any, why: str) -> None:
@@ -166,9 +167,9 @@ class RemoteEnv(Env):
         for number, (step, before) in enumerate(zip(steps, self._seen, strict=False)):
             if digest(step) != before:
                 raise RuntimeError(
-                    f"env {self._name} is not a function of its seed and the actions: played again after its server was "
-                    f"lost ({why}), joint step {number} is another. `palestra.envs.check_env` finds such faults; servers "
-                    "of one place must also have equal versions and data"
+                    f"env {self._name} is not a function of its seed and the actions: played again after its server "
+                    f"was lost ({why}), joint step {number} is another. `palestra.envs.check_env` finds such faults; "
+                    "servers of one place must also have equal versions and data"
                 )
 
     def _noted(self, step: pb.Step) -> Step:

@@ -1,8 +1,8 @@
 """The gRPC face of `Sessions`: one process that plays envs for clients, until it is told to drain.
 
-A stream is a client: its sessions end with it. Whether it still lives is asked by HTTP/2's own pings, so that one who is
-gone without a word is noticed within the lease. Who asks one by one is known by a name, and forgotten when nothing has
-been heard of it for as long.
+A stream is a client: its sessions end with it. Whether it still lives is asked by HTTP/2's own pings, so that one who
+is gone without a word is noticed within the lease. Who asks one by one is known by a name, and forgotten when nothing
+has been heard of it for as long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from grpc_reflection.v1alpha import reflection
 from palestra.remote import PROTOCOL, SERVICE
 from palestra.remote import envs_pb2 as pb
 from palestra.remote.sessions import Client, Sessions
-
 
 HEALTH = "grpc.health.v1.Health"
 LARGEST = 2**30  # bytes of a message, which may hold many requests
@@ -203,7 +202,7 @@ class Talk:
             self.flush()
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class Guard(grpc.aio.ServerInterceptor):
     """Lets nobody in without the token, but for health checks."""
 
     def __init__(self, token: str) -> None:

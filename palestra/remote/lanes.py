@@ -7,6 +7,7 @@ the price of a message.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -20,8 +21,8 @@ from palestra.remote import PROTOCOL, SERVICE
 from palestra.remote import envs_pb2 as pb
 from palestra.remote.place import Place
 
-
 CONNECT = 10.0  # seconds that a server may take to say hello
+LOOK = 0.25  # seconds between two looks at what is overdue
 LARGEST = 64 * 2**20  # bytes of a request
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # every lane has a connection of its own, and so perhaps another worker
@@ -59,7 +60,7 @@ class Lane:
         self._asked: deque[pb.Request] = deque()
         self._told, self._wake, self._loop = False, asyncio.Event(), asyncio.get_running_loop()
         self.reading = asyncio.create_task(self._read())
-        self._writing = asyncio.create_task(self._write())
+        self._others = [asyncio.create_task(self._write()), asyncio.create_task(self._look())]
 
     @classmethod
     async def connect(cls, address: str, place: Place) -> Lane:
@@ -102,11 +103,12 @@ class Lane:
     async def ask(self, request: pb.Request, deadline: float) -> pb.Reply:
         """The reply. Raises Lost where the line breaks, or nothing comes within `deadline` seconds."""
         if request.ByteSize() > LARGEST:
-            raise ValueError(f"a request of {request.ByteSize():,} bytes is more than the {LARGEST:,} that an env is sent")
+            raise ValueError(
+                f"a request of {request.ByteSize():,} bytes is more than the {LARGEST:,} that an env is sent"
+            )
         loop, number = asyncio.get_running_loop(), next(self._ids)
         future, request.id = loop.create_future(), number
-        timer = loop.call_later(deadline, self._overdue, number, deadline)
-        self._waiting[number] = Waiting(future, timer, loop)
+        self._waiting[number] = Waiting(future, loop, time.monotonic() + deadline)
         self.tell(request)
         if self.lost:  # perhaps since those who wait were told
             self._lose(self.lost)
@@ -129,7 +131,8 @@ class Lane:
             why = str(complaint(self.address, error))
         finally:
             self._lose(f"{self.address}: {why}")
-            self._writing.cancel()
+            for task in self._others:
+                task.cancel()
             await self._channel.close()
 
     def _hand_over(self, replies: Iterable[pb.Reply]) -> None:
@@ -151,10 +154,14 @@ class Lane:
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
                 return  # the stream is over, as its reader hears
 
-    def _overdue(self, number: int, deadline: float) -> None:
-        waiting = self._waiting.pop(number, None)
-        if waiting and not waiting.future.done():
-            waiting.future.set_exception(Lost(f"{self.address}: no answer within {deadline:g} s"))
+    async def _look(self) -> None:
+        """Gives up what is overdue. One look at all is cheaper than a timer for each."""
+        while True:
+            await asyncio.sleep(LOOK)
+            now = time.monotonic()
+            for number in [number for number, waiting in list(self._waiting.items()) if waiting.until < now]:
+                if waiting := self._waiting.pop(number, None):
+                    _call(waiting.loop, _broken, waiting, f"{self.address}: no answer within the deadline")
 
     def _lose(self, why: str) -> None:
         self.lost = self.lost or why
@@ -165,22 +172,20 @@ class Lane:
 
 
 class Waiting(NamedTuple):
-    """Who waits for a reply: a future of an event loop, and when it gives up."""
+    """Who waits for a reply: a future of an event loop, and until when."""
 
     future: asyncio.Future[pb.Reply]
-    timer: asyncio.TimerHandle
     loop: asyncio.AbstractEventLoop
+    until: float
 
 
 def _answered(found: list[tuple[Waiting, pb.Reply]]) -> None:
     for waiting, reply in found:
-        waiting.timer.cancel()
         if not waiting.future.done():
             waiting.future.set_result(reply)
 
 
 def _broken(waiting: Waiting, why: str) -> None:
-    waiting.timer.cancel()
     if not waiting.future.done():
         waiting.future.set_exception(Lost(why))
 

@@ -1,28 +1,25 @@
 """Where an env is played: in this process, or `at` the servers that its config names. Nothing here needs gRPC.
 
-    env: {type: math, difficulty: 2, at: [host1:50051, host2:50051]}
-    env: {type: math, difficulty: 2, at: servers.txt}        # one address a line; read again when it changes
-    env: {type: math, difficulty: 2, at: {servers: [host1:50051], ca: ca.pem, deadline: 30}}
+env: {type: math, difficulty: 2, at: [host1:50051, host2:50051]}
+env: {type: math, difficulty: 2, at: servers.txt}        # one address a line; read again when it changes
+env: {type: math, difficulty: 2, at: {servers: [host1:50051], ca: ca.pem, deadline: 30}}
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator
 
 from palestra.config import Strict, validate
-from palestra.envs import Env, env_class, env_options
 
 ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+", re.ASCII)
 TOKEN = "PALESTRA_ENV_TOKEN"
-OWN = ("type", "at")  # keys of an env that are no options of its class
 FIGURES = ("env_sessions", "env_lost", "env_replays", "env_replayed_steps")
 
 tally: Counter[str] = Counter()  # what has come to pass with remote envs in this process
@@ -76,41 +73,6 @@ def place_of(at: Any) -> Place:
         return validate(Place, dict(at) if isinstance(at, Mapping) else {"servers": at})
     except ValueError as error:
         raise ValueError(f"at of an env: {error}") from error
-
-
-def env_maker(env: Mapping[str, Any]) -> Callable[[], Env]:
-    """What makes an env (its type, options and place), checked now so that a mistake is heard before anything is
-    loaded. Raises ValueError for one, and where no server answers."""
-    kind, options = env["type"], {key: value for key, value in env.items() if key not in OWN}
-    if env.get("at"):
-        return remote_kind(env)
-    cls: Any = env_class(kind)
-    checked = env_options(cls, options)
-    return lambda: cls(**checked)
-
-
-def make_env(**env: Any) -> Env:
-    """A new env, here or elsewhere: `make_env(type="math", at=["host:50051"])`."""
-    return env_maker(env)()
-
-
-def takes(env: Mapping[str, Any], option: str) -> bool:
-    """Whether an env has an option of that name."""
-    if env.get("at"):
-        return option in remote_kind(env).options
-    return option in inspect.signature(env_class(env["type"])).parameters
-
-
-def remote_kind(env: Mapping[str, Any]) -> Any:
-    """What a server says of an env, which makes such envs when called."""
-    try:
-        from palestra.remote.env_client import described
-    except ImportError as error:
-        raise ValueError(
-            f"envs on other machines need more packages ({error}): pip install 'palestra[grpc]'"
-        ) from error
-    options = {key: value for key, value in env.items() if key not in OWN}
-    return described(place_of(env["at"]), env["type"], options)
 
 
 def figures() -> dict[str, float]:

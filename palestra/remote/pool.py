@@ -35,9 +35,9 @@ class Pool:
     async def lane(self) -> Lane:
         """The least crowded one that takes new sessions. Raises TimeoutError where none comes within the place's
         patience, and ValueError where every server bars this client."""
-        if self.early:
-            return await asyncio.wrap_future(backstage.begin(self._wait()))
-        return self._free() or await asyncio.wrap_future(backstage.begin(self._wait()))
+        if not self.early and (lane := self._free()):
+            return lane
+        return await asyncio.wrap_future(backstage.begin(self._wait()))
 
     def _free(self) -> Lane | None:
         free = [lane for lane in self.lanes if not lane.lost and not lane.draining and lane.address in self.keepers]

@@ -1,12 +1,14 @@
 """`palestra serve-envs`: the processes of a server, from the first to the last.
 
-With several workers each is a process that listens at the same port (SO_REUSEPORT): the system gives every connection to
-one of them, and it stays there with all its sessions. A worker that dies takes its sessions with it and is started again.
+With several workers each is a process that listens at the same port (SO_REUSEPORT): the system gives every connection
+to one of them, and it stays there with all its sessions. A worker that dies takes its sessions with it and is started
+again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
@@ -64,6 +66,7 @@ def serve(options: Options, say: Say = print) -> None:
 async def _work(options: Options, sessions: Sessions, ready: Callable[[int], None]) -> None:
     """One process's part, to its end."""
     server = EnvServer(sessions, options.door())
+    gc.freeze()  # modules stay: need not be looked through again and again
     told, again = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -175,7 +178,9 @@ def _ready(options: Options, port: int) -> str:
     host = f"[{options.host}]" if ":" in options.host else options.host
     inside = options.token or options.host in ("127.0.0.1", "localhost", "::1")
     open_to = "" if inside else "  (without a token, everybody who reaches this machine may play, and run, its envs)"
-    clear = "" if not options.token or options.cert or options.host in ("127.0.0.1", "localhost", "::1") else (
-        "  (without TLS, the token can be read on the way)"
+    clear = (
+        ""
+        if not options.token or options.cert or options.host in ("127.0.0.1", "localhost", "::1")
+        else ("  (without TLS, the token can be read on the way)")
     )
     return f"serving {', '.join(options.envs)} at {host}:{port}{open_to}{clear}"

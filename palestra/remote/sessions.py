@@ -292,5 +292,3 @@ def _failed(reply: pb.Reply, error: Exception) -> pb.Reply:
     text = str(error).encode("utf-8", "replace").decode()  # a message may quote what is no Unicode
     reply.fault.CopyFrom(pb.Fault(why=why, error=type(error).__name__, message=text))
     return reply
-
-

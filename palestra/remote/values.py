@@ -65,7 +65,11 @@ def value_of(message: pb.Value) -> Any:
 
 def mapping_of(message: pb.Pairs) -> dict[Any, Any]:
     """The mapping that was filled in."""
-    return {pair.name or _key(pair): value_of(pair.value) for pair in message.pairs}
+    found = {}
+    for pair in message.pairs:
+        value = pair.value
+        found[pair.name or _key(pair)] = value.text or value_of(value)  # text, most of the time
+    return found
 
 
 def encoded(value: Any) -> pb.Value:
