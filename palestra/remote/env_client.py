@@ -51,16 +51,14 @@ class RemoteKind:
         self.options = {option.name: option.shown for option in told.options}
 
     def __call__(self) -> RemoteEnv:
-        return RemoteEnv(self)
+        return (KnowingEnv if self.expert else RemoteEnv)(self)
 
 
 class RemoteEnv(Env):
-    """One game of a `RemoteKind`; `expert` is there where the env has one, and to be awaited."""
+    """One game of a `RemoteKind`."""
 
     def __init__(self, kind: RemoteKind) -> None:
         self.kind, self.seats, self.roles = kind, kind.seats, kind.roles
-        if kind.expert:
-            self.expert = self._expert
         self._lane: Lane | None = None
         self._session = 0
         self._seed: pb.Value | None = None
@@ -101,19 +99,6 @@ class RemoteEnv(Env):
         if self._lane:
             self._lane.leave(self._session)
             self._lane = None
-
-    async def _expert(self, seat: Seat, rng: random.Random) -> Any:
-        """What the env's own expert says at `seat`, drawing from `rng` as it would here."""
-        request = pb.Request(expert=pb.Expert(seat=seat, random=random_bytes(rng)))
-        for _ in range(ATTEMPTS):
-            try:
-                request.session = self._session
-                said = (await self._asked(request)).said
-                set_random(rng, said.random)
-                return value_of(said.answer)
-            except Lost as lost:
-                await self._brought_back(self._said, str(lost))
-        raise RuntimeError(f"the expert of env {self._name} was asked {ATTEMPTS} times, and its server lost each time")
 
     # ---- asking, and asking again
 
@@ -179,6 +164,23 @@ class RemoteEnv(Env):
     @property
     def _name(self) -> str:
         return f'"{self.kind.kind.type}"'
+
+
+class KnowingEnv(RemoteEnv):
+    """One whose env has an expert."""
+
+    async def expert(self, seat: Seat, rng: random.Random) -> Any:
+        """What the env's own expert says at `seat`, drawing from `rng` as it would here."""
+        request = pb.Request(expert=pb.Expert(seat=seat, random=random_bytes(rng)))
+        for _ in range(ATTEMPTS):
+            try:
+                request.session = self._session
+                said = (await self._asked(request)).said
+                set_random(rng, said.random)
+                return value_of(said.answer)
+            except Lost as lost:
+                await self._brought_back(self._said, str(lost))
+        raise RuntimeError(f"the expert of env {self._name} was asked {ATTEMPTS} times, and its server lost each time")
 
 
 def described(place: Place, type: str, options: Mapping[str, Any]) -> RemoteKind:

@@ -47,7 +47,7 @@ class EnvServer:
     def __init__(self, sessions: Sessions, door: Door) -> None:
         self.sessions, self.door = sessions, door
         self.name = uuid.uuid4().hex
-        self.talks: set[Talk] = set()
+        self.talks: dict[Talk, asyncio.Task[None]] = {}
         self.named: dict[str, Client] = {}
         self.leaving: set[asyncio.Task[None]] = set()
         self.health = health.aio.HealthServicer()
@@ -83,7 +83,10 @@ class EnvServer:
     async def stop(self) -> None:
         """Ends all calls, and closes what their clients had open."""
         self._watch.cancel()
+        for conversation in self.talks.values():
+            conversation.cancel()
         await self.server.stop(FAREWELL)
+        await asyncio.sleep(0.05)  # gRPC's own tasks end a little later
         for client in self.named.values():
             await self.sessions.leave(client)
         if self.leaving:
@@ -108,17 +111,20 @@ class EnvServer:
         client, talk = Client(), Talk(context, self.sessions)
         hello = pb.Hello(protocol=PROTOCOL, worker=self.name, workers=self.door.workers)
         await context.write(pb.Replies(hello=hello, load=self.sessions.load, draining=self.sessions.draining))
-        self.talks.add(talk)
+        self.talks[talk] = asyncio.create_task(self._converse(client, talk))
         try:
-            while (asked := await context.read()) is not grpc.aio.EOF:
-                for request in asked.requests:
-                    talk.take(self.sessions.answer(client, request))
-                await talk.send()
+            await asyncio.wait([self.talks[talk]])  # so that it can be ended in good order: see `stop`
         finally:
-            self.talks.discard(talk)
+            self.talks.pop(talk).cancel()
             task = asyncio.create_task(self.sessions.leave(client))  # this one may be cancelled
             self.leaving.add(task)
             task.add_done_callback(self.leaving.discard)
+
+    async def _converse(self, client: Client, talk: Talk) -> None:
+        while (asked := await talk.context.read()) is not grpc.aio.EOF:
+            for request in asked.requests:
+                talk.take(self.sessions.answer(client, request))
+            await talk.send()
 
     async def _answer(self, client: Client, request: pb.Request) -> pb.Reply:
         reply = self.sessions.answer(client, request)
@@ -228,6 +234,7 @@ def _options(door: Door) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", LARGEST),
         ("grpc.keepalive_time_ms", half),
         ("grpc.keepalive_timeout_ms", half),
+        ("grpc.http2.ping_timeout_ms", half),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ]

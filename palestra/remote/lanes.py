@@ -31,6 +31,7 @@ OPTIONS = [
     ("grpc.max_send_message_length", 2**30),
     ("grpc.keepalive_time_ms", 10_000),  # a machine that is gone without a word is noticed
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 
