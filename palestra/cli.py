@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from palestra.cli_envs import serve_envs
 from palestra.cli_league import league
 from palestra.cli_play import collect, evaluate, play
 from palestra.cli_serve import keys, serve
@@ -132,7 +133,8 @@ def kind_of(tree: dict[str, Any]) -> Kind:
         )
     from palestra.envs import is_vectorised
 
-    if is_vectorised((tree.get("env") or {}).get("type")):
+    env = tree.get("env") or {}
+    if not env.get("at") and is_vectorised(env.get("type")):
         from palestra import drill
         from palestra import setup_games as games
 
@@ -276,7 +278,7 @@ def _sandbox() -> str:
 
 
 app.command(name="eval")(evaluate)
-for command in (collect, play, serve):
+for command in (collect, play, serve, serve_envs):
     app.command()(command)
 app.add_typer(keys, name="keys")
 app.add_typer(league, name="league")

@@ -275,7 +275,8 @@ def plays_games(what: Path) -> bool:
         raise ValueError(
             f"{path} trains a population: `palestra league crossplay RUN` lets its members play each other"
         )
-    return is_vectorised((tree.get("env") or {}).get("type"))
+    env = tree.get("env") or {}
+    return not env.get("at") and is_vectorised(env.get("type"))
 
 
 def seat_pairs(settings: list[str] | None) -> dict[str, str]:

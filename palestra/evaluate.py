@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 from palestra.config import load, validate
 from palestra.engine.sampler import Sampling
-from palestra.envs import known_envs, make_env
+from palestra.envs import known_envs
 from palestra.envs.text.splits import Split
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy
 from palestra.recipe import Config, FrozenConfig
+from palestra.remote.envs import make_env
 from palestra.rollouts.figures import seat_returns, summary
 from palestra.rollouts.play import Arena, Branching, Match, derive
 from palestra.runs import Checkpoint, checkpoints

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from palestra.engine.checkpoints import load_adapter, load_full
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Sampler
-from palestra.envs import env_class, env_options, make_env
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident, SpeechConfig
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
 from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.recipe import Config, ExpertConfig, FrozenConfig, HumanConfig, RandomConfig, ScriptedConfig
+from palestra.remote.envs import env_maker, make_env, takes
+from palestra.remote.place import figures
 from palestra.rollouts.play import Arena, derive
 from palestra.rollouts.recorded import Recorded
 from palestra.rollouts.records import Record, read_data
@@ -128,6 +128,7 @@ def build(config: Config) -> Setup:
         keep_every=config.keep_every,
         record_every=config.record_every,
         staleness=config.staleness,
+        figures=figures,
     )
 
 
@@ -282,17 +283,14 @@ def _sits(config: Config, seat: Seat, plays: str) -> str:
 def exam_env(env: dict[str, Any], changes: dict[str, Any] | None, split: str) -> dict[str, Any]:
     """`env` with `changes`; without any, its `split` changes, where it has one."""
     if changes is None:
-        splits = "split" in inspect.signature(env_class(env["type"])).parameters
-        changes = {"split": split} if splits else {}
+        changes = {"split": split} if takes(env, "split") else {}
     return env | changes
 
 
 def make_arena(env: dict[str, Any], name: str) -> Arena:
-    """An arena for `env` (type and options), checked now so that a wrong option is heard before anything is loaded."""
-    kind = env["type"]
-    cls: Any = env_class(kind)
-    options = env_options(cls, {k: v for k, v in env.items() if k != "type"})
-    return Arena(lambda: cls(**options), name)
+    """An arena for `env` (type, options, and where it is played), checked now so that a wrong option is heard before
+    anything is loaded."""
+    return Arena(env_maker(env), name)
 
 
 def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Policy:

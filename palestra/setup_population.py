@@ -31,6 +31,7 @@ from palestra.populations.scheduler import Watcher, follow
 from palestra.populations.self_play import SelfPlay, SelfPlayConfig
 from palestra.populations.tasks import Backend, Done, MakeWorker
 from palestra.populations.xdo import XDO, XDOConfig
+from palestra.remote.envs import make_env
 from palestra.runs import Run
 from palestra.types import TEAM, Metrics, Seat
 
@@ -161,7 +162,9 @@ def run_population(setup: Setup, run: Run, watcher: Watcher, stop: Callable[[], 
 
 
 def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool]:
-    """The seats of an env, and whether it has rules, by which much is exact."""
+    """The seats of an env, and whether it has rules here, by which much is exact."""
+    if env.get("at"):
+        return make_env(**env).seats, False
     cls = env_class(env.get("type", ""))
     options = env_options(cls, {name: value for name, value in env.items() if name != "type"})
     if issubclass(cls, VectorEnv):
@@ -175,7 +178,7 @@ def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool]:
 
 def _check(config: PopulationConfig, rules: bool) -> None:
     env, oracle = config.env.get("type"), config.oracle
-    vectorised = issubclass(env_class(str(env)), VectorEnv)
+    vectorised = not config.env.get("at") and issubclass(env_class(str(env)), VectorEnv)
     if vectorised == isinstance(oracle, LanguageOracle):
         fitting = "net or exact" if vectorised else "language"
         raise ValueError(f'oracle {oracle.type} does not play env "{env}": its oracles are of type {fitting}')

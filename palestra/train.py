@@ -71,7 +71,8 @@ class Stage:
 @dataclass
 class Setup:
     """Everything a run consists of. `memory` is what its algorithms (by policy) and its sources know from earlier
-    steps; `staleness`, by how many steps episodes may be played ahead (train_async.py)."""
+    steps; `staleness`, by how many steps episodes may be played ahead (train_async.py); `figures` says what has
+    happened on the machines since it was last asked, for the timings."""
 
     stages: Sequence[Stage]
     learners: Mapping[str, Learner]
@@ -82,6 +83,7 @@ class Setup:
     record_every: int = 1
     staleness: int = 0
     memory: Memory = field(default_factory=dict)
+    figures: Callable[[], Metrics] = dict
 
     @property
     def names(self) -> list[str]:
@@ -215,7 +217,7 @@ async def study(
     run.log(step, TEAM, figures | mixture)
     if setup.record_every and step % setup.record_every == 0:
         run.write_episodes(step, list(episodes))
-    run.time(step, TEAM, clock.figures() | speeds(episodes, clock))
+    run.time(step, TEAM, clock.figures() | speeds(episodes, clock) | setup.figures())
     return figures
 
 

@@ -42,7 +42,7 @@ ROOMS = [
         "palestra.population_plots",
     },
     {"palestra.collect"},
-    {"palestra.cli_league", "palestra.cli_play", "palestra.cli_serve"},
+    {"palestra.cli_envs", "palestra.cli_league", "palestra.cli_play", "palestra.cli_serve"},
     {"palestra.cli", "palestra.__main__"},
     {"palestra.testing"},
 ]
@@ -80,36 +80,40 @@ SERVICE = {
     "uvicorn",
     "zstandard",
 }
+GRPC = {"grpc", "grpc_health", "grpc_reflection"}  # likewise of the room `palestra.remote`
 TALKS_HTTP = ("palestra.service.connection", "palestra.web.endpoint", "palestra.web.client")
-OPTIONAL = SERVICE | {
-    "ale_py",
-    "envpool",
-    "highway_env",
-    "jax",
-    "jaxmarl",
-    "vmas",
-    "aiohttp",
-    "datasets",
-    "grpc",
-    "math_verify",
-    "reasoning_gym",
-    "sandlock",
-    "textarena",
-    "verifiers",
-    "websockets",
-    "gymnasium",
-    "mcp",
-    "numba",
-    "openai",
-    "openskill",
-    "peft",
-    "pettingzoo",
-    "pyspiel",
-    "ray",
-    "tinker",
-    "vllm",
-    "wandb",
-}
+OPTIONAL = (
+    SERVICE
+    | GRPC
+    | {
+        "ale_py",
+        "envpool",
+        "highway_env",
+        "jax",
+        "jaxmarl",
+        "vmas",
+        "aiohttp",
+        "datasets",
+        "math_verify",
+        "reasoning_gym",
+        "sandlock",
+        "textarena",
+        "verifiers",
+        "websockets",
+        "gymnasium",
+        "mcp",
+        "numba",
+        "openai",
+        "openskill",
+        "peft",
+        "pettingzoo",
+        "pyspiel",
+        "ray",
+        "tinker",
+        "vllm",
+        "wandb",
+    }
+)
 
 
 class Import(NamedTuple):
@@ -259,7 +263,7 @@ def test_an_optional_dependency_is_imported_by_one_module() -> None:
     users: dict[str, set[str]] = {}
     for found in imports():
         dependency = found.target.split(".")[0]
-        if found.extra and dependency not in SERVICE and found.importer not in ("palestra.testing", *TALKS_HTTP):
+        if found.extra and dependency not in SERVICE | GRPC and found.importer not in ("palestra.testing", *TALKS_HTTP):
             users.setdefault(dependency, set()).add(found.importer)
     assert {dependency: names for dependency, names in users.items() if len(names) > 1} == {}
 
@@ -269,17 +273,26 @@ def test_the_service_keeps_its_dependencies_to_itself() -> None:
     assert [str(found) for found in users if found.importer not in ("palestra.testing", *TALKS_HTTP)] == []
 
 
+def test_grpc_stays_in_its_room() -> None:
+    users = [found for found in imports() if found.target.split(".")[0] in GRPC]
+    assert [str(found) for found in users if not found.importer.startswith("palestra.remote.")] == []
+
+
 def _serves(module: str) -> bool:
     return f"{module}.".startswith("palestra.service.")
 
 
 def test_extras_are_not_loaded_with_the_package() -> None:
     """A module that needs an extra may import it at its top only if nothing loads that module unasked. The service is
-    asked for as a whole, and so is what is compiled."""
+    asked for as a whole, and so is what is compiled, and what speaks gRPC."""
     needing = {found.importer for found in imports() if found.at_load and (found.extra or _serves(found.importer))}
-    needing |= compiled()
+    needing |= compiled() | _over_grpc()
     loaded = [found for found in ours() if found.at_load and found.target in needing and found.importer not in needing]
     assert [str(found) for found in loaded] == []
+
+
+def _over_grpc() -> set[str]:
+    return {name for name in modules() if name.startswith("palestra.remote.") and GRPC & reached(name).keys()}
 
 
 def test_nothing_compiled_is_loaded_unasked() -> None:

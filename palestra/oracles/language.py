@@ -23,7 +23,6 @@ from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.sft import SFT
 from palestra.config import Strict, validate
 from palestra.engine.lora import Adapter
-from palestra.envs import make_env
 from palestra.envs.text.games import TextGame
 from palestra.exact.tree import Tree, tree_of
 from palestra.learners.lm import LanguageLearner, LoraPolicyConfig, Resident
@@ -37,6 +36,7 @@ from palestra.policies.words import word_probabilities
 from palestra.populations.population import Mix, Player
 from palestra.populations.tasks import Result, Task
 from palestra.recipe import FrozenConfig
+from palestra.remote.envs import make_env
 from palestra.rollouts.figures import member
 from palestra.rollouts.play import Branching, Match, derive
 from palestra.setup import Engines, make_arena

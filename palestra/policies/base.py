@@ -6,7 +6,7 @@ The name carries the version (`planner@12`), so that staleness can be seen in re
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ class Query:
 
     `role` is the env's word for what the seat is there for; `seed` fixes the answers; `history` holds this seat's
     earlier (observation, answer) pairs of the line being played, oldest first, for policies that remember. `expert`
-    says what one who knows the solution would, where the env knows it.
+    says what one who knows the solution would, where the env knows it; of an env on another machine it is awaited.
     """
 
     role: str
@@ -28,7 +28,7 @@ class Query:
     seed: int = 0
     history: tuple[tuple[Any, Answer], ...] = field(default=())
     legal: list[Any] | None = None
-    expert: Callable[[random.Random], str] | None = None
+    expert: Callable[[random.Random], str | Awaitable[str]] | None = None
 
 
 class Policy(Protocol):

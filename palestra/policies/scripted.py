@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from palestra.policies.base import Query
 from palestra.types import Answer
 
+Script = Callable[[Query, random.Random], str | Awaitable[str]]
+
 
 class ScriptedPolicy:
-    """Answers with `script`: a function of the query and a seeded random generator, or a list with one answer for each
-    of a line's turns, again and again."""
+    """Answers with `script`: a function of the query and a seeded random generator (it may be a coroutine function), or
+    a list with one answer for each of a line's turns, again and again."""
 
-    def __init__(self, script: Callable[[Query, random.Random], str] | Sequence[str], name: str = "scripted") -> None:
+    def __init__(self, script: Script | Sequence[str], name: str = "scripted") -> None:
         self.name, self._script = name, script
 
     async def act(self, query: Query) -> list[Answer]:
-        return [Answer(self._text(query, i), self.name) for i in range(query.n)]
+        return [Answer(await self._text(query, i), self.name) for i in range(query.n)]
 
-    def _text(self, query: Query, i: int) -> str:
-        if callable(self._script):
-            return self._script(query, random.Random(f"{query.seed}.{i}"))
-        return self._script[len(query.history) % len(self._script)]
+    async def _text(self, query: Query, i: int) -> str:
+        if not callable(self._script):
+            return self._script[len(query.history) % len(self._script)]
+        said = self._script(query, random.Random(f"{query.seed}.{i}"))
+        return await said if inspect.isawaitable(said) else said
 
 
 class RandomPolicy(ScriptedPolicy):
@@ -43,7 +47,7 @@ class ExpertPolicy(ScriptedPolicy):
     measure against. Raises ValueError in an env that has none."""
 
     def __init__(self, name: str = "expert") -> None:
-        def script(query: Query, rng: random.Random) -> str:
+        def script(query: Query, rng: random.Random) -> str | Awaitable[str]:
             if query.expert is None:
                 raise ValueError("this env knows no solution to its instances, and so has no expert: play another")
             return query.expert(rng)

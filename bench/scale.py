@@ -1,0 +1,205 @@
+"""What it costs to play envs on other machines.
+
+    python bench/scale.py              about 3 minutes
+    python bench/scale.py --quick      about half a minute
+    python bench/scale.py --report     also writes docs/results-scaling.md
+
+Envs: games of tic-tac-toe in words, whose steps take some microseconds, so that what is measured is the way there and
+back. Episodes play at once, each a coroutine that steps as soon as it has been answered: in this process, on 1 and on 4
+servers (processes of this machine, over TCP), and by single calls in place of the stream that clients use. Client and
+servers share the machine's cores, so CPU seconds stand beside wall time. Figures:
+
+    env_added_ms        median milliseconds of a step of a single episode on 1 server, less those in process
+    env_steps_per_s     steps per second of 64 episodes on 4 servers
+    env_cpu_us          CPU microseconds of such a step, client and servers together
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from palestra.envs.base import Env
+from palestra.remote import SERVICE
+from palestra.remote import envs_pb2 as pb
+from palestra.remote.envs import env_maker
+from palestra.remote.values import encoded, pairs, step_of
+from palestra.types import Step
+
+ROOT = Path(__file__).parent.parent
+GAME = "text_tic_tac_toe"
+EPISODES, SERVERS = (1, 8, 64), (1, 4)
+TARGETS = {"env_added_ms": 1.0, "env_steps_per_s": 10_000, "env_cpu_us": None}
+REPORT = ROOT / "docs/results-scaling.md"
+console = Console(width=110)
+
+
+class Speed(NamedTuple):
+    """Of one way to play: steps per second, milliseconds of a step, CPU microseconds of a step here and there."""
+
+    rate: float
+    p50: float
+    p99: float
+    here: float
+    there: float
+
+    def row(self) -> list[str]:
+        return [f"{self.rate:,.0f}", f"{self.p50:.3f}", f"{self.p99:.3f}", f"{self.here:.0f}", f"{self.there:.0f}"]
+
+
+HEADINGS = ("steps/s", "p50 ms", "p99 ms", "CPU µs here", "CPU µs there")
+
+
+@contextmanager
+def servers(number: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Env servers on free ports, each a process; their addresses are in `address`."""
+    command = [Path(sys.executable).parent / "palestra", "serve-envs", "--envs", GAME, "--port", "0"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(number)]
+    try:
+        for process in processes:
+            assert process.stdout
+            process.address = process.stdout.readline().split()[-1]  # type: ignore[attr-defined]
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.communicate()
+
+
+def cpu(processes: Sequence[subprocess.Popen[str]]) -> float:
+    """CPU seconds of these processes so far (Linux; 0 elsewhere)."""
+    ticks = 0
+    for process in processes:
+        stat = Path(f"/proc/{process.pid}/stat")
+        if stat.exists():
+            ticks += sum(map(int, stat.read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def episode(make: Callable[[], Any], seed: int, until: float, took: list[float]) -> None:
+    """Plays games at random, one after another, until that time; `took` has the seconds of each step."""
+    rng = random.Random(seed)
+    while time.perf_counter() < until:
+        env = make()
+        step: Step = await settled(env.reset(seed))
+        while not step.over:
+            ((seat, legal),) = (step.legal or {}).items()
+            start = time.perf_counter()
+            step = await settled(env.step({seat: rng.choice(legal)}))
+            took.append(time.perf_counter() - start)
+        await settled(env.close())
+        await asyncio.sleep(0)  # in process nothing else lets the others play
+
+
+async def settled(result: Any) -> Any:
+    return await result if isinstance(result, Awaitable) else result
+
+
+async def measure(
+    make: Callable[[], Any], episodes: int, seconds: float, there: Sequence[subprocess.Popen[str]]
+) -> Speed:
+    """How fast that many episodes play at once."""
+    await asyncio.gather(*(episode(make, i, time.perf_counter() + 0.5, []) for i in range(episodes)))  # warms up
+    took: list[float] = []
+    start, own, theirs = time.perf_counter(), time.process_time(), cpu(there)
+    await asyncio.gather(*(episode(make, i, start + seconds, took) for i in range(episodes)))
+    wall, own, theirs = time.perf_counter() - start, time.process_time() - own, cpu(there) - theirs
+    p50, p99 = np.percentile(took, (50, 99)) * 1e3
+    return Speed(len(took) / wall, p50, p99, own / len(took) * 1e6, theirs / len(took) * 1e6)
+
+
+class Calling(Env):
+    """The same env, asked by single calls."""
+
+    def __init__(self, call: Callable[..., Awaitable[pb.Reply]], numbers: Iterator[int]) -> None:
+        self.call, self.session = call, next(numbers)
+
+    async def reset(self, seed: int) -> Step:
+        asked = pb.Open(kind=pb.Kind(type=GAME), seed=encoded(seed))
+        reply = await self.call(pb.Request(id=1, session=self.session, open=asked), timeout=10)
+        return step_of(reply.opened.steps[0])
+
+    async def step(self, actions: dict[str, Any]) -> Step:
+        reply = await self.call(pb.Request(id=1, session=self.session, step=pairs(actions)), timeout=10)
+        return step_of(reply.step)
+
+    async def close(self) -> None:
+        await self.call(pb.Request(id=1, session=self.session, close=pb.Close()), timeout=10)
+
+
+async def by_calls(episodes: int, seconds: float, there: Sequence[Any]) -> Speed:
+    async with grpc.aio.insecure_channel(there[0].address) as channel:
+        ask = channel.unary_unary(f"/{SERVICE}/Ask", pb.Request.SerializeToString, pb.Reply.FromString)
+        numbers = iter(range(1, 10**9))
+        return await measure(lambda: Calling(ask, numbers), episodes, seconds, there)
+
+
+def envs(quick: bool) -> tuple[Table, dict[str, float]]:
+    """Steps of envs here, and on servers."""
+    seconds = 1.5 if quick else 8.0
+    table = Table("", "episodes", *HEADINGS, title="steps of a small game", title_justify="left")
+    found: dict[tuple[str, int], Speed] = {}
+
+    def note(way: str, episodes: int, speed: Speed) -> None:
+        found[way, episodes] = speed
+        table.add_row(way, str(episodes), *speed.row())
+
+    for n in EPISODES:
+        note("in process", n, asyncio.run(measure(env_maker({"type": GAME}), n, seconds, [])))
+    for number in SERVERS:
+        way = f"{number} server{'s' * (number > 1)}"
+        with servers(number) as there:
+            make = env_maker({"type": GAME, "at": [process.address for process in there]})  # type: ignore[attr-defined]
+            for n in EPISODES:
+                note(way, n, asyncio.run(measure(make, n, seconds, there)))
+            if number == 1:
+                for n in EPISODES:
+                    note("1 server, by calls", n, asyncio.run(by_calls(n, seconds, there)))
+    best = found["4 servers", 64]
+    figures = {
+        "env_added_ms": found["1 server", 1].p50 - found["in process", 1].p50,
+        "env_steps_per_s": best.rate,
+        "env_cpu_us": best.here + best.there,
+    }
+    return table, figures
+
+
+PARTS = {"envs": envs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="shorter measurements")
+    parser.add_argument("--report", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
+    options = parser.parse_args()
+    figures: dict[str, float] = {}
+    tables = []
+    for part in PARTS.values():
+        table, own = part(options.quick)
+        console.print(table)
+        tables.append(table)
+        figures |= own
+    print(json.dumps({"bench": "scale", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": TARGETS}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""`palestra serve-envs`: envs for training runs on other machines."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palestra.terminal import friendly, say
+
+
+def serve_envs(
+    envs: Annotated[str, typer.Option(help="which may be played, with commas between: names, or module:Class")],
+    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines in")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 50051,
+    workers: Annotated[int, typer.Option(min=1, help="processes that share the port and the load")] = 1,
+    cert: Annotated[Path | None, typer.Option(help="TLS: this server's certificate chain, as PEM")] = None,
+    key: Annotated[Path | None, typer.Option(help="TLS: the certificate's private key, as PEM")] = None,
+    token_env: Annotated[
+        str, typer.Option(help="the environment variable that holds the token clients must have")
+    ] = "PALESTRA_ENV_TOKEN",
+    token_file: Annotated[Path | None, typer.Option(help="a file that holds it")] = None,
+    lease: Annotated[float, typer.Option(min=1, help="seconds without a word after which a client is gone")] = 60.0,
+    grace: Annotated[float, typer.Option(min=0, help="seconds that open sessions have once this is to end")] = 30.0,
+) -> None:
+    """Serve envs over gRPC: a run whose config says `at: [HOST:PORT]` plays them here.
+
+    Examples:
+
+        palestra serve-envs --envs math,code,debate --workers 4 --host 0.0.0.0
+
+        PALESTRA_ENV_TOKEN=... palestra serve-envs --envs tools --host 0.0.0.0 --cert cert.pem --key key.pem
+
+        palestra train configs/demo.yaml --set env.at=[localhost:50051]
+
+    Ctrl-C, or SIGTERM, ends it after the open sessions, at the latest after --grace; a second one at once. Who may play
+    an env may give it any option, also one that names files or programs of this machine: have a token.
+    """
+    with friendly():
+        if missing := [name for name in ("grpc", "grpc_health", "grpc_reflection") if not find_spec(name)]:
+            raise ValueError(f"serving envs needs {', '.join(missing)}: pip install 'palestra[grpc]'")
+        from palestra.remote.place import read_token
+        from palestra.remote.serve import Options, serve
+
+        named = tuple(dict.fromkeys(name.strip() for name in envs.split(",") if name.strip()))
+        if not named:
+            raise ValueError("--envs names no env: say --envs math,code; `palestra info` lists them")
+        token = read_token(token_env, token_file)
+        serve(Options(named, host, port, workers, cert, key, token, lease, grace), say)

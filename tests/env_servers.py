@@ -1,0 +1,90 @@
+"""Env servers as their users start, kill and restart them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from palestra.remote import SERVICE
+from palestra.remote import envs_pb2 as pb
+from palestra.remote.lanes import metadata
+from palestra.remote.place import place_of
+
+PALESTRA = [sys.executable, "-c", "from palestra.cli import app; app()"]
+
+
+class EnvServer:
+    """`palestra serve-envs`, at the same address whenever it is started."""
+
+    def __init__(self, envs: str, *options: object, environment: dict[str, str] | None = None) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"localhost:{free.getsockname()[1]}"
+        port = self.address.rpartition(":")[2]
+        self.command = [*PALESTRA, "serve-envs", "--envs", envs, "--port", port, *map(str, options)]
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (environment or {})
+        self.start()
+
+    def start(self) -> None:
+        """Returns once it serves."""
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            self.command, env=self.environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+        assert self.process.stdout
+        self.said = self.process.stdout.readline()
+        assert self.said.startswith("serving "), self.said + self.process.stdout.read()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout:
+            self.process.stdout.close()
+
+    def stop(self) -> str:
+        """SIGTERM; what it printed since it served."""
+        self.process.terminate()
+        out, _ = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, out
+        return out
+
+
+@contextmanager
+def serving(envs: str, *options: object, **more: Any) -> Iterator[EnvServer]:
+    """A server that is killed in the end, if it still runs."""
+    server = EnvServer(envs, *options, **more)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def describe(address: str, **kind: Any) -> pb.Description:
+    """What any gRPC client is told."""
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary(f"/{SERVICE}/Describe", pb.Kind.SerializeToString, pb.Description.FromString)
+        told: pb.Description = call(pb.Kind(**kind), timeout=10, metadata=metadata(place_of([address])))
+        return told
+
+
+def load(address: str) -> int:
+    """How many sessions are open there."""
+    return int(describe(address).load)
+
+
+def comes_to(figure: Any, expected: Any, seconds: float = 10.0) -> None:
+    """Waits until `figure()` is what is expected."""
+    end = time.monotonic() + seconds
+    while (found := figure()) != expected:
+        assert time.monotonic() < end, f"{found}, not {expected}, after {seconds} s"
+        time.sleep(0.02)

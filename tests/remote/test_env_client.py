@@ -1,0 +1,445 @@
+"""Envs on servers that are processes of their own: they keep the contract, and outlive their servers."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import grpc
+import pytest
+from env_servers import PALESTRA, comes_to, describe, load, serving
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from palestra.envs import check_env
+from palestra.policies.scripted import ExpertPolicy, ScriptedPolicy
+from palestra.remote import SERVICE
+from palestra.remote import envs_pb2 as pb
+from palestra.remote.envs import env_maker, make_env
+from palestra.remote.place import figures
+from palestra.remote.values import encoded, pairs, step_of
+from palestra.rollouts.play import Arena, Branching, Match
+from palestra.types import Step
+
+TOYS = "remote_toys:Count,remote_toys:Waits,remote_toys:Fickle,remote_toys:Deadly,remote_toys:Sick"
+NAMED = "math,debate,plan_path,text_tic_tac_toe"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(f"{NAMED},{TOYS}") as server:
+        yield server
+
+
+@pytest.fixture
+def doomed():
+    """One that a test may kill."""
+    with serving(TOYS) as server:
+        yield server
+
+
+def at(server, kind="remote_toys:Count", **options):
+    return {"type": kind, "at": [server.address], **options}
+
+
+# ---- the contract
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"type": "text_tic_tac_toe"},
+        {"type": "plan_path", "size": 5},
+        {"type": "debate", "judge": "seat"},
+        {"type": "math", "difficulty": 1, "team": "single", "turns": 2},
+        {"type": "remote_toys:Waits", "to": 4},
+    ],
+    ids=lambda env: env["type"],
+)
+def test_envs_keep_the_contract_over_the_wire(server, env):
+    check_env(env_maker({**env, "at": [server.address]}), seeds=range(2))
+
+
+def test_an_env_is_the_same_here_and_there(server):
+    async def game(env):
+        steps, rng = [await settled(env.reset(5))], random.Random(0)
+        while not steps[-1].over:
+            seats = steps[-1].observations
+            actions = {seat: await settled(env.expert(seat, rng)) for seat in seats}
+            steps.append(await settled(env.step(actions)))
+        return steps, rng.random()
+
+    for env in ({"type": "text_tic_tac_toe"}, {"type": "debate"}, {"type": "plan_path", "size": 5}):
+        here, there = make_env(**env), make_env(**env, at=server.address)
+        assert (here.seats, dict(here.roles)) == (there.seats, there.roles)
+        if hasattr(here, "expert"):
+            assert asyncio.run(game(here)) == asyncio.run(game(there))
+        else:
+            assert not hasattr(there, "expert")
+
+
+async def settled(result):
+    return await result if asyncio.iscoroutine(result) else result
+
+
+def test_trees_grow_of_forks_and_experts_speak(server):
+    expert = ScriptedPolicy(lambda query, rng: ExpertPolicy().act and query.expert(rng), "expert")
+    played = []
+    for env in (at(server, to=4), at(server, to=4) | {"at": None}):
+        arena = Arena(env_maker(env), "count")
+        seats = {"a": expert, "b": ExpertPolicy("expert")}
+        branching = Branching("turn", k=3, keep="all")
+        episode = asyncio.run(arena.play(Match(7, seats, 1), branching))
+        assert episode.error is None and len(episode.nodes) == 3 + 9 + 27 + 81
+        played.append([(node.id, node.parent, node.observations, node.rewards, node.info) for node in episode.nodes])
+    assert played[0] == played[1]
+    comes_to(lambda: load(server.address), 0)
+
+
+def test_an_envs_failures_are_its_episodes(server):
+    async def said(*words):
+        env = make_env(**at(server, "remote_toys:Sick"))
+        await env.reset(0)
+        for word in words[:-1]:
+            await env.step({"a": word})
+        with pytest.raises(Exception) as raised:
+            await (await env.fork()).step({"a": words[-1]})
+        return raised.value
+
+    assert "no such word" in str(asyncio.run(said("fail")))
+    odd = asyncio.run(said("odd"))
+    assert isinstance(odd, ValueError) and "builtins.object cannot be sent" in str(odd)
+    assert "could not be forked: TypeError: cannot pickle 'generator'" in str(asyncio.run(said("whole", "x")))
+
+
+def test_a_blocking_env_holds_up_no_other(server):
+    async def both():
+        slow, fast = make_env(**at(server, "remote_toys:Waits")), make_env(**at(server))
+        await slow.reset(0), await fast.reset(0)
+        waits = asyncio.create_task(slow.step({"a": "1.5"}))
+        start = time.monotonic()
+        for _ in range(3):
+            await fast.step({"a": "go"})
+        assert time.monotonic() - start < 1 and not waits.done()
+        await slow.close()  # which the server does not wait for
+
+    asyncio.run(both())
+    comes_to(lambda: load(server.address), 0)
+
+
+# ---- mistakes
+
+
+def test_mistakes_are_heard_when_the_env_is_made(server):
+    for env, message in [
+        (at(server, "sokoban"), '"sokoban" is not served here: math, debate'),
+        (at(server, tow=3), 'no option "tow"; did you mean "to"'),
+        (at(server) | {"at": "nowhere.txt"}, "at: nowhere.txt is neither the address"),
+        (at(server) | {"at": ["localhost"]}, "'localhost', which is no address"),
+        (at(server) | {"at": {"servers": [server.address], "patiance": 3}}, "did you mean patience"),
+        (at(server) | {"at": {"servers": ["localhost:1"], "patience": 0.1}}, "no env server says what env"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            env_maker(env)
+
+
+def test_a_server_is_told_what_it_cannot_serve():
+    for envs, message in [("pong", "plays many games at once"), ("mth", "did you mean"), (",", "names no env")]:
+        done = subprocess.run([*PALESTRA, "serve-envs", "--envs", envs], capture_output=True, text=True)
+        assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_game_that_has_not_begun(server):
+    with pytest.raises(ValueError, match=r"call reset\(seed\) first"):
+        asyncio.run(make_env(**at(server)).step({"a": "1"}))
+
+
+# ---- servers that go
+
+
+def test_a_game_outlives_its_server(doomed):
+    """Killed in its midst, and started again: the game goes on as if nothing had been."""
+
+    async def game(env, disturb):
+        steps = [await settled(env.reset(11))]
+        while not steps[-1].over:
+            steps.append(await settled(env.step(dict.fromkeys(steps[-1].observations, "x"))))
+            if len(steps) in (3, 5):
+                await asyncio.to_thread(disturb)
+        return steps
+
+    def disturb():
+        doomed.kill()
+        doomed.start()
+
+    figures()
+    whole = asyncio.run(game(make_env(type="remote_toys:Count", to=7), lambda: None))
+    assert asyncio.run(game(make_env(**at(doomed, to=7)), disturb)) == whole
+    told = figures()
+    assert (told["env_sessions"], told["env_lost"], told["env_replays"]) == (1, 2, 2)
+    assert told["env_replayed_steps"] == 3 + 5
+
+
+def test_a_fork_and_an_expert_outlive_their_server(doomed):
+    async def game():
+        env = make_env(**at(doomed, to=5))
+        await env.reset(3)
+        await env.step({"a": "x"})
+        before = await env.expert("b", random.Random(2))
+        twin = await env.fork()
+        await asyncio.to_thread(doomed.kill)
+        late = await env.fork()
+        await asyncio.to_thread(doomed.start)
+        assert await env.expert("b", random.Random(2)) == before
+        return [await one.step({"b": "y"}) for one in (late, twin, env)]
+
+    steps = asyncio.run(game())
+    assert steps[0] == steps[1] == steps[2] and steps[0].info == {"heard": {"b": "y"}}
+
+
+def test_an_env_that_is_not_deterministic_is_found_out(doomed):
+    async def game():
+        env = make_env(**at(doomed, "remote_toys:Fickle"))
+        await env.reset(3)
+        await env.step({"a": "x"})
+        await asyncio.to_thread(doomed.kill)
+        await asyncio.to_thread(doomed.start)
+        await env.step({"b": "x"})
+
+    with pytest.raises(RuntimeError, match="not a function of its seed and the actions: .* joint step 0 is another"):
+        asyncio.run(game())
+
+
+def test_a_deadline_moves_a_game_on(doomed):
+    """Silence is taken for a loss; where it is the same everywhere, the episode fails."""
+    env = at(doomed, "remote_toys:Waits")
+    env["at"] = {"servers": env["at"], "deadline": 0.2}
+
+    async def game():
+        env_there = make_env(**env)
+        await env_there.reset(3)
+        await env_there.step({"a": "30"})
+
+    with pytest.raises(RuntimeError, match="lost its server 5 times in a row.*no answer within the deadline"):
+        asyncio.run(game())
+
+
+def test_who_waits_in_vain_is_told_who_should_be_there(doomed):
+    env = at(doomed)
+    env["at"] = {"servers": env["at"], "patience": 0.3}
+    remote = make_env(**env)
+    doomed.kill()
+    with pytest.raises(TimeoutError, match=rf"no env server has answered for 0.3 s .*Servers: {doomed.address}"):
+        asyncio.run(remote.reset(0))
+
+
+def test_servers_join_and_leave(server, tmp_path):
+    """By a file of addresses: new games go to those who are there, and a game under way is not torn from its server."""
+    names = tmp_path / "servers.txt"
+    names.write_text(f"# ours\n{server.address}\n")
+
+    async def games():
+        env = {"type": "remote_toys:Count", "at": str(names)}
+        old = make_env(**env)
+        await old.reset(0)
+        with serving(TOYS) as other:
+            names.write_text(f"{other.address}\n")
+            while load(other.address) == 0:  # until the file has been read again
+                new = make_env(**env)
+                await new.reset(0)
+                await asyncio.sleep(0.05)
+            assert load(server.address) >= 1
+            await old.step({"a": "x"})
+            names.write_text(f"{server.address}\n{other.address}\n")
+            await asyncio.to_thread(other.kill)
+            return await new.step({"a": "x"}), await old.step({"b": "y"})
+
+    new, old = asyncio.run(games())
+    assert new.info == {"heard": {"a": "x"}} and old.info == {"heard": {"b": "y"}}
+
+
+# ---- sessions, clients and workers
+
+
+def ask(address, *requests, client="test"):
+    with grpc.insecure_channel(address) as channel:
+        batch = channel.unary_unary(f"/{SERVICE}/Batch", pb.Requests.SerializeToString, pb.Replies.FromString)
+        return batch(pb.Requests(requests=requests), timeout=10, metadata=(("client", client),)).replies
+
+
+def opening(session, **options):
+    return pb.Open(kind=pb.Kind(type="remote_toys:Count", options=pairs(options)), seed=encoded(session))
+
+
+def test_many_sessions_step_in_one_message(server):
+    """As a client in another language would, by single calls."""
+    numbers = range(1, 6)
+    ask(server.address, *(pb.Request(id=n, session=n, open=opening(n)) for n in numbers))
+    replies = ask(server.address, *(pb.Request(id=n, session=n, step=pairs({"a": str(n)})) for n in numbers))
+    assert [step_of(reply.step).info["heard"] for reply in replies] == [{"a": str(n)} for n in numbers]
+    other = ask(server.address, pb.Request(id=1, session=1, step=pairs({})), client="somebody else")
+    assert other[0].fault.why == pb.Fault.UNKNOWN
+    again = ask(server.address, pb.Request(id=1, session=1, open=opening(1)), pb.Request(id=2, session=1))
+    assert [reply.fault.why for reply in again] == [pb.Fault.REFUSED] * 2
+    ask(server.address, *(pb.Request(session=n, close=pb.Close()) for n in numbers))
+    assert load(server.address) == 0
+
+
+def test_the_server_describes_itself(server):
+    told = describe(server.address, type="remote_toys:Count")
+    assert list(told.seats) == ["a", "b"] and told.expert and "math" in told.types
+    assert [option.shown for option in told.options] == ["to: 'int' = 3", "split: 'str' = 'train'"]
+    with grpc.insecure_channel(server.address) as channel:
+        assert health(channel) == "SERVING"
+        from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+        assert SERVICE in ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+def health(channel):
+    check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(check.status)
+
+
+CLIENT = """
+import asyncio, sys
+from palestra.remote.envs import make_env
+async def main():
+    env = make_env(type="remote_toys:Count", at=sys.argv[1])
+    await env.reset(0)
+    print("open", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_a_dead_client_leaks_nothing():
+    """Gone with a word, without one, and as one who asked by single calls."""
+    with serving(TOYS, "--lease", 1) as server:
+        ask(server.address, pb.Request(id=1, session=1, open=opening(1)))
+        clients = []
+        for _ in range(2):
+            command = [sys.executable, "-c", CLIENT, server.address]
+            clients.append(subprocess.Popen(command, env=server.environment, stdout=subprocess.PIPE, text=True))
+            assert clients[-1].stdout.readline() == "open\n"
+        clients[0].kill()
+        os.kill(clients[1].pid, signal.SIGSTOP)  # its machine, as it were, has lost its network
+        comes_to(lambda: load(server.address), 0)
+        clients[1].kill()
+        for client in clients:
+            client.communicate()
+
+
+def test_a_server_told_to_end_lets_games_end():
+    async def games(server, other):
+        env = make_env(**at(server) | {"at": [server.address]})
+        await env.reset(0)
+        server.process.terminate()
+        with grpc.insecure_channel(server.address) as channel:
+            comes_to(lambda: health(channel), "NOT_SERVING")
+        (reply,) = ask(server.address, pb.Request(id=1, session=1, open=opening(1)))
+        assert reply.fault.why == pb.Fault.DRAINING
+        late = make_env(**at(server) | {"at": [server.address, other.address]})
+        await late.reset(1)
+        assert load(other.address) == 1
+        for seat in "aba":
+            step = await env.step({seat: "x"})
+        assert step.over
+        await env.close()
+        assert await asyncio.to_thread(server.process.wait, 10) == 0
+        await late.close()
+
+    with serving(TOYS) as server, serving(TOYS) as other:
+        asyncio.run(games(server, other))
+
+
+def test_workers_share_a_port(tmp_path):
+    """A client finds them all; one that dies loses its own sessions, which are played again."""
+    with serving(TOYS, "--workers", 2) as server:
+
+        async def games():
+            envs = [make_env(**at(server, to=6)) for _ in range(8)]
+            for env in envs:
+                await env.reset(1)
+            spread = {env._lane.worker for env in envs}
+            await asyncio.gather(*(env.step({"a": "x"}) for env in envs))
+            deadly = make_env(**at(server, "remote_toys:Deadly"))
+            await deadly.reset(0)
+            figures()
+            with pytest.raises(RuntimeError, match="bring servers down"):
+                await deadly.step({"a": "die"})
+            steps = await asyncio.gather(*(env.step({"b": "y"}) for env in envs))
+            return spread, steps
+
+        spread, steps = asyncio.run(games())
+        assert len(spread) == 2 and all(step == steps[0] for step in steps)
+        assert figures()["env_replays"] >= 1
+        said = server.stop()
+        assert "an env worker died (exit code 3)" in said and "Traceback" not in said
+
+
+def test_two_servers_do_not_share_a_port_unasked(server):
+    for workers in (1, 2):
+        port = server.address.rpartition(":")[2]
+        command = [*PALESTRA, "serve-envs", "--envs", "math", "--port", port]
+        done = subprocess.run([*command, "--workers", str(workers)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "Choose another --port" in done.stderr
+
+
+# ---- who may come in
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    files = ["-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
+    subprocess.run([*new, "-addext", "subjectAltName=DNS:localhost", *files], check=True, capture_output=True)
+    return folder
+
+
+def test_token_and_tls(certificate, tmp_path, monkeypatch):
+    monkeypatch.delenv("PALESTRA_ENV_TOKEN", raising=False)
+    options = ("--cert", certificate / "cert.pem", "--key", certificate / "key.pem")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.write_text("open sesame\n")
+    theirs.write_text("let me in\n")
+
+    def played(**at):
+        async def game():
+            env = make_env(type="remote_toys:Count", at={"servers": [server.address], "patience": 0.5, **at})
+            return await env.reset(0)
+
+        return asyncio.run(game())
+
+    with serving(TOYS, *options, environment={"PALESTRA_ENV_TOKEN": "open sesame"}) as server:
+        assert "sesame" not in server.said
+        ca = str(certificate / "cert.pem")
+        assert isinstance(played(ca=ca, token_file=str(ours)), Step)
+        monkeypatch.setenv("OURS", "open sesame")
+        assert isinstance(played(ca=ca, token_env="OURS"), Step)
+        for wrong in ({}, {"token_file": str(theirs)}):
+            with pytest.raises(ValueError, match="refuses the token"):
+                played(ca=ca, **wrong)
+        with pytest.raises(ValueError, match="no env server says what env"):
+            played(token_file=str(ours))  # without TLS
+        with pytest.raises(ValueError, match="no env server says what env"):
+            played(tls=True, token_file=str(ours))  # nobody vouches for it
+        credentials = grpc.ssl_channel_credentials((certificate / "cert.pem").read_bytes())
+        with grpc.secure_channel(server.address, credentials) as channel:
+            assert health(channel) == "SERVING"  # which needs no token
+
+
+def test_a_token_that_is_changed_bars_a_client_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("PALESTRA_ENV_TOKEN", "one")
+    with serving(TOYS) as server:
+        env = make_env(**at(server))
+        server.kill()
+        server.environment["PALESTRA_ENV_TOKEN"] = "two"
+        server.start()
+        with pytest.raises(ValueError, match="refuses the token"):
+            asyncio.run(env.reset(0))
+        monkeypatch.setenv("PALESTRA_ENV_TOKEN", "two")
+        asyncio.run(env.reset(0))

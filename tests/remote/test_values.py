@@ -1,0 +1,170 @@
+"""What goes over the wire comes back as what it was, of exactly its type; what cannot is named."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from palestra.chat import Chat
+from palestra.envs.base import _same
+from palestra.remote import envs_pb2 as pb
+from palestra.remote.values import (
+    digest,
+    encoded,
+    fill_step,
+    mapping_of,
+    pairs,
+    random_bytes,
+    set_random,
+    step_of,
+    value_of,
+)
+from palestra.types import Step
+
+TEXTS = st.text(st.characters(codec=None)) | st.text(st.characters(categories=["Cs", "Ll"]))  # lone surrogates too
+NUMBERS = st.integers() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=True)
+LEAVES = st.none() | st.booleans() | NUMBERS | TEXTS | st.binary()
+DTYPES = arrays.scalar_dtypes() | arrays.unicode_string_dtypes() | arrays.byte_string_dtypes()
+ARRAYS = arrays.arrays(DTYPES, arrays.array_shapes(min_dims=0, min_side=0, max_side=3))
+KEYS = LEAVES | st.tuples(TEXTS, st.integers())
+
+
+def containers(inner):
+    return (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.sets(LEAVES, max_size=4)
+    )
+
+
+VALUES = st.recursive(LEAVES | ARRAYS, containers, max_leaves=12)
+
+
+def there_and_back(value):
+    return value_of(pb.Value.FromString(encoded(value).SerializeToString()))
+
+
+def equal(one, other):
+    """As the contract's check has it; sets by their members, one of which may be nan."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, set):
+        return type(one) is type(other) and sorted(map(repr, one)) == sorted(map(repr, other))
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, dict):
+        keys = zip(one, other, strict=True)  # in the same order
+        return (
+            all(map(equal, *zip(*keys, strict=True))) and all(map(equal, one.values(), other.values())) if one else True
+        )
+    return _same(one, other)
+
+
+@settings(max_examples=50)
+@given(VALUES)
+def test_values_come_back(value):
+    assert equal(there_and_back(value), value)
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(TEXTS, VALUES, max_size=3), st.dictionaries(TEXTS, NUMBERS), VALUES, st.booleans())
+def test_steps_come_back(observations, rewards, state, truncated):
+    step = Step(observations, rewards, 0.5, {"a": ["x"]}, state, truncated, {"success": True})
+    message = pb.Step()
+    fill_step(message, step)
+    back = step_of(pb.Step.FromString(message.SerializeToString()))
+    for part in ("observations", "rewards", "team_reward", "legal", "state", "truncated", "info"):
+        assert equal(getattr(back, part), getattr(step, part)), part
+
+
+def test_int_and_float_are_not_the_same_and_nan_is():
+    back = there_and_back([1, 1.0, True, float("nan"), -0.0, 2**63, np.float32(1), np.bool_(True)])
+    assert list(map(type, back)) == [int, float, bool, float, float, int, np.float32, np.bool_]
+    assert math.isnan(back[3]) and math.copysign(1, back[4]) == -1 and back[5] == 2**63
+
+
+def test_arrays_come_back_writable_in_their_own_byte_order():
+    back = there_and_back(np.arange(6, dtype=">i4").reshape(2, 3).T)
+    back[0, 0] = 7
+    assert back.dtype.str == ">i4" and back.tolist() == [[7, 3], [1, 4], [2, 5]]
+
+
+def test_conversations_come_back():
+    chat = Chat(({"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": None}), ({"name": "add"},))
+    assert there_and_back({"seat": chat}) == {"seat": chat}
+
+
+def test_a_step_that_is_over_is_a_few_bytes_and_comes_back():
+    message = pb.Step()
+    fill_step(message, Step({}))
+    assert message.ByteSize() == 0 and step_of(message) == Step({})
+
+
+@dataclass
+class Board:
+    size: int
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Board(3), r"test_values.Board cannot be sent.*Board\(size=3\).*Say it in None, bool"),
+        (np.array([object()]), "an array of dtype object cannot be sent"),
+        (1j, "builtins.complex cannot be sent"),
+        ({"a": [lambda: 0]}, "builtins.function cannot be sent"),
+    ],
+)
+def test_what_cannot_travel_is_named(value, message):
+    with pytest.raises(ValueError, match=message):
+        encoded(value)
+    with pytest.raises(ValueError, match=f"in a step's info: .*{message}"):
+        fill_step(pb.Step(), Step({}, info={"board": value}))
+
+
+def test_a_list_in_itself_is_named_and_does_not_hang():
+    endless = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="one in itself"):
+        encoded(endless)
+    deep = 1
+    for _ in range(40):
+        deep = [deep]
+    assert there_and_back(deep) == deep
+
+
+def test_bytes_that_are_no_array_are_refused():
+    for dtype, shape, data in [("<f4", [2], b"\x00"), ("|O", [0], b""), ("<f4", [10**12], b"")]:
+        with pytest.raises(ValueError, match="are no array"):
+            value_of(pb.Value(array=pb.Array(dtype=dtype, shape=shape, data=data)))
+    with pytest.raises(ValueError, match="of no kind that is known"):
+        value_of(pb.Value())
+
+
+def test_digests_tell_steps_apart_and_know_equal_ones():
+    def of(step):
+        message = pb.Step()
+        fill_step(message, step)
+        return digest(message)
+
+    names = [f"seat {i}" for i in range(20)]
+    one = Step({"a": "x"}, info={"invalid": set(names)})
+    assert of(one) == of(Step({"a": "x"}, info={"invalid": set(reversed(names))}))
+    assert len({of(one), of(Step({"a": "x"})), of(Step({"a": "x"}, {"a": 0.0})), of(Step({"a": "x"}, {"a": 0}))}) == 4
+
+
+def test_mappings_keep_their_order():
+    seats = {"walker": "1", "guide": "2", "": "3"}
+    assert list(mapping_of(pairs(seats)).items()) == list(seats.items())
+
+
+def test_a_generator_goes_on_where_it_was():
+    rng, other = random.Random(3), random.Random()
+    rng.random()
+    set_random(other, random_bytes(rng))
+    assert [other.random() for _ in range(700)] == [rng.random() for _ in range(700)]

@@ -1,0 +1,79 @@
+"""Envs that servers play in tests, as "remote_toys:Waits"."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+from palestra.envs.base import Env
+from palestra.types import Step
+
+
+class Count(Env):
+    """Counts to `to`, and says what it heard; `truth` is told with every step."""
+
+    name = "count"
+    seats = ("a", "b")
+    roles = {"a": "count", "b": "count too"}
+
+    def __init__(self, *, to: int = 3, split: str = "train") -> None:
+        self.to, self.split = to, split
+
+    def reset(self, seed: int) -> Step:
+        self.rng, self.said = random.Random(f"{self.split} {seed}"), 0
+        return self.told({})
+
+    def told(self, heard: dict[str, str]) -> Step:
+        if self.said == self.to:
+            return Step({}, {"a": 1.0}, info={"success": True, "heard": heard})
+        seat = "ab"[self.said % 2]
+        return Step({seat: f"{self.said} {self.rng.random()}"}, info={"heard": heard})
+
+    def step(self, actions: dict[str, str]) -> Step:
+        self.said += 1
+        return self.told(actions)
+
+    def expert(self, seat: str, rng: random.Random) -> str:
+        return f"{seat} says {self.said} {rng.random()}"
+
+
+class Waits(Count):
+    """Blocks for as many seconds as an action says."""
+
+    blocking = True
+
+    def step(self, actions: dict[str, str]) -> Step:
+        (text,) = actions.values()
+        if text.replace(".", "", 1).isdigit():
+            time.sleep(float(text))
+        return super().step(actions)
+
+
+class Fickle(Count):
+    """Says something else in every process."""
+
+    def reset(self, seed: int) -> Step:
+        return super().reset(seed + os.getpid())
+
+
+class Deadly(Count):
+    """Ends its process at the word "die"."""
+
+    def step(self, actions: dict[str, str]) -> Step:
+        if "die" in actions.values():
+            os._exit(3)
+        return super().step(actions)
+
+
+class Sick(Count):
+    """Fails at the word "fail", says what cannot travel at "odd", and cannot be forked once it has heard "whole"."""
+
+    def step(self, actions: dict[str, str]) -> Step:
+        (text,) = actions.values()
+        if text == "fail":
+            raise KeyError("no such word")
+        if text == "odd":
+            return Step({"a": object()})
+        self.held = (x for x in ()) if text == "whole" else None  # a generator cannot be copied
+        return super().step(actions)
