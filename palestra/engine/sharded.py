@@ -79,7 +79,11 @@ def is_shard(tensor: Tensor) -> bool:
 
 def own(tensor: Tensor) -> Tensor:
     """What this rank keeps of a tensor, in the same memory; all of it, where it is not sharded."""
-    return tensor.detach().to_local().detach() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()
+        return part.detach()
 
 
 def full(part: Tensor, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from pydantic import Field
 
 from palestra.engine.checkpoints import load_trainer, save_trainer
@@ -18,7 +19,7 @@ from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.ranks import ALONE, Ranks
 from palestra.engine.sampler import Sampler, Sampling
-from palestra.engine.trainer import AdamConfig, Precision, Trainer, packs, together
+from palestra.engine.trainer import MIXED, AdamConfig, Precision, Trainer, packs, together
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, Memory, Samples
 from palestra.types import Metrics, Sample
 
@@ -75,6 +76,12 @@ class FullPolicyConfig(LearnerConfig):
 
     type: Literal["full"] = "full"
     lr: float = Field(2e-4, gt=0)
+
+
+def mixed_type(config: FullPolicyConfig, device: str) -> torch.dtype | None:
+    """What passes of a full model are computed in, where that is not the type of its weights."""
+    auto = "bf16" if device.startswith("cuda") and config.dtype == "auto" else "float32"
+    return MIXED.get(auto if config.precision == "auto" else config.precision)
 
 
 class Weights(Protocol):
