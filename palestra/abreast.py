@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from palestra import train, train_async
-from palestra.engine.ranks import here
+from palestra.engine.ranks import here, leave
 from palestra.followers import Onlooker
 from palestra.runs import Run
 from palestra.train import Setup, Watcher
@@ -19,13 +19,16 @@ from palestra.train import Setup, Watcher
 LOST = ("closed by peer", "reset by peer", "Broken pipe", "imed out", "remote process exited")  # of broken connections
 
 
-def opened(open_run: Callable[[], Run]) -> Run | Onlooker:
-    """The run, which the first rank opens by `open_run`, as this rank has it."""
+@contextmanager
+def opened(open_run: Callable[[], Run]) -> Iterator[Run | Onlooker]:
+    """The run, which the first rank opens by `open_run`, as this rank has it. The ranks part when it has ended well."""
     ranks = here()
     run = open_run() if ranks.first else None
     with _together():
         path = ranks.told(run.path if run else None)
-    return run or Onlooker(path)
+    with run or Onlooker(path) as own:
+        yield own
+    leave()
 
 
 def restore(setup: Setup, run: Any) -> int:

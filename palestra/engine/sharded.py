@@ -1,7 +1,8 @@
 """A base model of which every rank keeps a part: FSDP2 (`fully_shard`), layer by layer.
 
 A decoder layer's weights are gathered when a pass comes to it and dropped when it has gone on; gradients are summed as
-they are scattered to who keeps those rows. Every pass is thus a meeting of all ranks, and all must make as many.
+they are scattered to who keeps those rows, after every micro-batch: whole until the last one, they would need what
+sharding saved. Every pass is thus a meeting of all ranks, and all must make as many.
 
 Sampling steps of different ranks are not in step. For a rollout or an exam the weights are gathered once, and every
 rank then samples by itself from the whole model.
@@ -70,7 +71,7 @@ def shard(engine: Engine, ranks: Ranks, device: str, *, train: bool, mixed: torc
     engine.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     engine.dtype = mixed or engine.dtype
     with engine.shards.whole():
-        """Once, so that what each rank keeps lies where it will stay."""
+        pass  # once, so that what each rank keeps lies where it will stay
 
 
 def is_shard(tensor: Tensor) -> bool:
