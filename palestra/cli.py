@@ -19,7 +19,7 @@ from palestra.cli_envs import serve_envs
 from palestra.cli_league import league
 from palestra.cli_play import collect, evaluate, play
 from palestra.cli_serve import keys, serve
-from palestra.terminal import console, friendly, say
+from palestra.terminal import RANK, console, friendly, say
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -70,6 +70,8 @@ def train(
 
         palestra train --resume runs/demo
 
+        torchrun --nproc-per-node 4 -m palestra train configs/demo.yaml
+
     Ctrl-C ends the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
     """
     places = [("type", backend), ("workers", workers), ("address", address)]
@@ -103,14 +105,16 @@ def _train(tree: dict[str, Any], resume: Path | None, name: str | None, root: Pa
     config = validate(kind.config, tree)
     if dry_run:
         kind.check(config)
-        print(dump(config), end="")
+        if RANK == 0:
+            print(dump(config), end="")
         return
     setup = kind.build(config)
-    with (
-        Run.open(resume)
-        if resume
-        else Run.create(root, dump(config), name or config.name, {"seed": config.seed}) as run
-    ):
+
+    def open_run() -> Run:
+        meta = {"seed": config.seed}
+        return Run.open(resume) if resume else Run.create(root, dump(config), name or config.name, meta)
+
+    with kind.opened(open_run) as run:
         kind.follow(setup, run, config)
 
 
@@ -121,11 +125,14 @@ class Kind(NamedTuple):
     check: Callable[[Any], Any]
     build: Callable[[Any], Any]
     follow: Callable[..., None]
+    opened: Callable[[Callable[[], Any]], Any] = lambda open_run: open_run()
 
 
 def kind_of(tree: dict[str, Any]) -> Kind:
-    """The kind of run that a config describes, by its population or its env."""
+    """The kind of run that a config describes, by its population or its env. Raises ValueError under torchrun for those
+    that have processes of their own."""
     if "population" in tree:
+        _alone("a population's tasks are done at once by workers: palestra train ... --workers N")
         from palestra import setup_population as population
 
         return Kind(
@@ -135,14 +142,21 @@ def kind_of(tree: dict[str, Any]) -> Kind:
 
     env = tree.get("env") or {}
     if not env.get("at") and is_vectorised(env.get("type")):
+        _alone("networks train on several processes with processes: N in the config")
         from palestra import drill
         from palestra import setup_games as games
 
         follow = partial(_follow, drill.restore, games.run_games)
         return Kind(games.GamesConfig, games.check_games, games.build_games, follow)
-    from palestra import recipe, setup, train, train_async
+    from palestra import abreast, recipe, setup
 
-    return Kind(recipe.Config, setup.build, setup.build, partial(_follow, train.restore, train_async.run_training))
+    follow = partial(_follow, abreast.restore, abreast.run_training)
+    return Kind(recipe.Config, setup.build, setup.build, follow, abreast.opened)
+
+
+def _alone(instead: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"torchrun is for language agents; {instead}")
 
 
 def _follow(restore: Callable[[Any, Any], int], train: Callable[..., bool], setup: Any, run: Any, config: Any) -> None:
@@ -157,6 +171,8 @@ def _follow(restore: Callable[[Any, Any], int], train: Callable[..., bool], setu
         console.print(f"going on after step {start}")
     with ProgressBar(setup.steps, start, console) as bar, stop_on_interrupt() as stop:
         done = train(setup, run, bar, stop)
+    if RANK:
+        return
     if not done:
         return _say_stopped(run)
     console.print(learned_table(run.path))
@@ -190,20 +206,26 @@ def _say_stopped(run: Any) -> None:
 
 
 class stop_on_interrupt:
-    """Within, the first Ctrl-C only makes the stop function true; the second is a Ctrl-C again."""
+    """Within, the first Ctrl-C only makes the stop function true; the second is a Ctrl-C again. Under torchrun, which
+    hands on what it is sent and kills who takes more than half a minute, any number are one, and SIGTERM is another."""
 
     def __enter__(self) -> Callable[[], bool]:
-        self.asked = False
-        self.before = signal.signal(signal.SIGINT, self._note)
+        self.asked, self.ranked = False, "RANK" in os.environ
+        signals = (signal.SIGINT, signal.SIGTERM) if self.ranked else (signal.SIGINT,)
+        self.before = {each: signal.signal(each, self._note) for each in signals}
         return lambda: self.asked
 
     def _note(self, *_: object) -> None:
+        again = "" if self.ranked else " (Ctrl-C again: at once)"
+        if not self.asked:
+            console.print(f"stopping after this step{again}")
         self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        console.print("stopping after this step (Ctrl-C again: at once)")
+        if not self.ranked:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.before)
+        for each, handler in self.before.items():
+            signal.signal(each, handler)
 
 
 @app.command()

@@ -157,7 +157,10 @@ class Config(Strict):
     its seats. With `stages` the run goes through them in turn, over the same weights. `exam_sampling` changes how
     language policies sample in exams, for instance `temperature: 0`. `engine` is the URL of a server (`palestra serve`,
     Tinker, MinT) that trains and samples in place of this process. With `staleness` n above 0 training does not wait
-    for play: episodes are played ahead, with weights at most n steps older than those they train."""
+    for play: episodes are played ahead, with weights at most n steps older than those they train.
+
+    `parallel` says what the processes that torchrun starts share: `ddp` (the default there) the episodes and passes of
+    a step, `fsdp` the weights, gradients and optimizers too. A run goes on with any number of them."""
 
     name: str = "run"
     seed: int = 0
@@ -179,6 +182,7 @@ class Config(Strict):
     staleness: int = Field(0, ge=0)
     engine: str | None = None
     device: str = "auto"
+    parallel: Literal["ddp", "fsdp"] | None = None
     max_rows: int = Field(512, ge=1)
 
     @property
@@ -280,6 +284,13 @@ class Config(Strict):
                 f"staleness: {self.staleness} plays while weights are trained, but {full[0]} is a full model, which "
                 f"has no second copy to play with: set staleness: 0, or policies.{full[0]}.type: lora"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _abreast(self) -> Self:
+        if self.parallel and (self.staleness or self.engine):
+            other = "staleness: plays ahead of training" if self.staleness else "engine: trains on a server"
+            raise ValueError(f"parallel: {self.parallel} shares each step among processes, but {other}: leave one out")
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -97,30 +97,6 @@ def gather(thing: Any) -> list[Any]:
     things: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(things, thing)
     return things
-
-
-class Follower:
-    """Stands where the run stands in the first process, and writes nothing."""
-
-    path = Path()
-    next_step = 0
-
-    def resume(self) -> None:
-        return None
-
-    def checkpoint(
-        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
-    ) -> None:
-        write(Path())  # where to is what the first process says
-        self.next_step = step + 1
-
-    def log(self, *_: Any) -> None:
-        """Nothing."""
-
-    time = eval = log
-
-    def sync(self) -> None:
-        """Nothing."""
 
 
 def start(processes: int, follow: Callable[[Place], None]) -> Place:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from palestra.engine.checkpoints import load_adapter, load_full
 from palestra.engine.models import Engine
+from palestra.engine.ranks import ALONE, Ranks, here
 from palestra.engine.sampler import Sampler
-from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident, SpeechConfig
+from palestra.engine.sharded import shard
+from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident, SpeechConfig, mixed_type
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
@@ -22,6 +27,7 @@ from palestra.remote.place import figures
 from palestra.rollouts.play import Arena, derive
 from palestra.rollouts.recorded import Recorded
 from palestra.rollouts.records import Record, read_data
+from palestra.rollouts.shared import SharedArena, SharedSource, Table
 from palestra.rollouts.sources import Games, Source
 from palestra.train import Exam, Setup, Stage
 from palestra.types import Seat
@@ -33,9 +39,10 @@ if TYPE_CHECKING:
 class Engines:
     """Resident bases by name and type, each loaded once however many policies share it."""
 
-    def __init__(self, device: str, max_rows: int) -> None:
-        self.device, self.max_rows = device, max_rows
+    def __init__(self, device: str, max_rows: int, ranks: Ranks = ALONE, *, sharded: bool = False) -> None:
+        self.device, self.max_rows, self.ranks, self.sharded = device, max_rows, ranks, sharded
         self._shared: dict[tuple[str, str], tuple[Engine, Sampler]] = {}
+        self.loaded: list[Engine] = []
         self._samplers: list[Sampler] = []
 
     def shared(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
@@ -45,9 +52,29 @@ class Engines:
         return self._shared[key]
 
     def own(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
-        engine = Engine.load(config.base, device=self.device, dtype=config.dtype)
+        """A base of one's own; one to train whole (a full policy's) in the type that its weights are kept in."""
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        train, dtype = isinstance(config, FullPolicyConfig), config.dtype
+        if dtype == "auto":
+            dtype = "float32" if train or device == "cpu" else "bfloat16"
+        # parted on the way to the device, which need not hold the whole
+        engine = Engine.load(config.base, device="cpu" if self.sharded else device, dtype=dtype)
+        mixed = mixed_type(config, device) if isinstance(config, FullPolicyConfig) else None
+        if self.sharded:
+            shard(engine, self.ranks, device, train=train, mixed=mixed)
+        elif mixed:
+            engine.mixed, engine.dtype = mixed, mixed
+        self.loaded.append(engine)
         self._samplers.append(Sampler(engine, max_rows=self.max_rows))
         return engine, self._samplers[-1]
+
+    @contextlib.contextmanager
+    def playing(self) -> Iterator[None]:
+        """Around a rollout."""
+        with contextlib.ExitStack() as stack:
+            for engine in self.loaded:
+                stack.enter_context(engine.playing())
+            yield
 
     def check(self, loss: Callable, options: Mapping[str, Any]) -> None:
         """Any loss can be trained here; on a server not all."""
@@ -56,7 +83,7 @@ class Engines:
         self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
     ) -> LanguageLearner:
         engine, sampler = self.own(config) if isinstance(config, FullPolicyConfig) else self.shared(config)
-        weights = Resident(config, engine, seed=seed, critic=critic)
+        weights = Resident(config, engine, seed=seed, critic=critic, ranks=self.ranks)
         return LanguageLearner(name, config, weights, sampler, engine.tokenizer)
 
     def frozen(self, name: str, config: FrozenConfig) -> LanguagePolicy:
@@ -82,9 +109,16 @@ class Engines:
 
 
 def engines_of(config: Config) -> Engines | RemoteEngines:
-    """The server that `config.engine` names, or this process."""
+    """The server that `config.engine` names, or this process and those that torchrun started with it."""
+    ranks = here()
+    if ranks.size > 1 and (config.engine or config.staleness):
+        raise ValueError(
+            "torchrun shares each step among processes: not with staleness: above 0, nor with engine:, where a server "
+            "trains. Start palestra train without torchrun, or leave these out"
+        )
     if config.engine is None:
-        return Engines(config.device, config.max_rows)
+        sharded = config.parallel == "fsdp" and ranks.size > 1
+        return Engines(config.device, config.max_rows, ranks, sharded=sharded)
     try:
         from palestra.service.client import connect
     except ImportError as error:
@@ -117,7 +151,11 @@ def build(config: Config) -> Setup:
     cast = Cast(learners, fixed, engines)
     learning = {name: learner for name, learner in learners.items() if name in seated.values()}
     labels = [stage.name for stage in config.stages] or [""]
+    table = _table(engines)
     sources = [_source(*row, cast) for row in zip(parts, seats, arenas, records, strict=True)]
+    if table:
+        sources = [SharedSource(source, table) for source in sources]
+        halls = {name: SharedArena(arena, table) for name, arena in halls.items()}
     stages = [_stage(*row, cast) for row in zip(parts, labels, sources, strict=True)]
     return Setup(
         stages=stages,
@@ -130,6 +168,12 @@ def build(config: Config) -> Setup:
         staleness=config.staleness,
         figures=figures,
     )
+
+
+def _table(engines: Engines | RemoteEngines) -> Table | None:
+    """Who plays together, where that is more than one, or weights are to be readied."""
+    shares = isinstance(engines, Engines) and (engines.ranks.size > 1 or any(e.mixed for e in engines.loaded))
+    return Table(engines.ranks, engines.playing) if isinstance(engines, Engines) and shares else None
 
 
 @dataclass(frozen=True)

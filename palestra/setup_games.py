@@ -27,9 +27,10 @@ from palestra.config import Strict
 from palestra.drill import Drill, GamesExam, drill, just, restore
 from palestra.engine.memory import keep_freed_memory
 from palestra.envs import VectorEnv, env_class, env_options
+from palestra.followers import Follower
 from palestra.learners.nets import NetLearner, NetPolicyConfig, read_member
 from palestra.policies.vector import Player, Scripted, Uniform
-from palestra.replicas import Follower, Place, end, gather, lost, start
+from palestra.replicas import Place, end, gather, lost, start
 from palestra.rollouts.actors import Actors
 from palestra.rollouts.play import derive
 from palestra.rollouts.sweep import Sweeper

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-console = Console()
+RANK = int(os.environ.get("RANK", "0"))  # among the processes that torchrun started: the first speaks for all
+console = Console(quiet=RANK > 0)
 
 
 def say(text: str) -> None:
@@ -24,5 +26,8 @@ class friendly:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, ValueError) and not os.environ.get("PALESTRA_TRACEBACK"):
-            Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            if RANK:
+                time.sleep(3)  # what all find wrong the first says, and torchrun then ends the others
+            who = f"error on rank {RANK}:" if RANK else "error:"
+            Console(stderr=True).print(f"[red]{who}[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error

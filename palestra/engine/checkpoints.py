@@ -2,10 +2,14 @@
 
 A folder with `adapter_config.json` and `adapter_model.safetensors`. The optimizer's state lies beside them in
 `optimizer.safetensors` where it was asked for; other readers ignore it.
+
+The format is one, whatever the number of ranks: sharded tensors are gathered one at a time and written by the first
+rank; each rank reads its own rows of the files. What many ranks saved, any other number can go on with.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from torch import Tensor, nn
 
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
+from palestra.engine.sharded import full, is_shard, own, rows
 from palestra.engine.trainer import Trainer
 
 REFERENCE = "reference"  # a folder beside the adapter
@@ -98,8 +103,12 @@ def _copy(name: str, into: tuple[Tensor, Tensor], source: tuple[Tensor, Tensor])
 
 def save_trainer(folder: Path, trainer: Trainer) -> None:
     """Writes what `trainer` trains (adapter or full model, critic), its reference where that is not the base, and its
-    optimizer; `load_trainer` goes on exactly there."""
+    optimizer; `load_trainer` goes on exactly there. All ranks must call it; the first writes."""
     folder.mkdir(parents=True, exist_ok=True)
+    weights = {} if trainer.adapter else _gathered(trainer.engine.model.state_dict(keep_vars=True), trainer)
+    slots = _optimizer_state(trainer)
+    if not trainer.ranks.first:
+        return
     if trainer.reference:
         save_adapter(folder / REFERENCE, trainer.reference, trainer.engine.name)
     if trainer.critic:
@@ -107,11 +116,37 @@ def save_trainer(folder: Path, trainer: Trainer) -> None:
     if trainer.adapter:
         save_adapter(folder, trainer.adapter, trainer.engine.name)
     else:
-        trainer.engine.model.save_pretrained(folder)
+        trainer.engine.model.save_pretrained(folder, state_dict=weights)
         trainer.engine.tokenizer.save_pretrained(folder)
-    state = trainer.optimizer.state_dict()["state"]
-    tensors = {f"{i}.{key}": value.cpu().contiguous() for i, slots in state.items() for key, value in slots.items()}
-    save_file(tensors, folder / "optimizer.safetensors", metadata={"steps": str(trainer.steps)})
+    about = {"steps": str(trainer.steps)}
+    if trainer.scale:
+        about |= {"loss_scale": str(trainer.scale.value), "well": str(trainer.scale.well)}
+    save_file(slots, folder / "optimizer.safetensors", metadata=about)
+
+
+def _gathered(state: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
+    """`state` with whole tensors in the first rank's main memory; nothing elsewhere. Tied ones stay one tensor."""
+    if not trainer.engine.shards:
+        return {name: tensor.detach() for name, tensor in state.items()}
+    found: dict[str, Tensor] = {}
+    known: dict[int, Tensor] = {}
+    for name, tensor in state.items():
+        if id(tensor) not in known:
+            whole = full(own(tensor), tensor)
+            known[id(tensor)] = whole.cpu() if trainer.ranks.first else whole.new_empty(0)
+        found[name] = known[id(tensor)]
+    return found
+
+
+def _optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
+    """The optimizer's tensors by the number of their parameter and their slot, whole; nothing but on the first rank."""
+    found = {}
+    for i, slots in trainer.optimizer.state_dict()["state"].items():
+        for slot, value in slots.items():
+            whole = full(value, trainer.parameters[i])
+            if trainer.ranks.first:
+                found[f"{i}.{slot}"] = whole.cpu().contiguous()
+    return found
 
 
 def load_trainer(folder: Path, trainer: Trainer) -> None:
@@ -149,31 +184,47 @@ def load_full(folder: Path, engine: Engine) -> None:
         raise ValueError(
             f"no model at {folder}: it holds no model.safetensors. Name a folder that save_pretrained wrote."
         )
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    own = engine.model.state_dict()
-    tied = (
-        set(getattr(engine.model, "_tied_weights_keys", None) or ())
-        if engine.model.config.tie_word_embeddings
-        else set()
-    )
-    missing = sorted(set(own) - set(tensors) - tied)
-    misfits = [name for name, tensor in tensors.items() if name not in own or own[name].shape != tensor.shape]
-    if missing or misfits:
-        raise ValueError(f"the weights at {folder} are not of this model: see {(missing or misfits)[0]}")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+    if engine.shards:
+        engine.shards.part()
+    model = engine.model
+    mine = model.state_dict()
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+        stored = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a dict)
+        missing = sorted(set(mine) - set(stored) - tied)
+        misfits = [n for n, file in stored.items() if n not in mine or _shape_in(file, n) != list(mine[n].shape)]
+        if missing or misfits:
+            raise ValueError(f"the weights at {folder} are not of this model: see {(missing or misfits)[0]}")
+        with torch.no_grad():
+            for name, file in stored.items():
+                own(mine[name]).copy_(_part(file, name, mine[name]))
+
+
+def _shape_in(file: Any, name: str) -> list[int]:
+    shape: list[int] = file.get_slice(name).get_shape()
+    return shape
+
+
+def _part(file: Any, name: str, like: Tensor) -> Tensor:
+    """What this rank keeps of a tensor in a file, of which it keeps such rows as of `like`, where it has as many."""
+    whole = not is_shard(like) or _shape_in(file, name) != list(like.shape)
+    part: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[rows(like)]
+    return part
 
 
 def _load_optimizer(path: Path, trainer: Trainer) -> None:
     if not path.exists():
         raise ValueError(f"the checkpoint at {path.parent} is not whole: it holds no {path.name}")
-    with safe_open(path, framework="pt") as file:
-        trainer.steps = int(file.metadata()["steps"])
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
     state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        index, slot = key.split(".", 1)
-        state.setdefault(int(index), {})[slot] = value
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            index, slot = key.split(".", 1)
+            part = _part(file, key, trainer.parameters[int(index)])
+            state.setdefault(int(index), {})[slot] = part
+    trainer.steps = int(about["steps"])
+    if trainer.scale and "loss_scale" in about:
+        trainer.scale.value, trainer.scale.well = float(about["loss_scale"]), int(about["well"])
     groups = trainer.optimizer.state_dict()["param_groups"]
     trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})

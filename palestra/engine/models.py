@@ -12,13 +12,14 @@ Shapes: `S` tokens of a flat row, `M` rows whose logits are kept, `V` vocabulary
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -62,6 +63,18 @@ def _attention(
 AttentionInterface.register("palestra", _attention)
 
 
+class Parts(Protocol):
+    """Weights of which every rank keeps a part (sharded.py)."""
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Within, all are here."""
+        ...
+
+    def part(self) -> None:
+        """Keeps the own ones only."""
+        ...
+
+
 class KeysKnown(Exception):
     """Ends the first of the last layer's two passes."""
 
@@ -81,19 +94,27 @@ class TwoPasses:
 
 
 class Engine:
-    """A resident base model with its tokenizer. Adapters (lora.py), samplers and trainers work on top of it."""
+    """A resident base model with its tokenizer. Adapters (lora.py), samplers and trainers work on top of it.
+
+    `dtype` is what its passes make keys and values in; `mixed`, where the weights are kept in another type, what the
+    products of a pass are computed in; `shards`, where each rank keeps a part of the weights, makes them whole.
+    """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
+        self.mixed: torch.dtype | None = None
+        self.shards: Parts | None = None
         self.linears: dict[str, nn.Linear] = {}
         self._route: Route | None = None
         self._kept: Route | None = None
         self._features: Tensor | None = None
+        self._recompute = False
         fuse_norms(model)
         self._route_linears()
         self._narrows = self._narrow_last_layer()
+        self._let_layers_be_recomputed()
 
     @classmethod
     def load(cls, base: str, *, device: str = "auto", dtype: str = "auto", threads: int = 1) -> Engine:
@@ -156,6 +177,52 @@ class Engine:
         last.forward = forward
         return True
 
+    def _let_layers_be_recomputed(self) -> None:
+        for layer in getattr(self.model.get_decoder(), "layers", ()):
+            layer.forward = self._recomputed(layer.forward)
+
+    def _recomputed(self, whole: Callable[..., Any]) -> Callable[..., Any]:
+        """`whole`, a layer's forward, of which under `recomputing` only the input is kept for the backward pass."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not (self._recompute and torch.is_grad_enabled()):
+                return whole(*args, **kwargs)
+            routes = self._route, self._kept  # in the backward pass they are no longer what they are now
+
+            def again(*args: Any, **kwargs: Any) -> Any:
+                before = self._route, self._kept
+                self._route, self._kept = routes
+                try:
+                    return whole(*args, **kwargs)
+                finally:
+                    self._route, self._kept = before
+
+            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        return forward
+
+    @contextlib.contextmanager
+    def computing(self, mixed: torch.dtype | None, *, recompute: bool = False) -> Iterator[None]:
+        """Within, passes are computed in `mixed` (None: as the engine has it), and their backward passes compute each
+        decoder layer again, where `recompute`, in place of keeping what happened in it."""
+        before = self.mixed, self._recompute
+        self.mixed, self._recompute = mixed or self.mixed, recompute
+        try:
+            yield
+        finally:
+            self.mixed, self._recompute = before
+
+    @contextlib.contextmanager
+    def playing(self) -> Iterator[None]:
+        """Around a rollout: weights kept in parts are whole within, those kept in another type than they are computed
+        in are there in that type. Each is done once, not for every token."""
+        with contextlib.ExitStack() as stack:
+            if self.shards:
+                stack.enter_context(self.shards.whole())
+            elif self.mixed:
+                stack.enter_context(_cast(list(self.model.parameters()), self.mixed))
+            yield
+
     @contextlib.contextmanager
     def routed(self, route: Route | None, keep_M: Tensor | None = None) -> Iterator[None]:
         """Within, every linear layer adds what `route` says; where only the rows `keep_M` go on to the end, the head
@@ -178,7 +245,7 @@ class Engine:
         model's head made them of."""
         fewer = len(keep_M) < len(ids_S)
         narrow = self._narrows and fewer
-        with self.routed(route, keep_M if fewer else None):
+        with self.routed(route, keep_M if fewer else None), self._autocast():
             out = self.model(
                 input_ids=ids_S[None],
                 position_ids=positions_S[None],
@@ -191,8 +258,24 @@ class Engine:
         assert features is not None
         return out.logits[0], features[0]
 
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self.mixed or torch.bfloat16, enabled=self.mixed is not None)
+
     def tensor(self, values: Any, dtype: torch.dtype = torch.long) -> Tensor:
         return torch.as_tensor(values, dtype=dtype, device=self.device)
+
+
+@contextlib.contextmanager
+def _cast(parameters: list[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
+    """Within, copies in `dtype` stand in for the parameters."""
+    kept = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+    try:
+        yield
+    finally:
+        for parameter, data in zip(parameters, kept, strict=True):
+            parameter.data = data
 
 
 def _rows(value: Any, keep_M: Tensor, size: int) -> Any:

@@ -31,8 +31,9 @@ class RMSNorm(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
         inner = grad * weight
-        along = torch.linalg.vecdot(inner, x).unsqueeze(-1).mul_(scale.pow(3) / x.shape[-1])
-        return inner.mul_(scale).addcmul_(x, along, value=-1).to(x.dtype), grad_weight, None
+        wide = x.to(inner.dtype)  # weights of float32 make products of half precision wider
+        along = torch.linalg.vecdot(inner, wide).unsqueeze(-1).mul_(scale.pow(3) / x.shape[-1])
+        return inner.mul_(scale).addcmul_(wide, along, value=-1).to(x.dtype), grad_weight, None
 
 
 def fuse_norms(model: nn.Module) -> int:

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from pydantic import Field
 
 from palestra.engine.checkpoints import load_trainer, save_trainer
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
+from palestra.engine.ranks import ALONE, Ranks
 from palestra.engine.sampler import Sampler, Sampling
-from palestra.engine.trainer import AdamConfig, Trainer, packs, together
+from palestra.engine.trainer import MIXED, AdamConfig, Precision, Trainer, packs, together
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, Memory, Samples
 from palestra.types import Metrics, Sample
 
@@ -40,14 +42,19 @@ class SpeechConfig(AdamConfig):
 class LearnerConfig(SpeechConfig):
     """How a policy learns. `batch` is the number of samples per optimizer step (null: all of a training step at once),
     `epochs` how often they are gone through; the learning rate rises over `warmup` (a share of the run), then follows
-    `schedule`."""
+    `schedule`.
+
+    `precision` is what the products of training passes are computed in (auto: bf16 for a full model on CUDA, whose
+    weights are then kept in float32, else the type of the weights). With `checkpointing` a backward pass computes each
+    decoder layer again in place of keeping what happened in it."""
 
     batch: int | None = Field(None, ge=1)
     epochs: int = Field(1, ge=1)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: float = Field(0.0, ge=0, lt=1)
     pack_tokens: int = Field(16384, ge=1)
-    autocast: bool = False
+    precision: Precision = "auto"
+    checkpointing: bool = False
     seed: int | None = None
 
 
@@ -71,6 +78,12 @@ class FullPolicyConfig(LearnerConfig):
     lr: float = Field(2e-4, gt=0)
 
 
+def mixed_type(config: FullPolicyConfig, device: str) -> torch.dtype | None:
+    """What passes of a full model are computed in, where that is not the type of its weights."""
+    auto = "bf16" if device.startswith("cuda") and config.dtype == "auto" else "float32"
+    return MIXED.get(auto if config.precision == "auto" else config.precision)
+
+
 class Weights(Protocol):
     """Weights in training, wherever they are: what a learner needs of an engine."""
 
@@ -91,12 +104,26 @@ class Resident:
     """
 
     def __init__(
-        self, config: LoraPolicyConfig | FullPolicyConfig, engine: Engine, *, seed: int, critic: bool = False
+        self,
+        config: LoraPolicyConfig | FullPolicyConfig,
+        engine: Engine,
+        *,
+        seed: int,
+        critic: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         adapter = None
         if isinstance(config, LoraPolicyConfig):
             adapter = Adapter(engine.linears, config.lora, seed=seed if config.seed is None else config.seed)
-        self.trainer = Trainer(engine, adapter, pack_tokens=config.pack_tokens, autocast=config.autocast, critic=critic)
+        self.trainer = Trainer(
+            engine,
+            adapter,
+            pack_tokens=config.pack_tokens,
+            precision=config.precision,
+            checkpointing=config.checkpointing,
+            critic=critic,
+            ranks=ranks,
+        )
 
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
         return self.trainer.forward_backward(samples, loss, **options)
@@ -188,7 +215,10 @@ class LanguageLearner:
         if not isinstance(self.weights, Resident):
             return await asyncio.to_thread(read, samples)
         found: list[np.ndarray] = []
-        for pack in packs(samples, self.weights.trainer.pack_tokens):
+        trainer = self.weights.trainer
+        if trainer.ranks.size > 1:
+            return read(samples)  # the trainer shares them out
+        for pack in packs(samples, trainer.pack_tokens):
             start = time.perf_counter()
             found += read(pack.samples)
             await self._turn(time.perf_counter() - start)

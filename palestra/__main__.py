@@ -1,0 +1,5 @@
+"""`python -m palestra`: the command line, for those who start modules, such as torchrun."""
+
+from palestra.cli import app
+
+app()

@@ -1,0 +1,201 @@
+"""Several processes take the steps that one would, keep less each, and leave what any number can go on from."""
+
+import numpy as np
+import pytest
+import ranks as program
+import torch
+from ranks import batch, kept_bytes, state, together, train, trainer
+
+from palestra.engine.checkpoints import load_trainer, save_trainer
+from palestra.engine.ranks import ALONE, here
+from palestra.engine.trainer import hands, packs, share_of_one
+from palestra.losses.policy import actor_critic_loss, clipped_policy_loss
+from palestra.testing import tiny_lm
+from palestra.types import Sample
+
+
+def alone(kind, steps, *, groups=5, tied=True, precision="auto"):
+    learner = trainer(kind, "none", ALONE, tied=tied, precision=precision)
+    return state(learner, train(learner, range(steps), groups))
+
+
+def assert_close(path, expected, atol=2e-5, rtol=1e-4, names=""):
+    found = np.load(path)
+    assert set(found) == set(expected)
+    for name in found:
+        if name.startswith(names):
+            np.testing.assert_allclose(found[name], expected[name], atol=atol, rtol=rtol, err_msg=f"{path.stem} {name}")
+
+
+def assert_steps(tmp_path, ranks, steps, cases, groups=5):
+    together(ranks, "steps", tmp_path, steps, groups, *cases)
+    for case in cases:
+        kind, _, _, tied = case.split(",")
+        assert_close(tmp_path / f"{case}.npz", alone(kind, steps, groups=groups, tied=tied == "tied"))
+
+
+def test_two_ranks_take_the_steps_of_one(tmp_path):
+    assert_steps(tmp_path, 2, 2, ["lora,ddp,keep,tied", "full,fsdp,again,tied"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_five_steps_of_any_kind_on_any_number_of_ranks_are_those_of_one(tmp_path, ranks):
+    cases = [
+        f"{kind},{mode},{keep},{tied}"
+        for kind in ("lora", "full")
+        for mode in ("ddp", "fsdp")
+        for keep, tied in (("keep", "tied"), ("again", "untied"))
+    ]
+    assert_steps(tmp_path, ranks, 5, cases)
+
+
+@pytest.mark.slow
+def test_ranks_without_samples_pass_nothing_and_are_waited_for(tmp_path):
+    assert_steps(tmp_path, 4, 5, ["full,fsdp,keep,tied", "lora,fsdp,keep,tied", "lora,ddp,keep,tied"], groups=2)
+
+
+@pytest.mark.slow
+def test_what_some_ranks_saved_others_go_on_from(tmp_path):
+    """A checkpoint of four loads on one, on two and on four, one of one on four: each goes on as if nothing was."""
+    four = ["lora,ddp", "lora,fsdp", "full,ddp", "full,fsdp"]
+    together(4, "save", tmp_path / "four", *four)
+    one = {}
+    for kind in ("lora", "full"):
+        one[kind] = trainer(kind, "none", ALONE)
+        train(one[kind], range(3))
+        save_trainer(tmp_path / "one" / f"{kind}-none", one[kind])
+    whole = {kind: state(learner, train(learner, range(3, 5))) for kind, learner in one.items()}
+    for case in four:
+        kind, mode = case.split(",")
+        learner = trainer(kind, "none", ALONE)
+        load_trainer(tmp_path / "four" / f"{kind}-{mode}", learner)
+        np.savez(tmp_path / f"{case}.npz", **state(learner, train(learner, range(3, 5))))
+        assert_close(tmp_path / f"{case}.npz", whole[kind])
+    for count, source, cases in (
+        (2, "four", ["lora,fsdp,ddp", "full,fsdp,ddp", "full,ddp,fsdp", "full,fsdp,fsdp"]),
+        (4, "one", ["lora,fsdp,none", "full,fsdp,none", "full,ddp,none"]),
+    ):
+        together(count, "go_on", tmp_path / source, tmp_path, *cases)
+        for case in cases:
+            assert_close(tmp_path / f"{case}.npz", whole[case.split(",")[0]])
+
+
+@pytest.mark.slow
+def test_four_ranks_keep_about_a_quarter_each():
+    lines = dict(line.split() for line in together(4, "memory", "full", "lora").splitlines())
+    whole = trainer("full", "none", ALONE)
+    train(whole, range(1))
+    ratio = int(lines["full"]) / kept_bytes(whole)
+    print(f"parameters and optimizer of a rank of 4: {ratio:.3f} of a single process's")
+    assert 0.25 <= ratio <= 0.35
+    adapted = trainer("lora", "none", ALONE)
+    train(adapted, range(1))
+    assert int(lines["lora"]) < kept_bytes(adapted)  # the base is parted, the adapter is not
+
+
+@pytest.mark.slow
+def test_half_precision_on_two_ranks_stays_near_one_process(tmp_path):
+    cases = [f"{kind},{mode},{p}" for kind in ("lora", "full") for mode in ("ddp", "fsdp") for p in ("bf16", "fp16")]
+    together(2, "half", tmp_path, *cases)
+    for case in cases:
+        kind, _, precision = case.split(",")
+        exact = alone(kind, 3)
+        found = np.load(tmp_path / f"{case}.npz")
+        assert np.abs(found["logps"] - exact["logps"]).max() < 0.15, case
+        assert not np.array_equal(found["logps"], exact["logps"])  # it was computed otherwise
+        if precision == "fp16":
+            assert found["skipped 0"] == 0.0 and found["loss_scale 0"] == 2.0**10
+
+
+# ---- what needs no other process
+
+
+def test_one_process_is_alone_where_torchrun_did_not_start_it():
+    assert here() == ALONE
+    assert ALONE.gather("x") == ["x"] and ALONE.told("x") == "x" and not ALONE.any(False)
+
+
+def test_hands_part_samples_evenly_keep_groups_whole_and_lose_none():
+    samples = batch(0, groups=12)
+    for count in (1, 2, 3, 4, 64):
+        dealt = hands(samples, count)
+        assert len(dealt) == count and [id(s) for hand in dealt for s in hand] == [id(s) for s in samples]
+        holders = [{i for i, hand in enumerate(dealt) for s in hand if s.group == g} for g in range(1, 12, 2)]
+        assert all(len(who) == 1 for who in holders)
+    sizes = [sum(len(s.prompt_ids) + len(s.token_ids) for s in hand) for hand in hands(samples, 3)]
+    assert max(sizes) < 2 * min(sizes)
+
+
+def test_shares_of_hands_are_those_of_the_whole_batch():
+    samples = batch(1)
+    share = share_of_one(samples)
+    dealt = [pack for hand in hands(samples, 3) for pack in packs(hand, 60, share)]
+    whole = [s for pack in packs(samples, 10**6) for s in pack.shares]
+    assert np.concatenate([pack.shares for pack in dealt]).tolist() == whole
+    assert sum(s * len(sample.token_ids) for s, sample in zip(whole, samples, strict=True)) == pytest.approx(1)
+
+
+def gradients(kind, checkpointing):
+    """A batch's gradients, and the bytes that were kept for the backward passes."""
+    learner = trainer(kind, "none", ALONE, checkpointing=checkpointing, num_hidden_layers=6)
+    learner.pack_tokens = 10**6
+    kept = 0
+
+    def note(tensor):
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size() if not tensor.is_leaf else 0
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        learner.forward_backward(batch(0), actor_critic_loss, entropy=0.01)
+    return [p.grad for p in learner.parameters], kept
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_layers_computed_again_give_the_same_gradients_and_keep_less(kind):
+    (plain, much), (again, little) = gradients(kind, False), gradients(kind, True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    print(f"{kind}: kept for backward {little / much:.2f} of what it was")
+    assert little < 0.5 * much
+
+
+def test_a_step_whose_gradient_does_not_fit_is_left_out_and_counted():
+    learner = trainer("lora", "none", ALONE, precision="fp16")
+    before = [p.detach().clone() for p in learner.parameters]
+    learner.scale.value = 2.0**60
+    learner.forward_backward(batch(0), clipped_policy_loss)
+    figures = learner.optim_step(program.ADAM)
+    assert figures == {"grad_norm": 0.0, "loss_scale": 2.0**60, "skipped": 1.0}
+    assert all(torch.equal(p, b) for p, b in zip(learner.parameters, before, strict=True))
+    assert learner.scale.value == 2.0**59 and learner.steps == 0
+    learner.scale.value = 2.0**10
+    learner.forward_backward(batch(0), clipped_policy_loss)
+    assert learner.optim_step(program.ADAM)["skipped"] == 0.0 and learner.steps == 1
+
+
+def test_the_loss_scale_grows_after_steps_that_went_well_and_comes_back(tmp_path):
+    learner = trainer("lora", "none", ALONE, precision="fp16")
+    learner.scale.value, learner.scale.patience = 2.0**8, 2
+    train(learner, range(3))
+    assert (learner.scale.value, learner.scale.well) == (2.0**9, 1)
+    save_trainer(tmp_path, learner)
+    other = trainer("lora", "none", ALONE, precision="fp16")
+    load_trainer(tmp_path, other)
+    assert (other.scale.value, other.scale.well) == (2.0**9, 1)
+
+
+def test_weights_in_another_type_stand_in_for_those_in_training_while_games_are_played():
+    engine = tiny_lm(0)
+    engine.mixed = torch.bfloat16
+    weight = engine.model.get_input_embeddings().weight
+    kept = weight.data_ptr()
+    with engine.playing():
+        assert weight.dtype == torch.bfloat16
+    assert weight.dtype == torch.float32 and weight.data_ptr() == kept
+
+
+def test_an_empty_batch_is_read_as_nothing():
+    learner = trainer("lora", "none", ALONE)
+    none: list[Sample] = []
+    assert learner.logprobs(none) == [] and learner.forward_backward(none, clipped_policy_loss) == {}

@@ -1,0 +1,180 @@
+"""Training on ranks for tests: what each of them does, and how they are started as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from palestra.engine.checkpoints import load_trainer, save_trainer
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.ranks import Ranks, here, leave
+from palestra.engine.sharded import full, own, shard
+from palestra.engine.trainer import MIXED, AdamConfig, Trainer
+from palestra.losses.policy import actor_critic_loss
+from palestra.testing import tiny_lm
+from palestra.types import Sample
+
+ADAM = AdamConfig(lr=1e-3, grad_clip=0.5)
+
+
+def together(count: int, work: str, *arguments: object, timeout: float = 240) -> str:
+    """What `count` processes print that each call the function `work` of this file; they end well."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    everyone = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = os.environ | everyone | {"MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "error::UserWarning", __file__, work, *map(str, arguments)]
+    processes = [
+        subprocess.Popen(
+            command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(count)
+    ]
+    try:
+        printed = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * count, "\n".join(printed)
+    return printed[0]
+
+
+def batch(seed: int, groups: int = 5) -> list[Sample]:
+    """Answers of 1 to 8 tokens to a few prompts: some in groups that stay together, some alone."""
+    rng, samples = np.random.default_rng(seed), []
+    for group in range(groups):
+        prompt = rng.integers(5, 250, int(rng.integers(3, 20))).astype(np.int32)
+        for _ in range(int(rng.integers(1, 5))):
+            n = int(rng.integers(1, 9))
+            old, advantages, values, returns = rng.normal(size=(4, n)).astype(np.float32)
+            samples.append(
+                Sample(
+                    prompt,
+                    rng.integers(5, 250, n).astype(np.int32),
+                    0.1 * old - 5,
+                    advantages,
+                    group=group if group % 2 else -1,
+                    weight=0.5 + group,
+                    values=values,
+                    returns=returns,
+                )
+            )
+    return samples
+
+
+def trainer(
+    kind: str, mode: str, ranks: Ranks, *, precision="auto", checkpointing=False, tied=True, **shape
+) -> Trainer:
+    """A trainer with a critic on a small model whose sizes do not divide by the number of ranks."""
+    engine = tiny_lm(1, initializer_range=0.2, intermediate_size=101, vocab_size=271, tie_word_embeddings=tied, **shape)
+    if mode == "fsdp" and ranks.size > 1:
+        shard(engine, ranks, "cpu", train=kind == "full", mixed=MIXED.get(precision) if kind == "full" else None)
+    adapter = None if kind == "full" else Adapter(engine.linears, LoraConfig(rank=4), seed=3)
+    return Trainer(
+        engine, adapter, pack_tokens=60, precision=precision, checkpointing=checkpointing, critic=True, ranks=ranks
+    )
+
+
+def train(learner: Trainer, steps: range, groups: int = 5) -> list[dict[str, float]]:
+    """The figures of each of `steps`: a batch in several micro-batches, and a step of the optimizer."""
+    figures = []
+    for step in steps:
+        samples = batch(step, groups)
+        learner.values(samples)
+        figures.append(learner.forward_backward(samples, actor_critic_loss, entropy=0.01))
+        figures[-1] |= learner.optim_step(ADAM)
+    return figures
+
+
+def state(learner: Trainer, figures: list[dict[str, float]]) -> dict[str, np.ndarray]:
+    """What was learned: the weights, what they say of other samples, and the figures of the way there."""
+    weights = {f"weight {i}": full(own(p), p).detach().numpy() for i, p in enumerate(learner.parameters)}
+    logps, values = learner.logprobs(batch(99)), learner.values(batch(99))
+    told = {f"{name} {i}": np.array(value) for i, line in enumerate(figures) for name, value in line.items()}
+    return weights | told | {"logps": np.concatenate(logps), "values": np.concatenate(values)}
+
+
+def kept_bytes(learner: Trainer) -> int:
+    """Bytes of all weights (the base's too) and of the optimizer's state that this rank keeps."""
+    weights = {id(p): p for p in [*learner.engine.model.parameters(), *learner.parameters]}.values()
+    slots = [t for one in learner.optimizer.state.values() for t in one.values()]
+    return sum(t.numel() * t.element_size() for t in [*(own(w) for w in weights), *slots])
+
+
+# ---- what ranks do
+
+
+def steps(out: str, count: str, groups: str, *cases: str) -> None:
+    """Trains each case (`kind,mode,checkpointing,tied`) and leaves what came of it in OUT/CASE.npz."""
+    ranks = here()
+    for case in cases:
+        kind, mode, checkpointing, tied = case.split(",")
+        learner = trainer(kind, mode, ranks, checkpointing=checkpointing == "again", tied=tied == "tied")
+        found = state(learner, train(learner, range(int(count)), int(groups)))
+        if ranks.first:
+            np.savez(Path(out) / f"{case}.npz", **found)
+
+
+def half(out: str, *cases: str) -> None:
+    """As `steps`, in half precision: each case is `kind,mode,precision`."""
+    ranks = here()
+    for case in cases:
+        kind, mode, precision = case.split(",")
+        learner = trainer(kind, mode, ranks, precision=precision)
+        if learner.scale:
+            learner.scale.value = 2.0**10  # the first one does not fit, on this model
+        found = state(learner, train(learner, range(3)))
+        assert {leaf.dtype for leaf in learner.leaves} == {torch.float32}
+        if learner.scale:  # one rank's gradients do not fit: all leave the step out
+            before = [own(p).detach().clone() for p in learner.parameters]
+            learner.scale.value = 2.0**40 if ranks.rank == ranks.size - 1 else 1.0
+            learner.forward_backward(batch(5), actor_critic_loss)
+            learner.scale.value = 2.0**40
+            assert learner.optim_step(ADAM)["skipped"] == 1.0
+            assert all(torch.equal(own(p), b) for p, b in zip(learner.parameters, before, strict=True))
+        if ranks.first:
+            np.savez(Path(out) / f"{case}.npz", **found)
+
+
+def save(folder: str, *cases: str) -> None:
+    """Three steps of each case (`kind,mode`), and a checkpoint in FOLDER/KIND-MODE."""
+    for case in cases:
+        kind, mode = case.split(",")
+        learner = trainer(kind, mode, here())
+        train(learner, range(3))
+        save_trainer(Path(folder) / f"{kind}-{mode}", learner)
+
+
+def go_on(folder: str, out: str, *cases: str) -> None:
+    """Two more steps from the checkpoint of each case (`kind,mode,mode that saved it`)."""
+    ranks = here()
+    for case in cases:
+        kind, mode, saved = case.split(",")
+        learner = trainer(kind, mode, ranks)
+        load_trainer(Path(folder) / f"{kind}-{saved}", learner)
+        found = state(learner, train(learner, range(3, 5)))
+        if ranks.first:
+            np.savez(Path(out) / f"{case}.npz", **found)
+
+
+def memory(*kinds: str) -> None:
+    """Prints the most bytes that a rank keeps of each kind, sharded."""
+    ranks = here()
+    for kind in kinds:
+        learner = trainer(kind, "fsdp", ranks)
+        train(learner, range(1))
+        kept = max(ranks.gather(kept_bytes(learner)))
+        if ranks.first:
+            print(kind, kept)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+    leave()

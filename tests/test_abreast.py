@@ -1,0 +1,143 @@
+"""`torchrun -m palestra train` as its users start it: the run of one process, stopped, killed and gone on with."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from palestra.engine.checkpoints import load_full
+from palestra.engine.models import Engine
+from palestra.runs import checkpoints, read_lines
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+SHORT = ["steps=4", "episodes=6", "checkpoint_every=1", "exams.dev.episodes=6", "exams.dev.every=2"]
+SHORT += ["exams.test.episodes=5", "algorithm.k=4"]
+FULL = {"planner": "{type: full, base: tiny, lr: 1e-4, batch: 40, pack_tokens: 900, sampling: {max_tokens: 9}}"}
+
+
+def start(folder, ranks, *arguments):
+    """`palestra train`, under torchrun where there is more than one rank."""
+    command = [str(BIN / "torchrun"), "--nproc-per-node", str(ranks), "-m", "palestra"]
+    if ranks == 1:
+        command = [sys.executable, "-m", "palestra"]
+    return subprocess.Popen(
+        [*command, "train", *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def demo(*changes, name):
+    settings = [part for change in [*SHORT, *changes] for part in ("--set", change)]
+    return [ROOT / "configs" / "demo.yaml", "--name", name, *settings]
+
+
+def finish(process, code=0):
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == code, said
+    return said
+
+
+def assert_same_run(run, whole):
+    """The same figures to float tolerance."""
+    for log in ("metrics.jsonl", "evals.jsonl"):
+        found, expected = read_lines(run / log), read_lines(whole / log)
+        assert len(found) == len(expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            numbers = {k: v for k, v in theirs.items() if isinstance(v, float)}
+            assert {k: ours[k] for k in numbers} == pytest.approx(numbers, abs=2e-4, rel=2e-3), (run.name, theirs)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run of one process that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    finish(start(folder, 1, *demo(name="one")))
+    return folder / "runs" / "one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks,mode", [(2, None), (2, "fsdp"), (4, "fsdp")])
+def test_a_run_of_several_ranks_is_the_run_of_one(tmp_path, whole, ranks, mode):
+    said = finish(start(tmp_path, ranks, *demo(*([f"parallel={mode}"] if mode else []), name="many")))
+    assert said.count("curves:") == 1 and said.count("run runs/many") == 1  # one rank speaks
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["many"]
+    assert_same_run(tmp_path / "runs" / "many", whole)
+
+
+def logged(run):
+    return len(read_lines(run / "metrics.jsonl")) if (run / "metrics.jsonl").exists() else 0
+
+
+def once(met, process):
+    for _ in range(2400):
+        if met():
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    raise AssertionError("it did not come to that")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_goes_on_with_another_number_of_ranks(tmp_path, whole, sent):
+    process, run = start(tmp_path, 2, *demo("parallel=fsdp", name="stopped")), tmp_path / "runs" / "stopped"
+    once(lambda: logged(run) >= 3, process)
+    os.kill(process.pid, sent)  # to torchrun, which hands it on
+    said = process.communicate(timeout=120)[0]
+    assert "stopping after this step" in said and "palestra train --resume runs/stopped" in said
+    assert 1 <= len(read_lines(run / "checkpoints.jsonl")) < 4
+    finish(start(tmp_path, 1, "--resume", run))
+    assert_same_run(run, whole)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on(tmp_path, whole):
+    process, run = start(tmp_path, 2, *demo(name="killed")), tmp_path / "runs" / "killed"
+    once(lambda: logged(run) >= 6, process)
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    os.kill(int(found.stdout.split()[-1]), signal.SIGKILL)
+    began = time.monotonic()
+    assert process.wait(timeout=120) != 0 and time.monotonic() - began < 60
+    process.communicate()
+    assert checkpoints(run)
+    finish(start(tmp_path, 4, "--resume", run))
+    assert_same_run(run, whole)
+
+
+@pytest.mark.slow
+def test_full_models_train_in_parts_and_are_read_whole(tmp_path):
+    changes = [f"policies.planner={FULL['planner']}", "algorithm={type: ppo}"]
+    finish(start(tmp_path, 1, *demo(*changes, name="one")))
+    finish(start(tmp_path, 2, *demo(*changes, "parallel=fsdp", name="parted")))
+    run = tmp_path / "runs" / "parted"
+    assert_same_run(run, tmp_path / "runs" / "one")
+    engine, folder = Engine.load("tiny", device="cpu"), checkpoints(run)[-1].path / "planner"
+    load_full(folder, engine)
+    said = subprocess.run(
+        [sys.executable, "-m", "palestra", "eval", str(run), "--episodes", "4"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+
+
+@pytest.mark.slow
+def test_what_all_ranks_find_wrong_one_says(tmp_path):
+    said = finish(start(tmp_path, 2, *demo("parallel=dpp", name="wrong")), code=1)
+    assert "error" in said and "parallel" in said and "most recent call" not in said.split("ChildFailedError")[0][:200]
+    assert "staleness" in finish(start(tmp_path, 2, *demo("staleness=1", name="wrong")), code=1)
+    said = finish(start(tmp_path, 2, ROOT / "configs" / "games" / "kuhn_ppo.yaml"), code=1)
+    assert "torchrun is for language agents" in said
