@@ -17,7 +17,7 @@ from rich.table import Table
 
 from palestra.cli_league import league
 from palestra.cli_play import collect, evaluate, play
-from palestra.cli_serve import keys, serve
+from palestra.cli_serve import keys, serve, serve_sampler
 from palestra.terminal import console, friendly, say
 
 app = typer.Typer(
@@ -276,7 +276,7 @@ def _sandbox() -> str:
 
 
 app.command(name="eval")(evaluate)
-for command in (collect, play, serve):
+for command in (collect, play, serve, serve_sampler):
     app.command()(command)
 app.add_typer(keys, name="keys")
 app.add_typer(league, name="league")

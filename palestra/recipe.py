@@ -19,6 +19,7 @@ from palestra.config import Strict, validate
 from palestra.engine.sampler import Sampling
 from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig, SpeechConfig
 from palestra.policies.endpoint import EndpointConfig
+from palestra.remote.sampler_config import SamplerConfig
 from palestra.rollouts.records import Data
 from palestra.rollouts.sources import Curriculum
 from palestra.types import TEAM, Seat
@@ -123,7 +124,8 @@ class Config(Strict):
     says. With `data` nothing is played: a step's episodes are from files, and an env is for exams and for what it tells
     its seats. With `stages` the run goes through them in turn, over the same weights. `exam_sampling` changes how
     language policies sample in exams, for instance `temperature: 0`. `engine` is the URL of a server (`palestra serve`,
-    Tinker, MinT) that trains and samples in place of this process. With `staleness` n above 0 training does not wait
+    Tinker, MinT) that trains and samples in place of this process; `sampler` says which samplers answer in its place,
+    while training stays here. With `staleness` n above 0 training does not wait
     for play: episodes are played ahead, with weights at most n steps older than those they train."""
 
     name: str = "run"
@@ -145,6 +147,7 @@ class Config(Strict):
     record_every: int = Field(1, ge=0)
     staleness: int = Field(0, ge=0)
     engine: str | None = None
+    sampler: SamplerConfig | None = None
     device: str = "auto"
     max_rows: int = Field(512, ge=1)
 
@@ -247,6 +250,12 @@ class Config(Strict):
                 f"staleness: {self.staleness} plays while weights are trained, but {full[0]} is a full model, which "
                 f"has no second copy to play with: set staleness: 0, or policies.{full[0]}.type: lora"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sampled_there(self) -> Self:
+        if self.sampler and self.engine:
+            raise ValueError("engine: trains and samples on a server, so there is nothing for sampler: to do: drop one")
         return self
 
     @model_validator(mode="after")

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.engine.checkpoints import load_adapter, load_full
+from palestra.engine.lora import Adapter
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Sampler
 from palestra.envs import env_class, env_options, make_env
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident, SpeechConfig
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
-from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
+from palestra.policies.lm import ChatEncoder, LanguagePolicy, Samples, TaughtPolicy
 from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.recipe import Config, ExpertConfig, FrozenConfig, HumanConfig, RandomConfig, ScriptedConfig
 from palestra.rollouts.play import Arena, derive
@@ -27,26 +28,40 @@ from palestra.train import Exam, Setup, Stage
 from palestra.types import Seat
 
 if TYPE_CHECKING:
+    from palestra.remote.apart import Elsewhere
+    from palestra.remote.sampler_config import ProcessesConfig, ServersConfig
     from palestra.service.client import RemoteEngines
 
 
 class Engines:
-    """Resident bases by name and type, each loaded once however many policies share it."""
+    """Resident bases by name and type, each loaded once however many policies share it. With `sampler` adapters and
+    bare bases are sampled elsewhere."""
 
-    def __init__(self, device: str, max_rows: int) -> None:
+    def __init__(
+        self, device: str, max_rows: int, sampler: ServersConfig | ProcessesConfig | None = None
+    ) -> None:
         self.device, self.max_rows = device, max_rows
-        self._shared: dict[tuple[str, str], tuple[Engine, Sampler]] = {}
-        self._samplers: list[Sampler] = []
+        self.elsewhere = _elsewhere(sampler) if sampler else None
+        self._shared: dict[tuple[str, str], tuple[Engine, Samples]] = {}
+        self._samplers: list[Samples] = []
 
-    def shared(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
+    def shared(self, config: SpeechConfig) -> tuple[Engine, Samples]:
         key = (config.base, config.dtype)
         if key not in self._shared:
-            self._shared[key] = self.own(config)
+            self._shared[key] = self._apart(config) if self.elsewhere else self.own(config)
         return self._shared[key]
 
-    def own(self, config: SpeechConfig) -> tuple[Engine, Sampler]:
+    def own(self, config: SpeechConfig) -> tuple[Engine, Samples]:
         engine = Engine.load(config.base, device=self.device, dtype=config.dtype)
         self._samplers.append(Sampler(engine, max_rows=self.max_rows))
+        return engine, self._samplers[-1]
+
+    def _apart(self, config: SpeechConfig) -> tuple[Engine, Samples]:
+        """A base to train on here, and where it is sampled."""
+        assert self.elsewhere is not None
+        opening = self.elsewhere.open(config.base, dtype=config.dtype, device=self.device, max_rows=self.max_rows)
+        engine = Engine.load(config.base, device=self.device, dtype=config.dtype)  # meanwhile processes start
+        self._samplers.append(opening.ready())
         return engine, self._samplers[-1]
 
     def check(self, loss: Callable, options: Mapping[str, Any]) -> None:
@@ -55,8 +70,15 @@ class Engines:
     def learner(
         self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
     ) -> LanguageLearner:
-        engine, sampler = self.own(config) if isinstance(config, FullPolicyConfig) else self.shared(config)
+        full = isinstance(config, FullPolicyConfig)
+        if full and self.elsewhere:
+            raise ValueError(
+                f"policies.{name} is a full model, and only adapters travel to samplers elsewhere: set type: lora, or "
+                "leave sampler: out"
+            )
+        engine, sampler = self.own(config) if full else self.shared(config)
         weights = Resident(config, engine, seed=seed, critic=critic)
+        self._agree(name, config, weights.trainer.adapter, engine, sampler)
         return LanguageLearner(name, config, weights, sampler, engine.tokenizer)
 
     def frozen(self, name: str, config: FrozenConfig) -> LanguagePolicy:
@@ -68,11 +90,20 @@ class Engines:
             load_full(folder, engine)
         else:
             engine, sampler = self.shared(config)
-            adapter = load_adapter(folder, engine).snapshot(name, engine.dtype) if folder else None
+            adapter = load_adapter(folder, engine) if folder else None
+            self._agree(name, config, adapter, engine, sampler)
         encoder = ChatEncoder(engine.tokenizer, config.template)
+        snapshot = adapter.snapshot(name, engine.dtype) if adapter else None
         return LanguagePolicy(
-            name, sampler, encoder, config.sampling, adapter, system=config.system, memory=config.memory
+            name, sampler, encoder, config.sampling, snapshot, system=config.system, memory=config.memory
         )
+
+    def _agree(
+        self, name: str, config: SpeechConfig, adapter: Adapter | None, engine: Engine, sampler: Samples
+    ) -> None:
+        """A sampler elsewhere must find tokens as likely as the trainer here does."""
+        if self.elsewhere:
+            self.elsewhere.agree(name, adapter.config if adapter else None, config.sampling, engine, sampler)
 
     def forget(self) -> None:
         """Empties the samplers' caches before each batch of play. What a step computes must not depend on the steps
@@ -81,10 +112,18 @@ class Engines:
             sampler.forget()
 
 
+def _elsewhere(config: ServersConfig | ProcessesConfig) -> Elsewhere:
+    try:
+        from palestra.remote.apart import Elsewhere
+    except ImportError as error:
+        raise ValueError(f"sampling elsewhere needs more packages ({error}): pip install 'palestra[service]'") from error
+    return Elsewhere(config)
+
+
 def engines_of(config: Config) -> Engines | RemoteEngines:
     """The server that `config.engine` names, or this process."""
     if config.engine is None:
-        return Engines(config.device, config.max_rows)
+        return Engines(config.device, config.max_rows, config.sampler)
     try:
         from palestra.service.client import connect
     except ImportError as error:
