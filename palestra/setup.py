@@ -37,9 +37,7 @@ class Engines:
     """Resident bases by name and type, each loaded once however many policies share it. With `sampler` adapters and
     bare bases are sampled elsewhere."""
 
-    def __init__(
-        self, device: str, max_rows: int, sampler: ServersConfig | ProcessesConfig | None = None
-    ) -> None:
+    def __init__(self, device: str, max_rows: int, sampler: ServersConfig | ProcessesConfig | None = None) -> None:
         self.device, self.max_rows = device, max_rows
         self.elsewhere = _elsewhere(sampler) if sampler else None
         self._shared: dict[tuple[str, str], tuple[Engine, Samples]] = {}
@@ -116,7 +114,9 @@ def _elsewhere(config: ServersConfig | ProcessesConfig) -> Elsewhere:
     try:
         from palestra.remote.apart import Elsewhere
     except ImportError as error:
-        raise ValueError(f"sampling elsewhere needs more packages ({error}): pip install 'palestra[service]'") from error
+        raise ValueError(
+            f"sampling elsewhere needs more packages ({error}): pip install 'palestra[service]'"
+        ) from error
     return Elsewhere(config)
 
 

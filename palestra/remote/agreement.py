@@ -39,34 +39,35 @@ def check(sampler: VllmSampler, engine: Engine, claims: Sequence[Claim], toleran
     limit = tolerance or (1e-3 if engine.dtype == torch.float32 else 0.05)
     adapters = [_random(engine, claim.lora, seed) if claim.lora else None for seed, claim in enumerate(claims)]
     if sampler.zero is None and any(adapters):
-        sampler.under(Adapter(engine.linears, LoraConfig(rank=1, alpha=1), seed=0).snapshot("base", engine.dtype))
-    snapshots = [adapter.snapshot(claim.name, engine.dtype) if adapter else None for claim, adapter in zip(claims, adapters, strict=True)]
-    requests = [
-        Request(prompt, SIBLINGS, _open_ended(claim.sampling), snapshot, seed=i)
-        for claim, snapshot in zip(claims, snapshots, strict=True)
-        for i, prompt in enumerate(_prompts(engine))
-    ]
+        sampler.under(_zero(engine).snapshot("base", engine.dtype))
+    requests = [r for claim, adapter in zip(claims, adapters, strict=True) for r in _requests(engine, claim, adapter)]
     for server in sampler.servers:
         answers = sampler.sample_at(server, requests)
         for i, (claim, adapter) in enumerate(zip(claims, adapters, strict=True)):
             part = slice(i * PROMPTS, (i + 1) * PROMPTS)
-            _compare(server, engine, claim, adapter, requests[part], answers[part], limit)
+            gaps = _gaps(engine, claim, adapter, requests[part], answers[part])
+            if not gaps.mean() <= limit:  # NaN is no agreement either
+                raise ValueError(_disagreement(server, engine, claim, gaps, limit))
 
 
-def _compare(
-    server: Server,
+def _requests(engine: Engine, claim: Claim, adapter: Adapter | None) -> list[Request]:
+    snapshot = adapter.snapshot(claim.name, engine.dtype) if adapter else None
+    sampling = _open_ended(claim.sampling)
+    return [Request(prompt, SIBLINGS, sampling, snapshot, seed=i) for i, prompt in enumerate(_prompts(engine))]
+
+
+def _gaps(
     engine: Engine,
     claim: Claim,
     adapter: Adapter | None,
     requests: Sequence[Request],
     answers: Sequence[Sequence[Sampled]],
-    limit: float,
-) -> None:
+) -> np.ndarray:
+    """How far the server's log-probability of each token sampled is from the trainer's."""
     pairs = [(request.prompt_ids, answer) for request, each in zip(requests, answers, strict=True) for answer in each]
     ours = _scored(engine, adapter, pairs, claim.sampling.temperature or 1.0)
-    gaps = np.abs(np.concatenate(ours) - np.concatenate([answer.logprobs for _, answer in pairs]))
-    if not gaps.mean() <= limit:  # NaN is no agreement either
-        raise ValueError(_disagreement(server, engine, claim, gaps, limit))
+    theirs = [answer.logprobs for _, answer in pairs]
+    return np.abs(np.concatenate(ours) - np.concatenate(theirs))
 
 
 def _disagreement(server: Server, engine: Engine, claim: Claim, gaps: np.ndarray, limit: float) -> str:
@@ -96,8 +97,12 @@ def _scored(
         Sample(prompt, answer.token_ids, none, none, temperature)
         for (prompt, answer), none in zip(pairs, zeros, strict=True)
     ]
-    bare = adapter or Adapter(engine.linears, LoraConfig(rank=1, alpha=1), seed=0)  # its B is zero
-    return Trainer(engine, bare).logprobs(samples)
+    return Trainer(engine, adapter or _zero(engine)).logprobs(samples)
+
+
+def _zero(engine: Engine) -> Adapter:
+    """An adapter that adds nothing, as new ones do."""
+    return Adapter(engine.linears, LoraConfig(rank=1, alpha=1), seed=0)
 
 
 def _random(engine: Engine, config: LoraConfig, seed: int) -> Adapter:

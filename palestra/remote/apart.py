@@ -33,9 +33,7 @@ class Elsewhere:
             )
         return Opening(self.config, base, dtype=dtype, device=device, max_rows=max_rows)
 
-    def agree(
-        self, name: str, lora: LoraConfig | None, sampling: Sampling, engine: Engine, sampler: Samples
-    ) -> None:
+    def agree(self, name: str, lora: LoraConfig | None, sampling: Sampling, engine: Engine, sampler: Samples) -> None:
         """Notes that policy `name` is sampled there, and checks it with all that are: see agreement.py."""
         if isinstance(sampler, VllmSampler):
             claims = self._claims.setdefault(sampler, [])

@@ -1,7 +1,7 @@
 """Adapters on their way to samplers: each snapshot once, as a PEFT folder under a name that no other ever had.
 
-vLLM keeps what it computed of prompts by the adapter's *name*. A new version under an old name would be answered from the
-old one's keys and values; so each has a name of its own, `planner@12.3f9c1a2b.7`, unique to the run and the snapshot.
+vLLM keeps what it computed of prompts by the adapter's *name*. A new version under an old name would be answered from
+the old one's keys and values; so each has a name of its own, `planner@12.3f9c1a2b.7`, unique to run and snapshot.
 """
 
 from __future__ import annotations

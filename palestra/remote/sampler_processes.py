@@ -90,7 +90,7 @@ class Processes:
 
     def __init__(self, options: Sequence[str], count: int, gpus: Sequence[int], logs: Path) -> None:
         self.key = secrets.token_urlsafe(24)
-        devices = [*gpus] or [None] * count
+        devices: list[int | None] = [*gpus] or [None] * count
         self.children = [Child(options, self.key, logs / f"sampler-{i}.log", gpu) for i, gpu in enumerate(devices)]
         self.close = weakref.finalize(self, _end, self.children)
         for child in self.children:

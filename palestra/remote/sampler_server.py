@@ -99,7 +99,7 @@ def serve(options: Options, say: Say = print) -> None:
             )
         )
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, server.handle_exit)  # before uvicorn listens, and after, when it raises what it caught
+            signal.signal(number, server.handle_exit)  # before uvicorn listens, and when it is done
         if options.with_parent:
             threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
         say(_where(options, door.getsockname()[1], key))

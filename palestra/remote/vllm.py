@@ -29,6 +29,7 @@ from palestra.remote.aside import Aside
 from palestra.remote.exchange import Exchange
 from palestra.remote.sampler_processes import Processes
 
+COMPLETIONS = "/v1/completions"
 AWAY = (408, 429, 500, 502, 503, 504)  # answers of a server that may know better in a while
 PAUSES = (0.1, 5.0)  # seconds that a server is left alone after a failure: at first, and at most
 CONNECTIONS = 512  # more requests wait here, and not for the lack of a file handle
@@ -90,7 +91,8 @@ class VllmSampler:
         self.broken: Exception | None = None
         self._puts: dict[str, asyncio.Task[Path]] = {}
         self._http = self.aside.now(_opened(patience, key))
-        self.close = weakref.finalize(self, _close, self.aside, self._http, exchange)
+        self.aside.last = self._http.close
+        self.close = weakref.finalize(self, _close, self.aside, exchange)
 
     def meet(self) -> None:
         """Asks every server who it is. Raises ValueError where one is not there, or serves no such base."""
@@ -108,12 +110,12 @@ class VllmSampler:
         return await self.aside.soon(self._sample(request))
 
     def sample_at(self, server: Server, requests: Sequence[Request]) -> list[list[Sampled]]:
-        """The answers of one server to several requests, which share its batch."""
+        """The answers of one server to several requests, which share its batch. Raises ValueError where it is gone."""
 
         async def asked() -> list[list[Sampled]]:
             return await asyncio.gather(*(self._ask(server, request) for request in requests))
 
-        return self.aside.now(asked())
+        return self.aside.now(self._patiently(server, asked))
 
     def forget(self) -> None:
         """Servers let go of adapters by themselves. Where none was to be had, the run ends here: episodes that found no
@@ -196,7 +198,7 @@ class VllmSampler:
                 try:
                     model = await self._model(server, request)
                     body = wire.body(request, model, keep=request.keep and server.ours)
-                    return _answers(server, await self._send(server, "POST", "/v1/completions", body), request)
+                    return _answers(server, await self._send(server, "POST", COMPLETIONS, body), request)
                 except Lost:
                     server.loaded.clear()
             raise Away(f"the sampler at {server.url} loses adapters as soon as they are loaded")
@@ -264,7 +266,7 @@ class VllmSampler:
         said = f"the sampler at {server.url} answered {status}: {_message(content)}"
         if status in (401, 403):
             raise ValueError(f"{said}. Put its key into the environment variable that sampler.key_env names.")
-        if status in AWAY:
+        if status in AWAY and (status != 500 or path == COMPLETIONS):  # vLLM says 500 to adapters that do not fit
             raise Away(said)
         if status == 404 and body and ("lora_name" in body or body["model"] != server.model):
             raise Lost(said)
@@ -279,8 +281,7 @@ async def _opened(patience: Patience, key: str | None) -> aiohttp.ClientSession:
     )
 
 
-def _close(aside: Aside, http: aiohttp.ClientSession, exchange: Exchange) -> None:
-    asyncio.run_coroutine_threadsafe(http.close(), aside.loop)
+def _close(aside: Aside, exchange: Exchange) -> None:
     aside.close()
     exchange.close()
 
