@@ -80,7 +80,13 @@ SERVICE = {
     "uvicorn",
     "zstandard",
 }
-TALKS_HTTP = ("palestra.service.connection", "palestra.web.endpoint", "palestra.web.client")
+TALKS_HTTP = (
+    "palestra.service.connection",
+    "palestra.web.endpoint",
+    "palestra.web.client",
+    "palestra.remote.vllm",
+    "palestra.remote.sampler_server",
+)
 OPTIONAL = SERVICE | {
     "ale_py",
     "envpool",

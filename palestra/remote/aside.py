@@ -19,7 +19,7 @@ class Aside:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.last: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self._lock, self._closing = threading.Lock(), False
+        self._lock, self._closing = threading.RLock(), False  # what is let go of may be so anywhere
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         _open.add(self)
         self._thread.start()
@@ -32,13 +32,19 @@ class Aside:
         """The same for callers that are coroutines. Where they are cancelled, so is the work."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
+    def later(self, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs a coroutine there when it can, unless it is being closed; nobody hears what came of it."""
+        with self._lock:
+            if not self._closing:
+                asyncio.run_coroutine_threadsafe(make(), self.loop)
+
     def close(self) -> None:
         """Cancels what runs there and ends the thread. May be called twice, and on that thread too, which then ends by
         itself."""
         with self._lock:
-            first, self._closing = not self._closing, True
-        if first:
-            asyncio.run_coroutine_threadsafe(self._end(), self.loop)
+            if not self._closing:
+                self._closing = True
+                asyncio.run_coroutine_threadsafe(self._end(), self.loop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from palestra.remote.sampler_wire import KEY
+from palestra.remote.sampler_wire import KEY, READY
 
 COMMAND = [sys.executable, "-c", "from palestra.cli import app; app()", "serve-sampler", "--port", "0", "--with-parent"]
-READY = "sampling at "
 TRIES = 3  # processes in a row that may die before they serve
+MISTAKE = 2  # the exit code of what no second try will mend
 FAREWELL = 5.0  # seconds that a process has to end
 
 
@@ -30,6 +30,7 @@ class Child:
     gpu: int | None = None
     process: subprocess.Popen[bytes] | None = None
     url: str | None = None
+    over: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
@@ -47,15 +48,19 @@ class Child:
             )
 
     def where(self) -> str:
-        """Its address, once it serves; where it died it is started again. Raises ValueError where it dies three times
-        before it serves."""
+        """Its address, once it serves; where it died it is started again. Raises ValueError where it cannot serve, or
+        dies three times before it does."""
         with self._lock:
             for _ in range(TRIES):
+                if self.over:
+                    raise ValueError("the sampler processes have been ended")
                 assert self.process is not None
                 if self.process.poll() is None and (self.url or self._heard()):
                     assert self.url is not None
                     return self.url
                 self.end()
+                if self.process.returncode == MISTAKE:
+                    break
                 self.start()
             raise ValueError(f"a sampler process does not start: {self._complaint()}")
 
@@ -99,6 +104,7 @@ class Processes:
 
 def _end(children: Sequence[Child]) -> None:
     for child in children:
+        child.over = True
         if child.process:
             child.process.terminate()
     for child in children:

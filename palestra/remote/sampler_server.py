@@ -38,7 +38,6 @@ from palestra.remote import sampler_wire as wire
 from palestra.remote.aside import Aside
 
 DRAIN = 30  # seconds that requests have to end when the server is told to
-READY = "sampling at "  # what stands before the address in the line that says that it listens
 
 B = TypeVar("B", bound=wire.Call)
 Say = Callable[[str], None]
@@ -265,4 +264,4 @@ def _where(options: Options, port: int, key: str | None) -> str:
     host = f"[{options.host}]" if ":" in options.host else options.host
     inside = key or options.host in ("127.0.0.1", "localhost", "::1")
     warning = "" if inside else f"  (without a key in {options.key_env}, everybody who reaches this machine may use it)"
-    return f"{READY}http://{host}:{port}{warning}"
+    return f"{wire.READY}http://{host}:{port}{warning}"

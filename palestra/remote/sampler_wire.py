@@ -20,6 +20,7 @@ from palestra.engine.requests import Request
 
 OURS = "palestra"  # the owner of a model on servers of our make
 KEY = "PALESTRA_SAMPLER_KEY"  # the environment variable that holds the key where no other is named
+READY = "sampling at "  # what stands before the address in the line by which a server of ours says that it listens
 MOST_SIBLINGS = 4096
 
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]

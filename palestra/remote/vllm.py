@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,8 +241,7 @@ class VllmSampler:
 
     def _let_go(self, name: str) -> None:
         """Nothing can ask for an adapter any more. Called on whichever thread dropped it last."""
-        if not self.aside.loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._unload(name), self.aside.loop)
+        self.aside.later(partial(self._unload, name))
 
     async def _unload(self, name: str) -> None:
         self._puts.pop(name, None)
