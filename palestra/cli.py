@@ -18,7 +18,7 @@ from rich.table import Table
 from palestra.cli_envs import serve_envs
 from palestra.cli_league import league
 from palestra.cli_play import collect, evaluate, play
-from palestra.cli_serve import keys, serve
+from palestra.cli_serve import keys, serve, serve_sampler
 from palestra.terminal import RANK, console, friendly, say
 
 app = typer.Typer(
@@ -300,7 +300,7 @@ def _sandbox() -> str:
 
 
 app.command(name="eval")(evaluate)
-for command in (collect, play, serve, serve_envs):
+for command in (collect, play, serve, serve_envs, serve_sampler):
     app.command()(command)
 app.add_typer(keys, name="keys")
 app.add_typer(league, name="league")

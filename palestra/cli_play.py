@@ -27,6 +27,7 @@ Seats = Annotated[list[str] | None, typer.Option(help=f"who plays a seat, as SEA
 Temperature = Annotated[
     float | None, typer.Option(min=0, help="default: as in training; networks know only that and 0")
 ]
+Here = Annotated[bool, typer.Option("--here", help="sample in this process, whatever the config says of samplers")]
 Step = Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")]
 
 
@@ -46,6 +47,7 @@ def evaluate(
     step: Step = None,
     temperature: Temperature = None,
     seed: int = 0,
+    here: Here = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Play held-out instances, with the members of a run or anybody else.
@@ -78,9 +80,9 @@ def evaluate(
             from palestra.evaluate import cross_play
 
             sampling = _sampling(temperature)
-            found = asyncio.run(cross_play(what, pairs(env), members or [], sampling=sampling, **options))
+            found = asyncio.run(cross_play(what, pairs(env), members or [], sampling=sampling, here=here, **options))
         else:
-            found = [_evaluated(what, env, seats, temperature, options | {"swap": swap})]
+            found = [_evaluated(what, env, seats, temperature, here, options | {"swap": swap})]
     for episode in [episode for scored in found for episode in scored.episodes[:show]]:
         say(f"{transcript(episode)}\n")
     if as_json:
@@ -107,6 +109,7 @@ def collect(
     temperature: Temperature = None,
     step: Step = None,
     seed: int = 0,
+    here: Here = False,
 ) -> None:
     """Record play: as Parquet with tokens, log-probabilities and rewards by seat, or as demonstrations for bc and gail.
 
@@ -131,6 +134,7 @@ def collect(
             kept = f"{games * steps} joint steps"
         else:
             options = {"episodes": episodes, "least": least, "successes": successes, "step": step, "seed": seed}
+            options["here"] = here
             who, figures = _collected(what, out, env, seats, temperature, options)
             kept = f"{figures['kept']} of {episodes} episodes"
     say(f"{out}: {kept} of {', '.join(f'{seat}={name}' for seat, name in who.items())}")
@@ -169,7 +173,12 @@ def play(
 
 
 def _evaluated(
-    what: Path, env: list[str] | None, seats: list[str] | None, temperature: float | None, options: dict[str, Any]
+    what: Path,
+    env: list[str] | None,
+    seats: list[str] | None,
+    temperature: float | None,
+    here: bool,
+    options: dict[str, Any],
 ) -> Scored:
     from palestra.evaluate import Scored, evaluate_run
 
@@ -178,7 +187,8 @@ def _evaluated(
 
         return Scored(*evaluate_games(what, pairs(env), seat_pairs(seats), best=temperature == 0, **options), [])
 
-    return asyncio.run(evaluate_run(what, pairs(env), seat_pairs(seats), sampling=_sampling(temperature), **options))
+    options |= {"sampling": _sampling(temperature), "here": here}
+    return asyncio.run(evaluate_run(what, pairs(env), seat_pairs(seats), **options))
 
 
 def _collected(

@@ -1,4 +1,4 @@
-"""`palestra serve` and `palestra keys`: the training service, and who may use it."""
+"""`palestra serve`, `serve-sampler` and `keys`: the training service, samplers by themselves, and who may use them."""
 
 from __future__ import annotations
 
@@ -82,6 +82,41 @@ def serve(
             limits=Limits(poll=poll, queue=queue, queue_bytes=queue_bytes, models=models),
         )
         run_server(options, say)
+
+
+def serve_sampler(
+    base: Annotated[str, typer.Option(help="a shipped base's name, a local folder, or a hub name")] = "tiny",
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8001,
+    key_env: Annotated[
+        str, typer.Option(help="the environment variable with the key that clients must send; unset: none")
+    ] = "PALESTRA_SAMPLER_KEY",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="of torch, on a CPU")] = 1,
+    max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
+    with_parent: Annotated[
+        bool, typer.Option("--with-parent", help="end when the standard input ends: with whoever started it")
+    ] = False,
+) -> None:
+    """Serve a base and its adapters to runs that sample elsewhere, in vLLM's dialect: token ids in and out.
+
+    Examples:
+
+        palestra serve-sampler --base tiny --port 8001
+
+        palestra train configs/demo.yaml --set 'sampler={type: vllm, urls: ["http://127.0.0.1:8001"]}'
+
+    Ctrl-C, or SIGTERM, ends it after the requests under way. Its first line of output names its address.
+    """
+    with friendly():
+        if missing := [name for name in ("starlette", "uvicorn") if not find_spec(name)]:
+            raise ValueError(f"serving a sampler needs {', '.join(missing)}: pip install 'palestra[service]'")
+        from palestra.remote.sampler_server import Options
+        from palestra.remote.sampler_server import serve as run_server
+
+        options = Options(base, host, port, key_env, device, dtype, threads, max_rows, with_parent)
+        run_server(options, lambda line: print(line, flush=True))
 
 
 def named(settings: list[str] | None, *default: str) -> dict[str, str]:

@@ -30,6 +30,7 @@ async def collect_episodes(
     sampling: dict[str, Any],
     step: int | None,
     seed: int,
+    here: bool = False,
     told: Callable[[int, int], None] = lambda played, kept: None,
 ) -> tuple[dict[Seat, str], dict[str, Any]]:
     """Who sat where, and the figures of what was played and `kept`; the episodes worth keeping are then in `out`.
@@ -37,7 +38,7 @@ async def collect_episodes(
     Instances are those of split "train", unless `env` says otherwise. An episode is kept if it did not fail, has
     `reward` of at least `least`, and is a success where only `successes` are wanted. `told` hears of progress.
     """
-    table = set_table(path, env, seats, split="train", sampling=sampling, step=step)
+    table = set_table(path, env, seats, split="train", sampling=sampling, step=step, here=here)
     team, kept, all_played = table.team, 0, list[Episode]()
     with replaced(out) as whole, pq.ParquetWriter(whole, SCHEMA) as writer:
         for start in range(0, episodes, AT_ONCE):

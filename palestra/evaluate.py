@@ -59,11 +59,13 @@ def set_table(
     split: Split = "test",
     sampling: dict[str, Any] | None = None,
     step: int | None = None,
+    here: bool = False,
 ) -> Table:
     """A table in a run's env, or a config's, with that env's instances of `split` unless `env` says otherwise.
 
     `path` is a run, a config, a member as RUN:NAME, which then plays every seat not named in `seats`, or an env's name,
-    where the shipped base plays. See `member` for who can sit at `seats`.
+    where the shipped base plays. See `member` for who can sit at `seats`. `here` samples in this process, whatever the
+    config says of samplers.
     """
     run, _, everywhere = str(path).rpartition(":")
     known = not path.exists() and str(path) in known_envs()
@@ -75,7 +77,7 @@ def set_table(
     if unknown := sorted(set(seats) - set(names)):
         raise ValueError(f'no seat "{unknown[0]}": env "{changed["type"]}" plays {", ".join(names)}')
     checkpoint = find_checkpoint(path, step) if path.is_dir() else None
-    engines = Engines(config.device, config.max_rows)
+    engines = Engines(config.device, config.max_rows, None if here else config.sampler)
     names = (dict.fromkeys(names, everywhere) if everywhere else names) | {seat: str(n) for seat, n in seats.items()}
     policy = cache(lambda name: member(name, config, checkpoint, engines, sampling or {}))
     return Table(make_arena(changed, split), names, policy)
@@ -103,9 +105,10 @@ async def evaluate_run(
     sampling: dict[str, Any],
     step: int | None,
     seed: int,
+    here: bool = False,
 ) -> Scored:
     """`episodes` held-out episodes; see `set_table`."""
-    table = set_table(path, env, seats, sampling=sampling, step=step)
+    table = set_table(path, env, seats, sampling=sampling, step=step, here=here)
     names = swapped(table.names) if swap else table.names
     return await _scored(table._replace(names=names), episodes, seed)
 
@@ -119,12 +122,13 @@ async def cross_play(
     sampling: dict[str, Any],
     step: int | None,
     seed: int,
+    here: bool = False,
 ) -> list[Scored]:
     """Every way to seat `members` (of a run: its own policies, where none are named), each on the same instances.
 
     Raises ValueError where there are more than 256 ways.
     """
-    table = set_table(path, env, {}, sampling=sampling, step=step)
+    table = set_table(path, env, {}, sampling=sampling, step=step, here=here)
     members = list(dict.fromkeys(members or table.names.values()))
     if len(members) ** len(table.names) > MOST_WAYS:
         raise ValueError(
@@ -146,7 +150,7 @@ async def play_one(
     seed: int,
 ) -> tuple[Seat, Episode]:
     """One episode of instance `seed` with a person at seat `mine` (None: the first), and which seat that was."""
-    table = set_table(path, env, seats, sampling=sampling, step=step)
+    table = set_table(path, env, seats, sampling=sampling, step=step, here=True)
     mine = mine or next(iter(table.names))
     if mine not in table.names:
         raise ValueError(f'no seat "{mine}": this env plays {", ".join(table.names)}')

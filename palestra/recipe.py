@@ -28,6 +28,7 @@ from palestra.config import Strict, validate
 from palestra.engine.sampler import Sampling
 from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig, SpeechConfig
 from palestra.policies.endpoint import EndpointConfig
+from palestra.remote.sampler_config import SamplerConfig
 from palestra.rollouts.records import Data
 from palestra.rollouts.sources import Curriculum
 from palestra.types import TEAM, Seat
@@ -156,8 +157,9 @@ class Config(Strict):
     says. With `data` nothing is played: a step's episodes are from files, and an env is for exams and for what it tells
     its seats. With `stages` the run goes through them in turn, over the same weights. `exam_sampling` changes how
     language policies sample in exams, for instance `temperature: 0`. `engine` is the URL of a server (`palestra serve`,
-    Tinker, MinT) that trains and samples in place of this process. With `staleness` n above 0 training does not wait
-    for play: episodes are played ahead, with weights at most n steps older than those they train.
+    Tinker, MinT) that trains and samples in place of this process; `sampler` says which samplers answer in its place,
+    while training stays here. With `staleness` n above 0 training does not wait for play: episodes are played ahead,
+    with weights at most n steps older than those they train.
 
     `parallel` says what the processes that torchrun starts share: `ddp` (the default there) the episodes and passes of
     a step, `fsdp` the weights, gradients and optimizers too. A run goes on with any number of them."""
@@ -181,6 +183,7 @@ class Config(Strict):
     record_every: int = Field(1, ge=0)
     staleness: int = Field(0, ge=0)
     engine: str | None = None
+    sampler: SamplerConfig | None = None
     device: str = "auto"
     parallel: Literal["ddp", "fsdp"] | None = None
     max_rows: int = Field(512, ge=1)
@@ -291,6 +294,12 @@ class Config(Strict):
         if self.parallel and (self.staleness or self.engine):
             other = "staleness: plays ahead of training" if self.staleness else "engine: trains on a server"
             raise ValueError(f"parallel: {self.parallel} shares each step among processes, but {other}: leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _sampled_there(self) -> Self:
+        if self.sampler and self.engine:
+            raise ValueError("engine: trains and samples on a server, so there is nothing for sampler: to do: drop one")
         return self
 
     @model_validator(mode="after")

@@ -81,7 +81,13 @@ SERVICE = {
     "zstandard",
 }
 GRPC = {"grpc", "grpc_health", "grpc_reflection"}  # likewise of the room `palestra.remote`
-TALKS_HTTP = ("palestra.service.connection", "palestra.web.endpoint", "palestra.web.client")
+TALKS_HTTP = (
+    "palestra.service.connection",
+    "palestra.web.endpoint",
+    "palestra.web.client",
+    "palestra.remote.vllm",
+    "palestra.remote.sampler_server",
+)
 OPTIONAL = (
     SERVICE
     | GRPC

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.lora import Adapter, LoraConfig, Snapshot, Weights
 from palestra.engine.models import Engine
 from palestra.engine.sharded import full, is_shard, own, rows
 from palestra.engine.trainer import Trainer
@@ -31,9 +31,18 @@ PREFIX = "base_model.model."
 
 def save_adapter(folder: Path, adapter: Adapter, base: str) -> None:
     """Writes `adapter` to `folder` in PEFT's format. `base` is the name or path of its base model."""
+    _save_pairs(folder, adapter.weights, adapter.config.rank, adapter.config.alpha, base)
+
+
+def save_snapshot(folder: Path, snapshot: Snapshot, base: str) -> None:
+    """The same of a snapshot, whose scale is in B already: alpha and rank are equal, and cancel."""
+    _save_pairs(folder, snapshot.weights, snapshot.rank, snapshot.rank, base)
+
+
+def _save_pairs(folder: Path, weights: Weights, rank: int, alpha: float, base: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for name, (a, b) in adapter.weights.items():
+    for name, (a, b) in weights.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
         tensors[f"{PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -41,12 +50,12 @@ def save_adapter(folder: Path, adapter: Adapter, base: str) -> None:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapter.config.rank,
-        "lora_alpha": adapter.config.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": sorted(adapter.weights),
+        "target_modules": sorted(weights),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 

@@ -185,7 +185,9 @@ class LanguageLearner:
 
     async def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
         """Adds the gradient of `loss`; returns its figures. Others have their turn between micro-batches."""
-        if not isinstance(self.weights, Resident):  # a server works by itself: others go on while it does
+        # A server works by itself, and where samplers are elsewhere weights are trained on a thread beside: either way
+        # play goes on, and weights move only in `optim_step`.
+        if not isinstance(self.weights, Resident) or not isinstance(self.sampler, Sampler):
             return await asyncio.to_thread(self.weights.forward_backward, samples, loss, **options)
         total: Metrics = {}
         start = time.perf_counter()
@@ -212,7 +214,7 @@ class LanguageLearner:
         self, samples: Sequence[Sample], read: Callable[[Sequence[Sample]], list[np.ndarray]]
     ) -> list[np.ndarray]:
         """What `read` says of each sample, a micro-batch at a time, as in `forward_backward`."""
-        if not isinstance(self.weights, Resident):
+        if not isinstance(self.weights, Resident) or not isinstance(self.sampler, Sampler):
             return await asyncio.to_thread(read, samples)
         found: list[np.ndarray] = []
         trainer = self.weights.trainer

@@ -208,7 +208,7 @@ def test_an_env_that_is_not_deterministic_is_found_out(doomed):
         await asyncio.to_thread(doomed.start)
         await env.step({"b": "x"})
 
-    with pytest.raises(RuntimeError, match="not a function of its seed and the actions: .* joint step 0 is another"):
+    with pytest.raises(RuntimeError, match=r"not a function of its seed and the actions: .* joint step 0 is another"):
         asyncio.run(game())
 
 
@@ -222,7 +222,7 @@ def test_a_deadline_moves_a_game_on(doomed):
         await env_there.reset(3)
         await env_there.step({"a": "30"})
 
-    with pytest.raises(RuntimeError, match="lost its server 5 times in a row.*no answer within the deadline"):
+    with pytest.raises(RuntimeError, match=r"lost its server 5 times in a row.*no answer within the deadline"):
         asyncio.run(game())
 
 

@@ -1,0 +1,151 @@
+"""What sampling in processes of their own costs and is worth: tokens a second, milliseconds a request, seconds a run.
+
+    python bench/scale_parts/samplers.py [--quick]
+
+Every way answers the same requests: two adapters on the base `tiny`, 8 siblings to a prompt, one torch thread in each
+process. Ways take turns, so that a busy machine slows all alike, and each counts with its best round. Figures:
+
+    tokens_per_s_here           sampled in this process
+    tokens_per_s_apart_N        by N sampler processes
+    tokens_ratio_N              of the two
+    added_ms_per_request        what HTTP and the other process add to a request of one token, a median
+    ahead_wall_ratio            wall seconds of training with staleness 1 and one sampler process, over those without it
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from palestra.config import dump, validate
+from palestra.engine.lora import Adapter, LoraConfig, Snapshot
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.policies.lm import Samples
+from palestra.recipe import Config
+from palestra.remote.apart import Elsewhere
+from palestra.remote.sampler_config import ProcessesConfig
+from palestra.runs import Run
+from palestra.setup import build
+from palestra.train_async import run_training
+
+COUNTS = (1, 2)
+SIBLINGS, PROMPT, ANSWER = 8, 32, 32
+
+
+def measure(quick: bool = False) -> dict[str, float]:
+    engine = Engine.load("tiny", device="cpu")
+    ways: dict[str, Samples] = {"here": Sampler(engine)}
+    openings = {n: Elsewhere(ProcessesConfig(count=n)).open("tiny", **PLACE) for n in COUNTS}
+    ways |= {f"apart_{n}": opening.ready() for n, opening in openings.items()}
+    figures = _throughput(engine, ways, requests=16 if quick else 64, rounds=2 if quick else 5)
+    figures["added_ms_per_request"] = _added(engine, ways, times=30 if quick else 200)
+    for sampler in ways.values():
+        getattr(sampler, "close", lambda: None)()
+    return figures | {"ahead_wall_ratio": _ahead(steps=3 if quick else 12)}
+
+
+PLACE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_rows": 512}
+
+
+def _throughput(engine: Engine, ways: dict[str, Samples], *, requests: int, rounds: int) -> dict[str, float]:
+    adapters = [_adapter(engine, f"agent_{i}", i) for i in range(2)]
+    asked = [_request(engine, seed, SIBLINGS, ANSWER, adapters[seed % 2]) for seed in range(requests)]
+    best = dict.fromkeys(ways, 0.0)
+    for _ in range(rounds + 1):  # the first one loads the adapters, and never wins
+        for name, sampler in ways.items():
+            best[name] = max(best[name], asyncio.run(_speed(sampler, asked)))
+    figures = {f"tokens_per_s_{name}": speed for name, speed in best.items()}
+    return figures | {f"tokens_ratio_{n}": best[f"apart_{n}"] / best["here"] for n in COUNTS}
+
+
+async def _speed(sampler: Samples, requests: list[Request]) -> float:
+    """Tokens a second over all `requests`, asked at once."""
+    start = time.perf_counter()
+    found = await asyncio.gather(*(sampler.sample(request) for request in requests))
+    return sum(len(answer.token_ids) for each in found for answer in each) / (time.perf_counter() - start)
+
+
+def _added(engine: Engine, ways: dict[str, Samples], *, times: int) -> float:
+    """Milliseconds that a request of one token takes longer by one sampler process."""
+
+    async def taken(sampler: Samples) -> list[float]:
+        seconds = []
+        for seed in range(times):
+            start = time.perf_counter()
+            await sampler.sample(_request(engine, seed, 1, 1, None))
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    here, apart = (statistics.median(asyncio.run(taken(ways[name]))) for name in ("here", "apart_1"))
+    return 1000 * (apart - here)
+
+
+def _ahead(*, steps: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        here, apart = (_seconds(Path(folder), name, sampler, steps) for name, sampler in RUNS.items())
+    return apart / here
+
+
+RUNS: dict[str, dict[str, Any] | None] = {"here": None, "apart": {"type": "processes", "count": 1}}
+
+
+def _seconds(folder: Path, name: str, sampler: dict[str, Any] | None, steps: int) -> float:
+    """Wall seconds of a run that plays one step ahead, without the time that it takes to load."""
+    policy = {"type": "lora", "base": "tiny", "lr": 1e-3, "sampling": {"max_tokens": 16}}
+    tree = {
+        "steps": steps,
+        "episodes": 16,
+        "staleness": 1,
+        "sampler": sampler,
+        "device": "cpu",
+        "env": {"type": "plan_path", "size": 7, "team": "planner_executor", "turns": 4},
+        "policies": {"planner": policy, "executor": policy},
+        "algorithm": {"type": "grpo", "k": 8},
+        "checkpoint_every": 1000,
+    }
+    config = validate(Config, tree)
+    setup = build(config)
+    with Run.create(folder, dump(config), name) as run:
+        start = time.perf_counter()
+        run_training(setup, run)
+        return time.perf_counter() - start
+
+
+def _request(engine: Engine, seed: int, n: int, tokens: int, adapter: Snapshot | None) -> Request:
+    prompt = np.random.default_rng(seed).integers(5, engine.model.config.vocab_size, PROMPT).astype(np.int32)
+    return Request(prompt, n, Sampling(max_tokens=tokens, end=False), adapter, seed)
+
+
+def _adapter(engine: Engine, name: str, seed: int) -> Snapshot:
+    adapter = Adapter(engine.linears, LoraConfig(rank=8), seed=seed)
+    with torch.no_grad():
+        for _, b in adapter.weights.values():
+            b.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
+    return adapter.snapshot(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    figures = {name: float(f"{value:.4g}") for name, value in measure(parser.parse_args().quick).items()}
+    for name, value in figures.items():
+        print(f"{name:24} {value:g}")
+    print(json.dumps({"bench": "samplers", "figures": figures}))
+
+
+if __name__ == "__main__":
+    main()

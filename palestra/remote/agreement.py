@@ -1,0 +1,127 @@
+"""Samplers elsewhere must find tokens as likely as the trainer here does, or what is learned from them is wrong.
+
+Before anything is trained each server answers a few prompts, under the bare base and under adapters of random weights,
+all in one batch; the trainer of this process then scores the same tokens. Another base, an adapter that is not applied
+or given to the wrong rows, and log-probabilities that mean something else all show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine
+from palestra.engine.requests import Request, Sampled
+from palestra.engine.sampler import Sampling
+from palestra.engine.trainer import Trainer
+from palestra.remote.vllm import Server, VllmSampler
+from palestra.types import Sample
+
+PROMPTS, SIBLINGS, PROMPT, ANSWER = 2, 2, 12, 8  # of each policy: prompts, answers to each, and tokens of both
+STRENGTH = 0.1  # about what the random adapters add to a layer's output, as a part of it
+
+
+class Claim(NamedTuple):
+    """A policy that is to be sampled elsewhere: its adapter (None: the bare base), and how it is sampled."""
+
+    name: str
+    lora: LoraConfig | None
+    sampling: Sampling
+
+
+def check(sampler: VllmSampler, engine: Engine, claims: Sequence[Claim], tolerance: float | None) -> None:
+    """Raises ValueError, with server, policy and figures, where the mean difference of log-probabilities is more than
+    `tolerance` (None: 1e-3 in float32, 0.05 else)."""
+    limit = tolerance or (1e-3 if engine.dtype == torch.float32 else 0.05)
+    adapters = [_random(engine, claim.lora, seed) if claim.lora else None for seed, claim in enumerate(claims)]
+    if sampler.zero is None and any(adapters):
+        sampler.under(_zero(engine).snapshot("base", engine.dtype))
+    requests = [r for claim, adapter in zip(claims, adapters, strict=True) for r in _requests(engine, claim, adapter)]
+    for server in sampler.servers:
+        answers = sampler.sample_at(server, requests)
+        for i, (claim, adapter) in enumerate(zip(claims, adapters, strict=True)):
+            part = slice(i * PROMPTS, (i + 1) * PROMPTS)
+            gaps = _gaps(engine, claim, adapter, requests[part], answers[part])
+            if not gaps.mean() <= limit:  # NaN is no agreement either
+                raise ValueError(_disagreement(server, engine, claim, gaps, limit))
+
+
+def _requests(engine: Engine, claim: Claim, adapter: Adapter | None) -> list[Request]:
+    snapshot = adapter.snapshot(claim.name, engine.dtype) if adapter else None
+    sampling = _open_ended(claim.sampling)
+    return [Request(prompt, SIBLINGS, sampling, snapshot, seed=i) for i, prompt in enumerate(_prompts(engine))]
+
+
+def _gaps(
+    engine: Engine,
+    claim: Claim,
+    adapter: Adapter | None,
+    requests: Sequence[Request],
+    answers: Sequence[Sequence[Sampled]],
+) -> np.ndarray:
+    """How far the server's log-probability of each token sampled is from the trainer's."""
+    pairs = [(request.prompt_ids, answer) for request, each in zip(requests, answers, strict=True) for answer in each]
+    ours = _scored(engine, adapter, pairs, claim.sampling.temperature or 1.0)
+    theirs = [answer.logprobs for _, answer in pairs]
+    return np.abs(np.concatenate(ours) - np.concatenate(theirs))
+
+
+def _disagreement(server: Server, engine: Engine, claim: Claim, gaps: np.ndarray, limit: float) -> str:
+    weights = f"with random weights of rank {claim.lora.rank}" if claim.lora else "the bare base"
+    sampling, hint = claim.sampling, ""
+    if sampling.temperature not in (0, 1) and not server.ours:
+        hint = f" At temperature {sampling.temperature:g} start vLLM with --logprobs-mode processed_logprobs."
+    if sampling.top_k or sampling.top_p < 1:
+        hint = (
+            " With top_k or top_p vLLM's processed log-probabilities are of what these leave, ours of the whole: use "
+            "--logprobs-mode raw_logprobs at temperature 1, or do without them."
+        )
+    return (
+        f'the sampler at {server.url} does not agree with the trainer on policy "{claim.name}" ({weights}): log-'
+        f"probabilities of the same {len(gaps)} tokens differ by {gaps.mean():.3g} in the mean and {gaps.max():.3g} at "
+        f"most, and {limit:g} in the mean is allowed (sampler.tolerance). Does it serve {engine.name} in "
+        f"{str(engine.dtype).removeprefix('torch.')}, and does it know the adapter's layers?{hint}"
+    )
+
+
+def _scored(
+    engine: Engine, adapter: Adapter | None, pairs: Sequence[tuple[np.ndarray, Sampled]], temperature: float
+) -> list[np.ndarray]:
+    """Log-probabilities [T] of each answer's tokens after its prompt, as training computes them."""
+    zeros = [np.zeros(len(answer.token_ids), np.float32) for _, answer in pairs]
+    samples = [
+        Sample(prompt, answer.token_ids, none, none, temperature)
+        for (prompt, answer), none in zip(pairs, zeros, strict=True)
+    ]
+    return Trainer(engine, adapter or _zero(engine)).logprobs(samples)
+
+
+def _zero(engine: Engine) -> Adapter:
+    """An adapter that adds nothing, as new ones do."""
+    return Adapter(engine.linears, LoraConfig(rank=1, alpha=1), seed=0)
+
+
+def _random(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
+    """An adapter of random weights that are not zero, unlike a new one's."""
+    adapter = Adapter(engine.linears, config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    spread = STRENGTH / (adapter.scale * config.rank**0.5)
+    with torch.no_grad():
+        for _, b in adapter.weights.values():
+            b.copy_(torch.randn(b.shape, generator=generator) * spread)
+    return adapter
+
+
+def _prompts(engine: Engine) -> list[np.ndarray]:
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    draws = np.random.default_rng(0)
+    return [draws.integers(0, vocabulary, PROMPT).astype(np.int32) for _ in range(PROMPTS)]
+
+
+def _open_ended(sampling: Sampling) -> Sampling:
+    """The same distribution, in answers of one length."""
+    return sampling.model_copy(update={"max_tokens": ANSWER, "stop": (), "stop_ids": (), "end": False})

@@ -1,0 +1,225 @@
+"""Runs whose samplers are processes of their own: the same episodes, whatever dies, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import finish, start
+from samplers import serving
+from typer.testing import CliRunner, Result
+
+from palestra.cli import app
+from palestra.config import dump, validate
+from palestra.recipe import Config
+from palestra.remote.apart import Elsewhere
+from palestra.remote.sampler_processes import Processes
+from palestra.remote.vllm import VllmSampler
+from palestra.runs import Run, load_episodes, read_lines
+from palestra.setup import build
+from palestra.train import Setup, Watcher
+from palestra.train_async import run_training
+from palestra.types import Answer, Episode
+
+TWO = {"type": "processes", "count": 2}
+
+
+def tree(**changes: Any) -> dict[str, Any]:
+    """A team of two adapters and a frozen base, in three steps."""
+    speech = {"type": "lora", "base": "tiny", "rank": 4, "lr": 3e-3, "sampling": {"max_tokens": 6}}
+    whole: dict[str, Any] = {
+        "name": "apart",
+        "steps": 3,
+        "episodes": 4,
+        "env": {"type": "plan_path", "size": 5, "team": "planner_executor", "turns": 2, "reward": "dense"},
+        "policies": {"planner": speech, "executor": speech | {"rank": 2}, "plain": speech_of_the_base()},
+        "algorithm": {"type": "grpo", "k": 4},
+        "exams": {"dev": {"episodes": 4, "seats": {"executor": "plain"}}},
+        "checkpoint_every": 1,
+    }
+    return whole | changes
+
+
+def speech_of_the_base() -> dict[str, Any]:
+    return {"type": "frozen", "base": "tiny", "sampling": {"max_tokens": 6}}
+
+
+def trained(folder: Path, name: str, watcher: Watcher | None = None, **changes: Any) -> Path:
+    config = validate(Config, tree(**changes))
+    setup = build(config)
+    if isinstance(watcher, Killer):
+        watcher.sampler = sampler_of(setup)
+    with Run.create(folder, dump(config), name) as run:
+        assert run_training(setup, run, watcher)
+    return run.path
+
+
+def sampler_of(setup: Setup) -> VllmSampler:
+    sampler = next(iter(setup.learners.values())).sampler  # type: ignore[attr-defined]
+    assert isinstance(sampler, VllmSampler)
+    return sampler
+
+
+def played(run: Path) -> list[Episode]:
+    return [episode for file in sorted((run / "episodes").iterdir()) for episode in load_episodes(file)]
+
+
+def answers(run: Path) -> list[Answer]:
+    return [answer for episode in played(run) for node in episode.nodes for answer in node.answers.values()]
+
+
+def assert_the_same(here: Path, there: Path) -> None:
+    """Tokens exactly, log-probabilities and figures but for rounding: batches are other ones."""
+    ours, theirs = answers(here), answers(there)
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.policy, a.stop, a.text) == (b.policy, b.stop, b.text)
+        assert np.array_equal(a.prompt_ids, b.prompt_ids) and np.array_equal(a.token_ids, b.token_ids)
+        assert b.logprobs == pytest.approx(a.logprobs, abs=1e-5)
+    for log in ("metrics.jsonl", "evals.jsonl"):
+        for x, y in zip(figures(here, log), figures(there, log), strict=True):
+            assert y == pytest.approx(x, abs=1e-5, rel=1e-3)
+
+
+def figures(run: Path, log: str) -> list[dict[str, float]]:
+    return [{k: v for k, v in line.items() if isinstance(v, float)} for line in read_lines(run / log)]
+
+
+class Killer(Watcher):
+    """Kills a sampler process of the run, by SIGKILL, in the middle of its second step."""
+
+    sampler: VllmSampler
+    killed = 0
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self, step: int, metrics: Any) -> None:
+        self.steps += 1
+
+    def played(self, episode: Episode) -> None:
+        if self.steps == 1 and not self.killed and self.sampler.processes:
+            process = self.sampler.processes.children[0].process
+            assert process is not None
+            self.killed = process.pid
+            os.kill(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("here"), "here")
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_with_its_samplers_elsewhere(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "apart.yaml").write_text(dump(validate(Config, tree(sampler=TWO))))
+    finish(start(tmp_path, "apart.yaml"))
+    assert_the_same(here, tmp_path / "runs" / "apart")
+
+
+@pytest.mark.slow
+def test_a_sampler_that_is_killed_is_started_again_and_changes_nothing(here: Path, tmp_path: Path) -> None:
+    killer = Killer()
+    there = trained(tmp_path, "there", killer, sampler=TWO)
+    assert killer.killed and not any(episode.error for episode in played(there))
+    assert_the_same(here, there)
+
+
+@pytest.mark.slow
+def test_play_goes_on_elsewhere_while_weights_are_trained(tmp_path: Path) -> None:
+    config = validate(Config, tree(sampler=TWO, staleness=1, steps=4))
+    with Run.create(tmp_path, dump(config), "ahead") as run:
+        assert run_training(build(config), run)
+    figures = [line for line in read_lines(run.path / "metrics.jsonl") if line["policy"] == "planner"]
+    assert [line["staleness"] for line in figures] == [0, 1, 1, 1] and all(line["updates"] for line in figures)
+    assert not any(episode.error for episode in played(run.path))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_resumes_with_new_samplers_and_leaves_none_behind(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "apart.yaml").write_text(dump(validate(Config, tree(sampler=TWO))))
+    run, first = tmp_path / "runs" / "apart", start(tmp_path, "apart.yaml")
+    while len(read_lines(run / "checkpoints.jsonl")) < 1:
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.02)
+    samplers = children(first.pid)
+    assert len(samplers) == 2
+    first.kill()
+    first.communicate()
+    finish(start(tmp_path, "--resume", run))
+    assert_the_same(here, run)
+    until = time.monotonic() + 30
+    while any(alive(pid) for pid in samplers) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(alive(pid) for pid in samplers)
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(line.split()[0]) for line in found.stdout.splitlines() if "serve-sampler" in line]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "serve-sampler" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_eval_and_collect_sample_elsewhere_too(tmp_path: Path) -> None:
+    def palestra(*words: Any) -> Result:
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    with serving("--base", "tiny") as (url, _):
+        there = trained(tmp_path, "there", sampler={"type": "vllm", "urls": [url]}, steps=1)
+        exam = ["eval", there, "--episodes", "3", "--json"]
+        elsewhere, here = palestra(*exam), palestra(*exam, "--here")
+        assert elsewhere.exit_code == 0 and json.loads(elsewhere.stdout) == json.loads(here.stdout)
+        kept = palestra("collect", there, "--out", tmp_path / "kept.parquet", "--episodes", "3")
+        assert "3 of 3 episodes" in kept.stdout
+    gone = palestra(*exam)
+    assert gone.exit_code == 2 and "Is it running?" in gone.stderr
+    assert palestra(*exam, "--here").stdout == here.stdout
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_start_say_why(tmp_path: Path) -> None:
+    processes = Processes(["--base", "./nothing"], 1, [], tmp_path)
+    with pytest.raises(ValueError, match=r"a sampler process does not start: .*no model at nothing"):
+        processes.children[0].where()
+    processes.close()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        ({"type": "vllm", "urls": ["localhost:8001"]}, "is no address of a server"),
+        ({"type": "vllm", "urls": []}, "sampler.urls: List should have at least 1"),
+        ({"type": "processes", "count": 1, "gpus": [0, 1]}, "do not go together"),
+        ({"type": "procesess"}, "processes"),
+    ],
+)
+def test_what_a_config_may_say_of_samplers(sampler: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        validate(Config, tree(sampler=sampler))
+
+
+def test_what_cannot_be_sampled_elsewhere_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing for sampler: to do"):
+        validate(Config, tree(sampler=TWO, engine="http://localhost:8000"))
+    full = {"planner": {"type": "full", "base": "tiny"}, "executor": speech_of_the_base()}
+    with pytest.raises(ValueError, match=r"policies\.planner is a full model"):
+        build(validate(Config, tree(sampler=TWO, policies=full, exams={})))
+    elsewhere = Elsewhere(validate(Config, tree(sampler={"type": "vllm", "urls": ["http://127.0.0.1:9"]})).sampler)  # type: ignore[arg-type]
+    place = {"dtype": "auto", "device": "cpu", "max_rows": 8}
+    elsewhere.open("tiny", **place)
+    with pytest.raises(ValueError, match="servers of one base, but the policies use tiny and tasks"):
+        elsewhere.open("tasks", **place)
