@@ -15,6 +15,7 @@ from palestra.algorithms.text.dpo import DPO
 from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.ppo import PPO
 from palestra.algorithms.text.sft import SFT
+from palestra.backends.places import LoopConfig
 from palestra.config import Strict, validate
 from palestra.engine.sampler import Sampling
 from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig, SpeechConfig
@@ -123,7 +124,8 @@ class Config(Strict):
     says. With `data` nothing is played: a step's episodes are from files, and an env is for exams and for what it tells
     its seats. With `stages` the run goes through them in turn, over the same weights. `exam_sampling` changes how
     language policies sample in exams, for instance `temperature: 0`. `engine` is the URL of a server (`palestra serve`,
-    Tinker, MinT) that trains and samples in place of this process. With `staleness` n above 0 training does not wait
+    Tinker, MinT) that trains and samples in place of this process. `backend` says which other processes play, and on
+    Ray train, in place of it. With `staleness` n above 0 training does not wait
     for play: episodes are played ahead, with weights at most n steps older than those they train."""
 
     name: str = "run"
@@ -145,6 +147,7 @@ class Config(Strict):
     record_every: int = Field(1, ge=0)
     staleness: int = Field(0, ge=0)
     engine: str | None = None
+    backend: LoopConfig = LoopConfig(type="inline")
     device: str = "auto"
     max_rows: int = Field(512, ge=1)
 
@@ -246,6 +249,21 @@ class Config(Strict):
             raise ValueError(
                 f"staleness: {self.staleness} plays while weights are trained, but {full[0]} is a full model, which "
                 f"has no second copy to play with: set staleness: 0, or policies.{full[0]}.type: lora"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _elsewhere(self) -> Self:
+        if self.backend.type == "inline":
+            return self
+        if self.engine:
+            raise ValueError(
+                f"engine: {self.engine} trains and samples there, and backend: {self.backend.type} would elsewhere: "
+                "leave one of them out"
+            )
+        if human := [name for name, policy in self.policies.items() if isinstance(policy, HumanConfig)]:
+            raise ValueError(
+                f"policies.{human[0]} is a person at this terminal, whom workers elsewhere cannot ask: play inline"
             )
         return self
 

@@ -32,7 +32,7 @@ ROOMS = [
     {"palestra.recipe"},
     {"palestra.setup", "palestra.setup_games"},
     {"palestra.oracles"},
-    {"palestra.setup_population"},
+    {"palestra.setup_population", "palestra.setup_backends"},
     {"palestra.evaluate", "palestra.progress", "palestra.reports", "palestra.population_reports", "palestra.terminal"},
     {
         "palestra.evaluate_games",

@@ -104,18 +104,33 @@ def save_trainer(folder: Path, trainer: Trainer) -> None:
         save_adapter(folder / REFERENCE, trainer.reference, trainer.engine.name)
     if trainer.critic:
         save_file(trainer.critic.state_dict(), folder / CRITIC)
-    if trainer.adapter:
-        save_adapter(folder, trainer.adapter, trainer.engine.name)
-    else:
-        trainer.engine.model.save_pretrained(folder)
-        trainer.engine.tokenizer.save_pretrained(folder)
+    save_weights(folder, trainer)
     state = trainer.optimizer.state_dict()["state"]
     tensors = {f"{i}.{key}": value.cpu().contiguous() for i, slots in state.items() for key, value in slots.items()}
     save_file(tensors, folder / "optimizer.safetensors", metadata={"steps": str(trainer.steps)})
 
 
+def save_weights(folder: Path, trainer: Trainer) -> None:
+    """Writes the adapter or the full model alone: what others sample from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if trainer.adapter:
+        save_adapter(folder, trainer.adapter, trainer.engine.name)
+    else:
+        trainer.engine.model.save_pretrained(folder)
+        trainer.engine.tokenizer.save_pretrained(folder)
+
+
 def load_trainer(folder: Path, trainer: Trainer) -> None:
     """Restores weights and optimizer from `folder` into a trainer of the same shape."""
+    load_weights(folder, trainer)
+    trainer.reference = load_adapter(folder / REFERENCE, trainer.engine) if (folder / REFERENCE).exists() else None
+    if trainer.critic:
+        _load_critic(folder / CRITIC, trainer.critic)
+    _load_optimizer(folder / "optimizer.safetensors", trainer)
+
+
+def load_weights(folder: Path, trainer: Trainer) -> None:
+    """Restores the adapter or the full model alone. Raises ValueError where it has another shape."""
     if trainer.adapter:
         saved = load_adapter(folder, trainer.engine)
         if _shape(saved) != _shape(trainer.adapter):
@@ -126,10 +141,6 @@ def load_trainer(folder: Path, trainer: Trainer) -> None:
             _copy(name, trainer.adapter.weights[name], pair)
     else:
         load_full(folder, trainer.engine)
-    trainer.reference = load_adapter(folder / REFERENCE, trainer.engine) if (folder / REFERENCE).exists() else None
-    if trainer.critic:
-        _load_critic(folder / CRITIC, trainer.critic)
-    _load_optimizer(folder / "optimizer.safetensors", trainer)
 
 
 def _load_critic(path: Path, critic: nn.Linear) -> None:
