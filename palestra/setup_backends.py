@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from palestra import setup
 from palestra.backends.desk import Desk
-from palestra.backends.places import LoopConfig, must_have_ray, open_backend
+from palestra.backends.places import BackendConfig, LoopConfig, must_have_ray, open_backend
 from palestra.backends.slices import Sliced, SlicedExam, Troupe, size_of
 from palestra.backends.weights import Bench, Distant, Shop
 from palestra.engine.models import resolve_base
@@ -19,6 +19,7 @@ from palestra.engine.sampler import Request, Sampled
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident
 from palestra.oracles.play import PlayWorker
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.populations.tasks import Backend, MakeWorker
 from palestra.recipe import Config, FrozenConfig
 from palestra.rollouts.sources import Games
 from palestra.setup import Engines
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from palestra.backends.ray.cluster import Needs
 
 
-def build(config: Config) -> Setup:
+def build(config: Config, opened: Callable[[BackendConfig, MakeWorker], Backend] = open_backend) -> Setup:
     """Everything that `config` describes, ready for training; other processes begin where it does. Raises ValueError
     where its parts do not fit."""
     backend = config.backend
@@ -36,7 +37,7 @@ def build(config: Config) -> Setup:
         return setup.build(config)
     engines = Actors(config) if backend.type == "ray" else Drivers(config.device, config.max_rows)
     made = setup.build(config, engines)
-    desk = Desk(partial(open_backend, played_by(backend), partial(PlayWorker, config)))
+    desk = Desk(partial(opened, played_by(backend), partial(PlayWorker, config)))
     troupe = Troupe(cast(Mapping[str, LanguageLearner], made.learners), desk)
     slices = backend.slices or 2 * workers_of(backend)
     return replace(

@@ -32,14 +32,13 @@ class PlayWorker:
         self.setup = build(played)
         self.exams = {exam.name: exam for exam in self.setup.exams}
         self.members = dict.fromkeys(self.setup.learners, "")
-        self.runner = asyncio.Runner()  # one loop for all tasks: what envs and policies keep open is of one loop
 
     def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
         """Plays a slice; its episodes are in `out`."""
         assert out is not None
         for member, folder in members.items():
             self._take(member, folder, task.order["settings"])
-        episodes = self.runner.run(self._played(task.order))
+        episodes = asyncio.run(self._played(task.order))
         (out / EPISODES).write_bytes(_pickled(episodes))
         return {"episodes": len(episodes)}
 
