@@ -2,68 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import finish, start
+from toy_loops import assert_same, config, here, killed, run_of
 
 from palestra import setup
-from palestra.backends.inline import Inline
-from palestra.backends.places import BackendConfig
-from palestra.config import dump, validate
-from palestra.populations.tasks import Backend, MakeWorker
-from palestra.recipe import Config
-from palestra.runs import Run, checkpoints, read_lines
+from palestra.runs import checkpoints, read_lines
 from palestra.setup_backends import build
-from palestra.train import Setup, Watcher, restore
-from palestra.train_async import run_training
-
-SAME = ("metrics.jsonl", "evals.jsonl")
-
-
-def config(base: Path, **changes: Any) -> Config:
-    """Two adapters, one of which remembers, and an exam; a step takes some hundredths of a second."""
-    speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 3}, "lr": 1e-3}
-    tree = {
-        "steps": 3,
-        "episodes": 6,
-        "env": {"type": "toys:Whisper", "turns": 2},
-        "policies": {"guide": speech | {"memory": "conversation"}, "walker": speech | {"batch": 10}},
-        "algorithm": {"type": "grpo", "k": 4},
-        "exams": {"dev": {"episodes": 4, "every": 2}},
-        "exam_sampling": {"temperature": 0.5},
-        "checkpoint_every": 2,
-        "backend": {"type": "local", "workers": 2, "slices": 3},
-    }
-    return validate(Config, tree | changes)
-
-
-def here(_: BackendConfig, make: MakeWorker) -> Backend:
-    """A worker in this process."""
-    return Inline(make)
-
-
-def run_of(made: Setup, root: Path, config: Config, watcher: Watcher | None = None) -> Path:
-    with Run.create(root, dump(config)) as run:
-        restore(made, run)
-        assert run_training(made, run, watcher)
-        return run.path
-
-
-def assert_same(run: Path, other: Path) -> None:
-    for log in SAME:
-        assert (run / log).read_bytes() == (other / log).read_bytes(), log
-    ours, theirs = (
-        {file.relative_to(one): file for part in ("checkpoints", "episodes") for file in (one / part).rglob("*.*")}
-        for one in (run, other)
-    )
-    assert ours.keys() == theirs.keys()
-    for name, file in ours.items():
-        assert file.is_dir() or file.read_bytes() == theirs[name].read_bytes(), name
+from palestra.train import Setup, Watcher
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +95,8 @@ def test_old_members_are_let_go(base: Path, tmp_path: Path, staleness: int) -> N
     watcher = Weighed(made)
     run_of(made, tmp_path, asked, watcher)
     assert 1 <= watcher.most <= staleness + 2
-    assert all(not folder.parent.exists() or folder.exists() for folder in watcher.troupe.shared.values())
+    for folder in {folder.parent for folder in watcher.troupe.shared.values()}:
+        assert {path.name for path in folder.iterdir()} == set(watcher.troupe.shared)
 
 
 @pytest.mark.parametrize(
@@ -173,27 +122,17 @@ def test_an_episode_that_cannot_be_sent_is_explained(base: Path, tmp_path: Path)
 # ---- in processes on this machine
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_workers_play_the_run_and_one_that_is_killed_is_replaced(base: Path, tmp_path: Path, staleness: int) -> None:
+@pytest.mark.parametrize(("workers", "staleness"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_workers_play_the_run_and_one_that_is_killed_is_replaced(
+    base: Path, tmp_path: Path, workers: int, staleness: int
+) -> None:
     """The env kills the first worker that plays instance 8, of the second step. Who plays ahead plays the same."""
+    backend = {"type": "local", "workers": workers, "slices": 3}
     whole = run_of(build(plain := config(base, staleness=staleness), here), tmp_path, plain)
     env = {"type": "toys_mortal:Mortal", "turns": 2, "fatal": 8, "mark": str(tmp_path / "mark")}
-    asked = config(base, env=env, staleness=staleness)
+    asked = config(base, env=env, staleness=staleness, backend=backend)
     assert_same(run_of(build(asked), tmp_path, asked), whole)
     assert (tmp_path / "mark").exists()
-
-
-def killed(folder: Path, asked: Config, lines: int) -> Path:
-    """A run of the command line, killed once it has logged so many lines, and resumed to its end."""
-    (folder / "run.yaml").write_text(dump(asked))
-    process, run = start(folder, "run.yaml"), folder / "runs" / "run"
-    while not (run / "metrics.jsonl").exists() or len(read_lines(run / "metrics.jsonl")) < lines:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    finish(start(folder, "--resume", run))
-    return run
 
 
 @pytest.mark.slow

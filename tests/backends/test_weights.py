@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -87,8 +88,6 @@ def undisturbed(base: Path) -> tuple[dict[str, list[Any]], dict[str, dict[str, b
 
 
 def written(weights: Any) -> dict[str, bytes]:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         weights.save(Path(folder))
         return {name: data.tobytes() for name, data in packed(Path(folder)).items()}
@@ -97,7 +96,7 @@ def written(weights: Any) -> dict[str, bytes]:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("copy_every", [1, 3])
 def test_a_loss_at_any_call_changes_nothing(base: Path, undisturbed: Any, copy_every: int, late: bool) -> None:
-    """One in each third call, that is at every verb, and while the past is told again."""
+    """Now and then, at one verb and another, and while the past is told again."""
     holder = Fragile(partial(open_shop, "cpu", 8, specs(base)), set(range(2, 400, 17)), late)
     bench = Bench(lambda: holder, copy_every)
     both = {name: Distant(bench, name) for name in ("guide", "walker")}
