@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from transformers import AutoTokenizer
 
 from palestra import setup
 from palestra.backends.desk import Desk
-from palestra.backends.places import BackendConfig, LoopConfig, must_have_ray, open_backend
+from palestra.backends.places import LoopConfig, must_have_ray, open_backend
 from palestra.backends.slices import Sliced, SlicedExam, Troupe, size_of
-from palestra.backends.weights import Bench, Distant, Shop
+from palestra.backends.weights import Bench, Distant, Holder, Shop
 from palestra.engine.models import resolve_base
 from palestra.engine.sampler import Request, Sampled
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident
@@ -25,26 +26,25 @@ from palestra.rollouts.sources import Games
 from palestra.setup import Engines
 from palestra.train import Exam, Setup, Stage
 
-if TYPE_CHECKING:
-    from palestra.backends.ray.cluster import Needs
+Players = Callable[[LoopConfig, MakeWorker], Backend]
 
 
-def build(config: Config, opened: Callable[[BackendConfig, MakeWorker], Backend] = open_backend) -> Setup:
-    """Everything that `config` describes, ready for training; other processes begin where it does. Raises ValueError
-    where its parts do not fit."""
+def build(config: Config, players: Players | None = None) -> Setup:
+    """Everything that `config` describes, ready for training; other processes begin where it does, `players` (default:
+    as `backend` says) among them. Raises ValueError where its parts do not fit."""
     backend = config.backend
     if backend.type == "inline":
         return setup.build(config)
     engines = Actors(config) if backend.type == "ray" else Drivers(config.device, config.max_rows)
     made = setup.build(config, engines)
-    desk = Desk(partial(opened, played_by(backend), partial(PlayWorker, config)))
+    desk = Desk(partial(players or open_players, backend, partial(PlayWorker, config)))
     troupe = Troupe(cast(Mapping[str, LanguageLearner], made.learners), desk)
     slices = backend.slices or 2 * workers_of(backend)
     return replace(
         made,
         stages=[_stage(stage, number, troupe, slices) for number, stage in enumerate(made.stages)],
         exams=[_exam(exam, troupe, slices) for exam in made.exams],
-        place=Place(backend, desk, engines.benches if isinstance(engines, Actors) else []),
+        place=Place(desk, engines.benches, engines.cluster) if isinstance(engines, Actors) else Place(desk, [], None),
         apart=isinstance(engines, Actors),
     )
 
@@ -54,10 +54,10 @@ def workers_of(backend: LoopConfig) -> int:
     return int(backend.placement["play"].get("workers", 1)) if "play" in backend.placement else backend.count
 
 
-def played_by(backend: LoopConfig) -> LoopConfig:
-    """The part of `backend` that plays. Those who are set apart to play are all who do."""
-    play = {kind: needs for kind, needs in backend.placement.items() if kind == "play"}
-    return backend.model_copy(update={"placement": play, "workers": backend.count if not play else 0})
+def open_players(backend: LoopConfig, make_worker: MakeWorker) -> Backend:
+    """Those who play: where some are set apart to do so, they alone."""
+    apart = {kind: needs for kind, needs in backend.placement.items() if kind == "play"}
+    return open_backend(backend.model_copy(update={"placement": apart}), make_worker, 0 if apart else None)
 
 
 def _stage(stage: Stage, number: int, troupe: Troupe, slices: int) -> Stage:
@@ -71,28 +71,52 @@ def _exam(exam: Exam, troupe: Troupe, slices: int) -> Exam:
 
 
 class Place:
-    """The other processes of a run, there within a `with` block."""
+    """The other processes of a run, there within a `with` block. On Ray this process is in their `cluster`."""
 
-    def __init__(self, backend: LoopConfig, desk: Desk, benches: Sequence[Bench]) -> None:
-        self.backend, self.desk, self.benches = backend, desk, benches
-        self._joined = False
+    def __init__(self, desk: Desk, benches: Sequence[Bench], cluster: Membership | None) -> None:
+        self.desk, self.benches, self.cluster = desk, benches, cluster
+        self._open = ExitStack()
 
     def __enter__(self) -> Place:
-        if self.backend.type == "ray":
-            self._joined = join(self.backend)
-        for bench in self.benches:
-            bench.start()
-        self.desk.start()
+        with ExitStack() as opened:
+            if self.cluster:
+                opened.callback(self.cluster.leave)
+                self.cluster.join()
+            for bench in self.benches:
+                opened.callback(bench.close)
+                bench.start()
+            opened.callback(self.desk.close)
+            self.desk.start()
+            self._open = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.desk.close()
-        for bench in self.benches:
-            bench.close()
-        if self._joined:
-            from palestra.backends.ray.cluster import leave
+        self._open.close()
 
+
+class Membership:
+    """This process's part in a Ray cluster, or in one that it starts, with room for all who train and play."""
+
+    def __init__(self, backend: LoopConfig) -> None:
+        must_have_ray()
+        from palestra.backends.ray.cluster import needs_of
+
+        self.address, self.train = backend.address, needs_of("train", backend.placement.get("train", {}))
+        play = needs_of("play", backend.placement.get("play", {}))
+        self.play = play._replace(actors=workers_of(backend))
+        self._joined = False  # by us, who then are to leave
+
+    def join(self) -> None:
+        from palestra.backends.ray.cluster import join
+
+        self._joined = join(self.address, [self.train, self.play]) or self._joined
+
+    def leave(self) -> None:
+        from palestra.backends.ray.cluster import leave
+
+        if self._joined:
             leave()
+        self._joined = False
 
 
 # ---- what the driver has in place of bases and samplers
@@ -129,13 +153,9 @@ class Actors(Drivers):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.device, config.max_rows)
-        must_have_ray()
-        from palestra.backends.ray.cluster import needs_of
-
-        self.needs = needs_of("train", config.backend.placement.get("train", {}))
-        self.specs: list[dict[str, Spec]] = [{} for _ in range(self.needs.actors)]
-        holders = [partial(_holder, config, specs, self.needs) for specs in self.specs]
-        self.benches = [Bench(holder, config.backend.copy_every) for holder in holders]
+        self.cluster = Membership(config.backend)
+        self.specs: list[dict[str, Spec]] = [{} for _ in range(self.cluster.train.actors)]
+        self.benches = [Bench(partial(self._holder, specs), config.backend.copy_every) for specs in self.specs]
         self._learners = 0
 
     def learner(
@@ -146,25 +166,12 @@ class Actors(Drivers):
         self.specs[place][name] = Spec(config, seed, critic)
         return LanguageLearner(name, config, Distant(self.benches[place], name), Nobody(), tokenizer_of(config.base))
 
+    def _holder(self, specs: Mapping[str, Spec]) -> Holder:
+        from palestra.backends.ray.holders import RayHolder
 
-def _holder(config: Config, specs: Mapping[str, Spec], needs: Needs) -> Any:
-    from palestra.backends.ray.holders import RayHolder
-
-    join(config.backend)
-    make: Callable[[], Shop] = partial(open_shop, config.device, config.max_rows, dict(specs))
-    return RayHolder(make, needs, f"the training of {', '.join(specs)}")
-
-
-def join(backend: LoopConfig) -> bool:
-    """Joins Ray, or starts one here that has room for all who train and play; see `cluster.join`."""
-    from palestra.backends.ray.cluster import Needs, needs_of
-    from palestra.backends.ray.cluster import join as joined
-
-    train = needs_of("train", backend.placement.get("train", {}))
-    play = backend.placement.get("play")
-    return joined(
-        backend.address, [train, Needs(backend.count, {"num_cpus": 1}) if play is None else needs_of("play", play)]
-    )
+        self.cluster.join()
+        make = partial(open_shop, self.device, self.max_rows, dict(specs))
+        return RayHolder(make, self.cluster.train, f"the training of {', '.join(specs)}")
 
 
 def open_shop(device: str, max_rows: int, specs: Mapping[str, Spec]) -> Shop:

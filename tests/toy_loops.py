@@ -11,11 +11,12 @@ from typing import Any
 from processes import finish, start
 
 from palestra.backends.inline import Inline
-from palestra.backends.places import BackendConfig
+from palestra.backends.places import LoopConfig
 from palestra.config import dump, validate
 from palestra.populations.tasks import Backend, MakeWorker
 from palestra.recipe import Config
 from palestra.runs import Run, read_lines
+from palestra.setup_backends import build
 from palestra.train import Setup, Watcher, restore
 from palestra.train_async import run_training
 
@@ -39,7 +40,7 @@ def config(base: Path, **changes: Any) -> Config:
     return validate(Config, tree | changes)
 
 
-def here(_: BackendConfig, make: MakeWorker) -> Backend:
+def here(_: LoopConfig, make: MakeWorker) -> Backend:
     """A worker in this process."""
     return Inline(make)
 
@@ -74,3 +75,17 @@ def killed(folder: Path, asked: Config, lines: int) -> Path:
     process.communicate()
     finish(start(folder, "--resume", run))
     return run
+
+
+def on_ray(base: Path, backend: dict[str, Any] | None = None, **changes: Any) -> Config:
+    return config(base, backend={"type": "ray", "workers": 2, "slices": 3} | (backend or {}), **changes)
+
+
+def whole(root: Path, asked: Config) -> Path:
+    """The same run, whose slices one worker in this process plays."""
+    alone = asked.model_copy(update={"backend": asked.backend.model_copy(update={"type": "local", "placement": {}})})
+    return run_of(build(alone, here), root, alone)
+
+
+def actor_of(made: Setup, learner: str) -> Any:
+    return made.learners[learner].weights.bench._holder._actor  # type: ignore[attr-defined]

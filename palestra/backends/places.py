@@ -59,16 +59,18 @@ class LoopConfig(BackendConfig):
         return self
 
 
-def open_backend(config: BackendConfig, make_worker: MakeWorker) -> Backend:
-    """The backend that `config` describes. Raises ValueError where Ray is asked for and not installed."""
+def open_backend(config: BackendConfig, make_worker: MakeWorker, workers: int | None = None) -> Backend:
+    """The backend that `config` describes, with as many `workers` beside those set apart as it says by default. Raises
+    ValueError where Ray is asked for and not installed."""
+    workers = config.count if workers is None else workers
     if config.type == "inline":
         return Inline(make_worker)
     if config.type == "local":
-        return Local(make_worker, config.count, config.threads)
+        return Local(make_worker, workers, config.threads)
     must_have_ray()
     from palestra.backends.ray.workers import RayBackend
 
-    return RayBackend(make_worker, config.count, config.address, config.placement)
+    return RayBackend(make_worker, workers, config.address, config.placement)
 
 
 def must_have_ray() -> None:
