@@ -48,10 +48,10 @@ def train(
         str | None, typer.Option(help="train on the server at this URL (`palestra serve`, Tinker, MinT), not in here")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="where a population's tasks are done: local (processes), ray or inline")
+        str | None, typer.Option(help="where episodes are played, or a population's tasks done: inline, local or ray")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="how many of a population's tasks are done at once")
+        int | None, typer.Option(min=1, help="how many play, or do a population's tasks, at once")
     ] = None,
     address: Annotated[str | None, typer.Option(help="of a Ray cluster; without it one is started here")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check the config, print it resolved, and stop")] = False,
@@ -65,6 +65,8 @@ def train(
         palestra train configs/demo.yaml --set steps=20 --set policies.planner.lr=3e-4
 
         palestra train configs/demo.yaml --engine http://127.0.0.1:8000
+
+        palestra train configs/demo.yaml --backend ray --workers 4 --address auto
 
         palestra train configs/populations/kuhn_psro.yaml --workers 2
 
@@ -92,8 +94,11 @@ def _described(path: Path | None, resume: Path | None, settings: list[str], plac
             "--set and --engine change a run that starts; a resumed run goes on as it began. Start a new one instead."
         )
     tree = load(resume / "config.yaml" if resume else path)  # type: ignore[arg-type]
-    if places and "population" not in tree:
-        raise ValueError("--backend, --workers and --address place the tasks of a population; this config has none")
+    if places and "population" not in tree and _vectorised(tree):
+        raise ValueError(
+            "--backend, --workers and --address place a population's tasks, or the episodes of language agents; this "
+            "config has neither"
+        )
     return override(tree, [*settings, *places])
 
 
@@ -138,20 +143,24 @@ def kind_of(tree: dict[str, Any]) -> Kind:
         return Kind(
             population.PopulationConfig, population.build_population, population.build_population, _follow_population
         )
-    from palestra.envs import is_vectorised
-
-    env = tree.get("env") or {}
-    if not env.get("at") and is_vectorised(env.get("type")):
+    if _vectorised(tree):
         _alone("networks train on several processes with processes: N in the config")
         from palestra import drill
         from palestra import setup_games as games
 
         follow = partial(_follow, drill.restore, games.run_games)
         return Kind(games.GamesConfig, games.check_games, games.build_games, follow)
-    from palestra import abreast, recipe, setup
+    from palestra import abreast, recipe, setup, setup_backends
 
     follow = partial(_follow, abreast.restore, abreast.run_training)
-    return Kind(recipe.Config, setup.build, setup.build, follow, abreast.opened)
+    return Kind(recipe.Config, setup.build, setup_backends.build, follow, abreast.opened)
+
+
+def _vectorised(tree: dict[str, Any]) -> bool:
+    from palestra.envs import is_vectorised
+
+    env = tree.get("env") or {}
+    return not env.get("at") and is_vectorised(env.get("type"))
 
 
 def _alone(instead: str) -> None:

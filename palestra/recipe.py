@@ -24,6 +24,7 @@ from palestra.algorithms.text.dpo import DPO
 from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.ppo import PPO
 from palestra.algorithms.text.sft import SFT
+from palestra.backends.places import LoopConfig
 from palestra.config import Strict, validate
 from palestra.engine.sampler import Sampling
 from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig, SpeechConfig
@@ -158,8 +159,9 @@ class Config(Strict):
     its seats. With `stages` the run goes through them in turn, over the same weights. `exam_sampling` changes how
     language policies sample in exams, for instance `temperature: 0`. `engine` is the URL of a server (`palestra serve`,
     Tinker, MinT) that trains and samples in place of this process; `sampler` says which samplers answer in its place,
-    while training stays here. With `staleness` n above 0 training does not wait for play: episodes are played ahead,
-    with weights at most n steps older than those they train.
+    while training stays here; `backend` which other processes play, and on Ray train, in place of it. With `staleness`
+    n above 0 training does not wait for play: episodes are played ahead, with weights at most n steps older than those
+    they train.
 
     `parallel` says what the processes that torchrun starts share: `ddp` (the default there) the episodes and passes of
     a step, `fsdp` the weights, gradients and optimizers too. A run goes on with any number of them."""
@@ -184,6 +186,7 @@ class Config(Strict):
     staleness: int = Field(0, ge=0)
     engine: str | None = None
     sampler: SamplerConfig | None = None
+    backend: LoopConfig = LoopConfig(type="inline")
     device: str = "auto"
     parallel: Literal["ddp", "fsdp"] | None = None
     max_rows: int = Field(512, ge=1)
@@ -291,15 +294,42 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _abreast(self) -> Self:
-        if self.parallel and (self.staleness or self.engine):
-            other = "staleness: plays ahead of training" if self.staleness else "engine: trains on a server"
-            raise ValueError(f"parallel: {self.parallel} shares each step among processes, but {other}: leave one out")
+        others = {
+            "staleness: plays ahead of training": self.staleness,
+            "engine: trains on a server": self.engine,
+            "sampler: has others answer": self.sampler,
+            f"backend: {self.backend.type} has others play": self.backend.type != "inline",
+        }
+        if self.parallel and (other := [what for what, there in others.items() if there]):
+            raise ValueError(
+                f"parallel: {self.parallel} shares each step among processes, but {other[0]}: leave one out"
+            )
         return self
 
     @model_validator(mode="after")
     def _sampled_there(self) -> Self:
         if self.sampler and self.engine:
             raise ValueError("engine: trains and samples on a server, so there is nothing for sampler: to do: drop one")
+        return self
+
+    @model_validator(mode="after")
+    def _elsewhere(self) -> Self:
+        if self.backend.type == "inline":
+            return self
+        if self.engine:
+            raise ValueError(
+                f"engine: {self.engine} trains and samples there, and backend: {self.backend.type} would elsewhere: "
+                "leave one of them out"
+            )
+        if self.sampler:
+            raise ValueError(
+                f"sampler: has other processes answer, and backend: {self.backend.type} has them play whole episodes: "
+                "leave one of them out"
+            )
+        if human := [name for name, policy in self.policies.items() if isinstance(policy, HumanConfig)]:
+            raise ValueError(
+                f"policies.{human[0]} is a person at this terminal, whom workers elsewhere cannot ask: play inline"
+            )
         return self
 
     @model_validator(mode="after")

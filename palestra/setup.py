@@ -180,8 +180,9 @@ def engines_of(config: Config) -> Engines | RemoteEngines:
     return connect(config.engine)
 
 
-def build(config: Config) -> Setup:
-    """Everything that `config` describes, ready for `train`. Raises ValueError where its parts do not fit."""
+def build(config: Config, engines: Engines | RemoteEngines | None = None) -> Setup:
+    """Everything that `config` describes, ready for `train`, on bases of its own or those of `engines`. Raises
+    ValueError where its parts do not fit."""
     parts = list(config.parts())
     records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
     seats = [seat_map(part, files) for part, files in zip(parts, records, strict=True)]
@@ -189,7 +190,7 @@ def build(config: Config) -> Setup:
     sittings = {name: _sitting(config, name) for name in config.exams}
     halls = {name: make_arena(exam_game(config, name), name) for name in config.exams}
     arenas = [{name: make_arena(env, name) for name, env in part.games.items()} for part in parts]
-    engines = engines_of(config)
+    engines = engines or engines_of(config)
     for part in parts:
         engines.check(part.algorithm.loss, part.algorithm.loss_options)
     used = set().union(*(_used(part, names) for part, names in zip(parts, seats, strict=True)))

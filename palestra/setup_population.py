@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
-from palestra.backends.inline import Inline
-from palestra.backends.local import Local
+from palestra.backends.places import BackendConfig, open_backend
 from palestra.config import Strict
 from palestra.envs import env_class, env_options
 from palestra.envs.text.games import TextGame
@@ -50,27 +47,6 @@ class ExactOracle(Strict):
 
 Oracle = Annotated[NetOracle | ExactOracle | LanguageOracle, Field(discriminator="type")]
 WORKERS: dict[str, Callable[..., Any]] = {"net": NetWorker, "language": LanguageWorker}
-
-
-class BackendConfig(Strict):
-    """Where tasks are done: `inline`, in this process and thread; `local`, by processes on this machine; `ray`, by
-    actors on the cluster at `address` (none: one that is started here).
-
-    `workers` is how many (0: one for each CPU of this machine), `threads` those of each local one. `placement` sets
-    Ray's workers apart for a kind of task, with the resources they need: {train: {workers: 2, num_gpus: 1}}."""
-
-    type: Literal["inline", "local", "ray"] = "local"
-    workers: int = Field(0, ge=0)
-    threads: int = Field(1, ge=1)
-    address: str | None = None
-    placement: dict[str, dict[str, Any]] = {}
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        given = "address" if self.address else "placement" if self.placement else ""
-        if given and self.type != "ray":
-            raise ValueError(f"{given} is for backend type ray, not {self.type}: say --backend ray, or leave it out")
-        return self
 
 
 class PopulationConfig(Strict):
@@ -144,8 +120,8 @@ def build_population(config: PopulationConfig) -> Setup:
     return Setup(
         plan=_plan(config, population, tuple(EVERYONE if one else seat for seat in seats)),
         make_worker=_worker(config, players),
-        backend=partial(_backend, config.backend),
-        workers=1 if config.backend.type == "inline" else config.backend.workers or os.cpu_count() or 1,
+        backend=partial(open_backend, config.backend),
+        workers=config.backend.count,
     )
 
 
@@ -210,17 +186,3 @@ def _worker(config: PopulationConfig, players: tuple[Player, ...]) -> MakeWorker
     if isinstance(config.oracle, ExactOracle):
         return partial(ExactWorker, config.env, players)
     return partial(WORKERS[config.oracle.type], config.oracle, players, config.seed)
-
-
-def _backend(config: BackendConfig, make_worker: MakeWorker) -> Backend:
-    """Raises ValueError where Ray is asked for and not installed."""
-    workers = config.workers or os.cpu_count() or 1
-    if config.type == "inline":
-        return Inline(make_worker)
-    if config.type == "local":
-        return Local(make_worker, workers, config.threads)
-    if find_spec("ray") is None:
-        raise ValueError("--backend ray needs Ray: pip install 'palestra[ray]'; --backend local does without")
-    from palestra.backends.ray import RayBackend
-
-    return RayBackend(make_worker, workers, config.address, config.placement)

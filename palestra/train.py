@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +54,10 @@ class Exam:
         """Before the first step (-1), after the last, and every `every` in between."""
         return step + 1 in (0, steps) or (self.every > 0 and (step + 1) % self.every == 0)
 
+    async def play(self, seed: int) -> list[Episode]:
+        """Its episodes, by the policies as they stand."""
+        return await evaluate_on(self.arena, self.seats(), range(self.episodes), seed)
+
 
 @dataclass
 class Stage:
@@ -72,7 +77,8 @@ class Stage:
 class Setup:
     """Everything a run consists of. `memory` is what its algorithms (by policy) and its sources know from earlier
     steps; `staleness`, by how many steps episodes may be played ahead (train_async.py); `figures` says what has
-    happened on the machines since it was last asked, for the timings."""
+    happened on the machines since it was last asked, for the timings. `place` is open while the run goes on: who plays
+    or learns in other processes. With `apart` learners do not work in this one, and learn all at once."""
 
     stages: Sequence[Stage]
     learners: Mapping[str, Learner]
@@ -84,6 +90,8 @@ class Setup:
     staleness: int = 0
     memory: Memory = field(default_factory=dict)
     figures: Callable[[], Metrics] = dict
+    place: AbstractContextManager = field(default_factory=nullcontext)
+    apart: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -205,12 +213,8 @@ async def study(
     """Every learner's part of a step, with all that is noted of it in the run; `more` figures are by policy. Returns
     the figures of all together."""
     moment = setup.at(step)
-    for name, learner in setup.learners.items():
-        start, own = now(), Clock(dict(clock.wall))
-        metrics = await learn(moment.stage.algorithm, learner, episodes, moment.progress, setup.recall(name))
+    for name, (metrics, own) in (await _all_learned(setup, moment, episodes, clock)).items():
         run.log(step, name, policy_figures(episodes, name) | metrics | (more or {}).get(name, {}))
-        own.since("train", start)
-        clock.since("train", start)
         run.time(step, name, own.figures() | speeds(episodes, own, name))
     mixture = moment.stage.source.observe(episodes, setup.memory)
     figures = summary(episodes)
@@ -219,6 +223,33 @@ async def study(
         run.write_episodes(step, list(episodes))
     run.time(step, TEAM, clock.figures() | speeds(episodes, clock) | setup.figures())
     return figures
+
+
+async def _all_learned(
+    setup: Setup, moment: Moment, episodes: Sequence[Episode], clock: Clock
+) -> dict[str, tuple[Metrics, Clock]]:
+    """Figures and seconds of every learner's part of a step: in turn, or all at once where they work elsewhere."""
+    start = now()
+    if setup.apart:
+        both = await asyncio.gather(*(_learned(setup, moment, name, episodes, clock) for name in setup.learners))
+        clock.since("train", start)
+        return dict(zip(setup.learners, both, strict=True))
+    done = {}
+    for name in setup.learners:
+        start = now()
+        done[name] = await _learned(setup, moment, name, episodes, clock)
+        clock.since("train", start)
+    return done
+
+
+async def _learned(
+    setup: Setup, moment: Moment, name: str, episodes: Sequence[Episode], clock: Clock
+) -> tuple[Metrics, Clock]:
+    start, own = now(), Clock(dict(clock.wall))
+    learner, memory = setup.learners[name], setup.recall(name)
+    metrics = await learn(moment.stage.algorithm, learner, episodes, moment.progress, memory)
+    own.since("train", start)
+    return metrics, own
 
 
 def keep(setup: Setup, run: Run, step: int, stop: Callable[[], bool]) -> bool:
@@ -255,7 +286,7 @@ async def examine(setup: Setup, run: Run, step: int, watcher: Watcher, *, last: 
     """Plays the exams that are due after `step` (all, where it is the last) and notes their figures in the run."""
     for exam in setup.exams:
         if last or exam.due(step, setup.steps):
-            episodes = await evaluate(exam.arena, exam.seats(), exam.episodes, setup.seed)
+            episodes = await exam.play(setup.seed)
             figures = summary(episodes) | seat_returns(episodes)
             run.eval(step, exam.name, figures)
             watcher.exam(step, exam.name, figures)
@@ -263,7 +294,12 @@ async def examine(setup: Setup, run: Run, step: int, watcher: Watcher, *, last: 
 
 async def evaluate(arena: Arena, seats: Mapping[Seat, Policy], episodes: int, seed: int) -> list[Episode]:
     """Plain episodes (no siblings) on instances 0 to `episodes`-1 of the arena's env."""
-    matches = [Match(i, seats, derive(seed, "exam", arena.name, i)) for i in range(episodes)]
+    return await evaluate_on(arena, seats, range(episodes), seed)
+
+
+async def evaluate_on(arena: Arena, seats: Mapping[Seat, Policy], instances: Sequence[int], seed: int) -> list[Episode]:
+    """Plain episodes (no siblings) on these instances of the arena's env."""
+    matches = [Match(i, seats, derive(seed, "exam", arena.name, i)) for i in instances]
     return await arena.play_all(matches, Branching())
 
 
@@ -303,4 +339,5 @@ def run_training(
     setup: Setup, run: Run, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False
 ) -> bool:
     """`train`, for callers without an event loop."""
-    return asyncio.run(train(setup, run, watcher, stop))
+    with setup.place:
+        return asyncio.run(train(setup, run, watcher, stop))

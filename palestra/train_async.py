@@ -123,7 +123,8 @@ def run_training(
     setup: Setup, run: Run, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False
 ) -> bool:
     """`train`, or where the setup allows no staleness the loop that waits, for callers without an event loop."""
-    return asyncio.run((train if setup.staleness else train_in_turn)(setup, run, watcher, stop))
+    with setup.place:
+        return asyncio.run((train if setup.staleness else train_in_turn)(setup, run, watcher, stop))
 
 
 def _first_number(setup: Setup, step: int) -> int:

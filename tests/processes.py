@@ -69,8 +69,8 @@ def serving(data: Path, *options: str) -> Iterator[str]:
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
     """`palestra train ARGUMENTS` as a process of its own."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    tests = Path(__file__).parent  # and the tree that they are of, whatever is installed
+    environment = os.environ | {"PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [Path(sys.executable).parent / "palestra", "train", *map(str, arguments)],
         cwd=folder,

@@ -23,7 +23,7 @@ import ray
 
 from palestra.backends.inline import Inline
 from palestra.backends.local import Local
-from palestra.backends.ray import RayBackend
+from palestra.backends.ray.workers import RayBackend
 from palestra.oracles.nets import NetOracle, NetWorker
 from palestra.populations.scheduler import follow
 from palestra.populations.tasks import Backend, MakeWorker, Result, Task

@@ -25,6 +25,9 @@ class Inline:
     def share(self, name: str, folder: Path) -> None:
         self._members[name] = folder
 
+    def forget(self, name: str) -> None:
+        del self._members[name]
+
     def submit(self, task: Task) -> None:
         self._waiting.add(task)
 

@@ -99,6 +99,9 @@ class Local:
     def share(self, name: str, folder: Path) -> None:
         self._members[name] = folder.absolute()
 
+    def forget(self, name: str) -> None:
+        del self._members[name]
+
     def submit(self, task: Task) -> None:
         self._waiting.add(task)
         self._hand_out()

@@ -122,15 +122,26 @@ def save_trainer(folder: Path, trainer: Trainer) -> None:
         save_adapter(folder / REFERENCE, trainer.reference, trainer.engine.name)
     if trainer.critic:
         save_file(trainer.critic.state_dict(), folder / CRITIC)
+    _write_weights(folder, trainer, weights)
+    about = {"steps": str(trainer.steps)}
+    if trainer.scale:
+        about |= {"loss_scale": str(trainer.scale.value), "well": str(trainer.scale.well)}
+    save_file(slots, folder / "optimizer.safetensors", metadata=about)
+
+
+def save_weights(folder: Path, trainer: Trainer) -> None:
+    """Writes the adapter or the full model alone: what others sample from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_weights(folder, trainer, trainer.engine.model.state_dict())
+
+
+def _write_weights(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -> None:
+    """Writes the adapter, or `weights` as the model's."""
     if trainer.adapter:
         save_adapter(folder, trainer.adapter, trainer.engine.name)
     else:
         trainer.engine.model.save_pretrained(folder, state_dict=weights)
         trainer.engine.tokenizer.save_pretrained(folder)
-    about = {"steps": str(trainer.steps)}
-    if trainer.scale:
-        about |= {"loss_scale": str(trainer.scale.value), "well": str(trainer.scale.well)}
-    save_file(slots, folder / "optimizer.safetensors", metadata=about)
 
 
 def _gathered(state: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
@@ -160,6 +171,15 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
 
 def load_trainer(folder: Path, trainer: Trainer) -> None:
     """Restores weights and optimizer from `folder` into a trainer of the same shape."""
+    load_weights(folder, trainer)
+    trainer.reference = load_adapter(folder / REFERENCE, trainer.engine) if (folder / REFERENCE).exists() else None
+    if trainer.critic:
+        _load_critic(folder / CRITIC, trainer.critic)
+    _load_optimizer(folder / "optimizer.safetensors", trainer)
+
+
+def load_weights(folder: Path, trainer: Trainer) -> None:
+    """Restores the adapter or the full model alone. Raises ValueError where it has another shape."""
     if trainer.adapter:
         saved = load_adapter(folder, trainer.engine)
         if _shape(saved) != _shape(trainer.adapter):
@@ -170,10 +190,6 @@ def load_trainer(folder: Path, trainer: Trainer) -> None:
             _copy(name, trainer.adapter.weights[name], pair)
     else:
         load_full(folder, trainer.engine)
-    trainer.reference = load_adapter(folder / REFERENCE, trainer.engine) if (folder / REFERENCE).exists() else None
-    if trainer.critic:
-        _load_critic(folder / CRITIC, trainer.critic)
-    _load_optimizer(folder / "optimizer.safetensors", trainer)
 
 
 def _load_critic(path: Path, critic: nn.Linear) -> None:

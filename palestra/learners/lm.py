@@ -8,13 +8,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from pydantic import Field
 
-from palestra.engine.checkpoints import load_trainer, save_trainer
+from palestra.engine.checkpoints import load_trainer, load_weights, save_trainer, save_weights
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.ranks import ALONE, Ranks
@@ -97,6 +97,15 @@ class Weights(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
+@runtime_checkable
+class Publishing(Protocol):
+    """Weights that others, elsewhere, may sample from as they are now."""
+
+    def publish(self, folder: Path) -> None:
+        """Writes the adapter in PEFT's format, or the model; no optimizer."""
+        ...
+
+
 class Resident:
     """`Weights` in this process: a new adapter on an engine's base, or its whole model.
 
@@ -155,6 +164,14 @@ class Resident:
 
     def load(self, folder: Path) -> None:
         load_trainer(folder, self.trainer)
+
+    def publish(self, folder: Path) -> None:
+        """Writes what others sample from: the adapter, or the model."""
+        save_weights(folder, self.trainer)
+
+    def take(self, folder: Path) -> None:
+        """Weights that another one published, to sample from."""
+        load_weights(folder, self.trainer)
 
 
 class LanguageLearner:
@@ -235,7 +252,10 @@ class LanguageLearner:
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
         lr = self.config.lr * schedule(progress, self.config.schedule, self.config.warmup)
-        metrics = self.weights.optim_step(self.config, lr=lr)
+        if isinstance(self.weights, Resident):
+            metrics = self.weights.optim_step(self.config, lr=lr)
+        else:
+            metrics = await asyncio.to_thread(self.weights.optim_step, self.config, lr=lr)
         self.version, self._policy = self.version + 1, None
         self.sampler.forget()
         return metrics | {"lr": lr}
@@ -248,6 +268,18 @@ class LanguageLearner:
                 name, self.sampler, self.encoder, config.sampling, adapter, system=config.system, memory=config.memory
             )
         return self._policy
+
+    def publish(self, folder: Path) -> None:
+        """Writes the weights as they are now, for others to `take`."""
+        assert isinstance(self.weights, Publishing)  # a server's are not sampled from elsewhere
+        self.weights.publish(folder)
+
+    def take(self, folder: Path, version: int) -> None:
+        """Weights that were published under that version, to play with."""
+        assert isinstance(self.weights, Resident)
+        self.weights.take(folder)
+        self.version, self._policy = version, None
+        self.sampler.forget()
 
     def save(self, folder: Path) -> None:
         self.weights.save(folder)

@@ -78,6 +78,10 @@ class Backend(Protocol):
         """Makes a member known: tasks that name it in `members` find its files."""
         ...
 
+    def forget(self, name: str) -> None:
+        """Lets go of a member that no open task needs; from then on its folder may go."""
+        ...
+
     def submit(self, task: Task) -> None:
         """Takes a task on; it waits its turn."""
         ...

@@ -23,7 +23,7 @@ pytest.importorskip("ray")
 
 import ray_cluster
 
-from palestra.backends.ray import RayBackend
+from palestra.backends.ray.workers import RayBackend
 
 KINDS: dict[str, Callable[..., Any]] = {"inline": lambda make, _: Inline(make), "local": Local, "ray": RayBackend}
 Open = Callable[..., Backend]

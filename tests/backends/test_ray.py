@@ -20,8 +20,8 @@ ray = pytest.importorskip("ray")
 import ray_cluster  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from palestra.backends import ray as backends  # noqa: E402
-from palestra.backends.ray import RayBackend  # noqa: E402
+from palestra.backends.ray import cluster as clusters  # noqa: E402
+from palestra.backends.ray.workers import RayBackend  # noqa: E402
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_kinds_of_task_are_placed_where_placement_says(cluster: Cluster, tmp_pat
 
 @pytest.mark.slow
 def test_a_worker_that_has_no_place_is_explained(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "PATIENCE", 3.0)
+    monkeypatch.setattr(clusters, "PATIENCE", 3.0)
     with closing(RayBackend(Teller, 0, placement={"train": {"resources": {"moon": 1}}})) as backend:
         with pytest.raises(ValueError, match=r"no worker for task train/1 in 3 s: one needs .*moon.*nodes have .*away"):
             told(backend, Task("train/1", "train"))

@@ -3,32 +3,24 @@ makes: nodes need no file system in common, only palestra installed."""
 
 from __future__ import annotations
 
-import logging
-import math
-import os
 import shutil
 import tempfile
 import time
 import traceback
 import weakref
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed, unsendable
+from palestra.backends.folders import Files, packed, unpacked
+from palestra.backends.ray import cluster
+from palestra.backends.ray.cluster import Needs, join, leave, needs_of, no_room, put
+from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed
 from palestra.populations.tasks import Done, MakeWorker, Result, Task
-
-Files = dict[str, np.ndarray]  # a folder's bytes, by path: arrays pass the object store without a copy
-
-OPTIONS = ("workers", "num_cpus", "num_gpus", "resources", "accelerator_type")
-PATIENCE = 600.0  # seconds without one worker for a task that waits: a cluster may have to grow first
-
 
 # ---- in the actor's process
 
@@ -36,10 +28,12 @@ PATIENCE = 600.0  # seconds without one worker for a task that waits: a cluster 
 class _Actor:
     """A worker, and the members it has fetched so far: each once."""
 
-    def make(self, make: MakeWorker) -> str | None:
-        """Makes the worker; the traceback where that raises."""
+    def __init__(self) -> None:
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._members = Members()
+
+    def make(self, make: MakeWorker) -> str | None:
+        """Makes the worker; the traceback where that raises."""
         try:
             self._worker = make()
         except Exception:
@@ -49,10 +43,10 @@ class _Actor:
     def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[Result, float, Files] | str:
         for name, files in members.items():
             if name not in self._members:
-                self._members[name] = _unpacked(ray.get(files), Path(self._scratch, "members", name))
+                self._members[name] = unpacked(ray.get(files), Path(self._scratch, "members", name))
         out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.makes else None
         answer = attempt(self._worker, task, self._members.of(task), out)
-        made = _packed(out) if out else {}
+        made = packed(out) if out else {}
         if out:
             shutil.rmtree(out)
         return answer if isinstance(answer, str) else (*answer, made)
@@ -60,23 +54,14 @@ class _Actor:
     def greet(self) -> None:
         """Shows that it is alive."""
 
-    def forget(self) -> None:
-        """Removes its files."""
+    def forget(self, name: str) -> None:
+        """Removes a member's files."""
+        if folder := self._members.pop(name, None):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def end(self) -> None:
+        """Removes all its files."""
         shutil.rmtree(self._scratch, ignore_errors=True)
-
-
-def _packed(folder: Path) -> Files:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): np.fromfile(path, np.uint8) for path in files}
-
-
-def _unpacked(files: Files, folder: Path) -> Path:
-    for name, data in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data.tofile(path)
-    folder.mkdir(parents=True, exist_ok=True)  # where there are none
-    return folder
 
 
 # ---- in the driver
@@ -87,8 +72,7 @@ class _Group:
     """So many workers with these resources, and the tasks that wait for them. `missing` is the time since which none of
     them is ready; None while one is."""
 
-    workers: int
-    options: dict[str, Any]
+    needs: Needs
     waiting: Waiting = field(default_factory=Waiting)
     missing: float | None = field(default_factory=time.monotonic)
 
@@ -123,15 +107,13 @@ class RayBackend:
         address: str | None = None,
         placement: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self._apart = {kind: _apart(kind, needs) for kind, needs in (placement or {}).items()}
-        self._common = _Group(workers, {"num_cpus": 1})
+        self._apart = {kind: _Group(needs_of(kind, own)) for kind, own in (placement or {}).items()}
+        self._common = _Group(Needs(workers, {"num_cpus": 1}))
         self._groups = [*self._apart.values(), self._common]
         if self.workers < 1:
             raise ValueError(f"workers is {workers}, and placement has none: at least one is needed to do the tasks")
-        self._owner = not ray.is_initialized()
-        if self._owner:
-            _join(address, self._groups)
-        self._make = _put(make_worker)
+        self._owner = join(address, [group.needs for group in self._groups])
+        self._make = put(make_worker)
         self._actor: Any = ray.remote(_Actor)
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
@@ -141,19 +123,25 @@ class RayBackend:
         self._idle: list[_Hand] = []
         self._busy: dict[ray.ObjectRef, _Hand] = {}
         for group in self._groups:
-            for _ in range(group.workers):
+            for _ in range(group.needs.actors):
                 self._hire(group)
 
     @property
     def workers(self) -> int:
-        return sum(group.workers for group in self._groups)
+        return sum(group.needs.actors for group in self._groups)
 
     def share(self, name: str, folder: Path) -> None:
         self._members[name] = folder
 
+    def forget(self, name: str) -> None:
+        del self._members[name]
+        if self._packed.pop(name, None) is not None:
+            for hand in [*self._idle, *self._busy.values()]:
+                hand.actor.forget.remote(name)  # an actor does one thing after the other: after its task
+
     def submit(self, task: Task) -> None:
         group = self._apart.get(task.kind, self._common)
-        if group.workers == 0:
+        if group.needs.actors == 0:
             raise ValueError(f"no worker does {task.name}: placement has no {task.kind}, and workers is 0")
         group.waiting.add(task)
         self._hand_out()
@@ -178,17 +166,17 @@ class RayBackend:
     def close(self) -> None:
         hands = [*self._idle, *self._busy.values()]
         if hands and ray.is_initialized():
-            ray.wait([hand.actor.forget.remote() for hand in hands], num_returns=len(hands), timeout=1.0)
+            ray.wait([hand.actor.end.remote() for hand in hands], num_returns=len(hands), timeout=1.0)
             for hand in hands:
                 ray.kill(hand.actor)
         if self._owner:
-            ray.shutdown()
+            leave()
         self._idle.clear()
         self._busy.clear()
         self._remove()
 
     def _hire(self, group: _Group) -> None:
-        actor = self._actor.options(scheduling_strategy="SPREAD", **group.options).remote()
+        actor = self._actor.options(scheduling_strategy="SPREAD", **group.needs.options).remote()
         self._busy[actor.make.remote(self._make)] = _Hand(group, actor)
 
     def _hand_out(self) -> None:
@@ -202,7 +190,7 @@ class RayBackend:
     def _fetchable(self, name: str, folder: Path) -> ray.ObjectRef:
         """A member's files in the object store, put there when a task first needs them."""
         if name not in self._packed:
-            self._packed[name] = ray.put(_packed(folder))
+            self._packed[name] = ray.put(packed(folder))
         return self._packed[name]
 
     def _hear(self, ref: ray.ObjectRef) -> Done | None:
@@ -223,7 +211,7 @@ class RayBackend:
         return self._done(task, *answer) if task else None
 
     def _done(self, task: Task, result: Result, seconds: float, files: Files) -> Done:
-        out = _unpacked(files, Path(tempfile.mkdtemp(dir=self._scratch))) if task.makes else None
+        out = unpacked(files, Path(tempfile.mkdtemp(dir=self._scratch))) if task.makes else None
         return Done(task, result, out, seconds)
 
     def _replace(self, hand: _Hand, why: str) -> None:
@@ -248,42 +236,5 @@ class RayBackend:
         """Raises ValueError where tasks have waited for too long for a first worker."""
         for group in self._groups:
             since = time.monotonic() - group.missing if group.missing is not None else 0.0
-            if group.waiting.tasks and since > PATIENCE:
-                nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-                raise ValueError(
-                    f"no worker for task {group.waiting.tasks[0].name} in {PATIENCE:g} s: one needs {group.options}, "
-                    f"the cluster's nodes have {nodes}; ask for less in placement, or add a node"
-                )
-
-
-def _apart(kind: str, needs: Mapping[str, Any]) -> _Group:
-    """The workers that `placement` sets apart for a kind of task."""
-    if unknown := [name for name in needs if name not in OPTIONS]:
-        raise ValueError(f'placement.{kind} has "{unknown[0]}"; there are {", ".join(OPTIONS)}')
-    workers = needs.get("workers", 1)
-    if workers < 1:
-        raise ValueError(f"placement.{kind}.workers is {workers}: leave {kind} out to have the other workers do it")
-    return _Group(workers, {"num_cpus": 1} | {name: need for name, need in needs.items() if name != "workers"})
-
-
-def _join(address: str | None, groups: Sequence[_Group]) -> None:
-    """Joins the cluster at `address`, or starts one here that has the CPUs which these workers need."""
-    if address is not None:
-        ray.init(address=address, logging_level=logging.WARNING)
-        return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 leaves workers little beside any other work here
-    own: Counter[str] = Counter()  # resources of the user's naming, which no machine has by itself
-    for group in groups:
-        own.update({name: need * group.workers for name, need in group.options.get("resources", {}).items()})
-    cpus = math.ceil(sum(group.workers * group.options["num_cpus"] for group in groups))
-    ray.init(
-        "local", num_cpus=max(cpus, 1), resources=dict(own), include_dashboard=False, logging_level=logging.WARNING
-    )
-
-
-def _put(make_worker: MakeWorker) -> ray.ObjectRef:
-    try:
-        return ray.put(make_worker)
-    except TypeError as error:
-        raise unsendable(error) from error
+            if group.waiting.tasks and since > cluster.PATIENCE:
+                raise no_room(f"task {group.waiting.tasks[0].name}", group.needs.options)

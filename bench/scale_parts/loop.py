@@ -1,0 +1,128 @@
+"""What the loop takes in one process, in processes of this machine and on Ray, and where its time goes.
+
+    python bench/scale_parts/loop.py            about five minutes on two cores; prints a table, and JSON
+    python bench/scale_parts/loop.py --quick    about two: fewer steps of fewer episodes
+
+Each way trains the same run of two adapters on the base `tiny` for some steps; figures are medians over all but the
+first, which warms up. On Ray a cluster is started here, so that its actors share this machine's cores with all else.
+Figures, WAY one of `inline`, `local_1`, `local_2`, `ray_1` and `ray_2` (as many workers):
+
+    WAY_step_s       wall seconds of a step
+    WAY_rollout_s    those of play: until the last episode is there
+    WAY_train_s      those of training, all learners
+    WAY_driver_s     seconds of a step in which this process computed
+    WAY_busy         share of the rollout's seconds in which a worker played, a mean over workers
+    WAY_start_s      from the beginning until the first step is over, processes and bases included
+    ahead_step_s     wall seconds of a step on two local workers that play one step ahead (staleness: 1)
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from palestra.backends.slices import Sliced
+from palestra.config import dump, validate
+from palestra.recipe import Config
+from palestra.runs import Run, read_lines
+from palestra.setup_backends import build
+from palestra.train import Setup, Watcher
+from palestra.train_async import run_training
+from palestra.types import TEAM, Metrics
+
+WAYS: dict[str, dict[str, Any]] = {
+    "inline": {"type": "inline"},
+    "local_1": {"type": "local", "workers": 1},
+    "local_2": {"type": "local", "workers": 2},
+    "ray_1": {"type": "ray", "workers": 1},
+    "ray_2": {"type": "ray", "workers": 2},
+}
+FIGURES = ("step_s", "rollout_s", "train_s", "driver_s", "busy", "start_s")
+
+
+def config(backend: dict[str, Any], quick: bool, staleness: int = 0) -> Config:
+    speech = {"type": "lora", "base": "tiny", "batch": 256, "sampling": {"max_tokens": 9}}
+    tree = {
+        "steps": 4 if quick else 8,
+        "episodes": 16 if quick else 32,
+        "env": {"type": "plan_path", "size": 7, "density": 0.1, "team": "planner_executor", "turns": 4},
+        "policies": {"planner": speech, "executor": speech},
+        "algorithm": {"type": "grpo", "at": "turn", "keep": "best", "k": 8, "scale": "none"},
+        "checkpoint_every": 1000,
+        "staleness": staleness,
+        "backend": backend,
+    }
+    return validate(Config, tree)
+
+
+class Stopwatch(Watcher):
+    """When each step was over, and for how long workers had played until then."""
+
+    def __init__(self, setup: Setup) -> None:
+        source = setup.stages[0].source
+        self.troupe = source.troupe if isinstance(source, Sliced) else None
+        self.start = time.perf_counter()
+        self.ends: list[float] = []
+        self.busy: list[float] = []
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self.ends.append(time.perf_counter() - self.start)
+        self.busy.append(self.troupe.busy if self.troupe else 0.0)
+
+
+def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, float]:
+    """The figures of one way."""
+    described = config(backend, quick, staleness)
+    with tempfile.TemporaryDirectory() as root, Run.create(root, dump(described)) as run:
+        began = time.perf_counter()
+        setup = build(described)
+        watcher = Stopwatch(setup)
+        run_training(setup, run, watcher)
+        lines = [line for line in read_lines(run.path / "timings.jsonl") if line["policy"] == TEAM][1:]
+    played = [after - before for before, after in zip(watcher.busy, watcher.busy[1:], strict=False)]
+    workers = max(1, described.backend.count)
+    waits = "rollout_s" if staleness == 0 else "wait_s"
+    shares = [own / (workers * line[waits]) for own, line in zip(played, lines, strict=True)]
+    return {
+        "step_s": statistics.median(b - a for a, b in zip(watcher.ends, watcher.ends[1:], strict=False)),
+        "rollout_s": statistics.median(line[waits] for line in lines),
+        "train_s": statistics.median(line["train_s"] for line in lines),
+        "driver_s": statistics.median(sum(v for k, v in line.items() if k.endswith("cpu_s")) for line in lines),
+        "busy": statistics.median(shares) if watcher.troupe else 1.0,
+        "start_s": watcher.start - began + watcher.ends[0],
+    }
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """All figures; prints a table of them."""
+    table, found = Table("way", *FIGURES), dict[str, float]()
+    for name, backend in WAYS.items():
+        figures = way(backend, quick)
+        table.add_row(name, *(f"{figures[key]:.2f}" for key in FIGURES))
+        found |= {f"{name}_{key}": figures[key] for key in FIGURES}
+    found["ahead_step_s"] = way(WAYS["local_2"], quick, staleness=1)["step_s"]
+    Console().print(table)
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    arguments = parser.parse_args()
+    figures = measure(arguments.quick)
+    print(json.dumps(figures))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures))

@@ -1,0 +1,1 @@
+"""The only room that knows Ray: the cluster, workers that do tasks, and objects that live in actors."""

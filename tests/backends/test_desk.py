@@ -1,0 +1,83 @@
+"""Coroutines that hand in tasks: others go on meanwhile, and what ends a backend is heard by all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from toy_tasks import Adder, leaf
+
+from palestra.backends.desk import Desk
+from palestra.backends.inline import Inline
+from palestra.backends.local import Local
+from palestra.populations.tasks import Task
+
+
+def test_many_wait_for_their_own_tasks_while_others_go_on() -> None:
+    desk = Desk(lambda: Inline(partial(Adder, 0.02)))
+
+    async def ticks() -> int:
+        count, end = 0, time.monotonic() + 0.2
+        while time.monotonic() < end:
+            count += 1
+            await asyncio.sleep(0.001)
+        return count
+
+    async def both() -> tuple[list[int], int]:
+        tasks = [desk.do(Task(f"train/sum-{i}-{i + 1}", "train")) for i in range(10)]
+        count = asyncio.create_task(ticks())
+        return [done.result["value"] for done in await asyncio.gather(*tasks)], await count
+
+    values, count = asyncio.run(both())
+    desk.close()
+    assert values == [leaf(f"train/sum-{i}-{i + 1}") for i in range(10)]
+    assert count > 20
+
+
+def test_members_are_known_before_the_tasks_that_need_them(tmp_path: Path) -> None:
+    desk = Desk(lambda: Inline(Adder))
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "number").write_text("11")
+    desk.share("x", tmp_path)
+    assert asyncio.run(desk.do(Task("play/1", "play", members=("x",)))).result == {"value": 11}
+    desk.forget("x")
+    with pytest.raises(ValueError, match="task play/2 needs x: no finished task made"):
+        asyncio.run(desk.do(Task("play/2", "play", members=("x",))))
+    desk.close()
+
+
+def test_a_failure_reaches_all_who_wait_and_all_who_come_later() -> None:
+    desk = Desk(lambda: Inline(partial(Adder, bad="bad")))
+
+    async def all_at_once() -> list[object]:
+        tasks = [desk.do(Task(name, "play")) for name in ("bad", "good", "better")]
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    assert ["task bad failed: RuntimeError" in str(error) for error in asyncio.run(all_at_once())] == [True] * 3
+    with pytest.raises(ValueError, match="task bad failed"):
+        asyncio.run(desk.do(Task("late", "play")))
+    desk.close()
+
+
+def test_a_backend_that_cannot_begin_says_why() -> None:
+    desk = Desk(lambda: Local(Adder, 0))
+    with pytest.raises(ValueError, match="workers is 0"):
+        asyncio.run(desk.do(Task("play/1", "play")))
+    desk.close()
+
+
+def test_who_waits_no_more_disturbs_nobody() -> None:
+    """A task whose coroutine is cancelled, and whose loop has ended, is done all the same."""
+    desk = Desk(lambda: Inline(partial(Adder, 0.1)))
+
+    async def impatient() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(desk.do(Task("play/1", "play")), 0.02)
+
+    asyncio.run(impatient())
+    assert asyncio.run(desk.do(Task("play/2", "play"))).result == {"value": leaf("play/2")}
+    desk.close()
+    desk.close()

@@ -1,0 +1,135 @@
+"""Weights in a shop that is lost again and again are what they would have been."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from palestra.backends.folders import packed
+from palestra.backends.weights import Bench, Call, Distant, Lost, Shop
+from palestra.engine.trainer import AdamConfig
+from palestra.learners.lm import LoraPolicyConfig, Resident
+from palestra.losses.policy import clipped_policy_loss
+from palestra.setup_backends import Spec, open_shop
+from palestra.types import Sample
+
+ADAM = AdamConfig()
+
+
+class Fragile:
+    """A shop in this process, that is lost at the calls of these numbers: before they do anything, or (`late`) with
+    what came of them."""
+
+    def __init__(self, make: Callable[[], Shop], lost: set[int], late: bool = False) -> None:
+        self.make, self.lost, self.late = make, lost, late
+        self.calls = self.starts = 0
+
+    def start(self) -> None:
+        self.starts += 1
+        self.shop: Shop | None = self.make()
+
+    def ask(self, verb: str, *arguments: Any) -> Any:
+        self.calls += 1
+        if self.shop is None or (self.calls in self.lost and not self.late):
+            self.shop = None
+            raise Lost("out of memory")
+        found = getattr(self.shop, verb)(*arguments)
+        if self.calls in self.lost:
+            self.shop = None
+            raise Lost("out of memory")
+        return found
+
+    def close(self) -> None:
+        self.shop = None
+
+
+def samples(seed: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    return [
+        Sample(
+            rng.integers(10, 50, 5).astype(np.int32),
+            rng.integers(10, 50, 3).astype(np.int32),
+            rng.normal(-3, 1, 3).astype(np.float32),
+            rng.normal(0, 1, 3).astype(np.float32),
+        )
+        for _ in range(4)
+    ]
+
+
+def lesson(weights: Any, step: int) -> list[Any]:
+    """A step in two gradients, with what is asked in between; a new stage begins in the middle of all."""
+    if step == 2:
+        weights.begin()
+    return [
+        weights.forward_backward(samples(step), clipped_policy_loss, clip=0.2),
+        [row.tolist() for row in weights.logprobs(samples(7), reference=True)],
+        weights.forward_backward(samples(step + 10), clipped_policy_loss, clip=0.2),
+        weights.optim_step(ADAM, lr=1e-2),
+    ]
+
+
+def specs(base: Path) -> dict[str, Spec]:
+    config = LoraPolicyConfig(base=str(base), rank=4)
+    return {"guide": Spec(config, 1, False), "walker": Spec(config, 2, True)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: Path) -> tuple[dict[str, list[Any]], dict[str, dict[str, bytes]]]:
+    """What comes of four steps of both, and what they then are."""
+    weights: dict[str, Resident] = dict(open_shop("cpu", 8, specs(base)).weights)
+    told = {name: [lesson(own, step) for step in range(4)] for name, own in weights.items()}
+    return told, {name: written(own) for name, own in weights.items()}
+
+
+def written(weights: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        weights.save(Path(folder))
+        return {name: data.tobytes() for name, data in packed(Path(folder)).items()}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("copy_every", [1, 3])
+def test_a_loss_at_any_call_changes_nothing(base: Path, undisturbed: Any, copy_every: int, late: bool) -> None:
+    """Now and then, at one verb and another, and while the past is told again."""
+    holder = Fragile(partial(open_shop, "cpu", 8, specs(base)), set(range(2, 400, 17)), late)
+    bench = Bench(lambda: holder, copy_every)
+    both = {name: Distant(bench, name) for name in ("guide", "walker")}
+    told: dict[str, list[Any]] = {name: [] for name in both}
+    for step in range(4):
+        for name, weights in both.items():
+            told[name].append(lesson(weights, step))
+    assert (told, {name: written(weights) for name, weights in both.items()}) == undisturbed
+    assert bench.losses >= 2 and holder.starts == bench.losses + 1
+
+
+def test_a_checkpoint_is_taken_up_and_is_the_past_from_then_on(base: Path, undisturbed: Any, tmp_path: Path) -> None:
+    holder = Fragile(partial(open_shop, "cpu", 8, specs(base)), set())
+    weights = Distant(Bench(lambda: holder), "guide")
+    lesson(weights, 0)
+    weights.save(tmp_path)
+    lesson(weights, 1)
+    weights.load(tmp_path)
+    holder.shop = None
+    assert [lesson(weights, step) for step in (1, 2, 3)] == undisturbed[0]["guide"][1:]
+    assert written(weights) == undisturbed[1]["guide"]
+
+
+def test_a_call_that_kills_every_process_is_given_up(base: Path) -> None:
+    holder = Fragile(partial(open_shop, "cpu", 8, specs(base)), set(range(1, 99)))
+    with pytest.raises(ValueError, match="3 processes in a row died that train guide, the last so: out of memory"):
+        Distant(Bench(lambda: holder), "guide").forward_backward(samples(0), clipped_policy_loss)
+
+
+def test_what_the_weights_raise_is_raised_here(base: Path) -> None:
+    bench = Bench(lambda: Fragile(partial(open_shop, "cpu", 8, specs(base)), set()))
+    with pytest.raises(ValueError, match="this policy has no critic"):
+        Distant(bench, "guide").values(samples(0))
+    with pytest.raises(ValueError, match="are in another process"):
+        Distant(bench, "guide").snapshot("guide@0")
+    assert bench.losses == 0 and bench.ask("walker", Call("values", (samples(0),)))

@@ -1,0 +1,149 @@
+"""The whole loop in other processes: the same run, whoever plays and trains, and whoever dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_loops import assert_same, config, here, killed, run_of
+
+from palestra import setup
+from palestra.runs import checkpoints, read_lines
+from palestra.setup_backends import build
+from palestra.train import Setup, Watcher
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose slices one worker in this process plays."""
+    asked = config(base)
+    return run_of(build(asked, here), tmp_path_factory.mktemp("whole"), asked)
+
+
+# ---- in one process
+
+
+def test_a_run_in_one_slice_is_the_run_without_any(base: Path, tmp_path: Path) -> None:
+    asked = config(base, backend={"type": "local", "slices": 1})
+    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(setup.build(asked), tmp_path, asked))
+
+
+def test_more_slices_differ_by_less_than_floats_do(base: Path, whole: Path, tmp_path: Path) -> None:
+    """Sums over other batches differ in their last bits; what is sampled is the same."""
+    one = run_of(setup.build(asked := config(base)), tmp_path, asked)
+    lines, others = read_lines(one / "metrics.jsonl"), read_lines(whole / "metrics.jsonl")
+    assert len(lines) == len(others) == 9
+    for line, other in zip(lines, others, strict=True):
+        assert line.pop("policy") == other.pop("policy")
+        assert line == pytest.approx(other, abs=1e-5)
+    assert (one / "evals.jsonl").read_bytes() == (whole / "evals.jsonl").read_bytes()
+
+
+def test_stages_data_teachers_and_fixed_policies_are_as_in_one_process(base: Path, tmp_path: Path) -> None:
+    """First the guide learns from an expert, then from a file of that play, then both by reinforcement."""
+    speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 1}}
+    tree = {
+        "policies": {
+            "guide": speech | {"teacher": "expert"},
+            "walker": speech,
+            "expert": {"type": "expert"},
+            "base": {"type": "random", "words": ["a", "b"], "length": 1},
+            "old": {"type": "frozen", "base": str(base), "sampling": {"max_tokens": 1}},
+        },
+        "env": {"type": "toys:Whisper"},
+        "exams": {"old": {"episodes": 4, "seats": {"walker": "old"}}},
+        "backend": {"type": "local", "slices": 1},
+        "steps": 1,
+        "stages": [
+            {"name": "teach", "algorithm": {"type": "sft", "imitate": "all"}, "steps": 2},
+            {"name": "play", "policies": {"guide": {"teacher": None, "lr": 1e-4, "sampling": {"max_tokens": 2}}}},
+        ],
+    }
+    del tree["policies"]["base"]
+    first = run_of(build(asked := config(base, **tree), here), tmp_path, asked)
+    assert_same(first, run_of(setup.build(asked), tmp_path, asked))
+    data = [{"path": str(first / "episodes" / "step-000000.parquet")}]
+    tree["stages"].insert(0, {"name": "read", "data": data, "algorithm": {"type": "sft", "imitate": "all"}})
+    asked = config(base, **tree)
+    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(setup.build(asked), tmp_path, asked))
+
+
+def test_a_full_model_and_a_critic_travel_too(base: Path, tmp_path: Path) -> None:
+    full = {"type": "full", "base": str(base), "sampling": {"max_tokens": 2}}
+    lora = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
+    backend = {"type": "local", "slices": 1}
+    asked = config(base, policies={"guide": full, "walker": lora}, algorithm={"type": "ppo"}, backend=backend)
+    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(setup.build(asked), tmp_path, asked))
+
+
+class Weighed(Watcher):
+    """Notes after each step which members are still kept."""
+
+    def __init__(self, made: Setup) -> None:
+        self.troupe = made.stages[0].source.troupe  # type: ignore[attr-defined]
+        self.most = 0
+
+    def step(self, step: int, metrics: Any) -> None:
+        self.most = max(self.most, len(self.troupe.shared))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_old_members_are_let_go(base: Path, tmp_path: Path, staleness: int) -> None:
+    asked = config(base, steps=6, staleness=staleness, exams={}, policies={"default": config(base).policies["guide"]})
+    made = build(asked, here)
+    watcher = Weighed(made)
+    run_of(made, tmp_path, asked, watcher)
+    assert 1 <= watcher.most <= staleness + 2
+    for folder in {folder.parent for folder in watcher.troupe.shared.values()}:
+        assert {path.name for path in folder.iterdir()} == set(watcher.troupe.shared)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "http://localhost:1"}, "engine: http://localhost:1 trains and samples there"),
+        ({"policies": {"default": {"type": "human"}}}, "policies.default is a person at this terminal"),
+        ({"backend": {"type": "ray", "placement": {"assess": {}}}}, "placement.assess is of nothing"),
+        ({"backend": {"type": "local", "address": "auto"}}, "address is for backend type ray"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(base: Path, changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(base, **changes)
+
+
+def test_an_episode_that_cannot_be_sent_is_explained(base: Path, tmp_path: Path) -> None:
+    asked = config(base, env={"type": "toys_mortal:Odd"}, exams={}, policies={"default": {"type": "random"}})
+    with pytest.raises(ValueError, match=r"(?s)task slice-\d failed: .*an episode cannot be sent to another process"):
+        run_of(build(asked, here), tmp_path, asked)
+
+
+# ---- in processes on this machine
+
+
+@pytest.mark.parametrize(("workers", "staleness"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_workers_play_the_run_and_one_that_is_killed_is_replaced(
+    base: Path, tmp_path: Path, workers: int, staleness: int
+) -> None:
+    """The env kills the first worker that plays instance 8, of the second step. Who plays ahead plays the same."""
+    backend = {"type": "local", "workers": workers, "slices": 3}
+    whole = run_of(build(plain := config(base, staleness=staleness), here), tmp_path, plain)
+    env = {"type": "toys_mortal:Mortal", "turns": 2, "fatal": 8, "mark": str(tmp_path / "mark")}
+    asked = config(base, env=env, staleness=staleness, backend=backend)
+    assert_same(run_of(build(asked), tmp_path, asked), whole)
+    assert (tmp_path / "mark").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_driver_killed_and_resumed_ends_as_if_it_never_was(base: Path, tmp_path: Path, staleness: int) -> None:
+    asked = config(base, steps=8, staleness=staleness)
+    run = killed(tmp_path, asked, 13)
+    other = run_of(build(asked, here), tmp_path, asked)
+    assert [checkpoint.step for checkpoint in checkpoints(run)] == [5, 7]
+    if staleness == 0:
+        assert_same(run, other)
+    else:  # what had not been finished is played by the weights of the resume, and may be younger
+        assert len(read_lines(run / "metrics.jsonl")) == len(read_lines(other / "metrics.jsonl"))

@@ -1,0 +1,71 @@
+"""The whole loop on Ray: workers and learners are lost, and the run is the one that nobody disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_loops import actor_of, assert_same, on_ray, run_of, whole
+
+from palestra.setup_backends import build
+from palestra.train import Setup, Watcher
+from palestra.types import Episode
+
+ray = pytest.importorskip("ray")
+
+import ray_cluster  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One node."""
+    with ray_cluster.cluster({"num_cpus": 4}) as nodes:
+        yield nodes
+
+
+class Murder(Watcher):
+    """Kills the actor of a learner in the middle of the second step's play, and once more after that step."""
+
+    def __init__(self, made: Setup) -> None:
+        self.made, self.episodes = made, 0
+
+    def played(self, episode: Episode) -> None:
+        self.episodes += 1
+        if self.episodes == 8:
+            ray.kill(actor_of(self.made, "guide"))
+
+    def step(self, step: int, metrics: Any) -> None:
+        if step == 1:
+            ray.kill(actor_of(self.made, "walker"))
+
+
+@pytest.mark.parametrize("actors", [1, 2])
+def test_a_run_outlives_its_workers_and_its_learners(cluster: Cluster, base: Path, tmp_path: Path, actors: int) -> None:
+    """All learners in one actor, or each in its own; a worker dies too."""
+    env = {"type": "toys_mortal:Mortal", "turns": 2, "fatal": 8, "mark": str(tmp_path / "mark")}
+    placement = {"train": {"workers": actors}, "play": {"workers": 2, "num_cpus": 0.5}}
+    asked = on_ray(base, {"placement": placement, "copy_every": 2}, env=env)
+    made = build(asked)
+    run = run_of(made, tmp_path, asked, Murder(made))
+    assert (tmp_path / "mark").exists()
+    benches = {made.learners[name].weights.bench for name in ("guide", "walker")}  # type: ignore[attr-defined]
+    assert [bench.losses for bench in benches] == ([2] if actors == 1 else [1, 1])
+    assert_same(run, whole(tmp_path, asked))
+    assert ray.available_resources()["CPU"] == 4  # nobody is left
+
+
+def test_play_ahead_and_stages_are_the_same_on_ray(cluster: Cluster, base: Path, tmp_path: Path) -> None:
+    stages = [{"steps": 2}, {"steps": 2, "algorithm": {"type": "ppo", "k": 2}, "policies": {"guide": {"lr": 1e-4}}}]
+    asked = on_ray(base, staleness=1, stages=stages)
+    assert_same(run_of(build(asked), tmp_path, asked), whole(tmp_path, asked))
+
+
+def test_a_full_model_is_trained_and_travels(cluster: Cluster, base: Path, tmp_path: Path) -> None:
+    full = {"type": "full", "base": str(base), "sampling": {"max_tokens": 2}}
+    asked = on_ray(base, policies={"default": full}, steps=2)
+    assert_same(run_of(build(asked), tmp_path, asked), whole(tmp_path, asked))

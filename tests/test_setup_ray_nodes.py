@@ -1,0 +1,63 @@
+"""The whole loop on Ray, where nodes, places and the driver itself are lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_loops import actor_of, assert_same, killed, on_ray, run_of, whole
+
+from palestra.setup_backends import build
+from palestra.train import Setup, Watcher
+
+ray = pytest.importorskip("ray")
+
+import ray_cluster  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+class LoseNode(Watcher):
+    """Takes the node of a learner from the cluster, by killing its processes, after the first step."""
+
+    def __init__(self, made: Setup, nodes: Cluster) -> None:
+        self.made, self.nodes, self.lost = made, nodes, ""
+
+    def step(self, step: int, metrics: Any) -> None:
+        if step == 0:
+            actor = actor_of(self.made, "guide")
+            self.lost = ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
+            node = next(node for node in self.nodes.list_all_nodes() if node.node_id == self.lost)
+            self.nodes.remove_node(node, allow_graceful=False)
+
+
+def test_a_run_outlives_the_node_that_trains_and_plays(base: Path, tmp_path: Path) -> None:
+    """The learners and half of the workers go with a node; another has room for them."""
+    home, away = {"num_cpus": 1}, {"num_cpus": 3, "resources": {"strong": 1}}
+    asked = on_ray(base, {"placement": {"train": {"resources": {"strong": 1}}}}, steps=4)
+    with ray_cluster.cluster(home, away, away) as nodes:
+        made = build(asked)
+        watcher = LoseNode(made, nodes)
+        run = run_of(made, tmp_path, asked, watcher)
+        assert [node["Alive"] for node in ray.nodes() if node["NodeID"] == watcher.lost] == [False]
+    assert_same(run, whole(tmp_path, asked))
+
+
+def test_a_learner_that_has_no_place_is_explained(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from palestra.backends.ray import cluster as clusters
+
+    monkeypatch.setattr(clusters, "PATIENCE", 3.0)
+    asked = on_ray(base, {"placement": {"train": {"resources": {"moon": 1}}}})
+    with (
+        ray_cluster.cluster({"num_cpus": 3}),
+        pytest.raises(ValueError, match=r"no worker for the training of guide, walker in 3 s: one needs .*moon"),
+    ):
+        run_of(build(asked), tmp_path, asked)
+
+
+def test_a_driver_killed_and_resumed_ends_as_if_it_never_was(base: Path, tmp_path: Path) -> None:
+    """A cluster of its own goes with it, and the next driver starts another."""
+    asked = on_ray(base, steps=6)
+    assert_same(killed(tmp_path, asked, 10), whole(tmp_path, asked))

@@ -1,0 +1,91 @@
+"""Small runs that several backends do, and how two of them are compared."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from processes import finish, start
+
+from palestra.backends.inline import Inline
+from palestra.backends.places import LoopConfig
+from palestra.config import dump, validate
+from palestra.populations.tasks import Backend, MakeWorker
+from palestra.recipe import Config
+from palestra.runs import Run, read_lines
+from palestra.setup_backends import build
+from palestra.train import Setup, Watcher, restore
+from palestra.train_async import run_training
+
+SAME = ("metrics.jsonl", "evals.jsonl")
+
+
+def config(base: Path, **changes: Any) -> Config:
+    """Two adapters, one of which remembers, and an exam; a step takes some hundredths of a second."""
+    speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 3}, "lr": 1e-3}
+    tree = {
+        "steps": 3,
+        "episodes": 6,
+        "env": {"type": "toys:Whisper", "turns": 2},
+        "policies": {"guide": speech | {"memory": "conversation"}, "walker": speech | {"batch": 10}},
+        "algorithm": {"type": "grpo", "k": 4},
+        "exams": {"dev": {"episodes": 4, "every": 2}},
+        "exam_sampling": {"temperature": 0.5},
+        "checkpoint_every": 2,
+        "backend": {"type": "local", "workers": 2, "slices": 3},
+    }
+    return validate(Config, tree | changes)
+
+
+def here(_: LoopConfig, make: MakeWorker) -> Backend:
+    """A worker in this process."""
+    return Inline(make)
+
+
+def run_of(made: Setup, root: Path, config: Config, watcher: Watcher | None = None) -> Path:
+    with Run.create(root, dump(config)) as run:
+        restore(made, run)
+        assert run_training(made, run, watcher)
+        return run.path
+
+
+def assert_same(run: Path, other: Path) -> None:
+    for log in SAME:
+        assert (run / log).read_bytes() == (other / log).read_bytes(), log
+    ours, theirs = (
+        {file.relative_to(one): file for part in ("checkpoints", "episodes") for file in (one / part).rglob("*.*")}
+        for one in (run, other)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, file in ours.items():
+        assert file.is_dir() or file.read_bytes() == theirs[name].read_bytes(), name
+
+
+def killed(folder: Path, asked: Config, lines: int) -> Path:
+    """A run of the command line, killed once it has logged so many lines, and resumed to its end."""
+    (folder / "run.yaml").write_text(dump(asked))
+    process, run = start(folder, "run.yaml"), folder / "runs" / "run"
+    while not (run / "metrics.jsonl").exists() or len(read_lines(run / "metrics.jsonl")) < lines:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    finish(start(folder, "--resume", run))
+    return run
+
+
+def on_ray(base: Path, backend: dict[str, Any] | None = None, **changes: Any) -> Config:
+    return config(base, backend={"type": "ray", "workers": 2, "slices": 3} | (backend or {}), **changes)
+
+
+def whole(root: Path, asked: Config) -> Path:
+    """The same run, whose slices one worker in this process plays."""
+    alone = asked.model_copy(update={"backend": asked.backend.model_copy(update={"type": "local", "placement": {}})})
+    return run_of(build(alone, here), root, alone)
+
+
+def actor_of(made: Setup, learner: str) -> Any:
+    return made.learners[learner].weights.bench._holder._actor  # type: ignore[attr-defined]
