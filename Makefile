@@ -8,7 +8,7 @@ CLIENTS := a b c
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-clients test-envs test-trl lint bench learning reproduce base clean
+.PHONY: help demo test test-all test-clients test-envs test-trl lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(INSTALLED) ## the documents as a site, in site/: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(INSTALLED) ## the engine beside TRL and generate, the service beside the engine, games beside their peers
 	$(BIN)/python bench/lm.py
 	$(BIN)/python bench/service.py
@@ -94,5 +97,5 @@ base: $(INSTALLED) ## train the base models that ship with palestra
 	$(BIN)/python scripts/make_tiny.py tasks
 
 clean: ## remove caches and build leftovers; runs/ and .venv stay
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find palestra tests scripts bench -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,6 +5,11 @@ A fenced `bash` or `python` block runs when the line before it is an HTML commen
     <!-- test -->         in the fast suite
     <!-- test: slow -->   in the slow suite only
 
+    <!-- not run: why -->  nowhere, for instance since it needs a GPU
+
+A block of any language after `<!-- file: NAME -->` is what that file says: it is written for the blocks that run after
+it. The site shows the name above it (scripts/site_hooks.py).
+
 All runnable blocks of one document run in order, in one temporary folder that holds links to the repository's folders
 `configs`, `examples` and `scripts`, with the virtual environment first on the path; each must end with exit code 0.
 """
@@ -25,9 +30,17 @@ DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/*.md")]
 )
 BLOCK = re.compile(
-    r"^<!--\s*test(?P<slow>:\s*slow)?\s*-->\s*\n```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL
+    r"^<!--\s*(?:test(?P<slow>:\s*slow)?|file:\s*(?P<file>\S+))\s*-->\s*\n```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```",
+    re.MULTILINE | re.DOTALL,
 )
-COMMENT = re.compile(r"^<!--\s*test\b[^>]*-->", re.MULTILINE)
+COMMENT = re.compile(r"^<!--\s*(?:test|file)\b[^>]*-->", re.MULTILINE)
+OPENED = re.compile(r"(?P<before>[^\n]*)\n```(?:bash|python)\b")
+TOLD = re.compile(r"<!--\s*(test(: slow)?|file: \S+|not run: \S.*?)\s*-->")
+EARLIER = {  # documents from before every block was to say whether it runs
+    *(f"{name}.md" for name in ("README", "CONTRIBUTING", "examples/README", "bench/algorithms-notes")),
+    *(f"docs/{name}.md" for name in ("architecture", "environments", "games", "populations", "sandbox", "service")),
+    *("docs/algorithms/async.md", "docs/environments/workflow.md"),
+}
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|(?:src|href)=\"([^\"]+)\"")
@@ -39,12 +52,19 @@ class Block(NamedTuple):
     language: str
     code: str
     slow: bool
+    file: str = ""
 
 
 def blocks(text: str) -> list[Block]:
     """The runnable blocks of a document, in order."""
     return [
-        Block(text[: match.start("code")].count("\n") + 1, match["language"], match["code"], bool(match["slow"]))
+        Block(
+            text[: match.start("code")].count("\n") + 1,
+            match["language"],
+            match["code"],
+            bool(match["slow"]),
+            match["file"] or "",
+        )
         for match in BLOCK.finditer(text)
     ]
 
@@ -58,7 +78,9 @@ def run(document: Path, folder: Path, *, slow: bool) -> None:
         "OMP_NUM_THREADS": "1",
     }
     for block in blocks(document.read_text(encoding="utf-8")):
-        if slow or not block.slow:
+        if block.file:
+            (folder / block.file).write_text(block.code, encoding="utf-8")
+        elif slow or not block.slow:
             done = subprocess.run(_command(block), cwd=folder, env=environment, capture_output=True, text=True)
             where = f"{document.relative_to(ROOT)}, line {block.line}"
             assert done.returncode == 0, f"{where}:\n{block.code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -72,7 +94,11 @@ def _command(block: Block) -> list[str]:
 
 def with_blocks(*, slow: bool) -> list[Path]:
     texts = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
-    return [document for document, text in texts.items() if any(block.slow == slow for block in blocks(text))]
+    return [document for document, text in texts.items() if any(_runs(block, slow) for block in blocks(text))]
+
+
+def _runs(block: Block, slow: bool) -> bool:
+    return not block.file and block.slow == slow
 
 
 def identifier(document: Path) -> str:
@@ -95,8 +121,21 @@ def test_the_slow_examples_run(document: Path, tmp_path: Path) -> None:
 def test_every_mark_stands_before_a_block_that_can_run(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     found = blocks(text)
-    assert len(found) == len(COMMENT.findall(text)), "a <!-- test --> comment is misspelt or not followed by a block"
-    assert {block.language for block in found} <= {"bash", "python"}
+    assert len(found) == len(COMMENT.findall(text)), (
+        "a <!-- test --> or <!-- file --> comment is misspelt or not followed by a block"
+    )
+    assert {block.language for block in found if not block.file} <= {"bash", "python"}
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if identifier(d) not in EARLIER], ids=identifier)
+def test_every_block_of_code_says_whether_it_runs(document: Path) -> None:
+    assert untold(document.read_text(encoding="utf-8")) == []
+
+
+def untold(text: str) -> list[int]:
+    """The lines of `bash` and `python` blocks that neither run nor say why not."""
+    found = [match for match in OPENED.finditer(text) if not TOLD.fullmatch(match["before"].strip())]
+    return [text[: match.end()].count("\n") + 1 for match in found]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
@@ -125,4 +164,7 @@ def test_the_convention_itself() -> None:
     text = "a\n\n<!-- test -->\n```bash\ntrue\n```\n\n```bash\nfalse\n```\n<!-- test: slow -->\n```python\nx = 1\n```\n"
     assert blocks(text) == [Block(5, "bash", "true\n", False), Block(13, "python", "x = 1\n", True)]
     assert _command(blocks(text)[0])[0] == "bash"
+    assert blocks("<!-- file: a.yaml -->\n```yaml\nx: 1\n```\n") == [Block(3, "yaml", "x: 1\n", False, "a.yaml")]
+    assert untold(text) == [8]
+    assert untold("<!-- not run: needs a GPU -->\n```bash\nx\n```\n<!-- not run: -->\n```bash\nx\n```\n") == [6]
     assert _anchors("# The house, again\n```\n# no\n```\n## `x` y") == {"the-house-again", "x-y"}

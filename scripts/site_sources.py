@@ -1,0 +1,124 @@
+"""Pages of the site for what lies outside docs/: a link to a file of the repository leads to its text, highlighted, one
+to a folder to a list of what is in it. A Markdown file becomes the page that it is.
+
+Paths are relative to the repository, with `/`. The page of `configs/demo.yaml` is `source/configs/demo.yaml.md`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SOURCE = "source/"
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json", ".txt": "text", "": "text", ".md": ""}
+CODE = re.compile(r"(^(?P<fence>```+|~~~+).*?^(?P=fence)|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
+FIRST = re.compile(r'\A(?:"""|# )(?P<line>.+?)(?:"""|\n|\Z)')  # of a module's docstring, or of a comment at the top
+
+
+def pages(documents: Iterable[str]) -> dict[str, str]:
+    """The pages that links of `documents` lead to, and links of theirs: content by the page's path."""
+    found: dict[str, str] = {}
+    waiting = [target for document in documents for target in outside(document)]
+    while waiting:
+        path = waiting.pop()
+        if page_of(path) not in found and readable(ROOT / path):
+            found[page_of(path)] = text = _page(path)
+            origin = origin_of(page_of(path))
+            waiting += [target for target in _targets(text, origin) if not target.startswith("docs/")]
+    return found
+
+
+def outside(document: str) -> list[str]:
+    """What a document links to that is no part of docs/."""
+    targets = _targets((ROOT / document).read_text(encoding="utf-8"), document)
+    return [target for target in targets if not target.startswith("docs/")]
+
+
+def rewritten(text: str, page: str) -> str:
+    """`text` of the page `page` with its links into the repository leading to pages."""
+    origin = origin_of(page)
+
+    def lead(match: re.Match[str]) -> str:
+        target = resolve(match["path"], origin)
+        inside = target is None or (target.startswith("docs/") and origin.startswith("docs/"))
+        if inside or not readable(ROOT / str(target)):
+            return match[0]
+        path = posixpath.relpath(page_of(str(target)), posixpath.dirname(page) or ".")
+        return f"]({path}{match['anchor'] or ''})"
+
+    return _outside_code(text, lambda piece: LINK.sub(lead, piece))
+
+
+def origin_of(page: str) -> str:
+    """Where what a page shows lies; a folder's page counts as a file in it."""
+    if not page.startswith(SOURCE):
+        return f"docs/{page}"
+    return page.removeprefix(SOURCE)
+
+
+def page_of(path: str) -> str:
+    """The page that shows a file or folder."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if (ROOT / path).is_dir():
+        return f"{SOURCE}{path}/index.md"
+    return f"{SOURCE}{path}{'' if path.endswith('.md') else '.md'}"
+
+
+def resolve(link: str, origin: str) -> str | None:
+    """The path that a link in the file `origin` leads to, or None where nothing is there."""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
+    return path if not path.startswith("..") and (ROOT / path).exists() else None
+
+
+def readable(path: Path) -> bool:
+    """Whether it is text that people write, or a folder."""
+    return not path.name.startswith((".", "__")) and (path.is_dir() or path.suffix in LANGUAGES)
+
+
+def _targets(text: str, origin: str) -> Iterator[str]:
+    found: list[str] = []
+    _outside_code(text, lambda piece: found.extend(match["path"] for match in LINK.finditer(piece)) or piece)
+    return (target for link in found if (target := resolve(link, origin)))
+
+
+def _outside_code(text: str, change: Callable[[str], str]) -> str:
+    """`text` with `change` made to all that is not code."""
+    done, at = [], 0
+    for match in CODE.finditer(text):
+        done += [change(text[at : match.start()]), match[0]]
+        at = match.end()
+    return "".join([*done, change(text[at:])])
+
+
+def _page(path: str) -> str:
+    where = ROOT / path
+    if where.is_dir():
+        return _head(path, f"# {path}/\n\n{_listing(where)}")
+    text = where.read_text(encoding="utf-8")
+    if path.endswith(".md"):
+        return text
+    fence = max(["``", *re.findall(r"`{3,}", text)], key=len) + "`"
+    return _head(path, f"# {path}\n\n{fence}{LANGUAGES.get(where.suffix, 'text')}\n{text.rstrip()}\n{fence}\n")
+
+
+def _head(path: str, text: str) -> str:
+    """A page that search leaves out: its readers come by a link."""
+    return f"---\ntitle: {posixpath.basename(path)}\nhide: [toc]\nsearch: {{exclude: true}}\n---\n{text}"
+
+
+def _listing(folder: Path) -> str:
+    rows = ["| | |", "|---|---|"]
+    for entry in sorted(folder.iterdir(), key=lambda entry: (entry.is_file(), entry.name)):
+        if readable(entry):
+            rows.append(f"| [{entry.name}{'/' * entry.is_dir()}]({entry.name}) | {_about(entry)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _about(path: Path) -> str:
+    match = None if path.is_dir() else FIRST.match(path.read_text(encoding="utf-8"))
+    return match["line"].replace("|", "\\|") if match else ""

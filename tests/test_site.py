@@ -1,0 +1,119 @@
+"""The site as `make docs` builds it: without a warning, without another host, with every link leading somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from palestra.cli import app
+from palestra.config import kinds
+from palestra.envs import BUILT_IN, GAMES
+from palestra.recipe import Config
+from palestra.setup_games import GamesConfig
+from palestra.setup_population import PopulationConfig
+
+ROOT = Path(__file__).parent.parent
+LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+class Page(HTMLParser):
+    """What a page loads, where its links lead, and what in it can be led to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {key: value or "" for key, value in attrs}
+        self.ids |= {found[key] for key in ("id", "name") if key in found}
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        if tag in LOADED and LOADED[tag] in found:
+            self.loads.append(found[LOADED[tag]])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+
+
+def test_no_page_loads_anything_from_another_host(site: Path, pages: dict[Path, Page]) -> None:
+    for path, page in pages.items():
+        assert [address for address in page.loads if re.match(r"(https?:)?//", address)] == [], path
+        assert 'class="mermaid"' not in path.read_text(encoding="utf-8"), f"{path}: mermaid is fetched from elsewhere"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
+
+
+def test_every_link_within_the_site_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+    for path, page in pages.items():
+        if path.name != "404.html":  # is shown at any address
+            assert list(_astray(site, path, page, pages)) == [], path
+
+
+def _astray(site: Path, path: Path, page: Page, pages: dict[Path, Page]) -> Iterator[str]:
+    for link in [*page.links, *page.loads]:
+        address, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", address):
+            continue
+        target = (path.parent / unquote(address)).resolve() if address else path
+        there = target.is_file() and target.is_relative_to(site)
+        if not there or (anchor and target in pages and unquote(anchor) not in pages[target].ids):
+            yield link
+
+
+def test_search_needs_no_server(site: Path, pages: dict[Path, Page]) -> None:
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    found = {entry["location"].partition("#")[0] for entry in json.loads(index.removeprefix("var __index = "))["docs"]}
+    assert {"tutorial.html", "concepts.html", "reference/config.html", "coming-from/trl.html"} <= found
+    assert not any(location.startswith("source/") for location in found)
+    assert any("iframe-worker" in address for address in pages[site / "tutorial.html"].loads)
+
+
+def test_the_reference_has_all_there_is(site: Path) -> None:
+    commands, config, envs, python = (
+        (site / "reference" / f"{name}.html").read_text(encoding="utf-8")
+        for name in ("cli", "config", "envs", "python")
+    )
+    for name in [
+        *(group.name for group in app.registered_groups),
+        *(c.name for c in app.registered_commands if c.name),
+    ]:
+        assert f"palestra {name}" in commands
+    for model, field in ((Config, "policies"), (Config, "algorithm"), (GamesConfig, "policies")):
+        assert all(f"{field}, type: {kind}" in config for kind in kinds(model, field))
+    assert all(f"algorithm, type: {kind}" in config for kind in kinds(GamesConfig, "algorithm"))
+    assert all(f"population, type: {kind}" in config for kind in kinds(PopulationConfig, "population"))
+    assert all(f'id="{name}"' in envs for name in [*BUILT_IN, *GAMES])
+    assert all(f'id="palestra.{name}"' in python for name in ("types.Episode", "envs.base.Env", "train.run_training"))
+
+
+def test_files_of_the_repository_are_pages(site: Path) -> None:
+    shown = (site / "source" / "palestra" / "losses" / "policy.py.html").read_text(encoding="utf-8")
+    assert 'class="k">def' in shown
+    listed = (site / "source" / "configs" / "games" / "index.html").read_text(encoding="utf-8")
+    assert 'href="spread_mappo.yaml.html"' in listed
