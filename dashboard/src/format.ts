@@ -2,7 +2,8 @@
 
 export function num(value: number | null | undefined, digits = 3): string {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  const size = Math.abs(value);
+  const size = Math.abs(value) < 1e-12 ? 0 : Math.abs(value);
+  if (!size) return "0";
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1).replace("e+", "e");
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(digits)));

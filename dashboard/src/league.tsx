@@ -4,8 +4,8 @@ import { duration, num, percent } from "./format";
 import type { Stretch } from "./types";
 
 export function Responses({ names, edges }: { names: string[]; edges: [number, number][] }) {
-  const size = 420;
-  const radius = size / 2 - 70;
+  const size = 480;
+  const radius = size / 2 - 96;
   const at = (number: number) => {
     const angle = (2 * Math.PI * number) / names.length;
     return [size / 2 + radius * Math.sin(angle), size / 2 - radius * Math.cos(angle)];

@@ -11,7 +11,6 @@ from typing import Any
 
 from palestra.dashboard.library import Absent, OpenRun, read_json
 from palestra.files import read_lines, size
-from palestra.populations.scheduler import MEMBERS
 from palestra.runs import checkpoints
 
 STATE = ("optimizer.safetensors", "training.safetensors")  # of use to training only: not in a download
@@ -93,9 +92,10 @@ def weights(run: OpenRun, step: int, policy: str) -> Path:
 
 def member_weights(run: OpenRun, name: str) -> Path:
     """The folder of a member. Raises Absent for a name that is not of the population."""
-    if name not in [one["name"] for one in members(run) if one["bytes"]]:
-        raise Absent(f"there are no weights of a member {name}")
-    return run.file(f"{MEMBERS}/{name}")
+    for one in read_json_list(run.file("population.json")):
+        if one["name"] == name and one.get("weights"):
+            return run.file(str(one["weights"]))
+    raise Absent(f"there are no weights of a member {name}")
 
 
 def zipped(folder: Path) -> Iterator[bytes]:
@@ -137,7 +137,10 @@ class _Pipe(io.RawIOBase):
 
 def read_json_list(path: Path) -> list[Mapping[str, Any]]:
     """The objects in a file that holds a list of them."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
     return [one for one in found if isinstance(one, dict) and "name" in one] if isinstance(found, list) else []
 
 

@@ -178,13 +178,18 @@ def cyclic(found: Cyclicity) -> list[Alarm]:
 def newest(own: Mapping[str, np.ndarray], key: str) -> float | None:
     """The mean of the newest lines; None where there are too few."""
     values = own.get(key, np.zeros(0))
-    return float(np.nanmean(values[-NEWEST:])) if len(values) >= LEAST else None
+    return _mean(values[-NEWEST:]) if len(values) >= LEAST else None
 
 
 def oldest(own: Mapping[str, np.ndarray], key: str) -> float | None:
     """The mean of the first lines, at most a quarter of all."""
     values = own.get(key, np.zeros(0))
-    return float(np.nanmean(values[: max(1, min(NEWEST, len(values) // 4))])) if len(values) >= LEAST else None
+    return _mean(values[: max(1, min(NEWEST, len(values) // 4))]) if len(values) >= LEAST else None
+
+
+def _mean(values: np.ndarray) -> float:
+    """Rounded, so that a mean of nothing but 0.9 is not less than 0.9."""
+    return round(float(np.mean(values)), 9)
 
 
 def risen(own: Mapping[str, np.ndarray]) -> float | None:

@@ -11,6 +11,7 @@ import json
 import math
 from typing import Any
 
+import pyarrow as pa
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -40,9 +41,16 @@ class Api:
     def runs(self, request: Request) -> Response:
         """The list of runs, newest first."""
         held = facts.held_locks()
-        lines = [self._line(name, held) for name in self.library.names()]
+        lines = [line for name in self.library.names() if (line := self._shown(name, held))]
         lines.sort(key=lambda line: (line["created"], line["name"]), reverse=True)
         return answer(request, {"root": self.library.root.name, "runs": lines[:LISTED], "of": len(lines)})
+
+    def _shown(self, name: str, held: dict[int, int]) -> dict[str, Any] | None:
+        """None for a run that was removed just now, and for one whose files lead out of it."""
+        try:
+            return self._line(name, held)
+        except (Absent, FileNotFoundError):
+            return None
 
     def _line(self, name: str, held: dict[int, int]) -> dict[str, Any]:
         """From memory, where the logs are as they were."""
@@ -111,7 +119,7 @@ class Api:
         if query.text and len(fitting):
             folder = run.file("episodes")
             rows, end = queries.search(folder, fitting, query.text, query.before, query.count)
-            found = queries.page(fitting.take(rows), 0, query.count)
+            found = queries.page(fitting.take(pa.array(rows, pa.int64())), 0, query.count)
             return answer(request, head | {"rows": found, "searched": end})
         found = queries.page(fitting, query.first, query.count)
         return answer(request, head | {"rows": found, "spread": queries.spread(fitting)})

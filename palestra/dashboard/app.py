@@ -34,8 +34,11 @@ EPISODE = "/api/runs/{run}/episodes/{step:int}/{episode:int}"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def dashboard(root: Path, token: str = "", hosts: Collection[str] = ()) -> App:
-    """The app over the runs in `root`. Raises ValueError where that is no folder of runs."""
+def dashboard(
+    root: Path, token: str = "", hosts: Collection[str] = (), ending: Callable[[], bool] = lambda: False
+) -> App:
+    """The app over the runs in `root`; those who wait for events are let go once it is `ending`. Raises ValueError where
+    that is no folder of runs."""
     library = Library(root)
     api = Api(library)
     addresses: dict[str, Callable[[Request], Response]] = {
@@ -56,7 +59,7 @@ def dashboard(root: Path, token: str = "", hosts: Collection[str] = ()) -> App:
         "/api/runs/{run}/members/{member}.zip": api.member,
     }
     routes = [Route(path, _told(ask), methods=["GET"]) for path, ask in addresses.items()]
-    routes.append(Route("/api/events", partial(events, library), methods=["GET"]))
+    routes.append(Route("/api/events", partial(events, library, ending), methods=["GET"]))
     static = Mount("/", StaticFiles(directory=STATIC, html=True))
     app = Starlette(routes=[*routes, static])
     return Guard(GZipMiddleware(app, minimum_size=2048), token, hosts)
@@ -76,7 +79,7 @@ def _told(ask: Callable[[Request], Response]) -> Callable[[Request], Response]:
     return answer
 
 
-async def events(library: Library, request: Request) -> Response:
+async def events(library: Library, ending: Callable[[], bool], request: Request) -> Response:
     """A server-sent event whenever a log of the run (`?run=NAME`), or of any run, has changed."""
     name = request.query_params.get("run")
     try:
@@ -84,14 +87,14 @@ async def events(library: Library, request: Request) -> Response:
             library.run(name)
     except Absent as error:
         return JSONResponse({"error": str(error)}, 404)
-    return StreamingResponse(changes(library, name), media_type="text/event-stream")
+    return StreamingResponse(changes(library, name, ending), media_type="text/event-stream")
 
 
-async def changes(library: Library, name: str | None) -> AsyncIterator[str]:
+async def changes(library: Library, name: str | None, ending: Callable[[], bool]) -> AsyncIterator[str]:
     """Text of server-sent events, as long as somebody listens."""
     before: dict[str, tuple[int, ...]] | None = None
     quiet = 0.0
-    while True:
+    while not ending():
         now = await run_in_threadpool(stamps, library, name)
         if before is None or now != before:
             changed = [run for run in now if before is None or before.get(run) != now[run]]
@@ -118,14 +121,16 @@ def _folder(path: Path) -> int:
 def serve(root: Path, host: str, port: int, token: str, hosts: Collection[str], say: Callable[[str], None]) -> None:
     """Serves until it is told to stop. Raises ValueError where the folder or the port is not to be had."""
     names = {host, socket.gethostname(), *hosts}
-    app = dashboard(root, token, {name.lower() for name in names})
+    server: uvicorn.Server | None = None
+    app = dashboard(root, token, {name.lower() for name in names}, lambda: server is not None and server.should_exit)
     listening = _bound(host, port)
     address = f"http://{_written(host)}:{listening.getsockname()[1]}/"
     if host not in LOCAL and not token:
         say(f"warning: anybody who reaches {host} can read these runs; --token {secrets.token_urlsafe(12)} asks for it")
     say(f"dashboard: {address}{f'?token={token}' if token else ''}")
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listening])
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
+    server.run(sockets=[listening])
 
 
 def _bound(host: str, port: int) -> socket.socket:

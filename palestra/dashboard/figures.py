@@ -20,7 +20,7 @@ AXES = ("step", "env_steps", "iteration", "seconds")
 
 class Asked(Strict):
     """Which curves: `figure` is LOG/KEY, such as metrics/entropy, evals/success, timings/train_s. `window` smooths over
-    so many lines, `low` and `high` bound the axis, `seeds` makes one curve of runs that differ only in their seed."""
+    so many lines (exams are not), `low` and `high` bound the axis, `seeds` makes one curve of runs that differ only in their seed."""
 
     run: list[str] = Field(min_length=1, max_length=24)
     figure: list[str] = Field(min_length=1, max_length=24)
@@ -36,13 +36,14 @@ def curves(runs: Sequence[OpenRun], asked: Asked) -> list[dict[str, Any]]:
     """The curves there are, by figure, then run, then policy (or exam); what a run does not have is left out."""
     found = []
     for figure in asked.figure:
+        window = 1 if figure.startswith("evals/") else asked.window  # exams are few, and each is a mean of many
         for group in _groups(runs, asked.seeds):
             for name in dict.fromkeys(name for run in group for name in log_of(run, figure).names()):
                 each = [(run, curve(run, figure, name, asked.x)) for run in group]
                 each = [(run, one) for run, one in each if len(one[0])]
                 if each:
                     head = {"figure": figure, "name": name, "runs": [run.name for run, _ in each]}
-                    found.append(head | _drawn([one for _, one in each], asked))
+                    found.append(head | _drawn([one for _, one in each], asked, window))
     return found
 
 
@@ -105,19 +106,24 @@ def _clock(run: OpenRun) -> Curve:
     return steps, np.cumsum(seconds)
 
 
-def _drawn(each: Sequence[Curve], asked: Asked) -> dict[str, Any]:
+def _drawn(each: Sequence[Curve], asked: Asked, window: int) -> dict[str, Any]:
     ends = {"from": min(float(x[0]) for x, _ in each), "to": max(float(x[-1]) for x, _ in each)}
     if len(each) > 1:
-        parts = [within((x, smoothed(y, asked.window)), asked.low, asked.high) for x, y in each]
+        parts = [within((x, _smooth(y, window)), asked.low, asked.high) for x, y in each]
         x, mean, low, high = band(parts, asked.points)
         return ends | {"x": listed(x), "y": listed(mean), "low": listed(low), "high": listed(high)}
     (x, raw) = each[0]
-    line = thinned(within((x, smoothed(raw, asked.window)), asked.low, asked.high), asked.points)
+    line = thinned(within((x, _smooth(raw, window)), asked.low, asked.high), asked.points)
     drawn = ends | {"x": listed(line[0]), "y": listed(line[1])}
-    if asked.window > 1:
+    if window > 1:
         under = thinned(within((x, raw), asked.low, asked.high), asked.points)
         drawn["raw"] = {"x": listed(under[0]), "y": listed(under[1])}
     return drawn
+
+
+def _smooth(y: np.ndarray, window: int) -> np.ndarray:
+    """Over at most a quarter of the lines: a short run smoothed over more would be flat."""
+    return smoothed(y, min(window, len(y) // 4))
 
 
 def listed(values: np.ndarray) -> list[float | None]:

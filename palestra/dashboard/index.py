@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from palestra.files import replaced
 CHUNK = 64  # files that are read at once
 PATIENCE = 0.2
 FORM = 1  # of the kept table; another number makes it anew
+NAME = re.compile(r"step-(\d+)\.parquet")
 STAMP = "stamp"  # the column that says which version of its file a row is of
 EMPTY = pa.table({"step": pa.array([], pa.int32()), STAMP: pa.array([], pa.int64())})
 
@@ -139,13 +141,13 @@ def versions(folder: Path) -> dict[int, int]:
     if not folder.is_dir():
         return {}
     with os.scandir(folder) as entries:
-        files = [entry for entry in entries if entry.name.startswith("step-") and entry.name.endswith(".parquet")]
-        return {_step(file.name): _version(file.stat()) for file in files if _step(file.name) >= 0}
+        files = [entry for entry in entries if _step(entry.name) >= 0 and entry.is_file(follow_symlinks=False)]
+        return {_step(file.name): _version(file.stat()) for file in files}
 
 
 def _step(name: str) -> int:
-    digits = name.removeprefix("step-").removesuffix(".parquet")
-    return int(digits) if digits.isdecimal() else -1
+    found = NAME.fullmatch(name)
+    return int(found[1]) if found else -1
 
 
 def _version(stat: os.stat_result) -> int:
