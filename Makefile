@@ -8,7 +8,7 @@ CLIENTS := a b c
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-clients test-envs test-trl lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo test test-all test-browser test-clients test-envs test-trl lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,13 @@ test: lint ## lint, types and the fast tests (CPU)
 	$(BIN)/python -m pytest
 
 test-all: lint ## the same with the slow tests
-	$(BIN)/python -m pytest -m "not gpu and not clients and not peers"
+	$(BIN)/python -m pytest -m "not gpu and not clients and not peers and not browser"
+
+test-browser: $(INSTALLED) ## drive the dashboard in a headless Chromium (CHROMIUM=its path)
+	$(BIN)/python -m pytest -m browser tests/dashboard
+
+dashboard: ## build the dashboard's page from dashboard/ (needs Node 20)
+	cd dashboard && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
 # Each set of official clients in a venv of its own: their versions exclude each other.
 .cache/clients/%/.installed: tests/clients/sets/%.txt

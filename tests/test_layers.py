@@ -28,7 +28,6 @@ ROOMS = [
     {"palestra.train", "palestra.train_async", "palestra.followers"},
     {"palestra.drill", "palestra.replicas", "palestra.backends", "palestra.abreast"},
     {"palestra.service", "palestra.remote"},
-    {"palestra.dashboard"},
     {"palestra.recipe"},
     {"palestra.setup", "palestra.setup_games"},
     {"palestra.oracles"},
@@ -41,8 +40,14 @@ ROOMS = [
         "palestra.compare",
         "palestra.population_plots",
     },
-    {"palestra.collect"},
-    {"palestra.cli_envs", "palestra.cli_league", "palestra.cli_play", "palestra.cli_serve"},
+    {"palestra.collect", "palestra.dashboard"},
+    {
+        "palestra.cli_dashboard",
+        "palestra.cli_envs",
+        "palestra.cli_league",
+        "palestra.cli_play",
+        "palestra.cli_serve",
+    },
     {"palestra.cli", "palestra.__main__"},
     {"palestra.testing"},
 ]
@@ -68,7 +73,7 @@ HEAVY = (
     "urllib.request",
 )
 # Not in `dependencies`: at most one module of ours may import each, but for those of the `service` extra, which belong
-# to the whole room and to nothing outside it.
+# to the whole room and to nothing outside it. The dashboard shares its web server with it.
 SERVICE = {
     "fastapi",
     "google",
@@ -80,6 +85,7 @@ SERVICE = {
     "uvicorn",
     "zstandard",
 }
+WEB = {"starlette", "uvicorn"}
 ROOMY = ("palestra.backends.ray",)  # a room that stands for the one module
 GRPC = {"grpc", "grpc_health", "grpc_reflection"}  # likewise of the room `palestra.remote`
 TALKS_HTTP = (
@@ -282,6 +288,7 @@ def _whole(module: str) -> str:
 
 def test_the_service_keeps_its_dependencies_to_itself() -> None:
     users = [found for found in imports() if found.target.split(".")[0] in SERVICE and not _serves(found.importer)]
+    users = [found for found in users if not (_shows(found.importer) and found.target.split(".")[0] in WEB)]
     assert [str(found) for found in users if found.importer not in ("palestra.testing", *TALKS_HTTP)] == []
 
 
@@ -294,10 +301,15 @@ def _serves(module: str) -> bool:
     return f"{module}.".startswith("palestra.service.")
 
 
+def _shows(module: str) -> bool:
+    return f"{module}.".startswith("palestra.dashboard.")
+
+
 def test_extras_are_not_loaded_with_the_package() -> None:
     """A module that needs an extra may import it at its top only if nothing loads that module unasked. The service is
-    asked for as a whole, and so is what is compiled, and what speaks gRPC."""
-    needing = {found.importer for found in imports() if found.at_load and (found.extra or _serves(found.importer))}
+    asked for as a whole, and so are the dashboard, what is compiled, and what speaks gRPC."""
+    asked = [found for found in imports() if found.at_load and (_serves(found.importer) or _shows(found.importer))]
+    needing = {found.importer for found in [*asked, *(found for found in imports() if found.at_load and found.extra)]}
     needing |= compiled() | _over_grpc()
     loaded = [found for found in ours() if found.at_load and found.target in needing and found.importer not in needing]
     assert [str(found) for found in loaded] == []

@@ -1,0 +1,82 @@
+// Questions to the server. The browser's own cache sends the ETags: what has not changed costs no body.
+
+import { useEffect, useRef, useState } from "preact/hooks";
+
+export type Params = Record<string, string | number | boolean | string[] | null | undefined>;
+
+export function url(path: string, params: Params = {}): string {
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(params)) {
+    if (value === null || value === undefined || value === "" || value === false) continue;
+    for (const one of Array.isArray(value) ? value : [value]) query.append(key, String(one));
+  }
+  const text = query.toString();
+  return `api/${path}${text ? `?${text}` : ""}`;
+}
+
+export function runPath(run: string, rest = ""): string {
+  return `runs/${encodeURIComponent(run)}${rest}`;
+}
+
+export async function ask<T>(address: string, signal?: AbortSignal): Promise<T> {
+  const answer = await fetch(address, { signal, headers: { Accept: "application/json" } });
+  const body = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Error(body.error ?? `the server says ${answer.status}`);
+  return body as T;
+}
+
+export interface Answered<T> {
+  data: T | null;
+  error: string;
+  loading: boolean;
+}
+
+// The answer at an address, asked again when `tick` changes. While a new one is on its way the old one stays.
+export function useAnswer<T>(address: string | null, tick = 0): Answered<T> {
+  const [state, setState] = useState<Answered<T>>({ data: null, error: "", loading: true });
+  const before = useRef<string | null>(null);
+  useEffect(() => {
+    if (address === null) return;
+    const control = new AbortController();
+    const same = path(before.current) === path(address);
+    before.current = address;
+    setState((old) => ({ data: same ? old.data : null, error: "", loading: true }));
+    ask<T>(address, control.signal).then(
+      (data) => setState({ data, error: "", loading: false }),
+      (error: Error) => {
+        if (!control.signal.aborted) setState((old) => ({ data: old.data, error: error.message, loading: false }));
+      },
+    );
+    return () => control.abort();
+  }, [address, tick]);
+  return state;
+}
+
+function path(address: string | null): string {
+  return address?.split("?")[0] ?? "";
+}
+
+// Counts up whenever the server says that the run (or, without one, any run) has changed: at most every second.
+export function useLive(run?: string): { tick: number; live: boolean } {
+  const [tick, setTick] = useState(0);
+  const [live, setLive] = useState(false);
+  useEffect(() => {
+    const source = new EventSource(url("events", { run }));
+    source.onopen = () => setLive(true);
+    source.onerror = () => setLive(false);
+    source.addEventListener("change", (event) => {
+      if (JSON.parse((event as MessageEvent<string>).data).length) setTick((old) => old + 1);
+    });
+    return () => source.close();
+  }, [run]);
+  return { tick, live };
+}
+
+export function useDebounced<T>(value: T, wait: number): T {
+  const [late, setLate] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => setLate(value), wait);
+    return () => clearTimeout(timer);
+  }, [value, wait]);
+  return late;
+}

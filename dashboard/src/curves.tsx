@@ -1,0 +1,155 @@
+// The curves of one run or of several over each other. A chart asks for its figures when it comes into view.
+
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { url, useAnswer, useDebounced } from "./api";
+import { Chart, type Line, type Range } from "./chart";
+import { type Panel, sections } from "./panels";
+import { amend, type Route } from "./route";
+import type { Curve, RunDetail } from "./types";
+
+const WINDOWS = [1, 5, 9, 25, 51, 101, 301, 1001];
+const AXES: [string, string][] = [
+  ["step", "steps"],
+  ["env_steps", "env steps"],
+  ["iteration", "iterations"],
+  ["seconds", "time"],
+];
+
+interface Props {
+  details: RunDetail[];
+  route: Route;
+  tick: number;
+}
+
+export function Curves({ details, route, tick }: Props) {
+  const runs = details.map((detail) => detail.name);
+  const keys = new Set(details.flatMap((detail) => Object.values(detail.figures.metrics).flat()));
+  const axis = route.query.get("x") ?? (keys.has("env_steps") && details.every((d) => d.kind === "networks") ? "env_steps" : "step");
+  const window = Number(route.query.get("smooth") ?? "9");
+  const seeds = route.query.get("seeds") === "1";
+  const [only, setOnly] = useState("");
+  const [range, setRange] = useState<Range>(null);
+  const phases = useMemo(() => [...new Set(details.flatMap((detail) => detail.phases))], [details]);
+  const all = sections(
+    details.map((detail) => detail.figures),
+    phases,
+  );
+  useEffect(() => setRange(null), [axis]);
+  const wanted = only.trim().toLowerCase();
+  return (
+    <>
+      <div class="bar" role="group" aria-label="how curves are drawn">
+        <label>
+          over{" "}
+          <select value={axis} onChange={(event) => amend(route, { x: event.currentTarget.value })}>
+            {AXES.filter(([key]) => key === "step" || key === "seconds" || keys.has(key)).map(([key, title]) => (
+              <option value={key}>{title}</option>
+            ))}
+          </select>
+        </label>
+        <label>
+          smoothed over{" "}
+          <select value={String(window)} onChange={(event) => amend(route, { smooth: event.currentTarget.value })}>
+            {WINDOWS.map((size) => (
+              <option value={String(size)}>{size === 1 ? "nothing" : `${size} lines`}</option>
+            ))}
+          </select>
+        </label>
+        {runs.length > 1 && (
+          <label>
+            <input type="checkbox" checked={seeds} onChange={(event) => amend(route, { seeds: event.currentTarget.checked ? "1" : null })} /> seeds
+            as bands
+          </label>
+        )}
+        <input type="search" data-search placeholder="figures: entropy, reward…" aria-label="show figures that contain" value={only} onInput={(event) => setOnly(event.currentTarget.value)} />
+        {range && <button onClick={() => setRange(null)}>show all again</button>}
+        <span class="hint">drag to zoom, double click for all</span>
+      </div>
+      {all.map((section) => {
+        const panels = section.panels.filter((panel) => `${panel.title} ${panel.figures.join(" ")}`.toLowerCase().includes(wanted));
+        return (
+          panels.length > 0 && (
+            <section key={section.title}>
+              <h2>{section.title}</h2>
+              <div class="charts">
+                {panels.map((panel) => (
+                  <Drawn key={panel.title} {...{ panel, runs, axis, window, seeds, range, tick }} onRange={setRange} />
+                ))}
+              </div>
+            </section>
+          )
+        );
+      })}
+    </>
+  );
+}
+
+interface DrawnProps {
+  panel: Panel;
+  runs: string[];
+  axis: string;
+  window: number;
+  seeds: boolean;
+  range: Range;
+  tick: number;
+  onRange: (range: Range) => void;
+}
+
+function Drawn({ panel, runs, axis, window, seeds, range, tick, onRange }: DrawnProps) {
+  const place = useRef<HTMLDivElement>(null);
+  const seen = useSeen(place);
+  const late = useDebounced(range, 60);
+  const address = url("curves", {
+    run: runs,
+    figure: panel.figures,
+    x: axis,
+    points: 500,
+    window: panel.figures.some((figure) => !figure.startsWith("evals/")) ? window : 1,
+    low: late?.[0],
+    high: late?.[1],
+    seeds,
+  });
+  const { data, error } = useAnswer<{ curves: Curve[] }>(seen ? address : null, seen ? tick : 0);
+  const lines = useMemo(() => (data ? drawnLines(data.curves, panel, runs.length > 1) : []), [data]);
+  return (
+    <div ref={place} class="slot" data-figure={panel.figures[0]}>
+      {error ? <p class="error">{error}</p> : data && <Chart title={panel.title} {...{ lines, axis, range, onRange }} />}
+    </div>
+  );
+}
+
+// One run: a colour for each policy. Several: a colour for each run, a dash for each policy.
+function drawnLines(curves: Curve[], panel: Panel, several: boolean): Line[] {
+  const wanted = panel.team ? curves.filter((curve) => curve.name === "team") : curves;
+  const label = (curve: Curve) => (panel.team ? curve.figure.split("/")[1].replace(/_s$/, "") : curve.figure.startsWith("evals/") ? `exam ${curve.name}` : curve.name);
+  const labels = [...new Set(wanted.map(label))];
+  const groups = [...new Set(wanted.map((curve) => curve.runs.join("\n")))];
+  return wanted.map((curve) => {
+    const own = labels.indexOf(label(curve));
+    const group = groups.indexOf(curve.runs.join("\n"));
+    const whose = curve.runs.length > 1 ? `${curve.runs[0]} and ${curve.runs.length - 1} more seeds` : curve.runs[0];
+    return {
+      label: several ? `${whose} · ${label(curve)}` : label(curve),
+      colour: several ? group : own,
+      dash: several ? own : Math.floor(own / 7),
+      dots: curve.figure.startsWith("evals/"),
+      x: curve.x,
+      y: curve.y,
+      low: curve.low,
+      high: curve.high,
+      raw: curve.raw,
+    };
+  });
+}
+
+// Whether an element is on the screen, or was.
+export function useSeen(place: { current: Element | null }): boolean {
+  const [seen, setSeen] = useState(false);
+  useEffect(() => {
+    if (!place.current || seen) return;
+    const watch = new IntersectionObserver((found) => found.some((one) => one.isIntersecting) && setSeen(true), { rootMargin: "200px" });
+    watch.observe(place.current);
+    return () => watch.disconnect();
+  }, [seen]);
+  return seen;
+}

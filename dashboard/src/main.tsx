@@ -1,0 +1,138 @@
+// The frame around every page: where one is, the theme, the keys.
+
+import { render } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { url, useAnswer, useLive } from "./api";
+import { Agents } from "./agents";
+import { Alarms } from "./alarms";
+import { Curves } from "./curves";
+import { Episode } from "./episode";
+import { Episodes } from "./episodes";
+import { Help, useKeys } from "./keys";
+import { Head, Overlay } from "./run";
+import { Failed } from "./parts";
+import { Population } from "./population";
+import { go, type Route, to, useRoute } from "./route";
+import { Compare, Details, Runs } from "./runs";
+import { System } from "./system";
+import type { RunDetail } from "./types";
+import "./style.css";
+
+function App() {
+  const route = useRoute();
+  const [help, setHelp] = useState(false);
+  useKeys(route, () => setHelp((old) => !old));
+  const [page, name] = route.parts;
+  useEffect(() => {
+    document.title = name ? `${name} · palestra` : "palestra";
+  }, [name]);
+  return (
+    <>
+      <a class="skip" href="#main" onClick={(event) => (event.preventDefault(), document.querySelector<HTMLElement>("main a, main input")?.focus())}>
+        to the content
+      </a>
+      <header class="top">
+        <nav aria-label="where one is">
+          <a class="brand" href="#/">
+            palestra
+          </a>
+          {page === "run" && (
+            <>
+              <span aria-hidden="true">/</span>
+              <a href={to(["run", name])}>{name}</a>
+            </>
+          )}
+          {page === "compare" && <span>/ compare</span>}
+        </nav>
+        <span class="tools">
+          <button class="plain" onClick={() => setHelp(true)} aria-label="keys">
+            ?
+          </button>
+          <Theme />
+        </span>
+      </header>
+      {help && <Help close={() => setHelp(false)} />}
+      {page === undefined ? <Runs route={route} /> : page === "compare" ? <Compare route={route} /> : page === "run" && name ? <Run key={name} name={name} route={route} /> : <Lost />}
+    </>
+  );
+}
+
+function Lost() {
+  return (
+    <main>
+      <h1>Nothing is here</h1>
+      <p>
+        <a href="#/">All runs</a>
+      </p>
+    </main>
+  );
+}
+
+function Run({ name, route }: { name: string; route: Route }) {
+  const { tick, live } = useLive(name);
+  const { data, error } = useAnswer<RunDetail>(url(`runs/${encodeURIComponent(name)}`), tick);
+  const [, , tab, step, episode] = route.parts;
+  if (error && !data)
+    return (
+      <main>
+        <Failed error={error} />
+      </main>
+    );
+  if (!data) return <main aria-busy="true" />;
+  const also = route.query.getAll("with");
+  const pages: Record<string, () => preact.JSX.Element> = {
+    episodes: () => (episode !== undefined ? <Episode run={name} step={Number(step)} episode={Number(episode)} route={route} /> : <Episodes run={data} route={route} tick={tick} />),
+    population: () => <Population run={name} route={route} tick={tick} />,
+    agents: () => <Agents run={name} tick={tick} />,
+    system: () => <System run={name} tick={tick} />,
+    alarms: () => <Alarms alarms={data.alarms} />,
+    config: () => <Config run={name} />,
+  };
+  return (
+    <main>
+      <Head run={data} live={live} tab={tab ?? "curves"} />
+      {tab === undefined ? (
+        <>
+          <Overlay run={name} route={route} />
+          <Details key={also.join("\n")} names={also} found={[]}>
+            {(others) => <Curves details={[data, ...others]} route={route} tick={tick} />}
+          </Details>
+        </>
+      ) : (
+        (pages[tab] ?? Lost)()
+      )}
+    </main>
+  );
+}
+
+function Config({ run }: { run: string }) {
+  const { data, error } = useAnswer<{ yaml: string }>(url(`runs/${encodeURIComponent(run)}/config`));
+  return error ? <Failed error={error} /> : <pre class="text">{data?.yaml}</pre>;
+}
+
+const THEMES = ["auto", "light", "dark"];
+
+function Theme() {
+  const [theme, setTheme] = useState(() => localStorage.getItem("theme") ?? "auto");
+  useEffect(() => {
+    const media = matchMedia("(prefers-color-scheme: dark)");
+    const apply = () => {
+      document.documentElement.dataset.theme = theme === "auto" ? (media.matches ? "dark" : "light") : theme;
+      window.dispatchEvent(new Event("themed"));
+    };
+    apply();
+    localStorage.setItem("theme", theme);
+    media.addEventListener("change", apply);
+    return () => media.removeEventListener("change", apply);
+  }, [theme]);
+  const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+  return (
+    <button class="plain" data-theme-button onClick={() => setTheme(next)} aria-label={`colours: ${theme}; change to ${next}`}>
+      {theme === "auto" ? "◐ auto" : theme === "light" ? "○ light" : "● dark"}
+    </button>
+  );
+}
+
+document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+if (!location.hash) go("#/", true);
+render(<App />, document.getElementById("app")!);

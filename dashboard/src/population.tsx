@@ -1,0 +1,163 @@
+// A population: who earns what from whom, whom learners met, how members rank, how far it is from an equilibrium.
+
+import { useState } from "preact/hooks";
+import { runPath, url, useAnswer } from "./api";
+import { Chart, type Line, type Range } from "./chart";
+import { num, percent } from "./format";
+import { Heat, Mixtures } from "./heat";
+import { Failed } from "./parts";
+import { amend, type Route } from "./route";
+import { Responses, Timeline } from "./league";
+import type { PopulationData, Rating } from "./types";
+
+export function Population({ run, route, tick }: { run: string; route: Route; tick: number }) {
+  const last = route.query.get("last") ?? "40";
+  const { data, error } = useAnswer<PopulationData>(url(runPath(run, "/population"), { last }), tick);
+  if (error) return <Failed error={error} />;
+  if (!data) return <p class="hint">reading…</p>;
+  return (
+    <>
+      <div class="bar">
+        <span class="hint">{data.members} members</span>
+        <label>
+          of them at most{" "}
+          <select value={last} onChange={(event) => amend(route, { last: event.currentTarget.value })}>
+            {["10", "20", "40", "100", "200"].map((size) => (
+              <option value={size}>the newest {size}</option>
+            ))}
+          </select>
+        </label>
+      </div>
+      <div class="pair">
+        {data.distance.length > 0 && <Distance points={data.distance} />}
+        {data.payoffs && data.payoffs.rows.length > 0 && (
+          <section>
+            <h2>Payoffs</h2>
+            <Heat payoffs={data.payoffs} />
+          </section>
+        )}
+        {data.mixtures.map((mixture) => (
+          <section key={mixture.player}>
+            <h2>Mixture of {mixture.player} over time</h2>
+            <Mixtures mixture={mixture} />
+          </section>
+        ))}
+        {data.responses && data.responses.edges.length > 0 && (
+          <section>
+            <h2>Response graph</h2>
+            <p class="hint">An arrow leads from each member to whoever earns most against it.</p>
+            <Responses {...data.responses} />
+          </section>
+        )}
+      </div>
+      <section>
+        <h2>Ratings</h2>
+        {data.ratings.warning && <p class="error">{data.ratings.warning}</p>}
+        {data.ratings.rows.length ? <Ratings rows={data.ratings.rows.slice(0, Number(last))} /> : <p class="quiet">Nobody is rated: {data.ratings.why}</p>}
+      </section>
+      {data.exploits.length > 0 && <Exploits rows={data.exploits} />}
+      {data.timeline.length > 0 && (
+        <section>
+          <h2>Timeline</h2>
+          <Timeline stretches={data.timeline} />
+        </section>
+      )}
+    </>
+  );
+}
+
+function Distance({ points }: { points: Record<string, number>[] }) {
+  const [range, setRange] = useState<Range>(null);
+  const axis = "env_steps" in points.at(-1)! && new Set(points.map((point) => point.env_steps)).size > 1 ? "env_steps" : "number";
+  const positive = points.every((point) => point.nash_conv > 1e-9);
+  const line: Line = {
+    label: "NashConv",
+    colour: 0,
+    dash: 0,
+    dots: true,
+    x: points.map((point, at) => (axis === "number" ? at : (point.env_steps ?? 0))),
+    y: points.map((point) => Math.max(point.nash_conv, 0)),
+  };
+  return (
+    <section>
+      <h2>Exploitability</h2>
+      <Chart title={`NashConv over ${axis === "number" ? "assessments" : "env steps"}: what all players could gain by best responses`} lines={[line]} axis={axis} range={range} onRange={setRange} log={positive} height={260} />
+    </section>
+  );
+}
+
+function Ratings({ rows }: { rows: Rating[] }) {
+  const low = Math.min(...rows.map((row) => row.elo - 2 * row.stderr));
+  const high = Math.max(...rows.map((row) => row.elo + 2 * row.stderr));
+  const at = (elo: number) => 4 + (192 * (elo - low)) / Math.max(1e-9, high - low);
+  return (
+    <div class="wide">
+      <table class="list">
+        <thead>
+          <tr>
+            <th class="right">#</th>
+            <th>member</th>
+            <th class="right">Elo, 95 %</th>
+            <th>
+              {num(low)} – {num(high)}
+            </th>
+            <th class="right">win rate</th>
+            <th class="right">worst</th>
+            <th>against</th>
+            <th class="right">games</th>
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((row, place) => (
+            <tr key={row.name}>
+              <td class="right">{place + 1}</td>
+              <td>{row.name}</td>
+              <td class="right">
+                {row.elo.toFixed(0)} ± {(1.96 * row.stderr).toFixed(0)}
+              </td>
+              <td>
+                <svg class="whisker" width="200" height="14" aria-hidden="true">
+                  <line x1={at(row.elo - 1.96 * row.stderr)} x2={at(row.elo + 1.96 * row.stderr)} y1="7" y2="7" />
+                  <circle cx={at(row.elo)} cy="7" r="3.5" />
+                </svg>
+              </td>
+              <td class="right">{percent(row.rate)}</td>
+              <td class="right">{percent(row.worst)}</td>
+              <td>{row.nemesis}</td>
+              <td class="right">{row.games}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function Exploits({ rows }: { rows: Record<string, unknown>[] }) {
+  const keys = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => key !== "mixtures");
+  return (
+    <section>
+      <h2>Responses that learned against it</h2>
+      <div class="wide">
+        <table class="list">
+          <thead>
+            <tr>
+              {keys.map((key) => (
+                <th>{key}</th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {rows.map((row) => (
+              <tr>
+                {keys.map((key) => (
+                  <td>{typeof row[key] === "number" ? num(row[key] as number) : JSON.stringify(row[key])}</td>
+                ))}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </section>
+  );
+}

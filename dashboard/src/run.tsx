@@ -1,0 +1,96 @@
+// The head of a run's pages: where it stands, and what there is to see.
+
+import { useState } from "preact/hooks";
+import { url, useAnswer } from "./api";
+import { count, duration, num, percent, when } from "./format";
+import { Figure, Status } from "./parts";
+import { go, type Route, to } from "./route";
+import type { RunDetail, RunLine } from "./types";
+
+export function Head({ run, live, tab }: { run: RunDetail; live: boolean; tab: string }) {
+  const tabs: [string, string, boolean][] = [
+    ["curves", "Curves", true],
+    ["episodes", "Episodes", run.has_episodes],
+    ["population", "Population", run.has_population],
+    ["agents", "Agents", true],
+    ["system", "System", true],
+    ["alarms", `Alarms${run.alarms.length ? ` (${run.alarms.length})` : ""}`, true],
+    ["config", "Config", true],
+  ];
+  return (
+    <>
+      <h1>
+        {run.name} <Status status={run.status} />
+      </h1>
+      <dl class="facts">
+        <Figure name="env">{run.env}</Figure>
+        <Figure name={run.kind === "population" ? "plan" : "algorithm"}>{run.algorithm}</Figure>
+        <Figure name={run.kind === "networks" ? "env steps" : run.kind === "population" ? "iterations" : "steps"}>
+          {count(run.done)}
+          {run.total > 0 && ` of ${count(run.total)}`}
+        </Figure>
+        {run.success != null && <Figure name="success">{percent(run.success)}</Figure>}
+        {run.return != null && <Figure name="return">{num(run.return)}</Figure>}
+        {run.nash_conv != null && <Figure name="NashConv">{num(run.nash_conv)}</Figure>}
+        {Object.entries(run.exams).map(([name, exam]) => (
+          <Figure name={`exam ${name}`}>{exam.success != null ? percent(exam.success) : num(exam.return)}</Figure>
+        ))}
+        {run.status === "running" && run.left != null && <Figure name="left, about">{duration(run.left)}</Figure>}
+        <Figure name="created (UTC)">{when(run.created)}</Figure>
+        <Figure name="this page">
+          <span class={live ? "live" : "quiet"}>{live ? "● live" : "○ not connected"}</span>
+        </Figure>
+      </dl>
+      <nav class="tabs" aria-label="pages of the run">
+        {tabs
+          .filter(([, , there]) => there)
+          .map(([key, title]) => (
+            <a class={key === "alarms" && run.alarms.length ? "warn" : ""} href={to(key === "curves" ? ["run", run.name] : ["run", run.name, key])} aria-current={key === tab ? "page" : undefined}>
+              {title}
+            </a>
+          ))}
+      </nav>
+    </>
+  );
+}
+
+// Other runs to lay over this one.
+export function Overlay({ run, route }: { run: string; route: Route }) {
+  const [open, setOpen] = useState(false);
+  const { data } = useAnswer<{ runs: RunLine[] }>(open ? url("runs") : null);
+  const also = route.query.getAll("with");
+  const change = (names: string[]) => {
+    const query = new URLSearchParams(route.query);
+    query.delete("with");
+    names.forEach((name) => query.append("with", name));
+    go(to(route.parts, query), true);
+  };
+  return (
+    <div class="bar overlay">
+      {also.map((name) => (
+        <button class="chip" onClick={() => change(also.filter((one) => one !== name))} aria-label={`take ${name} away`}>
+          {name} ×
+        </button>
+      ))}
+      {open && data ? (
+        <select
+          aria-label="a run to lay over this one"
+          value=""
+          onChange={(event) => {
+            change([...also, event.currentTarget.value]);
+            setOpen(false);
+          }}
+        >
+          <option value="">which?</option>
+          {data.runs
+            .filter((one) => one.name !== run && !also.includes(one.name))
+            .map((one) => (
+              <option value={one.name}>{one.name}</option>
+            ))}
+        </select>
+      ) : (
+        <button onClick={() => setOpen(true)}>+ another run</button>
+      )}
+    </div>
+  );
+}

@@ -1,0 +1,195 @@
+// All runs: a table to sort, to filter and to choose from, and two or more beside each other.
+
+import { useMemo, useState } from "preact/hooks";
+import { url, useAnswer, useLive } from "./api";
+import { Curves } from "./curves";
+import { num, percent, when } from "./format";
+import { amend, go, type Route, to } from "./route";
+import { Failed, Status } from "./parts";
+import type { RunDetail, RunLine } from "./types";
+
+const SHOWN = 200;
+type Column = [string, string, (run: RunLine) => string | number, boolean?];
+const COLUMNS: Column[] = [
+  ["name", "run", (run) => run.name],
+  ["status", "", (run) => run.status],
+  ["env", "env", (run) => run.env],
+  ["algorithm", "algorithm", (run) => run.algorithm],
+  ["seed", "seed", (run) => run.seed ?? -1, true],
+  ["done", "done", (run) => (run.total ? run.done / run.total : 0), true],
+  ["success", "success", (run) => run.success ?? -1, true],
+  ["return", "return", (run) => run.return ?? -Infinity, true],
+  ["exam", "last exam", (run) => examOf(run)[1]],
+  ["created", "created (UTC)", (run) => run.created],
+];
+
+function examOf(run: RunLine): [string, string] {
+  const [name, exam] = Object.entries(run.exams).at(-1) ?? ["", {}];
+  if (run.nash_conv != null) return ["NashConv", num(run.nash_conv)];
+  return [name, exam.success != null ? percent(exam.success) : exam.return != null ? num(exam.return) : ""];
+}
+
+export function Runs({ route }: { route: Route }) {
+  const { tick } = useLive();
+  const { data, error, loading } = useAnswer<{ root: string; runs: RunLine[]; of: number }>(url("runs"), tick);
+  const [chosen, setChosen] = useState<string[]>([]);
+  const text = route.query.get("q") ?? "";
+  const sort = route.query.get("sort") ?? "-created";
+  const rows = useMemo(() => sorted(fitting(data?.runs ?? [], text), sort), [data, text, sort]);
+  if (error && !data) return <Failed error={error} />;
+  const toggle = (name: string) => setChosen((old) => (old.includes(name) ? old.filter((one) => one !== name) : [...old, name]));
+  return (
+    <main>
+      <h1>Runs {data && <small>in {data.root}/</small>}</h1>
+      <div class="bar">
+        <input type="search" data-search placeholder="filter: demo grpo running…" aria-label="filter runs" value={text} onInput={(event) => amend(route, { q: event.currentTarget.value })} />
+        <button class="main" disabled={chosen.length < 2} onClick={() => go(compareAddress(chosen))}>
+          compare {chosen.length >= 2 ? `${chosen.length} runs` : "runs"}
+        </button>
+        {chosen.length > 0 && <button onClick={() => setChosen([])}>choose none</button>}
+        <span class="hint" role="status">
+          {loading && !data ? "looking…" : `${rows.length} of ${data?.of ?? 0} runs`}
+        </span>
+      </div>
+      {data && data.runs.length === 0 && <p>No run is here yet: <code>palestra train configs/demo.yaml</code> makes one.</p>}
+      <div class="wide">
+        <table class="list">
+          <thead>
+            <tr>
+              <th>
+                <span class="hidden">choose</span>
+              </th>
+              {COLUMNS.map(([key, title, , right]) => (
+                <th class={right ? "right" : ""} aria-sort={sort === key ? "ascending" : sort === `-${key}` ? "descending" : "none"}>
+                  {title && (
+                    <button class="plain" onClick={() => amend(route, { sort: sort === `-${key}` ? key : `-${key}` })}>
+                      {title}
+                      {sort === key ? " ↑" : sort === `-${key}` ? " ↓" : ""}
+                    </button>
+                  )}
+                </th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {rows.slice(0, SHOWN).map((run) => (
+              <Row key={run.name} run={run} chosen={chosen.includes(run.name)} toggle={toggle} />
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {rows.length > SHOWN && <p class="hint">The first {SHOWN} are shown: filter for the others.</p>}
+    </main>
+  );
+}
+
+function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (name: string) => void }) {
+  const [exam, score] = examOf(run);
+  return (
+    <tr class={chosen ? "chosen" : ""}>
+      <td>
+        <input type="checkbox" aria-label={`choose ${run.name}`} checked={chosen} onChange={() => toggle(run.name)} />
+      </td>
+      <td>
+        <a class="row" href={to(["run", run.name])}>
+          {run.name}
+        </a>
+      </td>
+      <td>
+        <Status status={run.status} />
+      </td>
+      <td>{run.env}</td>
+      <td>{run.algorithm}</td>
+      <td class="right">{run.seed ?? "–"}</td>
+      <td class="right">{run.total ? percent(run.done / run.total) : run.steps}</td>
+      <td class="right">{percent(run.success)}</td>
+      <td class="right">{num(run.return)}</td>
+      <td>
+        {exam} <b>{score}</b>
+      </td>
+      <td>{when(run.created)}</td>
+    </tr>
+  );
+}
+
+function fitting(runs: RunLine[], text: string): RunLine[] {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  const hay = (run: RunLine) => [run.name, run.env, run.algorithm, run.status, run.kind, `seed=${run.seed}`, ...run.policies].join(" ").toLowerCase();
+  return runs.filter((run) => words.every((word) => hay(run).includes(word)));
+}
+
+function sorted(runs: RunLine[], sort: string): RunLine[] {
+  const way = sort.startsWith("-") ? -1 : 1;
+  const key = COLUMNS.find(([name]) => name === sort.replace("-", ""))?.[2] ?? COLUMNS[0][2];
+  return [...runs].sort((a, b) => (key(a) < key(b) ? -way : key(a) > key(b) ? way : 0));
+}
+
+function compareAddress(names: string[]): string {
+  return to(["compare"], new URLSearchParams(names.map((name) => ["run", name])));
+}
+
+// ---- several beside each other
+
+export function Compare({ route }: { route: Route }) {
+  const names = route.query.getAll("run");
+  const { tick } = useLive();
+  const { data: difference, error } = useAnswer<{ runs: string[]; rows: [string, unknown[]][] }>(url("difference", { run: names }), 0);
+  return (
+    <main>
+      <h1>
+        {names.length} runs <small>beside each other</small>
+      </h1>
+      {error && <Failed error={error} />}
+      <details open={names.length <= 4}>
+        <summary>What their configs differ in ({difference?.rows.length ?? "…"})</summary>
+        {difference && <Difference {...difference} />}
+      </details>
+      <Details names={names} found={[]}>
+        {(details) => <Curves details={details} route={route} tick={tick} />}
+      </Details>
+    </main>
+  );
+}
+
+function Difference({ runs, rows }: { runs: string[]; rows: [string, unknown[]][] }) {
+  return (
+    <div class="wide">
+      <table class="list diff">
+        <thead>
+          <tr>
+            <th>setting</th>
+            {runs.map((run) => (
+              <th>
+                <a href={to(["run", run])}>{run}</a>
+              </th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map(([key, values]) => (
+            <tr>
+              <td>{key}</td>
+              {values.map((value) => (
+                <td>{value === null ? <i class="quiet">–</i> : typeof value === "string" ? value : JSON.stringify(value)}</td>
+              ))}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+// The details of several runs, asked one after another; hooks cannot stand in a loop, components can.
+export function Details({ names, found, children }: { names: string[]; found: RunDetail[]; children: (details: RunDetail[]) => preact.JSX.Element }): preact.JSX.Element {
+  const next = names[found.length];
+  const { data, error } = useAnswer<RunDetail>(next === undefined ? null : url(`runs/${encodeURIComponent(next)}`));
+  if (next === undefined) return children(found);
+  if (error) return <Failed error={error} />;
+  if (!data) return <p class="hint">reading {next}…</p>;
+  return (
+    <Details key={next} names={names} found={[...found, data]}>
+      {children}
+    </Details>
+  );
+}

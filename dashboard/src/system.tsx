@@ -1,0 +1,140 @@
+// How the run works: its processes, what waits, what failed, what it holds on the disk.
+
+import { runPath, url, useAnswer } from "./api";
+import { bytes, count, duration, num } from "./format";
+import { Failed, Figure } from "./parts";
+import { to } from "./route";
+import type { SystemData } from "./types";
+
+export function System({ run, tick }: { run: string; tick: number }) {
+  const { data, error } = useAnswer<SystemData>(url(runPath(run, "/system")), tick);
+  if (error) return <Failed error={error} />;
+  if (!data) return <p class="hint">reading…</p>;
+  const newest = data.timings.team ?? {};
+  const total = data.phases.reduce((sum, phase) => sum + (newest[phase] ?? 0), 0);
+  return (
+    <>
+      <section>
+        <h2>Workers</h2>
+        {data.workers.length === 0 ? (
+          <p class="quiet">No process on this machine writes the run.</p>
+        ) : (
+          <Table heads={["process", "name", "memory", "threads"]}>
+            {data.workers.map((worker, at) => (
+              <tr>
+                <td>
+                  {worker.pid} {at === 0 && <span class="quiet">writes the run</span>}
+                </td>
+                <td>{worker.name}</td>
+                <td class="right">{worker.memory ? bytes(worker.memory) : "–"}</td>
+                <td class="right">{worker.threads ?? "–"}</td>
+              </tr>
+            ))}
+          </Table>
+        )}
+      </section>
+      {total > 0 && (
+        <section>
+          <h2>The newest step</h2>
+          <div class="phases" role="img" aria-label={data.phases.map((phase) => `${phase} ${duration(newest[phase])}`).join(", ")}>
+            {data.phases.map((phase, at) => (
+              <div class={`hue${at} phase`} style={{ flexGrow: (newest[phase] ?? 0) / total }}>
+                {phase.replace(/_s$/, "")} {duration(newest[phase])}
+              </div>
+            ))}
+          </div>
+          <dl class="facts">
+            {Object.entries(newest)
+              .filter(([key]) => key.endsWith("_per_s"))
+              .map(([key, value]) => (
+                <Figure name={key.replace("_per_s", " a second").replace("_", " ")}>{num(value)}</Figure>
+              ))}
+          </dl>
+        </section>
+      )}
+      {Object.keys(data.queues).length > 0 && (
+        <section>
+          <h2>Queues</h2>
+          <dl class="facts">
+            {Object.entries(data.queues).map(([name, value]) => (
+              <Figure name={name === "wait_s" ? "training waited" : name.replace("_", ", ")}>{name === "wait_s" ? duration(value) : num(value)}</Figure>
+            ))}
+          </dl>
+        </section>
+      )}
+      <section>
+        <h2>Failures</h2>
+        {data.failures.length === 0 && Object.keys(data.broken).length === 0 ? (
+          <p class="quiet">No recorded episode failed{data.unread ? ` in the files looked through so far (${count(data.unread)} are not)` : ""}.</p>
+        ) : (
+          <Table heads={["times", "error", "last in"]}>
+            {data.failures.map((failure) => (
+              <tr>
+                <td class="right">{failure.count}</td>
+                <td>
+                  <pre class="text">{failure.error}</pre>
+                </td>
+                <td>
+                  <a href={to(["run", run, "episodes", failure.step, failure.episode])}>
+                    step {failure.step} · {failure.episode}
+                  </a>
+                </td>
+              </tr>
+            ))}
+            {Object.entries(data.broken).map(([step, why]) => (
+              <tr>
+                <td />
+                <td>{why}</td>
+                <td>step {step}</td>
+              </tr>
+            ))}
+          </Table>
+        )}
+        {Object.entries(data.torn).map(([log, lines]) => (
+          <p class="error">
+            {log}: {lines} lines cannot be read
+          </p>
+        ))}
+      </section>
+      <section>
+        <h2>On the disk</h2>
+        <Table heads={["", "bytes"]}>
+          {Object.entries(data.disk)
+            .sort(([, a], [, b]) => b - a)
+            .map(([name, size]) => (
+              <tr>
+                <td>{name}</td>
+                <td class="right">{bytes(size)}</td>
+              </tr>
+            ))}
+        </Table>
+      </section>
+      <section>
+        <h2>Made by</h2>
+        <pre class="text">{data.command.join(" ")}</pre>
+        <dl class="facts">
+          {Object.entries(data.meta).map(([key, value]) => (
+            <Figure name={key}>{String(value)}</Figure>
+          ))}
+        </dl>
+      </section>
+    </>
+  );
+}
+
+function Table({ heads, children }: { heads: string[]; children: preact.ComponentChildren }) {
+  return (
+    <div class="wide">
+      <table class="list short">
+        <thead>
+          <tr>
+            {heads.map((head) => (
+              <th class={["memory", "threads", "times", "bytes"].includes(head) ? "right" : ""}>{head}</th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>{children}</tbody>
+      </table>
+    </div>
+  );
+}

@@ -1,0 +1,221 @@
+// What the API says: palestra/dashboard/api.py.
+
+export type Num = number | null;
+
+export interface Exam {
+  step?: number;
+  success?: number;
+  return?: number;
+  returns?: Record<string, number>;
+  episodes?: number;
+}
+
+export interface RunLine {
+  name: string;
+  created: string;
+  kind: "language" | "networks" | "population";
+  env: string;
+  algorithm: string;
+  policies: string[];
+  seed: number | null;
+  steps: number;
+  done: number;
+  total: number;
+  status: "running" | "done" | "stopped";
+  success: Num;
+  return: Num;
+  nash_conv: Num;
+  exams: Record<string, Exam>;
+  changed: number;
+}
+
+export interface AlarmRow {
+  name: string;
+  who: string;
+  says: string;
+  rule: string;
+}
+
+export type Logs = Record<"metrics" | "timings" | "evals", Record<string, string[]>>;
+
+export interface RunDetail extends RunLine {
+  left: Num;
+  figures: Logs;
+  last: Record<string, Record<string, Record<string, unknown>>>;
+  phases: string[];
+  has_episodes: boolean;
+  has_population: boolean;
+  alarms: AlarmRow[];
+}
+
+export interface Curve {
+  figure: string;
+  name: string;
+  runs: string[];
+  from: number;
+  to: number;
+  x: number[];
+  y: Num[];
+  low?: Num[];
+  high?: Num[];
+  raw?: { x: number[]; y: Num[] };
+}
+
+export interface EpisodeRow {
+  step: number;
+  episode: number;
+  env: string;
+  seed: number;
+  seats: Record<string, string>;
+  error: string | null;
+  nodes: number;
+  turns: number;
+  success: Num;
+  team: number;
+  total: number;
+  invalid: number;
+  returns: Record<string, number>;
+}
+
+export interface EpisodePage {
+  of: number;
+  fit: number;
+  unread: number;
+  rows: EpisodeRow[];
+  searched?: number;
+  spread?: { edges: number[]; counts: number[] };
+}
+
+export interface TreeNode {
+  id: number;
+  parent: number | null;
+  depth: number;
+  chosen: boolean;
+  over: boolean;
+  truncated: boolean;
+  success: boolean | null;
+  team: number;
+  seats: Record<string, { reward?: number; advantage?: number; invalid?: boolean; draw?: number }>;
+}
+
+export interface EpisodeTree {
+  env: string;
+  seed: number;
+  error: string | null;
+  seats: Record<string, string>;
+  nodes: TreeNode[];
+  left_out: number;
+}
+
+export interface Message {
+  role?: string;
+  content?: unknown;
+  tool_calls?: unknown;
+}
+
+export type Seen = string | { messages?: Message[] } | unknown;
+
+export interface Turn {
+  seat: string;
+  policy?: string;
+  stop?: string;
+  reward?: number;
+  advantage?: number;
+  sees?: Seen;
+  says?: string;
+}
+
+export interface Joint {
+  node: number;
+  team: number;
+  info: Record<string, unknown>;
+  turns: Turn[];
+}
+
+export interface Said {
+  seat: string;
+  policy: string;
+  advantage: Num;
+  temperature: Num;
+  prompt: number;
+  ids: number[];
+  texts: string[] | null;
+  logprobs: number[];
+}
+
+export interface Payoffs {
+  seats: string[];
+  of: number[];
+  rows: string[];
+  columns: string[];
+  mean: Num[][];
+  games: number[][];
+}
+
+export interface Rating {
+  name: string;
+  elo: number;
+  stderr: number;
+  rate: number;
+  worst: number;
+  nemesis: string;
+  games: number;
+}
+
+export interface Stretch {
+  learner: string;
+  makes: string;
+  start: string | null;
+  from: Num;
+  seconds: Num;
+  return: Num;
+  opponents: Record<string, number>;
+}
+
+export interface PopulationData {
+  members: number;
+  payoffs: Payoffs | null;
+  responses: { names: string[]; edges: [number, number][] } | null;
+  mixtures: { player: string; names: string[]; shares: number[][] }[];
+  ratings: { rows: Rating[]; why: string; warning: string };
+  distance: Record<string, number>[];
+  exploits: Record<string, unknown>[];
+  timeline: Stretch[];
+}
+
+export interface Policy {
+  name: string;
+  type: string;
+  base: string;
+  seats: string[];
+  checkpoints: { step: number; keep: boolean; bytes: number; version: number | null }[];
+}
+
+export interface Member {
+  name: string;
+  player: string;
+  parent: string | null;
+  info: Record<string, unknown> | null;
+  bytes: number;
+}
+
+export interface AgentsData {
+  policies: Policy[];
+  members: Member[];
+  exams: { name: string; seats: Record<string, string>; first: Exam; last: Exam; count: number }[];
+}
+
+export interface SystemData {
+  process: number | null;
+  workers: { pid: number; name?: string; memory?: number; threads?: number }[];
+  queues: Record<string, number>;
+  timings: Record<string, Record<string, number>>;
+  phases: string[];
+  failures: { error: string; count: number; step: number; episode: number }[];
+  unread: number;
+  broken: Record<string, string>;
+  torn: Record<string, number>;
+  disk: Record<string, number>;
+  meta: Record<string, unknown>;
+  command: string[];
+}

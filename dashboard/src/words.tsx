@@ -1,0 +1,143 @@
+// What was seen and said along a line of play. Everything here was written by models: it is text, never markup.
+
+import { useMemo, useRef } from "preact/hooks";
+import { url, useAnswer } from "./api";
+import { diverging, surprise } from "./colours";
+import { useSeen } from "./curves";
+import type { Colouring } from "./episode";
+import { signed } from "./format";
+import { Gains, Info } from "./parts";
+import { Picture, Text } from "./pictures";
+import type { EpisodeTree, Joint, Message, Said, Seen, Turn } from "./types";
+
+interface Props {
+  line: Joint[];
+  path: string;
+  tree: EpisodeTree;
+  colouring: Colouring;
+  columns: boolean;
+  plain: boolean;
+}
+
+export function Words({ line, path, tree, colouring, columns, plain }: Props) {
+  const seats = Object.keys(tree.seats);
+  const largest = useMemo(() => Math.max(1e-9, ...tree.nodes.flatMap((node) => Object.values(node.seats).map((seat) => Math.abs(seat.advantage ?? 0)))), [tree]);
+  return (
+    <ol class="words">
+      {line.map((joint, number) => (
+        <li key={joint.node}>
+          <header class="joint">
+            <span>turn {number + 1}</span>
+            {joint.team !== 0 && <Gains team={joint.team} />}
+          </header>
+          <div class={columns ? `columns of${Math.min(4, seats.length)}` : ""}>
+            {(columns ? seats.map((seat) => joint.turns.find((turn) => turn.seat === seat)) : joint.turns).map((turn, at) =>
+              turn ? (
+                <Card key={turn.seat} turn={turn} colour={seats.indexOf(turn.seat)} {...{ path, colouring, plain, largest }} node={joint.node} before={said(line, number, turn.seat)} />
+              ) : (
+                <div key={at} class="turn none" />
+              ),
+            )}
+          </div>
+          <Info info={joint.info} />
+        </li>
+      ))}
+    </ol>
+  );
+}
+
+// What the seat saw before, to leave out what it is told again.
+function said(line: Joint[], number: number, seat: string): Seen {
+  for (let at = number - 1; at >= 0; at--) {
+    const turn = line[at].turns.find((one) => one.seat === seat);
+    if (turn?.sees !== undefined) return turn.sees;
+  }
+  return undefined;
+}
+
+interface CardProps {
+  turn: Turn;
+  colour: number;
+  path: string;
+  node: number;
+  colouring: Colouring;
+  plain: boolean;
+  largest: number;
+  before: Seen;
+}
+
+function Card({ turn, colour, path, node, colouring, plain, largest, before }: CardProps) {
+  return (
+    <section class={`turn hue${colour % 7}`}>
+      <header>
+        <b>{turn.seat}</b> <span class="quiet">{turn.policy}</span> <Gains reward={turn.reward} advantage={turn.advantage} />
+      </header>
+      {turn.sees !== undefined && (
+        <details open>
+          <summary>sees</summary>
+          <Sees seen={turn.sees} plain={plain} before={before} />
+        </details>
+      )}
+      {turn.says !== undefined && (
+        <div class="says">
+          <span class="label">says{turn.stop === "length" ? " (cut off)" : ""}</span>
+          {colouring ? <Tokens {...{ path, node, colouring, largest }} seat={turn.seat} text={turn.says} /> : <Text text={turn.says} />}
+        </div>
+      )}
+    </section>
+  );
+}
+
+function Sees({ seen, plain, before }: { seen: Seen; plain: boolean; before: Seen }) {
+  if (typeof seen === "string") return plain ? <Text text={seen} /> : <Picture text={seen} before={typeof before === "string" ? before : ""} />;
+  const messages = (seen as { messages?: Message[] } | null)?.messages;
+  if (Array.isArray(messages)) return <Chat messages={messages} />;
+  return <pre class="text">{JSON.stringify(seen, null, 1)}</pre>;
+}
+
+function Chat({ messages }: { messages: Message[] }) {
+  return (
+    <div class="chat">
+      {messages.map((message) => (
+        <div class="message">
+          <span class="label">{String(message?.role ?? "")}</span>
+          {message?.content ? <Text text={typeof message.content === "string" ? message.content : JSON.stringify(message.content, null, 1)} /> : null}
+          {message?.tool_calls ? <pre class="text">{JSON.stringify(message.tool_calls, null, 1)}</pre> : null}
+        </div>
+      ))}
+    </div>
+  );
+}
+
+interface TokensProps {
+  path: string;
+  node: number;
+  seat: string;
+  text: string;
+  colouring: Colouring;
+  largest: number;
+}
+
+// The tokens of one answer, asked for when they come into view.
+function Tokens({ path, node, seat, text, colouring, largest }: TokensProps) {
+  const place = useRef<HTMLDivElement>(null);
+  const seen = useSeen(place);
+  const { data } = useAnswer<{ said: Said[] }>(seen ? url(`${path}/tokens/${node}`) : null);
+  const own = data?.said.find((one) => one.seat === seat);
+  return (
+    <div ref={place} class="text tokens">
+      {own && own.ids.length ? own.ids.map((id, at) => <Token key={at} id={id} text={own.texts?.[at]} logprob={own.logprobs[at]} advantage={own.advantage} {...{ colouring, largest }} />) : text}
+    </div>
+  );
+}
+
+function Token({ id, text, logprob, advantage, colouring, largest }: { id: number; text?: string; logprob?: number; advantage: number | null; colouring: Colouring; largest: number }) {
+  const known = logprob !== undefined;
+  const background = colouring === "logprob" ? (known ? surprise(logprob) : "transparent") : advantage === null ? "transparent" : diverging(advantage / largest);
+  const title = `token ${id}${known ? `, log-probability ${logprob.toFixed(3)} (${(100 * Math.exp(logprob)).toFixed(1)}%)` : ""}${advantage === null ? "" : `, advantage ${signed(advantage)}`}`;
+  return (
+    <span class={text === undefined ? "token number" : "token"} style={{ background }} title={title}>
+      {text ?? id}
+    </span>
+  );
+}

@@ -1,0 +1,47 @@
+"""`palestra dashboard`: runs in the browser."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palestra.terminal import friendly, say
+
+
+def dashboard(
+    root: Annotated[Path, typer.Argument(metavar="[RUNS_DIR]", help="the folder that holds runs")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 6070,
+    host: Annotated[str, typer.Option(help="the address to listen at; others than this machine's want a --token")] = (
+        "127.0.0.1"
+    ),
+    token: Annotated[
+        str, typer.Option(help="ask whoever looks for this (or set PALESTRA_DASHBOARD_TOKEN, which `ps` does not show)")
+    ] = "",
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="a name that the server is reached under, besides its address")
+    ] = None,
+) -> None:
+    """Show runs in the browser, live, from their folders alone: curves, episodes, populations, alarms.
+
+    It only reads, and needs no account and no network.
+
+    Examples:
+
+        palestra dashboard
+
+        palestra dashboard experiments --port 8080
+
+        palestra dashboard --host 0.0.0.0 --token "$(openssl rand -hex 16)"
+    """
+    with friendly():
+        missing = [name for name in ("starlette", "uvicorn") if not find_spec(name)]
+        if missing:
+            raise ValueError(f"the dashboard needs {', '.join(missing)}: pip install 'palestra[dashboard]'")
+        from palestra.dashboard.app import serve
+
+        token = token or os.environ.get("PALESTRA_DASHBOARD_TOKEN", "")
+        serve(root, host, port, token, allow_host or [], say)

@@ -1,0 +1,206 @@
+"""What ought to worry whoever trains, each with the rule that says so and the numbers that it saw.
+
+Rules read figures of policies, as they are logged: by policy, by key, an array with a value for each line. They compare
+the newest `NEWEST` lines with the first ones, and are silent where there are fewer than `LEAST`. A rule that fires is no
+verdict: it says where to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from palestra.populations.ratings import Cyclicity
+
+Figures = Mapping[str, Mapping[str, np.ndarray]]
+
+LEAST, NEWEST = 10, 20
+SOLVED = 0.95  # success from which on there is nothing to warn of
+LOW_ENTROPY, ENTROPY_LEFT = 0.1, 0.1  # nats; share of the first entropy
+SAME, DIFFERENT = 0.9, 0.5  # shares of groups without differences
+CARRIES = 0.9  # share of the seats' own rewards
+LONGER, RISEN, NO_BETTER = 1.5, 0.1, 0.02
+REFUSED_BEFORE, REFUSED_NOW = 0.2, 0.02
+FAILED, CUT_OFF = 0.05, 0.3
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """`who` it is about ("" for all), what was seen, and the rule in words."""
+
+    name: str
+    who: str
+    says: str
+    rule: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def alarms(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> list[Alarm]:
+    """Those of language agents and networks. `team` has the figures of all together, `exams` those of each exam."""
+    rules = (lazy_seat, entropy_collapse, longer_for_reward, form_for_reward, one_carries, no_signal, cut_off)
+    return [alarm for rule in rules for alarm in rule(policies, team, exams)] + list(failing(team))
+
+
+def lazy_seat(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    shares = {name: now for name, own in policies.items() if (now := newest(own, "zero_variance")) is not None}
+    success = newest(team, "success")
+    if len(shares) < 2 or (success is not None and success > SOLVED):
+        return
+    for name, share in shares.items():
+        others = min(other for who, other in shares.items() if who != name)
+        if share >= SAME and others <= DIFFERENT:
+            yield Alarm(
+                "lazy seat",
+                name,
+                f"{share:.0%} of its groups have answers that all earn the same, and {others:.0%} of another policy's",
+                f"whatever a policy says makes no difference: at least {SAME:.0%} of its groups are without any over the "
+                f"newest {NEWEST} lines, while another policy has at most {DIFFERENT:.0%}, and the task is not solved",
+            )
+
+
+def entropy_collapse(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    success = newest(team, "success")
+    for name, own in policies.items():
+        before, now = oldest(own, "entropy"), newest(own, "entropy")
+        if before is None or now is None or (success is not None and success > SOLVED):
+            continue
+        if now <= LOW_ENTROPY and now <= ENTROPY_LEFT * before:
+            yield Alarm(
+                "entropy collapse",
+                name,
+                f"entropy {now:.3g} nats, from {before:.3g}"
+                + (f", at a success of {success:.0%}" if success is not None else ""),
+                f"a policy has stopped trying: its entropy is at most {LOW_ENTROPY} nats and {ENTROPY_LEFT:.0%} of what "
+                f"it was, and success is not above {SOLVED:.0%}",
+            )
+
+
+def longer_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    better = improvement(team, exams)
+    for name, own in policies.items():
+        before, now = oldest(own, "tokens"), newest(own, "tokens")
+        paid = risen(own)
+        if before and now is not None and paid is not None and better is not None:
+            if now >= LONGER * before and paid >= RISEN and better <= NO_BETTER:
+                yield Alarm(
+                    "reward hacking by length?",
+                    name,
+                    f"answers of {now:.3g} tokens, from {before:.3g}; reward {paid:+.2g}, success {better:+.1%}",
+                    f"answers are {LONGER} times as long as at first and earn at least {RISEN} more each, but success "
+                    f"(of exams where there are any) has not risen by {NO_BETTER:.0%}",
+                )
+
+
+def form_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    better = improvement(team, exams)
+    for name, own in policies.items():
+        before, now = oldest(own, "invalid"), newest(own, "invalid")
+        paid = risen(own)
+        if before is not None and now is not None and paid is not None and better is not None:
+            if before >= REFUSED_BEFORE and now <= REFUSED_NOW and paid >= RISEN and better <= NO_BETTER:
+                yield Alarm(
+                    "reward hacking by format?",
+                    name,
+                    f"invalid answers {now:.1%}, from {before:.1%}; reward {paid:+.2g}, success {better:+.1%}",
+                    f"a policy has learned the form and not the task: invalid answers fell from at least "
+                    f"{REFUSED_BEFORE:.0%} to at most {REFUSED_NOW:.0%}, reward rose by at least {RISEN}, and success "
+                    f"did not rise by {NO_BETTER:.0%}",
+                )
+
+
+def one_carries(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    own = {name: now for name, own in policies.items() if (now := newest(own, "local_reward")) is not None}
+    total = sum(max(0.0, value) for value in own.values())
+    if len(own) < 2 or total < 0.05:
+        return
+    for name, value in own.items():
+        if value / total >= CARRIES:
+            yield Alarm(
+                "one seat carries the team",
+                name,
+                f"{value / total:.0%} of what all policies earn for themselves is its own",
+                f"over the newest {NEWEST} lines, at least {CARRIES:.0%} of the policies' own rewards are of one of them",
+            )
+
+
+def no_signal(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    shares = [now for own in policies.values() if (now := newest(own, "zero_variance")) is not None]
+    success = newest(team, "success")
+    if shares and min(shares) >= SAME and success is not None and success < SOLVED:
+        yield Alarm(
+            "nothing to learn from",
+            "",
+            f"{min(shares):.0%} of the groups of every policy are without differences, at a success of {success:.0%}",
+            f"at least {SAME:.0%} of every policy's groups have answers that all earn the same, so they give no gradient, "
+            "and the task is not solved",
+        )
+
+
+def cut_off(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    for name, own in policies.items():
+        share = newest(own, "cut_off")
+        if share is not None and share >= CUT_OFF:
+            yield Alarm(
+                "answers are cut off",
+                name,
+                f"{share:.0%} of its answers ran into the token limit",
+                f"at least {CUT_OFF:.0%} of a policy's answers over the newest {NEWEST} lines ended at max_tokens",
+            )
+
+
+def failing(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
+    failed, played = newest(team, "failed"), newest(team, "episodes")
+    if failed is not None and played and failed / played >= FAILED:
+        yield Alarm(
+            "episodes fail",
+            "",
+            f"{failed / played:.0%} of the newest episodes ended with an error",
+            f"at least {FAILED:.0%} of the episodes of the newest {NEWEST} lines failed; what failed is under Episodes",
+        )
+
+
+def cyclic(found: Cyclicity) -> list[Alarm]:
+    """Of a population."""
+    if not found.groups:
+        return []
+    rule = "in some group of members each is beaten by another of it, by more than two standard errors"
+    return [Alarm("cyclic population", "; ".join(", ".join(group) for group in found.groups), found.warning, rule)]
+
+
+# ---- figures
+
+
+def newest(own: Mapping[str, np.ndarray], key: str) -> float | None:
+    """The mean of the newest lines; None where there are too few."""
+    values = own.get(key, np.zeros(0))
+    return _mean(values[-NEWEST:]) if len(values) >= LEAST else None
+
+
+def oldest(own: Mapping[str, np.ndarray], key: str) -> float | None:
+    """The mean of the first lines, at most a quarter of all."""
+    values = own.get(key, np.zeros(0))
+    return _mean(values[: max(1, min(NEWEST, len(values) // 4))]) if len(values) >= LEAST else None
+
+
+def _mean(values: np.ndarray) -> float:
+    """Rounded, so that a mean of nothing but 0.9 is not less than 0.9."""
+    return round(float(np.mean(values)), 9)
+
+
+def risen(own: Mapping[str, np.ndarray]) -> float | None:
+    """By how much an answer earns more than at first, its own and the team's rewards together."""
+    parts = [(oldest(own, key), newest(own, key)) for key in ("local_reward", "team_reward")]
+    known = [now - before for before, now in parts if before is not None and now is not None]
+    return sum(known) if known else None
+
+
+def improvement(team: Mapping[str, np.ndarray], exams: Figures) -> float | None:
+    """By how much success is above what it was: of the exam that rose most, else of training."""
+    found = [float(own["success"][-1] - own["success"][0]) for own in exams.values() if len(own.get("success", ())) > 1]
+    before, now = oldest(team, "success"), newest(team, "success")
+    return max(found) if found else now - before if now is not None and before is not None else None

@@ -1,0 +1,173 @@
+"""What a run is and where it stands: a line of the list of runs, and the time that it has left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.dashboard.library import OpenRun, Tree, flat
+from palestra.dashboard.logs import Log, last_lines
+from palestra.files import size
+from palestra.types import TEAM
+
+RECENT = 30.0  # seconds: a run that wrote so lately is taken to be running where locks cannot be seen
+PACE = 20  # steps whose mean says how long the next ones take
+SEEDS = ("name", "seed")  # what runs of one setting may differ in
+LOGS = ("metrics.jsonl", "timings.jsonl", "evals.jsonl", "tasks.jsonl", "config.yaml")
+
+
+def kind(config: Tree) -> str:
+    """language, networks or population."""
+    return "population" if "population" in config else "networks" if "env_steps" in config else "language"
+
+
+def stamp(path: Path) -> tuple[int, ...]:
+    """Changes when a log of the run does."""
+    return tuple(stat for log in LOGS for stat in _stat(path / log))
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def line(run: OpenRun, held: Mapping[int, int]) -> Tree:
+    """The run in the list of runs, from its config and the ends of its logs."""
+    config, meta = run.config, run.meta
+    metrics = last_lines(run.file("metrics.jsonl"), "policy")
+    team, exams = metrics.get(TEAM, {}), last_lines(run.file("evals.jsonl"), "name")
+    done, total = progress(config, metrics)
+    env, algorithm = config.get("env") or {}, config.get("algorithm") or config.get("population") or {}
+    return {
+        "name": run.name,
+        "created": str(meta.get("created", "")),
+        "kind": kind(config),
+        "env": str(env.get("type", "")) or ", ".join(map(str, config.get("envs") or {})),
+        "algorithm": str(algorithm.get("type", "")),
+        "policies": [str(name) for name in (config.get("policies") or {})],
+        "seed": config.get("seed"),
+        "steps": int(max((row.get("step", -1) for row in metrics.values()), default=-1)) + 1,
+        "done": done,
+        "total": total,
+        "status": status(run, done, total, held),
+        "success": team.get("success"),
+        "return": team.get("return", team.get("team_return")),
+        "nash_conv": team.get("nash_conv"),
+        "exams": {name: headline(exam) for name, exam in exams.items()},
+        "changed": max(stamp(run.path)[::2]) / 1e9,
+    }
+
+
+def headline(exam: Mapping[str, Any]) -> Tree:
+    """An exam's main figures."""
+    return {key: exam[key] for key in ("step", "success", "return", "returns", "episodes") if key in exam}
+
+
+def progress(config: Tree, metrics: Mapping[str, Mapping[str, Any]]) -> tuple[float, float]:
+    """How much is done of how much: training steps, env steps, or a plan's iterations."""
+    team = metrics.get(TEAM, {})
+    if "population" in config:
+        total = team.get("iterations") or (config["population"] or {}).get("iterations") or 0
+        return float(team.get("iteration") or 0), float(total)
+    if "env_steps" in config:
+        return float(team.get("env_steps") or 0), float(config["env_steps"])
+    return float(team.get("step", -1)) + 1, float(config.get("steps") or 0)
+
+
+def status(run: OpenRun, done: float, total: float, held: Mapping[int, int]) -> str:
+    """running, done or stopped. A run that ended early for a reason of its plan reads as stopped too."""
+    lock = run.file(".lock")
+    if lock.exists() and lock.stat().st_ino in held:
+        return "running"
+    recent = time.time() - max(stamp(run.path)[::2]) / 1e9 < RECENT
+    if total and done >= total:
+        return "done"
+    return "running" if recent and not held and not Path("/proc/locks").exists() else "stopped"
+
+
+def held_locks() -> dict[int, int]:
+    """inode -> process, of the files that somebody holds a lock on; {} where the system does not tell. Asking the lock
+    itself would mean to take it for a moment, and a run that starts in that moment would fail."""
+    try:
+        rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return {}
+    return {int(row[5].rsplit(":", 1)[1]): int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK"}
+
+
+def time_left(run: OpenRun, done: float, total: float) -> float | None:
+    """Seconds until the run is over, at the pace of its newest steps; None where nothing says."""
+    last = run.timings.last().get(TEAM, {})
+    if not total or not done or done >= total:
+        return None
+    if "elapsed_s" in last:
+        return float(last["elapsed_s"] / done * (total - done))
+    steps, seconds = step_seconds(run.timings)
+    if len(steps) < 2:
+        return None
+    at, counts = run.metrics.column(TEAM, "env_steps")
+    newest = seconds[-PACE:]
+    if len(counts) > 1 and "env_steps" in run.config:
+        per_line = (counts[-1] - counts[0]) / (len(counts) - 1)
+        return float(newest.mean() / per_line * (total - done)) if per_line else None
+    return float(newest.mean() * (total - done))
+
+
+def step_seconds(timings: Log) -> tuple[np.ndarray, np.ndarray]:
+    """By line of all together, the seconds that its phases took."""
+    columns = [timings.column(TEAM, key) for key in phases(timings)]
+    columns = [column for column in columns if len(column[0])]
+    if not columns:
+        return np.zeros(0), np.zeros(0)
+    steps = np.unique(np.concatenate([steps for steps, _ in columns]))
+    total = np.zeros(len(steps))
+    for at, values in columns:
+        np.add.at(total, np.searchsorted(steps, at), values)
+    return steps, total
+
+
+def phases(timings: Log) -> list[str]:
+    """The figures that are seconds of the clock: rollout_s, train_s, ..."""
+    keys = timings.keys().get(TEAM, [])
+    return [key for key in keys if key.endswith("_s") and not key.endswith(("_cpu_s", "_per_s", "elapsed_s"))]
+
+
+def setting(config: Tree) -> dict[str, Any]:
+    """The config without what seeds of one setting differ in."""
+    return {k: v for k, v in flat(config).items() if k.split(".")[-1] not in SEEDS}
+
+
+def difference(configs: Mapping[str, Tree]) -> list[tuple[str, list[Any]]]:
+    """The settings in which configs differ, each with the value of every one; None where it has no such setting."""
+    flats = [flat(config) for config in configs.values()]
+    keys = dict.fromkeys(key for tree in flats for key in tree)
+    rows = [(key, [tree.get(key) for tree in flats]) for key in keys]
+    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def disk(path: Path) -> dict[str, int]:
+    """Bytes of the files and folders directly in a run."""
+    return {entry.name: _bytes(entry) for entry in sorted(path.iterdir()) if not entry.is_symlink()}
+
+
+def _bytes(path: Path) -> int:
+    if path.is_file():
+        return size(path)
+    return sum(size(Path(folder) / name) for folder, _, names in os.walk(path) for name in names)
+
+
+def age(created: str) -> float | None:
+    """Seconds since a time in ISO 8601."""
+    try:
+        return time.time() - datetime.fromisoformat(created).timestamp()
+    except ValueError:
+        return None

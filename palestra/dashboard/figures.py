@@ -1,0 +1,132 @@
+"""Curves of runs side by side: which log a figure is in, what the axis counts, and what seeds of one setting share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from palestra.config import Strict
+from palestra.dashboard.curves import Curve, band, smoothed, thinned, within
+from palestra.dashboard.facts import setting, step_seconds
+from palestra.dashboard.library import OpenRun
+from palestra.dashboard.logs import Log
+from palestra.types import TEAM
+
+AXES = ("step", "env_steps", "iteration", "seconds")
+
+
+class Asked(Strict):
+    """Which curves: `figure` is LOG/KEY, such as metrics/entropy, evals/success, timings/train_s. `window` smooths over
+    so many lines (exams are not), `low` and `high` bound the axis, `seeds` makes one curve of runs that differ only in their seed."""
+
+    run: list[str] = Field(min_length=1, max_length=24)
+    figure: list[str] = Field(min_length=1, max_length=24)
+    x: str = "step"
+    points: int = Field(600, ge=10, le=4000)
+    window: int = Field(1, ge=1, le=100_000)
+    low: float | None = None
+    high: float | None = None
+    seeds: bool = False
+
+
+def curves(runs: Sequence[OpenRun], asked: Asked) -> list[dict[str, Any]]:
+    """The curves there are, by figure, then run, then policy (or exam); what a run does not have is left out."""
+    found = []
+    for figure in asked.figure:
+        window = 1 if figure.startswith("evals/") else asked.window  # exams are few, and each is a mean of many
+        for group in _groups(runs, asked.seeds):
+            for name in dict.fromkeys(name for run in group for name in log_of(run, figure).names()):
+                each = [(run, curve(run, figure, name, asked.x)) for run in group]
+                each = [(run, one) for run, one in each if len(one[0])]
+                if each:
+                    head = {"figure": figure, "name": name, "runs": [run.name for run, _ in each]}
+                    found.append(head | _drawn([one for _, one in each], asked, window))
+    return found
+
+
+def _groups(runs: Sequence[OpenRun], seeds: bool) -> list[list[OpenRun]]:
+    if not seeds:
+        return [[run] for run in runs]
+    groups: list[tuple[dict[str, Any], list[OpenRun]]] = []
+    for run in runs:
+        own = setting(run.config)
+        for known, group in groups:
+            if known == own:
+                group.append(run)
+                break
+        else:
+            groups.append((own, [run]))
+    return [group for _, group in groups]
+
+
+def log_of(run: OpenRun, figure: str) -> Log:
+    """Raises ValueError for a log that there is not."""
+    logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
+    log, _, _ = figure.partition("/")
+    if log not in logs:
+        raise ValueError(f'a figure is LOG/KEY with one of the logs {", ".join(logs)}, such as metrics/entropy: "{figure}"')
+    return logs[log]
+
+
+def curve(run: OpenRun, figure: str, name: str, axis: str) -> Curve:
+    """A figure of one policy or exam over the axis."""
+    steps, values = log_of(run, figure).column(name, figure.partition("/")[2])
+    x = _axis(run, name, steps, axis)
+    order = np.argsort(x, kind="stable")
+    return x[order], values[order]
+
+
+def _axis(run: OpenRun, name: str, steps: np.ndarray, axis: str) -> np.ndarray:
+    """Where lines of these steps belong: by steps done, or by what else the run counts, between whose lines it is
+    taken to grow evenly. Raises ValueError for an axis that there is not."""
+    if axis not in AXES:
+        raise ValueError(f'the axis is one of {", ".join(AXES)}, not "{axis}"')
+    if axis == "seconds":
+        at, values = _clock(run)
+    elif axis == "iteration":
+        at, values = run.metrics.column(name, "iteration")
+    else:
+        at, values = run.metrics.column(TEAM, axis) if axis == "env_steps" else (steps, steps + 1)
+    if not len(at):
+        return steps + 1
+    if axis == "step":
+        return values
+    return np.interp(steps, np.concatenate([[-1.0], at]), np.concatenate([[0.0], values]))
+
+
+def _clock(run: OpenRun) -> Curve:
+    """Seconds of work after each step: of a population as they passed, else those of its phases."""
+    steps, elapsed = run.timings.column(TEAM, "elapsed_s")
+    if len(steps):
+        return steps, elapsed
+    steps, seconds = step_seconds(run.timings)
+    return steps, np.cumsum(seconds)
+
+
+def _drawn(each: Sequence[Curve], asked: Asked, window: int) -> dict[str, Any]:
+    ends = {"from": min(float(x[0]) for x, _ in each), "to": max(float(x[-1]) for x, _ in each)}
+    if len(each) > 1:
+        parts = [within((x, _smooth(y, window)), asked.low, asked.high) for x, y in each]
+        x, mean, low, high = band(parts, asked.points)
+        return ends | {"x": listed(x), "y": listed(mean), "low": listed(low), "high": listed(high)}
+    (x, raw) = each[0]
+    line = thinned(within((x, _smooth(raw, window)), asked.low, asked.high), asked.points)
+    drawn = ends | {"x": listed(line[0]), "y": listed(line[1])}
+    if window > 1:
+        under = thinned(within((x, raw), asked.low, asked.high), asked.points)
+        drawn["raw"] = {"x": listed(under[0]), "y": listed(under[1])}
+    return drawn
+
+
+def _smooth(y: np.ndarray, window: int) -> np.ndarray:
+    """Over at most a quarter of the lines: a short run smoothed over more would be flat."""
+    return smoothed(y, min(window, len(y) // 4))
+
+
+def listed(values: np.ndarray) -> list[float | None]:
+    """Numbers as JSON has them, to seven digits: null for those that are not finite."""
+    finite = np.isfinite(values)
+    return [float(f"{value:.7g}") if ok else None for value, ok in zip(values.tolist(), finite.tolist(), strict=True)]

@@ -1,0 +1,127 @@
+"""What stands before every page: who may ask, under which name, and what a browser may do with the answer.
+
+Without a token anybody who reaches the port may read, so then the server answers only to names that no page elsewhere can
+take over (DNS rebinding): addresses, localhost, and those it was told. With a token every request needs it: in the
+address the first time, which leaves a cookie, or as a bearer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+
+COOKIE = "palestra_dashboard"
+YEAR = 365 * 24 * 3600
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+ASK = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>palestra</title><h1>This dashboard wants its token</h1>
+<p>It is in the address that <code>palestra dashboard</code> printed.</p>
+<form method="get"><label>Token <input name="token" type="password" autocomplete="off" autofocus></label>
+<button>Open</button></form></html>"""
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Guard:
+    """An app behind the checks. `hosts` are names that it answers to besides addresses and localhost."""
+
+    def __init__(self, app: App, token: str = "", hosts: Collection[str] = ()) -> None:
+        self.app, self.hosts = app, {"localhost", *hosts}
+        self.secret = hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        refusal = self._refusal(scope)
+        await (refusal or self.app)(scope, receive, _hardened(send))
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("the dashboard only shows: GET and HEAD", 405, {"Allow": "GET, HEAD"})
+        if self.secret:
+            return self._ask(scope, headers)
+        if not is_ours(headers.get("host", ""), self.hosts):
+            return PlainTextResponse("not under this name: see `palestra dashboard --help`, --allow-host", 421)
+        return None
+
+    def _ask(self, scope: Scope, headers: Headers) -> Response | None:
+        """None for those who know the token. Whoever has it in the address gets a cookie, and an address without."""
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        told = dict(query).get("token")
+        if told is not None and self._right(_hash(told)):
+            rest = urlencode([(key, value) for key, value in query if key != "token"])
+            response = RedirectResponse(f"{_local(scope['path'])}{'?' if rest else ''}{rest}", 303)
+            response.set_cookie(COOKIE, self.secret, YEAR, httponly=True, samesite="strict", secure=_is_tls(scope))
+            return response
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        if self._right(_cookie(headers.get("cookie", ""))) or self._right(_hash(bearer)):
+            return None
+        return HTMLResponse(ASK, 401)
+
+    def _right(self, secret: str) -> bool:
+        return hmac.compare_digest(secret.encode(), self.secret.encode())
+
+
+def is_ours(host: str, names: Collection[str]) -> bool:
+    """Whether a Host header is an address (which no name server can point elsewhere) or one of the names."""
+    name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdecimal() and not host.endswith("]") else host
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name.lower() in names
+    return True
+
+
+def _hash(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+
+def _cookie(header: str) -> str:
+    try:
+        found = SimpleCookie(header).get(COOKIE)
+    except CookieError:
+        return ""
+    return found.value if found else ""
+
+
+def _local(path: str) -> str:
+    """The path, never read as another server's: `//elsewhere` would be."""
+    return "/" + path.lstrip("/\\")
+
+
+def _is_tls(scope: Scope) -> bool:
+    return bool(scope.get("scheme") == "https")
+
+
+def _hardened(send: Send) -> Send:
+    async def with_headers(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers[name] = value
+            headers.setdefault("Cache-Control", "no-cache")
+        await send(message)
+
+    return with_headers

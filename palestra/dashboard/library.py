@@ -1,0 +1,125 @@
+"""The runs of one folder, opened when somebody looks at them. Nothing outside that folder is ever read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from palestra.config import load
+from palestra.dashboard.index import EpisodeIndex, cache_file
+from palestra.dashboard.logs import Log
+from palestra.files import size
+
+OPEN = 32  # runs whose figures are kept in memory
+Tree = dict[str, Any]
+
+
+class Absent(Exception):
+    """What was asked for is not here, or not for the dashboard to show."""
+
+
+class OpenRun:
+    """A run that somebody looks at: its logs and the index of its episodes, read as far as they were asked for."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.name, self.path = root, name, root / name
+        self.metrics = Log(self.file("metrics.jsonl"), "policy")
+        self.timings = Log(self.file("timings.jsonl"), "policy")
+        self.evals = Log(self.file("evals.jsonl"), "name")
+        folder = self.file("episodes")
+        self.episodes = EpisodeIndex(folder, cache_file(folder))
+        self._config: tuple[int, Tree] = (-1, {})
+
+    def file(self, name: str) -> Path:
+        """The path of a file or folder of the run. Raises Absent where it, or a link on the way, leads out."""
+        path = self.path / name
+        if "\0" in name or not path.resolve().is_relative_to(self.path.resolve()):
+            raise Absent(f"{name} is not in the run {self.name}")
+        return path
+
+    def look(self) -> None:
+        """Reads on in the logs."""
+        for log in (self.metrics, self.timings, self.evals):
+            self.file(log.path.name)
+            log.look()
+
+    @property
+    def config(self) -> Tree:
+        """The config as a tree; {} where it cannot be read as one."""
+        path = self.file("config.yaml")
+        changed = path.stat().st_mtime_ns
+        if self._config[0] != changed:
+            self._config = (changed, read_config(path))
+        return self._config[1]
+
+    @property
+    def meta(self) -> Tree:
+        return read_json(self.file("meta.json"))
+
+    def bytes(self, name: str) -> int:
+        return size(self.file(name))
+
+
+class Library:
+    """The runs directly in `root`. Raises ValueError where that is no folder, or is a run itself."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise ValueError(f"{root} is no folder; name the one that holds runs, such as `palestra dashboard runs`")
+        if (root / "config.yaml").is_file():
+            raise ValueError(f"{root} is a run; the dashboard wants the folder that holds it: {root.resolve().parent}")
+        self.root = root.resolve()
+        self._open: OrderedDict[str, OpenRun] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """The runs there are, in no order."""
+        return [path.parent.name for path in self.root.glob("*/config.yaml") if self._shown(path.parent.name)]
+
+    def run(self, name: str) -> OpenRun:
+        """An open run. Raises Absent for names that are not of a run in the folder."""
+        if not self._shown(name):
+            raise Absent(f"there is no run {name!r} here")
+        with self._lock:
+            run = self._open.get(name) or OpenRun(self.root, name)
+            self._open[name] = run
+            self._open.move_to_end(name)
+            while len(self._open) > OPEN:
+                self._open.popitem(last=False)
+        return run
+
+    def _shown(self, name: str) -> bool:
+        """Whether it is a plain name of a folder that is really here, with a config that is."""
+        if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+            return False
+        folder = self.root / name
+        return folder.resolve() == folder and (folder / "config.yaml").is_file() and self._within(folder)
+
+    def _within(self, folder: Path) -> bool:
+        return (folder / "config.yaml").resolve().is_relative_to(folder)
+
+
+def read_config(path: Path) -> Tree:
+    try:
+        return load(path)
+    except (ValueError, UnicodeDecodeError):
+        return {}
+
+
+def read_json(path: Path) -> Tree:
+    """The object in a file; {} where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def flat(tree: Any, at: str = "") -> dict[str, Any]:
+    """A tree as dotted keys, as `--set` takes them: {"algorithm.clip": 0.2}."""
+    if isinstance(tree, dict) and tree:
+        return {key: value for name, sub in tree.items() for key, value in flat(sub, f"{at}.{name}".strip(".")).items()}
+    return {at: tree}

@@ -1,0 +1,140 @@
+"""A population's run for the screen: who earns what from whom, whom learners met, who descends from whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from palestra.dashboard.figures import listed
+from palestra.dashboard.library import OpenRun
+from palestra.population_plots import best_answers, distances, mixtures
+from palestra.population_reports import CROSSPLAY, Record, read_record
+from palestra.populations.payoffs import Payoffs
+from palestra.populations.ratings import cyclicity, fit_elo
+from palestra.populations.scheduler import TASKS
+from palestra.runs import read_lines
+
+EXPLOITS = "exploits.jsonl"  # of `palestra league exploit`
+SHOWN = 40  # members of each side of the table that are sent at once: the newest
+
+
+def record_of(run: OpenRun) -> Record:
+    """What the run's files say of its population. Raises ValueError where it trains none, or has not begun to."""
+    for name in (TASKS, "population.json", CROSSPLAY, "metrics.jsonl", "timings.jsonl", EXPLOITS):
+        run.file(name)
+    return read_record(run.path)
+
+
+def population(run: OpenRun, record: Record, last: int = SHOWN) -> dict[str, Any]:
+    """All that the page draws; `last` bounds the members in tables, and how many there are is said."""
+    return {
+        "members": len(record.members),
+        "payoffs": payoffs(record, last),
+        "responses": responses(record, last),
+        "mixtures": [mixture(player, rows, last) for player, rows in mixtures(record).items()],
+        "ratings": ratings(record),
+        "distance": distances(record),
+        "exploits": read_lines(run.file(EXPLOITS)),
+        "timeline": timeline(record),
+    }
+
+
+def payoffs(record: Record, last: int) -> dict[str, Any] | None:
+    """What the newest members at the first seat earn from those at the second; None for games of other than two."""
+    table = record.payoffs
+    if len(table.seats) != 2:
+        return None
+    rows, columns = (table.members[seat] for seat in table.seats)
+    rows, columns = rows[-last:], columns[-last:]
+    cells = [[table.cell((row, column)) for column in columns] for row in rows]
+    return {
+        "seats": table.seats,
+        "of": [len(table.members[seat]) for seat in table.seats],
+        "rows": rows,
+        "columns": columns,
+        "mean": [listed(np.array([c.mean[0] if c.games or c.known else np.nan for c in line])) for line in cells],
+        "games": [[int(cell.games) for cell in line] for line in cells],
+    }
+
+
+def responses(record: Record, last: int) -> dict[str, Any] | None:
+    """The newest members, and an edge from each to whoever of them earns most against it, by number."""
+    table = record.payoffs
+    if len(table.seats) != 2 or np.isnan(table.mean()[0]).all():
+        return None
+    names, edges = best_answers(record if last >= max(table.shape) else newest(record, last))
+    return {"names": names, "edges": edges}
+
+
+def newest(record: Record, last: int) -> Record:
+    """The record as if there were only the newest members of each player."""
+    table = Payoffs(record.payoffs.seats)
+    for player, names in record.payoffs.members.items():
+        for name in names[-last:]:
+            table.add_member(player, name)
+    for key in table.cells():
+        cell = record.payoffs.cell(key)
+        if cell.known or cell.games:
+            table.know(key, cell.mean)
+    return replace(record, payoffs=table)
+
+
+def mixture(player: str, rows: Sequence[dict[str, float]], last: int) -> dict[str, Any]:
+    """How probable each member was over time: those that were ever likely, at most `last` of them."""
+    total: dict[str, float] = {}
+    for row in rows:
+        for name, share in row.items():
+            total[name] = total.get(name, 0.0) + share
+    likely = set(sorted(total, key=lambda name: -total[name])[:last])
+    names = [name for name in total if name in likely]
+    return {"player": player, "names": names, "shares": [[row.get(name, 0.0) for name in names] for row in rows]}
+
+
+def ratings(record: Record) -> dict[str, Any]:
+    """Elo with its standard error, the best first, and what it hides; the reason where nobody can be rated."""
+    try:
+        names, points = record.payoffs.points()
+        kept = np.flatnonzero((points + points.T).sum(1) > 0)
+        if not len(kept):
+            raise ValueError("no games were counted yet")
+        names, points = [names[i] for i in kept], points[np.ix_(kept, kept)]
+        elo, stderr = fit_elo(points)
+    except ValueError as error:
+        return {"rows": [], "why": str(error), "warning": ""}
+    games = points + points.T
+    rates = np.where(games > 0, points / np.maximum(games, 1), np.nan)
+    rows = []
+    for i in np.argsort(-elo, kind="stable"):
+        worst = int(np.nanargmin(rates[i]))
+        own = {"name": names[i], "elo": elo[i], "stderr": stderr[i], "rate": np.nanmean(rates[i])}
+        rows.append({**own, "worst": rates[i, worst], "nemesis": names[worst], "games": int(games[i].sum())})
+    return {"rows": rows, "why": "", "warning": cyclicity(names, points).warning}
+
+
+def timeline(record: Record) -> list[dict[str, Any]]:
+    """Every stretch of training: whose, when it began and how long it took (seconds), from whom, and what came of it."""
+    clocks = {line["task"]: line for line in record.timings if "task" in line}
+    return [_stretch(task, clocks.get(task["task"], {})) for task in record.tasks if task["kind"] == "train"]
+
+
+def _stretch(task: dict[str, Any], clock: dict[str, Any]) -> dict[str, Any]:
+    order, seconds = task["order"], clock.get("seconds")
+    ended = clock.get("elapsed_s")
+    return {
+        "learner": order.get("learner") or order.get("player", ""),
+        "makes": task["makes"],
+        "start": order.get("start"),
+        "from": ended - seconds if ended is not None and seconds is not None else None,
+        "seconds": seconds,
+        "return": task["result"].get("return"),
+        "opponents": _most_met(order.get("opponents") or {}),
+    }
+
+
+def _most_met(opponents: dict[str, Any]) -> dict[str, float]:
+    """The five opponents met most, whatever they played."""
+    met = [(name, share) for mix in opponents.values() if isinstance(mix, dict) for name, share in mix.items()]
+    return dict(sorted(met, key=lambda pair: -pair[1])[:5])

@@ -1,0 +1,94 @@
+"""How a run works rather than what it learns: its process, its queues, what failed, what it holds on the disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+
+from palestra.dashboard.facts import disk, held_locks, phases
+from palestra.dashboard.library import OpenRun
+from palestra.types import TEAM
+
+SHOWN = 20  # different errors that are listed, the most frequent first
+
+
+def system(run: OpenRun) -> dict[str, Any]:
+    """Processes, newest timings, failures, bytes on the disk, the machine that the run began on."""
+    lock = run.file(".lock")
+    pid = held_locks().get(lock.stat().st_ino) if lock.exists() else None
+    table, missing = run.episodes.table()
+    return {
+        "process": pid,
+        "workers": [process(child) for child in [pid, *descendants(pid)]] if pid else [],
+        "queues": queues(run),
+        "timings": {name: _seconds(line) for name, line in run.timings.last().items()},
+        "phases": phases(run.timings),
+        "failures": failures(table),
+        "unread": missing,
+        "broken": {str(step): why for step, why in run.episodes.broken.items()},
+        "torn": {log.path.name: log.torn for log in (run.metrics, run.timings, run.evals) if log.torn},
+        "disk": disk(run.path),
+        "meta": {key: value for key, value in run.meta.items() if key != "command"},
+        "command": [str(word) for word in run.meta.get("command") or []],
+    }
+
+
+def _seconds(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key != "policy"}
+
+
+def queues(run: OpenRun) -> dict[str, float]:
+    """What waits: episodes played ahead of training, how old they were, seconds that training waited."""
+    found: dict[str, float] = {}
+    buffer = run.path / "buffer"
+    if buffer.is_dir():
+        found["episodes played ahead"] = float(sum(1 for path in buffer.rglob("*") if path.is_file()))
+    for line in run.metrics.last().values():
+        for key in ("staleness", "staleness_max"):
+            if key in line:
+                found[key] = max(found.get(key, 0.0), float(line[key]))
+    waited = run.timings.last().get(TEAM, {}).get("wait_s")
+    return found | ({"wait_s": float(waited)} if waited is not None else {})
+
+
+def failures(table: Any) -> list[dict[str, Any]]:
+    """The errors of failed episodes, how often each came, and where it came last."""
+    if "error" not in table.column_names:
+        return []
+    failed = table.select(["step", "episode", "error"]).filter(pc.is_valid(table["error"])).to_pylist()
+    counts = Counter(row["error"] for row in failed)
+    newest = {row["error"]: row for row in failed}
+    return [
+        {"error": error[:2000], "count": count, "step": newest[error]["step"], "episode": newest[error]["episode"]}
+        for error, count in counts.most_common(SHOWN)
+    ]
+
+
+def process(pid: int) -> dict[str, Any]:
+    """What Linux says of a process: its name, resident memory (bytes) and threads; only its number elsewhere."""
+    found: dict[str, Any] = {"pid": pid}
+    try:
+        rows = dict(row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in row)
+    except (OSError, ValueError):
+        return found
+    found["name"] = rows.get("Name", "").strip()
+    if "VmRSS" in rows:
+        found["memory"] = int(rows["VmRSS"].split()[0]) * 1024
+    return found | {"threads": int(rows.get("Threads", "1"))}
+
+
+def descendants(pid: int | None) -> list[int]:
+    """The processes that a process started, and those that they did."""
+    found: list[int] = []
+    waiting = [pid] if pid else []
+    while waiting and len(found) < 256:
+        try:
+            children = Path(f"/proc/{waiting[0]}/task/{waiting[0]}/children").read_text().split()
+        except OSError:
+            children = []
+        found += map(int, children)
+        waiting = [*waiting[1:], *map(int, children)]
+    return found

@@ -1,0 +1,144 @@
+"""One episode for the screen: its tree without a word, the words along one line of it, and the tokens of one node."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from palestra.dashboard.library import Absent
+from palestra.dashboard.tokens import Vocabulary
+from palestra.rollouts.figures import member
+
+BONES = ["node", "parent", "depth", "chosen", "over", "truncated", "seat", "reward", "team_reward", "advantage"]
+FLAGS = ["success", "invalid", "draw"]
+WORDS = ["node", "parent", "seat", "policy", "observation", "observation_json", "answer", "stop", "reward"]
+NODES = 4000  # of a tree that are sent: a screen cannot tell more apart
+LONGEST = 60_000  # characters of a text that are sent
+Row = dict[str, Any]
+
+
+def read_rows(path: Path, episode: int, columns: list[str] | None = None) -> list[Row]:
+    """The rows of one episode. Raises Absent where the file or the episode is not there."""
+    try:
+        with pq.ParquetFile(path) as file:
+            known = [name for name in columns or file.schema_arrow.names if name in file.schema_arrow.names]
+            table = file.read(columns=list(dict.fromkeys(["episode", *known])))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise Absent(f"there are no episodes in {path.name}: {error}") from error
+    rows: list[Row] = table.filter(pc.equal(table["episode"], episode)).to_pylist()
+    if not rows:
+        raise Absent(f"{path.name} has no episode {episode}")
+    return rows
+
+
+def tree(path: Path, episode: int) -> dict[str, Any]:
+    """The nodes with what came of them by seat; `left_out` counts those beyond `NODES`."""
+    rows = read_rows(path, episode, ["env", "seed", "seats", "error", *BONES, *FLAGS])
+    nodes: dict[int, Row] = {}
+    for row in rows:
+        if row["node"] is not None:
+            node = nodes.setdefault(row["node"], _bone(row))
+            if row["seat"] is not None:
+                node["seats"][row["seat"]] = {
+                    key: row[key] for key in ("reward", "advantage", "invalid", "draw") if row.get(key) is not None
+                }
+    head = {key: rows[0][key] for key in ("env", "seed", "error")} | {"seats": json.loads(rows[0]["seats"])}
+    return head | {"nodes": list(nodes.values())[:NODES], "left_out": max(0, len(nodes) - NODES)}
+
+
+def _bone(row: Row) -> Row:
+    keys = ("parent", "depth", "chosen", "over", "truncated", "success")
+    return {"id": row["node"], **{key: row[key] for key in keys}, "team": row["team_reward"], "seats": {}}
+
+
+def words(path: Path, episode: int, node: int) -> list[Row]:
+    """What was seen and said on the line from the root to `node`; of conversations, what is new to the seat."""
+    rows = read_rows(path, episode, WORDS + ["team_reward", "advantage", "info"])
+    parents = {row["node"]: row["parent"] for row in rows if row["node"] is not None}
+    if node not in parents:
+        raise Absent(f"the episode has no node {node}")
+    line = [node]
+    while (parent := parents[line[-1]]) is not None:
+        line.append(parent)
+    by_node: dict[int, list[Row]] = {}
+    for row in rows:
+        by_node.setdefault(row["node"], []).append(row)
+    seen: dict[str, Any] = {}
+    return [_joint(by_node[number], seen) for number in reversed(line)]
+
+
+def _joint(rows: list[Row], seen: dict[str, Any]) -> Row:
+    turns = [_turn(row, seen) for row in rows if row["seat"] is not None]
+    return {
+        "node": rows[0]["node"],
+        "team": rows[0]["team_reward"],
+        "info": json.loads(rows[0]["info"] or "{}"),
+        "turns": turns,
+    }
+
+
+def _turn(row: Row, seen: dict[str, Any]) -> Row:
+    turn = {key: row[key] for key in ("seat", "policy", "stop", "reward", "advantage") if row[key] is not None}
+    if row["observation"] is not None:
+        turn["sees"] = _news(shown(row), seen.get(row["seat"]))
+        seen[row["seat"]] = shown(row)
+    if row["answer"] is not None:
+        turn["says"] = cut(row["answer"])
+    return turn
+
+
+def shown(row: Row) -> Any:
+    """An observation: a text, or what stood there as JSON."""
+    if row["observation_json"]:
+        return json.loads(row["observation"])
+    return cut(row["observation"])
+
+
+def _news(now: Any, before: Any) -> Any:
+    """Of a conversation that goes on, the messages after those that the seat had seen and its own answer."""
+    if not (_is_chat(now) and _is_chat(before)):
+        return now
+    earlier = before["messages"]
+    goes_on = 0 < len(earlier) < len(now["messages"]) and now["messages"][: len(earlier)] == earlier
+    return {"messages": now["messages"][len(earlier) + 1 :], "tools": []} if goes_on else now
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("messages"), list)
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … {len(text) - LONGEST:,} characters more"
+
+
+def tokens(path: Path, episode: int, node: int, bases: dict[str, str]) -> list[Row]:
+    """The tokens of a node's answers with their log-probabilities, by seat. `bases` names the base of each policy,
+    whose words they are; where it is not known, tokens are numbers."""
+    columns = ["node", "seat", "policy", "token_ids", "logprobs", "advantage", "temperature", "prompt_ids", "answer"]
+    rows = [row for row in read_rows(path, episode, columns) if row["node"] == node]
+    return [_said(row, bases) for row in rows if row["answer"] is not None]
+
+
+def _said(row: Row, bases: dict[str, str]) -> Row:
+    ids, logprobs = row["token_ids"] or [], row["logprobs"] or []
+    vocabulary = Vocabulary.of(bases.get(member(row["policy"] or ""), ""))
+    return {
+        "seat": row["seat"],
+        "policy": row["policy"],
+        "advantage": row["advantage"],
+        "temperature": row["temperature"],
+        "prompt": len(row["prompt_ids"] or []),
+        "ids": ids,
+        "texts": vocabulary.pieces(ids) if vocabulary else None,
+        "logprobs": [round(value, 4) for value in _finite(logprobs)],
+    }
+
+
+def _finite(values: Iterable[float]) -> list[float]:
+    return [max(-1e9, value) for value in values]

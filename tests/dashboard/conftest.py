@@ -1,0 +1,35 @@
+"""A folder of runs, and the dashboard over it as a client in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from long_runs import write_long_run
+from starlette.testclient import TestClient
+
+from palestra.dashboard.app import dashboard
+
+HERE = "http://127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Indexes are kept where the test's other files are, not in the user's home."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs of one setting, two of them with other seeds, and one that trains longer."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in range(3):
+        write_long_run(folder, f"seed-{seed}", steps=24, episodes=4, seed=seed)
+    write_long_run(folder, "more", steps=30, episodes=2, total=60)
+    return folder
+
+
+@pytest.fixture
+def client(root: Path) -> TestClient:
+    return TestClient(dashboard(root), base_url=HERE)

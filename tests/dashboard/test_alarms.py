@@ -1,0 +1,79 @@
+"""Each alarm's rule, at cases just inside and just outside of it."""
+
+import numpy as np
+import pytest
+
+from palestra.dashboard.alarms import alarms, cyclic
+from palestra.populations.ratings import cyclicity
+
+FLAT = np.full(40, 0.5)
+
+
+def line(start, end, n=40):
+    """A figure that is `start` for its first half and `end` for the rest."""
+    return np.concatenate([np.full(n // 2, float(start)), np.full(n - n // 2, float(end))])
+
+
+def names(policies, team=None, exams=None):
+    return [(alarm.name, alarm.who) for alarm in alarms(policies, {"success": FLAT} if team is None else team, exams or {})]
+
+
+@pytest.mark.parametrize(("own", "others", "fires"), [(0.9, 0.5, True), (0.89, 0.5, False), (0.9, 0.51, False)])
+def test_a_lazy_seat_makes_no_difference(own, others, fires):
+    policies = {"lazy": {"zero_variance": line(own, own)}, "busy": {"zero_variance": line(others, others)}}
+    assert (("lazy seat", "lazy") in names(policies)) == fires
+    assert names(policies, {"success": line(1, 1)}) == []  # solved: no wonder
+
+
+@pytest.mark.parametrize(("now", "fires"), [(0.09, True), (0.11, False)])
+def test_entropy_collapses(now, fires):
+    assert (names({"red": {"entropy": line(1.5, now)}}) == [("entropy collapse", "red")]) == fires
+    assert names({"red": {"entropy": line(0.09, 0.09)}}) == []  # it never had more
+
+
+def hacking(tokens=(10, 15), reward=(0.1, 0.3), invalid=(0.1, 0.1)):
+    return {"red": {"tokens": line(*tokens), "local_reward": line(*reward), "invalid": line(*invalid)}}
+
+
+def test_longer_answers_for_reward_that_are_no_better():
+    assert names(hacking()) == [("reward hacking by length?", "red")]
+    assert names(hacking(tokens=(10, 14))) == []
+    assert names(hacking(reward=(0.1, 0.19))) == []
+    assert names(hacking(), {"success": line(0.3, 0.5)}) == []  # they are better
+    held_out = {"dev": {"success": np.array([0.3, 0.31])}}
+    assert names(hacking(), {"success": line(0.3, 0.5)}, held_out) == [("reward hacking by length?", "red")]
+
+
+def test_the_form_and_not_the_task():
+    assert names(hacking(tokens=(10, 10), invalid=(0.3, 0.01))) == [("reward hacking by format?", "red")]
+    assert names(hacking(tokens=(10, 10), invalid=(0.3, 0.05))) == []
+
+
+def test_one_seat_carries_the_team():
+    policies = {"star": {"local_reward": line(0.9, 0.9)}, "rest": {"local_reward": line(0.1, 0.1)}}
+    assert names(policies) == [("one seat carries the team", "star")]
+    policies["rest"] = {"local_reward": line(0.11, 0.11)}
+    assert names(policies) == []
+
+
+def test_nothing_to_learn_from_cut_off_answers_and_failures():
+    assert ("nothing to learn from", "") in names({"red": {"zero_variance": line(0.5, 0.95)}})
+    assert names({"red": {"cut_off": line(0, 0.4)}}) == [("answers are cut off", "red")]
+    assert names({}, {"failed": line(0, 1), "episodes": line(20, 20)}) == [("episodes fail", "")]
+    assert names({}, {"failed": line(0, 1), "episodes": line(30, 30)}) == []
+
+
+def test_few_lines_say_nothing():
+    assert names({"red": {"entropy": line(1.5, 0.01, 9), "cut_off": line(1, 1, 9)}}) == []
+
+
+def test_each_says_what_it_saw_and_its_rule():
+    (alarm,) = alarms({"red": {"entropy": line(1.5, 0.05)}}, {"success": FLAT}, {})
+    assert "0.05" in alarm.says and "1.5" in alarm.says and "50%" in alarm.says and "0.1 nats" in alarm.rule
+
+
+def test_a_cyclic_population():
+    wins = np.array([[0.0, 90, 10], [10, 0, 90], [90, 10, 0]])
+    (alarm,) = cyclic(cyclicity(["rock", "paper", "scissors"], wins))
+    assert alarm.name == "cyclic population" and "rock" in alarm.who and "100%" in alarm.says
+    assert cyclic(cyclicity(["good", "fair", "poor"], np.array([[0.0, 90, 99], [10, 0, 90], [1, 10, 0]]))) == []

@@ -1,0 +1,276 @@
+"""The API as the page asks it, over runs that palestra wrote."""
+
+import io
+import zipfile
+
+import numpy as np
+import pytest
+from long_runs import write_long_run
+from starlette.testclient import TestClient
+
+from palestra.cli import app as palestra
+from palestra.dashboard.app import dashboard
+from palestra.runs import Run, read_lines
+from typer.testing import CliRunner
+
+HERE = "http://127.0.0.1"
+
+
+def get(client, path, **params):
+    answer = client.get(f"/api/{path}", params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# ---- all runs
+
+
+def test_the_list_of_runs(client):
+    found = get(client, "runs")
+    assert [run["name"] for run in found["runs"]] == ["more", "seed-2", "seed-1", "seed-0"]  # newest first
+    more = found["runs"][0]
+    assert (more["env"], more["algorithm"], more["kind"], more["seed"]) == ("plan_path", "grpo", "language", 0)
+    assert (more["done"], more["total"], more["status"], more["steps"]) == (30, 60, "stopped", 30)
+    assert found["runs"][1]["status"] == "done" and "success" in found["runs"][1]["exams"]["dev"]
+
+
+def test_what_somebody_writes_is_running(client, root):
+    with Run.open(root / "more"):
+        assert {run["name"]: run["status"] for run in get(client, "runs")["runs"]}["more"] == "running"
+        system = get(client, "runs/more/system")
+        assert system["process"] and system["workers"][0]["memory"] > 0
+    assert get(client, "runs/more/system")["process"] is None
+
+
+def test_configs_differ_in_what_they_differ_in(client):
+    rows = dict(get(client, "difference", run=["seed-0", "more"])["rows"])
+    assert rows == {"name": ["seed-0", "more"], "steps": [24, 60]}
+
+
+# ---- curves
+
+
+def test_a_curve_is_what_was_logged(client, root):
+    (curve,) = [c for c in get(client, "curves", run="more", figure="metrics/entropy")["curves"] if c["name"] == "planner"]
+    logged = [line["entropy"] for line in read_lines(root / "more/metrics.jsonl") if line["policy"] == "planner"]
+    assert curve["x"] == list(range(1, 31)) and curve["y"] == pytest.approx(logged, rel=1e-6)
+
+
+def test_seeds_become_a_band(client):
+    names = [f"seed-{seed}" for seed in range(3)]
+    asked = {"run": [*names, "more"], "figure": "metrics/success"}
+    apart = get(client, "curves", **asked)["curves"]
+    banded = get(client, "curves", **asked, seeds=True)["curves"]
+    assert len(apart) == 4 and [len(curve["runs"]) for curve in banded] == [3, 1]
+    each = np.array([curve["y"] for curve in apart[:3]])
+    assert banded[0]["y"] == pytest.approx(each.mean(axis=0), rel=1e-5)
+    assert banded[0]["low"] == pytest.approx(each.min(axis=0), rel=1e-5)
+    assert banded[0]["high"] == pytest.approx(each.max(axis=0), rel=1e-5)
+
+
+def test_curves_are_smoothed_zoomed_and_over_time(client):
+    asked = {"run": "more", "figure": "metrics/success"}
+    (smooth,) = get(client, "curves", **asked, window=5)["curves"]
+    assert np.std(np.diff(smooth["y"])) < np.std(np.diff(smooth["raw"]["y"]))
+    (part,) = get(client, "curves", **asked, low=10, high=12)["curves"]
+    assert part["x"] == [9, 10, 11, 12, 13] and part["to"] == 30
+    (clock,) = get(client, "curves", **asked, x="seconds")["curves"]
+    assert clock["x"] == [2.0 * n for n in range(1, 31)]  # rollout and training of all together take a second each
+    (exam,) = get(client, "curves", run="more", figure="evals/success", window=9)["curves"]
+    assert exam["name"] == "dev" and "raw" not in exam
+
+
+def test_a_run_in_detail(client):
+    run = get(client, "runs/more")
+    assert "entropy" in run["figures"]["metrics"]["planner"] and run["has_episodes"] and not run["has_population"]
+    assert run["phases"] == ["rollout_s", "train_s"]
+    assert run["left"] == pytest.approx(2.0 * 30)  # half of 60 steps, at two seconds each
+
+
+# ---- episodes
+
+
+def test_episodes_are_filtered_sorted_and_paged(client):
+    path = "runs/seed-0/episodes"
+    whole = get(client, path)
+    assert whole["of"] == whole["fit"] == 96 and whole["unread"] == 0 and len(whole["rows"]) == 50
+    assert sum(whole["spread"]["counts"]) == 96
+    rows = whole["rows"] + get(client, path, first=50)["rows"]
+    assert len({(row["step"], row["episode"]) for row in rows}) == 96
+
+    def steps(**query):
+        return [(row["step"], row["episode"]) for row in get(client, path, count=200, **query)["rows"]]
+
+    def those(test):
+        return sorted((row["step"], row["episode"]) for row in rows if test(row))
+
+    assert sorted(steps(outcome="success")) == those(lambda row: row["success"] == 1)
+    assert sorted(steps(outcome="failure")) == those(lambda row: row["success"] == 0)
+    assert steps(outcome="error") == []
+    assert sorted(steps(least=1.0, most=1.5)) == those(lambda row: 1 <= row["total"] <= 1.5)
+    assert sorted(steps(seat="planner", least=0.5)) == those(lambda row: row["returns"]["planner"] >= 0.5)
+    assert sorted(steps(who="planner@7")) == those(lambda row: row["step"] == 7)
+    assert sorted(steps(seat="executor", who="planner")) == []
+    assert sorted(steps(step_from=3, step_to=4)) == those(lambda row: 3 <= row["step"] <= 4)
+    assert steps(turns_from=3) == [] and len(steps(turns_to=2)) == 96
+    assert sorted(steps(invalid=True)) == those(lambda row: row["invalid"] > 0)
+    best = get(client, path, sort="total", count=200)["rows"]
+    assert [row["total"] for row in best] == sorted((row["total"] for row in rows), reverse=True)
+
+
+def test_words_are_found(client, root):
+    path = "runs/more/episodes"
+    assert get(client, path, text="R3 C0", count=10)["rows"][0]["step"] == 29  # case does not matter
+    none = get(client, path, text="nobody said this")
+    assert none["rows"] == [] and none["searched"] == none["fit"] == 60
+    more = get(client, path, text="r3 c0", count=7)
+    rest = get(client, path, text="r3 c0", count=200, before=more["searched"])
+    assert len(more["rows"]) == 7 and len(rest["rows"]) == 53
+
+
+def test_a_tree_its_words_and_its_tokens(client):
+    path = "runs/seed-0/episodes/5/2"
+    tree = get(client, path)
+    assert tree["seats"] == {"planner": "planner@5", "executor": "executor@5"}
+    assert [(n["id"], n["parent"], n["chosen"]) for n in tree["nodes"]] == [
+        (0, None, True),
+        (1, None, False),
+        (2, 0, True),
+        (3, 0, False),
+    ]
+    line = get(client, f"{path}/words/3")["line"]
+    assert [joint["node"] for joint in line] == [0, 3]
+    assert line[1]["turns"][0]["says"] == "r3 c0 r3 c3 r3 c3" and line[1]["turns"][0]["seat"] == "executor"
+    (said,) = get(client, f"{path}/tokens/3")["said"]
+    assert len(said["ids"]) == len(said["texts"]) == len(said["logprobs"]) == 6 and max(said["logprobs"]) <= 0
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("runs/none", 404, "no run"),
+        ("runs/seed-0/episodes/99/0", 404, "no episodes"),
+        ("runs/seed-0/episodes/1/99", 404, "no episode 99"),
+        ("runs/seed-0/episodes/1/0/words/77", 404, "no node 77"),
+        ("runs/seed-0/episodes?least=much", 400, "least"),
+        ("runs/seed-0/episodes?bogus=1", 400, "unknown key bogus"),
+        ("curves?run=seed-0&figure=secrets/x", 400, "one of the logs"),
+        ("curves?run=seed-0&figure=metrics/kl&x=moon", 400, "the axis is one of"),
+        ("curves?run=none&figure=metrics/kl", 404, "no run"),
+        ("runs/seed-0/population", 400, "no finished task of a population"),
+        ("runs/seed-0/checkpoints/3/planner.zip", 404, "no checkpoint"),
+        ("runs/seed-0/members/red.zip", 404, "no weights"),
+        ("events?run=none", 404, "no run"),
+        ("nothing", 404, "Not Found"),
+    ],
+)
+def test_what_is_not_there_is_said(client, path, status, says):
+    answer = client.get(f"/api/{path}")
+    assert answer.status_code == status and says in answer.text
+
+
+def test_who_has_an_answer_already_hears_only_that(client):
+    first = client.get("/api/runs/seed-0")
+    again = client.get("/api/runs/seed-0", headers={"If-None-Match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"") and again.headers["etag"] == first.headers["etag"]
+
+
+def test_it_follows_a_run_that_goes_on(tmp_path):
+    path = write_long_run(tmp_path, "live", steps=12, total=20)
+    client = TestClient(dashboard(tmp_path), base_url=HERE)
+    assert get(client, "runs/live")["done"] == 12 and get(client, "runs/live/alarms")["alarms"] == []
+    with Run.open(path) as run:
+        for step in range(12, 40):
+            run.log(step, "planner", {"entropy": 0.01})
+        run.log(12, "team", {"success": 0.5})
+    run = get(client, "runs/live")
+    assert run["done"] == 13
+    assert [(alarm["name"], alarm["who"]) for alarm in run["alarms"]] == [("entropy collapse", "planner")]
+
+
+# ---- agents and populations
+
+
+def test_checkpoints_can_be_had_without_what_only_training_needs(tmp_path):
+    path = write_long_run(tmp_path, "kept", steps=1)
+
+    def write(folder):
+        (folder / "red").mkdir()
+        for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+            (folder / "red" / name).write_bytes(b"w" * 3_000_000)
+        (folder / "red" / "member.json").write_text('{"version": 12}')
+
+    with Run.open(path) as run:
+        run.checkpoint(0, write, {"names": {"red": "red"}})
+    client = TestClient(dashboard(tmp_path), base_url=HERE)
+    (red,) = [policy for policy in get(client, "runs/kept/agents")["policies"] if policy["checkpoints"]]
+    assert red["name"] == "red" and red["checkpoints"][0]["version"] == 12
+    answer = client.get("/api/runs/kept/checkpoints/0/red.zip")
+    assert answer.headers["content-disposition"] == 'attachment; filename="red-1.zip"'
+    archive = zipfile.ZipFile(io.BytesIO(answer.content))
+    assert archive.namelist() == ["red/adapter_model.safetensors", "red/member.json"] and archive.testzip() is None
+
+
+def test_a_cyclic_population(tmp_path):
+    """Rock, paper and scissors, as the scheduler writes it down."""
+    names = ["rock", "paper", "scissors"]
+
+    def cell(one, other, wins, losses):
+        mean, games = (wins - losses) / (wins + losses), wins + losses
+        return {"members": [one, other], "games": games, "mean": [mean, -mean], "m2": [9.0, 9.0], "wins": [wins, losses]}
+
+    with Run.create(tmp_path, "population: {type: league}\nenv: {type: matrix}\n", "rps") as run:
+        for number, name in enumerate(names):
+            order = {"player": "agent", "learner": "main_0", "opponents": {"agent": {"rock": 1.0}}, "self_play": 0.5}
+            train = {"task": f"train/{name}", "kind": "train", "makes": name, "order": order, "result": {"return": 0.1}}
+            run.record("tasks.jsonl", train)
+            run.time(number, "team", {"task": f"train/{name}", "seconds": 2.0, "elapsed_s": 2.0 * number + 2})
+        cells = [cell("rock", "paper", 10, 90), cell("paper", "scissors", 10, 90), cell("scissors", "rock", 10, 90)]
+        order = {"cells": [one["members"] for one in cells]}
+        run.record("tasks.jsonl", {"task": "play", "kind": "play", "makes": "", "order": order, "result": {"cells": cells}})
+    client = TestClient(dashboard(tmp_path), base_url=HERE)
+    page = get(client, "runs/rps/population")
+    assert page["payoffs"]["mean"][0] == [None, -0.8, 0.8] and page["payoffs"]["rows"] == names
+    edges = {names[one]: names[best] for one, best in page["responses"]["edges"]}
+    assert edges == {"rock": "paper", "paper": "scissors", "scissors": "rock"}
+    assert [row["elo"] for row in page["ratings"]["rows"]] == pytest.approx([1200] * 3)
+    assert [(one["makes"], one["from"]) for one in page["timeline"]] == [("rock", 0), ("paper", 2), ("scissors", 4)]
+    assert page["mixtures"][0]["shares"][0] == [0.5, 0.5]  # itself, and rock
+    (alarm,) = get(client, "runs/rps/alarms")["alarms"]
+    assert alarm["name"] == "cyclic population" and "rock" in alarm["says"]
+
+
+@pytest.fixture(scope="module")
+def population(tmp_path_factory):
+    """Double oracle on Kuhn poker, exactly."""
+    root = tmp_path_factory.mktemp("populations")
+    config = root / "kuhn.yaml"
+    config.write_text(
+        "name: kuhn\nenv: {type: kuhn_poker}\npopulation: {type: psro, iterations: 4, solver: {type: nash}}\n"
+        "oracle: {type: exact}\nbackend: {type: inline}\n"
+    )
+    done = CliRunner().invoke(palestra, ["train", str(config), "--root", str(root)])
+    assert done.exit_code == 0, done.output
+    return root
+
+
+@pytest.mark.slow
+def test_a_population(population):
+    client = TestClient(dashboard(population), base_url=HERE)
+    (run,) = get(client, "runs")["runs"]
+    assert run["kind"] == "population" and (run["done"], run["total"], run["status"]) == (4, 4, "done")
+    page = get(client, "runs/kuhn/population")
+    assert page["payoffs"]["rows"][0] == "uniform" and page["payoffs"]["mean"][0][0] == 0.125
+    assert page["distance"][0]["nash_conv"] == pytest.approx(11 / 12)
+    assert [mixture["player"] for mixture in page["mixtures"]] == ["player_0", "player_1"]
+    for mixture in page["mixtures"]:
+        assert sum(mixture["shares"][-1]) == pytest.approx(1)
+    assert {stretch["learner"] for stretch in page["timeline"]} == {"player_0", "player_1"}
+    assert len(page["responses"]["names"]) == sum(page["payoffs"]["of"])
+    few = get(client, "runs/kuhn/population", last=2)
+    assert len(few["payoffs"]["rows"]) == 2 and few["payoffs"]["of"] == page["payoffs"]["of"]
+    assert all(max(edge) < len(few["responses"]["names"]) for edge in few["responses"]["edges"])
+    members = get(client, "runs/kuhn/agents")["members"]
+    assert members[0]["name"] == "uniform" and members[1]["bytes"] > 0
+    archive = zipfile.ZipFile(io.BytesIO(client.get(f"/api/runs/kuhn/members/{members[1]['name']}.zip").content))
+    assert archive.namelist() and archive.testzip() is None

@@ -1,0 +1,179 @@
+"""What the dashboard does not do: write, answer to strangers, leave its folder, run what a model wrote."""
+
+import os
+
+import pytest
+from long_runs import write_long_run
+from starlette.testclient import TestClient
+
+from palestra.dashboard.app import dashboard
+from palestra.dashboard.guard import is_ours
+from palestra.dashboard.library import Absent, Library
+
+HERE = "http://127.0.0.1"
+SECRET = "for nobody's eyes"
+TRICKS = [
+    "%2e%2e",
+    "%2e",
+    "..%2f",
+    "%2e%2e%2f",
+    "..%2foutside",
+    "..%5coutside",
+    "..;",
+    "good%00",
+    "good%2f..%2f..%2foutside",
+    "%252e%252e%252foutside",
+    "good%2fconfig.yaml",
+    "linked",
+    "~",
+    "%2Fetc",
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A good run, a run outside, and links that lead there."""
+    tmp_path = tmp_path_factory.mktemp("guarded")
+    outside = write_long_run(tmp_path, "outside", steps=1)
+    (outside / "config.yaml").write_text(f"name: {SECRET}\n")
+    root = tmp_path / "runs"
+    good = write_long_run(root, "good", steps=2)
+    (root / "linked").symlink_to(outside)
+    (root / "notarun").mkdir()
+    half = write_long_run(root, "half", steps=2, episodes=3)
+    (half / "episodes" / "step-000001.parquet").unlink()
+    (half / "episodes" / "step-000001.parquet").symlink_to(outside / "episodes" / "step-000000.parquet")
+    sly = write_long_run(root, "sly", steps=1)
+    (sly / "config.yaml").unlink()
+    (sly / "config.yaml").symlink_to(outside / "config.yaml")
+    spoilt = write_long_run(root, "spoilt", steps=1)
+    (spoilt / "meta.json").unlink()
+    (spoilt / "meta.json").symlink_to(outside / "config.yaml")
+    weights = '[{"name": "sly", "player": "a", "weights": "../../outside"}]'
+    (good / "population.json").write_text(weights)
+    line = '{"step": 0, "path": "../../outside", "names": {"red": "."}, "files": {}, "keep": true}\n'
+    (good / "checkpoints.jsonl").write_text(line)
+    return root
+
+
+@pytest.fixture
+def client(root):
+    return TestClient(dashboard(root), base_url=HERE)
+
+
+def test_only_runs_that_are_really_in_the_folder_are_listed(client):
+    assert sorted(run["name"] for run in client.get("/api/runs").json()["runs"]) == ["good", "half"]
+
+
+def test_names_as_they_arrive(root):
+    library = Library(root)
+    for name in ("", ".", "..", "/", "../outside", "good/../../outside", "linked", "sly", "notarun", "good\0", "a\\b"):
+        with pytest.raises(Absent):
+            library.run(name)
+    with pytest.raises(Absent):
+        library.run("good").file("../half/config.yaml")
+
+
+@pytest.mark.parametrize("rest", ["", "/config", "/episodes", "/agents", "/system", "/checkpoints/0/x.zip"])
+def test_no_name_leads_out(client, rest):
+    for name in TRICKS:
+        answer = client.get(f"/api/runs/{name}{rest}")
+        assert answer.status_code == 404, name
+        assert SECRET not in answer.text
+
+
+def test_no_file_beside_the_page_is_served(client):
+    for path in ("/../pyproject.toml", "/..%2f..%2f__init__.py", "/%2e%2e/app.py", "//etc/passwd", "/.hidden"):
+        assert client.get(path).status_code == 404, path
+
+
+def test_links_in_a_run_lead_nowhere(client):
+    assert client.get("/api/runs/spoilt").status_code == 404
+    assert client.get("/api/runs/half/episodes/1/0").status_code == 404
+    assert client.get("/api/runs/half/episodes").json()["of"] == 3
+
+
+def test_weights_that_are_said_to_be_elsewhere_are_not_sent(client):
+    assert client.get("/api/runs/good/members/sly.zip").status_code == 404
+    assert client.get("/api/runs/good/checkpoints/0/red.zip").status_code == 404
+    agents = client.get("/api/runs/good/agents")
+    assert agents.status_code == 404 and "outside" in agents.text
+
+
+def test_it_only_shows(client):
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert client.request(method, "/api/runs").status_code == 405
+
+
+def test_every_answer_forbids_what_a_page_need_not_do(client):
+    for path in ("/", "/api/runs", "/api/none", "/app.js"):
+        answer = client.get(path)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy and answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert "access-control-allow-origin" not in answer.headers
+    page = client.get("/").text
+    assert "<script>" not in page and "style=" not in page and "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [
+        ("127.0.0.1:6070", True),
+        ("localhost", True),
+        ("[::1]:6070", True),
+        ("192.168.1.7:80", True),
+        ("box", True),
+        ("BOX:6070", True),
+        ("evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example:6070", False),
+        ("", False),
+    ],
+)
+def test_other_names_than_ours_are_not_answered_to(root, host, ours):
+    assert is_ours(host, {"localhost", "box"}) == ours
+    client = TestClient(dashboard(root, hosts={"box"}), base_url=HERE)
+    assert client.get("/api/runs", headers={"Host": host}).status_code == (200 if ours else 421)
+
+
+# ---- the token
+
+
+@pytest.fixture
+def locked(root):
+    return TestClient(dashboard(root, token="open sesame"), base_url=HERE, follow_redirects=False)
+
+
+def test_without_the_token_nothing_is_told(locked):
+    for path in ("/", "/app.js", "/api/runs", "/api/runs/good", "/api/events", "/?token=wrong", "/api/runs?token="):
+        answer = locked.get(path)
+        assert answer.status_code == 401 and "good" not in answer.text
+    assert locked.get("/api/runs", headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert locked.get("/api/runs", headers={"Cookie": "palestra_dashboard=wrong"}).status_code == 401
+
+
+def test_the_token_in_the_address_becomes_a_cookie(locked):
+    answer = locked.get("/", params={"token": "open sesame", "x": "1"})
+    assert answer.status_code == 303 and answer.headers["location"] == "/?x=1"
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie and "SameSite=strict" in cookie and "sesame" not in cookie
+    assert locked.get("/api/runs").status_code == 200  # the client keeps cookies
+
+
+def test_the_token_as_a_bearer(locked):
+    assert locked.get("/api/runs", headers={"Authorization": "Bearer open sesame"}).status_code == 200
+
+
+def test_with_a_token_any_name_will_do(root):
+    client = TestClient(dashboard(root, token="t"), base_url="http://runs.example.org")
+    assert client.get("/api/runs", headers={"Authorization": "Bearer t"}).status_code == 200
+
+
+def test_it_writes_nothing(root, client):
+    before = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
+    for path in ("runs", "runs/half", "runs/half/episodes", "runs/half/system", "runs/half/agents", "runs/half/alarms"):
+        assert client.get(f"/api/{path}").status_code == 200
+    assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before
+    assert not [name for name in os.listdir(root) if name.startswith(".")]
