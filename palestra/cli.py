@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from palestra.cli_agents import publish, serve_agent
 from palestra.cli_league import league
 from palestra.cli_play import collect, evaluate, play
 from palestra.cli_serve import keys, serve
@@ -276,7 +277,7 @@ def _sandbox() -> str:
 
 
 app.command(name="eval")(evaluate)
-for command in (collect, play, serve):
+for command in (collect, play, serve, publish, serve_agent):
     app.command()(command)
 app.add_typer(keys, name="keys")
 app.add_typer(league, name="league")

@@ -41,8 +41,10 @@ ROOMS = [
         "palestra.compare",
         "palestra.population_plots",
     },
-    {"palestra.collect"},
-    {"palestra.cli_league", "palestra.cli_play", "palestra.cli_serve"},
+    {"palestra.collect", "palestra.agents"},
+    {"palestra.model_card"},
+    {"palestra.publish", "palestra.serve_agent"},
+    {"palestra.cli_agents", "palestra.cli_league", "palestra.cli_play", "palestra.cli_serve"},
     {"palestra.cli", "palestra.__main__"},
     {"palestra.testing"},
 ]
