@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from palestra.cli_agents import publish, serve_agent
 from palestra.cli_dashboard import dashboard
 from palestra.cli_envs import serve_envs
 from palestra.cli_league import league
@@ -310,7 +311,7 @@ def _sandbox() -> str:
 
 
 app.command(name="eval")(evaluate)
-for command in (collect, dashboard, play, serve, serve_envs, serve_sampler):
+for command in (collect, dashboard, play, publish, serve, serve_agent, serve_envs, serve_sampler):
     app.command()(command)
 app.add_typer(keys, name="keys")
 app.add_typer(league, name="league")

@@ -40,8 +40,11 @@ ROOMS = [
         "palestra.compare",
         "palestra.population_plots",
     },
-    {"palestra.collect", "palestra.dashboard"},
+    {"palestra.collect", "palestra.dashboard", "palestra.agents"},
+    {"palestra.model_card"},
+    {"palestra.publish", "palestra.serve_agent"},
     {
+        "palestra.cli_agents",
         "palestra.cli_dashboard",
         "palestra.cli_envs",
         "palestra.cli_league",

@@ -37,11 +37,11 @@ class ChatEncoder:
     reaches another's prompt, and must not forge a turn there.
     """
 
-    def __init__(self, tokenizer: Any, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, options: dict[str, Any] | None = None, *, remember: int = 65536) -> None:
         self.tokenizer, self.options = tokenizer, options or {}
         self.special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
-        self._first = lru_cache(maxsize=65536)(self._encode_first)
-        self._next = lru_cache(maxsize=65536)(self._encode_next)
+        self._first = lru_cache(maxsize=remember)(self._encode_first)
+        self._next = lru_cache(maxsize=remember)(self._encode_next)
 
     def first(self, query: Query, system: str | None) -> np.ndarray:
         """The prompt of a conversation's first turn."""

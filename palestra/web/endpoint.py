@@ -1,7 +1,8 @@
 """An endpoint on this machine that speaks OpenAI's chat completions and lets somebody else answer.
 
-One server for the process, on a thread of its own. A session is one program's conversations: it has a key, by which its
-calls are known, and models, which are the seats of a game. A call waits until the session's owner answers it.
+One server for the programs of this process, on a thread of its own; others may be started at an address of their own.
+A session is one program's conversations: it has a key, by which its calls are known, and models, which are the seats of
+a game. A call waits until the session's owner answers it.
 
     session = Session(["planner"], deliver)     # deliver(Asked) hears of every call, on the server's thread
     with_client(base_url=session.url, api_key=session.key)
@@ -17,7 +18,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 LARGEST = 64 * 2**20  # bytes of a request
+ANYBODY = ""  # the key of a session that answers whatever key comes
+SETTINGS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "stop")
 _numbers = itertools.count()
 
 
@@ -37,21 +40,39 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
+class Said:
+    """An answer with how it ended and how many tokens were read and written, where its owner knows that."""
+
+    text: str
+    cut_off: bool = False
+    tokens: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class Asked:
-    """A call: who is asked, what about, and where the answer goes."""
+    """A call: who is asked, what about, how the answer is to be sampled (SETTINGS as they came), and where it goes."""
 
     model: str
     chat: Chat
-    answer: Future[str] = field(default_factory=Future)
+    settings: dict[str, Any] = field(default_factory=dict)
+    answer: Future[str | Said] = field(default_factory=Future)
 
 
 class Session:
-    """What one program may ask: `models` by name, at `url` with `key`. Close it when the program is done."""
+    """What one program may ask: `models` by name, at `url` with `key` (None: a new one; ANYBODY: with any). Close it
+    when the program is done."""
 
-    def __init__(self, models: Sequence[str], deliver: Callable[[Asked], None]) -> None:
+    def __init__(
+        self,
+        models: Sequence[str],
+        deliver: Callable[[Asked], None],
+        *,
+        server: Server | None = None,
+        key: str | None = None,
+    ) -> None:
         self.models, self.deliver = tuple(models), deliver
-        self.key = f"palestra-{secrets.token_urlsafe(18)}"
-        self._server = _server()
+        self.key = f"palestra-{secrets.token_urlsafe(18)}" if key is None else key
+        self._server = server or _server()
         self.url = self._server.url
         self._server.sessions[self.key] = self
 
@@ -61,33 +82,54 @@ class Session:
 
 
 @cache
-def _server() -> _Server:
-    return _Server()
+def _server() -> Server:
+    return Server()
 
 
-class _Server:
-    def __init__(self) -> None:
+class Server:
+    """Listens at `host` and `port` (0: any that is free) for the calls of its sessions. Raises ValueError where it
+    cannot."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         try:
             import aiohttp.web  # noqa: F401
         except ImportError as error:
             raise ValueError(f"a local endpoint needs {error.name}: pip install 'palestra[workflow]'") from error
         self.sessions: dict[str, Session] = {}
         ready: Future[str] = Future()
-        threading.Thread(target=lambda: asyncio.run(self._serve(ready)), name="endpoint", daemon=True).start()
-        self.url = ready.result()
+        serving = lambda: asyncio.run(self._serve(host, port, ready))  # noqa: E731 (a thread's target)
+        self._thread = threading.Thread(target=serving, name="endpoint", daemon=True)
+        self._thread.start()
+        try:
+            self.url = ready.result()
+        except OSError as error:
+            raise ValueError(
+                f"cannot listen at {host}:{port}: {error.strerror or error}; take another --port"
+            ) from error
 
-    async def _serve(self, ready: Future[str]) -> None:
+    def close(self) -> None:
+        """Hangs up, once the calls under way are answered or two seconds are over."""
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
+
+    async def _serve(self, host: str, port: int, ready: Future[str]) -> None:
         from aiohttp import web
 
-        app = web.Application(client_max_size=LARGEST)
+        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(client_max_size=LARGEST, middlewares=[_told])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._complete)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        ready.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
-        await asyncio.Event().wait()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            await runner.cleanup()
+            return ready.set_exception(error)
+        shown = f"[{host}]" if ":" in host else host
+        ready.set_result(f"http://{shown}:{runner.addresses[0][1]}/v1")
+        await self._closing.wait()
+        await runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -102,22 +144,26 @@ class _Server:
             raise _error(400, str(error)) from None
         session.deliver(asked)
         try:
-            text = await asyncio.wrap_future(asked.answer)
+            answer = await asyncio.wrap_future(asked.answer)
         except Refused as error:
             raise _error(410, str(error)) from None
-        message = assistant(text)
-        finish = "tool_calls" if "tool_calls" in message else "stop"
+        except ValueError as error:
+            raise _error(400, str(error)) from None
+        said = Said(answer) if isinstance(answer, str) else answer
+        message = assistant(said.text)
+        finish = "tool_calls" if "tool_calls" in message else "length" if said.cut_off else "stop"
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
         if stream:
             return await _streamed(request, head, message, finish)
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
-        return _json({**head, "object": "chat.completion", "choices": [choice]})
+        return _json({**head, "object": "chat.completion", "choices": [choice], **_usage(said)})
 
     def _session(self, request: web.Request) -> Session:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if key not in self.sessions:
-            raise _error(401, "this key is not, or no longer, one of an episode that is being played")
-        return self.sessions[key]
+        for known, session in self.sessions.items():
+            if known == ANYBODY or secrets.compare_digest(known.encode(), key.encode(errors="replace")):
+                return session
+        raise _error(401, "this key is not, or no longer, one of an episode that is being played")
 
 
 def _asked(body: Any, models: Sequence[str]) -> tuple[Asked, bool]:
@@ -134,7 +180,8 @@ def _asked(body: Any, models: Sequence[str]) -> tuple[Asked, bool]:
         raise ValueError("messages must be a list of messages, each with a role")
     if any(_has_pictures(message.get("content")) for message in messages):
         raise ValueError("messages of text only are answered here: send parts of type text")
-    return Asked(name, Chat(tuple(messages), tuple(tools))), bool(body.get("stream"))
+    settings = {key: body[key] for key in SETTINGS if body.get(key) is not None}
+    return Asked(name, Chat(tuple(messages), tuple(tools)), settings), bool(body.get("stream"))
 
 
 def _has_pictures(content: Any) -> bool:
@@ -160,6 +207,28 @@ def _events(head: dict[str, Any], message: dict[str, Any], finish: str) -> Itera
     yield "[DONE]"
 
 
+def _usage(said: Said) -> dict[str, Any]:
+    if said.tokens is None:
+        return {}
+    read, written = said.tokens
+    return {"usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}}
+
+
+async def _told(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+    """Errors that are not ours, such as a wrong address or a body too large, in OpenAI's shape too."""
+    from aiohttp import web
+
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.content_type == "application/json":
+            raise
+        return web.json_response(_fault(error.status, error.reason), status=error.status)
+
+
+_told.__middleware_version__ = 1  # type: ignore[attr-defined]  # what aiohttp's decorator says, which is not loaded yet
+
+
 def _json(body: dict[str, Any]) -> web.Response:
     from aiohttp import web
 
@@ -171,5 +240,8 @@ def _error(status: int, message: str) -> Exception:
     from aiohttp import web
 
     kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 410: web.HTTPGone}
-    body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": status}})
-    return kinds[status](text=body, content_type="application/json")
+    return kinds[status](text=json.dumps(_fault(status, message)), content_type="application/json")
+
+
+def _fault(status: int, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": status}}

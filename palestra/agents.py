@@ -1,0 +1,159 @@
+"""Trained agents on the disk, wherever they lie: in a run's checkpoint, in a population, in a published folder.
+
+An agent is a folder of weights and the way it speaks: base, role, sampling, chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from palestra.config import Tree, load, validate
+from palestra.envs import is_vectorised, make_env
+from palestra.evaluate import find_checkpoint
+from palestra.files import read_lines
+from palestra.policies.lm import LanguagePolicy
+from palestra.recipe import Config, FrozenConfig
+from palestra.runs import Checkpoint
+from palestra.setup import Engines, seat_map
+
+FACTS = "palestra.json"  # in a published folder: what the weights alone do not say
+SPEECH = ("base", "sampling", "system", "memory", "template", "dtype")
+Kind = Literal["adapter", "model", "network"]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A trained agent. `speech` holds the SPEECH settings it was trained with ({} for a network), `role` what its env
+    told it that it is there for; `run` is where it was trained, `step` after how many steps."""
+
+    name: str
+    version: int
+    folder: Path
+    kind: Kind
+    speech: dict[str, Any] = field(default_factory=dict)
+    role: str = ""
+    run: Path | None = None
+    step: int | None = None
+
+    @property
+    def versioned(self) -> str:
+        return f"{self.name}@{self.version}"
+
+    def facts(self) -> dict[str, Any]:
+        """What FACTS says of it."""
+        return {"name": self.name, "version": self.version, "role": self.role, "speech": self.speech}
+
+
+def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) -> list[Agent]:
+    """The agents called `names` (none: all) of a run, of its checkpoint after `step` steps, or the one of a published
+    folder. Raises ValueError where there are none such."""
+    if not (path / "config.yaml").is_file():
+        return [_published(path)]
+    tree = load(path / "config.yaml")
+    found = _members(path, tree) if "population" in tree else _policies(path, tree, step)
+    if unknown := [name for name in names if name not in found]:
+        raise ValueError(f'{path} has no trained agent "{unknown[0]}"; it has: {", ".join(found) or "none"}')
+    if not found:
+        raise ValueError(f"{path} has no trained agent yet: it needs a checkpoint; `palestra runs` lists them")
+    return [found[name] for name in names or found]
+
+
+def load_policy(agent: Agent, engines: Engines) -> LanguagePolicy:
+    """The agent, ready to be asked. Raises ValueError for a network, which says nothing."""
+    if agent.kind == "network":
+        raise ValueError(f"{agent.name} is a network that plays a vectorised game: it answers no messages")
+    speech = agent.speech
+    path: str | None = str(agent.folder)
+    if agent.kind == "model" and agent.run is None:  # a published model is a base of its own
+        speech, path = speech | {"base": str(agent.folder.resolve())}, None
+    return engines.frozen(agent.versioned, validate(FrozenConfig, speech | {"path": path}))
+
+
+def _published(folder: Path) -> Agent:
+    if not folder.is_dir():
+        raise ValueError(f"there is no run and no published agent at {folder}")
+    kind = kind_of(folder)
+    facts: dict[str, Any] = {"name": folder.resolve().name, "version": 0, "role": "", "speech": {}}
+    if (folder / FACTS).exists():
+        facts |= json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    elif kind == "adapter":  # PEFT's own folder
+        facts["speech"] = {"base": json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]}
+    return Agent(facts["name"], facts["version"], folder, kind, facts["speech"], facts["role"])
+
+
+def kind_of(folder: Path) -> Kind:
+    """What the weights in a folder are. Raises ValueError where they are none that can be given away."""
+    if (folder / "adapter_config.json").exists():
+        return "adapter"
+    if (folder / "config.json").exists():
+        return "model"
+    if (folder / "policy.safetensors").exists():
+        return "network"
+    raise ValueError(
+        f"{folder} holds neither an adapter (adapter_config.json), nor a model (config.json), nor a network "
+        "(policy.safetensors): name a run, or a folder that `palestra publish` wrote"
+    )
+
+
+def _policies(path: Path, tree: Tree, step: int | None) -> dict[str, Agent]:
+    """The policies that a run trains, by name."""
+    checkpoint = find_checkpoint(path, step)
+    folders = {name: checkpoint.path / folder for name, folder in checkpoint.names.items()}
+    if is_vectorised((tree.get("env") or {}).get("type")):
+        return {name: _agent(name, folder, path, checkpoint) for name, folder in folders.items()}
+    config = validate(Config, tree)
+    roles = _roles(config)
+    return {
+        name: _agent(name, folder, path, checkpoint, _speech(config.policies[name]), roles.get(name, ""))
+        for name, folder in folders.items()
+    }
+
+
+def _agent(
+    name: str, folder: Path, run: Path, checkpoint: Checkpoint | None, speech: Tree | None = None, role: str = ""
+) -> Agent:
+    version = json.loads((folder / "member.json").read_text())["version"]
+    after = checkpoint.step + 1 if checkpoint else None
+    return Agent(name, version, folder, kind_of(folder), speech or {}, role, run, after)
+
+
+def _members(path: Path, tree: Tree) -> dict[str, Agent]:
+    """The frozen members of a population that have weights."""
+    listed = path / "population.json"
+    lines = json.loads(listed.read_text()) if listed.exists() else []
+    made = {line["makes"] for line in read_lines(path / "tasks.jsonl") if line.get("makes")}
+    names = [name for name in [line["name"] for line in lines] or sorted(made) if (path / "members" / name).is_dir()]
+    speech = _told(tree)
+    folders = {name: path / "members" / name for name in names}
+    return {
+        name: _agent(name, folder, path, None, speech)
+        for name, folder in folders.items()
+        if (folder / "member.json").exists()
+    }
+
+
+def _told(tree: Tree) -> Tree:
+    """How the language agents of a population speak; {} for networks."""
+    oracle = tree.get("oracle") or {}
+    if oracle.get("type") != "language":
+        return {}
+    return {key: value for key, value in (oracle.get("policy") or {}).items() if key in SPEECH}
+
+
+def _speech(policy: Any) -> Tree:
+    return {key: value for key, value in policy.model_dump(mode="json").items() if key in SPEECH}
+
+
+def _roles(config: Config) -> dict[str, str]:
+    """By policy, the role that the env gives the first seat it sits at."""
+    roles: dict[str, str] = {}
+    if not config.games:
+        return roles
+    told = {seat: role for env in config.games.values() for seat, role in make_env(**env).roles.items()}
+    for seat, name in seat_map(config).items():
+        roles.setdefault(name, told.get(seat, ""))
+    return roles

@@ -1,0 +1,78 @@
+"""A trained agent as a folder for others: weights that `peft`, `transformers` and vLLM read, and a model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from palestra.agents import FACTS, Agent
+from palestra.engine.checkpoints import load_adapter
+from palestra.engine.models import Engine, resolve_base
+from palestra.files import atomic_folder
+from palestra.model_card import model_card
+
+LEFT = ("optimizer.safetensors", "critic.safetensors", "training.safetensors", "member.json")  # of use to training only
+
+
+def publish(
+    agent: Agent, to: Path, *, merge: bool = False, base_name: str | None = None, licence: str | None = None
+) -> None:
+    """Writes `agent` to the folder `to`, which must not be there yet, with a model card.
+
+    `merge` adds an adapter to its base and writes the whole model. `base_name` is what others call the base, where it
+    was trained from a local folder. Raises ValueError where something stands at `to`, and where nothing can be merged.
+    """
+    if to.exists():
+        raise ValueError(f"{to} is there already: name a new folder, or remove that one")
+    if merge and agent.kind != "adapter":
+        raise ValueError(f"{agent.name} is a {agent.kind}: only an adapter is merged into its base; leave out --merge")
+
+    def write(folder: Path) -> None:
+        if merge:
+            save_merged(agent, folder)
+        else:
+            copy_weights(agent, folder, base_name)
+        kept = replace(agent, kind="model", folder=to) if merge else agent
+        if agent.kind != "network":
+            (folder / FACTS).write_text(json.dumps(agent.facts(), indent=2, ensure_ascii=False) + "\n")
+        card = model_card(kept, base=base_name or agent.speech.get("base", ""), licence=licence, folder=to.name)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    atomic_folder(to, write)
+
+
+def copy_weights(agent: Agent, folder: Path, base_name: str | None) -> None:
+    """The files of the weights; an adapter is told `base_name` as its base."""
+    kept = (*LEFT[:-1], "reference") if agent.kind == "network" else (*LEFT, "reference")
+    for path in agent.folder.iterdir():
+        if path.is_file() and path.name not in kept:
+            shutil.copyfile(path, folder / path.name)
+    if agent.kind == "adapter" and base_name:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = base_name
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+def save_merged(agent: Agent, folder: Path) -> None:
+    """The base with the adapter added, in the type of numbers that the base is kept in; added in float32.
+
+    Raises ValueError for an adapter on an output layer that shares its weights with the embeddings: added, it would
+    change both.
+    """
+    base = agent.speech["base"]
+    engine = Engine.load(base, device="cpu", dtype="float32")
+    adapter = load_adapter(agent.folder, engine)
+    head = engine.model.get_output_embeddings()
+    if engine.model.config.tie_word_embeddings and any(engine.linears[name] is head for name in adapter.weights):
+        raise ValueError(f"{agent.name} adapts the output layer of {base}, which shares its weights: publish unmerged")
+    with torch.no_grad():
+        for name, (a, b) in adapter.weights.items():
+            engine.linears[name].weight += adapter.scale * (b @ a)
+    kept = getattr(AutoConfig.from_pretrained(resolve_base(base)), "dtype", None) or torch.float32
+    engine.model.to(kept).save_pretrained(folder)
+    engine.tokenizer.save_pretrained(folder)

@@ -1,0 +1,154 @@
+"""Agents for others: what is published is read by peft and transformers, and says what our engine says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from trained import palestra, refused, two_agents
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from palestra.agents import find_agents, load_policy
+from palestra.engine.checkpoints import save_adapter
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Request, Sampling
+from palestra.setup import Engines
+
+IDS = torch.from_numpy(np.random.default_rng(0).integers(5, 250, (1, 24)))
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    return two_agents(base, tmp_path_factory.mktemp("publish"))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def card_of(folder):
+    """The YAML at the head of a model card, and its text."""
+    _, head, text = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(head), text
+
+
+def test_peft_loads_what_is_published_and_says_what_our_engine_says(run, base, tmp_path):
+    palestra("publish", run, "--member", "guide", "--to", tmp_path / "guide", "--license", "apache-2.0")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "guide")
+    (agent,) = find_agents(tmp_path / "guide")
+    policy = load_policy(agent, Engines("cpu", 8))
+    request = Request(IDS[0].numpy().astype(np.int32), 1, Sampling(max_tokens=1, temperature=0), policy.adapter)
+    ((ours,),) = policy.sampler.sample_all([request])
+    expected = torch.log_softmax(logits(theirs)[0, -1], -1)
+    assert ours.token_ids[0] == expected.argmax() and ours.logprobs[0] == pytest.approx(float(expected.max()), abs=1e-5)
+    untrained = torch.log_softmax(logits(AutoModelForCausalLM.from_pretrained(base))[0, -1], -1)
+    assert (untrained - expected).abs().max() > 1e-3  # it is the adapter that was compared
+    assert not (tmp_path / "guide" / "optimizer.safetensors").exists()
+
+
+def test_the_merged_model_is_the_adapter_on_its_base(run, base, tmp_path):
+    palestra("publish", run, "--member", "guide", "--to", tmp_path / "a")
+    palestra("publish", run, "--member", "guide", "--to", tmp_path / "m", "--merge")
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert torch.allclose(logits(merged), logits(adapted), atol=1e-5, rtol=0)
+    assert AutoTokenizer.from_pretrained(tmp_path / "m").encode("up 1") == AutoTokenizer.from_pretrained(base).encode(
+        "up 1"
+    )
+    head, text = card_of(tmp_path / "m")
+    assert head["library_name"] == "transformers" and "vllm serve m" in text
+    (agent,) = find_agents(tmp_path / "m")
+    assert load_policy(agent, Engines("cpu", 8)).adapter is None
+
+
+def test_the_card_says_what_it_is_and_how_good(run, tmp_path):
+    palestra(
+        "publish", run, "--member", "walker", "--to", tmp_path / "w", "--base-name", "some/base", "--license", "mit"
+    )
+    head, text = card_of(tmp_path / "w")
+    assert head["base_model"] == "some/base" and head["library_name"] == "peft" and head["license"] == "mit"
+    assert {"lora", "grpo", "toys:Whisper", "base_model:adapter:some/base"} <= set(head["tags"])
+    assert head["model-index"][0]["results"][0]["dataset"] == {"name": "dev", "type": "toys:Whisper"}
+    assert json.loads((tmp_path / "w" / "adapter_config.json").read_text())["base_model_name_or_path"] == "some/base"
+    for told in ("| dev | 5 | return of walker |", "seed 0", "after 3 of 3 steps", "palestra 0.1.0", "rank: 8"):
+        assert told in text
+    for command in ("PeftModel.from_pretrained", "vllm serve some/base --enable-lora", "palestra serve-agent w"):
+        assert command in text
+
+
+def test_a_local_base_is_not_named_to_others(run, tmp_path):
+    palestra("publish", run, "--member", "walker", "--to", tmp_path / "w")
+    assert "base_model" not in card_of(tmp_path / "w")[0]
+
+
+def test_a_config_cannot_break_out_of_the_card(run, tmp_path):
+    copied = tmp_path / "copied"
+    shutil.copytree(run, copied)
+    (copied / "config.yaml").write_text((run / "config.yaml").read_text() + "# ````\n# # Forged\n")
+    palestra("publish", copied, "--member", "guide", "--to", tmp_path / "g")
+    assert "`````yaml" in card_of(tmp_path / "g")[1]
+
+
+def test_what_cannot_be_published_is_told(run, tmp_path):
+    assert "has 2 agents: say --member guide|walker" in refused("publish", run, "--to", tmp_path / "x")
+    assert 'no trained agent "nobody"; it has: guide, walker' in refused(
+        "publish", run, "--member", "nobody", "--to", tmp_path / "x"
+    )
+    assert "is there already" in refused("publish", run, "--member", "guide", "--to", tmp_path)
+    assert "it has: 3" in refused("publish", run, "--step", 2, "--to", tmp_path / "x")
+    (tmp_path / "empty").mkdir()
+    assert "holds neither an adapter" in refused("publish", tmp_path / "empty", "--to", tmp_path / "x")
+    assert "there is no run" in refused("publish", tmp_path / "nowhere", "--to", tmp_path / "x")
+
+
+def test_an_adapter_on_a_shared_output_layer_is_not_merged(base, run, tmp_path):
+    engine = Engine.load(str(base), device="cpu")
+    tied = engine.model.config.tie_word_embeddings
+    save_adapter(tmp_path / "h", Adapter(engine.linears, LoraConfig(targets=["lm_head"]), seed=0), str(base))
+    if tied:
+        assert "shares its weights" in refused("publish", tmp_path / "h", "--to", tmp_path / "x", "--merge")
+        assert not (tmp_path / "x").exists()
+    else:
+        palestra("publish", tmp_path / "h", "--to", tmp_path / "x", "--merge")
+
+
+@pytest.mark.slow
+def test_full_models_and_members_of_populations(base, tmp_path):
+    speech = {"type": "full", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 2}}
+    path = two_agents(base, tmp_path, policies={"guide": speech, "walker": {"type": "scripted", "answers": ["0"]}})
+    palestra("publish", path, "--to", tmp_path / "full")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+    moved = logits(merged) - logits(AutoModelForCausalLM.from_pretrained(base))
+    assert moved.abs().max() > 1e-3
+    assert "only an adapter is merged" in refused("publish", path, "--to", tmp_path / "x", "--merge")
+    (published,) = find_agents(tmp_path / "full")
+    query = Request(IDS[0].numpy().astype(np.int32), 1, Sampling(max_tokens=1, temperature=0))
+    sampler = load_policy(published, Engines("cpu", 8)).sampler
+    (sampled,) = asyncio.run(sampler.sample(query))
+    assert sampled.token_ids[0] == logits(merged)[0, -1].argmax()
+
+
+@pytest.mark.slow
+def test_networks_and_members_of_a_population(tmp_path):
+    palestra("train", "configs/populations/kuhn_psro.yaml", "--root", tmp_path, "--name", "pop", "--backend", "inline",
+             "--set", "population.iterations=1", "--set", "population.env_steps=2000")  # fmt: skip
+    palestra("publish", tmp_path / "pop", "--member", "player_0-1", "--to", tmp_path / "net")
+    assert sorted(path.name for path in (tmp_path / "net").iterdir()) == [
+        "README.md",
+        "member.json",
+        "policy.safetensors",
+    ]
+    head, text = card_of(tmp_path / "net")
+    assert {"kuhn_poker", "psro"} <= set(head["tags"]) and "path: net" in text
+    config = {"env": {"type": "kuhn_poker", "games": 4}, "env_steps": 64, "name": "against",
+              "policies": {"player_0": {"type": "frozen", "path": str(tmp_path / "net")}, "player_1": {"type": "net"}}}  # fmt: skip
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    palestra("train", tmp_path / "c.yaml", "--root", tmp_path)

@@ -1,0 +1,143 @@
+"""A trained agent behind an endpoint: a real server process, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from processes import PALESTRA
+from trained import palestra, refused, two_agents
+
+pytestmark = pytest.mark.slow  # a process that loads torch, on a machine that has other things to do
+
+KEY = "a-key-of-ours"
+ASK = [{"role": "user", "content": "say 0 or 1"}]
+
+
+@contextmanager
+def serving(*arguments, **environment):
+    """The address of a server process, which must end well when it is told to."""
+    command = [*PALESTRA, "serve-agent", *map(str, arguments), "--port", "0"]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # of the env's module
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+    )
+    try:
+        line = process.stdout.readline()
+        found = re.search(r" at (http\S+)", line)
+        assert found, line + process.stdout.read()
+        yield found[1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, out
+
+
+@pytest.fixture(scope="module")
+def served(base, tmp_path_factory):
+    """A run's agents, and the address of a server of both that asks for a key."""
+    folder = tmp_path_factory.mktemp("served")
+    run = two_agents(base, folder)
+    with serving(run, "--key-env", "AGENT_KEY", AGENT_KEY=KEY) as url:
+        yield run, url
+
+
+@pytest.fixture
+def client(served):
+    with openai.OpenAI(base_url=served[1], api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def ask(client, **settings):
+    return client.chat.completions.create(**{"model": "guide", "messages": ASK, "temperature": 0} | settings)
+
+
+def test_openais_client_is_answered(client):
+    assert [model.id for model in client.models.list()] == ["guide", "walker"]
+    said = ask(client)
+    assert said.model == "guide" and said.choices[0].message.role == "assistant"
+    assert said.choices[0].finish_reason in ("stop", "length") and said.usage.completion_tokens <= 2
+    assert said.usage.prompt_tokens > 5
+    assert ask(client, max_tokens=1).usage.completion_tokens == 1
+    assert ask(client, max_completion_tokens=7, temperature=1, top_p=0.9, stop=["x"]).usage.completion_tokens <= 7
+
+
+def test_streams_are_whole(client):
+    whole = ask(client).choices[0]
+    chunks = [chunk.choices[0] for chunk in ask(client, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
+    assert chunks[-1].finish_reason == whole.finish_reason
+
+
+def test_a_seed_fixes_the_answer_however_many_ask(client):
+    settings = {"temperature": 1, "max_tokens": 12}
+    with ThreadPoolExecutor(8) as threads:
+        texts = list(threads.map(lambda i: ask(client, seed=i % 2, **settings).choices[0].message.content, range(16)))
+    assert len(set(texts[::2])) == len(set(texts[1::2])) == 1 and texts[0] != texts[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"model": "nobody"}, "no model 'nobody' here, but guide, walker"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"seed": "x"}, "seed must be a whole number"),
+        ({"messages": []}, "messages must be a list"),
+        ({"messages": [{"role": "user", "content": "0 1 " * 20_000}]}, "token"),
+        ({"n": 2}, "n must be 1"),
+    ],
+)
+def test_a_wrong_call_is_told_so_in_openais_shape(client, settings, told):
+    with pytest.raises(openai.BadRequestError, match=told) as error:
+        ask(client, **settings)
+    assert error.value.body["type"] == "invalid_request_error"
+
+
+def test_without_the_key_nobody_is_answered(served):
+    for key in ("wrong", "ключ"):
+        headers = {"Authorization": f"Bearer {key}".encode()}
+        reply = httpx.post(f"{served[1]}/chat/completions", json={"model": "guide", "messages": ASK}, headers=headers)
+        assert reply.status_code == 401 and "key" in reply.json()["error"]["message"]
+    assert httpx.get(f"{served[1]}/models").status_code == 401
+
+
+def test_errors_of_the_wire_are_in_openais_shape_too(served):
+    reply = httpx.get(f"{served[1]}/nothing", headers={"Authorization": f"Bearer {KEY}"})
+    assert reply.status_code == 404 and reply.json()["error"]["code"] == 404
+    reply = httpx.post(f"{served[1]}/chat/completions", content=b"{", headers={"Authorization": f"Bearer {KEY}"})
+    assert reply.status_code == 400 and reply.json()["error"]["message"]
+
+
+def test_a_server_that_cannot_be_is_refused(served, tmp_path, monkeypatch):
+    run, url = served
+    port = re.search(r":(\d+)/", url)[1]
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    assert f"cannot listen at 127.0.0.1:{port}" in refused("serve-agent", run, "--port", port)
+    assert "there is no key in the variable NO_SUCH_KEY" in refused("serve-agent", run, "--key-env", "NO_SUCH_KEY")
+    assert "there is no key in" in refused("serve-agent", run, "--key-file", tmp_path / "none")
+    assert "two agents are called guide" in refused("serve-agent", run, run)
+
+
+def test_a_published_agent_speaks_as_it_did(served, client, tmp_path):
+    run, _ = served
+    palestra("publish", run, "--member", "guide", "--to", tmp_path / "guide")
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    with (
+        serving(tmp_path / "guide", "--key-file", tmp_path / "key") as url,
+        openai.OpenAI(base_url=url, api_key=KEY) as other,
+    ):
+        assert ask(other).choices[0].message == ask(client).choices[0].message

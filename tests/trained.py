@@ -1,0 +1,47 @@
+"""Small runs that were really trained, for tests of what is made of runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+from typer.testing import CliRunner
+
+from palestra.cli import app
+
+
+def palestra(*arguments: object) -> str:
+    """The command in this process; what it printed, once it has ended well."""
+    done = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def refused(*arguments: object) -> str:
+    """What a command that must fail said of it, in one line."""
+    done = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert done.exit_code == 2 and "Traceback" not in done.output, done.output
+    return " ".join(done.stderr.split())
+
+
+def two_agents(base: Path, root: Path, name: str = "two", **changes: object) -> Path:
+    """A run of three steps of a guide and a walker with adapters on `base`."""
+    speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 2}}
+    tree = {
+        "name": name,
+        "steps": 3,
+        "episodes": 4,
+        "env": {"type": "toys:Whisper"},
+        "policies": {"guide": speech, "walker": speech},
+        "algorithm": {"type": "grpo", "k": 3},
+        "exams": {"dev": {"episodes": 5}},
+    }
+    config = root / f"{name}.yaml"
+    config.write_text(yaml.safe_dump(tree | changes))
+    palestra("train", config, "--root", root / "runs")
+    return root / "runs" / name
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
