@@ -310,16 +310,18 @@ def _shows(module: str) -> bool:
 
 def test_extras_are_not_loaded_with_the_package() -> None:
     """A module that needs an extra may import it at its top only if nothing loads that module unasked. The service is
-    asked for as a whole, and so are the dashboard, what is compiled, and what speaks gRPC."""
+    asked for as a whole, and so are the dashboard, what is compiled, and what talks to other machines."""
     asked = [found for found in imports() if found.at_load and (_serves(found.importer) or _shows(found.importer))]
     needing = {found.importer for found in [*asked, *(found for found in imports() if found.at_load and found.extra)]}
-    needing |= compiled() | _over_grpc()
+    needing |= compiled() | _talking()
     loaded = [found for found in ours() if found.at_load and found.target in needing and found.importer not in needing]
     assert [str(found) for found in loaded] == []
 
 
-def _over_grpc() -> set[str]:
-    return {name for name in modules() if name.startswith("palestra.remote.") and GRPC & reached(name).keys()}
+def _talking() -> set[str]:
+    """The modules of the room `palestra.remote` that cannot be loaded without an extra."""
+    own = [name for name in modules() if name.startswith("palestra.remote.")]
+    return {name for name in own if {target.split(".")[0] for target in reached(name)} & OPTIONAL}
 
 
 def test_nothing_compiled_is_loaded_unasked() -> None:
