@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from palestra.config import validate
 from palestra.engine.checkpoints import load_full
 from palestra.engine.models import Engine
+from palestra.recipe import Config
 from palestra.runs import checkpoints, read_lines
 
 ROOT = Path(__file__).parent.parent
@@ -141,3 +143,10 @@ def test_what_all_ranks_find_wrong_one_says(tmp_path):
     assert "staleness" in finish(start(tmp_path, 2, *demo("staleness=1", name="wrong")), code=1)
     said = finish(start(tmp_path, 2, ROOT / "configs" / "games" / "kuhn_ppo.yaml"), code=1)
     assert "torchrun is for language agents" in said
+
+
+@pytest.mark.parametrize("line", [{"staleness": 1}, {"engine": "http://127.0.0.1:1"}])
+def test_ranks_share_no_run_that_plays_ahead_or_trains_elsewhere(line):
+    policies = {"default": {"type": "lora"}}
+    with pytest.raises(ValueError, match="parallel: ddp"):
+        validate(Config, {"env": {"type": "plan_path"}, "policies": policies, "parallel": "ddp"} | line)

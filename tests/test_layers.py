@@ -60,6 +60,7 @@ NEIGHBOURS = {  # within a row, the few that build on each other
     ("palestra.rollouts.records", "palestra.episodes"),
     ("palestra.rollouts.buffer", "palestra.episodes"),
     ("palestra.train_async", "palestra.train"),
+    ("palestra.__main__", "palestra.cli"),
 }
 LIGHT = ("palestra.types", "palestra.rollouts.play", "palestra.populations", "palestra.train", "palestra.train_async")
 UNASKED = ("palestra.cli", "palestra.setup", "palestra.evaluate", "palestra.reports", "palestra.train", "palestra.envs")

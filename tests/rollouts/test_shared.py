@@ -1,0 +1,100 @@
+"""Ranks that share a rollout play each its part, and all know all of it, in order."""
+
+import asyncio
+import contextlib
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from palestra.rollouts.play import Arena, Branching, Match
+from palestra.rollouts.shared import SharedArena, SharedSource, Table
+from palestra.types import Episode
+
+
+@dataclass
+class Meeting:
+    """Where threads stand for processes."""
+
+    size: int
+    things: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.barrier = threading.Barrier(self.size, timeout=20)
+
+
+@dataclass
+class Member:
+    rank: int
+    meeting: Meeting
+
+    @property
+    def size(self):
+        return self.meeting.size
+
+    def gather(self, thing):
+        self.meeting.things[self.rank] = thing
+        self.meeting.barrier.wait()
+        found = [self.meeting.things[rank] for rank in range(self.size)]
+        self.meeting.barrier.wait()
+        return found
+
+
+class Numbers:
+    """A source whose episodes are their numbers; it notes who played which."""
+
+    def __init__(self):
+        self.played = []
+
+    async def play(self, numbers, branching, memory, told=None):
+        self.played += numbers
+        episodes = [Episode("counting", number, {}) for number in numbers]
+        for episode in episodes:
+            told(episode)
+        return episodes
+
+    def observe(self, episodes, memory):
+        return {"seen": float(len(episodes))}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_every_rank_plays_its_part_and_knows_all_in_order(size):
+    meeting, readied = Meeting(size), []
+    sources, results, heard = ([Numbers() for _ in range(size)], [None] * size, [[] for _ in range(size)])
+
+    @contextlib.contextmanager
+    def opened():
+        readied.append("open")
+        yield
+        readied.append("closed")
+
+    def follow(rank):
+        shared = SharedSource(sources[rank], Table(Member(rank, meeting), opened))
+        told = heard[rank].append
+        results[rank] = asyncio.run(shared.play(range(10, 17), Branching(), {}, told))
+
+    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all([e.seed for e in episodes] == list(range(10, 17)) for episodes in results)
+    assert sorted(n for source in sources for n in source.played) == list(range(10, 17))
+    assert max(len(source.played) for source in sources) == -(-7 // size)
+    assert all(sorted(e.seed for e in ears) == list(range(10, 17)) for ears in heard)
+    assert readied.count("open") == readied.count("closed") == size
+    assert SharedSource(sources[0], Table(Member(0, meeting), opened)).observe(results[0], {}) == {"seen": 7.0}
+
+
+def test_a_shared_arena_records_failures_like_any_other():
+    def broken():
+        raise RuntimeError("no such game")
+
+    class Env:
+        blocking = False
+        reset = staticmethod(lambda seed: broken())
+        close = staticmethod(lambda: None)
+
+    arena = SharedArena(Arena(Env, "broken"), Table(Member(0, Meeting(1)), contextlib.nullcontext))
+    (episode,) = asyncio.run(arena.play_all([Match(3, {}, 0)], Branching()))
+    assert episode.error == "RuntimeError: no such game" and arena.name == "broken"
