@@ -69,7 +69,8 @@ def serving(data: Path, *options: str) -> Iterator[str]:
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
     """`palestra train ARGUMENTS` as a process of its own."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [Path(sys.executable).parent / "palestra", "train", *map(str, arguments)],
         cwd=folder,
