@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -80,6 +81,12 @@ def describe(address: str, **kind: Any) -> pb.Description:
 def load(address: str) -> int:
     """How many sessions are open there."""
     return int(describe(address).load)
+
+
+def all_closed(address: str) -> None:
+    """Waits until no session is open there: those of envs that were dropped are closed when they are collected."""
+    gc.collect()
+    comes_to(lambda: load(address), 0)
 
 
 def comes_to(figure: Any, expected: Any, seconds: float = 10.0) -> None:

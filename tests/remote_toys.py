@@ -6,6 +6,8 @@ import os
 import random
 import time
 
+from toys import Whisper
+
 from palestra.envs.base import Env
 from palestra.types import Step
 
@@ -47,6 +49,20 @@ class Waits(Count):
         (text,) = actions.values()
         if text.replace(".", "", 1).isdigit():
             time.sleep(float(text))
+        return super().step(actions)
+
+
+class Secret(Whisper):
+    """Whisper whose steps take `seconds` each."""
+
+    blocking = True
+
+    def __init__(self, *, turns: int = 1, seconds: float = 0.0, split: str = "train") -> None:
+        super().__init__(turns=turns, split=split)
+        self.seconds = seconds
+
+    def step(self, actions: dict[str, str]) -> Step:
+        time.sleep(self.seconds)
         return super().step(actions)
 
 

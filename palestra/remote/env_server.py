@@ -236,5 +236,6 @@ def _options(door: Door) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", half),
         ("grpc.http2.ping_timeout_ms", half),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 0),  # clients may ask as often whether this one lives
     ]

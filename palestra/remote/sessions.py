@@ -140,7 +140,7 @@ class Sessions:
             return doing(client, request, reply)
         session = _of(client, request)
         if session.tasks:
-            return session.waits_for(_after(session.tasks, lambda: doing(client, request, reply)))
+            return session.waits_for(_after([*session.tasks], lambda: doing(client, request, reply)))
         rest = doing(client, request, reply)
         return session.waits_for(rest) if rest else None
 
@@ -183,7 +183,7 @@ class Sessions:
         self.load -= 1
         for task in session.tasks:
             task.cancel()
-        return _after(session.tasks, lambda: _closed(session)) if session.tasks else _closed(session)
+        return _after([*session.tasks], lambda: _closed(session)) if session.tasks else _closed(session)
 
     def _expert(self, client: Client, request: pb.Request, reply: pb.Reply) -> Rest:
         env: Any = _of(client, request).playing
@@ -259,7 +259,7 @@ async def _played(env: Env, seed: Any, actions: Iterable[pb.Pairs], steps: Any) 
 
 async def _after(earlier: Sequence[asyncio.Task[Any]], doing: Callable[[], Rest]) -> None:
     """Does something when earlier requests are over, however they ended."""
-    await asyncio.wait(list(earlier))
+    await asyncio.wait(earlier)
     rest = doing()
     if rest:
         await rest

@@ -1,0 +1,112 @@
+"""A run whose envs are on servers is the run that it is without them, whatever becomes of the servers."""
+
+import json
+import random
+import time
+
+import pytest
+import yaml
+from env_servers import serving
+from processes import finish, start
+from typer.testing import CliRunner
+
+from palestra.cli import app
+from palestra.runs import load_episodes, read_lines
+
+TOYS = "remote_toys:Secret"
+LOGS = ("metrics.jsonl", "evals.jsonl")
+
+
+def config(base, steps, **env):
+    speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 3}, "lr": 1e-3}
+    return {
+        "name": "run",
+        "steps": steps,
+        "episodes": 6,
+        "env": {"type": TOYS, "turns": 2, **env},
+        "policies": {"guide": speech, "walker": speech | {"batch": 10}},
+        "algorithm": {"type": "grpo", "at": "turn", "k": 3},
+        "exams": {"dev": {"episodes": 4}},
+        "checkpoint_every": 50,
+    }
+
+
+def train(folder, base, steps, *settings):
+    folder.mkdir()
+    (folder / "run.yaml").write_text(yaml.safe_dump(config(base, steps)))
+    words = [word for setting in settings for word in ("--set", setting)]
+    return start(folder, "run.yaml", *words), folder / "runs/run"
+
+
+def assert_same(run, other):
+    for log in LOGS:
+        assert (run / log).read_bytes() == (other / log).read_bytes(), log
+
+
+def happened(run):
+    """What the run noted of its envs, in all."""
+    lines = read_lines(run / "timings.jsonl")
+    return {key: sum(line.get(key, 0) for line in lines) for key in ("env_sessions", "env_lost", "env_replays")}
+
+
+def test_one_line_moves_an_env_and_nothing_changes(base, tmp_path):
+    """Training, exams, evaluation and demonstrations by the env's expert, with the env here and there."""
+    with serving(f"{TOYS},text_tic_tac_toe") as server:
+        local, here = train(tmp_path / "here", base, 2)
+        finish(local)
+        remote, there = train(tmp_path / "there", base, 2, f"env.at=[{server.address}]")
+        finish(remote)
+        assert_same(here, there)
+        assert happened(there)["env_sessions"] >= 2 * 6 and "env_sessions" not in (here / "timings.jsonl").read_text()
+        assert yaml.safe_load((there / "config.yaml").read_text())["env"]["at"] == [server.address]
+        asked = ["eval", str(there), "--episodes", "5", "--json"]
+        figures = [json.loads(CliRunner().invoke(app, [*asked, *more]).stdout) for more in ([], ["--env", "at="])]
+        assert figures[0] == figures[1]
+        seats = ["--seats", "player_0=expert", "--seats", "player_1=expert", "--episodes", "3"]
+        for name, place in (("a", "at="), ("b", f"at={server.address}")):
+            out = str(tmp_path / f"{name}.parquet")
+            done = CliRunner().invoke(app, ["collect", "text_tic_tac_toe", "--out", out, *seats, "--env", place])
+            assert done.exit_code == 0, done.output
+    said = [[answers(episode) for episode in load_episodes(tmp_path / f"{n}.parquet")] for n in "ab"]
+    assert said[0] == said[1] and len(said[0]) == 3
+
+
+def answers(episode):
+    return [(node.observations, {seat: answer.text for seat, answer in node.answers.items()}) for node in episode.nodes]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_three_minutes_of_servers_that_are_killed_leave_no_trace(base, tmp_path):
+    """Of three servers, one is killed every 20 seconds, and started again 5 seconds later: nobody would know."""
+    steps = 120
+    quiet, whole = train(tmp_path / "quiet", base, steps)
+    finish(quiet)
+    with serving(TOYS) as one, serving(TOYS) as two, serving(TOYS) as three:
+        servers, rng, kills = [one, two, three], random.Random(0), 0
+        places = ",".join(server.address for server in servers)
+        process, run = train(tmp_path / "killed", base, steps, f"env.at=[{places}]", "env.seconds=0.35")
+        began = time.monotonic()
+        while not ended(process, began + 20 * (kills + 1)) and kills < 9:
+            victim = rng.choice(servers)
+            victim.kill()
+            kills += 1
+            ended(process, time.monotonic() + 5)
+            victim.start()
+        finish(process)
+        seconds = time.monotonic() - began
+    assert_same(run, whole)
+    told = happened(run)
+    assert kills >= 7 and told["env_lost"] >= kills / 2 and told["env_replays"] == told["env_lost"], (kills, told)
+    failed = [line["failed"] for line in read_lines(run / "metrics.jsonl") if line["policy"] == "team"]
+    assert len(failed) == steps and sum(failed) == 0
+    print(f"{kills} kills in {seconds:.0f} s: {told}")
+
+
+def ended(process, until):
+    """Whether the process ends before that time."""
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            return True
+        time.sleep(0.05)
+    return False
