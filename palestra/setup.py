@@ -20,6 +20,8 @@ from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, Samples, TaughtPolicy
 from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.recipe import Config, ExpertConfig, FrozenConfig, HumanConfig, RandomConfig, ScriptedConfig
+from palestra.remote.apart import Elsewhere
+from palestra.remote.sampler_config import ProcessesConfig, ServersConfig
 from palestra.rollouts.play import Arena, derive
 from palestra.rollouts.recorded import Recorded
 from palestra.rollouts.records import Record, read_data
@@ -28,8 +30,6 @@ from palestra.train import Exam, Setup, Stage
 from palestra.types import Seat
 
 if TYPE_CHECKING:
-    from palestra.remote.apart import Elsewhere
-    from palestra.remote.sampler_config import ProcessesConfig, ServersConfig
     from palestra.service.client import RemoteEngines
 
 
@@ -39,7 +39,7 @@ class Engines:
 
     def __init__(self, device: str, max_rows: int, sampler: ServersConfig | ProcessesConfig | None = None) -> None:
         self.device, self.max_rows = device, max_rows
-        self.elsewhere = _elsewhere(sampler) if sampler else None
+        self.elsewhere = Elsewhere(sampler) if sampler else None
         self._shared: dict[tuple[str, str], tuple[Engine, Samples]] = {}
         self._samplers: list[Samples] = []
 
@@ -108,16 +108,6 @@ class Engines:
         before it: sums over kept keys and values may differ in their last bits from those a resumed run computes."""
         for sampler in self._samplers:
             sampler.forget()
-
-
-def _elsewhere(config: ServersConfig | ProcessesConfig) -> Elsewhere:
-    try:
-        from palestra.remote.apart import Elsewhere
-    except ImportError as error:
-        raise ValueError(
-            f"sampling elsewhere needs more packages ({error}): pip install 'palestra[service]'"
-        ) from error
-    return Elsewhere(config)
 
 
 def engines_of(config: Config) -> Engines | RemoteEngines:
