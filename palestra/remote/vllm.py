@@ -308,12 +308,13 @@ def _dumped(value: Any) -> str:
 def _answers(server: Server, said: Any, request: Request) -> list[Sampled]:
     """The answers in what a server said. Raises ValueError where there are no token ids in it."""
     choices = sorted(said["choices"], key=lambda choice: choice["index"])
-    if len(choices) != request.n or any(choice.get("token_ids") is None for choice in choices):
+    count = wire.drawn(request)
+    if len(choices) != count or any(choice.get("token_ids") is None for choice in choices):
         raise ValueError(
-            f"the sampler at {server.url} says no token ids of {request.n} answers: it must know return_token_ids, as "
-            "vLLM does since 0.10.2"
+            f"the sampler at {server.url} says no token ids of {count} answers: it must know return_token_ids, as vLLM "
+            "does since 0.10.2"
         )
-    return [
+    answers = [
         Sampled(
             np.array(choice["token_ids"], np.int32),
             np.array(choice["logprobs"]["token_logprobs"], np.float32),
@@ -321,6 +322,7 @@ def _answers(server: Server, said: Any, request: Request) -> list[Sampled]:
         )
         for choice in choices
     ]
+    return answers * (request.n // count)
 
 
 def _message(content: bytes) -> str:
