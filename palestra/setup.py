@@ -23,8 +23,10 @@ from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, Samples, TaughtPolicy
 from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.recipe import Config, ExpertConfig, FrozenConfig, HumanConfig, RandomConfig, ScriptedConfig
+from palestra.remote.apart import Elsewhere
 from palestra.remote.envs import env_maker, make_env, takes
 from palestra.remote.place import figures
+from palestra.remote.sampler_config import ProcessesConfig, ServersConfig
 from palestra.rollouts.play import Arena, derive
 from palestra.rollouts.recorded import Recorded
 from palestra.rollouts.records import Record, read_data
@@ -34,8 +36,6 @@ from palestra.train import Exam, Setup, Stage
 from palestra.types import Seat
 
 if TYPE_CHECKING:
-    from palestra.remote.apart import Elsewhere
-    from palestra.remote.sampler_config import ProcessesConfig, ServersConfig
     from palestra.service.client import RemoteEngines
 
 
@@ -53,7 +53,7 @@ class Engines:
         sharded: bool = False,
     ) -> None:
         self.device, self.max_rows, self.ranks, self.sharded = device, max_rows, ranks, sharded
-        self.elsewhere = _elsewhere(sampler) if sampler else None
+        self.elsewhere = Elsewhere(sampler) if sampler else None
         self._shared: dict[tuple[str, str], tuple[Engine, Samples]] = {}
         self.loaded: list[Engine] = []
         self._samplers: list[Samples] = []
@@ -148,16 +148,6 @@ class Engines:
         before it: sums over kept keys and values may differ in their last bits from those a resumed run computes."""
         for sampler in self._samplers:
             sampler.forget()
-
-
-def _elsewhere(config: ServersConfig | ProcessesConfig) -> Elsewhere:
-    try:
-        from palestra.remote.apart import Elsewhere
-    except ImportError as error:
-        raise ValueError(
-            f"sampling elsewhere needs more packages ({error}): pip install 'palestra[service]'"
-        ) from error
-    return Elsewhere(config)
 
 
 def engines_of(config: Config) -> Engines | RemoteEngines:

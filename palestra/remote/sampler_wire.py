@@ -83,7 +83,7 @@ def body(request: Request, model: str, *, keep: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model": model,
         "prompt": request.prompt_ids.tolist(),
-        "n": request.n,
+        "n": drawn(request),
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -98,6 +98,11 @@ def body(request: Request, model: str, *, keep: bool) -> dict[str, Any]:
         "return_token_ids": True,
     }
     return fields | ({"keep": True} if keep else {})
+
+
+def drawn(request: Request) -> int:
+    """How many answers a server is asked for: greedy siblings are all the same, and vLLM gives only one."""
+    return request.n if request.sampling.temperature else 1
 
 
 def signed(seed: int) -> int:

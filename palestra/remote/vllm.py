@@ -16,11 +16,10 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import numpy as np
 
 from palestra.engine.lora import Snapshot
@@ -29,6 +28,9 @@ from palestra.remote import sampler_wire as wire
 from palestra.remote.aside import Aside
 from palestra.remote.exchange import Exchange
 from palestra.remote.sampler_processes import Processes
+
+if TYPE_CHECKING:
+    import aiohttp
 
 COMPLETIONS = "/v1/completions"
 AWAY = (408, 429, 500, 502, 503, 504)  # answers of a server that may know better in a while
@@ -259,7 +261,7 @@ class VllmSampler:
             raise ValueError(
                 f"no answer from the sampler at {server.url} within sampler.timeout: {self.patience.answer:.0f} seconds"
             ) from error
-        except aiohttp.ClientError as error:
+        except _aiohttp().ClientError as error:
             raise Away(f"no answer from the sampler at {server.url}: {error or type(error).__name__}") from error
         if status < 300:
             return json.loads(content) if content[:1] in (b"{", b"[") else content.decode()
@@ -274,11 +276,24 @@ class VllmSampler:
 
 
 async def _opened(patience: Patience, key: str | None) -> aiohttp.ClientSession:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    timeout = aiohttp.ClientTimeout(total=patience.answer, sock_connect=10)
-    return aiohttp.ClientSession(
-        headers=headers, connector=aiohttp.TCPConnector(limit=CONNECTIONS), timeout=timeout, json_serialize=_dumped
+    http, headers = _aiohttp(), {"Authorization": f"Bearer {key}"} if key else {}
+    connector, timeout = (
+        http.TCPConnector(limit=CONNECTIONS),
+        http.ClientTimeout(total=patience.answer, sock_connect=10),
     )
+    session: aiohttp.ClientSession = http.ClientSession(
+        headers=headers, connector=connector, timeout=timeout, json_serialize=_dumped
+    )
+    return session
+
+
+@cache
+def _aiohttp() -> Any:
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise ValueError(f"samplers elsewhere need aiohttp ({error}): pip install 'palestra[service]'") from error
+    return aiohttp
 
 
 def _close(aside: Aside, exchange: Exchange) -> None:
@@ -293,12 +308,13 @@ def _dumped(value: Any) -> str:
 def _answers(server: Server, said: Any, request: Request) -> list[Sampled]:
     """The answers in what a server said. Raises ValueError where there are no token ids in it."""
     choices = sorted(said["choices"], key=lambda choice: choice["index"])
-    if len(choices) != request.n or any(choice.get("token_ids") is None for choice in choices):
+    count = wire.drawn(request)
+    if len(choices) != count or any(choice.get("token_ids") is None for choice in choices):
         raise ValueError(
-            f"the sampler at {server.url} says no token ids of {request.n} answers: it must know return_token_ids, as "
-            "vLLM does since 0.10.2"
+            f"the sampler at {server.url} says no token ids of {count} answers: it must know return_token_ids, as vLLM "
+            "does since 0.10.2"
         )
-    return [
+    answers = [
         Sampled(
             np.array(choice["token_ids"], np.int32),
             np.array(choice["logprobs"]["token_logprobs"], np.float32),
@@ -306,6 +322,7 @@ def _answers(server: Server, said: Any, request: Request) -> list[Sampled]:
         )
         for choice in choices
     ]
+    return answers * (request.n // count)
 
 
 def _message(content: bytes) -> str:

@@ -152,8 +152,8 @@ def test_ours_draws_what_the_engine_draws_in_process(there: There, engine: Engin
 
 def test_what_ends_an_answer_is_part_of_it(there: There, engine: Engine, sampler: VllmSampler) -> None:
     start, greedy = prompt(engine), Sampling(max_tokens=8, temperature=0, end=False)
-    ((whole,),) = together(sampler, Request(start, 1, greedy))
-    assert len(whole.token_ids) == 8 and whole.stop == "length"
+    ((whole, twin),) = together(sampler, Request(start, 2, greedy))
+    assert len(whole.token_ids) == 8 and whole.stop == "length" and tokens([twin]) == tokens([whole])
     third = int(whole.token_ids[2])
     first = whole.token_ids.tolist().index(third) + 1
     by_id = greedy.model_copy(update={"stop_ids": (third,)})
