@@ -98,8 +98,8 @@ def _described(path: Path | None, resume: Path | None, settings: list[str], plac
     tree = load(resume / "config.yaml" if resume else path)  # type: ignore[arg-type]
     if places and "population" not in tree and _vectorised(tree):
         raise ValueError(
-            "--backend, --workers and --address place a population's tasks, or the episodes of language agents; this "
-            "config has neither"
+            "--backend, --workers and --address place the tasks of a population or the episodes of language agents; "
+            "this config has neither"
         )
     return override(tree, [*settings, *places])
 

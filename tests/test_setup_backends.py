@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 from toy_loops import assert_same, config, here, killed, run_of
+from typer.testing import CliRunner
 
 from palestra import setup
+from palestra.cli import app
+from palestra.config import dump, parse
 from palestra.runs import checkpoints, read_lines
 from palestra.setup_backends import build
 from palestra.train import Setup, Watcher
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +116,23 @@ def test_old_members_are_let_go(base: Path, tmp_path: Path, staleness: int) -> N
 def test_what_does_not_go_together_is_refused(base: Path, changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(base, **changes)
+
+
+def palestra(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_line_says_where(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(dump(config(base, backend={"type": "inline"})))
+    shown = parse(palestra("train", path, "--backend", "ray", "--workers", 3, "--dry-run").output)["backend"]
+    assert (shown["type"], shown["workers"]) == ("ray", 3)
+    alone = palestra("train", path, "--workers", 2, "--dry-run")
+    assert "workers: 2 play in processes of their own: say type: local" in " ".join(alone.stderr.split())
+    games = palestra("train", ROOT / "configs/games/kuhn_ppo.yaml", "--workers", 2)
+    assert games.exit_code == 2 and "or the episodes of language agents" in " ".join(games.stderr.split())
+    plain = parse(palestra("train", ROOT / "configs/demo.yaml", "--workers", 2, "--dry-run").output)["backend"]
+    assert (plain["type"], plain["workers"]) == ("local", 2)
 
 
 def test_an_episode_that_cannot_be_sent_is_explained(base: Path, tmp_path: Path) -> None:

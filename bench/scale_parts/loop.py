@@ -12,6 +12,7 @@ Figures, WAY one of `inline`, `local_1`, `local_2`, `ray_1` and `ray_2` (as many
     WAY_train_s      those of training, all learners
     WAY_driver_s     seconds of a step in which this process computed
     WAY_busy         share of the rollout's seconds in which a worker played, a mean over workers
+    WAY_worker_s     seconds of a step in which workers computed, all together (the learners' actors on Ray not counted)
     WAY_start_s      from the beginning until the first step is over, processes and bases included
     ahead_step_s     wall seconds of a step on two local workers that play one step ahead (staleness: 1)
 """
@@ -23,6 +24,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -49,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ray_1": {"type": "ray", "workers": 1},
     "ray_2": {"type": "ray", "workers": 2},
 }
-FIGURES = ("step_s", "rollout_s", "train_s", "driver_s", "busy", "start_s")
+FIGURES = ("step_s", "rollout_s", "train_s", "driver_s", "worker_s", "busy", "start_s")
 
 
 def config(backend: dict[str, Any], quick: bool, staleness: int = 0) -> Config:
@@ -75,11 +77,13 @@ class Stopwatch(Watcher):
         self.troupe = source.troupe if isinstance(source, Sliced) else None
         self.start = time.perf_counter()
         self.ends: list[float] = []
-        self.busy: list[float] = []
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
 
     def step(self, step: int, metrics: Metrics) -> None:
         self.ends.append(time.perf_counter() - self.start)
-        self.busy.append(self.troupe.busy if self.troupe else 0.0)
+        self.wall.append(self.troupe.wall if self.troupe else 0.0)
+        self.cpu.append(self.troupe.cpu if self.troupe else 0.0)
 
 
 def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, float]:
@@ -91,18 +95,23 @@ def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, f
         watcher = Stopwatch(setup)
         run_training(setup, run, watcher)
         lines = [line for line in read_lines(run.path / "timings.jsonl") if line["policy"] == TEAM][1:]
-    played = [after - before for before, after in zip(watcher.busy, watcher.busy[1:], strict=False)]
     workers = max(1, described.backend.count)
     waits = "rollout_s" if staleness == 0 else "wait_s"
-    shares = [own / (workers * line[waits]) for own, line in zip(played, lines, strict=True)]
+    shares = [own / (workers * line[waits]) for own, line in zip(between(watcher.wall), lines, strict=True)]
     return {
-        "step_s": statistics.median(b - a for a, b in zip(watcher.ends, watcher.ends[1:], strict=False)),
+        "step_s": statistics.median(between(watcher.ends)),
         "rollout_s": statistics.median(line[waits] for line in lines),
         "train_s": statistics.median(line["train_s"] for line in lines),
         "driver_s": statistics.median(sum(v for k, v in line.items() if k.endswith("cpu_s")) for line in lines),
+        "worker_s": statistics.median(between(watcher.cpu)),
         "busy": statistics.median(shares) if watcher.troupe else 1.0,
         "start_s": watcher.start - began + watcher.ends[0],
     }
+
+
+def between(readings: list[float]) -> list[float]:
+    """What each step but the first added."""
+    return [after - before for before, after in itertools.pairwise(readings)]
 
 
 def measure(quick: bool) -> dict[str, float]:

@@ -56,6 +56,10 @@ class LoopConfig(BackendConfig):
     def _placed(self) -> Self:
         if unknown := sorted(set(self.placement) - {"train", "play"}):
             raise ValueError(f"placement.{unknown[0]} is of nothing that this run does: there are train and play")
+        if self.type == "inline" and self.workers > 1:
+            raise ValueError(
+                f"workers: {self.workers} play in processes of their own: say type: local (--backend local) or ray"
+            )
         return self
 
 

@@ -44,7 +44,7 @@ class Troupe:
     def __init__(self, learners: Mapping[str, LanguageLearner], desk: Desk) -> None:
         self.learners, self.desk = learners, desk
         self.numbers = 0  # of slices so far
-        self.busy = 0.0  # seconds that workers played, all together
+        self.wall = self.cpu = 0.0  # seconds that workers played, and computed, all together
         self.shared: dict[str, Path] = {}
         self._needed: Counter[str] = Counter()  # how often a member is held
         self._scratch = Path(tempfile.mkdtemp(prefix="palestra-"))
@@ -76,7 +76,7 @@ class Troupe:
         name = f"slice-{self.numbers}"
         task = Task(name, "play", {**order, "settings": cast.settings}, cast.members, makes=name)
         done = await self.desk.do(task)
-        self.busy += done.seconds
+        self.wall, self.cpu = self.wall + done.seconds, self.cpu + done.result["cpu_s"]
         assert done.folder is not None
         return await asyncio.to_thread(_taken, done.folder)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,14 @@ class PlayWorker:
         self.members = dict.fromkeys(self.setup.learners, "")
 
     def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
-        """Plays a slice; its episodes are in `out`."""
+        """Plays a slice; its episodes are in `out`, and `cpu_s` are the seconds that this process computed for them."""
         assert out is not None
         for member, folder in members.items():
             self._take(member, folder, task.order["settings"])
+        start = time.process_time()
         episodes = asyncio.run(self._played(task.order))
         (out / EPISODES).write_bytes(_pickled(episodes))
-        return {"episodes": len(episodes)}
+        return {"episodes": len(episodes), "cpu_s": time.process_time() - start}
 
     def _take(self, member: str, folder: Path, settings: Mapping[str, Any]) -> None:
         """The learner is from now on that member, and speaks as it does now."""

@@ -105,6 +105,23 @@ def test_members_that_are_shared_are_found(backend: Open, tmp_path: Path) -> Non
     assert [done(open_backend).result for _ in range(2)] == [{"value": 11}] * 2
 
 
+def test_a_member_that_is_forgotten_is_gone_everywhere(backend: Open, tmp_path: Path) -> None:
+    """Another of the same name is then found, also by who had fetched the first."""
+    open_backend = backend()
+    for name, number in (("x", "11"), ("y", "22")):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "number").write_text(number)
+        open_backend.share("x", tmp_path / name)
+        for i in range(6):
+            open_backend.submit(Task(f"play/{name}-{i}", "play", members=("x",)))
+        assert [done(open_backend).result for _ in range(6)] == [{"value": int(number)}] * 6
+        open_backend.forget("x")
+    with pytest.raises(ValueError, match="needs x: no finished task made"):
+        for _ in range(3):
+            open_backend.submit(Task("play/late", "play", members=("x",)))
+            open_backend.wait(10.0)
+
+
 def test_a_member_nobody_made_is_named(backend: Open) -> None:
     open_backend = backend()
     with pytest.raises(ValueError, match="task play/1 needs ghost: no finished task made"):
