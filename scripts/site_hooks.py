@@ -1,8 +1,8 @@
 """What MkDocs does beyond its own when it builds the site (`hooks:` in mkdocs.yml).
 
 Links into the repository get pages (site_sources.py), a line `<!-- reference: NAME -->` becomes what the code says of
-itself (site_reference.py). A block after `<!-- file: NAME -->` has that name above it, one after `<!-- not run: WHY -->`
-that it is not run, and why.
+itself (site_reference.py). A block after `<!-- file: NAME -->` has that name above it, one after `<!-- not run: WHY
+-->` that no test runs it, and why.
 """
 
 from __future__ import annotations
