@@ -27,6 +27,10 @@ sys.path.insert(0, str(ROOT))  # the reference is of this tree, whatever is inst
 from palestra.config import Strict  # noqa: E402
 
 NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "anything", NoneType: "null"}
+WRITTEN = {kind.__name__: words for kind, words in NAMES.items()} | {"Any": "anything", "None": "null", "Path": "path"}
+WORD = re.compile(rf"(?<![\w'`])({'|'.join(WRITTEN)})(?![\w'`])")
+YAML = {"None": "null", "True": "true", "False": "false"}
+QUOTES = "'\""
 ENDED = "...\n"  # how YAML ends a document that is one word
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 LITERAL = re.compile(r"Literal\[([^\]]*)\]")
@@ -161,7 +165,7 @@ def _shown(annotation: Any) -> str:
     if kind := _kind(annotation):
         return f"`type: {kind}`"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "a mapping, below"
+        return "settings, below"
     if parts:
         return " or ".join(dict.fromkeys(_shown(part) for part in parts if part is not Ellipsis))
     return NAMES.get(annotation) or getattr(annotation, "__name__", str(annotation))
@@ -208,13 +212,15 @@ def _env(name: str, path: str) -> str:
 
 
 def _option(default: Any) -> str:
-    return "needed" if default is None else f"`{default}`"
+    return "needed" if default is None else f"`{YAML.get(str(default), str(default).strip(QUOTES))}`"
 
 
 def _annotated(owner: Any, annotation: str) -> str:
-    """An annotation as it is written, the names of choices replaced by the choices."""
+    """An annotation in words, the names of choices replaced by the choices."""
     named = re.sub(r"\b[A-Z]\w+\b(?!\[)", lambda match: _choices(owner, match[0]), annotation)
-    return _cell(LITERAL.sub(lambda match: _quoted(match[1]), named).replace("|", "or"))
+    told = LITERAL.sub(lambda match: _quoted(match[1]), named).replace("|", "or")
+    told = re.sub(r"dict\[(\w+), (\w+)\]", r"mapping of \1 to \2", re.sub(r"list\[([^\]]*)\]", r"list of \1", told))
+    return _cell(WORD.sub(lambda match: WRITTEN[match[0]], told))
 
 
 def _choices(owner: Any, name: str) -> str:
@@ -227,7 +233,7 @@ def _choices(owner: Any, name: str) -> str:
 
 
 def _quoted(choices: str) -> str:
-    return ", ".join(f"`{choice.strip(chr(39))}`" for choice in re.split(r",\s*", choices))
+    return ", ".join(f"`{choice.strip(QUOTES)}`" for choice in re.split(r",\s*", choices))
 
 
 PAGES: dict[str, Callable[[], str]] = {"commands": commands, "configs": configs, "envs": envs}
