@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.config import Tree, load, validate
+from palestra.engines import Engines
 from palestra.envs import is_vectorised, make_env
 from palestra.evaluate import find_checkpoint
 from palestra.files import read_lines
 from palestra.policies.lm import LanguagePolicy
 from palestra.recipe import Config, FrozenConfig
 from palestra.runs import Checkpoint
-from palestra.setup import Engines, seat_map
+from palestra.setup import seat_map
 
 FACTS = "palestra.json"  # in a published folder: what the weights alone do not say
 SPEECH = ("base", "sampling", "system", "memory", "template", "dtype")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from palestra.config import load, validate
 from palestra.engine.sampler import Sampling
+from palestra.engines import Engines
 from palestra.envs import known_envs
 from palestra.envs.text.splits import Split
 from palestra.policies.base import Policy
@@ -22,7 +23,7 @@ from palestra.remote.envs import make_env
 from palestra.rollouts.figures import seat_returns, summary
 from palestra.rollouts.play import Arena, Branching, Match, derive
 from palestra.runs import Checkpoint, checkpoints
-from palestra.setup import Engines, exam_env, make_arena, make_policy, seat_map
+from palestra.setup import exam_env, make_arena, make_policy, seat_map
 from palestra.train import evaluate
 from palestra.types import Episode, Seat
 

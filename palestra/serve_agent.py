@@ -16,9 +16,9 @@ from palestra.agents import Agent, load_policy
 from palestra.chat import Chat, with_system
 from palestra.config import validate
 from palestra.engine.sampler import Sampling
+from palestra.engines import Engines
 from palestra.policies.base import Query
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.setup import Engines
 from palestra.web.endpoint import ANYBODY, Asked, Said, Server, Session
 
 REMEMBERED = 256  # prompts whose tokens are kept: those who ask here need not be few

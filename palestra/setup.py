@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from palestra.engine.checkpoints import load_adapter, load_full
-from palestra.engine.lora import Adapter
-from palestra.engine.models import Engine
-from palestra.engine.ranks import ALONE, Ranks, here
-from palestra.engine.sampler import Sampler
-from palestra.engine.sharded import shard
-from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident, SpeechConfig, mixed_type
+from palestra.engines import Engines, engines_of
+from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
-from palestra.policies.lm import ChatEncoder, LanguagePolicy, Samples, TaughtPolicy
+from palestra.policies.lm import LanguagePolicy, TaughtPolicy
 from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
-from palestra.recipe import Config, ExpertConfig, FrozenConfig, HumanConfig, RandomConfig, ScriptedConfig
-from palestra.remote.apart import Elsewhere
+from palestra.recipe import Config, ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig
 from palestra.remote.envs import env_maker, make_env, takes
 from palestra.remote.place import figures
-from palestra.remote.sampler_config import ProcessesConfig, ServersConfig
 from palestra.rollouts.play import Arena, derive
 from palestra.rollouts.recorded import Recorded
 from palestra.rollouts.records import Record, read_data
@@ -37,137 +26,6 @@ from palestra.types import Seat
 
 if TYPE_CHECKING:
     from palestra.service.client import RemoteEngines
-
-
-class Engines:
-    """Resident bases by name and type, each loaded once however many policies share it. With `sampler` adapters and
-    bare bases are sampled elsewhere."""
-
-    def __init__(
-        self,
-        device: str,
-        max_rows: int,
-        sampler: ServersConfig | ProcessesConfig | None = None,
-        ranks: Ranks = ALONE,
-        *,
-        sharded: bool = False,
-    ) -> None:
-        self.device, self.max_rows, self.ranks, self.sharded = device, max_rows, ranks, sharded
-        self.elsewhere = Elsewhere(sampler) if sampler else None
-        self._shared: dict[tuple[str, str], tuple[Engine, Samples]] = {}
-        self.loaded: list[Engine] = []
-        self._samplers: list[Samples] = []
-
-    def shared(self, config: SpeechConfig) -> tuple[Engine, Samples]:
-        key = (config.base, config.dtype)
-        if key not in self._shared:
-            self._shared[key] = self._apart(config) if self.elsewhere else self.own(config)
-        return self._shared[key]
-
-    def own(self, config: SpeechConfig) -> tuple[Engine, Samples]:
-        """A base of one's own, sampled here."""
-        engine = self._loaded(config)
-        self._samplers.append(Sampler(engine, max_rows=self.max_rows))
-        return engine, self._samplers[-1]
-
-    def _apart(self, config: SpeechConfig) -> tuple[Engine, Samples]:
-        """A base to train on here, and where it is sampled."""
-        assert self.elsewhere is not None
-        opening = self.elsewhere.open(config.base, dtype=config.dtype, device=self.device, max_rows=self.max_rows)
-        engine = self._loaded(config)  # meanwhile processes start
-        self._samplers.append(opening.ready())
-        return engine, self._samplers[-1]
-
-    def _loaded(self, config: SpeechConfig) -> Engine:
-        """A base; one to train whole (a full policy's) in the type that its weights are kept in."""
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        train, dtype = isinstance(config, FullPolicyConfig), config.dtype
-        if dtype == "auto":
-            dtype = "float32" if train or device == "cpu" else "bfloat16"
-        # parted on the way to the device, which need not hold the whole
-        engine = Engine.load(config.base, device="cpu" if self.sharded else device, dtype=dtype)
-        mixed = mixed_type(config, device) if isinstance(config, FullPolicyConfig) else None
-        if self.sharded:
-            shard(engine, self.ranks, device, train=train, mixed=mixed)
-        elif mixed:
-            engine.mixed, engine.dtype = mixed, mixed
-        self.loaded.append(engine)
-        return engine
-
-    @contextlib.contextmanager
-    def playing(self) -> Iterator[None]:
-        """Around a rollout."""
-        with contextlib.ExitStack() as stack:
-            for engine in self.loaded:
-                stack.enter_context(engine.playing())
-            yield
-
-    def check(self, loss: Callable, options: Mapping[str, Any]) -> None:
-        """Any loss can be trained here; on a server not all."""
-
-    def learner(
-        self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
-    ) -> LanguageLearner:
-        full = isinstance(config, FullPolicyConfig)
-        if full and self.elsewhere:
-            raise ValueError(
-                f"policies.{name} is a full model, and only adapters travel to samplers elsewhere: set type: lora, or "
-                "leave sampler: out"
-            )
-        engine, sampler = self.own(config) if full else self.shared(config)
-        weights = Resident(config, engine, seed=seed, critic=critic, ranks=self.ranks)
-        self._agree(name, config, weights.trainer.adapter, engine, sampler)
-        return LanguageLearner(name, config, weights, sampler, engine.tokenizer)
-
-    def frozen(self, name: str, config: FrozenConfig) -> LanguagePolicy:
-        """The bare base, or what was saved at `config.path`."""
-        folder = Path(config.path) if config.path else None
-        adapter = None
-        if folder and not (folder / "adapter_config.json").exists():
-            engine, sampler = self.own(config)
-            load_full(folder, engine)
-        else:
-            engine, sampler = self.shared(config)
-            adapter = load_adapter(folder, engine) if folder else None
-            self._agree(name, config, adapter, engine, sampler)
-        encoder = ChatEncoder(engine.tokenizer, config.template)
-        snapshot = adapter.snapshot(name, engine.dtype) if adapter else None
-        return LanguagePolicy(
-            name, sampler, encoder, config.sampling, snapshot, system=config.system, memory=config.memory
-        )
-
-    def _agree(
-        self, name: str, config: SpeechConfig, adapter: Adapter | None, engine: Engine, sampler: Samples
-    ) -> None:
-        """A sampler elsewhere must find tokens as likely as the trainer here does."""
-        if self.elsewhere:
-            self.elsewhere.agree(name, adapter.config if adapter else None, config.sampling, engine, sampler)
-
-    def forget(self) -> None:
-        """Empties the samplers' caches before each batch of play. What a step computes must not depend on the steps
-        before it: sums over kept keys and values may differ in their last bits from those a resumed run computes."""
-        for sampler in self._samplers:
-            sampler.forget()
-
-
-def engines_of(config: Config) -> Engines | RemoteEngines:
-    """The server that `config.engine` names, or this process and those that torchrun started with it."""
-    ranks = here()
-    if ranks.size > 1 and (config.engine or config.staleness or config.sampler):
-        raise ValueError(
-            "torchrun shares each step among processes: not with staleness: above 0, nor with engine: or sampler:, "
-            "where servers train or answer. Start palestra train without torchrun, or leave these out"
-        )
-    if config.engine is None:
-        sharded = config.parallel == "fsdp" and ranks.size > 1
-        return Engines(config.device, config.max_rows, config.sampler, ranks, sharded=sharded)
-    try:
-        from palestra.service.client import connect
-    except ImportError as error:
-        raise ValueError(
-            f"training on a server needs more packages ({error}): pip install 'palestra[service]'"
-        ) from error
-    return connect(config.engine)
 
 
 def build(config: Config, engines: Engines | RemoteEngines | None = None) -> Setup:

@@ -17,13 +17,13 @@ from palestra.backends.slices import Sliced, SlicedExam, Troupe, size_of
 from palestra.backends.weights import Bench, Distant, Holder, Shop
 from palestra.engine.models import resolve_base
 from palestra.engine.sampler import Request, Sampled
+from palestra.engines import Engines
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig, Resident
 from palestra.oracles.play import PlayWorker
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.populations.tasks import Backend, MakeWorker
 from palestra.recipe import Config, FrozenConfig
 from palestra.rollouts.sources import Games
-from palestra.setup import Engines
 from palestra.train import Exam, Setup, Stage
 
 Players = Callable[[LoopConfig, MakeWorker], Backend]

@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import palestra
 from palestra.chat import assistant, templated
 from palestra.config import validate
+from palestra.engines import Engines
 from palestra.envs import make_env
 from palestra.envs.text.grids import DIRECTIONS
 from palestra.recipe import Config
 from palestra.rollouts.figures import summary
-from palestra.setup import Engines, make_arena, make_policy
+from palestra.setup import make_arena, make_policy
 from palestra.train import evaluate
 
 TINY = Path(palestra.__file__).parent / "bases" / "tiny"

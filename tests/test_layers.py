@@ -29,6 +29,7 @@ ROOMS = [
     {"palestra.drill", "palestra.replicas", "palestra.backends", "palestra.abreast"},
     {"palestra.service", "palestra.remote"},
     {"palestra.recipe"},
+    {"palestra.engines"},
     {"palestra.setup", "palestra.setup_games"},
     {"palestra.oracles"},
     {"palestra.setup_population", "palestra.setup_backends"},

@@ -19,7 +19,7 @@ from palestra.engine.checkpoints import save_adapter
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampling
-from palestra.setup import Engines
+from palestra.engines import Engines
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(5, 250, (1, 24)))
 

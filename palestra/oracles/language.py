@@ -23,6 +23,7 @@ from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.sft import SFT
 from palestra.config import Strict, validate
 from palestra.engine.lora import Adapter
+from palestra.engines import Engines
 from palestra.envs.text.games import TextGame
 from palestra.exact.tree import Tree, tree_of
 from palestra.learners.lm import LanguageLearner, LoraPolicyConfig, Resident
@@ -39,7 +40,7 @@ from palestra.recipe import FrozenConfig
 from palestra.remote.envs import make_env
 from palestra.rollouts.figures import member
 from palestra.rollouts.play import Branching, Match, derive
-from palestra.setup import Engines, make_arena
+from palestra.setup import make_arena
 from palestra.train import learn
 from palestra.types import Episode, Seat
 

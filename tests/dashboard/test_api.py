@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from long_runs import write_long_run
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
 from palestra.cli import app as palestra
 from palestra.dashboard.app import dashboard
 from palestra.runs import Run, read_lines
-from typer.testing import CliRunner
 
 HERE = "http://127.0.0.1"
 
