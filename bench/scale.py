@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import asyncio
 import json
+import platform
 import random
 import subprocess
 import sys
@@ -186,6 +187,23 @@ def envs(quick: bool) -> tuple[Table, dict[str, float]]:
 PARTS = {"envs": envs}
 
 
+def page(tables: Sequence[Table]) -> str:
+    """The tables as Markdown."""
+    cores, load = os.cpu_count(), os.getloadavg()[0]
+    parts = [
+        "# What scaling costs",
+        f"Made by `python bench/scale.py --report`, which says what is measured: {cores} cores of "
+        f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}, gRPC {grpc.__version__}; "
+        f"load {load:.1f} at the end.",
+    ]
+    for table in tables:
+        columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+        head, *rows = ["| " + " | ".join(cells) + " |" for cells in zip(*columns, strict=True)]
+        marks = "| --- |" + " ---: |" * (len(columns) - 1)
+        parts += [f"## {str(table.title).capitalize()}", "\n".join([head, marks, *rows])]
+    return "\n\n".join(parts) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter measurements")
@@ -198,6 +216,8 @@ def main() -> None:
         console.print(table)
         tables.append(table)
         figures |= own
+    if options.report:
+        REPORT.write_text(page(tables))
     print(json.dumps({"bench": "scale", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": TARGETS}))
 
 

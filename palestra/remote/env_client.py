@@ -66,7 +66,7 @@ class RemoteEnv(Env):
         self._seen: list[bytes] = []
 
     async def reset(self, seed: int) -> Step:
-        await self.close()
+        self._leave()
         self._seed, self._said, self._seen = encoded(seed), [], []
         step = await self._played([], "")
         tally["env_sessions"] += 1
@@ -92,10 +92,13 @@ class RemoteEnv(Env):
         return twin
 
     async def close(self) -> None:
-        self.__del__()
+        self._leave()
+        self._seed = None
 
     def __del__(self) -> None:
-        """Who drops an env need not have closed it."""
+        self._leave()  # who drops an env need not have closed it
+
+    def _leave(self) -> None:
         if self._lane:
             self._lane.leave(self._session)
             self._lane = None
@@ -105,7 +108,7 @@ class RemoteEnv(Env):
     async def _asked(self, request: pb.Request) -> pb.Reply:
         """The reply. Raises Lost where there is no such session any more, and what the env raised."""
         if self._seed is None:
-            raise ValueError("the game has not begun: call reset(seed) first")
+            raise ValueError("no game is open: call reset(seed) first")
         if self._lane is None:
             raise Lost("it was lost before it was forked")
         reply = await self._lane.ask(request, self.kind.place.deadline)
@@ -127,7 +130,7 @@ class RemoteEnv(Env):
         attempts = 0
         while attempts < ATTEMPTS:
             lane = await pool_of(self.kind.place).lane()
-            await self.close()
+            self._leave()
             self._lane, request.session = lane, lane.enter()
             self._session = request.session
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -12,6 +13,7 @@ from palestra.remote.lanes import Barred, Lane, Lost
 from palestra.remote.place import Place
 
 FIRST = 1.0  # seconds that the first session waits for servers that have not answered yet
+IDLE = 60.0  # seconds after which a server that is gone is no longer looked for, if no session is wanted
 LOOK = 1.0  # seconds between two looks at who the servers are
 PAUSES = (0.05, 2.0)  # seconds between attempts to reach a server: at first, at most
 TRIES = 8  # connections for each worker of a server, until every one is found
@@ -28,13 +30,14 @@ class Pool:
         self.tried: set[str] = set()
         self.early = True  # as long as some server has not been tried
         self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
-        self.born = self.loop.time()
+        self.born, self.used = self.loop.time(), time.monotonic()
         self.follow(place.addresses())
         self.looking = asyncio.create_task(self._look())
 
     async def lane(self) -> Lane:
         """The least crowded one that takes new sessions. Raises TimeoutError where none comes within the place's
         patience, and ValueError where every server bars this client."""
+        self.used = time.monotonic()
         if not self.early and (lane := self._free()):
             return lane
         return await asyncio.wrap_future(backstage.begin(self._wait()))
@@ -70,6 +73,8 @@ class Pool:
         """Keeps a lane to every worker of a server, as long as it is one of ours."""
         pause = PAUSES[0]
         while True:
+            while time.monotonic() > self.used + IDLE + self.place.patience:
+                await asyncio.sleep(LOOK)  # nobody wants servers any more
             own = [lane for lane in self.lanes if lane.address == address]
             whole = bool(own) and len(own) >= own[0].workers
             if whole:

@@ -153,9 +153,16 @@ def test_a_server_is_told_what_it_cannot_serve():
         assert done.exit_code == 2 and message in done.stderr
 
 
-def test_a_game_that_has_not_begun(server):
-    with pytest.raises(ValueError, match=r"call reset\(seed\) first"):
-        asyncio.run(make_env(**at(server)).step({"a": "1"}))
+def test_a_game_that_has_not_begun_or_is_closed(server):
+    async def closed():
+        env = make_env(**at(server))
+        await env.reset(0)
+        await env.close()
+        await env.step({"a": "1"})
+
+    for game in (make_env(**at(server)).step({"a": "1"}), closed()):
+        with pytest.raises(ValueError, match=r"call reset\(seed\) first"):
+            asyncio.run(game)
 
 
 # ---- servers that go
