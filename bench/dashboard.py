@@ -6,7 +6,8 @@
 
 The run is written through palestra's own `Run`. Each page is opened anew, with nothing kept by the browser; an
 interaction is timed in the page, from the event to the second frame after its answer is drawn. The best of several
-repeats is told: others who use the machine only ever make it slower. Needs a Chromium (CHROMIUM=/path/to/it) and playwright.
+repeats is told: others who use the machine only ever make it slower. Needs playwright and a Chromium
+(CHROMIUM=/path/to/it).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,8 @@ WATCH = """(act) => new Promise((resolve) => {
 })"""
 HOVER = """() => new Promise((resolve) => {
     const over = document.querySelector(".u-over"), box = over.getBoundingClientRect(), began = performance.now();
-    over.dispatchEvent(new MouseEvent("mousemove", { clientX: box.x + 100 * Math.random(), clientY: box.y + 30, bubbles: true }));
+    const at = { clientX: box.x + 100 * Math.random(), clientY: box.y + 30, bubbles: true };
+    over.dispatchEvent(new MouseEvent("mousemove", at));
     requestAnimationFrame(() => requestAnimationFrame(() => resolve(performance.now() - began)));
 })"""
 FILTERS = {
@@ -102,10 +105,11 @@ def one(browser: Any, root: Path, cache: Path) -> dict[str, float]:
         server, address = served(root, cache)
         try:
             page = browser.new_page(viewport={"width": 1280, "height": 850})
-            found[f"{page_name}: open, server just started"] = timed(lambda: opened(page, address + path, there))
+            open_it = partial(opened, page, address + path, there)
+            found[f"{page_name}: open, server just started"] = timed(open_it)
             found[f"{page_name}: first paint"] = first_paint(page)
             page.goto("about:blank")
-            found[f"{page_name}: open again"] = timed(lambda: opened(page, address + path, there))
+            found[f"{page_name}: open again"] = timed(open_it)
             if page_name == "curves":
                 found["curves: hover"] = max(page.evaluate(HOVER) for _ in range(5)) / 1000
             if page_name == "episodes":

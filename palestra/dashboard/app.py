@@ -1,6 +1,6 @@
 """The dashboard's server: the built page, the API, and the events that say that something is new.
 
-    app = dashboard(Path("runs"), token="", hosts=[])
+app = dashboard(Path("runs"), token="", hosts=[])
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 def dashboard(
     root: Path, token: str = "", hosts: Collection[str] = (), ending: Callable[[], bool] = lambda: False
 ) -> App:
-    """The app over the runs in `root`; those who wait for events are let go once it is `ending`. Raises ValueError where
-    that is no folder of runs."""
+    """The app over the runs in `root`; those who wait for events are let go once it is `ending`. Raises ValueError
+    where that is no folder of runs."""
     library = Library(root)
     api = Api(library)
     addresses: dict[str, Callable[[Request], Response]] = {

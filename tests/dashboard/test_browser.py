@@ -113,8 +113,10 @@ def write_hostile(root: Path) -> None:
             None,
             0,
             {seat: evil("seen"), other: Chat(({"role": evil("role"), "content": evil("content")},))},
-            {seat: answered(evil("said") + "\n```" + evil("fence") + "\n" + evil("code") + "```", evil("policy")),
-             other: answered("javascript:window.hacked=1", "b@1")},
+            {
+                seat: answered(evil("said") + "\n```" + evil("fence") + "\n" + evil("code") + "```", evil("policy")),
+                other: answered("javascript:window.hacked=1", "b@1"),
+            },
             {seat: 1.0},
             advantages={seat: 0.5},
             over=True,
@@ -144,9 +146,13 @@ def write_hostile(root: Path) -> None:
 
 
 def write_alarming(root: Path) -> None:
-    with Run.create(root, "name: alarming\nsteps: 40\nenv: {type: relay}\nalgorithm: {type: grpo}\n", "alarming") as run:
+    with Run.create(
+        root, "name: alarming\nsteps: 40\nenv: {type: relay}\nalgorithm: {type: grpo}\n", "alarming"
+    ) as run:
         for step in range(40):
-            run.log(step, "lazy", {"zero_variance": 0.97, "entropy": max(0.001, 1.5 - 0.1 * step), "local_reward": 0.01})
+            run.log(
+                step, "lazy", {"zero_variance": 0.97, "entropy": max(0.001, 1.5 - 0.1 * step), "local_reward": 0.01}
+            )
             run.log(step, "busy", {"zero_variance": 0.2, "entropy": 1.2, "local_reward": 0.6})
             run.log(step, "team", {"success": 0.4, "episodes": 20.0, "failed": 2.0})
 
@@ -427,7 +433,9 @@ def test_debates_stand_in_columns(look):
     page = look("#/run/duel/episodes/1/0")
     expect(page.locator(".columns.of2").first).to_be_visible()
     pro, con = page.locator(".columns").first.locator(".turn").all()[:2]
-    assert abs(pro.bounding_box()["y"] - con.bounding_box()["y"]) < 2 and pro.bounding_box()["x"] < con.bounding_box()["x"]
+    assert (
+        abs(pro.bounding_box()["y"] - con.bounding_box()["y"]) < 2 and pro.bounding_box()["x"] < con.bounding_box()["x"]
+    )
     shot(page, "episode-debate")
 
 
@@ -457,7 +465,14 @@ def test_envs_are_drawn_as_what_they_are(look, number, picture):
 def test_a_population(look):
     page = look("#/run/kuhn_psro_exact/population")
     expect(page.locator("canvas")).to_be_visible()
-    for title in ("Exploitability", "Payoffs", "Mixture of player_0 over time", "Response graph", "Ratings", "Timeline"):
+    for title in (
+        "Exploitability",
+        "Payoffs",
+        "Mixture of player_0 over time",
+        "Response graph",
+        "Ratings",
+        "Timeline",
+    ):
         expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
     shot(page, "population-psro")
     cell = page.locator("svg.heat").first.locator("g rect").first
