@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
@@ -31,6 +32,8 @@ STATIC = Path(__file__).parent / "static"
 LOOK = 1.0  # seconds between two looks at what somebody watches
 QUIET = 15.0  # seconds after which a word says that the connection lives
 EPISODE = "/api/runs/{run}/episodes/{step:int}/{episode:int}"
+FOREIGN = (KeyError, IndexError, TypeError, AttributeError)  # files that somebody else wrote, or changed
+LOG = logging.getLogger("uvicorn.error")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -75,6 +78,9 @@ def _told(ask: Callable[[Request], Response]) -> Callable[[Request], Response]:
             return JSONResponse({"error": str(error)}, 404)
         except ValueError as error:
             return JSONResponse({"error": str(error)}, 400)
+        except FOREIGN as error:
+            LOG.warning("%s", request.url.path, exc_info=True)
+            return JSONResponse({"error": f"the run's files are not as palestra writes them: {error!r}"}, 422)
 
     return answer
 

@@ -250,6 +250,15 @@ def test_a_cyclic_population(tmp_path):
     assert alarm["name"] == "cyclic population" and "rock" in alarm["says"]
 
 
+def test_files_that_palestra_did_not_write_are_said_to_be_so(tmp_path):
+    with Run.create(tmp_path, "population: {type: psro}\n", "odd") as run:
+        run.record("tasks.jsonl", {"kind": "train"})
+    client = TestClient(dashboard(tmp_path), base_url=HERE)
+    answer = client.get("/api/runs/odd/population")
+    assert answer.status_code == 422 and "not as palestra writes them" in answer.json()["error"]
+    assert client.get("/api/runs").json()["of"] == 1
+
+
 @pytest.fixture(scope="module")
 def population(tmp_path_factory):
     """Double oracle on Kuhn poker, exactly."""

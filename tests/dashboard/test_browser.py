@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 from long_runs import write_long_run
-from processes import PALESTRA, finish, start
+from processes import PALESTRA
+from typer.testing import CliRunner
 
 from palestra.chat import Chat
+from palestra.cli import app
 from palestra.envs import make_env
 from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
@@ -28,7 +30,7 @@ from palestra.types import Answer, Episode, Node
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
 expect.set_options(timeout=20_000)  # a busy machine is not a failure
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]  # the first of them waits for the runs
 
 HERE = Path(__file__).parent.parent.parent
 SHOTS = HERE / ".cache" / "screenshots"
@@ -55,10 +57,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("demo.yaml", [*demo, "--set", "seed=1"]),
         ("algorithms/duel.yaml", duel),
         ("games/spread_mappo.yaml", wide),
-        ("populations/kuhn_psro_exact.yaml", ["--set", "population.iterations=5"]),
-        ("populations/rps_league.yaml", ["--set", "population.slices=5"]),
+        ("populations/kuhn_psro_exact.yaml", ["--set", "population.iterations=5", "--backend", "inline"]),
+        ("populations/rps_league.yaml", ["--set", "population.slices=5", "--backend", "inline"]),
     ):
-        finish(start(root, HERE / "configs" / config, "--root", root, *settings))
+        done = CliRunner().invoke(app, ["train", str(HERE / "configs" / config), "--root", str(root), *settings])
+        assert done.exit_code == 0, done.output
     write_pictures(root)
     write_hostile(root)
     write_long_run(root, "steady", steps=300, episodes=4, total=400)
@@ -130,7 +133,7 @@ def write_hostile(root: Path) -> None:
         for step in range(12):
             run.log(step, evil("policy"), {"entropy": 1.5 if step < 5 else 0.001, evil("figure"): 1.0})
             run.log(step, "team", {"success": 0.5})
-            run.time(step, "team", {"rollout_s": 1.0, evil("phase") + "_s": 1.0})
+            run.time(step, "team", {"elapsed_s": step + 1.0, "rollout_s": 1.0, evil("phase") + "_s": 1.0})
         run.eval(3, evil("exam"), {"success": 0.5, "returns": {evil("seat"): 1.0}})
         seats = {seat: evil("policy"), other: "b@1"}
         run.write_episodes(0, [Episode(evil("env"), 1, seats, nodes), Episode("x", 2, seats, error=evil("error"))])
@@ -186,7 +189,8 @@ class served:
 
 
 @pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
+def chromium(runs: Path) -> Iterator[Any]:
+    """Started after the runs are made: it keeps an event loop going, beside which training could not have its own."""
     if not CHROMIUM:
         pytest.skip("no Chromium here: name one as CHROMIUM=/path/to/it")
     with playwright.sync_playwright() as driver:
@@ -476,7 +480,7 @@ def test_a_population(look):
         expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
     shot(page, "population-psro")
     cell = page.locator("svg.heat").first.locator("g rect").first
-    cell.hover()
+    cell.hover(force=True)
     expect(page.locator(".hint", has_text="earns").first).to_be_visible()
     page = look("#/run/rps_league/population")
     expect(page.locator("svg.timeline rect").first).to_be_visible()
