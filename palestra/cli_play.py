@@ -49,6 +49,9 @@ def evaluate(
     seed: int = 0,
     here: Here = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
+    record: Annotated[
+        str, typer.Option(help="keep the result in the run under this name, beside its exams: the dashboard shows it")
+    ] = "",
 ) -> None:
     """Play held-out instances, with the members of a run or anybody else.
 
@@ -59,6 +62,8 @@ def evaluate(
         palestra eval runs/demo --swap
 
         palestra eval runs/demo:planner
+
+        palestra eval runs/demo --swap --record swapped
 
         palestra eval runs/demo --seats planner=base --temperature 0
 
@@ -83,6 +88,8 @@ def evaluate(
             found = asyncio.run(cross_play(what, pairs(env), members or [], sampling=sampling, here=here, **options))
         else:
             found = [_evaluated(what, env, seats, temperature, here, options | {"swap": swap})]
+        if record:
+            _record(what, record, step, found)
     for episode in [episode for scored in found for episode in scored.episodes[:show]]:
         say(f"{transcript(episode)}\n")
     if as_json:
@@ -92,6 +99,19 @@ def evaluate(
         console.print(_cross_table(f"{what}, {episodes} episodes each", found))
     else:
         console.print(_eval_table(f"{what}, {episodes} episodes", found[0].seats, found[0].figures))
+
+
+def _record(run: Path, name: str, step: int | None, found: list[Scored]) -> None:
+    """Adds lines to the run's evaluations, with who sat where; of several, the seats are part of the name."""
+    from palestra.evaluate import find_checkpoint
+    from palestra.runs import Run
+
+    after = find_checkpoint(run, step).step
+    with Run.open(run) as opened:
+        for scored in found:
+            who = ", ".join(f"{seat}={member}" for seat, member in scored.seats.items())
+            title = name if len(found) == 1 else f"{name}: {who}"
+            opened.eval(after, title, {**scored.figures, "seats": scored.seats})
 
 
 def collect(

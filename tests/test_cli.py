@@ -251,6 +251,16 @@ def test_eval_as_json_with_seats_swapped(run):
     assert figures["seats"]["guide"].startswith("walker@") and figures["seats"]["walker"].startswith("guide@")
 
 
+def test_eval_may_keep_what_it_finds_in_the_run(run, tmp_path):
+    path = shutil.copytree(run[0], tmp_path / "copy")
+    before = read_lines(path / "evals.jsonl")
+    done = palestra("eval", path, "--swap", "--episodes", 4, "--record", "swapped")
+    assert done.exit_code == 0, done.output
+    *others, line = read_lines(path / "evals.jsonl")
+    assert others == before and line["name"] == "swapped" and line["step"] == 2 and line["episodes"] == 4
+    assert line["seats"]["guide"].startswith("walker@") and line["seats"]["walker"].startswith("guide@")
+
+
 def test_eval_is_the_same_each_time_and_leaves_the_run_alone(run):
     before = {file: file.read_bytes() for file in run[0].rglob("*") if file.is_file()}
     first, second = (palestra("eval", run[0], "--episodes", "9", "--json").stdout for _ in range(2))

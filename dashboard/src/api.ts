@@ -20,9 +20,11 @@ export function runPath(run: string, rest = ""): string {
 
 export async function ask<T>(address: string, signal?: AbortSignal): Promise<T> {
   const answer = await fetch(address, { signal, headers: { Accept: "application/json" } });
-  const body = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Error(body.error ?? `the server says ${answer.status}`);
-  return body as T;
+  if (!answer.ok) {
+    const body = await answer.json().catch(() => ({}));
+    throw new Error(body.error ?? `the server says ${answer.status}`);
+  }
+  return (await answer.json()) as T;
 }
 
 export interface Answered<T> {

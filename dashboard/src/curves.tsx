@@ -41,7 +41,7 @@ export function Curves({ details, route, tick }: Props) {
       <div class="bar" role="group" aria-label="how curves are drawn">
         <label>
           over{" "}
-          <select value={axis} onChange={(event) => amend(route, { x: event.currentTarget.value })}>
+          <select aria-label="over" value={axis} onChange={(event) => amend(route, { x: event.currentTarget.value })}>
             {AXES.filter(([key]) => key === "step" || key === "seconds" || keys.has(key)).map(([key, title]) => (
               <option value={key}>{title}</option>
             ))}
@@ -49,7 +49,7 @@ export function Curves({ details, route, tick }: Props) {
         </label>
         <label>
           smoothed over{" "}
-          <select value={String(window)} onChange={(event) => amend(route, { smooth: event.currentTarget.value })}>
+          <select aria-label="smoothed over" value={String(window)} onChange={(event) => amend(route, { smooth: event.currentTarget.value })}>
             {WINDOWS.map((size) => (
               <option value={String(size)}>{size === 1 ? "nothing" : `${size} lines`}</option>
             ))}
@@ -113,7 +113,7 @@ function Drawn({ panel, runs, axis, window, seeds, range, tick, onRange }: Drawn
   const lines = useMemo(() => (data ? drawnLines(data.curves, panel, runs.length > 1) : []), [data]);
   return (
     <div ref={place} class="slot" data-figure={panel.figures[0]}>
-      {error ? <p class="error">{error}</p> : data && <Chart title={panel.title} {...{ lines, axis, range, onRange }} />}
+      {error ? <p class="error">{error}</p> : !data ? <p class="hint">{panel.title}</p> : <Chart title={panel.title} {...{ lines, axis, range, onRange }} />}
     </div>
   );
 }
@@ -127,7 +127,7 @@ function drawnLines(curves: Curve[], panel: Panel, several: boolean): Line[] {
   return wanted.map((curve) => {
     const own = labels.indexOf(label(curve));
     const group = groups.indexOf(curve.runs.join("\n"));
-    const whose = curve.runs.length > 1 ? `${curve.runs[0]} and ${curve.runs.length - 1} more seeds` : curve.runs[0];
+    const whose = curve.runs.length > 1 ? `${curve.runs[0]} and ${curve.runs.length - 1} more seed${curve.runs.length > 2 ? "s" : ""}` : curve.runs[0];
     return {
       label: several ? `${whose} · ${label(curve)}` : label(curve),
       colour: several ? group : own,

@@ -38,7 +38,7 @@ export function Heat({ payoffs }: { payoffs: Payoffs }) {
                 <rect x={margin + c * size} y={top + r * size} width={size - 1} height={size - 1} class={value === null ? "unknown" : ""} style={value === null ? {} : { fill: diverging(value / largest) }} />
                 {value !== null && Math.max(rows.length, columns.length) <= WRITTEN && size >= 30 && (
                   <text class="value" x={margin + (c + 0.5) * size} y={top + (r + 0.5) * size} text-anchor="middle" dominant-baseline="central">
-                    {value.toFixed(2).replace("0.", ".").replace("-", "−")}
+                    {(Math.abs(value) < 0.005 ? 0 : value).toFixed(2).replace("0.", ".").replace("-", "−")}
                   </text>
                 )}
               </g>

@@ -54,7 +54,8 @@ export function Info({ info }: { info: Record<string, unknown> }) {
       {entries.map(([key, value]) => (
         <div>
           <dt>{key}</dt>
-          <dd>{typeof value === "number" ? num(value) : typeof value === "string" ? value : JSON.stringify(value)}</dd>
+          {key === "passed" && typeof value === "number" && <meter value={value} min={0} max={1} aria-label="share of tests passed" />}
+          <dd>{key === "passed" && typeof value === "number" ? `${percent(value)} of the tests` : typeof value === "number" ? num(value) : typeof value === "string" ? value : JSON.stringify(value)}</dd>
         </div>
       ))}
     </dl>

@@ -69,10 +69,11 @@ interface BoxProps extends Placed {
 
 function Box({ node, x, y, largest, selected, onLine, choose }: BoxProps) {
   const seats = Object.entries(node.seats);
-  const advantage = mean(seats.map(([, seat]) => seat.advantage));
-  const reward = seats.reduce((sum, [, seat]) => sum + (seat.reward ?? 0), 0) + node.team;
+  const advantage = strongest(seats.map(([, seat]) => seat.advantage));
+  const acting = seats.filter(([, seat]) => seat.draw !== undefined);
+  const came = acting.length > 1 ? acting.slice(0, 3).map(([, seat]) => signed((seat.reward ?? 0) + node.team, 1)).join(" / ") : `${signed(seats.reduce((sum, [, seat]) => sum + (seat.reward ?? 0), 0) + node.team)}${advantage === null ? "" : ` · A ${signed(advantage)}`}`;
   const end = node.over ? (node.success === null ? "■" : node.success ? "✓" : "○") : "";
-  const names = seats.filter(([, seat]) => seat.draw !== undefined).map(([name]) => name);
+  const names = acting.map(([name]) => name);
   const who = (names.length ? names : seats.map(([name]) => name)).map((name) => name.slice(0, names.length > 1 ? 4 : 9)).join("+");
   const kind = ["node", node.chosen ? "kept" : "tried", selected ? "selected" : "", onLine ? "on" : ""].join(" ");
   return (
@@ -86,15 +87,15 @@ function Box({ node, x, y, largest, selected, onLine, choose }: BoxProps) {
         {who} {end}
       </text>
       <text x="6" y="25">
-        {signed(reward)} {advantage === null ? "" : `· A ${signed(advantage)}`}
+        {came}
       </text>
     </g>
   );
 }
 
-function mean(values: (number | undefined)[]): number | null {
+function strongest(values: (number | undefined)[]): number | null {
   const known = values.filter((value): value is number => value !== undefined);
-  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+  return known.length ? known.reduce((a, b) => (Math.abs(b) > Math.abs(a) ? b : a)) : null;
 }
 
 function bend(x1: number, y1: number, x2: number, y2: number): string {

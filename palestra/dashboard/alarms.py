@@ -1,8 +1,8 @@
 """What ought to worry whoever trains, each with the rule that says so and the numbers that it saw.
 
 Rules read figures of policies, as they are logged: by policy, by key, an array with a value for each line. They compare
-the newest `NEWEST` lines with the first ones, and are silent where there are fewer than `LEAST`. A rule that fires is no
-verdict: it says where to look.
+the newest `NEWEST` lines with the first ones, and are silent where there are fewer than `LEAST`. A rule that fires is
+no verdict: it says where to look.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def lazy_seat(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures)
                 "lazy seat",
                 name,
                 f"{share:.0%} of its groups have answers that all earn the same, and {others:.0%} of another policy's",
-                f"whatever a policy says makes no difference: at least {SAME:.0%} of its groups are without any over the "
-                f"newest {NEWEST} lines, while another policy has at most {DIFFERENT:.0%}, and the task is not solved",
+                f"whatever a policy says makes no difference: at least {SAME:.0%} of its groups are without any over "
+                f"the newest {NEWEST} lines, while another policy has at most {DIFFERENT:.0%}; the task is not solved",
             )
 
 
@@ -75,8 +75,8 @@ def entropy_collapse(policies: Figures, team: Mapping[str, np.ndarray], exams: F
                 name,
                 f"entropy {now:.3g} nats, from {before:.3g}"
                 + (f", at a success of {success:.0%}" if success is not None else ""),
-                f"a policy has stopped trying: its entropy is at most {LOW_ENTROPY} nats and {ENTROPY_LEFT:.0%} of what "
-                f"it was, and success is not above {SOLVED:.0%}",
+                f"a policy has stopped trying: its entropy is at most {LOW_ENTROPY} nats and {ENTROPY_LEFT:.0%} of "
+                f"what it was, and success is not above {SOLVED:.0%}",
             )
 
 
@@ -85,15 +85,16 @@ def longer_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: 
     for name, own in policies.items():
         before, now = oldest(own, "tokens"), newest(own, "tokens")
         paid = risen(own)
-        if before and now is not None and paid is not None and better is not None:
-            if now >= LONGER * before and paid >= RISEN and better <= NO_BETTER:
-                yield Alarm(
-                    "reward hacking by length?",
-                    name,
-                    f"answers of {now:.3g} tokens, from {before:.3g}; reward {paid:+.2g}, success {better:+.1%}",
-                    f"answers are {LONGER} times as long as at first and earn at least {RISEN} more each, but success "
-                    f"(of exams where there are any) has not risen by {NO_BETTER:.0%}",
-                )
+        if before is None or now is None or paid is None or better is None:
+            continue
+        if now >= LONGER * before > 0 and paid >= RISEN and better <= NO_BETTER:
+            yield Alarm(
+                "reward hacking by length?",
+                name,
+                f"answers of {now:.3g} tokens, from {before:.3g}; reward {paid:+.2g}, success {better:+.1%}",
+                f"answers are {LONGER} times as long as at first and earn at least {RISEN} more each, but success "
+                f"(of exams where there are any) has not risen by {NO_BETTER:.0%}",
+            )
 
 
 def form_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
@@ -101,16 +102,17 @@ def form_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Fi
     for name, own in policies.items():
         before, now = oldest(own, "invalid"), newest(own, "invalid")
         paid = risen(own)
-        if before is not None and now is not None and paid is not None and better is not None:
-            if before >= REFUSED_BEFORE and now <= REFUSED_NOW and paid >= RISEN and better <= NO_BETTER:
-                yield Alarm(
-                    "reward hacking by format?",
-                    name,
-                    f"invalid answers {now:.1%}, from {before:.1%}; reward {paid:+.2g}, success {better:+.1%}",
-                    f"a policy has learned the form and not the task: invalid answers fell from at least "
-                    f"{REFUSED_BEFORE:.0%} to at most {REFUSED_NOW:.0%}, reward rose by at least {RISEN}, and success "
-                    f"did not rise by {NO_BETTER:.0%}",
-                )
+        if before is None or now is None or paid is None or better is None:
+            continue
+        if before >= REFUSED_BEFORE and now <= REFUSED_NOW and paid >= RISEN and better <= NO_BETTER:
+            yield Alarm(
+                "reward hacking by format?",
+                name,
+                f"invalid answers {now:.1%}, from {before:.1%}; reward {paid:+.2g}, success {better:+.1%}",
+                f"a policy has learned the form and not the task: invalid answers fell from at least "
+                f"{REFUSED_BEFORE:.0%} to at most {REFUSED_NOW:.0%}, reward rose by at least {RISEN}, and success "
+                f"did not rise by {NO_BETTER:.0%}",
+            )
 
 
 def one_carries(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
@@ -124,7 +126,7 @@ def one_carries(policies: Figures, team: Mapping[str, np.ndarray], exams: Figure
                 "one seat carries the team",
                 name,
                 f"{value / total:.0%} of what all policies earn for themselves is its own",
-                f"over the newest {NEWEST} lines, at least {CARRIES:.0%} of the policies' own rewards are of one of them",
+                f"over the newest {NEWEST} lines, at least {CARRIES:.0%} of the policies' own rewards are of one",
             )
 
 
@@ -136,8 +138,8 @@ def no_signal(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures)
             "nothing to learn from",
             "",
             f"{min(shares):.0%} of the groups of every policy are without differences, at a success of {success:.0%}",
-            f"at least {SAME:.0%} of every policy's groups have answers that all earn the same, so they give no gradient, "
-            "and the task is not solved",
+            f"at least {SAME:.0%} of every policy's groups have answers that all earn the same, so they give no "
+            "gradient, and the task is not solved",
         )
 
 

@@ -1,12 +1,13 @@
 """The dashboard's server: the built page, the API, and the events that say that something is new.
 
-    app = dashboard(Path("runs"), token="", hosts=[])
+app = dashboard(Path("runs"), token="", hosts=[])
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
@@ -31,14 +32,16 @@ STATIC = Path(__file__).parent / "static"
 LOOK = 1.0  # seconds between two looks at what somebody watches
 QUIET = 15.0  # seconds after which a word says that the connection lives
 EPISODE = "/api/runs/{run}/episodes/{step:int}/{episode:int}"
+FOREIGN = (KeyError, IndexError, TypeError, AttributeError)  # files that somebody else wrote, or changed
+LOG = logging.getLogger("uvicorn.error")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def dashboard(
     root: Path, token: str = "", hosts: Collection[str] = (), ending: Callable[[], bool] = lambda: False
 ) -> App:
-    """The app over the runs in `root`; those who wait for events are let go once it is `ending`. Raises ValueError where
-    that is no folder of runs."""
+    """The app over the runs in `root`; those who wait for events are let go once it is `ending`. Raises ValueError
+    where that is no folder of runs."""
     library = Library(root)
     api = Api(library)
     addresses: dict[str, Callable[[Request], Response]] = {
@@ -75,6 +78,9 @@ def _told(ask: Callable[[Request], Response]) -> Callable[[Request], Response]:
             return JSONResponse({"error": str(error)}, 404)
         except ValueError as error:
             return JSONResponse({"error": str(error)}, 400)
+        except FOREIGN as error:
+            LOG.warning("%s", request.url.path, exc_info=True)
+            return JSONResponse({"error": f"the run's files are not as palestra writes them: {error!r}"}, 422)
 
     return answer
 

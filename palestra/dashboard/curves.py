@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def thinned(curve: Curve, points: int) -> Curve:
         return curve
     edges = np.linspace(0, len(x), points // 2 + 1).astype(int)
     kept: list[int] = [0, len(x) - 1]
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in pairwise(edges):
         part = y[first:last]
         if not np.isnan(part).all():
             kept += [first + int(np.nanargmin(part)), first + int(np.nanargmax(part))]

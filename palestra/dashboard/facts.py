@@ -114,7 +114,7 @@ def time_left(run: OpenRun, done: float, total: float) -> float | None:
     steps, seconds = step_seconds(run.timings)
     if len(steps) < 2:
         return None
-    at, counts = run.metrics.column(TEAM, "env_steps")
+    _, counts = run.metrics.column(TEAM, "env_steps")
     newest = seconds[-PACE:]
     if len(counts) > 1 and "env_steps" in run.config:
         per_line = (counts[-1] - counts[0]) / (len(counts) - 1)

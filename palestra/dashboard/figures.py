@@ -20,7 +20,8 @@ AXES = ("step", "env_steps", "iteration", "seconds")
 
 class Asked(Strict):
     """Which curves: `figure` is LOG/KEY, such as metrics/entropy, evals/success, timings/train_s. `window` smooths over
-    so many lines (exams are not), `low` and `high` bound the axis, `seeds` makes one curve of runs that differ only in their seed."""
+    so many lines (exams are not), `low` and `high` bound the axis, `seeds` makes one curve of runs that differ only in
+    their seed."""
 
     run: list[str] = Field(min_length=1, max_length=24)
     figure: list[str] = Field(min_length=1, max_length=24)
@@ -67,7 +68,9 @@ def log_of(run: OpenRun, figure: str) -> Log:
     logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
     log, _, _ = figure.partition("/")
     if log not in logs:
-        raise ValueError(f'a figure is LOG/KEY with one of the logs {", ".join(logs)}, such as metrics/entropy: "{figure}"')
+        raise ValueError(
+            f'a figure is LOG/KEY with one of the logs {", ".join(logs)}, such as metrics/entropy: "{figure}"'
+        )
     return logs[log]
 
 
@@ -114,7 +117,7 @@ def _drawn(each: Sequence[Curve], asked: Asked, window: int) -> dict[str, Any]:
         return ends | {"x": listed(x), "y": listed(mean), "low": listed(low), "high": listed(high)}
     (x, raw) = each[0]
     line = thinned(within((x, _smooth(raw, window)), asked.low, asked.high), asked.points)
-    drawn = ends | {"x": listed(line[0]), "y": listed(line[1])}
+    drawn: dict[str, Any] = ends | {"x": listed(line[0]), "y": listed(line[1])}
     if window > 1:
         under = thinned(within((x, raw), asked.low, asked.high), asked.points)
         drawn["raw"] = {"x": listed(under[0]), "y": listed(under[1])}

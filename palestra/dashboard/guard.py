@@ -1,7 +1,7 @@
 """What stands before every page: who may ask, under which name, and what a browser may do with the answer.
 
-Without a token anybody who reaches the port may read, so then the server answers only to names that no page elsewhere can
-take over (DNS rebinding): addresses, localhost, and those it was told. With a token every request needs it: in the
+Without a token anybody who reaches the port may read, so then the server answers only to names that no page elsewhere
+can take over (DNS rebinding): addresses, localhost, and those it was told. With a token every request needs it: in the
 address the first time, which leaves a cookie, or as a bearer.
 """
 
@@ -32,7 +32,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 ASK = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>palestra</title><h1>This dashboard wants its token</h1>
+<link rel="icon" href="data:,"><title>palestra</title><h1>This dashboard wants its token</h1>
 <p>It is in the address that <code>palestra dashboard</code> printed.</p>
 <form method="get"><label>Token <input name="token" type="password" autocomplete="off" autofocus></label>
 <button>Open</button></form></html>"""

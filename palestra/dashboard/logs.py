@@ -1,8 +1,8 @@
 """Logs of a run as columns of numbers, read on from where the last look ended.
 
-    log = Log(run / "metrics.jsonl", "policy")
-    log.look()
-    steps, values = log.column("planner", "entropy")
+log = Log(run / "metrics.jsonl", "policy")
+log.look()
+steps, values = log.column("planner", "entropy")
 """
 
 from __future__ import annotations

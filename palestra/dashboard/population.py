@@ -115,7 +115,7 @@ def ratings(record: Record) -> dict[str, Any]:
 
 
 def timeline(record: Record) -> list[dict[str, Any]]:
-    """Every stretch of training: whose, when it began and how long it took (seconds), from whom, and what came of it."""
+    """Every stretch of training: whose, when it began and how long it took (seconds), and what came of it."""
     clocks = {line["task"]: line for line in record.timings if "task" in line}
     return [_stretch(task, clocks.get(task["task"], {})) for task in record.tasks if task["kind"] == "train"]
 

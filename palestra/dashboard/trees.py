@@ -59,7 +59,7 @@ def _bone(row: Row) -> Row:
 
 def words(path: Path, episode: int, node: int) -> list[Row]:
     """What was seen and said on the line from the root to `node`; of conversations, what is new to the seat."""
-    rows = read_rows(path, episode, WORDS + ["team_reward", "advantage", "info"])
+    rows = read_rows(path, episode, [*WORDS, "team_reward", "advantage", "info"])
     parents = {row["node"]: row["parent"] for row in rows if row["node"] is not None}
     if node not in parents:
         raise Absent(f"the episode has no node {node}")

@@ -15,7 +15,9 @@ def line(start, end, n=40):
 
 
 def names(policies, team=None, exams=None):
-    return [(alarm.name, alarm.who) for alarm in alarms(policies, {"success": FLAT} if team is None else team, exams or {})]
+    return [
+        (alarm.name, alarm.who) for alarm in alarms(policies, {"success": FLAT} if team is None else team, exams or {})
+    ]
 
 
 @pytest.mark.parametrize(("own", "others", "fires"), [(0.9, 0.5, True), (0.89, 0.5, False), (0.9, 0.51, False)])

@@ -51,7 +51,9 @@ def test_configs_differ_in_what_they_differ_in(client):
 
 
 def test_a_curve_is_what_was_logged(client, root):
-    (curve,) = [c for c in get(client, "curves", run="more", figure="metrics/entropy")["curves"] if c["name"] == "planner"]
+    (curve,) = [
+        c for c in get(client, "curves", run="more", figure="metrics/entropy")["curves"] if c["name"] == "planner"
+    ]
     logged = [line["entropy"] for line in read_lines(root / "more/metrics.jsonl") if line["policy"] == "planner"]
     assert curve["x"] == list(range(1, 31)) and curve["y"] == pytest.approx(logged, rel=1e-6)
 
@@ -217,7 +219,13 @@ def test_a_cyclic_population(tmp_path):
 
     def cell(one, other, wins, losses):
         mean, games = (wins - losses) / (wins + losses), wins + losses
-        return {"members": [one, other], "games": games, "mean": [mean, -mean], "m2": [9.0, 9.0], "wins": [wins, losses]}
+        return {
+            "members": [one, other],
+            "games": games,
+            "mean": [mean, -mean],
+            "m2": [9.0, 9.0],
+            "wins": [wins, losses],
+        }
 
     with Run.create(tmp_path, "population: {type: league}\nenv: {type: matrix}\n", "rps") as run:
         for number, name in enumerate(names):
@@ -227,7 +235,9 @@ def test_a_cyclic_population(tmp_path):
             run.time(number, "team", {"task": f"train/{name}", "seconds": 2.0, "elapsed_s": 2.0 * number + 2})
         cells = [cell("rock", "paper", 10, 90), cell("paper", "scissors", 10, 90), cell("scissors", "rock", 10, 90)]
         order = {"cells": [one["members"] for one in cells]}
-        run.record("tasks.jsonl", {"task": "play", "kind": "play", "makes": "", "order": order, "result": {"cells": cells}})
+        run.record(
+            "tasks.jsonl", {"task": "play", "kind": "play", "makes": "", "order": order, "result": {"cells": cells}}
+        )
     client = TestClient(dashboard(tmp_path), base_url=HERE)
     page = get(client, "runs/rps/population")
     assert page["payoffs"]["mean"][0] == [None, -0.8, 0.8] and page["payoffs"]["rows"] == names
@@ -238,6 +248,15 @@ def test_a_cyclic_population(tmp_path):
     assert page["mixtures"][0]["shares"][0] == [0.5, 0.5]  # itself, and rock
     (alarm,) = get(client, "runs/rps/alarms")["alarms"]
     assert alarm["name"] == "cyclic population" and "rock" in alarm["says"]
+
+
+def test_files_that_palestra_did_not_write_are_said_to_be_so(tmp_path):
+    with Run.create(tmp_path, "population: {type: psro}\n", "odd") as run:
+        run.record("tasks.jsonl", {"kind": "train"})
+    client = TestClient(dashboard(tmp_path), base_url=HERE)
+    answer = client.get("/api/runs/odd/population")
+    assert answer.status_code == 422 and "not as palestra writes them" in answer.json()["error"]
+    assert client.get("/api/runs").json()["of"] == 1
 
 
 @pytest.fixture(scope="module")

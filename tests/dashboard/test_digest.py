@@ -11,7 +11,15 @@ from palestra.types import Answer, Episode, Node
 def node(number, parent, depth, seat="a", reward=0.0, team=0.0, **options):
     info = options.pop("info", {})
     return Node(
-        number, parent, depth, {seat: "seen"}, {seat: Answer("said", f"{seat}@1")}, {seat: reward}, team, info=info, **options
+        number,
+        parent,
+        depth,
+        {seat: "seen"},
+        {seat: Answer("said", f"{seat}@1")},
+        {seat: reward},
+        team,
+        info=info,
+        **options,
     )
 
 

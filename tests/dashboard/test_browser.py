@@ -1,0 +1,611 @@
+"""The dashboard in a real browser, over runs that palestra made: every page, its main moves, and what must not happen.
+
+Screenshots are kept in .cache/screenshots. Any error in the console fails the test that caused it, and so does a
+request to anywhere but the dashboard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from long_runs import write_long_run
+from processes import PALESTRA
+from typer.testing import CliRunner
+
+from palestra.chat import Chat
+from palestra.cli import app
+from palestra.envs import make_env
+from palestra.runs import Run
+from palestra.types import Answer, Episode, Node
+
+playwright = pytest.importorskip("playwright.sync_api")
+expect = playwright.expect
+expect.set_options(timeout=20_000)  # a busy machine is not a failure
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]  # the first of them waits for the runs
+
+HERE = Path(__file__).parent.parent.parent
+SHOTS = HERE / ".cache" / "screenshots"
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or ""
+EVIL = "<img src=x onerror=\"window.hacked='{}'\"><script>window.hacked='{}'<" + "\\/script>"
+EVIL_NAME = "<img src=x onerror=window.hacked=1> \"'&amp;#?%2f"
+
+
+def evil(where: str) -> str:
+    return EVIL.replace("{}", where).replace("\\/", "/")
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    demo = ["--set", "steps=4", "--set", "episodes=12", "--set", "exams={dev: {episodes: 20, every: 2}}"]
+    duel = ["--set", "steps=2", "--set", "episodes=8", "--set", "record_every=1"]
+    wide = ["--set", "env_steps=40000", "--set", "exams={held_out: {episodes: 40, every: 20000}}"]
+    for config, settings in (
+        ("demo.yaml", demo),
+        ("demo.yaml", [*demo, "--set", "seed=1"]),
+        ("algorithms/duel.yaml", duel),
+        ("games/spread_mappo.yaml", wide),
+        ("populations/kuhn_psro_exact.yaml", ["--set", "population.iterations=5", "--backend", "inline"]),
+        ("populations/rps_league.yaml", ["--set", "population.slices=5", "--backend", "inline"]),
+    ):
+        done = CliRunner().invoke(app, ["train", str(HERE / "configs" / config), "--root", str(root), *settings])
+        assert done.exit_code == 0, done.output
+    write_pictures(root)
+    write_hostile(root)
+    write_long_run(root, "steady", steps=300, episodes=4, total=400)
+    write_alarming(root)
+    return root
+
+
+def answered(text: str, policy: str, prompt: int = 4) -> Answer:
+    ids = np.array([396, 306, 307, 304, 4], np.int32)
+    return Answer(text, policy, np.arange(prompt, dtype=np.int32), ids, np.array([-0.1, -1, -4, -0.5, 0], np.float32))
+
+
+def write_pictures(root: Path) -> None:
+    """What real envs show at their beginning, a step each; programs and a conversation."""
+    seen: dict[str, Any] = {}
+    for name in ("text_tic_tac_toe", "text_connect_four", "sudoku", "sokoban", "code"):
+        seen[name] = next(iter(make_env(name).reset(3).observations.values()))
+    seen["drawn"] = next(iter(make_env("plan_path", rendering="ascii").reset(3).observations.values()))
+    seen["chat"] = Chat(({"role": "user", "content": "What is 6 x 7?"}, {"role": "tool", "content": "42"}))
+    program = "It works:\n```python\nn = int(input())\nprint(n)\n```"
+    episodes = [
+        Episode(
+            name,
+            0,
+            {"coder": "coder@1"},
+            [
+                Node(
+                    0,
+                    None,
+                    0,
+                    {"coder": shown},
+                    {"coder": answered(program, "coder@1")},
+                    {"coder": 0.5},
+                    over=True,
+                    info={"success": True, "passed": 0.75, "agreed": True},
+                )
+            ],
+        )
+        for name, shown in seen.items()
+    ]
+    with Run.create(root, "name: pictures\nenv: {type: code}\n", "pictures") as run:
+        run.log(0, "team", {"success": 1.0})
+        run.write_episodes(0, episodes)
+
+
+def write_hostile(root: Path) -> None:
+    """A run in which every text that a model, an env or a config can bring in is an attack."""
+    seat, other = evil("seat"), evil("other")
+    nodes = [
+        Node(
+            0,
+            None,
+            0,
+            {seat: evil("seen"), other: Chat(({"role": evil("role"), "content": evil("content")},))},
+            {
+                seat: answered(evil("said") + "\n```" + evil("fence") + "\n" + evil("code") + "```", evil("policy")),
+                other: answered("javascript:window.hacked=1", "b@1"),
+            },
+            {seat: 1.0},
+            advantages={seat: 0.5},
+            over=True,
+            info={"success": True, evil("key"): evil("value"), "deep": {evil("k"): [evil("v")]}},
+        )
+    ]
+    config = json.dumps({"name": evil("config"), "env": {"type": evil("env")}, "algorithm": {"type": evil("algorithm")},
+                         "policies": {evil("policy"): {"type": evil("type"), "base": evil("base")}},
+                         "exams": {evil("exam"): {"seats": {evil("s"): evil("w")}}}, "steps": 12})  # fmt: skip
+    with Run.create(root, config, EVIL_NAME, {"seed": evil("seed"), "command": [evil("command")]}) as run:
+        for step in range(12):
+            run.log(step, evil("policy"), {"entropy": 1.5 if step < 5 else 0.001, evil("figure"): 1.0})
+            run.log(step, "team", {"success": 0.5})
+            run.time(step, "team", {"elapsed_s": step + 1.0, "rollout_s": 1.0, evil("phase") + "_s": 1.0})
+        run.eval(3, evil("exam"), {"success": 0.5, "returns": {evil("seat"): 1.0}})
+        seats = {seat: evil("policy"), other: "b@1"}
+        run.write_episodes(0, [Episode(evil("env"), 1, seats, nodes), Episode("x", 2, seats, error=evil("error"))])
+        for number, name in enumerate((evil("rock"), evil("paper"))):
+            order = {"player": "agent", "learner": evil("learner"), "opponents": {"agent": {evil("rock"): 1.0}}}
+            run.record("tasks.jsonl", {"task": f"train/{number}", "kind": "train", "makes": name,
+                                       "order": order | {"self_play": 0.5}, "result": {"return": 0.1}})  # fmt: skip
+        cell = {"members": [evil("rock"), evil("paper")], "games": 10, "mean": [0.5, -0.5], "m2": [1.0, 1.0],
+                "wins": [7, 2], "draws": 1}  # fmt: skip
+        run.record("tasks.jsonl", {"task": "play", "kind": "play", "makes": "",
+                                   "order": {"cells": [cell["members"]]}, "result": {"cells": [cell]}})  # fmt: skip
+        run.record("exploits.jsonl", {"player": evil("player"), "wins": 1.0, "mixtures": {}})
+
+
+def write_alarming(root: Path) -> None:
+    with Run.create(
+        root, "name: alarming\nsteps: 40\nenv: {type: relay}\nalgorithm: {type: grpo}\n", "alarming"
+    ) as run:
+        for step in range(40):
+            run.log(
+                step, "lazy", {"zero_variance": 0.97, "entropy": max(0.001, 1.5 - 0.1 * step), "local_reward": 0.01}
+            )
+            run.log(step, "busy", {"zero_variance": 0.2, "entropy": 1.2, "local_reward": 0.6})
+            run.log(step, "team", {"success": 0.4, "episodes": 20.0, "failed": 2.0})
+
+
+# ---- the browser
+
+
+@pytest.fixture(scope="session")
+def site(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(runs, tmp_path_factory.mktemp("cache")) as address:
+        yield address
+
+
+class served:
+    """A dashboard as a process of its own, for as long as the block lasts."""
+
+    def __init__(self, root: Path, cache: Path, *options: str) -> None:
+        self.command = [*PALESTRA, "dashboard", str(root), "--port", "0", *options]
+        self.environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+
+    def __enter__(self) -> str:
+        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, text=True, env=self.environment)
+        assert self.process.stdout is not None
+        found = re.search(r"dashboard: (\S+)", self.process.stdout.readline())
+        assert found
+        return found[1]
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def chromium(runs: Path) -> Iterator[Any]:
+    """Started after the runs are made: it keeps an event loop going, beside which training could not have its own."""
+    if not CHROMIUM:
+        pytest.skip("no Chromium here: name one as CHROMIUM=/path/to/it")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def look(chromium: Any, site: str) -> Iterator[Any]:
+    """Opens pages: `look(path, width=390, dark=True)`. Errors, attacks and requests elsewhere fail the test."""
+    contexts, wrong = [], []
+
+    def watch(page: Any, address: str) -> None:
+        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
+        page.on("request", lambda asked: None if asked.url.startswith((address, "data:")) else wrong.append(asked.url))
+
+    def opened(path: str = "#/", width: int = 1280, dark: bool = False, address: str = site) -> Any:
+        colours = "dark" if dark else "light"
+        context = chromium.new_context(viewport={"width": width, "height": 850}, color_scheme=colours)
+        contexts.append(context)
+        page = context.new_page()
+        watch(page, address)
+        page.goto(f"{address}{path}")
+        return page
+
+    opened.wrong = wrong  # type: ignore[attr-defined]
+    yield opened
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def shot(page: Any, name: str) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"{name}.png", full_page=True)
+
+
+def settled(page: Any) -> None:
+    page.wait_for_load_state("domcontentloaded")
+    page.wait_for_timeout(700)  # events keep a connection open, so the network is never idle
+
+
+# ---- runs
+
+
+def test_runs_are_listed_filtered_sorted_and_opened_by_keys(look):
+    page = look()
+    expect(page.locator("tbody tr")).to_have_count(10)
+    shot(page, "runs")
+    page.keyboard.press("/")
+    page.keyboard.type("grpo seed=1")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.keyboard.press("Escape")
+    page.get_by_label("filter runs").fill("")
+    page.get_by_role("button", name="run", exact=True).click()
+    page.get_by_role("button", name="run ↓", exact=True).click()
+    names = page.locator("a.row").all_inner_texts()
+    assert names == sorted(names)
+    page.locator("h1").click()
+    page.get_by_label("filter runs").fill("kuhn")
+    page.get_by_label("filter runs").blur()
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_contain_text("kuhn_psro_exact")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog")).to_contain_text("all runs")
+    shot(page, "keys")
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    page.keyboard.press("r")
+    expect(page.locator("tbody tr")).to_have_count(10)
+
+
+def test_runs_are_compared(look):
+    page = look()
+    for name in ("demo", "demo-2"):
+        page.get_by_label(f"choose {name}", exact=True).check()
+    page.get_by_role("button", name="compare 2 runs").click()
+    expect(page.locator("table.diff tbody tr")).to_have_count(1)
+    expect(page.locator("table.diff tbody tr")).to_contain_text("seed")
+    first = page.locator("figure.chart").first
+    expect(first.locator(".legend > span")).to_have_count(4)  # training and the exam, of two runs
+    shot(page, "compare")
+    page.get_by_label("seeds as bands").check()
+    expect(first.locator(".legend > span")).to_have_count(2)
+    expect(first.locator(".legend")).to_contain_text("1 more seed")
+    shot(page, "compare-seeds")
+
+
+# ---- curves
+
+
+def test_curves_say_values_zoom_and_smooth(look):
+    asked: list[str] = []
+    page = look("#/run/steady")
+    page.on("request", lambda request: asked.append(request.url) if "api/curves" in request.url else None)
+    chart = page.locator("[data-figure='metrics/success']")
+    expect(chart.locator("canvas")).to_be_visible()
+    settled(page)
+    shot(page, "run")
+    plot = chart.locator(".u-over")
+    last = chart.locator(".legend b").first.inner_text()
+    plot.hover(position={"x": 20, "y": 20})
+    expect(chart.locator(".legend b").first).not_to_have_text(last)
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 60, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 160, box["y"] + 40, steps=4)
+    page.mouse.up()
+    expect(page.get_by_role("button", name="show all again")).to_be_visible()
+    settled(page)
+    assert any("low=" in url and "high=" in url for url in asked)
+    shot(page, "run-zoomed")
+    page.get_by_role("button", name="show all again").click()
+    page.get_by_label("smoothed over").select_option("51")
+    expect(page).to_have_url(re.compile("smooth=51"))
+    chart.locator(".plot").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(chart.locator(".legend b").first).not_to_have_text(last)
+    page.get_by_label("over", exact=True).select_option("seconds")
+    page.get_by_label("show figures that contain").fill("entropy")
+    expect(page.locator(".slot")).to_have_count(1)
+    settled(page)
+    shot(page, "run-entropy")
+
+
+def test_what_is_not_shown_is_not_loaded(look):
+    asked: list[str] = []
+    page = look("#/")
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(page.url.replace("#/", "#/run/steady"))
+    expect(page.locator("canvas").first).to_be_visible()
+    settled(page)
+    curves = [url for url in asked if "api/curves" in url]
+    assert 0 < len(curves) < page.locator(".slot").count()
+    assert not [url for url in asked if "/episodes" in url or "/population" in url]
+    page.mouse.wheel(0, 4000)
+    settled(page)
+    assert len([url for url in asked if "api/curves" in url]) > len(curves)
+
+
+def test_a_run_is_laid_over_another(look):
+    page = look("#/run/demo")
+    lines = page.locator("[data-figure='metrics/local_reward'] .legend > span")
+    expect(lines).to_have_count(2)
+    page.get_by_role("button", name="+ another run").click()
+    page.get_by_label("a run to lay over this one").select_option("demo-2")
+    expect(lines).to_have_count(4)
+    page.get_by_label("take demo-2 away").click()
+    expect(lines).to_have_count(2)
+
+
+def test_a_run_that_goes_on_is_followed(look, runs):
+    page = look("#/run/steady")
+    expect(page.locator(".live")).to_be_visible()
+    expect(page.locator("dl.facts")).to_contain_text("300 of 400")
+    with Run.open(runs / "steady") as run:
+        run.log(300, "team", {"success": 1.0})
+        expect(page.locator("dl.facts")).to_contain_text("301 of 400")
+        expect(page.locator("h1 .status")).to_contain_text("running")
+        expect(page.locator("dl.facts")).to_contain_text("left, about")
+        shot(page, "run-live")
+
+
+def test_networks_have_curves_over_env_steps(look):
+    page = look("#/run/spread_mappo")
+    expect(page.get_by_label("over", exact=True)).to_have_value("env_steps")
+    expect(page.locator("[data-figure='metrics/return'] canvas")).to_be_visible()
+    settled(page)
+    shot(page, "run-networks")
+
+
+# ---- episodes
+
+
+def test_episodes_are_filtered_and_searched(look):
+    page = look("#/run/demo/episodes")
+    counts = page.locator("[data-counts]")
+    expect(counts).to_have_text("48 of 48 episodes")
+    shot(page, "episodes")
+    with page.expect_response(re.compile("outcome=failure")):
+        page.get_by_label("outcome").select_option("failure")
+    expect(counts).to_have_text(re.compile("episodes$"))
+    failed = int(counts.inner_text().split()[0])
+    assert page.locator("tbody .outcome.lost").count() == min(50, failed)
+    page.get_by_label("outcome").select_option("success")
+    expect(counts).to_have_text(f"{48 - failed} of 48 episodes")
+    page.get_by_label("seat").select_option("planner")
+    page.get_by_label("its reward from").fill("1.5")
+    expect(page).to_have_url(re.compile("least=1.5"))
+    page.get_by_role("button", name="all", exact=True).click()
+    page.get_by_label("sorted by").select_option("total")
+    expect(page).to_have_url(re.compile("sort=total"))
+    settled(page)
+    totals = [float(text.replace("−", "-")) for text in page.locator("tbody td:nth-child(3)").all_inner_texts()]
+    assert totals == sorted(totals, reverse=True)
+    page.get_by_label("words seen or said").fill("walls")
+    expect(counts).to_contain_text("found in")
+    assert page.locator("tbody tr").count() > 0
+    page.get_by_label("words seen or said").fill("nobody ever says this")
+    expect(counts).to_contain_text("0 found in 48 of 48 episodes")
+    shot(page, "episodes-searched")
+
+
+def test_an_episode_is_a_tree_of_words_and_tokens(look):
+    page = look("#/run/demo/episodes")
+    page.locator("a.row").nth(1).click()
+    nodes = page.locator(".tree .node")
+    expect(nodes.first).to_be_visible()
+    assert nodes.count() % 8 == 0  # eight siblings at every joint step
+    assert page.locator(".tree .node.kept").count() == page.locator("ol.words > li").count()
+    expect(page.locator("svg.cells.world").first).to_be_visible()
+    expect(page.locator("ol.words .gains").first).to_contain_text("advantage")
+    shot(page, "episode")
+    page.locator(".tree").focus()
+    chosen = page.locator(".tree .node.selected").get_attribute("data-node")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".tree .node.selected")).not_to_have_attribute("data-node", chosen)
+    page.locator(".tree .node.tried").first.click()
+    expect(page.locator("ol.words > li")).to_have_count(1)
+    page.get_by_label("tokens coloured by").select_option("logprob")
+    token = page.locator(".token").first
+    expect(token).to_have_attribute("title", re.compile("log-probability"))
+    says = page.locator(".tokens").first.inner_text()
+    assert says.endswith("<|end|>")
+    shot(page, "episode-tokens")
+    page.get_by_label("tokens coloured by").select_option("advantage")
+    expect(token).to_have_attribute("title", re.compile("advantage"))
+    page.get_by_label("text instead of pictures").check()
+    expect(page.locator("svg.cells")).to_have_count(0)
+    before = page.locator("article b").first.inner_text()
+    page.locator("h1").click()
+    page.keyboard.press("]")
+    expect(page.locator("article b").first).not_to_have_text(before)
+    page.get_by_text("← list").click()
+    expect(page.locator("a.row").first).to_be_visible()
+
+
+def test_debates_stand_in_columns(look):
+    page = look("#/run/duel/episodes/1/0")
+    expect(page.locator(".columns.of2").first).to_be_visible()
+    pro, con = page.locator(".columns").first.locator(".turn").all()[:2]
+    assert (
+        abs(pro.bounding_box()["y"] - con.bounding_box()["y"]) < 2 and pro.bounding_box()["x"] < con.bounding_box()["x"]
+    )
+    shot(page, "episode-debate")
+
+
+@pytest.mark.parametrize(
+    ("number", "picture"),
+    [
+        (0, "svg.cells.board"),
+        (1, "svg.cells.board"),
+        (2, "svg.cells.sudoku"),
+        (3, "svg.cells.world"),
+        (4, "pre.code"),
+        (5, "svg.cells.world"),
+        (6, ".chat"),
+    ],
+)
+def test_envs_are_drawn_as_what_they_are(look, number, picture):
+    page = look(f"#/run/pictures/episodes/0/{number}")
+    expect(page.locator(f".turn details {picture}").first).to_be_visible()
+    expect(page.locator(".says pre.code")).to_contain_text("print(n)")
+    expect(page.locator("dl.info")).to_contain_text("75% of the tests")
+    shot(page, f"picture-{number}")
+
+
+# ---- populations, agents, system, alarms
+
+
+def test_a_population(look):
+    page = look("#/run/kuhn_psro_exact/population")
+    expect(page.locator("canvas")).to_be_visible()
+    for title in (
+        "Exploitability",
+        "Payoffs",
+        "Mixture of player_0 over time",
+        "Response graph",
+        "Ratings",
+        "Timeline",
+    ):
+        expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
+    shot(page, "population-psro")
+    cell = page.locator("svg.heat").first.locator("g rect").first
+    cell.hover(force=True)
+    expect(page.locator(".hint", has_text="earns").first).to_be_visible()
+    page = look("#/run/rps_league/population")
+    expect(page.locator("svg.timeline rect").first).to_be_visible()
+    expect(page.locator("svg.whisker").first).to_be_visible()
+    shot(page, "population-league")
+    page.get_by_label("of them at most").select_option("10")
+    expect(page.locator(".hint", has_text="The newest 10 of").first).to_be_visible()
+
+
+def test_agents_can_be_had(look):
+    page = look("#/run/demo/agents")
+    with page.expect_download() as waiting:
+        page.get_by_role("link", name="after step 4").first.click()
+    assert waiting.value.suggested_filename == "planner-4.zip"
+    assert waiting.value.path().stat().st_size > 100_000
+    shot(page, "agents")
+    page = look("#/run/rps_league/agents")
+    expect(page.get_by_text("main_exploiter_0-").first).to_be_visible()
+    shot(page, "agents-league")
+
+
+def test_system_and_alarms(look, runs):
+    with Run.open(runs / "demo"):
+        page = look("#/run/demo/system")
+        expect(page.get_by_text("writes the run", exact=True)).to_be_visible()
+        expect(page.locator(".phase").first).to_be_visible()
+        shot(page, "system")
+    page = look("#/run/alarming/alarms")
+    expect(page.locator(".alarms li")).to_have_count(4)
+    for name in ("lazy seat", "entropy collapse", "one seat carries the team", "episodes fail"):
+        expect(page.get_by_role("heading", name=re.compile(name))).to_be_visible()
+    assert page.get_by_text("The rule:").count() == 4
+    shot(page, "alarms")
+
+
+# ---- for everybody
+
+PAGES = {
+    "runs": "#/",
+    "run": "#/run/demo",
+    "episodes": "#/run/demo/episodes",
+    "episode": "#/run/demo/episodes/3/1",
+    "debate": "#/run/duel/episodes/1/0",
+    "population": "#/run/kuhn_psro_exact/population",
+    "agents": "#/run/rps_league/agents",
+    "system": "#/run/demo/system",
+    "alarms": "#/run/alarming/alarms",
+    "config": "#/run/demo/config",
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_it_fits_a_phone_and_the_dark(look, name):
+    for width, dark in ((390, False), (1280, True), (390, True)):
+        page = look(PAGES[name], width=width, dark=dark)
+        expect(page.locator("main h1")).to_be_visible()
+        settled(page)
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        shot(page, f"{name}-{width}{'-dark' if dark else ''}")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_everything_has_a_name_and_can_be_reached_by_keys(look, name):
+    page = look(PAGES[name])
+    settled(page)
+    nameless = """() => [...document.querySelectorAll('input, select, button, a')].filter(
+        (e) => !(e.labels?.length || e.ariaLabel || e.textContent.trim())).map((e) => e.outerHTML)"""
+    assert page.evaluate(nameless) == []
+    for _ in range(3):
+        page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement !== document.body")
+
+
+def test_the_theme_is_kept(look):
+    page = look()
+    button = page.locator("[data-theme-button]")
+    button.click()
+    button.click()
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    page.reload()
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+
+
+# ---- what must not happen
+
+
+def test_nothing_that_a_model_wrote_is_run(look):
+    from urllib.parse import quote
+
+    run = f"#/run/{quote(EVIL_NAME, safe='')}"
+    pages = ["#/", run, f"{run}/episodes", f"{run}/episodes/0/0?tokens=logprob", f"{run}/episodes/0/0?columns=1",
+             f"{run}/episodes/0/1", f"{run}/population", f"{run}/agents", f"{run}/system", f"{run}/alarms",
+             f"{run}/config", f"#/compare?run=demo&run={quote(EVIL_NAME, safe='')}"]  # fmt: skip
+    for number, path in enumerate(pages):
+        page = look(path)
+        settled(page)
+        page.mouse.wheel(0, 3000)
+        settled(page)
+        expect(page.locator("main")).to_contain_text("<img src=x")  # shown as what it is
+        assert page.evaluate("() => window.hacked") is None
+        assert page.locator("main img, main script, main iframe, [onerror]").count() == 0
+        assert page.locator("a[href^='javascript:']").count() == 0
+        if number in (1, 3):
+            shot(page, f"hostile-{number}")
+
+
+def test_an_attack_in_the_address_is_not_run(look):
+    for path in ("#/run/<img src=x onerror=window.hacked=1>", "#/<script>window.hacked=1</script>", "#/run/demo/none"):
+        page = look(path)
+        settled(page)
+        assert page.evaluate("() => window.hacked") is None
+    assert [text for text in look.wrong if "404" not in text] == []
+    look.wrong.clear()  # the browser tells of the run that is not there
+
+
+def test_the_token_opens_it_once(look, runs, tmp_path):
+    with served(runs, tmp_path, "--token", "sesame") as address:
+        home = address.removesuffix("?token=sesame")
+        page = look("", address=home)
+        expect(page.get_by_text("This dashboard wants its token")).to_be_visible()
+        assert all("401" in text for text in look.wrong)
+        look.wrong.clear()
+        page.get_by_label("Token").fill("sesame")
+        page.get_by_role("button", name="Open").click()
+        expect(page.locator("tbody tr").first).to_be_visible()
+        assert "sesame" not in page.url
+        page.reload()
+        expect(page.locator("tbody tr").first).to_be_visible()
