@@ -18,6 +18,7 @@ from rich.table import Table
 from palestra.cli_agents import publish, serve_agent
 from palestra.cli_league import league
 from palestra.cli_play import collect, evaluate, play
+from palestra.cli_report import plot, report, sync
 from palestra.cli_serve import keys, serve
 from palestra.terminal import console, friendly, say
 
@@ -98,9 +99,12 @@ def _described(path: Path | None, resume: Path | None, settings: list[str], plac
 def _train(tree: dict[str, Any], resume: Path | None, name: str | None, root: Path, dry_run: bool) -> None:
     from palestra.config import dump, validate
     from palestra.runs import Run
+    from palestra.sinks.follow import following
+    from palestra.sinks.kinds import check_sinks
 
     kind = kind_of(tree)
     config = validate(kind.config, tree)
+    check_sinks(config.sinks)
     if dry_run:
         kind.check(config)
         print(dump(config), end="")
@@ -109,7 +113,8 @@ def _train(tree: dict[str, Any], resume: Path | None, name: str | None, root: Pa
     with (
         Run.open(resume)
         if resume
-        else Run.create(root, dump(config), name or config.name, {"seed": config.seed}) as run
+        else Run.create(root, dump(config), name or config.name, {"seed": config.seed}) as run,
+        following(run.path, config.sinks, say),
     ):
         kind.follow(setup, run, config)
 
@@ -277,7 +282,7 @@ def _sandbox() -> str:
 
 
 app.command(name="eval")(evaluate)
-for command in (collect, play, serve, publish, serve_agent):
+for command in (report, plot, sync, collect, play, serve, publish, serve_agent):
     app.command()(command)
 app.add_typer(keys, name="keys")
 app.add_typer(league, name="league")

@@ -21,6 +21,7 @@ from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig, SpeechConfi
 from palestra.policies.endpoint import EndpointConfig
 from palestra.rollouts.records import Data
 from palestra.rollouts.sources import Curriculum
+from palestra.sinks.base import Sinks
 from palestra.types import TEAM, Seat
 
 SHAPE = {"type", "base", "rank", "alpha", "targets", "dtype", "seed", "path"}  # of a policy's weights
@@ -144,6 +145,7 @@ class Config(Strict):
     keep_every: int = Field(0, ge=0)
     record_every: int = Field(1, ge=0)
     staleness: int = Field(0, ge=0)
+    sinks: Sinks = []
     engine: str | None = None
     device: str = "auto"
     max_rows: int = Field(512, ge=1)

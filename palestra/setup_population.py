@@ -32,6 +32,7 @@ from palestra.populations.self_play import SelfPlay, SelfPlayConfig
 from palestra.populations.tasks import Backend, Done, MakeWorker
 from palestra.populations.xdo import XDO, XDOConfig
 from palestra.runs import Run
+from palestra.sinks.base import Sinks
 from palestra.types import TEAM, Metrics, Seat
 
 EVERYONE = "agent"  # the population that plays every seat
@@ -85,6 +86,7 @@ class PopulationConfig(Strict):
     population: PlanConfig
     oracle: Oracle
     backend: BackendConfig = BackendConfig()
+    sinks: Sinks = []
 
     @model_validator(mode="before")
     @classmethod
