@@ -43,7 +43,8 @@ ROOMS = [
     },
     {"palestra.collect", "palestra.agents"},
     {"palestra.model_card"},
-    {"palestra.publish", "palestra.serve_agent"},
+    {"palestra.publish", "palestra.serve_agent", "palestra.report", "palestra.plot"},
+    {"palestra.notebook"},
     {
         "palestra.cli_agents",
         "palestra.cli_league",
