@@ -16,7 +16,10 @@ from palestra.report.svg import Curve, chart, heat, ticks
 from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
 
-HOSTILE = "</pre></section><script>alert(1)</script><img src=x onerror=alert(2)>'\"><style>*{display:none}</style>\x00\u202e&lt;"
+HOSTILE = (
+    "</pre></section><script>alert(1)</script><img src=x onerror=alert(2)>'\"><style>*{display:none}</style>"
+    "\x00\u202e&lt;"
+)
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
 
