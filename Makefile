@@ -8,7 +8,7 @@ CLIENTS := a b c
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo test test-all test-browser test-clients test-envs test-trl lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo test test-all test-browser test-clients test-envs test-sinks test-trl lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,18 @@ $(TRL)/installed:
 
 test-trl: $(INSTALLED) $(TRL)/installed ## our losses beside TRL's
 	$(BIN)/python -m pytest -m peers tests/losses/test_against_trl.py
+
+# Trackers, in a venv of their own: they bring much that nothing else needs.
+SINKS := .cache/sinks
+$(SINKS)/.installed: pyproject.toml constraints.txt
+	test -x $(SINKS)/bin/python || $(PYTHON) -m venv $(SINKS)
+	$(SINKS)/bin/pip install --quiet numpy scipy matplotlib pydantic PyYAML pyarrow safetensors typer rich pytest pytest-timeout hypothesis \
+		wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic trackio==0.43.0
+	$(SINKS)/bin/pip install --quiet --no-deps -e .
+	touch $@
+
+test-sinks: $(SINKS)/.installed ## send runs to Weights & Biases, MLflow and Trackio, offline
+	$(SINKS)/bin/python -m pytest -m peers tests/sinks
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .

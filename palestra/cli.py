@@ -20,6 +20,7 @@ from palestra.cli_dashboard import dashboard
 from palestra.cli_envs import serve_envs
 from palestra.cli_league import league
 from palestra.cli_play import collect, evaluate, play
+from palestra.cli_report import plot, report, sync
 from palestra.cli_serve import keys, serve, serve_sampler
 from palestra.terminal import RANK, console, friendly, say
 
@@ -107,9 +108,12 @@ def _described(path: Path | None, resume: Path | None, settings: list[str], plac
 def _train(tree: dict[str, Any], resume: Path | None, name: str | None, root: Path, dry_run: bool) -> None:
     from palestra.config import dump, validate
     from palestra.runs import Run
+    from palestra.sinks.follow import following
+    from palestra.sinks.kinds import check_sinks
 
     kind = kind_of(tree)
     config = validate(kind.config, tree)
+    check_sinks(config.sinks)
     if dry_run:
         kind.check(config)
         if RANK == 0:
@@ -121,7 +125,7 @@ def _train(tree: dict[str, Any], resume: Path | None, name: str | None, root: Pa
         meta = {"seed": config.seed}
         return Run.open(resume) if resume else Run.create(root, dump(config), name or config.name, meta)
 
-    with kind.opened(open_run) as run:
+    with kind.opened(open_run) as run, following(run.path, [] if RANK else config.sinks, say):
         kind.follow(setup, run, config)
 
 
@@ -311,7 +315,7 @@ def _sandbox() -> str:
 
 
 app.command(name="eval")(evaluate)
-for command in (collect, dashboard, play, publish, serve, serve_agent, serve_envs, serve_sampler):
+for command in (collect, dashboard, play, plot, publish, report, serve, serve_agent, serve_envs, serve_sampler, sync):
     app.command()(command)
 app.add_typer(keys, name="keys")
 app.add_typer(league, name="league")

@@ -165,7 +165,8 @@ def _loading(agent: Agent, base: str, folder: str) -> str:
         f"base = {where}\ntokenizer = AutoTokenizer.from_pretrained(base)\n"
         f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{folder}")'
     )
-    served = '"$(python -c \'from palestra.engine.models import resolve_base as r; print(r("%s"))\')"' % base
+    code_of_base = f"from palestra.engine.models import resolve_base as r; print(r('{base}'))"
+    served = f'"$(python -c "{code_of_base}")"'
     vllm = (
         f"vllm serve {served if shipped else base} --enable-lora --max-lora-rank {_vllm_rank(rank)} "
         f"--lora-modules {agent.name}={folder}"

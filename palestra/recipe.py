@@ -32,6 +32,7 @@ from palestra.policies.endpoint import EndpointConfig
 from palestra.remote.sampler_config import SamplerConfig
 from palestra.rollouts.records import Data
 from palestra.rollouts.sources import Curriculum
+from palestra.sinks.base import Sinks
 from palestra.types import TEAM, Seat
 
 SHAPE = {"type", "base", "rank", "alpha", "targets", "dtype", "seed", "path"}  # of a policy's weights
@@ -184,6 +185,7 @@ class Config(Strict):
     keep_every: int = Field(0, ge=0)
     record_every: int = Field(1, ge=0)
     staleness: int = Field(0, ge=0)
+    sinks: Sinks = []
     engine: str | None = None
     sampler: SamplerConfig | None = None
     backend: LoopConfig = LoopConfig(type="inline")

@@ -93,7 +93,7 @@ class Desk:
         return Chat(tuple(with_system(chat.messages, self.agent.role)), chat.tools)
 
     def _as_asked(self, settings: dict[str, Any]) -> LanguagePolicy:
-        changes = {key: settings[key] for key in ("temperature", "top_p", "max_tokens") if key in settings}
+        changes = {key: value for key, value in settings.items() if key in ("temperature", "top_p", "max_tokens")}
         if "max_completion_tokens" in settings:
             changes["max_tokens"] = settings["max_completion_tokens"]
         if "stop" in settings:

@@ -35,6 +35,7 @@ from palestra.rollouts.actors import Actors
 from palestra.rollouts.play import derive
 from palestra.rollouts.sweep import Sweeper
 from palestra.runs import Run, checkpoints
+from palestra.sinks.base import Sinks
 from palestra.train import Watcher
 from palestra.types import TEAM, Seat
 
@@ -106,6 +107,7 @@ class GamesConfig(Strict):
     log_every: int = Field(0, ge=0)
     checkpoint_every: int = Field(1_000_000, ge=1)
     keep_every: int = Field(0, ge=0)
+    sinks: Sinks = []
     threads: int = Field(1, ge=1)
     processes: int = Field(1, ge=1)
     actors: int = Field(0, ge=0)

@@ -30,6 +30,7 @@ from palestra.populations.tasks import Backend, Done, MakeWorker
 from palestra.populations.xdo import XDO, XDOConfig
 from palestra.remote.envs import make_env
 from palestra.runs import Run
+from palestra.sinks.base import Sinks
 from palestra.types import TEAM, Metrics, Seat
 
 EVERYONE = "agent"  # the population that plays every seat
@@ -62,6 +63,7 @@ class PopulationConfig(Strict):
     population: PlanConfig
     oracle: Oracle
     backend: BackendConfig = BackendConfig()
+    sinks: Sinks = []
 
     @model_validator(mode="before")
     @classmethod

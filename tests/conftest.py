@@ -16,6 +16,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 # Their packages exclude others of ours: `make test-envs` runs them in a venv that has them.
 collect_ignore = [] if find_spec("envpool") else ["envs/vector/peers"]
+collect_ignore += [] if find_spec("tensorboard") else ["sinks/test_follow.py"]  # in the venv of `make test-sinks`
 
 settings.register_profile("palestra", deadline=None)  # a busy machine is not a failure
 settings.load_profile("palestra")

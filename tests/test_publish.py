@@ -148,7 +148,7 @@ def test_networks_and_members_of_a_population(tmp_path):
     ]
     head, text = card_of(tmp_path / "net")
     assert {"kuhn_poker", "psro"} <= set(head["tags"]) and "path: net" in text
-    config = {"env": {"type": "kuhn_poker", "games": 4}, "env_steps": 64, "name": "against",
-              "policies": {"player_0": {"type": "frozen", "path": str(tmp_path / "net")}, "player_1": {"type": "net"}}}  # fmt: skip
+    policies = {"player_0": {"type": "frozen", "path": str(tmp_path / "net")}, "player_1": {"type": "net"}}
+    config = {"env": {"type": "kuhn_poker", "games": 4}, "env_steps": 64, "name": "against", "policies": policies}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     palestra("train", tmp_path / "c.yaml", "--root", tmp_path)

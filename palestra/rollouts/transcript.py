@@ -24,13 +24,13 @@ def transcript(episode: Episode) -> str:
 
 def _turn(node: Node, seat: str, seen: dict[str, Any]) -> Iterator[str]:
     yield ""
-    yield _block(f"{seat} sees", _new(node.observations[seat], seen.get(seat)))
+    yield _block(f"{seat} sees", new_to(node.observations[seat], seen.get(seat)))
     seen[seat] = node.observations[seat]
     answer = node.answers[seat]
     yield _block(f"{seat} says", answer.text + (" [cut off]" if answer.stop == "length" else ""))
 
 
-def _new(shown: Any, before: Any) -> str:
+def new_to(shown: Any, before: Any) -> str:
     """What a seat is shown; of a conversation that goes on, the messages after those it had seen and its own answer."""
     messages = getattr(shown, "messages", None)
     if messages is None:

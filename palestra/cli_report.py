@@ -1,0 +1,87 @@
+"""`palestra report`, `plot` and `sync`: what a run directory says, as a page, as a picture, and to trackers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palestra.terminal import friendly, say
+
+RunPath = Annotated[Path, typer.Argument(help="a run")]
+
+
+def report(
+    run: RunPath,
+    out: Annotated[Path | None, typer.Option(help="the page to write (default: report.html in the run)")] = None,
+    episodes: Annotated[int, typer.Option(min=0, help="sample episodes to show")] = 6,
+    step: Annotated[int | None, typer.Option(help="of which training step (default: the newest recorded)")] = None,
+) -> None:
+    """Write one self-contained HTML page on a run: curves, tables, sample episodes, config, versions.
+
+    It loads nothing from elsewhere; the browser's print makes a PDF of it.
+
+    Example:
+
+        palestra report runs/demo --out demo.html
+    """
+    with friendly():
+        from palestra.report.page import write_report
+
+        say(f"report: {write_report(run, out, episodes=episodes, step=step)}")
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="runs; those that differ in the seed only are one curve")],
+    metric: Annotated[
+        str | None, typer.Option(help="a figure of the logs, such as success, return, entropy (default: what there is)")
+    ] = None,
+    exam: Annotated[str | None, typer.Option(help="draw this exam's figure")] = None,
+    policy: Annotated[str, typer.Option(help="whose figure in training")] = "team",
+    smooth: Annotated[int, typer.Option(min=1, help="steps of a moving mean")] = 1,
+    out: Annotated[Path, typer.Option(help="a .svg, .pdf or .png")] = Path("figure.svg"),
+    width: Annotated[float, typer.Option(min=1, help="inches: a column of a paper is about 3.3, a page 6.8")] = 3.3,
+    height: Annotated[float | None, typer.Option(min=0.5, help="inches (default: two thirds of the width)")] = None,
+    band: Annotated[str, typer.Option(help="what is shaded around a mean over seeds: sd, ci or range")] = "ci",
+) -> None:
+    """Draw one figure of several runs for a paper, as vectors, with seeds as a mean and a band.
+
+    Examples:
+
+        palestra plot runs/demo --exam test --out demo.svg
+
+        palestra plot runs/a-* runs/b-* --metric entropy --policy planner --smooth 9 --out entropy.pdf
+    """
+    with friendly():
+        from palestra.plot import Figure, draw
+
+        figure = Figure(metric, exam, policy, smooth, width, height, band)
+        for line in draw(runs, figure, out):
+            say(line)
+
+
+def sync(
+    run: RunPath,
+    to: Annotated[str, typer.Option(help="tensorboard, wandb, mlflow or trackio")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="of the sink: `--set project=games`")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="go on as the run does, until Ctrl-C")] = False,
+) -> None:
+    """Send a run's figures to a tracker; what was sent before is not sent again.
+
+    Examples:
+
+        palestra sync runs/demo --to tensorboard
+
+        palestra sync runs/demo --to wandb --set project=games --set mode=offline --follow
+    """
+    with friendly():
+        from palestra.config import override, validate
+        from palestra.sinks import follow as sinks
+        from palestra.sinks.base import SinksConfig
+        from palestra.sinks.kinds import check_sinks
+
+        (sink,) = validate(SinksConfig, {"sinks": [override({"type": to}, settings or [])]}).sinks
+        check_sinks([sink])
+        count = sinks.sync(run, sink, follow=follow)
+    say(f"{count} lines sent to {to}")

@@ -1,0 +1,146 @@
+"""A run in a notebook: its logs as Arrow tables, its episodes as objects, all of them with pictures.
+
+run = palestra.load_run("runs/demo")
+run.evals.to_pandas()
+run.trees()[0]      # shows itself: every turn with rewards, advantages and what else was tried
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from palestra.config import Tree, load
+from palestra.files import read_lines
+from palestra.population_reports import Record, read_record
+from palestra.populations.scheduler import TASKS
+from palestra.report.episodes import episode_html
+from palestra.report.figures import Logs, charts, exam_table
+from palestra.report.page import tiles
+from palestra.report.parts import details, text
+from palestra.report.population import payoff_heat, standings_html
+from palestra.report.style import STYLE
+from palestra.runs import load_episodes, read_episodes
+from palestra.types import Episode
+
+
+def load_run(path: str | Path) -> RunFrames:
+    """The run at `path`, as it stands now. Raises ValueError where that is no run."""
+    path = Path(path)
+    if not (path / "config.yaml").is_file():
+        raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
+    return RunFrames(path)
+
+
+class RunFrames:
+    """What a run directory holds. Tables are read when asked for, and anew each time: a run may still go on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"RunFrames({str(self.path)!r})"
+
+    @cached_property
+    def config(self) -> Tree:
+        return load(self.path / "config.yaml")
+
+    @cached_property
+    def meta(self) -> Tree:
+        """Versions, seed, command line, time of creation."""
+        found: Tree = json.loads((self.path / "meta.json").read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def metrics(self) -> pa.Table:
+        """A row for each step and policy."""
+        return frame(read_lines(self.path / "metrics.jsonl"))
+
+    @property
+    def timings(self) -> pa.Table:
+        return frame(read_lines(self.path / "timings.jsonl"))
+
+    @property
+    def evals(self) -> pa.Table:
+        """A row for each exam; step -1 is before the first."""
+        return frame(read_lines(self.path / "evals.jsonl"))
+
+    @property
+    def recorded(self) -> list[int]:
+        """The steps whose episodes were kept, counted from 0."""
+        return sorted(int(path.stem.removeprefix("step-")) for path in (self.path / "episodes").glob("step-*.parquet"))
+
+    def episodes(self, step: int | None = None) -> pa.Table:
+        """A row for each episode, node and seat, of one step or of all."""
+        return pa.concat_tables([read_episodes(self._file(n)) for n in ([step] if step is not None else self.recorded)])
+
+    def trees(self, step: int | None = None) -> list[Episode]:
+        """The episodes of a step (default: the newest that was kept)."""
+        kept = self.recorded
+        if step is None and not kept:
+            return []
+        return load_episodes(self._file(kept[-1] if step is None else step))
+
+    @property
+    def population(self) -> Record | None:
+        """Who beats whom, where the run trains a population."""
+        return read_record(self.path) if (self.path / TASKS).exists() else None
+
+    def _file(self, step: int) -> Path:
+        path = self.path / "episodes" / f"step-{step:06d}.parquet"
+        if not path.exists():
+            have = ", ".join(map(str, self.recorded)) or "none"
+            raise ValueError(f"{self.path} has no episodes of step {step}; it has those of: {have}")
+        return path
+
+    def _repr_html_(self) -> str:
+        logs, population = Logs(self.path), self.population
+        inside = record_html(population) if population else exam_table(logs) + details("curves", charts(logs))
+        return _dressed(f"<h3>{text(self.path.name)}</h3>{tiles(logs, self.config)}{inside}")
+
+
+def frame(lines: list[Tree]) -> pa.Table:
+    """Lines as a table with every key that any of them has; inner keys are joined: "returns.planner"."""
+    rows = [dict(_flat(line)) for line in lines]
+    return pa.table(
+        {key: _column([row.get(key) for row in rows]) for key in dict.fromkeys(k for row in rows for k in row)}
+    )
+
+
+def _flat(line: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in line.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}{key}.")
+        else:
+            yield f"{name}{key}", value
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Values of one type, or as text."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return pa.array([None if value is None else str(value) for value in values])
+
+
+def record_html(record: Record) -> str:
+    """Payoffs and standings, as far as games were played."""
+    try:
+        ranks = standings_html(record)
+    except ValueError as error:  # no games, or of more than two seats
+        ranks = f"<p class=soft>No standings: {text(error)}</p>"
+    return payoff_heat(record) + ranks
+
+
+def _dressed(inside: str) -> str:
+    return f'<div class="palestra"><style>{STYLE}</style>{inside}</div>'
+
+
+# What notebooks show of these is said here: the rooms they live in know nothing of pages.
+setattr(Episode, "_repr_html_", lambda self: _dressed(episode_html(self)))  # noqa: B010 (mypy: not a field)
+setattr(Record, "_repr_html_", lambda self: _dressed(record_html(self)))  # noqa: B010

@@ -1,0 +1,217 @@
+"""One figure of several runs, for a paper: vectors, small type, seeds as a mean with a band, colours for all eyes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.config import load
+from palestra.files import read_lines
+from palestra.reports import COLOURS, at, series, smooth
+from palestra.types import TEAM
+
+KINDS = (".svg", ".pdf", ".png")
+BANDS = ("sd", "ci", "range")
+STYLES = ("-", "--", ":", "-.")  # told apart without colours too
+UNLIKE = ("seed", "name", "sinks", "device", "checkpoint_every", "keep_every", "record_every")  # and yet one experiment
+# Student's t at 97.5 % for 1 to 10 degrees of freedom; from there on the normal's is near enough.
+T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is drawn, and how large in inches. `metric` None takes what the first run has: success, else return, else
+    NashConv. With `exam` it is that exam's figure, else `policy`'s in training."""
+
+    metric: str | None = None
+    exam: str | None = None
+    policy: str = TEAM
+    smooth: int = 1
+    width: float = 3.3
+    height: float | None = None
+    band: str = "ci"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The runs of one config: x [K], and a row for each seed in y [R, K]."""
+
+    label: str
+    x: np.ndarray
+    y: np.ndarray
+
+
+def draw(runs: Sequence[Path], figure: Figure, out: Path) -> list[str]:
+    """Writes the picture to `out`; returns a line for each curve: its label, its runs and its last value.
+
+    Raises ValueError where a run lacks the figure, and for what cannot be drawn.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib import ticker
+
+    if out.suffix not in KINDS:
+        raise ValueError(f"{out} has none of the endings {', '.join(KINDS)}")
+    if figure.band not in BANDS:
+        raise ValueError(f"--band is one of {', '.join(BANDS)}, not {figure.band}")
+    metric = figure.metric or default_metric(runs[0], figure)
+    bundles = bundled(runs, figure, metric)
+    size = (figure.width, figure.height or figure.width * 2 / 3)
+    with plt.rc_context(_paper(size[0])):
+        picture, axis = plt.subplots(figsize=size, constrained_layout=True)
+        for number, bundle in enumerate(bundles):
+            _curve(axis, bundle, number, figure)
+        axis.set_xlabel(axis_of(runs[0]))
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+        axis.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+        axis.set_ylabel(_named(metric, figure))
+        if len(bundles) > 1:
+            axis.legend(frameon=False, handlelength=1.6)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        picture.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None, dpi=300)
+        plt.close(picture)
+    lines = [f"{b.label or 'all'}: {len(b.y)} runs, {metric} {b.y[:, -1].mean():.4g} at the end" for b in bundles]
+    return [*lines, f"figure: {out}"]
+
+
+def default_metric(run: Path, figure: Figure) -> str:
+    """The main figure that a run has. Raises ValueError where it has none."""
+    lines = _lines(run, figure)
+    for metric in ("success", "return", "nash_conv", "team_return"):
+        if any(line.get(metric) is not None for line in lines):
+            return metric
+    raise ValueError(f"{run} has none of success, return and nash_conv of {figure.exam or figure.policy}: say --metric")
+
+
+def bundled(runs: Sequence[Path], figure: Figure, metric: str) -> list[Bundle]:
+    """The runs by config, in the order they were named."""
+    trees = {run: load(run / "config.yaml") for run in runs}
+    groups: dict[str, list[Path]] = {}
+    for run, tree in trees.items():
+        groups.setdefault(repr(_essence(tree)), []).append(run)
+    labels = differences([_essence(trees[members[0]]) for members in groups.values()])
+    names = [members[0].resolve().name for members in groups.values()]
+    labels = [label or name for label, name in zip(labels, names, strict=True)] if len(groups) > 1 else names
+    return [
+        Bundle(label, *aligned([_points(run, figure, metric) for run in members], figure.smooth))
+        for label, members in zip(labels, groups.values(), strict=True)
+    ]
+
+
+def _essence(tree: Tree) -> Tree:
+    return {key: value for key, value in tree.items() if key not in UNLIKE}
+
+
+def differences(trees: Sequence[Tree]) -> list[str]:
+    """For each config what sets it apart from the others, such as "algorithm.k=4, policies.a.lr=0.001"."""
+    flats = [dict(_flat(tree)) for tree in trees]
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    unlike = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
+    short = _shortened(unlike)
+    return [", ".join(f"{short[key]}={flat[key]}" for key in unlike[:4] if key in flat) for flat in flats]
+
+
+def _shortened(keys: Sequence[str]) -> dict[str, str]:
+    """Keys by their last word, where it tells them apart."""
+    last = [key.rsplit(".", 1)[-1] for key in keys]
+    return {key: end if last.count(end) == 1 and end != "type" else key for key, end in zip(keys, last, strict=True)}
+
+
+def _flat(tree: Mapping[str, Any], name: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        found += _flat(value, f"{name}{key}.") if isinstance(value, Mapping) and value else [(f"{name}{key}", value)]
+    return found
+
+
+def _lines(run: Path, figure: Figure) -> list[Tree]:
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
+    log, key = ("evals.jsonl", "name") if figure.exam else ("metrics.jsonl", "policy")
+    told = series(read_lines(run / log), key)
+    wanted = figure.exam or figure.policy
+    if wanted not in told:
+        have = ", ".join(told) or "nothing"
+        raise ValueError(f'{run}/{log} has no "{wanted}"; it has: {have}')
+    return told[wanted]
+
+
+def _points(run: Path, figure: Figure, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """x [K] and y [K] of a run; a metric such as `returns.planner` is looked up in steps."""
+    team = series(read_lines(run / "metrics.jsonl"), "policy").get(TEAM, [])
+    found = [(at(line, team), value) for line in _lines(run, figure) if (value := _at(line, metric)) is not None]
+    if not found:
+        keys = ", ".join(key for key, value in _flat(_lines(run, figure)[-1]) if isinstance(value, int | float))
+        raise ValueError(f"{run} has no figure {metric} of {figure.exam or figure.policy}; it has: {keys}")
+    x, y = np.array(found, float).T
+    return x, y
+
+
+def _at(line: Tree, metric: str) -> float | None:
+    value = dict(_flat(line)).get(metric)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def axis_of(run: Path) -> str:
+    """What is counted to the right."""
+    team = series(read_lines(run / "metrics.jsonl"), "policy").get(TEAM, [])
+    return "joint steps" if team and "env_steps" in team[-1] else "training step"
+
+
+def aligned(curves: Sequence[tuple[np.ndarray, np.ndarray]], window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Curves of several seeds on one axis: as far as all of them go, between their points by straight lines."""
+    x = max((x for x, _ in curves), key=len)
+    x = x[(x >= max(own[0] for own, _ in curves)) & (x <= min(own[-1] for own, _ in curves))]
+    if not len(x):
+        raise ValueError("the runs of one config have no step in common: draw them one by one")
+    return x, np.stack([np.interp(x, own, smooth(list(y), window)) for own, y in curves])
+
+
+def band_of(y: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """The band around the mean of y [R, K]: by standard deviation, 95 % interval of the mean (Student), or range."""
+    mean, sd = y.mean(0), y.std(0, ddof=1)
+    if kind == "range":
+        return y.min(0), y.max(0)
+    t = T[len(y) - 2] if len(y) - 2 < len(T) else 1.96
+    half = sd if kind == "sd" else t * sd / len(y) ** 0.5
+    return mean - half, mean + half
+
+
+def _curve(axis: Any, bundle: Bundle, number: int, figure: Figure) -> None:
+    colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+    marker = "o" if len(bundle.x) <= 12 else None
+    axis.plot(bundle.x, bundle.y.mean(0), style, color=colour, label=bundle.label, marker=marker, markersize=2.5)
+    if len(bundle.y) > 1:
+        axis.fill_between(bundle.x, *band_of(bundle.y, figure.band), color=colour, alpha=0.2, linewidth=0)
+
+
+def _named(metric: str, figure: Figure) -> str:
+    words = metric.replace("_", " ").replace("nash conv", "NashConv")
+    return (
+        f"{words} ({figure.exam})" if figure.exam else words if figure.policy == TEAM else f"{words}, {figure.policy}"
+    )
+
+
+def _paper(width: float) -> dict[str, Any]:
+    """Type of 8 points, as captions have it; letters stay letters in vectors."""
+    return {
+        "font.size": 8 if width < 5 else 9,
+        "axes.linewidth": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.alpha": 0.25,
+        "grid.linewidth": 0.5,
+        "lines.linewidth": 1.2,
+        "legend.fontsize": 7,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "palestra",  # the same picture has the same bytes
+        "pdf.fonttype": 42,
+    }

@@ -1,0 +1,120 @@
+"""Episodes as HTML: every turn by seat with what was seen, said, earned and credited, and what else was tried."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from palestra.report.parts import details, pre, text
+from palestra.rollouts.transcript import new_to
+from palestra.types import Episode, Node, Seat
+
+TURNS = 120  # joint steps of an episode that are shown
+TRIED = 16  # siblings of a step that are shown
+LINES = 4  # further lines of play
+
+
+def returned(episode: Episode) -> float:
+    """What an episode was worth: the team's reward and the mean of the seats' own, over the lines followed."""
+    nodes = [node for node in episode.nodes if node.chosen]
+    seats = max(1, len(episode.seats))
+    lines = max(1, len([leaf for leaf in episode.leaves() if leaf.chosen]))
+    return sum(node.team_reward + sum(node.rewards.values()) / seats for node in nodes) / lines
+
+
+def samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tuple[str, Episode]]:
+    """The best, the worst, one that failed (where one did) and others drawn by `seed`: `count` at most, each with what
+    it is."""
+    sound = sorted((e for e in episodes if e.error is None), key=returned, reverse=True)
+    failed = [e for e in episodes if e.error is not None]
+    found = [("the best", sound[0])] if sound else []
+    found += [("the worst", sound[-1])] if len(sound) > 1 else []
+    found += [("one that failed", failed[0])] if failed else []
+    rest = sound[1:-1]
+    drawn = random.Random(seed).sample(rest, min(len(rest), max(0, count - len(found))))
+    return [*found, *(("drawn at random", episode) for episode in drawn)][:count]
+
+
+def episode_html(episode: Episode, label: str = "") -> str:
+    """An episode as a self-contained piece of a page; all that it says is escaped."""
+    lines = [episode.line(leaf) for leaf in episode.leaves() if leaf.chosen]
+    lines = lines or [[node for node in episode.nodes if node.chosen]]
+    seen: dict[Seat, Any] = {}
+    parts = [_turn(episode, node, seen) for node in lines[0][:TURNS]]
+    if len(lines[0]) > TURNS:
+        parts.append(f"<p class=soft>{len(lines[0]) - TURNS} further steps</p>")
+    shown = {node.id for node in lines[0]}
+    for line in lines[1 : 1 + LINES]:
+        new = [node for node in line if node.id not in shown]
+        shown |= {node.id for node in new}
+        inside = "".join(_turn(episode, node, {}) for node in new[:TURNS])
+        parts.append(details(f"another line of play, from step {new[0].depth + 1} on", inside) if new else "")
+    failure = f'<p class="bad">failed: {text(episode.error)}</p>' if episode.error is not None else ""
+    return f"<article>{_head(episode, label, lines)}{''.join(parts)}{failure}</article>"
+
+
+def _head(episode: Episode, label: str, lines: list[list[Node]]) -> str:
+    seats = ", ".join(f"{text(seat)}: {text(policy)}" for seat, policy in episode.seats.items())
+    known = any("success" in line[-1].info for line in lines if line)
+    won = f"{'success' if episode.success == 1 else f'{episode.success:.0%} success'}, " if known else ""
+    more = f", {len(lines)} lines of play" if len(lines) > 1 else ""
+    facts = f"{won}return {returned(episode):.3g}{more} · {len(episode.nodes)} joint steps tried · {seats}"
+    title = f"{text(label)}: " if label else ""
+    return f"<h3>{title}{text(episode.env)}, instance {episode.seed}</h3><p class=soft>{facts}</p>"
+
+
+def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
+    """A joint step: each seat that acted, what came of it, what else was tried."""
+    parts = [_seat(node, seat, seen) for seat in node.answers]
+    if node.team_reward:
+        parts.append(f"<p class=soft>team {_signed(node.team_reward)}</p>")
+    others = [other for other in episode.children(node.parent) if other is not node and not other.chosen]
+    if others:
+        rows = "".join(f"<li>{_tried(other)}</li>" for other in others[:TRIED])
+        left = f"<p class=soft>{len(others) - TRIED} more</p>" if len(others) > TRIED else ""
+        parts.append(details(f"{len(others)} tried beside it", f"<ul>{rows}</ul>{left}"))
+    if node.over:
+        end = "the end, cut off" if node.truncated else "the end"
+        parts.append(f"<p class=soft>{end}: {text(json.dumps(node.info, default=str, ensure_ascii=False), 600)}</p>")
+    return f'<div class="turn">{"".join(parts)}</div>'
+
+
+def _seat(node: Node, seat: Seat, seen: dict[Seat, Any]) -> str:
+    answer = node.answers[seat]
+    shown = new_to(node.observations[seat], seen.get(seat)) if seat in node.observations else ""
+    seen[seat] = node.observations.get(seat)
+    notes = " · ".join(_notes(node, seat))
+    head = f'<span class="who">{text(seat)}</span> <span class="soft">step {node.depth + 1} · {notes}</span>'
+    saw = details("what it saw", pre(shown)) if len(shown) > 400 else pre(shown)
+    return f"<div>{head}{saw if shown else ''}{pre(answer.text, 'said')}</div>"
+
+
+def _notes(node: Node, seat: Seat) -> Iterator[str]:
+    answer = node.answers[seat]
+    yield text(answer.policy)
+    if seat in node.rewards:
+        yield f"reward {_signed(node.rewards[seat])}"
+    if seat in node.advantages:
+        yield f"advantage {_signed(node.advantages[seat])}"
+    if len(answer.token_ids):
+        yield f"{len(answer.token_ids)} tokens"
+    if node.invalid(seat):
+        yield '<span class="bad">invalid</span>'
+    if answer.stop == "length":
+        yield '<span class="bad">cut off</span>'
+
+
+def _tried(node: Node) -> str:
+    """A sibling in a line."""
+    said = "; ".join(
+        f"{text(seat)}: <q>{text(answer.text, 200)}</q> {' · '.join(_notes(node, seat))}"
+        for seat, answer in node.answers.items()
+    )
+    return said + (f" · team {_signed(node.team_reward)}" if node.team_reward else "")
+
+
+def _signed(value: float) -> str:
+    kind = "good" if value > 0 else "bad" if value < 0 else "soft"
+    return f'<span class="{kind}">{value:+.3g}</span>'

@@ -1,0 +1,136 @@
+"""The page on a run: one file, without scripts, that loads nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from palestra.config import load
+from palestra.files import atomic_write
+from palestra.report.episodes import episode_html, samples
+from palestra.report.figures import Logs, charts, exam_table, policy_table, time_table
+from palestra.report.parts import details, pre, section, table, text
+from palestra.report.population import population_sections
+from palestra.report.style import STYLE
+from palestra.reports import wilson
+from palestra.runs import checkpoints, load_episodes
+
+NOTHING_ELSE = "default-src 'none'; style-src 'unsafe-inline'"  # even were something let in, it could load nothing
+
+
+def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step: int | None = None) -> Path:
+    """Writes the page on the run at `run` (default: report.html in it) and returns where it is.
+
+    Raises ValueError where `run` is no run, or `step` was not recorded.
+    """
+    out = out or run / "report.html"
+    page = report_html(run, episodes=episodes, step=step)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, page.encode())
+    return out
+
+
+def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str:
+    """The page, as HTML."""
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
+    tree, logs = load(run / "config.yaml"), Logs(run)
+    meta = json.loads((run / "meta.json").read_text(encoding="utf-8")) if (run / "meta.json").exists() else {}
+    population = population_sections(run)
+    curves = "" if population else charts(logs)
+    parts = [
+        f"<header><h1>{text(run.resolve().name)}</h1><p class=soft>{text(_what(tree, meta))}</p></header>",
+        tiles(logs, tree),
+        section("What was learned", exam_table(logs)),
+        section("Curves", curves),
+        *population,
+        sampled(run, episodes, step, int(tree.get("seed") or 0)),
+        section("Where the time went", time_table(logs)),
+        section("Figures of each policy", _unfolded("at the start and at the end", policy_table(logs))),
+        section("How to have it again", facts(run, meta, tree), _unfolded("the whole config", _config(run))),
+    ]
+    body = "\n".join(part for part in parts if part)
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{NOTHING_ELSE}">'
+        f"<title>{text(run.resolve().name)}</title><style>{STYLE}</style>"
+    )
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body class="palestra">\n{body}\n</body></html>\n'
+
+
+def _unfolded(summary: str, inside: str) -> str:
+    """Folded on a screen, whole on paper."""
+    return details(text(summary), inside).replace("<details>", '<details class="printed">', 1) if inside else ""
+
+
+def _what(tree: dict[str, Any], meta: dict[str, Any]) -> str:
+    envs = [part["type"] for part in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if part.get("type")]
+    learns = (tree.get("population") or tree.get("algorithm") or {}).get("type", "")
+    begun = f", begun {meta['created'][:16].replace('T', ' ')} UTC" if meta.get("created") else ""
+    return f"{', '.join(dict.fromkeys(envs)) or 'data'} by {learns}, seed {tree.get('seed', 0)}{begun}"
+
+
+def tiles(logs: Logs, tree: dict[str, Any]) -> str:
+    """A few figures that say how it went."""
+    found = []
+    for name, lines in list(logs.exams.items())[:3]:
+        last = lines[-1]
+        if "success" in last:
+            low, high = wilson(last["success"] * last["episodes"], last["episodes"])
+            found.append(
+                (f"{last['success']:.1%}", f"{name}: success of {last['episodes']:.0f} [{low:.0%}, {high:.0%}]")
+            )
+        elif "return" in last:
+            found.append((f"{last['return']:.2f}", f"{name}: return, mean of {last['episodes']:.0f}"))
+    if logs.team:
+        last = logs.team[-1]
+        done, whole = last["step"] + 1, tree.get("steps")
+        counted = f"{done} of {whole}" if whole else f"{last.get('env_steps', done):,.0f}"
+        found.append((counted, "training steps" if whole else "joint steps" if "env_steps" in last else "tasks"))
+        if last.get("nash_conv") is not None:
+            found.append((f"{last['nash_conv']:.3f}", "NashConv"))
+    shown = "".join(f'<div class="tile"><b>{text(figure)}</b><span>{text(what)}</span></div>' for figure, what in found)
+    return f'<div class="tiles">{shown}</div>' if shown else ""
+
+
+def sampled(run: Path, count: int, step: int | None, seed: int) -> str:
+    """Episodes of a training step: the best, the worst, others by chance."""
+    kept = {int(path.stem.removeprefix("step-")): path for path in sorted((run / "episodes").glob("step-*.parquet"))}
+    if step is not None and step - 1 not in kept:
+        have = ", ".join(str(number + 1) for number in kept) or "none"
+        raise ValueError(f"{run} has no episodes of step {step}; it has those of: {have}")
+    if not kept or not count:
+        return ""
+    number = max(kept) if step is None else step - 1
+    episodes = load_episodes(kept[number])
+    chosen = samples(episodes, count, seed)
+    told = (
+        f"<p class=soft>{len(chosen)} of the {len(episodes)} of training step {number + 1}, as they were sampled.</p>"
+    )
+    shown = section("Sample episodes", told, *(episode_html(episode, label) for label, episode in chosen))
+    return shown.replace("<section>", '<section class="page">', 1)
+
+
+def facts(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
+    """Versions, seed, command line, checkpoints."""
+    rows = [("seed", meta.get("seed", tree.get("seed", 0)))]
+    rows += [(name, meta[name]) for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
+    rows += [("command", shlex.join(meta["command"]))] if meta.get("command") else []
+    rows += (
+        [("begun", datetime.fromisoformat(meta["created"]).isoformat(" ", "seconds"))] if meta.get("created") else []
+    )
+    kept = checkpoints(run)
+    rows += [("checkpoints", "after " + ", ".join(str(one.step + 1) for one in kept))] if kept else []
+    return table(["", ""], rows, kind="facts")
+
+
+def _config(run: Path) -> str:
+    """The config as it was resolved, without what is empty."""
+    tree = load(run / "config.yaml")
+    short = {key: value for key, value in tree.items() if value not in (None, [], {}, "")}
+    return pre(yaml.safe_dump(short, sort_keys=False, allow_unicode=True), "config")

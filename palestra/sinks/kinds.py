@@ -1,0 +1,38 @@
+"""Which sink a config means; its package is loaded only then."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from palestra.sinks.base import Sink, Sinks
+
+
+def check_sinks(sinks: Sinks) -> None:
+    """Raises ValueError where a sink's package is not installed, or one kind stands twice."""
+    kinds = [sink.type for sink in sinks]
+    for kind in kinds:
+        if find_spec(kind) is None:
+            raise ValueError(f"the sink {kind} needs its package: pip install 'palestra[{kind}]'")
+        if kinds.count(kind) > 1:
+            raise ValueError(f"sinks: names {kind} twice: a run has one sink of a kind")
+
+
+def open_sink(config: Any, run: Path, folder: Path) -> Sink:
+    """The sink that `config` describes, for the run at `run`; what it must know again later it keeps in `folder`."""
+    if config.type == "tensorboard":
+        from palestra.sinks.tensorboard import TensorBoardSink
+
+        return TensorBoardSink(config, run, folder)
+    if config.type == "wandb":
+        from palestra.sinks.wandb import WandbSink
+
+        return WandbSink(config, run, folder)
+    if config.type == "mlflow":
+        from palestra.sinks.mlflow import MLflowSink
+
+        return MLflowSink(config, run, folder)
+    from palestra.sinks.trackio import TrackioSink
+
+    return TrackioSink(config, run, folder)

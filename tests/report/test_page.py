@@ -1,0 +1,179 @@
+"""The page on a run: whole, for runs of every kind, and safe whatever agents said."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trained import palestra, refused
+
+from palestra.report.episodes import episode_html, samples
+from palestra.report.page import report_html
+from palestra.report.svg import Curve, chart, heat, ticks
+from palestra.runs import Run
+from palestra.types import Answer, Episode, Node
+
+HOSTILE = (
+    "</pre></section><script>alert(1)</script><img src=x onerror=alert(2)>'\"><style>*{display:none}</style>"
+    "\x00\u202e&lt;"
+)
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+class Page(HTMLParser):
+    """What a page is made of: its tags, its attributes, its words; tags must close in order."""
+
+    def __init__(self, page):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tags, self.attributes, self.words = [], [], [], ""
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def loads_nothing(page):
+    read = Page(page)
+    assert not {"script", "iframe", "object", "link", "img", "base", "form"} & set(read.tags)
+    assert not [name for name, _ in read.attributes if name.startswith("on") or name in ("src", "href")]
+    assert "url(" not in page and "@import" not in page and page.count("<style>") == 1
+    assert ("http-equiv", "Content-Security-Policy") in read.attributes
+    return read
+
+
+def tree(text="up"):
+    """An episode of two joint steps, each with a sibling that was only tried."""
+    nodes = []
+    for depth in range(2):
+        parent = None if depth == 0 else 0
+        for k in range(2):
+            answer = Answer(f"{text}{depth}{k}", "planner@3", stop="length" if k else "stop")
+            node = Node(
+                len(nodes), parent, depth, {"planner": f"see {text}"}, {"planner": answer}, {"planner": 0.5 - k}
+            )
+            node.chosen, node.over, node.team_reward = k == 0, depth == 1 and k == 0, 1.0 if depth else 0.0
+            node.advantages = {"planner": 0.25 - k / 2}
+            node.info = {"success": True, "note": text} if node.over else {}
+            nodes.append(node)
+    nodes[2].parent = nodes[3].parent = 0
+    return Episode("maze", 7, {"planner": "planner@3"}, nodes)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that says the worst in every place where something can be said."""
+    config = f"name: a\nseed: 3\nsteps: 2\nenv: {{type: maze}}\nalgorithm: {{type: grpo}}\nnote: {HOSTILE[:60]!r}\n"
+    with Run.create(tmp_path, config, "a", {"seed": 3}) as run:
+        for step, success in ((-1, 0.25), (1, 0.75)):
+            returns = {"returns": {HOSTILE: 1.5}, "returns_half": {HOSTILE: 0.25}}
+            run.eval(step, f"test{HOSTILE}", {"success": success, "episodes": 100, "steps_per_episode": 3.0} | returns)
+        for step in range(2):
+            run.log(step, HOSTILE, {"loss": 0.5, "entropy": 1.0 / (step + 1), "kl": None})
+            run.log(step, "team", {"success": 0.5, "team_return": 1.0})
+            run.time(step, "team", {"rollout_s": 3.0, "train_s": 1.0, "train_cpu_s": 9.0, "tokens_per_s": 100.0})
+        failed = Episode("maze", 8, {"planner": HOSTILE}, error=f"boom {HOSTILE}")
+        run.write_episodes(1, [tree(), tree(HOSTILE), failed])
+    return run.path
+
+
+def test_whatever_agents_say_is_text(run):
+    page = report_html(run)
+    read = loads_nothing(page)
+    assert "<script>alert(1)</script>" in read.words and "\x00" not in page and "\u202e" not in page
+    assert page.count("<section") == page.count("</section>")
+
+
+def test_it_says_what_there_is(run):
+    words = Page(report_html(run)).words
+    for told in (
+        "25.0% [17.5%, 34.3%]",
+        "75.0% [65.7%, 82.5%]",
+        "1.50 ± 0.25",
+        "palestra0.1.0",
+        "seed3",
+        "maze by grpo",
+    ):
+        assert told in words
+    assert re.search(r"rollout\D*26\.075%", words), "3 of 4 seconds, and no CPU seconds, were rollout"
+    assert "the best: maze, instance 7" in words and "one that failed: maze, instance 8" in words
+    assert "reward +0.5" in words and "advantage +0.25" in words and "1 tried beside it" in words and "cut off" in words
+
+
+def test_the_command_writes_one_file(run, tmp_path):
+    assert f"report: {run}/report.html" in palestra("report", run).replace("\n", "")
+    palestra("report", run, "--out", tmp_path / "new" / "page.html", "--episodes", 0)
+    page = (tmp_path / "new" / "page.html").read_text()
+    assert "Sample episodes" not in page and "<polyline" in page
+    assert "it has those of: 2" in refused("report", run, "--step", 7)
+    assert "is not a run" in refused("report", tmp_path)
+
+
+def test_the_poorest_run_has_a_page(tmp_path):
+    with Run.create(tmp_path, "{}", "a") as run:
+        pass
+    loads_nothing(report_html(run.path))
+
+
+def test_samples_are_the_best_the_worst_a_failure_and_some():
+    def worth(value):
+        node = Node(0, None, 0, {}, {}, {"a": value}, over=True)
+        return Episode("e", int(10 * value), {"a": "a@0"}, [node])
+
+    episodes = [worth(i / 10) for i in range(9)] + [Episode("e", 99, {"a": "a@0"}, error="x")]
+    chosen = samples(episodes, 5, seed=1)
+    assert [episode.seed for _, episode in chosen[:3]] == [8, 0, 99] and len({e.seed for _, e in chosen}) == 5
+    assert [e.seed for _, e in samples(episodes, 5, 1)] == [e.seed for _, e in chosen]
+    assert samples([], 5, 0) == [] and len(samples(episodes[:1], 5, 0)) == 1 and len(samples(episodes, 2, 0)) == 2
+
+
+def test_several_lines_of_play_are_all_told():
+    nodes = [Node(0, None, 0, {"a": "?"}, {"a": Answer("first", "a@0")})]
+    nodes += [Node(i, 0, 1, {"a": "?"}, {"a": Answer(f"line{i}", "a@0")}, over=True) for i in (1, 2)]
+    html = episode_html(Episode("e", 0, {"a": "a@0"}, nodes))
+    assert html.count("first") == 1 and "line1" in html and "line2" in html and "2 lines of play" in html
+
+
+def test_charts_of_nothing_of_one_point_and_of_many():
+    assert (
+        chart("t", [Curve("a", [])], x="x") == "" and heat("t", np.full((2, 2), np.nan), ["a", "b"], ["a", "b"]) == ""
+    )
+    assert "<circle" in chart("t", [Curve("a", [(0.0, 0.0)])], x="x")
+    many = chart("t", [Curve("a", [(float(i), 1.0) for i in range(100_000)])], x="x")
+    assert len(many) < 20_000
+    Page(heat("<t>", np.array([[1.0, -1.0]]), ["<a>"], ["b" * 99, "c"]))
+
+
+def test_ticks_are_round():
+    assert ticks(0, 1) == pytest.approx([0, 0.5, 1]) and ticks(-3, 17) == pytest.approx([0, 5, 10, 15])
+
+
+@pytest.mark.slow
+def test_games_and_populations_have_pages(tmp_path):
+    small = ("--root", tmp_path, "--backend", "inline", "--set", "population.iterations=1")
+    palestra(
+        "train", "configs/populations/kuhn_psro.yaml", "--name", "pop", *small, "--set", "population.env_steps=2000"
+    )
+    words = loads_nothing(report_html(tmp_path / "pop")).words
+    assert "Who beats whom" in words and "player_0-1" in words and "mixture of player_0" in words
+    palestra("train", "configs/games/two_step_qmix.yaml", "--name", "g", "--root", tmp_path, "--set", "env_steps=2000")
+    words = loads_nothing(report_html(tmp_path / "g")).words
+    assert "held_out" in words and "joint steps of all games" in words
+    palestra("plot", tmp_path / "pop", "--metric", "nash_conv", "--out", tmp_path / "p.svg")
+    assert "Who beats whom" not in Path(tmp_path / "p.svg").read_text()

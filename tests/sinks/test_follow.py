@@ -1,0 +1,140 @@
+"""A run's figures in TensorBoard, read back by its own reader; and what a sink may not do to a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trained import lines, palestra, refused, two_agents
+
+from palestra.config import validate
+from palestra.runs import Run
+from palestra.sinks.base import SinksConfig, figures_of
+from palestra.sinks.follow import Tail, following
+
+LINE = {"loss": 0.5, "note": "text", "nothing": None}
+
+
+def written(folder):
+    """Every scalar in a folder of event files: {name: [(step, value)]}."""
+    read = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    read.Reload()
+    return {name: [(event.step, event.value) for event in read.Scalars(name)] for name in read.Tags()["scalars"]}
+
+
+def a_run(root, steps=3):
+    with Run.create(root, "name: a\nsteps: 3\n", "a", {"seed": 0}) as run:
+        run.eval(-1, "test", {"success": 0.25, "returns": {"x": 1.0}})
+        for step in range(steps):
+            run.log(step, "planner", LINE | {"loss": step / 4})
+            run.time(step, "team", {"rollout_s": 2.0})
+    return run.path
+
+
+def config(*sinks):
+    return validate(SinksConfig, {"sinks": list(sinks)}).sinks
+
+
+def test_what_lines_say():
+    assert figures_of("metrics.jsonl", {"step": 4, "policy": "p", **LINE}) == (5, {"p/loss": 0.5})
+    assert figures_of("evals.jsonl", {"step": -1, "name": "t", "returns": {"a": 1}}) == (0, {"eval/t/returns/a": 1.0})
+
+
+def test_a_run_that_is_there_is_sent_once(tmp_path):
+    path = a_run(tmp_path)
+    assert "7 lines sent" in palestra("sync", path, "--to", "tensorboard")
+    assert "0 lines sent" in palestra("sync", path, "--to", "tensorboard")
+    assert written(path / "sinks" / "tensorboard") == {
+        "planner/loss": [(1, 0.0), (2, 0.25), (3, 0.5)],
+        "time/team/rollout_s": [(1, 2.0), (2, 2.0), (3, 2.0)],
+        "eval/test/success": [(0, 0.25)],
+        "eval/test/returns/x": [(0, 1.0)],
+    }
+    with Run.open(path) as run:
+        run.eval(1, "late", {"success": 1.0})
+    assert "1 lines sent" in palestra("sync", path, "--to", "tensorboard")
+    assert len(written(path / "sinks" / "tensorboard")["planner/loss"]) == 3
+
+
+def test_what_is_made_again_is_sent_again_and_stands_once(tmp_path):
+    path = a_run(tmp_path)
+    palestra("sync", path, "--to", "tensorboard")
+    kept = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_bytes(kept[0])
+    palestra("sync", path, "--to", "tensorboard")
+    (path / "metrics.jsonl").write_bytes(b"".join(kept[:2]))
+    palestra("sync", path, "--to", "tensorboard")
+    assert written(path / "sinks" / "tensorboard")["planner/loss"] == [(1, 0.0), (2, 0.25)]
+
+
+def test_half_lines_and_cuts(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    tail = Tail(tmp_path, {})
+    assert list(tail.news()) == []
+    log.write_bytes(b'{"step": 0, "policy": "p"}\n{"step": 1, "po')
+    assert [line["step"] for _, line in tail.news()] == [0]
+    with open(log, "ab") as file:
+        file.write(b'licy": "p"}\n')
+    assert [line["step"] for _, line in tail.news()] == [1]
+    log.write_bytes(b'{"step": 0, "policy": "p"}\n')
+    assert list(tail.news()) == []
+    with open(log, "ab") as file:
+        file.write(b'{"step": 1}\n')
+    assert [line["step"] for _, line in tail.news()] == [1]
+    tail.sent["metrics.jsonl"] = 5  # in the midst of a line
+    assert [line["step"] for _, line in tail.news()] == [1]
+
+
+def test_a_sink_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.sinks.follow.PAUSE", 0.02)
+    path, told, looked = a_run(tmp_path), [], threading.Event()
+    (tmp_path / "file").write_text("in the way")
+    with following(path, config({"type": "tensorboard", "folder": str(tmp_path / "file")}), told.append):
+        looked.wait(0.3)
+    (line,) = told
+    assert "the sink tensorboard fails, training goes on without it" in line
+    assert "7 lines sent" in palestra("sync", path, "--to", "tensorboard")  # nothing was lost
+
+
+def test_two_processes_do_not_send_at_once(tmp_path):
+    path = a_run(tmp_path)
+    with following(path, config("tensorboard"), print):
+        for _ in range(200):
+            if (path / "sinks" / "tensorboard" / "sent.json").exists():
+                break
+            threading.Event().wait(0.02)
+        assert "is writing the sink tensorboard" in refused("sync", path, "--to", "tensorboard")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--to", "tensorbord"], "did you mean tensorboard?"),
+        (["--to", "tensorboard", "--set", "foldr=x"], "did you mean folder?"),
+    ],
+)
+def test_mistakes_are_told(tmp_path, arguments, told):
+    assert told in refused("sync", a_run(tmp_path), *arguments)
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    assert "is not a run" in refused("sync", tmp_path, "--to", "tensorboard")
+
+
+@pytest.mark.slow
+def test_training_sends_as_it_goes_and_a_resumed_run_goes_on(base, tmp_path):
+    path = two_agents(base, tmp_path, sinks=["tensorboard"])
+    whole = written(path / "sinks" / "tensorboard")
+    for name in ("guide", "walker"):
+        told = [(line["step"] + 1, line["tokens"]) for line in lines(path / "metrics.jsonl") if line["policy"] == name]
+        assert whole[f"{name}/tokens"] == [(step, pytest.approx(count, rel=1e-5)) for step, count in told]
+    assert [step for step, _ in whole["eval/dev/returns/guide"]] == [0, 3]
+    text = (path / "config.yaml").read_text().replace("steps: 3", "steps: 5")
+    (path / "config.yaml").write_text(text)
+    palestra("train", "--resume", path)
+    again = written(path / "sinks" / "tensorboard")
+    assert [step for step, _ in again["guide/tokens"]] == [1, 2, 3, 4, 5]
+    sent = json.loads((path / "sinks" / "tensorboard" / "sent.json").read_text())
+    assert sent["metrics.jsonl"] == (path / "metrics.jsonl").stat().st_size

@@ -1,0 +1,77 @@
+"""A run in a notebook: tables, trees, and what they look like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import palestra
+from palestra.runs import Run
+from palestra.types import Answer, Episode, Node
+
+
+@pytest.fixture
+def path(tmp_path):
+    node = Node(0, None, 0, {"a": "<b>see</b>"}, {"a": Answer("<script>up</script>", "a@0")}, {"a": 0.5}, over=True)
+    with Run.create(tmp_path, "name: a\nseed: 3\n", "a", {"seed": 3}) as run:
+        run.eval(-1, "test", {"success": 0.25, "episodes": 4, "returns": {"a": 1}})
+        run.eval(1, "test", {"success": 0.75, "episodes": 4, "returns": {"a": 2.5}, "deviation": 0.0})
+        for step in range(2):
+            run.log(step, "a", {"loss": None if step == 0 else 0.5})
+            run.write_episodes(step, [Episode("maze", step, {"a": "a@0"}, [node])])
+    return run.path
+
+
+def test_logs_are_tables(path):
+    run = palestra.load_run(path)
+    assert run.config["seed"] == run.meta["seed"] == 3
+    assert run.evals.column("returns.a").to_pylist() == [1.0, 2.5] and run.evals.column("deviation").to_pylist() == [
+        None,
+        0,
+    ]
+    assert run.metrics.column("loss").to_pylist() == [None, 0.5] and run.timings.num_rows == 0
+    assert run.episodes().num_rows == 2 and run.episodes(1).column("step").to_pylist() == [1]
+    assert [episode.seed for episode in run.trees()] == [1] and run.trees(0)[0].seed == 0 and run.population is None
+    with pytest.raises(ValueError, match="it has those of: 0, 1"):
+        run.trees(5)
+    with pytest.raises(ValueError, match="is not a run"):
+        palestra.load_run(path.parent)
+
+
+def test_tables_are_pandas_frames_where_it_is_installed(path):
+    pytest.importorskip("pandas")
+    frame = palestra.load_run(path).evals.to_pandas()
+    assert frame["success"].tolist() == [0.25, 0.75]
+
+
+def test_runs_and_episodes_show_themselves_and_escape(path):
+    run = palestra.load_run(path)
+    page = run._repr_html_()
+    assert "25.0%" in page and "75.0%" in page and "<polyline" in page
+    (episode,) = run.trees()
+    shown = episode._repr_html_()
+    assert "&lt;script&gt;up" in shown and "<script>" not in shown and "+0.5" in shown
+
+
+def test_opening_a_run_does_not_load_torch(path):
+    code = f"import sys, palestra; palestra.load_run({str(path)!r}).evals; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_is_not_there_is_said():
+    with pytest.raises(AttributeError, match="no attribute 'load_runs'"):
+        _ = palestra.load_runs
+
+
+@pytest.mark.slow
+def test_a_population_shows_who_beats_whom(tmp_path):
+    from trained import palestra as command
+
+    small = ("--root", tmp_path, "--backend", "inline", "--set", "population.iterations=1")
+    command(
+        "train", "configs/populations/kuhn_psro.yaml", "--name", "pop", *small, "--set", "population.env_steps=2000"
+    )
+    run = palestra.load_run(tmp_path / "pop")
+    assert "player_0-1" in run.population._repr_html_() and "what the row" in run._repr_html_()
