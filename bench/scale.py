@@ -1,8 +1,13 @@
-"""What it costs to play envs on other machines.
+"""What it costs, and is worth, to do parts of a run in other processes and on other machines.
 
-    python bench/scale.py              about 3 minutes
-    python bench/scale.py --quick      about half a minute
-    python bench/scale.py --report     also writes docs/results-scaling.md
+    python bench/scale.py                       about 20 minutes
+    python bench/scale.py --quick               about 6 minutes
+    python bench/scale.py --parts envs loop     some parts
+    python bench/scale.py --report              also writes docs/results-scaling.md
+
+Four parts: envs on servers, samplers in processes of their own (scale_parts/samplers.py), training shared by ranks
+(scale_parts/sharding.py), the whole loop on workers and on Ray (scale_parts/loop.py). Each of the last three says its
+figures itself and runs alone, too.
 
 Envs: games of tic-tac-toe in words, whose steps take some microseconds, so that what is measured is the way there and
 back. Episodes play at once, each a coroutine that steps as soon as it has been answered: in this process, on 1 and on 4
@@ -30,6 +35,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +54,7 @@ from palestra.types import Step
 ROOT = Path(__file__).parent.parent
 GAME = "text_tic_tac_toe"
 EPISODES, SERVERS = (1, 8, 64), (1, 4)
-TARGETS = {"env_added_ms": 1.0, "env_steps_per_s": 10_000, "env_cpu_us": None}
+TARGETS = {"env_added_ms": 1.0, "env_steps_per_s": 10_000, "env_cpu_us": None, "fsdp_memory_ratio": 0.35}
 REPORT = ROOT / "docs/results-scaling.md"
 console = Console(width=110)
 
@@ -184,7 +190,25 @@ def envs(quick: bool) -> tuple[Table, dict[str, float]]:
     return table, figures
 
 
-PARTS = {"envs": envs}
+def elsewhere(name: str, title: str) -> Callable[[bool], tuple[Table, dict[str, float]]]:
+    """A part with a file of its own: its figures, in a table of two columns."""
+
+    def part(quick: bool) -> tuple[Table, dict[str, float]]:
+        figures: dict[str, float] = import_module(f"scale_parts.{name}").measure(quick)
+        table = Table("", "figure", title=title, title_justify="left")
+        for key, figure in figures.items():
+            table.add_row(key, f"{figure:,.3f}" if abs(figure) < 100 else f"{figure:,.0f}")
+        return table, figures
+
+    return part
+
+
+PARTS = {
+    "envs": envs,
+    "samplers": elsewhere("samplers", "samplers in processes of their own"),
+    "sharding": elsewhere("sharding", "training shared by ranks"),
+    "loop": elsewhere("loop", "the whole loop on workers and on Ray"),
+}
 
 
 def page(tables: Sequence[Table]) -> str:
@@ -206,13 +230,14 @@ def page(tables: Sequence[Table]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="shorter measurements")
     parser.add_argument("--report", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
     options = parser.parse_args()
     figures: dict[str, float] = {}
     tables = []
-    for part in PARTS.values():
-        table, own = part(options.quick)
+    for name in options.parts:
+        table, own = PARTS[name](options.quick)
         console.print(table)
         tables.append(table)
         figures |= own

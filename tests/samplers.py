@@ -34,7 +34,7 @@ def serving(*options: str, key: str = "") -> Iterator[tuple[str, subprocess.Pope
 
 @contextmanager
 def official(base: str) -> Iterator[str]:
-    """The address of `vllm serve`, started as docs/scaling-samplers.md says."""
+    """The address of `vllm serve`, started as docs/scaling/samplers.md says."""
     port = "8791"
     environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "HF_HUB_OFFLINE": "1"}
     options = ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "4", "--max-cpu-loras", "16"]
