@@ -56,8 +56,8 @@ HOVER = """() => new Promise((resolve) => {
     requestAnimationFrame(() => requestAnimationFrame(() => resolve(performance.now() - began)));
 })"""
 FILTERS = {
-    "by outcome": ("form.filters select", ("success", "failure")),
-    "sort": ("form.filters label:nth-of-type(10) select", ("total", "turns")),
+    "by outcome": ("form.filters select[name=outcome]", ("success", "failure")),
+    "sort": ("form.filters select[name=sort]", ("total", "turns")),
 }
 
 
@@ -152,7 +152,7 @@ def timed(act: Callable[[], Any]) -> float:
 
 
 def served(root: Path, cache: Path) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "palestra", "dashboard", str(root), "--port", "0"]
+    command = [sys.executable, "-c", "from palestra.cli import app; app()", "dashboard", str(root), "--port", "0"]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None

@@ -108,7 +108,7 @@ export function Chart({ title, lines, axis, range, onRange, log, height = 190 }:
       },
       axes: axes(axis),
       legend: { show: false },
-      padding: [8, 10, 0, 0],
+      padding: [8, 18, 0, 0],
       cursor: { sync: { key: "curves", scales: ["x", null] }, points: { size: 6 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => (latest.current.onRange(null), null) } },
       hooks: {
         setCursor: [(u) => told(u.cursor.idx)],

@@ -67,7 +67,7 @@ function Filters({ route, seats }: { route: Route; seats: string[] }) {
     <form class="filters" onSubmit={(event) => event.preventDefault()} aria-label="which episodes">
       <label>
         outcome
-        <select value={route.query.get("outcome") ?? ""} onChange={set("outcome")}>
+        <select name="outcome" value={route.query.get("outcome") ?? ""} onChange={set("outcome")}>
           <option value="">any</option>
           <option value="success">success</option>
           <option value="failure">no success</option>
@@ -93,7 +93,7 @@ function Filters({ route, seats }: { route: Route; seats: string[] }) {
       <Typed name="text" title="words seen or said" route={route} kind="search" />
       <label>
         sorted by
-        <select value={route.query.get("sort") ?? "step"} onChange={set("sort")}>
+        <select name="sort" value={route.query.get("sort") ?? "step"} onChange={set("sort")}>
           {["step", "total", "turns", "nodes", "success", "invalid"].map((key) => (
             <option value={key}>{key === "total" ? "reward" : key}</option>
           ))}

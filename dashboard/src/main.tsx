@@ -81,7 +81,7 @@ function Run({ name, route }: { name: string; route: Route }) {
   if (!data) return <main aria-busy="true" />;
   const also = route.query.getAll("with");
   const pages: Record<string, () => preact.JSX.Element> = {
-    episodes: () => (episode !== undefined ? <Episode run={name} step={Number(step)} episode={Number(episode)} route={route} /> : <Episodes run={data} route={route} tick={tick} />),
+    episodes: () => (episode !== undefined ? <Episode key={`${step}/${episode}`} run={name} step={Number(step)} episode={Number(episode)} route={route} /> : <Episodes run={data} route={route} tick={tick} />),
     population: () => <Population run={name} route={route} tick={tick} />,
     agents: () => <Agents run={name} tick={tick} />,
     system: () => <System run={name} tick={tick} />,
