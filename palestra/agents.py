@@ -128,12 +128,14 @@ def _members(path: Path, tree: Tree) -> dict[str, Agent]:
     lines = json.loads(listed.read_text()) if listed.exists() else []
     made = {line["makes"] for line in read_lines(path / "tasks.jsonl") if line.get("makes")}
     names = [name for name in [line["name"] for line in lines] or sorted(made) if (path / "members" / name).is_dir()]
+    players = {line["name"]: line["player"] for line in lines}
     speech = _told(tree)
-    folders = {name: path / "members" / name for name in names}
+    roles = dict(make_env(**tree["env"]).roles) if speech else {}
+    anybody = next(iter(roles.values()), "")  # of a population that plays every seat
     return {
-        name: _agent(name, folder, path, None, speech)
-        for name, folder in folders.items()
-        if (folder / "member.json").exists()
+        name: _agent(name, folder, path, None, speech, roles.get(players.get(name, ""), anybody))
+        for name in names
+        if ((folder := path / "members" / name) / "member.json").exists()
     }
 
 
