@@ -25,8 +25,8 @@ demo: $(INSTALLED) ## train the demo team on a CPU and draw its curves
 	$(BIN)/palestra train configs/demo.yaml --name $$name && \
 	find "$$PWD/runs/$$name" -name '*.png' -exec printf '\nThe picture: %s\n' {} +
 
-test: lint ## lint, types and the fast tests (CPU)
-	$(BIN)/python -m pytest
+test: lint ## lint, types and the fast tests (CPU), on as many cores as there are
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: lint ## the same with the slow tests
 	$(BIN)/python -m pytest -m "not gpu and not clients and not peers and not browser"
