@@ -78,10 +78,11 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## the engine beside TRL and generate, the service beside the engine, games beside their peers
+bench: $(INSTALLED) ## the engine beside TRL and generate, the service beside the engine, games beside their peers, scaling
 	$(BIN)/python bench/lm.py
 	$(BIN)/python bench/service.py
 	$(BIN)/python bench/throughput.py
+	$(BIN)/python bench/scale.py
 
 learning: $(INSTALLED) ## remake docs/results-games.md
 	$(BIN)/python bench/learning.py
