@@ -103,6 +103,7 @@ bench: $(INSTALLED) ## the engine beside TRL and generate, the service beside th
 	$(BIN)/python bench/lm.py
 	$(BIN)/python bench/service.py
 	$(BIN)/python bench/throughput.py
+	$(BIN)/python bench/scale.py
 
 learning: $(INSTALLED) ## remake docs/results-games.md
 	$(BIN)/python bench/learning.py

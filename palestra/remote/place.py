@@ -81,8 +81,7 @@ def figures() -> dict[str, float]:
     `env_sessions` opened for episodes, `env_lost` with a server or a deadline, `env_replays` that brought one back, in
     `env_replayed_steps`. What was lost and not brought back is an episode that failed."""
     found = {name: float(tally[name]) for name in FIGURES} if tally else {}
-    for name in found:
-        tally[name] = 0
+    tally.clear()
     return found
 
 

@@ -48,12 +48,14 @@ WHY = {Refused: pb.Fault.REFUSED, Unknown: pb.Fault.UNKNOWN, Draining: pb.Fault.
 
 @dataclass
 class Session:
-    """An env in play; none where it was to become a fork and could not. `tasks` are its requests that are still being
-    waited for, in their order."""
+    """An env in play; none yet where it is to become a fork, and never where it could not. `tasks` are the requests
+    that are still being waited for, in their order; those of them that fork it, or fork another into it, are `forks`,
+    too."""
 
     env: Env | None = None
     failed: str = ""
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    forks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
     def playing(self) -> Env:
@@ -67,8 +69,12 @@ class Session:
     def waits_for(self, rest: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(rest)
         self.tasks.append(task)
-        task.add_done_callback(self.tasks.remove)
+        task.add_done_callback(self._over)
         return task
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.remove(task)
+        self.forks.discard(task)
 
 
 @dataclass
@@ -139,10 +145,19 @@ class Sessions:
         if what in ("open", "close"):
             return doing(client, request, reply)
         session = _of(client, request)
+        twin = self._twin(client, request) if what == "fork" else None
         if session.tasks:
-            return session.waits_for(_after([*session.tasks], lambda: doing(client, request, reply)))
-        rest = doing(client, request, reply)
-        return session.waits_for(rest) if rest else None
+            rest: Rest = _after([*session.tasks], lambda: doing(client, request, reply))
+        else:
+            rest = doing(client, request, reply)
+        if rest is None:
+            return None
+        task = session.waits_for(rest)
+        if twin:
+            twin.waits_for(task)  # whatever is asked of it meanwhile
+            session.forks.add(task)
+            twin.forks.add(task)
+        return task
 
     def _open(self, client: Client, request: pb.Request, reply: pb.Reply) -> Rest:
         if self.draining:
@@ -161,20 +176,26 @@ class Sessions:
         env = _of(client, request).playing
         return _then(_called(env, env.step, mapping_of(request.step)), partial(fill_step, reply.step))
 
-    def _fork(self, client: Client, request: pb.Request, reply: pb.Reply) -> Rest:
-        """The copy's number is the client's, so that it need not wait for this before it goes on."""
+    def _twin(self, client: Client, request: pb.Request) -> Session:
+        """What is to become a fork. Its number is the client's, which need not wait before it goes on."""
         if request.fork in client.sessions:
             raise Refused(f"session {request.fork} is open already")
         twin = client.sessions[request.fork] = Session()
         self.load += 1
+        return twin
+
+    def _fork(self, client: Client, request: pb.Request, reply: pb.Reply) -> Rest:
         reply.done.SetInParent()
+        twin = client.sessions.get(request.fork)
+        if twin is None:  # closed before it was made
+            return None
         try:
             env = _of(client, request).playing
             rest = _then(_called(env, env.fork), twin.become)
         except Exception as error:
             twin.failed = f"{type(error).__name__}: {error}"
             raise
-        return twin.waits_for(_forked(twin, rest)) if rest else None
+        return _forked(twin, rest) if rest else None
 
     def _close(self, client: Client, request: pb.Request, reply: pb.Reply) -> Rest:
         reply.done.SetInParent()
@@ -182,7 +203,8 @@ class Sessions:
         del client.sessions[request.session]
         self.load -= 1
         for task in session.tasks:
-            task.cancel()
+            if task not in session.forks:  # which concern another
+                task.cancel()
         return _after([*session.tasks], lambda: _closed(session)) if session.tasks else _closed(session)
 
     def _expert(self, client: Client, request: pb.Request, reply: pb.Reply) -> Rest:

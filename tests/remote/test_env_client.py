@@ -61,7 +61,9 @@ def at(server, kind="remote_toys:Count", **options):
     ids=lambda env: env["type"],
 )
 def test_envs_keep_the_contract_over_the_wire(server, env):
+    figures()
     check_env(env_maker({**env, "at": [server.address]}), seeds=range(2))
+    assert figures()["env_lost"] == 0
 
 
 def test_an_env_is_the_same_here_and_there(server):
@@ -86,17 +88,19 @@ async def settled(result):
     return await result if asyncio.iscoroutine(result) else result
 
 
-def test_trees_grow_of_forks_and_experts_speak(server):
+@pytest.mark.parametrize("kind", ["remote_toys:Count", "remote_toys:Waits"])
+def test_trees_grow_of_forks_and_experts_speak(server, kind):
     expert = ScriptedPolicy(lambda query, rng: ExpertPolicy().act and query.expert(rng), "expert")
     played = []
-    for env in (at(server, to=4), at(server, to=4) | {"at": None}):
+    figures()
+    for env in (at(server, kind, to=4), at(server, kind, to=4) | {"at": None}):
         arena = Arena(env_maker(env), "count")
         seats = {"a": expert, "b": ExpertPolicy("expert")}
         branching = Branching("turn", k=3, keep="all")
         episode = asyncio.run(arena.play(Match(7, seats, 1), branching))
         assert episode.error is None and len(episode.nodes) == 3 + 9 + 27 + 81
         played.append([(node.id, node.parent, node.observations, node.rewards, node.info) for node in episode.nodes])
-    assert played[0] == played[1]
+    assert played[0] == played[1] and figures()["env_lost"] == 0
     all_closed(server.address)
 
 
@@ -206,6 +210,25 @@ def test_a_fork_and_an_expert_outlive_their_server(doomed):
 
     steps = asyncio.run(game())
     assert steps[0] == steps[1] == steps[2] and steps[0].info == {"heard": {"b": "y"}}
+
+
+def test_a_fork_outlives_its_original(server):
+    """Though that is closed before the copy is made; and a copy that is closed at once leaves the original be."""
+
+    async def game(kind):
+        env = make_env(**at(server, kind))
+        await env.reset(0)
+        twins = [await env.fork() for _ in range(3)]
+        await twins[1].close()
+        step = await env.step({"a": "x"})
+        more = await twins[2].fork()
+        await env.close(), await twins[2].close()
+        assert [await twin.step({"a": "x"}) for twin in (twins[0], more)] == [step, step]
+
+    figures()
+    for kind in ("remote_toys:Count", "remote_toys:Waits"):
+        asyncio.run(game(kind))
+    assert figures()["env_lost"] == 0
 
 
 @pytest.mark.slow

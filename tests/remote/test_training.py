@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from palestra.cli import app
 from palestra.config import dump, load, override, validate
 from palestra.recipe import Config
+from palestra.remote.place import figures
 from palestra.runs import Run, load_episodes, read_lines
 from palestra.setup import build
 from palestra.train import run_training
@@ -64,11 +65,14 @@ def trained_in_here(folder, tree):
 
 def test_one_line_moves_an_env_and_the_run_is_the_same(base, tmp_path):
     tree = config(base, 1)
+    figures()
     with serving(TOYS) as server:
         here = trained_in_here(tmp_path / "here", tree)
         there = trained_in_here(tmp_path / "there", override(tree, [f"env.at=[{server.address}]"]))
     assert_same(here, there)
-    assert happened(there)["env_sessions"] >= 6 and "env_sessions" not in (here / "timings.jsonl").read_text()
+    told = happened(there)
+    assert told["env_sessions"] >= 6 and told["env_lost"] == 0
+    assert "env_sessions" not in (here / "timings.jsonl").read_text()
     assert load(there / "config.yaml")["env"]["at"] == [server.address]
 
 
@@ -101,13 +105,13 @@ def answers(episode):
 @pytest.mark.timeout(600)
 def test_three_minutes_of_servers_that_are_killed_leave_no_trace(base, tmp_path):
     """Of three servers, one is killed every 20 seconds, and started again 5 seconds later: nobody would know."""
-    steps = 120
+    steps = 60
     quiet, whole = train(tmp_path / "quiet", base, steps)
     finish(quiet)
     with serving(TOYS) as one, serving(TOYS) as two, serving(TOYS) as three:
         servers, rng, kills = [one, two, three], random.Random(0), 0
         places = ",".join(server.address for server in servers)
-        process, run = train(tmp_path / "killed", base, steps, f"env.at=[{places}]", "env.seconds=0.35")
+        process, run = train(tmp_path / "killed", base, steps, f"env.at=[{places}]", "env.seconds=0.7")
         began = time.monotonic()
         while not ended(process, began + 20 * (kills + 1)) and kills < 9:
             victim = rng.choice(servers)
@@ -119,7 +123,10 @@ def test_three_minutes_of_servers_that_are_killed_leave_no_trace(base, tmp_path)
         seconds = time.monotonic() - began
     assert_same(run, whole)
     told = happened(run)
-    assert kills >= 7 and told["env_lost"] >= kills / 2 and told["env_replays"] == told["env_lost"], (kills, told)
+    assert kills >= 7 and kills / 2 <= told["env_lost"] <= 30 * kills and told["env_replays"] == told["env_lost"], (
+        kills,
+        told,
+    )
     failed = [line["failed"] for line in read_lines(run / "metrics.jsonl") if line["policy"] == "team"]
     assert len(failed) == steps and sum(failed) == 0
     print(f"{kills} kills in {seconds:.0f} s: {told}")
