@@ -105,7 +105,7 @@ def answers(episode):
 @pytest.mark.timeout(600)
 def test_three_minutes_of_servers_that_are_killed_leave_no_trace(base, tmp_path):
     """Of three servers, one is killed every 20 seconds, and started again 5 seconds later: nobody would know."""
-    steps = 60
+    steps = 54
     quiet, whole = train(tmp_path / "quiet", base, steps)
     finish(quiet)
     with serving(TOYS) as one, serving(TOYS) as two, serving(TOYS) as three:
