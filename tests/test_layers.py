@@ -347,9 +347,9 @@ def test_functions_import_only_extras_and_what_the_command_line_delays() -> None
 
 
 def _may_delay(found: Import) -> bool:
-    """From `setup` up, rooms are loaded when named (`--help` does not wait for torch); leaves over an extra too. What
+    """From `engines` up, rooms are loaded when named (`--help` does not wait for torch); leaves over an extra too. What
     runs inside a sandbox loads as little as it can."""
     if found.importer.startswith("palestra.sandbox."):
         return True
     over_an_extra = any(below.extra for below in imports() if below.importer == found.target)
-    return over_an_extra or level(found.importer) >= level("palestra.setup")
+    return over_an_extra or level(found.importer) >= level("palestra.engines")

@@ -139,7 +139,7 @@ def test_many_members_are_shown_by_the_newest(tmp_path):
     names = [f"m-{i}" for i in range(30)]
     cells = [cell(name, "uniform", 6, 4) for name in names]
     record = read_record(made_run(tmp_path, [*(trained(n) for n in names), played("all", *cells)], symmetric(*names)))
-    text = text_of(crossplay_table(record))
+    text = " ".join(text_of(crossplay_table(record)).split())  # the path of a run may break the line
     assert "newest 16 of 31" in text
 
 
