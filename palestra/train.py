@@ -338,6 +338,11 @@ def restore(setup: Setup, run: Run) -> int:
 def run_training(
     setup: Setup, run: Run, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False
 ) -> bool:
-    """`train`, for callers without an event loop."""
+    """`train`, for callers without an event loop. Raises ValueError for a setup that plays ahead."""
+    if setup.staleness:
+        raise ValueError(
+            f"staleness: {setup.staleness} lets play go on while training does, and this loop waits for it: call "
+            "palestra.train_async.run_training"
+        )
     with setup.place:
         return asyncio.run(train(setup, run, watcher, stop))

@@ -32,6 +32,7 @@ from palestra.runs import Run, checkpoints, load_episodes, read_lines
 from palestra.setup import build
 from palestra.testing import tiny_lm
 from palestra.train import TEAM, Exam, Setup, Stage, Watcher, restore
+from palestra.train import run_training as train_in_turn
 from palestra.train_async import run_training, train
 from palestra.types import Sample
 
@@ -399,6 +400,14 @@ def test_half_of_the_games_may_wait(base, tmp_path):
     for episodes in steps:
         assert len({tuple(e.seats.values()) for e in episodes}) == 1  # all of a step began at one moment
         assert not any(e.error for e in episodes)
+
+
+def test_the_loop_that_waits_says_which_one_does_not(base, tmp_path):
+    with (
+        Run.create(tmp_path, "", "waits") as run,
+        pytest.raises(ValueError, match=r"staleness: \d lets play go on .* palestra\.train_async\.run_training"),
+    ):
+        train_in_turn(build(config(base, steps=1)), run)
 
 
 def test_a_full_model_cannot_be_played_while_it_is_trained(base):
