@@ -13,7 +13,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOURCE = "source/"
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json", ".txt": "text", "": "text", ".md": ""}
+LANGUAGES = {
+    ".py": "python",
+    ".proto": "protobuf",
+    ".yaml": "yaml",
+    ".toml": "toml",
+    ".json": "json",
+    ".txt": "text",
+    "": "text",
+    ".md": "",
+}
 CODE = re.compile(r"(^(?P<fence>```+|~~~+).*?^(?P=fence)|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
 FIRST = re.compile(r'\A(?:"""|# )(?P<line>.+?)(?:"""|\n|\Z)')  # of a module's docstring, or of a comment at the top
