@@ -1,7 +1,7 @@
 """What it costs, and is worth, to do parts of a run in other processes and on other machines.
 
-    python bench/scale.py                       about 20 minutes
-    python bench/scale.py --quick               about 6 minutes
+    python bench/scale.py                       about 15 minutes
+    python bench/scale.py --quick               about 4 minutes
     python bench/scale.py --parts envs loop     some parts
     python bench/scale.py --report              also writes docs/results-scaling.md
 

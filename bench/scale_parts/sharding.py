@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -75,7 +74,7 @@ def work(kind: str, mode: str, steps: int, groups: int) -> None:
         save_trainer(Path(folder), learner)
     saved = time.perf_counter() - start
     tokens = sum(len(s.prompt_ids) + len(s.token_ids) for s in batch)
-    mine = {"kept": kept(learner), "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    mine = {"kept": kept(learner), "rss": peak_memory()}
     everyone = ranks.gather(mine)
     if ranks.first:
         most = {name: max(one[name] for one in everyone) for name in mine}
@@ -102,6 +101,13 @@ def together(count: int, kind: str, mode: str, steps: int, groups: int) -> dict[
         raise RuntimeError(f"a rank of {count} ({kind}, {mode}) failed: see above")
     found: dict[str, float] = json.loads(printed[0])
     return found
+
+
+def peak_memory() -> int:
+    """Most bytes that this process had in main memory (Linux). What `getrusage` says begins with what the process had
+    that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def measure(quick: bool) -> dict[str, float]:
