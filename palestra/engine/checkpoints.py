@@ -132,7 +132,7 @@ def save_trainer(folder: Path, trainer: Trainer) -> None:
 def save_weights(folder: Path, trainer: Trainer) -> None:
     """Writes the adapter or the full model alone: what others sample from."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_weights(folder, trainer, trainer.engine.model.state_dict())
+    _write_weights(folder, trainer, {} if trainer.adapter else trainer.engine.model.state_dict())
 
 
 def _write_weights(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from palestra.config import Strict
 from palestra.engine.attention import Forest, TreeLayout, plant
 from palestra.engine.lora import Adapter, Single
+from palestra.engine.loss_scale import LossScale
 from palestra.engine.models import Engine
 from palestra.engine.ranks import ALONE, Ranks
 from palestra.engine.sharded import is_shard, own
@@ -238,31 +239,6 @@ def _added(parts: Sequence[Metrics]) -> Metrics:
         for name, figure in part.items():
             total[name] = total.get(name, 0.0) + figure
     return total
-
-
-class LossScale:
-    """What a loss is multiplied by so that small gradients can be written in fp16 (Micikevicius et al., 2018, section
-    3.2): halved when a gradient did not fit, doubled after `patience` steps that went well.
-
-    In place of torch's GradScaler, which looks at the gradients of one process: here the norm of the whole gradient,
-    the same on every rank, says whether all fitted.
-    """
-
-    def __init__(self, value: float = 2.0**16, patience: int = 2000) -> None:
-        self.value, self.patience, self.well = value, patience, 0
-
-    def note(self, fits: bool) -> Metrics:
-        """Figures of a step, of which `fits` says whether its gradients were finite. Raises ValueError where none ever
-        is."""
-        figures = {"loss_scale": self.value, "skipped": float(not fits)}
-        self.well = self.well + 1 if fits else 0
-        if not fits:
-            self.value /= 2
-        elif self.well == self.patience:
-            self.value, self.well = 2 * self.value, 0
-        if self.value < 2.0**-14:
-            raise ValueError("the gradient is not finite in fp16, however small the loss: use precision: bf16")
-        return figures
 
 
 class Reading(NamedTuple):

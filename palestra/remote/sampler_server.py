@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from palestra.engine.requests import Request, Sampled
 from palestra.engine.sampler import Sampler
 from palestra.remote import sampler_wire as wire
 from palestra.remote.aside import Aside
+from palestra.web.door import listening
 
 DRAIN = 30  # seconds that requests have to end when the server is told to
 
@@ -81,7 +81,7 @@ class Desk:
 def serve(options: Options, say: Say = print) -> None:
     """Serves until SIGTERM or SIGINT, then ends what is under way and returns. Raises ValueError where the base cannot
     be loaded or the port is taken."""
-    with _listening(options) as door:
+    with listening(options.host, options.port) as door:
         engine = Engine.load(options.base, device=options.device, dtype=options.dtype, threads=options.threads)
         engine_side, key = Aside("engine"), os.environ.get(options.key_env) or None
         desk = Desk(options.base, Sampler(engine, max_rows=options.max_rows), engine_side, key)
@@ -246,18 +246,6 @@ def _end_with_parent(server: uvicorn.Server) -> None:
     """Ends the server when whoever started it is no more, however it died: its end of our standard input closes."""
     sys.stdin.buffer.read()
     server.should_exit = True
-
-
-def _listening(options: Options) -> socket.socket:
-    """A socket that clients reach, with TCP_NODELAY, which accepted ones inherit: without it an answer may wait 40 ms
-    for the client to acknowledge its headers."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    try:
-        door = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except OSError as error:
-        raise ValueError(f"cannot listen at {options.host}:{options.port}: {error}. Choose another --port.") from error
-    door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return door
 
 
 def _where(options: Options, port: int, key: str | None) -> str:

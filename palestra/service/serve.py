@@ -35,6 +35,7 @@ from palestra.service.origins import Origins
 from palestra.service.store import Store
 from palestra.service.vault import Vault
 from palestra.service.worker import Settings, work
+from palestra.web.door import listening
 
 STEADY = 60.0  # seconds after which a worker that dies is taken to have worked
 LONGEST = 30.0  # seconds of pause before a worker is started again
@@ -78,7 +79,7 @@ def serve(options: Options, say: Say = print) -> None:
         same = {"data", "bases", "device", "dtype", "threads", "max_rows"}
         settings = Settings(store=url, **options.model_dump(include=same))
         worker = None if options.front_only else WorkerProcess(settings, context, say)
-        with _listening(options) as door:
+        with listening(options.host, options.port) as door:
             app = create_app(context, root_path=options.root_path, origins=origins)
             asyncio.run(_serve(options, app, worker, door, say))
         context.store.close()
@@ -223,18 +224,6 @@ def _check_aliases(options: Options) -> None:
     for alias, name in options.aliases.items():
         if name not in options.bases:
             raise ValueError(f'alias "{alias}" means base "{name}", but there are only {", ".join(options.bases)}')
-
-
-def _listening(options: Options) -> socket.socket:
-    """A socket that clients reach, with TCP_NODELAY, which accepted ones inherit: asyncio sets it only on sockets that
-    name their protocol, and without it each answer waits 40 ms for the client to acknowledge the headers."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    try:
-        door = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except OSError as error:
-        raise ValueError(f"cannot listen at {options.host}:{options.port}: {error}. Choose another --port.") from error
-    door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return door
 
 
 def _secret(path: Path) -> str:
