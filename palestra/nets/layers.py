@@ -24,12 +24,14 @@ GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}
 class NetConfig(Strict):
     """The shape of a network: `hidden` layers, then with `memory` a GRU of as many units. Views of three dimensions
     (pixels) pass `convolutions` first: those of Mnih et al. (2015), or the small ones of Mnih et al. (2013), which on a
-    CPU take half the time."""
+    CPU take half the time. `precision` is what convolutions are computed in: a CPU that multiplies bf16 in matrices
+    (AMX) is two to three times as fast with it; weights stay fp32."""
 
     hidden: list[int] = Field([64, 64], min_length=1)
     activation: Activation = "tanh"
     memory: int = Field(0, ge=0)
     convolutions: Literal["nature", "small"] = "nature"
+    precision: Literal["fp32", "bf16"] = "fp32"
 
 
 def orthogonal(shape: tuple[int, ...], gain: float, generators: Sequence[torch.Generator]) -> Tensor:
@@ -109,13 +111,20 @@ class Mlp(nn.Module):
 
 class Convolutions(nn.Module):
     """Convolutions over pixels [P, R, height, width, channels], uint8 or 0 to 1, then one layer of `units`: three and
-    512 (Mnih et al., 2015), or with `small` two and 256 (Mnih et al., 2013)."""
+    512 (Mnih et al., 2015), or with `small` two and 256 (Mnih et al., 2013). All are computed in `dtype`."""
 
     LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride
     SMALL = ((16, 8, 4), (32, 4, 2))
 
-    def __init__(self, view: tuple[int, ...], generators: Sequence[torch.Generator], small: bool = False) -> None:
+    def __init__(
+        self,
+        view: tuple[int, ...],
+        generators: Sequence[torch.Generator],
+        small: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
+        self.dtype = dtype
         height, width, channels = view
         self.layers: tuple[tuple[int, int, int], ...] = self.SMALL if small else self.LAYERS
         self.units = 256 if small else 512
@@ -133,13 +142,15 @@ class Convolutions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         features = torch.stack([self._member(p, pixels) for p, pixels in enumerate(x)])
-        return torch.relu(self.last(features))
+        weight, bias = self.last.weight.to(self.dtype), self.last.bias.to(self.dtype)
+        return _Dense.apply(features, weight, bias, "relu").float()
 
     def _member(self, p: int, x: Tensor) -> Tensor:
-        x = x.permute(0, 3, 1, 2)
-        x = x.float() / 255 if x.dtype == torch.uint8 else x
+        scale = 1 / 255 if x.dtype == torch.uint8 else 1.0  # in the first kernel, which is smaller than the pictures
+        x = x.permute(0, 3, 1, 2).to(self.dtype)
         for kernel, bias, (_, _, stride) in zip(self.kernels, self.biases, self.layers, strict=True):
-            x = torch.relu(nn.functional.conv2d(x, kernel[p], bias[p], stride))
+            weight = (kernel[p] * scale).to(self.dtype)
+            x, scale = torch.relu(nn.functional.conv2d(x, weight, bias[p].to(self.dtype), stride)), 1.0
         return x.flatten(1)
 
 
@@ -184,7 +195,9 @@ class Net(nn.Module):
     ) -> None:
         super().__init__()
         self.view, self.memory_units = view, config.memory
-        self.pixels = Convolutions(view, generators, config.convolutions == "small") if len(view) == 3 else None
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        small = config.convolutions == "small"
+        self.pixels = Convolutions(view, generators, small, dtype) if len(view) == 3 else None
         inputs = self.pixels.units if self.pixels else math.prod(view)
         if config.memory:
             self.body = Mlp(inputs, config.hidden, config.activation, generators)

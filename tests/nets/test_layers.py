@@ -84,8 +84,24 @@ def test_convolutions_are_pytorchs_and_bytes_count_from_zero_to_one(
         x = torch.relu(nn.functional.conv2d(x, kernel[0], bias[0], stride))
     expected = torch.relu(x.flatten(1) @ net.last.weight[0] + net.last.bias[0])
     assert expected.shape == (2, units)
-    torch.testing.assert_close(net(pixels)[0], expected)
-    torch.testing.assert_close(net(pixels / 255), net(pixels))
+    torch.testing.assert_close(net(pixels)[0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(net(pixels / 255), net(pixels), rtol=1e-4, atol=1e-4)
+
+
+def test_convolutions_in_bf16_say_the_same_to_two_digits_and_train_weights_of_fp32() -> None:
+    wide, narrow = (
+        Net(PIXELS, 3, NetConfig(convolutions="small", precision=precision), generators([1, 2]))
+        for precision in ("fp32", "bf16")
+    )
+    pixels = torch.randint(0, 256, (2, 4, *PIXELS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    outs = [net(pixels) for net in (wide, narrow)]
+    assert outs[1].dtype == torch.float32 and not torch.equal(*outs)
+    assert (outs[1] - outs[0]).norm() < 0.02 * outs[0].norm()
+    for out in outs:
+        out.square().sum().backward()
+    for weight, other in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert other.grad is not None and other.grad.dtype == torch.float32
+        assert (other.grad - weight.grad).norm() < 0.1 * weight.grad.norm()
 
 
 @pytest.mark.parametrize("members", [1, 2])
