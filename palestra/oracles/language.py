@@ -51,8 +51,9 @@ SELF = "itself"
 class LanguageOracle(Strict):
     """How members learn in a text env. A response takes `steps` of `episodes` each. Before all of them an adapter is
     taught to speak and to look: for `teach` steps it imitates players that draw their moves, with odds of their own at
-    every observation; whoever starts fresh starts there. `payoffs: exact` reads what members do off their
-    probabilities, where the env is a game with rules, and plays nothing."""
+    every observation; whoever starts fresh starts there. `best` members say what is likeliest once they are frozen.
+    `payoffs: exact` reads what members do off their probabilities, where the env is a game with rules, and plays
+    nothing."""
 
     type: Literal["language"] = "language"
     env: dict[str, Any]
@@ -61,6 +62,7 @@ class LanguageOracle(Strict):
     steps: int = Field(30, ge=1)
     episodes: int = Field(32, ge=1)
     teach: int = Field(40, ge=0)
+    best: bool = False
     payoffs: Literal["simulated", "exact"] = "simulated"
     device: str = "auto"
     max_rows: int = Field(512, ge=1)
@@ -156,6 +158,8 @@ class LanguageWorker:
             speech = {
                 key: getattr(policy, key) for key in FrozenConfig.model_fields if key in type(policy).model_fields
             }
+            if self.config.best:
+                speech["sampling"] = speech["sampling"].model_copy(update={"temperature": 0.0})
             config = FrozenConfig(**speech | {"type": "frozen"}, path=str(members[name]))
             self._frozen[name] = self.engines.frozen(name, config)
         return self._frozen[name]

@@ -110,10 +110,9 @@ class LanguagePolicy:
         keep = self.memory == "conversation" or isinstance(query.observation, Chat)
         request = Request(prompt_ids, query.n, self.sampling, self.adapter, query.seed, keep)
         sampled = await self.sampler.sample(request)
-        texts = self.encoder.tokenizer.batch_decode([s.token_ids for s in sampled], skip_special_tokens=True)
         return [
             Answer(
-                text=_before_stop(text, self.sampling.stop),
+                text=text,
                 policy=self.name,
                 prompt_ids=prompt_ids,
                 token_ids=s.token_ids,
@@ -121,8 +120,13 @@ class LanguagePolicy:
                 stop=s.stop,
                 temperature=self.sampling.temperature,
             )
-            for s, text in zip(sampled, texts, strict=True)
+            for s, text in zip(sampled, self.texts(sampled), strict=True)
         ]
+
+    def texts(self, sampled: Sequence[Sampled]) -> list[str]:
+        """What was sampled, as text, without what made it stop."""
+        texts = self.encoder.tokenizer.batch_decode([s.token_ids for s in sampled], skip_special_tokens=True)
+        return [_before_stop(text, self.sampling.stop) for text in texts]
 
     def sampling_with(self, changes: dict[str, Any]) -> LanguagePolicy:
         """This policy with some sampling settings changed, as for exams."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from palestra.engine.models import Engine
-from palestra.engine.sampler import end_token_ids
+from palestra.engine.sampler import Request, Sampler, end_token_ids
 from palestra.engine.scoring import Question, score
 from palestra.policies.base import Query
 from palestra.policies.lm import LanguagePolicy
@@ -28,11 +28,14 @@ def word_probabilities(
 ) -> np.ndarray:
     """The probability [O, W] that the answer to each query is exactly each of its `words` [O][<= W], 0 beyond them.
 
-    Answers with tokens that do not show in their text, as special ones, are not counted.
+    Answers with tokens that do not show in their text, as special ones, are not counted. A policy at temperature 0 has
+    one answer to each query, which it gives with probability 1.
 
     Raises ValueError for a policy whose answers are not drawn from the model's own distribution, for it would take more
     than the model's probabilities to say what it does.
     """
+    if policy.sampling.temperature == 0:
+        return _only_answers(engine, policy, queries, words)
     _check(policy)
     most, ends = policy.sampling.max_tokens, end_token_ids(engine)
     questions: list[Question] = []
@@ -49,6 +52,18 @@ def word_probabilities(
         assert scores.target_logps is not None
         said = np.exp(scores.logps[len(scores.logps) - 1 - length : -1].astype(float).sum())
         found[o, w] += said * (1.0 if cut else np.exp(scores.target_logps[-1].astype(float)).sum())
+    return found
+
+
+def _only_answers(
+    engine: Engine, policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]
+) -> np.ndarray:
+    """1 [O, W] where a word is the answer, for a policy that always says what is likeliest."""
+    requests = [Request(policy.prompt(query), 1, policy.sampling, policy.adapter) for query in queries]
+    found = np.zeros((len(queries), max(map(len, words))))
+    answers = [sampled for (sampled,) in Sampler(engine).sample_all(requests)]
+    for o, (said, own) in enumerate(zip(policy.texts(answers), words, strict=True)):
+        found[o, : len(own)] = [word == said for word in own]
     return found
 
 
@@ -90,5 +105,5 @@ def _check(policy: LanguagePolicy) -> None:
     if changed or sampling.stop or sampling.stop_ids or not sampling.end:
         raise ValueError(
             f"policy {policy.name} does not draw its answers from the model's own distribution ({sampling}), so the "
-            "probability of an answer is not the model's: set temperature: 1 and leave the rest as it is"
+            "probability of an answer is not the model's: set temperature to 1, or to 0, and leave the rest as it is"
         )

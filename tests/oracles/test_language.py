@@ -86,6 +86,19 @@ def test_exact_payoffs_are_read_without_a_game(response: Any) -> None:
     assert cell["exact"] and cell["mean"] == pytest.approx(value(reader, {"bold": out}, "bold", "uniform"))
 
 
+def test_best_members_play_one_word_at_each_information_state(response: Any) -> None:
+    """What is read off a member that no longer draws is a table of zeros and ones, and its games go by it."""
+    out, _ = response
+    greedy = worker(best=True)
+    assert greedy.reader is not None
+    table = greedy.reader.policy("bold", greedy._member("bold", {"bold": out}))
+    own = greedy.reader.tree.of(0)
+    assert (table[own].max(1) == 1).all()
+    order = {"cells": [["bold", "uniform"]], "games": 400}
+    (cell,) = greedy.do(Task("play/0", "play", order, ("bold",)), {"bold": out}, None)["cells"]
+    assert abs(cell["mean"][0] - value(greedy, {"bold": out}, "bold", "uniform")[0]) < 4 * np.sqrt(cell["m2"][0]) / 400
+
+
 def test_a_response_follows_from_its_name_and_its_opponents(shared: LanguageWorker, tmp_path: Path) -> None:
     """Twice the same task in two workers gives equal files; another name does not."""
     weights = []

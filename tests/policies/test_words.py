@@ -68,3 +68,10 @@ def test_a_policy_that_bends_the_model_is_refused(changed: dict) -> None:
     policy = speaker(2, **changed)
     with pytest.raises(ValueError, match="model's own distribution"):
         word_probabilities(policy.sampler.engine, policy, QUERIES, [["a"], ["a"]])
+
+
+def test_at_temperature_0_the_answer_is_certain() -> None:
+    policy = speaker(3, temperature=0.0)
+    said = [asyncio.run(policy.act(Query(q.role, q.observation, n=1, seed=5)))[0].text for q in QUERIES]
+    found = word_probabilities(policy.sampler.engine, policy, QUERIES, [[said[0], "no"], ["no", said[1]]])
+    assert found.tolist() == [[1, 0], [0, 1]]
