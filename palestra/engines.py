@@ -88,8 +88,8 @@ class Engines:
                 stack.enter_context(engine.playing())
             yield
 
-    def check(self, loss: Callable, options: Mapping[str, Any]) -> None:
-        """Any loss can be trained here; on a server not all."""
+    def check(self, loss: Callable, options: Mapping[str, Any], policies: Mapping[str, Any]) -> None:
+        """Any loss and policy can be trained here; on a server not all."""
 
     def learner(
         self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False

@@ -40,7 +40,7 @@ def build(config: Config, engines: Engines | RemoteEngines | None = None) -> Set
     arenas = [{name: make_arena(env, name) for name, env in part.games.items()} for part in parts]
     engines = engines or engines_of(config)
     for part in parts:
-        engines.check(part.algorithm.loss, part.algorithm.loss_options)
+        engines.check(part.algorithm.loss, part.algorithm.loss_options, part.policies)
     used = set().union(*(_used(part, names) for part, names in zip(parts, seats, strict=True)))
     used |= {name for sitting in sittings.values() for name in sitting.values()}
     learners = {

@@ -33,9 +33,13 @@ class RemoteEngines:
         self.connection = connection
         self._samplers: dict[str, RemoteSampler] = {}
 
-    def check(self, loss: Callable, options: Mapping[str, Any]) -> None:
-        """Raises ValueError for a loss that cannot be trained on the server."""
+    def check(self, loss: Callable, options: Mapping[str, Any], policies: Mapping[str, Any]) -> None:
+        """Raises ValueError for a loss that cannot be trained on the server, or one of policies that sample otherwise
+        than they train."""
         agreed(self.connection, loss, options)
+        for name, policy in policies.items():
+            if isinstance(policy, LoraPolicyConfig) and policy.sampling.temperature != 1:
+                raise ValueError(f"policies.{name}.sampling.temperature must be 1: servers train at temperature 1")
 
     def learner(
         self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
@@ -44,8 +48,6 @@ class RemoteEngines:
             raise ValueError(NO_CRITIC)
         if isinstance(config, FullPolicyConfig):
             raise ValueError(f"policies.{name} is a full model, and servers train adapters: set type: lora")
-        if config.sampling.temperature != 1:
-            raise ValueError(f"policies.{name}.sampling.temperature must be 1: servers train at temperature 1")
         weights = RemoteWeights(self.connection, config, seed=seed)
         return LanguageLearner(name, config, weights, self._sampler(config.base), tokenizer_of(config.base))
 

@@ -224,6 +224,8 @@ def spoken(loss: Callable, options: Mapping[str, Any]) -> Words | None:
     if loss is actor_critic_loss:
         raise ValueError(NO_CRITIC)
     name, said = NAMES.get(loss), _defaults(loss) | dict(options)
+    if (said.get("entropy") or 0) < 0:
+        raise ValueError(f"entropy: {said['entropy']:g} is a cost, and servers pay a bonus only: set 0 or more")
     if name and not (said.get("kl") or said.get("dual_clip")) and (name == "ppo" or not said.get("entropy")):
         return Words(name, _options(name, said))
     if said.get("entropy"):

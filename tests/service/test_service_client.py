@@ -233,8 +233,11 @@ def test_how_losses_are_said() -> None:
 def test_what_a_server_cannot_do_is_said_before_anything_is_trained(server: Server, tmp_path: Path) -> None:
     engines = connect(server.url)
     speech: dict[str, Any] = {"type": "lora", "base": "tiny", "sampling": Sampling(max_tokens=4)}
-    with pytest.raises(ValueError, match="temperature must be 1"):
-        engines.learner("x", LoraPolicyConfig(**speech | {"sampling": Sampling(max_tokens=4, temperature=0.7)}), 1)
+    warm = LoraPolicyConfig(**speech | {"sampling": Sampling(max_tokens=4, temperature=0.7)})
+    with pytest.raises(ValueError, match=r"policies\.x\.sampling\.temperature must be 1"):
+        engines.check(clipped_policy_loss, {}, {"x": warm})
+    with pytest.raises(ValueError, match="entropy: -0.1 is a cost"):
+        engines.check(clipped_policy_loss, {"entropy": -0.1}, {})
     with pytest.raises(ValueError, match="servers train adapters"):
         engines.learner("x", FullPolicyConfig(**speech | {"type": "full"}), 1)
     with pytest.raises(ValueError, match="all layers of a part or none"):
@@ -243,13 +246,16 @@ def test_what_a_server_cannot_do_is_said_before_anything_is_trained(server: Serv
         engines.learner("x", LoraPolicyConfig(**speech | {"base": "other"}), 1)
     for loss, more in ((clipped_policy_loss, "kl"), (clipped_policy_loss, "dual_clip"), (gspo_loss, "clip")):
         with pytest.raises(ValueError, match=r"entropy: 0\.05 is paid by servers .* train without --engine"):
-            engines.check(loss, {"entropy": 0.05, more: 1.5})
+            engines.check(loss, {"entropy": 0.05, more: 1.5}, {})
     with pytest.raises(ValueError, match="servers train no critic"):
-        engines.check(actor_critic_loss, {})
+        engines.check(actor_critic_loss, {}, {})
     engines.connection.close()
     for algorithm in ({"type": "ppo"}, {"type": "grpo", "kl": 0.1, "entropy": 0.05}):
         said = refused(tmp_path, "train", config(tmp_path, "x", algorithm=algorithm), "--engine", server.url)
         assert "train without --engine" in said
+    warmer = [{"steps": 1}, {"steps": 1, "policies": {"planner": {"sampling": {"temperature": 0.7}}}}]
+    said = refused(tmp_path, "train", config(tmp_path, "x", stages=warmer), "--engine", server.url)
+    assert "policies.planner.sampling.temperature must be 1" in said
     assert not read_lines(tmp_path / "runs" / "x" / "metrics.jsonl")
 
 
@@ -257,10 +263,10 @@ def test_an_entropy_bonus_is_asked_of_servers_of_our_make_alone(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines = connect(server.url)
-    engines.check(clipped_policy_loss, {"entropy": 0.05})
+    engines.check(clipped_policy_loss, {"entropy": 0.05}, {})
     monkeypatch.setattr(engines.connection, "_palestra", False)
     with pytest.raises(ValueError, match=r"is no palestra server, and only those know algorithm\.entropy"):
-        engines.check(clipped_policy_loss, {"entropy": 0.05})
+        engines.check(clipped_policy_loss, {"entropy": 0.05}, {})
     engines.connection.close()
 
 
