@@ -236,7 +236,7 @@ def test_what_a_server_cannot_do_is_said_before_anything_is_trained(server: Serv
     warm = LoraPolicyConfig(**speech | {"sampling": Sampling(max_tokens=4, temperature=0.7)})
     with pytest.raises(ValueError, match=r"policies\.x\.sampling\.temperature must be 1"):
         engines.check(clipped_policy_loss, {}, {"x": warm})
-    with pytest.raises(ValueError, match="entropy: -0.1 is a cost"):
+    with pytest.raises(ValueError, match=r"entropy: -0\.1 is a cost"):
         engines.check(clipped_policy_loss, {"entropy": -0.1}, {})
     with pytest.raises(ValueError, match="servers train adapters"):
         engines.learner("x", FullPolicyConfig(**speech | {"type": "full"}), 1)

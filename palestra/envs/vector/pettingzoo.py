@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pettingzoo
+from pettingzoo.utils.conversions import aec_to_parallel_wrapper
+from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, OrderEnforcingWrapper
 
 from palestra.envs.vector.base import Discrete, Frame, VectorEnv
 from palestra.envs.vector.gymnasium import (
@@ -25,6 +27,8 @@ from palestra.envs.vector.loop import GameSpec, Moment
 from palestra.envs.vector.processes import Hosted
 
 # ---- its environments as ours
+
+CHECKS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)  # of what `Loop` sees to: actions in bounds, reset first
 
 
 class _Game:
@@ -151,10 +155,20 @@ def game_of(path: str, options: dict[str, Any] | None = None, state: bool = Fals
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {error}') from error
     if isinstance(env, pettingzoo.ParallelEnv):
+        if type(env) is aec_to_parallel_wrapper:
+            env.aec_env = unchecked(env.aec_env)
         return ParallelGame(env, state)
     if isinstance(env, pettingzoo.AECEnv):
-        return TurnGame(env, state)
+        return TurnGame(unchecked(env), state)
     raise ValueError(f'"{path}" makes {type(env).__name__}, which is neither a ParallelEnv nor an AECEnv of PettingZoo')
+
+
+def unchecked(env: Any) -> Any:
+    """The turn-based `env` without its outer wrappers that only check: every attribute that is read passes them, which
+    is a third of the time of a small env's step."""
+    while type(env) in CHECKS:
+        env = env.env
+    return env
 
 
 class PettingZooEnv(Hosted):

@@ -16,10 +16,11 @@ from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.loop import GameSpec, Loop, Moment, game_seed
 from palestra.envs.vector.matrix import MatrixGame
-from palestra.envs.vector.pettingzoo import PettingZooEnv, to_aec, to_parallel
+from palestra.envs.vector.pettingzoo import PettingZooEnv, game_of, to_aec, to_parallel, unchecked
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # it imports by its own old names
     from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, seed_test
+    from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, TerminateIllegalWrapper
 
 SPREAD = "mpe2.simple_spread_v3:parallel_env"
 TALK = "mpe2.simple_speaker_listener_v4:parallel_env"
@@ -28,6 +29,10 @@ FOUR = "pettingzoo.classic.connect_four.connect_four:env"
 ROCK = "pettingzoo.classic.rps.rps:env"
 KNIGHTS = "pettingzoo.butterfly.knights_archers_zombies.knights_archers_zombies:parallel_env"
 PONG = "pettingzoo.butterfly.cooperative_pong.cooperative_pong:parallel_env"
+
+
+class Strict(AssertOutOfBoundsWrapper):
+    pass
 
 
 def theirs(path: str, options: dict[str, Any] | None = None) -> Any:
@@ -165,6 +170,14 @@ def test_envs_of_the_registry_are_made_by_make() -> None:
     env.reset(np.array([0]))
     frame = env.step(np.array([[1, 2]], np.int32))  # paper against scissors
     assert frame.rewards.tolist() == [[-1, 1]] and frame.acting.all()
+
+
+def test_wrappers_that_only_check_are_taken_off_and_those_that_change_play_stay() -> None:
+    """Connect four is wrapped, from the outside, in OrderEnforcing, AssertOutOfBounds and TerminateIllegal."""
+    assert type(game_of(FOUR).env) is TerminateIllegalWrapper
+    turns = game_of(SPREAD).env.aec_env
+    assert turns is turns.unwrapped and theirs(SPREAD).aec_env is not theirs(SPREAD).aec_env.unwrapped
+    assert unchecked(Strict(theirs(FOUR))).__class__ is Strict  # a user's own, though derived from one that only checks
 
 
 def test_what_cannot_be_an_env_is_said() -> None:
