@@ -335,12 +335,16 @@ def draw(target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    names = list(dict.fromkeys(method.name for method in METHODS))
     figure, axes = plt.subplots(1, len(TASKS), figsize=(13, 5.2), constrained_layout=True)
     for axis, task in zip(axes, TASKS, strict=True):
-        for number, method in enumerate(m for m in METHODS if task.name in m.tasks and chosen(task, m)):
+        for method in METHODS:
+            if task.name not in method.tasks or not chosen(task, method):
+                continue
             points = np.array([line["curve"] for line in chosen(task, method)]).mean(0)
-            style = ["-", "--", ":"][number // 7 % 3]
-            axis.plot(points[:, 0] / 1000, points[:, 1], style, linewidth=1.4, label=method.name)
+            number = names.index(method.name)  # a method looks the same in both pictures
+            style, colour = ["-", "--", ":"][number // 7 % 3], f"C{number % 7}"
+            axis.plot(points[:, 0] / 1000, points[:, 1], style, color=colour, linewidth=1.4, label=method.name)
         axis.axhline(task.bar, color="black", linestyle=":", linewidth=1)
         axis.set_title(f"{task.name}: {task.scored}", fontsize=10)
         axis.set_xlabel("thousand answers sampled")
