@@ -33,6 +33,15 @@ NET = {
     "algorithm": {"type": "ppo", "horizon": 4, "epochs": 1, "minibatches": 1, "gamma": 1.0},
 }
 LEARNED = EXACT | {"oracle": NET, "env": {"type": "kuhn_poker", "games": 8}}
+TALK = {
+    "type": "language",
+    "policy": {"rank": 4, "lr": 3e-3, "batch": 64, "sampling": {"max_tokens": 2}},
+    "algorithm": {"type": "grpo", "at": "root", "k": 2, "scale": "none"},
+    "episodes": 4,
+    "teach": 8,
+    "payoffs": "exact",
+}
+SPOKEN = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
 PLANS = {
     "psro": {"iterations": 2, "env_steps": 64, "games": 20, "adaptive": 40},
     "self_play": {"slices": 3, "env_steps": 64, "matchmaker": {"type": "pfsp"}},
@@ -79,6 +88,20 @@ def test_every_plan_trains_networks(plan, tmp_path):
     folders = {folder.name for folder in (run / "members").iterdir()}
     assert names - {"uniform"} <= folders
     assert all((run / "members" / name / "policy.safetensors").exists() for name in names - {"uniform"})
+    assert made.summary()["iteration"] == made.summary()["iterations"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_trains_language_agents(plan, tmp_path):
+    """The same plans, over LoRA adapters on one base that play poker in words: a member is a name and its weights."""
+    env = {"type": "text_kuhn", "spoken": SPOKEN}
+    shape = {key: value for key, value in PLANS[plan].items() if key not in ("env_steps", "adaptive")} | {"steps": 2}
+    made, run = trained(tmp_path, EXACT | {"env": env, "oracle": TALK, "population": {"type": plan, **shape}})
+    learned = set(made.population.members) - {"uniform"}
+    assert len(learned) >= 2
+    assert all((run / "members" / name / "adapter_model.safetensors").exists() for name in learned)
+    weights = {(run / "members" / name / "adapter_model.safetensors").read_bytes() for name in learned}
+    assert len(weights) == len(learned)
     assert made.summary()["iteration"] == made.summary()["iterations"]
 
 
