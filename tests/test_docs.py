@@ -16,15 +16,23 @@ All runnable blocks of one document run in order, in one temporary folder that h
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import typer
 
+from palestra.cli import app, kind_of
+from palestra.config import load, override, validate
+
+GROUP: Any = typer.main.get_command(app)
+UsageError: Any = typer.BadParameter.__base__  # Click's, whose copy typer has
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/*.md")]
@@ -36,11 +44,7 @@ BLOCK = re.compile(
 COMMENT = re.compile(r"^<!--\s*(?:test|file)\b[^>]*-->", re.MULTILINE)
 OPENED = re.compile(r"(?P<before>[^\n]*)\n```(?:bash|python)\b")
 TOLD = re.compile(r"<!--\s*(test(: slow)?|file: \S+|not run: \S.*?)\s*-->")
-EARLIER = {  # documents from before every block was to say whether it runs
-    *(f"{name}.md" for name in ("README", "CONTRIBUTING", "examples/README", "bench/algorithms-notes")),
-    *(f"docs/{name}.md" for name in ("architecture", "environments", "games", "populations", "sandbox", "service")),
-    *("docs/algorithms/async.md", "docs/environments/workflow.md"),
-}
+SHELL = re.compile(r"^```bash[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|(?:src|href)=\"([^\"]+)\"")
@@ -127,7 +131,7 @@ def test_every_mark_stands_before_a_block_that_can_run(document: Path) -> None:
     assert {block.language for block in found if not block.file} <= {"bash", "python"}
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if identifier(d) not in EARLIER], ids=identifier)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
 def test_every_block_of_code_says_whether_it_runs(document: Path) -> None:
     assert untold(document.read_text(encoding="utf-8")) == []
 
@@ -136,6 +140,62 @@ def untold(text: str) -> list[int]:
     """The lines of `bash` and `python` blocks that neither run nor say why not."""
     found = [match for match in OPENED.finditer(text) if not TOLD.fullmatch(match["before"].strip())]
     return [text[: match.end()].count("\n") + 1 for match in found]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
+def test_every_command_is_one_that_the_program_knows(document: Path) -> None:
+    """Those of blocks that do not run, too: the command, its options and their kinds; a config of ours takes its
+    changes."""
+    lines = [line for block in SHELL.findall(document.read_text(encoding="utf-8")) for line in _lines(block)]
+    assert [told for line in lines if (told := refusal(line))] == []
+
+
+def test_every_example_of_a_help_is_one_too() -> None:
+    lines = [line for command in commands(GROUP) for line in _lines(command.help or "")]
+    examples = [line for line in lines if line.startswith("palestra ")]
+    assert len(examples) > 40
+    assert [told for line in examples if (told := refusal(line))] == []
+
+
+def commands(group: Any) -> list[Any]:
+    """The commands of the program, and of its groups."""
+    own = list(group.commands.values())
+    return own + [deeper for command in own if hasattr(command, "commands") for deeper in commands(command)]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.replace("\\\n", " ").split("\n")]
+
+
+def refusal(line: str) -> str | None:
+    """Why a line of a shell would be refused by `palestra`, if it calls it; not where something is left open, as in
+    `<host>`, `$seed` or `...`."""
+    lexer = shlex.shlex(re.sub(r"(^|\s)#.*", "", line), posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words = list(lexer)
+    open_ended = any("..." in word or "$" in word or word in ("<", "cd") for word in words)
+    if "palestra" not in words or open_ended:
+        return None
+    called = words[words.index("palestra") + 1 :]
+    called = list(itertools.takewhile(lambda word: not set(word) <= set("|&;>()"), called))
+    try:
+        understood(called)
+    except (UsageError, ValueError) as error:
+        return f"{line}: {error}"
+    return None
+
+
+def understood(words: list[str]) -> None:
+    """Raises UsageError or ValueError for a command that would be refused."""
+    command, context, name = GROUP, None, "palestra"
+    while hasattr(command, "commands"):
+        context = command.make_context(name, list(words), parent=context)
+        found, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        name = str(found)
+    given = command.make_context(name, words, parent=context).params
+    if name == "train" and given["config"] and (ROOT / given["config"]).exists():
+        tree = override(load(ROOT / given["config"]), given["settings"] or [])
+        validate(kind_of(tree).config, tree)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
@@ -166,5 +226,8 @@ def test_the_convention_itself() -> None:
     assert _command(blocks(text)[0])[0] == "bash"
     assert blocks("<!-- file: a.yaml -->\n```yaml\nx: 1\n```\n") == [Block(3, "yaml", "x: 1\n", False, "a.yaml")]
     assert untold(text) == [8]
+    assert refusal("palestra train --sett x # why") and refusal("x && palestra nosuch")
+    assert not refusal("palestra runs | head") and not refusal("palestra train <config>") and not refusal("# palestra x")
+    assert refusal("palestra train configs/demo.yaml --set steps=x")
     assert untold("<!-- not run: needs a GPU -->\n```bash\nx\n```\n<!-- not run: -->\n```bash\nx\n```\n") == [6]
     assert _anchors("# The house, again\n```\n# no\n```\n## `x` y") == {"the-house-again", "x-y"}
