@@ -600,7 +600,7 @@ def test_the_token_opens_it_once(look, runs, tmp_path):
     with served(runs, tmp_path, "--token", "sesame") as address:
         home = address.removesuffix("?token=sesame")
         page = look("", address=home)
-        expect(page.get_by_text("This dashboard wants its token")).to_be_visible()
+        expect(page.get_by_text("This page wants its token")).to_be_visible()
         assert all("401" in text for text in look.wrong)
         look.wrong.clear()
         page.get_by_label("Token").fill("sesame")
