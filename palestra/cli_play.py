@@ -204,13 +204,13 @@ def play(
 
 def _in_browser(table: Seated, mine: str, seed: int, host: str, port: int) -> None:
     needs("playing in the browser", "dashboard", "starlette", "uvicorn")
-    from palestra.dashboard.game import Games
+    from palestra.dashboard.game import Games, Setting
     from palestra.dashboard.play import serve
     from palestra.evaluate import only_person, play_one
 
-    seats = only_person(table, mine)
-    games = Games(partial(play_one, table, mine), table.arena.name, seats, mine, first=seed, say=say)
-    serve(games, host, port, say)
+    env = table.arena.make_env()
+    setting = Setting(env.name or type(env).__name__, only_person(table, mine), mine, getattr(env, "told", ""))
+    serve(Games(partial(play_one, table, mine), setting, first=seed, say=say), host, port, say)
 
 
 def _evaluated(

@@ -132,6 +132,28 @@ export interface Joint {
   turns: Turn[];
 }
 
+export interface Outcome {
+  instance: number;
+  gave_up: boolean;
+  failed: boolean;
+  success: boolean | null;
+  team: number;
+  returns: Record<string, number>;
+}
+
+export interface GameState {
+  env: string;
+  seat: string;
+  seats: Record<string, string>;
+  turn: number;
+  now: "asked" | "waiting" | "over";
+  role: string;
+  rules: string;
+  legal: string[];
+  line: Joint[];
+  end: Outcome | null;
+}
+
 export interface Said {
   seat: string;
   policy: string;

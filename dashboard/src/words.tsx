@@ -47,7 +47,7 @@ export function Words({ line, path, tree, colouring, columns, plain }: Props) {
 }
 
 // What the seat saw before, to leave out what it is told again.
-function said(line: Joint[], number: number, seat: string): Seen {
+export function said(line: Joint[], number: number, seat: string): Seen {
   for (let at = number - 1; at >= 0; at--) {
     const turn = line[at].turns.find((one) => one.seat === seat);
     if (turn?.sees !== undefined) return turn.sees;
@@ -88,7 +88,7 @@ function Card({ turn, colour, path, node, colouring, plain, largest, before }: C
   );
 }
 
-function Sees({ seen, plain, before }: { seen: Seen; plain: boolean; before: Seen }) {
+export function Sees({ seen, plain, before }: { seen: Seen; plain: boolean; before: Seen }) {
   if (typeof seen === "string") return plain ? <Text text={seen} /> : <Picture text={seen} before={typeof before === "string" ? before : ""} />;
   const messages = (seen as { messages?: Message[] } | null)?.messages;
   if (Array.isArray(messages)) return <Chat messages={messages} />;

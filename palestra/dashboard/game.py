@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from palestra.dashboard.trees import told
 from palestra.policies.base import Query
@@ -34,11 +34,21 @@ class GaveUp(Exception):
     """What ends the game of a person who wants no more of it."""
 
 
+class Setting(NamedTuple):
+    """What all games of a server have in common: the env, who sits where, and which seat is the person's. `rules` are
+    for a person whose seat is told them in no more than a name."""
+
+    env: str
+    seats: dict[Seat, str]
+    mine: Seat
+    rules: str = ""
+
+
 class Game:
     """One game: `ask` is the person's end of it, `answer` and `give_up` are the page's."""
 
-    def __init__(self, env: str, seats: Mapping[Seat, str], mine: Seat, seed: int) -> None:
-        self.env, self.seats, self.mine, self.seed = env, dict(seats), mine, seed
+    def __init__(self, setting: Setting, seed: int) -> None:
+        self.setting, self.seed = setting, seed
         self.id = secrets.token_urlsafe(16)  # whoever knows it may play
         self.changes = 0
         self.pages = 0  # that look at it
@@ -111,9 +121,10 @@ class Game:
         """All that the page shows, as JSON has it."""
         seen = self._episode or self._so_far()
         return {
-            "env": self.env,
-            "seat": self.mine,
-            "seats": self.seats,
+            "env": self.setting.env,
+            "seat": self.setting.mine,
+            "seats": self.setting.seats,
+            "rules": "" if self.setting.rules in self._role else self.setting.rules,
             "turn": len(self._turns),
             "now": "over" if self._episode else "asked" if self._asked else "waiting",
             "role": self._role,
@@ -124,7 +135,7 @@ class Game:
 
     def _so_far(self) -> Episode:
         """The person's own turns, and what is asked now."""
-        seat = self.mine
+        seat = self.setting.mine
         nodes = [
             Node(i, i - 1 if i else None, i, {seat: seen}, {seat: Answer(said, "human")})
             for i, (seen, said) in enumerate(self._turns)
@@ -132,7 +143,7 @@ class Game:
         if self._asked:
             at = len(nodes)
             nodes.append(Node(at, at - 1 if at else None, at, {seat: self._asked[0].observation}, {}))
-        return Episode(self.env, self.seed, self.seats, nodes)
+        return Episode(self.setting.env, self.seed, self.setting.seats, nodes)
 
     def _end(self, episode: Episode) -> dict[str, Any]:
         """The outcome. Why a game failed is for the terminal: it may name addresses and files."""
@@ -145,21 +156,19 @@ class Game:
 
 
 class Games:
-    """The games of all pages, each of the next instance from `first` on; `play` plays one with who sits at `seats`."""
+    """The games of all pages, each of the next instance from `first` on. `say` tells the terminal why a game failed;
+    one that no page looks at for `alone` seconds ends."""
 
     def __init__(
         self,
         play: Play,
-        env: str,
-        seats: Mapping[Seat, str],
-        mine: Seat,
+        setting: Setting,
         *,
         first: int = 0,
         say: Callable[[str], None] = print,
         alone: float = ALONE,
     ) -> None:
-        self._play, self._say, self._alone = play, say, alone
-        self._setting = (env, seats, mine)
+        self._play, self._setting, self._say, self._alone = play, setting, say, alone
         self._instances = count(first)
         self._open: dict[str, tuple[Game, asyncio.Task[None]]] = {}
 
@@ -167,7 +176,7 @@ class Games:
         """A new game. Raises ValueError where there are too many."""
         if len(self._open) >= MOST:
             raise ValueError(f"{MOST} games are open here: close the page of one, and come back in a minute")
-        game = Game(*self._setting, next(self._instances))
+        game = Game(self._setting, next(self._instances))
         self._open[game.id] = game, asyncio.create_task(self._run(game))
         self.look_after(game)
         return game

@@ -105,11 +105,11 @@ async def changes(games: Games, game: Game) -> AsyncIterator[str]:
     try:
         known = -1
         while not game.left:
-            if await game.news(known, QUIET):
+            if not await game.news(known, QUIET):
+                yield ": still here\n\n"
+            elif not game.left:
                 known = game.changes
                 yield f"event: change\ndata: {known}\n\n"
-            else:
-                yield ": still here\n\n"
     finally:
         game.pages -= 1
         games.look_after(game)
