@@ -120,6 +120,11 @@ function Question({ game, path }: { game: GameState; path: string }) {
     <form ref={place} class="question" aria-label={`your turn ${game.turn + 1}`} onSubmit={(event) => (event.preventDefault(), answer(text))}>
       <h2>Your turn</h2>
       <Sees seen={now?.turns[0]?.sees} plain={false} before={before} />
+      {hasTools(game) && (
+        <p class="hint">
+          A tool is called so: <code>{'<tool_call>{"name": "…", "arguments": {…}}</tool_call>'}</code>
+        </p>
+      )}
       {game.legal.length > 0 && (
         <div class="moves" role="group" aria-label="what you may say">
           {game.legal.map((word) => (
@@ -184,6 +189,11 @@ function outcome(end: Outcome): string {
   if (end.gave_up) return "You gave up";
   if (end.failed) return "✕ The game ended early: the terminal of palestra play says why";
   return end.success === null ? "The game is over" : end.success ? "✓ Success" : "○ No success";
+}
+
+// Of a conversation that goes on, only the first observation names them.
+function hasTools(game: GameState): boolean {
+  return game.line.some((joint) => joint.turns.some((turn) => (turn.sees as { tools?: unknown[] } | undefined)?.tools?.length));
 }
 
 function others(game: GameState): string {

@@ -113,7 +113,7 @@ export interface Message {
   tool_calls?: unknown;
 }
 
-export type Seen = string | { messages?: Message[] } | unknown;
+export type Seen = string | { messages?: Message[]; tools?: unknown[] } | unknown;
 
 export interface Turn {
   seat: string;

@@ -1,7 +1,7 @@
 """A game that a person plays on a page: who is asked what, and what the page may know of it.
 
-The page is told what a policy at the person's seat is told, a `Query`, and nothing else: what others see and say reaches
-it only as far as the env shows it to this seat. Once the game is over it is told everything.
+The page is told what a policy at the person's seat is told, a `Query`, and nothing else: what others see and say comes
+to it only as far as the env shows it to this seat. Once the game is over it is told everything.
 
 All of this happens on one event loop, which plays the games and serves the pages; who waits sleeps.
 """

@@ -27,7 +27,7 @@ from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
 
 pytest.importorskip("playwright.sync_api")
-from browsers import expect, launched, settled, shot, watch  # noqa: E402
+from browsers import expect, launched, settled, shot, watch
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]  # the first of them waits for the runs
 

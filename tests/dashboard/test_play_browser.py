@@ -9,7 +9,7 @@ import pytest
 from processes import playing
 
 pytest.importorskip("playwright.sync_api")
-from browsers import expect, launched, settled, shot, watch  # noqa: E402
+from browsers import expect, launched, settled, shot, watch
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
