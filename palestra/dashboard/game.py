@@ -92,13 +92,19 @@ class Game:
             self._asked = None
 
     def end(self, episode: Episode) -> None:
-        """Notes what came of it."""
-        self._episode, self._asked = episode, None
-        self._tell()
+        """Notes what came of it. It may have failed at another seat while the person was asked."""
+        self._episode = episode
+        self._take_back()
 
     def leave(self) -> None:
         """Lets those go who wait for news."""
-        self.left, self._asked = True, None
+        self.left = True
+        self._take_back()
+
+    def _take_back(self) -> None:
+        if self._asked:
+            self._asked[1].cancel()
+            self._asked = None
         self._tell()
 
     def _tell(self) -> None:

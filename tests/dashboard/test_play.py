@@ -11,14 +11,14 @@ import pytest
 import uvicorn
 from processes import playing
 from starlette.testclient import TestClient
-from typer.testing import CliRunner
 
-from palestra.cli import app as palestra
 from palestra.dashboard.game import Games, OutOfTurn, Setting
 from palestra.dashboard.play import LARGEST, page
 from palestra.envs import make_env
+from palestra.envs.base import Env
 from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.rollouts.play import Arena, Branching, Match
+from palestra.types import Step
 from palestra.web.door import listening
 from palestra.web.endpoint import ANYBODY, Session
 
@@ -162,9 +162,21 @@ def test_what_is_not_there(client):
 # ---- who goes away
 
 
-def games(alone=60.0, other=None, say=print):
-    """Games of tic-tac-toe in this process."""
-    arena = Arena(lambda: make_env("text_tic_tac_toe"), "test")
+class AtOnce(Env):
+    """Two seats that answer at the same time, once."""
+
+    seats = ("player_0", "player_1")
+
+    def reset(self, seed):
+        return Step(dict.fromkeys(self.seats, "say something"))
+
+    def step(self, actions):
+        return Step({})
+
+
+def games(alone=60.0, other=None, say=print, env=lambda: make_env("text_tic_tac_toe")):
+    """Games in this process."""
+    arena = Arena(env, "test")
 
     async def play(seed, ask):
         team = {"player_0": HumanPolicy(ask), "player_1": other or RandomPolicy()}
@@ -245,6 +257,26 @@ def test_why_a_game_failed_is_for_the_terminal():
     assert len(told) == 1 and "instance 5 ended early" in told[0] and "secret.example" in told[0]
 
 
+def test_a_game_that_fails_while_the_person_is_asked_leaves_nothing_behind():
+    async def broken(query, rng):
+        await asyncio.sleep(0.05)
+        raise ValueError("lost")
+
+    async def failing():
+        table = games(other=ScriptedPolicy(broken), say=lambda _: None, env=AtOnce)
+        game = table.begin()
+        while game.state()["now"] != "over":
+            await asyncio.sleep(0.02)
+        assert game.state()["end"]["failed"] and game.state()["legal"] == []
+        with pytest.raises(OutOfTurn, match="over"):
+            game.answer(0, "hello")
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+        table.close()
+
+    asyncio.run(failing())
+
+
 def test_elsewhere_asks_for_a_token():
     locked = TestClient(page(games(), "sesame"), base_url=HERE, follow_redirects=False)
     assert locked.post("/api/games").status_code == 401
@@ -277,8 +309,3 @@ def test_an_endpoint_keeps_its_address_and_key_and_ctrl_c_is_no_traceback(monkey
         process.wait(timeout=20)
         assert process.stdout.read() == ""
     session.close()
-
-
-def test_a_page_is_one_persons():
-    done = CliRunner().invoke(palestra, ["play", "text_kuhn", "--seats", "player_1=human", "--browser"])
-    assert done.exit_code == 2 and "one person's" in done.output
