@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from palestra.terminal import friendly, say
+from palestra.terminal import friendly, needs, say
 
 
 def dashboard(
@@ -38,9 +37,7 @@ def dashboard(
         palestra dashboard --host 0.0.0.0 --token "$(openssl rand -hex 16)"
     """
     with friendly():
-        missing = [name for name in ("starlette", "uvicorn") if not find_spec(name)]
-        if missing:
-            raise ValueError(f"the dashboard needs {', '.join(missing)}: pip install 'palestra[dashboard]'")
+        needs("the dashboard", "dashboard", "starlette", "uvicorn")
         from palestra.dashboard.app import serve
 
         token = token or os.environ.get("PALESTRA_DASHBOARD_TOKEN", "")

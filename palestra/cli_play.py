@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +13,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from palestra.rollouts.transcript import transcript
-from palestra.terminal import console, friendly, say
+from palestra.terminal import console, friendly, needs, say
 
 if TYPE_CHECKING:
     from palestra.evaluate import Scored
+    from palestra.evaluate import Table as Seated
 
 WHO = (
     "a policy of the run, RUN:NAME of another, base, expert, random, human, or an endpoint as URL#MODEL; in vectorised "
@@ -168,6 +170,11 @@ def play(
     temperature: Temperature = None,
     step: Step = None,
     seed: Annotated[int, typer.Option(help="which instance")] = 0,
+    browser: Annotated[bool, typer.Option("--browser", help="play on a page that this serves, until Ctrl-C")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="of the page; 0 takes a free one")] = 6071,
+    host: Annotated[
+        str, typer.Option(help="the address that the page is served at; others than this machine's ask for a token")
+    ] = "127.0.0.1",
 ) -> None:
     """Take a seat yourself; the others are played as in `palestra eval`. Ctrl-D gives up.
 
@@ -178,18 +185,32 @@ def play(
         palestra play sudoku --env size=4
 
         palestra play text_tic_tac_toe --seats player_1=expert
+
+        palestra play text_connect_four --seats player_1=expert --browser
     """
     with friendly():
         _needs_text(what, "palestra play")
-        from palestra.evaluate import play_one
+        from palestra.evaluate import play_one, take_seat
 
         asked = {name: who for name, who in seat_pairs(seats).items() if name != seat}
-        mine, episode = asyncio.run(
-            play_one(what, pairs(env), asked, seat, sampling=_sampling(temperature), step=step, seed=seed)
-        )
+        table, mine = take_seat(what, pairs(env), asked, seat, sampling=_sampling(temperature), step=step)
+        if browser:
+            return _in_browser(table, mine, seed, host, port)
+        episode = asyncio.run(play_one(table, mine, seed))
         if episode.error:
             raise ValueError(f"the episode ended early: {episode.error}")
     console.print(_outcome(mine, episode))
+
+
+def _in_browser(table: Seated, mine: str, seed: int, host: str, port: int) -> None:
+    needs("playing in the browser", "dashboard", "starlette", "uvicorn")
+    from palestra.dashboard.game import Games, Setting
+    from palestra.dashboard.play import serve
+    from palestra.evaluate import only_person, play_one
+
+    env = table.arena.make_env()
+    setting = Setting(env.name or type(env).__name__, only_person(table, mine), mine, getattr(env, "told", ""))
+    serve(Games(partial(play_one, table, mine), setting, first=seed, say=say), host, port, say)
 
 
 def _evaluated(

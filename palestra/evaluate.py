@@ -17,7 +17,7 @@ from palestra.envs import known_envs
 from palestra.envs.text.splits import Split
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
-from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy
+from palestra.policies.scripted import Ask, ExpertPolicy, HumanPolicy, RandomPolicy, at_terminal
 from palestra.recipe import Config, FrozenConfig
 from palestra.remote.envs import make_env
 from palestra.rollouts.figures import seat_returns, summary
@@ -140,7 +140,7 @@ async def cross_play(
     return [await _scored(table._replace(names=names), episodes, seed) for names in ways]
 
 
-async def play_one(
+def take_seat(
     path: Path,
     env: dict[str, Any],
     seats: dict[Seat, str],
@@ -148,15 +148,27 @@ async def play_one(
     *,
     sampling: dict[str, Any],
     step: int | None,
-    seed: int,
-) -> tuple[Seat, Episode]:
-    """One episode of instance `seed` with a person at seat `mine` (None: the first), and which seat that was."""
+) -> tuple[Table, Seat]:
+    """A table with a person at seat `mine` (None: the first), and which seat that is."""
     table = set_table(path, env, seats, sampling=sampling, step=step, here=True)
     mine = mine or next(iter(table.names))
     if mine not in table.names:
         raise ValueError(f'no seat "{mine}": this env plays {", ".join(table.names)}')
-    team = table._replace(names=table.names | {mine: "human"}).team
-    return mine, await table.arena.play(Match(seed, team, derive(seed, "play")), Branching())
+    return table._replace(names=table.names | {mine: "human"}), mine
+
+
+async def play_one(table: Table, mine: Seat, seed: int, ask: Ask = at_terminal) -> Episode:
+    """One episode of instance `seed`; the person at seat `mine` is asked by `ask`."""
+    team = table.team | {mine: HumanPolicy(ask)}
+    return await table.arena.play(Match(seed, team, derive(seed, "play")), Branching())
+
+
+def only_person(table: Table, mine: Seat) -> dict[Seat, str]:
+    """The names of those who sit there, all of them loaded. Raises ValueError where a person sits beside `mine`."""
+    team = table.team
+    if others := [seat for seat, policy in team.items() if isinstance(policy, HumanPolicy) and seat != mine]:
+        raise ValueError(f"a page is one person's, who plays {mine}: seat {others[0]} by another, with --seats")
+    return {seat: policy.name for seat, policy in team.items()}
 
 
 async def _scored(table: Table, episodes: int, seed: int) -> Scored:

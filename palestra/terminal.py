@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from importlib.util import find_spec
 
 import typer
 from rich.console import Console
@@ -16,6 +17,12 @@ console = Console(quiet=RANK > 0)
 def say(text: str) -> None:
     """Prints a line as it is: not wrapped, so that a path or command can be copied, and brackets are no markup."""
     console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def needs(what: str, extra: str, *packages: str) -> None:
+    """Raises ValueError, with the extra that brings them, where one of the packages is not installed."""
+    if missing := [name for name in packages if not find_spec(name)]:
+        raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'palestra[{extra}]'")
 
 
 class friendly:

@@ -67,6 +67,22 @@ def serving(data: Path, *options: str) -> Iterator[str]:
         server.stop()
 
 
+@contextmanager
+def playing(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`palestra play --browser`: the process and the address of its page, for as long as the block lasts."""
+    command = [*PALESTRA, "play", *map(str, arguments), "--browser", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.match(r"play at: (\S+)", line)
+        assert found, line + process.stdout.read()
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
     """`palestra train ARGUMENTS` as a process of its own."""
     tests = Path(__file__).parent  # and the tree that they are of, whatever is installed

@@ -158,6 +158,11 @@ def test_giving_up_is_no_traceback(config):
     assert done.exit_code == 2 and "ended early" in plain(done.output)
 
 
+def test_a_page_is_one_persons():
+    done = palestra("play", "text_kuhn", "--seats", "player_1=human", "--browser")
+    assert done.exit_code == 2 and "one person's" in plain(done.output)
+
+
 def test_arrays_are_not_for_people():
     done = palestra("play", "kuhn_poker")
     assert done.exit_code == 2 and "whose seats take arrays" in plain(done.output)

@@ -19,7 +19,21 @@ export function runPath(run: string, rest = ""): string {
 }
 
 export async function ask<T>(address: string, signal?: AbortSignal): Promise<T> {
-  const answer = await fetch(address, { signal, headers: { Accept: "application/json" } });
+  return read<T>(await reached(fetch(address, { signal, headers: { Accept: "application/json" } })));
+}
+
+export async function send<T>(address: string, body: unknown = {}): Promise<T> {
+  return read<T>(await reached(fetch(address, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) })));
+}
+
+export const SILENT = "the server does not answer: was it ended?";
+
+// Browsers word this each in their own way.
+function reached(answer: Promise<Response>): Promise<Response> {
+  return answer.catch(() => Promise.reject(new Error(SILENT)));
+}
+
+async function read<T>(answer: Response): Promise<T> {
   if (!answer.ok) {
     const body = await answer.json().catch(() => ({}));
     throw new Error(body.error ?? `the server says ${answer.status}`);

@@ -11,6 +11,7 @@ import { Episodes } from "./episodes";
 import { Help, useKeys } from "./keys";
 import { Head, Overlay } from "./run";
 import { Failed } from "./parts";
+import { Table } from "./play";
 import { Population } from "./population";
 import { go, type Route, to, useRoute } from "./route";
 import { Compare, Details, Runs } from "./runs";
@@ -53,6 +54,26 @@ function App() {
       </header>
       {help && <Help close={() => setHelp(false)} />}
       {page === undefined ? <Runs route={route} /> : page === "compare" ? <Compare route={route} /> : page === "run" && name ? <Run key={name} name={name} route={route} /> : <Lost />}
+    </>
+  );
+}
+
+// The page of `palestra play --browser`, which another server shows.
+function Play() {
+  return (
+    <>
+      <header class="top">
+        <nav aria-label="where one is">
+          <span class="brand">palestra</span>
+          <span>/ play</span>
+        </nav>
+        <span class="tools">
+          <Theme />
+        </span>
+      </header>
+      <main class="play">
+        <Table />
+      </main>
     </>
   );
 }
@@ -134,5 +155,6 @@ function Theme() {
 }
 
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-if (!location.hash) go("#/", true);
-render(<App />, document.getElementById("app")!);
+const plays = location.pathname.endsWith("/play");
+if (!location.hash && !plays) go("#/", true);
+render(plays ? <Play /> : <App />, document.getElementById("app")!);

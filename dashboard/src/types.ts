@@ -113,7 +113,7 @@ export interface Message {
   tool_calls?: unknown;
 }
 
-export type Seen = string | { messages?: Message[] } | unknown;
+export type Seen = string | { messages?: Message[]; tools?: unknown[] } | unknown;
 
 export interface Turn {
   seat: string;
@@ -130,6 +130,28 @@ export interface Joint {
   team: number;
   info: Record<string, unknown>;
   turns: Turn[];
+}
+
+export interface Outcome {
+  instance: number;
+  gave_up: boolean;
+  failed: boolean;
+  success: boolean | null;
+  team: number;
+  returns: Record<string, number>;
+}
+
+export interface GameState {
+  env: string;
+  seat: string;
+  seats: Record<string, string>;
+  turn: number;
+  now: "asked" | "waiting" | "over";
+  role: string;
+  rules: string;
+  legal: string[];
+  line: Joint[];
+  end: Outcome | null;
 }
 
 export interface Said {

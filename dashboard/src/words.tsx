@@ -47,7 +47,7 @@ export function Words({ line, path, tree, colouring, columns, plain }: Props) {
 }
 
 // What the seat saw before, to leave out what it is told again.
-function said(line: Joint[], number: number, seat: string): Seen {
+export function said(line: Joint[], number: number, seat: string): Seen {
   for (let at = number - 1; at >= 0; at--) {
     const turn = line[at].turns.find((one) => one.seat === seat);
     if (turn?.sees !== undefined) return turn.sees;
@@ -88,14 +88,14 @@ function Card({ turn, colour, path, node, colouring, plain, largest, before }: C
   );
 }
 
-function Sees({ seen, plain, before }: { seen: Seen; plain: boolean; before: Seen }) {
+export function Sees({ seen, plain, before }: { seen: Seen; plain: boolean; before: Seen }) {
   if (typeof seen === "string") return plain ? <Text text={seen} /> : <Picture text={seen} before={typeof before === "string" ? before : ""} />;
-  const messages = (seen as { messages?: Message[] } | null)?.messages;
-  if (Array.isArray(messages)) return <Chat messages={messages} />;
+  const { messages, tools } = (seen ?? {}) as { messages?: Message[]; tools?: unknown[] };
+  if (Array.isArray(messages)) return <Chat messages={messages} tools={Array.isArray(tools) ? tools : []} />;
   return <pre class="text">{JSON.stringify(seen, null, 1)}</pre>;
 }
 
-function Chat({ messages }: { messages: Message[] }) {
+function Chat({ messages, tools }: { messages: Message[]; tools: unknown[] }) {
   return (
     <div class="chat">
       {messages.map((message) => (
@@ -105,6 +105,12 @@ function Chat({ messages }: { messages: Message[] }) {
           {message?.tool_calls ? <pre class="text">{JSON.stringify(message.tool_calls, null, 1)}</pre> : null}
         </div>
       ))}
+      {tools.length > 0 && (
+        <details>
+          <summary>tools that may be called ({tools.length})</summary>
+          <pre class="text">{JSON.stringify(tools, null, 1)}</pre>
+        </details>
+      )}
     </div>
   );
 }

@@ -18,6 +18,8 @@ from urllib.parse import parse_qsl, urlencode
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
+from palestra.service.origins import Origins
+
 COOKIE = "palestra_dashboard"
 YEAR = 365 * 24 * 3600
 HEADERS = {
@@ -32,8 +34,8 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 ASK = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<link rel="icon" href="data:,"><title>palestra</title><h1>This dashboard wants its token</h1>
-<p>It is in the address that <code>palestra dashboard</code> printed.</p>
+<link rel="icon" href="data:,"><title>palestra</title><h1>This page wants its token</h1>
+<p>It is in the address that <code>palestra</code> printed.</p>
 <form method="get"><label>Token <input name="token" type="password" autocomplete="off" autofocus></label>
 <button>Open</button></form></html>"""
 
@@ -44,10 +46,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """An app behind the checks. `hosts` are names that it answers to besides addresses and localhost."""
+    """An app behind the checks. `hosts` are names that it answers to besides addresses and localhost. Where `posts`, it
+    takes POST too, but not from the pages of others. Two servers of one host keep their `cookie` apart."""
 
-    def __init__(self, app: App, token: str = "", hosts: Collection[str] = ()) -> None:
-        self.app, self.hosts = app, {"localhost", *hosts}
+    def __init__(
+        self, app: App, token: str = "", hosts: Collection[str] = (), *, posts: bool = False, cookie: str = COOKIE
+    ) -> None:
+        self.app, self.hosts, self.cookie = app, {"localhost", *hosts}, cookie
+        self.methods = ("GET", "HEAD", "POST") if posts else ("GET", "HEAD")
         self.secret = hashlib.sha256(token.encode()).hexdigest() if token else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,12 +64,15 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("the dashboard only shows: GET and HEAD", 405, {"Allow": "GET, HEAD"})
+        if scope["method"] not in self.methods:
+            allowed = ", ".join(self.methods)
+            return PlainTextResponse(f"only {allowed} are answered here", 405, {"Allow": allowed})
+        if scope["method"] == "POST" and Origins().refusal(headers):
+            return PlainTextResponse("pages of other sites may not send anything here", 403)
         if self.secret:
             return self._ask(scope, headers)
         if not is_ours(headers.get("host", ""), self.hosts):
-            return PlainTextResponse("not under this name: see `palestra dashboard --help`, --allow-host", 421)
+            return PlainTextResponse("not under this name: ask at the address that was printed; see --allow-host", 421)
         return None
 
     def _ask(self, scope: Scope, headers: Headers) -> Response | None:
@@ -73,10 +82,10 @@ class Guard:
         if told is not None and self._right(_hash(told)):
             rest = urlencode([(key, value) for key, value in query if key != "token"])
             response = RedirectResponse(f"{_local(scope['path'])}{'?' if rest else ''}{rest}", 303)
-            response.set_cookie(COOKIE, self.secret, YEAR, httponly=True, samesite="strict", secure=_is_tls(scope))
+            response.set_cookie(self.cookie, self.secret, YEAR, httponly=True, samesite="strict", secure=_is_tls(scope))
             return response
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._right(_cookie(headers.get("cookie", ""))) or self._right(_hash(bearer)):
+        if self._right(_cookie(headers.get("cookie", ""), self.cookie)) or self._right(_hash(bearer)):
             return None
         return HTMLResponse(ASK, 401)
 
@@ -98,9 +107,9 @@ def _hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
-def _cookie(header: str) -> str:
+def _cookie(header: str, name: str) -> str:
     try:
-        found = SimpleCookie(header).get(COOKIE)
+        found = SimpleCookie(header).get(name)
     except CookieError:
         return ""
     return found.value if found else ""

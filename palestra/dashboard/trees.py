@@ -13,7 +13,9 @@ import pyarrow.parquet as pq
 
 from palestra.dashboard.library import Absent
 from palestra.dashboard.tokens import Vocabulary
+from palestra.episodes import to_table
 from palestra.rollouts.figures import member
+from palestra.types import Episode
 
 BONES = ["node", "parent", "depth", "chosen", "over", "truncated", "seat", "reward", "team_reward", "advantage"]
 FLAGS = ["success", "invalid", "draw"]
@@ -60,9 +62,18 @@ def _bone(row: Row) -> Row:
 def words(path: Path, episode: int, node: int) -> list[Row]:
     """What was seen and said on the line from the root to `node`; of conversations, what is new to the seat."""
     rows = read_rows(path, episode, [*WORDS, "team_reward", "advantage", "info"])
-    parents = {row["node"]: row["parent"] for row in rows if row["node"] is not None}
-    if node not in parents:
+    if all(row["node"] != node for row in rows):
         raise Absent(f"the episode has no node {node}")
+    return _line(rows, node)
+
+
+def told(episode: Episode) -> list[Row]:
+    """The same of an episode that is not on the disk, up to its newest node."""
+    return _line(to_table(0, [episode]).to_pylist(), episode.nodes[-1].id) if episode.nodes else []
+
+
+def _line(rows: list[Row], node: int) -> list[Row]:
+    parents = {row["node"]: row["parent"] for row in rows if row["node"] is not None}
     line = [node]
     while (parent := parents[line[-1]]) is not None:
         line.append(parent)

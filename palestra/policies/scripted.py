@@ -1,4 +1,4 @@
-"""Policies without a model: fixed answers, random legal ones, a function, or a person at the terminal."""
+"""Policies without a model: fixed answers, random legal ones, a function, or a person."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from palestra.policies.base import Query
 from palestra.types import Answer
 
 Script = Callable[[Query, random.Random], str | Awaitable[str]]
+Ask = Callable[[Query], Awaitable[str]]  # shows a person what a seat is asked, and comes back with the answer
 
 
 class ScriptedPolicy:
@@ -55,13 +56,22 @@ class ExpertPolicy(ScriptedPolicy):
         super().__init__(script, name)
 
 
+async def at_terminal(query: Query) -> str:
+    """A person's answer at the terminal; the end of input (Ctrl-D) raises EOFError."""
+    role = f"\n[{query.role}]" if query.role and not query.history else ""
+    choices = f"\n({', '.join(map(str, query.legal))})" if query.legal else ""
+    return await asyncio.to_thread(input, f"{role}\n{query.observation}{choices}\n> ")
+
+
 class HumanPolicy:
-    """Shows the observation at the terminal and reads the answer there; the end of input (Ctrl-D) fails the episode."""
+    """A person, whom `ask` asks: at the terminal, or on a page (`palestra.dashboard.game`). What it raises, such as the
+    end of input, fails the episode."""
 
     name = "human"
 
+    def __init__(self, ask: Ask = at_terminal) -> None:
+        self._ask = ask
+
     async def act(self, query: Query) -> list[Answer]:
-        role = f"\n[{query.role}]" if query.role and not query.history else ""
-        choices = f"\n({', '.join(map(str, query.legal))})" if query.legal else ""
-        text = await asyncio.to_thread(input, f"{role}\n{query.observation}{choices}\n> ")
+        text = await self._ask(query)
         return [Answer(text.strip(), self.name) for _ in range(query.n)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,14 +26,12 @@ from palestra.envs import make_env
 from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
 
-playwright = pytest.importorskip("playwright.sync_api")
-expect = playwright.expect
-expect.set_options(timeout=20_000)  # a busy machine is not a failure
+pytest.importorskip("playwright.sync_api")
+from browsers import expect, launched, settled, shot, watch
+
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]  # the first of them waits for the runs
 
 HERE = Path(__file__).parent.parent.parent
-SHOTS = HERE / ".cache" / "screenshots"
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or ""
 EVIL = "<img src=x onerror=\"window.hacked='{}'\"><script>window.hacked='{}'<" + "\\/script>"
 EVIL_NAME = "<img src=x onerror=window.hacked=1> \"'&amp;#?%2f"
 
@@ -188,34 +185,25 @@ class served:
         self.process.communicate(timeout=30)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium(runs: Path) -> Iterator[Any]:
     """Started after the runs are made: it keeps an event loop going, beside which training could not have its own."""
-    if not CHROMIUM:
-        pytest.skip("no Chromium here: name one as CHROMIUM=/path/to/it")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def look(chromium: Any, site: str) -> Iterator[Any]:
     """Opens pages: `look(path, width=390, dark=True)`. Errors, attacks and requests elsewhere fail the test."""
-    contexts, wrong = [], []
-
-    def watch(page: Any, address: str) -> None:
-        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
-        page.on("request", lambda asked: None if asked.url.startswith((address, "data:")) else wrong.append(asked.url))
+    contexts: list[Any] = []
+    wrong: list[str] = []
 
     def opened(path: str = "#/", width: int = 1280, dark: bool = False, address: str = site) -> Any:
         colours = "dark" if dark else "light"
         context = chromium.new_context(viewport={"width": width, "height": 850}, color_scheme=colours)
         contexts.append(context)
         page = context.new_page()
-        watch(page, address)
+        watch(page, address, wrong)
         page.goto(f"{address}{path}")
         return page
 
@@ -224,16 +212,6 @@ def look(chromium: Any, site: str) -> Iterator[Any]:
     for context in contexts:
         context.close()
     assert wrong == []
-
-
-def shot(page: Any, name: str) -> None:
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SHOTS / f"{name}.png", full_page=True)
-
-
-def settled(page: Any) -> None:
-    page.wait_for_load_state("domcontentloaded")
-    page.wait_for_timeout(700)  # events keep a connection open, so the network is never idle
 
 
 # ---- runs
@@ -600,7 +578,7 @@ def test_the_token_opens_it_once(look, runs, tmp_path):
     with served(runs, tmp_path, "--token", "sesame") as address:
         home = address.removesuffix("?token=sesame")
         page = look("", address=home)
-        expect(page.get_by_text("This dashboard wants its token")).to_be_visible()
+        expect(page.get_by_text("This page wants its token")).to_be_visible()
         assert all("401" in text for text in look.wrong)
         look.wrong.clear()
         page.get_by_label("Token").fill("sesame")

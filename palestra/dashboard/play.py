@@ -1,0 +1,155 @@
+"""The server of `palestra play --browser`: the built page, and what it asks and answers.
+
+    POST /api/games                 begins a game of the next instance: {"id": ...}
+    GET  /api/games/ID              what its page shows
+    GET  /api/games/ID/events       a server-sent event whenever that has changed
+    POST /api/games/ID/answer       {"turn": 0, "text": "..."}; 409 where it is not that turn
+    POST /api/games/ID/give-up
+
+Errors are `{"error": TEXT}`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from palestra.config import Strict, validate
+from palestra.dashboard.api import answer as as_json
+from palestra.dashboard.app import LOCAL, QUIET, STATIC
+from palestra.dashboard.game import Game, Games, OutOfTurn
+from palestra.dashboard.guard import App, Guard
+from palestra.dashboard.library import Absent
+from palestra.web.door import listening
+
+LARGEST = 256 * 1024  # bytes of an answer
+Ask = Callable[[Games, Request], Awaitable[Response]]
+
+
+class Said(Strict):
+    """An answer as it arrives: which of the person's turns it is for, and its words."""
+
+    turn: int
+    text: str
+
+
+def page(games: Games, token: str = "", hosts: Collection[str] = ()) -> App:
+    """The app over `games`."""
+    routes = [
+        Route("/", lambda _: RedirectResponse("play"), methods=["GET"]),
+        Route("/play", lambda _: FileResponse(STATIC / "index.html"), methods=["GET"]),
+        Route("/api/games", _told(games, begin), methods=["POST"]),
+        Route("/api/games/{game}", _told(games, state), methods=["GET"]),
+        Route("/api/games/{game}/events", _told(games, events), methods=["GET"]),
+        Route("/api/games/{game}/answer", _told(games, answer), methods=["POST"]),
+        Route("/api/games/{game}/give-up", _told(games, give_up), methods=["POST"]),
+        Mount("/", StaticFiles(directory=STATIC)),
+    ]
+    app = GZipMiddleware(Starlette(routes=routes), minimum_size=2048)
+    return Guard(app, token, hosts, posts=True, cookie="palestra_play")
+
+
+def _told(games: Games, ask: Ask) -> Callable[[Request], Awaitable[Response]]:
+    """Answers with what went wrong in words."""
+
+    async def told(request: Request) -> Response:
+        try:
+            return await ask(games, request)
+        except Absent as error:
+            return JSONResponse({"error": str(error)}, 404)
+        except OutOfTurn as error:
+            return JSONResponse({"error": str(error)}, 409)
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, 400)
+
+    return told
+
+
+async def begin(games: Games, request: Request) -> Response:
+    return JSONResponse({"id": games.begin().id}, 201)
+
+
+async def state(games: Games, request: Request) -> Response:
+    return as_json(request, _game(games, request).state())
+
+
+async def answer(games: Games, request: Request) -> Response:
+    game = _game(games, request)
+    said = validate(Said, json.loads(await _body(request)))
+    game.answer(said.turn, said.text)
+    return JSONResponse({"turn": said.turn})
+
+
+async def give_up(games: Games, request: Request) -> Response:
+    _game(games, request).give_up()
+    return JSONResponse({})
+
+
+async def events(games: Games, request: Request) -> Response:
+    return StreamingResponse(changes(games, _game(games, request)), media_type="text/event-stream")
+
+
+async def changes(games: Games, game: Game) -> AsyncIterator[str]:
+    """Text of server-sent events, as long as the game is open and the page listens."""
+    game.pages += 1
+    try:
+        known = -1
+        while not game.left:
+            if not await game.news(known, QUIET):
+                yield ": still here\n\n"
+            elif not game.left:
+                known = game.changes
+                yield f"event: change\ndata: {known}\n\n"
+    finally:
+        game.pages -= 1
+        games.look_after(game)
+
+
+def _game(games: Games, request: Request) -> Game:
+    game = games.find(request.path_params["game"])
+    if game is None:
+        raise Absent("this game has ended: nobody had its page open, or the server was started anew")
+    return game
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > LARGEST:
+            raise ValueError(f"an answer may have {LARGEST:,} bytes: say less")
+    return bytes(body)
+
+
+class _Server(uvicorn.Server):
+    """Ends with the games, whose pages listen for as long as there is a game."""
+
+    def __init__(self, config: uvicorn.Config, close: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._close = close
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._close()
+        await super().shutdown(sockets)
+
+
+def serve(games: Games, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serves until it is told to stop. Whoever is not on this machine needs the token in the address that is said.
+    Raises ValueError where the port is not to be had."""
+    token = "" if host in LOCAL else secrets.token_urlsafe(12)
+    door = listening(host, port)
+    name = f"[{host}]" if ":" in host else host
+    say(f"play at: http://{name}:{door.getsockname()[1]}/play{f'?token={token}' if token else ''}")
+    app = page(games, token, {host, socket.gethostname().lower()})
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    _Server(config, games.close).run(sockets=[door])

@@ -1,0 +1,46 @@
+"""A headless Chromium, and what a test does with its pages. Screenshots are kept in .cache/screenshots."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+expect.set_options(timeout=20_000)  # a busy machine is not a failure
+SHOTS = Path(__file__).parent.parent / ".cache" / "screenshots"
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or ""
+
+
+@contextmanager
+def launched() -> Iterator[Any]:
+    """A browser; one at a time."""
+    if not CHROMIUM:
+        pytest.skip("no Chromium here: name one as CHROMIUM=/path/to/it")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def watch(page: Any, address: str, wrong: list[str]) -> None:
+    """Notes what goes wrong on a page of the server at `address`."""
+    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
+    page.on("request", lambda asked: None if asked.url.startswith((address, "data:")) else wrong.append(asked.url))
+
+
+def shot(page: Any, name: str) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"{name}.png", full_page=True)
+
+
+def settled(page: Any) -> None:
+    page.wait_for_load_state("domcontentloaded")
+    page.wait_for_timeout(700)  # events keep a connection open, so the network is never idle

@@ -1,0 +1,311 @@
+"""`palestra play --browser` over HTTP: whole games, and what its server does not do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+
+import httpx
+import pytest
+import uvicorn
+from processes import playing
+from starlette.testclient import TestClient
+
+from palestra.dashboard.game import Games, OutOfTurn, Setting
+from palestra.dashboard.play import LARGEST, page
+from palestra.envs import make_env
+from palestra.envs.base import Env
+from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
+from palestra.rollouts.play import Arena, Branching, Match
+from palestra.types import Step
+from palestra.web.door import listening
+from palestra.web.endpoint import ANYBODY, Session
+
+KUHN = """
+env: {type: text_kuhn, rendering: full}
+policies:
+  player_0: {type: random}
+  player_1: {type: scripted, answers: ["between us, my card is high #### bet"]}
+"""
+HERE = "http://127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def kuhn(tmp_path_factory):
+    """A server whose other seat chatters about its card; the process and its address."""
+    config = tmp_path_factory.mktemp("play") / "kuhn.yaml"
+    config.write_text(KUHN)
+    with playing(config) as started:
+        yield started
+
+
+@pytest.fixture
+def client(kuhn):
+    with httpx.Client(base_url=kuhn[1].removesuffix("/play"), timeout=20) as found:
+        yield found
+
+
+def asked(client, game):
+    """What the page is told once it is asked, or the game is over."""
+    with client.stream("GET", f"/api/games/{game}/events") as events:
+        for line in events.iter_lines():
+            if line == "event: change":
+                state = client.get(f"/api/games/{game}").json()
+                if state["now"] != "waiting":
+                    return state
+    raise AssertionError("the server hung up")
+
+
+def begin(client):
+    begun = client.post("/api/games")
+    assert begun.status_code == 201
+    return begun.json()["id"]
+
+
+def say(client, game, turn, text, **options):
+    return client.post(f"/api/games/{game}/answer", json={"turn": turn, "text": text}, **options)
+
+
+# ---- a game
+
+
+def test_a_whole_game_tells_nothing_of_the_other_seat_before_its_end(client):
+    game = begin(client)
+    state = asked(client, game)
+    assert state["seats"] == {"player_0": "human", "player_1": "player_1"} and state["seat"] == "player_0"
+    for turn, word in enumerate(("pass", "bet")):
+        text = json.dumps(state)
+        assert state["now"] == "asked" and state["turn"] == turn and state["legal"] == ["pass", "bet"]
+        assert {one["seat"] for joint in state["line"] for one in joint["turns"]} == {"player_0"}
+        assert "my card is high" not in text and "You are player 1" not in text and state["end"] is None
+        assert "instance" not in text and "seed" not in text  # which would say what was dealt
+        assert say(client, game, turn, word).status_code == 200
+        state = asked(client, game)
+    said = [(one["seat"], one.get("says")) for joint in state["line"] for one in joint["turns"] if "says" in one]
+    assert [seat for seat, _ in said] == ["player_0", "player_1", "player_0"]
+    assert "my card is high" in said[1][1] and state["line"][1]["turns"][0]["sees"].startswith("You are player 1.")
+    returns = state["end"]["returns"]
+    assert state["now"] == "over" and returns["player_0"] == -returns["player_1"] and abs(returns["player_0"]) == 2
+
+
+def test_the_person_sees_what_the_env_says_to_the_seat(client):
+    game = begin(client)
+    state = asked(client, game)
+    client.post(f"/api/games/{game}/give-up")
+    end = asked(client, game)["end"]
+    env = make_env("text_kuhn", rendering="full")
+    first = env.reset(end["instance"])
+    assert end["gave_up"] and state["line"][0]["turns"][0]["sees"] == first.observations["player_0"]
+    assert state["role"] == env.roles["player_0"] and state["rules"] == ""
+
+
+def test_out_of_turn_is_409_and_breaks_nothing(client):
+    game = begin(client)
+    asked(client, game)
+    early = say(client, game, 1, "bet")
+    assert early.status_code == 409 and "not your turn" in early.json()["error"]
+    assert say(client, game, 0, "pass").status_code == 200
+    twice = say(client, game, 0, "bet")
+    assert twice.status_code == 409 and "answered already" in twice.json()["error"]
+    assert asked(client, game)["line"][0]["turns"][0]["says"] == "pass"
+    assert say(client, game, 1, "pass").status_code == 200
+    assert asked(client, game)["now"] == "over"
+    late = say(client, game, 2, "pass")
+    assert late.status_code == 409 and "over" in late.json()["error"]
+
+
+# ---- whom it answers
+
+
+def test_other_pages_may_not_play(client):
+    host = client.base_url.netloc.decode()
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1", f"http://{host}.evil.example"):
+        assert client.post("/api/games", headers={"Origin": origin}).status_code == 403, origin
+    assert client.post("/api/games", headers={"Host": "evil.example"}).status_code == 421
+    assert client.get("/play", headers={"Host": "evil.example"}).status_code == 421
+    game = begin(client)
+    asked(client, game)
+    assert say(client, game, 0, "bet", headers={"Origin": "http://evil.example"}).status_code == 403
+    assert say(client, game, 0, "bet", headers={"Origin": f"http://{host}"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"[]", 400),
+        (b'{"turn": 0}', 400),
+        (b'{"turn": "x", "text": "bet"}', 400),
+        (b'{"turn": 0, "text": "bet", "seat": "player_1"}', 400),
+        (b"\xff", 400),
+        (b'{"turn": 0, "text": "' + b"x" * LARGEST + b'"}', 400),
+    ],
+)
+def test_what_is_no_answer_is_said(client, body, status):
+    game = begin(client)
+    asked(client, game)
+    told = client.post(f"/api/games/{game}/answer", content=body)
+    assert told.status_code == status and told.json()["error"]
+    assert asked(client, game)["turn"] == 0
+
+
+def test_what_is_not_there(client):
+    assert client.get("/", follow_redirects=True).url.path == "/play"
+    assert 'id="app"' in client.get("/play").text
+    assert "default-src 'none'" in client.get("/play").headers["content-security-policy"]
+    for path in ("/api/games/none", "/api/games/none/events", "/api/runs", "/..%2fplay.py"):
+        assert client.get(path).status_code in (404, 405), path
+    assert client.put("/api/games").status_code == 405
+
+
+# ---- who goes away
+
+
+class AtOnce(Env):
+    """Two seats that answer at the same time, once."""
+
+    seats = ("player_0", "player_1")
+
+    def reset(self, seed):
+        return Step(dict.fromkeys(self.seats, "say something"))
+
+    def step(self, actions):
+        return Step({})
+
+
+def games(alone=60.0, other=None, say=print, env=lambda: make_env("text_tic_tac_toe")):
+    """Games in this process."""
+    arena = Arena(env, "test")
+
+    async def play(seed, ask):
+        team = {"player_0": HumanPolicy(ask), "player_1": other or RandomPolicy()}
+        return await arena.play(Match(seed, team, seed), Branching())
+
+    setting = Setting("text_tic_tac_toe", {"player_0": "human", "player_1": "other"}, "player_0", "three in a row")
+    return Games(play, setting, first=5, say=say, alone=alone)
+
+
+def test_a_game_that_no_page_looks_at_ends():
+    async def left():
+        table = games(alone=0.05)
+        game = table.begin()
+        while not game.changes:
+            await asyncio.sleep(0)
+        assert game.state()["rules"] == "three in a row"
+        await asyncio.sleep(0.2)
+        assert table.find(game.id) is None and game.left
+        with pytest.raises(OutOfTurn):
+            game.answer(0, "a1")
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(left())
+
+
+def test_a_page_that_is_closed_ends_its_game():
+    async def closed():
+        table, door = games(alone=0.5), listening("127.0.0.1", 0)
+        server = uvicorn.Server(uvicorn.Config(page(table), log_level="warning"))
+        serving = asyncio.create_task(server.serve(sockets=[door]))
+        async with httpx.AsyncClient(base_url=f"{HERE}:{door.getsockname()[1]}", timeout=20) as client:
+            name = (await client.post("/api/games")).json()["id"]
+            async with client.stream("GET", f"/api/games/{name}/events") as events:
+                lines = events.aiter_lines()
+                assert await anext(lines) == "event: change"
+                await asyncio.sleep(0.7)
+                assert table.find(name).pages == 1  # as long as it is looked at
+            for _ in range(200):
+                await asyncio.sleep(0.02)
+                if table.find(name) is None:
+                    break
+            assert (await client.get(f"/api/games/{name}")).status_code == 404
+        server.should_exit = True
+        await serving
+
+    asyncio.run(closed())
+
+
+def test_there_are_only_so_many_games():
+    async def many():
+        table = games()
+        for _ in range(32):
+            table.begin()
+        with pytest.raises(ValueError, match="32 games are open"):
+            table.begin()
+        table.close()
+
+    asyncio.run(many())
+
+
+def test_why_a_game_failed_is_for_the_terminal():
+    def broken(query, rng):
+        raise ValueError("no answer from http://secret.example")
+
+    told = []
+
+    async def failing():
+        table = games(other=ScriptedPolicy(broken), say=told.append)
+        game = table.begin()
+        while game.state()["now"] != "over":
+            if game.state()["now"] == "asked":
+                game.answer(0, "b2")
+            await asyncio.sleep(0)
+        assert game.state()["end"]["failed"] and "secret.example" not in json.dumps(game.state())
+        table.close()
+
+    asyncio.run(failing())
+    assert len(told) == 1 and "instance 5 ended early" in told[0] and "secret.example" in told[0]
+
+
+def test_a_game_that_fails_while_the_person_is_asked_leaves_nothing_behind():
+    async def broken(query, rng):
+        await asyncio.sleep(0.05)
+        raise ValueError("lost")
+
+    async def failing():
+        table = games(other=ScriptedPolicy(broken), say=lambda _: None, env=AtOnce)
+        game = table.begin()
+        while game.state()["now"] != "over":
+            await asyncio.sleep(0.02)
+        assert game.state()["end"]["failed"] and game.state()["legal"] == []
+        with pytest.raises(OutOfTurn, match="over"):
+            game.answer(0, "hello")
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+        table.close()
+
+    asyncio.run(failing())
+
+
+def test_elsewhere_asks_for_a_token():
+    locked = TestClient(page(games(), "sesame"), base_url=HERE, follow_redirects=False)
+    assert locked.post("/api/games").status_code == 401
+    assert locked.get("/play?token=sesame").headers["location"] == "/play"
+    assert locked.get("/play").status_code == 200  # the client keeps cookies
+
+
+# ---- the process
+
+
+@pytest.mark.slow
+def test_an_endpoint_keeps_its_address_and_key_and_ctrl_c_is_no_traceback(monkeypatch):
+    """Its answers count; nothing of how it is reached is on the page, and who listens is let go."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-hidden")
+    session = Session(["big"], lambda one: one.answer.set_result("bet"), key=ANYBODY)
+    with playing("text_kuhn", "--seats", f"player_1={session.url}#big") as (process, address):
+        with httpx.Client(base_url=address.removesuffix("/play"), timeout=20) as client:
+            game, seen = begin(client), []
+            for turn in range(2):
+                seen.append(asked(client, game))
+                say(client, game, turn, "pass")
+            seen.append(asked(client, game))
+            assert seen[-1]["now"] == "over" and seen[-1]["seats"]["player_1"] == "big"
+            assert "sk-hidden" not in json.dumps(seen) and session.url not in json.dumps(seen)
+            with client.stream("GET", f"/api/games/{game}/events") as events:
+                lines = events.iter_lines()
+                assert next(lines) == "event: change"
+                process.send_signal(signal.SIGINT)
+                assert [line for line in lines if line.startswith("event")] == []
+        process.wait(timeout=20)
+        assert process.stdout.read() == ""
+    session.close()

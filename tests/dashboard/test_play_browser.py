@@ -1,0 +1,141 @@
+"""Games that a person plays in a real browser, by keyboard and by touch. Screenshots are kept in .cache/screenshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from processes import playing
+
+pytest.importorskip("playwright.sync_api")
+from browsers import expect, launched, settled, shot, watch
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture
+def look(chromium: Any) -> Iterator[Any]:
+    """Opens the page of a table: `look(address, width=390, dark=True)`. Errors and attacks fail the test."""
+    contexts: list[Any] = []
+    wrong: list[str] = []
+
+    def opened(address: str, width: int = 1280, dark: bool = False, touch: bool = False) -> Any:
+        colours = "dark" if dark else "light"
+        viewport = {"width": width, "height": 850}
+        context = chromium.new_context(viewport=viewport, color_scheme=colours, has_touch=touch, is_mobile=touch)
+        contexts.append(context)
+        page = context.new_page()
+        watch(page, address.removesuffix("/play"), wrong)
+        page.goto(address)
+        return page
+
+    opened.wrong = wrong  # type: ignore[attr-defined]
+    yield opened
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[str]:
+    with playing("text_connect_four", "--seats", "player_1=expert") as (_, address):
+        yield address
+
+
+def test_a_game_is_played_to_its_end_by_keyboard(look, four):
+    page = look(four)
+    expect(page.locator("h1")).to_have_text("text_connect_four")
+    expect(page.locator(".chip.mine")).to_have_text("player_0: you")
+    field = page.get_by_role("textbox")
+    for turn in range(21):
+        question = page.get_by_role("form", name=f"your turn {turn + 1}")
+        expect(question.or_(page.get_by_role("heading", name="The game is over"))).to_be_visible()
+        if not question.is_visible():
+            break
+        expect(field).to_be_focused()
+        if turn == 2:
+            shot(page, "play-asked")
+        page.keyboard.type(page.locator(".moves button").first.inner_text())
+        page.keyboard.press("Enter")
+        expect(question).not_to_be_visible()
+    expect(page.get_by_role("region", name="the end")).to_contain_text("return of player_0 (you)")
+    expect(page.locator(".turn b").filter(has_text="player_1").first).to_be_visible()
+    shot(page, "play-over")
+    expect(page.get_by_role("button", name="another game")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("form", name="your turn 1")).to_be_visible()
+
+
+def test_on_a_phone_by_touch_and_in_the_dark(look, four):
+    page = look(four, width=390, dark=True, touch=True)
+    moves = page.locator(".moves button")
+    expect(moves).to_have_count(7)
+    moves.nth(3).tap()
+    expect(page.get_by_role("form", name="your turn 2")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    boxes = [moves.nth(i).bounding_box() for i in range(7)]
+    assert all(box["width"] >= 40 and box["height"] >= 40 for box in boxes)
+    settled(page)
+    shot(page, "play-phone")
+    page.reload()  # the game goes on
+    expect(page.get_by_role("form", name="your turn 2")).to_be_visible()
+    page.get_by_role("button", name="give up").tap()
+    expect(page.get_by_role("heading", name="You gave up")).to_be_visible()
+    shot(page, "play-phone-over")
+
+
+def test_two_pages_play_two_games(look, four):
+    one, two = look(four), look(four)
+    one.locator(".moves button").first.click()
+    expect(one.get_by_role("form", name="your turn 2")).to_be_visible()
+    expect(two.get_by_role("form", name="your turn 1")).to_be_visible()
+
+
+def test_an_answer_has_lines_and_what_anybody_writes_is_text(look, tmp_path):
+    evil = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
+    config = tmp_path / "kuhn.yaml"
+    config.write_text(
+        f"""
+env: {{type: text_kuhn, rendering: full}}
+policies:
+  player_0: {{type: random}}
+  player_1: {{type: scripted, answers: ["{evil} I have seen my card #### bet"]}}
+"""
+    )
+    with playing(config, "--seed", 1) as (_, address):
+        page = look(address, dark=True)
+        field = page.get_by_role("textbox")
+        expect(field).to_be_focused()
+        assert "I have seen" not in page.content()
+        page.keyboard.type(evil)
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("#### pass")
+        expect(field).to_have_value(f"{evil}\n#### pass")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("form", name="your turn 2")).to_be_visible()
+        assert "I have seen" not in page.content()
+        shot(page, "play-words")
+        page.get_by_role("button", name="pass", exact=True).click()
+        expect(page.get_by_text("I have seen")).to_be_visible()
+        assert page.locator("article img, article script").count() == 0
+        assert page.evaluate("window.hacked") is None
+        expect(page.locator(".says .text").first).to_contain_text("<img src=x")
+        page.close()  # before its server ends, which would be an error on it
+
+
+def test_a_server_that_is_gone_is_said(look):
+    with playing("sudoku", "--env", "size=4") as (process, address):
+        page = look(address)
+        expect(page.get_by_role("form", name="your turn 1")).to_be_visible()
+        shot(page, "play-sudoku")
+        process.terminate()
+        process.wait(timeout=20)
+        expect(page.get_by_text("the server does not answer")).to_be_visible()
+        look.wrong.clear()  # the browser's own word on the connection
