@@ -105,6 +105,8 @@ export interface EpisodeTree {
   seats: Record<string, string>;
   nodes: TreeNode[];
   left_out: number;
+  at?: number; // the node that `line` leads to
+  line?: Joint[];
 }
 
 export interface Message {

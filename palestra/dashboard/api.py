@@ -122,8 +122,14 @@ class Api:
         return answer(request, head | {"rows": shown, "spread": queries.spread(columns, fitting)})
 
     def tree(self, request: Request) -> Response:
+        """The tree; with `line=NODE`, or `line=played` for where play ended, also the words on the line to that node,
+        so that a page opens by one question."""
         run, step, episode = self._episode(request)
-        return answer(request, trees.tree(run.file(step), episode))
+        found = trees.tree(run.file(step), episode)
+        if (asked := request.query_params.get("line")) and found["nodes"]:
+            node = trees.last_played(found["nodes"]) if asked == "played" else int(asked)
+            found |= {"at": node, "line": trees.words(run.file(step), episode, node)}
+        return answer(request, found)
 
     def words(self, request: Request) -> Response:
         run, step, episode = self._episode(request)

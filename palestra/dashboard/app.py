@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from palestra.dashboard.guard import App, Guard
 from palestra.dashboard.library import Absent, Library
 
 STATIC = Path(__file__).parent / "static"
+TURN = 0.001  # seconds after which a thread that counts files or sorts lets one go on that somebody waits for
 LOOK = 1.0  # seconds between two looks at what somebody watches
 QUIET = 15.0  # seconds after which a word says that the connection lives
 EPISODE = "/api/runs/{run}/episodes/{step:int}/{episode:int}"
@@ -136,6 +138,7 @@ def serve(root: Path, host: str, port: int, token: str, hosts: Collection[str], 
     say(f"dashboard: {address}{f'?token={token}' if token else ''}")
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
+    sys.setswitchinterval(TURN)
     server.run(sockets=[listening])
 
 

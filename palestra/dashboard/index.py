@@ -42,6 +42,7 @@ class EpisodeIndex:
         self._columns: Columns | None = None  # None where nothing was looked at yet
         self._known: dict[int, int] = {}  # by step, the version of its file that the table has
         self._missing: dict[int, int] = {}
+        self._took = 0.0  # seconds of the last look at the files
         self._seen = -1  # the folder's time of change when it was last looked at
         self._lock = threading.Lock()
         self._keeping = threading.Lock()
@@ -56,16 +57,17 @@ class EpisodeIndex:
 
     def columns(self, patience: float | None = None) -> tuple[Columns, int]:
         """The same as arrays. Waits as long as `patience` (seconds) for what is missing, so that a few files are not;
-        without one, longer where nothing is known than where there is something to be shown."""
+        without one, longer where nothing is known than where there is something to be shown, and not at all where
+        that is in vain."""
         self._begin()
         if patience is None:
-            patience = BRIEF if self._columns and len(self._columns) else PATIENCE
+            patience = PATIENCE if not (self._columns and len(self._columns)) else BRIEF if self._took < BRIEF else 0.0
         settled = self._settled.wait(patience)
         with self._lock:
             return self._columns or Columns(EMPTY), max(len(self._missing), int(not settled))
 
     def _begin(self) -> None:
-        """Puts somebody to work where the folder has changed: to look at 10,000 files takes longer than to sort them."""
+        """Puts somebody to work where the folder has changed: a look at 10,000 files takes longer than a sort."""
         with self._lock:
             if not self._settled.is_set() or (self._changed() == self._seen and not self._missing):
                 return
@@ -92,7 +94,7 @@ class EpisodeIndex:
         """Notes which files are new, changed and gone."""
         if self._columns is None:
             self._recall()
-        changed = self._changed()
+        changed, start = self._changed(), time.monotonic()
         # A change in the same tick of the disk's clock as the last one would not show: look again later.
         late = time.time_ns() - changed > TICK
         now = versions(self.folder)
@@ -105,6 +107,7 @@ class EpisodeIndex:
             self._missing = {step: stamp for step, stamp in now.items() if step not in self._known}
             self.broken = {step: why for step, why in self.broken.items() if step in self._known}
             self._columns = self._columns if self._columns and not stale else Columns(table)
+        self._took = time.monotonic() - start
 
     @property
     def _table(self) -> pa.Table:
@@ -175,8 +178,8 @@ def versions(folder: Path) -> dict[int, int]:
     if not folder.is_dir():
         return {}
     with os.scandir(folder) as entries:
-        files = [entry for entry in entries if _step(entry.name) >= 0 and entry.is_file(follow_symlinks=False)]
-        return {_step(file.name): _version(file.stat()) for file in files}
+        files = [(_step(entry.name), entry) for entry in entries if entry.is_file(follow_symlinks=False)]
+        return {step: _version(file.stat()) for step, file in files if step >= 0}
 
 
 def _step(name: str) -> int:
