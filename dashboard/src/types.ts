@@ -210,6 +210,7 @@ export interface AgentsData {
 export interface SystemData {
   process: number | null;
   workers: { pid: number; name?: string; memory?: number; threads?: number }[];
+  roll: { kind: string; where: string; done: number; seconds: number; lost: number; replays: number; seen: Num; why: string }[];
   queues: Record<string, number>;
   timings: Record<string, Record<string, number>>;
   phases: string[];
