@@ -1,9 +1,8 @@
 """What ought to worry whoever trains, each with the rule that says so and the numbers that it saw.
 
 Rules read figures of policies, as they are logged: by policy, by key, an array with a value for each line. They compare
-the newest `NEWEST` lines (at most half of all) with the first `FIRST` (at most a
-quarter), and are silent where there are fewer than `LEAST`. 
-A rule that fires is no verdict: it says where to look.
+the newest `NEWEST` lines (at most half of all) with the first `FIRST` (at most a quarter), and are silent where there
+are fewer than `LEAST`. A rule that fires is no verdict: it says where to look.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ class Columns:
         """Which episodes ended with an error [E]."""
         return np.asarray(pc.is_valid(self.table["error"]).to_numpy())
 
-    def holding(self, name: str, piece: str) -> np.ndarray:
-        """Where a column of texts has this piece [E]; each different text is looked at once."""
-        codes, texts = self._seats if name == "seats" else coded(self.table[name])
+    def seated(self, piece: str) -> np.ndarray:
+        """Where the JSON of who sits where has this piece [E]; each different one is looked at once."""
+        codes, texts = self._seats
         found = pc.match_substring(texts, piece).to_numpy(zero_copy_only=False)
-        return np.asarray(found[codes], bool) if len(texts) else np.zeros(len(self), bool)
+        return np.asarray(found[codes], bool)
 
     def equal(self, name: str, text: str) -> np.ndarray:
         """Where a column of texts is this one [E]."""
@@ -55,7 +55,9 @@ class Columns:
 
     @cached_property
     def _seats(self) -> tuple[np.ndarray, Any]:
-        return coded(self.table["seats"])
+        """Numbers [E] of the different texts of that column, and those texts."""
+        found = self.table["seats"].combine_chunks().dictionary_encode()
+        return found.indices.to_numpy(), found.dictionary
 
     def order(self, name: str, ascending: bool) -> np.ndarray:
         """All rows by a column of numbers, those without one last; of equals the newer step first [E]."""
@@ -71,10 +73,3 @@ class Columns:
         newest = self.order("step", ascending=False)
         values = self.numbers(name)[newest]
         return newest[np.argsort(values if ascending else -values, kind="stable")]
-
-
-def coded(column: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
-    """Numbers [E] of the different texts of a column, and those texts."""
-    found = column.combine_chunks().dictionary_encode()
-    whole = found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
-    return whole.indices.to_numpy(zero_copy_only=False), whole.dictionary

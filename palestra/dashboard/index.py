@@ -178,8 +178,8 @@ def versions(folder: Path) -> dict[int, int]:
     if not folder.is_dir():
         return {}
     with os.scandir(folder) as entries:
-        files = [(_step(entry.name), entry) for entry in entries if entry.is_file(follow_symlinks=False)]
-        return {step: _version(file.stat()) for step, file in files if step >= 0}
+        found = ((_step(entry.name), entry) for entry in entries if entry.is_file(follow_symlinks=False))
+        return {step: version for step, file in found if step >= 0 and (version := _version(file)) is not None}
 
 
 def _step(name: str) -> int:
@@ -187,7 +187,12 @@ def _step(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def _version(stat: os.stat_result) -> int:
+def _version(file: os.DirEntry[str]) -> int | None:
+    """None for a file that was removed just now."""
+    try:
+        stat = file.stat()
+    except FileNotFoundError:
+        return None
     return stat.st_mtime_ns ^ stat.st_size << 1
 
 

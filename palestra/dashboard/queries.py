@@ -61,7 +61,7 @@ def matching(columns: Columns, query: Query) -> np.ndarray:
         *_bounds(columns.numbers("step"), query.step_from, query.step_to),
         *([columns.equal("env", query.env)] if query.env else []),
         *([columns.numbers("invalid") > 0] if query.invalid else []),
-        *([columns.holding("seats", _seated(query))] if query.seat or query.who else []),
+        *([columns.seated(_seated(query))] if query.seat or query.who else []),
     ]
     return order[np.logical_and.reduce(masks)[order]] if masks else order
 
