@@ -6,13 +6,14 @@
 
 The run is written through palestra's own `Run`. Each page is opened anew, with nothing kept by the browser; an
 interaction is timed in the page, from the event to the second frame after its answer is drawn. The best of several
-repeats is told: others who use the machine only ever make it slower. Needs playwright and a Chromium
-(CHROMIUM=/path/to/it).
+repeats is told: others who use the machine only ever make it slower. The last line is JSON. Needs playwright and a
+Chromium (CHROMIUM=/path/to/it).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -32,20 +33,30 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from long_runs import write_long_run
 
+from palestra.runs import Run, load_episodes
+
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 PAGES = {"runs": ("#/", "a.row"), "curves": ("#/run/long", "canvas"), "episodes": ("#/run/long/episodes", "a.row")}
 
-# From the event to the second frame after the list has changed: what a person waits.
-WATCH = """(act) => new Promise((resolve) => {
-    const list = document.querySelector("main"), began = performance.now();
+# What the page has heard from the server, so that a list that is drawn before its answer is not taken for the answer.
+HEARD = """const ask = window.fetch; window.heard = [];
+window.fetch = async (...asked) => {
+    const said = await ask(...asked);
+    window.heard.push(String(asked[0]));
+    return said;
+};"""
+# From the event to the second frame after its answer is drawn: what a person waits, in milliseconds.
+ACT = """([selector, value, asks, shows]) => new Promise((resolve) => {
+    window.heard.length = 0;
+    const began = performance.now(), field = document.querySelector(selector);
     const watch = new MutationObserver(() => {
-        const counts = document.querySelector("[data-counts]").textContent;
-        if (counts.endsWith("…")) return;
+        const there = document.querySelector(shows);
+        if (!there || there.textContent.endsWith("…") || (asks && !heard.some((one) => one.includes(asks)))) return;
         watch.disconnect();
         requestAnimationFrame(() => requestAnimationFrame(() => resolve(performance.now() - began)));
     });
-    watch.observe(list, { subtree: true, childList: true, characterData: true });
-    const [selector, value] = act, field = document.querySelector(selector);
+    watch.observe(document.querySelector("#app"), { subtree: true, childList: true, characterData: true });
+    if (value === null) return void field.dispatchEvent(new MouseEvent("click", { bubbles: true, cancelable: true }));
     Object.getOwnPropertyDescriptor(Object.getPrototypeOf(field), "value").set.call(field, value);
     field.dispatchEvent(new Event(field.tagName === "SELECT" ? "change" : "input", { bubbles: true }));
 })"""
@@ -55,10 +66,21 @@ HOVER = """() => new Promise((resolve) => {
     over.dispatchEvent(new MouseEvent("mousemove", at));
     requestAnimationFrame(() => requestAnimationFrame(() => resolve(performance.now() - began)));
 })"""
-FILTERS = {
-    "by outcome": ("form.filters select[name=outcome]", ("success", "failure")),
-    "sort": ("form.filters select[name=sort]", ("total", "turns")),
-}
+
+# What is done with the list, in this order: where, what is chosen or typed there (None: a click), what is asked then.
+COUNTS, LINE = "[data-counts]", "ol.words > li"
+SEAT, NEXT = "form.filters label:nth-of-type(2) select", "div.bar:last-of-type > button:last-of-type"
+ACTS: list[tuple[str, str, str | None, str]] = [
+    ("filter by outcome", "select[name=outcome]", "success", "outcome=success"),
+    ("filter by reward, a key pressed", "input[name=least]", "1", "least=1"),
+    ("filter by seat", SEAT, "planner", "seat=planner"),
+    ("sort by reward", "select[name=sort]", "total", "sort=total"),
+    ("sort by turns", "select[name=sort]", "turns", "sort=turns"),
+    ("next page", NEXT, None, "first=50"),
+]
+INTERACTION = 100  # milliseconds
+OTHERS = ("open one", "open one that was hovered", "another node", "filter, a step was just written", "hover")
+TARGETS = {name: INTERACTION for name in [*(act[0] for act in ACTS), *OTHERS]}
 
 
 def main() -> None:
@@ -73,6 +95,8 @@ def main() -> None:
     for name, seconds in rows.items():
         table.add_row(name, *(f"{1000 * value:,.0f} ms" for value in (min(seconds), max(seconds))))
     console.print(table)
+    figures = {name: round(1000 * min(seconds)) for name, seconds in rows.items()}
+    print(json.dumps({"bench": "dashboard", "unit": "ms", "figures": figures, "targets": TARGETS}))
 
 
 console = Console()
@@ -105,15 +129,16 @@ def one(browser: Any, root: Path, cache: Path) -> dict[str, float]:
         server, address = served(root, cache)
         try:
             page = browser.new_page(viewport={"width": 1280, "height": 850})
+            page.add_init_script(HEARD)
             open_it = partial(opened, page, address + path, there)
             found[f"{page_name}: open, server just started"] = timed(open_it)
             found[f"{page_name}: first paint"] = first_paint(page)
             page.goto("about:blank")
             found[f"{page_name}: open again"] = timed(open_it)
             if page_name == "curves":
-                found["curves: hover"] = max(page.evaluate(HOVER) for _ in range(5)) / 1000
+                found["hover"] = max(page.evaluate(HOVER) for _ in range(5)) / 1000
             if page_name == "episodes":
-                found |= interactions(page, address)
+                found |= interactions(page, address, root / "long")
             page.close()
         finally:
             server.terminate()
@@ -121,18 +146,43 @@ def one(browser: Any, root: Path, cache: Path) -> dict[str, float]:
     return found
 
 
-def interactions(page: Any, address: str) -> dict[str, float]:
+def interactions(page: Any, address: str, run: Path) -> dict[str, float]:
     start = time.monotonic()
-    while "not looked through" in page.inner_text("[data-counts]"):
+    while "not looked through" in page.inner_text(COUNTS):
         page.wait_for_timeout(100)
     found = {"episodes: until all are looked through": time.monotonic() - start}
-    for name, (selector, values) in FILTERS.items():
-        times = [page.evaluate(WATCH, [selector, value]) / 1000 for value in values]
-        found[f"episodes: {name}"] = max(times)
-    page.goto(f"{address}#/run/long/episodes")
-    page.wait_for_selector("a.row")
-    found["episodes: open one"] = timed(lambda: (page.click("a.row >> nth=0"), page.wait_for_selector(".tree .node")))
+    for name, selector, value, asks in ACTS:
+        found[name] = act(page, selector, value, asks, COUNTS)
+    listed(page, address)
+    written_again(run)
+    found["filter, a step was just written"] = act(page, ACTS[0][1], "failure", "outcome=failure", COUNTS)
+    listed(page, address)
+    found["open one"] = act(page, "a.row", None, "", LINE)
+    found["another node"] = act(page, ".tree .node.tried", None, "/words/", LINE)
+    listed(page, address)
+    page.hover("tbody tr:nth-child(3) a.row")
+    page.wait_for_timeout(300)
+    found["open one that was hovered"] = act(page, "tbody tr:nth-child(3) a.row", None, "", LINE)
     return found
+
+
+def act(page: Any, *what: str | None) -> float:
+    """Seconds, once the page has come to rest."""
+    page.wait_for_timeout(200)
+    return float(page.evaluate(ACT, list(what))) / 1000
+
+
+def listed(page: Any, address: str) -> None:
+    page.goto("about:blank")
+    opened(page, f"{address}#/run/long/episodes", "a.row")
+    page.wait_for_timeout(1500)  # the events' first word
+
+
+def written_again(path: Path) -> None:
+    """The newest step anew, as a run writes it that goes on."""
+    newest = max((path / "episodes").glob("step-*.parquet"))
+    with Run.open(path) as run:
+        run.write_episodes(int(newest.stem.removeprefix("step-")), load_episodes(newest))
 
 
 def opened(page: Any, address: str, there: str) -> None:

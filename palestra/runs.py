@@ -4,6 +4,7 @@
     meta.json               versions, seed, command line, time of creation
     metrics.jsonl           what the seed determines: two runs of one seed are equal here, byte for byte
     timings.jsonl           what the machine determines: seconds, tokens per second
+    workers.jsonl           who did what of the work elsewhere: tasks, sessions, losses; kept over a resume
     evals.jsonl             scores on held-out instances
     episodes/step-000012.parquet
     checkpoints/step-000012/
@@ -44,6 +45,7 @@ from palestra.files import (
     size,
     to_line,
 )
+from palestra.roll import PAUSE, roll
 from palestra.types import Episode
 
 __all__ = [
@@ -87,6 +89,8 @@ class Run:
         self.path = path
         self._lock = lock(path / ".lock", f"the run {path}")
         self._files: dict[str, BinaryIO] = {}
+        self._called = -1  # the last step of a roll call
+        roll.lines(0.0)  # what was counted before is not this run's
         self.next_step = max((c.step + 1 for c in checkpoints(path)), default=0)
 
     @classmethod
@@ -124,6 +128,7 @@ class Run:
 
     def close(self) -> None:
         """Put everything on the disk and give the lock back."""
+        self.roll_call(self._called, 0.0)
         self.sync()
         self._close_files()
         self._lock.close()
@@ -140,6 +145,12 @@ class Run:
     def time(self, step: int, policy: str, figures: Mapping[str, Any]) -> None:
         """Add a line to timings.jsonl: seconds, tokens per second, bytes of memory."""
         self._append("timings.jsonl", {"step": step, "policy": policy, **figures})
+
+    def roll_call(self, step: int, pause: float = PAUSE) -> None:
+        """Add to workers.jsonl who did what elsewhere since the last call, where that is `pause` seconds ago."""
+        self._called = step
+        for line in roll.lines(pause):
+            self._append("workers.jsonl", {"step": step, **line})
 
     def eval(self, step: int, name: str, figures: Mapping[str, Any]) -> None:
         """Add a line to evals.jsonl: the scores after `step` (-1: before the first) on the evaluation called `name`."""

@@ -222,6 +222,7 @@ async def study(
     if setup.record_every and step % setup.record_every == 0:
         run.write_episodes(step, list(episodes))
     run.time(step, TEAM, clock.figures() | speeds(episodes, clock) | setup.figures())
+    run.roll_call(step)
     return figures
 
 

@@ -17,7 +17,15 @@ PACKAGE = ROOT / "palestra"
 
 # Bottom to top; the longest prefix of a module's name decides its room. Rooms of one row may not import each other.
 ROOMS = [
-    {"palestra", "palestra.types", "palestra.config", "palestra.files", "palestra.compiled", "palestra.tinker_compat"},
+    {
+        "palestra",
+        "palestra.types",
+        "palestra.config",
+        "palestra.files",
+        "palestra.roll",
+        "palestra.compiled",
+        "palestra.tinker_compat",
+    },
     {"palestra.chat", "palestra.sandbox"},
     {"palestra.web"},
     {"palestra.envs", "palestra.policies.base", "palestra.policies.scripted", "palestra.losses"},

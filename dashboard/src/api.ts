@@ -1,6 +1,6 @@
 // Questions to the server. The browser's own cache sends the ETags: what has not changed costs no body.
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 
 export type Params = Record<string, string | number | boolean | string[] | null | undefined>;
 
@@ -41,6 +41,24 @@ async function read<T>(answer: Response): Promise<T> {
   return (await answer.json()) as T;
 }
 
+const FRESH = 10_000; // milliseconds that an answer asked for ahead is good for
+const ahead = new Map<string, { since: number; answer: Promise<unknown> }>();
+
+// Asks for what is likely to be opened next; `useAnswer` then takes the answer, once.
+export function askAhead(address: string): void {
+  if (performance.now() - (ahead.get(address)?.since ?? -Infinity) < FRESH) return;
+  if (ahead.size >= 16) ahead.clear();
+  const answer = ask(address);
+  answer.catch(() => ahead.delete(address)); // whoever opens it asks again, and hears why not
+  ahead.set(address, { since: performance.now(), answer });
+}
+
+function askOnce<T>(address: string, signal: AbortSignal): Promise<T> {
+  const known = ahead.get(address);
+  ahead.delete(address);
+  return known && performance.now() - known.since < FRESH ? (known.answer as Promise<T>) : ask<T>(address, signal);
+}
+
 export interface Answered<T> {
   data: T | null;
   error: string;
@@ -51,14 +69,17 @@ export interface Answered<T> {
 export function useAnswer<T>(address: string | null, tick = 0): Answered<T> {
   const [state, setState] = useState<Answered<T>>({ data: null, error: "", loading: true });
   const before = useRef<string | null>(null);
-  useEffect(() => {
+  // Not useEffect: that would wait for a frame before it asks.
+  useLayoutEffect(() => {
     if (address === null) return;
     const control = new AbortController();
     const same = path(before.current) === path(address);
     before.current = address;
     setState((old) => ({ data: same ? old.data : null, error: "", loading: true }));
-    ask<T>(address, control.signal).then(
-      (data) => setState({ data, error: "", loading: false }),
+    askOnce<T>(address, control.signal).then(
+      (data) => {
+        if (!control.signal.aborted) setState({ data, error: "", loading: false });
+      },
       (error: Error) => {
         if (!control.signal.aborted) setState((old) => ({ data: old.data, error: error.message, loading: false }));
       },

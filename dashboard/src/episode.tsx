@@ -19,10 +19,12 @@ interface Props {
 
 export function Episode({ run, step, episode, route }: Props) {
   const path = runPath(run, `/episodes/${step}/${episode}`);
-  const { data: tree, error } = useAnswer<EpisodeTree>(url(path));
   const asked = route.query.get("node");
-  const chosen = useMemo(() => (tree ? (asked !== null ? Number(asked) : lastPlayed(tree)) : null), [tree, asked]);
-  const words = useAnswer<{ line: Joint[] }>(chosen === null || chosen < 0 ? null : url(`${path}/words/${chosen}`));
+  const opened = useMemo(() => opening(run, step, episode, asked), [run, step, episode]);
+  const { data: tree, error } = useAnswer<EpisodeTree>(opened);
+  const chosen = useMemo(() => (tree ? (asked !== null ? Number(asked) : (tree.at ?? -1)) : null), [tree, asked]);
+  const words = useAnswer<{ line: Joint[] }>(chosen === null || chosen < 0 || chosen === tree?.at ? null : url(`${path}/words/${chosen}`));
+  const line = chosen === tree?.at ? tree?.line : words.data?.line;
   const colouring = (route.query.get("tokens") ?? "") as Colouring;
   if (error) return <Failed error={error} />;
   if (!tree) return <p class="hint">reading…</p>;
@@ -63,14 +65,14 @@ export function Episode({ run, step, episode, route }: Props) {
         </label>
       </div>
       {words.error && <Failed error={words.error} />}
-      {words.data && <Words line={words.data.line} path={path} tree={tree} colouring={colouring} columns={inColumns(route, tree)} plain={route.query.get("text") === "1"} />}
+      {line && <Words line={line} path={path} tree={tree} colouring={colouring} columns={inColumns(route, tree)} plain={route.query.get("text") === "1"} />}
     </article>
   );
 }
 
-function lastPlayed(tree: EpisodeTree): number {
-  const played = tree.nodes.filter((node) => node.chosen);
-  return (played.find((node) => node.over) ?? played.at(-1) ?? tree.nodes[0])?.id ?? -1;
+// Asks for the tree and, in the same answer, for the words that are shown first.
+export function opening(run: string, step: number, episode: number, node: string | null = null): string {
+  return url(runPath(run, `/episodes/${step}/${episode}`), { line: node ?? "played" });
 }
 
 // Debates read best as columns.

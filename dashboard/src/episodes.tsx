@@ -1,10 +1,11 @@
 // The episodes of a run: to filter, to sort, to search for words, and to open.
 
-import { useEffect, useState } from "preact/hooks";
-import { runPath, url, useAnswer, useDebounced } from "./api";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { askAhead, runPath, url, useAnswer } from "./api";
+import { opening } from "./episode";
 import { count, num, signed } from "./format";
 import { Failed, Outcome } from "./parts";
-import { amend, type Route, to } from "./route";
+import { amend, parse, type Route, to } from "./route";
 import type { EpisodePage, EpisodeRow, RunDetail } from "./types";
 
 const PAGE = 50;
@@ -21,8 +22,12 @@ export function Episodes({ run, route, tick }: { run: RunDetail; route: Route; t
   }, [data]);
   const first = Number(query.first ?? 0);
   const rows = data?.rows ?? [];
-  if (data) sessionStorage.setItem("episodes", JSON.stringify(rows.map((row) => [row.step, row.episode])));
-  const seats = [...new Set(rows.flatMap((row) => Object.keys(row.seats)))];
+  useEffect(() => {
+    if (data) sessionStorage.setItem("episodes", JSON.stringify(data.rows.map((row) => [row.step, row.episode])));
+  }, [data]);
+  const seats = useMemo(() => [...new Set(rows.flatMap((row) => Object.keys(row.seats)))], [data]);
+  // Drawn anew only where there is an answer: fifty rows cost more than all else on the page.
+  const list = useMemo(() => <List run={run.name} rows={rows} route={route} seats={seats} />, [data]);
   return (
     <>
       <Filters route={route} seats={seats} />
@@ -35,7 +40,7 @@ export function Episodes({ run, route, tick }: { run: RunDetail; route: Route; t
         {data?.spread && <Spread spread={data.spread} route={route} />}
       </div>
       {data?.unread ? <progress max={data.unread + data.of / Math.max(1, data.of)} aria-label="files looked through" /> : null}
-      <List run={run.name} rows={rows} route={route} seats={seats} />
+      {list}
       <div class="bar">
         <button disabled={!first} onClick={() => amend(route, { first: String(Math.max(0, first - PAGE)) })}>
           ← before
@@ -112,19 +117,24 @@ function Filters({ route, seats }: { route: Route; seats: string[] }) {
   );
 }
 
-// A field that changes the address once nobody has typed for a moment.
+// A field that changes the address as one types; a search for words reads files, and waits until one has stopped.
 function Typed({ name, title, route, kind }: { name: string; title: string; route: Route; kind: string }) {
   const there = route.query.get(name) ?? "";
   const [text, setText] = useState(there);
-  const late = useDebounced(text, 150);
-  useEffect(() => setText(there), [there]);
-  useEffect(() => {
-    if (late === text && late !== there) amend(route, { [name]: late, first: null, before: null });
-  }, [late]);
+  const timer = useRef(0);
+  useLayoutEffect(() => setText(there), [there]);
+  useEffect(() => () => clearTimeout(timer.current), []);
+  const set = (value: string) => amend(parse(location.hash), { [name]: value, first: null, before: null });
+  const typed = (value: string) => {
+    setText(value);
+    clearTimeout(timer.current);
+    if (kind === "search") timer.current = setTimeout(() => set(value), 150);
+    else set(value);
+  };
   return (
     <label class={kind === "number" ? "short" : ""}>
       {title}
-      <input type={kind} step="any" name={name} data-search={kind === "search" ? "" : undefined} value={text} onInput={(event) => setText(event.currentTarget.value)} />
+      <input type={kind} step="any" name={name} data-search={kind === "search" ? "" : undefined} value={text} onInput={(event) => typed(event.currentTarget.value)} />
     </label>
   );
 }
@@ -149,6 +159,13 @@ function Spread({ spread, route }: { spread: { edges: number[]; counts: number[]
 }
 
 function List({ run, rows, route, seats }: { run: string; rows: EpisodeRow[]; route: Route; seats: string[] }) {
+  const timer = useRef(0);
+  // Whoever stays on a row for a moment is likely to open it.
+  const near = (event: Event) => {
+    clearTimeout(timer.current);
+    const [step, episode] = ((event.target as Element).closest("a.row") as HTMLElement | null)?.dataset.episode?.split("/").map(Number) ?? [];
+    if (step !== undefined) timer.current = setTimeout(() => askAhead(opening(run, step, episode)), 60);
+  };
   const own = seats.filter((seat) => rows.some((row) => row.returns[seat] !== undefined)).slice(0, 6);
   return (
     <div class="wide">
@@ -169,11 +186,11 @@ function List({ run, rows, route, seats }: { run: string; rows: EpisodeRow[]; ro
             <th class="right">instance</th>
           </tr>
         </thead>
-        <tbody>
+        <tbody onMouseOver={near} onFocusIn={near}>
           {rows.map((row) => (
             <tr key={`${row.step}/${row.episode}`}>
               <td>
-                <a class="row" href={to(["run", run, "episodes", row.step, row.episode], listOf(route))}>
+                <a class="row" data-episode={`${row.step}/${row.episode}`} href={to(["run", run, "episodes", row.step, row.episode], listOf(route))}>
                   step {row.step} · {row.episode}
                 </a>
               </td>

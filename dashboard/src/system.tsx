@@ -15,7 +15,7 @@ export function System({ run, tick }: { run: string; tick: number }) {
   return (
     <>
       <section>
-        <h2>Workers</h2>
+        <h2>Processes on this machine</h2>
         {data.workers.length === 0 ? (
           <p class="quiet">No process on this machine writes the run.</p>
         ) : (
@@ -33,6 +33,33 @@ export function System({ run, tick }: { run: string; tick: number }) {
           </Table>
         )}
       </section>
+      {data.roll.length > 0 && (
+        <section data-roll>
+          <h2>Who does the work</h2>
+          <Table heads={["worker", "where", "done", "busy for", "lost", "replays", "last sign of life"]}>
+            {data.roll.map((one) => (
+              <tr>
+                <td>{one.kind}</td>
+                <td>{one.where}</td>
+                <td class="right">{count(one.done)}</td>
+                <td class="right">{one.seconds ? duration(one.seconds) : "–"}</td>
+                <td class="right" title={one.why}>
+                  {one.lost ? count(one.lost) : ""}
+                </td>
+                <td class="right">{one.replays ? count(one.replays) : ""}</td>
+                <td>{one.seen === null ? "none" : <span title={new Date(1000 * one.seen).toLocaleString()}>{duration(Math.max(0, Date.now() / 1000 - one.seen))} ago</span>}</td>
+              </tr>
+            ))}
+          </Table>
+          {data.roll
+            .filter((one) => one.why)
+            .map((one) => (
+              <p class="quiet">
+                {one.where} lost something, last: {one.why}
+              </p>
+            ))}
+        </section>
+      )}
       {total > 0 && (
         <section>
           <h2>The newest step</h2>
@@ -129,7 +156,7 @@ function Table({ heads, children }: { heads: string[]; children: preact.Componen
         <thead>
           <tr>
             {heads.map((head) => (
-              <th class={["memory", "threads", "times", "bytes"].includes(head) ? "right" : ""}>{head}</th>
+              <th class={["memory", "threads", "times", "bytes", "done", "busy for", "lost", "replays"].includes(head) ? "right" : ""}>{head}</th>
             ))}
           </tr>
         </thead>

@@ -105,6 +105,8 @@ export interface EpisodeTree {
   seats: Record<string, string>;
   nodes: TreeNode[];
   left_out: number;
+  at?: number; // the node that `line` leads to
+  line?: Joint[];
 }
 
 export interface Message {
@@ -230,6 +232,7 @@ export interface AgentsData {
 export interface SystemData {
   process: number | null;
   workers: { pid: number; name?: string; memory?: number; threads?: number }[];
+  roll: { kind: string; where: string; done: number; seconds: number; lost: number; replays: number; seen: Num; why: string }[];
   queues: Record<string, number>;
   timings: Record<string, Record<string, number>>;
   phases: string[];

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -20,7 +21,9 @@ from pathlib import Path
 
 from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed, unsendable
 from palestra.populations.tasks import Done, MakeWorker, Task
+from palestra.roll import roll
 
+KIND = "local worker"
 CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
 
 
@@ -67,6 +70,7 @@ class _Process:
         # Not a daemon: its games may want processes of their own.
         self.process = CONTEXT.Process(target=_work, args=(theirs, make, threads, scratch))
         self.process.start()
+        self.where = f"process {self.process.pid} on {socket.gethostname()}"
         theirs.close()  # so that the pipe ends with the process
 
     def end(self, patience: float) -> None:
@@ -149,6 +153,7 @@ class Local:
             process.ready = True
             return None
         assert process.task is not None
+        roll.note(KIND, process.where, done=1, seconds=answer[1])
         done = Done(process.task, answer[0], process.out, answer[1])
         process.task = process.out = None
         return done
@@ -157,6 +162,7 @@ class Local:
         """A new worker in place of a dead one, whose task waits in front."""
         process.end(1.0)
         why = f"its process ended with exit code {process.process.exitcode}"
+        roll.note(KIND, process.where, why, lost=1)
         if process.out:
             shutil.rmtree(process.out)
         if process.task:

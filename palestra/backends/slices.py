@@ -22,6 +22,7 @@ from typing import Any
 from palestra.backends.desk import Desk
 from palestra.learners.lm import LanguageLearner
 from palestra.populations.tasks import Task
+from palestra.roll import roll
 from palestra.rollouts.play import Branching
 from palestra.rollouts.sources import MEASURED, Games, Told
 from palestra.train import Exam
@@ -76,6 +77,7 @@ class Troupe:
         name = f"slice-{self.numbers}"
         task = Task(name, "play", {**order, "settings": cast.settings}, cast.members, makes=name)
         done = await self.desk.do(task)
+        roll.add(done.result.get("roll", []))
         self.wall, self.cpu = self.wall + done.seconds, self.cpu + done.result["cpu_s"]
         assert done.folder is not None
         return await asyncio.to_thread(_taken, done.folder)

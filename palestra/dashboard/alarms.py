@@ -1,8 +1,8 @@
 """What ought to worry whoever trains, each with the rule that says so and the numbers that it saw.
 
 Rules read figures of policies, as they are logged: by policy, by key, an array with a value for each line. They compare
-the newest `NEWEST` lines with the first ones, and are silent where there are fewer than `LEAST`. A rule that fires is
-no verdict: it says where to look.
+the newest `NEWEST` lines (at most half of all) with the first `FIRST` (at most a quarter), and are silent where there
+are fewer than `LEAST`. A rule that fires is no verdict: it says where to look.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from palestra.populations.ratings import Cyclicity
 
 Figures = Mapping[str, Mapping[str, np.ndarray]]
 
-LEAST, NEWEST = 10, 20
+LEAST, FIRST, NEWEST = 10, 5, 20
 SOLVED = 0.95  # success from which on there is nothing to warn of
 LOW_ENTROPY, ENTROPY_LEFT = 0.1, 0.1  # nats; share of the first entropy
 SAME, DIFFERENT = 0.9, 0.5  # shares of groups without differences
@@ -81,34 +81,26 @@ def entropy_collapse(policies: Figures, team: Mapping[str, np.ndarray], exams: F
 
 
 def longer_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
-    better = improvement(team, exams)
     for name, own in policies.items():
-        before, now = oldest(own, "tokens"), newest(own, "tokens")
-        paid = risen(own)
-        if before is None or now is None or paid is None or better is None:
-            continue
-        if now >= LONGER * before > 0 and paid >= RISEN and better <= NO_BETTER:
+        change = rewarded(own, "tokens", improvement(team, exams))
+        if change and change.now >= LONGER * change.before > 0:
             yield Alarm(
                 "reward hacking by length?",
                 name,
-                f"answers of {now:.3g} tokens, from {before:.3g}; reward {paid:+.2g}, success {better:+.1%}",
+                f"answers of {change.now:.3g} tokens, from {change.before:.3g}; {change.said}",
                 f"answers are {LONGER} times as long as at first and earn at least {RISEN} more each, but success "
                 f"(of exams where there are any) has not risen by {NO_BETTER:.0%}",
             )
 
 
 def form_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
-    better = improvement(team, exams)
     for name, own in policies.items():
-        before, now = oldest(own, "invalid"), newest(own, "invalid")
-        paid = risen(own)
-        if before is None or now is None or paid is None or better is None:
-            continue
-        if before >= REFUSED_BEFORE and now <= REFUSED_NOW and paid >= RISEN and better <= NO_BETTER:
+        change = rewarded(own, "invalid", improvement(team, exams))
+        if change and change.before >= REFUSED_BEFORE and change.now <= REFUSED_NOW:
             yield Alarm(
                 "reward hacking by format?",
                 name,
-                f"invalid answers {now:.1%}, from {before:.1%}; reward {paid:+.2g}, success {better:+.1%}",
+                f"invalid answers {change.now:.1%}, from {change.before:.1%}; {change.said}",
                 f"a policy has learned the form and not the task: invalid answers fell from at least "
                 f"{REFUSED_BEFORE:.0%} to at most {REFUSED_NOW:.0%}, reward rose by at least {RISEN}, and success "
                 f"did not rise by {NO_BETTER:.0%}",
@@ -116,7 +108,9 @@ def form_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Fi
 
 
 def one_carries(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
-    own = {name: now for name, own in policies.items() if (now := newest(own, "local_reward")) is not None}
+    # Envs may pay a seat by the team's reward alone: that it earns nothing of its own says nothing then.
+    paid = {name: own for name, own in policies.items() if np.any(own.get("local_reward", np.zeros(0)) != 0)}
+    own = {name: now for name, figures in paid.items() if (now := newest(figures, "local_reward")) is not None}
     total = sum(max(0.0, value) for value in own.values())
     if len(own) < 2 or total < 0.05:
         return
@@ -126,7 +120,8 @@ def one_carries(policies: Figures, team: Mapping[str, np.ndarray], exams: Figure
                 "one seat carries the team",
                 name,
                 f"{value / total:.0%} of what all policies earn for themselves is its own",
-                f"over the newest {NEWEST} lines, at least {CARRIES:.0%} of the policies' own rewards are of one",
+                f"over the newest {NEWEST} lines, at least {CARRIES:.0%} of the policies' own rewards are of one, and "
+                "another has earned some too",
             )
 
 
@@ -177,16 +172,39 @@ def cyclic(found: Cyclicity) -> list[Alarm]:
 # ---- figures
 
 
+@dataclass(frozen=True)
+class Change:
+    """A figure at first and of late, and by how much an answer earns more and the team succeeds more."""
+
+    before: float
+    now: float
+    paid: float
+    better: float
+
+    @property
+    def said(self) -> str:
+        return f"reward {self.paid:+.2g}, success {self.better:+.1%}"
+
+
+def rewarded(own: Mapping[str, np.ndarray], key: str, better: float | None) -> Change | None:
+    """How a figure of a policy changed while it came to earn more, and success did not rise; None where that is not
+    so, or nobody knows."""
+    before, now, paid = oldest(own, key), newest(own, key), risen(own)
+    if before is None or now is None or paid is None or better is None or paid < RISEN or better > NO_BETTER:
+        return None
+    return Change(before, now, paid, better)
+
+
 def newest(own: Mapping[str, np.ndarray], key: str) -> float | None:
-    """The mean of the newest lines; None where there are too few."""
+    """The mean of the newest lines, at most half of all; None where there are too few."""
     values = own.get(key, np.zeros(0))
-    return _mean(values[-NEWEST:]) if len(values) >= LEAST else None
+    return _mean(values[-min(NEWEST, len(values) // 2) :]) if len(values) >= LEAST else None
 
 
 def oldest(own: Mapping[str, np.ndarray], key: str) -> float | None:
     """The mean of the first lines, at most a quarter of all."""
     values = own.get(key, np.zeros(0))
-    return _mean(values[: max(1, min(NEWEST, len(values) // 4))]) if len(values) >= LEAST else None
+    return _mean(values[: min(FIRST, len(values) // 4)]) if len(values) >= LEAST else None
 
 
 def _mean(values: np.ndarray) -> float:

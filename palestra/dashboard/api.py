@@ -11,7 +11,6 @@ import json
 import math
 from typing import Any
 
-import pyarrow as pa
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -113,20 +112,24 @@ class Api:
         """A page of those that fit the query, how many fit, and how much of the run is not looked through yet."""
         run = self.library.run(request.path_params["run"])
         query = validate(queries.Query, dict(request.query_params))
-        table, unread = run.episodes.table()
-        fitting = queries.matching(table, query)
-        head = {"of": len(table), "fit": len(fitting), "unread": unread}
+        columns, unread = run.episodes.columns()
+        fitting = queries.matching(columns, query)
+        head = {"of": len(columns), "fit": len(fitting), "unread": unread}
         if query.text and len(fitting):
-            folder = run.file("episodes")
-            rows, end = queries.search(folder, fitting, query.text, query.before, query.count)
-            found = queries.page(fitting.take(pa.array(rows, pa.int64())), 0, query.count)
-            return answer(request, head | {"rows": found, "searched": end})
-        found = queries.page(fitting, query.first, query.count)
-        return answer(request, head | {"rows": found, "spread": queries.spread(fitting)})
+            found, end = queries.search(run.file("episodes"), columns, fitting, query)
+            return answer(request, head | {"rows": queries.page(columns, found), "searched": end})
+        shown = queries.page(columns, fitting[query.first : query.first + query.count])
+        return answer(request, head | {"rows": shown, "spread": queries.spread(columns, fitting)})
 
     def tree(self, request: Request) -> Response:
+        """The tree; with `line=NODE`, or `line=played` for where play ended, also the words on the line to that node,
+        so that a page opens by one question."""
         run, step, episode = self._episode(request)
-        return answer(request, trees.tree(run.file(step), episode))
+        found = trees.tree(run.file(step), episode)
+        if (asked := request.query_params.get("line")) and found["nodes"]:
+            node = trees.last_played(found["nodes"]) if asked == "played" else int(asked)
+            found |= {"at": node, "line": trees.words(run.file(step), episode, node)}
+        return answer(request, found)
 
     def words(self, request: Request) -> Response:
         run, step, episode = self._episode(request)

@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,10 @@ from palestra.dashboard.api import Api
 from palestra.dashboard.facts import stamp
 from palestra.dashboard.guard import App, Guard
 from palestra.dashboard.library import Absent, Library
+from palestra.web.door import listening
 
 STATIC = Path(__file__).parent / "static"
+TURN = 0.001  # seconds after which a thread that counts files or sorts lets one go on that somebody waits for
 LOOK = 1.0  # seconds between two looks at what somebody watches
 QUIET = 15.0  # seconds after which a word says that the connection lives
 EPISODE = "/api/runs/{run}/episodes/{step:int}/{episode:int}"
@@ -129,22 +132,15 @@ def serve(root: Path, host: str, port: int, token: str, hosts: Collection[str], 
     names = {host, socket.gethostname(), *hosts}
     server: uvicorn.Server | None = None
     app = dashboard(root, token, {name.lower() for name in names}, lambda: server is not None and server.should_exit)
-    listening = _bound(host, port)
-    address = f"http://{_written(host)}:{listening.getsockname()[1]}/"
+    door = listening(host, port)
+    address = f"http://{_written(host)}:{door.getsockname()[1]}/"
     if host not in LOCAL and not token:
         say(f"warning: anybody who reaches {host} can read these runs; --token {secrets.token_urlsafe(12)} asks for it")
     say(f"dashboard: {address}{f'?token={token}' if token else ''}")
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
-    server.run(sockets=[listening])
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ValueError(f"cannot listen at {host}:{port}: {error.strerror}; --port 0 takes a free one") from error
+    sys.setswitchinterval(TURN)
+    server.run(sockets=[door])
 
 
 def _written(host: str) -> str:

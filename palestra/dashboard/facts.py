@@ -19,7 +19,7 @@ from palestra.types import TEAM
 RECENT = 30.0  # seconds: a run that wrote so lately is taken to be running where locks cannot be seen
 PACE = 20  # steps whose mean says how long the next ones take
 SEEDS = ("name", "seed")  # what runs of one setting may differ in
-LOGS = ("metrics.jsonl", "timings.jsonl", "evals.jsonl", "tasks.jsonl", "config.yaml")
+LOGS = ("metrics.jsonl", "timings.jsonl", "evals.jsonl", "tasks.jsonl", "workers.jsonl", "config.yaml")
 
 
 def kind(config: Tree) -> str:

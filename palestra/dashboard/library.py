@@ -29,6 +29,7 @@ class OpenRun:
         self.metrics = Log(self.file("metrics.jsonl"), "policy")
         self.timings = Log(self.file("timings.jsonl"), "policy")
         self.evals = Log(self.file("evals.jsonl"), "name")
+        self.workers = Log(self.file("workers.jsonl"), "worker")
         folder = self.file("episodes")
         self.episodes = EpisodeIndex(folder, cache_file(folder))
         self._config: tuple[int, Tree] = (-1, {})
@@ -42,7 +43,7 @@ class OpenRun:
 
     def look(self) -> None:
         """Reads on in the logs."""
-        for log in (self.metrics, self.timings, self.evals):
+        for log in (self.metrics, self.timings, self.evals, self.workers):
             self.file(log.path.name)
             log.look()
 

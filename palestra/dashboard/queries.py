@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from palestra.config import Strict
+from palestra.dashboard.columns import Columns
 from palestra.dashboard.digest import RETURN
 from palestra.dashboard.index import STAMP
 
@@ -48,43 +49,34 @@ class Query(Strict):
     before: int = Field(0, ge=0)  # of a search for words: how many candidates were looked through before
 
 
-def matching(table: pa.Table, query: Query) -> pa.Table:
-    """The episodes that fit, in the order asked for; the words are not looked at."""
-    if not len(table):
-        return table
-    reward = table[f"{RETURN}{query.seat}"] if f"{RETURN}{query.seat}" in table.column_names else table["total"]
+def matching(columns: Columns, query: Query) -> np.ndarray:
+    """The rows of the episodes that fit, in the order asked for; the words are not looked at."""
+    if not len(columns):
+        return np.zeros(0, np.int32)
+    order = columns.order(query.sort if query.sort in SORTS else "step", query.ascending)
     masks = [
-        *_outcome(table, query.outcome),
-        *_bounds(reward, query.least, query.most),
-        *_bounds(table["turns"], query.turns_from, query.turns_to),
-        *_bounds(table["step"], query.step_from, query.step_to),
-        *([pc.equal(table["env"], query.env)] if query.env else []),
-        *([pc.greater(table["invalid"], 0)] if query.invalid else []),
-        *([pc.match_substring(table["seats"], _seated(query))] if query.seat or query.who else []),
+        *_outcome(columns, query.outcome),
+        *_bounds(columns.reward(query.seat), query.least, query.most),
+        *_bounds(columns.numbers("turns"), query.turns_from, query.turns_to),
+        *_bounds(columns.numbers("step"), query.step_from, query.step_to),
+        *([columns.equal("env", query.env)] if query.env else []),
+        *([columns.numbers("invalid") > 0] if query.invalid else []),
+        *([columns.seated(_seated(query))] if query.seat or query.who else []),
     ]
-    kept = _all(masks)
-    return _sorted(table.filter(kept) if kept is not None else table, query)
+    return order[np.logical_and.reduce(masks)[order]] if masks else order
 
 
-def _all(masks: Sequence[Any]) -> Any:
-    whole = None
-    for mask in masks:
-        whole = mask if whole is None else pc.and_(whole, mask)
-    return None if whole is None else pc.fill_null(whole, False)
+def _outcome(columns: Columns, outcome: str) -> list[np.ndarray]:
+    success = columns.numbers("success")
+    kinds = {"success": success >= 0.5, "failure": success < 0.5}  # neither, where the env knows none
+    if outcome in kinds:
+        return [~columns.failed & kinds[outcome]]
+    return [columns.failed] if outcome == "error" else []
 
 
-def _outcome(table: pa.Table, outcome: str) -> list[Any]:
-    fine = pc.is_null(table["error"])
-    if outcome == "error":
-        return [pc.invert(fine)]
-    if outcome == "success":
-        return [fine, pc.greater_equal(table["success"], 0.5)]
-    return [fine, pc.less(table["success"], 0.5)] if outcome == "failure" else []
-
-
-def _bounds(column: Any, low: float | None, high: float | None) -> list[Any]:
-    least = [pc.greater_equal(column, low)] if low is not None else []
-    return least + ([pc.less_equal(column, high)] if high is not None else [])
+def _bounds(values: np.ndarray, low: float | None, high: float | None) -> list[np.ndarray]:
+    least = [values >= low] if low is not None else []
+    return least + ([values <= high] if high is not None else [])
 
 
 def _seated(query: Query) -> str:
@@ -93,18 +85,12 @@ def _seated(query: Query) -> str:
     return seat + (f'"{query.who}' if query.who else "")
 
 
-def _sorted(table: pa.Table, query: Query) -> pa.Table:
-    """The newest first, whatever is sorted by: of equals the newer."""
-    way = "ascending" if query.ascending else "descending"
-    newest = [("step", "descending"), ("episode", "ascending")]
-    keys = [("step", way), ("episode", "ascending")] if query.sort not in SORTS[1:] else [(query.sort, way), *newest]
-    return table.take(pc.sort_indices(table, keys))
-
-
-def page(table: pa.Table, first: int, count: int) -> list[dict[str, Any]]:
-    """Some rows for the screen, from the `first` on."""
-    rows: list[dict[str, Any]] = table.slice(first, count).drop_columns([STAMP]).to_pylist() if len(table) else []
-    return [_row(row) for row in rows]
+def page(columns: Columns, rows: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
+    """Some episodes for the screen."""
+    if not len(rows):
+        return []
+    shown: list[dict[str, Any]] = columns.table.take(pa.array(rows, pa.int64())).drop_columns([STAMP]).to_pylist()
+    return [_row(row) for row in shown]
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
@@ -114,28 +100,32 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     return rest | {"seats": json.loads(row["seats"]), "returns": own}
 
 
-def spread(table: pa.Table, bins: int = 24) -> dict[str, Any]:
-    """How the totals of the episodes lie: edges and counts of equal bins."""
-    if not len(table):
+def spread(columns: Columns, rows: np.ndarray, bins: int = 24) -> dict[str, Any]:
+    """How the totals of some episodes lie: edges and counts of equal bins."""
+    if not len(rows):
         return {"edges": [], "counts": []}
-    counts, edges = np.histogram(table["total"].to_numpy(), bins=bins)
+    counts, edges = np.histogram(columns.numbers("total")[rows], bins=bins)
     return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
-def search(folder: Path, candidates: pa.Table, text: str, before: int, count: int) -> tuple[list[int], int]:
-    """The candidates (by row) that hold the words, from the row `before` on, and the row where the search ended: it
-    stops when it has `count`, and when its time is over. Case does not matter."""
-    steps, episodes = candidates["step"].to_pylist(), candidates["episode"].to_pylist()
+def search(
+    folder: Path, columns: Columns, candidates: np.ndarray, query: Query, budget: float = BUDGET
+) -> tuple[list[int], int]:
+    """The candidates (rows) that hold the words, from the place `query.before` among them on, and the place where the
+    search ended: it stops when it has `query.count`, and when its `budget` (seconds) is spent. Case does not matter."""
+    steps, episodes = columns.numbers("step"), columns.numbers("episode")
     found: list[int] = []
     held: dict[int, set[int]] = {}
-    end, at = time.monotonic() + BUDGET, before
-    while at < len(steps) and len(found) < count:
-        if steps[at] not in held:
+    end, at = time.monotonic() + budget, query.before
+    while at < len(candidates) and len(found) < query.count:
+        row = int(candidates[at])
+        step = int(steps[row])
+        if step not in held:
             if held and time.monotonic() > end:
                 break
-            held[steps[at]] = holding(folder / f"step-{steps[at]:06d}.parquet", text)
-        if episodes[at] in held[steps[at]]:
-            found.append(at)
+            held[step] = holding(folder / f"step-{step:06d}.parquet", query.text)
+        if int(episodes[row]) in held[step]:
+            found.append(row)
         at += 1
     return found, at
 

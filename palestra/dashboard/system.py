@@ -10,30 +10,48 @@ import pyarrow.compute as pc
 
 from palestra.dashboard.facts import disk, held_locks, phases
 from palestra.dashboard.library import OpenRun
+from palestra.dashboard.logs import Log
+from palestra.roll import FIGURES
 from palestra.types import TEAM
 
 SHOWN = 20  # different errors that are listed, the most frequent first
 
 
 def system(run: OpenRun) -> dict[str, Any]:
-    """Processes, newest timings, failures, bytes on the disk, the machine that the run began on."""
+    """Processes here, workers elsewhere, newest timings, failures, bytes on the disk, the machine that it began on."""
     lock = run.file(".lock")
     pid = held_locks().get(lock.stat().st_ino) if lock.exists() else None
     table, missing = run.episodes.table()
     return {
         "process": pid,
         "workers": [process(child) for child in [pid, *descendants(pid)]] if pid else [],
+        "roll": roll_of(run.workers),
         "queues": queues(run),
         "timings": {name: _seconds(line) for name, line in run.timings.last().items()},
         "phases": phases(run.timings),
         "failures": failures(table),
         "unread": missing,
         "broken": {str(step): why for step, why in run.episodes.broken.items()},
-        "torn": {log.path.name: log.torn for log in (run.metrics, run.timings, run.evals) if log.torn},
+        "torn": {log.path.name: log.torn for log in (run.metrics, run.timings, run.evals, run.workers) if log.torn},
         "disk": disk(run.path),
         "meta": {key: value for key, value in run.meta.items() if key != "command"},
         "command": [str(word) for word in run.meta.get("command") or []],
     }
+
+
+def roll_of(log: Log) -> list[dict[str, Any]]:
+    """Who did what elsewhere, over the whole run: sums of the lines of each worker, the time at which it last did
+    something (seconds since 1970; None for never), and why something was lost there last."""
+    return [
+        {
+            "kind": str(last.get("kind", "")),
+            "where": str(last.get("where", name)),
+            **{key: float(log.column(name, key)[1].sum()) for key in FIGURES},
+            "seen": float(seen.max()) if len(seen := log.column(name, "seen")[1]) else None,
+            "why": str(last.get("why", ""))[:2000],
+        }
+        for name, last in log.last().items()
+    ]
 
 
 def _seconds(line: dict[str, Any]) -> dict[str, Any]:

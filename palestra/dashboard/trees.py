@@ -59,6 +59,12 @@ def _bone(row: Row) -> Row:
     return {"id": row["node"], **{key: row[key] for key in keys}, "team": row["team_reward"], "seats": {}}
 
 
+def last_played(nodes: list[Row]) -> int:
+    """Of nodes as `tree` has them, the one where what was played on ended; the first where nothing was."""
+    played = [node for node in nodes if node["chosen"]]
+    return int(next((node for node in played if node["over"]), [*nodes[:1], *played][-1])["id"])
+
+
 def words(path: Path, episode: int, node: int) -> list[Row]:
     """What was seen and said on the line from the root to `node`; of conversations, what is new to the seat."""
     rows = read_rows(path, episode, [*WORDS, "team_reward", "advantage", "info"])

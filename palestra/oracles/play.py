@@ -18,6 +18,7 @@ from palestra.backends.slices import EPISODES
 from palestra.learners.lm import LanguageLearner
 from palestra.populations.tasks import Result, Task
 from palestra.recipe import Config
+from palestra.roll import roll
 from palestra.rollouts.play import Branching
 from palestra.rollouts.sources import MEASURED
 from palestra.setup import build
@@ -35,14 +36,15 @@ class PlayWorker:
         self.members = dict.fromkeys(self.setup.learners, "")
 
     def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
-        """Plays a slice; its episodes are in `out`, and `cpu_s` are the seconds that this process computed for them."""
+        """Plays a slice; its episodes are in `out`, `cpu_s` are the seconds that this process computed for them, and
+        `roll` says who helped it."""
         assert out is not None
         for member, folder in members.items():
             self._take(member, folder, task.order["settings"])
         start = time.process_time()
         episodes = asyncio.run(self._played(task.order))
         (out / EPISODES).write_bytes(_pickled(episodes))
-        return {"episodes": len(episodes), "cpu_s": time.process_time() - start}
+        return {"episodes": len(episodes), "cpu_s": time.process_time() - start, "roll": roll.lines(0.0)}
 
     def _take(self, member: str, folder: Path, settings: Mapping[str, Any]) -> None:
         """The learner is from now on that member, and speaks as it does now."""

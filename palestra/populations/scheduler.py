@@ -129,6 +129,7 @@ class Course:
         self.run.record(TASKS, {**line, "order": task.order, "result": result})
         times = {"task": task.name, "kind": task.kind, "seconds": done.seconds}
         self.run.time(self.done, TEAM, {**times, "elapsed_s": time.monotonic() - self._start})
+        self.run.roll_call(self.done)
         number = self.done
         new, notes = self._tell(task, result)
         for policy, figures in notes.items():

@@ -32,6 +32,7 @@ from palestra.remote.values import (
     step_of,
     value_of,
 )
+from palestra.roll import roll
 from palestra.types import Seat, Step
 
 ATTEMPTS = 5  # to bring a session back, before its env is taken to be what brings servers down
@@ -70,6 +71,7 @@ class RemoteEnv(Env):
         self._seed, self._said, self._seen = encoded(seed), [], []
         step = await self._played([], "")
         tally["env_sessions"] += 1
+        self._note(done=1)
         return self._noted(step)
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
@@ -119,8 +121,10 @@ class RemoteEnv(Env):
     async def _brought_back(self, said: list[pb.Pairs], why: str) -> pb.Step:
         """The last step of this game on another server, or on the same one anew."""
         tally["env_lost"] += 1
+        self._note(why, lost=1)
         step = await self._played(said, why)
         tally["env_replays"] += 1
+        self._note(replays=1)
         tally["env_replayed_steps"] += len(self._seen)
         return step
 
@@ -137,6 +141,7 @@ class RemoteEnv(Env):
                 reply = await lane.ask(request, self.kind.place.deadline * (1 + len(said)))
             except Lost as lost:
                 attempts, why = attempts + 1, str(lost)
+                self._note(why, lost=1)
                 continue
             if reply.fault.why == pb.Fault.DRAINING:
                 lane.draining = True
@@ -149,6 +154,10 @@ class RemoteEnv(Env):
             f"env {self._name} lost its server {ATTEMPTS} times in a row, {len(said)} joint steps into an instance. "
             f"That step may bring servers down, or take longer than the deadline: {why}"
         )
+
+    def _note(self, why: str = "", **figures: float) -> None:
+        if self._lane:
+            roll.note("env server", self._lane.address, why, **figures)
 
     def _compare(self, steps: Any, why: str) -> None:
         """Raises RuntimeError where the game, played again, is not what it was."""

@@ -28,6 +28,7 @@ from palestra.remote import sampler_wire as wire
 from palestra.remote.aside import Aside
 from palestra.remote.exchange import Exchange
 from palestra.remote.sampler_processes import Processes
+from palestra.roll import roll
 
 if TYPE_CHECKING:
     import aiohttp
@@ -154,10 +155,11 @@ class VllmSampler:
         """The answers of whichever server gives them first; those that fail are asked again later."""
         until: float | None = None
         while True:
-            server = await self._free()
+            server, start = await self._free(), time.monotonic()
             try:
                 found = await self._ask(server, request)
             except Away as error:
+                roll.note("sampler", server.url, str(error), lost=1)
                 until = until or time.monotonic() + self.patience.away
                 if time.monotonic() > until:
                     self.broken = ValueError(f"no sampler answered for {self.patience.away:.0f} seconds: {error}")
@@ -165,6 +167,7 @@ class VllmSampler:
                 await self._see_to(server)
             else:
                 server.failures, self.broken = 0, None
+                roll.note("sampler", server.url, done=1, seconds=time.monotonic() - start)
                 return found
 
     async def _free(self) -> Server:

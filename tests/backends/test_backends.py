@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +18,7 @@ from palestra.backends.inline import Inline
 from palestra.backends.local import Local
 from palestra.populations.scheduler import follow
 from palestra.populations.tasks import Backend, Done, Task
-from palestra.runs import Run
+from palestra.runs import Run, read_lines
 
 pytest.importorskip("ray")
 
@@ -87,6 +88,11 @@ def done(backend: Backend, seconds: float = 60.0) -> Done:
 def test_a_plan_is_done(backend: Open, tmp_path: Path) -> None:
     plan = run_sums(tmp_path, backend())
     assert len(plan.heard) == 30
+    (path,) = tmp_path.glob("*/workers.jsonl")
+    lines = read_lines(path)
+    assert sum(line.get("lost", 0) for line in lines) == 4
+    assert sum(line.get("done", 0) for line in lines) == 30
+    assert all(f" on {socket.gethostname()}" in line["where"] for line in lines if "done" in line)
 
 
 def test_what_a_task_makes_is_the_callers(backend: Open) -> None:

@@ -56,6 +56,14 @@ def test_one_seat_carries_the_team():
     assert names(policies) == [("one seat carries the team", "star")]
     policies["rest"] = {"local_reward": line(0.11, 0.11)}
     assert names(policies) == []
+    policies["rest"] = {"local_reward": line(0.02, 0)}  # it fell behind
+    assert names(policies) == [("one seat carries the team", "star")]
+    policies["rest"] = {"local_reward": line(0, 0)}  # the env pays it with the team alone
+    assert names(policies) == []
+
+
+def test_a_short_run_is_not_compared_with_itself():
+    assert names({"red": {"entropy": line(1.5, 0.05, 12)}}) == [("entropy collapse", "red")]
 
 
 def test_nothing_to_learn_from_cut_off_answers_and_failures():

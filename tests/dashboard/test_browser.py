@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("algorithms/duel.yaml", duel),
         ("games/spread_mappo.yaml", wide),
         ("populations/kuhn_psro_exact.yaml", ["--set", "population.iterations=5", "--backend", "inline"]),
-        ("populations/rps_league.yaml", ["--set", "population.slices=5", "--backend", "inline"]),
+        ("populations/rps_league.yaml", ["--set", "population.slices=5", "--backend", "local", "--workers", "2"]),
     ):
         done = CliRunner().invoke(app, ["train", str(HERE / "configs" / config), "--root", str(root), *settings])
         assert done.exit_code == 0, done.output
@@ -142,6 +142,8 @@ def write_hostile(root: Path) -> None:
                 "wins": [7, 2], "draws": 1}  # fmt: skip
         run.record("tasks.jsonl", {"task": "play", "kind": "play", "makes": "",
                                    "order": {"cells": [cell["members"]]}, "result": {"cells": [cell]}})  # fmt: skip
+        worker = {"worker": evil("worker"), "kind": evil("kind"), "where": evil("where"), "why": evil("why")}
+        run.record("workers.jsonl", {"step": 0, **worker, "lost": 1, "seen": 1.0})
         run.record("exploits.jsonl", {"player": evil("player"), "wins": 1.0, "mixtures": {}})
 
 
@@ -486,6 +488,11 @@ def test_system_and_alarms(look, runs):
         expect(page.get_by_text("writes the run", exact=True)).to_be_visible()
         expect(page.locator(".phase").first).to_be_visible()
         shot(page, "system")
+    page = look("#/run/rps_league/system")
+    workers = page.locator("[data-roll] tbody tr")
+    expect(workers.first).to_contain_text("local worker")
+    expect(workers.first).to_contain_text("ago")
+    shot(page, "system-workers")
     page = look("#/run/alarming/alarms")
     expect(page.locator(".alarms li")).to_have_count(4)
     for name in ("lazy seat", "entropy collapse", "one seat carries the team", "episodes fail"):

@@ -46,8 +46,9 @@ def go_on(path: Path, leaves: int = 8) -> Sums:
 
 def contents(path: Path) -> dict[str, bytes]:
     """Every file of a run that its plan decides."""
-    files = [file for file in path.rglob("*") if file.is_file() and file.name not in ("meta.json", "timings.jsonl")]
-    return {str(file.relative_to(path)): file.read_bytes() for file in files if file.name != ".lock"}
+    others = ("meta.json", "timings.jsonl", "workers.jsonl", ".lock")
+    files = [file for file in path.rglob("*") if file.is_file() and file.name not in others]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 class Given:

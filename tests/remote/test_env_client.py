@@ -22,6 +22,7 @@ from palestra.remote import envs_pb2 as pb
 from palestra.remote.envs import env_maker, make_env
 from palestra.remote.place import figures
 from palestra.remote.values import encoded, pairs, step_of
+from palestra.roll import roll
 from palestra.rollouts.play import Arena, Branching, Match
 from palestra.types import Step
 
@@ -192,6 +193,8 @@ def test_a_game_outlives_its_server(doomed):
     assert asyncio.run(game(make_env(**at(doomed, to=7)), disturb)) == whole
     told = figures()
     assert (told["env_sessions"], told["env_lost"], told["env_replays"], told["env_replayed_steps"]) == (1, 1, 1, 4)
+    (line,) = (line for line in roll.lines(0) if line["where"] == doomed.address)
+    assert (line["done"], line["lost"] >= 1, line["replays"]) == (1, True, 1) and doomed.address in line["why"]
 
 
 @pytest.mark.slow

@@ -21,6 +21,9 @@ from palestra.backends.ray import cluster
 from palestra.backends.ray.cluster import Needs, join, leave, needs_of, no_room, put
 from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed
 from palestra.populations.tasks import Done, MakeWorker, Result, Task
+from palestra.roll import here, roll
+
+KIND = "Ray worker"
 
 # ---- in the actor's process
 
@@ -32,13 +35,13 @@ class _Actor:
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._members = Members()
 
-    def make(self, make: MakeWorker) -> str | None:
-        """Makes the worker; the traceback where that raises."""
+    def make(self, make: MakeWorker) -> tuple[str] | str:
+        """Makes the worker, and says where; the traceback where that raises."""
         try:
             self._worker = make()
         except Exception:
             return traceback.format_exc()
-        return None
+        return (here(),)
 
     def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[Result, float, Files] | str:
         for name, files in members.items():
@@ -85,6 +88,7 @@ class _Hand:
     actor: Any
     ready: bool = False
     task: Task | None = None
+    where: str = ""
 
 
 class RayBackend:
@@ -208,7 +212,11 @@ class RayBackend:
         self._stillborn, hand.ready, hand.group.missing = 0, True, None
         task, hand.task = hand.task, None
         self._idle.append(hand)
-        return self._done(task, *answer) if task else None
+        if task:
+            roll.note(KIND, hand.where, done=1, seconds=answer[1])
+            return self._done(task, *answer)
+        hand.where = answer[0] if answer else hand.where  # it was made, or greets
+        return None
 
     def _done(self, task: Task, result: Result, seconds: float, files: Files) -> Done:
         out = unpacked(files, Path(tempfile.mkdtemp(dir=self._scratch))) if task.makes else None
@@ -217,6 +225,7 @@ class RayBackend:
     def _replace(self, hand: _Hand, why: str) -> None:
         """A new actor in place of a dead one, whose task waits in front."""
         ray.kill(hand.actor)  # it may only be out of reach
+        roll.note(KIND, hand.where or "not placed yet", why, lost=1)
         if hand.task:
             hand.group.waiting.again(hand.task, why)
         elif not hand.ready:
