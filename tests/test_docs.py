@@ -227,7 +227,9 @@ def test_the_convention_itself() -> None:
     assert blocks("<!-- file: a.yaml -->\n```yaml\nx: 1\n```\n") == [Block(3, "yaml", "x: 1\n", False, "a.yaml")]
     assert untold(text) == [8]
     assert refusal("palestra train --sett x # why") and refusal("x && palestra nosuch")
-    assert not refusal("palestra runs | head") and not refusal("palestra train <config>") and not refusal("# palestra x")
+    assert (
+        not refusal("palestra runs | head") and not refusal("palestra train <config>") and not refusal("# palestra x")
+    )
     assert refusal("palestra train configs/demo.yaml --set steps=x")
     assert untold("<!-- not run: needs a GPU -->\n```bash\nx\n```\n<!-- not run: -->\n```bash\nx\n```\n") == [6]
     assert _anchors("# The house, again\n```\n# no\n```\n## `x` y") == {"the-house-again", "x-y"}
