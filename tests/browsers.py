@@ -28,6 +28,28 @@ def launched() -> Iterator[Any]:
         browser.close()
 
 
+class Looking:
+    """Opens pages of servers here, each in a window of its own; `wrong` is what went wrong on them: errors, attacks,
+    requests elsewhere."""
+
+    def __init__(self, browser: Any) -> None:
+        self.browser, self.wrong = browser, []
+
+    def open(self, server: str, path: str, width: int = 1280, dark: bool = False, touch: bool = False) -> Any:
+        colours, viewport = "dark" if dark else "light", {"width": width, "height": 850}
+        context = self.browser.new_context(viewport=viewport, color_scheme=colours, has_touch=touch, is_mobile=touch)
+        page = context.new_page()
+        watch(page, server, self.wrong)
+        page.goto(f"{server}{path}")
+        return page
+
+    def close(self) -> None:
+        """Closes all windows. Raises AssertionError where something went wrong."""
+        for context in self.browser.contexts:
+            context.close()
+        assert self.wrong == []
+
+
 def watch(page: Any, address: str, wrong: list[str]) -> None:
     """Notes what goes wrong on a page of the server at `address`."""
     page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)

@@ -27,7 +27,7 @@ from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
 
 pytest.importorskip("playwright.sync_api")
-from browsers import expect, launched, settled, shot, watch
+from browsers import Looking, expect, launched, settled, shot
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]  # the first of them waits for the runs
 
@@ -194,26 +194,22 @@ def chromium(runs: Path) -> Iterator[Any]:
         yield browser
 
 
+class Look(Looking):
+    """Opens pages of the dashboard: `look(path, width=390, dark=True)`."""
+
+    def __init__(self, browser: Any, site: str) -> None:
+        super().__init__(browser)
+        self.site = site
+
+    def __call__(self, path: str = "#/", width: int = 1280, dark: bool = False, address: str = "") -> Any:
+        return self.open(address or self.site, path, width, dark)
+
+
 @pytest.fixture
-def look(chromium: Any, site: str) -> Iterator[Any]:
-    """Opens pages: `look(path, width=390, dark=True)`. Errors, attacks and requests elsewhere fail the test."""
-    contexts: list[Any] = []
-    wrong: list[str] = []
-
-    def opened(path: str = "#/", width: int = 1280, dark: bool = False, address: str = site) -> Any:
-        colours = "dark" if dark else "light"
-        context = chromium.new_context(viewport={"width": width, "height": 850}, color_scheme=colours)
-        contexts.append(context)
-        page = context.new_page()
-        watch(page, address, wrong)
-        page.goto(f"{address}{path}")
-        return page
-
-    opened.wrong = wrong  # type: ignore[attr-defined]
-    yield opened
-    for context in contexts:
-        context.close()
-    assert wrong == []
+def look(chromium: Any, site: str) -> Iterator[Look]:
+    looking = Look(chromium, site)
+    yield looking
+    looking.close()
 
 
 # ---- runs

@@ -9,7 +9,7 @@ import pytest
 from processes import playing
 
 pytest.importorskip("playwright.sync_api")
-from browsers import expect, launched, settled, shot, watch
+from browsers import Looking, expect, launched, settled, shot
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -20,27 +20,18 @@ def chromium() -> Iterator[Any]:
         yield browser
 
 
+class Look(Looking):
+    """Opens the page of a table: `look(address, width=390, dark=True)`."""
+
+    def __call__(self, address: str, width: int = 1280, dark: bool = False, touch: bool = False) -> Any:
+        return self.open(address.removesuffix("/play"), "/play", width, dark, touch)
+
+
 @pytest.fixture
-def look(chromium: Any) -> Iterator[Any]:
-    """Opens the page of a table: `look(address, width=390, dark=True)`. Errors and attacks fail the test."""
-    contexts: list[Any] = []
-    wrong: list[str] = []
-
-    def opened(address: str, width: int = 1280, dark: bool = False, touch: bool = False) -> Any:
-        colours = "dark" if dark else "light"
-        viewport = {"width": width, "height": 850}
-        context = chromium.new_context(viewport=viewport, color_scheme=colours, has_touch=touch, is_mobile=touch)
-        contexts.append(context)
-        page = context.new_page()
-        watch(page, address.removesuffix("/play"), wrong)
-        page.goto(address)
-        return page
-
-    opened.wrong = wrong  # type: ignore[attr-defined]
-    yield opened
-    for context in contexts:
-        context.close()
-    assert wrong == []
+def look(chromium: Any) -> Iterator[Look]:
+    looking = Look(chromium)
+    yield looking
+    looking.close()
 
 
 @pytest.fixture(scope="module")
