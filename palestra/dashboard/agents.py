@@ -33,7 +33,7 @@ def policies(run: OpenRun) -> list[dict[str, Any]]:
             "name": name,
             "type": str((configs.get(name) or {}).get("type", "")),
             "base": str((configs.get(name) or {}).get("base") or ""),
-            "seats": [seat for seat, who in seats.items() if who == name],
+            "seats": [seat for seat, who in seats.items() if who == name] or _unsaid(name, seats),
             "checkpoints": [
                 {
                     "step": one.step,
@@ -142,6 +142,13 @@ def read_json_list(path: Path) -> list[Mapping[str, Any]]:
     except (OSError, ValueError):
         return []
     return [one for one in found if isinstance(one, dict) and "name" in one] if isinstance(found, list) else []
+
+
+def _unsaid(name: str, seats: dict[str, str]) -> list[str]:
+    """Where a policy sits that `seats` does not name: at the seat of its name, the default at all others."""
+    if name == "default":
+        return ["all others" if seats else "all"]
+    return [] if seats else [name]
 
 
 def _bytes(folder: Path) -> int:

@@ -213,6 +213,22 @@ def test_checkpoints_can_be_had_without_what_only_training_needs(tmp_path):
     assert archive.namelist() == ["red/adapter_model.safetensors", "red/member.json"] and archive.testzip() is None
 
 
+@pytest.mark.parametrize(
+    ("seats", "shown"),
+    [
+        ("{}", {"planner": ["planner"], "default": ["all"]}),
+        ("{planner: default}", {"planner": [], "default": ["planner"]}),
+        ("{executor: planner}", {"planner": ["executor"], "default": ["all others"]}),
+    ],
+)
+def test_policies_are_shown_with_their_seats(tmp_path, seats, shown):
+    config = f"name: x\nsteps: 1\npolicies: {{planner: {{type: lora}}, default: {{type: lora}}}}\nseats: {seats}\n"
+    with Run.create(tmp_path, config, "x"):
+        pass
+    policies = get(TestClient(dashboard(tmp_path), base_url=HERE), "runs/x/agents")["policies"]
+    assert {policy["name"]: policy["seats"] for policy in policies} == shown
+
+
 def test_a_cyclic_population(tmp_path):
     """Rock, paper and scissors, as the scheduler writes it down."""
     names = ["rock", "paper", "scissors"]
