@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ class AlgorithmConfig(Strict, ABC):
     ) -> Any:
         """A learner of this kind, of policies that have these seats (numbers) of an env, settings and seeds. Raises
         ValueError where they do not fit."""
-        return self.teacher()(self, env, seats, policies, seeds, together)
+        return self.teacher()(self, Pupils(env, dict(seats), policies, seeds, together or Together()))
 
 
 class Diverged(FloatingPointError):
@@ -173,21 +173,24 @@ class Stack:
         return NetPlayer(self.seating, self.net, choose, [self.version] * len(self.seating.names), norm)
 
 
+class Pupils(NamedTuple):
+    """Policies that learn: their seats (numbers) of an env, settings and seeds, and the processes that train them."""
+
+    env: VectorEnv
+    seats: dict[str, list[int]]
+    policies: Mapping[str, NetPolicyConfig]
+    seeds: Mapping[str, int]
+    together: Together
+
+
 class NetLearner(ABC):
     """Policies of one env in training by one algorithm. `names` are the policies that learn."""
 
-    def __init__(
-        self,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> None:
-        self.env, self.policies, self.seeds, self.together = env, policies, seeds, together or Together()
+    def __init__(self, pupils: Pupils) -> None:
+        self.env, seats, self.policies, self.seeds, self.together = pupils
         self.names = list(seats)
-        self.stacks = [self.stack(seating) for seating in seat_stacks(env, seats, dict(policies))]
-        scaled = self.sees_all and any(policy.normalise for policy in policies.values())
+        self.stacks = [self.stack(seating) for seating in seat_stacks(self.env, seats, dict(self.policies))]
+        scaled = self.sees_all and any(policy.normalise for policy in self.policies.values())
         self.world = RunningNorm(1, self.whole_size, clip=CLIP) if scaled else None
 
     def stack(self, seating: Seating) -> Stack:

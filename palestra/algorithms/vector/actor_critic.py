@@ -20,8 +20,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.envs.vector.base import Arrays, VectorEnv
-from palestra.learners.nets import AlgorithmConfig, NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means, part
+from palestra.envs.vector.base import Arrays
+from palestra.learners.nets import AlgorithmConfig, NetLearner, Optimizer, Pupils, Stack, means, part
 from palestra.losses.critics import value_loss
 from palestra.losses.policy import Figures, Scored
 from palestra.nets.layers import Net, generators
@@ -76,18 +76,10 @@ class Critic:
 
 
 class ActorCritic(NetLearner):
-    def __init__(
-        self,
-        config: ActorCriticConfig,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> None:
+    def __init__(self, config: ActorCriticConfig, pupils: Pupils) -> None:
         self.config = config
-        super().__init__(env, seats, policies, seeds, together)
-        self.critics = [self._critic(seating) for seating in self._judged(seats)]
+        super().__init__(pupils)
+        self.critics = [self._critic(seating) for seating in self._judged(pupils.seats)]
 
     @property
     def sees_all(self) -> bool:

@@ -22,8 +22,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.algorithms.vector.actor_critic import Part, shares
-from palestra.envs.vector.base import Arrays, Discrete, VectorEnv
-from palestra.learners.nets import AlgorithmConfig, NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
+from palestra.envs.vector.base import Arrays, Discrete
+from palestra.learners.nets import AlgorithmConfig, NetLearner, Optimizer, Pupils, Stack, means
 from palestra.losses.critics import value_loss
 from palestra.losses.policy import Scored, policy_gradient_loss
 from palestra.nets.heads import CategoricalHead
@@ -78,25 +78,18 @@ class Scene:
 
 
 class Coma(NetLearner):
-    def __init__(
-        self,
-        config: COMA,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> None:
+    def __init__(self, config: COMA, pupils: Pupils) -> None:
+        env = pupils.env
         sizes = [space.n for space in env.actions if isinstance(space, Discrete)]
         if len(sizes) < len(env.actions):
             raise ValueError(
                 f'coma weighs every action that a seat might have chosen, and env "{env.name}" has no lists of them: '
                 "use ppo or a2c"
             )
-        super().__init__(env, seats, policies, seeds, together)
+        super().__init__(pupils)
         self.config, self.choices, self.updates = config, max(sizes), 0
         self.learns = torch.zeros(len(env.seats), dtype=torch.bool)
-        self.learns[[seat for own in seats.values() for seat in own]] = True
+        self.learns[[seat for own in pupils.seats.values() for seat in own]] = True
         self.judges = [self._judge_of(stack) for stack in self.stacks]
 
     def _judge_of(self, stack: Stack) -> Judge:

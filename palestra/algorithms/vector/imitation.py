@@ -9,7 +9,7 @@ Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `C`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from palestra.algorithms.vector.actor_critic import ActorCritic, ActorCriticConfig, shares
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
-from palestra.learners.nets import AlgorithmConfig, NetLearner, NetPolicyConfig, Optimizer, Stack, Together, means
+from palestra.learners.nets import AlgorithmConfig, NetLearner, Optimizer, Pupils, Stack, means
 from palestra.losses.imitation import Reward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.losses.policy import Figures, Scored, clipped_policy_loss, cross_entropy_loss
 from palestra.nets.heads import GaussianHead, head_for
@@ -191,16 +191,8 @@ class BC(AlgorithmConfig):
 
 
 class Clone(NetLearner):
-    def __init__(
-        self,
-        config: BC,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> None:
-        super().__init__(env, seats, policies, seeds, together)
+    def __init__(self, config: BC, pupils: Pupils) -> None:
+        super().__init__(pupils)
         self.config = config
         self.shown = demonstrated(config.demonstrations, self, memory=True)
         for shown in self.shown:
@@ -279,18 +271,10 @@ class Discriminator:
 
 
 class Gail(ActorCritic):
-    def __init__(
-        self,
-        config: GAIL,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> None:
-        if any(len(view) == 3 for view in env.views):
-            raise ValueError(f'gail cannot see the pixels of env "{env.name}" beside actions: use bc')
-        super().__init__(config, env, seats, policies, seeds, together)
+    def __init__(self, config: GAIL, pupils: Pupils) -> None:
+        if any(len(view) == 3 for view in pupils.env.views):
+            raise ValueError(f'gail cannot see the pixels of env "{pupils.env.name}" beside actions: use bc')
+        super().__init__(config, pupils)
         self.imitation = config
         self.shown = demonstrated(config.demonstrations, self, memory=False)
         self.discriminators = [self._discriminator(stack) for stack in self.stacks]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from palestra.algorithms.vector.dqn import Independent
 from palestra.algorithms.vector.q_learning import QLearningConfig
 from palestra.envs.vector.base import Arrays, Frame
-from palestra.learners.nets import NetLearner, Optimizer, Stack, means, part, write_member
+from palestra.learners.nets import NetLearner, Optimizer, Pupils, Stack, means, part, write_member
 from palestra.losses.policy import Scored, cross_entropy_loss
 from palestra.nets.heads import head_for
 from palestra.nets.layers import Net, generators
@@ -81,8 +81,8 @@ class FictitiousPlayer:
 class Fictitious(Independent):
     config: NFSP
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: NFSP, pupils: Pupils) -> None:
+        super().__init__(config, pupils)
         if any(stack.net.memory_units for stack in self.stacks):
             raise ValueError("nfsp is for policies without memory: leave policies' memory: out")
         self.averages = [self._average(stack) for stack in self.stacks]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from palestra.algorithms.vector.critics import Critic, copy_of, follow, held
 from palestra.envs.vector.base import Arrays, MultiDiscrete, Space, VectorEnv
-from palestra.learners.nets import AlgorithmConfig, NetLearner, NetPolicyConfig, Optimizer, Stack, Together, part
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetPolicyConfig, Optimizer, Pupils, Stack, part
 from palestra.losses.critics import critic_loss, td_target
 from palestra.losses.policy import Figures
 from palestra.nets.heads import NEVER, Head
@@ -95,18 +95,10 @@ class OffPolicy(NetLearner):
     twins = 2
     delay = 1
 
-    def __init__(
-        self,
-        config: OffPolicyConfig,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> None:
-        refuse(config, env, policies, self.branches(env.actions[0]))
+    def __init__(self, config: OffPolicyConfig, pupils: Pupils) -> None:
+        refuse(config, pupils.env, pupils.policies, self.branches(pupils.env.actions[0]))
         self.config = config
-        super().__init__(env, seats, policies, seeds, together)
+        super().__init__(pupils)
         self.codes = Codes({seat: stack.head for stack in self.stacks for seat in stack.seating.flat})
         self.critics = [self._critic(stack) for stack in self.stacks]
         self.replay = Replay(

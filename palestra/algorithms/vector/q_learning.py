@@ -24,9 +24,8 @@ from palestra.envs.vector.base import Arrays, Discrete, VectorEnv
 from palestra.learners.nets import (
     AlgorithmConfig,
     NetLearner,
-    NetPolicyConfig,
+    Pupils,
     Stack,
-    Together,
     means,
     part,
     write_member,
@@ -128,18 +127,10 @@ class QLearner(NetLearner):
 
     joint = False
 
-    def __init__(
-        self,
-        config: QLearningConfig,
-        env: VectorEnv,
-        seats: dict[str, list[int]],
-        policies: Mapping[str, NetPolicyConfig],
-        seeds: Mapping[str, int],
-        together: Together | None = None,
-    ) -> None:
-        refuse(config, env)
+    def __init__(self, config: QLearningConfig, pupils: Pupils) -> None:
+        refuse(config, pupils.env)
         self.config = config
-        super().__init__(env, seats, policies, seeds, together)
+        super().__init__(pupils)
         self.targets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
         self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
         self.seats = [seat for stack in self.stacks for seat in stack.seating.flat]

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, by_row
-from palestra.envs.vector.base import VectorEnv
-from palestra.learners.nets import NetLearner, Optimizer
+from palestra.learners.nets import NetLearner, Optimizer, Pupils
 from palestra.losses.policy import Figures
 from palestra.losses.q import q_loss, q_target
 from palestra.nets.mixers import Monotone, Total
@@ -44,8 +43,8 @@ class Team(QLearner):
     config: QMIX
     joint = True
 
-    def __init__(self, config: QMIX, env: VectorEnv, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, env, *args, **kwargs)
+    def __init__(self, config: QMIX, pupils: Pupils) -> None:
+        super().__init__(config, pupils)
         self.mixer = self._mixer()
         self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
         names, first = ["+".join(self.names)], self.policies[self.names[0]]
