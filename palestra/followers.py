@@ -28,7 +28,7 @@ class Follower:
     def log(self, *_: Any) -> None:
         """Nothing."""
 
-    time = eval = write_episodes = log
+    time = eval = write_episodes = roll_call = log
 
     def sync(self) -> None:
         """Nothing."""
