@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from palestra.terminal import friendly, say
+from palestra.terminal import friendly, needs, say
 
 
 def serve_envs(
@@ -39,8 +38,7 @@ def serve_envs(
     an env may give it any option, also one that names files or programs of this machine: have a token.
     """
     with friendly():
-        if missing := [name for name in ("grpc", "grpc_health", "grpc_reflection") if not find_spec(name)]:
-            raise ValueError(f"serving envs needs {', '.join(missing)}: pip install 'palestra[grpc]'")
+        needs("serving envs", "grpc", "grpc", "grpc_health", "grpc_reflection")
         from palestra.remote.place import read_token
         from palestra.remote.serve import Options, serve
 

@@ -59,6 +59,6 @@ class Roll:
 roll = Roll()  # of this process
 
 
-def here() -> str:
-    """This process, as others are told of it."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
+def here(pid: int | None = None) -> str:
+    """This process, or another of this machine, as others are told of it."""
+    return f"process {os.getpid() if pid is None else pid} on {socket.gethostname()}"

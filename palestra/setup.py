@@ -39,10 +39,11 @@ def build(config: Config, engines: Engines | RemoteEngines | None = None) -> Set
     halls = {name: make_arena(exam_game(config, name), name) for name in config.exams}
     arenas = [{name: make_arena(env, name) for name, env in part.games.items()} for part in parts]
     engines = engines or engines_of(config)
-    for part in parts:
-        engines.check(part.algorithm.loss, part.algorithm.loss_options, part.policies)
     used = set().union(*(_used(part, names) for part, names in zip(parts, seats, strict=True)))
     used |= {name for sitting in sittings.values() for name in sitting.values()}
+    for part in parts:
+        seen = {name: policy for name, policy in part.policies.items() if name in used}
+        engines.check(part.algorithm.loss, part.algorithm.loss_options, seen)
     learners = {
         name: engines.learner(name, policy, derive(config.seed, "adapter", name), critic=_critic(parts))
         for name, policy in parts[0].policies.items()

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed, unsendable
 from palestra.populations.tasks import Done, MakeWorker, Task
-from palestra.roll import roll
+from palestra.roll import here, roll
 
 KIND = "local worker"
 CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
@@ -70,7 +69,7 @@ class _Process:
         # Not a daemon: its games may want processes of their own.
         self.process = CONTEXT.Process(target=_work, args=(theirs, make, threads, scratch))
         self.process.start()
-        self.where = f"process {self.process.pid} on {socket.gethostname()}"
+        self.where = here(self.process.pid)
         theirs.close()  # so that the pipe ends with the process
 
     def end(self, patience: float) -> None:

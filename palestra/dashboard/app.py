@@ -28,7 +28,7 @@ from palestra.dashboard.api import Api
 from palestra.dashboard.facts import stamp
 from palestra.dashboard.guard import App, Guard
 from palestra.dashboard.library import Absent, Library
-from palestra.web.door import listening
+from palestra.web.door import bracketed, listening
 
 STATIC = Path(__file__).parent / "static"
 TURN = 0.001  # seconds after which a thread that counts files or sorts lets one go on that somebody waits for
@@ -133,7 +133,7 @@ def serve(root: Path, host: str, port: int, token: str, hosts: Collection[str], 
     server: uvicorn.Server | None = None
     app = dashboard(root, token, {name.lower() for name in names}, lambda: server is not None and server.should_exit)
     door = listening(host, port)
-    address = f"http://{_written(host)}:{door.getsockname()[1]}/"
+    address = f"http://{bracketed(host)}:{door.getsockname()[1]}/"
     if host not in LOCAL and not token:
         say(f"warning: anybody who reaches {host} can read these runs; --token {secrets.token_urlsafe(12)} asks for it")
     say(f"dashboard: {address}{f'?token={token}' if token else ''}")
@@ -141,7 +141,3 @@ def serve(root: Path, host: str, port: int, token: str, hosts: Collection[str], 
     server = uvicorn.Server(config)
     sys.setswitchinterval(TURN)
     server.run(sockets=[door])
-
-
-def _written(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

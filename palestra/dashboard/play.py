@@ -30,7 +30,7 @@ from palestra.dashboard.app import LOCAL, QUIET, STATIC
 from palestra.dashboard.game import Game, Games, OutOfTurn
 from palestra.dashboard.guard import App, Guard
 from palestra.dashboard.library import Absent
-from palestra.web.door import listening
+from palestra.web.door import bracketed, listening
 
 LARGEST = 256 * 1024  # bytes of an answer
 Ask = Callable[[Games, Request], Awaitable[Response]]
@@ -148,8 +148,7 @@ def serve(games: Games, host: str, port: int, say: Callable[[str], None]) -> Non
     Raises ValueError where the port is not to be had."""
     token = "" if host in LOCAL else secrets.token_urlsafe(12)
     door = listening(host, port)
-    name = f"[{host}]" if ":" in host else host
-    say(f"play at: http://{name}:{door.getsockname()[1]}/play{f'?token={token}' if token else ''}")
+    say(f"play at: http://{bracketed(host)}:{door.getsockname()[1]}/play{f'?token={token}' if token else ''}")
     app = page(games, token, {host, socket.gethostname().lower()})
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     _Server(config, games.close).run(sockets=[door])

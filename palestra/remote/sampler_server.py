@@ -35,7 +35,7 @@ from palestra.engine.requests import Request, Sampled
 from palestra.engine.sampler import Sampler
 from palestra.remote import sampler_wire as wire
 from palestra.remote.aside import Aside
-from palestra.web.door import listening
+from palestra.web.door import bracketed, listening
 
 DRAIN = 30  # seconds that requests have to end when the server is told to
 
@@ -249,7 +249,6 @@ def _end_with_parent(server: uvicorn.Server) -> None:
 
 
 def _where(options: Options, port: int, key: str | None) -> str:
-    host = f"[{options.host}]" if ":" in options.host else options.host
     inside = key or options.host in ("127.0.0.1", "localhost", "::1")
     warning = "" if inside else f"  (without a key in {options.key_env}, everybody who reaches this machine may use it)"
-    return f"{wire.READY}http://{host}:{port}{warning}"
+    return f"{wire.READY}http://{bracketed(options.host)}:{port}{warning}"

@@ -35,7 +35,7 @@ from palestra.service.origins import Origins
 from palestra.service.store import Store
 from palestra.service.vault import Vault
 from palestra.service.worker import Settings, work
-from palestra.web.door import listening
+from palestra.web.door import bracketed, listening
 
 STEADY = 60.0  # seconds after which a worker that dies is taken to have worked
 LONGEST = 30.0  # seconds of pause before a worker is started again
@@ -239,9 +239,8 @@ def _secret(path: Path) -> str:
 
 def _how_to_connect(options: Options, port: int) -> str:
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
-    host = f"[{host}]" if ":" in host else host
     key = "tml-..." if options.auth else "tml-anything"
     inside = options.auth or options.host in ("127.0.0.1", "localhost", "::1")
     warning = "" if inside else "  (without --auth, everybody who reaches this machine may use it)"
-    url = f"http://{host}:{port}{options.root_path.rstrip('/')}"
+    url = f"http://{bracketed(host)}:{port}{options.root_path.rstrip('/')}"
     return f"serving; point a client here with TINKER_BASE_URL={url} TINKER_API_KEY={key}{warning}"

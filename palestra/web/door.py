@@ -1,4 +1,4 @@
-"""The socket that servers of ours listen at."""
+"""The socket that servers of ours listen at, and how its address is written."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def listening(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen at {host}:{port}: {error}. Choose another --port.") from error
     door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return door
+
+
+def bracketed(host: str) -> str:
+    """A host as addresses have it: one of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host

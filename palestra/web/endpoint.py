@@ -25,6 +25,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from palestra.chat import Chat, assistant
+from palestra.web.door import bracketed
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -126,8 +127,7 @@ class Server:
         except OSError as error:
             await runner.cleanup()
             return ready.set_exception(error)
-        shown = f"[{host}]" if ":" in host else host
-        ready.set_result(f"http://{shown}:{runner.addresses[0][1]}/v1")
+        ready.set_result(f"http://{bracketed(host)}:{runner.addresses[0][1]}/v1")
         await self._closing.wait()
         await runner.cleanup()
 
