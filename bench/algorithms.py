@@ -7,7 +7,7 @@
 
 One task is cooperative (configs/algorithms/sums.yaml), one zero-sum (configs/algorithms/duel.yaml). A method's learning
 rate is the better of two on instances of split dev, with a seed that is not counted; scores are of split test. What was
-measured lies in runs/algorithms/; a run that is there is not made again.
+measured is kept in bench/measured/; what is there is not run again. Runs are in runs/algorithms/.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from palestra.runs import read_lines
 from palestra.types import Episode, Sample
 
 ROOT = Path("runs/algorithms")
+LEDGER, QUICK = Path("bench/measured/algorithms.jsonl"), ROOT / "quick.jsonl"  # a line for each run
+UNTRAINED = Path("bench/measured/untrained.json")  # scores of the base
 TUNING = 100  # the seed of runs that choose a learning rate
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
 
@@ -210,7 +212,7 @@ def samples(episodes: Sequence[Episode], learners: Sequence[str]) -> list[Sample
 
 
 def known(quick: bool) -> dict[tuple[str, str, float, int], dict[str, Any]]:
-    path = ROOT / ("quick.jsonl" if quick else "results.jsonl")
+    path = QUICK if quick else LEDGER
     lines = read_lines(path) if path.exists() else []
     return {(line["task"], line["method"], line["rate"], line["seed"]): line for line in lines}
 
@@ -227,8 +229,9 @@ def measure(task: Task, method: Method, rate: float, seed: int, quick: bool) -> 
     line["to_bar"] = next((count for count, score in points if score >= task.bar), None)
     if seed != TUNING:
         line |= examine(task, run, 10 if quick else 300)
-    ROOT.mkdir(parents=True, exist_ok=True)
-    with (ROOT / ("quick.jsonl" if quick else "results.jsonl")).open("a") as file:
+    ledger = QUICK if quick else LEDGER
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    with ledger.open("a") as file:
         file.write(json.dumps(line) + "\n")
     print(f"{task.name}, {method.name}, lr {rate:g}, seed {seed}: {points[-1][1]:.3f} on dev", flush=True)
     return line
@@ -236,10 +239,9 @@ def measure(task: Task, method: Method, rate: float, seed: int, quick: bool) -> 
 
 def untrained(task: Task, quick: bool) -> float:
     """The base's score on split test."""
-    path = ROOT / "untrained.json"
+    path = ROOT / "untrained.json" if quick else UNTRAINED
     have = json.loads(path.read_text()) if path.exists() else {}
-    key = f"{task.name}{' quick' if quick else ''}"
-    if key not in have:
+    if task.name not in have:
         run = next(Path(line["run"]) for (name, *_), line in known(quick).items() if name == task.name)
         everywhere = dict.fromkeys(load(run / "config.yaml").get("seats") or task.learners, "base")
         figures = [
@@ -250,9 +252,9 @@ def untrained(task: Task, quick: bool) -> float:
             ).figures
             for _ in task.sides
         ]
-        have[key] = float(np.mean([task.score(side, f) for side, f in zip(task.sides, figures, strict=True)]))
-        path.write_text(json.dumps(have))
-    return float(have[key])
+        have[task.name] = float(np.mean([task.score(side, f) for side, f in zip(task.sides, figures, strict=True)]))
+        path.write_text(json.dumps(have) + "\n")
+    return float(have[task.name])
 
 
 def best_rate(task: Task, method: Method) -> float:

@@ -6,8 +6,9 @@
     python bench/learning.py --quick              a twentieth of the steps and one seed: does the road hold?
 
 A task is a config in configs/games/, scored at the end on held-out seeds, the policies at their best (in Kuhn poker by
-the exploitability of what they play when they draw their moves). What was measured lies in runs/learning/; a task and
-seed that is there is not run again.
+the exploitability of what they play when they draw their moves). What was measured is kept in
+bench/measured/learning.jsonl, curves and all; a task and seed that is there is not run again. Runs
+lie in runs/learning/.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from palestra.config import load
 from palestra.runs import Checkpoint, checkpoints, read_lines
 
 ROOT = Path("runs/learning")
+LEDGER, QUICK = Path("bench/measured/learning.jsonl"), ROOT / "quick.jsonl"  # a line for each run
 ENVS = Path(".cache/envs")  # made by `make test-envs`
 NOTES = Path("bench/learning-notes.md")  # what the page says besides figures
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
@@ -186,8 +188,8 @@ def train(task: Task, seed: int, quick: bool) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     run = max(ROOT.glob(f"{name}*"), key=lambda path: path.stat().st_mtime)
-    score = task.curve(run)[-1][1]
-    return {"task": task.name, "seed": seed, "quick": quick, "score": score, "cpu": cpu_seconds(run), "run": str(run)}
+    points = [(steps, float(f"{value:.4g}")) for steps, value in task.curve(run)]
+    return {"task": task.name, "seed": seed, "score": points[-1][1], "cpu": round(cpu_seconds(run)), "curve": points}
 
 
 def cpu_seconds(run: Path) -> float:
@@ -197,19 +199,20 @@ def cpu_seconds(run: Path) -> float:
 
 
 def known_results(quick: bool) -> list[dict[str, Any]]:
-    ledger = ROOT / "results.jsonl"
-    return [line for line in (read_lines(ledger) if ledger.exists() else []) if line["quick"] == quick]
+    ledger = QUICK if quick else LEDGER
+    return read_lines(ledger) if ledger.exists() else []
 
 
 def run_missing(tasks: list[Task], seeds: int, quick: bool, jobs: int) -> None:
     """Runs what has not been run yet."""
-    ROOT.mkdir(parents=True, exist_ok=True)
+    ledger = QUICK if quick else LEDGER
+    ledger.parent.mkdir(parents=True, exist_ok=True)
     have = {(line["task"], line["seed"]) for line in known_results(quick)}
     todo = [(task, seed) for task in tasks for seed in range(task.first, task.first + seeds)]
     todo = [job for job in todo if (job[0].name, job[1]) not in have]
     with ThreadPoolExecutor(jobs) as pool:
         for line in pool.map(lambda job: train(*job, quick), todo):
-            with (ROOT / "results.jsonl").open("a") as file:
+            with ledger.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"{line['task']}, seed {line['seed']}: {line['score']:.3f} in {line['cpu']:.0f} CPU-s", flush=True)
 
@@ -218,7 +221,8 @@ def run_missing(tasks: list[Task], seeds: int, quick: bool, jobs: int) -> None:
 
 HEAD = """Made by `python bench/learning.py`. Each config is trained with several seeds and scored at the end on
 held-out seeds, mean with its 95 % interval (Student's t). CPU seconds are those of sweeps and updates, on one core of a
-machine that others used too."""
+machine that others used too. The scores and curves of all runs are in
+[bench/measured/learning.jsonl](../bench/measured/learning.jsonl)."""
 
 
 def interval(values: list[float]) -> str:
@@ -266,7 +270,7 @@ def draw(results: list[dict[str, Any]], target: Path) -> None:
         axis.axis("off")
     for axis, task in zip(axes.flat, shown, strict=False):
         for line in (line for line in results if line["task"] == task.name):
-            steps, values = zip(*task.curve(Path(line["run"])), strict=True)
+            steps, values = zip(*line["curve"], strict=True)
             axis.plot(np.array(steps) / 1000, values, "o-", markersize=2.5, linewidth=1, label=f"seed {line['seed']}")
         axis.axhline(task.bar, color="black", linestyle=":", linewidth=1)
         axis.set_title(f"{task.name}: {task.scored}", fontsize=9)

@@ -29,7 +29,7 @@ PARTS = {
     "text": "language agents in Kuhn poker in words",
     "league": "a league and self-play in a game with a cycle",
 }
-RUN = Path("runs/psro")  # what parts found
+KEPT = Path("bench/measured/psro")  # what parts found
 PAGE = Path("docs/results-populations.md")
 NOTES = Path("bench/psro-notes.md")  # what the page says besides figures
 console = Console(width=120, record=True)
@@ -62,8 +62,8 @@ def run_part(name: str, quick: bool) -> dict[str, Any]:
     minutes = (time.perf_counter() - start) / 60
     found = {"figures": figures, "targets": part.TARGETS, "text": console.export_text(), "minutes": minutes}
     if not quick:
-        RUN.mkdir(parents=True, exist_ok=True)
-        (RUN / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+        KEPT.mkdir(parents=True, exist_ok=True)
+        (KEPT / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
     return found
 
 
@@ -80,11 +80,11 @@ def report() -> None:
     ]
     for name, what in PARTS.items():
         lines += [f"## {what[0].upper()}{what[1:]}", ""]
-        kept = RUN / f"{name}.json"
-        if not kept.exists():
+        path = KEPT / f"{name}.json"
+        if not path.exists():
             lines += ["Not run.", ""]
             continue
-        found = json.loads(kept.read_text())
+        found = json.loads(path.read_text())
         text = "\n".join(line.rstrip() for line in found["text"].strip().splitlines())
         lines += ["```", text, "```", "", f"`--parts {name}`, {found['minutes']:.0f} minutes.", ""]
     PAGE.write_text("\n".join([*lines, NOTES.read_text()]))

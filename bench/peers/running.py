@@ -14,12 +14,13 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 HERE = Path(__file__).parent
 VENVS = HERE.parent.parent / ".cache" / "peers"
 PEERS = ("jaxmarl", "benchmarl", "rllib", "sample_factory")
 OURS = ("ours", "raw")  # run where palestra does
+VENV_OF = {"jaxmarl_qmix": "jaxmarl"}  # scripts that run where another does
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(HERE.parent),
@@ -29,6 +30,15 @@ ENVIRONMENT = {
     "PYGAME_HIDE_SUPPORT_PROMPT": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+
+
+class Told(Protocol):
+    """A script and, as JSON, what it is told."""
+
+    @property
+    def script(self) -> str: ...
+
+    def told(self, seconds: float) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Failed(Exception):
 
 
 def python(script: str) -> str:
-    return sys.executable if script in OURS else str(VENVS / script / "bin" / "python")
+    return sys.executable if script in OURS else str(VENVS / VENV_OF.get(script, script) / "bin" / "python")
 
 
 def installed(peer: str) -> bool:
@@ -75,7 +85,7 @@ def install(peer: str) -> None:
     (venv / ".installed").write_text(packages.read_text())
 
 
-def run(job: Job, seconds: float, limit: float) -> dict[str, Any]:
+def run(job: Told, seconds: float, limit: float) -> dict[str, Any]:
     """What a job's script tells; raises `Failed` where it tells nothing within `limit` seconds."""
     command = [python(job.script), str(HERE / f"{job.script}.py"), job.told(seconds)]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:

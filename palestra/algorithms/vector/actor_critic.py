@@ -35,10 +35,13 @@ class ActorCriticConfig(AlgorithmConfig):
     """Play `horizon` steps of every game, then learn from them. `value_norm` lets the critic predict in running
     deviations of the return (Yu et al., 2022). `correct: vtrace` corrects for actions of an older policy. The bonus for
     `entropy` goes to `entropy_end` over the run where that is given: in games of two sides self-play goes round in
-    circles without a bonus, and ends off the equilibrium with one that stays (Sokota et al., 2023)."""
+    circles without a bonus, and ends off the equilibrium with one that stays (Sokota et al., 2023). `gamma` goes to
+    `gamma_end` likewise: what is near is learned first, and later what is far counts as much (François-Lavet et al.,
+    2015)."""
 
     horizon: int = Field(128, ge=1)
     gamma: float = Field(0.99, ge=0, le=1)
+    gamma_end: float | None = Field(None, ge=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
     epochs: int = Field(1, ge=1)
     minibatches: int = Field(1, ge=1)
@@ -54,6 +57,10 @@ class ActorCriticConfig(AlgorithmConfig):
         """The bonus for entropy when so much of the run is done."""
         end = self.entropy if self.entropy_end is None else self.entropy_end
         return self.entropy + (end - self.entropy) * progress
+
+    def gamma_at(self, progress: float) -> float:
+        """The discount when so much of the run is done."""
+        return self.gamma + ((self.gamma if self.gamma_end is None else self.gamma_end) - self.gamma) * progress
 
     @abstractmethod
     def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
@@ -116,7 +123,7 @@ class ActorCritic(NetLearner):
         """`epochs` passes over the batch in `minibatches`, of the critics and then of the policies."""
         figures: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
         self.shuffle = torch.Generator().manual_seed(int(sum(s.version for s in self.stacks)) * 7919 + 1)
-        advantages, targets, known = self._credit(batch)
+        advantages, targets, known = self._credit(batch, progress)
         for critic in self.critics:
             losses = self._judge(critic, batch, targets, known, progress)
             for stack in self.stacks:
@@ -130,7 +137,7 @@ class ActorCritic(NetLearner):
         self.see(batch)
         return lines
 
-    def _credit(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def _credit(self, batch: Batch, progress: float) -> tuple[Tensor, Tensor, Tensor]:
         """Advantages, the critics' targets, and which moves have them: [T, B, N] each."""
         values, bootstrap = self._values(batch)
         course = Course(
@@ -140,12 +147,11 @@ class ActorCritic(NetLearner):
             torch.from_numpy(batch.over),
             torch.from_numpy(batch.acting),
         )
+        gamma, lam = self.config.gamma_at(progress), self.config.lam
         if self.config.correct == "vtrace":
-            advantages, targets, known = vtrace(
-                course, self._ratio(batch), gamma=self.config.gamma, lam=self.config.lam
-            )
+            advantages, targets, known = vtrace(course, self._ratio(batch), gamma=gamma, lam=lam)
         else:
-            advantages, known = gae(course, gamma=self.config.gamma, lam=self.config.lam)
+            advantages, known = gae(course, gamma=gamma, lam=lam)
             targets = advantages + values[:-1]
         return advantages, targets, known
 

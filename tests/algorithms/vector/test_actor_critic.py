@@ -277,14 +277,18 @@ def test_the_learning_rate_goes_to_zero_where_it_is_to() -> None:
         assert moves != all(torch.equal(value, before[key]) for key, value in weights(made, "a").items())
 
 
-def test_the_bonus_for_entropy_goes_to_its_end_over_the_run() -> None:
-    """Half way it is the mean of both: the update is that of a run with this bonus throughout."""
+@pytest.mark.parametrize(
+    "configs",
+    [
+        (PPO(horizon=8, entropy=0.3, entropy_end=0.1), PPO(horizon=8, entropy=0.2), PPO(horizon=8, entropy=0.3)),
+        (PPO(horizon=8, gamma=0.5, gamma_end=0.9), PPO(horizon=8, gamma=0.7), PPO(horizon=8, gamma=0.5)),
+    ],
+    ids=["entropy", "gamma"],
+)
+def test_what_changes_over_the_run_is_half_way_the_mean_of_both_ends(configs: tuple[PPO, ...]) -> None:
+    """The update is that of a run with this mean throughout, and not that of the beginning."""
     found = []
-    for config in (
-        PPO(horizon=8, entropy=0.3, entropy_end=0.1),
-        PPO(horizon=8, entropy=0.2),
-        PPO(horizon=8, entropy=0.3),
-    ):
+    for config in configs:
         env = Countdown(4)
         made = learner(config, env, {"a": [0, 1]})
         made.update(swept(made, env, 8), 0.5)
@@ -292,7 +296,13 @@ def test_the_bonus_for_entropy_goes_to_its_end_over_the_run() -> None:
     for key, weight in found[0].items():
         torch.testing.assert_close(weight, found[1][key])
     assert any(not torch.allclose(weight, found[2][key]) for key, weight in found[0].items())
-    assert [PPO(entropy=0.3, entropy_end=0.1).entropy_at(x) for x in (0.0, 1.0)] == pytest.approx([0.3, 0.1])
+
+
+def test_what_changes_over_the_run_goes_from_one_end_to_the_other() -> None:
+    config = PPO(entropy=0.3, entropy_end=0.1, gamma=0.9, gamma_end=0.99)
+    assert [config.entropy_at(x) for x in (0.0, 1.0)] == pytest.approx([0.3, 0.1])
+    assert [config.gamma_at(x) for x in (0.0, 1.0)] == pytest.approx([0.9, 0.99])
+    assert [PPO(entropy=0.3).entropy_at(1.0), PPO(gamma=0.9).gamma_at(1.0)] == [0.3, 0.9]
 
 
 def test_views_are_normalised_by_what_was_seen_before_the_update() -> None:

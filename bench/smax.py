@@ -1,0 +1,84 @@
+"""QMIX on SMAX's map 3m beside JaxMARL's own: the CPU seconds of a million env steps, and the games won after them.
+
+    python bench/smax.py            up to 50 minutes, for JaxMARL's; ours are taken from bench/learning.py, or run there
+    python bench/smax.py --quick    2 minutes each of JaxMARL's; does the road hold?
+
+JaxMARL's QMIX is a script of its repository, fetched once and run as it is; `bench/peers/jaxmarl_qmix.py` has its
+settings. They are made for GPUs, with networks of 512 units, so that it is run with 64 as ours, too. Each has one
+thread. Tests and compiling are not counted. Needs `make test-envs` once, for our run of JaxMARL's env.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from urllib.request import urlopen
+
+import learning
+from peers.running import ENVIRONMENT, VENVS, install, run
+from rich.console import Console
+from rich.table import Table
+
+SCRIPT = (
+    "https://raw.githubusercontent.com/FLAIROx/JaxMARL/014b4f0af877856dc0a90437596a23a31153e303"
+    "/baselines/QLearning/qmix_rnn.py"
+)
+TASK = "smax_qmix"
+STEPS = 1_000_000
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+console = Console(width=120)
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A run of JaxMARL's script, all networks `hidden` wide if that is given."""
+
+    path: Path
+    hidden: int | None = None
+    script: str = "jaxmarl_qmix"
+
+    def told(self, seconds: float) -> str:
+        return json.dumps({"script": str(self.path), "map": "3m", "hidden": self.hidden, "seconds": seconds})
+
+
+def fetched() -> Path:
+    """JaxMARL's script, at the commit that `SCRIPT` names."""
+    path = VENVS.parent / "scripts" / "qmix_rnn.py"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with urlopen(SCRIPT, timeout=60) as answer:
+            path.write_bytes(answer.read())
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--minutes", type=float, default=25.0, help="of CPU, for each of JaxMARL's runs (25)")
+    options = parser.parse_args()
+    task = next(task for task in learning.TASKS if task.name == TASK)
+    learning.run_missing([task], 1 if options.quick else 3, options.quick, 1)
+    ours = [line for line in learning.known_results(options.quick) if line["task"] == TASK]
+    spent = mean(line["cpu"] / line["curve"][-1][0] for line in ours) * STEPS
+    shown = Table("QMIX on SMAX 3m", "units", "CPU-s for a million env steps", "won", "after env steps")
+    won = mean(line["score"] for line in ours)
+    shown.add_row("palestra", "64", f"{spent:,.0f}", f"{won:.3f}", f"{ours[0]['curve'][-1][0]:,}")
+    install("jaxmarl")
+    ENVIRONMENT["XLA_FLAGS"] = ONE_THREAD
+    seconds, figures = 120.0 if options.quick else 60 * options.minutes, {}
+    for name, hidden in (("smax_qmix_vs_jaxmarl", None), ("smax_qmix_vs_jaxmarl_small", 64)):
+        told = run(Theirs(fetched(), hidden), seconds, 4 * seconds + 600)
+        figures[name] = told["cpu_s_per_million"] / spent
+        steps, rate = told["curve"][-1] if told["curve"] else (0, math.nan)
+        shown.add_row("JaxMARL", str(hidden or 512), f"{told['cpu_s_per_million']:,.0f}", f"{rate:.3f}", f"{steps:,}")
+    console.print(shown)
+    figures = {name: float(f"{value:.4g}") for name, value in figures.items()}
+    print(json.dumps({"bench": "smax", "figures": figures, "targets": {}}))
+
+
+if __name__ == "__main__":
+    main()
