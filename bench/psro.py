@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from psro_parts.keeping import KEPT
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +30,6 @@ PARTS = {
     "text": "language agents in Kuhn poker in words",
     "league": "a league and self-play in a game with a cycle",
 }
-KEPT = Path("bench/measured/psro")  # what parts found
 PAGE = Path("docs/results-populations.md")
 NOTES = Path("bench/psro-notes.md")  # what the page says besides figures
 console = Console(width=120, record=True)

@@ -12,16 +12,16 @@ the times at which both reached a NashConv, over all that OpenSpiel reached belo
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from peers.running import Job, install, run
+from psro_parts.keeping import kept
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +42,6 @@ TARGETS = {"wall_vs_openspiel": 30.0, "leduc_exploitability": 0.15}
 AT_LEAST = {"wall_vs_openspiel"}
 SECONDS = {"xdo": 300.0, "psro": 600.0, "openspiel": 1800.0}
 SEEDS = range(3)
-KEPT = Path("bench/measured/psro/learned")
 SEATS = ("player_0", "player_1")
 ENV = {"type": "leduc_poker", "games": 256}
 POLICY = {"hidden": [64, 64], "activation": "relu", "lr": 3e-3, "schedule": "linear"}
@@ -201,24 +200,19 @@ def show(curves: Mapping[str, Curve]) -> None:
     console.print(shown)
 
 
-def kept(name: str, measure: Callable[[], Curve]) -> Curve:
-    """What was measured under that name before, or is now: the part goes on where it was broken off."""
-    path = KEPT / f"{name}.json"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measure()))
-    return [(seconds, value) for seconds, value in json.loads(path.read_text())]
-
-
 def figures(quick: bool = False) -> dict[str, float]:
     """`leduc_exploitability` is the last of XDO, `leduc_psro_exploitability` that of PSRO with as good responses, means
     over seeds; half of NashConv. So with the ratios of wall time: each is the least over seeds."""
     if quick:
         solved, mine, theirs = {"XDO": xdo(60)}, {"PSRO": ours(60)}, openspiel(120)
     else:
-        solved = {f"XDO, seed {seed}": kept(f"xdo-{seed}", partial(xdo, SECONDS["xdo"], seed)) for seed in SEEDS}
-        mine = {f"PSRO, seed {seed}": kept(f"psro-{seed}", partial(ours, SECONDS["psro"], seed)) for seed in SEEDS}
-        theirs = kept("openspiel", partial(openspiel, SECONDS["openspiel"]))
+        solved = {
+            f"XDO, seed {seed}": kept(f"learned/xdo-{seed}", partial(xdo, SECONDS["xdo"], seed)) for seed in SEEDS
+        }
+        mine = {
+            f"PSRO, seed {seed}": kept(f"learned/psro-{seed}", partial(ours, SECONDS["psro"], seed)) for seed in SEEDS
+        }
+        theirs = kept("learned/openspiel", partial(openspiel, SECONDS["openspiel"]))
     show(solved | mine | {"OpenSpiel, PSRO": theirs})
     found: dict[str, float] = {}
     for curves, label in ((solved, ""), (mine, "_psro")):

@@ -1,9 +1,10 @@
 """PSRO over LoRA adapters on the tiny base, in Kuhn poker in words: how far NashConv falls.
 
-    cd bench; python -m psro_parts.text 0          the curve of one seed
+    cd bench; python -m psro_parts.text 0                       the curve of one seed, kept for the page
+    cd bench; python -m psro_parts.text 100 population.steps=40 with other settings, not kept
 
 NashConv is exact, from the probabilities that agents give the words of every information state; uniform play has 11/12.
-The run is `configs/populations/text_kuhn_psro.yaml`; iteration 0 is uniform play.
+The run is `configs/populations/text_kuhn_psro.yaml`, which ends once NashConv is low enough; iteration 0 is uniform play.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from psro_parts.keeping import kept
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +43,11 @@ def curve(seed: int, settings: list[str]) -> tuple[list[float], float]:
     return [line["nash_conv"] for line in lines if "nash_conv" in line], time.process_time() - start
 
 
+def measured(seed: int) -> tuple[list[float], float]:
+    """The curve of a seed that counts, kept."""
+    return kept(f"text/{seed}", partial(curve, seed, []))
+
+
 def show(curves: Mapping[int, tuple[list[float], float]]) -> None:
     longest = max(len(values) for values, _ in curves.values())
     shown = Table("seed", *map(str, range(longest)), "CPU s", title="NashConv by iteration", title_justify="left")
@@ -52,11 +60,12 @@ def show(curves: Mapping[int, tuple[list[float], float]]) -> None:
 def figures(quick: bool = False) -> dict[str, float]:
     """The last NashConv, a mean over seeds."""
     settings = ["population.iterations=2", "population.steps=10", "oracle.teach=20"] if quick else []
-    curves = {seed: curve(seed, settings) for seed in range(1 if quick else SEEDS)}
+    curves = {0: curve(0, settings)} if quick else {seed: measured(seed) for seed in range(SEEDS)}
     show(curves)
     return {"text_kuhn_nashconv": float(np.mean([values[-1] for values, _ in curves.values()]))}
 
 
 if __name__ == "__main__":
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
-    show({seed: curve(seed, sys.argv[2:])})
+    settings = sys.argv[2:]
+    show({seed: curve(seed, settings) if settings else measured(seed)})
