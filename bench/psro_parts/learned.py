@@ -40,7 +40,7 @@ from palestra.setup_population import PopulationConfig, build_population, run_po
 
 TARGETS = {"wall_vs_openspiel": 30.0, "leduc_exploitability": 0.15}
 AT_LEAST = {"wall_vs_openspiel"}
-SECONDS = {"xdo": 300.0, "psro": 600.0, "openspiel": 1800.0}
+SECONDS = {"xdo": 300.0, "psro": 300.0, "openspiel": 1800.0}
 SEEDS = range(3)
 SEATS = ("player_0", "player_1")
 ENV = {"type": "leduc_poker", "games": 256}

@@ -3,8 +3,9 @@
     cd bench; python -m psro_parts.text 0                       the curve of one seed, kept for the page
     cd bench; python -m psro_parts.text 100 population.steps=40 with other settings, not kept
 
-NashConv is exact, from the probabilities that agents give the words of every information state; uniform play has 11/12.
-The run is `configs/populations/text_kuhn_psro.yaml`, which ends once NashConv is low enough; iteration 0 is uniform play.
+NashConv is exact, from the probabilities that agents give the words of every information state; uniform play has
+11/12. The run is `configs/populations/text_kuhn_psro.yaml`, which ends once NashConv is low enough; iteration 0 is
+uniform play.
 """
 
 from __future__ import annotations
