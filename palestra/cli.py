@@ -75,6 +75,8 @@ def train(
 
         palestra train --resume runs/demo
 
+        palestra train --resume runs/demo --set steps=200    # for longer than it was to
+
         torchrun --nproc-per-node 4 -m palestra train configs/demo.yaml
 
     Ctrl-C ends the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
@@ -82,30 +84,45 @@ def train(
     places = [("type", backend), ("workers", workers), ("address", address)]
     changes = [*(settings or []), *([f"engine={engine}"] if engine else [])]
     with friendly():
-        tree = _described(config, resume, changes, [f"backend.{key}={value}" for key, value in places if value])
-        _train(tree, resume, name, root, dry_run)
+        tree = _described(config, resume, changes)
+        placed = _placed(tree, [f"backend.{key}={value}" for key, value in places if value])
+        _train(placed, resume, name, root, dry_run, tree if changes else None)
 
 
-def _described(path: Path | None, resume: Path | None, settings: list[str], places: list[str]) -> dict[str, Any]:
-    """The config of a run that starts, or of one that goes on; where its tasks are done may change in between."""
+def _described(path: Path | None, resume: Path | None, settings: list[str]) -> dict[str, Any]:
+    """The config of a run that starts, or of one that goes on, perhaps for longer."""
     from palestra.config import load, override
+    from palestra.longer import longer
 
     if (path is None) == (resume is None):
         raise ValueError("name a config to start a run, or --resume RUN to go on with one")
-    if resume and settings:
-        raise ValueError(
-            "--set and --engine change a run that starts; a resumed run goes on as it began. Start a new one instead."
-        )
-    tree = load(resume / "config.yaml" if resume else path)  # type: ignore[arg-type]
+    if resume is None:
+        return override(load(path), settings)  # type: ignore[arg-type]
+    tree = load(resume / "config.yaml")
+    return longer(tree, settings, _vectorised(tree)) if settings else tree
+
+
+def _placed(tree: dict[str, Any], places: list[str]) -> dict[str, Any]:
+    """The config with where its tasks are done, which may change whenever a run goes on."""
+    from palestra.config import override
+
     if places and "population" not in tree and _vectorised(tree):
         raise ValueError(
             "--backend, --workers and --address place the tasks of a population or the episodes of language agents; "
             "this config has neither"
         )
-    return override(tree, [*settings, *places])
+    return override(tree, places)
 
 
-def _train(tree: dict[str, Any], resume: Path | None, name: str | None, root: Path, dry_run: bool) -> None:
+def _train(
+    tree: dict[str, Any],
+    resume: Path | None,
+    name: str | None,
+    root: Path,
+    dry_run: bool,
+    changed: dict[str, Any] | None,
+) -> None:
+    """Starts a run or goes on with one, which has the config `changed` from then on if there is any."""
     from palestra.config import dump, validate
     from palestra.runs import Run
     from palestra.sinks.follow import following
@@ -122,8 +139,12 @@ def _train(tree: dict[str, Any], resume: Path | None, name: str | None, root: Pa
     setup = kind.build(config)
 
     def open_run() -> Run:
-        meta = {"seed": config.seed}
-        return Run.open(resume) if resume else Run.create(root, dump(config), name or config.name, meta)
+        if not resume:
+            return Run.create(root, dump(config), name or config.name, {"seed": config.seed})
+        run = Run.open(resume)
+        if changed:
+            run.go_on_with(dump(validate(kind.config, changed)))
+        return run
 
     with kind.opened(open_run) as run, following(run.path, [] if RANK else config.sinks, say):
         kind.follow(setup, run, config)

@@ -138,6 +138,17 @@ class Run:
         """The resolved config, as YAML."""
         return (self.path / "config.yaml").read_text(encoding="utf-8")
 
+    def go_on_with(self, config_yaml: str) -> None:
+        """Put this config in the place of the one so far; meta.json keeps who asked for it, and after which step."""
+        if config_yaml == self.config:
+            return
+        path = self.path / "meta.json"
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        change = {"step": self.next_step - 1, "command": sys.argv, "config": self.config}
+        meta["changed"] = [*meta.get("changed", []), change]
+        atomic_write(path, (json.dumps(meta, indent=2) + "\n").encode())
+        atomic_write(self.path / "config.yaml", config_yaml.encode())
+
     def log(self, step: int, policy: str, metrics: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl. Only what the seed determines belongs here: no seconds, no paths, no dates."""
         self._append("metrics.jsonl", {"step": step, "policy": policy, **metrics})

@@ -135,6 +135,13 @@ def test_a_killed_run_ends_as_if_never_touched(tmp_path: Path) -> None:
     assert contents(killed) == contents(whole)
 
 
+def test_a_run_that_is_over_goes_on_for_longer(tmp_path: Path) -> None:
+    """As one that was to go that far, but for learning rates that fall: this one's stays."""
+    run = train(tmp_path / "short", config(env_steps=16 * 5 * 24))
+    finish(launch(tmp_path / "short", "--resume", run, "--set", f"env_steps={16 * 5 * 40}"))
+    assert contents(run) == contents(train(tmp_path / "whole", config()))
+
+
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_ends_as_if_never_touched(tmp_path: Path) -> None:
     tree = config(env_steps=16 * 5 * 200)

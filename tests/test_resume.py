@@ -1,7 +1,9 @@
 """A training process killed at random moments ends as if it had never been touched, byte for byte."""
 
+import json
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -140,6 +142,20 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(base, whole, tmp_path)
     resumed = start(tmp_path / "a folder", "--resume", hint.rsplit("--resume ", 1)[1].strip("'"))
     assert f"going on after step {steps}" in finish(resumed)
     assert_same(run, whole(STEPS))
+
+
+def test_a_run_that_is_over_goes_on_for_longer(base, whole, tmp_path):
+    steps = STEPS * 3 // 5
+    process, run = new_run(tmp_path / "a", base, steps)
+    finish(process)
+    out = finish(start(tmp_path / "a", "--resume", run, "--set", f"steps={STEPS}"))
+    assert f"going on after step {steps}" in out
+    shutil.rmtree(checkpoints(run)[0].path)  # what would have been the end is kept, too
+    assert_same(run, whole(STEPS))
+    assert yaml.safe_load((run / "config.yaml").read_text())["steps"] == STEPS
+    (change,) = json.loads((run / "meta.json").read_text())["changed"]
+    assert change["step"] == steps - 1 and f"steps={STEPS}" in change["command"]
+    assert yaml.safe_load(change["config"])["steps"] == steps
 
 
 @pytest.mark.slow

@@ -182,6 +182,26 @@ def test_where_tasks_are_done_may_change_when_a_run_goes_on(tmp_path):
     assert parse((tmp_path / "runs/small/config.yaml").read_text())["backend"]["type"] == "inline"
 
 
+@pytest.mark.parametrize("plan", ["psro", "xdo"])
+def test_a_run_that_is_over_goes_on_for_longer(plan, tmp_path):
+    """As one that was to go that far."""
+    curves = {}
+    for name, before in (("grown", 2), ("whole", 4)):
+        tree = EXACT | {"name": name, "population": {"type": plan, "iterations": before}}
+        assert palestra("train", written(tmp_path, tree), "--root", tmp_path).exit_code == 0
+        done = palestra("train", "--resume", tmp_path / name, "--set", "population.iterations=4")
+        assert done.exit_code == 0, done.output
+        curves[name] = [line for line in read_lines(tmp_path / name / "metrics.jsonl") if "nash_conv" in line]
+    assert len(curves["whole"]) == (5 if plan == "psro" else 4) and curves["grown"] == curves["whole"]
+
+
+def test_a_league_is_as_long_as_it_was_to_be(tmp_path):
+    tree = LEARNED | {"population": {"type": "league"} | PLANS["league"]}
+    assert palestra("train", written(tmp_path, tree), "--root", tmp_path).exit_code == 0
+    refused = palestra("train", "--resume", tmp_path / "small", "--set", "population.slices=4")
+    assert refused.exit_code == 2 and "this kind cannot be made longer" in plain(refused.stderr)
+
+
 def test_places_are_for_populations(tmp_path):
     path = written(tmp_path, {"env": {"type": "kuhn_poker"}})
     done = palestra("train", path, "--workers", 2)

@@ -1,0 +1,39 @@
+"""A run that goes on for longer than it was to: the only thing about a run that may change once it has begun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from palestra.config import Tree, override
+
+PLANS = {"psro": "population.iterations", "xdo": "population.iterations"}  # whose past a longer plan does not change
+
+
+def longer(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree:
+    """The config of a run, made longer by settings such as steps=200. Raises ValueError where they change anything
+    else, or make it shorter."""
+    length = _length(tree, vectorised)
+    if other := next((setting for setting in settings if setting.partition("=")[0].strip() != length), None):
+        may = f"only its length may change: --set {length}=N" if length else "this kind cannot be made longer"
+        raise ValueError(f"{other}: a resumed run goes on as it began, {may}. Start a new one instead.")
+    changed = override(tree, settings)
+    before, now = _at(tree, length), _at(changed, length)
+    if not isinstance(now, int) or now < before:
+        raise ValueError(f"{length}={now}: the run was to go to {before}, and can only be made longer")
+    return changed
+
+
+def _length(tree: Tree, vectorised: bool) -> str:
+    """The setting that says when a run is over; "" where no one does."""
+    if "population" in tree:
+        return PLANS.get(tree["population"]["type"], "")
+    if vectorised:
+        return "env_steps"
+    return "" if tree.get("stages") else "steps"
+
+
+def _at(tree: Tree, path: str) -> Any:
+    for key in path.split("."):
+        tree = tree[key]
+    return tree
