@@ -45,6 +45,14 @@ class Cache:
         self.prefix[:, :, target, :, :prompt] = self.prefix[:, :, source, :, :prompt]
         self.suffix[:, :, target, ..., :answer, :] = self.suffix[:, :, source, ..., :answer, :]
 
+    def repeat(self, sources: np.ndarray, targets: np.ndarray, prompt: int) -> None:
+        """Copies up to `prompt` positions of prompts from slots to others, where these are others."""
+        other = sources != targets
+        if other.any():
+            device = self.prefix.device
+            source, target = (torch.as_tensor(slots[other], device=device) for slots in (sources, targets))
+            self.prefix[:, :, target, :, :prompt] = self.prefix[:, :, source, :, :prompt]
+
     def wipe(self, slots: slice) -> None:
         """Empties slots of what must not be left there."""
         self.prefix[:, :, slots] = 0

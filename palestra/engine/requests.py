@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -81,6 +82,11 @@ class Group:
     @property
     def owner(self) -> int:
         return self.request.adapter.id if self.request.adapter else 0
+
+    @cached_property
+    def asked(self) -> tuple[int, bytes]:
+        """The same for groups whose prompts have the same keys and values."""
+        return self.owner, np.asarray(self.request.prompt_ids, np.int64).tobytes()
 
     def note(self, k: int, token: int, logp: float, *, ends: bool) -> None:
         """Adds a token to sibling `k`, which `ends` with it or is as long as it may be."""

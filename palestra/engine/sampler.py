@@ -165,20 +165,24 @@ class Sampler:
         self._ended.append((group, error))
 
     def _admissible(self) -> list[Group]:
-        """The next waiting groups that fit beside the live rows, at most `prefill_tokens` of prompt at once."""
+        """The next waiting groups that fit beside the live rows, at most `prefill_tokens` of prompt at once; of equal
+        prompts one counts."""
         rows, tokens = sum(g.request.n for g in self.groups), 0
         batch: list[Group] = []
+        asked: set[tuple[int, bytes]] = set()
         while self.waiting:
             group = self.waiting[0]
-            crowded = rows + group.request.n > self.max_rows or tokens + group.prompt > self.prefill_tokens
+            new = 0 if group.asked in asked else group.prompt
+            crowded = rows + group.request.n > self.max_rows or tokens + new > self.prefill_tokens
             if crowded and (batch or self.groups):
                 break
-            rows, tokens = rows + group.request.n, tokens + group.prompt
+            rows, tokens = rows + group.request.n, tokens + new
+            asked.add(group.asked)
             batch.append(self.waiting.popleft())
         return batch
 
     def _prefill(self, batch: list[Group]) -> None:
-        """Computes the prompts and first tokens of `batch`, whose groups are live from then on."""
+        """Computes the prompts and first tokens of `batch`, whose groups are live from then on; equal prompts once."""
         batch = sorted(batch, key=by_owner)
         first = len(self.groups)
         if not first:  # sizes then depend only on what is live, and a resumed run computes in the same shapes
@@ -189,15 +193,20 @@ class Sampler:
             max(g.prompt for g in batch),
             max(min(g.request.sampling.max_tokens, ANSWER) for g in batch),
         )
-        starts = [self._reuse(first + i, group) for i, group in enumerate(batch)]
-        lengths = np.array([g.prompt for g in batch])
-        layout = PrefillLayout(self.cache, first + np.arange(len(batch)), np.array(starts), lengths)
-        ids = np.concatenate([g.request.prompt_ids[s:] for g, s in zip(batch, starts, strict=True)])
-        route = self._route([g.owner for g in batch], [g.prompt - s for g, s in zip(batch, starts, strict=True)], batch)
+        alike = _first_alike(batch)
+        slots, of_batch = np.unique([alike[g.asked] for g in batch], return_inverse=True)
+        alone = [batch[i] for i in slots]  # `of_batch` is where in here each group of the batch has its like
+        starts = [self._reuse(first + i, batch[i]) for i in slots]
+        lengths = np.array([g.prompt for g in alone])
+        layout = PrefillLayout(self.cache, first + slots, np.array(starts), lengths)
+        ids = np.concatenate([g.request.prompt_ids[s:] for g, s in zip(alone, starts, strict=True)])
+        route = self._route([g.owner for g in alone], [g.prompt - s for g, s in zip(alone, starts, strict=True)], alone)
         logits_NV = self.engine.logits(self.engine.tensor(ids), layout.positions, layout, route, layout.last_N)
+        self.cache.repeat(first + slots[of_batch], first + np.arange(len(batch)), int(lengths.max()))
         self.counts["prefill_tokens"] += len(ids)
+        self.counts["reused_tokens"] += sum(g.prompt for g in batch) - int(lengths.sum())
         rows = [(i, k) for i, g in enumerate(batch) for k in range(g.request.n)]
-        self._draw([(batch[i], k) for i, k in rows], logits_NV[self.engine.tensor([i for i, _ in rows])])
+        self._draw([(batch[i], k) for i, k in rows], logits_NV[self.engine.tensor([of_batch[i] for i, _ in rows])])
         self.groups += batch
 
     def _reuse(self, slot: int, group: Group) -> int:
@@ -312,6 +321,11 @@ class Sampler:
             # the last token sampled was never fed, so it has no keys and values
             ids = np.concatenate([group.request.prompt_ids, group.tokens_KT[k, : length - 1]])
             self.store.put(group.owner, ids, self.cache.row(slot, k, group.prompt, int(length) - 1))
+
+
+def _first_alike(batch: list[Group]) -> dict[tuple[int, bytes], int]:
+    """Where in the batch each prompt, under its adapter, is first."""
+    return {group.asked: i for i, group in reversed(list(enumerate(batch)))}
 
 
 def _resolve(future: asyncio.Future[list[Sampled]], outcome: Outcome) -> None:

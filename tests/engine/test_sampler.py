@@ -42,6 +42,15 @@ def tokens(answers):
     return [a.token_ids.tolist() for a in answers]
 
 
+def trained(engine, seed):
+    """A snapshot that is not the base's twin."""
+    adapter = Adapter(engine.linears, LoraConfig(rank=2), seed=seed)
+    with torch.no_grad():
+        for _, b in adapter.weights.values():
+            b.normal_(0, 0.3)
+    return adapter.snapshot(f"trained-{seed}")
+
+
 @pytest.fixture(scope="module")
 def engine():
     return tiny_lm(4)
@@ -216,6 +225,30 @@ def test_requests_join_while_others_are_being_served(engine):
         pass
     assert tokens(outcomes[1]) == tokens(Sampler(engine).sample_all([ask(1, max_tokens=20)])[0])
     assert tokens(outcomes[3]) == tokens(Sampler(engine).sample_all([ask(3)])[0])
+
+
+def test_prompts_that_are_equal_are_computed_once(engine):
+    """Under one adapter; what is sampled is what each request has alone, and what is kept of it."""
+    torch.manual_seed(0)
+    adapters = [None, *(trained(engine, seed) for seed in (1, 2))]
+    asked = [(prompt_, adapter, seed) for seed in range(4) for adapter in adapters for prompt_ in (5, 6)]
+    requests = [
+        Request(prompt(which, which), 1 + seed % 3, Sampling(max_tokens=5, end=False), adapter, seed, keep=True)
+        for which, adapter, seed in asked
+    ]
+    sampler = Sampler(engine)
+    for answers, request in zip(sampler.sample_all(requests), requests, strict=True):
+        alone = Sampler(engine).sample_all([request])[0]
+        assert tokens(answers) == tokens(alone)
+        for ours, theirs in zip(answers, alone, strict=True):
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+    assert sampler.counts["prefill_tokens"] == len(adapters) * (5 + 6)
+    assert sampler.counts["reused_tokens"] == 3 * len(adapters) * (5 + 6)
+    said = Sampler(engine).sample_all(requests[:1])[0][0].token_ids
+    on = np.concatenate([requests[0].prompt_ids, said, [7]])
+    went_on = Request(on, 1, Sampling(max_tokens=5, end=False), None, 9)
+    assert tokens(sampler.sample_all([went_on])[0]) == tokens(Sampler(engine).sample_all([went_on])[0])
+    assert sampler.counts["prefill_tokens"] == len(adapters) * (5 + 6) + 2
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
