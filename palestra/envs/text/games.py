@@ -6,11 +6,12 @@ judged exactly: every information state is one observation.
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Mapping
 from functools import cache, lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from palestra.envs.base import Env
 from palestra.envs.rules import CHANCE, OVER, Rules
@@ -86,6 +87,12 @@ class TextGame(Env):
         self.state = self.rules.next(self.state, action)
         info = {"invalid": {seat: not said}, "action": self.words[action]}
         return self._said({} if said else {seat: -self.penalty}, info)
+
+    def fork(self) -> Self:
+        """Rules make a new state of an old one, so that only the source of chance is copied."""
+        twin = copy.copy(self)
+        twin.rng = copy.copy(self.rng)
+        return twin
 
     def _means(self, answer: Any, word: str) -> bool:
         if self.rendering == "compact":
