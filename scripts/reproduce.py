@@ -7,8 +7,8 @@
 
 Every trained method may sample as many answers as any other (or, where it says so, take the CPU seconds that AT-GRPO
 took); its learning rate is chosen on dev layouts with a seed that is not reported, and it is scored once on test
-layouts by plain play at temperature 1. Jobs run in two processes of one thread each; what has been measured is in
-runs/reproduce/results.jsonl.
+layouts by plain play at temperature 1. Jobs run in two processes of one thread each; what has been measured is kept in
+bench/measured/reproduce.jsonl.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from palestra.setup import build
 from palestra.train import Watcher, examine, restore, run_training
 
 ROOT = Path("runs/reproduce")
+LEDGER, QUICK = Path("bench/measured/reproduce.jsonl"), ROOT / "quick.jsonl"  # a line for each job
 GAMES = ("plan_path", "sokoban")
 SEEDS = (0, 1, 2)
 RATES_FILE = Path(__file__).parent / "reproduce_rates.yaml"
@@ -260,7 +261,7 @@ def main() -> None:
     parser.add_argument("--games", nargs="+", default=list(GAMES), choices=GAMES)
     options = parser.parse_args()
     quick, games = options.quick, options.games
-    ledger = Ledger(ROOT / ("quick.jsonl" if quick else "results.jsonl"))
+    ledger = Ledger(QUICK if quick else LEDGER)
     if options.tune:
         tune(ledger, games, quick)
         return
