@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +55,9 @@ def run_part(name: str, quick: bool) -> dict[str, Any]:
     part.console = console
     console.rule(PARTS[name])
     console.export_text()  # forgets what came before
-    start = time.perf_counter()
     figures = {key: float(f"{value:.4g}") for key, value in part.figures(quick).items()}
     console.print(verdicts(figures, part.TARGETS, getattr(part, "AT_LEAST", set())))
-    minutes = (time.perf_counter() - start) / 60
-    found = {"figures": figures, "targets": part.TARGETS, "text": console.export_text(), "minutes": minutes}
+    found = {"figures": figures, "targets": part.TARGETS, "text": console.export_text()}
     if not quick:
         KEPT.mkdir(parents=True, exist_ok=True)
         (KEPT / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
@@ -86,7 +83,7 @@ def report() -> None:
             continue
         found = json.loads(path.read_text())
         text = "\n".join(line.rstrip() for line in found["text"].strip().splitlines())
-        lines += ["```", text, "```", "", f"`--parts {name}`, {found['minutes']:.0f} minutes.", ""]
+        lines += ["```", text, "```", "", f"`python bench/psro.py --parts {name}`", ""]
     PAGE.write_text("\n".join([*lines, NOTES.read_text()]))
 
 
