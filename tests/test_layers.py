@@ -37,7 +37,7 @@ ROOMS = [
     {"palestra.drill", "palestra.replicas", "palestra.backends", "palestra.abreast"},
     {"palestra.service", "palestra.remote"},
     {"palestra.sinks"},
-    {"palestra.recipe"},
+    {"palestra.recipe", "palestra.longer"},
     {"palestra.engines"},
     {"palestra.setup", "palestra.setup_games"},
     {"palestra.oracles"},
