@@ -7,8 +7,8 @@
 
 A task is a config in configs/games/, scored at the end on held-out seeds, the policies at their best (in Kuhn poker by
 the exploitability of what they play when they draw their moves). What was measured is kept in
-bench/measured/learning.jsonl, curves and all; a task and seed that is there is not run again. Runs
-lie in runs/learning/.
+bench/measured/learning.jsonl, curves and all; a task and seed that is there is not run again. Runs lie in
+runs/learning/.
 """
 
 from __future__ import annotations

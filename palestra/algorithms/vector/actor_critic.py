@@ -55,12 +55,11 @@ class ActorCriticConfig(AlgorithmConfig):
 
     def entropy_at(self, progress: float) -> float:
         """The bonus for entropy when so much of the run is done."""
-        end = self.entropy if self.entropy_end is None else self.entropy_end
-        return self.entropy + (end - self.entropy) * progress
+        return _between(self.entropy, self.entropy_end, progress)
 
     def gamma_at(self, progress: float) -> float:
         """The discount when so much of the run is done."""
-        return self.gamma + ((self.gamma if self.gamma_end is None else self.gamma_end) - self.gamma) * progress
+        return _between(self.gamma, self.gamma_end, progress)
 
     @abstractmethod
     def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
@@ -354,3 +353,8 @@ class Part:
 def shares(weight: Tensor) -> Tensor:
     """Weights [P, T, M] as shares of each member's whole; zeros where it has none."""
     return weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-8)
+
+
+def _between(start: float, end: float | None, progress: float) -> float:
+    """What goes from `start` to `end`, where there is one, when so much of the run is done."""
+    return start if end is None else start + (end - start) * progress
