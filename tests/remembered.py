@@ -56,9 +56,8 @@ def moments(env: VectorEnv, rows: int, **changes: torch.Tensor) -> Moves:
 def constant(net: Net, outputs: Sequence[Sequence[float]]) -> None:
     """Makes every member of a stack put out `outputs [P, O]`, whatever it sees."""
     linear(net, [{}] * len(outputs))
-    last: Any = net.body.layers[-1]
     with torch.no_grad():
-        last.bias.copy_(torch.tensor(outputs)[:, None])
+        net.head.bias.copy_(torch.tensor(outputs)[:, None])
 
 
 def linear(net: Net, slopes: Sequence[dict[int, float]]) -> None:
@@ -68,9 +67,8 @@ def linear(net: Net, slopes: Sequence[dict[int, float]]) -> None:
         for parameter in net.parameters():
             parameter.zero_()
         first: Any = net.body.layers[0]
-        last: Any = net.body.layers[-1]
         for p, own in enumerate(slopes):
             for unit, (column, slope) in enumerate(own.items()):
                 first.weight[p, column, unit], first.bias[p, 0, unit] = 1.0, UP
-                last.weight[p, unit, 0] = slope
-                last.bias[p, 0, 0] -= UP * slope
+                net.head.weight[p, unit, 0] = slope
+                net.head.bias[p, 0, 0] -= UP * slope

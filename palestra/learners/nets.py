@@ -196,15 +196,15 @@ class NetLearner(ABC):
     def stack(self, seating: Seating) -> Stack:
         config = self.policies[seating.names[0]]
         head = head_for(seating.space)
-        net = Net(
-            seating.inputs, self.outputs(head), config, generators([self.seeds[n] for n in seating.names]), self.gain
-        )
+        seeds = [self.seeds[name] for name in seating.names]
+        net = Net(seating.inputs, self.outputs(head), config, generators(seeds), self.gain, self.aside)
         optimizer = Optimizer(net, seating.names, config, self.together)
         normalised = config.normalise and len(seating.view) == 1
         norm = RunningNorm(len(seating.names), seating.inputs[0], clip=CLIP) if normalised else None
         return Stack(seating, config, head, net, optimizer, norm)
 
     gain = 0.01  # of the last layer
+    aside = False  # whether policies predict values besides
 
     # ---- what is seen
 

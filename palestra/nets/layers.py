@@ -183,7 +183,7 @@ class Gru(nn.Module):
 
 class Net(nn.Module):
     """P networks from views to `outputs` numbers. `gain` scales the last layer: small for policies, so that play
-    begins nearly uniform (Andrychowicz et al., 2021)."""
+    begins nearly uniform (Andrychowicz et al., 2021). With `judges` another last layer puts out a value."""
 
     def __init__(
         self,
@@ -192,6 +192,7 @@ class Net(nn.Module):
         config: NetConfig,
         generators: Sequence[torch.Generator],
         gain: float = 1.0,
+        judges: bool = False,
     ) -> None:
         super().__init__()
         self.view, self.memory_units = view, config.memory
@@ -199,34 +200,55 @@ class Net(nn.Module):
         small = config.convolutions == "small"
         self.pixels = Convolutions(view, generators, small, dtype) if len(view) == 3 else None
         inputs = self.pixels.units if self.pixels else math.prod(view)
-        if config.memory:
-            self.body = Mlp(inputs, config.hidden, config.activation, generators)
-            self.gru: Gru | None = Gru(config.hidden[-1], config.memory, generators)
-            self.head: Linear | None = Linear(config.memory, outputs, gain, generators)
-        else:
-            self.body = Mlp(inputs, config.hidden, config.activation, generators, outputs, gain)
-            self.gru = self.head = None
+        self.body = Mlp(inputs, config.hidden, config.activation, generators)
+        self.gru = Gru(config.hidden[-1], config.memory, generators) if config.memory else None
+        features = config.memory or config.hidden[-1]
+        self.head = Linear(features, outputs, gain, generators)
+        self.judge = Linear(features, 1, 1.0, generators) if judges else None
 
     def forward(self, obs: Tensor) -> Tensor:
         """[P, R, *view] -> [P, R, outputs], for networks without memory."""
-        x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
-        return self.body(x)
+        out: Tensor = self.head(self._seen(obs))
+        return out
 
     def unroll(
         self, obs: Tensor, memory: Tensor | None = None, fresh: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[P, T, R, *view] -> [P, T, R, outputs] and the memory after each step [P, T, R, H], where there is any."""
+        """[P, T, R, *view] -> [P, T, R, outputs] and the memory after each step [P, T, R, M], where there is any."""
+        features, memories = self.features(obs, memory, fresh)
+        return _rowwise(self.head, features), memories
+
+    def unroll_judged(
+        self, obs: Tensor, memory: Tensor | None = None, fresh: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The outputs [P, T, R, outputs], and the values [P, T, R] of a network that judges."""
+        features, _ = self.features(obs, memory, fresh)
+        return _rowwise(self.head, features), None if self.judge is None else _rowwise(self.judge, features)[..., 0]
+
+    def features(self, obs: Tensor, memory: Tensor | None, fresh: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the last layers see [P, T, R, H], and the memory after each step, where there is any."""
         P, T, R = obs.shape[:3]
-        x = self(obs.reshape(P, T * R, *obs.shape[3:])).view(P, T, R, -1)
-        if self.gru is None or self.head is None:
+        x = self._seen(obs.reshape(P, T * R, *obs.shape[3:])).view(P, T, R, -1)
+        if self.gru is None:
             return x, None
-        memory = self.empty(P, R) if memory is None else memory
-        x = self.gru(x, memory, fresh)
-        return self.head(x.reshape(P, T * R, -1)).view(P, T, R, -1), x
+        x = self.gru(x, self.empty(P, R) if memory is None else memory, fresh)
+        return x, x
+
+    def _seen(self, obs: Tensor) -> Tensor:
+        """Through the layers that remember nothing: [P, R, *view] -> [P, R, H]."""
+        x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
+        seen: Tensor = self.body(x)
+        return seen
 
     def empty(self, members: int, rows: int) -> Tensor:
         """The memory at the start of a game, [P, R, H]."""
         return torch.zeros(members, rows, self.memory_units)
+
+
+def _rowwise(layer: Linear, x: Tensor) -> Tensor:
+    """[P, T, R, in] -> [P, T, R, out]."""
+    out: Tensor = layer(x.flatten(1, 2)).view(*x.shape[:3], -1)
+    return out
 
 
 def generators(seeds: Sequence[int]) -> list[torch.Generator]:

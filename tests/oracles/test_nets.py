@@ -163,7 +163,7 @@ def test_settings_change_the_algorithm_or_its_network() -> None:
     changed = configured(oracle(), {"lr": 0.5, "entropy": 0.25, "clip": 0.125})
     assert (changed.policy.lr, getattr(changed.algorithm, "entropy", 0)) == (0.5, 0.25)
     assert (getattr(changed.algorithm, "clip", 0), changed.policy.clip) == (0.125, SMALL.clip)
-    with pytest.raises(ValueError, match='"speed" is no setting of ppo or its network; there are: activation, clip'):
+    with pytest.raises(ValueError, match='"speed" is no setting of ppo or its network; there are: activation, auxil'):
         configured(oracle(), {"speed": 1})
     with pytest.raises(ValueError, match=r"policy\.lr: should be greater than 0"):
         configured(oracle(), {"lr": -1})

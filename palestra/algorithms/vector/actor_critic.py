@@ -37,7 +37,9 @@ class ActorCriticConfig(AlgorithmConfig):
     `entropy` goes to `entropy_end` over the run where that is given: in games of two sides self-play goes round in
     circles without a bonus, and ends off the equilibrium with one that stays (Sokota et al., 2023). `gamma` goes to
     `gamma_end` likewise: what is near is learned first, and later what is far counts as much (François-Lavet et al.,
-    2015)."""
+    2015). By `auxiliary` a policy's network is taught the critic's targets besides, through a last layer of its own
+    (the auxiliary head of Cobbe et al., 2021): on pixels, what a critic that knows the state has understood shows the
+    policy what to look at."""
 
     horizon: int = Field(128, ge=1)
     gamma: float = Field(0.99, ge=0, le=1)
@@ -51,6 +53,7 @@ class ActorCriticConfig(AlgorithmConfig):
     critic: Literal["own", "central"] = "own"
     critics: Literal["each", "one"] = "each"
     value_norm: bool = False
+    auxiliary: float = Field(0.0, ge=0)
     correct: Literal["none", "vtrace"] = "none"
 
     def entropy_at(self, progress: float) -> float:
@@ -83,7 +86,7 @@ class Critic:
 
 class ActorCritic(NetLearner):
     def __init__(self, config: ActorCriticConfig, pupils: Pupils) -> None:
-        self.config = config
+        self.config, self.aside = config, config.auxiliary > 0
         super().__init__(pupils)
         self.critics = [self._critic(seating) for seating in self._judged(pupils.seats)]
 
@@ -130,8 +133,9 @@ class ActorCritic(NetLearner):
                 for name in stack.seating.names if shared else set(stack.seating.names) & set(critic.seating.names):
                     figures[name].append({"value_loss": losses})
         lines = {name: means(own) for name, own in figures.items()}
+        aims = self._aims(targets) if self.aside else targets
         for stack in self.stacks:
-            for name, line in self._improve(stack, batch, advantages, known, progress).items():
+            for name, line in self._improve(stack, batch, advantages, aims, known, progress).items():
                 lines[name] |= line
         self.see(batch)
         return lines
@@ -201,12 +205,22 @@ class ActorCritic(NetLearner):
             critic.memory[batch.source] = memories[:, -1]
         return float(np.mean(losses))
 
+    def _aims(self, targets: Tensor) -> Tensor:
+        """The critics' targets [T, B, N], in the units in which they predict."""
+        aims = targets.clone()
+        for critic in self.critics:
+            if critic.norm:
+                own = critic.seating.take(targets, 2).flatten(2, 3)  # [P, T, B*S]
+                scaled = critic.norm.normalise(own[..., None])[..., 0]
+                aims[..., critic.seating.flat] = self._by_seat(scaled, len(critic.seating.seats[0]))
+        return aims
+
     def _improve(
-        self, stack: Stack, batch: Batch, advantages: Tensor, known: Tensor, progress: float
+        self, stack: Stack, batch: Batch, advantages: Tensor, aims: Tensor, known: Tensor, progress: float
     ) -> dict[str, Metrics]:
         """Improves the policies of a stack; figures by name."""
         names, S = stack.seating.names, len(stack.seating.seats[0])
-        advantage, weight = stack.rows(advantages), stack.rows(known.float())
+        advantage, aim, weight = stack.rows(advantages), stack.rows(aims), stack.rows(known.float())
         if self.config.normalise:
             advantage = self._standardised(advantage, weight)
         views, fresh = stack.views(batch.obs)[:, :-1], self._fresh(batch, len(names), S)[:, :-1]
@@ -216,7 +230,7 @@ class ActorCritic(NetLearner):
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
         bonus = self.config.entropy_at(progress)
         for piece in self._parts(weight, bool(stack.net.memory_units)):
-            out, _ = stack.net.unroll(piece(views), piece.column(memory), piece(fresh))
+            out, value = stack.net.unroll_judged(piece(views), piece.column(memory), piece(fresh))
             score = stack.head.score(out, piece(actions), None if legal is None else piece(legal))
             told = [x.flatten(1).unbind() for x in (*score, piece(logp), piece(advantage), shares(piece(weight)))]
             total = out.new_zeros(())
@@ -225,6 +239,11 @@ class ActorCritic(NetLearner):
                 loss, figures = self.config.loss(Scored(new, entropy, old, None, credit, share))
                 total = total + loss - (bonus * (share * entropy).sum() if bonus else 0.0)
                 lines[p].append({"policy_loss": loss.detach(), **figures})
+            if value is not None:
+                for line, told_p, aim_p, share in zip(lines, value, piece(aim), shares(piece(weight)), strict=True):
+                    missed = value_loss(told_p, aim_p, share)
+                    total = total + self.config.auxiliary * missed
+                    line[-1]["auxiliary_loss"] = missed.detach()
             norms = stack.optimizer.step(total, progress)
             for p in range(len(names)):
                 lines[p][-1]["gradient"] = norms[p]

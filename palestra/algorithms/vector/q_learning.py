@@ -317,11 +317,9 @@ def plain(stack: Stack, head: ValueHead) -> Net:
     last layer can make."""
     if not head.duelling:
         return stack.net
-    config = stack.config
-    net = Net(stack.seating.inputs, head.choices, config, generators([0] * len(stack.seating.names)))
+    net = Net(stack.seating.inputs, head.choices, stack.config, generators([0] * len(stack.seating.names)))
     weights = stack.net.state_dict()
-    last = "head" if config.memory else f"body.layers.{len(config.hidden)}"
-    for kind in ("weight", "bias"):
-        weights[f"{last}.{kind}"] = duelling_values(weights[f"{last}.{kind}"])
+    for name in ("head.weight", "head.bias"):
+        weights[name] = duelling_values(weights[name])
     net.load_state_dict(weights)
     return net

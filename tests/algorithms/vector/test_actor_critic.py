@@ -77,10 +77,10 @@ class Textbook:
         self.weights = {key: w.clone().requires_grad_() for key, w in weights(made, name).items()}
         self.batch, self.seat, self.config = batch, seat, config
 
-    def net(self, kind: str, view: np.ndarray) -> torch.Tensor:
+    def net(self, kind: str, view: np.ndarray, last: str = "head") -> torch.Tensor:
         w, x = self.weights, torch.from_numpy(view)
         hidden = torch.tanh(x @ w[f"{kind}.body.layers.0.weight"] + w[f"{kind}.body.layers.0.bias"][0])
-        return hidden @ w[f"{kind}.body.layers.1.weight"] + w[f"{kind}.body.layers.1.bias"][0]
+        return hidden @ w[f"{kind}.{last}.weight"] + w[f"{kind}.{last}.bias"][0]
 
     def value(self, view: np.ndarray) -> float:
         return self.net("critic", view).item()
@@ -128,7 +128,11 @@ class Textbook:
             taken = logp[int(self.batch.actions[t, b, self.seat])]
             actor = actor - taken * (advantage - mean) / (deviation + 1e-8) - self.config.entropy * entropy
             value = self.net("critic", view)[0]
-            critic = critic + 0.5 * (value - (value.item() + advantage)) ** 2
+            target = value.item() + advantage
+            critic = critic + 0.5 * (value - target) ** 2
+            if self.config.auxiliary:
+                besides = self.net("net", view, "judge")[0]
+                actor = actor + self.config.auxiliary * 0.5 * (besides - target) ** 2
         ((actor + critic) / len(advantages)).backward()
         return {
             key: w.detach() - policy.lr * self.clipped(key, policy) / (self.clipped(key, policy).abs() + policy.eps)
@@ -150,6 +154,7 @@ class Textbook:
         A2C(gamma=0.9, lam=0.8, normalise=False, entropy=0),
         PPO(gamma=0.9, lam=0.8, epochs=1, minibatches=1),  # ratios of one: the plain policy gradient
         A2C(gamma=0.9, lam=1.0, normalise=False, entropy=0, correct="vtrace"),  # on-policy, to the end: the same
+        A2C(gamma=0.9, lam=0.8, auxiliary=0.7),
     ],
 )
 def test_one_update_is_the_textbooks(config: ActorCriticConfig, turns: bool) -> None:
@@ -172,11 +177,12 @@ def test_one_update_is_the_textbooks(config: ActorCriticConfig, turns: bool) -> 
 
 
 EVERYTHING = PPO(horizon=9, epochs=2, minibatches=2, critic="central", critics="one", value_norm=True, correct="vtrace")
+EVERYTHING_BESIDES = EVERYTHING.model_copy(update={"auxiliary": 0.5})
 SMALL = NetPolicyConfig(hidden=[6], normalise=True, schedule="linear")
 
 
 @pytest.mark.parametrize("memory", [0, 5])
-@pytest.mark.parametrize("config", [EVERYTHING, PPO(horizon=9, epochs=2, minibatches=3), A2C(horizon=9)])
+@pytest.mark.parametrize("config", [EVERYTHING_BESIDES, PPO(horizon=9, epochs=2, minibatches=3), A2C(horizon=9)])
 def test_a_learner_goes_on_exactly_from_its_arrays(config: ActorCriticConfig, memory: int) -> None:
     policy = SMALL.model_copy(update={"memory": memory})
     seats = {"a": [0], "b": [1], "c": [2, 3]}
@@ -228,8 +234,9 @@ def test_a_policy_learns_the_same_in_any_stack(memory: int) -> None:
     assert first["a"]["entropy"] == pytest.approx(second["a"]["entropy"], rel=1e-4)
 
 
-def test_rewards_of_one_policy_are_nothing_to_another() -> None:
-    config, env = PPO(horizon=8, epochs=2, minibatches=2, value_norm=True), Countdown(4)
+@pytest.mark.parametrize("auxiliary", [0.0, 0.5])
+def test_rewards_of_one_policy_are_nothing_to_another(auxiliary: float) -> None:
+    config, env = PPO(horizon=8, epochs=2, minibatches=2, value_norm=True, auxiliary=auxiliary), Countdown(4)
     made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
     batch = swept(made, env, 8)
     made.update(batch, 0.0)
@@ -400,7 +407,7 @@ def test_a_gradient_is_clipped_for_each_member_by_itself() -> None:
 def test_a_policy_that_was_kept_plays_the_same_elsewhere(memory: int, tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
     policy = SMALL.model_copy(update={"memory": memory, "seat_id": True})
-    made = learner(PPO(horizon=8), env, {"a": [0, 1], "b": [2]}, policy)
+    made = learner(PPO(horizon=8, auxiliary=0.5), env, {"a": [0, 1], "b": [2]}, policy)
     train(made, Sweeper(env, np.arange(4)), 8, 3)
     for name, write in made.members().items():
         (tmp_path / name).mkdir()
@@ -507,6 +514,16 @@ def test_a_central_critic_knows_what_no_seat_sees(critics: str, state: bool) -> 
         figures = train(made, Sweeper(env, np.arange(64)), 8, 40)
         for line in figures.values():  # half the variance of a sign where it cannot be told
             assert bar[0] <= line["value_loss"] <= bar[1]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_policy_learns_besides_what_its_critic_learns(norm: bool) -> None:
+    """In the critic's units, from the same views: it misses the targets by about as much."""
+    env = Countdown(32)
+    made = learner(PPO(horizon=8, auxiliary=1.0, value_norm=norm), env, {"a": [0], "b": [1]})
+    lines = train(made, Sweeper(env, np.arange(32)), 8, 40).values()
+    missed, judged = (np.mean([line[key] for line in lines]) for key in ("auxiliary_loss", "value_loss"))
+    assert missed == pytest.approx(judged, rel=0.2)
 
 
 def test_two_who_cannot_talk_learn_to_agree() -> None:

@@ -71,7 +71,7 @@ class Textbook:
     @staticmethod
     def net(w: Weights, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(x @ w["body.layers.0.weight"] + w["body.layers.0.bias"][0])
-        return hidden @ w["body.layers.1.weight"] + w["body.layers.1.bias"][0]
+        return hidden @ w["head.weight"] + w["head.bias"][0]
 
     def q(self, w: Weights, state: np.ndarray, done: dict[int, int]) -> torch.Tensor:
         """A value for each action; `done` are the others' actions."""

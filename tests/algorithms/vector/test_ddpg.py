@@ -107,7 +107,7 @@ def test_the_policy_climbs_the_first_critic(config):
     assert figures["policy_loss"].item() == pytest.approx(-3 * math.tanh(0.4) + 0.1 * 0.4**2, abs=1e-4)
     slope = -3 * (1 - math.tanh(0.4) ** 2) + 0.1 * 2 * 0.4
     assert figures["gradient"].item() == pytest.approx(abs(slope), abs=1e-3)
-    assert learner.stacks[0].net.body.layers[-1].bias.item() > 0.4
+    assert learner.stacks[0].net.head.bias.item() > 0.4
 
 
 def test_policies_and_copies_move_at_every_second_step_of_td3():

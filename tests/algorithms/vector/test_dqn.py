@@ -57,7 +57,7 @@ def snapshot(made: QLearner) -> dict[str, np.ndarray]:
 def values(weights: dict[str, torch.Tensor], view: torch.Tensor, duelling: bool) -> torch.Tensor:
     """Of each action, by a network of one hidden layer of tanh."""
     hidden = torch.tanh(view @ weights["body.layers.0.weight"] + weights["body.layers.0.bias"][0])
-    out = hidden @ weights["body.layers.1.weight"] + weights["body.layers.1.bias"][0]
+    out = hidden @ weights["head.weight"] + weights["head.bias"][0]
     return out[0] + out[1:] - out[1:].mean() if duelling else out
 
 
