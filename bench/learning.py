@@ -266,18 +266,21 @@ def draw(results: list[dict[str, Any]], target: Path) -> None:
     shown = [task for task in TASKS if any(line["task"] == task.name for line in results)]
     rows = -(-len(shown) // 4)
     figure, axes = plt.subplots(rows, 4, figsize=(14, 2.9 * rows), constrained_layout=True, squeeze=False)
+    seeds: dict[int, Any] = {}
     for axis in axes.flat[len(shown) :]:
         axis.axis("off")
     for axis, task in zip(axes.flat, shown, strict=False):
         for line in (line for line in results if line["task"] == task.name):
             steps, values = zip(*line["curve"], strict=True)
-            axis.plot(np.array(steps) / 1000, values, "o-", markersize=2.5, linewidth=1, label=f"seed {line['seed']}")
+            style = {"color": f"C{line['seed']}", "marker": "o", "markersize": 2.5, "linewidth": 1}
+            (seeds[line["seed"]],) = axis.plot(np.array(steps) / 1000, values, label=f"seed {line['seed']}", **style)
         axis.axhline(task.bar, color="black", linestyle=":", linewidth=1)
         axis.set_title(f"{task.name}: {task.scored}", fontsize=9)
         axis.set_xlabel("thousand joint steps", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.25)
-    axes.flat[0].legend(fontsize=7, loc="lower right")
+    lines = [seeds[seed] for seed in sorted(seeds)]
+    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=8)
     figure.savefig(target, dpi=110)
     plt.close(figure)
 
