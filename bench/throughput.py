@@ -13,6 +13,7 @@ steps, two passes over it in four minibatches. Everybody runs alone, in turn, se
     sampling_vs_rllib    the same with networks that act and do not learn
     same_env_vs_*        training on one env in Python, mpe2's through PettingZoo
     overhead_over_raw    how much longer such a step takes in training, in one process, than in a bare loop
+    overhead_over_unchecked    the same, the bare loop without PettingZoo's checking wrappers, which palestra takes off
     workers2_vs_1        two processes that train on palestra's own simple_spread, over one, at 1024 games
     pong_vs_*            training on Atari's Pong for two
 
@@ -87,7 +88,7 @@ def main_jobs(peers: Sequence[str], whats: Sequence[str]) -> list[Job]:
     for what in whats:
         jobs += native(what)
         jobs += [theirs(peer, what) for peer in peers if what != "random" or peer not in NO_RANDOM]
-    jobs += [*on_python_env(), RAW]
+    jobs += [*on_python_env(), RAW, UNCHECKED]
     return [*jobs, *on_pong(), *(theirs_on_pong(peer) for peer in peers if peer in PONG), RAW_PONG]
 
 
@@ -115,6 +116,7 @@ def theirs(peer: str, what: str) -> Job:
 
 
 RAW = Job("raw", "random", "mpe2", 1, games=1)
+UNCHECKED = Job("raw", "unchecked", "mpe2", 1, games=1)
 RAW_PONG = Job("raw", "random", "atari_pong", 1, games=1)
 
 
@@ -169,10 +171,14 @@ def figures(results: Results) -> dict[str, float | None]:
     small, large = (
         ratio(results.rate(two), results.rate(one)) for one, two in (native("train"), growth_jobs(SIZES[-1:]))
     )
-    pong, slowed = results.best(on_pong()), ratio(results.rate(RAW), results.rate(on_python_env()[0]))
+    pong, one_process = results.best(on_pong()), results.rate(on_python_env()[0])
 
     def of(peer: str, what: str = "train") -> float | None:
         return results.rate(theirs(peer, what))
+
+    def overhead(bare: Job) -> float | None:
+        slowed = ratio(results.rate(bare), one_process)
+        return None if slowed is None else slowed - 1
 
     return {
         "native_vs_rllib": ratio(training, of("rllib")),
@@ -181,7 +187,8 @@ def figures(results: Results) -> dict[str, float | None]:
         "sampling_vs_rllib": ratio(sampling, of("rllib", "sample")),
         "same_env_vs_rllib": ratio(same, of("rllib")),
         "same_env_vs_sample_factory": ratio(same, of("sample_factory")),
-        "overhead_over_raw": None if slowed is None else slowed - 1,
+        "overhead_over_raw": overhead(RAW),
+        "overhead_over_unchecked": overhead(UNCHECKED),
         "workers2_vs_1": large,
         "workers2_vs_1_small": small,
         **{f"pong_vs_{peer}": ratio(pong, results.rate(theirs_on_pong(peer))) for peer in sorted(PONG)},
@@ -211,15 +218,10 @@ class Sheet:
 
 
 def sheets(results: Results, peers: Sequence[str]) -> list[Sheet]:
-    python = python_envs(
-        results,
-        "mpe2's env",
-        RAW,
-        [*on_python_env(), *(theirs(peer, "train") for peer in peers if HOME[peer] == "mpe2")],
-    )
-    pong = python_envs(
-        results, "Atari's Pong", RAW_PONG, [*on_pong(), *(theirs_on_pong(peer) for peer in peers if peer in PONG)]
-    )
+    on_mpe2 = [*on_python_env(), *(theirs(peer, "train") for peer in peers if HOME[peer] == "mpe2"), UNCHECKED]
+    python = python_envs(results, "mpe2's env", RAW, on_mpe2)
+    atari = [*on_pong(), *(theirs_on_pong(peer) for peer in peers if peer in PONG)]
+    pong = python_envs(results, "Atari's Pong", RAW_PONG, atari)
     return [own_envs(results, peers), python, pong, growth(results)]
 
 

@@ -1,13 +1,20 @@
-"""An env of PettingZoo with no framework around it: one process, one game after the other, actions drawn before."""
+"""An env of PettingZoo with no framework around it: one process, one game after the other, actions drawn before. Where
+`what` is "unchecked" without the wrappers that only check, which palestra's adapter takes off as well."""
 
 from __future__ import annotations
 
 import numpy as np
 from peers import zoo
 from peers.timing import measure, tell, told
+from pettingzoo.utils.conversions import aec_to_parallel_wrapper
+
+from palestra.envs.vector.pettingzoo import unchecked
 
 spec = told()
 env = zoo.make(spec.env)
+notes = "one process, random actions, nothing learns"
+if spec.what == "unchecked" and type(env) is aec_to_parallel_wrapper:
+    env.aec_env, notes = unchecked(env.aec_env), f"{notes}; without PettingZoo's checks"
 env.reset(seed=0)
 choices = env.action_space(env.agents[0]).n
 drawn = np.random.default_rng(0).integers(0, choices, (4000, zoo.SEATS[spec.env])).tolist()
@@ -23,4 +30,4 @@ def advance() -> int:
     return 500
 
 
-tell(measure(advance, spec.seconds), ("pettingzoo", "numpy"), "one process, random actions, nothing learns")
+tell(measure(advance, spec.seconds), ("pettingzoo", "numpy"), notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -155,12 +156,34 @@ def game_of(path: str, options: dict[str, Any] | None = None, state: bool = Fals
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {error}') from error
     if isinstance(env, pettingzoo.ParallelEnv):
-        if type(env) is aec_to_parallel_wrapper:
-            env.aec_env = unchecked(env.aec_env)
-        return ParallelGame(env, state)
+        return ParallelGame(Rounds(env) if type(env) is aec_to_parallel_wrapper else env, state)
     if isinstance(env, pettingzoo.AECEnv):
         return TurnGame(unchecked(env), state)
     raise ValueError(f'"{path}" makes {type(env).__name__}, which is neither a ParallelEnv nor an AECEnv of PettingZoo')
+
+
+class Rounds(aec_to_parallel_wrapper):
+    """A turn-based env in which all act in every round, as PettingZoo's wrapper plays it; that asks each agent, before
+    its turn, for a view that nobody reads, which is an eighth of the time of a small env's step."""
+
+    def __init__(self, env: aec_to_parallel_wrapper) -> None:
+        super().__init__(unchecked(env.aec_env))
+
+    def step(self, actions: dict[Any, Any]) -> tuple[dict[Any, Any], ...]:
+        env = self.aec_env
+        rewards: dict[Any, float] = defaultdict(float)
+        for agent in env.agents:
+            if agent != env.agent_selection:
+                raise ValueError(f"{env} goes on with {env.agent_selection}, not {agent}: play its turn-based form")
+            env.step(actions[agent])
+            for rewarded in env.agents:
+                rewards[rewarded] += env.rewards[rewarded]
+        said = {**env.terminations}, {**env.truncations}, {**env.infos}
+        seen = {agent: env.observe(agent) for agent in env.agents}
+        while env.agents and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
+            env.step(None)  # takes an agent that ended out of the game
+        self.agents = env.agents
+        return seen, rewards, *said
 
 
 def unchecked(env: Any) -> Any:

@@ -180,6 +180,27 @@ def test_wrappers_that_only_check_are_taken_off_and_those_that_change_play_stay(
     assert unchecked(Strict(theirs(FOUR))).__class__ is Strict  # a user's own, though derived from one that only checks
 
 
+def test_agents_are_asked_for_their_views_once_a_round() -> None:
+    """And PettingZoo's own wrapper asks twice."""
+    asked = []
+    for env in (game_of(SPREAD).env, theirs(SPREAD)):
+        env.reset(seed=0)
+        world, count = env.unwrapped, Counter()
+        look = world.observe
+        world.observe = lambda agent, look=look, count=count: (count.update([agent]), look(agent))[1]
+        env.step(dict.fromkeys(env.agents, 1))
+        asked.append(set(count.values()))
+    assert asked == [{1}, {2}]
+
+
+def test_an_env_that_leaves_out_turns_cannot_be_played_in_rounds() -> None:
+    env = game_of(SPREAD).env
+    env.reset(seed=0)
+    env.unwrapped.agent_selection = "agent_1"
+    with pytest.raises(ValueError, match="goes on with agent_1, not agent_0: play its turn-based form"):
+        env.step(dict.fromkeys(env.agents, 1))
+
+
 def test_what_cannot_be_an_env_is_said() -> None:
     with pytest.raises(ValueError, match=r'"mpe2.simple_spread_v9:env" cannot be made.*No module'):
         PettingZooEnv(1, env="mpe2.simple_spread_v9:env")
