@@ -1,9 +1,12 @@
 """The configs that ship: each builds, the demo's team learns, and nothing it learns from is what it is tested on."""
 
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from palestra.cli import app
 from palestra.config import dump, load, override, parse, validate
 from palestra.envs import make_env
 from palestra.envs.text.splits import split_of
@@ -49,12 +52,26 @@ def playable(path):
     return pytest.param(path, marks=pytest.mark.peers if absent else ())
 
 
+def shown(path, folder, monkeypatch):
+    """Settings for a config that learns from demonstrations, recorded by the command that its first lines name."""
+    if "demonstrations" not in load(path)["algorithm"]:
+        return []
+    monkeypatch.chdir(ROOT)
+    (command,) = [line for line in path.read_text().splitlines() if line.startswith("#   palestra collect")]
+    arguments = shlex.split(command)[2:]
+    file = folder / Path(arguments[-1]).name
+    told = CliRunner().invoke(app, [*arguments[:-1], str(file), "--steps", "64"])
+    assert told.exit_code == 0, told.output
+    return [f"algorithm.demonstrations={file}"]
+
+
 @pytest.mark.parametrize("path", list(map(playable, GAMES)), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_game_trains(path, tmp_path):
+def test_every_game_trains(path, tmp_path, monkeypatch):
     """Two sweeps, and what is learned from them; the exams before and after."""
     config = validate(GamesConfig, load(path))
+    settings = shown(path, tmp_path, monkeypatch)
     sweep = config.algorithm.horizon * config.env["games"]
-    settings = [f"env_steps={2 * sweep}", *(f"exams.{name}.episodes=4" for name in config.exams)]
+    settings += [f"env_steps={2 * sweep}", *(f"exams.{name}.episodes=4" for name in config.exams)]
     settings += ["algorithm.warmup=1"] if hasattr(config.algorithm, "warmup") else []
     changed = validate(GamesConfig, override(load(path), settings))
     setup = build_games(changed)
@@ -63,7 +80,7 @@ def test_every_game_trains(path, tmp_path):
     exams = read_lines(tmp_path / "game/evals.jsonl")
     assert [line["step"] for line in exams if line["name"] == next(iter(config.exams))] == [-1, setup.steps - 1]
     figures = [line for line in read_lines(tmp_path / "game/metrics.jsonl") if line["policy"] != "team"]
-    assert all(any(key.endswith("loss") for key in line) for line in figures)
+    assert all(any(key.endswith(("loss", "nll")) for key in line) for line in figures)
 
 
 @pytest.mark.parametrize("path", POPULATIONS, ids=lambda path: str(path.relative_to(ROOT)))
