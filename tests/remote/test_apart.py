@@ -76,13 +76,13 @@ def answers(run: Path) -> list[Answer]:
 
 
 def assert_the_same(here: Path, there: Path) -> None:
-    """Tokens exactly, log-probabilities and figures but for rounding: batches are other ones."""
+    """Tokens exactly, log-probabilities and figures but for rounding, which updates carry on: batches differ."""
     ours, theirs = answers(here), answers(there)
     assert len(ours) == len(theirs) > 0
     for a, b in zip(ours, theirs, strict=True):
         assert (a.policy, a.stop, a.text) == (b.policy, b.stop, b.text)
         assert np.array_equal(a.prompt_ids, b.prompt_ids) and np.array_equal(a.token_ids, b.token_ids)
-        assert b.logprobs == pytest.approx(a.logprobs, abs=1e-5)
+        assert b.logprobs == pytest.approx(a.logprobs, abs=5e-5)
     for log in ("metrics.jsonl", "evals.jsonl"):
         for x, y in zip(figures(here, log), figures(there, log), strict=True):
             assert y == pytest.approx(x, abs=1e-5, rel=1e-3)
