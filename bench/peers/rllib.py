@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from peers import zoo
 from peers.timing import Spec, measure, tell, told
-from ray.rllib.algorithms.vector.ppo import PPOConfig
+from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
 from ray.rllib.execution.rollout_ops import synchronous_parallel_sample
