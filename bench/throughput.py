@@ -1,7 +1,7 @@
 """How many steps per second palestra and its peers make of one game: three agents, three landmarks, 25 steps;
 and of Atari's Pong for two.
 
-    python bench/throughput.py            about 50 minutes; the peers' virtual environments are made on the first run
+    python bench/throughput.py            about 40 minutes; the peers' virtual environments are made on the first run
     python bench/throughput.py --quick    about 4 minutes; --peers jaxmarl leaves out all others
     python bench/throughput.py --markdown throughput.md    writes the tables for a page, too
 
@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peers import zoo
 from peers.running import PEERS, Failed, Job, install, run
 from rich.console import Console
 from rich.table import Table
@@ -320,6 +321,10 @@ def main() -> None:
     load = os.getloadavg()[0]
     if load > 0.3:
         console.print(f"[yellow]the machine is busy (load {load:.1f}): what follows is no measurement[/]")
+    try:
+        zoo.options("atari_pong")  # what is not there is said now, not after half an hour
+    except ValueError as error:
+        parser.error(str(error))
     for peer in options.peers:
         install(peer)
     jobs = main_jobs(options.peers, WHATS[:2] if options.quick else WHATS)
