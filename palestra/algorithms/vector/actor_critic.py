@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,13 +33,14 @@ from palestra.types import Batch, Metrics
 
 class ActorCriticConfig(AlgorithmConfig):
     """Play `horizon` steps of every game, then learn from them. `value_norm` lets the critic predict in running
-    deviations of the return (Yu et al., 2022). `correct: vtrace` corrects for actions of an older policy. The bonus for
-    `entropy` goes to `entropy_end` over the run where that is given: in games of two sides self-play goes round in
-    circles without a bonus, and ends off the equilibrium with one that stays (Sokota et al., 2023). `gamma` goes to
-    `gamma_end` likewise: what is near is learned first, and later what is far counts as much (François-Lavet et al.,
-    2015). By `auxiliary` a policy's network is taught the critic's targets besides, through a last layer of its own
-    (the auxiliary head of Cobbe et al., 2021): on pixels, what a critic that knows the state has understood shows the
-    policy what to look at."""
+    deviations of the return (Yu et al., 2022). `correct: vtrace` corrects for actions of an older policy: advantages
+    are weighted by how much likelier they are now, and a loss's ratios are to the policy as the batch finds it (the
+    decoupled objective of Hilton et al., 2022, with bounded weights). The bonus for `entropy` goes to `entropy_end`
+    over the run where that is given: in games of two sides self-play goes round in circles without a bonus, and ends
+    off the equilibrium with one that stays (Sokota et al., 2023). `gamma` goes to `gamma_end` likewise: what is near is
+    learned first, and later what is far counts as much (François-Lavet et al., 2015). By `auxiliary` a policy's network
+    is taught the critic's targets besides, through a last layer of its own (the auxiliary head of Cobbe et al., 2021):
+    on pixels, what a critic that knows the state has understood shows the policy what to look at."""
 
     horizon: int = Field(128, ge=1)
     gamma: float = Field(0.99, ge=0, le=1)
@@ -125,7 +126,8 @@ class ActorCritic(NetLearner):
         """`epochs` passes over the batch in `minibatches`, of the critics and then of the policies."""
         figures: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
         self.shuffle = torch.Generator().manual_seed(int(sum(s.version for s in self.stacks)) * 7919 + 1)
-        advantages, targets, known = self._credit(batch, progress)
+        now = replace(batch, logp=self._logp(batch)) if self.config.correct == "vtrace" else batch
+        advantages, targets, known = self._credit(batch, now.logp, progress)
         for critic in self.critics:
             losses = self._judge(critic, batch, targets, known, progress)
             for stack in self.stacks:
@@ -135,13 +137,14 @@ class ActorCritic(NetLearner):
         lines = {name: means(own) for name, own in figures.items()}
         aims = self._aims(targets) if self.aside else targets
         for stack in self.stacks:
-            for name, line in self._improve(stack, batch, advantages, aims, known, progress).items():
+            for name, line in self._improve(stack, now, advantages, aims, known, progress).items():
                 lines[name] |= line
         self.see(batch)
         return lines
 
-    def _credit(self, batch: Batch, progress: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Advantages, the critics' targets, and which moves have them: [T, B, N] each."""
+    def _credit(self, batch: Batch, logp: np.ndarray, progress: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Advantages, the critics' targets, and which moves have them: [T, B, N] each. `logp` is how likely moves are
+        now, which V-trace asks for."""
         values, bootstrap = self._values(batch)
         course = Course(
             torch.from_numpy(batch.rewards),
@@ -152,7 +155,8 @@ class ActorCritic(NetLearner):
         )
         gamma, lam = self.config.gamma_at(progress), self.config.lam
         if self.config.correct == "vtrace":
-            advantages, targets, known = vtrace(course, self._ratio(batch), gamma=gamma, lam=lam)
+            ratio = torch.from_numpy(np.exp(logp - batch.logp))
+            advantages, targets, known = vtrace(course, ratio, gamma=gamma, lam=lam)
         else:
             advantages, known = gae(course, gamma=gamma, lam=lam)
             targets = advantages + values[:-1]
@@ -250,19 +254,18 @@ class ActorCritic(NetLearner):
         stack.version += len(lines[0])
         return {name: means(own) for name, own in zip(names, lines, strict=True)}
 
-    def _ratio(self, batch: Batch) -> Tensor:
-        """Probability of each action now over that when it was taken [T, B, N]; 1 at seats that do not learn."""
-        ratio = torch.ones(batch.rewards.shape)
+    @torch.no_grad()
+    def _logp(self, batch: Batch) -> np.ndarray:
+        """Log-probability of each action as policies are now [T, B, N]; as it was where nobody acts or learns."""
+        found = torch.from_numpy(batch.logp.copy())
         for stack in self.stacks:
             names, S = stack.seating.names, len(stack.seating.seats[0])
-            fresh = self._fresh(batch, len(names), S)[:, :-1]
-            actions = stack.actions(batch)
+            fresh, memory = self._fresh(batch, len(names), S)[:, :-1], batch.memory.get("+".join(names))
             legal = None if batch.legal is None else stack.rows(batch.legal)[:, :-1]
-            with torch.no_grad():
-                out, _ = stack.net.unroll(stack.views(batch.obs)[:, :-1], batch.memory.get("+".join(names)), fresh)
-                logp, _ = stack.head.score(out, actions, legal)
-            ratio[..., stack.seating.flat] = self._by_seat((logp - stack.rows(batch.logp)).exp(), S)
-        return ratio
+            out, _ = stack.net.unroll(stack.views(batch.obs)[:, :-1], memory, fresh)
+            logp, _ = stack.head.score(out, stack.actions(batch), legal)
+            found[..., stack.seating.flat] = self._by_seat(logp, S)
+        return np.where(batch.acting[:-1], found.numpy(), batch.logp)
 
     # ---- views, rows, parts
 

@@ -352,6 +352,22 @@ def test_vtrace_corrects_for_an_older_policy() -> None:
     assert abs(figures[2]) < 0.2 * abs(figures[0])
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_the_age_of_a_batch_counts_once(turns: bool) -> None:
+    """In its first pass PPO takes the step of A2C: V-trace has weighted the moves of an older policy already, so that
+    ratios begin at one, and none is out of bounds before anything is learned."""
+    env, made = Countdown(4, turns=turns), []
+    for config in (PPO, A2C):
+        own = config(horizon=8, epochs=1, minibatches=1, correct="vtrace")
+        made.append(learner(own, env, {"a": [0, 1]}))
+        batch = swept(made[-1], env, 8)
+        batch.logp += np.random.default_rng(0).normal(0, 2, batch.logp.shape).astype(np.float32)
+        figures = made[-1].update(batch, 0.0)["a"]
+        assert "kl" not in figures or (abs(figures["kl"]) < 1e-9 and figures["clip_share"] == 0)
+    for key, value in snapshot(made[0]).items():
+        np.testing.assert_allclose(value, snapshot(made[1])[key], atol=1e-6, err_msg=key)
+
+
 def test_a_loss_that_is_no_number_stops_before_it_does_harm() -> None:
     config, env = PPO(horizon=8), Countdown(4)
     made = learner(config, env, {"a": [0], "b": [1]})
