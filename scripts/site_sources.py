@@ -19,6 +19,7 @@ LANGUAGES = {
     ".yaml": "yaml",
     ".toml": "toml",
     ".json": "json",
+    ".jsonl": "json",
     ".txt": "text",
     "": "text",
     ".md": "",
