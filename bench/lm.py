@@ -55,7 +55,7 @@ class Ours:
     def __init__(self, path: str) -> None:
         self.engine = Engine.load(path, device="cpu")
         self.sampler = Sampler(self.engine)
-        self.sampler.end_ids = np.array([], np.int64)
+        self.sampler.batch.end_ids = np.array([], np.int64)
 
     def adapters(self, n: int) -> list[Adapter]:
         return [Adapter(self.engine.linears, LoraConfig(rank=RANK), seed=seed) for seed in range(n)]

@@ -1,15 +1,19 @@
 """What the service costs, and how many clients share it.
 
     python bench/service.py            about 5 minutes
-    python bench/service.py --quick    about 1 minute
+    python bench/service.py --quick    about 3 minutes
 
 A round is what a client of reinforcement learning does: sample 8 answers of 16 tokens to each of 64 prompts of 96,
 train on all of them, step, and make a sampler of the new weights. It is done in this process, by one client of a
 server, and by 4 and 16 clients who share the same work, each with an adapter of its own. Server and clients share the
 machine's cores, so that wall time is what counts; the ways take turns, and the best of each is taken. Figures:
 
-    clients16_vs_1    rounds per second of 16 clients who do a 16th each, over those of one
-    http_overhead     seconds of a round over HTTP, by one client, over those in process, less one
+    clients16_vs_1           rounds per second of 16 clients who do a 16th each, over those of one
+    http_overhead            seconds of a round over HTTP, by one client, over those in process, less one
+    small_p99_beside_heavy   99th percentile of the seconds of one answer of 5 tokens, while another key has 64 requests
+                             of 64 answers of 120 tokens in the queue, over the same alone
+    memory_after_burst       resident memory of the worker some seconds after a burst of large, many, and refused
+                             requests, over that before
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ import numpy as np
 from limit import random_prompts
 from rich.console import Console
 from rich.table import Table
+from service_load import beside_heavy, memory_after_burst, worker_of
 
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, Sampling
@@ -45,11 +50,17 @@ from palestra.losses.policy import clipped_policy_loss
 from palestra.policies.lm import Samples
 from palestra.service.client import RemoteSampler, RemoteWeights
 from palestra.service.connection import Connection
+from palestra.service.keys import add_key
 from palestra.types import Sample
 
 PROMPT, NEW, K, GROUPS = 96, 16, 8, 64
 CONFIG = LoraPolicyConfig(base="tiny", alpha=32.0)
-TARGETS = {"clients16_vs_1": 0.8, "http_overhead": 0.15}
+TARGETS = {
+    "clients16_vs_1": 0.85,
+    "http_overhead": 0.15,
+    "small_p99_beside_heavy": 4.0,
+    "memory_after_burst": 1.1,
+}
 console = Console(width=110)
 
 
@@ -97,12 +108,13 @@ def remote(url: str, seed: int) -> Client:
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """A server of its own, on a free port."""
+def server(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
+    """The address and the process of a server of its own, on a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [Path(sys.executable).parent / "palestra", "serve", "--data", str(folder), "--port", str(port)]
+    command += options
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -112,7 +124,7 @@ def server(folder: Path) -> Iterator[str]:
                 break
             except OSError:
                 time.sleep(0.1)
-        yield url
+        yield url, process.pid
     finally:
         process.terminate()
         process.wait()
@@ -135,13 +147,24 @@ def together(clients: Sequence[Client], prompts: Sequence[np.ndarray]) -> float:
     return time.perf_counter() - start
 
 
+def loaded(requests: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a small request alone and beside a heavy key, and the worker's memory around a burst."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {name: add_key(Path(folder) / "keys", name) for name in ("small", "heavy")}
+        with server(Path(folder) / "data", "--auth", str(Path(folder) / "keys")) as (url, pid):
+            waits = asyncio.run(beside_heavy(url, keys, requests))
+        with server(Path(folder) / "fresh", "--auth", str(Path(folder) / "keys")) as (url, pid):
+            memory = asyncio.run(memory_after_burst(url, keys, worker_of(pid)))
+    return waits, memory
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     sys.setswitchinterval(5e-4)  # clients are threads here, who would be processes, and must not wait for each other
     repeats = 2 if parser.parse_args().quick else 8
     prompts = [np.array(p, np.int32) for p in random_prompts(GROUPS, PROMPT, seed=0)]
-    with tempfile.TemporaryDirectory() as folder, server(Path(folder) / "data") as url:
+    with tempfile.TemporaryDirectory() as folder, server(Path(folder) / "data") as (url, _):
         ways = {"in process": [in_process()]}
         ways |= {f"{n} client{'s' * (n > 1)}": [remote(url, seed) for seed in range(n)] for n in (1, 4, 16)}
         best = dict.fromkeys(ways, float("inf"))
@@ -157,9 +180,14 @@ def main() -> None:
         rates = [f"{GROUPS * K * NEW / spent[phase]:,.0f}" for phase in spent]
         table.add_row(name, f"{best[name]:.2f}", *rates)
     console.print(table)
+    waits, memory = loaded(requests=40 if repeats == 2 else 200)
+    console.print(f"small requests' p99: {1000 * waits['alone']:.0f} ms alone, {1000 * waits['beside']:.0f} ms beside")
+    console.print("the worker's MiB: " + ", ".join(f"{value:.0f} {when}" for when, value in memory.items()))
     figures = {
         "clients16_vs_1": best["1 client"] / best["16 clients"],
         "http_overhead": best["1 client"] / best["in process"] - 1,
+        "small_p99_beside_heavy": waits["beside"] / waits["alone"],
+        "memory_after_burst": memory["after"] / memory["before"],
     }
     print(json.dumps({"bench": "service", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": TARGETS}))
 

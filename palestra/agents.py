@@ -15,7 +15,7 @@ from palestra.config import Tree, load, validate
 from palestra.engines import Engines
 from palestra.envs import is_vectorised, make_env
 from palestra.evaluate import find_checkpoint
-from palestra.files import read_lines
+from palestra.files import path_inside, read_lines
 from palestra.policies.lm import LanguagePolicy
 from palestra.recipe import Config, FrozenConfig
 from palestra.runs import Checkpoint
@@ -127,15 +127,15 @@ def _members(path: Path, tree: Tree) -> dict[str, Agent]:
     listed = path / "population.json"
     lines = json.loads(listed.read_text()) if listed.exists() else []
     made = {line["makes"] for line in read_lines(path / "tasks.jsonl") if line.get("makes")}
-    names = [name for name in [line["name"] for line in lines] or sorted(made) if (path / "members" / name).is_dir()]
+    kept = {name: path_inside(path / "members", name) for name in [line["name"] for line in lines] or sorted(made)}
     players = {line["name"]: line["player"] for line in lines}
     speech = _told(tree)
     roles = dict(make_env(**tree["env"]).roles) if speech else {}
     anybody = next(iter(roles.values()), "")  # of a population that plays every seat
     return {
         name: _agent(name, folder, path, None, speech, roles.get(players.get(name, ""), anybody))
-        for name in names
-        if ((folder := path / "members" / name) / "member.json").exists()
+        for name, folder in kept.items()
+        if (folder / "member.json").exists()
     }
 
 

@@ -10,12 +10,26 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
+UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories of characters that a terminal obeys and does not show
+SHOWN = "\n\t\u200c\u200d"  # of these, line ends, tabs, and joiners inside words and emoji
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def visible(text: str) -> str:
+    """`text` with control characters (ANSI escapes, bidi controls, surrogates) as escapes such as `\\x1b`."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escaped(c) if unicodedata.category(c) in UNSEEN and c not in SHOWN else c for c in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 @dataclass(frozen=True)

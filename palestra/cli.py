@@ -6,13 +6,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from palestra.cli_agents import publish, serve_agent
@@ -20,9 +20,9 @@ from palestra.cli_dashboard import dashboard
 from palestra.cli_envs import serve_envs
 from palestra.cli_league import league
 from palestra.cli_play import collect, evaluate, play
-from palestra.cli_report import plot, report, sync
+from palestra.cli_report import plot, report, say_alarms, say_cycles, sync
 from palestra.cli_serve import keys, serve, serve_sampler
-from palestra.terminal import RANK, console, friendly, say
+from palestra.terminal import RANK, console, friendly, say, styled
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -83,7 +83,7 @@ def train(
     """
     places = [("type", backend), ("workers", workers), ("address", address)]
     changes = [*(settings or []), *([f"engine={engine}"] if engine else [])]
-    with friendly():
+    with friendly(), _interruptible(resume):
         tree = _described(config, resume, changes)
         placed = _placed(tree, [f"backend.{key}={value}" for key, value in places if value])
         _train(placed, resume, name, root, dry_run, tree if changes else None)
@@ -91,14 +91,15 @@ def train(
 
 def _described(path: Path | None, resume: Path | None, settings: list[str]) -> dict[str, Any]:
     """The config of a run that starts, or of one that goes on, perhaps for longer."""
-    from palestra.config import load, override
+    from palestra.config import load, override, parse
     from palestra.longer import longer
+    from palestra.runs import check_config
 
     if (path is None) == (resume is None):
         raise ValueError("name a config to start a run, or --resume RUN to go on with one")
     if resume is None:
         return override(load(path), settings)  # type: ignore[arg-type]
-    tree = load(resume / "config.yaml")
+    tree = parse(check_config(resume), str(resume / "config.yaml"))
     return longer(tree, settings, _vectorised(tree)) if settings else tree
 
 
@@ -123,16 +124,18 @@ def _train(
     changed: dict[str, Any] | None,
 ) -> None:
     """Starts a run or goes on with one, which has the config `changed` from then on if there is any."""
-    from palestra.config import dump, validate
-    from palestra.runs import Run
+    from palestra.config import dump, folder_name, validate
+    from palestra.remote.place import impatient
+    from palestra.rollouts.failures import kept_in
+    from palestra.runs import Run, explain_disk_errors
     from palestra.sinks.follow import following
     from palestra.sinks.kinds import check_sinks
 
     kind = kind_of(tree)
-    config = validate(kind.config, tree)
+    config = _valid(kind, tree)
     check_sinks(config.sinks)
     if dry_run:
-        kind.check(config)
+        kind.check(_valid(kind, impatient(tree)))
         if RANK == 0:
             print(dump(config), end="")
         return
@@ -140,14 +143,68 @@ def _train(
 
     def open_run() -> Run:
         if not resume:
-            return Run.create(root, dump(config), name or config.name, {"seed": config.seed})
+            return Run.create(root, dump(config), folder_name(name or config.name), {"seed": config.seed})
         run = Run.open(resume)
         if changed:
             run.go_on_with(dump(validate(kind.config, changed)))
         return run
 
-    with kind.opened(open_run) as run, following(run.path, [] if RANK else config.sinks, say):
+    with (
+        explain_disk_errors(),
+        kind.opened(open_run) as run,
+        explain_disk_errors(run.path),
+        nullcontext() if RANK else kept_in(run.path),
+        _interruptible(run.path),
+        following(run.path, [] if RANK else config.sinks, say),
+    ):
         kind.follow(setup, run, config)
+
+
+def _valid(kind: Kind, tree: dict[str, Any]) -> Any:
+    """The checked config; one that was written for another kind of env is refused in one line."""
+    from palestra.config import validate
+
+    try:
+        return validate(kind.config, tree)
+    except ValueError:
+        if mixed := _mixed_up(tree):
+            raise ValueError(mixed) from None
+        raise
+
+
+def _mixed_up(tree: dict[str, Any]) -> str:
+    """The message for a config whose policies do not play the kind of env that it names; "" where they do."""
+    from palestra.config import kinds
+    from palestra.recipe import Config
+    from palestra.setup_games import GamesConfig
+
+    policies, env = tree.get("policies"), tree.get("env")
+    if "population" in tree or not isinstance(policies, dict) or not isinstance(env, dict):
+        return ""
+    types = {str(policy.get("type")) for policy in policies.values() if isinstance(policy, dict)}
+    talking, nets = set(kinds(Config, "policies")), set(kinds(GamesConfig, "policies"))
+    if _vectorised(tree) and types & (talking - nets):
+        return (
+            f'env "{env["type"]}" is a vectorised game, which small networks play, and this config is of language '
+            "agents: start from one of configs/games, or name an env in words (`palestra info` lists them)"
+        )
+    if not _vectorised(tree) and types & (nets - talking):
+        return (
+            f'env "{env.get("type")}" is an env in words, which language agents play, and this config is of small '
+            "networks: start from configs/demo.yaml, or name a vectorised game (`palestra info` lists them)"
+        )
+    return ""
+
+
+@contextmanager
+def _interruptible(run: Path | None) -> Iterator[None]:
+    """Within, Ctrl-C that ends the run at once (None: before there is one) is one line, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        again = f"go on from the last checkpoint with: palestra train --resume {shlex.quote(str(run))}"
+        say(f"interrupted; {again}" if run else "interrupted before the run began")
+        raise typer.Exit(130) from None
 
 
 class Kind(NamedTuple):
@@ -186,8 +243,8 @@ def kind_of(tree: dict[str, Any]) -> Kind:
 def _vectorised(tree: dict[str, Any]) -> bool:
     from palestra.envs import is_vectorised
 
-    env = tree.get("env") or {}
-    return not env.get("at") and is_vectorised(env.get("type"))
+    env = tree.get("env")
+    return isinstance(env, dict) and not env.get("at") and is_vectorised(env.get("type"))
 
 
 def _alone(instead: str) -> None:
@@ -196,14 +253,22 @@ def _alone(instead: str) -> None:
 
 
 def _follow(restore: Callable[[Any, Any], int], train: Callable[..., bool], setup: Any, run: Any, config: Any) -> None:
-    """Trains with a progress bar; draws and prints what was learned."""
+    """Trains with a progress bar; draws and prints what was learned, and the alarms. Raises RunFailed where nothing
+    was."""
+    from palestra.longer import already_complete
     from palestra.progress import ProgressBar
-    from palestra.reports import learned_table, plot_run
+    from palestra.reports import learned_table, no_update, plot_run
+    from palestra.rollouts.failures import RunFailed
 
     start = restore(setup, run)
     what = f"{config.plays}, {', '.join(setup.names)} by {config.learns}"
-    console.print(f"run [bold]{escape(str(run.path))}[/]: {escape(what)}", soft_wrap=True)
-    if start:
+    console.print(styled("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
+    for line in run.passed_over:
+        say(line)
+    if start >= setup.steps:
+        tree = config.model_dump(mode="json")
+        say(already_complete(tree, _vectorised(tree)))
+    elif start:
         console.print(f"going on after step {start}")
     with ProgressBar(setup.steps, start, console) as bar, stop_on_interrupt() as stop:
         done = train(setup, run, bar, stop)
@@ -213,10 +278,14 @@ def _follow(restore: Callable[[Any, Any], int], train: Callable[..., bool], setu
         return _say_stopped(run)
     console.print(learned_table(run.path))
     say(f"curves: {plot_run(run.path)}")
+    say_alarms(run.path)
+    if why := no_update(run.path):
+        raise RunFailed(why)
 
 
 def _follow_population(setup: Any, run: Any, config: Any) -> None:
     """Does a plan's tasks with a line of progress."""
+    from palestra.longer import already_complete
     from palestra.population_plots import plot_population
     from palestra.populations.scheduler import TASKS
     from palestra.progress import PopulationBar, standing
@@ -224,16 +293,19 @@ def _follow_population(setup: Any, run: Any, config: Any) -> None:
     from palestra.setup_population import run_population
 
     what = f"{config.env['type']}, {config.population.type} by {config.oracle.type}, {setup.workers} at once"
-    console.print(f"run [bold]{escape(str(run.path))}[/]: {escape(what)}", soft_wrap=True)
+    console.print(styled("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
     if start := len(read_lines(run.path / TASKS)):
         console.print(f"going on after {start} tasks")
     with PopulationBar(setup.plan.summary, console) as bar, stop_on_interrupt() as stop:
         done = run_population(setup, run, bar, stop)
     if not done:
         return _say_stopped(run)
+    if start and len(read_lines(run.path / TASKS)) == start:
+        say(already_complete(config.model_dump(mode="json")))
     console.print(standing(setup.plan.summary()))
     say(f"pictures: {plot_population(run.path)}")
     if config.population.type != "xdo":  # whose members play no games
+        say_cycles(run.path)
         say(f"who beats whom: palestra league standings {shlex.quote(str(run.path))}")
 
 
@@ -271,6 +343,9 @@ def runs(root: Root = Path("runs")) -> None:
 
     table = Table("run", "created", "steps", "checkpoint", "last exam")
     for run in list_runs(root):
+        if run.damage:
+            say(f"{run.path.name} is damaged: {run.damage}")
+            continue
         last = run.evals[-1] if run.evals else None
         exam = shown(last) if last else "-"
         kept = f"after {run.checkpoint.step + 1}" if run.checkpoint else "-"

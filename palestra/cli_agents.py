@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from palestra.terminal import friendly, say
+from palestra.terminal import friendly, needs, say
 
 Step = Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")]
 
@@ -58,6 +58,9 @@ def serve_agent(
     ] = None,
     key_file: Annotated[Path | None, typer.Option(help="a file whose first line is that key")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="a name that the server is called by, besides its address and localhost")
+    ] = None,
 ) -> None:
     """Serve trained agents at an endpoint that speaks OpenAI's chat completions; each is a model by its name.
 
@@ -67,9 +70,10 @@ def serve_agent(
 
         palestra serve-agent planner --host 0.0.0.0 --key-env AGENT_KEY
 
-    Ctrl-C, or SIGTERM, ends it after the answers under way.
+    Ctrl-C, or SIGTERM, ends it after the answers under way; a second one ends it at once.
     """
     with friendly():
+        needs("serving an agent", "workflow", "starlette", "uvicorn", "httptools")
         from palestra.agents import find_agents
         from palestra.serve_agent import read_key, serve_agents
 
@@ -77,4 +81,4 @@ def serve_agent(
         if member and len(where) > 1:
             raise ValueError("--member names agents of one run: give that run alone")
         agents = [agent for path in where for agent in find_agents(path, member or [], step)]
-        serve_agents(agents, host, port, key, device, say)
+        serve_agents(agents, host, port, key, device, say, allow_host or [])

@@ -37,7 +37,7 @@ def dashboard(
         palestra dashboard --host 0.0.0.0 --token "$(openssl rand -hex 16)"
     """
     with friendly():
-        needs("the dashboard", "dashboard", "starlette", "uvicorn")
+        needs("the dashboard", "dashboard", "starlette", "uvicorn", "httptools")
         from palestra.dashboard.app import serve
 
         token = token or os.environ.get("PALESTRA_DASHBOARD_TOKEN", "")

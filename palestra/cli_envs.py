@@ -23,6 +23,11 @@ def serve_envs(
     token_file: Annotated[Path | None, typer.Option(help="a file that holds it")] = None,
     lease: Annotated[float, typer.Option(min=1, help="seconds without a word after which a client is gone")] = 60.0,
     grace: Annotated[float, typer.Option(min=0, help="seconds that open sessions have once this is to end")] = 30.0,
+    sessions: Annotated[int, typer.Option(min=1, help="sessions that a worker has open at once")] = 16_384,
+    idle: Annotated[
+        float, typer.Option(min=1, help="seconds after which a session that is asked nothing ends")
+    ] = 3600.0,
+    limit: Annotated[float, typer.Option(min=1, help="seconds that a call of an env may take")] = 120.0,
 ) -> None:
     """Serve envs over gRPC: a run whose config says `at: [HOST:PORT]` plays them here.
 
@@ -41,9 +46,11 @@ def serve_envs(
         needs("serving envs", "grpc", "grpc", "grpc_health", "grpc_reflection")
         from palestra.remote.place import read_token
         from palestra.remote.serve import Options, serve
+        from palestra.remote.sessions import Bounds
 
         named = tuple(dict.fromkeys(name.strip() for name in envs.split(",") if name.strip()))
         if not named:
             raise ValueError("--envs names no env: say --envs math,code; `palestra info` lists them")
         token = read_token(token_env, token_file)
-        serve(Options(named, host, port, workers, cert, key, token, lease, grace), say)
+        bounds = Bounds(sessions=sessions, each=max(1, sessions // 2), idle=idle, call=limit)
+        serve(Options(named, host, port, workers, cert, key, token, lease, grace, bounds), say)

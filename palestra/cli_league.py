@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from palestra.terminal import friendly
+from palestra.terminal import console, friendly, say, styled
 
 league = typer.Typer(no_args_is_help=True, help="Rank a population's members, and let them play each other.")
-console = Console()
 Which = Annotated[Path, typer.Argument(help="a run that trained a population")]
 Output = Annotated[Path | None, typer.Option("--csv", help="write it to this file too, all of it")]
 
@@ -35,7 +33,7 @@ def standings(run: Which, output: Output = None) -> None:
         record = read_record(run)
         console.print(standings_table(record))
         if text := warning(record):
-            console.print(f"[yellow]{text}[/]")
+            console.print(styled((text, "yellow")))
         _write(output, standings_csv(record))
 
 
@@ -103,10 +101,11 @@ def exploit(
         from palestra.population_reports import exploits_table, least_nash_conv
 
         with console.status("learning") as status:
-            found = learned(run, steps, games, [f"backend.type={backend}"] if backend else [], status.update)
+            settings = [f"backend.type={backend}"] if backend else []
+            found = learned(run, steps, games, settings, lambda what: status.update(styled(what)))
         console.print(exploits_table(run, found))
         if (total := least_nash_conv(found)) is not None:
-            console.print(f"NashConv is at least [bold]{total:.3f}[/]")
+            console.print(styled("NashConv is at least ", (f"{total:.3f}", "bold")))
 
 
 @league.command()
@@ -135,7 +134,8 @@ def compare(
                 run, other, games, settings, lambda done, of: status.update(f"played {done} of {of} tasks")
             )
         sizes = " and ".join(f"{len(t)} x {len(t[0])} members" for t in found.returns.values())
-        console.print(f"{run} wins [bold]{found.performance:+.3f}[/] a game against {other} ({sizes})")
+        won = (f"{found.performance:+.3f}", "bold")
+        console.print(styled(f"{run} wins ", won, f" a game against {other} ({sizes})"))
 
 
 @league.command()
@@ -152,10 +152,10 @@ def plot(
     with friendly():
         from palestra.population_plots import plot_population
 
-        console.print(f"pictures: {plot_population(run, target)}", soft_wrap=True, markup=False, highlight=False)
+        say(f"pictures: {plot_population(run, target)}")
 
 
 def _write(output: Path | None, text: str) -> None:
     if output:
         output.write_text(text, encoding="utf-8")
-        console.print(f"written: {output}", soft_wrap=True, markup=False, highlight=False)
+        say(f"written: {output}")

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from palestra.rollouts.transcript import transcript
-from palestra.terminal import console, friendly, needs, say
+from palestra.terminal import console, friendly, needs, say, styled
 
 if TYPE_CHECKING:
     from palestra.evaluate import Scored
@@ -101,6 +101,10 @@ def evaluate(
         console.print(_cross_table(f"{what}, {episodes} episodes each", found))
     else:
         console.print(_eval_table(f"{what}, {episodes} episodes", found[0].seats, found[0].figures))
+    with friendly():
+        from palestra.rollouts.failures import check_any
+
+        check_any([episode for scored in found for episode in scored.episodes], "eval")
 
 
 def _record(run: Path, name: str, step: int | None, found: list[Scored]) -> None:
@@ -191,6 +195,7 @@ def play(
     with friendly():
         _needs_text(what, "palestra play")
         from palestra.evaluate import play_one, take_seat
+        from palestra.rollouts.failures import RunFailed
 
         asked = {name: who for name, who in seat_pairs(seats).items() if name != seat}
         table, mine = take_seat(what, pairs(env), asked, seat, sampling=_sampling(temperature), step=step)
@@ -198,12 +203,13 @@ def play(
             return _in_browser(table, mine, seed, host, port)
         episode = asyncio.run(play_one(table, mine, seed))
         if episode.error:
-            raise ValueError(f"the episode ended early: {episode.error}")
+            why, gave_up = f"the episode ended early: {episode.error}", episode.error.startswith("EOFError")
+            raise ValueError(why) if gave_up else RunFailed.caused(why, episode.traceback)
     console.print(_outcome(mine, episode))
 
 
 def _in_browser(table: Seated, mine: str, seed: int, host: str, port: int) -> None:
-    needs("playing in the browser", "dashboard", "starlette", "uvicorn")
+    needs("playing in the browser", "dashboard", "starlette", "uvicorn", "httptools")
     from palestra.dashboard.game import Games, Setting
     from palestra.dashboard.play import serve
     from palestra.evaluate import only_person, play_one
@@ -262,7 +268,7 @@ def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Tab
         table.add_row(seat, policy)
     table.add_section()
     if "success" in figures:
-        table.add_row("success", f"[bold]{interval(figures)}[/]")
+        table.add_row("success", styled((interval(figures), "bold")))
     for key in ("return", "steps_per_episode", "team_return", "failed"):
         if key in figures:
             table.add_row(key.replace("_", " "), f"{figures[key]:.2f}")
@@ -296,7 +302,7 @@ def _outcome(mine: str, episode: Any) -> Table:
     (leaf,) = episode.leaves()
     table = Table(title="the end", title_justify="left", show_header=False)
     if "success" in leaf.info:
-        table.add_row("success", "[bold]yes[/]" if episode.success else "[bold]no[/]")
+        table.add_row("success", styled(("yes" if episode.success else "no", "bold")))
     table.add_row("return of the team", f"{summary([episode])['team_return']:.2f}")
     for seat, value in seat_returns([episode])["returns"].items():
         table.add_row(f"return of {seat}{' (you)' if seat == mine else ''}", f"{value:.2f}")
@@ -321,13 +327,17 @@ def plays_games(what: Path) -> bool:
         return is_vectorised(str(what))
     run, _, _ = str(what).rpartition(":")
     path = Path(run) if run else what
+    if not path.exists():
+        raise ValueError(
+            f"there is no run, config or env {path}: `palestra runs` lists the runs, and `palestra info` the envs"
+        )
     tree = load(path / "config.yaml" if path.is_dir() else path)
     if "population" in tree:
         raise ValueError(
             f"{path} trains a population: `palestra league crossplay RUN` lets its members play each other"
         )
-    env = tree.get("env") or {}
-    return not env.get("at") and is_vectorised(env.get("type"))
+    env = tree.get("env")
+    return isinstance(env, dict) and not env.get("at") and is_vectorised(env.get("type"))
 
 
 def seat_pairs(settings: list[str] | None) -> dict[str, str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from palestra.terminal import friendly, say
+from palestra.terminal import console, friendly, say, styled
 
 RunPath = Annotated[Path, typer.Argument(help="a run")]
 
@@ -85,3 +85,34 @@ def sync(
         check_sinks([sink])
         count = sinks.sync(run, sink, follow=follow)
     say(f"{count} lines sent to {to}")
+
+
+def say_alarms(run: Path) -> None:
+    """Prints the alarms that a run's figures raise, as the dashboard shows them."""
+    from palestra.dashboard.alarms import alarms
+    from palestra.types import TEAM
+
+    policies, exams = _figures(run / "metrics.jsonl", "policy"), _figures(run / "evals.jsonl", "name")
+    team = policies.pop(TEAM, {})
+    for alarm in alarms(policies, team, exams):
+        about = f" ({alarm.who})" if alarm.who else ""
+        console.print(styled((f"alarm: {alarm.name}{about}:", "yellow"), f" {alarm.says}"), soft_wrap=True)
+
+
+def _figures(path: Path, key: str) -> dict[str, dict[str, Any]]:
+    """The columns of a log, by name and figure."""
+    from palestra.dashboard.logs import Log
+
+    log = Log(path, key)
+    log.look()
+    return {name: {figure: log.column(name, figure)[1] for figure in keys} for name, keys in log.keys().items()}
+
+
+def say_cycles(run: Path) -> None:
+    """Prints the alarm of a population whose members beat each other in a circle."""
+    from palestra.population_reports import read_record
+    from palestra.populations.ratings import cyclicity
+
+    payoffs = read_record(run).payoffs
+    if len(payoffs.seats) == 2 and (warning := cyclicity(*payoffs.points()).warning):
+        console.print(styled(("alarm: cyclic population:", "yellow"), f" {warning}"), soft_wrap=True)

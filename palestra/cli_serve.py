@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from palestra.terminal import friendly, say
+from palestra.terminal import friendly, needs, say
 
 
 def serve(
@@ -44,6 +43,9 @@ def serve(
     poll: Annotated[float, typer.Option(min=0, max=40, help="seconds that a poll for an answer is held")] = 30.0,
     queue: Annotated[int, typer.Option(min=1, help="unanswered requests that one key may have")] = 20_000,
     queue_bytes: Annotated[int, typer.Option(min=1, help="bytes that one key's unanswered requests may have")] = 2**29,
+    answer_tokens: Annotated[
+        int, typer.Option(min=1, help="tokens that one call's answer may have, counted again for each of a top-k")
+    ] = 2**21,
     models: Annotated[int, typer.Option(min=1, help="models that one key may train at a time")] = 64,
 ) -> None:
     """Serve Tinker's and MinT's clients: training and sampling over HTTP.
@@ -56,7 +58,7 @@ def serve(
 
         palestra keys add ada --auth keys.txt && palestra serve --host 0.0.0.0 --auth keys.txt
 
-    Ctrl-C, or SIGTERM, ends it after the requests under way, with every model saved.
+    Ctrl-C, or SIGTERM, ends it after the requests under way, with every model saved; a second one ends it at once.
     """
     with friendly():
         needs_service()
@@ -79,7 +81,7 @@ def serve(
             dtype=dtype,
             threads=threads,
             max_rows=max_rows,
-            limits=Limits(poll=poll, queue=queue, queue_bytes=queue_bytes, models=models),
+            limits=Limits(poll=poll, queue=queue, queue_bytes=queue_bytes, answer_tokens=answer_tokens, models=models),
         )
         run_server(options, say)
 
@@ -95,6 +97,9 @@ def serve_sampler(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="of torch, on a CPU")] = 1,
     max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="a name that the server is called by, besides its address and localhost")
+    ] = None,
     with_parent: Annotated[
         bool, typer.Option("--with-parent", help="end when the standard input ends: with whoever started it")
     ] = False,
@@ -107,15 +112,17 @@ def serve_sampler(
 
         palestra train configs/demo.yaml --set 'sampler={type: vllm, urls: ["http://127.0.0.1:8001"]}'
 
-    Ctrl-C, or SIGTERM, ends it after the requests under way. Its first line of output names its address.
+    Ctrl-C, or SIGTERM, ends it after the requests under way; a second one ends it at once. Its first line of output
+    names its address.
     """
     with friendly():
-        if missing := [name for name in ("starlette", "uvicorn") if not find_spec(name)]:
-            raise ValueError(f"serving a sampler needs {', '.join(missing)}: pip install 'palestra[service]'")
+        needs("serving a sampler", "service", "starlette", "uvicorn", "httptools")
         from palestra.remote.sampler_server import Options
         from palestra.remote.sampler_server import serve as run_server
 
-        options = Options(base, host, port, key_env, device, dtype, threads, max_rows, with_parent)
+        options = Options(
+            base, host, port, key_env, device, dtype, threads, max_rows, with_parent, tuple(allow_host or ())
+        )
         run_server(options, lambda line: print(line, flush=True))
 
 
@@ -127,9 +134,7 @@ def named(settings: list[str] | None, *default: str) -> dict[str, str]:
 
 def needs_service() -> None:
     """Raises ValueError where the optional packages of the service are not installed."""
-    missing = [name for name in ("fastapi", "uvicorn", "sqlalchemy", "jwt", "zstandard") if not find_spec(name)]
-    if missing:
-        raise ValueError(f"the service needs {', '.join(missing)}: pip install 'palestra[service]'")
+    needs("the service", "service", "fastapi", "uvicorn", "httptools", "sqlalchemy", "jwt", "zstandard")
 
 
 keys = typer.Typer(no_args_is_help=True, help="Add, list and remove API keys of the service.")

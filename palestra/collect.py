@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from palestra.episodes import SCHEMA, to_table
 from palestra.evaluate import Table, set_table
 from palestra.files import replaced
+from palestra.rollouts.failures import check_any
 from palestra.rollouts.figures import seat_returns, summary
 from palestra.rollouts.play import Branching, Match, derive
 from palestra.types import Episode, Seat
@@ -48,6 +49,7 @@ async def collect_episodes(
             writer.write_table(to_table(0, good, first=kept))
             kept, all_played = kept + len(good), [*all_played, *played]
             told(len(all_played), kept)
+        check_any(all_played, "collect")
     names = {seat: policy.name for seat, policy in team.items()}
     return names, {**summary(all_played), **seat_returns(all_played), "kept": kept}
 

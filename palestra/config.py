@@ -15,10 +15,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 Tree = dict[str, Any]
 Loc = tuple[int | str, ...]  # where pydantic found an error: field names, keys, indices and union tags
+
+
+LISTED = 20  # faults of a config, at most
+LONGEST_NAME = 100  # characters
+LONGEST = 1_000_000  # characters of a config
+DEEPEST = 64  # levels of a config
+MOST = 20_000  # values of a config
+TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map"))
 
 
 class Strict(BaseModel):
@@ -29,11 +37,35 @@ class Strict(BaseModel):
         frozen=True,
         validate_default=True,
         protected_namespaces=(),  # `model_path` is a fine name for a setting
-        ser_json_inf_nan="constants",
+        allow_inf_nan=False,  # a setting is a number, or null
     )
 
 
 M = TypeVar("M", bound=BaseModel)
+
+
+def folder_name(name: str) -> str:
+    """`name`, which becomes that of a folder. Raises ValueError where it cannot."""
+    if not name or len(name) > LONGEST_NAME or not name.isprintable() or "/" in name or name.startswith("."):
+        raise ValueError(
+            f"{_short(name)} cannot be the name of a run: use a plain folder name, without / and control characters, "
+            f"not starting with a point, of at most {LONGEST_NAME} characters"
+        )
+    return name
+
+
+def policy_names(names: Iterable[str], *taken: str) -> None:
+    """Raises ValueError where a policy has a name that cannot be a folder, a line of logs and a part of RUN:NAME and
+    NAME@VERSION, or one of those `taken`."""
+    for name in names:
+        if len(name) > LONGEST_NAME or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in taken:
+            raise ValueError(
+                f'a policy cannot be called "{_short(name)[1:-1]}": use at most {LONGEST_NAME} letters, digits, "_", '
+                f'"-" and ".", and not {" or ".join(taken)}, which have another meaning'
+            )
+
+
+RunName = Annotated[str, AfterValidator(folder_name)]
 
 
 def load(path: str | Path) -> Tree:
@@ -43,15 +75,20 @@ def load(path: str | Path) -> Tree:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot read config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no config: it is not text in UTF-8 (byte {error.start})") from error
     return parse(text, str(path))
 
 
 def parse(text: str, source: str = "config") -> Tree:
-    """The tree of YAML text. Raises ValueError that names `source` and the line."""
+    """The tree of YAML text: mappings, lists, text, numbers, truth values and nulls. Raises ValueError that names
+    `source` and the line; one that is too long, deep or repetitive (`LONGEST`, `DEEPEST`, `MOST`) is refused early."""
     try:
-        tree = yaml.load(text, _Loader)
+        tree = _read(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{source}{_where(error)}: {_what(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -85,7 +122,9 @@ def validate(model: type[M], tree: Tree) -> M:
         lines = list(faults)
         if len(lines) == 1:
             raise ValueError(lines[0]) from None
-        raise ValueError("\n".join([f"{len(lines)} faults in the config:", *(f"  {x}" for x in lines)])) from None
+        shown = [f"  {line}" for line in lines[:LISTED]]
+        shown += [f"  ... and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
+        raise ValueError("\n".join([f"{len(lines)} faults in the config:", *shown])) from None
 
 
 def dump(config: BaseModel) -> str:
@@ -94,8 +133,74 @@ def dump(config: BaseModel) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-class _Loader(yaml.SafeLoader):
+def _read(text: str) -> Any:
+    """The data that YAML text holds. Raises YAMLError or ValueError where it is not plain data of a bounded size."""
+    if len(text) > LONGEST:
+        raise ValueError(f"a config has at most {LONGEST:,} characters, and this one {len(text):,}")
+    _check_events(text)
+    value = yaml.load(text, _Loader)
+    _check_data(value)
+    return value
+
+
+def _check_events(text: str) -> None:
+    """Raises YAMLError for nesting too deep to be composed, and for tags other than those of plain data."""
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise _marked(f"nested deeper than {DEEPEST} levels, and no config is", event.start_mark)
+        tag = getattr(event, "tag", None)
+        if tag is not None and tag not in TAGS:
+            raise _marked(f"tag {tag!r} is not allowed, a config is plain data: remove the tag", event.start_mark)
+
+
+def _marked(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+def _check_data(value: Any) -> None:
+    """Raises ValueError for data that contains itself, grows too large by its aliases, or cannot be written as text."""
+    waiting, seen = [(value, 0)], 0
+    while waiting:
+        part, depth = waiting.pop()
+        seen += 1
+        if depth > DEEPEST:
+            raise ValueError(f"nested deeper than {DEEPEST} levels: an alias (*) stands inside what it names")
+        if seen > MOST:
+            raise ValueError(f"more than {MOST:,} values once its aliases (*) are followed: use fewer of them")
+        if isinstance(part, dict):
+            waiting += [(inner, depth + 1) for pair in part.items() for inner in pair]
+        elif isinstance(part, list):
+            waiting += [(inner, depth + 1) for inner in part]
+        else:
+            _check_scalar(part)
+
+
+def _check_scalar(value: Any) -> None:
+    if isinstance(value, str) and not _encodable(value):
+        raise ValueError(f"{value!a} is no text: it has half of a surrogate pair; write the character itself")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError("a whole number does not fit into 64 bits: make it smaller")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's where it is built in
     """SafeLoader with YAML 1.2 numbers and booleans, and without silently repeated keys."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MOST:
+            raise yaml.MarkedYAMLError(
+                problem=f"merges (<<) make more than {MOST:,} keys: use fewer of them", problem_mark=node.start_mark
+            )
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -105,6 +210,18 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.MarkedYAMLError(problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _whole(loader: Any, node: yaml.ScalarNode) -> int:
+    try:
+        return int(yaml.constructor.SafeConstructor.construct_yaml_int(loader, node))
+    except ValueError:
+        raise yaml.MarkedYAMLError(
+            problem=f"{_short(node.value)} is no whole number of at most 64 bits", problem_mark=node.start_mark
+        ) from None
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -134,7 +251,7 @@ def _where(error: yaml.YAMLError) -> str:
     return f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
-def _what(error: yaml.YAMLError) -> str:
+def _what(error: Exception) -> str:
     return getattr(error, "problem", None) or str(error)
 
 
@@ -149,9 +266,9 @@ def _copy(value: Any) -> Any:
 
 def _value(text: str, setting: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"the value of the setting {setting!r} is not YAML: {_what(error)}") from error
+        return _read(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"the value of the setting {_short(setting)} is not YAML: {_what(error)}") from error
 
 
 def _place(tree: Tree, keys: Sequence[str], value: Any, setting: str) -> None:
@@ -204,6 +321,11 @@ def _sentence(message: str) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else _kind(value)
+
+
+def _short(text: str) -> str:
+    """`text` quoted, its middle left out where it is long."""
+    return repr(text if len(text) <= 80 else f"{text[:40]}...{text[-20:]}")
 
 
 def _join(path: str, key: str) -> str:

@@ -13,9 +13,10 @@ from palestra.envs.vector.base import VectorEnv
 from palestra.files import read_arrays, write_arrays
 from palestra.policies.vector import Player
 from palestra.rollouts.actors import Actors
+from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.play import derive
 from palestra.rollouts.scores import Games, Tally, enough, figures_of
-from palestra.rollouts.sweep import Sweeper
+from palestra.rollouts.sweep import Sweeper, remedy
 from palestra.runs import Checkpoint
 from palestra.train import Clock, Watcher, now
 from palestra.types import TEAM, Batch, Metrics, Seat
@@ -111,7 +112,8 @@ def drill(setup: Drill, run: Record, watcher: Watcher | None = None, stop: Calla
     """Sweep, credit, learn, keep; from `run.next_step` on. True when all steps are done, False when `stop` said so (the
     run then has a checkpoint).
 
-    Raises ValueError where a loss is no longer a finite number, naming step, policy, seats and the last checkpoint.
+    Raises RunFailed where an env fails, where a reward is no finite number, and where a loss is none any more, naming
+    step, policy, seats and the last checkpoint.
     """
     watcher = watcher or Watcher()
     if run.next_step == 0:
@@ -126,7 +128,7 @@ def drill(setup: Drill, run: Record, watcher: Watcher | None = None, stop: Calla
         try:
             figures = setup.learner.update(batch, progress)
         except FloatingPointError as error:
-            raise ValueError(_diverged(setup, run, step, error)) from error
+            raise RunFailed(_diverged(setup, run, step, batch, error)) from error
         tally.add(batch, figures)
         clock.since("train", start)
         done = step + 1
@@ -179,14 +181,14 @@ def play_exam(env: VectorEnv, players: Sequence[Player], episodes: int, seed: in
     return figures_of(tally, env.seats, each, episodes)
 
 
-def _diverged(setup: Drill, run: Record, step: int, error: FloatingPointError) -> str:
+def _diverged(setup: Drill, run: Record, step: int, batch: Batch, error: FloatingPointError) -> str:
     policy = getattr(error, "policy", "")
     seats = ", ".join(seat for seat, name in setup.seats.items() if name == policy)
     kept = run.next_step
     checkpoint = f"the last good checkpoint is after step {kept}" if kept else "there is no checkpoint yet"
     return (
         f"step {step + 1}: {error} (seats: {seats or 'all'}); {checkpoint} in {run.path}. "
-        "A smaller learning rate, or a lower bound on the gradient (clip), may help"
+        f"{remedy(setup.sweeper.env, batch)}"
     )
 
 
@@ -213,13 +215,18 @@ def save(setup: Drill, run: Record, step: int, *, keep: bool) -> None:
 def restore(setup: Drill, run: Record) -> int:
     """Takes the run back to its newest checkpoint, learner and games with it; returns the step to go on with."""
     checkpoint = run.resume()
-    run.next_step, path = setup.gather((run.next_step, checkpoint and str(checkpoint.path)))[0]
-    if path:
-        folder = Path(path) / f"training-{setup.rank}"
-        setup.learner.read(folder)
-        if (folder / "games.safetensors").exists():
-            saved = read_arrays(folder / "games.safetensors")
-            setup.sweeper.load(saved, [*setup.learner.players(0.0), *setup.others])
-        else:
-            setup.sweeper.restart(setup.seeds(run.next_step - 1))
+    run.next_step, checkpoint = setup.gather((run.next_step, checkpoint))[0]
+    if checkpoint:
+        with checkpoint.loading():
+            _load(setup, checkpoint.path / f"training-{setup.rank}", run.next_step - 1)
     return run.next_step
+
+
+def _load(setup: Drill, folder: Path, step: int) -> None:
+    """Learner and games as they were after `step`."""
+    setup.learner.read(folder)
+    if (folder / "games.safetensors").exists():
+        saved = read_arrays(folder / "games.safetensors")
+        setup.sweeper.load(saved, [*setup.learner.players(0.0), *setup.others])
+    else:
+        setup.sweeper.restart(setup.seeds(step))

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from palestra.engine.checkpoints import load_adapter, load_full
 from palestra.engine.lora import Adapter
-from palestra.engine.models import Engine
+from palestra.engine.models import Engine, device_name
 from palestra.engine.ranks import ALONE, Ranks, here
 from palestra.engine.sampler import Sampler
 from palestra.engine.sharded import shard
@@ -66,7 +64,7 @@ class Engines:
 
     def _loaded(self, config: SpeechConfig) -> Engine:
         """A base; one to train whole (a full policy's) in the type that its weights are kept in."""
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        device = device_name(self.device)
         train, dtype = isinstance(config, FullPolicyConfig), config.dtype
         if dtype == "auto":
             dtype = "float32" if train or device == "cpu" else "bfloat16"

@@ -29,6 +29,7 @@ SCHEMA = pa.schema(
         ("seed", pa.int64()),
         ("seats", pa.string()),  # JSON: seat -> policy
         ("error", pa.string()),
+        ("traceback", pa.string()),  # of the error
         ("node", pa.int32()),
         ("parent", pa.int32()),
         ("depth", pa.int32()),
@@ -54,6 +55,7 @@ SCHEMA = pa.schema(
         ("draw", pa.int32()),  # which of the seat's answers to this observation
     ]
 )
+MAY_LACK = ("draw", "traceback")  # columns a file may lack: no siblings share an answer, no traceback is known
 
 
 def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
@@ -65,16 +67,16 @@ def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
 def read_episodes(path: str | Path) -> pa.Table:
     """The table of an episode file, for queries. Raises ValueError where the file is not one."""
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
     except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"cannot read episodes from {path}: {error}") from error
-    if table.schema.names == SCHEMA.names[:-1]:  # of a file without draws no siblings share an answer
-        table = table.append_column("draw", pa.nulls(len(table), pa.int32()))
-    if table.schema.names != SCHEMA.names:
+    for name in set(MAY_LACK) - set(table.schema.names):
+        table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
+    if sorted(table.schema.names) != sorted(SCHEMA.names):
         raise ValueError(
             f"{path} is a Parquet file, but not of palestra episodes: its columns are {table.schema.names}"
         )
-    return table
+    return table.select(SCHEMA.names)
 
 
 def load_episodes(path: str | Path) -> list[Episode]:
@@ -84,7 +86,8 @@ def load_episodes(path: str | Path) -> list[Episode]:
     for row in _unpacked(read_episodes(path)):
         if row["episode"] not in episodes:
             seats = json.loads(row["seats"])
-            episodes[row["episode"]] = Episode(row["env"], row["seed"], seats, error=row["error"])
+            failure = {name: row[name] for name in ("error", "traceback")}
+            episodes[row["episode"]] = Episode(row["env"], row["seed"], seats, **failure)
         if row["node"] is not None:
             node = _add(episodes[row["episode"]], row)
             if row["draw"] is not None:
@@ -95,7 +98,8 @@ def load_episodes(path: str | Path) -> list[Episode]:
 
 def _rows(episode: Episode) -> Iterator[dict[str, Any]]:
     seats = _json(episode.seats)
-    head = {"env": episode.env, "seed": episode.seed, "seats": seats, "error": episode.error}
+    head: dict[str, Any] = {"env": episode.env, "seed": episode.seed, "seats": seats}
+    head |= {"error": episode.error, "traceback": episode.traceback}
     if not episode.nodes:
         yield head
     draws = _draws(episode)

@@ -186,14 +186,15 @@ def swapped(names: dict[Seat, str]) -> dict[Seat, str]:
 
 
 def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """The newest checkpoint of a run, or the one after `step` steps."""
+    """The newest checkpoint of a run, or the one after `step` steps. Raises ValueError where there is none, or where
+    it is not as it was written."""
     found = checkpoints(path)
     if step is not None:
         found = [c for c in found if c.step + 1 == step]
     if not found:
         have = ", ".join(str(c.step + 1) for c in checkpoints(path)) or "none"
         raise ValueError(f"{path} has no checkpoint{f' after step {step}' if step else ''}; it has: {have}")
-    return found[-1]
+    return found[-1].checked()
 
 
 def member(

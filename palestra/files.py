@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,25 +18,40 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 TEMPORARY = ".tmp-"  # the prefix of what is not finished; whoever finds one after a crash may remove it
+LONGEST_NAME = 255  # bytes, of one part of a path
+EDITED = "was the file edited? Bring it back from a copy, or remove that line"
+SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}$')  # at the end of a sealed line
+
+
+class Damaged(ValueError):
+    """Raised where files are not as they were written, or lead where they must not: a fault of the disk, of a copy, or
+    of who sent them, and not of what the user asked for."""
 
 
 def atomic_write(path: str | Path, data: bytes) -> None:
     """Write a file so that a reader, or a crash, sees the old bytes or the new ones and nothing between."""
     path = Path(path)
-    temporary = path.with_name(TEMPORARY + path.name)
-    with open(temporary, "wb") as file:
+    with open(_temporary(path), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    os.replace(_temporary(path), path)
     sync(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    """The path at which a file is written before its rename. A link that stands there is removed."""
+    temporary = path.with_name(TEMPORARY + path.name)
+    if temporary.is_symlink():
+        temporary.unlink()
+    return temporary
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A place to write a file of any size, which becomes `path` once the block ends well, and else nothing."""
-    temporary = path.with_name(TEMPORARY + path.name)
     path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
     try:
         yield temporary
         sync(temporary)
@@ -44,9 +61,16 @@ def replaced(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def atomic_folder(path: Path, write: Callable[[Path], None], *, synced: bool = True) -> dict[str, int]:
+def atomic_folder(
+    path: Path,
+    write: Callable[[Path], None],
+    *,
+    synced: bool = True,
+    commit: Callable[[Path], None] = lambda folder: None,
+) -> dict[str, int]:
     """Let `write` fill a folder that appears at `path` once it is complete and, if `synced`, on the disk; sizes of its
-    files in bytes. A folder that stood there is replaced."""
+    files in bytes. A folder that stood there is replaced. `commit` is called with the folder as it is complete, just
+    before it gets its name."""
     temporary = path.with_name(TEMPORARY + path.name)
     remove(temporary)
     temporary.mkdir(parents=True)
@@ -54,6 +78,7 @@ def atomic_folder(path: Path, write: Callable[[Path], None], *, synced: bool = T
     if synced:
         _sync_tree(temporary)
     sizes = {str(file.relative_to(temporary)): size(file) for file in sorted(temporary.rglob("*")) if file.is_file()}
+    commit(temporary)
     remove(path)
     os.rename(temporary, path)
     if synced:
@@ -62,9 +87,14 @@ def atomic_folder(path: Path, write: Callable[[Path], None], *, synced: bool = T
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, if it is there; renamed first, so that half of it never passes for the whole."""
-    if folder.exists():
+    """Remove a folder, if it is there; renamed first, so that half of it never passes for the whole. Of a link, the
+    link alone is removed, never what it leads to."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
         doomed = folder.with_name(f"{TEMPORARY}old-{folder.name.removeprefix(TEMPORARY)}")
+        if doomed.is_symlink() or doomed.is_file():
+            doomed.unlink()
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(folder, doomed)
         shutil.rmtree(doomed)
@@ -79,6 +109,66 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def path_inside(root: str | Path, relative: str) -> Path:
+    """`root / relative`, where `relative` was read from data. Every such path goes through here before it is used.
+
+    Raises Damaged for anything but names joined by "/" that stay inside `root`: an absolute path, "..", an empty
+    or overlong name, a NUL, a symbolic link on the way that leads out.
+    """
+    names = relative.split("/") if isinstance(relative, str) else []
+    path = Path(root, *names) if names and all(map(_plain_name, names)) else None
+    if path is None or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        shown = repr(relative) if len(repr(relative)) < 80 else f"{repr(relative)[:80]}..."
+        raise Damaged(f"{shown} is not a path inside {root}: it must name something there, without links that leave")
+    return path
+
+
+def _plain_name(name: str) -> bool:
+    return name not in ("", ".", "..") and "\0" not in name and len(name.encode(errors="replace")) <= LONGEST_NAME
+
+
+def check_folder(root: str | Path) -> None:
+    """Raises Damaged where a folder holds, at any depth, a symbolic link that leads out of it, or something that is
+    neither a file nor a folder (a pipe would block its reader for ever)."""
+    inside, folders = os.path.realpath(root), [str(root)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    if not Path(os.path.realpath(entry.path)).is_relative_to(inside):
+                        raise Damaged(
+                            f"{entry.path} is a link that leads out of {root}: remove it, or copy in its target"
+                        )
+                elif entry.is_dir():
+                    folders.append(entry.path)
+                elif not entry.is_file():
+                    raise Damaged(f"{entry.path} is neither a file nor a folder: remove it, or copy the folder anew")
+
+
+def checksums(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size in bytes and SHA-256 of each file in a folder, at any depth, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): checksum(path) for path in files}
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of a file: {"bytes": 3, "sha256": "ba78..."}."""
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str:
+    """The first of `files` that is not in the folder as `checksums` found it, and what is wrong; "" where all are.
+    Files of another size are found without reading any."""
+    for name in sorted(files, key=lambda name: size(path_inside(folder, name)) == files[name]["bytes"]):
+        path = path_inside(folder, name)
+        if not path.is_file():
+            return f"{path} is missing"
+        if checksum(path) != files[name]:
+            return f"{path} is damaged: it has another checksum than when it was written"
+    return ""
+
+
 def size(path: Path) -> int:
     """Bytes in a file; 0 where there is none."""
     return path.stat().st_size if path.exists() else 0
@@ -89,30 +179,56 @@ def lock(path: Path, what: str) -> BinaryIO:
 
     Raises ValueError that names the process which holds it, and `what` it is writing.
     """
-    file = open(path, "a+b")  # noqa: SIM115 (held until close)
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115 (held until close)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        owner = file.read().decode() or "another process"
+        owner = file.read().decode(errors="replace") or "another process"
         file.close()
         raise ValueError(f"{owner} is writing {what}; wait for it, stop it, or start a new one") from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()}".encode())
-    file.flush()
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()}".encode())
+    except OSError:
+        file.close()
+        raise
     return file
 
 
-def open_log(path: Path) -> BinaryIO:
-    """A .jsonl file open for whole lines at its end, unbuffered; a torn last line is cut off first."""
-    new = not path.exists()
-    if not new:
-        data = path.read_bytes()
-        os.truncate(path, data.rfind(b"\n") + 1)
-    file = open(path, "ab", buffering=0)  # noqa: SIM115 (held until close)
-    if new:
-        sync(path.parent)
-    return file
+class Log:
+    """A .jsonl file open for whole lines at its end, unbuffered; a torn last line is cut off first. `checksum` is that
+    of the whole file."""
+
+    def __init__(self, path: Path) -> None:
+        new = not path.exists()
+        data = b"" if new else path.read_bytes()
+        self.bytes = data.rfind(b"\n") + 1
+        self._sum = hashlib.sha256(memoryview(data)[: self.bytes])
+        if len(data) > self.bytes:
+            os.truncate(path, self.bytes)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (held until close)
+        if new:
+            sync(path.parent)
+
+    def write(self, line: bytes) -> None:
+        """Adds a line. Raises OSError where it cannot be written whole."""
+        left = memoryview(line)
+        while left:  # a disk that fills up takes a part of a line before it says so
+            left = left[self._file.write(left) :]
+        self.bytes += len(line)
+        self._sum.update(line)
+
+    @property
+    def checksum(self) -> dict[str, Any]:
+        """As the function `checksum` has it, without reading the file."""
+        return {"bytes": self.bytes, "sha256": self._sum.hexdigest()}
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def to_line(values: Mapping[str, Any]) -> bytes:
@@ -121,22 +237,63 @@ def to_line(values: Mapping[str, Any]) -> bytes:
     return json.dumps(_plain(values), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with a checksum of its line at the end, which `read_sealed` compares."""
+    return {**values, "checksum": _seal(to_line(values)[:-1])}
+
+
+def read_sealed(path: Path) -> list[dict[str, Any]]:
+    """The lines of a .jsonl file whose every line was `sealed`, without the checksums; a torn last line is left out.
+
+    Raises ValueError where there is no such file, and with the line's number where one is not as it was written.
+    """
+    lines = plain_file(path).read_bytes().split(b"\n")[:-1]
+    return [_unsealed(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _unsealed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    found = SEAL.search(line)
+    bare = line[: found.start()] + b"}" if found else b""
+    if not found or _seal(bare) != found[1].decode():
+        raise Damaged(
+            f"{path}, line {number} is not as it was written: the file was edited or damaged; bring it back from a copy"
+        )
+    return parsed_line(path, number, bare, EDITED)
+
+
+def _seal(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()[:16]
+
+
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a .jsonl file; [] where there is none yet. A torn last line is left out.
 
-    Raises ValueError with the line's number where one in the middle is not a JSON object.
+    Raises Damaged with the line's number where one in the middle is not a JSON object.
     """
     path = Path(path)
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [parsed_line(path, number, line, "was the file edited?") for number, line in enumerate(lines, start=1)]
+    lines = plain_file(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
+    try:
+        return [parsed_line(path, number, line, EDITED) for number, line in enumerate(lines, start=1)]
+    except ValueError as error:
+        raise Damaged(str(error)) from error
+
+
+def plain_file(path: Path) -> Path:
+    """`path`. Raises Damaged where something else than a file stands there: reading a pipe would never end."""
+    if path.exists() and not path.is_file():
+        raise Damaged(f"{path} is not a file: remove it, or bring the file back from a copy")
+    return path
 
 
 def parsed_line(path: Path, number: int, line: bytes, guess: str) -> dict[str, Any]:
     """The object that a line of a .jsonl file holds. Raises ValueError, with a `guess` at what happened, for others."""
     try:
-        return dict(json.loads(line))
-    except (ValueError, TypeError) as error:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}, line {number} is not a JSON object: {error}; {guess}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}, line {number} is not a JSON object, but {type(found).__name__}; {guess}")
+    return found
 
 
 def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:

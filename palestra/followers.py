@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ class Follower:
 
     path = Path()
     next_step = 0
+    passed_over: Sequence[str] = ()
 
     def resume(self) -> Checkpoint | None:
         return None

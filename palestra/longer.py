@@ -1,4 +1,4 @@
-"""A run that goes on for longer than it was to: the only thing about a run that may change once it has begun."""
+"""A run that goes on: as it began, but perhaps for longer, which is all that may change once it has begun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLANS = {"psro": "population.iterations", "xdo": "population.iterations"}  # who
 def longer(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree:
     """The config of a run, made longer by settings such as steps=200. Raises ValueError where they change anything
     else, or make it shorter."""
-    length = _length(tree, vectorised)
+    length = length_setting(tree, vectorised)
     if other := next((setting for setting in settings if setting.partition("=")[0].strip() != length), None):
         may = f"only its length may change: --set {length}=N" if length else "this kind cannot be made longer"
         raise ValueError(f"{other}: a resumed run goes on as it began, {may}. Start a new one instead.")
@@ -24,7 +24,13 @@ def longer(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree:
     return changed
 
 
-def _length(tree: Tree, vectorised: bool) -> str:
+def already_complete(tree: Tree, vectorised: bool = False) -> str:
+    """The message for a run that is resumed and has nothing left to do."""
+    length = length_setting(tree, vectorised)
+    return f"already complete; --set {length}=N extends it" if length else "already complete"
+
+
+def length_setting(tree: Tree, vectorised: bool) -> str:
     """The setting that says when a run is over; "" where no one does."""
     if "population" in tree:
         return PLANS.get(tree["population"]["type"], "")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from palestra.files import replaced
 from palestra.population_reports import Line, Record, read_record
 from palestra.reports import COLOURS, series
 from palestra.types import TEAM
@@ -35,7 +36,8 @@ def plot_population(path: str | Path, target: Path | None = None) -> Path:
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(record.path.name)
-    figure.savefig(target, dpi=120)
+    with replaced(target) as place:  # a link that stands there is not written through
+        figure.savefig(place, dpi=120)
     plt.close(figure)
     return target
 

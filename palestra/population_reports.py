@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
+from palestra.files import path_inside
 from palestra.populations.payoffs import Payoffs
 from palestra.populations.population import Member, Player
 from palestra.populations.ratings import Skill, cyclicity, fit_elo, openskill
-from palestra.populations.scheduler import TASKS
+from palestra.populations.scheduler import MEMBERS, TASKS
 from palestra.runs import read_lines
 
 CROSSPLAY = "crossplay.jsonl"  # cells that `palestra league crossplay` had played, beside those of training
@@ -45,6 +46,8 @@ def read_record(path: str | Path) -> Record:
     if not tasks:
         raise ValueError(f"{path} has no finished task of a population: `palestra runs` lists the runs there are")
     members = [Member(**line) for line in json.loads(listed.read_text())] if listed.exists() else _made(tasks)
+    for member in members:
+        path_inside(path / MEMBERS, member.name)
     cells = [cell for task in tasks if task["kind"] == "play" for cell in task["result"]["cells"]]
     cells += read_lines(path / CROSSPLAY)
     metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")

@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from palestra.populations import scheduler
 from palestra.populations.tasks import Done
+from palestra.terminal import PlainConsole, styled
 from palestra.train import Watcher
 from palestra.types import Episode, Metrics
 
@@ -22,12 +22,14 @@ class ProgressBar(Watcher):
     """A rich progress bar over training steps. Exams are printed above it as they come."""
 
     def __init__(self, steps: int, start: int, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or PlainConsole()
         columns = (
             TextColumn("training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[what]} [bold]{task.fields[value]}[/]{task.fields[failed]}"),
+            TextColumn("{task.fields[what]}", markup=False),
+            TextColumn("{task.fields[value]}", style="bold", markup=False),
+            TextColumn("{task.fields[failed]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=False),
@@ -49,7 +51,8 @@ class ProgressBar(Watcher):
     def played(self, episode: Episode) -> None:
         if episode.error is not None:
             if not self._failed:
-                self.console.print(f"[yellow]an episode failed (instance {episode.seed}):[/] {escape(episode.error)}")
+                what = f"an episode failed (instance {episode.seed}):"
+                self.console.print(styled((what, "yellow"), f" {episode.error}"))
             self._failed += 1
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -63,13 +66,14 @@ class ProgressBar(Watcher):
 
     def exam(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         when = "before training" if step < 0 else f"after step {step + 1}"
-        shown = [f"success [bold]{metrics['success']:.1%}[/]"] if "success" in metrics else []
-        shown += [f"return [bold]{metrics['return']:.2f}[/]"] if "return" in metrics else []
-        shown = shown or [f"{escape(seat)} [bold]{own:.2f}[/]" for seat, own in metrics["returns"].items()]
-        self.console.print(
-            f"{name} {when}: {', '.join(shown)} of {metrics['episodes']:.0f}, "
-            f"{metrics['steps_per_episode']:.1f} steps an episode"
-        )
+        shown = [("success", f"{metrics['success']:.1%}")] if "success" in metrics else []
+        shown += [("return", f"{metrics['return']:.2f}")] if "return" in metrics else []
+        shown = shown or [(seat, f"{own:.2f}") for seat, own in metrics["returns"].items()]
+        told: list[str | tuple[str, str]] = [f"{name} {when}:"]
+        for number, (what, value) in enumerate(shown):
+            told += [f"{',' if number else ''} {what} ", (value, "bold")]
+        size = f" of {metrics['episodes']:.0f}, {metrics['steps_per_episode']:.1f} steps an episode"
+        self.console.print(styled(*told, size))
 
 
 class PopulationBar(scheduler.Watcher):
@@ -81,10 +85,10 @@ class PopulationBar(scheduler.Watcher):
             TextColumn("training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[what]}"),
+            TextColumn("{task.fields[what]}", markup=False),
             TimeElapsedColumn(),
         )
-        self.bar = Progress(*columns, console=console or Console(), refresh_per_second=4)
+        self.bar = Progress(*columns, console=console or PlainConsole(), refresh_per_second=4)
         self.task = self.bar.add_task("training", total=None, what="")
 
     def __enter__(self) -> Self:
@@ -107,5 +111,5 @@ def standing(figures: Mapping[str, float]) -> str:
     words = [f"{int(figures['members'])} members"]
     words += [f"{int(games):,} games"] if (games := figures.get("games")) else []
     words += [f"{steps:,.0f} steps"] if (steps := figures.get("env_steps")) else []
-    words += [f"NashConv [bold]{figures['nash_conv']:.3f}[/]"] if "nash_conv" in figures else []
+    words += [f"NashConv {figures['nash_conv']:.3f}"] if "nash_conv" in figures else []
     return ", ".join(words)

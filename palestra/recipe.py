@@ -5,7 +5,6 @@ The schema of each part stands beside its code; this file joins them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Annotated, Any, Literal, Self
@@ -25,7 +24,7 @@ from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.ppo import PPO
 from palestra.algorithms.text.sft import SFT
 from palestra.backends.places import LoopConfig
-from palestra.config import Strict, validate
+from palestra.config import RunName, Strict, policy_names, validate
 from palestra.engine.sampler import Sampling
 from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig, SpeechConfig
 from palestra.policies.endpoint import EndpointConfig
@@ -56,7 +55,7 @@ class RandomConfig(Strict):
 
     type: Literal["random"] = "random"
     words: list[str] = ["up", "down", "left", "right"]
-    length: int = Field(3, ge=1)
+    length: int = Field(3, ge=1, le=10_000)
 
 
 class ScriptedConfig(Strict):
@@ -125,7 +124,7 @@ class ExamConfig(Strict):
 
     of: str | None = None
     seats: dict[Seat, str] = {}
-    episodes: int = Field(100, ge=1)
+    episodes: int = Field(100, ge=1, le=1_000_000)
     every: int = Field(0, ge=0)
     env: dict[str, Any] | None = None
 
@@ -146,7 +145,7 @@ class StageConfig(Strict):
 
     name: str = ""
     steps: int | None = Field(None, ge=1)
-    episodes: int | None = Field(None, ge=1)
+    episodes: int | None = Field(None, ge=1, le=1_000_000)
     algorithm: AlgorithmConfig | None = None
     data: Data | None = None
     env: dict[str, Any] = {}
@@ -162,15 +161,16 @@ class Config(Strict):
     Tinker, MinT) that trains and samples in place of this process; `sampler` says which samplers answer in its place,
     while training stays here; `backend` which other processes play, and on Ray train, in place of it. With `staleness`
     n above 0 training does not wait for play: episodes are played ahead, with weights at most n steps older than those
-    they train.
+    they train. The run ends with an error where more than the share `max_failed` of the episodes of a step or an exam
+    failed; 1 lets it go on whatever fails.
 
     `parallel` says what the processes that torchrun starts share: `ddp` (the default there) the episodes and passes of
     a step, `fsdp` the weights, gradients and optimizers too. A run goes on with any number of them."""
 
-    name: str = "run"
+    name: RunName = "run"
     seed: int = 0
     steps: int = Field(100, ge=1)
-    episodes: int = Field(32, ge=1)
+    episodes: int = Field(32, ge=1, le=1_000_000)
     env: dict[str, Any] = {}
     envs: dict[str, dict[str, Any]] = {}
     mix: MixConfig = MixConfig()
@@ -184,9 +184,10 @@ class Config(Strict):
     checkpoint_every: int = Field(10, ge=1)
     keep_every: int = Field(0, ge=0)
     record_every: int = Field(1, ge=0)
-    staleness: int = Field(0, ge=0)
+    staleness: int = Field(0, ge=0, le=10_000)
+    max_failed: float = Field(0.5, ge=0, le=1)
     sinks: Sinks = []
-    engine: str | None = None
+    engine: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
     sampler: SamplerConfig | None = None
     backend: LoopConfig = LoopConfig(type="inline")
     device: str = "auto"
@@ -236,13 +237,7 @@ class Config(Strict):
     @field_validator("policies")
     @classmethod
     def _named(cls, policies: dict[str, Any]) -> dict[str, Any]:
-        """Names become folders, lines of logs and parts of `RUN:NAME` and `NAME@VERSION`."""
-        for name in policies:
-            if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in (TEAM, "base"):
-                raise ValueError(
-                    f'a policy cannot be called "{name}": use letters, digits, "_", "-" and ".", and neither "{TEAM}" '
-                    '(the figures of all together) nor "base" (the bare base model)'
-                )
+        policy_names(policies, TEAM, "base")  # the figures of all together, and the bare base model
         return policies
 
     @field_validator("exam_sampling")

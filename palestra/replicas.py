@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from palestra.learners.nets import Together
+from palestra.roll import start_shielded
 
 SLOT = 1 << 18  # numbers that a process shows the others at a time
 LINE = 8  # counters apart, so that processes do not share a line of the processors' caches
@@ -106,7 +107,7 @@ def start(processes: int, follow: Callable[[Place], None]) -> Place:
         worker = get_context("spawn").Process(
             target=_run, args=(Place(rank, processes, meeting, board), follow, torch.get_num_threads()), daemon=True
         )
-        worker.start()
+        start_shielded(worker)
         STARTED.append(worker)
     place = Place(0, processes, meeting, board)
     place.join()

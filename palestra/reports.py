@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from palestra.files import replaced
 from palestra.runs import read_lines
 from palestra.types import TEAM
 
@@ -66,7 +67,8 @@ def plot_run(path: str | Path, target: Path | None = None) -> Path:
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel("joint steps of all games" if games else "training step")
     figure.suptitle(path.name)
-    figure.savefig(target, dpi=120)
+    with replaced(target) as place:  # a link that stands there is not written through
+        figure.savefig(place, dpi=120)
     plt.close(figure)
     return target
 
@@ -184,6 +186,25 @@ def learned_table(path: str | Path) -> Table:
             if not all(map(np.isnan, ends)):
                 table.add_row(f"{name}: {label}", *(f"{value:.2f}" for value in ends))
     return table
+
+
+def no_update(path: Path) -> str:
+    """The reason why no step of a run of language agents made an update, and what to do; "" where one did, or where no
+    policy learns."""
+    by_policy = series(read_lines(path / "metrics.jsonl"), "policy")
+    lines = [line for _, own in _policies(by_policy) for line in own if "updates" in line]
+    if not lines or any(line["updates"] for line in lines):
+        return ""
+    team = by_policy.get(TEAM, [])
+    flat, success = _mean(lines, "zero_variance"), _mean(team, "success")
+    why = "the episodes hold nothing that the algorithm learns from"
+    fix = "let the env pay more, imitate other answers (algorithm.imitate), or give other data"
+    if flat > 0:
+        why = f"in {flat:.0%} of the groups all answers earn the same, so that no advantage differs from 0"
+        fix = "raise algorithm.k or the sampling temperature, or pay for part of the task in the env"
+    if success >= 0.95:
+        why, fix = f"{why}, at a success of {success:.0%}", "the task is solved already: make it harder"
+    return f"no update was made in {len(team)} steps: {why}. To change this, {fix}"
 
 
 def interval(line: dict[str, Any]) -> str:

@@ -12,10 +12,13 @@ machines and not of the seed: nothing that is learned depends on it.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 PAUSE = 5.0  # seconds between two tellings, but that a loss is told at once
@@ -62,3 +65,14 @@ roll = Roll()  # of this process
 def here(pid: int | None = None) -> str:
     """This process, or another of this machine, as others are told of it."""
     return f"process {os.getpid() if pid is None else pid} on {socket.gethostname()}"
+
+
+def start_shielded(worker: BaseProcess) -> None:
+    """Starts a worker's process so that Ctrl-C, which goes to all processes of a terminal, never reaches it, not even
+    before its own first line: its parent decides when it ends."""
+    resource_tracker.ensure_running()  # starting it, as the first worker would, unblocks the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child begins with what its parent blocks
+    try:
+        worker.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -6,28 +6,48 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from palestra.agents import Agent, load_policy
-from palestra.chat import Chat, with_system
-from palestra.config import validate
-from palestra.engine.sampler import Sampling
-from palestra.engines import Engines
-from palestra.policies.base import Query
-from palestra.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.web.endpoint import ANYBODY, Asked, Said, Server, Session
+import numpy as np
+from jinja2 import TemplateError
 
-REMEMBERED = 256  # prompts whose tokens are kept: those who ask here need not be few
+from palestra.agents import Agent, load_policy
+from palestra.chat import Chat, templated, with_system
+from palestra.config import validate
+from palestra.engine.models import Engine
+from palestra.engine.requests import positions
+from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.engines import Engines
+from palestra.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.web.calls import ANYBODY, Asked, Said
+from palestra.web.completions import DRAIN, LIMITS, Server
+from palestra.web.endpoint import Session
+from palestra.web.server import LATE, on_stop
+
+REQUESTS = 512  # under way at once
+REMEMBERED = 256  # conversations whose tokens are kept, of those that are not long
+LONG = 2**16  # characters
+PIECE = 2**16  # characters that are counted in tokens at once
+DENSE = 8  # characters to a token, from which a conversation is counted in pieces first
+UNSHOWN = (TemplateError, TypeError, AttributeError, LookupError, RecursionError)  # by templates, of odd messages
+TOKENS = ThreadPoolExecutor(1, "tokens")  # tokenisers are not made for several threads
 
 
 def serve_agents(
-    agents: Sequence[Agent], host: str, port: int, key: str | None, device: str, say: Callable[[str], None]
+    agents: Sequence[Agent],
+    host: str,
+    port: int,
+    key: str | None,
+    device: str,
+    say: Callable[[str], None],
+    hosts: Sequence[str] = (),
 ) -> None:
-    """Answers calls until SIGTERM or Ctrl-C, then those under way. `key` (None: any) is asked of every caller.
+    """Answers calls until SIGTERM or Ctrl-C, then those under way. `key` (None: any) is asked of every caller; `hosts`
+    are names that the server is called by on loopback.
 
     Raises ValueError where two agents have one name, an agent is a network, or the address is taken.
     """
@@ -36,14 +56,13 @@ def serve_agents(
         raise ValueError(f"two agents are called {twice}: serve them at two ports")
     engines = Engines(device, max_rows=64)
     desks = {agent.name: Desk(agent, engines) for agent in agents}
-    asyncio.run(_serve(desks, host, port, key, say))
+    server = Server(host, port, hosts=hosts, limits=replace(LIMITS, requests=REQUESTS))
+    asyncio.run(_serve(desks, server, key, say))
 
 
-async def _serve(desks: dict[str, Desk], host: str, port: int, key: str | None, say: Callable[[str], None]) -> None:
+async def _serve(desks: dict[str, Desk], server: Server, key: str | None, say: Callable[[str], None]) -> None:
     loop, over = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, over.set)
-    server = Server(host, port)
+    on_stop(lambda: loop.call_soon_threadsafe(over.set), DRAIN + LATE)
 
     def deliver(asked: Asked) -> None:  # on the server's thread; the policies live on this one
         _passed_on(asyncio.run_coroutine_threadsafe(desks[asked.model].answer(asked), loop), asked.answer)
@@ -74,17 +93,32 @@ class Desk:
         self.agent = agent
         self.policy = load_policy(agent, engines)
         encoder = self.policy.encoder
-        self.policy.encoder = ChatEncoder(encoder.tokenizer, encoder.options, remember=REMEMBERED)
+        assert isinstance(self.policy.sampler, Sampler)  # agents are sampled in this process
+        self.room = Room(encoder.tokenizer, self.policy.sampler.engine)
+        self.remembering = ChatEncoder(encoder.tokenizer, encoder.options, remember=REMEMBERED)
+        self.forgetting = ChatEncoder(encoder.tokenizer, encoder.options, remember=0)
 
     async def answer(self, asked: Asked) -> Said:
         """Raises ValueError for settings that no policy can follow, and a conversation that is too long."""
         policy = self._as_asked(asked.settings)
         seed = asked.settings.get("seed", secrets.randbits(63))
         if not isinstance(seed, int):
-            raise ValueError(f"seed must be a whole number, not {seed!r}")
-        (answer,) = await policy.act(Query("", self._framed(asked.chat), seed=seed))
-        tokens = (len(answer.prompt_ids), len(answer.token_ids))
-        return Said(answer.text, answer.stop == "length", tokens)
+            raise ValueError(f"seed must be a whole number, not {str(seed)[:80]!r}")
+        loop = asyncio.get_running_loop()
+        prompt_ids = await loop.run_in_executor(TOKENS, self._prompt, asked.chat)
+        request = Request(prompt_ids, 1, policy.sampling, policy.adapter, seed, keep=True)
+        (sampled,) = await policy.sampler.sample(request)
+        (text,) = policy.texts([sampled])
+        return Said(text, sampled.stop == "length", (len(prompt_ids), len(sampled.token_ids)))
+
+    def _prompt(self, chat: Chat) -> np.ndarray:
+        """The tokens [P] of a conversation. Raises ValueError for one that is too long, or that no template shows."""
+        chat = self._framed(chat)
+        try:
+            encoder = self.forgetting if self.room.check(chat) > LONG else self.remembering
+            return encoder.whole(chat, self.policy.system)
+        except UNSHOWN as error:
+            raise ValueError(f"the agent's chat template cannot show this conversation: {str(error)[:200]}") from None
 
     def _framed(self, chat: Chat) -> Chat:
         """The conversation, with the role that the agent was trained in where it says nothing of one."""
@@ -101,6 +135,49 @@ class Desk:
             changes["stop"] = [stop] if isinstance(stop, str) else stop
         validate(Sampling, changes)
         return self.policy.sampling_with(changes) if changes else self.policy
+
+
+class Room:
+    """The length of conversations that a base can read, found without tokenising one that is far too long: that takes
+    hundreds of bytes for each of its characters."""
+
+    def __init__(self, tokenizer: Any, engine: Engine) -> None:
+        self.tokenizer, self.positions = tokenizer, positions(engine) or 2**20
+        self.characters = self.positions * max(map(len, tokenizer.get_vocab()))  # no token spells more
+
+    def check(self, chat: Chat) -> int:
+        """The characters of a conversation. Raises ValueError where their tokens are more than the base reads."""
+        texts = list(_texts([*map(templated, chat.messages), *chat.tools]))
+        size = sum(map(len, texts))
+        if size > self.characters or len(chat.messages) > self.positions:
+            raise self._too_long(f"{size:,} characters in {len(chat.messages)} messages")
+        if size > DENSE * self.positions:
+            self._count("".join(texts))
+        return size
+
+    def _count(self, text: str) -> None:
+        """Piece by piece: where a piece is cut, the tokens of the whole may be a few less."""
+        tokens = 0
+        for start in range(0, len(text), PIECE):
+            tokens += len(self.tokenizer.encode(text[start : start + PIECE], add_special_tokens=False)) - DENSE
+            if tokens > self.positions:
+                raise self._too_long(f"more than {tokens:,} tokens")
+
+    def _too_long(self, what: str) -> ValueError:
+        return ValueError(f"a conversation of {what} does not fit the {self.positions:,} tokens that the base reads")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON, keys too."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            waiting.extend([*value.keys(), *value.values()])
+        elif isinstance(value, list):
+            waiting.extend(value)
 
 
 def read_key(variable: str | None, file: Path | None) -> str | None:

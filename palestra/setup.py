@@ -68,6 +68,7 @@ def build(config: Config, engines: Engines | RemoteEngines | None = None) -> Set
         keep_every=config.keep_every,
         record_every=config.record_every,
         staleness=config.staleness,
+        max_failed=config.max_failed,
         figures=figures,
     )
 

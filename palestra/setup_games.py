@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -23,15 +23,16 @@ from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
-from palestra.config import Strict
+from palestra.config import RunName, Strict, policy_names
 from palestra.drill import Drill, GamesExam, drill, just, restore
-from palestra.engine.memory import keep_freed_memory
+from palestra.engine.memory import keep_freed_memory, must_fit
 from palestra.envs import VectorEnv, env_class, env_options
 from palestra.followers import Follower
 from palestra.learners.nets import NetLearner, NetPolicyConfig, read_member
 from palestra.policies.vector import Player, Scripted, Uniform
 from palestra.replicas import Place, end, gather, lost, start
 from palestra.rollouts.actors import Actors
+from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.play import derive
 from palestra.rollouts.sweep import Sweeper
 from palestra.runs import Run, checkpoints
@@ -39,6 +40,7 @@ from palestra.sinks.base import Sinks
 from palestra.train import Watcher
 from palestra.types import TEAM, Seat
 
+LARGE = 50_000_000  # moments of games from which on their size is measured
 LINES = 500  # of a run's log, unless `log_every` says otherwise
 
 
@@ -79,7 +81,7 @@ class GamesExamConfig(Strict):
     """Held-out games, the learning policies at their best, or with `best: false` drawing moves as in training: `env`
     changes options of the env, `seats` who plays; `every` so many joint steps, 0 only before and after."""
 
-    episodes: int = Field(100, ge=1)
+    episodes: int = Field(100, ge=1, le=1_000_000)
     every: int = Field(0, ge=0)
     best: bool = True
     env: dict[str, Any] = {}
@@ -96,7 +98,7 @@ class GamesConfig(Strict):
     many `actors` play on while this process learns, and nobody waits. `threads` are those of torch in each: more than
     one, on few cores, costs more than it gives."""
 
-    name: str = "run"
+    name: RunName = "run"
     seed: int = 0
     env_steps: int = Field(1_000_000, ge=1)
     env: dict[str, Any]
@@ -108,9 +110,9 @@ class GamesConfig(Strict):
     checkpoint_every: int = Field(1_000_000, ge=1)
     keep_every: int = Field(0, ge=0)
     sinks: Sinks = []
-    threads: int = Field(1, ge=1)
-    processes: int = Field(1, ge=1)
-    actors: int = Field(0, ge=0)
+    threads: int = Field(1, ge=1, le=1024)
+    processes: int = Field(1, ge=1, le=1024)
+    actors: int = Field(0, ge=0, le=1024)
 
     @property
     def plays(self) -> str:
@@ -126,8 +128,7 @@ class GamesConfig(Strict):
     def _learns(self) -> Self:
         if not any(isinstance(policy, LearningNet) for policy in self.policies.values()):
             raise ValueError("no policy learns: give one of policies: the type net")
-        if TEAM in self.policies:
-            raise ValueError(f'a policy cannot be called "{TEAM}": that is the line of all together in the logs')
+        policy_names(self.policies, TEAM)
         return self
 
     @model_validator(mode="after")
@@ -198,13 +199,13 @@ def check_games(config: GamesConfig) -> Drill:
 
 
 def run_games(setup: Drill, run: Run, watcher: Watcher, stop: Callable[[], bool] = lambda: False) -> bool:
-    """`drill`, in as many processes as `build_games` started; they end with it. Raises ValueError where one died."""
+    """`drill`, in as many processes as `build_games` started; they end with it. Raises RunFailed where one died."""
     try:
         return drill(setup, run, watcher, stop)
     except RuntimeError as error:  # what a broken connection raises
         if not (what := lost()):
             raise
-        raise ValueError(f"{what}; go on from the last checkpoint: palestra train --resume {run.path}") from error
+        raise RunFailed(f"{what}; go on from the last checkpoint: palestra train --resume {run.path}") from error
     finally:
         setup.sweeper.close()
         for exam in setup.exams:
@@ -233,9 +234,43 @@ def own_games(config: GamesConfig, processes: int) -> tuple[VectorEnv, int]:
     return make_games(config.env, own), whole
 
 
+def check_sizes(env: Mapping[str, Any], nets: Sequence[NetPolicyConfig], algorithm: Any) -> None:
+    """Raises ValueError where the networks, the games in play, a sweep or what is remembered of them would not fit into
+    this machine's memory. These are lower bounds: what a game takes is measured where there are many."""
+    games, horizon = _number(env.get("games")), algorithm.horizon + 1
+    if games < 1:
+        raise ValueError(f"env.games: {games} games play nothing: set it to 1 or more")
+    kept = max(getattr(algorithm, name, 0) for name in ("capacity", "memories"))
+    wide = [max(one.hidden) ** 2 if len(one.hidden) > 1 else one.hidden[0] for one in nets]
+    must_fit(16 * sum(wide), "networks, with gradients and Adam's moments,", "make policies' hidden layers smaller")
+    must_fit(8 * games, f"env.games: {games:,}", "play fewer games at once")
+    moment = _moment(env) if games * horizon + kept > LARGE else 8
+    must_fit(
+        moment * games * horizon,
+        f"a sweep of {games:,} games and {horizon - 1:,} steps",
+        "lower algorithm.horizon or env.games",
+    )
+    must_fit(moment * kept, f"a memory of {kept:,} moments", "lower algorithm.capacity (of nfsp, memories)")
+
+
+def _moment(env: Mapping[str, Any]) -> int:
+    """Bytes of what all seats of one game see, may do and are paid at one moment."""
+    probe = make_games(dict(env), 1)
+    frame = probe.reset(np.zeros(1, np.int64))
+    size = sum(array.nbytes for array in vars(frame).values() if isinstance(array, np.ndarray))
+    probe.close()
+    return size
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 1
+
+
 def build_one(config: GamesConfig, place: Place) -> Drill:
     """One process's share of a run."""
     keep_freed_memory()
+    nets = [policy for policy in config.policies.values() if isinstance(policy, LearningNet)]
+    check_sizes(config.env, nets, config.algorithm)
     env, share = own_games(config, place.processes)
     learner, others = cast(config, env, place)
     sweep = config.algorithm.horizon * share
@@ -355,7 +390,7 @@ def member_folder(path: str) -> Path:
     if not kept or name not in kept[-1].names:
         have = ", ".join(kept[-1].names) if kept else "no checkpoint"
         raise ValueError(f'there is no policy "{name}" in the run {run}; it has: {have}')
-    return kept[-1].path / kept[-1].names[name]
+    return kept[-1].checked().path / kept[-1].names[name]
 
 
 def _fixed(config: GamesConfig, name: str) -> bool:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
-from palestra.backends.places import BackendConfig, open_backend
-from palestra.config import Strict
+from palestra.backends.places import PopulationBackendConfig, open_backend
+from palestra.config import RunName, Strict
 from palestra.envs import env_class, env_options
 from palestra.envs.text.games import TextGame
 from palestra.envs.vector.base import VectorEnv
@@ -30,6 +30,7 @@ from palestra.populations.tasks import Backend, Done, MakeWorker
 from palestra.populations.xdo import XDO, XDOConfig
 from palestra.remote.envs import make_env
 from palestra.runs import Run
+from palestra.setup_games import check_sizes
 from palestra.sinks.base import Sinks
 from palestra.types import TEAM, Metrics, Seat
 
@@ -56,13 +57,13 @@ class PopulationConfig(Strict):
     Every seat has a population of its own, unless `symmetric`: then one plays every seat, as in leagues and
     population-based training always."""
 
-    name: str = "population"
+    name: RunName = "population"
     seed: int = 0
     env: dict[str, Any]
     symmetric: bool = False
     population: PlanConfig
     oracle: Oracle
-    backend: BackendConfig = BackendConfig()
+    backend: PopulationBackendConfig = PopulationBackendConfig()
     sinks: Sinks = []
 
     @model_validator(mode="before")
@@ -89,6 +90,7 @@ class Setup:
     make_worker: MakeWorker
     backend: Callable[[MakeWorker], Backend]
     workers: int
+    as_completed: bool
 
 
 class Recorder(Watcher):
@@ -115,6 +117,8 @@ def build_population(config: PopulationConfig) -> Setup:
     """Everything that `config` describes, ready for `run_population`. Raises ValueError where its parts do not fit."""
     seats, rules = _game(config.env)
     _check(config, rules)
+    if isinstance(config.oracle, NetOracle):
+        check_sizes(config.env, [config.oracle.policy], config.oracle.algorithm)
     one = config.symmetric or isinstance(config.population, LeagueConfig | PBTConfig)
     players = (EVERYONE,) if one else tuple(seats)
     population = Population(players)
@@ -124,6 +128,7 @@ def build_population(config: PopulationConfig) -> Setup:
         make_worker=_worker(config, players),
         backend=partial(open_backend, config.backend),
         workers=config.backend.count,
+        as_completed=config.backend.as_completed,
     )
 
 
@@ -132,7 +137,7 @@ def run_population(setup: Setup, run: Run, watcher: Watcher, stop: Callable[[], 
     backend = setup.backend(setup.make_worker)
     recorder = Recorder(setup.plan, run, watcher)
     try:
-        done = follow(setup.plan, backend, run, watcher=recorder, stop=stop)
+        done = follow(setup.plan, backend, run, watcher=recorder, stop=stop, as_completed=setup.as_completed)
     finally:
         backend.close()
     recorder.write()

@@ -5,18 +5,40 @@ from __future__ import annotations
 import os
 import time
 from importlib.util import find_spec
+from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
+
+from palestra.chat import visible
 
 RANK = int(os.environ.get("RANK", "0"))  # among the processes that torchrun started: the first speaks for all
-console = Console(quiet=RANK > 0)
+
+
+class PlainConsole(Console):
+    """A console that shows any text as it is: without markup and emoji codes, and with control characters
+    as escapes. Style comes from `styled`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+
+console = PlainConsole(quiet=RANK > 0)
+
+
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """A line of plain parts and of (text, style) pairs, each shown as it is."""
+    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((visible(text), style) for text, style in pairs))
 
 
 def say(text: str) -> None:
-    """Prints a line as it is: not wrapped, so that a path or command can be copied, and brackets are no markup."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    """Prints a line as it is: not wrapped, so that a path or command can be copied."""
+    console.print(text, soft_wrap=True)
 
 
 def needs(what: str, extra: str, *packages: str) -> None:
@@ -26,15 +48,39 @@ def needs(what: str, extra: str, *packages: str) -> None:
 
 
 class friendly:
-    """Within, a user's mistake is one red line and exit code 2, not a traceback, unless PALESTRA_TRACEBACK is set."""
+    """Within, a user's mistake is one red line and exit code 2; a run that failed (RunFailed) is its reason, the
+    traceback of the first failure and exit code 1; files that are damaged or cannot be written, a server out of reach
+    and a lack of memory are one line and exit code 1. No traceback of ours, unless PALESTRA_TRACEBACK is set."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, ValueError) and not os.environ.get("PALESTRA_TRACEBACK"):
-            if RANK:
-                time.sleep(3)  # what all find wrong the first says, and torchrun then ends the others
-            who = f"error on rank {RANK}:" if RANK else "error:"
-            Console(stderr=True).print(f"[red]{who}[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-            raise typer.Exit(2) from error
+        short = _out_of_memory(error)
+        expected = short or isinstance(error, ValueError | ConnectionError)
+        if error is None or not expected or os.environ.get("PALESTRA_TRACEBACK"):
+            return
+        from palestra.files import Damaged
+        from palestra.rollouts.failures import RunFailed
+
+        if RANK:
+            time.sleep(3)  # what all find wrong the first says, and torchrun then ends the others
+        complain(f"{short}{error}", *getattr(error, "__notes__", []))
+        mistake = isinstance(error, ValueError) and not isinstance(error, RunFailed | Damaged)
+        raise typer.Exit(2 if mistake else 1) from error
+
+
+def _out_of_memory(error: BaseException | None) -> str:
+    """The prefix of the message of an out-of-memory error; "" for other errors."""
+    said = str(error).lower()
+    ran_out = isinstance(error, RuntimeError) and ("can't allocate memory" in said or "out of memory" in said)
+    return "memory ran out, make what is large smaller: " if ran_out or isinstance(error, MemoryError) else ""
+
+
+def complain(message: str, *notes: str) -> None:
+    """Prints an error to stderr, and below it what else is known of it."""
+    who = f"error on rank {RANK}:" if RANK else "error:"
+    loud = PlainConsole(stderr=True)
+    loud.print(styled((who, "red"), f" {message}"), soft_wrap=True)
+    for note in notes:
+        loud.print(note, soft_wrap=True)

@@ -7,7 +7,8 @@ What it adds to the names of `tinker`, all of which are here too:
   gives a future as officially, and awaiting that the result.
 - The result of forward and forward_backward has `.loss`: the sum over tokens, `metrics["loss:sum"]`, as the wire has
   it. Divide by the number of trained tokens for a mean.
-- `MINT_BASE_URL` and `MINT_API_KEY` are read where `TINKER_...` would be.
+- `MINT_BASE_URL` and `MINT_API_KEY` are read where `TINKER_...` would be. Official clients refuse keys that do not
+  begin with "tml-": other keys, as MinT's "sk-...", are sent with that in front, which `palestra serve` takes off.
 
 Advantages of length 1 need nothing here: the server gives every token the same.
 """
@@ -26,6 +27,8 @@ except ImportError as error:
     raise ImportError("palestra.tinker_compat stands on the official client: pip install tinker") from error
 
 types = tinker.types
+PREFIX = "tml-"
+ACCEPTED = (PREFIX, "eyJ")  # keys, and the tokens that newer clients take
 VERBS = (
     "forward",
     "forward_backward",
@@ -95,6 +98,8 @@ class ServiceClient:
         for option in ("base_url", "api_key"):
             if (given := os.environ.get(f"MINT_{option.upper()}")) and options.get(option) is None:
                 options[option] = given
+        if (key := options.get("api_key")) and not key.startswith(ACCEPTED):
+            options["api_key"] = PREFIX + key
         self._official = tinker.ServiceClient(**options)
 
     def __getattr__(self, name: str) -> Any:

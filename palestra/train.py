@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from palestra.learners.base import Learner
 from palestra.policies.base import Policy
+from palestra.rollouts.failures import RunFailed, check_failures
 from palestra.rollouts.figures import answers_of, policy_figures, seat_returns, summary
 from palestra.rollouts.play import Arena, Branching, Match, derive
 from palestra.rollouts.sources import Source
@@ -77,7 +78,8 @@ class Stage:
 class Setup:
     """Everything a run consists of. `memory` is what its algorithms (by policy) and its sources know from earlier
     steps; `staleness`, by how many steps episodes may be played ahead (train_async.py); `figures` says what has
-    happened on the machines since it was last asked, for the timings. `place` is open while the run goes on: who plays
+    happened on the machines since it was last asked, for the timings. The run ends with an error where more than the
+    share `max_failed` of the episodes of a step or an exam failed. `place` is open while the run goes on: who plays
     or learns in other processes. With `apart` learners do not work in this one, and learn all at once."""
 
     stages: Sequence[Stage]
@@ -88,6 +90,7 @@ class Setup:
     keep_every: int = 0
     record_every: int = 1
     staleness: int = 0
+    max_failed: float = 0.5
     memory: Memory = field(default_factory=dict)
     figures: Callable[[], Metrics] = dict
     place: AbstractContextManager = field(default_factory=nullcontext)
@@ -211,8 +214,9 @@ async def study(
     more: Mapping[str, Metrics] | None = None,
 ) -> Metrics:
     """Every learner's part of a step, with all that is noted of it in the run; `more` figures are by policy. Returns
-    the figures of all together."""
+    the figures of all together. Raises RunFailed, with the episodes recorded, where too many failed."""
     moment = setup.at(step)
+    _end_on_failures(setup, run, step, episodes)
     for name, (metrics, own) in (await _all_learned(setup, moment, episodes, clock)).items():
         run.log(step, name, policy_figures(episodes, name) | metrics | (more or {}).get(name, {}))
         run.time(step, name, own.figures() | speeds(episodes, own, name))
@@ -224,6 +228,17 @@ async def study(
     run.time(step, TEAM, clock.figures() | speeds(episodes, clock) | setup.figures())
     run.roll_call(step)
     return figures
+
+
+def _end_on_failures(setup: Setup, run: Run, step: int, episodes: Sequence[Episode]) -> None:
+    """Ends the run where too many of a step's episodes failed: recorded, and with a checkpoint of the step before."""
+    try:
+        check_failures(episodes, setup.max_failed, f"step {step + 1}")
+    except RunFailed:
+        if run.next_step < step:
+            save(setup, run, step - 1, keep=False)
+        run.write_episodes(step, list(episodes))
+        raise
 
 
 async def _all_learned(
@@ -284,10 +299,12 @@ async def learn(
 
 
 async def examine(setup: Setup, run: Run, step: int, watcher: Watcher, *, last: bool = False) -> None:
-    """Plays the exams that are due after `step` (all, where it is the last) and notes their figures in the run."""
+    """Plays the exams that are due after `step` (all, where it is the last) and notes their figures in the run. Raises
+    RunFailed where too many of an exam's episodes failed."""
     for exam in setup.exams:
         if last or exam.due(step, setup.steps):
             episodes = await exam.play(setup.seed)
+            check_failures(episodes, setup.max_failed, f"exam {exam.name}")
             figures = summary(episodes) | seat_returns(episodes)
             run.eval(step, exam.name, figures)
             watcher.exam(step, exam.name, figures)
@@ -329,10 +346,11 @@ def restore(setup: Setup, run: Run) -> int:
     """Takes the run back to its newest checkpoint and the learners with it; returns the step to go on with."""
     checkpoint = run.resume()
     if checkpoint:
-        for name, folder in checkpoint.names.items():
-            setup.learners[name].load(checkpoint.path / folder)
-        memory = checkpoint.path / MEMORY
-        setup.memory.update(json.loads(memory.read_text()) if memory.exists() else {})
+        with checkpoint.loading():
+            for name in setup.learners:
+                setup.learners[name].load(checkpoint.path / checkpoint.names[name])
+            memory = checkpoint.path / MEMORY
+            setup.memory.update(json.loads(memory.read_text()) if memory.exists() else {})
     return run.next_step
 
 

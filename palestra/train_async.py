@@ -19,10 +19,12 @@ only between steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from palestra.rollouts.buffer import Buffer, Finished
+from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.figures import member
 from palestra.runs import KEPT, Run, checkpoints
 from palestra.train import Clock, Setup, Stage, Watcher, enter, examine, keep, now, study
@@ -52,7 +54,8 @@ async def train(
             clock.since("wait", start)
             episodes = [each.episode for each in finished]
             old = {name: ages(finished, name, step) for name in setup.names}
-            watcher.step(step, await study(setup, run, step, episodes, clock, old))
+            with ahead.forgetting_failures(moment.first):
+                watcher.step(step, await study(setup, run, step, episodes, clock, old))
             await examine(setup, run, step, watcher)
             run.sync()
             goes_on = keep(setup, run, step, stop)
@@ -101,6 +104,16 @@ class Ahead:
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    @contextmanager
+    def forgetting_failures(self, first: int) -> Iterator[None]:
+        """Within, a RunFailed takes the failed episodes from number `first` on out of the buffer: a run that resumes
+        plays them anew."""
+        try:
+            yield
+        except RunFailed:
+            self.buffer.drop_failed(first)
+            raise
 
     async def _play(self, number: int, began: int, stage: Stage) -> None:
         branching, told = stage.algorithm.branching, self.watcher.played

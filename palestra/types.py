@@ -97,8 +97,8 @@ class Node:
 class Episode:
     """A tree of joint steps grown from one env seed. A plain episode is a tree with one branch.
 
-    `error` holds the message of an env or policy that failed: such an episode is recorded, counted and shown, and never
-    trained on.
+    `error` holds the message of an env or policy that failed, `traceback` where it did: such an episode is recorded,
+    counted and shown, and never trained on.
     """
 
     env: str
@@ -106,6 +106,7 @@ class Episode:
     seats: dict[Seat, str]
     nodes: list[Node] = field(default_factory=list)
     error: str | None = None
+    traceback: str | None = None
 
     def children(self, parent: int | None) -> list[Node]:
         return [node for node in self.nodes if node.parent == parent]
@@ -168,10 +169,11 @@ class Batch:
     `obs [T+1, B, N, *view]`, `acting [T+1, B, N]`, `legal [T+1, B, N, A]` and `state [T+1, B, S]` have one more moment:
     what the last step led to. Where step t ended a game (`terminated` or `truncated` [T, B]), moment t+1 is the first
     of the next game; the last views of ended games are `final_obs [F, N, *view]` and `final_state [F, S]`, of step
-    `ends[0]` and game `ends[1]` (F each). `actions [T, B, N, ...]`, `logp [T, B, N]` (of the policy that acted; 0 where
-    it has none), `rewards [T, B, N]`. `fresh [T+1, B]` marks the first moment of a game. `memory` holds what recurrent
-    players remembered at the first moment, by player; `games` the figures of every game that ended. `source` numbers
-    who played, where several do; `notes` are figures of the playing itself.
+    `ends[0]` and game `ends[1]` (F each). `seat_terminated [T, B, N]` is None where all seats end together. `actions
+    [T, B, N, ...]`, `logp [T, B, N]` (of the policy that acted; 0 where it has none), `rewards [T, B, N]`. `fresh [T+1,
+    B]` marks the first moment of a game. `memory` holds what recurrent players remembered at the first moment, by
+    player; `games` the figures of every game that ended. `source` numbers who played, where several do; `notes` are
+    figures of the playing itself.
     """
 
     obs: np.ndarray
@@ -187,6 +189,7 @@ class Batch:
     legal: np.ndarray | None = None
     state: np.ndarray | None = None
     final_state: np.ndarray | None = None
+    seat_terminated: np.ndarray | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     games: dict[str, np.ndarray] = field(default_factory=dict)
     source: int = 0
@@ -196,6 +199,17 @@ class Batch:
     def over(self) -> np.ndarray:
         """Games that step t ended [T, B]."""
         return np.logical_or(self.terminated, self.truncated)
+
+    @property
+    def terminated_seats(self) -> np.ndarray:
+        """Seats whose game terminated at step t or earlier in the same game [T, B, N]: what follows is worth 0."""
+        whole = np.repeat(self.terminated[..., None], self.rewards.shape[2], 2)
+        return whole if self.seat_terminated is None else whole | self.seat_terminated
+
+    @property
+    def over_seats(self) -> np.ndarray:
+        """Seats that have no decision in the same game after step t [T, B, N]."""
+        return self.terminated_seats | self.over[..., None]
 
 
 Metrics = dict[str, float]

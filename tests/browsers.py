@@ -18,12 +18,12 @@ CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.whic
 
 
 @contextmanager
-def launched() -> Iterator[Any]:
-    """A browser; one at a time."""
+def launched(*arguments: str) -> Iterator[Any]:
+    """A browser, started with these arguments; one at a time."""
     if not CHROMIUM:
         pytest.skip("no Chromium here: name one as CHROMIUM=/path/to/it")
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *arguments])
         yield browser
         browser.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,16 @@ REVISION = "0" * 40
 DIALECT = {"<|user|>": "<|im_start|>", "<|end|>": "<|im_end|>", "<|system|>": "<think>", "<|assistant|>": "</think>"}
 
 
-def seed_hub(home: Path) -> None:
-    """A Hugging Face cache in which the public names of the base are its tokenizer: clients need no network."""
-    tiny = Path(resolve_base("tiny"))
-    for base in BASES:
+def seed_hub(home: Path, bases: Mapping[str, Path] | None = None) -> None:
+    """Makes a Hugging Face cache in which public names are the tokenizers of local bases: clients need no network."""
+    for base, folder in (bases or dict.fromkeys(BASES, Path(resolve_base("tiny")))).items():
         repo = home / "hub" / f"models--{base.replace('/', '--')}"
         snapshot = repo / "snapshots" / REVISION
         snapshot.mkdir(parents=True)
         (repo / "refs").mkdir()
         (repo / "refs" / "main").write_text(REVISION)
         for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-            text = (tiny / name).read_text()
+            text = (folder / name).read_text()
             for ours, qwens in DIALECT.items():
                 text = text.replace(ours, qwens)
             (snapshot / name).write_text(text)

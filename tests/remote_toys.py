@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
+from collections import deque
 
 from toys import Whisper
 
@@ -79,6 +81,15 @@ class Deadly(Count):
     def step(self, actions: dict[str, str]) -> Step:
         if "die" in actions.values():
             os._exit(3)
+        return super().step(actions)
+
+
+class Hangs(Count):
+    """Never comes back from the word "hang", and lets nothing else of its process run."""
+
+    def step(self, actions: dict[str, str]) -> Step:
+        if "hang" in actions.values():
+            deque(itertools.repeat(0), maxlen=0)
         return super().step(actions)
 
 

@@ -168,22 +168,22 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     tree = config(processes=2, env_steps=16 * 5 * 4000)
     process = launch(tmp_path, write(tmp_path, tree))
     run = tmp_path / "runs" / "spread"
-    while not (run / "checkpoints.jsonl").exists():
+    while not (run / "checkpoints.jsonl").exists() or not read_lines(run / "checkpoints.jsonl"):
         assert process.poll() is None
         time.sleep(0.05)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     workers = [int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
     os.kill(workers[0], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
+    assert process.returncode == 1
     assert "training process 1 of 2 died (exit code -9); go on from the last checkpoint" in err
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
-    tree = config(policies={"agent": {"type": "net", "hidden": [16], "lr": 1e30, "clip": 1e30}})
+    tree = config(policies={"agent": {"type": "net", "hidden": [16], "lr": 1e6, "clip": 1e30}})
     process = launch(tmp_path, write(tmp_path, tree))
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
+    assert process.returncode == 1
     assert "the loss of policy" in err and "agent_0, agent_1, agent_2" in err
     assert "there is no checkpoint yet" in err or "the last good checkpoint is after step" in err
 

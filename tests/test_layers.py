@@ -42,7 +42,8 @@ ROOMS = [
     {"palestra.setup", "palestra.setup_games"},
     {"palestra.oracles"},
     {"palestra.setup_population", "palestra.setup_backends"},
-    {"palestra.evaluate", "palestra.progress", "palestra.reports", "palestra.population_reports", "palestra.terminal"},
+    {"palestra.terminal"},
+    {"palestra.evaluate", "palestra.progress", "palestra.reports", "palestra.population_reports"},
     {
         "palestra.evaluate_games",
         "palestra.crossplay",
@@ -69,6 +70,7 @@ ROOMS = [
 NEIGHBOURS = {  # within a row, the few that build on each other
     ("palestra.policies.scripted", "palestra.policies.base"),
     ("palestra.runs", "palestra.episodes"),
+    ("palestra.runs.run", "palestra.episodes"),
     ("palestra.rollouts.records", "palestra.episodes"),
     ("palestra.rollouts.buffer", "palestra.episodes"),
     ("palestra.train_async", "palestra.train"),
@@ -106,11 +108,13 @@ ROOMY = ("palestra.backends.ray",)  # a room that stands for the one module
 GRPC = {"grpc", "grpc_health", "grpc_reflection"}  # likewise of the room `palestra.remote`
 TALKS_HTTP = (
     "palestra.service.connection",
-    "palestra.web.endpoint",
+    "palestra.web.completions",
+    "palestra.web.server",
     "palestra.web.client",
     "palestra.remote.vllm",
     "palestra.remote.sampler_server",
 )
+SERVERS = {"palestra.serve_agent"}  # loaded by the command that it is, alone
 OPTIONAL = (
     SERVICE
     | GRPC
@@ -124,6 +128,7 @@ OPTIONAL = (
         "aiohttp",
         "datasets",
         "math_verify",
+        "sympy",  # comes with either of the two
         "reasoning_gym",
         "sandlock",
         "textarena",
@@ -329,7 +334,7 @@ def test_extras_are_not_loaded_with_the_package() -> None:
     asked for as a whole, and so are the dashboard, what is compiled, and what talks to other machines."""
     asked = [found for found in imports() if found.at_load and (_serves(found.importer) or _shows(found.importer))]
     needing = {found.importer for found in [*asked, *(found for found in imports() if found.at_load and found.extra)]}
-    needing |= compiled() | _talking()
+    needing |= compiled() | _talking() | SERVERS
     loaded = [found for found in ours() if found.at_load and found.target in needing and found.importer not in needing]
     assert [str(found) for found in loaded] == []
 

@@ -59,7 +59,9 @@ def test_the_merged_model_is_the_adapter_on_its_base(run, base, tmp_path):
     palestra("publish", run, "--member", "guide", "--to", tmp_path / "m", "--merge")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    assert torch.allclose(logits(merged), logits(adapted), atol=1e-5, rtol=0)
+    # Products of other shapes round otherwise on each processor: what is left is small beside what the adapter does.
+    effect = (logits(adapted) - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max()
+    assert (logits(merged) - logits(adapted)).abs().max() < 1e-3 * effect
     assert AutoTokenizer.from_pretrained(tmp_path / "m").encode("up 1") == AutoTokenizer.from_pretrained(base).encode(
         "up 1"
     )

@@ -69,7 +69,7 @@ def kill_in_training(run, process, rng, step_bytes):
         assert process.poll() is None, process.communicate()
         time.sleep(0.002)
     kept = checkpoints(run)
-    target = (kept[-1].line["bytes"]["metrics.jsonl"] if kept else 0) + rng.uniform(0, 3 * step_bytes)
+    target = (kept[-1].line["logs"]["metrics.jsonl"]["bytes"] if kept else 0) + rng.uniform(0, 3 * step_bytes)
     while size(run) < target and process.poll() is None:
         time.sleep(0.002)
     time.sleep(rng.uniform(0, 0.06))

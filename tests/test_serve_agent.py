@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +15,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import raw
 from processes import PALESTRA
 from trained import palestra, refused, two_agents
+
+from palestra.web.completions import LIMITS
 
 pytestmark = pytest.mark.slow  # a process that loads torch, on a machine that has other things to do
 
@@ -120,6 +125,64 @@ def test_errors_of_the_wire_are_in_openais_shape_too(served):
     assert reply.status_code == 404 and reply.json()["error"]["code"] == 404
     reply = httpx.post(f"{served[1]}/chat/completions", content=b"{", headers={"Authorization": f"Bearer {KEY}"})
     assert reply.status_code == 400 and reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("size", [15 * 2**20, 20 * 2**20])
+def test_a_text_that_cannot_fit_holds_up_nobody(served, client, size):
+    """One that is more than any token could spell is not tokenised; a body beyond the limit is not read."""
+    _, url = served
+    text = json.dumps({"model": "guide", "messages": [{"role": "user", "content": "0 1 " * (size // 4)}]}).encode()
+    with ThreadPoolExecutor(1) as aside:
+        began = time.monotonic()
+        large = aside.submit(raw.ask, url, "POST", "/v1/chat/completions", text, Authorization=f"Bearer {KEY}")
+        ask(client)
+        assert time.monotonic() - began < 20  # 61 s where it was tokenised first
+        reply = large.result()
+    assert reply.status == (400 if size < LIMITS.body else 413)
+    assert reply.status == 413 or "does not fit the" in reply.json()["error"]["message"]
+
+
+def spelled(arguments):
+    """An answer that calls a tool with a text of JSON."""
+    return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": [{"role": "user", "content": "x", "tool_calls": 5}]},
+        {"messages": [{"role": {"a": 1}, "content": "x"}]},
+        {"messages": spelled("[" * 600 + "]" * 600)},
+        {"tools": [5]},
+        {"stop": 5},
+        {"stop": [""]},
+        {"stop": {"a": "b"}},
+        {"temperature": "hot"},
+        {"temperature": 10**400},
+        {"max_tokens": 10**400},
+        {"seed": 1.5},
+        {"seed": [1]},
+    ],
+    ids=range(13),
+)
+def test_malformed_calls_are_the_callers_mistake(served, change):
+    body = json.dumps({"model": "guide", "messages": ASK, "max_tokens": 1} | change).encode()
+    reply = raw.ask(served[1], "POST", "/v1/chat/completions", body, Authorization=f"Bearer {KEY}")
+    assert reply.status == 400 and reply.json()["error"]["message"]
+
+
+def test_odd_but_plain_calls_are_answered(client):
+    assert ask(client, seed=10**300).choices
+    assert ask(client, messages=spelled("[" * 50)).choices  # no JSON: shown as the text that it is
+    assert ask(client, temperature=1e-320).choices
+
+
+def test_a_web_page_is_not_answered(served):
+    body, key = json.dumps({"model": "guide", "messages": ASK}).encode(), f"Bearer {KEY}"
+    for page in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}):
+        reply = raw.ask(served[1], "POST", "/v1/chat/completions", body, Authorization=key, **page)
+        assert reply.status == 403
 
 
 def test_a_server_that_cannot_be_is_refused(served, tmp_path, monkeypatch):

@@ -175,6 +175,7 @@ def test_where_tasks_are_done_may_change_when_a_run_goes_on(tmp_path):
         "threads": 1,
         "address": None,
         "placement": {},
+        "as_completed": False,
     }
     assert palestra("train", path, "--root", tmp_path / "runs").exit_code == 0
     on = palestra("train", "--resume", tmp_path / "runs/small", "--backend", "local", "--workers", 2)
@@ -236,8 +237,11 @@ def until(process, run, tasks):
 
 
 def assert_same(run, whole):
-    for name in ("metrics.jsonl", "tasks.jsonl", "population.json", "payoffs.csv"):
+    for name in ("metrics.jsonl", "tasks.jsonl", "population.json"):
         assert (run / name).read_bytes() == (whole / name).read_bytes(), name
+    assert (run / "payoffs.csv").exists() == (whole / "payoffs.csv").exists()
+    if (whole / "payoffs.csv").exists():
+        assert (run / "payoffs.csv").read_bytes() == (whole / "payoffs.csv").read_bytes()
     ours, theirs = ({str(f.relative_to(r)): f for f in (r / "members").rglob("*") if f.is_file()} for r in (run, whole))
     assert ours.keys() == theirs.keys()
     assert all(file.read_bytes() == theirs[name].read_bytes() for name, file in ours.items())
@@ -270,6 +274,41 @@ def test_a_run_killed_ends_as_if_it_never_was(whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_of_two_workers_killed_ends_as_one_of_one_worker(whole, tmp_path):
+    local = ("--backend", "local", "--workers", 2)
+    process, run = start(tmp_path, written(tmp_path, LONGER), *local), tmp_path / "runs/small"
+    kill(process, run, 9)
+    process = start(tmp_path, "--resume", run, *local)
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+    assert_same(run, whole)
+
+
+SHIPPED = Path(__file__).parent.parent / "configs" / "populations"
+SHORT = {
+    "kuhn_psro": ["population.iterations=3", "population.env_steps=4000", "population.games=200"],
+    "kuhn_self_play": ["population.slices=3", "population.env_steps=4000"],
+    "kuhn_league": ["population.slices=3", "population.env_steps=8192"],
+    "rps_league": ["population.slices=3"],
+    "kuhn_pbt": ["population.slices=3"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SHORT)
+def test_shipped_configs_with_two_workers_repeat_to_the_byte(name, tmp_path):
+    for where in (["local", 2], ["local", 2], ["inline", 0]):
+        tree = parse((SHIPPED / f"{name}.yaml").read_text())
+        tree["backend"] = dict(zip(("type", "workers"), where, strict=True))
+        trained(tmp_path / f"{where[0]}-{len(list(tmp_path.iterdir()))}", override(tree, SHORT[name]))
+    first, *others = (next(root.iterdir()) for root in sorted(tmp_path.iterdir()))
+    for other in others:
+        assert_same(other, first)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_run_killed_again_and_again_ends_as_if_it_never_was(whole, tmp_path):
     process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
@@ -279,6 +318,26 @@ def test_a_run_killed_again_and_again_ends_as_if_it_never_was(whole, tmp_path):
     out, _ = process.communicate()
     assert process.returncode == 0, out
     assert_same(run, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_with_two_workers_keeps_every_finished_task_when_it_is_killed(tmp_path):
+    tree = LONGER | {"backend": {"type": "local", "workers": 2}}
+    process, run = start(tmp_path, written(tmp_path, tree)), tmp_path / "runs/small"
+    kept = []
+    for tasks in (1, 4, 8, 12):
+        kill(process, run, tasks)
+        kept.append((run / "tasks.jsonl").read_bytes().rpartition(b"\n")[0])
+        process = start(tmp_path, "--resume", run)
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+    ended = (run / "tasks.jsonl").read_bytes()
+    assert all(ended.startswith(lines) for lines in kept) and len(set(kept)) == len(kept)
+    assert len(json.loads((run / "population.json").read_text())) == 1 + 2 * 3  # uniform, and two for each iteration
+    out, _ = start(tmp_path, "--resume", run).communicate()
+    assert "already complete; --set population.iterations=N extends it" in out
+    assert (run / "tasks.jsonl").read_bytes() == ended
 
 
 @pytest.mark.timeout(900)

@@ -442,7 +442,7 @@ def test_failed_episodes_do_not_stop_a_run(base, tmp_path, monkeypatch):
     assert not any(n.advantages for e in episodes if e.error for n in e.nodes)
 
 
-def test_a_step_in_which_every_episode_fails_changes_nothing(base, tmp_path, monkeypatch):
+def test_with_max_failed_1_a_step_in_which_every_episode_fails_changes_nothing(base, tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text(
         "from toys import Whisper\n\n\n"
         "class Broken(Whisper):\n"
@@ -450,7 +450,7 @@ def test_a_step_in_which_every_episode_fails_changes_nothing(base, tmp_path, mon
         '        raise OSError("no")\n'
     )
     monkeypatch.syspath_prepend(tmp_path)
-    path, setup = run_of(whisper(base, env={"type": "broken:Broken"}, steps=1), tmp_path)
+    path, setup = run_of(whisper(base, env={"type": "broken:Broken"}, steps=1, max_failed=1.0), tmp_path)
     assert setup.learners["guide"].version == 0
     assert read_lines(path / "metrics.jsonl")[-1]["failed"] == 32
     assert read_lines(path / "evals.jsonl")[0]["failed"] == 200

@@ -445,7 +445,7 @@ def test_gradients_are_the_same_whoever_samples_between_them():
     async def both():
         sampled = asyncio.gather(*(busy.sampler.sample(asked(s)) for s in range(3)))
         figures = await busy.forward_backward(batch, clipped_policy_loss)
-        return figures, busy.sampler.counts["sampled_tokens"], await sampled
+        return figures, busy.sampler.batch.counts["sampled_tokens"], await sampled
 
     for mine, theirs in zip(asyncio.run(busy.logprobs(batch)), alone.weights.logprobs(batch), strict=True):
         assert mine.tobytes() == theirs.tobytes()
@@ -506,7 +506,7 @@ def test_what_is_under_way_does_not_mind_when_the_sampler_forgets(keep):
                 )
                 for r, o in zip(requests, outcomes, strict=True)
             ]
-        return results, sampler.counts["reused_tokens"]
+        return results, sampler.batch.counts["reused_tokens"]
 
     (ours, reused), (theirs, reused_before) = turns(True), turns(False)
     assert reused == 0 and bool(reused_before) == keep

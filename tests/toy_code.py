@@ -17,7 +17,7 @@ ADD = {  # a problem of our own shape
     "short": "sum of a b",
     "entry": "add",
     "reference": "def add(a, b):\n    return a + b\n",
-    "examples": [[[1, 2], 3]],
+    "examples": [[[5, 1], 6]],
     "tests": [[[0, 0], 0], [[2, 2], 4], [[-1, 5], 4], [[10, 20], 30]],
 }
 ECHO = ADD | {

@@ -1,4 +1,5 @@
-"""Goes on with a run of `toy_tasks`, in a process that tests end: python -m toy_follow RUN BACKEND LEAVES N SECONDS"""
+"""Runs of `toy_tasks`; and as a program, one that goes on with such a run, in a process that tests end:
+python -m toy_follow RUN BACKEND LEAVES N SECONDS"""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import signal
 import sys
 from functools import partial
+from pathlib import Path
 
 from toy_tasks import Adder, Sums
 
@@ -15,6 +17,33 @@ from palestra.populations.scheduler import follow
 from palestra.runs import Run
 
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.move")
+
+
+def new_run(root: Path, name: str = "demo") -> Run:
+    return Run.create(root, "leaves: 8\n", name)
+
+
+def done_run(root: Path, leaves: int = 8, name: str = "demo") -> tuple[Path, Sums]:
+    plan, backend = Sums(leaves), Inline(Adder)
+    with new_run(root, name) as run:
+        assert follow(plan, backend, run)
+    backend.close()
+    return run.path, plan
+
+
+def go_on(path: Path, leaves: int = 8) -> Sums:
+    plan, backend = Sums(leaves), Inline(Adder)
+    with Run.open(path) as run:
+        assert follow(plan, backend, run)
+    backend.close()
+    return plan
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file of a run that its plan decides."""
+    others = ("meta.json", "timings.jsonl", "workers.jsonl", ".lock")
+    files = [file for file in path.rglob("*") if file.is_file() and file.name not in others]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def main(path: str, backend: str, leaves: str, deadly: str = "-1", seconds: str = "0.01") -> None:

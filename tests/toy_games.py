@@ -13,10 +13,13 @@ from palestra.envs.vector.loop import GameSpec, Moment
 
 
 class Counting:
-    """Two seats see seed and time, the first also the sum of all actions; each is paid its action. Seat "long" drops
-    out after 3 steps; a game ends after 5 to 9 steps, at odd lengths cut off. Action 3 is only legal at even times."""
+    """Two seats see seed and time, the first also the sum of all actions; each is paid its action. Seat "long"
+    terminates after 3 steps; a game ends after 5 to 9 steps, at odd lengths cut off. Action 3 is only legal at even
+    times."""
 
-    spec = GameSpec(("wide", "long"), ((3,), (2,)), (Discrete(4), Discrete(3)), state_size=1, masks=True, success=True)
+    spec = GameSpec(
+        ("wide", "long"), ((3,), (2,)), (Discrete(4), Discrete(3)), state_size=1, masks=True, success=True, deaths=True
+    )
 
     def reset(self, seed: int) -> Moment:
         self.seed, self.time, self.sum = seed, 0, 0
@@ -27,10 +30,11 @@ class Counting:
         self.time += 1
         self.sum += int(actions.sum())
         moment = self.moment()
-        moment.rewards = [float(action) for action in actions]
+        moment.rewards = [float(actions[0]), float(actions[1]) * (self.time <= 3)]
         over = self.time == self.limit
         moment.terminated, moment.truncated = over and self.limit % 2 == 0, over and self.limit % 2 == 1
         moment.success = moment.terminated and self.sum % 2 == 0
+        moment.seat_terminated = [moment.terminated, self.time >= 3]
         return moment
 
     def moment(self) -> Moment:

@@ -10,7 +10,7 @@ import numpy as np
 
 from palestra.exact.responses import best_response_to_joint, nash_conv
 from palestra.exact.tree import Tree, tree_of, uniform, values
-from palestra.oracles.exact import Exact
+from palestra.oracles.exact import Exact, answer
 from palestra.oracles.members import rules_of
 from palestra.populations.population import Member, Population
 
@@ -70,7 +70,7 @@ class ExactGame:
             return self.exact.do(task, self.policies.__getitem__, None)
         policy, value = self.exact.respond(task.order, self.policies.__getitem__)
         self.policies[task.makes] = policy
-        return {"env_steps": 10, "return": value, "against": {}, "metrics": {}}
+        return {"env_steps": 10, "against": {}, "metrics": {}, **answer(policy, value)}
 
     def nash_conv(self, mixes):
         return nash_conv(self.tree, self.exact.mixed(mixes, self.policies.__getitem__))

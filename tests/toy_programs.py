@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from palestra.envs.problems.programs import Case, ProgramProblem
-from palestra.envs.problems.trials import Code, Lab, Trials
+from palestra.envs.problems.programs import ProgramProblem
+from palestra.envs.problems.trials import Case, Code, Lab, Trials
 from palestra.sandbox import Limits
 
 LIMITS = Limits(wall=20, cpu=20)
 
 
-def tried(lab: Lab, code: Code, *givens: str, limits: Limits = LIMITS) -> Trials:
-    return asyncio.run(lab.tries(code, givens, limits))
+def tried(lab: Lab, code: Code, *cases: Case | str, limits: Limits = LIMITS) -> Trials:
+    """The results of a program; a text is an input of which nothing is expected."""
+    return asyncio.run(lab.tries(code, tuple(Case(one) if isinstance(one, str) else one for one in cases), limits))
 
 
 def failures(lab: Lab, problem: ProgramProblem) -> list[Case]:
@@ -22,6 +23,7 @@ def failures(lab: Lab, problem: ProgramProblem) -> list[Case]:
     for cases in (problem.examples, problem.tests):
         if cases:
             code = problem.code(problem.reference, problem.kind_of(cases[0]))
-            trials = tried(lab, code, *(case.given for case in cases)).trials
-            wrong += [case for case, trial in zip(cases, trials, strict=True) if not problem.passes(trial, case)]
+            wrong += [
+                case for case, trial in zip(cases, tried(lab, code, *cases).trials, strict=True) if not trial.right
+            ]
     return wrong

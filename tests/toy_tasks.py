@@ -67,11 +67,13 @@ def leaf(task: str) -> int:
 
 @dataclass
 class Adder:
-    """The worker. It takes `seconds` for a task; at a task that `fatal` names it kills its process so many times, of
-    which files in `bodies` keep count; at the task `bad` it raises. The
-    folder `begun` gets a file for each task and the process that began it."""
+    """The worker. It takes `seconds` for a task, and as many more as `slow` gives its name.
+
+    At a task that `fatal` names it kills its process so many times, of which files in `bodies` keep count; at the task
+    `bad` it raises. The folder `begun` gets a file for each task and the process that began it."""
 
     seconds: float = 0.0
+    slow: dict[str, float] = field(default_factory=dict)
     fatal: dict[str, int] = field(default_factory=dict)
     bodies: str = ""
     bad: str = ""
@@ -80,7 +82,7 @@ class Adder:
     def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
         if self.begun:
             Path(self.begun, f"{task.name.replace('/', ' ')}.{os.getpid()}").touch()
-        time.sleep(self.seconds)
+        time.sleep(self.seconds + self.slow.get(task.name, 0.0))
         if task.name == self.bad:
             raise RuntimeError(f"no {self.bad} today")
         self._die(task)

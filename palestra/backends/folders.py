@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from palestra.files import path_inside
+
 Files = dict[str, np.ndarray]  # arrays of bytes: they pass Ray's object store without a copy
 
 
@@ -18,7 +20,7 @@ def packed(folder: Path) -> Files:
 def unpacked(files: Files, folder: Path) -> Path:
     """`folder`, with these files in it."""
     for name, data in files.items():
-        path = folder / name
+        path = path_inside(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         data.tofile(path)
     folder.mkdir(parents=True, exist_ok=True)  # where there are none

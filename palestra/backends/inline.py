@@ -9,6 +9,7 @@ from pathlib import Path
 
 from palestra.backends.waiting import Members, Waiting, failed, timed
 from palestra.populations.tasks import Done, MakeWorker, Task
+from palestra.rollouts.failures import fault_of
 
 
 class Inline:
@@ -39,7 +40,7 @@ class Inline:
         try:
             result, seconds = timed(self._worker, task, members, out)
         except Exception as error:
-            raise failed(task, f"{type(error).__name__}: {error}") from error
+            raise failed(task, fault_of(error)) from error
         return Done(task, result, out, seconds)
 
     def withdraw(self) -> int:

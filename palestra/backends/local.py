@@ -12,15 +12,15 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed, unsendable
+from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed, unmade, unsendable
 from palestra.populations.tasks import Done, MakeWorker, Task
-from palestra.roll import here, roll
+from palestra.roll import here, roll, start_shielded
+from palestra.rollouts.failures import Fault, fault_of
 
 KIND = "local worker"
 CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
@@ -37,8 +37,8 @@ def _work(pipe: Connection, make: bytes, threads: int, scratch: str) -> None:
     with suppress(EOFError, ConnectionError):  # the parent closed the pipe
         try:
             worker = pickle.loads(make)()
-        except Exception:
-            pipe.send(traceback.format_exc())
+        except Exception as error:
+            pipe.send(fault_of(error))
             return
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(threads)
@@ -68,7 +68,7 @@ class _Process:
         self.pipe, theirs = CONTEXT.Pipe()
         # Not a daemon: its games may want processes of their own.
         self.process = CONTEXT.Process(target=_work, args=(theirs, make, threads, scratch))
-        self.process.start()
+        start_shielded(self.process)
         self.where = here(self.process.pid)
         theirs.close()  # so that the pipe ends with the process
 
@@ -145,8 +145,8 @@ class Local:
         except (EOFError, OSError):
             self._replace(process)
             return None
-        if isinstance(answer, str):
-            raise failed(process.task, answer) if process.task else ValueError(f"a worker cannot be made: {answer}")
+        if isinstance(answer, Fault):
+            raise failed(process.task, answer) if process.task else unmade(answer)
         self._stillborn = 0
         if answer is None:
             process.ready = True

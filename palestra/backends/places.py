@@ -22,8 +22,8 @@ class BackendConfig(Strict):
     Ray's workers apart for a kind of task, with the resources they need: {train: {workers: 2, num_gpus: 1}}."""
 
     type: Literal["inline", "local", "ray"] = "local"
-    workers: int = Field(0, ge=0)
-    threads: int = Field(1, ge=1)
+    workers: int = Field(0, ge=0, le=4096)
+    threads: int = Field(1, ge=1, le=1024)
     address: str | None = None
     placement: dict[str, dict[str, Any]] = {}
 
@@ -40,6 +40,16 @@ class BackendConfig(Strict):
         return 1 if self.type == "inline" else self.workers or os.cpu_count() or 1
 
 
+class PopulationBackendConfig(BackendConfig):
+    """The backend that runs a population's tasks.
+
+    The plan gets results in the order in which it named the tasks, so that a run is the same, byte for byte, with any
+    number of workers. With `as_completed` it gets each as soon as it is there: no worker waits for a slower one, and
+    two runs of one seed differ wherever the order of completion decides who is trained against whom."""
+
+    as_completed: bool = False
+
+
 class LoopConfig(BackendConfig):
     """Where episodes are played and, on Ray, weights are trained, in a run of language agents. With `inline` both are
     in this process.
@@ -49,7 +59,7 @@ class LoopConfig(BackendConfig):
     dealt round; one, without anything said) and `play`. A copy of a learner is kept here every `copy_every` of its
     optimizer steps: what is lost with its actor is trained again from there."""
 
-    slices: int = Field(0, ge=0)
+    slices: int = Field(0, ge=0, le=1_000_000)
     copy_every: int = Field(1, ge=1)
 
     @model_validator(mode="after")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-import traceback
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
 from palestra.files import to_line
 from palestra.populations.tasks import Result, Task, Worker
+from palestra.rollouts.failures import Fault, RunFailed, fault_of
 
 TRIES = 3  # how often workers may die at one task, or before they are ready, in a row
 
@@ -53,9 +53,14 @@ class Members(dict[str, Path]):
         return {name: self[name] for name in task.members}
 
 
-def failed(task: Task, why: str) -> ValueError:
-    """The error to raise where a worker raised one."""
-    return ValueError(f"task {task.name} failed: {why}")
+def failed(task: Task, fault: Fault) -> RunFailed:
+    """The error to raise where a worker raised one; the worker's traceback is its note."""
+    return RunFailed.caused(f"task {task.name} failed: {fault.message}", fault.trace)
+
+
+def unmade(fault: Fault) -> RunFailed:
+    """The error to raise where a worker cannot be made."""
+    return RunFailed.caused(f"a worker cannot be made: {fault.message}", fault.trace)
 
 
 def unsendable(error: Exception) -> ValueError:
@@ -71,9 +76,9 @@ def timed(worker: Worker, task: Task, members: Mapping[str, Path], out: Path | N
     return result, time.perf_counter() - start
 
 
-def attempt(worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None) -> tuple[Result, float] | str:
-    """The same, or the traceback where the worker raised: what can be sent to another process in any case."""
+def attempt(worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None) -> tuple[Result, float] | Fault:
+    """The same, or what the worker raised, as text: this can be sent to another process in any case."""
     try:
         return timed(worker, task, members, out)
-    except Exception:
-        return traceback.format_exc()
+    except Exception as error:
+        return fault_of(error)

@@ -11,7 +11,7 @@ from typing import Any
 
 from palestra.dashboard.library import Absent, OpenRun, read_json
 from palestra.files import read_lines, size
-from palestra.runs import checkpoints
+from palestra.runs import Checkpoint, checkpoints
 
 STATE = ("optimizer.safetensors", "training.safetensors")  # of use to training only: not in a download
 PIECE = 1 << 20
@@ -38,8 +38,8 @@ def policies(run: OpenRun) -> list[dict[str, Any]]:
                 {
                     "step": one.step,
                     "keep": bool(one.line.get("keep")),
-                    "bytes": _bytes(one.path / one.names[name]),
-                    "version": read_json(one.path / one.names[name] / "member.json").get("version"),
+                    "bytes": _bytes(_folder(run, one, name)),
+                    "version": read_json(_member_json(run, one, name)).get("version"),
                 }
                 for one in reversed(kept)
                 if name in one.names
@@ -86,8 +86,16 @@ def weights(run: OpenRun, step: int, policy: str) -> Path:
     """The folder of a policy in a checkpoint. Raises Absent where there is none."""
     for checkpoint in checkpoints(run.path):
         if checkpoint.step == step and policy in checkpoint.names:
-            return run.file(str((checkpoint.path / checkpoint.names[policy]).relative_to(run.path)))
+            return _folder(run, checkpoint, policy)
     raise Absent(f"no checkpoint after step {step + 1} holds {policy}")
+
+
+def _folder(run: OpenRun, checkpoint: Checkpoint, policy: str) -> Path:
+    return run.file(str((checkpoint.path / checkpoint.names[policy]).relative_to(run.path)))
+
+
+def _member_json(run: OpenRun, checkpoint: Checkpoint, policy: str) -> Path:
+    return run.file(str((_folder(run, checkpoint, policy) / "member.json").relative_to(run.path)))
 
 
 def member_weights(run: OpenRun, name: str) -> Path:
@@ -152,4 +160,5 @@ def _unsaid(name: str, seats: dict[str, str]) -> list[str]:
 
 
 def _bytes(folder: Path) -> int:
-    return sum(size(path) for path in folder.rglob("*") if path.is_file() and path.name not in STATE)
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return sum(size(path) for path in files if path.name not in STATE)

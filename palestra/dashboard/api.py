@@ -18,8 +18,8 @@ from palestra.config import validate
 from palestra.dashboard import agents as agents_of
 from palestra.dashboard import facts, figures, population, queries, system, trees
 from palestra.dashboard.alarms import Alarm, alarms, cyclic
-from palestra.dashboard.library import Absent, Library, OpenRun
-from palestra.dashboard.logs import Log
+from palestra.dashboard.library import MAX_TREE, Absent, Library, OpenRun
+from palestra.dashboard.logs import FOREIGN, Log
 from palestra.population_reports import Record
 from palestra.populations.ratings import cyclicity
 from palestra.types import TEAM
@@ -45,11 +45,14 @@ class Api:
         return answer(request, {"root": self.library.root.name, "runs": lines[:LISTED], "of": len(lines)})
 
     def _shown(self, name: str, held: dict[int, int]) -> dict[str, Any] | None:
-        """None for a run that was removed just now, and for one whose files lead out of it."""
+        """None for a run that was removed just now, and for one whose files lead out of it; one line says why where
+        files cannot be read, so that one run never hides the others."""
         try:
             return self._line(name, held)
         except (Absent, FileNotFoundError):
             return None
+        except (OSError, ValueError, *FOREIGN) as error:
+            return facts.unreadable(name, error)
 
     def _line(self, name: str, held: dict[int, int]) -> dict[str, Any]:
         """From memory, where the logs are as they were."""
@@ -97,7 +100,8 @@ class Api:
 
     def config(self, request: Request) -> Response:
         run = self.library.run(request.path_params["run"])
-        return answer(request, {"yaml": run.file("config.yaml").read_text(encoding="utf-8", errors="replace")})
+        with open(run.file("config.yaml"), encoding="utf-8", errors="replace") as file:
+            return answer(request, {"yaml": file.read(MAX_TREE)})
 
     def alarms(self, request: Request) -> Response:
         run = self._looked(request.path_params["run"])
@@ -206,7 +210,8 @@ def bases(run: OpenRun) -> dict[str, str]:
 
 def answer(request: Request, tree: Any) -> Response:
     """JSON with an ETag; 304 without a body for who has it already."""
-    body = json.dumps(plain(tree), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(plain(tree), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    body = text.encode("utf-8", "replace")  # half a surrogate pair, which JSON may hold, is no text
     tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers={"ETag": tag})

@@ -11,11 +11,11 @@ import logging
 import secrets
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
@@ -26,18 +26,21 @@ from starlette.staticfiles import StaticFiles
 
 from palestra.dashboard.api import Api
 from palestra.dashboard.facts import stamp
-from palestra.dashboard.guard import App, Guard
+from palestra.dashboard.guard import Guard
 from palestra.dashboard.library import Absent, Library
+from palestra.dashboard.logs import FOREIGN
 from palestra.web.door import bracketed, listening
+from palestra.web.gate import App
+from palestra.web.origins import is_loopback
+from palestra.web.server import Server, stoppable
 
 STATIC = Path(__file__).parent / "static"
 TURN = 0.001  # seconds after which a thread that counts files or sorts lets one go on that somebody waits for
 LOOK = 1.0  # seconds between two looks at what somebody watches
+STREAMS = 200  # pages that may listen at once
 QUIET = 15.0  # seconds after which a word says that the connection lives
 EPISODE = "/api/runs/{run}/episodes/{step:int}/{episode:int}"
-FOREIGN = (KeyError, IndexError, TypeError, AttributeError)  # files that somebody else wrote, or changed
 LOG = logging.getLogger("uvicorn.error")
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def dashboard(
@@ -65,7 +68,7 @@ def dashboard(
         "/api/runs/{run}/members/{member}.zip": api.member,
     }
     routes = [Route(path, _told(ask), methods=["GET"]) for path, ask in addresses.items()]
-    routes.append(Route("/api/events", partial(events, library, ending), methods=["GET"]))
+    routes.append(Route("/api/events", partial(events, Watched(library), ending), methods=["GET"]))
     static = Mount("/", StaticFiles(directory=STATIC, html=True))
     app = Starlette(routes=[*routes, static])
     return Guard(GZipMiddleware(app, minimum_size=2048), token, hosts)
@@ -81,30 +84,66 @@ def _told(ask: Callable[[Request], Response]) -> Callable[[Request], Response]:
             return JSONResponse({"error": str(error)}, 404)
         except ValueError as error:
             return JSONResponse({"error": str(error)}, 400)
-        except FOREIGN as error:
+        except (OSError, *FOREIGN) as error:
             LOG.warning("%s", request.url.path, exc_info=True)
             return JSONResponse({"error": f"the run's files are not as palestra writes them: {error!r}"}, 422)
 
     return answer
 
 
-async def events(library: Library, ending: Callable[[], bool], request: Request) -> Response:
+class Watched:
+    """The state of the runs that event streams follow, looked up once a second however many streams there are."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.streams = 0
+        self._looks: dict[str | None, asyncio.Task[dict[str, tuple[int, ...]]]] = {}
+        self._times: dict[str | None, float] = {}
+
+    async def stamps(self, name: str | None) -> dict[str, tuple[int, ...]]:
+        """Numbers by run that change when it does, at most `LOOK` seconds old; of all runs where `name` is None."""
+        known, now = self._looks.get(name), time.monotonic()
+        if known is None or (known.done() and now - self._times[name] >= LOOK):
+            self._forget(now)
+            known = asyncio.create_task(run_in_threadpool(stamps, self.library, name))
+            self._looks[name], self._times[name] = known, now
+        return await asyncio.shield(known)
+
+    def _forget(self, now: float) -> None:
+        for name in [name for name, at in self._times.items() if now - at > QUIET and self._looks[name].done()]:
+            del self._looks[name], self._times[name]
+
+
+async def events(watched: Watched, ending: Callable[[], bool], request: Request) -> Response:
     """A server-sent event whenever a log of the run (`?run=NAME`), or of any run, has changed."""
     name = request.query_params.get("run")
     try:
         if name is not None:
-            library.run(name)
+            watched.library.run(name)
     except Absent as error:
         return JSONResponse({"error": str(error)}, 404)
-    return StreamingResponse(changes(library, name, ending), media_type="text/event-stream")
+    except ValueError as error:
+        return JSONResponse({"error": str(error)}, 400)
+    if watched.streams >= STREAMS:
+        return JSONResponse({"error": f"{STREAMS} pages listen already: close some"}, 429, {"Retry-After": "10"})
+    return StreamingResponse(changes(watched, name, ending), media_type="text/event-stream")
 
 
-async def changes(library: Library, name: str | None, ending: Callable[[], bool]) -> AsyncIterator[str]:
+async def changes(watched: Watched, name: str | None, ending: Callable[[], bool]) -> AsyncIterator[str]:
     """Text of server-sent events, as long as somebody listens."""
+    watched.streams += 1
+    try:
+        async for event in _changes(watched, name, ending):
+            yield event
+    finally:
+        watched.streams -= 1
+
+
+async def _changes(watched: Watched, name: str | None, ending: Callable[[], bool]) -> AsyncIterator[str]:
     before: dict[str, tuple[int, ...]] | None = None
     quiet = 0.0
     while not ending():
-        now = await run_in_threadpool(stamps, library, name)
+        now = await watched.stamps(name)
         if before is None or now != before:
             changed = [run for run in now if before is None or before.get(run) != now[run]]
             yield f"event: change\ndata: {json.dumps(changed if before is not None else [])}\n\n"
@@ -130,14 +169,13 @@ def _folder(path: Path) -> int:
 def serve(root: Path, host: str, port: int, token: str, hosts: Collection[str], say: Callable[[str], None]) -> None:
     """Serves until it is told to stop. Raises ValueError where the folder or the port is not to be had."""
     names = {host, socket.gethostname(), *hosts}
-    server: uvicorn.Server | None = None
+    server: Server | None = None
     app = dashboard(root, token, {name.lower() for name in names}, lambda: server is not None and server.should_exit)
     door = listening(host, port)
     address = f"http://{bracketed(host)}:{door.getsockname()[1]}/"
-    if host not in LOCAL and not token:
+    if not is_loopback(host) and not token:
         say(f"warning: anybody who reaches {host} can read these runs; --token {secrets.token_urlsafe(12)} asks for it")
     say(f"dashboard: {address}{f'?token={token}' if token else ''}")
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
+    server = stoppable(app, drain=5, keep_alive=5)
     sys.setswitchinterval(TURN)
     server.run(sockets=[door])

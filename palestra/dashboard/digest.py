@@ -89,7 +89,7 @@ class _Tree:
     def down(self, values_N: np.ndarray) -> np.ndarray:
         """The sum of the values from the root to each node."""
         sums = np.nan_to_num(values_N)
-        for depth in range(1, int(self.depth_N.max(initial=0)) + 1):
+        for depth in np.unique(self.depth_N[self.depth_N > 0]):
             at = np.flatnonzero(self.depth_N == depth)
             sums[at] += sums[self.parent_N[at]]
         return sums

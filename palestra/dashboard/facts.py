@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from palestra.dashboard.library import OpenRun, Tree, flat
+from palestra.dashboard.library import OpenRun, Tree
 from palestra.dashboard.logs import Log, last_lines
 from palestra.files import size
+from palestra.runs.settings import flat
 from palestra.types import TEAM
 
 RECENT = 30.0  # seconds: a run that wrote so lately is taken to be running where locks cannot be seen
@@ -64,6 +65,23 @@ def line(run: OpenRun, held: Mapping[int, int]) -> Tree:
         "nash_conv": team.get("nash_conv"),
         "exams": {name: headline(exam) for name, exam in exams.items()},
         "changed": max(stamp(run.path)[::2]) / 1e9,
+    }
+
+
+def unreadable(name: str, error: Exception) -> Tree:
+    """The line of a run whose files are not as palestra writes them; the reason stands where its env would."""
+    why = f"cannot be read: {error!r}"[:200]
+    empty: Tree = {"created": "", "kind": "language", "env": why, "algorithm": "", "policies": [], "seed": None}
+    counts = {"steps": 0, "done": 0.0, "total": 0.0, "changed": 0.0}
+    return {
+        **empty,
+        **counts,
+        "name": name,
+        "status": "unreadable",
+        "success": None,
+        "return": None,
+        "nash_conv": None,
+        "exams": {},
     }
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Collection, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -18,7 +17,8 @@ from urllib.parse import parse_qsl, urlencode
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
-from palestra.service.origins import Origins
+from palestra.web.gate import App, Receive, Scope, Send
+from palestra.web.origins import Origins
 
 COOKIE = "palestra_dashboard"
 YEAR = 365 * 24 * 3600
@@ -39,11 +39,6 @@ ASK = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewpo
 <form method="get"><label>Token <input name="token" type="password" autocomplete="off" autofocus></label>
 <button>Open</button></form></html>"""
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 
 class Guard:
     """An app behind the checks. `hosts` are names that it answers to besides addresses and localhost. Where `posts`, it
@@ -52,7 +47,8 @@ class Guard:
     def __init__(
         self, app: App, token: str = "", hosts: Collection[str] = (), *, posts: bool = False, cookie: str = COOKIE
     ) -> None:
-        self.app, self.hosts, self.cookie = app, {"localhost", *hosts}, cookie
+        self.app, self.cookie = app, cookie
+        self.origins = Origins(hosts=frozenset(hosts))
         self.methods = ("GET", "HEAD", "POST") if posts else ("GET", "HEAD")
         self.secret = hashlib.sha256(token.encode()).hexdigest() if token else ""
 
@@ -67,11 +63,11 @@ class Guard:
         if scope["method"] not in self.methods:
             allowed = ", ".join(self.methods)
             return PlainTextResponse(f"only {allowed} are answered here", 405, {"Allow": allowed})
-        if scope["method"] == "POST" and Origins().refusal(headers):
+        if scope["method"] == "POST" and self.origins.foreign_page(headers):
             return PlainTextResponse("pages of other sites may not send anything here", 403)
         if self.secret:
             return self._ask(scope, headers)
-        if not is_ours(headers.get("host", ""), self.hosts):
+        if not self.origins.is_called(headers.get("host", "")):
             return PlainTextResponse("not under this name: ask at the address that was printed; see --allow-host", 421)
         return None
 
@@ -91,16 +87,6 @@ class Guard:
 
     def _right(self, secret: str) -> bool:
         return hmac.compare_digest(secret.encode(), self.secret.encode())
-
-
-def is_ours(host: str, names: Collection[str]) -> bool:
-    """Whether a Host header is an address (which no name server can point elsewhere) or one of the names."""
-    name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdecimal() and not host.endswith("]") else host
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return name.lower() in names
-    return True
 
 
 def _hash(token: str) -> str:

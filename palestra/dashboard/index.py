@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from palestra.dashboard.columns import Columns
 from palestra.dashboard.digest import digest
+from palestra.dashboard.logs import FOREIGN
 from palestra.files import replaced
 
 CHUNK = 64  # files that are read at once
@@ -29,6 +30,7 @@ PATIENCE, BRIEF = 0.2, 0.02
 TICK = 50_000_000  # nanoseconds that a disk's clock surely does not stand still
 FORM = 1  # of the kept table; another number makes it anew
 NAME = re.compile(r"step-(\d+)\.parquet")
+UNFIT = (ValueError, *FOREIGN, pa.ArrowException)  # what a file may raise that is not as palestra writes it
 STAMP = "stamp"  # the column that says which version of its file a row is of
 EMPTY = pa.table({"step": pa.array([], pa.int32()), STAMP: pa.array([], pa.int64())})
 
@@ -122,7 +124,7 @@ class EpisodeIndex:
     def _read(self, chunk: dict[int, int]) -> tuple[list[pa.Table], dict[int, str]]:
         try:
             return [self._stamped(sorted(chunk), chunk)], {}
-        except ValueError:  # one of them is broken, or gone: one by one
+        except UNFIT:  # one of them is broken, or gone: one by one
             return self._read_each(chunk)
 
     def _read_each(self, chunk: dict[int, int]) -> tuple[list[pa.Table], dict[int, str]]:
@@ -130,7 +132,7 @@ class EpisodeIndex:
         for step in sorted(chunk):
             try:
                 found.append(self._stamped([step], chunk))
-            except ValueError as error:
+            except UNFIT as error:
                 broken[step] = str(error)
         return found, broken
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from palestra.config import load
 from palestra.dashboard.index import EpisodeIndex, cache_file
-from palestra.dashboard.logs import Log
+from palestra.dashboard.logs import FOREIGN, Log
 from palestra.files import size
 
 OPEN = 32  # runs whose figures are kept in memory
+MAX_TREE = 2**20  # bytes of a config or a JSON file that is read whole
 Tree = dict[str, Any]
 
 
@@ -35,10 +36,13 @@ class OpenRun:
         self._config: tuple[int, Tree] = (-1, {})
 
     def file(self, name: str) -> Path:
-        """The path of a file or folder of the run. Raises Absent where it, or a link on the way, leads out."""
+        """The path of a file or folder of the run. Raises Absent where it, or a link on the way, leads out, and
+        ValueError for a pipe or a device, at which a reader would wait for good."""
         path = self.path / name
         if "\0" in name or not path.resolve().is_relative_to(self.path.resolve()):
             raise Absent(f"{name} is not in the run {self.name}")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{name} is neither a file nor a folder: remove it from the run {self.name}")
         return path
 
     def look(self) -> None:
@@ -104,23 +108,17 @@ class Library:
 
 
 def read_config(path: Path) -> Tree:
+    """The config as a tree; {} where it is none, or too large for one."""
     try:
-        return load(path)
-    except (ValueError, UnicodeDecodeError):
+        return load(path) if size(path) <= MAX_TREE else {}
+    except (ValueError, *FOREIGN):
         return {}
 
 
 def read_json(path: Path) -> Tree:
     """The object in a file; {} where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8")) if size(path) <= MAX_TREE else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def flat(tree: Any, at: str = "") -> dict[str, Any]:
-    """A tree as dotted keys, as `--set` takes them: {"algorithm.clip": 0.2}."""
-    if isinstance(tree, dict) and tree:
-        return {key: value for name, sub in tree.items() for key, value in flat(sub, f"{at}.{name}".strip(".")).items()}
-    return {at: tree}

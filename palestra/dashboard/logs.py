@@ -12,13 +12,21 @@ import threading
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from palestra.files import size
 
 MARK = 256  # bytes before the point reached that must still be there: else the log was cut back and made again
+# Exceptions, beside ValueError, that reading files of another origin may raise.
+FOREIGN = (KeyError, IndexError, TypeError, AttributeError, ArithmeticError, RecursionError)
+PIECE = 2**22  # bytes that are read at once
+LOOK = 2**28  # bytes that one look reads; the next one goes on from there
+LONGEST = 2**22  # bytes of a line; a longer one is skipped
+WIDEST = 20_000  # columns of a log; further ones are left out
+
+Column = tuple["array[float]", "array[float]"]  # steps and values
 
 
 class Log:
@@ -33,7 +41,8 @@ class Log:
 
     def _begin(self) -> None:
         self._offset, self._mark, self._stat = 0, b"", (-1, -1)
-        self._columns: dict[str, dict[str, tuple[array[float], array[float]]]] = {}
+        self._columns: dict[str, dict[str, Column]] = {}
+        self._width = 0  # columns of all names
         self._last: dict[str, dict[str, Any]] = {}
 
     def look(self) -> None:
@@ -42,44 +51,78 @@ class Log:
             stat = (size(self.path), self.path.stat().st_mtime_ns if self.path.exists() else 0)
             if stat == self._stat:
                 return
-            data = self._grown(stat[0])
-            self._stat = stat
             self.version += 1
+            if not stat[0]:
+                self._begin()
+                self._stat = stat
+                return
+            with open(self.path, "rb") as file:
+                self._go_to_the_end_of_what_is_known(file, stat[0])
+                self._stat = stat if self._read(file) else (-1, -1)
+
+    def _go_to_the_end_of_what_is_known(self, file: BinaryIO, length: int) -> None:
+        file.seek(self._offset - len(self._mark))
+        if length < self._offset or file.read(len(self._mark)) != self._mark:
+            self._begin()
+            file.seek(0)
+
+    def _read(self, file: BinaryIO) -> bool:
+        """Reads whole lines on, at most about `LOOK` bytes; whether the end was reached."""
+        rest, left = b"", LOOK
+        while left > 0:
+            piece = file.read(PIECE)
+            if not piece:
+                return True
+            left -= len(piece)
+            data = rest + piece
             whole = data.rfind(b"\n") + 1
+            if not whole and len(data) > LONGEST:  # within a line that is too long: its end comes later
+                self._advance(data)
+                rest = b""
+                continue
             for line in data[:whole].split(b"\n"):
                 if line:
                     self._add(line)
-            self._offset += whole
-            self._mark = (self._mark + data[:whole])[-MARK:]
+            self._advance(data[:whole])
+            rest = data[whole:]
+        return False
 
-    def _grown(self, length: int) -> bytes:
-        if not length:
-            self._begin()
-            return b""
-        with open(self.path, "rb") as file:
-            file.seek(self._offset - len(self._mark))
-            if length < self._offset or file.read(len(self._mark)) != self._mark:
-                self._begin()
-                file.seek(0)
-            return file.read()
+    def _advance(self, data: bytes) -> None:
+        self._offset += len(data)
+        self._mark = (self._mark + data)[-MARK:]
 
     def _add(self, raw: bytes) -> None:
         try:
-            line = json.loads(raw)
+            line: dict[str, Any] = json.loads(raw if len(raw) <= LONGEST else b"")
             name, step = line[self.key], float(line["step"])
-        except (ValueError, TypeError, KeyError):
+            if not isinstance(name, str):
+                raise TypeError(f"{self.key} is no text")
+            self._append(name, step, line)
+        except (ValueError, *FOREIGN):
             self.torn += 1
             return
         self._last[name] = line
+
+    def _append(self, name: str, step: float, line: dict[str, Any]) -> None:
         columns = self._columns.setdefault(name, {})
         for key, value in line.items():
             kind = type(value)
             if kind is float or kind is int or kind is bool:
-                _append(columns, key, step, value)
+                self._put(columns, key, step, value)
             elif kind is dict:  # {"returns": {"red": 1.0}} becomes the column returns/red
                 for inner, number in value.items():
                     if type(number) in (int, float):
-                        _append(columns, f"{key}/{inner}", step, number)
+                        self._put(columns, f"{key}/{inner}", step, number)
+
+    def _put(self, columns: dict[str, Column], key: str, step: float, value: float) -> None:
+        if key not in columns:
+            if self._width >= WIDEST:
+                return
+            self._width += 1
+            columns[key] = (array("d"), array("d"))
+        steps, values = columns[key]
+        values.append(value)  # may raise, for an integer that no float holds
+        steps.append(step)
 
     # ---- questions
 
@@ -107,14 +150,6 @@ class Log:
             return dict(self._last)
 
 
-def _append(columns: dict[str, tuple[array[float], array[float]]], key: str, step: float, value: float) -> None:
-    if key not in columns:
-        columns[key] = (array("d"), array("d"))
-    steps, values = columns[key]
-    steps.append(step)
-    values.append(value)
-
-
 def last_lines(path: Path, key: str, length: int = 1 << 16) -> dict[str, dict[str, Any]]:
     """The newest line of each name, from the file's end alone: for a list of runs that are not opened."""
     if not path.exists():
@@ -127,6 +162,6 @@ def last_lines(path: Path, key: str, length: int = 1 << 16) -> dict[str, dict[st
         try:
             values = json.loads(line)
             found[values[key]] = values
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, *FOREIGN):
             continue
     return found

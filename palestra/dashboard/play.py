@@ -11,12 +11,10 @@ Errors are `{"error": TEXT}`.
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
@@ -26,13 +24,17 @@ from starlette.staticfiles import StaticFiles
 
 from palestra.config import Strict, validate
 from palestra.dashboard.api import answer as as_json
-from palestra.dashboard.app import LOCAL, QUIET, STATIC
+from palestra.dashboard.app import QUIET, STATIC
 from palestra.dashboard.game import Game, Games, OutOfTurn
-from palestra.dashboard.guard import App, Guard
+from palestra.dashboard.guard import Guard
 from palestra.dashboard.library import Absent
+from palestra.web.bodies import read_json
 from palestra.web.door import bracketed, listening
+from palestra.web.gate import App, Gate, Limits
+from palestra.web.origins import Origins, is_loopback
+from palestra.web.server import stoppable
 
-LARGEST = 256 * 1024  # bytes of an answer
+LIMITS = Limits(body=256 * 1024, requests=512)
 Ask = Callable[[Games, Request], Awaitable[Response]]
 
 
@@ -56,7 +58,8 @@ def page(games: Games, token: str = "", hosts: Collection[str] = ()) -> App:
         Mount("/", StaticFiles(directory=STATIC)),
     ]
     app = GZipMiddleware(Starlette(routes=routes), minimum_size=2048)
-    return Guard(app, token, hosts, posts=True, cookie="palestra_play")
+    gate = Gate(app, Origins(), LIMITS, shape=lambda status, reason: {"error": reason})
+    return Guard(gate, token, hosts, posts=True, cookie="palestra_play")
 
 
 def _told(games: Games, ask: Ask) -> Callable[[Request], Awaitable[Response]]:
@@ -85,7 +88,7 @@ async def state(games: Games, request: Request) -> Response:
 
 async def answer(games: Games, request: Request) -> Response:
     game = _game(games, request)
-    said = validate(Said, json.loads(await _body(request)))
+    said = validate(Said, read_json(await request.body()))
     game.answer(said.turn, said.text)
     return JSONResponse({"turn": said.turn})
 
@@ -122,33 +125,11 @@ def _game(games: Games, request: Request) -> Game:
     return game
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > LARGEST:
-            raise ValueError(f"an answer may have {LARGEST:,} bytes: say less")
-    return bytes(body)
-
-
-class _Server(uvicorn.Server):
-    """Ends with the games, whose pages listen for as long as there is a game."""
-
-    def __init__(self, config: uvicorn.Config, close: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._close = close
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._close()
-        await super().shutdown(sockets)
-
-
 def serve(games: Games, host: str, port: int, say: Callable[[str], None]) -> None:
     """Serves until it is told to stop. Whoever is not on this machine needs the token in the address that is said.
     Raises ValueError where the port is not to be had."""
-    token = "" if host in LOCAL else secrets.token_urlsafe(12)
+    token = "" if is_loopback(host) else secrets.token_urlsafe(12)
     door = listening(host, port)
     say(f"play at: http://{bracketed(host)}:{door.getsockname()[1]}/play{f'?token={token}' if token else ''}")
     app = page(games, token, {host, socket.gethostname().lower()})
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-    _Server(config, games.close).run(sockets=[door])
+    stoppable(app, drain=5, keep_alive=5, closing=games.close).run(sockets=[door])

@@ -83,6 +83,8 @@ def _line(rows: list[Row], node: int) -> list[Row]:
     line = [node]
     while (parent := parents[line[-1]]) is not None:
         line.append(parent)
+        if len(line) > len(parents):
+            raise ValueError(f"node {node} of the episode is among its own ancestors: the file was damaged")
     by_node: dict[int, list[Row]] = {}
     for row in rows:
         by_node.setdefault(row["node"], []).append(row)

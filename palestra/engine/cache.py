@@ -1,159 +1,195 @@
-"""Keys and values of what is being sampled: a prompt once per group of siblings, answers per sibling.
+"""Keys and values of what is being sampled: a prompt once for all of its answers, and each answer's own.
 
-A group is one prompt with its K answers. Its prompt lies once in `prefix`, each answer in `suffix`; a decoding query
-attends to both. Slots are kept dense: when a group ends, the last one moves into its place.
+Sequences lie in pools by the room they have, which doubles as they grow, so that a long one takes room for itself
+alone. A pool is dense: when sequences leave, the last ones move into their places, and a pool of which three quarters
+are free shrinks. One that is empty keeps its memory until `trim`, for those that come next.
+Prompts are kept apart by the number of their answers too, as attention pads each prompt of a pool to the most answers
+that one of them has. Memory is thus at most a small multiple of what the live sequences need.
 
-Shapes: `L` layers, `G` group slots, `K` siblings, `P` prompt positions, `T` answer positions, `R` live rows (siblings
-still sampling), `N` groups of a prefill, `Q` new prompt tokens, `h` key-value heads, `H` query heads, `D` head width.
+Shapes: `L` layers, `N` sequences a pool has room for, `C` tokens each of them has room for, `h` key-value heads, `D`
+head width, `T` tokens.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+LEAST = 16  # tokens that every sequence has room for
+
+
+@dataclass(eq=False)
+class Slot:
+    """Place of one sequence: `length` positions are filled at `index` of `pool`."""
+
+    pool: Pool
+    index: int = -1
+    length: int = 0
+
+    @property
+    def kv_L2hTD(self) -> Tensor:
+        """Its keys and values, which move when other sequences leave the pool."""
+        return self.pool.kv[:, :, self.index, :, : self.length]
+
+
+@dataclass(eq=False)
+class Pool:
+    """Keys and values `kv [L, 2, N, h, C, D]` of sequences; the first `len(slots)` places are taken, by `slots`."""
+
+    kv: Tensor
+    slots: list[Slot] = field(default_factory=list)
+
+    @property
+    def room(self) -> int:
+        """Tokens that each sequence has room for."""
+        return self.kv.shape[4]
+
+    def reserve(self, count: int) -> None:
+        """Makes room for `count` more; it at least doubles, so that copies are few."""
+        need, have = len(self.slots) + count, self.kv.shape[2]
+        if need > have:
+            self._resize(max(need, 2 * have))
+
+    def add(self, slots: Sequence[Slot]) -> None:
+        self.reserve(len(slots))
+        for index, slot in enumerate(slots, len(self.slots)):
+            slot.pool, slot.index = self, index
+        self.slots += slots
+
+    def take(self, slots: Sequence[Slot]) -> None:
+        """Moves `slots` here from the one pool that they are in."""
+        source, first, longest = slots[0].pool, len(self.slots), max(slot.length for slot in slots)
+        self.reserve(len(slots))
+        moved = source.kv[:, :, self._indices(slots), :, :longest]
+        source._drop(slots)
+        self.add(slots)
+        self.kv[:, :, first : len(self.slots), :, :longest] = moved
+        source._shrink()  # last: memory may not suffice for it, and nothing is lost
+
+    def remove(self, slots: Sequence[Slot]) -> None:
+        self._drop(slots)
+        self._shrink()
+
+    def _drop(self, slots: Sequence[Slot]) -> None:
+        gone = {slot.index for slot in slots}
+        size = len(self.slots) - len(gone)
+        moved = [slot for slot in self.slots[size:] if slot.index not in gone]
+        if moved:
+            gaps, longest = sorted(index for index in gone if index < size), max(slot.length for slot in moved)
+            target = torch.as_tensor(gaps, device=self.kv.device)
+            self.kv[:, :, target, :, :longest] = self.kv[:, :, self._indices(moved), :, :longest]
+            for slot, gap in zip(moved, gaps, strict=True):
+                slot.index, self.slots[gap] = gap, slot
+        del self.slots[size:]
+
+    def _shrink(self) -> None:
+        if 0 < 4 * len(self.slots) <= self.kv.shape[2]:
+            self._resize(2 * len(self.slots))
+
+    def _indices(self, slots: Sequence[Slot]) -> Tensor:
+        return torch.as_tensor([slot.index for slot in slots], device=self.kv.device)
+
+    def _resize(self, size: int) -> None:
+        old = self.kv
+        self.kv = old.new_zeros(*old.shape[:2], size, *old.shape[3:])
+        kept = min(size, old.shape[2])
+        self.kv[:, :, :kept] = old[:, :, :kept]
 
 
 class Cache:
-    """Growing buffers `prefix [L, 2, G, h, P, D]` and `suffix [L, 2, G, h, K, T, D]`."""
+    """Pools of prompts, by their room and the number of their answers, and of answers, by their room."""
 
     def __init__(self, layers: int, kv_heads: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.prefix = torch.zeros(layers, 2, 0, kv_heads, 0, width, device=device, dtype=dtype)
-        self.suffix = torch.zeros(layers, 2, 0, kv_heads, 0, 0, width, device=device, dtype=dtype)
+        self._empty = torch.zeros(layers, 2, 0, kv_heads, 0, width, device=device, dtype=dtype)
+        self._prompts: dict[tuple[int, int], Pool] = {}
+        self._answers: dict[int, Pool] = {}
 
-    def reserve(self, groups: int, siblings: int, prompt: int, answer: int) -> None:
-        """Makes room, keeping what is there. Sizes grow by doubling, so that copies are few."""
-        layers, _, g, h, p, d = self.prefix.shape
-        _, _, _, _, k, t, _ = self.suffix.shape
-        if groups > g or prompt > p:
-            self.prefix = _grown(self.prefix, (layers, 2, _up(groups, g), h, _up(prompt, p), d))
-        if groups > self.suffix.shape[2] or siblings > k or answer > t:
-            slots = max(self.prefix.shape[2], self.suffix.shape[2])
-            self.suffix = _grown(self.suffix, (layers, 2, slots, h, max(siblings, k), _up(answer, t), d))
+    @property
+    def bytes(self) -> int:
+        pools = [*self._prompts.values(), *self._answers.values()]
+        return sum(pool.kv.numel() * pool.kv.element_size() for pool in pools)
 
-    def shrink(self, siblings: int) -> None:
-        """Drops the answers' buffer of an empty cache where it is not made for this number of siblings."""
-        if self.suffix.shape[4] != siblings:
-            self.suffix = self.suffix[:, :, :0, :, :0].clone()
+    def prompts(self, lengths: Sequence[int], answers: Sequence[int]) -> list[Slot]:
+        """Places for prompts of these lengths that have so many answers each."""
+        return self._placed([Slot(self._prompt_pool(n, k), length=n) for n, k in zip(lengths, answers, strict=True)])
 
-    def move(self, source: int, target: int, prompt: int, answer: int) -> None:
-        """Moves a group of `prompt` and `answer` positions to another slot."""
-        self.prefix[:, :, target, :, :prompt] = self.prefix[:, :, source, :, :prompt]
-        self.suffix[:, :, target, ..., :answer, :] = self.suffix[:, :, source, ..., :answer, :]
+    def answers(self, tokens: Sequence[int]) -> list[Slot]:
+        """Places for answers that will have so many tokens, or more."""
+        return self._placed([Slot(self._answer_pool(n)) for n in tokens])
 
-    def repeat(self, sources: np.ndarray, targets: np.ndarray, prompt: int) -> None:
-        """Copies up to `prompt` positions of prompts from slots to others, where these are others."""
-        other = sources != targets
-        if other.any():
-            device = self.prefix.device
-            source, target = (torch.as_tensor(slots[other], device=device) for slots in (sources, targets))
-            self.prefix[:, :, target, :, :prompt] = self.prefix[:, :, source, :, :prompt]
+    def grow(self, answers: Sequence[Slot]) -> None:
+        """Makes room for another token of each of `answers`."""
+        full = [slot for slot in answers if slot.length == slot.pool.room]
+        for pool, slots in _by_pool(full).items():
+            self._answer_pool(2 * pool.room).take(slots)
 
-    def wipe(self, slots: slice) -> None:
-        """Empties slots of what must not be left there."""
-        self.prefix[:, :, slots] = 0
-        self.suffix[:, :, slots] = 0
+    def regroup(self, prompts: Sequence[Slot], answers: Sequence[int]) -> None:
+        """Moves `prompts` to where they belong now that they have so many answers each."""
+        moves: dict[tuple[Pool, Pool], list[Slot]] = defaultdict(list)
+        for slot, k in zip(prompts, answers, strict=True):
+            pool = self._prompt_pool(slot.length, k)
+            if pool is not slot.pool:
+                moves[slot.pool, pool].append(slot)
+        for (_, pool), slots in moves.items():
+            pool.take(slots)
 
-    def row(self, slot: int, sibling: int, prompt: int, answer: int) -> Tensor:
-        """A copy of one sibling's keys and values, prompt then answer: [L, 2, h, prompt + answer, D]."""
-        parts = [self.prefix[:, :, slot, :, :prompt], self.suffix[:, :, slot, :, sibling, :answer]]
-        return torch.cat(parts, dim=-2)
+    def free(self, slots: Sequence[Slot]) -> None:
+        for pool, group in _by_pool(slots).items():
+            pool.remove(group)
 
+    def trim(self) -> None:
+        """Gives back the memory of empty pools."""
+        self._prompts = {key: pool for key, pool in self._prompts.items() if pool.slots}
+        self._answers = {key: pool for key, pool in self._answers.items() if pool.slots}
 
-def _up(need: int, have: int) -> int:
-    return have if need <= have else max(need, min(2 * have, have + 1024))
+    def wipe(self, slots: Sequence[Slot]) -> None:
+        """Zeroes the places of `slots`, which may hold NaN: a mask does not keep that from the next ones there."""
+        for slot in slots:
+            slot.pool.kv[:, :, slot.index] = 0
 
+    def _placed(self, slots: list[Slot]) -> list[Slot]:
+        groups = _by_pool(slots)
+        for pool, group in groups.items():
+            pool.reserve(len(group))  # all or none: memory may not suffice
+        for pool, group in groups.items():
+            pool.add(group)
+        return slots
 
-def _grown(old: Tensor, shape: tuple[int, ...]) -> Tensor:
-    new = old.new_zeros(shape)
-    new[tuple(slice(n) for n in old.shape)] = old
-    return new
+    def _prompt_pool(self, tokens: int, answers: int) -> Pool:
+        key = _power(tokens, LEAST, 2), _power(answers, 1, 4)
+        if key not in self._prompts:
+            self._prompts[key] = self._pool(key[0])
+        return self._prompts[key]
 
+    def _answer_pool(self, tokens: int) -> Pool:
+        room = _power(tokens, LEAST, 2)
+        if room not in self._answers:
+            self._answers[room] = self._pool(room)
+        return self._answers[room]
 
-class PrefillLayout:
-    """New prompt tokens, written to their slots, attend to all earlier ones there (some may have been reused)."""
-
-    def __init__(self, cache: Cache, slots_N: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray) -> None:
-        self.cache, device = cache, cache.prefix.device
-        new_N = lengths_N - starts_N
-        self.slots_N, self.p = torch.as_tensor(slots_N, device=device), int(lengths_N.max())
-        self.group_S = np.repeat(np.arange(len(slots_N)), new_N)
-        first_N = np.cumsum(new_N) - new_N
-        self.position_S = np.arange(len(self.group_S)) + (starts_N - first_N)[self.group_S]
-        self.positions = torch.as_tensor(self.position_S, device=device)
-        self.slot_S = self.slots_N[self.group_S]
-        self.last_N = torch.as_tensor(np.cumsum(new_N) - 1, device=device)
-        self._ask(self.group_S, self.position_S)
-
-    def _ask(self, group_M: np.ndarray, position_M: np.ndarray) -> None:
-        """Sets whose queries attend: tokens at `position_M` of the groups `group_M`, which rise."""
-        device, n = self.cache.prefix.device, len(self.slots_N)
-        asked_N = np.bincount(group_M, minlength=n)
-        column_M = np.arange(len(group_M)) - (np.cumsum(asked_N) - asked_N)[group_M]
-        self.q = int(asked_N.max())
-        gather, positions = np.zeros((2, n, self.q), np.int64)  # a padded query sees the first key
-        gather[group_M, column_M], positions[group_M, column_M] = np.arange(len(group_M)), position_M
-        self.gather = torch.as_tensor(gather.ravel(), device=device)
-        self.back_M = torch.as_tensor(group_M * self.q + column_M, device=device)
-        self.mask_N1QP = torch.as_tensor(np.arange(self.p) <= positions[:, :, None], device=device)[:, None]
-
-    def narrow(self, keep_M: Tensor) -> PrefillLayout:
-        narrowed, keep = copy.copy(self), keep_M.cpu().numpy()
-        narrowed._ask(self.group_S[keep], self.position_S[keep])
-        return narrowed
-
-    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
-        kv = self.cache.prefix[layer]
-        kv[0][self.slot_S, :, self.positions] = k_HSD.transpose(0, 1)
-        kv[1][self.slot_S, :, self.positions] = v_HSD.transpose(0, 1)
-        q = q_HSD[:, self.gather].view(q_HSD.shape[0], len(self.slots_N), self.q, -1).transpose(0, 1)
-        k, v = kv[0, :, :, : self.p][self.slots_N], kv[1, :, :, : self.p][self.slots_N]
-        gqa = q_HSD.shape[0] != k_HSD.shape[0]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask_N1QP, scale=scale, enable_gqa=gqa)
-        return out.transpose(1, 2).flatten(0, 1)[self.back_M]
+    def _pool(self, room: int) -> Pool:
+        layers, _, _, h, _, width = self._empty.shape
+        return Pool(self._empty.new_zeros(layers, 2, 0, h, room, width))
 
 
-class DecodeLayout:
-    """One new token per live row: written to the row's answer, it attends to the shared prompt and its own answer."""
+def _by_pool(slots: Sequence[Slot]) -> dict[Pool, list[Slot]]:
+    groups: dict[Pool, list[Slot]] = defaultdict(list)
+    for slot in slots:
+        groups[slot.pool].append(slot)
+    return groups
 
-    def __init__(
-        self, cache: Cache, slot_R: np.ndarray, sibling_R: np.ndarray, prompt_G: np.ndarray, answer_G: np.ndarray
-    ) -> None:
-        """`prompt_G` and `answer_G` are the lengths in each slot; the new token is the answer's last."""
-        self.cache, device = cache, cache.prefix.device
-        _, _, _, h, self.k, most, _ = cache.suffix.shape
-        self.g, self.p, self.t = len(prompt_G), int(prompt_G.max()), int(answer_G.max())
-        head_h = np.arange(h)
-        place_Rh = (slot_R[:, None] * h + head_h) * self.k + sibling_R[:, None]
-        self.at_Rh = torch.as_tensor((place_Rh * most + answer_G[slot_R, None] - 1).ravel(), device=device)
-        self.place_R = torch.as_tensor(slot_R * self.k + sibling_R, device=device)
-        row_GK = np.zeros(self.g * self.k, np.int64)  # a place without a live sibling repeats the first row
-        row_GK[slot_R * self.k + sibling_R] = np.arange(len(slot_R))
-        self.row_GK = torch.as_tensor(row_GK, device=device)
-        hide_GP = np.where(np.arange(self.p)[None] < prompt_G[:, None], 0.0, -np.inf)
-        hide_GT = np.where(np.arange(self.t)[None] < answer_G[:, None], 0.0, -np.inf)
-        hide = torch.as_tensor(np.concatenate([hide_GP, hide_GT], 1), device=device, dtype=cache.prefix.dtype)
-        self.hide_G11S = hide[:, None, None]
 
-    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
-        (heads, rows, width), h = q_HSD.shape, k_HSD.shape[0]
-        g, k, rep = self.g, self.k, heads // h
-        suffix, prefix = self.cache.suffix[layer], self.cache.prefix[layer, :, :g]
-        for kept, new_HSD in zip(suffix, (k_HSD, v_HSD), strict=True):
-            kept.view(-1, width).index_copy_(0, self.at_Rh, new_HSD.transpose(0, 1).reshape(-1, width))
-        q = q_HSD.transpose(0, 1).reshape(rows, -1).index_select(0, self.row_GK) * scale
-        q = q.view(g, k, h, rep, width).transpose(1, 2).contiguous()
-        own_k, own_v = (s[:g, ..., : self.t, :] for s in suffix)  # [G, h, K, T, D]
-        shared = q.view(g, h, k * rep, width) @ prefix[0, :, :, : self.p].transpose(-1, -2)
-        own = (q @ own_k.transpose(-1, -2)).view(g, h, k * rep, -1)
-        weight = torch.softmax(torch.cat([shared, own], -1) + self.hide_G11S, -1)
-        out = weight[..., : self.p] @ prefix[1, :, :, : self.p]
-        out = out.view(g, h, k, rep, width) + weight[..., self.p :].view(g, h, k, rep, -1) @ own_v
-        return out.transpose(1, 2).reshape(g * k, -1).index_select(0, self.place_R).view(rows, heads, width)
+def _power(need: int, least: int, base: int) -> int:
+    """The first of `least`, `least * base`, `least * base**2`, ... that is at least `need`."""
+    size = least
+    while size < need:
+        size *= base
+    return size
 
 
 class PrefixStore:

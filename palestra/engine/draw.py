@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from palestra.config import Strict
 
+COLDEST = 1e-6  # lower temperatures are taken as this: logits divided by less overflow to NaN
 CHARACTER = 4  # a character of UTF-8 has at most so many bytes, and may come in as many tokens
 BROKEN = "\ufffd"  # what decoders make of the rest of a cut character
 
@@ -28,10 +29,10 @@ class Sampling(Strict):
     """
 
     max_tokens: int = Field(32, ge=1)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     stop_ids: tuple[int, ...] = ()
     end: bool = True
 
@@ -71,7 +72,8 @@ def best(logits_RV: Tensor, settings: Sequence[Sampling], k: int) -> tuple[np.nd
 
 def _at_temperature(logits_RV: Tensor, settings: Sequence[Sampling]) -> Tensor:
     """Log-probabilities [R, V] at each row's temperature (at 0: of the plain softmax)."""
-    temperature = torch.tensor([s.temperature or 1.0 for s in settings], device=logits_RV.device)
+    warmth = [max(s.temperature, COLDEST) if s.temperature else 1.0 for s in settings]
+    temperature = torch.tensor(warmth, device=logits_RV.device)
     return torch.log_softmax(logits_RV.float() / temperature[:, None], -1)
 
 

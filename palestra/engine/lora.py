@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from palestra.config import Strict
+from palestra.engine.memory import must_fit
 
 _ids = itertools.count(1)
 Weights = dict[str, tuple[Tensor, Tensor]]
@@ -44,7 +45,10 @@ class Adapter:
         self.config = config
         generator = torch.Generator().manual_seed(seed)
         self.weights: Weights = {}
-        for name in target_names(linears, config.targets):
+        names = target_names(linears, config.targets)
+        trained = config.rank * sum(sum(linears[name].weight.shape) for name in names)
+        must_fit(16 * trained, f"an adapter of rank {config.rank}, with gradients and Adam's moments,", "lower rank")
+        for name in names:
             base = linears[name].weight
             bound = 1 / math.sqrt(base.shape[1])  # kaiming_uniform with a = sqrt(5), as PEFT starts A
             a = torch.empty(config.rank, base.shape[1]).uniform_(-bound, bound, generator=generator)

@@ -1,4 +1,4 @@
-"""One base model in memory: any decoder that `transformers` can load, run on flat rows of tokens.
+"""One base model in memory, of an architecture that supported.py lets through, run on flat rows of tokens.
 
 Every pass, in sampling and in training, feeds the model one row `[1, S]` that holds the tokens of many sequences end to
 end. Linear layers thus never see padding. What a token may attend to is said by a *layout* (attention.py for training,
@@ -12,6 +12,7 @@ Shapes: `S` tokens of a flat row, `M` rows whose logits are kept, `V` vocabulary
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,8 +26,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from palestra.engine.memory import keep_freed_memory
 from palestra.engine.norms import fuse_norms
+from palestra.engine.supported import check_supported
 
 BASES = Path(__file__).parent.parent / "bases"
+LONGEST_BASE = 4096  # characters of a name or a path
 
 
 class Layout(Protocol):
@@ -121,13 +124,14 @@ class Engine:
         """The base `base`: the name of a shipped one ("tiny"), a local folder, or a hub name.
 
         `device` "auto" takes CUDA where there is one; `dtype` "auto" is bfloat16 there and float32 on a CPU. Raises
-        ValueError for models whose attention this engine would compute wrongly.
+        ValueError for models that supported.py refuses.
         """
         torch.set_num_threads(threads)
         keep_freed_memory()
         disable_progress_bar()  # transformers draws one for each file it reads
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        torch_dtype = getattr(torch, ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype)
+        device = device_name(device)
+        dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
+        torch_dtype = getattr(torch, dtype)
         path = resolve_base(base)
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation="palestra")
@@ -137,7 +141,7 @@ class Engine:
             raise ValueError(
                 f'cannot load the base "{base}": it is not a shipped one ({shipped}), and transformers says: {error}'
             ) from error
-        check_attention(model, base)
+        check_supported(model, base)
         return cls(model.to(device).eval().requires_grad_(False), tokenizer, base)
 
     def _route_linears(self) -> None:
@@ -289,31 +293,39 @@ def _rows(value: Any, keep_M: Tensor, size: int) -> Any:
     return value
 
 
+def device_name(device: str) -> str:
+    """The device that `device` means: for "auto" CUDA where there is one. Raises ValueError where it is not there."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (number and not number.isdecimal()):
+        raise ValueError(f"unknown device {device!r:.40}: write auto, cpu, cuda, cuda:1 or mps")
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind, 1)
+    if int(number or 0) >= there:
+        built = "" if kind != "cuda" or torch.version.cuda else ", and this torch is built without CUDA"
+        raise ValueError(
+            f"device: {device} is not there: torch sees {there} {kind} devices{built}. Set device: cpu, or install a "
+            "torch for your GPU (https://pytorch.org/get-started)"
+        )
+    return device
+
+
 def resolve_base(base: str) -> str:
-    """The folder of a shipped base or a local folder; anything else is taken as a hub name."""
-    shipped = BASES / base
-    if "/" not in base and shipped.is_dir():
-        return str(shipped)
+    """The folder of a shipped base or a local folder; anything else is taken as a hub name. Raises ValueError for what
+    is near the name of a shipped one."""
+    shipped = sorted(path.parent.name for path in BASES.glob("*/config.json"))
+    if base in shipped:
+        return str(BASES / base)
+    if not base.isprintable() or not base or len(base) > LONGEST_BASE:
+        raise ValueError(f"{base!r:.40} is no base: write the name of a shipped one, a local folder or a hub name")
+    if "/" not in base and (near := difflib.get_close_matches(base, shipped, n=1, cutoff=0.7)):
+        raise ValueError(
+            f'cannot load the base "{base}": did you mean {near[0]}? A folder of that name is ./{base}; one of '
+            f"the hub is OWNER/{base}"
+        )
     if base.startswith((".", "/", "~")):
         path = Path(base).expanduser()
         if not (path / "config.json").exists():
             raise ValueError(f"no model at {path}: it holds no config.json. Name a folder that save_pretrained wrote.")
         return str(path)
     return base
-
-
-def check_attention(model: PreTrainedModel, base: str) -> None:
-    """Raises ValueError where the model needs an attention that the layouts do not compute."""
-    config = model.config.get_text_config()
-    reasons = []
-    if not getattr(model, "_supports_attention_backend", False):
-        reasons.append("its code does not take an attention function")
-    if any("sliding" in kind or "linear" in kind for kind in getattr(config, "layer_types", None) or ()):
-        reasons.append("it has sliding-window or linear-attention layers")
-    if getattr(config, "attn_logit_softcapping", None):
-        reasons.append("it caps attention logits")
-    if reasons:
-        raise ValueError(
-            f"cannot run {base!r} ({type(model).__name__}): {' and '.join(reasons)}. "
-            "Use a decoder with plain causal attention, such as Llama, Qwen2, Qwen3 or SmolLM."
-        )

@@ -1,6 +1,6 @@
 """What a sampler is asked and answers, and a request while it is served.
 
-Shapes: `P` prompt tokens, `K` siblings, `T` answer positions, `k` best tokens.
+Shapes: `P` prompt tokens, `T` answer positions, `k` best tokens, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from torch import Tensor
 
-from palestra.engine.draw import Sampling, StopStrings
+from palestra.engine.cache import Slot
+from palestra.engine.draw import Sampling
 from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
 
@@ -21,7 +23,7 @@ from palestra.engine.models import Engine
 class Request:
     """`n` answers to the prompt `prompt_ids` [P] under `adapter` (None: the bare base). `keep` remembers the answers'
     keys and values for a later turn that goes on from one of them. `seed` counts modulo 2**64. `top_logprobs` asks for
-    that many of the likeliest tokens at each position."""
+    that many of the likeliest tokens at each position. `client` names those with whom rows are shared fairly."""
 
     prompt_ids: np.ndarray
     n: int
@@ -30,6 +32,7 @@ class Request:
     seed: int = 0
     keep: bool = False
     top_logprobs: int = 0
+    client: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,35 +52,48 @@ Outcome = list[Sampled] | Exception
 
 
 @dataclass(eq=False)
+class Prompt:
+    """A prompt in the cache, for the unfinished `groups` that begin with it and their `rows` live answers."""
+
+    slot: Slot
+    groups: int = 0
+    rows: int = 0
+
+
+@dataclass(eq=False)
 class Group:
-    """A request being served. Arrays are [K, T], [K] and [K, T, k]; `t` tokens are sampled so far."""
+    """A request being served. Its siblings begin in order, all at once or some later: `begun` have, `admitted` may.
+    `prompt` and the logits [V] of the first token are there once the prompt is computed."""
 
     request: Request
     done: Callable[[Outcome], None]
-    tokens_KT: np.ndarray = field(init=False)
-    logps_KT: np.ndarray = field(init=False)
-    length_K: np.ndarray = field(init=False)
-    stopped_K: np.ndarray = field(init=False)
-    alive_K: np.ndarray = field(init=False)
-    top_ids_KTk: np.ndarray = field(init=False)
-    top_logps_KTk: np.ndarray = field(init=False)
-    tails_K: list[deque[int]] = field(init=False)
-    t: int = 0
+    begun: int = 0
+    admitted: int = 0
+    prompt: Prompt | None = None
+    first_V: Tensor | None = None
 
     def __post_init__(self) -> None:
-        sampling = self.request.sampling
-        shape = (self.request.n, sampling.max_tokens)
-        self.tokens_KT, self.logps_KT = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        self.length_K, self.stopped_K = np.zeros(shape[0], np.int64), np.zeros(shape[0], bool)
-        self.alive_K = np.ones(shape[0], bool)
-        top_shape = (*shape, self.request.top_logprobs)
-        self.top_ids_KTk, self.top_logps_KTk = np.zeros(top_shape, np.int32), np.zeros(top_shape, np.float32)
-        self.tails_K = [StopStrings.tail(sampling.stop) for _ in range(shape[0])] if sampling.stop else []
         self.seed = int(self.request.seed) % 2**64
+        self.answers: dict[int, Sampled] = {}
 
     @property
-    def prompt(self) -> int:
+    def size(self) -> int:
+        """The prompt's tokens."""
         return len(self.request.prompt_ids)
+
+    @property
+    def left(self) -> int:
+        """Siblings that are not yet admitted."""
+        return self.request.n - self.admitted
+
+    @property
+    def weight(self) -> int:
+        """Rows that one of its answers counts as: the likeliest tokens, where they are asked for, take memory too."""
+        return 1 + self.request.top_logprobs // 16
+
+    @property
+    def over(self) -> bool:
+        return len(self.answers) == self.request.n
 
     @property
     def owner(self) -> int:
@@ -88,32 +104,56 @@ class Group:
         """The same for groups whose prompts have the same keys and values."""
         return self.owner, np.asarray(self.request.prompt_ids, np.int64).tobytes()
 
-    def note(self, k: int, token: int, logp: float, *, ends: bool) -> None:
-        """Adds a token to sibling `k`, which `ends` with it or is as long as it may be."""
-        self.tokens_KT[k, self.t], self.logps_KT[k, self.t], self.length_K[k] = token, logp, self.t + 1
-        self.stopped_K[k] = ends
-        self.alive_K[k] = not ends and self.t + 1 < self.request.sampling.max_tokens
+    @cached_property
+    def order(self) -> tuple[bool, str, int]:
+        """Sorts by adapter, the bare base last: as a `Stacked` route has its rows."""
+        adapter = self.request.adapter
+        return adapter is None, adapter.name if adapter else "", self.owner
 
     def result(self) -> list[Sampled]:
-        return [self._sampled(k, n) for k, n in enumerate(self.length_K)]
-
-    def _sampled(self, k: int, n: int) -> Sampled:
-        stop = "stop" if self.stopped_K[k] else "length"
-        if not self.request.top_logprobs:
-            return Sampled(self.tokens_KT[k, :n], self.logps_KT[k, :n], stop)
-        top = self.top_ids_KTk[k, :n], self.top_logps_KTk[k, :n]
-        return Sampled(self.tokens_KT[k, :n], self.logps_KT[k, :n], stop, *top)
+        return [self.answers[k] for k in range(self.request.n)]
 
 
-def by_owner(group: Group) -> tuple[bool, str, int]:
-    adapter = group.request.adapter
-    return (adapter is None, adapter.name if adapter else "", group.owner)
+@dataclass(eq=False)
+class Row:
+    """A live answer, sibling `k` of `group`: its tokens, their log-probabilities, the likeliest ids and theirs where
+    they are asked for, the tail in which stop strings are looked for, and its place in the cache."""
+
+    group: Group
+    k: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    tail: deque[int] = field(default_factory=deque)
+    slot: Slot | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Sorts live rows as they lie in the cache."""
+        assert self.slot is not None
+        return self.slot.pool.room, self.slot.index
+
+    @property
+    def full(self) -> bool:
+        return len(self.token_ids) == self.group.request.sampling.max_tokens
+
+    def sampled(self, stop: str) -> Sampled:
+        ids, logps = np.array(self.token_ids, np.int32), np.array(self.logprobs, np.float32)
+        if not self.group.request.top_logprobs:
+            return Sampled(ids, logps, stop)
+        top_ids, top_logps = (np.stack(column) for column in zip(*self.top, strict=True))
+        return Sampled(ids, logps, stop, top_ids.astype(np.int32), top_logps.astype(np.float32))
+
+
+def positions(engine: Engine) -> int | None:
+    """The most tokens that the base reads, prompt and answer together; None where it names no limit."""
+    limit: int | None = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
 
 
 def check_prompt(engine: Engine, prompt_ids: np.ndarray, new: int) -> None:
     """Raises ValueError unless the prompt is one of the base's tokens that leaves room for `new` ones."""
-    config = engine.model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = positions(engine)
     if not len(prompt_ids):
         raise ValueError("a prompt needs at least one token")
     if limit and len(prompt_ids) + new > limit:
@@ -122,8 +162,9 @@ def check_prompt(engine: Engine, prompt_ids: np.ndarray, new: int) -> None:
             "Shorten the observation or lower sampling.max_tokens."
         )
     # a GPU does not come back from an index beyond the table
-    if int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= config.vocab_size:
-        raise ValueError(f"a prompt's tokens must be ids from 0 to {config.vocab_size - 1}, as the base has them")
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    if int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= vocabulary:
+        raise ValueError(f"a prompt's tokens must be ids from 0 to {vocabulary - 1}, as the base has them")
 
 
 def check_top(engine: Engine, k: int) -> None:

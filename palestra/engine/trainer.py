@@ -38,7 +38,7 @@ Loss = Callable[..., tuple[Tensor, Figures]]
 class AdamConfig(Strict):
     """AdamW (Loshchilov & Hutter, 2019) with clipping of the gradient's norm (null: none)."""
 
-    lr: float = Field(1e-3, ge=0)
+    lr: float = Field(1e-3, ge=0, le=1_000_000)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0

@@ -112,7 +112,11 @@ def known_envs() -> dict[str, str]:
 
 def env_class(type: str) -> type[Env] | type[VectorEnv]:
     """The class that a name stands for: built in, an entry point of group "palestra.envs", or "module:Class"."""
-    named = known_envs()
+    if not isinstance(type, str):
+        raise ValueError(f"the type of an env is its name, as text, not {type!r:.40}: `palestra info` lists the envs")
+    named = BUILT_IN | GAMES
+    if type not in named:
+        named = known_envs()  # looks through all installed packages
     path = named.get(type, type)
     if ":" not in path:
         known = sorted(named)

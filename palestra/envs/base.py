@@ -141,7 +141,7 @@ class _Check:
                 if step.over:
                     break
                 try:
-                    step = self.call(env.step, dict.fromkeys(step.observations, bad))
+                    step = self.result(env.step, dict.fromkeys(step.observations, bad))
                 except Exception as error:  # whatever a user's env raises here is the finding
                     self.fail(f"raised {error!r} at the action {bad[:20]!r}", "let a bad action cost reward instead")
                 self.valid(env, step)
@@ -177,11 +177,32 @@ class _Check:
                 self.fail(f"differs in {part.name} after {where}: {_short(got)} is not {_short(want)}", fix)
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return self.result(method, *arguments)
+        except Exception as error:  # whatever a user's env raises here is the finding
+            raise ValueError(
+                f"env {type(self.make_env()).__name__}, seed {self.seed}: {method.__name__} raised {error!r}. "
+                f"Fix: mend {method.__name__}; the error above says where."
+            ) from error
+
+    def result(self, method: Callable[..., Any], *arguments: Any) -> Any:
         result = method(*arguments)
-        return self.runner.run(result) if inspect.iscoroutine(result) else result
+        result = self.runner.run(result) if inspect.iscoroutine(result) else result
+        return checked_step(result, method.__name__) if method.__name__ in ("reset", "step") else result
 
     def fail(self, what: str, fix: str) -> None:
         raise ValueError(f"env {type(self.make_env()).__name__}, seed {self.seed}: {what}. Fix: {fix}.")
+
+
+def checked_step(said: Any, method: str) -> Step:
+    """`said`, what an env's `reset` or `step` returned. Raises ValueError where it is no Step."""
+    if isinstance(said, Step):
+        return said
+    hint = ", as in Gymnasium" if isinstance(said, tuple) else ""
+    raise ValueError(
+        f"{method} must return a palestra.types.Step, and returned a {type(said).__name__}{hint}: "
+        "write return Step({seat: observation}, rewards={seat: reward})"
+    )
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -62,7 +62,7 @@ class LoraPolicyConfig(LearnerConfig):
     """A trained LoRA adapter on a base that other policies may share."""
 
     type: Literal["lora"] = "lora"
-    rank: int = Field(8, ge=1)
+    rank: int = Field(8, ge=1, le=4096)
     alpha: float = Field(16.0, gt=0)
     targets: str | list[str] = "all-linear"
 
@@ -75,7 +75,7 @@ class FullPolicyConfig(LearnerConfig):
     """A full model, all weights trained, with a copy of the base of its own."""
 
     type: Literal["full"] = "full"
-    lr: float = Field(2e-4, gt=0)
+    lr: float = Field(2e-4, gt=0, le=1_000_000)
 
 
 def mixed_type(config: FullPolicyConfig, device: str) -> torch.dtype | None:

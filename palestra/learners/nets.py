@@ -40,7 +40,7 @@ class NetPolicyConfig(NetConfig):
     mixers see; `seat_id` tells a policy of several seats which one it plays."""
 
     type: Literal["net"] = "net"
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(3e-4, gt=0, le=1_000_000)
     schedule: Literal["constant", "linear"] = "constant"
     clip: float = Field(0.5, gt=0)
     eps: float = Field(1e-5, gt=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -27,9 +27,9 @@ class NetConfig(Strict):
     CPU take half the time. `precision` is what convolutions are computed in: a CPU that multiplies bf16 in matrices
     (AMX) is two to three times as fast with it; weights stay fp32."""
 
-    hidden: list[int] = Field([64, 64], min_length=1)
+    hidden: list[Annotated[int, Field(ge=1, le=65_536)]] = Field([64, 64], min_length=1, max_length=64)
     activation: Activation = "tanh"
-    memory: int = Field(0, ge=0)
+    memory: int = Field(0, ge=0, le=65_536)
     convolutions: Literal["nature", "small"] = "nature"
     precision: Literal["fp32", "bf16"] = "fp32"
 

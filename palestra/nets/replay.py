@@ -36,7 +36,8 @@ class Credited:
     for a seat that did not act or whose credit is not known yet, otherwise 1, or what makes up for unequal draws.
     `acting [M, N]` marks who acted. What comes next (`next_acting`, `next_legal [M, N, A]`, `next_state [M, S]`) is of
     each seat's own next moment; for a seat that did not act, and in `next_state`, of the first of these. Where a game
-    was cut off, masks are those of a seat's last decision, and who acted last acts. `index [M]` is for `prioritise`.
+    was cut off, masks are those of a seat's last decision, and who acted last acts unless it has terminated. `index
+    [M]` is for `prioritise`.
     """
 
     actions: Tensor  # int64 or float32
@@ -65,7 +66,8 @@ class Replay:
     """The last `capacity` joint moments, of those in which one of `seats` acts (None: all). Rewards look `n` decisions
     ahead. `priority` is the exponent of errors by which rows are drawn, 0 for all alike.
 
-    With `joint` every step of the env counts as a decision of every seat, for algorithms that judge the team as one.
+    With `joint` every step of the env counts as a decision of every seat, for algorithms that judge all seats at once.
+    The seats of a `team` share one future, which is worth 0 only once the last of them has terminated.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class Replay:
         priority: float = 0.0,
         seats: Sequence[int] | None = None,
         joint: bool = False,
+        team: Sequence[int] = (),
     ) -> None:
-        self.ring, self.seats, self.joint = Ring(capacity, priority), seats, joint
+        self.ring, self.seats, self.joint, self.team = Ring(capacity, priority), seats, joint, team
         self.powers = powers(gamma, n)
         self.clock = 0  # steps seen
         self.open = np.zeros(
@@ -100,7 +103,7 @@ class Replay:
         after, self.masks = aftermath(batch, self.masks)
         after["next_obs"] = (batch.obs, batch.final_obs)
         book = Book(self.open, *(self.ring.columns[name] for name in Book._fields[1:]))
-        course = course_of(batch, number, self.joint)
+        course = course_of(batch, number, self.joint, self.team)
         events = settled(book, course, self.powers, max(0, self.ring.total - self.ring.capacity), self.clock)
         write_next(self.ring.columns, after, events, batch)
         self.ring.admit(events.row[events.seat == ALL])
@@ -185,13 +188,13 @@ class Book(NamedTuple):
 
 class CourseOfGames(NamedTuple):
     """What credit is made of. `number [T, B]` is the row of each step or -1, `deciding [T+1, B, N]` whose decisions
-    count."""
+    count, `terminated [T, B, N]` whose future is worth 0, `over [T, B]` marks the last steps of games."""
 
     number: np.ndarray
     deciding: np.ndarray
     rewards: np.ndarray
     terminated: np.ndarray
-    truncated: np.ndarray
+    over: np.ndarray
     fresh: np.ndarray
 
 
@@ -205,9 +208,12 @@ class Events(NamedTuple):
     game: np.ndarray
 
 
-def course_of(batch: Batch, number: np.ndarray, joint: bool) -> CourseOfGames:
+def course_of(batch: Batch, number: np.ndarray, joint: bool, team: Sequence[int] = ()) -> CourseOfGames:
     deciding = np.ones_like(batch.acting) if joint else batch.acting
-    return CourseOfGames(number, deciding, batch.rewards, batch.terminated, batch.truncated, batch.fresh)
+    terminated = batch.terminated_seats
+    if len(team):
+        terminated = np.repeat(terminated[..., list(team)].all(-1, keepdims=True), terminated.shape[2], 2)
+    return CourseOfGames(number, deciding, batch.rewards, terminated, batch.over, batch.fresh)
 
 
 def settled(book: Book, course: CourseOfGames, power: np.ndarray, oldest: int, clock: int) -> Events:
@@ -260,15 +266,16 @@ def _settle_batch(book: Book, course: CourseOfGames, events: Events, power: np.n
                         book.open[b, s, 0] = course.number[t, b]
             if t == steps:
                 continue
-            over = course.terminated[t, b] or course.truncated[t, b]
+            over = course.over[t, b]
+            at = (now + 1, steps + 1 + t, oldest) if over else (now + 2, t + 1, oldest)
             for s in range(seats):
+                dead = course.terminated[t, b, s]
                 for k in range(n):
                     number = book.open[b, s, k]
                     if number >= oldest:
                         book.rewards[number % capacity, s] += power[k] * course.rewards[t, b, s]
-                    if over:
-                        discount = 0.0 if course.terminated[t, b] else power[k + 1]
-                        count = _settle(book, events, count, (b, s, k), discount, (now + 1, steps + 1 + t, oldest))
+                    if over or dead:
+                        count = _settle(book, events, count, (b, s, k), 0.0 if dead else power[k + 1], at)
     return count
 
 
@@ -283,7 +290,7 @@ def aftermath(batch: Batch, masks: np.ndarray) -> tuple[After, np.ndarray]:
     """Who may act at every moment and at the ends of games, how, and in which state; and the masks of each seat's last
     decision [B, N, A]. `masks` are those before the batch."""
     times, games = batch.ends
-    after: After = {"next_acting": (batch.acting, batch.acting[times, games])}
+    after: After = {"next_acting": (batch.acting, batch.acting[times, games] & ~batch.terminated_seats[times, games])}
     if batch.state is not None and batch.final_state is not None:
         after["next_state"] = (batch.state, batch.final_state)
     if batch.legal is not None:

@@ -15,8 +15,9 @@ from torch import Tensor
 @dataclass
 class Course:
     """What credit is made of. `values [T+1, B, N]` of each moment's view; `bootstrap [T, B, N]` the value that stands
-    for what comes after a step that ended a game: 0 where it terminated, that of the last view where it was cut off;
-    `over [T, B]`; `acting [T+1, B, N]`; `rewards [T, B, N]`."""
+    for what comes after a step that ended the game for a seat: 0 where it terminated for this seat, that of the last
+    view where it was cut off; `over [T, B, N]` marks such steps, and after a seat's own end all those until the game
+    ends for the others; `acting [T+1, B, N]`; `rewards [T, B, N]`."""
 
     rewards: Tensor
     values: Tensor
@@ -57,7 +58,7 @@ def _backwards(course: Course, weights: Tensor, traces: Tensor, gamma: float) ->
     value, certain = course.values[-1], course.acting[-1]
     correction, reward = torch.zeros_like(value), torch.zeros_like(value)
     for t in range(len(course.rewards) - 1, -1, -1):
-        over, acting = course.over[t, :, None], course.acting[t]
+        over, acting = course.over[t], course.acting[t]
         value = torch.where(over, course.bootstrap[t], value)
         correction, reward = correction.masked_fill(over, 0.0), reward.masked_fill(over, 0.0) + course.rewards[t]
         certain = certain | over

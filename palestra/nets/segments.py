@@ -58,9 +58,11 @@ class Segments:
         priority: float = 0.0,
         burn_in: int = 0,
         joint: bool = False,
+        team: Sequence[int] = (),
         remembered: Sequence[str] = (),
     ) -> None:
-        self.ring, self.burn_in, self.joint, self.remembered = Ring(capacity, priority), burn_in, joint, remembered
+        self.ring, self.burn_in, self.remembered = Ring(capacity, priority), burn_in, remembered
+        self.joint, self.team = joint, team
         self.powers = powers(gamma, n)
         self.masks = np.ones((0, 0, 0), bool)  # [B, N, A] at each seat's last decision
 
@@ -99,7 +101,7 @@ class Segments:
         }
         open_rows, when = np.full((B, N, len(self.powers) - 1), -1, np.int64), np.full(T * B, -1, np.int64)
         book = Book(open=open_rows, when=when, **given)
-        course = course_of(batch, np.arange(T * B).reshape(T, B), self.joint)
+        course = course_of(batch, np.arange(T * B).reshape(T, B), self.joint, self.team)
         write_next(rows, after, settled(book, course, self.powers, 0, 0), batch)
         return {name: x.reshape(T, B, *x.shape[1:]) for name, x in (rows | given).items()}
 

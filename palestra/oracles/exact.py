@@ -6,6 +6,7 @@ Shapes: `I` information states, `A` actions, `n` seats, `K` members.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ class ExactWorker:
         return self.exact.do(task, lambda name: self.reader.policy(name, members), out)
 
 
+def answer(policy: np.ndarray, value: float) -> Result:
+    """The part of a `train` result that says what an exact response wins, and by a digest which one it is."""
+    return {"return": value, "exact": True, "digest": hashlib.sha256(policy.tobytes()).hexdigest()}
+
+
 class Exact:
     """Exact answers to the tasks of a population in one game. A population of several seats (one player, n seats) is
     asked about games in which its members take turns at all seats."""
@@ -64,7 +70,7 @@ class Exact:
             raise ValueError(f'task {task.name} is of kind "{task.kind}"; there are train, play, assess and solve')
         policy, value = self.respond(task.order, known)
         write_table(out, policy)
-        return {"env_steps": 0, "return": value, "against": {}, "metrics": {"return": value}}
+        return {"env_steps": 0, "against": {}, "metrics": {"return": value}, **answer(policy, value)}
 
     # ---- best responses
 

@@ -38,6 +38,7 @@ from palestra.populations.population import Mix, Player
 from palestra.populations.tasks import Result, Task
 from palestra.recipe import FrozenConfig
 from palestra.remote.envs import make_env
+from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.figures import member
 from palestra.rollouts.play import Branching, Match, derive
 from palestra.setup import make_arena
@@ -60,7 +61,7 @@ class LanguageOracle(Strict):
     policy: LoraPolicyConfig = LoraPolicyConfig()
     algorithm: GRPO = GRPO(at="root", scale="none")
     steps: int = Field(30, ge=1)
-    episodes: int = Field(32, ge=1)
+    episodes: int = Field(32, ge=1, le=1_000_000)
     teach: int = Field(40, ge=0)
     best: bool = False
     payoffs: Literal["simulated", "exact"] = "simulated"
@@ -294,6 +295,6 @@ def _one(rng: random.Random, mix: Mix) -> str:
 
 
 def _sound(episodes: Sequence[Episode], task: Task) -> None:
-    """Raises ValueError where an episode failed: a table with holes would pass for a whole one."""
+    """Raises RunFailed where an episode failed: a table with holes would pass for a whole one."""
     if broken := next((episode for episode in episodes if episode.error), None):
-        raise ValueError(f"task {task.name}: the game of seed {broken.seed} failed: {broken.error}")
+        raise RunFailed.caused(f"the game of seed {broken.seed} failed: {broken.error}", broken.traceback)

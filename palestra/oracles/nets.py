@@ -31,8 +31,9 @@ from palestra.policies.frozen import NetMember
 from palestra.policies.mixture import Mixture, SelfPlay
 from palestra.populations.population import Player
 from palestra.populations.tasks import Result, Task
+from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.play import derive
-from palestra.rollouts.sweep import Sweeper
+from palestra.rollouts.sweep import Sweeper, remedy
 from palestra.setup_games import GameAlgorithm, make_games
 
 TRAINING = "training.safetensors"  # beside a member's files: what it goes on from
@@ -115,9 +116,9 @@ class NetWorker:
             try:
                 figures = learner.update(batch, step / sweeps)[name]
             except FloatingPointError as error:
-                raise ValueError(
+                raise RunFailed(
                     f"task {task.name}, after {step * horizon * games:,} of {sweeps * horizon * games:,} env steps: "
-                    f"{error}. A smaller learning rate, or a lower bound on the gradient (clip), may help"
+                    f"{error}. {remedy(self.lessons.env, batch)}"
                 ) from error
             if step >= int(LATE * sweeps):
                 tally.add(batch, mixture.played(batch)[1], figures)

@@ -7,6 +7,7 @@ import inspect
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
+from palestra.chat import visible
 from palestra.policies.base import Query
 from palestra.types import Answer
 
@@ -60,7 +61,7 @@ async def at_terminal(query: Query) -> str:
     """A person's answer at the terminal; the end of input (Ctrl-D) raises EOFError."""
     role = f"\n[{query.role}]" if query.role and not query.history else ""
     choices = f"\n({', '.join(map(str, query.legal))})" if query.legal else ""
-    return await asyncio.to_thread(input, f"{role}\n{query.observation}{choices}\n> ")
+    return await asyncio.to_thread(input, visible(f"{role}\n{query.observation}{choices}\n> "))
 
 
 class HumanPolicy:

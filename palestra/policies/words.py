@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from palestra.engine.batch import end_token_ids
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, end_token_ids
+from palestra.engine.sampler import Request, Sampler
 from palestra.engine.scoring import Question, score
 from palestra.policies.base import Query
 from palestra.policies.lm import LanguagePolicy

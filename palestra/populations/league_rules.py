@@ -28,9 +28,9 @@ class LeagueConfig(Strict):
     """
 
     type: Literal["league"] = "league"
-    main_agents: int = Field(1, ge=1)
-    main_exploiters: int = Field(1, ge=0)
-    league_exploiters: int = Field(2, ge=0)
+    main_agents: int = Field(1, ge=1, le=10_000)
+    main_exploiters: int = Field(1, ge=0, le=10_000)
+    league_exploiters: int = Field(2, ge=0, le=10_000)
     slices: int = Field(40, ge=1)
     env_steps: int = Field(20_000, ge=1)
     steps: int = Field(0, ge=0)

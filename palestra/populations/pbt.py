@@ -58,7 +58,7 @@ class PBTConfig(Strict):
     """
 
     type: Literal["pbt"] = "pbt"
-    learners: int = Field(8, ge=2)
+    learners: int = Field(8, ge=2, le=10_000)
     slices: int = Field(20, ge=1)
     env_steps: int = Field(20_000, ge=1)
     steps: int = Field(0, ge=0)

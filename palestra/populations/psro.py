@@ -31,6 +31,7 @@ from palestra.populations.tasks import Result, Task
 from palestra.types import TEAM, Metrics
 
 CORRELATED = ("ce", "cce")  # solvers whose joint distribution is what responses answer
+SETTLED = 1e-7  # of the largest payoff: an exact response that gains no more over a joint distribution adds nothing
 
 
 class PSROConfig(Strict):
@@ -40,7 +41,9 @@ class PSROConfig(Strict):
     a game are its own current weights. It starts `fresh`, from its player's `last` member, or from the `best` against
     the meta-strategy. A payoff cell is of `games` games; `adaptive` more per iteration go where the meta-strategy needs
     them. A task has `cells` payoff cells. NashConv is measured every `assess` iterations (0: never; games without exact
-    rules), and the run ends at `stop` of it (of a joint solver: of the gap to an equilibrium that responses found)."""
+    rules), and the run ends at `stop` of it (of a joint solver: of the gap to an equilibrium that responses found).
+    With a joint solver, exact responses that gain next to nothing or equal another member are left out, and the run
+    ends with the iteration that adds none."""
 
     type: Literal["psro"] = "psro"
     iterations: int = Field(20, ge=1)
@@ -79,7 +82,7 @@ class Response:
     """A policy on its way into the population: of iteration `number`, for `player`; `name` is the member's to be.
 
     `told` is the member that it deviates from or goes on from, where an iteration has a response for each of several.
-    `latest` is its newest snapshot.
+    `latest` is its newest snapshot; `gain` and `digest` say of an exact one what it gains and which policy it is.
     """
 
     name: str
@@ -90,6 +93,8 @@ class Response:
     slices: int = 0
     latest: str = ""
     busy: bool = False
+    gain: float = math.inf
+    digest: str = ""
 
     @property
     def frozen(self) -> bool:
@@ -115,6 +120,7 @@ class PSRO:
         self.nash_convs: dict[int, float] = {}
         self.env_steps = 0
         self.over = False
+        self._digests: dict[Player, set[str]] = {player: set() for player in population.players}
         self._refined = -1  # the last iteration that had its adaptive games
         self._notes: dict[str, Metrics] = {}
 
@@ -162,10 +168,35 @@ class PSRO:
         self.env_steps += int(result["env_steps"])
         figures = {"iteration": response.number, "slice": response.slices, "env_steps": self.env_steps}
         self._notes = {response.player: {**figures, "return": result["return"]}}
-        games = self.matches.join(self._frozen(response)) if response.frozen else []
+        games = self._joined(response, result) if response.frozen else []
         if self.config.levels > 1:
             games += self.matches.sketch(response.player, response.name, self._training())
         return games
+
+    def _joined(self, response: Response, result: Result) -> list[Task]:
+        """The games of a response that is done. Exact ones to a joint distribution join when the last of their player's
+        is done, those alone that gain something and are not there yet, so that it does not matter who is done first."""
+        if not (self.config.correlated and result.get("exact")):
+            return self.matches.join(self._frozen(response))
+        response.gain, response.digest = self._gain(response, result["return"]), result["digest"]
+        own = [each for each in self.responses if (each.number, each.player) == (response.number, response.player)]
+        games: list[Task] = []
+        for each in own if all(each.frozen for each in own) else ():
+            if each.gain > 0 and each.digest not in self._digests[each.player]:
+                self._digests[each.player].add(each.digest)
+                games += self.matches.join(self._frozen(each))
+        return games
+
+    def _gain(self, response: Response, value: float) -> float:
+        """The gain of a response that earns `value` over its player's value, weighed by its probability; 0 where that
+        is next to nothing."""
+        meta, seat = self.metas[response.number - 1], self.seats.index(response.player)
+        table, joint = self.matches.game.tables(meta.names)[seat], meta.joint
+        if response.told:
+            place = [meta.names[seat].index(response.told)]
+            table, joint = table.take(place, axis=seat), joint.take(place, axis=seat)
+        gain = float(joint.sum() * value - (joint * table).sum())
+        return gain if gain > SETTLED * max(float(np.abs(table).max()), abs(value)) else 0.0
 
     def _frozen(self, response: Response) -> Member:
         info: dict[str, Any] = {"iteration": response.number, "slices": response.slices}
@@ -224,6 +255,7 @@ class PSRO:
         if self.metas:
             figures["gap"] = gap(self.metas[-1].widened(meta.names), tables, self.config.solver.type != "ce")
             self.over |= self.config.correlated and figures["gap"] <= self.config.stop > 0
+            self.over |= self.config.correlated and meta.names == self.metas[-1].names
         self._notes |= {TEAM: figures}
         for player, mix in meta.mixes().items():
             value = float((meta.joint * tables[self.seats.index(player)]).sum())

@@ -1,27 +1,43 @@
 """Does what a plan names: hands tasks to a backend's workers, keeps what they make, notes what came of them.
 
-    tasks.jsonl        a line for every finished task, in the order they finished: what a resume goes on from
+    tasks.jsonl        a line for every finished task, in the order the plan heard of them: what a resume goes on from
     members/NAME/      the files of the member that a task made; counts once the task's line stands in tasks.jsonl
     metrics.jsonl      what the plan says of itself after each task; follows from tasks.jsonl and is made again from it
     timings.jsonl      the seconds of each task
 
 A task's line is on the disk before the plan hears of it. So a process may die at any moment: a new plan is told the
-finished tasks again, and the tasks that were under way are done again. One worker makes one order of lines; of several
-the first to be done comes first, but what comes of a task follows from its name alone.
+finished tasks again, and the tasks that were under way are done again.
+
+A task's result follows from its name alone, and the plan gets results in the order in which it named the tasks: one
+that is done early waits for those named before it. A run is therefore the same, byte for byte, with any number of
+workers. With `as_completed` a result goes to the plan at once: a slow task then holds up nobody, and the order of
+completion, which no seed decides, decides who is trained against whom.
 """
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from palestra.files import atomic_folder, read_lines, remove
+from palestra.files import (
+    TEMPORARY,
+    Damaged,
+    atomic_folder,
+    atomic_write,
+    checksums,
+    damaged,
+    path_inside,
+    read_lines,
+    read_sealed,
+    remove,
+    sealed,
+)
 from palestra.populations.tasks import Backend, Done, Plan, Result, Task
 from palestra.runs import Run
+from palestra.runs.checkpoints import AGAIN, are_checksums
 from palestra.types import TEAM, Metrics
 
 TASKS = "tasks.jsonl"
@@ -53,14 +69,17 @@ def follow(
     watcher: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
     grace: float = 30.0,
+    as_completed: bool = False,
 ) -> bool:
     """Does the plan's tasks, from where the run stands; True when there are none left. The caller closes the backend.
+
+    The plan gets results in the order of its tasks, or, `as_completed`, in that in which they are done.
 
     False when `stop` said so: tasks under way then have `grace` seconds to end; a resume does the others again, from
     their beginning. Raises ValueError where a task fails, where the run's files are not what its tasks made, and where
     the plan is not the one whose tasks the run has done.
     """
-    course, watcher = Course(plan, run), watcher or Watcher()
+    course, watcher = Course(plan, run, as_completed), watcher or Watcher()
     for name in course.recall():
         backend.share(name, run.path / MEMBERS / name)
     for task in list(course.open.values()):
@@ -70,8 +89,9 @@ def follow(
             _finish(course, backend, watcher, grace)
             return not course.open
         if done := backend.wait(PATIENCE):
-            for task in _take(course, backend, watcher, done):
-                backend.submit(task)
+            for ready in course.ready(done):
+                for task in _take(course, backend, watcher, ready):
+                    backend.submit(task)
     return True
 
 
@@ -89,17 +109,19 @@ def _finish(course: Course, backend: Backend, watcher: Watcher, grace: float) ->
     busy, end = backend.withdraw(), time.monotonic() + grace
     while busy and (left := end - time.monotonic()) > 0:
         if done := backend.wait(left):
-            _take(course, backend, watcher, done)
+            for ready in course.ready(done):
+                _take(course, backend, watcher, ready)
             busy -= 1
 
 
 class Course:
-    """A plan, its run, and the tasks that it named and that are not done: `open`. `done` counts the others."""
+    """A plan, its run, and the tasks that it named and has no result of, in order: `open`. `done` counts the others."""
 
-    def __init__(self, plan: Plan, run: Run) -> None:
-        self.plan, self.run = plan, run
+    def __init__(self, plan: Plan, run: Run, as_completed: bool) -> None:
+        self.plan, self.run, self.as_completed = plan, run, as_completed
         self.open: dict[str, Task] = {}
         self.done = 0
+        self._early: dict[str, Done] = {}  # done, and named after a task that is not
         self._names: set[str] = set()
         self._start = time.monotonic()
         self._add(plan.begin())
@@ -108,25 +130,36 @@ class Course:
         """Tells the plan what the run has done and brings the run's folder to that state; the members there are."""
         lines: list[dict[str, Any]] = []
         members: dict[str, Any] = {}
-        for line in read_lines(self.run.path / TASKS):
+        timings = read_lines(self.run.path / "timings.jsonl")
+        for line in _finished(self.run.path, timings):
             task = self._known(line)
             if task.makes:
                 members[task.makes] = line["files"]
             number = self.done
-            _, notes = self._tell(task, line["result"])
+            _, notes = self._retell(task, line["result"])
             lines += [{"step": number, "policy": policy, **figures} for policy, figures in notes.items()]
-        self.run.rewrite("metrics.jsonl", lines)
         _only(self.run.path / MEMBERS, members)
-        timings = read_lines(self.run.path / "timings.jsonl")
-        self._start -= max((line.get("elapsed_s", 0.0) for line in timings), default=0.0)
+        self.run.rewrite("metrics.jsonl", lines)
+        elapsed = [line.get("elapsed_s", 0.0) for line in timings]
+        self._start -= max((seconds for seconds in elapsed if isinstance(seconds, float)), default=0.0)
         return list(members)
+
+    def ready(self, done: Done) -> Iterator[Done]:
+        """Yields, now that `done` is, the results whose turn it is; the caller takes each before the next."""
+        if self.as_completed:
+            yield done
+            return
+        self._early[done.task.name] = done
+        while self.open and (first := next(iter(self.open))) in self._early:
+            yield self._early.pop(first)
 
     def take(self, done: Done) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
         """Keeps what came of a task, then tells the plan: the tasks it names, and its lines in metrics.jsonl."""
         task, result = done.task, done.result
         files = keep(done.folder, self.run.path / MEMBERS / task.makes) if done.folder else {}
-        line = {"task": task.name, "kind": task.kind, "makes": task.makes, "members": task.members, "files": files}
-        self.run.record(TASKS, {**line, "order": task.order, "result": result})
+        line = {"number": self.done, "task": task.name, "kind": task.kind, "makes": task.makes}
+        line |= {"members": task.members, "files": files, "order": task.order, "result": result}
+        self.run.record(TASKS, sealed(line))
         times = {"task": task.name, "kind": task.kind, "seconds": done.seconds}
         self.run.time(self.done, TEAM, {**times, "elapsed_s": time.monotonic() - self._start})
         self.run.roll_call(self.done)
@@ -135,6 +168,16 @@ class Course:
         for policy, figures in notes.items():
             self.run.log(number, policy, figures)
         return new, notes
+
+    def _retell(self, task: Task, result: Result) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
+        """`_tell` of a result that was read from the disk."""
+        try:
+            return self._tell(task, result)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise Damaged(
+                f"{self.run.path / TASKS}, line {self.done}: the plan cannot take the result of {task.name} "
+                f"({type(error).__name__}: {error}); {AGAIN}"
+            ) from error
 
     def _tell(self, task: Task, result: Result) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
         del self.open[task.name]
@@ -155,6 +198,14 @@ class Course:
 
     def _known(self, line: Mapping[str, Any]) -> Task:
         """The open task that a line of tasks.jsonl is of."""
+        said = [line.get(key) for key in ("task", "kind", "makes")]
+        if line.get("number") != self.done or not all(isinstance(one, str) for one in said):
+            raise Damaged(
+                f"{self.run.path / TASKS}, line {self.done + 1} is not the line of task number {self.done}: lines were "
+                f"removed, repeated or moved; {AGAIN}"
+            )
+        if not are_checksums(line.get("files")) or "result" not in line:
+            raise Damaged(f"{self.run.path / TASKS}, line {self.done + 1} is not the line of a task; {AGAIN}")
         task = self.open.get(line["task"])
         if task is None or (task.kind, task.makes) != (line["kind"], line["makes"]):
             raise ValueError(
@@ -164,9 +215,25 @@ class Course:
         return task
 
 
+def _finished(run: Path, timings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of tasks.jsonl, which is made where the run has none yet. Raises ValueError where it has lost some:
+    those tasks and their members would be done again, and the old ones removed."""
+    path = run / TASKS
+    made = [folder for folder in (run / MEMBERS).glob("*") if not folder.name.startswith(TEMPORARY)]
+    if not path.exists() and not made and not timings:
+        atomic_write(path, b"")
+    if not path.exists():
+        raise Damaged(f"{path} is missing, and the run has done tasks: {AGAIN}")
+    lines = read_sealed(path)
+    if len(timings) > len(lines) or (made and not lines and len(made) > 1):
+        done = max(len(timings), len(made))
+        raise Damaged(f"{path} has lost lines: it has {len(lines)}, and the run has done {done} tasks; {AGAIN}")
+    return lines
+
+
 def keep(made: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """Moves what a task made to `folder`, on the disk on return; size and checksum of each file."""
-    facts = _facts(made)
+    facts = checksums(made)
 
     def fill(temporary: Path) -> None:
         for path in made.iterdir():
@@ -177,25 +244,11 @@ def keep(made: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return facts
 
 
-def _facts(folder: Path) -> dict[str, dict[str, Any]]:
-    return {str(path.relative_to(folder)): _fact(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def _fact(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
 def _only(folder: Path, members: Mapping[str, Mapping[str, Any]]) -> None:
     """Removes what no finished task made; raises ValueError where what one made is not there as it was."""
+    for name, files in members.items():
+        if fault := damaged(path_inside(folder, name), files):
+            raise Damaged(f"{fault}; {AGAIN}")
     for path in list(folder.glob("*")):
         if path.name not in members:
             remove(path)
-    for name, files in members.items():
-        found = _facts(folder / name)
-        if wrong := [file for file, fact in files.items() if found.get(file) != fact]:
-            what = "damaged" if wrong[0] in found else "missing"
-            raise ValueError(
-                f"{folder / name / wrong[0]} is {what}: tasks.jsonl has another checksum for it; bring the file back "
-                "from a copy, or start a new run"
-            )

@@ -19,12 +19,18 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from palestra.remote import PROTOCOL, SERVICE
+from palestra.remote import LARGEST, MOST, PROTOCOL, SERVICE
 from palestra.remote import envs_pb2 as pb
 from palestra.remote.sessions import Client, Sessions
 
 HEALTH = "grpc.health.v1.Health"
-LARGEST = 2**30  # bytes of a message, which may hold many requests
+LARGEST_REPLY = 2**30  # bytes of a message, which may hold many replies
+CALLS = 1024  # under way at once; a stream is one for as long as it lasts
+CLIENTS = 4096  # that ask one by one
+PENDING = 4096  # requests of a stream that wait for an answer, beyond which no more are read
+TURN = 0.01  # seconds of a client's requests after which others have their turn
+HANDSHAKE = 10.0  # seconds in which a connection must speak HTTP/2
+IDLE = 300.0  # seconds after which a connection without a call is closed
 FAREWELL = 1.0  # seconds that calls under way have when the server stops
 SERVING, NOT_SERVING = 1, 2  # of health checks
 
@@ -52,7 +58,7 @@ class EnvServer:
         self.leaving: set[asyncio.Task[None]] = set()
         self.health = health.aio.HealthServicer()
         guards = [Guard(door.token)] if door.token else []
-        self.server = grpc.aio.server(interceptors=guards, options=_options(door))
+        self.server = grpc.aio.server(interceptors=guards, options=_options(door), maximum_concurrent_rpcs=CALLS)
         self.server.add_generic_rpc_handlers((self._handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self.server)
@@ -100,10 +106,11 @@ class EnvServer:
         return told
 
     async def ask(self, request: pb.Request, context: Any) -> pb.Reply:
-        return await self._answer(self._named(context), request)
+        return await self._answer(await self._named(context), request)
 
     async def batch(self, asked: pb.Requests, context: Any) -> pb.Replies:
-        client = self._named(context)
+        client = await self._named(context)
+        await _check(asked, context)
         replies = await asyncio.gather(*(self._answer(client, request) for request in asked.requests))
         return pb.Replies(replies=replies, load=self.sessions.load, draining=self.sessions.draining)
 
@@ -122,28 +129,37 @@ class EnvServer:
 
     async def _converse(self, client: Client, talk: Talk) -> None:
         while (asked := await talk.context.read()) is not grpc.aio.EOF:
+            await _check(asked, talk.context)
+            turn = time.monotonic() + TURN
             for request in asked.requests:
                 talk.take(self.sessions.answer(client, request))
+                if time.monotonic() > turn:
+                    await asyncio.sleep(0)
+                    turn = time.monotonic() + TURN
             await talk.send()
+            await talk.room()
 
     async def _answer(self, client: Client, request: pb.Request) -> pb.Reply:
         reply = self.sessions.answer(client, request)
         return await reply if isinstance(reply, asyncio.Task) else reply
 
-    def _named(self, context: Any) -> Client:
-        name = dict(context.invocation_metadata()).get("client", "")
-        client = self.named.setdefault(str(name), Client())
+    async def _named(self, context: Any) -> Client:
+        name = str(dict(context.invocation_metadata()).get("client", ""))
+        if name not in self.named and len(self.named) >= CLIENTS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{CLIENTS} clients ask here, as many as may")
+        client = self.named.setdefault(name, Client())
         client.heard = time.monotonic()
         return client
 
     async def _expire(self) -> None:
-        """Closes the sessions of named clients of whom nothing is heard."""
+        """Closes the sessions of named clients that are silent, and those that are idle."""
         while True:
             await asyncio.sleep(self.door.lease / 10)
             for name, client in list(self.named.items()):
                 if time.monotonic() - client.heard > self.door.lease:
                     del self.named[name]
                     await self.sessions.leave(client)
+            await self.sessions.expire()
 
     def _handlers(self) -> Any:
         def unary(method: Callable[[Any, Any], Awaitable[Any]], asked: Any, told: Any) -> Any:
@@ -169,13 +185,20 @@ class Talk:
         self.writing = False
         self.always = False
         self.flushing: asyncio.Task[None] | None = None
+        self.pending: set[asyncio.Task[pb.Reply]] = set()
 
     def take(self, reply: pb.Reply | asyncio.Task[pb.Reply]) -> None:
         """A reply that is there, or one that will be."""
         if isinstance(reply, asyncio.Task):
+            self.pending.add(reply)
             reply.add_done_callback(self._late)
         elif reply.id:
             self.ready.append(reply)
+
+    async def room(self) -> None:
+        """Returns once fewer than PENDING requests wait for their answer."""
+        while len(self.pending) >= PENDING:
+            await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
 
     def flush(self, *, always: bool = False) -> None:
         """Writes what is ready soon; `always` a message, even an empty one."""
@@ -203,6 +226,7 @@ class Talk:
             self.ready.clear()  # the stream has ended meanwhile: nobody hears this
 
     def _late(self, task: asyncio.Task[pb.Reply]) -> None:
+        self.pending.discard(task)
         if not task.cancelled():
             self.take(task.result())
             self.flush()
@@ -222,6 +246,13 @@ class Guard(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(_refuse)  # which waits for no message first
 
 
+async def _check(asked: pb.Requests, context: Any) -> None:
+    """Ends the call where a message holds too many requests."""
+    if len(asked.requests) > MOST:
+        why = f"a message of {len(asked.requests):,} requests: {MOST:,} are the most"
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+
+
 async def _refuse(_: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or not this server's")
 
@@ -229,9 +260,12 @@ async def _refuse(_: Any, context: Any) -> None:
 def _options(door: Door) -> list[tuple[str, int]]:
     half = int(1000 * door.lease / 2)
     return [
-        ("grpc.so_reuseport", int(door.workers > 1)),  # else a second server would share the port unasked
-        ("grpc.max_receive_message_length", LARGEST),
-        ("grpc.max_send_message_length", LARGEST),
+        ("grpc.so_reuseport", 1),  # with the other workers, and the parent's socket that keeps others from the port
+        ("grpc.max_receive_message_length", LARGEST + 2**20),  # a request, and what stands round it
+        ("grpc.max_send_message_length", LARGEST_REPLY),
+        ("grpc.max_concurrent_streams", CALLS),
+        ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE)),
+        ("grpc.max_connection_idle_ms", int(1000 * IDLE)),
         ("grpc.keepalive_time_ms", half),
         ("grpc.keepalive_timeout_ms", half),
         ("grpc.http2.ping_timeout_ms", half),

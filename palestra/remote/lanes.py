@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from palestra.remote import PROTOCOL, SERVICE
+from palestra.remote import LARGEST, MOST, PROTOCOL, SERVICE
 from palestra.remote import envs_pb2 as pb
 from palestra.remote.place import Place
 
 CONNECT = 10.0  # seconds that a server may take to say hello
 LOOK = 0.25  # seconds between two looks at what is overdue
-LARGEST = 64 * 2**20  # bytes of a request
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # every lane has a connection of its own, and so perhaps another worker
     ("grpc.enable_http_proxy", 0),
@@ -147,13 +146,21 @@ class Lane:
             await self._wake.wait()
             self._wake.clear()
             self._told = False
-            asked = pb.Requests()
-            while self._asked:
-                asked.requests.append(self._asked.popleft())
             try:
-                await self._stream.write(asked)
+                while self._asked:
+                    await self._stream.write(self._message())
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
                 return  # the stream is over, as its reader hears
+
+    def _message(self) -> pb.Requests:
+        """The oldest waiting requests, as many as a server takes in one message."""
+        message, size = pb.Requests(), 0
+        while self._asked and len(message.requests) < MOST:
+            size += self._asked[0].ByteSize()
+            if message.requests and size > LARGEST:
+                break
+            message.requests.append(self._asked.popleft())
+        return message
 
     async def _look(self) -> None:
         """Gives up what is overdue. One look at all is cheaper than a timer for each."""

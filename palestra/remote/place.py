@@ -20,6 +20,7 @@ from palestra.config import Strict, validate
 
 ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+", re.ASCII)
 TOKEN = "PALESTRA_ENV_TOKEN"
+GLANCE = 3.0  # seconds that a dry run waits for the servers of an env
 FIGURES = ("env_sessions", "env_lost", "env_replays", "env_replayed_steps")
 
 tally: Counter[str] = Counter()  # what has come to pass with remote envs in this process
@@ -102,3 +103,22 @@ def _checked(addresses: tuple[str, ...], where: str) -> tuple[str, ...]:
     if wrong := [address for address in addresses if not ADDRESS.fullmatch(address)]:
         raise ValueError(f"{where} names {wrong[0]!r}, which is no address: write HOST:PORT, such as localhost:50051")
     return addresses
+
+
+def impatient(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A config whose envs wait no longer than `GLANCE` seconds for a server: for a check that nobody waits for."""
+    changed = dict(tree)
+    if isinstance(tree.get("env"), Mapping):
+        changed["env"] = _hasty(tree["env"])
+    if isinstance(envs := tree.get("envs"), Mapping):
+        changed["envs"] = {name: _hasty(env) if isinstance(env, Mapping) else env for name, env in envs.items()}
+    return changed
+
+
+def _hasty(env: Mapping[str, Any]) -> dict[str, Any]:
+    at = env.get("at")
+    if isinstance(at, str | list | tuple) and at:
+        return {**env, "at": {"servers": at, "patience": GLANCE}}
+    if isinstance(at, Mapping) and isinstance(at.get("patience", GLANCE), int | float):
+        return {**env, "at": {**at, "patience": min(GLANCE, at.get("patience", GLANCE))}}
+    return dict(env)

@@ -56,9 +56,9 @@ class ProcessesConfig(Apart):
     devices; without it all sample where the run's `device` says, on a CPU with `threads` each."""
 
     type: Literal["processes"] = "processes"
-    count: int = Field(1, ge=1)
+    count: int = Field(1, ge=1, le=1024)
     gpus: list[int] = []
-    threads: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, le=1024)
 
     @model_validator(mode="after")
     def _placed(self) -> Self:

@@ -14,14 +14,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
-import uvicorn
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as Call
@@ -31,12 +31,18 @@ from starlette.routing import Route
 from palestra.engine.checkpoints import load_adapter
 from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
-from palestra.engine.requests import Request, Sampled
+from palestra.engine.requests import Request, Sampled, positions
 from palestra.engine.sampler import Sampler
 from palestra.remote import sampler_wire as wire
 from palestra.remote.aside import Aside
 from palestra.web.door import bracketed, listening
+from palestra.web.gate import MIB, App, Gate, Limits, bearer, unless_gone
+from palestra.web.origins import Origins, is_loopback
+from palestra.web.server import stoppable
 
+TOKEN = 12  # bytes of a token's id in JSON, at most
+MOST_ADAPTERS = 1024
+UNREADABLE = (ValueError, OSError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)  # files
 DRAIN = 30  # seconds that requests have to end when the server is told to
 
 B = TypeVar("B", bound=wire.Call)
@@ -46,7 +52,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Options:
     """What `palestra serve-sampler` was asked for. `key_env` names the variable that holds the key which clients must
-    send; `with_parent` ends the server when its standard input ends."""
+    send; `with_parent` ends the server when its standard input ends; `hosts` are names that it is called by on
+    loopback."""
 
     base: str = "tiny"
     host: str = "127.0.0.1"
@@ -57,6 +64,7 @@ class Options:
     threads: int = 1
     max_rows: int = 512
     with_parent: bool = False
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass
@@ -85,25 +93,25 @@ def serve(options: Options, say: Say = print) -> None:
         engine = Engine.load(options.base, device=options.device, dtype=options.dtype, threads=options.threads)
         engine_side, key = Aside("engine"), os.environ.get(options.key_env) or None
         desk = Desk(options.base, Sampler(engine, max_rows=options.max_rows), engine_side, key)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                make_app(desk),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                timeout_keep_alive=600,  # clients keep connections over a training step
-                timeout_graceful_shutdown=DRAIN,
-            )
-        )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, server.handle_exit)  # before uvicorn listens, and when it is done
+        app = guarded(desk, Origins.of(options.host, hosts=options.hosts, pages=False))
+        server = stoppable(app, drain=DRAIN, keep_alive=600)  # clients keep connections over a training step
         if options.with_parent:
-            threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
+            threading.Thread(target=_end_with_parent, daemon=True).start()
         say(_where(options, door.getsockname()[1], key))
         asyncio.run(server.serve(sockets=[door]))
         engine_side.close()
+
+
+def guarded(desk: Desk, origins: Origins) -> App:
+    """The app behind the gate. A body is as long as the longest prompt that the base can read, and a MiB."""
+    limits = Limits(body=MIB + TOKEN * (positions(desk.sampler.engine) or 2**20))
+
+    def admit(path: str, headers: Mapping[str, str]) -> str | None:
+        if path == "/health" or not desk.key or hmac.compare_digest(bearer(headers).encode(), desk.key.encode()):
+            return None
+        return "this sampler wants a key, and this is not the one: send Authorization: Bearer KEY"
+
+    return Gate(make_app(desk), origins, limits, admit=admit, shape=wire.error)
 
 
 def make_app(desk: Desk) -> Starlette:
@@ -139,11 +147,13 @@ async def load(call: Call) -> Response:
     name, engine = asked.lora_name, desk.sampler.engine
     if name in desk.adapters or name == desk.base:
         _refuse(400, f"The lora adapter '{name}' has already been loaded: adapters do not change under their name.")
+    if len(desk.adapters) >= MOST_ADAPTERS:
+        _refuse(400, f"{MOST_ADAPTERS} adapters are loaded, as many as this sampler holds: unload one")
     try:
         adapter = await asyncio.to_thread(load_adapter, Path(asked.lora_path), engine)
-    except (ValueError, OSError, LookupError) as error:
+    except UNREADABLE as error:
         _refuse(400, f"cannot load the adapter '{name}': {error}")
-    desk.adapters[name] = adapter.snapshot(name, engine.dtype)
+    desk.adapters.setdefault(name, adapter.snapshot(name, engine.dtype))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
@@ -167,7 +177,7 @@ async def complete(call: Call) -> Response:
         asked.keep,
     )
     try:
-        answers = await _unless_gone(call, desk.engine_side.soon(desk.sampler.sample(request)))
+        answers = await unless_gone(call.receive, desk.engine_side.soon(desk.sampler.sample(request)))
     except ValueError as error:
         _refuse(400, str(error))
     except Exception as error:
@@ -203,34 +213,18 @@ def _choice(index: int, answer: Sampled, asked: wire.Completion, desk: Desk) -> 
     }
 
 
-async def _unless_gone(call: Call, work: Awaitable[list[Sampled]]) -> list[Sampled]:
-    """What `work` comes to; it is cancelled when the client hangs up."""
-    wanted, gone = asyncio.ensure_future(work), asyncio.ensure_future(call.receive())
-    try:
-        await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not wanted.done():
-            _refuse(499, "the client hung up")
-        return wanted.result()
-    finally:
-        wanted.cancel()
-        gone.cancel()
-
-
 def _desk(call: Call) -> Desk:
-    """Raises HTTPException (401) where the call lacks the key."""
     desk: Desk = call.app.state.desk
-    sent = call.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-    if desk.key and not hmac.compare_digest(sent.encode(), desk.key.encode()):
-        _refuse(401, "this sampler wants a key, and this is not the one: send Authorization: Bearer KEY")
     return desk
 
 
 async def _read(call: Call, model: type[B]) -> B:
+    body = await call.body()
     try:
-        return model.model_validate_json(await call.body())
+        return await asyncio.to_thread(model.model_validate_json, body)
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
-        _refuse(400, "; ".join(wrong))
+        wrong = error.errors(include_url=False, include_input=False)[:5]
+        _refuse(400, "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in wrong))
 
 
 def _refuse(status: int, message: str) -> NoReturn:
@@ -242,13 +236,14 @@ async def _said_no(call: Call, error: Exception) -> Response:
     return JSONResponse(wire.error(error.status_code, error.detail), error.status_code)
 
 
-def _end_with_parent(server: uvicorn.Server) -> None:
-    """Ends the server when whoever started it is no more, however it died: its end of our standard input closes."""
-    sys.stdin.buffer.read()
-    server.should_exit = True
+def _end_with_parent() -> None:
+    """Ends the server when the process that started it has ended, however: its end of our standard input closes."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _where(options: Options, port: int, key: str | None) -> str:
-    inside = key or options.host in ("127.0.0.1", "localhost", "::1")
+    inside = key or is_loopback(options.host)
     warning = "" if inside else f"  (without a key in {options.key_env}, everybody who reaches this machine may use it)"
     return f"{wire.READY}http://{bracketed(options.host)}:{port}{warning}"

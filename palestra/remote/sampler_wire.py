@@ -22,7 +22,9 @@ OURS = "palestra"  # the owner of a model on servers of our make
 KEY = "PALESTRA_SAMPLER_KEY"  # the environment variable that holds the key where no other is named
 READY = "sampling at "  # what stands before the address in the line by which a server of ours says that it listens
 MOST_SIBLINGS = 4096
+KINDS = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
+Name = Annotated[str, Field(min_length=1, max_length=512)]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
@@ -35,16 +37,16 @@ class Call(BaseModel):
 class Completion(Call):
     """A request for `n` answers. `keep` is of our make: it remembers the answers' keys and values for a later turn."""
 
-    model: str
+    model: Name
     prompt: TokenIds
     n: int = Field(1, ge=1, le=MOST_SIBLINGS)
     max_tokens: int = Field(16, ge=1)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     seed: int = Field(0, ge=-(2**63), lt=2**63)
-    stop: list[str] = []
-    stop_token_ids: TokenIds = []
+    stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field([], max_length=64)
+    stop_token_ids: TokenIds = Field([], max_length=1024)
     ignore_eos: bool = False
     logprobs: Literal[0, 1] | None = None
     return_token_ids: bool = False
@@ -68,12 +70,12 @@ class Completion(Call):
 
 
 class Load(Call):
-    lora_name: str = Field(min_length=1)
-    lora_path: str = Field(min_length=1)
+    lora_name: Name
+    lora_path: str = Field(min_length=1, max_length=4096)
 
 
 class Unload(Call):
-    lora_name: str = Field(min_length=1)
+    lora_name: Name
 
 
 def body(request: Request, model: str, *, keep: bool) -> dict[str, Any]:
@@ -113,5 +115,4 @@ def signed(seed: int) -> int:
 
 def error(status: int, message: str) -> dict[str, Any]:
     """The body of an answer that says no."""
-    kind = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError"}.get(status, "InternalServerError")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": KINDS.get(status, "BadRequestError"), "param": None, "code": status}}

@@ -19,6 +19,8 @@ from palestra.remote import envs_pb2 as pb
 from palestra.types import Step
 
 DEEPEST = 40  # containers within containers: protobuf reads messages 100 deep, and each takes two
+LONGEST = 1024  # bytes of an integer: arithmetic on longer ones is slow out of all proportion
+MOST_KEYS = 16_384  # of a set, or of a mapping other than text: some collide, and then each is compared with all
 PLAIN = "?biufcSUmM"  # kinds of numpy's dtypes whose bytes are all there is to them
 SEATED = ("observations", "rewards", "info")  # mappings of a step
 DEFAULTS: dict[str, Any] = {"team_reward": 0.0, "legal": None, "state": None, "truncated": False}
@@ -66,6 +68,8 @@ def value_of(message: pb.Value) -> Any:
 def mapping_of(message: pb.Pairs) -> dict[Any, Any]:
     """The mapping that was filled in."""
     found = {}
+    if len(message.pairs) > MOST_KEYS and any(pair.WhichOneof("key") == "other" for pair in message.pairs):
+        raise _too_many(len(message.pairs))
     for pair in message.pairs:
         value = pair.value
         found[pair.name or _key(pair)] = value.text or value_of(value)  # text, most of the time
@@ -137,6 +141,8 @@ def _integer(into: pb.Value, value: int, _: int) -> None:
     if -(2**63) <= value < 2**63:
         into.integer = value
     else:
+        if value.bit_length() >= 8 * LONGEST:
+            raise _too_long(value.bit_length() // 8 + 1)
         into.long = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
 
 
@@ -167,6 +173,8 @@ def _items(name: str) -> Callable[[pb.Value, Any, int], None]:
 
 def _set(into: pb.Value, value: set[Any], depth: int) -> None:
     """Sorted, for the order of a set is another in every process."""
+    if len(value) > MOST_KEYS:
+        raise _too_many(len(value))
     items = [pb.Value() for _ in value]
     for message, item in zip(items, value, strict=True):
         fill(message, item, _deeper(depth))
@@ -203,8 +211,8 @@ def _deeper(depth: int) -> int:
 
 
 def _array_of(message: pb.Array) -> np.ndarray:
-    dtype, shape = np.dtype(message.dtype), tuple(message.shape)
-    if dtype.kind not in PLAIN or len(message.data) != dtype.itemsize * math.prod(shape):
+    dtype, shape = np.dtype(message.dtype[:64]), tuple(message.shape[:64])
+    if dtype.kind not in PLAIN or not dtype.itemsize or len(message.data) != dtype.itemsize * math.prod(shape):
         raise ValueError(f"{len(message.data)} bytes on the wire are no array {shape} of {dtype}")
     if not message.data:
         return np.zeros(shape, dtype)
@@ -214,6 +222,26 @@ def _array_of(message: pb.Array) -> np.ndarray:
 def _key(pair: pb.Pair) -> Any:
     """A key that is no text, or the empty text."""
     return value_of(pair.other) if pair.WhichOneof("key") == "other" else ""
+
+
+def _long(data: bytes) -> int:
+    if len(data) > LONGEST:
+        raise _too_long(len(data))
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _set_of(message: pb.Items) -> set[Any]:
+    if len(message.items) > MOST_KEYS:
+        raise _too_many(len(message.items))
+    return {value_of(item) for item in message.items}
+
+
+def _too_long(size: int) -> ValueError:
+    return ValueError(f"an integer of {size:,} bytes cannot be sent: {LONGEST:,} are the most. Send it as text.")
+
+
+def _too_many(size: int) -> ValueError:
+    return ValueError(f"a set, or a mapping with keys other than text, of {size:,}: {MOST_KEYS:,} are the most")
 
 
 def _short(value: Any) -> str:
@@ -237,11 +265,11 @@ WRITERS: dict[type, Callable[[pb.Value, Any, int], None]] = {
 }
 READERS: dict[str, Callable[[Any], Any]] = {
     "none": lambda _: None,
-    "long": lambda data: int.from_bytes(data, "little", signed=True),
+    "long": _long,
     "surrogates": lambda data: data.decode("utf-8", "surrogatepass"),
     "list": lambda message: [value_of(item) for item in message.items],
     "tuple": lambda message: tuple(value_of(item) for item in message.items),
-    "set": lambda message: {value_of(item) for item in message.items},
+    "set": _set_of,
     "mapping": mapping_of,
     "array": _array_of,
     "scalar": lambda message: _array_of(message)[()],

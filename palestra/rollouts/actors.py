@@ -25,6 +25,8 @@ from torch import Tensor
 
 from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.policies.vector import Player
+from palestra.roll import start_shielded
+from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.play import derive
 from palestra.rollouts.sweep import Sweeper, empty_batch
 from palestra.types import Batch
@@ -91,7 +93,11 @@ def _act(pipe: Connection, lock: Any, make: Callable[[], Cast], horizon: int, se
                 version = int(shelf.version[0])
                 flat = torch.from_numpy(shelf.weights.copy())
             _spread(flat, weights)
-            batch = sweeper.sweep(cast.players(0.0), horizon, derive(seed, number))
+            try:
+                batch = sweeper.sweep(cast.players(0.0), horizon, derive(seed, number))
+            except RunFailed as error:
+                pipe.send(error)
+                return
             with lock:  # the oldest that is not being read; a free one is older than any
                 slot = min((i for i in range(SLOTS) if shelf.marks[i] >= 0), key=lambda i: shelf.marks[i])
                 dropped = bool(shelf.marks[slot])
@@ -173,7 +179,7 @@ class Actors:
         name = self.shelves[i].memory.name
         job = (theirs, self.locks[i], self.make[i], self.horizon, seed, name)
         self.processes[i] = CONTEXT.Process(target=_act, args=job, daemon=True)
-        self.processes[i].start()
+        start_shielded(self.processes[i])
         theirs.close()
 
     def _replace(self, i: int) -> None:
@@ -190,12 +196,15 @@ class Actors:
         self._start(i)
 
     def _receive(self, i: int) -> Any:
-        """An actor's next message, or None where it is gone."""
+        """An actor's next message, or None where it is gone. Raises what its env made it send."""
         try:
-            return self.pipes[i].recv()
+            message = self.pipes[i].recv()
         except (EOFError, OSError):
             self._replace(i)
             return None
+        if isinstance(message, RunFailed):
+            raise message
+        return message
 
     def _read(self, i: int, slot: int, number: int) -> bool:
         """Copies a slot into the batch; False where it was written over since."""

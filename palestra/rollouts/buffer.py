@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 
 from palestra.episodes import load_episodes, to_table
-from palestra.files import atomic_write
+from palestra.files import Damaged, atomic_write
 from palestra.types import Episode
 
 NAME = re.compile(r"episode-(\d+)@(\d+)\.parquet")
@@ -42,7 +42,7 @@ class Buffer:
         names = [match for file in folder.iterdir() if (match := NAME.fullmatch(file.name))]
         self._began = {int(match[1]): int(match[2]) for match in names}
         mark = folder / FIRST
-        if mark.exists() and int(mark.read_text()) > first:
+        if mark.exists() and _number(mark) > first:
             self.drop(max(self._began, default=-1) + 1)
             mark.unlink()
 
@@ -57,13 +57,23 @@ class Buffer:
     def get(self, number: int) -> Finished:
         """The episode of that number. Raises KeyError where it is not here."""
         began = self._began[number]
-        return Finished(load_episodes(self._path(number, began))[0], began)
+        path = self._path(number, began)
+        try:
+            return Finished(load_episodes(path)[0], began)
+        except (ValueError, IndexError) as error:
+            raise Damaged(f"{path} is damaged ({error}): remove it, and a resume plays that episode anew") from error
 
     def drop(self, before: int) -> None:
         """Removes the episodes with numbers less than `before`."""
         atomic_write(self.folder / FIRST, str(before).encode())
         for number in [number for number in self._began if number < before]:
             self._path(number, self._began.pop(number)).unlink()
+
+    def drop_failed(self, first: int) -> None:
+        """Removes the failed episodes with numbers of at least `first`."""
+        for number in [number for number in self._began if number >= first]:
+            if self.get(number).episode.error is not None:
+                self._path(number, self._began.pop(number)).unlink()
 
     def close(self) -> None:
         """Removes the folder with all that is in it."""
@@ -72,8 +82,17 @@ class Buffer:
 
     def _write(self, number: int, began: int, episode: Episode) -> None:
         data = io.BytesIO()
-        pq.write_table(to_table(began, [episode], first=number), data)
+        pq.write_table(to_table(began, [episode], first=number), data, write_page_checksum=True)
         atomic_write(self._path(number, began), data.getvalue())
 
     def _path(self, number: int, began: int) -> Path:
         return self.folder / f"episode-{number:06d}@{began}.parquet"
+
+
+def _number(mark: Path) -> int:
+    text = mark.read_text(errors="replace")
+    if not text.isdecimal():
+        raise Damaged(
+            f"{mark} holds {text[:20]!r}, not a number: remove {mark.parent}, and its episodes are played anew"
+        )
+    return int(text)

@@ -6,7 +6,7 @@ step is tried K times on forks of the env, and play goes on from the best (or fr
 earlier seat did, since the env is stepped between them. Where several seats act at once, each is asked for K answers,
 and the siblings are their pairs, or with `joints: crossed` all their combinations: siblings then share answers.
 
-An env or a policy that fails makes a failed episode, with its message; it never stops the others.
+An env or a policy that fails makes a failed episode, with message and traceback; it never stops the others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from palestra.envs.base import Env
+from palestra.envs.base import Env, checked_step
 from palestra.policies.base import Policy, Query
+from palestra.rollouts.failures import fault_of
 from palestra.types import Answer, Episode, Node, Seat, Step
 
 Keep = Literal["best", "random", "epsilon", "all"]
@@ -122,15 +123,16 @@ class Arena:
         return list(await asyncio.gather(*(one(match) for match in matches)))
 
     async def play(self, match: Match, branching: Branching) -> Episode:
-        """One episode. Whatever its env or policies raise is recorded in `error`."""
+        """One episode. Whatever its env or policies raise is recorded in `error` and `traceback`."""
         seats = {seat: policy.name for seat, policy in match.seats.items()}
         episode = Episode(self.name, match.instance, seats)
         growth = _Growth(episode, match, branching, self.max_steps)
         try:
             env = growth.opened(self.make_env())
-            await growth.grow(Line(env, await _call(env, env.reset, match.instance)))
+            first = checked_step(await _call(env, env.reset, match.instance), "reset")
+            await growth.grow(Line(env, first))
         except Exception as error:  # the rollout boundary: a failure is data
-            episode.error = _message(error)
+            episode.error, episode.traceback = fault_of(error)
         finally:  # also where nobody waits for the episode any more
             await growth.end()
         return episode
@@ -174,7 +176,8 @@ class _Growth:
             try:
                 await self._close(env)
             except Exception as error:
-                self.episode.error = self.episode.error or _message(error)
+                if self.episode.error is None:
+                    self.episode.error, self.episode.traceback = fault_of(error)
         nodes = self.episode.nodes
         order = sorted(range(len(nodes)), key=lambda i: (len(self.paths[i]), self.paths[i]))
         place = {old: new for new, old in enumerate(order)}
@@ -204,7 +207,7 @@ class _Growth:
 
     async def _ask(self, line: Line, seat: Seat, k: int) -> list[Answer]:
         if seat not in self.match.seats:
-            raise ValueError(f'env "{self.episode.env}" asks seat "{seat}", which nobody plays: give it a policy')
+            raise ValueError(_unplayed(line.env, self.episode.env, seat))
         expert = getattr(line.env, "expert", None)
         query = Query(
             role=line.env.roles.get(seat, ""),
@@ -251,9 +254,17 @@ def derive(seed: int, *key: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+def _unplayed(env: Env, name: str, seat: Seat) -> str:
+    if seat in env.seats:
+        return f'env "{name}" asks seat "{seat}", which nobody plays: give it a policy'
+    return (
+        f'env "{env.name or type(env).__name__}" asks seat "{seat}", and its seats are {", ".join(env.seats)}: add it '
+        "to `seats` of the env's class, or correct the observations that name it"
+    )
+
+
 async def _advance(env: Env, joint: dict[Seat, Answer]) -> Step:
-    step: Step = await _call(env, env.step, {seat: answer.text for seat, answer in joint.items()})
-    return step
+    return checked_step(await _call(env, env.step, {seat: answer.text for seat, answer in joint.items()}), "step")
 
 
 async def _call(env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -263,9 +274,3 @@ async def _call(env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
     else:
         result = method(*arguments)
     return await result if inspect.isawaitable(result) else result
-
-
-def _message(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"

@@ -9,8 +9,11 @@ import numpy as np
 
 from palestra.envs.vector.base import Arrays, Continuous, Frame, MultiDiscrete, VectorEnv
 from palestra.policies.vector import Player
+from palestra.rollouts.failures import RunFailed, fault_of
 from palestra.rollouts.play import derive
 from palestra.types import Batch
+
+LARGE = 1e6  # a reward from which on it is a likely cause of losses that are no finite numbers
 
 
 class Sweeper:
@@ -32,7 +35,7 @@ class Sweeper:
 
     def sweep(self, players: Sequence[Player], steps: int, seed: int) -> Batch:
         """`steps` joint steps of every game. All that is random in it follows from `seed` and the games as they
-        stand."""
+        stand. Raises RunFailed where the env raises, and where it pays a reward that is no finite number."""
         batch, endings = self._buffers(steps), Endings()
         for player in players:
             player.begin(derive(seed, player.name))
@@ -43,9 +46,11 @@ class Sweeper:
             self._note(batch, t)
             for player in players:
                 self._act(player, batch, t)
-            self.frame = self.env.step(batch.actions[t])
+            self.frame = self._step(batch.actions[t])
             batch.rewards[t] = self.frame.rewards
             batch.terminated[t], batch.truncated[t] = self.frame.terminated, self.frame.truncated
+            if batch.seat_terminated is not None:
+                batch.seat_terminated[t] = self.frame.seat_terminated
             self.fresh = self.frame.over
             self.scores.add(self.frame, self.fresh)
             if self.fresh.any():
@@ -53,7 +58,16 @@ class Sweeper:
         self._note(batch, steps)
         endings.write(batch)
         batch.games = self.scores.take()
+        check_rewards(self.env, batch.rewards)
         return batch
+
+    def _step(self, actions: np.ndarray) -> Frame:
+        """The env's step. Raises RunFailed with the traceback where the env raises anything."""
+        try:
+            return self.env.step(actions)
+        except Exception as error:
+            message, trace = fault_of(error)
+            raise RunFailed.caused(f'env "{_name(self.env)}" failed in step: {message}', trace) from error
 
     def _note(self, batch: Batch, t: int) -> None:
         frame = self.frame
@@ -150,6 +164,30 @@ class Endings:
             batch.final_state = np.concatenate([batch.state[0, :0], *self.states])
 
 
+def check_rewards(env: VectorEnv, rewards: np.ndarray) -> None:
+    """Raises RunFailed where one of `rewards` [T, B, N] is not a finite number, naming the seat and the game."""
+    if not np.isfinite(rewards).all():
+        t, game, seat = np.argwhere(~np.isfinite(rewards))[0]
+        raise RunFailed(
+            f'env "{_name(env)}" pays seat "{env.seats[seat]}" {rewards[t, game, seat]} in game {game}: rewards must '
+            "be finite numbers (in float32). Mend the env; palestra.envs.check_env tests it"
+        )
+
+
+def remedy(env: VectorEnv, batch: Batch) -> str:
+    """The advice where a loss of this batch is no finite number: its cause may be an observation or a reward."""
+    if not np.isfinite(batch.obs).all():
+        seat = env.seats[np.argwhere(~np.isfinite(batch.obs))[0][2]]
+        return f'Env "{_name(env)}" shows seat "{seat}" observations that are not finite numbers: mend the env'
+    if (largest := float(np.abs(batch.rewards).max(initial=0.0))) > LARGE:
+        return f"Rewards are as large as {largest:.3g}: scale them down in the env"
+    return "A smaller learning rate, or a lower bound on the gradient (clip), may help"
+
+
+def _name(env: VectorEnv) -> str:
+    return env.name or type(env).__name__
+
+
 def empty_batch(env: VectorEnv, frame: Frame, steps: int) -> Batch:
     """Arrays for a sweep of `steps`."""
     B, N = env.games, len(env.seats)
@@ -178,4 +216,5 @@ def empty_batch(env: VectorEnv, frame: Frame, steps: int) -> Batch:
         final_obs=frame.obs[:0],
         legal=moments(frame.legal),
         state=moments(frame.state),
+        seat_terminated=None if frame.seat_terminated is None else np.zeros((steps, B, N), bool),
     )

@@ -19,7 +19,7 @@ def transcript(episode: Episode) -> str:
         if node.chosen:
             told += [line for seat in node.answers for line in _turn(node, seat, seen)]
             told += _came(node)
-    return "\n".join([*told, *([f"failed: {episode.error}"] if episode.error else [])])
+    return "\n".join([*told, *([f"failed: {episode.error}", episode.traceback or ""] if episode.error else [])])
 
 
 def _turn(node: Node, seat: str, seen: dict[str, Any]) -> Iterator[str]:
@@ -53,4 +53,4 @@ def _came(node: Node) -> Iterator[str]:
 def _block(head: str, text: str) -> str:
     if "\n" not in text and len(text) <= SHORT + len(head):
         return f"{head}: {text}"
-    return f"{head}:\n" + "\n".join(f"    {line}" for line in text.splitlines())
+    return f"{head}:\n" + "\n".join(f"    {line}" for line in text.split("\n"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -41,8 +42,8 @@ class Outcome:
 
     `ended` says how: by itself ("exit", "signal") or over a limit; "memory" is also for too many processes, "output"
     for what it wrote to its pipes or to its folder. `code` is the exit status, minus the signal's number after a
-    signal, None after a limit. `seconds` is by the clock. `files` holds what the folder held at the end, where that
-    was asked for.
+    signal, None after a limit. `seconds` is by the clock. `files` holds what the folder held at the end, as far as
+    `keep` asked for it.
     """
 
     stdout: str
@@ -70,20 +71,24 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Request:
-    """One run, as it is asked for."""
+    """One run, as it is asked for. `keep` is `True` for all files that the program leaves, or maps the names of those
+    to return to the number of bytes to read of each."""
 
     backend: str
     source: str
     stdin: str
     files: Mapping[str, bytes]
     limits: Limits
-    keep: bool
+    keep: bool | Mapping[str, int]
 
     def __post_init__(self) -> None:
         for name in self.files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
                 raise ValueError(f"file {name!r} would lie outside the program's folder: give a relative path")
+        for name in self.keep if isinstance(self.keep, Mapping) else ():
+            if "/" in name or name in ("", ".", ".."):
+                raise ValueError(f"keep: {name!r} is no file of the program's folder itself: give a plain name")
 
     def packed(self) -> bytes:
         return pack(asdict(self) | {"files": _text(self.files)})
@@ -101,8 +106,8 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def _text(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: data.decode("latin-1") for name, data in files.items()}
+    return {name: base64.b64encode(data).decode("ascii") for name, data in files.items()}
 
 
 def _bytes(files: Mapping[str, str]) -> dict[str, bytes]:
-    return {name: text.encode("latin-1") for name, text in files.items()}
+    return {name: base64.b64decode(text) for name, text in files.items()}

@@ -33,11 +33,12 @@ def missing() -> str | None:
 
 
 def load() -> None:
-    rules()
+    rules(mounts=True)
 
 
-def start(request: Request, folder: Path) -> tuple[Program, bytes]:
-    """The program, in namespaces of its own, and what to tell it first."""
+def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, bytes]:
+    """The program, in namespaces of its own, and what to tell it first; with `mounts`, nothing in its folder can be
+    executed."""
     user = USERS + os.getpid() if _is_admin() else 0
     if user:
         scratch.own(folder, user)
@@ -58,7 +59,7 @@ def start(request: Request, folder: Path) -> tuple[Program, bytes]:
 
     tasks = request.limits.processes + (not user)  # bwrap's own init is in the user namespace too
     program = Program(process.pid, process.stdin, process.stdout, process.stderr, end, PLACE, own=2)
-    return program, orders(request, rules(), user=user, tasks=tasks)
+    return program, orders(request, rules(mounts=mounts), user=user, tasks=tasks)
 
 
 def _wrapped(folder: Path, root: bool) -> Iterator[str]:

@@ -53,10 +53,11 @@ class Sandbox:
         stdin: str = "",
         files: Mapping[str, str | bytes] = {},
         limits: Limits = NO_LIMITS,
-        keep: bool = False,
+        keep: bool | Mapping[str, int] = False,
     ) -> Outcome:
         """What comes of running `source` as a program in a fresh folder that holds `files`; with `keep`,
-        `Outcome.files` is what the folder then holds.
+        `Outcome.files` is what the folder then holds. `keep={"a": 100}` returns at most the first 100 bytes of "a" and
+        no other file; a name that is missing, or no regular file, is left out.
 
         Never raises for what the program does; SandboxError where the sandbox itself fails. Ends the program, and all
         that it started, if the awaiting task is cancelled. A run waits for its turn where 64 others are running.
@@ -65,7 +66,7 @@ class Sandbox:
             name: text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
             for name, text in files.items()
         }
-        request = Request(self.name, source, stdin, data, limits, keep)
+        request = Request(self.name, source, stdin, data, limits, keep if isinstance(keep, bool) else dict(keep))
         reader, writer = await asyncio.open_connection(sock=_warden().connect())
         try:
             writer.write(request.packed())

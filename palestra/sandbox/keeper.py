@@ -7,50 +7,61 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 from palestra.sandbox import bubblewrap, sandlock, scratch, tree, unsafe
 from palestra.sandbox.base import PLACE, PREFIX, Ended, Outcome, Request, pack
+from palestra.sandbox.held import Held
 from palestra.sandbox.watch import Watch
 
 BACKENDS: dict[str, ModuleType] = {"sandlock": sandlock, "bubblewrap": bubblewrap, "unsafe": unsafe}
 
 
-def keep(asker: socket.socket, folder: Path) -> None:
-    """Answers the request that comes through `asker`; `folder` is made for the program and removed."""
+def keep(asker: socket.socket, folder: Path, *, mounts: bool) -> None:
+    """Answers the request that comes through `asker`; `folder` is made for the program and removed. With `mounts`, it
+    lies in a file system of its own."""
     request = Request.unpacked(_receive(asker))
     tree.adopt()
     _first_to_go()
-    folder.mkdir()
     try:
-        scratch.fill(folder, request.files)
-        answer = _run(request, folder, asker).packed()
+        scratch.make(folder, request, mounts=mounts)
+        answer = _run(request, folder, asker, mounts=mounts).packed()
     except (OSError, RuntimeError, ValueError) as error:  # ours or the backend's, never the program's
         answer = pack({"error": f"sandbox {request.backend} failed: {error!r}"})
     finally:
         tree.kill()
-        scratch.remove(folder)
+        if not mounts:
+            scratch.remove(folder)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits any more
         asker.sendall(answer)
 
 
-def _run(request: Request, folder: Path, asker: socket.socket) -> Outcome:
-    program, orders = BACKENDS[request.backend].start(request, folder)
-    watch = Watch(request.limits, folder, program, asker)
+def _run(request: Request, folder: Path, asker: socket.socket, *, mounts: bool) -> Outcome:
+    measure = scratch.over_mount if mounts else scratch.over
+    over = partial(measure, folder, request.limits.disk)
+    program, orders = BACKENDS[request.backend].start(request, folder, mounts=mounts)
+    watch = Watch(request.limits, over, program, asker)
     watch.until_the_end(orders + request.stdin.encode("utf-8", "surrogatepass"))
     code = program.end()
     tree.kill(program.pid)
     stdout, stderr = watch.close()
-    ended = watch.ended or _how(code, stderr)
+    ended = watch.ended or ("output" if over(Held()) else _how(code, stderr))
     return Outcome(
         stdout=_text(stdout, program.folder),
         stderr=_text(stderr, program.folder),
         code=code if ended in ("exit", "signal") else None,
         ended=ended,
         seconds=watch.seconds,
-        files=scratch.contents(folder, request.limits.disk) if request.keep else {},
+        files=_files(request, folder),
     )
+
+
+def _files(request: Request, folder: Path) -> dict[str, bytes]:
+    if isinstance(request.keep, bool):
+        return scratch.contents(folder, request.limits.disk) if request.keep else {}
+    return scratch.heads(folder, request.keep)
 
 
 def _how(code: int, stderr: bytes) -> Ended:

@@ -17,8 +17,9 @@ from palestra.sandbox.base import Request
 
 HEADROOM = 4  # address space over memory: threads and allocators reserve what they never touch
 OPEN_FILES = 64
+SIGNALS = 1024  # that wait, of all the user's processes
 SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # /dev/zero makes shared memory that none counts
 
 # Reads compiled code, which is quicker than compiling it for every run.
 LOADER = """
@@ -66,10 +67,10 @@ def orders(request: Request, rules: bytes, *, user: int = 0, tasks: int = 0) -> 
         resource.RLIMIT_DATA: HEADROOM * limits.memory,
         resource.RLIMIT_FSIZE: limits.disk,
         resource.RLIMIT_NOFILE: OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # with 0, Linux still hands the memory to a program that collects crashes
     }
     if sys.platform == "linux":
-        most[resource.RLIMIT_MSGQUEUE] = 0
+        most |= {resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_MEMLOCK: 0, resource.RLIMIT_SIGPENDING: SIGNALS}
     if tasks:
         most[resource.RLIMIT_NPROC] = tasks
     return _boot() + _sized(marshal.dumps((user, list(most.items()), rules, request.source)))

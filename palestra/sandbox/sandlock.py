@@ -34,8 +34,8 @@ def load() -> None:
     _library().landlock_abi_version()
 
 
-def start(request: Request, folder: Path) -> tuple[Program, bytes]:
-    """The program, confined, and what to tell it first."""
+def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, bytes]:
+    """The program, confined, and what to tell it first; with `mounts`, nothing in its folder can be executed."""
     sandlock = _library()
     _drop_capabilities()
     place = str(folder)
@@ -58,7 +58,7 @@ def start(request: Request, folder: Path) -> tuple[Program, bytes]:
         return -(result.signal if result.signal > 0 else signal.SIGKILL)
 
     program = Program(process.pid, process.stdin, process.stdout, process.stderr, end, place)
-    return program, orders(request, rules())
+    return program, orders(request, rules(mounts=mounts))
 
 
 def _library() -> Any:

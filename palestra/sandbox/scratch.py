@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
 import subprocess
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from palestra.sandbox.base import Request
+from palestra.sandbox.held import Held
+from palestra.sandbox.mounts import mount
+from palestra.sandbox.tree import PAGE
 
 MOST_FILES = 4096  # files and folders that a program may have
+SLACK, SLACK_FILES = 2**16, 64  # room in the file system above the limits: a program that uses some of it is over them
+OWN_FILES = 2  # the root of the file system, and the folder
+
+
+def make(folder: Path, request: Request, *, mounts: bool) -> None:
+    """Makes and fills the folder; with `mounts`, in a file system of its own over the folder's parent."""
+    if mounts:
+        given = sum(PAGE * (len(data) // PAGE + 1) for data in request.files.values())
+        names = sum(len(PurePosixPath(name).parts) for name in request.files)
+        size, files = max(request.limits.disk, given) + SLACK, max(MOST_FILES, names) + SLACK_FILES
+        mount(folder.parent, size, files)
+    folder.mkdir()
+    fill(folder, request.files)
 
 
 def fill(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -25,16 +44,25 @@ def own(folder: Path, user: int) -> None:
         os.chown(path, user, user)
 
 
-def over(folder: Path, most: int) -> bool:
-    """Whether more than `most` bytes lie in the folder, or too many files."""
-    size = 0
+def over_mount(folder: Path, most: int, _: Held) -> bool:
+    """True if a folder in a file system of its own takes more than `most` bytes, or too many files."""
+    used = os.statvfs(folder)
+    too_many = used.f_files - used.f_ffree > MOST_FILES + OWN_FILES
+    return (used.f_blocks - used.f_bfree) * used.f_frsize > most or too_many
+
+
+def over(folder: Path, most: int, held: Held) -> bool:
+    """True if more than `most` bytes lie in the folder and in files that the program holds without a name, or too
+    many files."""
+    size = held.files
+    if held.hidden or size > most:
+        return True
     try:
         for number, entry in enumerate(_walk(folder)):
-            size += entry.stat(follow_symlinks=False).st_blocks * 512
+            with contextlib.suppress(FileNotFoundError):  # the program removes while we count
+                size += entry.stat(follow_symlinks=False).st_blocks * 512
             if size > most or number >= MOST_FILES:
                 return True
-    except FileNotFoundError:  # the program removes while we count: the next count sees
-        return False
     except OSError:  # deeper than a path can be long, or shut to us
         return True
     return False
@@ -54,6 +82,19 @@ def contents(folder: Path, most: int) -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
+def heads(folder: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
+    """The first bytes of files in the folder itself, so many of each. Anything but a regular file is left out."""
+    found: dict[str, bytes] = {}
+    for name, size in sizes.items():
+        path = folder / name
+        try:
+            if stat.S_ISREG(path.lstat().st_mode):
+                found[name] = _read(str(path), size)
+        except OSError:  # missing, or shut to us
+            continue
+    return found
+
+
 def remove(folder: Path) -> None:
     """Removes the folder. Python's own way fails at folders nested very deep and at those shut to their owner."""
     try:
@@ -67,14 +108,14 @@ def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
     """All entries below the folder; links are not followed."""
     waiting = [str(folder)]
     while waiting:
-        with os.scandir(waiting.pop()) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:
             for entry in entries:
                 yield entry
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(entry.path)
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, most: int = -1) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
-        return file.read() if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+        return file.read(most) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""

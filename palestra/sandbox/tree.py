@@ -32,6 +32,16 @@ class Usage:
     starved: float = 0.0
 
 
+@dataclass(frozen=True)
+class Process:
+    """A process as it was found: `folder` is where /proc tells of its memory and files, `cpu` as in `Usage`."""
+
+    pid: int
+    folder: str
+    cpu: float
+    threads: int
+
+
 def adopt() -> None:
     """Makes orphans below this process its own children."""
     if sys.platform == "linux":
@@ -60,29 +70,44 @@ def _children(pid: int) -> Iterator[int]:
             yield int(child)
 
 
-def usage(pids: Iterable[int], most: int) -> Usage:
-    """What these processes use together. Pages that several share count once, which is measured only where counting
-    them often would exceed `most`: it takes the kernel longer."""
-    pids = list(pids)
-    each = [_usage(pid) for pid in pids]
-    memory = sum(one.memory for one in each)
-    if memory > most:
-        memory = sum(_own_share(pid) for pid in pids)
-    return Usage(
-        cpu=sum(one.cpu for one in each),
-        memory=memory,
-        processes=len(pids),
-        threads=sum(one.threads for one in each),
-        starved=sum(one.starved for one in each),
-    )
+def processes(pids: Iterable[int]) -> list[Process]:
+    """Those of these processes that are still there."""
+    return [process for pid in pids if (process := _process(pid))]
 
 
-def _usage(pid: int) -> Usage:
+def _process(pid: int) -> Process | None:
     stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(stat) < 22:  # gone
-        return Usage()
-    ticks = sum(int(field) for field in stat[11:15])  # user, system, and both of children waited for
-    return Usage(ticks / TICK, _memory(pid), 1, int(stat[17]), starved(pid))
+        return None
+    ticks, threads = sum(int(field) for field in stat[11:15]), int(stat[17])
+    folder = _living_thread(pid) if stat[0] == "Z" and threads > 1 else f"/proc/{pid}"
+    return Process(pid, folder, ticks / TICK, threads)
+
+
+def _living_thread(pid: int) -> str:
+    """The folder of a thread that is alive: the first one has neither memory nor files once it has ended."""
+    with contextlib.suppress(OSError):  # gone
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            folder = f"/proc/{pid}/task/{thread}"
+            if "\nVmPTE:" in _read(f"{folder}/status"):
+                return folder
+    return f"/proc/{pid}"
+
+
+def usage(found: Iterable[Process], most: int) -> Usage:
+    """What these processes use together. Pages that several share count once, which is measured only where counting
+    them often would exceed `most`: it takes the kernel longer."""
+    found = list(found)
+    memory = sum(_memory(process) for process in found)
+    if memory > most:
+        memory = sum(_own_share(process) for process in found)
+    return Usage(
+        cpu=sum(process.cpu for process in found),
+        memory=memory,
+        processes=len(found),
+        threads=sum(process.threads for process in found),
+        starved=sum(starved(process.pid) for process in found),
+    )
 
 
 def starved(pid: int) -> float:
@@ -91,17 +116,20 @@ def starved(pid: int) -> float:
     return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
 
-def _memory(pid: int) -> int:
-    """Bytes in memory that are no file's."""
-    lines = _read(f"/proc/{pid}/status").splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+def _memory(process: Process) -> int:
+    """Bytes that are no file's, in memory and swapped out, with the page tables."""
+    return _sum(f"{process.folder}/status", ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:"))
 
 
-def _own_share(pid: int) -> int:
+def _own_share(process: Process) -> int:
     """The same, with each shared page divided by the number of those that share it."""
-    lines = _read(f"/proc/{pid}/smaps_rollup").splitlines()
-    parts = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
-    return sum(parts) if parts else _memory(pid)
+    share = _sum(f"{process.folder}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
+    return share + _sum(f"{process.folder}/status", ("VmPTE:",)) if share else _memory(process)
+
+
+def _sum(path: str, fields: tuple[str, ...]) -> int:
+    """These lines of a file, which are in KiB, added up, in bytes."""
+    return sum(int(line.split()[1]) * 1024 for line in _read(path).splitlines() if line.startswith(fields))
 
 
 def cpu_of_the_dead() -> float:

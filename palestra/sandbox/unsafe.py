@@ -18,7 +18,7 @@ def load() -> None:
     pass
 
 
-def start(request: Request, folder: Path) -> tuple[Program, bytes]:
+def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, bytes]:
     """The program, unconfined, and what to tell it first."""
     place = str(folder)
     process = subprocess.Popen(

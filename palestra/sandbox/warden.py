@@ -23,7 +23,7 @@ import traceback
 from collections import deque
 from pathlib import Path
 
-from palestra.sandbox import scratch, tree
+from palestra.sandbox import mounts, scratch, tree
 from palestra.sandbox.keeper import BACKENDS, keep
 
 ROOT = "palestra-sandbox-"
@@ -35,7 +35,7 @@ class Warden:
     """Runs that wait, and the keepers of those that run by their process."""
 
     def __init__(self, door: socket.socket, root: Path) -> None:
-        self.door, self.root = door, root
+        self.door, self.root, self.mounts = door, root, mounts.works(root)
         self.waiting: deque[socket.socket] = deque()
         self.keepers: set[int] = set()
         self.bell, self._ring = os.pipe()
@@ -77,7 +77,7 @@ class Warden:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for descriptor in (self.door.fileno(), self.bell, self._ring, *(run.fileno() for run in self.waiting)):
                 os.close(descriptor)
-            keep(asker, self.root / str(os.getpid()))
+            keep(asker, self.root / str(os.getpid()), mounts=self.mounts)
             code = 0
         except ConnectionError:  # the asker left before it had asked
             code = 0

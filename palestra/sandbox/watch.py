@@ -11,11 +11,12 @@ import selectors
 import socket
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import IO
 
-from palestra.sandbox import scratch, tree
+from palestra.sandbox import tree
 from palestra.sandbox.base import Ended, Limits
+from palestra.sandbox.held import Held, held
 from palestra.sandbox.program import Program
 
 SOONEST, LATEST = 0.01, 0.1  # seconds between two looks
@@ -27,8 +28,10 @@ PIECE = 2**16
 class Watch:
     """`ended` is the limit that the program went over, if any; `seconds` the time since it started."""
 
-    def __init__(self, limits: Limits, folder: Path, program: Program, asker: socket.socket) -> None:
-        self.limits, self.folder, self.program, self.asker = limits, folder, program, asker
+    def __init__(
+        self, limits: Limits, over_disk: Callable[[Held], bool], program: Program, asker: socket.socket
+    ) -> None:
+        self.limits, self.over_disk, self.program, self.asker = limits, over_disk, program, asker
         self.ended: Ended | None = None
         self.began = time.monotonic()
         self._outputs = {program.stdout: bytearray(), program.stderr: bytearray()}
@@ -98,16 +101,18 @@ class Watch:
     def _look(self) -> None:
         """Compares what the program uses with its limits."""
         limits, now = self.limits, time.monotonic()
-        used = tree.usage(tree.below(), limits.memory)
+        processes = tree.processes(tree.below())
+        holds = held(processes)
+        used = tree.usage(processes, limits.memory - holds.kernel)
         cpu = used.cpu + tree.cpu_of_the_dead()
         crowd = used.processes > limits.processes + self.program.own or used.threads > THREADS * limits.processes
         starved = used.starved + tree.starved(os.getpid())  # ours too: the program waits for us to feed it
         left = limits.wall + min(starved, STARVED * limits.wall) - self.seconds
         if cpu > limits.cpu:
             self.ended = "cpu"
-        elif used.memory > limits.memory or crowd:
+        elif used.memory + holds.kernel > limits.memory or crowd:
             self.ended = "memory"
-        elif scratch.over(self.folder, limits.disk):
+        elif self.over_disk(holds):
             self.ended = "output"
         elif left <= 0:
             self.ended = "wall"

@@ -20,11 +20,13 @@ from palestra.service.calls import Queue, Reader
 from palestra.service.context import Context
 from palestra.service.database import AWAY
 from palestra.service.futures import Waiter
-from palestra.service.origins import Gate, Origins
 from palestra.service.routes import archives, checkpoints, futures, mint, models, openai, sampling, search, sessions
 from palestra.service.vault import Damaged
 from palestra.service.wire import BadRequest
+from palestra.web.gate import Gate, Limits
+from palestra.web.origins import Origins
 
+LIMITS = Limits(body=None, requests=4096)  # bodies are bounded where they are read: `calls.py`
 RETRY = {"Retry-After": "1"}
 ROUTERS = [
     *(
@@ -43,7 +45,7 @@ def create_app(context: Context, *, root_path: str = "", origins: Origins | None
     app.add_middleware(Under, prefix=root_path.rstrip("/"))
     if origins.allowed:
         app.add_middleware(CORSMiddleware, allow_origins=origins.allowed, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Gate, origins=origins)  # the last one is asked first
+    app.add_middleware(Gate, origins=origins, limits=LIMITS)  # the last one is asked first
     app.state.context, app.state.queue, app.state.waiter = context, Queue(context), Waiter(context)
     for router, prefix in ROUTERS:
         app.include_router(router, prefix=prefix)

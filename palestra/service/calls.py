@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import zstandard
 from fastapi import Depends, Request
+from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
 from palestra.service.context import Context
 from palestra.service.context import context as find_context
 from palestra.service.context import owner as find_owner
 from palestra.service.store import Waiting
-from palestra.service.wire import INT32, BadRequest, Wire, parse
+from palestra.service.wire import INT32, BadRequest, Wire, check_json, parse
 
 FRESH = 1.0  # seconds that a count of the queue is believed
+SHORT = 2**14  # bytes of a body that is parsed on the event loop: a thread costs more
 Number = tuple[object, object]  # a model and a sequence number, as a client gave them
 
 
@@ -106,6 +108,7 @@ def _key(model: str, seq: int | None) -> str | None:
 def _number(body: bytes) -> Number:
     """The model and sequence number that a JSON body names, whatever else is wrong with it."""
     try:
+        check_json(body)
         tree = json.loads(body)
     except (ValueError, RecursionError):
         return None, None
@@ -135,14 +138,18 @@ Queued = Annotated[Queue, Depends(_queue)]
 
 async def read(request: Request, owner: Owner) -> bytes:
     """The body, unpacked, once it is known who asks. Raises BadRequest (413) as soon as it is longer than the limit,
-    packed or not."""
+    packed or not, and before it is read where it says so itself."""
     limit = find_context(request).limits.body
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > limit:
+        raise too_long(limit)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
             raise too_long(limit)
-    return unpacked(bytes(body), request.headers.get("content-encoding", "").strip().lower(), limit)
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    return await run_in_threadpool(unpacked, bytes(body), encoding, limit) if encoding else bytes(body)
 
 
 def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
@@ -185,7 +192,7 @@ class Reader:
         self.model = model
 
     async def __call__(self, body: Body) -> Wire:
-        return parse(self.model, body)
+        return parse(self.model, body) if len(body) < SHORT else await run_in_threadpool(parse, self.model, body)
 
 
 if TYPE_CHECKING:

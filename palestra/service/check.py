@@ -33,7 +33,7 @@ class Loss(NamedTuple):
 
 _RATIO = ("logprobs", "advantages")
 LOSSES = {
-    "cross_entropy": Loss(("weights",)),
+    "cross_entropy": Loss(()),  # its weights are ones where they are missing, as on hosted services
     "importance_sampling": Loss(_RATIO),
     "ppo": Loss(_RATIO, CLIP, (*CLIP, "entropy")),  # the entropy bonus is ours
     "cispo": Loss(_RATIO, CLIP, CLIP),
@@ -154,7 +154,7 @@ def _cleaned(place: str, datum: Datum, loss: str) -> Datum:
     if loss == "gspo" and datum.targets.ndim != 1:
         raise BadRequest(f"{place}.target_tokens are two-dimensional, but gspo reads one sampled sequence")
     masks = [name for name in MASKS if name in datum.inputs]
-    missing = [name for name in needs if name not in datum.inputs and not (name == "weights" and masks)]
+    missing = [name for name in needs if name not in datum.inputs]
     if missing:
         raise BadRequest(f'{place}.loss_fn_inputs has no {", ".join(missing)}, which loss "{loss}" needs')
     names = [name for name in (*needs, *takes) if name in datum.inputs and name not in MASKS]

@@ -21,9 +21,10 @@ from palestra.service.wire import BadRequest
 class Limits(BaseModel):
     """What one client may ask for. Beyond the queue's length the answer is 429 with Retry-After."""
 
-    body: int = 64 * 2**20  # bytes, after decompression
+    body: int = 64 * 2**20  # bytes, after decompression; JSON has a lower limit of its own (wire.py)
     upload: int = 2**31  # bytes of an uploaded archive, packed and unpacked
     batch_tokens: int = 2**22  # in one forward_backward
+    answer_tokens: int = 2**21  # in the answer to a sample, counted again for every likeliest token beside them
     models: int = 64  # alive, for each key
     queue: int = 20_000  # unanswered requests, for each key
     queue_bytes: int = 2**29  # of their bodies, for each key: they wait in the worker's memory
@@ -32,7 +33,8 @@ class Limits(BaseModel):
 
 @dataclass(frozen=True)
 class BaseInfo:
-    """What the front end knows of a base without its weights. `public` are the names that clients may call it by."""
+    """A base as the front end knows it, without weights. `public` are the names that clients may call it by,
+    `longest_token` the most characters that one of its tokens stands for."""
 
     name: str
     path: str
@@ -40,6 +42,7 @@ class BaseInfo:
     arch: str
     vocab: int
     max_length: int
+    longest_token: int
     tokenizer: Any
 
 

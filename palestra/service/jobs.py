@@ -55,6 +55,17 @@ class SampleJob(BaseModel):
     target_prompt: list[list[int]] | None = None
     last_n: int | None = None
 
+    @property
+    def asks_prompt(self) -> bool:
+        return bool(self.prompt_logprobs or self.topk_prompt or self.target_prompt)
+
+    @property
+    def size(self) -> int:
+        """Tokens that its answer may have, each counted again for every log-probability asked for beside its own."""
+        targets = len(self.target_prompt[0]) if self.target_prompt else 0
+        prompt = len(self.tokens) * (1 + self.topk_prompt + targets) if self.asks_prompt else 0
+        return prompt + self.num_samples * self.sampling.max_tokens * (1 + self.topk_sample)
+
 
 class LessonJob(BaseModel):
     """An answer with its tokens' weights, after the student's prompt and after the reference's."""

@@ -18,6 +18,7 @@ import jwt
 from palestra.files import atomic_write
 
 ANYONE = "anyone"
+PREFIX = "tml-"  # of the keys that are made here, as official clients want it
 TOKEN_LIFE = 3600.0  # seconds
 _NAME = re.compile(r"[A-Za-z0-9_.@\-]{1,100}")
 
@@ -37,12 +38,14 @@ class Keys:
             raise ValueError(f"no file of keys at {path}: make one with `palestra keys add NAME --auth {path}`")
 
     def owner(self, key: str | None) -> str | None:
-        """Whose key, or token, this is; None where it is nobody's."""
+        """The owner of a key or token, or None. A key of another kind ("sk-...") may come with "tml-" in front, without
+        which official clients send none."""
         if self.path is None:
             return ANYONE
         if not key:
             return None
-        return self._table().get(_hash(key)) or self._of_token(key)
+        table = self._table()
+        return table.get(_hash(key)) or table.get(_hash(key.removeprefix(PREFIX))) or self._of_token(key)
 
     def token(self, owner: str) -> str:
         """A signed token that stands for the owner's key for an hour."""
@@ -85,7 +88,7 @@ def add_key(path: Path, name: str) -> str:
     """A new key for `name`, which is shown this once. An owner may have several."""
     if not _NAME.fullmatch(name) or name == ANYONE:
         raise ValueError(f'"{name}" cannot own keys: use letters, digits and "_.@-", and not "{ANYONE}"')
-    key = f"tml-{secrets.token_urlsafe(32)}"
+    key = PREFIX + secrets.token_urlsafe(32)
     old = path.read_bytes() if path.exists() else b"# name and SHA-256 of each API key\n"
     atomic_write(path, old + f"{name} {_hash(key)}\n".encode())
     path.chmod(0o600)

@@ -1,13 +1,14 @@
-"""Samples on their way: begun, asked about their prompts, and answered when all of it is there."""
+"""Samples on their way: drawn, then their prompts scored where that is asked for, and answered."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import sqlalchemy as sql
 
+from palestra.engine.fair_queue import FairQueue
 from palestra.engine.sampler import Request, Sampled
 from palestra.engine.scoring import Question, Scores, score
 from palestra.service import codec
@@ -17,53 +18,71 @@ from palestra.service.outbox import Outbox
 from palestra.service.store import Done
 from palestra.service.tenants import Base, Tenants
 
+SCORED = 16384  # prompt tokens that are scored in one turn
+
 
 @dataclass
 class Sample:
-    """A request for samples on its way: its answers, and what was asked about its prompt."""
+    """A request for samples on its way, and its answers once they are there."""
 
     row: sql.Row
     job: SampleJob
-    sampled: list[Sampled] | None = None
-    scores: Scores | None = None
-    asked: bool = False
+    sampled: list[Sampled] = field(default_factory=list)
 
 
 class Samples:
-    """Samples of all bases. `begin` and `score` take requests; `advance` draws a token for every row."""
+    """Samples of all bases. `begin` takes requests; `advance` draws a token for every row, and scores prompts of
+    samples that are drawn, so that scores do not wait in memory for them."""
 
     def __init__(self, tenants: Tenants, outbox: Outbox) -> None:
         self.tenants, self.outbox = tenants, outbox
-        self._questions: list[Sample] = []
+        self._questions: FairQueue[Sample] = FairQueue()
 
     @property
     def busy(self) -> bool:
-        return any(base.sampler.busy for base in self.tenants.bases.values())
+        return bool(self._questions) or any(base.sampler.busy for base in self.tenants.bases.values())
 
     def advance(self) -> bool:
-        """False where there was nothing to draw."""
-        return any([base.sampler.advance() for base in self.tenants.bases.values()])
+        """False where there was nothing to do."""
+        moved = any([base.sampler.advance() for base in self.tenants.bases.values()])
+        return self._score() or moved
+
+    def rest(self) -> None:
+        """Gives back memory that is not in use."""
+        for base in self.tenants.bases.values():
+            base.sampler.rest()
 
     def begin(self, row: sql.Row) -> None:
         job = SampleJob.model_validate_json(row.body)
         base, ids = self.tenants.base(job.base), np.array(job.tokens, np.int32)
         adapter = self.tenants.snapshot(base, job.folder)
-        sample = Sample(row, job, asked=bool(job.prompt_logprobs or job.topk_prompt or job.target_prompt))
-        request = Request(ids, job.num_samples, job.sampling, adapter, job.seed, top_logprobs=job.topk_sample)
-        base.sampler.submit(request, partial(self._sampled, sample))
-        if sample.asked:
-            self._questions.append(sample)
+        request = Request(
+            ids, job.num_samples, job.sampling, adapter, job.seed, top_logprobs=job.topk_sample, client=row.owner
+        )
+        base.sampler.submit(request, partial(self._sampled, Sample(row, job)))
 
-    def score(self) -> None:
-        """Answers what was asked about the prompts of the samples that began since the last time."""
-        samples, self._questions = self._questions, []
+    def _score(self) -> bool:
+        """Answers what was asked about prompts, of one pass's tokens at a time, fairly among the keys. False where
+        nothing was asked."""
+        samples: list[Sample] = []
+        tokens = 0
+        while clients := self._questions.clients():
+            size = len(self._questions.first(clients[0]).job.tokens)
+            if samples and tokens + size > SCORED:
+                break
+            samples.append(self._questions.pop(clients[0]))
+            self._questions.shares.charge(clients[0], size)
+            tokens += size
         for base in self.tenants.bases.values():
             mine = [s for s in samples if s.job.base == base.name]
+            if not mine:
+                continue
             try:
                 self._answer_scores(base, mine)
             except Exception:  # one of them cannot be asked, or all are too much: each for itself
                 for sample in mine:
                     self.outbox.guarded(sample.row, partial(self._answer_scores, base, [sample]))
+        return bool(samples)
 
     def _answer_scores(self, base: Base, samples: list[Sample]) -> None:
         questions = [
@@ -76,18 +95,19 @@ class Samples:
             for s in samples
         ]
         for sample, scores in zip(samples, score(base.engine, questions), strict=True):
-            sample.scores = scores
-            self._answer_sample(sample)
+            self._answer_sample(sample, scores)
 
     def _sampled(self, sample: Sample, sampled: list[Sampled] | Exception) -> None:
         if isinstance(sampled, Exception):
             self.outbox.fail(sample.row, sampled)
             return
         sample.sampled = sampled
-        self.outbox.guarded(sample.row, partial(self._answer_sample, sample))
+        if sample.job.asks_prompt:
+            self._questions.push(sample.row.owner, sample)
+        else:
+            self.outbox.guarded(sample.row, partial(self._answer_sample, sample))
 
-    def _answer_sample(self, sample: Sample) -> None:
-        if sample.sampled is not None and (sample.scores is not None or not sample.asked):
-            sequences = [spoken(sampled) for sampled in sample.sampled]
-            result = codec.sample_result(sequences, judged(sample.scores, sample.job))
-            self.outbox.answers.append(Done(sample.row.id, result, "sample"))
+    def _answer_sample(self, sample: Sample, scores: Scores | None = None) -> None:
+        sequences = [spoken(sampled) for sampled in sample.sampled]
+        result = codec.sample_result(sequences, judged(scores, sample.job))
+        self.outbox.answers.append(Done(sample.row.id, result, "sample"))

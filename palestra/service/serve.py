@@ -16,10 +16,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 from transformers import AutoConfig, AutoTokenizer
@@ -29,18 +27,19 @@ from palestra.files import TEMPORARY, lock
 from palestra.service.app import create_app
 from palestra.service.bell import Bell
 from palestra.service.context import BaseInfo, Context, Limits
-from palestra.service.futures import Waiter
 from palestra.service.keys import Keys
-from palestra.service.origins import Origins
 from palestra.service.store import Store
 from palestra.service.vault import Vault
 from palestra.service.worker import Settings, work
 from palestra.web.door import bracketed, listening
+from palestra.web.origins import Origins
+from palestra.web.server import stoppable
 
 STEADY = 60.0  # seconds after which a worker that dies is taken to have worked
 LONGEST = 30.0  # seconds of pause before a worker is started again
 FINISH = 300.0  # seconds that a worker has to end its work when the server stops
 DRAIN = 10  # seconds that requests have to end
+JOINED = 4  # characters of a text that a tokenizer's normaliser may make one of
 
 Say = Callable[[str], None]
 
@@ -114,21 +113,14 @@ def _context(options: Options, url: str) -> Context:
 
 
 async def _serve(options: Options, app: FastAPI, worker: WorkerProcess | None, door: socket.socket, say: Say) -> None:
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=75,  # longer than clients keep a connection, or they would write into a closed one
-            timeout_graceful_shutdown=DRAIN,
-        ),
-        app.state.waiter,
+    server = stoppable(
+        app,
+        drain=DRAIN,
+        keep_alive=75,  # longer than clients keep a connection, or they would write into a closed one
+        closing=app.state.waiter.close,  # those who wait for answers ask again, of its successor
+        more=FINISH if worker else 0.0,
+        at_once=worker.kill if worker else lambda: None,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, server.handle_exit)  # before uvicorn listens, and after, when it raises what it caught
     watch = asyncio.create_task(worker.keep_alive()) if worker else None
     say(_how_to_connect(options, door.getsockname()[1]))
     try:
@@ -137,18 +129,6 @@ async def _serve(options: Options, app: FastAPI, worker: WorkerProcess | None, d
         if worker and watch:
             watch.cancel()
             await asyncio.to_thread(worker.stop)
-
-
-class _Server(uvicorn.Server):
-    """Told to stop, it lets go of those who wait for answers: they ask again, of its successor."""
-
-    def __init__(self, config: uvicorn.Config, waiter: Waiter) -> None:
-        super().__init__(config)
-        self.waiter = waiter
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
-        self.waiter.close()
 
 
 class WorkerProcess:
@@ -179,6 +159,10 @@ class WorkerProcess:
             self.say(f"the engine's worker died (exit code {process.exitcode}); starting it again in {pause:.0f} s")
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
 
     def stop(self) -> None:
         """Lets the worker end what it runs and save its models; one that does not come to an end is killed."""
@@ -216,6 +200,7 @@ def describe(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
         arch=(config.architectures or [config.model_type])[0],
         vocab=text.vocab_size,
         max_length=text.max_position_embeddings,
+        longest_token=JOINED * max(map(len, tokenizer.get_vocab())),
         tokenizer=tokenizer,
     )
 

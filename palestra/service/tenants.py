@@ -61,6 +61,7 @@ class Tenant:
     kept: int
     queue: list[tuple[int, int, sql.Row]] = field(default_factory=list)
     gathered: bool = False  # gradients that no optimizer step has used yet
+    training: int = 0  # requests for gradients that left the queue and are not answered
     used: float = field(default_factory=time.time)
     since: float | None = None
     lost: str | None = None
@@ -167,7 +168,8 @@ class Tenants:
     def crowd(self, idle: float) -> list[Tenant]:
         """Models unused for `idle` seconds, and the least recently used beyond `most`; none that has requests."""
         now, spare = time.time(), len(self.live) - self.most
-        return [t for i, t in enumerate(self) if (i < spare or now - t.used > idle) and not t.queue]
+        resting = ((i, t) for i, t in enumerate(self) if not t.queue and not t.training)
+        return [t for i, t in resting if i < spare or now - t.used > idle]
 
     def snapshot(self, base: Base, folder: str | None) -> Snapshot | None:
         """The weights in `folder`, as the sampler reads them; None for the bare base."""

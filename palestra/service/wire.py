@@ -24,6 +24,14 @@ MAX_SAMPLES = 4096
 MAX_NEW_TOKENS = 1_048_576
 MAX_TOPK = 256
 MAX_TEMPERATURE = 1000.0
+MIN_TEMPERATURE = 1e-5  # logits divided by less may exceed float32; vLLM, too, takes less for 0
+MAX_RATE = 1e4  # of learning, and of weight decay
+MAX_NORM = 1e30  # the largest norm to clip at that float32 still holds with room for sums
+# The parser holds the interpreter until it is through, and a container costs it fifty times what a number does.
+MAX_JSON = 2**24  # bytes of one JSON body: official clients cut their data into calls of at most some 10 MB
+MAX_CONTAINERS = 2**16  # lists and objects in one JSON body: some 4,000 sequences
+MAX_ITEMS = 2**21  # of all lists and objects in one JSON body; official clients send some 500,000
+MAX_PROMPTS = 1024  # in one call for completions
 MAX_TTL = 3660 * 86_400  # seconds: ten years, the official limit
 
 
@@ -54,6 +62,7 @@ Ttl = Annotated[int, Field(ge=1, le=MAX_TTL)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Unit = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=MAX_RATE)]
 Token = Annotated[int, Field(ge=0, le=INT32)]
 # fail_fast: of a million wrong numbers only the first is worth an error
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
@@ -63,10 +72,24 @@ Integers = Annotated[list[Annotated[int, Field(ge=0, le=INT64)]], Field(fail_fas
 
 def parse(model: type[M], body: bytes) -> M:
     """The body read as `model`. Raises BadRequest that names the first fields that are wrong."""
+    check_json(body)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
         raise BadRequest(_explained(error)) from None
+
+
+def check_json(body: bytes) -> None:
+    """Raises BadRequest (413) for a body that would take the parser more than about a second.
+
+    Brackets and commas within texts count, too: what has so many of them is no prompt.
+    """
+    if len(body) > MAX_JSON:
+        raise BadRequest(f"the body is longer than the {MAX_JSON} bytes of JSON allowed: send several requests", 413)
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        raise BadRequest(f"the body has more than {MAX_CONTAINERS} lists and objects: send several requests", 413)
+    if body.count(b",") > MAX_ITEMS:
+        raise BadRequest(f"the body has more than {MAX_ITEMS} items: send several requests", 413)
 
 
 def _explained(error: ValidationError) -> str:
@@ -192,7 +215,7 @@ class Chunk(Wire):
 
 
 class ModelInput(Wire):
-    chunks: Annotated[list[Chunk], Field(max_length=MAX_DATA)]
+    chunks: Annotated[list[Chunk], Field(max_length=MAX_DATA, fail_fast=True)]
 
 
 class JsonDatum(Wire):
@@ -201,7 +224,7 @@ class JsonDatum(Wire):
 
 
 class ForwardBackwardInput(Wire):
-    data: Annotated[list[JsonDatum], Field(max_length=MAX_DATA)]
+    data: Annotated[list[JsonDatum], Field(max_length=MAX_DATA, fail_fast=True)]
     loss_fn: Id
     loss_fn_config: Annotated[dict[str, float | str], Field(max_length=MAX_ENTRIES)] | None = None
 
@@ -221,12 +244,12 @@ class ForwardRequest(Wire):
 class AdamParams(Wire):
     """The official defaults. `grad_clip_norm` 0 clips nothing."""
 
-    learning_rate: NotNegative = 1e-4
+    learning_rate: Rate = 1e-4
     beta1: Unit = 0.9
     beta2: Unit = 0.95
-    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-12
-    weight_decay: NotNegative = 0.0
-    grad_clip_norm: NotNegative = 0.0
+    eps: Annotated[float, Field(gt=0, le=MAX_RATE)] = 1e-12
+    weight_decay: Rate = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0, le=MAX_NORM)] = 0.0
 
 
 class OptimStepRequest(Wire):
@@ -259,8 +282,8 @@ class ReverseKLRequest(Wire):
 
     model_id: Id
     reference_model_path: TinkerPath
-    data: Annotated[list[ReverseKLDatum], Field(min_length=1, max_length=MAX_DATA)]
-    temperature: Annotated[float, Field(gt=0, le=MAX_TEMPERATURE)] = 1.0
+    data: Annotated[list[ReverseKLDatum], Field(min_length=1, max_length=MAX_DATA, fail_fast=True)]
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] = 1.0
     seq_id: SeqId | None = None
 
 
@@ -289,7 +312,7 @@ Stops = Annotated[list[StopText], Field(max_length=MAX_ENTRIES)] | Annotated[lis
 
 
 class SamplingParams(Wire):
-    """`stop` null stops at the model's own end tokens, [] at nothing. `top_k` -1 and `top_p` 1 leave all tokens in."""
+    """`stop` adds to the model's own end tokens; [] turns these off. `top_k` -1 and `top_p` 1 leave all tokens in."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
     seed: Seed | None = None
@@ -297,6 +320,13 @@ class SamplingParams(Wire):
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @field_validator("temperature")
+    @classmethod
+    def _finite_logits(cls, temperature: float) -> float:
+        if 0 < temperature < MIN_TEMPERATURE:
+            raise ValueError(f"below {MIN_TEMPERATURE} logits overflow. Say 0 to take the likeliest token.")
+        return temperature
 
     @field_validator("top_k")
     @classmethod

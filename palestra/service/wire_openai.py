@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -11,6 +11,7 @@ from palestra.service.wire import (
     MAX_DATA,
     MAX_ENTRIES,
     MAX_NEW_TOKENS,
+    MAX_PROMPTS,
     MAX_SAMPLES,
     MAX_TEMPERATURE,
     MAX_TOPK,
@@ -21,6 +22,9 @@ from palestra.service.wire import (
     Tokens,
     Wire,
 )
+
+P = TypeVar("P")
+Prompts = Annotated[list[P], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class Completing(Wire):
@@ -41,7 +45,7 @@ class Completing(Wire):
 class CompletionRequest(Completing):
     """`logprobs` counts alternatives to show beside each token."""
 
-    prompt: str | list[str] | Tokens | list[Tokens]
+    prompt: str | Prompts[str] | Tokens | Prompts[Tokens]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = None
     echo: bool | None = None
 
@@ -57,7 +61,7 @@ class ChatMessage(Wire):
 
 
 class ChatCompletionRequest(Completing):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_DATA)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_DATA, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = None

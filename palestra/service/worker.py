@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +22,8 @@ import sqlalchemy as sql
 from pydantic import BaseModel
 
 from palestra.engine.distill import Lesson, ReverseKL
-from palestra.engine.joint import Job, Outcome, train_together
+from palestra.engine.joint import Job, Outcome
+from palestra.engine.memory import give_back_freed_memory
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Sampler
 from palestra.engine.trainer import AdamConfig
@@ -40,12 +41,12 @@ from palestra.service.shelf import Shelf
 from palestra.service.store import Done, Store
 from palestra.service.tables import Change, models
 from palestra.service.tenants import Base, Lost, Tenant, Tenants
+from palestra.service.training import GRADIENTS, Training, Work
 from palestra.service.vault import Vault
 
-GRADIENTS = ("forward_backward", "forward", "reverse_kl")
 SHARED = (*GRADIENTS, "sample")  # what makes one batch with others of its kind
-AHEAD = 4  # requests of one model that may share a pass
 SWEEP = 60.0  # seconds between two looks for what is over
+REST = 1.0  # seconds without work after which memory is given back
 QUIET = 0.005  # seconds without a new request after which a burst of them is taken to be over
 BURST = 0.1  # seconds that a burst may take
 GRACE = 60.0  # seconds that samples have to end when the worker stops
@@ -80,9 +81,10 @@ class Worker:
         self.tenants = Tenants(store, self.vault, self.bases, most=settings.resident)
         self.outbox = Outbox(store)
         self.samples, self.shelf = Samples(self.tenants, self.outbox), Shelf(self.tenants, self.outbox)
-        self.training: Generator[None, None, None] | None = None
+        self.training = Training(self.tenants, settings.pack_tokens, settings.patience, self._read, self._learned)
         self.stopping = False
-        self._swept = time.monotonic()
+        self._swept = self._moved = time.monotonic()
+        self._rested = True
 
     def run(self) -> None:
         self.recover()
@@ -90,6 +92,7 @@ class Worker:
             moved = self.turn()
             if not moved:
                 self._reclaim()
+            self._rest(moved)
             self.bell.wait(0 if moved else 0.02)
         self.finish()
 
@@ -106,9 +109,8 @@ class Worker:
     def finish(self) -> None:
         """Ends the training under way, saves every model, and lets samples end. What has not begun, or takes too long,
         is there for the next worker."""
-        while self.training:
-            self._train()
-            self.flush()
+        self.training.finish()
+        self.flush()
         for tenant in self.tenants:
             self._keeping(partial(self._release, tenant))
         self.flush()
@@ -123,7 +125,7 @@ class Worker:
         moved |= self._train()
         moved |= self.samples.advance()
         self.flush()
-        if time.monotonic() - self._swept > SWEEP and self.training is None:  # what is trained must not leave memory
+        if time.monotonic() - self._swept > SWEEP:
             self._sweep()
         return moved
 
@@ -135,11 +137,10 @@ class Worker:
 
     def _take(self) -> bool:
         rows = self.store.take()
-        if rows and rows[-1].kind in SHARED and not self.training and not self.samples.busy:
+        if rows and rows[-1].kind in SHARED and not self.training.busy and not self.samples.busy:
             rows += self._more()
         for row in rows:
             self.outbox.guarded(row, partial(self._place, row))
-        self.samples.score()
         return bool(rows)
 
     def _more(self) -> list[sql.Row]:
@@ -160,6 +161,15 @@ class Worker:
         if self.store.database.troubled and not self.samples.busy and not any(t.queue for t in self.tenants):
             self.store.database.troubled = False
             self.store.give_back()
+
+    def _rest(self, moved: bool) -> None:
+        """Gives memory back to the system once there has been nothing to do for a while."""
+        if moved:
+            self._moved, self._rested = time.monotonic(), False
+        elif not self._rested and time.monotonic() - self._moved > REST:
+            self.samples.rest()
+            give_back_freed_memory()
+            self._rested = True
 
     def _place(self, row: sql.Row) -> None:
         if row.kind == "sample":
@@ -182,17 +192,12 @@ class Worker:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def _train(self) -> bool:
-        if self.training is None:
-            ready = [t for t in self.tenants if t.ready(self.settings.patience)]
-            single = [t for t in ready if t.queue[0][2].kind not in GRADIENTS]
-            for tenant in single:
-                seq, row = tenant.pop()
-                self.outbox.guarded(row, partial(self._alone, tenant, seq, row))
-            self.training = self._gradients([t for t in ready if t not in single]) if len(ready) > len(single) else None
-            return bool(single) or self.training is not None
-        if next(self.training, self) is self:
-            self.training = None
-        return True
+        """The tasks that models do alone, then a micro-batch."""
+        single = [tenant for tenant in self.training.ready() if tenant.queue[0][2].kind not in GRADIENTS]
+        for tenant in single:
+            seq, row = tenant.pop()
+            self.outbox.guarded(row, partial(self._alone, tenant, seq, row))
+        return self.training.advance() or bool(single)
 
     def _alone(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
         """A request that shares nothing with others. One that the front end had refused kept its place until now."""
@@ -207,22 +212,9 @@ class Worker:
     def _created(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
         self.outbox.answers.append(Done.json(row.id, model_id=tenant.id, type="create_model"))
 
-    def _gradients(self, tenants: list[Tenant]) -> Generator[None, None, None]:
-        """Forward and backward passes that are ready, together for each base."""
-        for base in self.bases.values():
-            work: list[tuple[Tenant, int, sql.Row, Job]] = []
-            for tenant in (t for t in tenants if t.base is base):
-                while len(work) < AHEAD * len(tenants) and self._gradient_next(tenant):
-                    seq, row = tenant.pop()
-                    job = self.outbox.guarded(row, partial(self._job, tenant, row))
-                    if job:
-                        work.append((tenant, seq, row, job))
-            outcomes = yield from train_together(base.engine, [w[3] for w in work], self.settings.pack_tokens)
-            for (tenant, seq, row, job), outcome in zip(work, outcomes, strict=True):
-                self.outbox.guarded(row, partial(self._learned, tenant, seq, row, job, outcome))
-
-    def _gradient_next(self, tenant: Tenant) -> bool:
-        return tenant.ready(self.settings.patience) and tenant.queue[0][2].kind in GRADIENTS
+    def _read(self, tenant: Tenant, row: sql.Row) -> Job | None:
+        found: Job | None = self.outbox.guarded(row, partial(self._job, tenant, row))
+        return found
 
     def _job(self, tenant: Tenant, row: sql.Row) -> Job:
         if row.result is not None or tenant.lost:
@@ -244,7 +236,10 @@ class Worker:
         ]
         return ReverseKL(tenant.base.engine, reference, lessons, temperature=job.temperature)
 
-    def _learned(self, tenant: Tenant, seq: int, row: sql.Row, job: Job, outcome: Outcome | Exception) -> None:
+    def _learned(self, work: Work, outcome: Outcome | Exception) -> None:
+        self.outbox.guarded(work.row, partial(self._note, work.tenant, work.seq, work.row, work.job, outcome))
+
+    def _note(self, tenant: Tenant, seq: int, row: sql.Row, job: Job, outcome: Outcome | Exception) -> None:
         if isinstance(outcome, Exception):
             raise outcome
         if isinstance(job.loss, ReverseKL):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from palestra.files import atomic_write, lock, size
+from palestra.files import atomic_write, check_folder, lock, size
 from palestra.sinks.base import LOGS, Sink, Sinks, figures_of
 from palestra.sinks.kinds import open_sink
 
@@ -168,6 +168,7 @@ def sync(path: Path, config: Any, *, follow: bool = False) -> int:
     """
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
+    check_folder(path)
     post = Post(path, config)
     try:
         count = post.send()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import httpx
 
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})  # statuses worth another try
+LARGEST = 32 * 2**20  # bytes of an answer, unpacked
 LONGEST_PAUSE = 30.0  # seconds between tries, unless the endpoint asks for more
 
 
@@ -117,7 +118,7 @@ class Line:
         endpoint, httpx = self.endpoint, _httpx()
         try:
             async with asyncio.timeout(endpoint.timeout):  # httpx's own limit starts anew with every byte that drips in
-                response = await self.client.post(endpoint.address, json=body, headers=_headers(endpoint))
+                response = await self._post(body)
         except TimeoutError:
             return None, f"no answer within timeout: {endpoint.timeout:g} seconds", 0.0
         except httpx.RequestError as error:
@@ -128,6 +129,17 @@ class Line:
         if not response.is_success:
             raise failed(endpoint, f"answered {status}: {quoted(endpoint, response.text)}", [])
         return _message(response), f"{status} without a completion: {quoted(endpoint, response.text)}", 0.0
+
+    async def _post(self, body: Json) -> httpx.Response:
+        """The endpoint's response, read. Raises EndpointError for one that is longer than LARGEST."""
+        endpoint, content = self.endpoint, bytearray()
+        async with self.client.stream("POST", endpoint.address, json=body, headers=_headers(endpoint)) as response:
+            async for piece in response.aiter_bytes():
+                content += piece
+                if len(content) > LARGEST:
+                    raise failed(endpoint, f"sent an answer of more than {LARGEST:,} bytes", self.faults)
+        headers = [(name, value) for name, value in response.headers.multi_items() if name != "content-encoding"]
+        return _httpx().Response(response.status_code, headers=headers, content=bytes(content))
 
 
 @asynccontextmanager

@@ -173,6 +173,30 @@ def test_a_stop_waits_for_what_is_under_way_and_a_resume_does_the_rest(backend: 
 # ---- workers that are processes
 
 
+SLOW = {"train/sum-0-1": 1.0}  # the first task of `Sums`
+
+
+def heard(root: Path, backend: Backend, as_completed: bool) -> list[str]:
+    """Names of the tasks in the order in which the plan got their results."""
+    plan = Sums(4)
+    with Run.create(root, "", f"{as_completed}") as run:
+        assert follow(plan, backend, run, as_completed=as_completed)
+    return [name for name, _ in plan.heard]
+
+
+def test_results_come_in_the_order_of_tasks_however_uneven_the_workers(others: Open, tmp_path: Path) -> None:
+    backend = others(partial(Adder, slow=SLOW))
+    assert backend.workers > 1
+    alone = heard(tmp_path / "alone", Inline(Adder), as_completed=False)
+    assert heard(tmp_path / "others", backend, as_completed=False) == alone
+
+
+def test_as_completed_no_result_waits_for_a_slower_one(others: Open, tmp_path: Path) -> None:
+    backend = others(partial(Adder, slow=SLOW))
+    made = [name for name in heard(tmp_path, backend, as_completed=True) if name.startswith("train/")]
+    assert made.index("train/sum-0-1") > made.index("train/sum-1-2")
+
+
 def test_workers_are_processes_of_one_thread_each(others: Open) -> None:
     backend = others(Teller)
     found: list[dict[str, Any]] = []

@@ -38,10 +38,12 @@ def test_guess_number(official: Official, clients: str, tmp_path: Path) -> None:
     assert checkpoints(tmp_path)[-1]["state_path"].startswith("tinker://")
 
 
-def test_text_arena_against_a_random_opponent(official: Official, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [BASE, PLAIN], ids=["default renderer", "role_colon"])
+def test_text_arena_against_a_random_opponent(official: Official, tmp_path: Path, model: dict[str, str]) -> None:
+    """Its default renderer raises where an answer goes on behind the end token."""
     sizes = {"batch_size": 8, "num_train_datapoints": 16, "num_test_datapoints": 4, "max_tokens": 8}
     flags = {"test_opponent": "random", "max_steps": 2, "eval_every": 1, "save_every": 0}
-    rows = official.recipe("c", "multiplayer_rl.text_arena", tmp_path, **PLAIN, **sizes, **flags)
+    rows = official.recipe("c", "multiplayer_rl.text_arena", tmp_path, **model, **sizes, **flags)
     assert all(-2 <= reward <= 1 for reward in rewards(rows)) and len(rewards(rows)) == 2
     assert rewards(rows, "test/env/all/reward/total")
 

@@ -7,8 +7,10 @@ from long_runs import write_long_run
 from starlette.testclient import TestClient
 
 from palestra.dashboard.app import dashboard
-from palestra.dashboard.guard import is_ours
 from palestra.dashboard.library import Absent, Library
+from palestra.files import sealed, to_line
+from palestra.runs.checkpoints import LOGS
+from palestra.web.origins import Origins
 
 HERE = "http://127.0.0.1"
 SECRET = "for nobody's eyes"
@@ -51,9 +53,14 @@ def root(tmp_path_factory):
     (spoilt / "meta.json").symlink_to(outside / "config.yaml")
     weights = '[{"name": "sly", "player": "a", "weights": "../../outside"}]'
     (good / "population.json").write_text(weights)
-    line = '{"step": 0, "path": "../../outside", "names": {"red": "."}, "files": {}, "keep": true}\n'
-    (good / "checkpoints.jsonl").write_text(line)
+    (good / "checkpoints.jsonl").write_bytes(checkpoint_line("../../outside", "."))
     return root
+
+
+def checkpoint_line(path, name):
+    """A line of checkpoints.jsonl, whole and with its checksum, that leads to such a folder."""
+    logs = {log: {"bytes": 0, "sha256": "0" * 64} for log in LOGS}
+    return to_line(sealed({"step": 0, "path": path, "names": {"red": name}, "files": {}, "logs": logs, "keep": True}))
 
 
 @pytest.fixture
@@ -95,9 +102,24 @@ def test_links_in_a_run_lead_nowhere(client):
 
 def test_weights_that_are_said_to_be_elsewhere_are_not_sent(client):
     assert client.get("/api/runs/good/members/sly.zip").status_code == 404
-    assert client.get("/api/runs/good/checkpoints/0/red.zip").status_code == 404
+    assert client.get("/api/runs/good/checkpoints/0/red.zip").status_code == 400
     agents = client.get("/api/runs/good/agents")
-    assert agents.status_code == 404 and "outside" in agents.text
+    assert agents.status_code == 400 and "do not go on with a run that you do not trust" in agents.text
+
+
+@pytest.mark.parametrize("name", ["/usr", "../../../outside", "..", "", "a\0b", "link"])
+def test_names_in_checkpoints_lead_nowhere(tmp_path, name):
+    """Not even to tell how large the files are that lie there."""
+    run = write_long_run(tmp_path / "runs", "sly", steps=1)
+    outside = write_long_run(tmp_path, "outside", steps=1)
+    folder = run / "checkpoints" / "step-000000"
+    folder.mkdir(parents=True)
+    (folder / "link").symlink_to(outside)
+    (run / "checkpoints.jsonl").write_bytes(checkpoint_line("checkpoints/step-000000", name))
+    client = TestClient(dashboard(tmp_path / "runs"), base_url=HERE)
+    for page in ("agents", "checkpoints/0/red.zip"):
+        answer = client.get(f"/api/runs/sly/{page}")
+        assert answer.status_code == 400 and "bytes" not in answer.text
 
 
 def test_it_only_shows(client):
@@ -133,7 +155,7 @@ def test_every_answer_forbids_what_a_page_need_not_do(client):
     ],
 )
 def test_other_names_than_ours_are_not_answered_to(root, host, ours):
-    assert is_ours(host, {"localhost", "box"}) == ours
+    assert Origins(hosts=frozenset({"box"})).is_called(host) == ours
     client = TestClient(dashboard(root, hosts={"box"}), base_url=HERE)
     assert client.get("/api/runs", headers={"Host": host}).status_code == (200 if ours else 421)
 

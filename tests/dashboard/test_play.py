@@ -13,14 +13,15 @@ from processes import playing
 from starlette.testclient import TestClient
 
 from palestra.dashboard.game import Games, OutOfTurn, Setting
-from palestra.dashboard.play import LARGEST, page
+from palestra.dashboard.play import LIMITS, page
 from palestra.envs import make_env
 from palestra.envs.base import Env
 from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.rollouts.play import Arena, Branching, Match
 from palestra.types import Step
+from palestra.web.calls import ANYBODY
 from palestra.web.door import listening
-from palestra.web.endpoint import ANYBODY, Session
+from palestra.web.endpoint import Session
 
 KUHN = """
 env: {type: text_kuhn, rendering: full}
@@ -139,7 +140,9 @@ def test_other_pages_may_not_play(client):
         (b'{"turn": "x", "text": "bet"}', 400),
         (b'{"turn": 0, "text": "bet", "seat": "player_1"}', 400),
         (b"\xff", 400),
-        (b'{"turn": 0, "text": "' + b"x" * LARGEST + b'"}', 400),
+        (b"[" * 100_000, 400),
+        (b'{"turn": 0, "text": "\\ud800"}', 400),
+        (b'{"turn": 0, "text": "' + b"x" * LIMITS.body + b'"}', 413),
     ],
 )
 def test_what_is_no_answer_is_said(client, body, status):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from palestra.engine.attention import plant
+from palestra.engine.draw import choose, uniform
 from palestra.engine.lora import Adapter, LoraConfig, Single
-from palestra.engine.models import Engine, check_attention
-from palestra.engine.sampler import Request, Sampler, Sampling, choose, uniform
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Request, Sampler, Sampling
 from palestra.engine.trainer import Trainer, lay_out
 from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
 from palestra.testing import tiny_lm
@@ -132,7 +133,7 @@ def test_a_later_turn_reuses_the_earlier_one_and_says_the_same():
     request = Request(later, 2, Sampling(max_tokens=5), seed=2)
     warm = sampler.sample_all([request])[0]
     cold = Sampler(engine).sample_all([request])[0]
-    assert sampler.counts["reused_tokens"] == len(prompt) + len(first[1].token_ids) - 1
+    assert sampler.batch.counts["reused_tokens"] == len(prompt) + len(first[1].token_ids) - 1
     for a, b in zip(warm, cold, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
@@ -240,13 +241,6 @@ def test_stop_strings_end_an_answer():
 def test_a_prompt_beyond_the_base_is_an_error_with_the_fix():
     with pytest.raises(ValueError, match="512 positions"):
         Sampler(tiny_lm()).sample_all([Request(np.ones(510, np.int32), 1, Sampling(max_tokens=8))])
-
-
-def test_models_with_other_attention_are_refused():
-    engine = tiny_lm()
-    engine.model.config.layer_types = ["sliding_attention", "full_attention"]
-    with pytest.raises(ValueError, match="sliding-window"):
-        check_attention(engine.model, "x")
 
 
 def test_single_route_leaves_other_layers_alone():

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from palestra.engine.attention import TreeLayout, plant
-from palestra.engine.cache import Cache, PrefillLayout
+from palestra.engine.cache import Cache
+from palestra.engine.cached_attention import PrefillLayout
 from palestra.engine.lora import Adapter, LoraConfig, Single, Stack, Stacked
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
@@ -124,16 +125,18 @@ def test_a_prefill_keeps_each_groups_last_row_under_its_own_adapter():
     prompts = [rng.integers(5, 250, n) for n in (9, 4, 13, 6)]
     stack = Stack([adapter.snapshot() for adapter in adapters], engine.linears)
     cache = Cache(2, 2, 16, engine.device, engine.dtype)
-    cache.reserve(groups=4, siblings=1, prompt=13, answer=1)
+    slots = cache.prompts([len(prompt) for prompt in prompts], [1, 1, 9, 1])  # in two pools
 
-    def prefill(slots: list[int], starts: list[int], ends: list[int], counts: list[int]) -> torch.Tensor:
-        layout = PrefillLayout(cache, np.array(slots), np.array(starts), np.array(ends))
-        ids = np.concatenate([prompts[s][a:b] for s, a, b in zip(slots, starts, ends, strict=True)])
+    def prefill(starts: list[int], ends: list[int], counts: list[int]) -> torch.Tensor:
+        for slot, end in zip(slots, ends, strict=True):
+            slot.length = end
+        layout = PrefillLayout(slots, np.array(starts))
+        ids = np.concatenate([prompt[a:b] for prompt, a, b in zip(prompts, starts, ends, strict=True)])
         return engine.logits(engine.tensor(ids), layout.positions, layout, Stacked(stack, counts), layout.last_N)
 
     with torch.no_grad():
-        prefill([0, 1, 2, 3], [0, 0, 0, 0], [1, 1, 5, 1], [1, 6])
-        found = prefill([0, 1, 2, 3], [0, 0, 5, 0], [9, 4, 13, 6], [9, 12])
+        prefill([0, 0, 0, 0], [1, 1, 5, 1], [1, 6])
+        found = prefill([0, 0, 5, 0], [9, 4, 13, 6], [9, 12])
         for prompt, owner, logits_V in zip(prompts, owners, found, strict=True):
             ids_S, every = engine.tensor(prompt), torch.arange(len(prompt))
             layout, route = TreeLayout(plant([prompt]), engine.device), Single(owner) if owner else None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from palestra.engine import batch as batch_module
 from palestra.engine import sampler as sampler_module
 from palestra.engine.draw import StopStrings, uniform
 from palestra.engine.lora import Adapter, LoraConfig
@@ -242,13 +243,13 @@ def test_prompts_that_are_equal_are_computed_once(engine):
         assert tokens(answers) == tokens(alone)
         for ours, theirs in zip(answers, alone, strict=True):
             np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
-    assert sampler.counts["prefill_tokens"] == len(adapters) * (5 + 6)
-    assert sampler.counts["reused_tokens"] == 3 * len(adapters) * (5 + 6)
+    assert sampler.batch.counts["prefill_tokens"] == len(adapters) * (5 + 6)
+    assert sampler.batch.counts["reused_tokens"] == 3 * len(adapters) * (5 + 6)
     said = Sampler(engine).sample_all(requests[:1])[0][0].token_ids
     on = np.concatenate([requests[0].prompt_ids, said, [7]])
     went_on = Request(on, 1, Sampling(max_tokens=5, end=False), None, 9)
     assert tokens(sampler.sample_all([went_on])[0]) == tokens(Sampler(engine).sample_all([went_on])[0])
-    assert sampler.counts["prefill_tokens"] == len(adapters) * (5 + 6) + 2
+    assert sampler.batch.counts["prefill_tokens"] == len(adapters) * (5 + 6) + 2
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
@@ -276,7 +277,7 @@ def test_a_coroutine_that_is_cancelled_frees_its_rows(engine):
         sampler = Sampler(engine)
         task = asyncio.create_task(sampler.sample(ask(1, max_tokens=400, end=False)))
         other = asyncio.create_task(sampler.sample(ask(2)))
-        while not sampler.groups:
+        while not sampler.batch.groups:
             await asyncio.sleep(0)
         task.cancel()
         answers = await other
@@ -312,7 +313,7 @@ def test_a_request_that_fails_leaves_the_others_alone(engine):
 def test_a_failure_half_way_leaves_the_others_alone(engine):
     """Here the tail's decoder fails on one request's text, at its fourth token."""
     sampler, requests = Sampler(engine), [ask(0), ask(1, stop=("never",)), ask(2)]
-    found, calls = sampler._stop_strings.found, []
+    found, calls = sampler.batch._stop_strings.found, []
 
     def failing(*args):
         calls.append(args)
@@ -320,7 +321,7 @@ def test_a_failure_half_way_leaves_the_others_alone(engine):
             raise RuntimeError("no such text")
         return found(*args)
 
-    sampler._stop_strings.found = failing
+    sampler.batch._stop_strings.found = failing
     outcomes = drive(sampler, requests)
     assert str(outcomes[1]) == "no such text"
     for i in (0, 2):
@@ -407,11 +408,84 @@ def test_seeds_of_64_bits_are_taken_with_and_without_sign(engine):
 def test_the_cache_grows_with_answers_that_may_be_long(engine, monkeypatch):
     """Room for many tokens is not taken before it is needed, and what is sampled does not depend on it."""
     whole = Sampler(engine).sample_all([ask(i, max_tokens=40, end=False) for i in range(2)])
-    monkeypatch.setattr(sampler_module, "ANSWER", 4)
+    monkeypatch.setattr(batch_module, "ANSWER", 4)
     sampler = Sampler(engine)
     assert [tokens(a) for a in sampler.sample_all([ask(i, max_tokens=40, end=False) for i in range(2)])] == [
         tokens(a) for a in whole
     ]
     short = Sampler(engine)
     short.sample_all([ask(max_tokens=400, stop_ids=tuple(range(272)))])  # ends at once
-    assert short.cache.suffix.shape[5] == 4
+    short.rest()
+    assert not short.batch.cache.bytes
+
+
+# ---- several clients
+
+
+def test_a_light_client_is_served_beside_a_heavy_one(engine):
+    """Ada comes when bob fills all rows and has more waiting: her rows are admitted at once, and get passes of their
+    own. What is sampled is what it is alone, and bob's answers come too."""
+    sampler, outcomes = Sampler(engine, max_rows=64), {}
+    heavy = [Request(prompt(i), 48, Sampling(max_tokens=40, end=False), seed=i, client="bob") for i in range(4)]
+    for i, request in enumerate(heavy):
+        sampler.submit(request, partial(outcomes.__setitem__, i))
+    for _ in range(3):
+        sampler.advance()
+    assert len(sampler.batch.rows) == 64
+    light = Request(prompt(9), 2, Sampling(max_tokens=10, end=False), seed=9, client="ada")
+    sampler.submit(light, partial(outcomes.__setitem__, "ada"))
+    steps = 0
+    while "ada" not in outcomes:
+        sampler.advance()
+        steps += 1
+    assert steps == 2 and len(outcomes) == 1
+    assert len(sampler.batch.rows) == 64  # at most so many are one client's
+    while sampler.advance():
+        pass
+    for answers, request in [(outcomes["ada"], light), (outcomes[0], heavy[0]), (outcomes[3], heavy[3])]:
+        assert tokens(answers) == tokens(Sampler(engine).sample_all([request])[0])
+
+
+def test_passes_are_short_while_a_light_client_is_here(engine, monkeypatch):
+    """From ada's first pass on, each pass takes a quarter of bob's rows at most, all of them in turn, and begins no
+    more; once ada is gone, all rows again. What is sampled is the same."""
+    sampler, outcomes, passes = Sampler(engine, max_rows=64), {}, []
+    decode = sampler.batch.decode
+    monkeypatch.setattr(sampler.batch, "decode", lambda rows: (passes.append([*rows]), decode(rows)))
+    heavy = [Request(prompt(i), 48, Sampling(max_tokens=30), seed=i, client="bob") for i in range(4)]
+    for i, request in enumerate(heavy):
+        sampler.submit(request, partial(outcomes.__setitem__, i))
+    sampler.advance()
+    assert len(passes[-1]) == 64
+    light = Request(prompt(9), 1, Sampling(max_tokens=5, end=False), seed=9, client="ada")
+    sampler.submit(light, partial(outcomes.__setitem__, "ada"))
+    monkeypatch.setattr(sampler_module, "RECENT", 3600.0)
+    passes.clear()
+    for _ in range(6):
+        sampler.advance()
+    assert outcomes.keys() == {"ada"} and [len(rows) for rows in passes[:4]] == [1] * 4
+    assert all(0 < len(rows) <= 16 for rows in passes[4:])
+    lengths = [len(row.token_ids) for row in sampler.batch.rows if row.group.begun == 48]
+    assert max(lengths) - min(lengths) <= 2
+    sampler._light_until = 0.0
+    passes.clear()
+    sampler.advance()
+    assert len(passes[0]) > 32
+    while sampler.advance():
+        pass
+    for key, request in [("ada", light), *enumerate(heavy)]:
+        assert tokens(outcomes[key]) == tokens(Sampler(engine).sample_all([request])[0])
+
+
+def test_a_clients_requests_keep_their_order_and_two_heavy_ones_share_the_rows(engine):
+    sampler, order = Sampler(engine, max_rows=32), []
+    for i in range(6):
+        for client in ("bob", "eve"):
+            request = Request(prompt(i), 32, Sampling(max_tokens=6, end=False), seed=i, client=client)
+            sampler.submit(request, lambda outcome, who=client, i=i: order.append((who, i)))
+    while sampler.advance():
+        held = [sum(row.group.request.client == who for row in sampler.batch.rows) for who in ("bob", "eve")]
+        assert sum(held) <= 36
+    for who in ("bob", "eve"):
+        assert [i for name, i in order if name == who] == list(range(6))
+    assert {name for name, _ in order[:2]} == {name for name, _ in order[-2:]} == {"bob", "eve"}

@@ -120,6 +120,32 @@ def test_a_broken_env_is_caught_and_named(broken, finding):
         check_env(broken)
 
 
+class Gymlike(Countdown):
+    """Returns what Gymnasium's envs do."""
+
+    def reset(self, seed: int) -> Any:
+        return super().reset(seed).observations, {}
+
+
+class Broken(Countdown):
+    """Raises at an action that is no bad one."""
+
+    def step(self, actions: dict[str, str]) -> Step:
+        raise KeyError("boom")
+
+
+def test_an_env_that_returns_no_step_is_told_what_to_return():
+    message = r"reset must return a palestra.types.Step, and returned a tuple, as in Gymnasium: write return Step\("
+    with pytest.raises(ValueError, match=message):
+        check_env(Gymlike)
+
+
+def test_an_env_that_raises_is_told_where():
+    with pytest.raises(ValueError, match=r"env Broken, seed 0: step raised KeyError\('boom'\)\. Fix: ") as caught:
+        check_env(Broken)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 def test_actions_may_be_supplied():
     drawn = []
 

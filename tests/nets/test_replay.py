@@ -182,7 +182,7 @@ def test_what_counts_is_the_teams_time_when_all_are_judged_as_one() -> None:
     assert column(moves.next_obs) == [2, 3, 103, 103]
     assert moves.weight.tolist() == [[1, 1]] * 4
     assert moves.acting.tolist() == [[True, False], [False, True]] * 2
-    assert moves.next_acting.tolist() == [[True, False], [False, True], [False, True], [False, True]]
+    assert moves.next_acting.tolist() == [[True, False], [False, True], [False, False], [False, False]]  # it ends
 
 
 def test_only_moments_of_the_seats_that_are_asked_for_take_room() -> None:

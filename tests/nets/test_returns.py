@@ -27,7 +27,7 @@ def course(
     last = torch.zeros(T, 1, 1, dtype=torch.float64)
     for t, value in (bootstrap or {}).items():
         last[t] = value
-    ended = torch.zeros(T, 1, dtype=torch.bool)
+    ended = torch.zeros(T, 1, 1, dtype=torch.bool)
     ended[list(over)] = True
     return Course(
         torch.tensor(rewards, dtype=torch.float64).view(T, 1, 1),
@@ -85,7 +85,7 @@ def two_turns() -> Course:
     rewards = torch.tensor([[[0.0, 0.0]], [[0.1, 0.0]], [[0.0, 0.0]], [[1.0, -1.0]]])
     values = torch.tensor([[[0.2, 99.0]], [[99.0, -0.1]], [[0.4, 99.0]], [[99.0, 0.3]], [[0.2, 99.0]]])
     acting = values < 50
-    over = torch.tensor([[False], [False], [False], [True]])
+    over = torch.tensor([False, False, False, True]).view(4, 1, 1).expand(4, 1, 2)
     return Course(rewards, values, torch.zeros(4, 1, 2), over, acting)
 
 
@@ -147,7 +147,7 @@ def decisions(game: Course, b: int, n: int) -> list[list[tuple[int, float, float
         while t < T:
             reward += float(game.rewards[t, b, n])
             t += 1
-            if game.over[t - 1, b]:
+            if game.over[t - 1, b, n]:
                 follows = float(game.bootstrap[t - 1, b, n])
                 break
             if game.acting[t, b, n]:
@@ -155,7 +155,7 @@ def decisions(game: Course, b: int, n: int) -> list[list[tuple[int, float, float
                 break
         if follows is not None:
             chains[-1].append((start, reward, float(game.values[start, b, n]), follows))
-        if follows is None or game.over[t - 1, b]:
+        if follows is None or game.over[t - 1, b, n]:
             chains.append([])
     return chains
 
@@ -201,7 +201,8 @@ def vtrace_by_definition(
 
 @st.composite
 def courses(draw: st.DrawFn, *, turns: bool = True, settled: bool = True) -> Course:
-    """Random games of random seats; with `settled` all of them act at the last moment, so that every move is known."""
+    """Random games of random seats, which end for all or for some; with `settled` all of them act at the last moment,
+    so that every move is known."""
     T, B, N = draw(st.integers(1, 7)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     eighths = st.integers(-24, 24).map(lambda x: x / 8)
 
@@ -211,12 +212,12 @@ def courses(draw: st.DrawFn, *, turns: bool = True, settled: bool = True) -> Cou
     def flags(*shape: int) -> torch.Tensor:
         return torch.from_numpy(draw(arrays.arrays(np.bool_, shape)))
 
-    over = flags(T, B)
-    terminated = flags(T, B)
+    over = flags(T, B)[..., None] | flags(T, B, N)
+    terminated = flags(T, B, N)
     acting = flags(T + 1, B, N) if turns else torch.ones(T + 1, B, N, dtype=torch.bool)
     if settled:
         acting[-1] = True
-    bootstrap = torch.where((over & ~terminated)[..., None], real(T, B, N), 0.0)
+    bootstrap = torch.where(over & ~terminated, real(T, B, N), 0.0)
     return Course(real(T, B, N), real(T + 1, B, N), bootstrap, over, acting)
 
 
@@ -278,8 +279,6 @@ def test_on_policy_the_targets_of_vtrace_are_those_of_gae(game: Course, gamma: f
 @given(courses(turns=False), PARTS)
 def test_a_constant_added_to_values_without_discount_cancels(game: Course, lam: float) -> None:
     """With gamma 1 and no terminal steps, only differences of values count."""
-    cut = replace(game, bootstrap=torch.where(game.over[..., None], game.bootstrap, 0.0))
-    moved = replace(
-        cut, values=cut.values + 3, bootstrap=torch.where(cut.over[..., None], cut.bootstrap + 3, cut.bootstrap)
-    )
+    cut = replace(game, bootstrap=torch.where(game.over, game.bootstrap, 0.0))
+    moved = replace(cut, values=cut.values + 3, bootstrap=torch.where(cut.over, cut.bootstrap + 3, cut.bootstrap))
     assert torch.allclose(gae(cut, gamma=1.0, lam=lam)[0], gae(moved, gamma=1.0, lam=lam)[0])

@@ -171,7 +171,7 @@ def test_settings_change_the_algorithm_or_its_network() -> None:
 
 def test_what_diverges_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"task train/it, after [\d,]+ of 2,048 env steps: .* not a finite number"):
-        train(worker(), tmp_path, settings={"lr": 1e30})
+        train(worker(), tmp_path, settings={"lr": 1e6, "hidden": [8] * 8, "activation": "relu"})
 
 
 def test_orders_that_do_not_fit(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_what_memory_reuses_gives_the_trainers_probabilities():
     team = {"guide": speaker, "walker": speaker}
     arena = Arena(lambda: Whisper(turns=4), "whisper")
     (episode,) = asyncio.run(arena.play_all([Match(0, team, 5)], Branching("turn", 4, "random")))
-    assert speaker.sampler.counts["reused_tokens"] > 0
+    assert speaker.sampler.batch.counts["reused_tokens"] > 0
     answers = [a for n in episode.nodes for a in n.answers.values()]
     samples = [Sample(a.prompt_ids, a.token_ids, a.logprobs, np.ones_like(a.logprobs)) for a in answers]
     fresh = untrained(engine).logprobs(samples)

@@ -53,7 +53,7 @@ def test_probabilities_are_how_often_a_word_is_said(most: int) -> None:
     policy = speaker(most)
     for number, query in enumerate(QUERIES):
         answers = asyncio.run(policy.act(Query(query.role, query.observation, n=N, seed=7)))
-        decode, ends = policy.encoder.tokenizer.decode, set(policy.sampler.end_ids.tolist())
+        decode, ends = policy.encoder.tokenizer.decode, set(policy.sampler.batch.end_ids.tolist())
         plain = [a for a in answers if all(t in ends or decode([t], skip_special_tokens=True) for t in a.token_ids)]
         counts = Counter(answer.text for answer in plain)
         words = [word for word, _ in counts.most_common(12) if word.isascii() and word.isprintable() and word]

@@ -187,6 +187,19 @@ def test_jpsro_closes_the_gap_of_three_player_kuhn(solver):
             assert gaps[number] == pytest.approx(game.coarse_gap(plan.metas[number - 1]), abs=1e-7)
 
 
+@pytest.mark.parametrize("rng", [None, random.Random(1)])
+def test_jpsro_leaves_out_what_adds_nothing_and_ends_at_an_equilibrium(rng):
+    """Every member of Kuhn poker is another policy, and the run ends by itself once no exact response gains anything,
+    at a correlated equilibrium of the whole game."""
+    plan, game, _ = on_kuhn(rng=rng, solver={"type": "ce"}, iterations=40)
+    members = plan.payoffs.members
+    assert len(plan.metas) < 40 and plan.metas[-1].names == plan.metas[-2].names
+    for player in TWO:
+        policies = [game.policies[name].tobytes() for name in members[player]]
+        assert len(set(policies)) == len(policies) < 40
+    assert game.coarse_gap(plan.metas[-1]) < 1e-5  # a correlated equilibrium is a coarse one
+
+
 def test_a_joint_order_names_the_others_together():
     log = drive(psro(solver={"type": "cce"}, iterations=3), chicken())
     orders = [task.order for task, *_ in log if task.kind == "train"]

@@ -7,17 +7,22 @@ import asyncio
 import gc
 import importlib.util
 import json
+import math
 import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 import torch
+from raw import answer as reply_on
+from raw import ask, connected, endless, head, resident
 from samplers import official, serving
 
 from palestra.engine.checkpoints import load_adapter
@@ -236,6 +241,113 @@ def test_what_a_server_refuses_is_told(there: There, engine: Engine, sampler: Vl
         together(sampler, Request(np.full(MORE, 7, np.int32), 1, WORDS))
     with pytest.raises(ValueError, match=r'serves tiny, not "huge": set sampler\.model'):
         VllmSampler([Server(there.url, "huge")], Exchange(None, "tiny"), Patience(), there.key).meet()
+
+
+def test_a_web_page_cannot_swap_an_adapter(there: There, engine: Engine, sampler: VllmSampler) -> None:
+    """Not even one that knows the key, by a simple request without CORS or under a rebound name."""
+    if not there.ours:
+        pytest.skip("vLLM has no such check")
+    red = strong(engine, "red@1")
+    together(sampler, Request(prompt(engine), 1, WORDS, red, 4))
+    before, body = adapters_at(there), json.dumps({"lora_name": sampler.exchange.name(red)}).encode()
+    host = urlsplit(there.url).netloc
+    for page in (
+        {"Origin": "https://evil.example"},
+        {"Origin": f"http://{host}"},  # it shows no pages
+        {"Origin": "http://evil.example:8001", "Host": "evil.example:8001"},
+        {"Host": "evil.example:8001"},
+    ):
+        sent = {"Content_Type": "text/plain", "Authorization": f"Bearer {there.key}", **page}
+        assert ask(there.url, "POST", "/v1/unload_lora_adapter", body, **sent).status == 403
+        assert ask(there.url, "GET", "/v1/models", **sent).status == 403
+    assert adapters_at(there) == before
+    assert ask(there.url, "GET", "/health").status == 200
+
+
+def test_bodies_of_a_sampler_are_bounded(there: There) -> None:
+    if not there.ours:
+        pytest.skip("vLLM has bounds of its own")
+    key = f"Bearer {there.key}"
+    with connected(there.url) as wire:
+        wire.sendall(head(there.url, "POST", vllm.COMPLETIONS, Content_Length=str(700 * 2**20), Authorization=key))
+        assert reply_on(wire).status == 413
+    reply, _ = endless(there.url, vllm.COMPLETIONS, 3, Authorization=key)
+    assert reply.status == 413
+
+
+@pytest.mark.slow
+def test_a_flood_of_bytes_takes_no_memory() -> None:
+    """Of a server without a key, as anybody on the machine may send it."""
+    with serving("--base", "tiny") as (url, process):
+        assert ask(url, "POST", vllm.COMPLETIONS, json.dumps(BASE).encode()).status == 200
+        before = resident(process.pid)
+        reply, _ = endless(url, vllm.COMPLETIONS, 700)
+        assert reply.status in (413, 0) and resident(process.pid, peak=True) < before + 100
+
+
+BASE = {"model": "tiny", "prompt": [5], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", b""),
+        ("completions", b"[" * 200_000),
+        ("completions", b'{"model": "tiny", "prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}"),
+        ("completions", b'{"model": "\\ud800", "prompt": [5]}'),
+        ("completions", b'{"model": "tiny", "prompt": [5], "temperature": NaN}'),
+        ("completions", b'{"model": "tiny", "prompt": [5], "temperature": 1e999}'),
+        ("completions", json.dumps({**BASE, "stop": [""]}).encode()),
+        ("completions", json.dumps({**BASE, "stop": ["x"] * 100_000}).encode()),
+        ("completions", json.dumps({**BASE, "prompt": [2**31 - 1]}).encode()),
+        ("completions", json.dumps({**BASE, "prompt": []}).encode()),
+        ("completions", json.dumps({**BASE, "max_tokens": 10**400}).encode()),
+        ("completions", json.dumps({**BASE, "max_tokens": 10**12}).encode()),
+        ("completions", json.dumps({**BASE, "n": 2**40}).encode()),
+        ("completions", json.dumps({**BASE, "seed": 2**64}).encode()),
+        ("load_lora_adapter", b'{"lora_name": "x", "lora_path": "a\\u0000b"}'),
+        ("load_lora_adapter", json.dumps({"lora_name": "x", "lora_path": "../" * 1_000 + "etc"}).encode()),
+        ("load_lora_adapter", json.dumps({"lora_name": "x", "lora_path": "y" * 3_000}).encode()),
+        ("load_lora_adapter", json.dumps({"lora_name": "x" * 10_000, "lora_path": "y"}).encode()),
+        ("load_lora_adapter", b'{"lora_name": ["x"], "lora_path": {}}'),
+    ],
+)
+def test_malformed_calls_are_the_callers_mistake(there: There, path: str, body: bytes) -> None:
+    if not there.ours:
+        pytest.skip("of our server alone")
+    reply = ask(there.url, "POST", f"/v1/{path}", body, Authorization=f"Bearer {there.key}")
+    assert reply.status == 400 and reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e300])
+def test_a_temperature_at_the_edge_of_numbers_spoils_no_batch(there: There, temperature: float) -> None:
+    if not there.ours:
+        pytest.skip("of our server alone")
+    status, said = send(there, vllm.COMPLETIONS, {**BASE, "temperature": temperature, "logprobs": 0})
+    assert status == 200 and math.isfinite(json.loads(said)["choices"][0]["logprobs"]["token_logprobs"][0])
+
+
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        (b"[]", b""),
+        (b"[" * 100_000, b""),
+        (b'{"peft_type": "LORA"}', b"no tensors"),
+        (b'{"peft_type": "LORA", "r": "x", "lora_alpha": null}', b"\xff" * 64),
+        (b"\xff", b""),
+        (None, b""),
+    ],
+)
+def test_an_adapter_that_is_none_is_refused(there: There, tmp_path: Path, config: bytes | None, weights: bytes) -> None:
+    if not there.ours:
+        pytest.skip("of our server alone")
+    if config is None:
+        (tmp_path / "adapter_config.json").mkdir()
+    else:
+        (tmp_path / "adapter_config.json").write_bytes(config)
+    (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+    status, said = send(there, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(tmp_path)})
+    assert status == 400 and "cannot load the adapter" in said
 
 
 def test_a_wrong_key_is_told(there: There) -> None:

@@ -445,6 +445,25 @@ def test_a_seat_without_a_policy_says_which():
     assert 'env "toy" asks seat "b"' in episode.error
 
 
+def test_an_env_that_asks_a_seat_it_does_not_have_is_named():
+    class Lost(Count):
+        def reset(self, seed):
+            return Step({"nobody": "-"})
+
+    (episode,), _ = grow(lambda: Lost(1), Branching(), seats=("a",))
+    assert 'env "count" asks seat "nobody", and its seats are a: add it to `seats`' in episode.error
+
+
+def test_an_env_that_returns_no_step_makes_failed_episodes_that_say_so():
+    class Gymlike(Count):
+        def step(self, actions):
+            return {"a": "-"}, 0.0, True, False, {}
+
+    (episode,), _ = grow(lambda: Gymlike(1), Branching(), seats=("a",))
+    assert "step must return a palestra.types.Step, and returned a tuple, as in Gymnasium" in episode.error
+    assert "checked_step" in episode.traceback
+
+
 def test_a_seat_that_is_never_asked_needs_no_policy():
     (episode,), _ = grow(lambda: Count(1), Branching(), seats=())
     assert 'asks seat "a"' in episode.error

@@ -24,7 +24,6 @@ REAL = {
     "list the user's home": "escaped(os.listdir(pwd.getpwuid(os.getuid()).pw_dir))",
     "list the folder for temporary files": "escaped(os.listdir('/tmp'))",
     "read through a symbolic link": "os.symlink(SECRET, 'link'); escaped(open('link').read())",
-    "read through a hard link": "os.link(SECRET, 'link'); escaped(open('link').read())",
     "read by a path that climbs": "escaped(open('../' * 20 + SECRET.lstrip('/')).read())",
     "read from another process's folder": "escaped(open(f'/proc/{VICTIM}/root{SECRET}').read())",
     "read the parent's environment": "escaped(open(f'/proc/{os.getppid()}/environ').read())",
@@ -37,7 +36,6 @@ REAL = {
     "truncate a file": "os.truncate(SECRET, 0)",
     "remove a file": "os.remove(SECRET)",
     "move a file": "os.rename(SECRET, OUTSIDE + '/moved')",
-    "move a file in": "os.rename(SECRET, 'mine'); escaped(open('mine').read())",
     "make a folder outside": "os.mkdir(OUTSIDE + '/new')",
     "link outside to within": "os.symlink(os.getcwd(), OUTSIDE + '/door')",
     "change a file's mode": "os.chmod(SECRET, 0o777)",
@@ -65,6 +63,8 @@ REAL = {
 
 # Those that need rights, or luck, to succeed anywhere, or that nobody should try unprotected.
 MORE = {
+    "read through a hard link": "os.link(SECRET, 'link'); escaped(open('link').read())",
+    "move a file in": "os.rename(SECRET, 'mine'); escaped(open('mine').read())",
     "read the passwords": "escaped(open('/etc/shadow').read())",
     "read the keeper's memory": "escaped(open(f'/proc/{os.getppid()}/mem', 'rb').read(1))",
     "read the first process's root": "escaped(os.listdir('/proc/1/root'))",
@@ -139,7 +139,7 @@ for which in range(16):
 # Those that take more than their share, or will not end.
 BOMBS = {
     "forbid its killing": """
-for number in set(range(1, 65)) - {9, 19, 32, 33}: signal.signal(number, signal.SIG_IGN)
+for number in set(range(1, 65)) - {9, 17, 19, 32, 33}: signal.signal(number, signal.SIG_IGN)
 time.sleep(60); escaped()
 """,
     "outlive its parent": """
@@ -151,7 +151,7 @@ name(TOKEN); time.sleep(60)
     "outlive it by running away": """
 if os.fork(): os._exit(0)
 for n in range(3): os.close(n)
-signal.signal(signal.SIGCHLD, signal.SIG_IGN); name(TOKEN)
+name(TOKEN)
 while True:
     if os.fork(): os._exit(0)
     os.setsid(); time.sleep(0.0005)

@@ -21,7 +21,7 @@ PLAIN = ["print(sum(range(1000)))", "import json; open('a.json', 'w').write('1')
 NASTY = [
     "while True: pass",
     "time.sleep(60)",
-    "for n in range(1, 65):\n    if n not in (9, 19, 32, 33): signal.signal(n, signal.SIG_IGN)\ntime.sleep(60)",
+    "for n in range(1, 65):\n    if n not in (9, 17, 19, 32, 33): signal.signal(n, signal.SIG_IGN)\ntime.sleep(60)",
     "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)",
     "for _ in range(50): os.fork() or os.setsid()\ntime.sleep(60)",
     "while True:\n    if os.fork(): os._exit(0)\n    os.setsid()",

@@ -429,6 +429,17 @@ def test_checkpoints_are_listed_given_an_end_and_deleted(front: Front) -> None:
     assert front.ask("DELETE", one).status_code == 404
 
 
+BARE = [("DELETE", ""), ("GET", "/archive"), ("POST", "/publish"), ("PUT", "/ttl")]
+
+
+@pytest.mark.parametrize(("method", "verb"), BARE)
+def test_a_checkpoint_id_without_its_kind_is_told_what_is_missing(front: Front, method: str, verb: str) -> None:
+    model = front.model()
+    front.weights(model)
+    reply = front.ask(method, f"/training_runs/{model}/checkpoints/one{verb}")
+    assert reply.status_code == 400 and 'say "weights/one" or "sampler_weights/one"' in reply.json()["detail"]
+
+
 def test_a_copy_that_is_asked_for_twice_is_one(front: Front) -> None:
     path = front.weights(front.model())
     headers = {"X-Idempotency-Key": "k"}
@@ -480,14 +491,45 @@ def test_seeds_of_64_bits_are_whole(front: Front, seed: int, drawn: int) -> None
     assert reply.status_code == 400 and "seed" in reply.json()["detail"]
 
 
+def test_the_best_of_a_prompt_come_with_its_own_log_probabilities(front: Front) -> None:
+    front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", "topk_prompt_logprobs": 2})
+    assert SampleJob.model_validate_json(front.take().body).prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_samples": 4096, "sampling_params": {"max_tokens": 2000}},
+        {"num_samples": 4096, "sampling_params": {}},  # as many tokens as fit
+        {"num_samples": 20, "sampling_params": {"max_tokens": 500}, "topk_sample_logprobs": 256},
+        {"num_samples": 3900, "topk_prompt_logprobs": 256, "prompt": {"chunks": [{"tokens": [5] * 1500}]}},
+    ],
+)
+def test_an_answer_that_would_be_too_large_is_refused(front: Front, given: dict[str, Any]) -> None:
+    """Its tokens, each with the likeliest ones beside it, count together; the message names the limit and the fix."""
+    reply = front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", **given})
+    assert reply.status_code == 400
+    assert "more than 2097152: lower max_tokens" in reply.json()["detail"]
+    front.context.limits.answer_tokens = 2**31
+    assert front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", **given}).status_code == 200
+
+
+def test_an_answer_of_the_limit_is_served(front: Front) -> None:
+    body = {"prompt": PROMPT, "base_model": "tiny", "num_samples": 1024, "sampling_params": {"max_tokens": 2040}}
+    assert front.post("/asample", body).status_code == 200
+    two = {"model": "tiny", "prompt": [[5, 6, 7]] * 2, "n": 1024, "max_tokens": 1025}
+    reply = front.post("/oai/api/v1/completions", two)
+    assert reply.status_code == 400 and "more than 2097152" in reply.text
+
+
 @pytest.mark.parametrize(
     ("stop", "strings", "ids", "end"),
     [
         (None, (), (), True),
         ([], (), (), False),
-        ("\n\nUser:", ("\n\nUser:",), (), False),
-        (["a", "b"], ("a", "b"), (), False),
-        ([4, 7], (), (4, 7), False),
+        ("\n\nUser:", ("\n\nUser:",), (), True),
+        (["a", "b"], ("a", "b"), (), True),
+        ([4, 7], (), (4, 7), True),
     ],
 )
 def test_what_stop_means(front: Front, stop: Any, strings: tuple[str, ...], ids: tuple[int, ...], end: bool) -> None:

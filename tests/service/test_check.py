@@ -108,10 +108,14 @@ def test_ids_the_base_does_not_have(wrong: int) -> None:
 
 
 def test_missing_inputs_are_named() -> None:
-    refused('no weights, which loss "cross_entropy" needs', datum())
     for loss in POLICY_LOSSES:
         refused(f'no logprobs, advantages, which loss "{loss}" needs', datum(weights=[1, 1, 1]), loss=loss)
         refused(f'no advantages, which loss "{loss}" needs', datum(logprobs=[-1, -1, -1]), loss=loss)
+
+
+def test_missing_weights_of_cross_entropy_are_ones() -> None:
+    bare, given = check(datum(), datum(weights=[0, 0, 1]))
+    assert bare.inputs["weights"].tolist() == [1, 1, 1] and given.inputs["weights"].tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("name", ["logprobs", "advantages", "mask", "clip_low_threshold"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 import pytest
@@ -21,6 +22,13 @@ def test_a_key_is_shown_once_and_only_its_hash_is_kept(path):
     keys = Keys(path)
     assert keys.owner(key) == "ann"
     assert keys.owner(key + "x") is None and keys.owner("") is None and keys.owner(None) is None
+
+
+def test_a_key_of_another_kind_may_come_with_the_prefix_of_official_clients(path):
+    path.write_text(f"ann {hashlib.sha256(b'sk-mine').hexdigest()}\n")
+    keys = Keys(path)
+    assert keys.owner("sk-mine") == keys.owner("tml-sk-mine") == "ann"
+    assert keys.owner("tml-tml-sk-mine") is None and keys.owner("tml-") is None
 
 
 def test_without_a_file_everybody_may(path):

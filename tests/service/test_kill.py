@@ -283,6 +283,13 @@ def test_fifty_kills_lose_nothing_that_was_acknowledged(server: Server) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_eight_clients_survive_kills_of_front_worker_and_both(server: Server) -> None:
+    load = survive(server, ["front", "unsaved", "all", "worker", "front", "all"], clients=8)
+    assert sum(client.losses for client in load.clients) > 0
+
+
+@pytest.mark.slow
 def test_a_server_told_to_stop_goes_on_to_the_bit(server: Server) -> None:
     """No weights are loaded: gathered gradients, the optimizer and the order of requests outlive the restart."""
     probes = []

@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 
 from palestra.service.app import create_app
 from palestra.service.context import Context
-from palestra.service.origins import Origins
+from palestra.web.origins import Origins
 
 HERE = "127.0.0.1:8000"
 CHAT = "https://chat.example.org"
@@ -30,6 +30,7 @@ CHAT = "https://chat.example.org"
         ("127.0.0.1", (CHAT,), {"host": HERE, "origin": CHAT}, False),
         ("127.0.0.1", (CHAT,), {"host": HERE, "origin": "http://chat.example.org"}, True),
         ("127.0.0.1", (CHAT,), {"host": "chat.example.org", "origin": CHAT}, False),  # behind a proxy
+        ("127.0.0.2", (), {"host": "evil.example:8000"}, True),
         ("0.0.0.0", (), {"host": "box:8000"}, False),
         ("0.0.0.0", (), {"host": "box:8000", "origin": "http://box:8000"}, False),
         ("0.0.0.0", (), {"host": "box:8000", "origin": "https://evil.example"}, True),
@@ -49,7 +50,7 @@ def test_a_foreign_page_reaches_nothing(front: Front) -> None:
     body = {"session_id": "mine", "model_seq_id": 0, "base_model": "tiny"}
     reply = front.post("/create_model", body, headers={"Origin": "https://evil.example"})
     assert reply.status_code == 403
-    assert reply.json()["detail"].endswith("`palestra serve --allow-origin` lets them")
+    assert reply.json()["detail"].endswith("`palestra serve` has --allow-origin for them")
     assert front.context.store.waiting() == (0, 0)
     assert front.post("/create_model", body).status_code == 200
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the sample saw."""
     with serving(tmp_path_factory.mktemp("data")) as url:
-        env = os.environ | {"MINT_BASE_URL": url, "MINT_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
+        env = os.environ | {"MINT_BASE_URL": url, "MINT_API_KEY": "sk-any", "TINKER_TELEMETRY": "0"}
         command = [sys.executable, str(Path(__file__).with_name("mint_sample.py"))]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

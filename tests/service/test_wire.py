@@ -88,6 +88,7 @@ def test_stops_are_kept_apart(stop: Any) -> None:
         ("temperature", -0.1),
         ("temperature", 1e9),
         ("temperature", "1"),
+        ("temperature", 1e-45),
         ("top_p", 0),
         ("top_p", 1.01),
         ("top_k", 0),
@@ -115,6 +116,18 @@ def test_settings_are_finite(number: bytes) -> None:
         parse(wire.AdamParams, b'{"learning_rate": ' + number + b"}")
     with pytest.raises(BadRequest, match="temperature"):
         parse(wire.SamplingParams, b'{"temperature": ' + number + b"}")
+
+
+@pytest.mark.parametrize("field", ["learning_rate", "eps", "weight_decay", "grad_clip_norm"])
+def test_settings_that_overflow_float32_are_named(field: str) -> None:
+    with pytest.raises(BadRequest, match=field):
+        read(wire.AdamParams, **{field: 1e38})
+
+
+def test_a_temperature_too_low_for_float32_is_told_from_the_weights() -> None:
+    with pytest.raises(BadRequest, match=r"temperature: below 1e-05 logits overflow\. Say 0"):
+        read(wire.SamplingParams, temperature=1e-45)
+    assert read(wire.SamplingParams, temperature=0).temperature == 0
 
 
 @pytest.mark.parametrize(

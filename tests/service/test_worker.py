@@ -34,6 +34,7 @@ class Desk:
         self.settings = Settings(store=url, data=data, bases={"small": str(base)}, device="cpu", **settings)
         self.store = Store.open(url)
         self.bells = Bell.pair()
+        self.owners: dict[str, str] = {}
         self.start()
 
     def start(self) -> None:
@@ -50,12 +51,12 @@ class Desk:
         for bell in self.bells:
             bell.end.close()
 
-    def model(self, number: int = 1, session: str = "s", **lora: Any) -> str:
+    def model(self, number: int = 1, session: str = "s", owner: str = "ada", **lora: Any) -> str:
         id, now = f"{session}:train:{number}", time.time()
         row = {
             "id": id,
             "session": session,
-            "owner": "ada",
+            "owner": owner,
             "base": "small",
             "info": {},
             "state": "live",
@@ -63,13 +64,14 @@ class Desk:
         }
         lora = Lora(**{"rank": 4, "train_unembed": False, **lora}).model_dump()
         self.store.add(models, **row, lora=lora, created=now, used=now, changed=0, kept=0)
+        self.owners[id] = owner
         self.ask(id, "create_model", b"{}", 0)
         return id
 
     def ask(self, model: str, kind: str, body: bytes | Any, seq: int | None) -> str:
         body = body if isinstance(body, bytes) else body.model_dump_json().encode()
         key = f"model:{model}:{seq}" if seq else None
-        return self.store.submit("ada", kind, body, key=key, model=model, seq=seq)
+        return self.store.submit(self.owners.get(model, "ada"), kind, body, key=key, model=model, seq=seq)
 
     def learn(self, model: str, seq: int | None, seed: int = 0, *, kind: str = "forward_backward", **call: Any) -> str:
         return self.ask(model, kind, gradients(model, seed, **call), seq)
@@ -84,10 +86,11 @@ class Desk:
         folder = self.store.get(checkpoints, path).folder
         return self.ask(model, "load", LoadJob(folder=folder, path=path, optimizer=optimizer), seq)
 
-    def sample(self, folder: str | None, seed: int = 1, **changes: Any) -> str:
+    def sample(self, folder: str | None, seed: int = 1, owner: str = "ada", **changes: Any) -> str:
         sampling = {"max_tokens": 6, **changes.pop("sampling", {})}
         given = {"base": "small", "folder": folder, "tokens": [5, 6, 7], "num_samples": 2, "seed": seed, **changes}
-        return self.store.submit("ada", "sample", SampleJob(sampling=sampling, **given).model_dump_json().encode())
+        job = SampleJob(sampling=sampling, **given)
+        return self.store.submit(owner, "sample", job.model_dump_json().encode())
 
     def row(self, request: str) -> Any:
         (row,) = self.store.find(requests, requests.c.id == request)
@@ -116,11 +119,17 @@ class Desk:
 
 
 def gradients(
-    model: str, seed: int = 0, *, loss: str = "cross_entropy", forward_only: bool = False, **inputs: Any
+    model: str,
+    seed: int = 0,
+    *,
+    loss: str = "cross_entropy",
+    forward_only: bool = False,
+    count: int = 2,
+    **inputs: Any,
 ) -> bytes:
     rng = np.random.default_rng(seed)
     data = []
-    for _ in range(2):
+    for _ in range(count):
         ids = rng.integers(5, 250, 9).astype(np.int64)
         given = {"weights": np.ones(8, np.float32), **{k: np.full(8, v, np.float32) for k, v in inputs.items()}}
         data.append(Datum(ids[:-1], ids[1:], given))
@@ -262,6 +271,74 @@ def test_models_share_a_pass_and_learn_as_they_would_alone(open_desk: Callable[.
         model = f"s:train:{number}"
         for ours, theirs in zip(together.weights(model), apart.weights(model), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def answered(desk: Desk, ids: list[str]) -> int:
+    return sum(desk.row(id).state == "done" for id in ids)
+
+
+def test_a_keys_queue_of_gradients_does_not_hold_another_key(open_desk: Callable[..., Desk]) -> None:
+    """Bob's requests of three models came first; ada's has its answer after a few turns."""
+    desk = open_desk(pack_tokens=40, patience=1000.0)  # two requests in a micro-batch
+    bobs = [desk.model(number, session="b", owner="bob") for number in range(3)]
+    adas = desk.model(1)
+    desk.run()
+    queued = [desk.learn(model, seq) for seq in range(1, 11) for model in bobs]
+    for _ in range(2):
+        desk.worker.turn()
+    late = desk.learn(adas, 1)
+    for _ in range(3):
+        desk.worker.turn()
+    assert desk.answer(late) and answered(desk, queued) < 15
+    desk.run()
+    assert answered(desk, queued) == 30
+
+
+def test_a_long_request_shares_its_time_with_another_keys_short_ones(open_desk: Callable[..., Desk]) -> None:
+    """There is a pause after each datum of bob's, whose weights are in the end what they are alone."""
+    desk, alone = open_desk("shared", pack_tokens=8), open_desk("alone", pack_tokens=8)
+    weights = []
+    for one in (desk, alone):
+        bobs, adas = one.model(1, session="b", owner="bob", seed=1), one.model(1, seed=2)
+        one.run()
+        long, step = one.ask(bobs, "forward_backward", gradients(bobs, 1, count=40), 1), one.step(bobs, 2)
+        for seq in range(1, 9 if one is desk else 1):
+            one.worker.turn()
+            short = one.ask(adas, "forward_backward", gradients(adas, seq, count=1), seq)
+            for _ in range(4):
+                one.worker.turn()
+            assert one.answer(short) and one.row(long).state == "taken"
+        one.run()
+        assert one.answer(long) and one.answer(step)
+        weights.append(one.weights(bobs))
+    assert all(map(torch.equal, *weights))
+
+
+def test_a_worker_that_stops_ends_a_long_request(open_desk: Callable[..., Desk]) -> None:
+    desk = open_desk(pack_tokens=8)
+    model = desk.model()
+    desk.run()
+    long = desk.ask(model, "forward_backward", gradients(model, 1, count=20), 1)
+    desk.worker.turn()
+    assert desk.row(long).state == "taken"
+    desk.worker.finish()
+    assert desk.answer(long)
+
+
+def test_a_keys_many_samples_do_not_hold_another_key(open_desk: Callable[..., Desk]) -> None:
+    """Bob fills all rows for many tokens each; what ada asks for is there a few turns later."""
+    desk = open_desk(max_rows=16)
+    heavy = [desk.sample(None, i, "bob", num_samples=32, sampling={"max_tokens": 60, "end": False}) for i in range(4)]
+    for _ in range(5):
+        desk.worker.turn()
+    small = desk.sample(None, num_samples=1, sampling={"max_tokens": 5})
+    scored = desk.sample(None, num_samples=1, prompt_logprobs=True, sampling={"max_tokens": 5})
+    for _ in range(8):
+        desk.worker.turn()
+    assert len(desk.answer(small)["sequences"]) == 1 and desk.answer(scored)["prompt_logprobs"]
+    assert answered(desk, heavy) == 0
+    desk.run()
+    assert answered(desk, heavy) == 4
 
 
 def test_what_fails_harms_no_other(desk: Desk) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from palestra.policies.base import Query
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
+from palestra.web import client
 from palestra.web.client import Endpoint, EndpointError, complete
 
 KEY = "sk-very-secret"
@@ -115,6 +116,13 @@ def test_it_gives_up_in_time():
         start = time.monotonic()
         ask(server, limit=0.3)
     assert time.monotonic() - start < 3
+
+
+def test_an_answer_without_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(client, "LARGEST", 2**20)
+    with Script((200, {"choices": "x" * 2**21})) as server, pytest.raises(EndpointError, match="more than 1,048,576"):
+        ask(server)
+    assert len(server.heard) == 1
 
 
 def test_nobody_at_home():

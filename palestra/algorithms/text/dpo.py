@@ -32,7 +32,7 @@ class DPO(SiblingAlgorithm):
     """
 
     type: Literal["dpo"] = "dpo"
-    k: int = Field(4, ge=2)
+    k: int = Field(4, ge=2, le=4096)
     pairs: Literal["best_worst", "all"] = "best_worst"
     margin: float = Field(0.0, ge=0)
     kind: Kind = "sigmoid"

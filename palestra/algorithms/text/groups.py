@@ -31,7 +31,7 @@ class SiblingAlgorithm(TextAlgorithm):
 
     at: Literal["root", "turn"] = "turn"
     keep: Keep = "best"
-    k: int = Field(8, ge=2)
+    k: int = Field(8, ge=2, le=4096)
     epsilon: float = Field(0.1, ge=0, le=1)
     alpha: float = Field(1.0, ge=0)
 

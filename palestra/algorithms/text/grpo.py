@@ -64,7 +64,7 @@ class GRPO(SiblingAlgorithm):
     """
 
     type: Literal["grpo"] = "grpo"
-    k: int = Field(8, ge=1)
+    k: int = Field(8, ge=1, le=4096)
     joints: Joints = "paired"
     credit: Credit = "group"
     baseline: Baseline = "mean"

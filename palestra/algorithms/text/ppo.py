@@ -55,7 +55,7 @@ class PPO(TextAlgorithm):
     """
 
     type: Literal["ppo"] = "ppo"
-    k: int = Field(1, ge=1)
+    k: int = Field(1, ge=1, le=4096)
     alpha: float = Field(1.0, ge=0)
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)

@@ -44,7 +44,7 @@ class SFT(TextAlgorithm):
     imitate: Literal["success", "all", "none"] = "success"
     world: float = Field(0.0, ge=0)
     least: float | None = None
-    k: int = Field(1, ge=1)
+    k: int = Field(1, ge=1, le=4096)
     alpha: float = Field(1.0, ge=0)
 
     @model_validator(mode="after")

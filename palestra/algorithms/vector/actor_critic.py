@@ -150,7 +150,7 @@ class ActorCritic(NetLearner):
             torch.from_numpy(batch.rewards),
             values,
             bootstrap,
-            torch.from_numpy(batch.over),
+            torch.from_numpy(batch.over_seats),
             torch.from_numpy(batch.acting),
         )
         gamma, lam = self.config.gamma_at(progress), self.config.lam
@@ -164,11 +164,12 @@ class ActorCritic(NetLearner):
 
     @torch.no_grad()
     def _values(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The critics' values of every moment [T+1, B, N], and what stands for the future at a game's end [T, B, N]."""
+        """The critics' values of every moment [T+1, B, N], and what stands for the future at a game's end [T, B, N]:
+        nothing for seats that had terminated, whatever ended the game for the others."""
         values = torch.zeros(batch.acting.shape)
         bootstrap = torch.zeros(batch.rewards.shape)
         times, games = (torch.from_numpy(index) for index in batch.ends)
-        cut = torch.from_numpy(batch.truncated)[times, games] & ~torch.from_numpy(batch.terminated)[times, games]
+        cut = ~torch.from_numpy(batch.terminated_seats)[times, games]  # [F, N]
         for critic in self.critics:
             P, S = len(critic.seating.names), len(critic.seating.seats[0])
             views = self._judged_views(critic, batch)  # [P, T+1, B*S, ...]
@@ -182,7 +183,7 @@ class ActorCritic(NetLearner):
                 ends, _ = critic.net.unroll(last.flatten(1, 2)[:, None], at_end)
                 worth = self._restored(critic, ends[:, 0, :, 0]).view(P, -1, S)
                 seats = torch.tensor(critic.seating.flat)
-                here = torch.where(cut[:, None], worth.permute(1, 0, 2).flatten(1), 0.0)
+                here = torch.where(cut[:, seats], worth.permute(1, 0, 2).flatten(1), 0.0)
                 bootstrap[times[:, None], games[:, None], seats[None]] = here
         return values, bootstrap
 

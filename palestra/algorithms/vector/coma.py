@@ -45,7 +45,7 @@ class COMA(AlgorithmConfig):
     entropy: float = Field(0.01, ge=0)
     epochs: int = Field(4, ge=1)
     minibatches: int = Field(4, ge=1)
-    critic_lr: float | None = Field(None, gt=0)
+    critic_lr: float | None = Field(None, gt=0, le=1_000_000)
     target_every: int = Field(5, ge=1)
 
     def teacher(self) -> Callable[..., NetLearner]:
@@ -139,10 +139,10 @@ class Coma(NetLearner):
         bootstrap = torch.zeros(batch.rewards.shape)
         times, games = _ends(batch)
         if len(times):
-            cut = torch.from_numpy(batch.truncated & ~batch.terminated)[times, games]
+            cut = ~torch.from_numpy(batch.terminated_seats)[times, games]  # [F, N]
             worth = (ends.policy * self._values(targets, ends)).sum(-1)
-            bootstrap[times, games] = torch.where(cut[:, None], worth, 0.0)
-        rewards, over, acting = (torch.from_numpy(x) for x in (batch.rewards, batch.over, batch.acting))
+            bootstrap[times, games] = torch.where(cut, worth, 0.0)
+        rewards, over, acting = (torch.from_numpy(x) for x in (batch.rewards, batch.over_seats, batch.acting))
         course = Course(rewards, values, bootstrap, over, acting)
         advantages, known = gae(course, gamma=self.config.gamma, lam=self.config.lam)
         return scene, advantages + values[:-1], known
@@ -202,7 +202,8 @@ class Coma(NetLearner):
         actions = torch.cat([torch.from_numpy(batch.actions).long() * self.learns, self._draw(policy[-1:])])
         drawn = self._draw(last)
         seen = self._seen(batch.obs, batch.state, actions, acting)
-        final = self._seen(batch.final_obs, batch.final_state, drawn, acting[times, games])
+        alive = acting[times, games] & ~torch.from_numpy(batch.terminated_seats)[times, games]
+        final = self._seen(batch.final_obs, batch.final_state, drawn, alive)
         return Scene(seen, policy, actions), Scene(final, last, drawn)
 
     def _given(self, stack: Stack, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:

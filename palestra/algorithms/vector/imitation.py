@@ -247,7 +247,7 @@ class GAIL(ActorCriticConfig):
     rounds: int = Field(16, ge=1)
     pairs: int = Field(256, ge=1)
     penalty: float = Field(1.0, ge=0)
-    discriminator_lr: float | None = Field(None, gt=0)
+    discriminator_lr: float | None = Field(None, gt=0, le=1_000_000)
     epochs: int = Field(4, ge=1)
     minibatches: int = Field(4, ge=1)
     clip: float = Field(0.2, gt=0)

@@ -41,7 +41,7 @@ class NFSP(QLearningConfig):
     type: Literal["nfsp"] = "nfsp"
     eta: float = Field(0.1, gt=0, le=1)
     memories: int = Field(500_000, ge=1)
-    average_lr: float = Field(1e-3, gt=0)
+    average_lr: float = Field(1e-3, gt=0, le=1_000_000)
     average_updates: int = Field(8, ge=1)
     epsilon: float = Field(0.06, ge=0, le=1)
     epsilon_end: float = Field(0.0, ge=0, le=1)

@@ -52,7 +52,7 @@ class OffPolicyConfig(AlgorithmConfig):
     gamma: float = Field(0.99, ge=0, le=1)
     tau: float = Field(0.005, gt=0, le=1)
     critic: Literal["own", "central"] = "own"
-    critic_lr: float | None = Field(None, gt=0)
+    critic_lr: float | None = Field(None, gt=0, le=1_000_000)
 
     @model_validator(mode="after")
     def _learns(self) -> OffPolicyConfig:

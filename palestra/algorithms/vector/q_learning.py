@@ -148,6 +148,7 @@ class QLearner(NetLearner):
                 priority=config.priority,
                 seats=self.seats,
                 joint=self.joint,
+                team=self.seats if self.joint else (),
             )
         return Segments(
             max(1, config.capacity // config.horizon),
@@ -156,6 +157,7 @@ class QLearner(NetLearner):
             priority=config.priority,
             burn_in=config.burn_in,
             joint=self.joint,
+            team=self.seats if self.joint else (),
             remembered=remembered,
         )
 

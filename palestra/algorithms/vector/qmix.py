@@ -2,7 +2,9 @@
 decomposition networks (Sunehag et al., 2018); by a network that rises with each of them, QMIX (Rashid et al., 2018).
 
 The team's reward is the mean of those of the seats that learn. A seat that does not act (dead, or not its turn) has
-nothing to choose, and adds a value of 0 to the mix; time is that of the env, so what others do costs a step.
+nothing to choose, and adds a value of 0 to the mix; time is that of the env, so what others do costs a step. A seat
+that has terminated earns 0 from then on and takes no part in any later value of the team, also where the game is
+truncated for the others; the team's future is worth 0 once all seats that learn have terminated.
 
 Shapes: as in `palestra.algorithms.vector.q_learning`; `J` seats that learn, `G` numbers of the state.
 """
@@ -33,7 +35,7 @@ class QMIX(QLearningConfig):
 
     type: Literal["qmix"] = "qmix"
     mixer: Literal["vdn", "qmix"] = "qmix"
-    mixing: int = Field(32, ge=1)
+    mixing: int = Field(32, ge=1, le=65_536)
 
     def teacher(self) -> Callable[..., NetLearner]:
         return Team

@@ -6,7 +6,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-import traceback
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,9 +18,10 @@ from ray.exceptions import RayError, RayTaskError
 from palestra.backends.folders import Files, packed, unpacked
 from palestra.backends.ray import cluster
 from palestra.backends.ray.cluster import Needs, join, leave, needs_of, no_room, put
-from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed
+from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed, unmade
 from palestra.populations.tasks import Done, MakeWorker, Result, Task
 from palestra.roll import here, roll
+from palestra.rollouts.failures import Fault, fault_of
 
 KIND = "Ray worker"
 
@@ -35,15 +35,15 @@ class _Actor:
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._members = Members()
 
-    def make(self, make: MakeWorker) -> tuple[str] | str:
-        """Makes the worker, and says where; the traceback where that raises."""
+    def make(self, make: MakeWorker) -> tuple[str] | Fault:
+        """Makes the worker, and says where; the fault where that raises."""
         try:
             self._worker = make()
-        except Exception:
-            return traceback.format_exc()
+        except Exception as error:
+            return fault_of(error)
         return (here(),)
 
-    def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[Result, float, Files] | str:
+    def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[Result, float, Files] | Fault:
         for name, files in members.items():
             if name not in self._members:
                 self._members[name] = unpacked(ray.get(files), Path(self._scratch, "members", name))
@@ -52,7 +52,7 @@ class _Actor:
         made = packed(out) if out else {}
         if out:
             shutil.rmtree(out)
-        return answer if isinstance(answer, str) else (*answer, made)
+        return answer if isinstance(answer, Fault) else (*answer, made)
 
     def greet(self) -> None:
         """Shows that it is alive."""
@@ -203,12 +203,12 @@ class RayBackend:
         try:
             answer = ray.get(ref)
         except RayTaskError as error:
-            answer = str(error)
+            answer = fault_of(error)
         except RayError as error:
             self._replace(hand, f"{type(error).__name__}: {error}")
             return None
-        if isinstance(answer, str):
-            raise failed(hand.task, answer) if hand.task else ValueError(f"a worker cannot be made: {answer}")
+        if isinstance(answer, Fault):
+            raise failed(hand.task, answer) if hand.task else unmade(answer)
         self._stillborn, hand.ready, hand.group.missing = 0, True, None
         task, hand.task = hand.task, None
         self._idle.append(hand)

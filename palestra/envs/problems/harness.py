@@ -1,12 +1,13 @@
 """Runs a program on inputs, in the sandbox: each in a process of its own, forked from one that has compiled it.
 
-Its text is run there by itself, so it imports nothing of ours. Only inputs are told to it, never the outputs that are
-expected: those are compared outside, where no program can read or forge them. What came of input 3 is left in the file
-"3": "ok" or "error", and on the lines below the value, what was printed, or the exception.
+This module imports nothing of ours. It receives inputs, never the expected outputs: those are compared outside, so a
+program can forge what it returned but not that this is right. The result of input 3 is the file "3": "ok" or "error",
+and on the lines below the value as JSON (`encoded`) or the exception; what was printed is the file "3.out".
 """
 
 import os
 import sys
+from _json import encode_basestring_ascii  # `json` itself would take 8 ms to import, in every run
 
 TYPE_CHECKING = False  # importing `typing` would take longer than most programs
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "main.py"
 ERROR = 300  # characters of an exception's message
+NUMBERS = {"inf": float("inf"), "nan": float("nan")}  # which Python writes as names
 
 
 def main() -> None:
@@ -22,9 +24,9 @@ def main() -> None:
         before = compile(preamble, "given.py", "exec")
         code = compile(source, PROGRAM, "eval" if kind == "expression" else "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        _leave("built", "error", _named(error))
+        leave("built", "error", named(error))
         return
-    _leave("built", "ok", "")
+    leave("built", "ok")
     if kind == "expression":
         _expressions(code, givens)
         return
@@ -33,7 +35,7 @@ def main() -> None:
         if pid == 0:
             _one(str(number), kind, entry, before, code, given)
         os.waitpid(pid, 0)
-        for end in ("in", "out"):
+        for end in ("in",) if kind == "stdin" else ("in", "out"):
             if os.path.exists(f"{number}.{end}"):
                 os.remove(f"{number}.{end}")
 
@@ -43,44 +45,51 @@ def _expressions(code: object, givens: list[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     for number, given in enumerate(givens):
         try:
-            result = ("ok", literal(eval(code, {"xs": eval(given)[0]})))  # type: ignore[arg-type]
+            result = ("ok", encoded(eval(code, {"xs": eval(given)[0]})))  # type: ignore[arg-type]
         except Exception as error:  # whatever the expression raises is its result
-            result = ("error", _named(error))
-        _leave(str(number), *result)
+            result = ("error", named(error))
+        leave(str(number), *result)
 
 
 def _one(name: str, kind: str, entry: str, before: object, code: object, given: str) -> None:
     """Tries one input and ends this process."""
-    _leave(name, "error", "it ended without a result")
+    leave(name, "error", "it ended without a result")
     try:
         _redirect(name, given if kind == "stdin" else "")
         module = type(sys)("__main__" if kind == "stdin" else "program")
         sys.modules[module.__name__] = module
         exec(before, module.__dict__)  # type: ignore[arg-type]
         exec(code, module.__dict__)  # type: ignore[arg-type]
-        if kind == "function":
-            _end(name, kind, literal(_entry(module.__dict__, entry)(*eval(given))))
-        if kind == "assertion":
-            exec(given, module.__dict__)
-        _end(name, kind, "")
+        _end(name, kind, "" if kind == "stdin" else _returned(_entry(module.__dict__, entry), kind, given))
     except SystemExit as stop:
         if stop.code in (None, 0) and kind == "stdin":
             _end(name, kind, "")
-        _leave(name, "error", f"it stopped with status {str(stop.code)[:ERROR]}")
+        leave(name, "error", f"it stopped with status {str(stop.code)[:ERROR]}")
     except BaseException as error:  # whatever the program raises is its result
-        _leave(name, "error", _named(error))
+        leave(name, "error", named(error))
     finally:
         os._exit(0)
 
 
 def _end(name: str, kind: str, answer: str) -> None:
-    """Leaves the result: what was printed, or a value."""
+    """Leaves the result and ends this process."""
     if kind == "stdin":
         sys.stdout.flush()
-        with open(f"{name}.out", encoding="utf-8", errors="replace", newline="") as file:
-            answer = file.read()
-    _leave(name, "ok", answer)
+    leave(name, "ok", answer)
     os._exit(0)
+
+
+def _returned(function: "Callable[..., object]", kind: str, given: str) -> str:
+    """The value for arguments: a tuple, or for an assertion's call a tuple and a dict by names. An assertion may ask
+    whether an object that is no plain value is true, so that much of it is kept."""
+    args, kwargs = eval(given, dict(NUMBERS)) if kind == "assertion" else (eval(given), {})
+    value = function(*args, **kwargs)
+    try:
+        return encoded(value)
+    except TypeError:
+        if kind != "assertion":
+            raise
+        return f'["object",{encoded(bool(value))}]'
 
 
 def _redirect(name: str, given: str) -> None:
@@ -102,34 +111,47 @@ def _entry(names: dict[str, object], entry: str) -> "Callable[..., object]":
     return names[entry]  # type: ignore[return-value]
 
 
-def literal(value: object) -> str:
-    """A value of Python's own plain types as Python writes it, whatever classes derived from them say of themselves."""
-    if value is None or isinstance(value, bool):
-        return repr(value)
-    for kind in (int, str, bytes):
-        if isinstance(value, kind):
-            return kind.__repr__(value)
-    if isinstance(value, float) and value == value:
-        return {float("inf"): "1e999", float("-inf"): "-1e999"}.get(value, float.__repr__(value))
+def encoded(value: object) -> str:
+    """A value of Python's own plain types as JSON, read as these types even where it is of a class derived from them.
+
+    Scalars are JSON's, all else is an array that begins with its type: `(1, {"a": {2.5}})` is
+    `["tuple",1,["dict",["a",["set",2.5]]]]`. So a reader builds no hash table of what a program chose. Raises TypeError
+    for any other value.
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return int.__repr__(value)
+    if isinstance(value, float):
+        return float.__repr__(value).replace("inf", "Infinity").replace("nan", "NaN")
+    if isinstance(value, str):
+        return encode_basestring_ascii(value)
+    if isinstance(value, bytes):
+        return f'["bytes","{bytes.hex(value)}"]'
+    if isinstance(value, complex):
+        return f'["complex",{encoded(complex(value).real)},{encoded(complex(value).imag)}]'
+    kind, items = _parts(value)
+    return f'["{kind}",{",".join(items)}]' if items else f'["{kind}"]'
+
+
+def _parts(value: object) -> "tuple[str, list[str]]":
     if isinstance(value, dict):
-        return "{" + ", ".join([f"{literal(key)}: {literal(item)}" for key, item in dict.items(value)]) + "}"
+        return "dict", [f"[{encoded(key)},{encoded(item)}]" for key, item in dict.items(value)]
     if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(map(literal, value))) + "}" if value else "set()"
+        return "set", sorted(map(encoded, value))
     if isinstance(value, list):
-        return "[" + ", ".join(map(literal, list.__iter__(value))) + "]"
+        return "list", list(map(encoded, list.__iter__(value)))
     if isinstance(value, tuple):
-        return "(" + "".join(f"{literal(item)}, " for item in tuple.__iter__(value)) + ")"
+        return "tuple", list(map(encoded, tuple.__iter__(value)))
     raise TypeError(f"the result is {type(value).__name__}, which is no plain value")
 
 
-def _named(error: BaseException) -> str:
+def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:ERROR].rstrip(": ")
 
 
-def _leave(name: str, status: str, text: str) -> None:
+def leave(name: str, status: str, text: str = "") -> None:
     with open(name, "w", encoding="utf-8", errors="replace", newline="") as file:
         file.write(f"{status}\n{text}")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from palestra.envs.problems import workers
-from palestra.envs.problems.answers import LONGEST, cleaned, holds_operation, number, relation, same
-from palestra.envs.problems.verify_worker import SCORED, UNREADABLE
+from palestra.envs.problems import final_form, workers
+from palestra.envs.problems.answers import LONGEST, cleaned, number, relation, same_relation, same_text
+from palestra.envs.problems.plain_numbers import same
+from palestra.envs.problems.workers import Judgement
 
 
 @dataclass(frozen=True)
@@ -28,43 +29,55 @@ class Verdict:
 RIGHT, WRONG, EMPTY = Verdict(1.0), Verdict(0.0), Verdict(0.0, readable=False)
 
 
-async def judge(answer: str | None, gold: str, *, written_out: bool = False, seconds: float = 2.0) -> Verdict:
-    """Whether `answer` says the same as `gold`, within so many `seconds` of a processor's time.
+async def judge(answer: str | None, gold: str, *, question: str = "", seconds: float = 2.0) -> Verdict:
+    """The verdict on `answer`: right if it equals `gold` in a final form, found within `seconds` of processor time.
 
-    With `written_out` the answer to "12 / 4" has to be worked out: 12/4 is wrong, and a text with an operation in it
-    is no answer. Raises ValueError where `math-verify` is needed and missing.
+    Where `gold` is a plain number, so is a right answer: nothing is left to work out. For the rest see `final_form`;
+    `question` is what no answer may be copied from. A `gold` that is not readable is equal to the same text alone.
+    Raises ValueError where `math-verify` is needed and missing.
     """
-    verdict = at_once(answer, gold, written_out=written_out)
+    verdict = at_once(answer, gold, question=question)
     if verdict is None:
-        verdict = verdict_of(await workers.MATH.ask({"answer": answer, "gold": gold}, seconds))
+        request = {"answer": _readable(answer or ""), "gold": _readable(gold)}
+        verdict = verdict_of(await workers.MATH.ask(request, seconds)) if request["gold"] else WRONG
     return verdict
 
 
-def at_once(answer: str | None, gold: str, *, written_out: bool = False) -> Verdict | None:
+def at_once(answer: str | None, gold: str, *, question: str = "") -> Verdict | None:
     """The verdict where it takes no mathematics; None where `math-verify` has to be asked."""
     if not answer or len(answer) >= LONGEST:
         return EMPTY
-    said, wanted = number(answer), number(gold)
-    if "".join(cleaned(answer).split()) == "".join(cleaned(gold).split()):
+    if same_text(answer, gold):
         return RIGHT
-    if said and wanted:
-        return RIGHT if same(said, wanted) and (said.lowest or not written_out) else WRONG
-    if wanted and not any(sign.isdigit() for sign in answer):
-        return EMPTY  # "seven", "none", "x": no number is written without a digit
-    if written_out and holds_operation(answer):
-        return EMPTY
-    return _related(answer, gold)
+    if wanted := number(gold):
+        said = number(answer)
+        if said is None:
+            return EMPTY
+        return RIGHT if said.lowest and same(said, wanted) else WRONG
+    if (said_relation := relation(answer)) and (wanted_relation := relation(gold)):
+        is_lowest = said_relation[2].lowest
+        return RIGHT if is_lowest and same_relation(said_relation, wanted_relation) else WRONG
+    tokens = final_form.read(cleaned(answer))
+    return None if tokens and _is_final(tokens, gold, question) else EMPTY
 
 
-def _related(answer: str, gold: str) -> Verdict | None:
-    said, wanted = relation(answer), relation(gold)
-    if not said or not wanted:
-        return None
-    return RIGHT if said[:2] == wanted[:2] and same(said[2], wanted[2]) else WRONG
+def _is_final(tokens: list[str], gold: str, question: str) -> bool:
+    """True if an answer leaves nothing to do that the right answer has done."""
+    wanted = final_form.read(cleaned(gold)) or []
+    if not final_form.operators(tokens) <= final_form.operators(wanted):
+        return False
+    if final_form.roots("".join(tokens)) & final_form.roots(question) - final_form.roots(gold):
+        return False
+    return not final_form.copies(tokens, question) or final_form.copies(tokens, gold)
 
 
-def verdict_of(code: int) -> Verdict:
-    """What a judging process's code says."""
-    if code >= SCORED:
-        return Verdict((code - SCORED) / 100)
-    return Verdict(0.0, readable=False, judged=code == UNREADABLE)
+def _readable(text: str) -> str:
+    """The text that math-verify reads, written from our own tokens; "" where it is not readable."""
+    return final_form.rewritten(final_form.read(cleaned(text)) or [])
+
+
+def verdict_of(judgement: Judgement) -> Verdict:
+    """The verdict of a judging process."""
+    if judgement.ended == "scored":
+        return Verdict(judgement.score)
+    return Verdict(0.0, readable=False, judged=judgement.ended == "unreadable")

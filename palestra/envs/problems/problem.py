@@ -20,7 +20,7 @@ class Problem:
 
     `short` is the question in as few words as it takes; `program` is Python that prints the answer, or an expression
     for it. With `written_out` an answer has to be worked out: 12/4 is none to "12 / 4". `entry` is set for problems
-    that are judged by a task of reasoning-gym: the task's name, and what its scorer wants to see, pickled.
+    that are judged by a task of reasoning-gym: the task's name, and the index of the problem in its data set.
     """
 
     question: str
@@ -29,7 +29,7 @@ class Problem:
     program: str
     key: str
     written_out: bool = False
-    entry: tuple[str, str] | None = None
+    entry: tuple[str, int] | None = None
 
 
 def draw_problem(seed: int, propose: Callable[[random.Random], Problem], split: Split, what: str) -> Problem:

@@ -14,7 +14,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from palestra.envs.problems.programs import Case, Part, ProgramProblem
+from palestra.envs.problems.programs import Part, ProgramProblem
+from palestra.envs.problems.trials import Case
 from palestra.envs.text.splits import first_of_split
 
 TESTS = 8

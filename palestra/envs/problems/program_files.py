@@ -8,19 +8,21 @@ from __future__ import annotations
 import ast
 import base64
 import binascii
+import contextlib
 import io
 import json
 import pickle
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from palestra.envs.problems.program_asserts import cases_of, entry_of
-from palestra.envs.problems.programs import Case, ProgramProblem
+from palestra.envs.problems.program_asserts import Inseparable, cases_of, check_names, entry_of
+from palestra.envs.problems.programs import ProgramProblem
 from palestra.envs.problems.tables import Row, read_rows
-from palestra.envs.problems.trials import Kind
+from palestra.envs.problems.trials import Case, Kind
 
 OWN = Path(__file__).with_name("data") / "programs.jsonl"
 LARGEST = 2**28  # bytes of hidden tests after unpacking
@@ -33,7 +35,8 @@ COMMON = (
 
 
 def load_programs(path: Path) -> tuple[ProgramProblem, ...]:
-    """The problems of a .jsonl, .json or .parquet file, or of a folder of them, in order.
+    """The problems of a .jsonl, .json or .parquet file, or of a folder of them, in order. Those whose tests cannot be
+    run apart from the program are left out, with a warning that says how many.
 
     Raises ValueError, naming file and row, where the columns are of no known shape or a row cannot be read.
     """
@@ -42,7 +45,16 @@ def load_programs(path: Path) -> tuple[ProgramProblem, ...]:
 
 @lru_cache(maxsize=8)
 def _load(path: Path, changed: int) -> tuple[ProgramProblem, ...]:
-    return tuple(_read(row, f"{path}, row {number}") for number, row in enumerate(read_rows(path), start=1))
+    problems: list[ProgramProblem] = []
+    lost: list[str] = []
+    for number, row in enumerate(read_rows(path), start=1):
+        try:
+            problems.append(_read(row, f"{path}, row {number}"))
+        except Inseparable as error:
+            lost.append(f"row {number}: {error}")
+    if lost:
+        warnings.warn(f"{path}: {len(lost)} of {len(lost) + len(problems)} problems left out ({lost[0]})", stacklevel=3)
+    return tuple(problems)
 
 
 def _read(row: Row, where: str) -> ProgramProblem:
@@ -52,6 +64,8 @@ def _read(row: Row, where: str) -> ProgramProblem:
         raise ValueError(f"{where} has columns {', '.join(row)}, which are of no known shape. Known are {known}")
     try:
         problem = shape.read(row)
+    except Inseparable:
+        raise
     except (KeyError, TypeError, ValueError, SyntaxError, IndexError) as error:
         raise ValueError(
             f"{where} is no problem in the shape of {shape.name}: {error!r}; mend it or leave it out"
@@ -93,34 +107,46 @@ def _own(row: Row) -> ProgramProblem:
 
 def _human_eval(row: Row) -> ProgramProblem:
     prompt, entry = row["prompt"], row["entry_point"]
-    kind, tests = cases_of(_checks(row["test"]), entry, alias="candidate")
-    if not tests:
-        kind, tests = "assertion", (Case(f"{row['test']}\ncheck({entry})"),)
+    kind, tests = _checks(row["test"], entry, prompt)
     question = f"Complete this function:\n\n{prompt.rstrip()}"
     reference = prompt + row["canonical_solution"]
     named = dict(id=row["task_id"], question=question, reference=reference, entry=entry)
     return _problem(named, kind, tests, preamble=prompt, difficulty=2)
 
 
-def _checks(test: str) -> str:
-    """The body of HumanEval's function `check`, or nothing where it does more than assert one thing after the other."""
-    for node in ast.parse(test).body:
-        if isinstance(node, ast.FunctionDef) and node.name == "check":
-            plain = all(isinstance(inner, ast.Assert | ast.Expr) for inner in node.body)
-            return (
-                "\n".join(ast.unparse(inner) for inner in node.body if isinstance(inner, ast.Assert)) if plain else ""
-            )
-    return ""
+def _checks(test: str, entry: str, prompt: str) -> tuple[Kind, tuple[Case, ...]]:
+    """The tests of HumanEval's function `check`: its assertions, or all of it where it does more than assert one thing
+    after the other."""
+    check = next((node for node in ast.parse(test).body if getattr(node, "name", "") == "check"), None)
+    body = check.body if isinstance(check, ast.FunctionDef) else []
+    if all(isinstance(node, ast.Assert | ast.Expr) for node in body):
+        with contextlib.suppress(Inseparable):  # by names that the test defines outside of `check`
+            kind, cases = cases_of("\n".join(map(ast.unparse, body)), entry, alias="candidate", given=prompt)
+            if cases:
+                return kind, cases
+    whole = f"{test}\ncheck({entry})"
+    check_names(f"{prompt}\n{whole}", {entry})
+    return "assertion", (Case(whole),)
 
 
 def _mbpp(row: Row) -> ProgramProblem:
     text, asserts = row.get("text") or row["prompt"], "\n".join(row["test_list"])
     entry = entry_of(asserts, row["code"])
     setup = "\n".join([row.get("test_setup_code") or "", *(row.get("test_imports") or [])]).strip()
-    kind, tests = cases_of(asserts, entry)
+    try:
+        kind, tests = cases_of(asserts, entry, given=setup)
+    except Inseparable:  # they may use modules that the reference imports
+        setup = f"{setup}\n{_imports(row['code'])}".strip()
+        kind, tests = cases_of(asserts, entry, given=setup)
     question = f"{text.strip()}\n\nThe function is called {entry}, as in: {row['test_list'][0]}"
     named = dict(id=f"mbpp/{row['task_id']}", question=question, reference=row["code"], entry=entry)
     return _problem(named, kind, tests, preamble=setup, difficulty=2)
+
+
+def _imports(code: str) -> str:
+    return "\n".join(
+        ast.unparse(node) for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)
+    )
 
 
 def _apps(row: Row) -> ProgramProblem:

@@ -5,21 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from palestra.envs.problems.trials import Code, Kind, Trial, agrees
+from palestra.envs.problems.trials import Case, Code, Kind
 from palestra.envs.text.splits import Split, split_of_text
 
 GRADES = (1, 2, 3, 4, 5)
 Part = Split | Literal["all"]
-
-
-class Case(NamedTuple):
-    """One test. `given` is stdin, a function's arguments as Python writes a tuple, or an assertion; `expected` is
-    stdout, or the value as Python writes it."""
-
-    given: str
-    expected: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,14 +38,11 @@ class ProgramProblem:
 
     def code(self, answer: str, kind: Kind) -> Code:
         """An answer as the program that it is."""
-        return Code(answer, kind, self.entry, self.preamble)
+        return Code(answer, kind, self.entry, self.preamble, self.exact)
 
     def kind_of(self, case: Case) -> Kind:
         """How a case is tried: a call with its value is one, whatever the hidden tests are."""
         return "function" if self.kind == "assertion" and case.expected else self.kind
-
-    def passes(self, trial: Trial, case: Case) -> bool:
-        return agrees(self.kind_of(case), trial, case.expected, exact=self.exact)
 
 
 def choose(

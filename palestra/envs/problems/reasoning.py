@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import inspect
 import os
-import pickle
 import random
-import re
-import sys
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from palestra.envs.problems import workers
-from palestra.envs.problems.judging import EMPTY, RIGHT, WRONG, Verdict, verdict_of
+from palestra.envs.problems import confinement, evaluated_tasks, workers
+from palestra.envs.problems.judging import EMPTY, RIGHT, Verdict, verdict_of
 from palestra.envs.problems.problem import Problem, draw_problem
 from palestra.envs.problems.verify_worker import reasoning_gym
 from palestra.envs.text.splits import Split
@@ -24,9 +19,6 @@ LARGEST = 10_000  # characters of an answer: boards and lists are longer than nu
 # These go through sets of texts: with another seed of Python's hashes an entry is another one (reasoning-gym 0.1.25).
 UNSTEADY = {"isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note"}
 UNSTEADY |= {"word_ladder"}
-_RUN = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
-_SAFE = "sin cos tan asin acos atan sinh cosh tanh exp log ln sqrt abs Abs sec csc cot".split()  # noqa: SIM905
-_CALL = re.compile(rf"(?:\b(?!(?:{'|'.join(_SAFE)})\b)\w+|[\])}}'\"])\s*\(|__|\.\s*[A-Za-z_]|\blambda\b|@|:=")
 
 
 @lru_cache(maxsize=16_384)  # tree search resets the same seed again and again
@@ -34,15 +26,20 @@ def reasoning_problem(seed: int, tasks: tuple[str, ...], split: Split) -> Proble
     """The problem of `split` that `seed` names among those of `tasks`, all alike."""
 
     def propose(rng: random.Random) -> Problem:
-        return _problem(rng.choice(tasks), rng.randrange(ENTRIES))
+        task, index = rng.choice(tasks), rng.randrange(ENTRIES)
+        while not evaluated_tasks.is_solved(task, _entry(task, index)):
+            index = rng.randrange(ENTRIES)
+        return _problem(task, index)
 
     return draw_problem(seed, propose, split, f"reasoning: {', '.join(tasks)}")
 
 
 def check_tasks(tasks: Sequence[str]) -> None:
-    """Raises ValueError where reasoning-gym is missing, has no task of one of these names, or has one that would make
-    other problems of the same seed in another process."""
-    known = _package().factory.DATASETS.keys() - {"composite"}  # which is no task but a mixture of them
+    """Raises ValueError where reasoning-gym is missing, has no task of one of these names, has one that would make
+    other problems of the same seed in another process or whose scorer evaluates text, or where SymPy would have to
+    score answers outside confinement."""
+    datasets = _package().factory.DATASETS
+    known = datasets.keys() - {"composite"}  # which is no task but a mixture of them
     if unknown := [task for task in tasks if task not in known]:
         raise ValueError(f"reasoning: no task {', '.join(unknown)} in reasoning-gym; it has {', '.join(sorted(known))}")
     if not tasks:
@@ -52,41 +49,49 @@ def check_tasks(tasks: Sequence[str]) -> None:
             f"reasoning: the problems of {', '.join(sorted(unsteady))} depend on Python's random hashes, so that no "
             "run could be repeated: set PYTHONHASHSEED=0 in the environment, or leave them out"
         )
+    for task in tasks:
+        if why := evaluated_tasks.refusal(task, datasets[task][0]):
+            raise ValueError(why)
+    if symbolic := [task for task in tasks if task in evaluated_tasks.SYMBOLIC]:
+        confinement.require(f"reasoning: {', '.join(symbolic)}")
 
 
 async def judge_entry(answer: str | None, problem: Problem, seconds: float) -> Verdict:
-    """What the task's own scorer says, in [0, 1], in a process of its own and within so many seconds.
+    """The score of the task's scorer, in [0, 1], computed within so many seconds of processor time.
 
-    Some scorers hand answers to `eval`. For those an answer that could do anything but be worked out is wrong unseen.
+    Scorers run in a confined process. No answer is ever evaluated: for tasks whose own scorers would, see
+    `evaluated_tasks`.
     """
     assert problem.entry
-    task, entry = problem.entry
+    task, index = problem.entry
     if not answer or len(answer) > LARGEST:
         return EMPTY
     if answer == problem.answer:
         return RIGHT
-    if _evaluates(task) and _CALL.search(answer):
-        return WRONG
-    return verdict_of(await workers.REASONING.ask({"task": task, "entry": entry, "answer": answer}, seconds))
+    if task in evaluated_tasks.AT_ONCE:
+        return evaluated_tasks.AT_ONCE[task](answer, _entry(task, index))
+    if task in evaluated_tasks.SYMBOLIC:
+        request = evaluated_tasks.symbolic_request(task, answer, _entry(task, index))
+    else:
+        request = {"task": task, "index": index, "size": ENTRIES, "question": problem.question, "answer": answer}
+    return EMPTY if request is None else verdict_of(await workers.REASONING.ask(request, seconds))
 
 
 def _problem(task: str, index: int) -> Problem:
-    entry = _dataset(task)[index]
-    question, answer = str(entry["question"]), str(entry["answer"])
+    entry = _entry(task, index)
+    question, answer = str(entry["question"]), str(entry["answer"] or "")  # some tasks have no answer of their own
     key = f"reasoning {task} {question}"
-    pickled = base64.b64encode(pickle.dumps(entry)).decode()
-    return Problem(question, answer, question, f"print({answer!r})", key, entry=(task, pickled))
+    return Problem(question, answer, question, f"print({answer!r})", key, entry=(task, index))
+
+
+@lru_cache(maxsize=4096)
+def _entry(task: str, index: int) -> Any:
+    return _dataset(task)[index]
 
 
 @cache
 def _dataset(task: str) -> Any:
     return _package().create_dataset(task, seed=0, size=ENTRIES)
-
-
-@cache
-def _evaluates(task: str) -> bool:
-    """Whether a task's scorer stands in a file that hands text to Python to work out."""
-    return bool(_RUN.search(inspect.getsource(sys.modules[type(_dataset(task)).__module__])))
 
 
 def _package() -> Any:

@@ -14,23 +14,33 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from queue import SimpleQueue
 from threading import RLock, Thread
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from palestra.envs.problems.verify_worker import CRASHED
+from palestra.envs.problems import confinement
+from palestra.envs.problems.verify_worker import Ended
 
 Kind = Literal["math", "reasoning"]
 MODULES: dict[Kind, str] = {"math": "math_verify", "reasoning": "reasoning_gym"}  # which the extras bring
 TRIES = 2  # of a question whose process died under it
-ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # a fork copies no threads
+ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork copies no threads
+
+
+class Judgement(NamedTuple):
+    """The end of a judgement (see `verify_worker`) and its score, which counts only if it ended as scored."""
+
+    ended: Ended
+    score: float = 0.0
+
+
+CRASHED = Judgement("crashed")
 
 
 @dataclass
 class _Question:
     line: bytes
-    answered: Future[int] = field(default_factory=Future)
+    answered: Future[Judgement] = field(default_factory=Future)
     tries: int = 0
 
 
@@ -46,8 +56,8 @@ class Workers:
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._owner = 0
 
-    async def ask(self, request: Mapping[str, Any], seconds: float) -> int:
-        """The code that came back, see `verify_worker`. Raises ValueError where the package that judges is missing."""
+    async def ask(self, request: Mapping[str, Any], seconds: float) -> Judgement:
+        """The judgement of `request`. Raises ValueError where the package that judges is missing."""
         return await asyncio.wrap_future(self._ask(request, seconds))
 
     def require(self) -> None:
@@ -66,7 +76,7 @@ class Workers:
         if process and self._owner == os.getpid():
             _ended(process)
 
-    def _ask(self, request: Mapping[str, Any], seconds: float) -> Future[int]:
+    def _ask(self, request: Mapping[str, Any], seconds: float) -> Future[Judgement]:
         name = next(self._ids)
         line = json.dumps({**request, "id": name, "seconds": seconds}).encode() + b"\n"
         question = _Question(line)
@@ -83,12 +93,12 @@ class Workers:
         self._outbox.put(question.line)
 
     def _start(self) -> None:
-        command = [sys.executable, "-P", str(Path(__file__).with_name("verify_worker.py")), self.kind]
+        command = [sys.executable, "-P", confinement.WORKER, self.kind, confinement.rules().hex()]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | ALONE,
+            env=os.environ | ALONE | {"PYTHONHASHSEED": _hash_seed()},
             start_new_session=True,  # an interrupt at the terminal is for us
         )
         self._outbox, self._owner = SimpleQueue(), os.getpid()
@@ -103,7 +113,7 @@ class Workers:
                 if "missing" in said:
                     self._refuse(said["missing"])
                 elif question := self._open.pop(said["id"], None):
-                    question.answered.set_result(said["code"])
+                    question.answered.set_result(Judgement(said["ended"], said["score"]))
         process.stdout.close()
         process.wait()
         with self._lock:
@@ -130,6 +140,12 @@ class Workers:
             if self.process is None:
                 self._start()
             self._send(name, question)
+
+
+def _hash_seed() -> str:
+    """Our own seed of Python's hashes if it is fixed: some problems depend on it."""
+    seed = os.environ.get("PYTHONHASHSEED", "random")
+    return "0" if seed == "random" else seed
 
 
 def _write(process: subprocess.Popen[bytes], outbox: SimpleQueue[bytes | None]) -> None:

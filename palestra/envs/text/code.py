@@ -16,9 +16,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from palestra.envs.base import Env
 from palestra.envs.problems.program_drills import Drill, draw_drill, drill_problem
+from palestra.envs.problems.program_examples import shows
 from palestra.envs.problems.program_files import OWN, load_programs
-from palestra.envs.problems.programs import GRADES, Case, Part, ProgramProblem, choose, draw
-from palestra.envs.problems.trials import Lab, Trials, value_of
+from palestra.envs.problems.program_results import value_of
+from palestra.envs.problems.programs import GRADES, Part, ProgramProblem, choose, draw
+from palestra.envs.problems.trials import Case, Lab, Trials
 from palestra.envs.text.code_answers import read_program, read_test, write_program, write_test
 from palestra.envs.text.code_prompts import ROLES, Turn, compact, full
 from palestra.envs.text.grids import within
@@ -27,7 +29,7 @@ from palestra.sandbox import Limits, open_sandbox
 from palestra.types import Seat, Step
 
 BUILT, SMOKE, PASSED = 0.1, 0.1, 0.8  # coder, for a program that compiles, that runs, for the share of tests it passes
-VALID, RIGHT = 0.2, 0.8  # tester, for a test that can be read, and for one that the reference passes
+VALID, RIGHT = 0.2, 0.8  # tester, for a test that can be read, and for one that the reference passes; not if copied
 SOLVED = 1.0  # team, with `reward: outcome`
 DRILLS = "drills"
 EASY = (1, 2, 3)  # difficulties of drills, unless others are named
@@ -141,24 +143,29 @@ class CoderTester(Env):
         if self.drill:
             xs = [rng.randrange(10) for _ in range(rng.randint(2, 3))]
             return Case(f"({xs!r},)", repr(self.drill.of(xs)))
-        cases = [case for case in (*self.problem.examples, *self.problem.tests) if case.expected]
+        cases = [case for case in self.problem.tests if case.expected and not shows(self.problem, case)]
         if not cases:
-            raise ValueError(f'the tests of problem "{self.problem.id}" name no values, so there is no expert at them')
+            raise ValueError(
+                f'the tests of problem "{self.problem.id}" name no values that its question does not show, so there is '
+                "no expert at them"
+            )
         return rng.choice(sorted(cases, key=lambda case: len(case.given))[:3])
 
     # ---- one turn
 
     async def _both(self, source: str | None, test: Case | None) -> Judged:
         """What coder and tester did in one turn."""
-        (hidden, told), right = await asyncio.gather(self._tried(source, test), self._by_reference(test))
+        copied = test is not None and shows(self.problem, test)
+        own = None if copied else test
+        (hidden, told), right = await asyncio.gather(self._tried(source, test), self._by_reference(own))
         share, worth = self._marks(source, hidden)
         trial = told.trials[-1] if told and told.trials else None
-        agreed = bool(test and trial and self.problem.passes(trial, test))
+        agreed = bool(test and trial and trial.right)
         if right is None:  # no reference: a program that passes all hidden tests stands in for it
             right = agreed and share == 1.0
-        tester = VALID * (test is not None) + RIGHT * right
+        tester = VALID * (own is not None) + RIGHT * right
         flaw = hidden.flaw if hidden else None
-        return Judged(share, worth, tester, agreed, Turn(source, test, trial, flaw))
+        return Judged(share, worth, tester, agreed, Turn(source, test, trial, flaw, copied))
 
     async def _tried(self, source: str | None, test: Case | None) -> tuple[Trials | None, Trials | None]:
         """What a program makes of the hidden tests, and of the tester's, which is the last of the second. A program
@@ -176,9 +183,7 @@ class CoderTester(Env):
         hidden, shown = await asyncio.gather(self._on(source, self._hidden()), self._on(source, examples))
         share, worth = self._marks(source, hidden)
         trials = shown.trials if shown else ()
-        failed = [
-            (case, trial) for case, trial in zip(examples, trials, strict=False) if not self.problem.passes(trial, case)
-        ]
+        failed = [(case, trial) for case, trial in zip(examples, trials, strict=False) if not trial.right]
         case, trial = failed[0] if failed else (None, None)
         agreed = not examples or bool(trials and not failed)
         return Judged(share, worth, 0.0, agreed, Turn(source, case, trial, hidden.flaw if hidden else None))
@@ -191,7 +196,7 @@ class CoderTester(Env):
         if source is None or not cases:
             return None
         code = self.problem.code(source, self.problem.kind_of(cases[0]))
-        return await self.lab.tries(code, tuple(case.given for case in cases), self.limits)
+        return await self.lab.tries(code, cases, self.limits)
 
     async def _by_reference(self, test: Case | None) -> bool | None:
         """Whether the reference passes a test; None where there is no reference."""
@@ -200,14 +205,15 @@ class CoderTester(Env):
         if self.drill:
             return self.drill.gives(value_of(test.given)[0]) == value_of(test.expected)
         tried = await self._on(self.problem.reference, (test,))
-        return self.problem.passes(tried.trials[0], test) if tried else None
+        return tried.trials[0].right if tried else None
 
     def _marks(self, source: str | None, hidden: Trials | None) -> tuple[float, float]:
         """The share of hidden tests that a program passes, and what the program is worth to the coder."""
         if source is None or hidden is None or hidden.flaw is not None:
             return 0.0, 0.0
-        pairs = zip(hidden.trials, self._hidden(), strict=False)  # an expression's trials end with the tester's
-        passed = [self.problem.passes(trial, case) for trial, case in pairs]
+        passed = [
+            trial.right for trial in hidden.trials[: len(self._hidden())]
+        ]  # an expression's end with the tester's
         share = sum(passed) / len(passed)
         return share, BUILT + SMOKE * hidden.trials[0].ok + PASSED * share
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from palestra.envs.problems.programs import Case, ProgramProblem
-from palestra.envs.problems.trials import MISSING, value_of
+from palestra.envs.problems.program_results import MISSING, value_of
+from palestra.envs.problems.programs import ProgramProblem
+from palestra.envs.problems.trials import Case
 
 LONGEST = 20_000  # characters of an answer that are read, from its end
-LONGEST_VALUE = 2000  # characters of a value in a test
+LONGEST_TEST = 4000  # characters of a call with its value
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
@@ -34,12 +35,15 @@ def read_test(answer: object, problem: ProgramProblem) -> Case | None:
         if len(blocks) < 2 and not mark:
             return None
         given, expected = blocks[-2:] if len(blocks) >= 2 else (given.strip(), expected.strip())
-        return Case(f"{given.strip()}\n", f"{expected.strip()}\n")
+        return Case(f"{given.rstrip()}\n", f"{expected.rstrip()}\n")
     line = (text.rpartition("####")[2].strip().splitlines() or [""])[-1].strip(" `")
     line = line.removeprefix("assert ")
-    for sign in re.finditer(r"->|==", line[:LONGEST_VALUE]):
-        arguments, value = _arguments(line[: sign.start()].strip(), problem), value_of(line[sign.end() :].strip())
-        if arguments is not None and value is not MISSING:
+    if len(line) > LONGEST_TEST:
+        return None
+    for sign in re.finditer(r"->|==", line):
+        arguments = _arguments(line[: sign.start()].strip(), problem)
+        value = MISSING if arguments is None else value_of(line[sign.end() :].strip())
+        if value is not MISSING:
             return Case(repr(arguments), repr(value))
     return None
 
@@ -63,8 +67,12 @@ def write_program(source: str, *, fenced: bool) -> str:
 def write_test(case: Case, problem: ProgramProblem, *, fenced: bool) -> str:
     """A test as `read_test` reads it."""
     if problem.kind == "stdin":
-        given, expected = case.given.strip(), case.expected.strip()
-        return f"Input:\n```\n{given}\n```\nOutput:\n```\n{expected}\n```" if fenced else f"{given} -> {expected}"
+        given, expected = case.given.rstrip(), case.expected.rstrip()
+        return (
+            f"Input:\n```\n{given}\n```\nOutput:\n```\n{expected}\n```"
+            if fenced
+            else f"{given.strip()} -> {expected.strip()}"
+        )
     return f"#### {shown(case, problem)}" if fenced else shown(case, problem)
 
 

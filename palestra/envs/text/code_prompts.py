@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from palestra.envs.problems.programs import Case, ProgramProblem
-from palestra.envs.problems.trials import Kind, Trial
+from palestra.envs.problems.programs import ProgramProblem
+from palestra.envs.problems.trials import Case, Kind, Trial
 from palestra.envs.text.code_answers import call, shown, tight
 from palestra.types import Seat
 
@@ -18,7 +18,8 @@ TOGETHER = (
 ROLES: dict[Seat, str] = {
     "coder": f"You are the coder: solve the problem. A tester, who cannot see your answer, writes a test. {TOGETHER}",
     "tester": (
-        "You are the tester: write one test for the problem, what is given and what a right program makes of it. A "
+        "You are the tester: write one test for the problem, what is given and what a right program makes of it. An "
+        "input that the question shows earns nothing. A "
         f"coder, whose answer you cannot see, solves the problem. {TOGETHER}"
     ),
     "alone": (
@@ -49,12 +50,13 @@ FORMS: dict[Seat, dict[Kind, str]] = {
 @dataclass(frozen=True)
 class Turn:
     """A turn that is over: the coder's program, the tester's test (or the example that failed), what came of both. None
-    for what could not be read."""
+    for what could not be read. `copied`: the question shows the test's input."""
 
     source: str | None
     test: Case | None
     trial: Trial | None
     flaw: str | None = None
+    copied: bool = False
 
 
 def full(problem: ProgramProblem, seat: Seat, turns: Sequence[Turn], most: int, *, alone: bool) -> str:
@@ -96,7 +98,7 @@ def _said(turn: Turn, problem: ProgramProblem) -> str:
 
 def _example(case: Case, problem: ProgramProblem) -> str:
     if problem.kind == "stdin":
-        return f"Input:\n```\n{case.given.strip()}\n```\nOutput:\n```\n{case.expected.strip()}\n```"
+        return f"Input:\n```\n{case.given.rstrip()}\n```\nOutput:\n```\n{case.expected.rstrip()}\n```"
     return shown(case, problem)
 
 
@@ -114,13 +116,15 @@ def _told(number: int, turn: Turn, problem: ProgramProblem, seat: Seat, alone: b
     else:
         test = "An example that it fails" if alone else "Your test" if seat == "tester" else "The tester's test"
         lines.append(f"{test}: {_asked(turn.test, problem)}")
+        if turn.copied and seat == "tester":
+            lines.append("The question shows this input, so the test earns nothing.")
     return "\n".join([*lines, _outcome(turn, problem)]).strip()
 
 
 def _asked(case: Case, problem: ProgramProblem) -> str:
     if problem.kind == "stdin":
         return (
-            f"the input\n```\n{_clip(case.given.strip())}\n```\nshould give\n```\n{_clip(case.expected.strip())}\n```"
+            f"the input\n```\n{_clip(case.given.rstrip())}\n```\nshould give\n```\n{_clip(case.expected.rstrip())}\n```"
         )
     if problem.kind == "expression":
         return f"xs = {case.given[1:-1].rstrip(',')} should give {case.expected}"
@@ -134,7 +138,7 @@ def _outcome(turn: Turn, problem: ProgramProblem) -> str:
         return ""
     if not turn.trial.ok:
         return f"The program failed: {_clip(turn.trial.said)}"
-    said = _clip(turn.trial.said.strip())
+    said = _clip(turn.trial.said.rstrip())
     return f"The program printed\n```\n{said}\n```" if problem.kind == "stdin" else f"The program gave {said}"
 
 

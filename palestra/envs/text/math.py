@@ -20,7 +20,7 @@ from palestra.envs.problems.sources import Source
 from palestra.envs.problems.workers import MATH
 from palestra.envs.text.grids import within
 from palestra.envs.text.math_tool import program_in, run_program
-from palestra.envs.text.math_words import Reply, Turn, roles, view
+from palestra.envs.text.math_words import EXACT, FINAL, Reply, Turn, roles, view
 from palestra.envs.text.options import Rendering, Reward
 from palestra.envs.text.splits import Split
 from palestra.sandbox import open_sandbox
@@ -70,7 +70,7 @@ class Math(Env):
         self.tool_seconds, self.judge_seconds, self.reward = tool_seconds, judge_seconds, reward
         self.compact = rendering == "compact"
         self.source = Source(kinds, difficulty, path, columns, reasoning, split)
-        self.roles = roles(self.seats, self.turns, tool_seconds, self.source.generated, self.compact)
+        self.roles = roles(self.seats, self.turns, tool_seconds, self._form(), self.compact)
         if reasoning is None and not (self.source.generated and self.compact):
             MATH.require()
         self.sandbox = open_sandbox(unsafe) if "tool" in self.seats else None
@@ -115,6 +115,12 @@ class Math(Env):
             return problem.answer
         return f"{rng.choice(('So the answer is:', 'That makes:', 'Worked out:'))}\n#### {problem.answer}"
 
+    def _form(self) -> str:
+        """The sentence about the form of an answer in the prompts of the seats."""
+        if self.source.generated:
+            return EXACT
+        return "" if self.source.reasoning is not None else FINAL
+
     # ---- one answer
 
     async def _reply(self, seat: Seat, said: str) -> Reply:
@@ -143,7 +149,7 @@ class Math(Env):
         problem = self.problem
         if problem.entry:
             return await judge_entry(answer, problem, self.judge_seconds)
-        return await judge(answer, problem.answer, written_out=problem.written_out, seconds=self.judge_seconds)
+        return await judge(answer, problem.answer, question=problem.question, seconds=self.judge_seconds)
 
     async def _agreed(self, turn: Turn) -> bool:
         """Whether the two answers are the same, or alone the last two. The right answer has no part in it."""
@@ -155,8 +161,7 @@ class Math(Env):
             return False
         if self.problem.entry:
             return (at_once(mine, other) or WRONG).right
-        written_out = self.problem.written_out
-        return (await judge(mine, other, written_out=written_out, seconds=self.judge_seconds)).right
+        return (await judge(mine, other, seconds=self.judge_seconds)).right
 
     # ---- what it earns and what is shown
 

@@ -14,6 +14,7 @@ SHORT_QUOTE = 24  # of an answer in the compact rendering
 
 FORM = "End with #### and the final answer alone, for example #### 42, or put it in \\boxed{}."
 EXACT = "A number is an integer or a fraction in lowest terms, such as 7/2."
+FINAL = "Work the answer out: a number is an integer, a decimal or a fraction in lowest terms, such as 7/2."
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class Reply:
 Turn = Mapping[Seat, Reply]
 
 
-def roles(seats: Sequence[Seat], turns: int, seconds: float, exact: bool, compact: bool) -> dict[Seat, str]:
-    """The system message of each seat."""
+def roles(seats: Sequence[Seat], turns: int, seconds: float, exact: str, compact: bool) -> dict[Seat, str]:
+    """The system message of each seat; `exact` is a sentence about the form of answers, or ""."""
     if compact:
         return {seat: f"math {seat}" for seat in seats}
-    numbers = f" {EXACT}" if exact else ""
+    numbers = f" {exact}" if exact else ""
     if len(seats) == 1:
         again = f" You are asked up to {turns} times, until your answer stays the same." if turns > 1 else ""
         return {"reasoner": f"You solve a mathematics problem.{again}\nThink it through step by step. {FORM}{numbers}"}

@@ -26,7 +26,8 @@ from palestra.chat import same
 from palestra.envs.base import Env
 from palestra.envs.text.splits import Split
 from palestra.types import Seat, Step
-from palestra.web.endpoint import Asked, Refused, Session
+from palestra.web.calls import Asked, Refused
+from palestra.web.endpoint import Session
 
 TAIL = 2000  # characters of a failed command's output that its error quotes
 

@@ -55,6 +55,12 @@ class Frame:
     actions always are (and for continuous ones); an acting seat has at least one. `rewards [B, N]` are those of the
     step just made, `terminated` and `truncated` [B] say that it ended the game, `success` [B] whether that end counts
     as one (None where the env knows no success). After a reset rewards and ends are zero.
+
+    `seat_terminated [B, N]` marks seats that terminated on their own, at this step or earlier in the same game: such a
+    seat does not act again, earns nothing after the step in which it is marked, and its future is worth 0 even where
+    the game is later truncated for the others. It is None where all seats end together. A game that is `terminated`
+    has terminated for every seat; one that is `truncated` was cut off for the seats that are not marked. A seat that
+    was cut off before the others keeps its last view until the game ends.
     """
 
     obs: np.ndarray  # float32 or uint8
@@ -67,6 +73,7 @@ class Frame:
     state: np.ndarray | None = None  # float32 [B, S]
     final_state: np.ndarray | None = None
     success: np.ndarray | None = None  # bool
+    seat_terminated: np.ndarray | None = None  # bool
 
     @property
     def over(self) -> np.ndarray:
@@ -91,9 +98,11 @@ def empty_frame(
     actions: int | None = None,
     state: int = 0,
     success: bool = False,
+    deaths: bool = False,
     dtype: Any = np.float32,
 ) -> Frame:
-    """A frame of zeros in which every seat acts. `actions` asks for a mask of as many, all legal."""
+    """A frame of zeros in which every seat acts. `actions` asks for a mask of as many, all legal, `deaths` for
+    `seat_terminated`."""
     B, N = games, seats
     return Frame(
         obs=np.zeros((B, N, *view), dtype),
@@ -106,6 +115,7 @@ def empty_frame(
         state=np.zeros((B, state), np.float32) if state else None,
         final_state=np.zeros((B, state), np.float32) if state else None,
         success=np.zeros(B, bool) if success else None,
+        seat_terminated=np.zeros((B, N), bool) if deaths else None,
     )
 
 

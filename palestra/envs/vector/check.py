@@ -116,6 +116,12 @@ class _Check:
         for name in ("terminated", "truncated", "success"):
             if name != "success" or frame.success is not None:
                 self.shape(name, getattr(frame, name), (B,), bool)
+        if (frame.terminated & frame.truncated).any():
+            self.fail("says that a game was terminated and truncated at once", "leave it terminated")
+        if frame.seat_terminated is not None:
+            self.shape("seat_terminated", frame.seat_terminated, (B, N), bool)
+            if (frame.seat_terminated & frame.acting)[~frame.over].any():
+                self.fail("lets a seat act that has terminated", "mark it as not acting until the game is over")
         if env.state_size:
             self.shape("state", frame.state, (B, env.state_size), np.float32)
             self.shape("final_state", frame.final_state, (B, env.state_size), np.float32)

@@ -338,8 +338,10 @@ class Combat(NativeEnv):
 
     A unit stops, moves north (y up), south, east (x up) or west as far as it gets in a step (a marine 1.1, of the 2
     that SMAC orders), or attacks an enemy, legal within 6: one out of its weapon's reach it walks to. It sees 9 far.
-    No-op is for the dead, who do not act; an action that is not legal stops the unit. `map` is one of SMAC's with
-    marines (m), stalkers (s) and zealots (z), `cycles` its limit of steps unless set. `success` is a battle won.
+    No-op is for the dead, who do not act but earn with the others until the battle ends; a battle that is cut off is
+    truncated for them too. An action that is not legal stops the unit. `map` is one of
+    SMAC's with marines (m), stalkers (s) and zealots (z), `cycles` its limit of steps unless set. `success` is a battle
+    won.
 
     The reward is the damage to enemies, plus 10 for each killed and 200 for the battle won, scaled so that a won battle
     yields 20. A view is SMAC's: may move north, south, east, west; of each enemy attackable, distance, x, y (in units
@@ -377,7 +379,8 @@ class Combat(NativeEnv):
             "last": np.zeros((games, seats), np.int64),
             "steps": np.zeros(games, np.int64),
         }
-        self._board = Board(**self.memory, **vars(self.frame))
+        shown = {name: array for name, array in vars(self.frame).items() if array is not None}
+        self._board = Board(**self.memory, **shown)
 
     def _begin(self) -> None:
         _begin_all(self._board, self.rules)

@@ -70,7 +70,7 @@ class EnvPoolEnv(VectorEnv):
         for pool, own in self.pools:
             obs, rewards, terminated, truncated, info = pool.recv()
             frame.rewards[own] = rewards.reshape(len(own), -1)
-            frame.terminated[own], frame.truncated[own] = terminated, truncated
+            frame.terminated[own], frame.truncated[own] = terminated, np.asarray(truncated) & ~np.asarray(terminated)
             self._show(own, obs, info)
         for pool, own in self.pools:
             over = np.flatnonzero(frame.over[own])

@@ -382,7 +382,7 @@ class Foraging(NativeEnv):
             "total": np.zeros(games, np.int64),
             "steps": np.zeros(games, np.int64),
         }
-        frame = {name: array for name, array in vars(self.frame).items() if name != "acting"}
+        frame = {name: array for name, array in vars(self.frame).items() if name not in ("acting", "seat_terminated")}
         self._board = Board(**self.memory, **frame)
 
     def _begin(self) -> None:

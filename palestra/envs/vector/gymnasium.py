@@ -112,6 +112,15 @@ def unmasked(space: spaces.Space) -> tuple[spaces.Space, bool]:
     return space, False
 
 
+def heeded(given: bool, actions: Sequence[Space], several: bool, where: str) -> bool:
+    """True where masks are `given` and can be heeded: for single choices, and not where one mask is given for `several`
+    seats at once. Raises ValueError for other masks: actions that they forbid would be taken."""
+    if given and (several or not all(isinstance(space, Discrete) for space in actions)):
+        fix = "wrap the env so that its actions are Discrete, or so that it takes any action and gives no action_mask"
+        raise ValueError(f"{where} gives an action_mask, which is only heeded for one Discrete action of a seat: {fix}")
+    return given
+
+
 def row_of(space: Any) -> int:
     """How many numbers a space holds in one row; 0 for any other space, and for None."""
     return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
@@ -139,7 +148,8 @@ def parts_of(space: spaces.Space) -> list[spaces.Space]:
 class GymnasiumGame:
     """One env of Gymnasium. Where actions are a tuple, each part is a seat ("agent_0", ...); else the one is "agent".
     A single reward is everyone's, one of a list each seat's own; so are ends, and a seat whose game ended before the
-    others' acts no more and gets no more. `action_mask` and `is_success` of the info are heeded where the first info
+    others' acts no more, earns nothing more and keeps its last view. A seat that is terminated and truncated at once
+    has terminated. `action_mask` and `is_success` of the info are heeded where the first info
     has them."""
 
     def __init__(self, make: Callable[[], gymnasium.Env]) -> None:
@@ -158,24 +168,26 @@ class GymnasiumGame:
             tuple(view.shape for view in self.views),
             tuple(choice.space for choice in self.choices),
             pixels=all(view.pixels for view in self.views),
-            masks="action_mask" in info and not several and isinstance(self.choices[0].space, Discrete),
+            masks=heeded("action_mask" in info, [choice.space for choice in self.choices], several, str(self.env)),
             success="is_success" in info,
+            deaths=several,
         )
 
     def reset(self, seed: int) -> Moment:
-        self.ended = np.zeros(len(self.choices), bool)
-        return self._moment(*self.env.reset(seed=seed))
+        self.ended, self.dead = np.zeros((2, len(self.choices)), bool)
+        return self._moment(*self.env.reset(seed=seed), self.ended)
 
     def step(self, actions: np.ndarray) -> Moment:
         written = [choice.write(action) for choice, action in zip(self.choices, actions, strict=True)]
         seen, reward, terminated, truncated, info = self.env.step(tuple(written) if self.several else written[0])
-        rewards = np.where(self.ended, 0.0, self.rewards(reward, info))
-        self.ended = self.ended | terminated | truncated
-        moment = self._moment(seen, info)
-        moment.rewards = rewards
+        rewards, gone = np.where(self.ended, 0.0, self.rewards(reward, info)), self.ended
+        self.dead = self.dead | (~gone & terminated)
+        self.ended = gone | terminated | truncated
+        moment = self._moment(seen, info, gone)
+        moment.rewards, moment.seat_terminated = rewards, self.dead
         if self.ended.all():
-            moment.truncated = bool(np.any(truncated))
-            moment.terminated = bool(np.all(terminated)) or not moment.truncated
+            moment.terminated = bool(self.dead.all())
+            moment.truncated = not moment.terminated
         return moment
 
     def rewards(self, reward: Any, info: dict[str, Any]) -> Sequence[float]:
@@ -184,10 +196,11 @@ class GymnasiumGame:
     def close(self) -> None:
         self.env.close()
 
-    def _moment(self, seen: Any, info: dict[str, Any]) -> Moment:
-        parts = seen if self.several else [seen]
+    def _moment(self, seen: Any, info: dict[str, Any], gone: np.ndarray) -> Moment:
+        """Writes the observations of all seats but those that were `gone` before."""
+        parts = zip(self.views, seen if self.several else [seen], gone, strict=True)
         return Moment(
-            [view.read(part) for view, part in zip(self.views, parts, strict=True)],
+            [None if left else view.read(part) for view, part, left in parts],
             ~self.ended,
             legal=[np.asarray(info["action_mask"], bool)] if self.spec.masks else None,
             success=bool(info.get("is_success", False)),

@@ -29,6 +29,7 @@ class Rules:
         self.id, self.env, self.seats = id, env, tuple(env.agents)
         self.units = hasattr(env, "num_allies")
         self.enemies = self.units and id != "SMAX"  # one side is the env's own
+        self.deaths = len(self.seats) > 1 and not self.units  # dead units go on earning with the living
         self.actions = tuple(_space_of(env.action_space(seat)) for seat in self.seats)
         self.masks = _masks(env) if isinstance(self.actions[0], Discrete) else None
         carried, shown = jax.eval_shape(self.begin, jax.random.PRNGKey(0))
@@ -40,6 +41,7 @@ class Rules:
             shown["state"].shape[0] if "state" in shown else 0,
             masks="legal" in shown,
             success=self.enemies,
+            deaths=self.deaths,
         )
         self.reset, self.step = jax.jit(jax.vmap(self.begin)), jax.jit(jax.vmap(self.play))
 
@@ -58,6 +60,8 @@ class Rules:
         over, last = jnp.asarray(done["__all__"], bool), self.shown(obs, state, done)
         cut = over & self._by_clock(state, steps + 1)
         came = {"truncated": cut, "terminated": over & ~cut, "final_obs": last["obs"]}
+        if self.deaths:
+            came["seat_terminated"] = self._dead(done, over, cut)
         came["rewards"] = jnp.stack([jnp.asarray(rewards[seat], jnp.float32).reshape(()) for seat in self.seats])
         if "state" in last:
             came["final_state"] = last["state"]
@@ -87,6 +91,11 @@ class Rules:
         if isinstance(space, Discrete):
             return action
         return action[: len(space.low if isinstance(space, Continuous) else space.sizes)]
+
+    def _dead(self, done: Any, over: Any, cut: Any) -> Any:
+        """The seats that have terminated: those done before the game is over, unless the clock ended it."""
+        gone = jnp.stack([jnp.asarray(done.get(seat, False), bool).reshape(()) for seat in self.seats])
+        return jnp.where(over, ~cut, gone)
 
     def _alive(self, state: Any) -> tuple[Any, Any]:
         """Whether any ally and any enemy of SMAX stands."""
@@ -132,7 +141,8 @@ class JaxMarlEnv(VectorEnv):
     def reset(self, seeds: np.ndarray) -> Frame:
         keys = jnp.stack([jax.random.PRNGKey(game_seed(int(seed), 0)) for seed in seeds])
         self._carried, shown = self.rules.reset(keys)
-        ends = ("rewards", "terminated", "truncated", *(["success"] if self.rules.enemies else []))
+        ends = ["rewards", "terminated", "truncated", *(["success"] if self.rules.enemies else [])]
+        ends += [] if self.frame.seat_terminated is None else ["seat_terminated"]
         return self._written(shown | dict.fromkeys(ends, 0))
 
     def step(self, actions: np.ndarray) -> Frame:
@@ -143,6 +153,8 @@ class JaxMarlEnv(VectorEnv):
         if self.clock == "ends":
             frame.terminated |= frame.truncated
             frame.truncated[:] = False
+            if frame.seat_terminated is not None:
+                frame.seat_terminated |= frame.terminated[:, None]
         return frame
 
     def save(self) -> Arrays:

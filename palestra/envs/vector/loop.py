@@ -28,7 +28,8 @@ from palestra.types import Seat
 @dataclass(frozen=True)
 class GameSpec:
     """What all games of an env have in common. `views` and `actions` are those of `VectorEnv`; `pixels` asks for views
-    of uint8, `masks` for an array of legal actions, `success` for one of successes."""
+    of uint8, `masks` for an array of legal actions, `success` for one of successes, `deaths` for one of seats that
+    terminated before their game ended."""
 
     seats: tuple[Seat, ...]
     views: tuple[tuple[int, ...], ...]
@@ -37,6 +38,7 @@ class GameSpec:
     pixels: bool = False
     masks: bool = False
     success: bool = False
+    deaths: bool = False
 
     def __post_init__(self) -> None:
         if len({type(space) for space in self.actions}) > 1:
@@ -54,6 +56,7 @@ class GameSpec:
             actions=max(space.n for space in self.actions if isinstance(space, Discrete)) if self.masks else None,
             state=self.state_size,
             success=self.success,
+            deaths=self.deaths,
             dtype=np.uint8 if self.pixels else np.float32,
         )
 
@@ -71,7 +74,8 @@ class GameSpec:
 @dataclass
 class Moment:
     """What one game says after `reset` or `step`, by seat: `views` (None: the seat still sees what it saw), who acts
-    next (None: all), rewards (None: zero), masks of legal actions (None: what it was)."""
+    next (None: all), rewards (None: zero), masks of legal actions (None: what it was), which have terminated in this
+    game so far (None: those for which `terminated` ends it)."""
 
     views: Sequence[np.ndarray | None]
     acting: Sequence[bool] | np.ndarray | None = None
@@ -81,6 +85,7 @@ class Moment:
     terminated: bool = False
     truncated: bool = False
     success: bool = False
+    seat_terminated: Sequence[bool] | np.ndarray | None = None
 
 
 class OneGame(Protocol):
@@ -123,8 +128,8 @@ class Loop(VectorEnv):
 
     def reset(self, seeds: np.ndarray) -> Frame:
         self._seeds[:], self._played[:] = seeds, 0
-        for array in (self.frame.rewards, self.frame.terminated, self.frame.truncated, self.frame.success):
-            if array is not None:
+        for name in ("rewards", "terminated", "truncated", "success", "seat_terminated"):
+            if (array := getattr(self.frame, name)) is not None:
                 array[:] = 0
         for b in range(self.games):
             self._begin(b)
@@ -140,6 +145,9 @@ class Loop(VectorEnv):
             frame.terminated[b], frame.truncated[b] = moment.terminated, moment.truncated
             if frame.success is not None:
                 frame.success[b] = moment.success
+            if frame.seat_terminated is not None:
+                dead = moment.seat_terminated
+                frame.seat_terminated[b] = moment.terminated if dead is None else dead
             if moment.terminated or moment.truncated:
                 self._end(b)
         return frame

@@ -28,6 +28,8 @@ class NativeEnv(VectorEnv):
         self.frame.rewards[:] = 0
         self.frame.terminated[:] = False
         self.frame.truncated[:] = False
+        if self.frame.seat_terminated is not None:
+            self.frame.seat_terminated[:] = False
         return self.frame
 
     def step(self, actions: np.ndarray) -> Frame:

@@ -134,13 +134,16 @@ class SpielState:
 class SpielRules(Rules[SpielState]):
     """The rules of a game of OpenSpiel's that is played in turn. Views are information states, or, in games that have
     none, observations; the words for actions are their numbers. Raises ValueError for games with simultaneous moves,
-    where chance cannot be listed, and where players are shown nothing."""
+    where chance cannot be listed, and where players are shown nothing; and by `view`, where the tensor of information
+    states says less than OpenSpiel's strings do: what is exact of the tensors would be of a coarser game."""
 
     def __init__(self, game: str) -> None:
         self.name, self.game = game, _loaded(game)
         if why := _no_rules(self.game):
             raise ValueError(f'"{game}" cannot be walked through: {why}')
         self.kind: Tensor = "information_state" if _has(self.game, "information_state") else "observation"
+        imperfect = self.game.get_type().information == pyspiel.GameType.Information.IMPERFECT_INFORMATION
+        self.told: dict[tuple[int, bytes], str] | None = {} if imperfect and self.kind == "information_state" else None
         self.players = self.game.num_players()
         self.actions = tuple(str(action) for action in range(self.game.num_distinct_actions()))
 
@@ -164,10 +167,24 @@ class SpielRules(Rules[SpielState]):
         return tuple(state.state.returns())
 
     def view(self, state: SpielState, player: int) -> np.ndarray:
-        return np.array(getattr(state.state, f"{self.kind}_tensor")(player), np.float32)
+        view = np.array(getattr(state.state, f"{self.kind}_tensor")(player), np.float32)
+        if self.told is not None and state.state.current_player() == player:
+            words = self.words(state, player)
+            if (known := self.told.setdefault((player, view.tobytes()), words)) != words:
+                raise ValueError(
+                    f'"{self.name}" has no exact values here: its tensor is the same in the information states '
+                    f'"{_line(known)}" and "{_line(words)}" of player {player}, so they would be those of a coarser '
+                    "game; set assess: 0, and train networks instead of exact responses"
+                )
+        return view
 
     def words(self, state: SpielState, player: int) -> str:
         return str(getattr(state.state, f"{self.kind}_string")(player))
+
+
+def _line(words: str) -> str:
+    """Words in one line."""
+    return " / ".join(words.splitlines())
 
 
 def spiel_rules(game: str) -> SpielRules | None:

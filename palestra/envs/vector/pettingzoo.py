@@ -17,6 +17,7 @@ from palestra.envs.vector.base import Discrete, Frame, VectorEnv
 from palestra.envs.vector.gymnasium import (
     box_for,
     choice_of,
+    heeded,
     masked,
     nothing_of,
     row_of,
@@ -52,8 +53,11 @@ class _Game:
             tuple(choice.space for choice in self.choices),
             state_size=row_of(getattr(env, "state_space", None)) if state else 0,
             pixels=all(view.pixels for view in self.views),
-            masks=said and isinstance(self.choices[0].space, Discrete),
+            masks=heeded(said, [choice.space for choice in self.choices], False, str(env)),
+            deaths=len(self.agents) > 1,
         )
+        self.dead: set[Any] = set()  # the agents that have terminated in the game under way, and those cut off
+        self.cut: set[Any] = set()
         self.plain = not any(self.dictionaries) and not self.spec.masks  # a view is what the env says, and no more
 
     def read(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -68,18 +72,37 @@ class _Game:
     def state(self) -> np.ndarray | None:
         return np.asarray(self.env.state(), np.float32) if self.spec.state_size else None
 
+    def begun(self) -> None:
+        """Forgets who had ended in the game before."""
+        self.dead.clear()
+        self.cut.clear()
+
+    def ended(self, terminated: dict[Any, bool], truncated: dict[Any, bool]) -> None:
+        """Notes the agents that end with a step; one that the env terminates and truncates at once has terminated."""
+        self.cut.update(agent for agent, flag in truncated.items() if flag and agent not in self.dead)
+        self.dead.update(agent for agent, flag in terminated.items() if flag)
+        self.cut -= self.dead
+
+    def settle(self, moment: Moment, over: bool) -> None:
+        """Writes which agents have terminated, and how a game that is `over` ended."""
+        moment.seat_terminated = [agent in self.dead for agent in self.agents] if self.dead else None
+        moment.truncated = over and bool(self.cut)
+        moment.terminated = over and not self.cut
+
     def close(self) -> None:
         self.env.close()
 
 
 class ParallelGame(_Game):
-    """An env whose agents act all at once. Agents that ended act no more; the game is over with the last of them, and
-    was cut off if any of those that ended last was."""
+    """An env whose agents act all at once. An agent that ended, terminated or truncated, acts no more and earns nothing
+    more; one whose step says both has terminated. The game is over with the last agent, and truncated if any agent
+    was."""
 
     def __init__(self, env: Any, state: bool = False) -> None:
         super().__init__(env, env.reset(seed=0)[1], state)
 
     def reset(self, seed: int) -> Moment:
+        self.begun()
         seen, infos = self.env.reset(seed=seed)
         return self._moment(seen, infos, set(seen))
 
@@ -88,12 +111,12 @@ class ParallelGame(_Game):
         given = zip(self.agents, self.choices, actions, strict=True)
         written = {agent: choice.write(action) for agent, choice, action in given if agent in live}
         seen, rewards, terminated, truncated, infos = self.env.step(written)
+        earning = {agent for agent in rewards if agent not in self.dead} if self.dead else rewards
         live = {agent for agent in seen if not (terminated.get(agent, False) or truncated.get(agent, False))}
+        self.ended(terminated, truncated)
         moment = self._moment(seen, infos, live)
-        moment.rewards = [float(rewards.get(agent, 0.0)) for agent in self.agents]
-        if not live:
-            moment.truncated = any(truncated.values())
-            moment.terminated = not moment.truncated
+        moment.rewards = [float(rewards[agent]) if agent in earning else 0.0 for agent in self.agents]
+        self.settle(moment, over=not live)
         return moment
 
     def _moment(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: set[Any]) -> Moment:
@@ -122,6 +145,7 @@ class TurnGame(_Game):
         super().__init__(env, env.infos, state)
 
     def reset(self, seed: int) -> Moment:
+        self.begun()
         self.env.reset(seed=seed)
         return self._moment(list(self.agents))
 
@@ -129,12 +153,13 @@ class TurnGame(_Game):
         env, seat = self.env, self.agents.index(self.env.agent_selection)
         env.step(self.choices[seat].write(actions[seat]))
         rewards = [float(env.rewards.get(agent, 0.0)) for agent in self.agents]
-        truncated = any(env.truncations.values())
+        self.ended(env.terminations, env.truncations)
         over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
         while not over and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
             env.step(None)  # takes an agent that ended out of the game
         moment = self._moment(list(env.agents) if over else [env.agent_selection])
-        moment.rewards, moment.truncated, moment.terminated = rewards, over and truncated, over and not truncated
+        moment.rewards = rewards
+        self.settle(moment, over)
         return moment
 
     def _moment(self, shown: list[Any]) -> Moment:
@@ -284,6 +309,15 @@ class _Ours:
             return view
         return {"observation": view, "action_mask": self.frame.legal[0, n, : space.n].astype(np.int8)}
 
+    def ends(self) -> tuple[dict[str, bool], dict[str, bool]]:
+        """Which agents the step terminated, and which it truncated: none before the game is over for all."""
+        frame, marked = self.frame, self.frame.seat_terminated
+        dead = np.zeros(len(self.possible_agents), bool) if marked is None or not self._over else marked[0]
+        terminated = (dead | frame.terminated[0]).tolist()
+        cut = [bool(frame.truncated[0]) and not ended for ended in terminated]
+        agents = self.possible_agents
+        return dict(zip(agents, terminated, strict=True)), dict(zip(agents, cut, strict=True))
+
     def info(self) -> dict[str, Any]:
         return {"success": bool(self.frame.success[0])} if self._over and self.frame.success is not None else {}
 
@@ -311,11 +345,12 @@ class _Parallel(_Ours, pettingzoo.ParallelEnv):
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         frame, agents = self.play(actions), self.agents
         self.agents = [] if self._over else agents
+        terminated, truncated = self.ends()
         return (
             {agent: self.observe(agent) for agent in agents},
             {agent: float(frame.rewards[0, n]) for n, agent in enumerate(agents)},
-            dict.fromkeys(agents, bool(frame.terminated[0])),
-            dict.fromkeys(agents, bool(frame.truncated[0])),
+            terminated,
+            truncated,
             {agent: self.info() for agent in agents},
         )
 
@@ -353,9 +388,9 @@ class _Turns(_Ours, pettingzoo.AECEnv):
 
     def _play_round(self) -> None:
         frame = self.play(self._given)
+        self.terminations, self.truncations = self.ends()
         for n, agent in enumerate(self.agents):
             self.rewards[agent] = float(frame.rewards[0, n])
-            self.terminations[agent], self.truncations[agent] = bool(frame.terminated[0]), bool(frame.truncated[0])
             self.infos[agent] = self.info()
         if not self._over:
             self._ask()

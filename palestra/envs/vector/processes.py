@@ -22,6 +22,7 @@ import numpy as np
 
 from palestra.envs.vector.base import Arrays, Frame, VectorEnv
 from palestra.envs.vector.loop import GameSpec, Loop, MakeGame, at_least_one, derived_seed
+from palestra.roll import start_shielded
 
 CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
 TRIES = 3  # how often the games of a process may fail without one whole step between
@@ -114,7 +115,7 @@ class _Worker:
     def start(self) -> None:
         self.pipe, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=_work, args=(theirs, *self._job), daemon=True)
-        self.process.start()
+        start_shielded(self.process)
         theirs.close()  # so that the pipe ends with the process
 
     def tell(self, what: str, value: Any = None) -> None:
@@ -197,6 +198,8 @@ class Processes(VectorEnv):
     def step(self, actions: np.ndarray) -> Frame:
         workers = self._open()
         self._memory[0].actions[:] = actions  # type: ignore[index]
+        marked = self.frame.seat_terminated
+        dead = np.zeros(0, bool) if marked is None else marked & ~self.frame.over[:, None]  # in the games under way
         with _closed_on_error(self):
             for worker in workers:
                 worker.tell("step")
@@ -206,6 +209,8 @@ class Processes(VectorEnv):
             self._mend(failed)
         for worker in failed:
             self.frame.truncated[worker.part] = True
+            if self.frame.seat_terminated is not None:
+                self.frame.seat_terminated[worker.part] = dead[worker.part]
         return self.frame
 
     def save(self) -> Arrays | None:

@@ -71,6 +71,7 @@ class Rotated(VectorEnv):
             state=frame.state,
             final_state=frame.final_state,
             success=frame.success,
+            seat_terminated=None if frame.seat_terminated is None else by(self.before, frame.seat_terminated),
         )
 
     def script(self, name: str, seat: int) -> np.ndarray:

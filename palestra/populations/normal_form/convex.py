@@ -1,4 +1,9 @@
-"""The convex programs behind equilibria: linear ones, and the most random distribution that meets constraints."""
+"""The convex programs behind equilibria: linear ones, and the most random distribution that meets constraints.
+
+A distribution is returned only after a check of its constraints. It is first looked for by Newton's method on the
+dual, which is fast and exact but fails on degenerate tables: near ties, zero-sum games. What that does not settle is
+left to a method whose every step is a mean of solutions of linear programs, so that it never leaves the constraints.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,32 @@ from scipy.optimize import linprog, nnls
 
 Objective = Literal["gini", "entropy"]
 
-ROUNDS = 300  # of Newton's method; it takes about ten
-TOLERANCE = 1e-10  # of constraints, in units of their largest entry
+TOLERANCE = 1e-8  # by how much a distribution that is returned may break a constraint, in units of the largest entry
+SHORT = 1e-4  # by how much it may be less random than the most random one: nats, or Gini impurity
+
+UNKNOWN = 4  # the status of a program that rounding keeps HiGHS from solving; another method or bound often does
+ATTEMPTS = (("highs-ds", 1e-10), ("highs-ds", 1e-7), ("highs-ipm", 1e-7), ("highs-ipm", 1e-10))
+
+ROUNDS = 100  # of Newton's method; it takes about ten
+EXACT = 1e-10  # when it ends, in units of a row's largest entry
 SMALL = 1e-9  # an entry that is rounding, in units of its row's largest
 LARGE = 1e6  # how much likelier than another an entry may be that is sure to be kept
+
+FAINT = 1e-9  # an entry that HiGHS takes for zero
+SLACK = 2e-9  # what linear programs allow, so that entries taken for zero leave them a solution
+CLOSE = 1e-7  # what the second method aims at in place of `SHORT`
+CORNERS = 150  # linear programs that it solves at most
+BLENDS = 50  # steps between two of them
 
 
 def linear_program(cost: np.ndarray, **constraints: object) -> np.ndarray:
     """The x that minimises cost @ x; constraints as `scipy.optimize.linprog` takes them. Raises ValueError where there
     is none."""
-    tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
-    found = linprog(cost, method="highs", options=tight, **constraints)
+    for method, dual in ATTEMPTS:
+        tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": dual}
+        found = linprog(cost, method=method, options=tight, **constraints)
+        if found.status != UNKNOWN:
+            break
     if found.x is None:
         raise ValueError(f"the linear program of these payoffs was not solved: {found.message}")
     return found.x
@@ -27,19 +47,174 @@ def linear_program(cost: np.ndarray, **constraints: object) -> np.ndarray:
 
 def most_random(rows_RN: np.ndarray, objective: Objective) -> np.ndarray:
     """The distribution x [N] with rows @ x <= 0 that has the largest entropy, or Gini impurity 1 - x @ x: there is one.
-    Raises ValueError where no distribution meets the constraints."""
-    size = np.abs(rows_RN).max(axis=1, keepdims=True, initial=0.0)
-    rows = np.where(np.abs(rows_RN) > SMALL * size, rows_RN, 0.0) / np.where(size > 0, size, 1.0)
-    alive = _support(rows)
+
+    What is returned breaks no row by more than `TOLERANCE` of the largest entry of all rows. Its randomness is short of
+    the largest by `SHORT` at most, except where the second method ends after `CORNERS` programs or rounding stops it:
+    then it is within the constraints and may be less random. Raises ValueError where nothing meets the constraints.
+    """
+    size = np.abs(rows_RN).max(initial=0.0)
+    rows = rows_RN / size if size > 0 else rows_RN
+    rows = rows[(rows > 0).any(axis=1)]
+    share = _by_prices(rows, objective) if len(rows) else np.full(rows.shape[1], 1 / rows.shape[1])
+    if share is None or not _settled(rows, share, objective):
+        share = _by_corners(rows, share, objective)
+    if broken(rows, share) > TOLERANCE:
+        raise ValueError(f"no distribution meets these constraints: the best found misses by {broken(rows, share):.1g}")
+    return share
+
+
+def broken(rows: np.ndarray, share: np.ndarray) -> float:
+    """By how much a distribution breaks a row; infinity for what is no distribution."""
+    if not np.isfinite(share).all() or (share < 0).any() or abs(share.sum() - 1) > 1e-9:
+        return float("inf")
+    return float((rows @ share).max(initial=0.0))
+
+
+def _settled(rows: np.ndarray, share: np.ndarray, objective: Objective) -> bool:
+    """True if a distribution meets the constraints and its randomness is the largest, to the tolerance."""
+    if broken(rows, share) > TOLERANCE:
+        return False
+    corner = _corner(np.where(np.abs(rows) < FAINT, 0.0, rows), _slope(share, objective))
+    return corner is not None and _gain(share, corner, objective) <= SHORT
+
+
+def _gain(share: np.ndarray, corner: np.ndarray, objective: Objective) -> float:
+    """At most how much more random than `share` a distribution can be, if `corner` costs least by its slope."""
+    return float(_slope(share, objective) @ (share - corner))
+
+
+# ---- by means of corners
+
+
+def _by_corners(rows: np.ndarray, near: np.ndarray | None, objective: Objective) -> np.ndarray:
+    """The most random mean of corners of the constraints, found by simplicial decomposition (von Hohenbalken, 1977): a
+    linear program says which corner would raise randomness most, and the mean of the corners so far is blended anew,
+    until none would raise it by more than `CLOSE` (the gap of Frank & Wolfe, 1956)."""
+    uniform = np.full(rows.shape[1], 1 / rows.shape[1])
+    rows = np.where(np.abs(rows) < FAINT, 0.0, rows)
+    starts = [uniform] if near is None or not np.isfinite(near).all() else [near, uniform]
+    points = np.stack([_nearest(rows, start) for start in starts], 1)
+    weights = np.full(len(starts), 1 / len(starts))
+    for _ in range(CORNERS):
+        weights = _blended(points, weights, objective)
+        points, weights = points[:, weights > 0], weights[weights > 0]
+        share = points @ weights
+        corner = _corner(rows, _slope(share, objective))
+        if corner is None or _gain(share, corner, objective) <= CLOSE:
+            break
+        points, weights = np.c_[points, corner], np.r_[weights, 0.0]
+    return share / share.sum()
+
+
+def _blended(points: np.ndarray, weights: np.ndarray, objective: Objective) -> np.ndarray:
+    """The weights [K] of points [N, K] whose mean is most random: Newton's steps, each by non-negative least squares.
+    The last point may be new: the first step goes towards it."""
+    toward = np.eye(len(weights))[-1]
+    for number in range(BLENDS):
+        before = _lack(points @ weights, objective)
+        weights = _better(points, weights, toward, objective)
+        if number and before - _lack(points @ weights, objective) <= 1e-12:
+            break
+        toward = _model(points, points @ weights, objective)
+    return weights
+
+
+def _model(points: np.ndarray, share: np.ndarray, objective: Objective) -> np.ndarray:
+    """The weights whose mean is most random by the quadratic model at `share`; for Gini impurity that is exact."""
+    bend, aim = np.ones_like(share), np.zeros_like(share)
+    if objective == "entropy":
+        kept = np.maximum(share, 1e-12)
+        bend, aim = 1 / kept, kept * (1 - np.log(kept) + _lack(share, objective))
+    heavy = 1e3 * np.sqrt(bend.max())
+    try:
+        found, _ = nnls(
+            np.vstack([np.sqrt(bend)[:, None] * points, np.full(points.shape[1], heavy)]),
+            np.r_[np.sqrt(bend) * aim, heavy],
+        )
+    except RuntimeError:  # too many iterations: stay
+        return np.zeros(0)
+    return found / found.sum()
+
+
+def _better(points: np.ndarray, weights: np.ndarray, toward: np.ndarray, objective: Objective) -> np.ndarray:
+    """The most random of the means between two, by golden section; the first where nothing is gained."""
+    if not len(toward):
+        return weights
+    here, there = points @ weights, points @ toward
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        a, b = high - 0.618034 * (high - low), low + 0.618034 * (high - low)
+        if _lack(here + a * (there - here), objective) <= _lack(here + b * (there - here), objective):
+            high = b
+        else:
+            low = a
+    steps = [1.0, (low + high) / 2]
+    step = min(steps, key=lambda step: _lack(here + step * (there - here), objective))
+    if _lack(here + step * (there - here), objective) >= _lack(here, objective):
+        return weights
+    return weights + step * (toward - weights)
+
+
+def _lack(share: np.ndarray, objective: Objective) -> float:
+    """The randomness that a distribution lacks, up to a constant."""
+    if objective == "gini":
+        return float(share @ share)
+    return float(share @ np.log(np.maximum(share, 1e-300)))
+
+
+def _slope(share: np.ndarray, objective: Objective) -> np.ndarray:
+    """The gradient of `_lack`."""
+    return 2 * share if objective == "gini" else np.log(np.maximum(share, 1e-12)) + 1
+
+
+def _corner(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | None:
+    """The distribution within the constraints that costs least; None where rounding hides it."""
+    ones, slack = np.ones((1, len(cost))), np.full(len(rows), SLACK)
+    try:
+        return _distribution(linear_program(cost, A_ub=rows, b_ub=slack, A_eq=ones, b_eq=[1.0], bounds=(0, None)))
+    except ValueError:
+        return None
+
+
+def _nearest(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """The distribution within the constraints that differs least from `share` in sum."""
+    count, eye = len(share), np.eye(len(share))
+    found = linear_program(  # entries, then how much each lies above or below
+        np.r_[np.zeros(count), np.ones(2 * count)],
+        A_ub=np.hstack([rows, np.zeros((len(rows), 2 * count))]),
+        b_ub=np.full(len(rows), SLACK),
+        A_eq=np.vstack([np.hstack([eye, -eye, eye]), np.r_[np.ones(count), np.zeros(2 * count)]]),
+        b_eq=np.r_[share, 1.0],
+        bounds=(0, None),
+    )
+    return _distribution(found[:count])
+
+
+def _distribution(found: np.ndarray) -> np.ndarray:
+    share = np.maximum(found, 0.0)
+    return share / share.sum()
+
+
+# ---- by Newton's method
+
+
+def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
+    """The most random distribution, or None where Newton's method does not find it."""
+    size = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
+    rows = np.where(np.abs(rows) > SMALL * size, rows, 0.0) / np.where(size > 0, size, 1.0)
+    try:
+        alive = _support(rows)
+    except ValueError:
+        return None
     if not alive.any():
-        raise ValueError("no distribution meets these constraints")
+        return None
     rows = rows[:, alive]
     rows = np.unique(rows[(rows > 0).any(axis=1)], axis=0)
+    kept = _priced(rows, objective) if len(rows) else np.full(int(alive.sum()), 1 / alive.sum())
+    if kept is None:
+        return None
     share = np.zeros(len(alive))
-    if len(rows):
-        share[alive] = _priced(rows, objective)
-    else:
-        share[alive] = 1 / alive.sum()
+    share[alive] = kept
     return share
 
 
@@ -67,34 +242,24 @@ def _support(rows: np.ndarray) -> np.ndarray:
     return alive
 
 
-def _priced(rows: np.ndarray, objective: Objective) -> np.ndarray:
+def _priced(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
     """The most random distribution [N] with rows @ x <= 0, by a damped Newton's method on its dual over prices >= 0 of
-    the rows; prices at 0 that want to fall are held (Bertsekas, 1982, eq. 32 to 37)."""
+    the rows; prices at 0 that want to fall are held (Bertsekas, 1982, eq. 32 to 37). None where it takes too long."""
     here, damping = _Dual.at(np.zeros(len(rows)), rows, objective), 1e-12
     for _ in range(ROUNDS):
-        if here.error <= TOLERANCE:
-            return here.share / here.share.sum()
-        there = _Dual.at(np.maximum(here.prices + here.step(rows, objective, damping), 0), rows, objective)
+        if here.error <= EXACT:
+            break
+        try:
+            step = here.step(rows, objective, damping)
+        except np.linalg.LinAlgError:
+            break
+        there = _Dual.at(np.maximum(here.prices + step, 0), rows, objective)
         if here.worse_than(there):
             here, damping = there, max(damping / 100, 1e-12)
         else:
             damping *= 10
-    if objective == "gini":
-        return _nearest(rows)
-    raise ValueError(
-        f"the equilibrium was not found in {ROUNDS} rounds: it misses by {here.error:.1g} of the largest payoff. "
-        f"Payoffs that differ by little more than rounding do this; round them, or allow a gain of epsilon"
-    )
-
-
-def _nearest(rows: np.ndarray) -> np.ndarray:
-    """The distribution with rows @ x <= 0 nearest to uniform, by non-negative least squares: a hundred times slower
-    than Newton's method on large tables, and not to be confused by degenerate ones. It is the ones minus their
-    projection onto the cone that rows and negative axes span (Moreau), up to its sum."""
-    against = np.hstack([rows.T, -np.eye(rows.shape[1])])
-    weights, _ = nnls(against, np.ones(len(against)), maxiter=100 * against.shape[1])
-    share = np.maximum(1 - against @ weights, 0)
-    return share / share.sum()
+    total = here.share.sum()
+    return here.share / total if np.isfinite(total) and total > 0 else None
 
 
 class _Dual(NamedTuple):
@@ -126,7 +291,8 @@ class _Dual(NamedTuple):
     @property
     def error(self) -> float:
         """By how much the distribution breaks a row, or a price is paid for one that does not bind."""
-        return float(np.abs(np.minimum(self.prices, self.slope)).max() / self.share.sum())
+        total = self.share.sum()
+        return float(np.abs(np.minimum(self.prices, self.slope)).max() / total) if total > 0 else np.inf
 
     def step(self, rows: np.ndarray, objective: Objective, damping: float) -> np.ndarray:
         free = ~((self.prices <= min(1e-3, self.error)) & (self.slope > 0))

@@ -27,7 +27,14 @@ def nash(payoffs: Payoff, *, ties: Literal["vertex", "entropy"] = "vertex") -> l
             f"nash is for payoffs that add up to a constant; these add up to {total.min():.4g} to {total.max():.4g}: "
             f"take prd, alpha_rank, ce or cce"
         )
-    return [maximin(row / size, ties), maximin(column.T / size, ties)]
+    strategies = [maximin(row / size, ties), maximin(column.T / size, ties)]
+    gain = float((row @ strategies[1]).max() + (strategies[0] @ column).max() - total.mean())
+    if gain > TOLERANCE * size + 2 * float(np.ptp(total)):
+        raise ValueError(f"no equilibrium of these payoffs was found: players gain {gain:.1g} by leaving the best one")
+    return strategies
+
+
+TOLERANCE = 1e-7  # the NashConv that a solution may have, in units of the largest payoff
 
 
 def value(table: np.ndarray) -> float:

@@ -41,6 +41,7 @@ from palestra.service.wire_weights import (
 
 router = APIRouter()
 ONE = "/training_runs/{run}/checkpoints/{kind}/{name}"  # a checkpoint's id, "weights/step-10", has a slash
+BARE = "/training_runs/{run}/checkpoints/{id}"  # refused: weights for training and for sampling may share a name
 
 
 # -- saving and loading ------------------------------------------------------------------------------------------------
@@ -223,6 +224,16 @@ def path_of(run: str, kind: str, name: str) -> str:
     return f"tinker://{run}/{kind}/{name}"
 
 
+@router.delete(BARE)
+@router.get(f"{BARE}/archive")
+@router.post(f"{BARE}/publish")
+@router.put(f"{BARE}/ttl")
+def without_kind(run: str, id: str, owner: Owner) -> Response:
+    """Raises BadRequest: hosted services, too, want the kind in a checkpoint's id."""
+    id = id[:200]
+    raise BadRequest(f'checkpoint id "{id}" has no kind: say "weights/{id}" or "sampler_weights/{id}"')
+
+
 @router.delete(ONE, status_code=204)
 def delete(run: str, kind: str, name: str, ctx: Ctx, owner: Owner) -> Response:
     row = ctx.checkpoint(owner, path_of(run, kind, name), to_change=True)
@@ -238,6 +249,7 @@ def publish(run: str, kind: str, name: str, ctx: Ctx, owner: Owner) -> Response:
 
 @router.delete(f"{ONE}/publish", status_code=204)
 def unpublish(run: str, kind: str, name: str, ctx: Ctx, owner: Owner) -> Response:
+    """From now on only the owner may read it; an address that was signed before is good until it expires."""
     return _change(ctx, owner, path_of(run, kind, name), public=False)
 
 

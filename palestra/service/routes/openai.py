@@ -25,7 +25,7 @@ from palestra.service.calls import Ctx, Json, Owner, Queue, Queued
 from palestra.service.context import Context
 from palestra.service.futures import Waiter
 from palestra.service.jobs import SampleJob
-from palestra.service.routes.sampling import Source, check_prompt, drawn, room, source_of
+from palestra.service.routes.sampling import Source, check_prompt, check_size, drawn, room, source_of
 from palestra.service.wire import BadRequest
 from palestra.service.wire_openai import ChatCompletionRequest, Completing, CompletionRequest
 
@@ -81,7 +81,8 @@ async def completions(
         raise BadRequest("echo is not served here: the prompt is yours already")
     _at_most_the_sampled(call.logprobs)
     source = await run_in_threadpool(_source, ctx, owner, call)
-    answer = await _answer(call, _prompts(call.prompt, source), source, call.max_tokens, request, owner, queue)
+    prompts = await run_in_threadpool(_prompts, call.prompt, source)
+    answer = await _answer(call, prompts, source, call.max_tokens, request, owner, queue)
     if call.stream:
         return _streamed(answer, "text_completion", lambda text: {"text": text})
     choices = [{"text": c.text, **_end(c), "logprobs": _tokens(c, source, call.logprobs)} for c in answer.choices]
@@ -119,21 +120,36 @@ def _source(ctx: Context, owner: str, call: Completing) -> Source:
 
 
 def _prompts(prompt: Any, source: Source) -> list[list[int]]:
-    """The token ids of each prompt: a text, several, token ids, or several lists of them."""
+    """The token ids of each prompt: a text, several, token ids, or several lists of them. Raises BadRequest."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
+    for one in prompt:
+        if isinstance(one, str):
+            _check_text(one, source)
     encode = source.base.tokenizer.encode
     return [encode(one, add_special_tokens=False) if isinstance(one, str) else list(one) for one in prompt]
 
 
+def _check_text(text: str, source: Source) -> None:
+    """Raises BadRequest for a text that cannot fit, whatever its tokens: to find these may take seconds."""
+    base = source.base
+    if len(text) > base.max_length * base.longest_token:
+        raise BadRequest(
+            f"the prompt has {len(text)} characters, which are more than the {base.max_length} positions of "
+            f"{base.name} can hold: cut it"
+        )
+
+
 def _chat_prompt(call: ChatCompletionRequest, source: Source) -> list[int]:
     messages = [_plain(message.model_dump(exclude_none=True)) for message in call.messages]
+    _check_text("".join(message["content"] for message in messages), source)
     try:
         text = source.base.tokenizer.apply_chat_template(
             messages, tools=call.tools, tokenize=False, add_generation_prompt=True
         )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise BadRequest(f"the chat template of {source.base.name} does not take these messages: {error}") from None
+    _check_text(text, source)
     ids: list[int] = source.base.tokenizer.encode(text, add_special_tokens=False)
     return ids
 
@@ -161,6 +177,7 @@ async def _answer(
     if not prompts:
         raise BadRequest("there is no prompt: send one")
     jobs = [_job(call, prompt, source, limit) for prompt in prompts]
+    check_size(jobs, queue.context.limits)
     ids = [await run_in_threadpool(queue.submit, owner, "sample", job) for job in jobs]
     waiter: Waiter = request.app.state.waiter
     there = await asyncio.gather(*(waiter.wait([id], PATIENCE) for id in ids))

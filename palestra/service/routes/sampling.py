@@ -1,13 +1,14 @@
 """Samplers and samples.
 
-What ends an answer: `stop` null, the model's end tokens; `stop` given, what it lists and nothing else, as hosted
-services have it; `stop` [], nothing. What ended it is part of it.
+An answer ends at the model's end tokens and at whatever `stop` lists, strings or ids; `stop` [] ends it at nothing but
+its length. What ended it is part of it.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastapi import APIRouter
@@ -15,7 +16,7 @@ from fastapi import APIRouter
 from palestra.engine.sampler import Sampling
 from palestra.service import codec
 from palestra.service.calls import Ctx, Json, Owner, Queued
-from palestra.service.context import BaseInfo, Context
+from palestra.service.context import BaseInfo, Context, Limits
 from palestra.service.jobs import SampleJob
 from palestra.service.replies import (
     CreateSamplingSessionResponse,
@@ -96,6 +97,7 @@ def asample(call: Json[SampleRequest], ctx: Ctx, owner: Owner, queue: Queued) ->
     else:
         source = source_of(ctx, owner, call.model_path, call.base_model)
     job, sampler = sample_job(call, source), call.sampling_session_id
+    check_size([job], ctx.limits)
     key = f"sampler:{sampler}:{call.seq_id}" if sampler is not None and call.seq_id is not None else None
     id = queue.submit(owner, "sample", job, key=key, model=sampler, seq=call.seq_id)
     return UntypedAPIFuture(request_id=id, sample_sequence_ids=[f"{id}-{i}" for i in range(call.num_samples)])
@@ -114,12 +116,22 @@ def sample_job(call: SampleRequest, source: Source) -> SampleJob:
         num_samples=call.num_samples,
         sampling=_sampling(call.sampling_params, source.base, len(tokens)),
         seed=drawn(call.sampling_params.seed),
-        prompt_logprobs=bool(call.prompt_logprobs),
+        prompt_logprobs=bool(call.prompt_logprobs or call.topk_prompt_logprobs),
         topk_prompt=call.topk_prompt_logprobs,
         topk_sample=call.topk_sample_logprobs,
         target_prompt=_targets(call, len(tokens), source.base.vocab),
         last_n=call.prompt_logprobs_last_n,
     )
+
+
+def check_size(jobs: Sequence[SampleJob], limits: Limits) -> None:
+    """Raises BadRequest where the answer to one call may be larger than the limit."""
+    size, most = sum(job.size for job in jobs), limits.answer_tokens
+    if size > most:
+        raise BadRequest(
+            f"the answer may have {size} tokens (num_samples x max_tokens x (1 + topk), and those of a scored prompt), "
+            f"more than {most}: lower max_tokens, num_samples or the top-k, or send several calls"
+        )
 
 
 def check_prompt(tokens: list[int], base: BaseInfo) -> None:
@@ -162,7 +174,7 @@ def _sampling(params: SamplingParams, base: BaseInfo, prompt: int) -> Sampling:
         top_k=max(params.top_k, 0),
         stop=tuple(stop for stop in stops if isinstance(stop, str)),
         stop_ids=tuple(stop for stop in stops if isinstance(stop, int)),
-        end=params.stop is None,
+        end=params.stop != [],
     )
 
 

@@ -166,7 +166,7 @@ def test_with_turns_of_one_token_credit_is_that_of_vectorised_games(rows, gamma,
         (rewards + 0.5 * team).double().view(T, 1, 2),
         torch.cat([values, torch.ones(1, 2)]).double().view(T + 1, 1, 2),
         torch.zeros(T, 1, 2, dtype=torch.float64),
-        (torch.arange(T) == T - 1).view(T, 1),
+        (torch.arange(T) == T - 1).view(T, 1, 1).expand(T, 1, 2),
         acting.view(T + 1, 1, 2),
     )
     theirs, known = vectorised.gae(course, gamma=gamma, lam=lam)

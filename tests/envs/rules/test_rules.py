@@ -20,6 +20,7 @@ from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.leduc import LeducPoker
 from palestra.envs.vector.liars_dice import LiarsDice
 from palestra.envs.vector.openspiel import SpielRules
+from palestra.exact.tree import tree_of
 
 OURS: list[tuple[Rules[Any], str]] = [
     (KuhnRules(), "kuhn_poker"),
@@ -276,6 +277,14 @@ def test_games_of_openspiel_that_have_no_rules_here() -> None:
         SpielRules("goofspiel")
     with pytest.raises(ValueError, match="draws chance itself"):
         SpielRules("negotiation")
+
+
+def test_a_game_whose_tensors_say_less_than_its_strings_is_not_walked_through() -> None:
+    """In dark hex a tensor does not tell when a stone was put where it is."""
+    rules = SpielRules("dark_hex(num_rows=2,num_cols=2)")
+    with pytest.raises(ValueError, match="its tensor is the same in the information states"):
+        tree_of(rules)
+    tree_of(SpielRules("turn_based_simultaneous_game(game=goofspiel(num_cards=3,imp_info=True))"))
 
 
 def test_states_are_immutable_and_equal_by_value() -> None:

@@ -12,8 +12,9 @@ import pytest
 from toy_code import ADD, BAD, ECHO, GOOD, both, play, write
 
 from palestra.envs.base import check_env
+from palestra.envs.problems.program_examples import shows
 from palestra.envs.problems.program_files import OWN, load_programs
-from palestra.envs.problems.programs import Case
+from palestra.envs.problems.trials import Case
 from palestra.envs.text.code import CoderTester
 from palestra.envs.text.code_answers import read_program, read_test, write_program, write_test
 
@@ -137,6 +138,81 @@ def test_what_a_test_is_worth(add: Any, test: str, worth: float) -> None:
     assert step.rewards == pytest.approx({"coder": 0.0, "tester": worth})
 
 
+COPIES = [
+    "#### add(5, 1) -> 6",
+    "#### assert add(5, 1) == 6",
+    "#### add( 5,1 )->6.0",
+    "#### add(5.0, 1) -> 6",
+    "#### add(5, True) -> 6",
+    "#### add(4.9999999, 1) -> 6.0",
+    "#### candidate(5, 1) -> 6",
+    "#### add(0, 9) -> 9",
+]
+
+
+@pytest.mark.parametrize("test", COPIES)
+def test_a_test_with_an_input_that_the_question_shows_earns_nothing(tmp_path: Path, test: str) -> None:
+    question = ADD["question"] + "\n>>> add(0, 9)\n9"
+    env = CoderTester(source=write(tmp_path / "a.jsonl", ADD | {"question": question}), split="all")
+    _, right = play(env, both(GOOD, test))
+    assert right.rewards["tester"] == 0.0 and right.over and not right.info["invalid"]["tester"]
+    _, wrong = play(env, both(BAD, test))
+    assert "The question shows this input" in wrong.observations["tester"]
+    assert "The question shows this input" not in wrong.observations["coder"]
+    assert right.rewards["coder"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "worth"),
+    [
+        ("1 2", "3", 0.0),
+        ("1  2\n", "3", 0.0),
+        ("01 +2", "3", 0.0),
+        ("1\n2", "3", 0.0),
+        ("1.0 2", "3", 0.0),
+        ("1 2\nmore", "3", 0.0),  # what follows is not read
+        ("7\n7", "14", 0.0),  # lines of the question
+        ("1 20", "21", 1.0),
+        ("2 1", "3", 1.0),
+        ("7 70", "77", 1.0),
+        ("5 5", "11", 0.2),
+    ],
+)
+def test_copied_inputs_of_programs_that_read(tmp_path: Path, given: str, expected: str, worth: float) -> None:
+    problem = ECHO | {
+        "question": "Print the sum of the first two numbers.\nInput\n7\n7\nOutput\n14\n",
+        "reference": "import sys\nprint(sum(int(float(w)) for w in sys.stdin.read().split()[:2]))",
+        "examples": [["1 2\n", "3\n"]],
+        "tests": [["3 4\n", "7\n"]],
+    }
+    env = CoderTester(source=write(tmp_path / "a.jsonl", problem), split="all")
+    _, step = play(env, both("", f"```\n{given}\n```\n```\n{expected}\n```"))
+    assert step.rewards["tester"] == pytest.approx(worth)
+
+
+def test_no_example_of_our_own_problems_earns_a_tester_anything() -> None:
+    for problem in load_programs(OWN):
+        assert all(shows(problem, case) for case in problem.examples), problem.id
+        assert sum(not shows(problem, case) for case in problem.tests) >= 3, problem.id
+
+
+def test_blanks_before_the_first_word_are_kept(tmp_path: Path) -> None:
+    """A triangle on the right side and one on the left are two."""
+    stars = ECHO | {
+        "reference": "n = int(input())\nfor i in range(1, n + 1): print(('*' * i).rjust(n))",
+        "examples": [["2\n", " *\n**\n"]],
+        "tests": [["3\n", "  *\n **\n***\n"], ["4\n", "   *\n  **\n ***\n****\n"]],
+    }
+    env = CoderTester(source=write(tmp_path / "a.jsonl", stars), split="all")
+    left = "```python\nfor i in range(1, int(input()) + 1): print('*' * i)\n```"
+    test = "```\n5\n```\n```\n    *\n   **\n  ***\n ****\n*****\n```"
+    start, step = play(env, both(left, test))
+    assert "Output:\n```\n *\n**\n```" in start.observations["tester"]
+    assert step.info["passed"] == 0.0 and step.rewards == pytest.approx({"coder": 0.2, "tester": 1.0})
+    _, end = play(env, both(f"```python\n{stars['reference']}\n```", test))
+    assert end.info["success"] and end.info["agreed"]
+
+
 def test_what_is_paid_in_all_is_for_the_last_answers(add: Any) -> None:
     """Playing on pays nothing in itself, and getting worse is paid back."""
     env = add(turns=3)
@@ -172,8 +248,8 @@ def test_hidden_tests_do_not_stop_it(add: Any) -> None:
 
 def test_one_who_is_alone_goes_by_the_examples(add: Any) -> None:
     _, first, second = play(add(team="single"), {"coder": BAD}, {"coder": GOOD})
-    assert not first.over and "An example that it fails: add(1, 2) should give 3" in first.observations["coder"]
-    assert "The program gave -1" in first.observations["coder"]
+    assert not first.over and "An example that it fails: add(5, 1) should give 6" in first.observations["coder"]
+    assert "The program gave 4" in first.observations["coder"]
     assert second.over and second.info["agreed"] and second.info["success"]
 
 
@@ -200,7 +276,7 @@ def test_both_see_what_happened(add: Any) -> None:
     start, step = play(add(), both(BAD, "#### add(2, 3) -> 5"))
     for seat, program, test in [("coder", "Your program", "The tester's test"), ("tester", "The coder's", "Your test")]:
         assert "Write a function `add(a, b)`" in start.observations[seat]
-        assert "Examples:\nadd(1, 2) -> 3" in start.observations[seat]
+        assert "Examples:\nadd(5, 1) -> 6" in start.observations[seat]
         told = step.observations[seat]
         assert program in told and "return a - b" in told and f"{test}: add(2, 3) should give 5" in told
         assert "The program gave -1" in told and "Turn 2 of 4." in told
@@ -262,7 +338,7 @@ def test_written_answers_are_read_again(number: int) -> None:
     for case in (case for case in problem.tests if len(case.given) < 1000):
         test = read_test(write_test(case, problem, fenced=True), problem)
         if problem.kind == "stdin":
-            assert test == Case(case.given.strip() + "\n", case.expected.strip() + "\n")
+            assert test == Case(case.given.rstrip() + "\n", case.expected.rstrip() + "\n")
         else:
             assert test == case
     assert problem.reference

@@ -19,7 +19,9 @@ from palestra.envs.text.math import Math
 from palestra.policies.scripted import ScriptedPolicy
 from palestra.rollouts.play import Arena, Branching, Match
 
-HANG = "9^{9^{9^{9}}}"  # sympy would write it out
+HANG = "(x+1)^{99999}"  # sympy would multiply it out
+GOLD = "2\\sqrt{2}"  # no plain number, so that math-verify is asked
+SAME = "\\sqrt{2} + \\sqrt{2}"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -78,7 +80,6 @@ def test_an_answer_of_several_lines():
         ("$72", "72"),
         ("$72$", "72."),
         ("7/2", "3.5"),
-        (r"\frac{14}{4}", "7/2"),
         ("0.333333", "1/3"),
         ("x > 3", "3 < x"),
         (r"x \le 7/2", "3.50 >= x"),
@@ -103,21 +104,20 @@ def test_what_says_no_number_at_once(answer):
 
 
 @pytest.mark.parametrize(
-    "answer", ["12 + 14", "2 * 13", "26 * 1", r"\frac{52}{4}*2", "5^2 + 1", "26 = 26 = 26", "30 - 4"]
+    "answer", ["12 + 14", "2 * 13", "26 * 1", r"\frac{52}{4}*2", "5^2 + 1", "26 = 26 = 26", "30 - 4", r"\sqrt{676}"]
 )
 def test_what_is_not_worked_out_is_no_answer(answer):
-    assert at_once(answer, "26", written_out=True) == EMPTY
-    assert at_once(answer, "26") is None  # in general it may be: that is for math-verify to say
+    assert at_once(answer, "26") == EMPTY
 
 
-def test_a_fraction_has_to_be_in_lowest_terms_where_answers_are_worked_out():
-    assert at_once("12/4", "3", written_out=True) == WRONG
-    assert at_once("14/4", "7/2", written_out=True) == WRONG
-    assert at_once("7/2", "7/2", written_out=True) == RIGHT
-    assert at_once("12/4", "3") == RIGHT
+def test_a_fraction_has_to_be_in_lowest_terms():
+    assert at_once("12/4", "3") == at_once("14/4", "7/2") == at_once("x > 14/4", "x > 7/2") == WRONG
+    assert at_once("7/2", "7/2") == at_once("7/2", "14/4") == RIGHT
 
 
-@pytest.mark.parametrize("text", ["", "1/0", "1,23", "1 2", "--1", "26 apples", "٣", "1" * 40, "x", "1/2/3", "2e5"])
+@pytest.mark.parametrize(
+    "text", ["", "1/0", "1,23", "1 2", "--1", "26 or 27", "٣", "1" * 50, "x", "1/2/3", "2 million"]
+)
 def test_no_plain_number(text):
     assert number(text) is None
 
@@ -133,15 +133,11 @@ def test_no_plain_relation(text):
 @pytest.mark.parametrize(
     ("answer", "gold", "right"),
     [
-        ("72 apples", "72", True),
-        (r"2^{10}", "1024", True),
-        (r"2^{10}", "1025", False),
         (r"\sqrt{8}", r"2\sqrt{2}", True),
         ("(x+1)^2", "x^2+2x+1", True),
         ("(x+1)^2", "x^2+2x+2", False),
         (r"(3, \infty)", "x > 3", True),
-        (r"2\frac{1}{3}", "7/3", True),
-        ("26 or 24", "26", False),
+        (r"\sqrt{2} \text{ or } 2", r"\sqrt{2}", False),
     ],
 )
 def test_judged_by_math_verify(answer, gold, right):
@@ -149,39 +145,39 @@ def test_judged_by_math_verify(answer, gold, right):
 
 
 def test_what_cannot_be_read_is_said_to_be_unreadable():
-    assert asyncio.run(judge("\\{3", "26")) == Verdict(0.0, readable=False)
+    assert asyncio.run(judge("\\{3", GOLD)) == Verdict(0.0, readable=False)
 
 
 def test_no_process_is_started_before_it_is_needed(judges):
     assert asyncio.run(judge("26", "26")).right
-    assert asyncio.run(judge("27", "26", written_out=True)) == WRONG
+    assert asyncio.run(judge("27", "26")) == WRONG
     assert judges.process is None
-    assert asyncio.run(judge("26 cm", "26")).right
+    assert asyncio.run(judge(SAME, GOLD)).right
     assert judges.process is not None
 
 
 def test_judges_serve_one_event_loop_after_another(judges):
     for _ in range(2):
-        assert asyncio.run(judge(r"\sqrt{4}", "2")).right
+        assert asyncio.run(judge(SAME, GOLD)).right
 
 
 def test_an_answer_that_never_ends_is_wrong_and_said_not_to_be_judged(judges):
-    assert asyncio.run(judge(HANG, "26", seconds=0.3)) == Verdict(0.0, readable=False, judged=False)
+    assert asyncio.run(judge(HANG, GOLD, seconds=0.3)) == Verdict(0.0, readable=False, judged=False)
 
 
 def test_two_hundred_episodes_of_which_every_tenth_hangs(judges, tmp_path):
     """With a handful of judges and one queue the last of the others would wait for nearly all hanging ones to end."""
     seconds, ended = 0.3, {}
-    questions = [{"question": f"{n} times one?", "answer": str(n)} for n in range(1000, 1200)]
+    questions = [{"question": f"{n} times one?", "answer": f"{n}\\pi"} for n in range(1000, 1200)]
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
 
     def answer(query, rng):
         said = query.observation.split()[1]
-        return {0: f"#### {HANG}", 5: f"#### \\sqrt{{{said}^2}}"}.get(int(said) % 10, f"#### {said}")
+        return {0: f"#### {HANG}", 5: f"#### \\pi \\cdot {said}"}.get(int(said) % 10, f"#### {said}\\pi")
 
     arena = Arena(lambda: Math(team="single", path=tmp_path / "q.jsonl", split="all", judge_seconds=seconds), "math")
     matches = [Match(n, {"reasoner": ScriptedPolicy(answer)}, n) for n in range(200)]
-    asyncio.run(judge(r"\sqrt{4}", "2"))  # the judges are up
+    asyncio.run(judge(SAME, GOLD))  # the judges are up
     began = time.monotonic()
     episodes = asyncio.run(
         arena.play_all(matches, Branching(), lambda episode: ended.update({episode.seed: time.monotonic() - began}))
@@ -220,9 +216,9 @@ def until(condition, seconds=20.0):
 @LINUX
 def test_killed_judges_are_replaced_and_asked_again(judges):
     async def play():
-        assert (await judge(r"\sqrt{4}", "2")).right
+        assert (await judge(SAME, GOLD)).right
         first = judges.process.pid
-        asked = [asyncio.create_task(judge(text, "2", seconds=0.4)) for text in (HANG, r"\sqrt{4}", HANG)]
+        asked = [asyncio.create_task(judge(text, GOLD, seconds=0.4)) for text in (HANG, SAME, HANG)]
         while len(children(first)) < 2:
             await asyncio.sleep(0.01)
         os.kill(first, signal.SIGKILL)
@@ -237,7 +233,7 @@ def test_killed_judges_are_replaced_and_asked_again(judges):
 @LINUX
 def test_judges_that_die_again_and_again_are_given_up(judges):
     async def play():
-        asked = asyncio.create_task(judge(HANG, "2", seconds=20.0))
+        asked = asyncio.create_task(judge(HANG, GOLD, seconds=20.0))
         for _ in range(2):
             while not (judges.process and children(judges.process.pid)):
                 await asyncio.sleep(0.01)
@@ -259,7 +255,7 @@ from palestra.envs.problems import workers
 from palestra.envs.problems.judging import judge
 
 async def main():
-    asked = asyncio.create_task(judge({HANG!r}, "2", seconds=30.0))
+    asked = asyncio.create_task(judge({HANG!r}, {GOLD!r}, seconds=30.0))
     await asyncio.sleep(0.1)
     place = f"/proc/{{workers.MATH.process.pid}}/task/{{workers.MATH.process.pid}}/children"
     while not open(place).read().strip():
@@ -277,7 +273,7 @@ asyncio.run(main())
 
 @LINUX
 def test_a_judge_has_not_loaded_torch(judges):
-    asyncio.run(judge(r"\sqrt{4}", "2"))
+    asyncio.run(judge(SAME, GOLD))
     assert "libtorch" not in Path(f"/proc/{judges.process.pid}/maps").read_text()
 
 
@@ -285,4 +281,4 @@ def test_a_missing_package_is_named_with_its_extra(judges, monkeypatch, tmp_path
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"math-verify.*not here.*pip install 'palestra\[math\]'"):
-        asyncio.run(judge(r"\sqrt{4}", "2"))
+        asyncio.run(judge(SAME, GOLD))

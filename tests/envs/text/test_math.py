@@ -97,10 +97,11 @@ def test_what_is_not_worked_out_earns_nothing(monkeypatch):
     assert last.rewards == {"reasoner": pytest.approx(0.2)}  # a fraction can be read, and is not the answer
 
 
-def test_a_question_in_words_may_be_answered_with_what_it_is_worth(monkeypatch):
+def test_a_question_in_words_is_answered_with_a_number_that_is_worked_out(monkeypatch):
     problem = Problem("What is two to the tenth?", "1024", "2^10?", "print(1024)", "q")
-    *_, last = play(game(monkeypatch, problem, team="single"), {"reasoner": r"It is \boxed{2^{10}}."})
-    assert last.info["success"]
+    for said, success in ((r"It is \boxed{2^{10}}.", False), (r"It is \boxed{1{,}024}.", True)):
+        *_, last = play(game(monkeypatch, problem, team="single"), {"reasoner": said})
+        assert last.info["success"] == success
 
 
 def test_outcome_pays_the_team_at_the_end_alone(monkeypatch):

@@ -170,9 +170,9 @@ def test_a_problem_s_program_prints_its_answer_and_its_question_does_not_answer_
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         shown = eval(problem.program) if "\n" not in problem.program else exec(problem.program, {})
-    assert at_once((printed.getvalue() or str(shown)).strip(), problem.answer, written_out=True) == RIGHT
-    assert at_once(problem.answer, problem.answer, written_out=True) == RIGHT
-    assert at_once(problem.short, problem.answer, written_out=True) in (WRONG, EMPTY, None)
+    assert at_once((printed.getvalue() or str(shown)).strip(), problem.answer) == RIGHT
+    assert at_once(problem.answer, problem.answer) == RIGHT
+    assert at_once(problem.short, problem.answer) in (WRONG, EMPTY, None)
     assert number(problem.answer) or relation(problem.answer)
 
 
@@ -416,28 +416,6 @@ def test_tasks_are_judged_by_their_own_scorers():
     assert judged("", problem) == EMPTY
     # It pays for an answer that holds the right one, by its share of the length: half for twice as long.
     assert judged(problem.answer + "x" * len(problem.answer), problem).score == 0.5
-
-
-@pytest.mark.parametrize(
-    ("task", "answer"),
-    [
-        ("spiral_matrix", "__import__('os').mkdir('{0}')"),
-        ("spiral_matrix", "[open('{0}', 'w')]"),
-        ("countdown", "open('{0}', 'w')"),
-        ("simple_integration", "[Symbol][0].__class__.mro()[1](open('{0}', 'w'))"),
-        ("polynomial_multiplication", "(lambda: open('{0}', 'w'))()"),
-    ],
-)
-def test_scorers_that_evaluate_are_not_given_code(tmp_path, task, answer):
-    problem = reasoning_problem(0, (task,), "train")
-    assert judged(answer.replace("{0}", str(tmp_path / "broken")), problem) == WRONG
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_scorers_that_evaluate_are_given_formulas():
-    problem = reasoning_problem(0, ("simple_integration",), "train")
-    assert judged(problem.answer, problem).right
-    assert judged(f"({problem.answer}) + sin(0)*sqrt(2)", problem).right
 
 
 def test_tasks_that_no_seed_fixes_are_refused_unless_hashes_are_fixed(monkeypatch):

@@ -14,10 +14,9 @@ import pyarrow.parquet
 import pytest
 from toy_programs import failures, tried
 
-from palestra.envs.problems.program_asserts import cases_of, entry_of
 from palestra.envs.problems.program_files import load_programs
-from palestra.envs.problems.programs import Case, ProgramProblem
-from palestra.envs.problems.trials import Lab
+from palestra.envs.problems.programs import ProgramProblem
+from palestra.envs.problems.trials import Case, Lab
 
 HUMAN_EVAL = {
     "task_id": "HumanEval/x",
@@ -139,40 +138,13 @@ def test_answers_to_live_code_bench(lab: Lab, tmp_path: Path) -> None:
     (problem,) = load(tmp_path, LIVE_CALL)
     assert problem.reference is None and problem.examples == (Case("([1, 2], 1)", "2"),)
     answer = "class Solution:\n    def pick(self, xs: List[int], k: int) -> int:\n        return xs[k]"
-    trials = tried(lab, problem.code(answer, "function"), problem.tests[0].given).trials
-    assert problem.passes(trials[0], problem.tests[0])
+    assert tried(lab, problem.code(answer, "function"), *problem.tests).trials[0].right
 
 
 def test_human_eval_keeps_what_its_prompt_defines(lab: Lab, tmp_path: Path) -> None:
     (problem,) = load(tmp_path, HUMAN_EVAL)
     answer = "def total(xs: List[int]):\n    return plus(sum(xs)) - 1"
-    trials = tried(lab, problem.code(answer, "function"), *(case.given for case in problem.tests)).trials
-    assert all(problem.passes(trial, case) for trial, case in zip(trials, problem.tests, strict=True))
-
-
-def test_assertions_that_are_no_plain_calls_run_as_they_are(lab: Lab, tmp_path: Path) -> None:
-    loose = "def check(candidate):\n    assert abs(candidate([1.5]) - 1.5) < 1e-6\n    assert candidate([]) == 0\n"
-    looped = "def check(candidate):\n    for n in range(3):\n        assert candidate([n]) == n\n"
-    for test, number in [(loose, 2), (looped, 1)]:
-        (problem,) = load(tmp_path, HUMAN_EVAL | {"test": test, "task_id": str(number)})
-        assert problem.kind == "assertion" and len(problem.tests) == number
-        assert failures(lab, problem) == []
-        wrong = tried(
-            lab, problem.code("def total(xs): return 9", "assertion"), *(c.given for c in problem.tests)
-        ).trials
-        assert not any(problem.passes(trial, case) for trial, case in zip(wrong, problem.tests, strict=True))
-
-
-def test_assertions_as_cases() -> None:
-    assert cases_of("assert f(1, [2]) == 3\nassert f(0) is None", "f") == (
-        "function",
-        (Case("(1, [2])", "3"), Case("(0,)", "None")),
-    )
-    for other in ("assert f(1)", "assert not f(1)", "assert f(1) < 2", "assert f(x) == 1", "assert g(1) == 1"):
-        assert cases_of(other, "f")[0] == "assertion"
-    assert entry_of("assert set(f(1)) == set(g(2))\nassert f(3)", "def f(x): pass\ndef g(x): pass") == "f"
-    with pytest.raises(ValueError, match="nothing that the code defines"):
-        entry_of("assert h(1)", "def f(x): pass")
+    assert all(trial.right for trial in tried(lab, problem.code(answer, "function"), *problem.tests).trials)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from palestra.envs.vector.base import Discrete
 from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.combat import COOLDOWN, HEALTH, SHIELD, Combat, X, Y
 from palestra.envs.vector.combat_maps import MAPS, Map
+from palestra.envs.vector.pettingzoo import to_parallel
 
 STOP, EAST, ATTACK = 1, 4, 6
 
@@ -222,6 +223,18 @@ def test_the_limit_cuts_a_battle_off() -> None:
         assert frame.truncated.all() == (step == 2)
     assert not frame.terminated.any() and frame.success is not None and not frame.success.any()
     assert Combat(1).rules.cycles == 60 and Combat(1, map="2s3z").rules.cycles == 120
+
+
+def test_of_a_battle_cut_off_the_dead_are_cut_off_with_the_living() -> None:
+    """They are paid on: what the team would have won is theirs too."""
+    env = Combat(1, cycles=2)
+    theirs = to_parallel(lambda games: env)
+    theirs.reset(seed=0)
+    env.memory["units"][0, 1, HEALTH] = 0
+    theirs.step({})
+    _, _, terminated, truncated, _ = theirs.step({})
+    assert env.frame.truncated[0] and not env.frame.terminated[0] and env.frame.seat_terminated is None
+    assert not any(terminated.values()) and all(truncated.values())
 
 
 def battles(env: Combat, scripted: bool) -> tuple[float, np.ndarray]:

@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from mortal_games import Trio
 
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete
 from palestra.envs.vector.check import check_vector_env
@@ -75,6 +76,32 @@ def test_taxi_says_which_actions_are_legal() -> None:
         assert frame.obs[0, 0].argmax() == seen and frame.obs[0, 0].sum() == 1
 
 
+class Masked(gymnasium.Env[Any, Any]):
+    """Says which actions are legal, of whatever kind they are."""
+
+    observation_space = spaces.Box(0, 1, (1,), np.float32)
+
+    def __init__(self, actions: spaces.Space[Any]) -> None:
+        self.action_space = actions
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return np.zeros(1, np.float32), {"action_mask": np.array([1, 0], np.int8)}
+
+
+@pytest.mark.parametrize(
+    "actions", [spaces.MultiDiscrete([2, 2]), spaces.Box(0, 1, (2,)), spaces.Tuple([spaces.Discrete(2)] * 2)]
+)
+def test_masks_that_cannot_be_heeded_are_refused(actions: Any) -> None:
+    env = Masked(actions)
+    if isinstance(actions, spaces.Tuple):
+        env.observation_space = spaces.Tuple([Masked.observation_space] * 2)
+    with pytest.raises(
+        ValueError, match="gives an action_mask, which is only heeded for one Discrete action of a seat"
+    ):
+        GymnasiumGame(lambda: env)
+    assert GymnasiumGame(lambda: Masked(spaces.Discrete(2))).spec.masks
+
+
 class Bargain(gymnasium.Env[Any, Any]):
     """Two seats, tuples all through: seat 0 is paid what seat 1 chose and the other way round."""
 
@@ -129,6 +156,20 @@ def test_seats_end_one_by_one() -> None:
     assert [frame.rewards[0].tolist() for frame in shown] == [[0, 0], [1, 1], [1, 1], [0, 1], [1, 1]]
     assert [frame.truncated[0] for frame in shown] == [False, False, False, True, False]
     assert not any(frame.terminated[0] for frame in shown)
+
+
+def test_seats_terminate_or_are_cut_off_one_by_one() -> None:
+    """Of three seats the first terminates at once, the second is cut off at once, the third at the end, where the env
+    says that the first is cut off too: it has terminated. Those that left keep what they saw last."""
+    env = Loop(partial(GymnasiumGame, Trio), 1)
+    for _ in range(2):
+        env.reset(np.array([0]))
+        for time in range(1, 11):
+            frame = env.step(np.zeros((1, 3), np.int32))
+            assert frame.rewards.tolist() == [[1, 1, 1] if time == 1 else [0, 0, 1]]
+            assert frame.seat_terminated is not None and frame.seat_terminated.tolist() == [[True, False, False]]
+            assert (frame.terminated[0], frame.truncated[0]) == (False, time == 10)
+        assert frame.final_obs[0, :, 0].tolist() == [1, 1, 10]
 
 
 def test_views_of_every_kind() -> None:

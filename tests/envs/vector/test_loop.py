@@ -25,7 +25,9 @@ def test_a_loop_shows_what_the_games_show() -> None:
         frame = env.step(np.array([[1, 2], [0, 1]], np.int32))
         assert frame.obs[0].tolist() == [[6, time, 3 * time], [6, time, 0]]
         assert frame.acting.tolist() == [[True, time < 3]] * 2
-        assert frame.rewards.tolist() == [[1, 2], [0, 1]]
+        assert frame.rewards.tolist() == ([[1, 2], [0, 1]] if time <= 3 else [[1, 0], [0, 0]])
+        assert frame.seat_terminated is not None
+        assert frame.seat_terminated.tolist() == [[False, time >= 3]] * 2
         assert frame.state is not None and frame.state.tolist() == [[3 * time], [time]]
         assert not frame.over.any()
     frame = env.step(np.array([[1, 2], [0, 1]], np.int32))

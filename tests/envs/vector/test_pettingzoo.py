@@ -137,6 +137,46 @@ def test_returns_of_turn_based_envs_are_those_that_last_says(path: str, options:
         assert (min(turns.values()) < max(turns.values()) - 10) == path.startswith(KNIGHTS[:20])
 
 
+@pytest.mark.parametrize("factory", ["parting", "parting_turns"])
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("flags", ["terminated", "truncated", "terminated truncated"])
+def test_each_agent_has_ends_of_its_own(factory: str, dies: bool, flags: str) -> None:
+    """Agent "early" ends with its first action, "late" 4 steps later; what is both terminated and truncated has
+    terminated."""
+    options = {"flags": flags, "dies": dies, "length": 4}
+    env, died = PettingZooEnv(2, env=f"mortal_games:{factory}", options=options), "terminated" in flags
+    steps = 4 + (factory == "parting_turns")
+    for _ in range(2):  # the second time after the end of a game
+        env.reset(np.arange(2))
+        for time in range(1, 2 * steps + 1):
+            frame, last = env.step(np.zeros((2, 2), np.int32)), time % steps == 0
+            assert frame.rewards.tolist() == [[float(time % steps == 1), 0]] * 2
+            assert frame.over.tolist() == [last] * 2 and (last or frame.acting.tolist() == [[False, True]] * 2)
+            assert frame.terminated.tolist() == [last and died and dies] * 2
+            assert frame.truncated.tolist() == [last and not (died and dies)] * 2
+            assert frame.seat_terminated is not None
+            assert frame.seat_terminated.tolist() == [[died, last and dies]] * 2
+    env.close()
+
+
+def test_masks_that_cannot_be_heeded_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="gives an action_mask, which is only heeded for one Discrete action of a seat"
+    ):
+        PettingZooEnv(1, env="mortal_games:parting", options={"box": True, "masks": True})
+
+
+def test_an_illegal_move_terminates() -> None:
+    """PettingZoo's `TerminateIllegalWrapper` sets both flags of every agent."""
+    env = PettingZooEnv(1, env=FOUR)
+    env.reset(np.array([0]))
+    game = env.inner.hosted[0]  # type: ignore[union-attr]
+    for _ in range(6):
+        game.step(np.zeros(2, np.int32))
+    moment = game.step(np.zeros(2, np.int32))  # a full column
+    assert moment.terminated and not moment.truncated and moment.rewards == [-1, 0]
+
+
 def test_four_in_a_column_win() -> None:
     """The first player puts four in column 0, the second in column 1; a full column is illegal."""
     env = PettingZooEnv(1, env=FOUR)
@@ -285,7 +325,7 @@ def test_a_joint_step_of_ours_in_their_words() -> None:
     for time in range(1, 7):
         seen, rewards, terminated, truncated, infos = env.step({"wide": 1, "long": 2})
         assert seen["wide"]["observation"].tolist() == [6, time, 3 * time]
-        assert rewards == {"wide": 1, "long": 2} and not any(truncated.values())
+        assert rewards == {"wide": 1, "long": 2 * (time <= 3)} and not any(truncated.values())
         assert list(terminated.values()) == [time == 6] * 2
     assert env.agents == [] and env.state().tolist() == [18] and infos["long"] == {"success": True}
     env.close()

@@ -109,6 +109,8 @@ def test_killed_processes_are_replaced_and_the_other_games_go_on_unharmed() -> N
                 assert np.array_equal(frame.final_obs[victim.part], before.obs[victim.part])
                 assert frame.final_state is not None and before.state is not None
                 assert np.array_equal(frame.final_state[victim.part], before.state[victim.part])
+                dead = before.seat_terminated & ~before.over[:, None]  # the rest is cut off
+                assert np.array_equal(frame.seat_terminated[victim.part], dead[victim.part])
                 assert not frame.terminated[victim.part].any() and not frame.obs[victim.part, :, 1].any()
             else:
                 assert number % 3 == 0  # it had answered before the signal came: the next step meets its end

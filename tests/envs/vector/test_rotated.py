@@ -9,6 +9,7 @@ from palestra.envs import check_env
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.leduc import LeducPoker
 from palestra.envs.vector.mpe import SimpleAdversary
+from palestra.envs.vector.pettingzoo import PettingZooEnv
 from palestra.envs.vector.pong import Pong
 from palestra.envs.vector.rotated import Rotated
 from palestra.policies.vector import Uniform
@@ -39,6 +40,22 @@ def test_a_seat_sees_and_is_paid_what_its_place_is() -> None:
         over = plain.over
         np.testing.assert_array_equal(seen.final_obs[over], plain.final_obs[rows, places][over])
         np.testing.assert_array_equal(rotated.places[~over], places[~over])
+
+
+def test_a_seat_ends_as_its_place_does() -> None:
+    inner, rotated = (PettingZooEnv(8, env="mortal_games:parting") for _ in range(2))
+    rotated = Rotated(rotated)
+    rows = np.arange(8)[:, None]
+    inner.reset(np.arange(8))
+    rotated.reset(np.arange(8))
+    orders = set()
+    for _ in range(30):
+        places = rotated.places.copy()
+        orders.update(map(tuple, places))
+        plain, seen = inner.step(np.zeros((8, 2), np.int32)), rotated.step(np.zeros((8, 2), np.int32))
+        assert plain.seat_terminated is not None and seen.seat_terminated is not None
+        np.testing.assert_array_equal(seen.seat_terminated, plain.seat_terminated[rows, places])
+    assert orders == {(0, 1), (1, 0)}
 
 
 def test_every_order_of_seats_is_as_likely() -> None:

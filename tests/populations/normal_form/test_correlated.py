@@ -1,10 +1,12 @@
 """Correlated equilibria: chicken by hand, JPSRO on three players, and their own definition on random games."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
+from scipy.optimize import linprog, minimize
 
 from palestra.populations.normal_form.correlated import coarse_correlated_equilibrium, correlated_equilibrium
 from palestra.populations.normal_form.tables import coarse_gains, joint_of, switch_gains
@@ -109,6 +111,66 @@ def test_degenerate_tables(solve, objective, seed):
     joint = solve(payoffs, objective=objective)
     assert most_gained(solve, payoffs, joint) < 1e-8
     assert randomness(joint, objective) >= randomness(joint_of(nash(payoffs, ties="entropy")), objective) - 1e-7
+
+
+@OBJECTIVES
+def test_win_rates_of_two_decimals(objective):
+    """A table on which the most random distribution was once one from which a player gains 0.15."""
+    wins = np.round(np.random.default_rng(130).random((8, 8)), 2)
+    payoffs = [wins, 1 - wins]
+    assert most_gained(CE, payoffs, CE(payoffs, objective=objective)) < 1e-8
+
+
+def awkward(seed):
+    """Ordinary tables and degenerate ones: win rates of two decimals, whole numbers, near ties, three players."""
+    rng = np.random.default_rng(seed)
+    kind, (m, k) = seed % 5, rng.integers(2, 11, 2)
+    if kind == 0:
+        wins = np.round(rng.random((m, k)), 2)
+        return [wins, 1 - wins]
+    if kind == 1:
+        table = rng.integers(-2, 3, (m, k)).astype(float)
+        return [table, -table]
+    if kind == 2:
+        return [np.round(rng.random((m, k)), 2) for _ in range(2)]
+    if kind == 3:
+        shape = tuple(rng.integers(2, 6, 3))
+        return [np.round(rng.random(shape), 2) for _ in range(3)]
+    wins = np.round(rng.random((m, m)), 1) + rng.normal(size=(m, m)) * 10.0 ** -rng.integers(6, 10)
+    return [wins, 1 - wins]
+
+
+def agrees_with_linear_programming(seed):
+    """No gain beyond the tolerance, and no distribution within the constraints, as HiGHS finds it, that is more random
+    by the objective's slope there."""
+    payoffs = awkward(seed)
+    for solve, objective in product((CE, CCE), ("gini", "entropy")):
+        joint, gains = solve(payoffs, objective=objective).ravel(), GAINS[solve](payoffs)
+        size = np.abs(gains).max()
+        assert (joint >= 0).all() and joint.sum() == pytest.approx(1, abs=1e-9)
+        assert (gains @ joint).max() <= 1e-8 * size
+        slope = 2 * joint if objective == "gini" else np.log(np.maximum(joint, 1e-9))
+        ones, zeros = np.ones((1, joint.size)), np.full(len(gains), 1e-9)
+        best = linprog(slope, A_ub=gains / size, b_ub=zeros, A_eq=ones, b_eq=[1], bounds=(0, None), method="highs")
+        assert best.status == 4 or slope @ joint - best.fun <= 1e-3, (objective, solve)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_awkward_tables(seed):
+    agrees_with_linear_programming(seed)
+
+
+@pytest.mark.slow
+def test_hundreds_of_awkward_tables():
+    for seed in range(10, 400):
+        agrees_with_linear_programming(seed)
+
+
+@BOTH
+def test_a_table_too_large_to_solve_is_refused(solve):
+    payoffs = [np.zeros((3000, 3000))] * 2
+    with pytest.raises(ValueError, match=r"on a table of 3000 x 3000 members .* the most is 1 GB"):
+        solve(payoffs)
 
 
 @BOTH

@@ -64,6 +64,21 @@ def test_nobody_gains_by_leaving(drawn):
         assert found[0] @ table @ found[1] == pytest.approx(worth, abs=1e-8)
 
 
+def test_entropy_among_many_equilibria_of_whole_numbers():
+    """A table whose equilibria are degenerate."""
+    payoffs = zero_sum([[1, -1, -1], [-2, 0, 2], [0, 1, 0], [2, -2, 0], [2, 2, -2], [1, -2, 2]])
+    assert nash_conv(payoffs, nash(payoffs, ties="entropy")) < 1e-8
+
+
+@pytest.mark.parametrize("digits", [6, 7, 8, 9])
+def test_near_ties(digits):
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        payoffs = zero_sum(np.round(rng.random((7, 7)), 1) + 10.0**-digits * rng.normal(size=(7, 7)))
+        for ties in ("vertex", "entropy"):
+            assert nash_conv(payoffs, nash(payoffs, ties=ties)) < 1e-7
+
+
 def test_of_equal_members_entropy_plays_each_alike():
     """Rock twice: the third of rock is shared, as no other solution treats the two alike."""
     twice = RPS[np.ix_([0, 0, 1, 2], [0, 0, 1, 2])]

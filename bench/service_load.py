@@ -1,0 +1,102 @@
+"""Load on a server with keys: a small client beside a heavy one, a burst of hostile sizes, and the worker's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+PROMPT = {"chunks": [{"tokens": list(range(20, 52))}]}
+
+
+class Client:
+    """A holder of a key who samples from the bare base."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.http = httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=600.0)
+
+    async def ask(self, samples: int, tokens: int, **fields: Any) -> httpx.Response:
+        given = {"base_model": "tiny", "prompt": PROMPT, "num_samples": samples, **fields}
+        return await self.http.post("asample", json={**given, "sampling_params": {"max_tokens": tokens, "stop": []}})
+
+    async def sample(self, samples: int, tokens: int, **fields: Any) -> float:
+        """Seconds until the answer is there."""
+        start = time.perf_counter()
+        said = await self.ask(samples, tokens, **fields)
+        said.raise_for_status()
+        request = {"request_id": said.json()["request_id"]}
+        while (reply := await self.http.post("retrieve_future", json=request)).status_code == 408:
+            pass
+        reply.raise_for_status()
+        assert "error" not in reply.json(), reply.text[:300]
+        return time.perf_counter() - start
+
+
+async def beside_heavy(url: str, keys: dict[str, str], requests: int) -> dict[str, float]:
+    """The 99th percentile of a small request's seconds, alone and beside a key with 64 requests of 64 answers of 120
+    tokens in the queue, which is full the whole time."""
+    small, heavy = Client(url, keys["small"]), Client(url, keys["heavy"])
+    for _ in range(5):
+        await small.sample(1, 5)
+    alone = [await small.sample(1, 5) for _ in range(requests)]
+    load = [asyncio.create_task(heavy.sample(64, 120)) for _ in range(64)]
+    await asyncio.sleep(2.0)
+    beside = []
+    while len(beside) < requests and not all(task.done() for task in load):
+        beside.append(await small.sample(1, 5))
+    await asyncio.gather(*load)
+    return {"alone": p99(alone), "beside": p99(beside), "requests": len(beside)}
+
+
+def p99(seconds: list[float]) -> float:
+    return float(np.percentile(seconds, 99))
+
+
+async def memory_after_burst(url: str, keys: dict[str, str], worker: int) -> dict[str, float]:
+    """The worker's resident MiB before, at the peak of, and after a burst: many answers at once, then as many requests
+    of one answer, then both, long answers with their likeliest tokens, and what is refused."""
+    client = Client(url, keys["heavy"])
+    for _ in range(3):
+        await asyncio.gather(*(client.sample(8, 16) for _ in range(8)))
+    before = await settled(worker)
+    peak = [before]
+    watch = asyncio.create_task(sample_memory(worker, peak))
+    await client.sample(512, 256)
+    await asyncio.gather(*(client.sample(1, 8) for _ in range(120)))
+    await asyncio.gather(client.sample(512, 64), *(client.sample(1, 8) for _ in range(120)))
+    await asyncio.gather(*(client.sample(4, 400, topk_sample_logprobs=256) for _ in range(4)))
+    refused = await client.ask(4096, 2000, topk_sample_logprobs=256)
+    assert refused.status_code == 400, refused.status_code
+    watch.cancel()
+    return {"before": before, "peak": max(peak), "after": await settled(worker)}
+
+
+async def sample_memory(worker: int, seen: list[float]) -> None:
+    while True:
+        seen.append(resident(worker))
+        await asyncio.sleep(0.05)
+
+
+async def settled(worker: int) -> float:
+    """Resident MiB once it has had nothing to do for some seconds."""
+    await asyncio.sleep(4.0)
+    return resident(worker)
+
+
+def resident(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) / 1024
+    raise ValueError(f"process {pid} is gone")
+
+
+def worker_of(server: int) -> int:
+    """The process of the server's engine."""
+    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return next(int(line.split()[0]) for line in lines if "spawn_main" in line)

@@ -1,0 +1,292 @@
+"""Prompts and answers in the cache, and the passes that compute them.
+
+A row is one answer that is being sampled: answer `k` of a group. `begin` computes prompts and draws the first token of
+new rows, `decode` draws the next token of live ones, `retire` takes out those that ended. Rows need not move in step:
+each has its own position, and draws from its own counter-based stream (seed, sibling, position), so that its tokens do
+not depend on the others of a pass, up to the rounding of floats, which depends on the shapes of a pass.
+
+Shapes: `R` rows, `N` prompts of a prefill, `V` vocabulary, `k` best tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.engine.cache import Cache, PrefixStore, Slot
+from palestra.engine.cached_attention import DecodeLayout, PrefillLayout
+from palestra.engine.draw import StopStrings, best, choose, uniform
+from palestra.engine.lora import Stack, Stacked
+from palestra.engine.models import Engine
+from palestra.engine.requests import Group, Prompt, Row
+
+ANSWER = 64  # tokens of an answer that there is room for at first: it grows where the answer does
+
+
+class Batch:
+    """The groups and rows that are live on one engine, their cache, and what is kept of earlier ones."""
+
+    def __init__(self, engine: Engine, keep_tokens: int) -> None:
+        self.engine = engine
+        self.cache = _cache(engine)
+        self.store = PrefixStore(keep_tokens)
+        self.end_ids = end_token_ids(engine)
+        self.groups: dict[Group, None] = {}  # in order of admission
+        self.rows: list[Row] = []  # by adapter
+        self.counts = {"sampled_tokens": 0, "prefill_tokens": 0, "reused_tokens": 0}
+        self._over: list[Row] = []  # rows that ended since the last `retire`
+        self._stop_strings = StopStrings(engine.tokenizer)
+        self._stacks: OrderedDict[tuple[int, ...], Stack] = OrderedDict()
+
+    def reset(self) -> None:
+        """Drops all groups, rows and the cache."""
+        self.groups, self.rows, self._over = {}, [], []
+        self.cache = _cache(self.engine)
+
+    def forget(self) -> None:
+        """Drops what was kept for later turns and for snapshots of earlier steps."""
+        self.store.clear()
+        self._stacks.clear()
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def begin(self, groups: list[Group]) -> None:
+        """Computes the prompts of `groups` that are not there, equal ones once, and the first tokens of the siblings
+        admitted, which are live from then on."""
+        groups = sorted(groups, key=lambda group: group.order)
+        self.groups |= dict.fromkeys(groups)
+        if new := [group for group in groups if group.prompt is None]:
+            self._prefill(new)
+        rows = [self._row(group, k) for group in groups for k in range(group.begun, group.admitted)]
+        which = [i for i, group in enumerate(groups) for _ in range(group.begun, group.admitted)]
+        first_V = [group.first_V for group in groups if group.first_V is not None]
+        live = self._draw(rows, torch.stack(first_V)[self.engine.tensor(which)])
+        self._place(live)
+        for group in groups:
+            group.begun = group.admitted
+            group.first_V = group.first_V if group.left else None
+        self.rows = sorted([*self.rows, *live], key=lambda row: row.group.order)
+        self._over += _without(rows, live)
+        self.cache.trim()
+
+    def _row(self, group: Group, k: int) -> Row:
+        stop = group.request.sampling.stop
+        return Row(group, k, tail=StopStrings.tail(stop)) if stop else Row(group, k)
+
+    def _place(self, rows: Sequence[Row]) -> None:
+        """Gives new rows their places in the cache."""
+        self._regroup(rows, more=Counter(_prompt(row) for row in rows))
+        slots = self.cache.answers([min(row.group.request.sampling.max_tokens, ANSWER) for row in rows])
+        for row, slot in zip(rows, slots, strict=True):
+            row.slot = slot
+            _prompt(row).rows += 1
+
+    def _regroup(self, rows: Sequence[Row], more: Mapping[Prompt, int] | None = None) -> None:
+        """Moves the prompts of `rows`, which have fewer answers than before, or get `more`."""
+        prompts = [prompt for prompt in dict.fromkeys(_prompt(row) for row in rows) if prompt.groups]
+        counts = [prompt.rows + (more or {}).get(prompt, 0) for prompt in prompts]
+        self.cache.regroup([prompt.slot for prompt in prompts], counts)
+
+    def _prefill(self, groups: list[Group]) -> None:
+        """Computes the prompts of `groups`, sorted by adapter; each of several equal ones is the others' too."""
+        first = {group.asked: group for group in reversed(groups)}
+        alone = [group for group in groups if first[group.asked] is group]
+        answers = Counter(group.asked for group in groups for _ in range(group.admitted))
+        slots = self.cache.prompts([g.size for g in alone], [answers[g.asked] for g in alone])
+        try:
+            logits_NV = self._prefill_into(slots, alone)
+        except Exception:
+            self.cache.wipe(slots)
+            self.cache.free(slots)
+            raise
+        prompts = {g.asked: (Prompt(slot), logits_V) for g, slot, logits_V in zip(alone, slots, logits_NV, strict=True)}
+        for group in groups:
+            group.prompt, group.first_V = prompts[group.asked]
+            group.prompt.groups += 1
+        self.counts["reused_tokens"] += sum(g.size for g in groups) - sum(g.size for g in alone)
+
+    def _prefill_into(self, slots: list[Slot], groups: list[Group]) -> Tensor:
+        """The logits [N, V] after the prompts of `groups`, whose keys and values it writes."""
+        starts = [self._reuse(slot, group) for slot, group in zip(slots, groups, strict=True)]
+        layout = PrefillLayout(slots, np.array(starts))
+        ids = np.concatenate([g.request.prompt_ids[start:] for g, start in zip(groups, starts, strict=True)])
+        route = self._route(groups, [g.size - start for g, start in zip(groups, starts, strict=True)])
+        logits_NV = self.engine.logits(self.engine.tensor(ids), layout.positions, layout, route, layout.last_N)
+        self.counts["prefill_tokens"] += len(ids)
+        return logits_NV
+
+    def _reuse(self, slot: Slot, group: Group) -> int:
+        """Writes the kept keys and values of the prompt's longest known prefix to `slot`; returns its length."""
+        kept = self.store.longest(group.owner, group.request.prompt_ids)
+        if kept is None:
+            return 0
+        length = kept.shape[-2]
+        slot.kv_L2hTD[..., :length, :] = kept
+        self.counts["reused_tokens"] += length
+        return length
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """Samples the next token of each of `rows`, which are live and in the order of the batch."""
+        answers = [_slot(row) for row in rows]
+        self.cache.grow([slot for row, slot in zip(rows, answers, strict=True) if slot.length < len(row.token_ids)])
+        for row, slot in zip(rows, answers, strict=True):
+            slot.length = len(row.token_ids)
+        layout = DecodeLayout([_prompt(row).slot for row in rows], answers)
+        ids = self.engine.tensor([row.token_ids[-1] for row in rows])
+        positions = self.engine.tensor([row.group.size + len(row.token_ids) - 1 for row in rows])
+        route = self._route([row.group for row in rows], [1] * len(rows))
+        logits_RV = self.engine.logits(ids, positions, layout, route, self.engine.tensor(range(len(rows))))
+        self._over += _without(rows, self._draw(rows, logits_RV))
+
+    def _route(self, groups: Sequence[Group], tokens: Sequence[int]) -> Stacked | None:
+        """The route for `tokens` of each of `groups`, which are sorted by adapter, the bare base last."""
+        counts: OrderedDict[int, int] = OrderedDict()
+        snapshots = {g.owner: g.request.adapter for g in groups if g.request.adapter}
+        for group, count in zip(groups, tokens, strict=True):
+            if group.owner:
+                counts[group.owner] = counts.get(group.owner, 0) + count
+        if not counts:
+            return None
+        key = tuple(counts)
+        if key not in self._stacks:
+            self._stacks[key] = Stack([snapshots[owner] for owner in key], self.engine.linears)
+            while len(self._stacks) > 8:
+                self._stacks.popitem(last=False)
+        self._stacks.move_to_end(key)
+        return Stacked(self._stacks[key], list(counts.values()))
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    def _draw(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Row]:
+        """Samples the next token of each row, all or none; returns the rows that do not end with it."""
+        settings = [row.group.request.sampling for row in rows]
+        seeds = np.array([row.group.seed for row in rows], np.uint64)
+        siblings = np.array([row.k for row in rows], np.uint64)
+        steps = np.array([len(row.token_ids) for row in rows], np.uint64)
+        tokens_R, logps_R = choose(logits_RV, settings, uniform(seeds, siblings, steps))
+        if np.isnan(logps_R).any():
+            raise ValueError(
+                "the weights give no probabilities (NaN): they grew without bound. Lower the learning rate."
+            )
+        top = self._top(rows, logits_RV)
+        is_end = np.isin(tokens_R, self.end_ids).tolist()
+        tokens = tokens_R.tolist()
+        drawn = [self._stops(row, token, end) for row, token, end in zip(rows, tokens, is_end, strict=True)]
+        self.counts["sampled_tokens"] += len(rows)
+        live = []
+        for row, token, logp, (stops, tail) in zip(rows, tokens, logps_R.tolist(), drawn, strict=True):
+            row.token_ids.append(token)
+            row.logprobs.append(logp)
+            row.tail = tail
+            if row in top:
+                row.top.append(top[row])
+            if stops or row.full:
+                row.group.answers[row.k] = row.sampled("stop" if stops else "length")
+            else:
+                live.append(row)
+        return live
+
+    def _stops(self, row: Row, token: int, end: bool) -> tuple[bool, deque[int]]:
+        """True if a token ends its answer; and the row's tail with that token."""
+        sampling = row.group.request.sampling
+        if (end and sampling.end) or token in sampling.stop_ids:
+            return True, row.tail
+        if not sampling.stop:
+            return False, row.tail
+        tail = row.tail.copy()
+        return self._stop_strings.found(sampling.stop, tail, token), tail
+
+    def _top(self, rows: Sequence[Row], logits_RV: Tensor) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
+        """The likeliest tokens of the rows whose requests ask for them, and their log-probabilities."""
+        asking = [i for i, row in enumerate(rows) if row.group.request.top_logprobs]
+        if not asking:
+            return {}
+        settings = [rows[i].group.request.sampling for i in asking]
+        wanted = [rows[i].group.request.top_logprobs for i in asking]
+        found = zip(asking, wanted, *best(logits_RV[asking], settings, max(wanted)), strict=True)
+        return {rows[i]: (ids[:k].astype(np.int32), logps[:k].copy()) for i, k, ids, logps in found}
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def retire(self) -> list[Group]:
+        """Takes out the rows that have ended. Returns the groups of which all have, which are out too."""
+        rows, self._over = self._over, []
+        if not rows:
+            return []
+        for row in rows:
+            if row.group.request.keep:
+                self._keep(row)
+        self._leave(rows)
+        over = [group for group in dict.fromkeys(row.group for row in rows) if group.over]
+        for group in over:
+            self._release(group)
+        self._regroup(rows)
+        return over
+
+    def _leave(self, rows: Sequence[Row]) -> None:
+        """Takes rows out of the batch and the cache; one that ended with its first token was never there."""
+        placed = [row for row in rows if row.slot]
+        self.cache.free([_slot(row) for row in placed])
+        for row in placed:
+            _prompt(row).rows -= 1
+        self.rows = _without(self.rows, placed)
+
+    def _release(self, group: Group) -> None:
+        """Takes out a group without rows, and its prompt where no other has it."""
+        self.groups.pop(group, None)
+        if group.prompt is None:
+            return
+        group.prompt.groups -= 1
+        if not group.prompt.groups:
+            self.cache.free([group.prompt.slot])
+
+    def drop(self, group: Group) -> None:
+        """Ends a group early, and leaves nothing of it in the cache: masks do not keep out NaN."""
+        rows = [row for row in self.rows if row.group is group]
+        self.cache.wipe([_slot(row) for row in rows])
+        if group.prompt and group.prompt.groups == 1:
+            self.cache.wipe([group.prompt.slot])
+        self._over = [row for row in self._over if row.group is not group]
+        self._leave(rows)
+        self._release(group)
+        self._regroup(rows)
+
+    def _keep(self, row: Row) -> None:
+        # the last token sampled was never fed, so it has no keys and values
+        ids = np.concatenate([row.group.request.prompt_ids, np.array(row.token_ids[:-1], np.int32)])
+        parts = [slot.kv_L2hTD for slot in (_prompt(row).slot, row.slot) if slot]
+        self.store.put(row.group.owner, ids, torch.cat(parts, -2))
+
+
+def _cache(engine: Engine) -> Cache:
+    config = engine.model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return Cache(config.num_hidden_layers, kv_heads, width, engine.device, engine.dtype)
+
+
+def _without(rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
+    out = set(others)
+    return [row for row in rows if row not in out]
+
+
+def _prompt(row: Row) -> Prompt:
+    assert row.group.prompt is not None
+    return row.group.prompt
+
+
+def _slot(row: Row) -> Slot:
+    assert row.slot is not None
+    return row.slot
+
+
+def end_token_ids(engine: Engine) -> np.ndarray:
+    """The tokens that end an answer: the tokenizer's and the generation config's."""
+    ends = {engine.tokenizer.eos_token_id}
+    config = engine.model.generation_config.eos_token_id if engine.model.generation_config else None
+    ends |= set(config if isinstance(config, list) else [config])
+    return np.array(sorted(e for e in ends if e is not None), np.int64)

@@ -1,0 +1,234 @@
+"""Attention of the sampler's passes, over keys and values in the cache.
+
+Shapes: `S` new tokens of a flat row, `R` live rows, `n` sequences of a part, `Q` queries of each (padded), `P` their
+keys (padded), `h` key-value heads, `H` query heads, `D` head width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from palestra.engine.cache import Pool, Slot
+
+WASTE = 1.5  # a part of a prefill may compute this many times the query-key pairs it needs,
+SMALL = 2**22  # or as many pairs as these, since small parts cost more for being many
+
+
+class PrefillLayout:
+    """New prompt tokens, written to their places, attend to all earlier ones there (some may have been reused)."""
+
+    def __init__(self, slots: Sequence[Slot], starts_N: np.ndarray) -> None:
+        """`slots` are the prompts', their length that of all of it; `starts_N` counts the tokens already there."""
+        self.slots, self.device = slots, slots[0].pool.kv.device
+        length_N = np.array([slot.length for slot in slots])
+        new_N = length_N - starts_N
+        self.group_S = np.repeat(np.arange(len(slots)), new_N)
+        first_N = np.cumsum(new_N) - new_N
+        self.position_S = np.arange(len(self.group_S)) + (starts_N - first_N)[self.group_S]
+        self.positions = self._tensor(self.position_S)
+        self.last_N = self._tensor(np.cumsum(new_N) - 1)
+        self.writes = list(self._writes())
+        self._ask(np.arange(len(self.group_S)))
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.as_tensor(values, device=self.device)
+
+    def _writes(self) -> Iterator[tuple[Pool, Tensor, Tensor, Tensor]]:
+        """For each pool the flat row's tokens that belong there, with their places and positions."""
+        index_N = np.array([slot.index for slot in self.slots])
+        for pool in dict.fromkeys(slot.pool for slot in self.slots):
+            mine_N = np.array([slot.pool is pool for slot in self.slots])
+            token_M = np.flatnonzero(mine_N[self.group_S])
+            index_M, position_M = index_N[self.group_S[token_M]], self.position_S[token_M]
+            yield pool, self._tensor(token_M), self._tensor(index_M), self._tensor(position_M)
+
+    def _ask(self, token_M: np.ndarray) -> None:
+        """Sets whose queries attend: the tokens `token_M` of the flat row, which rise, in the order of their rows."""
+        asked_N = np.bincount(self.group_S[token_M], minlength=len(self.slots))
+        first_N = np.cumsum(asked_N) - asked_N
+        back_M, offset = np.zeros(len(token_M), np.int64), 0
+        self.parts = []
+        for members in _similar(self.slots, asked_N):
+            q = int(asked_N[members].max())
+            column = np.arange(q)[None]
+            real_nQ = column < asked_N[members, None]
+            row_nQ = first_N[members, None] + np.minimum(column, asked_N[members, None] - 1)
+            back_M[row_nQ[real_nQ]] = offset + np.flatnonzero(real_nQ)
+            offset += row_nQ.size
+            keys = max(self.slots[i].length for i in members)
+            mask_nQP = np.arange(keys) <= self.position_S[token_M[row_nQ]][:, :, None]
+            index_n = np.array([self.slots[i].index for i in members])
+            self.parts.append(
+                (
+                    self.slots[members[0]].pool,
+                    self._tensor(index_n),
+                    self._tensor(row_nQ.ravel()),
+                    self._tensor(mask_nQP)[:, None],
+                )
+            )
+        self.back_M = self._tensor(back_M)
+
+    def narrow(self, keep_M: Tensor) -> PrefillLayout:
+        narrowed = copy.copy(self)
+        narrowed._ask(keep_M.cpu().numpy())
+        return narrowed
+
+    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+        for pool, token_M, index_M, position_M in self.writes:
+            for kept, new_HSD in zip(pool.kv[layer], (k_HSD, v_HSD), strict=True):
+                kept[index_M, :, position_M] = new_HSD[:, token_M].transpose(0, 1)
+        gqa = q_HSD.shape[0] != k_HSD.shape[0]
+        outs = []
+        for pool, index_n, row_nQ, mask in self.parts:
+            n, _, queries, keys = mask.shape
+            q = q_HSD[:, row_nQ].view(q_HSD.shape[0], n, queries, -1).transpose(0, 1)
+            k, v = (kept[:, :, :keys][index_n] for kept in pool.kv[layer])
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+            outs.append(out.transpose(1, 2).flatten(0, 1))
+        return _joined(outs)[self.back_M]
+
+
+def _similar(slots: Sequence[Slot], asked_N: np.ndarray) -> Iterator[np.ndarray]:
+    """Numbers of `slots` that have queries, in runs of one pool and of similar shape."""
+    pools = {pool: number for number, pool in enumerate(dict.fromkeys(slot.pool for slot in slots))}
+    order = sorted(np.flatnonzero(asked_N).tolist(), key=lambda i: (pools[slots[i].pool], int(asked_N[i])))
+    part: list[int] = []
+    need = keys = 0
+    for i in order:
+        q, k = int(asked_N[i]), slots[i].length
+        padded = q * max(keys, k) * (len(part) + 1)
+        if part and (slots[i].pool is not slots[part[0]].pool or padded > max(SMALL, WASTE * (need + q * k))):
+            yield np.array(part)
+            part, need, keys = [], 0, 0
+        part.append(i)
+        need, keys = need + q * k, max(keys, k)
+    yield np.array(part)
+
+
+class DecodeLayout:
+    """One new token per live row, written to the row's answer; it attends to the row's prompt and its own answer.
+
+    Both are computed apart, all rows of a prompt together, and put together by their softmaxes' sums, as in
+    FlashAttention (Dao et al., 2022).
+    """
+
+    def __init__(self, prompts: Sequence[Slot], answers: Sequence[Slot]) -> None:
+        """The two sequences of each row [R]; the new token is the answer's last."""
+        self.prompts, self.answers = Parts(prompts), Parts(answers)
+        self.writes = [self._write(pool, answers) for pool in self.answers.pools]
+
+    @staticmethod
+    def _write(pool: Pool, answers: Sequence[Slot]) -> tuple[Pool, Tensor, Tensor]:
+        """The rows whose answers are in `pool`, and where their new tokens lie in it, head by head."""
+        _, _, _, h, room, _ = pool.kv.shape
+        row_M = np.array([r for r, slot in enumerate(answers) if slot.pool is pool])
+        index_M = np.array([slot.index for slot in answers if slot.pool is pool])
+        last_M = np.array([slot.length - 1 for slot in answers if slot.pool is pool])
+        at_Mh = (index_M[:, None] * h + np.arange(h)) * room + last_M[:, None]
+        device = pool.kv.device
+        return pool, torch.as_tensor(row_M, device=device), torch.as_tensor(at_Mh.ravel(), device=device)
+
+    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+        (_, rows, width), h = q_HSD.shape, k_HSD.shape[0]
+        for pool, row_M, at_Mh in self.writes:
+            for kept, new_HSD in zip(pool.kv[layer], (k_HSD, v_HSD), strict=True):
+                new_RHD = new_HSD.transpose(0, 1)
+                mine = new_RHD if len(self.writes) == 1 else new_RHD.index_select(0, row_M)
+                kept.view(-1, width).index_copy_(0, at_Mh, mine.reshape(-1, width))
+        q_RHD = (q_HSD.transpose(0, 1) * scale).reshape(rows, -1)
+        sums = [parts.attend(layer, q_RHD, h, width) for parts in (self.answers, self.prompts)]
+        most = torch.maximum(sums[0].top, sums[1].top)
+        shares = [(one.top - most).exp() for one in sums]
+        total = sum(one.total * share for one, share in zip(sums, shares, strict=True))
+        out = sums[0].values * (shares[0] / total)[..., None]
+        return out.addcmul_(sums[1].values, (shares[1] / total)[..., None]).to(q_HSD.dtype)
+
+
+class Sums(NamedTuple):
+    """A softmax that is not divided yet, for each row and head: the values weighted by exp(score - top) [R, H, D], the
+    sum of these weights [R, H], and the highest score [R, H], the last two in float32."""
+
+    values: Tensor
+    total: Tensor
+    top: Tensor
+
+
+class Parts:
+    """Attention of one query per row to one sequence per row, pool by pool."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        """`slots` are the rows' sequences [R]; several rows may have the same one."""
+        rows: dict[Pool, list[int]] = defaultdict(list)
+        for r, slot in enumerate(slots):
+            rows[slot.pool].append(r)
+        self.pools = list(rows)
+        self.parts, places, offset = [], np.zeros(len(slots), np.int64), 0
+        for pool, row_M in rows.items():
+            index_M = np.array([slots[r].index for r in row_M])
+            first, end = int(index_M.min()), int(index_M.max()) + 1  # others of the pool are not computed
+            index_M -= first
+            place_M, most = _places(index_M)
+            size = end - first
+            row_nQ = np.full(size * most, row_M[0], np.int64)  # a place without a row repeats the first one
+            row_nQ[index_M * most + place_M] = row_M
+            places[row_M] = offset + index_M * most + place_M
+            offset += size * most
+            length_n = np.array([max(1, slot.length) for slot in pool.slots[first:end]])
+            keys = int(length_n[index_M].max())
+            hide_nP = np.where(np.arange(keys) < length_n[:, None], 0.0, -np.inf)
+            hide = torch.as_tensor(hide_nP, device=pool.kv.device, dtype=pool.kv.dtype)[:, None, None]
+            self.parts.append((pool, first, _picked(row_nQ, len(slots), pool.kv.device), hide))
+        self.place_R = _picked(places, offset, self.pools[0].kv.device)
+
+    def attend(self, layer: int, q_RHD: Tensor, h: int, width: int) -> Sums:
+        found = [
+            self._part(pool.kv[layer, :, first:], _at(q_RHD, row_nQ), hide, h)
+            for pool, first, row_nQ, hide in self.parts
+        ]
+        values, total, top = (_at(_joined(list(column)), self.place_R) for column in zip(*found, strict=True))
+        return Sums(values.view(len(values), -1, width), total, top)
+
+    @staticmethod
+    def _part(kv: Tensor, q: Tensor, hide: Tensor, h: int) -> tuple[Tensor, Tensor, Tensor]:
+        n, keys, width = hide.shape[0], hide.shape[-1], kv.shape[-1]
+        most = len(q) // n
+        q = q.view(n, most, h, -1, width).transpose(1, 2).reshape(n, h, -1, width)
+        score = q @ kv[0, :n, :, :keys].transpose(-1, -2)
+        score += hide
+        top = score.amax(-1, keepdim=True)
+        weight = score.sub_(top).exp_()
+        out = weight @ kv[1, :n, :, :keys], weight.sum(-1, dtype=torch.float32), top.float()
+        values, total, top = (x.view(n, h, most, -1).transpose(1, 2).reshape(n * most, -1) for x in out)
+        return values, total, top
+
+
+def _picked(index: np.ndarray, size: int, device: torch.device) -> Tensor | None:
+    """The index, or None where it picks all of `size` rows in order."""
+    if np.array_equal(index, np.arange(size)):
+        return None
+    return torch.as_tensor(index, device=device)
+
+
+def _at(rows: Tensor, index: Tensor | None) -> Tensor:
+    return rows if index is None else rows.index_select(0, index)
+
+
+def _places(index_M: np.ndarray) -> tuple[np.ndarray, int]:
+    """The number of each entry among those of the same value, and how many the most frequent value has."""
+    order = np.argsort(index_M, kind="stable")
+    _, first, count = np.unique(index_M[order], return_index=True, return_counts=True)
+    place_M = np.zeros(len(index_M), np.int64)
+    place_M[order] = np.arange(len(index_M)) - np.repeat(first, count)
+    return place_M, int(count.max())
+
+
+def _joined(outs: list[Tensor]) -> Tensor:
+    return outs[0] if len(outs) == 1 else torch.cat(outs)

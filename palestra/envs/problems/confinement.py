@@ -1,0 +1,74 @@
+"""The system calls that a judging process may make once it works on an answer, as a filter for the kernel (seccomp).
+
+A whitelist, stricter than the sandbox's filter for programs: compute, use memory, read files, write to descriptors that
+are open. No file is created or changed, no process started or signalled, no socket made, no limit or timer reset. It is
+the second line of defence: no answer is evaluated at all, so that no code of a model is there to be confined.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from palestra.sandbox import syscalls
+from palestra.sandbox.filters import ALLOW, ARCH, CALL, EPERM, EQUAL, ERRNO, KILL, LOAD, MACHINES, RETURN, instruction
+
+WORKER = str(Path(__file__).with_name("verify_worker.py"))
+ANY_BIT = 0x45  # the test that jumps where any bit of a mask is set
+THIRD = 32  # offset of a call's third argument in what the filter sees
+WRITES = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | 0o20000000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
+OPENAT = (257, 56)
+
+# fmt: off
+ALLOWED = (
+    "read", "pread64", "write", "close", "lseek", "fstat", "stat", "lstat", "newfstatat", "statx", "readlink",
+    "readlinkat", "getdents64", "getcwd", "mmap", "mprotect", "munmap", "mremap", "madvise", "brk",
+    "rt_sigprocmask", "rt_sigreturn", "futex", "sched_yield", "getpid", "gettid", "clock_gettime", "clock_getres",
+    "clock_nanosleep", "gettimeofday", "getrusage", "times", "getrandom", "exit", "exit_group",
+)
+# fmt: on
+NUMBERS = syscalls.ALLOWED | syscalls.CHECKED | syscalls.PRETENDED
+
+
+def rules() -> bytes:
+    """The filter for this machine, 8 bytes an instruction; empty where there is none."""
+    if sys.platform != "linux" or platform.machine() not in MACHINES:
+        return b""
+    return b"".join(_instructions(*MACHINES[platform.machine()]))
+
+
+def require(what: str) -> None:
+    """Raises ValueError, naming `what` was asked for, where judging processes cannot be confined."""
+    if reason := why_not():
+        raise ValueError(
+            f"{what}: answers are scored by SymPy in a confined process, and that is not possible here: {reason}. "
+            "Run on Linux (x86-64 or aarch64) with seccomp, or use other tasks"
+        )
+
+
+@cache
+def why_not() -> str | None:
+    """The reason why a judging process cannot be confined here, from a process that tried; None where it can."""
+    if not rules():
+        return f"there is no filter for {sys.platform} on {platform.machine()}"
+    probe = subprocess.run([sys.executable, "-P", WORKER, "probe", rules().hex()], capture_output=True, text=True)
+    if (probe.returncode, probe.stdout) == (0, "confined\n"):
+        return None
+    return f"a trial process was not confined: {probe.stdout}{probe.stderr[-300:]}".strip()
+
+
+def _instructions(column: int, arch: int) -> Iterator[bytes]:
+    yield instruction(LOAD, ARCH)
+    yield from (instruction(EQUAL, arch, yes=1), instruction(RETURN, KILL))
+    yield instruction(LOAD, CALL)
+    for name in ALLOWED:
+        if (number := NUMBERS[name][column]) is not None:
+            yield from (instruction(EQUAL, number, no=1), instruction(RETURN, ALLOW))
+    yield instruction(EQUAL, OPENAT[column], no=3)
+    yield instruction(LOAD, THIRD)
+    yield from (instruction(ANY_BIT, WRITES, yes=1), instruction(RETURN, ALLOW))
+    yield instruction(RETURN, ERRNO | EPERM)

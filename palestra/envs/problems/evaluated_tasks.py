@@ -1,0 +1,152 @@
+"""Scores of the reasoning-gym tasks whose own scorers pass the answer to Python's `eval` or SymPy's `parse_expr`.
+
+Here an answer is parsed by a whitelist grammar (`answer_syntax`) and never evaluated. Scores equal those of
+reasoning-gym 0.1.25, but for answers that it pays without a solution: `countdown` and `puzzle24` compare exactly here,
+`puzzle24` asks for the numbers of the puzzle, where reasoning-gym takes any four, and formulas hold no `Integral` nor
+any other name outside `answer_syntax.FUNCTIONS`. A formula that cannot be read is worth 0.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from palestra.envs.problems.answer_syntax import Formula, exact_value, read_formula, read_value, whole_numbers
+from palestra.envs.problems.judging import EMPTY, WRONG, Verdict
+
+Entry = Mapping[str, Any]
+
+EVALUATING = {"eval", "exec", "compile", "parse_expr", "sympify", "lambdify", "__import__"}
+# Tasks whose files hold such a call that the answer does not reach (reasoning-gym 0.1.25).
+REVIEWED = {
+    "basic_arithmetic": "evaluates the sums that it makes",
+    "bitwise_arithmetic": "evaluates the problem, not the answer",
+    "codeio": "runs the programs of its own data set",
+    "number_sorting": "evaluates its own solution; the answer is read as JSON",
+    "propositional_logic": "its parse_expr is its own parser of formulas, which evaluates nothing",
+}
+
+
+def text_of_characters(answer: str, entry: Entry) -> Verdict:
+    """string_insertion: a list of the right characters is worth 0.1."""
+    return _as_list(answer, lambda value: "".join(value), {entry["answer"]}, 0.1)
+
+
+def text_of_numbers(answer: str, entry: Entry) -> Verdict:
+    """spiral_matrix: a list of the right numbers is worth 0.1."""
+    wanted = entry["answer"].strip()
+    if answer.strip() == wanted:
+        return Verdict(1.0)
+    return _as_list(answer.strip(), lambda value: " ".join(map(str, value)), {wanted}, 0.1)
+
+
+def text_of_rows(answer: str, entry: Entry) -> Verdict:
+    """binary_matrix: a list of the right rows is worth 0.1."""
+    return _as_list(answer, _rows, {entry["answer"]}, 0.1)
+
+
+def board(answer: str, entry: Entry) -> Verdict:
+    """n_queens: any of its solutions; a list of rows is worth half."""
+    solutions = set(entry["metadata"]["valid_answers"])
+    return Verdict(1.0) if answer in solutions else _as_list(answer, _rows, solutions, 0.5)
+
+
+def countdown(answer: str, entry: Entry) -> Verdict:
+    """A formula of exactly the numbers given that is worth the target; 0.05 for another formula."""
+    formula = read_formula(answer)
+    value = formula and exact_value(formula)
+    if not formula or value is None:
+        return EMPTY
+    numbers_match = Counter(whole_numbers(formula)) == Counter(entry["metadata"]["numbers"])
+    return Verdict(1.0 if numbers_match and value == entry["metadata"]["target"] else 0.05)
+
+
+def puzzle24(answer: str, entry: Entry) -> Verdict:
+    """A formula of exactly the four numbers given that is worth 24; 0.01 for another formula."""
+    formula = read_formula(answer)
+    value = formula and exact_value(formula)
+    if not formula or value is None:
+        return EMPTY
+    numbers_match = Counter(whole_numbers(formula)) == Counter(entry["metadata"]["numbers"])
+    return Verdict(1.0 if numbers_match and value == 24 else 0.01)
+
+
+AT_ONCE: dict[str, Callable[[str, Entry], Verdict]] = {
+    "string_insertion": text_of_characters,
+    "spiral_matrix": text_of_numbers,
+    "binary_matrix": text_of_rows,
+    "n_queens": board,
+    "countdown": countdown,
+    "puzzle24": puzzle24,
+}
+SYMBOLIC = ("polynomial_multiplication", "simple_integration", "intermediate_integration")
+
+
+def symbolic_request(task: str, answer: str, entry: Entry) -> dict[str, Any] | None:
+    """The request that has the judging process score a formula with SymPy; None where `answer` is no formula."""
+    formula = read_formula(answer)
+    if formula is None:
+        return None
+    if task == "polynomial_multiplication":
+        return {"formula": formula, "wanted": _own(entry["answer"])}
+    wanted = _own(entry["metadata"]["integrand"])
+    return {"formula": formula, "wanted": wanted, "variable": entry["metadata"]["variable"]}
+
+
+def is_solved(task: str, entry: Entry) -> bool:
+    """False for the integrals that reasoning-gym itself leaves as `Integral(...)`: copying the question would solve
+    them."""
+    return task not in SYMBOLIC or read_formula(entry["answer"]) is not None
+
+
+def refusal(task: str, dataset: type) -> str | None:
+    """Why `task` cannot be played: its scorer evaluates text in a way that is not known to be safe. Else None."""
+    if task in AT_ONCE or task in SYMBOLIC or task in REVIEWED:
+        return None
+    calls = sorted(_evaluating_calls(dataset))
+    if not calls:
+        return None
+    return (
+        f"reasoning: the scorer of {task} passes text to {', '.join(calls)}, which could run a model's answer as code: "
+        "leave the task out, or install reasoning-gym 0.1.25, whose scorers have been reviewed"
+    )
+
+
+def _as_list(answer: str, text: Callable[[Any], str], wanted: set[str], worth: float) -> Verdict:
+    value = read_value(answer)
+    try:
+        return Verdict(worth) if value is not None and text(value) in wanted else WRONG
+    except TypeError:  # a list of other things
+        return WRONG
+
+
+def _rows(value: Any) -> str:
+    return "\n".join(" ".join(map(str, row)) for row in value)
+
+
+def _own(text: str) -> Formula:
+    """A formula that reasoning-gym wrote."""
+    formula = read_formula(text)
+    if formula is None:
+        raise ValueError(f"reasoning-gym's own formula {text!r} cannot be read; install reasoning-gym 0.1.25")
+    return formula
+
+
+def _evaluating_calls(kind: type) -> set[str]:
+    """Names of calls that evaluate text in the files of reasoning-gym that define `kind`."""
+    modules = {base.__module__ for base in kind.__mro__ if base.__module__.startswith("reasoning_gym")}
+    trees = (ast.parse(inspect.getsource(sys.modules[name])) for name in modules)
+    return {name for tree in trees for node in ast.walk(tree) if (name := _called(node)) in EVALUATING}
+
+
+def _called(node: ast.AST) -> str:
+    """The name of the function that a node calls, such as "parse_expr" for `sympy.parse_expr(text)`; else ""."""
+    if not isinstance(node, ast.Call):
+        return ""
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr if node.func.attr != "compile" else ""  # `re.compile` evaluates nothing
+    return node.func.id if isinstance(node.func, ast.Name) else ""

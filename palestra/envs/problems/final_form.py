@@ -1,0 +1,113 @@
+r"""The rule for answers that are no plain number: which text a judge reads at all, and which forms are final.
+
+An answer is **readable** if it is made of ASCII letters, digits, the signs of `_SIGN` and the LaTeX commands of
+`VALUES` and `OPERATORS`, nested at most `MAX_DEPTH` deep. Anything else is refused unread: what reaches math-verify is
+the text that `rewritten` makes of our own tokens.
+
+An answer is **final** if nothing is left to be done in it that the right answer has done:
+
+- an operator of `OPERATORS` (integrals, sums, limits, gcd, logarithms, trigonometry, ...) may stand in it only where
+  one of the same family stands in the right answer;
+- it is not a piece of the question, nor holds the root of a number from there, unless the right answer does so too.
+
+`verify_worker.is_worked_out` adds that no sum, power or root of plain numbers is left that has a rational value.
+"""
+
+from __future__ import annotations
+
+import re
+
+from palestra.envs.problems.plain_numbers import tidied
+
+MAX_DEPTH = 20
+MAX_TOKENS = 400
+
+_VALUES = """
+    frac sqrt pi infty pm mp cdot times div circ degree cup cap setminus in notin emptyset varnothing mathbb
+    mathbf mathrm mathcal text textbf textit textrm mbox le leq ge geq lt gt ne neq approx equiv mid overline
+    bar vec hat angle triangle to land lor lbrace rbrace langle rangle begin end ldots dots cdots alpha beta
+    gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon
+    phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell subset subseteq perp
+    parallel prime leftarrow rightarrow operatorname
+"""
+VALUES = frozenset(_VALUES.split())
+_FAMILIES = {
+    "integral": "int iint iiint oint",
+    "sum": "sum prod bigcup bigcap",
+    "limit": "lim limsup liminf",
+    "divisor": "gcd lcm",
+    "extreme": "max min sup inf",
+    "matrix function": "det rank tr dim ker",
+    "choice": "binom dbinom tbinom choose",
+    "logarithm": "log ln lg",
+    "exponential": "exp",
+    "trigonometry": "sin cos tan cot sec csc",
+    "inverse trigonometry": "arcsin arccos arctan arccot arcsec arccsc",
+    "hyperbolic": "sinh cosh tanh coth sech csch",
+    "rounding": "lfloor rfloor lceil rceil floor ceil round",
+    "absolute value": "lvert rvert vert lVert rVert Vert abs",
+    "remainder": "mod bmod pmod",
+    "derivative": "partial nabla",
+    "complex part": "Re Im arg",
+}
+OPERATORS = {name: family for family, names in _FAMILIES.items() for name in names.split()}
+_SIGN_OPERATORS = {"!": "factorial", "|": "absolute value", "'": "derivative"}
+
+_SIGN = r"[-+*/^_=<>()\[\],;:.!%|&']"
+_TOKEN = re.compile(rf"\s*(?:\\(?P<command>[A-Za-z]++)|[A-Za-z]++|[0-9]++|{_SIGN}|\\[{{}}%|\\]|[{{}}])")
+_DERIVATIVE = re.compile(r"\\frac\{d[^{}]*\}\{d[A-Za-z\\]")
+_ROOT = re.compile(r"\\sqrt\s*\{?\s*([0-9]+)")
+_OPEN, _CLOSED = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
+
+
+def read(text: str) -> list[str] | None:
+    """The tokens of an answer; None where it is not readable."""
+    text = tidied(text)
+    place, depth, tokens = 0, 0, list[str]()
+    while place < len(text):
+        found = _TOKEN.match(text, place)
+        if not found or len(tokens) >= MAX_TOKENS or not _is_known(found["command"]):
+            return None
+        token = found[0].strip()
+        depth += (token in _OPEN) - (token in _CLOSED)
+        if depth > MAX_DEPTH or (token == "_" and tokens[-1:] == ["_"]):
+            return None
+        tokens.append(token)
+        place = found.end()
+    return tokens
+
+
+def rewritten(tokens: list[str]) -> str:
+    """The text that a judge reads, from our own tokens."""
+    text = ""
+    for token in tokens:
+        is_glued = (text[-1:].isalpha() and token[0].isalpha()) or (text[-1:].isdigit() and token.isdigit())
+        text += f" {token}" if is_glued else token
+    return text
+
+
+def operators(tokens: list[str]) -> set[str]:
+    """The families of the operators among tokens."""
+    found = {OPERATORS[name] for token in tokens if (name := token.removeprefix("\\")) in OPERATORS}
+    if _DERIVATIVE.search("".join(tokens)):
+        found.add("derivative")
+    return found | {_SIGN_OPERATORS[token] for token in tokens if token in _SIGN_OPERATORS}
+
+
+def copies(tokens: list[str], text: str) -> bool:
+    """True if an answer with an operation in it stands in `text`, spaces, brackets and dollar signs aside."""
+    answer = _bare("".join(tokens))
+    return bool(re.search(r"[-+*/^\\]", answer)) and answer in _bare(tidied(text))
+
+
+def roots(text: str) -> set[str]:
+    """The whole numbers under root signs in LaTeX."""
+    return set(_ROOT.findall(tidied(text)))
+
+
+def _is_known(command: str | None) -> bool:
+    return command is None or command in VALUES or command in OPERATORS
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"\\(?=[()\[\]])|[\s${}()\[\]]", "", text)

@@ -1,0 +1,73 @@
+"""Inputs that a problem's question shows. A test that repeats one takes no understanding, so it earns nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from palestra.envs.problems.harness import encoded
+from palestra.envs.problems.program_results import MISSING, same_text, same_tree, same_word, value_of
+from palestra.envs.problems.programs import ProgramProblem
+from palestra.envs.problems.trials import Case
+
+ENDS = 20  # closing brackets after a function's name that may end its call
+
+
+def shows(problem: ProgramProblem, test: Case) -> bool:
+    """True where the input of `test` stands in an example or in the question.
+
+    Numbers may be written otherwise (2.0, 02), floats differ in the seventh digit, lists be tuples. In the question's
+    text, calls of the function are found, and lines of an input that stand there as they are; what it says in words
+    ("for n = 3") is not. Words that are appended to an example's input count as no new input where the expected output
+    is the example's.
+    """
+    if problem.kind == "stdin":
+        return any(_repeats(test, example) for example in problem.examples) or _stands_in(test.given, problem.question)
+    tree = _tree(test.given)
+    examples = (_tree(case.given) for case in problem.examples)
+    return any(same_tree(tree, shown) for shown in (*examples, *_calls(problem.question, problem.entry)))
+
+
+def _repeats(test: Case, example: Case) -> bool:
+    words, shown = _words(test.given), _words(example.given)
+    same = all(map(same_word, words, shown)) and len(words) >= len(shown)
+    return same and (len(words) == len(shown) or same_text(example.expected, test.expected))
+
+
+def _words(text: str) -> list[str]:
+    return [re.sub(r"^\+?0*(?=[0-9])", "", word) for word in text.split()]
+
+
+def _stands_in(given: str, question: str) -> bool:
+    inner = _lines(given)
+    return inner != "\n\n" and inner in _lines(question)
+
+
+def _lines(text: str) -> str:
+    """The lines that hold anything, with single blanks, each between two line ends."""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    return "\n".join(["", *lines, ""])
+
+
+def _tree(arguments: str) -> Any:
+    value = value_of(arguments)
+    return MISSING if value is MISSING else json.loads(encoded(value))
+
+
+@lru_cache(maxsize=256)
+def _calls(question: str, entry: str) -> tuple[Any, ...]:
+    """The arguments of all calls of `entry` with plain values in the question."""
+    return tuple(_found(question, entry)) if entry else ()
+
+
+def _found(question: str, entry: str) -> Iterator[Any]:
+    for call in re.finditer(rf"\b{re.escape(entry)}\s*\(", question):
+        rest = question[call.end() : call.end() + 1000]
+        for end in [match.start() for match in re.finditer(r"\)", rest)][:ENDS]:
+            value = value_of(f"({rest[:end]},)" if rest[:end].strip() else "()")
+            if value is not MISSING:
+                yield json.loads(encoded(value))
+                break

@@ -1,0 +1,158 @@
+"""Compares what a program printed or returned with what was expected.
+
+A program under test writes its own result, so reading one takes time and memory in proportion to its length, whatever
+it holds: values come as JSON (`harness.encoded`) and are compared as JSON's trees. Sets and dicts are compared sorted;
+a hash table of integers that a program chose could take hours to build.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import warnings
+from typing import Any
+
+from palestra.envs.problems.harness import encoded
+
+MISSING = object()
+BLANKS = " \t\r\f\v"
+EXACT = 2**53  # above it, not every integer is a float
+SEQUENCES = ("list", "tuple")
+_FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+
+def value_of(text: str) -> Any:
+    """The value that `text` writes as Python does; MISSING, which is equal to no value, where it writes none."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of odd spellings that Python may forbid one day
+            value = ast.literal_eval(text)
+            encoded(value)  # refuses `...`, and integers of more digits than Python writes
+            return value
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return MISSING
+
+
+# ---- printed text
+
+
+def same_text(expected: str, said: str) -> bool:
+    """True where both print the same, up to blanks at the ends of lines, empty lines at the end, and the seventh digit
+    of numbers that are expected with a decimal point."""
+    wanted, got = _lines(expected), _lines(said)
+    return wanted == got or (len(wanted) == len(got) and all(map(_same_line, wanted, got)))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip(BLANKS) for line in text.rstrip(f"{BLANKS}\n").split("\n")]
+
+
+def _same_line(wanted: str, got: str) -> bool:
+    if wanted == got:
+        return True
+    wanted_words, got_words = re.split(r"(\s+)", wanted), re.split(r"(\s+)", got)  # words, and the blanks between them
+    return len(wanted_words) == len(got_words) and all(map(same_word, wanted_words, got_words))
+
+
+def same_word(wanted: str, got: str) -> bool:
+    """True for equal words, and for numbers of which the first has a decimal point and that differ in the seventh
+    digit."""
+    if wanted == got:
+        return True
+    return bool(_FRACTION.fullmatch(wanted) and _NUMBER.fullmatch(got)) and _close(float(wanted), float(got))
+
+
+# ---- values
+
+
+def tree_of(text: str) -> Any:
+    """The tree that JSON `text` writes; MISSING where it writes none or is nested too deep."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return MISSING
+
+
+def same_value(expected: str, tree: Any, *, exact: bool) -> bool:
+    """True where `tree` is an encoding of the value that `expected` writes as Python does. Floats may differ in the
+    seventh digit; not `exact`, a tuple may be a list."""
+    wanted = value_of(expected)
+    if wanted is MISSING or tree is MISSING:
+        return False
+    try:
+        return _same(json.loads(encoded(wanted)), tree, exact)
+    except (RecursionError, OverflowError, TypeError, ValueError):  # nested too deep, an integer beyond all floats, or
+        return False  # no encoding of anything
+
+
+def same_tree(wanted: Any, got: Any) -> bool:
+    """True where two trees encode the same value, a tuple being no other than a list."""
+    return _same(wanted, got, exact=False)
+
+
+def _same(wanted: Any, got: Any, exact: bool) -> bool:
+    if isinstance(wanted, list) and isinstance(got, list):
+        return _same_parts(wanted[0], wanted[1:], got[0] if got else "", got[1:], exact)
+    if isinstance(wanted, float) and type(got) in (int, float):
+        return _close(wanted, float(got))
+    return bool(wanted == got)
+
+
+def _same_parts(kind: str, wanted: list[Any], other: Any, got: list[Any], exact: bool) -> bool:
+    if len(wanted) != len(got) or not (kind == other or (not exact and kind in SEQUENCES and other in SEQUENCES)):
+        return False
+    if kind == "set":
+        return sorted(map(canonical, wanted)) == sorted(map(canonical, got))
+    if kind == "dict":
+        return all(
+            one == two and _same(value, said, exact)
+            for (one, value), (two, said) in zip(_sorted(wanted), _sorted(got), strict=True)
+        )
+    return all(_same(one, two, exact) for one, two in zip(wanted, got, strict=True))
+
+
+def _sorted(pairs: list[Any]) -> list[tuple[str, Any]]:
+    return sorted(((canonical(key), value) for key, value in pairs), key=lambda pair: pair[0])
+
+
+def canonical(tree: Any) -> str:
+    """One text for all encodings of values that Python holds equal: of 1, 1.0 and True, and of a set in any order.
+    Floats and integers differ where they are larger than 2^53."""
+    if isinstance(tree, list):
+        items = list(map(canonical, tree[1:]))
+        return f"[{','.join([json.dumps(tree[:1]), *(sorted(items) if tree[:1] == ['set'] else items)])}]"
+    if isinstance(tree, bool) or (isinstance(tree, float) and tree.is_integer() and abs(tree) < EXACT):
+        return str(int(tree))
+    return json.dumps(tree)
+
+
+def written(tree: Any) -> str:
+    """An encoded value as Python writes it, "no plain value" for what is no encoding of one."""
+    try:
+        return _written(tree)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return "no plain value"
+
+
+def _written(tree: Any) -> str:
+    if not isinstance(tree, list):
+        return repr(tree)
+    kind, *items = tree or [""]
+    if kind == "dict":
+        return f"{{{', '.join(f'{_written(key)}: {_written(value)}' for key, value in items)}}}"
+    if kind == "bytes":
+        return repr(bytes.fromhex(*items))
+    if kind == "complex":
+        return repr(complex(*items))
+    inner = ", ".join(map(_written, items))
+    return {
+        "list": f"[{inner}]",
+        "tuple": f"({inner},)" if len(items) == 1 else f"({inner})",
+        "set": f"{{{inner}}}" if items else "set()",
+    }[kind]
+
+
+def _close(wanted: float, got: float) -> bool:
+    return wanted == got or math.isclose(wanted, got, rel_tol=1e-6, abs_tol=1e-9)

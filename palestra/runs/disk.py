@@ -1,0 +1,52 @@
+"""Errors of the disk as one line: what could not be written, why, and what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from palestra.files import Damaged
+from palestra.runs.settings import CONFIG
+
+REMEDIES = {
+    errno.ENOSPC: "free some space on that disk",
+    errno.EDQUOT: "free some space of your quota",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EROFS: "make that disk writable",
+    errno.EACCES: "make the folder writable for this user",
+    errno.EPERM: "make the folder writable for this user",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EIO: "check that disk",
+    errno.ENOENT: "bring the file back from a copy",
+    errno.EISDIR: "remove that folder",
+    errno.ENOTDIR: "remove that file",
+}
+NUMBER = re.compile(r"os error (\d+)|code: (\d+)")  # in what safetensors says of the system's errors
+
+
+@contextmanager
+def explain_disk_errors(run: Path | None = None) -> Iterator[None]:
+    """Within, an error of the disk becomes Damaged with its remedy and, of a run that can go on, how."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = _number(error)
+        if number not in REMEDIES:
+            raise
+        file = error.filename if isinstance(error, OSError) else None
+        what = f"cannot use {file}" if file else f"cannot write {run or 'the run'}"
+        again = f", then go on with: palestra train --resume {run}" if run and (run / CONFIG).exists() else ""
+        raise Damaged(f"{what}: {os.strerror(number)}; {REMEDIES[number]}{again}") from error
+
+
+def _number(error: OSError | SafetensorError) -> int:
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = NUMBER.search(str(error))
+    return int(found[1] or found[2]) if found else 0

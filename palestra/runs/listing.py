@@ -1,0 +1,47 @@
+"""The runs in a folder, in a line each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.files import plain_file, read_lines
+from palestra.runs.checkpoints import Checkpoint, checkpoints
+from palestra.runs.settings import META
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The line of a run in `palestra runs`: steps logged, the newest complete checkpoint, the evaluations; of a run whose
+    files are damaged, `damage` alone."""
+
+    path: Path
+    created: str
+    steps: int
+    checkpoint: Checkpoint | None
+    evals: list[dict[str, Any]]
+    damage: str = ""
+
+
+def list_runs(root: str | Path) -> list[RunSummary]:
+    """The runs directly under `root`, oldest first; [] where there is no such folder."""
+    folders = [path.parent for path in Path(root).glob("*/config.yaml")]
+    return sorted((_summary(folder) for folder in folders), key=lambda run: (run.created, run.path.name))
+
+
+def _summary(folder: Path) -> RunSummary:
+    try:
+        created = str(_meta(folder / META).get("created", ""))
+        last = next(iter(read_lines(folder / "metrics.jsonl")[::-1]), {"step": -1}).get("step")
+        newest = next(iter(checkpoints(folder)[::-1]), None)
+        evals = read_lines(folder / "evals.jsonl")
+    except (ValueError, OSError) as error:
+        return RunSummary(folder, "", 0, None, [], damage=str(error))
+    return RunSummary(folder, created, last + 1 if isinstance(last, int) else 0, newest, evals)
+
+
+def _meta(path: Path) -> dict[str, Any]:
+    found = json.loads(plain_file(path).read_text(encoding="utf-8")) if path.exists() else {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,296 @@
+"""The one writer of a run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow.parquet as pq
+
+from palestra.episodes import to_table
+from palestra.files import (
+    EDITED,
+    TEMPORARY,
+    Damaged,
+    Log,
+    atomic_folder,
+    atomic_write,
+    check_folder,
+    checksum,
+    checksums,
+    keep_lines,
+    lock,
+    path_inside,
+    remove,
+    sealed,
+    to_line,
+)
+from palestra.roll import PAUSE, roll
+from palestra.runs.checkpoints import (
+    CHECKPOINTS,
+    CUT,
+    FOLDER,
+    KEPT,
+    LOGS,
+    Checkpoint,
+    after,
+    checkpoints,
+    finish_newest,
+    newest_intact,
+    step_name,
+)
+from palestra.runs.settings import CONFIG, META, check_config, read_meta
+from palestra.types import Episode
+
+
+class Run:
+    """The one writer of a run directory; a lock keeps a second process out. Use as a context manager, or `close`.
+
+    `next_step` is the step after the newest complete checkpoint, 0 where there is none. `passed_over` says of each
+    checkpoint that the last `resume` could not go on from what is wrong with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        check_folder(path)  # first: from here on files are opened, cut and removed by their names alone
+        self._lock = lock(path / ".lock", f"the run {path}")
+        self._logs: dict[str, Log] = {}
+        self.passed_over: list[str] = []
+        self._called = -1  # the last step of a roll call
+        roll.lines(0.0)  # what was counted before is not this run's
+        try:
+            self.next_step = max((c.step + 1 for c in checkpoints(path)), default=0)
+        except ValueError:
+            self._lock.close()
+            raise
+
+    @classmethod
+    def create(
+        cls, root: str | Path, config_yaml: str, name: str | None = None, meta: Mapping[str, Any] | None = None
+    ) -> Self:
+        """A new run under `root`, never over an old one: where `name` is taken, name-2, name-3, ... is next.
+
+        `meta` joins the versions, the command line and the time in meta.json; put the seed there.
+        """
+        name = name or "run"
+        if "/" in name or name in (".", ".."):
+            raise ValueError(f"a run's name is a plain folder name, not {name!r}; the folder around it is the root")
+        path_inside(root, name)
+        run = cls(_fresh_folder(Path(root), name))
+        facts = {**_facts(), **(meta or {}), "config": config_yaml}
+        atomic_write(run.path / META, (json.dumps(facts, indent=2) + "\n").encode())
+        atomic_write(run.path / CHECKPOINTS, b"")  # where it is missing, it was lost
+        atomic_write(run.path / CONFIG, config_yaml.encode())  # last: a folder with a config is a run
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """An existing run, for writing. Training goes on only after `resume`; evaluations may be added without it.
+
+        Raises ValueError where `path` is not a run, or another process is writing it.
+        """
+        path = Path(path)
+        if not (path / CONFIG).is_file():
+            raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
+        return cls(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Put everything on the disk and give the lock back, even where the disk is full."""
+        try:
+            self.roll_call(self._called, 0.0)
+            self.sync()
+        finally:
+            self._close_logs()
+            self._lock.close()
+
+    @property
+    def config(self) -> str:
+        """The resolved config, as YAML."""
+        return (self.path / CONFIG).read_text(encoding="utf-8")
+
+    def go_on_with(self, config_yaml: str) -> None:
+        """Put this config in the place of the one so far; meta.json keeps who asked for it, and after which step."""
+        if config_yaml == self.config:
+            return
+        meta = read_meta(self.path)
+        change = {"step": self.next_step - 1, "command": sys.argv, "config": self.config}
+        meta |= {"changed": [*meta.get("changed", []), change], "config": config_yaml}
+        atomic_write(self.path / META, (json.dumps(meta, indent=2) + "\n").encode())
+        atomic_write(self.path / CONFIG, config_yaml.encode())
+
+    def log(self, step: int, policy: str, metrics: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl. Only what the seed determines belongs here: no seconds, no paths, no dates."""
+        self._append("metrics.jsonl", {"step": step, "policy": policy, **metrics})
+
+    def time(self, step: int, policy: str, figures: Mapping[str, Any]) -> None:
+        """Add a line to timings.jsonl: seconds, tokens per second, bytes of memory."""
+        self._append("timings.jsonl", {"step": step, "policy": policy, **figures})
+
+    def roll_call(self, step: int, pause: float = PAUSE) -> None:
+        """Add to workers.jsonl who did what elsewhere since the last call, where that is `pause` seconds ago."""
+        self._called = step
+        for line in roll.lines(pause):
+            self._append("workers.jsonl", {"step": step, **line})
+
+    def eval(self, step: int, name: str, figures: Mapping[str, Any]) -> None:
+        """Add a line to evals.jsonl: the scores after `step` (-1: before the first) on the evaluation called `name`."""
+        self._append("evals.jsonl", {"step": step, "name": name, **figures})
+
+    def record(self, name: str, line: Mapping[str, Any]) -> None:
+        """Add a line to a log of the caller's own; it is on the disk on return."""
+        self._append(name, line)
+        self._logs[name].sync()
+
+    def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Make these the lines of a log, at once and on the disk; nothing happens where they are that already."""
+        path, data = self.path / name, b"".join(map(to_line, lines))
+        if (path.read_bytes() if path.exists() else b"") != data:
+            self._close_logs()
+            atomic_write(path, data)
+
+    def write_episodes(self, step: int, episodes: list[Episode]) -> Path:
+        """Write episodes/step-000012.parquet and return its path. A second call for a step replaces the first."""
+        path = self.path / "episodes" / f"{step_name(step)}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        buffer = io.BytesIO()
+        pq.write_table(to_table(step, episodes), buffer, compression="zstd", write_page_checksum=True)
+        atomic_write(path, buffer.getvalue())
+        return path
+
+    def sync(self) -> None:
+        """Put the lines logged so far on the disk. The loop calls this once a step; readers see every line at once."""
+        for log in self._logs.values():
+            log.sync()
+
+    def checkpoint(
+        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
+    ) -> Checkpoint:
+        """Save the state after `step`: `write` fills the folder it is given. Complete and on the disk on return.
+
+        `info` joins the line of checkpoints.jsonl; its "names" become `Checkpoint.names`. Old checkpoints are then
+        pruned: the newest two stay, and those saved with `keep`.
+        """
+        folder = self.path / FOLDER / step_name(step)
+        for name in (info or {}).get("names", {}).values():
+            path_inside(folder, name)
+        line: dict[str, Any] = {"step": step, "path": f"{FOLDER}/{folder.name}", "keep": keep, **(info or {})}
+
+        def commit(complete: Path) -> None:
+            self.sync()  # the line promises that the log lines it counts are on the disk
+            line["logs"] = {log: self._checksum(log) for log in LOGS}
+            line["files"] = checksums(complete)
+            self.record(CHECKPOINTS, sealed(line))
+
+        atomic_folder(folder, write, commit=commit)
+        self.next_step = step + 1
+        self._prune()
+        return Checkpoint(step, folder, line.get("names", {}), line)
+
+    def resume(self) -> Checkpoint | None:
+        """The newest checkpoint that is as it was written, or None; the run is cut back to that moment.
+
+        Log lines and episodes made after it are removed, and so is what a killed process left half-written;
+        evaluations stay up to the checkpoint's step. Raises ValueError, and changes nothing, where a run that had
+        checkpoints has no intact one, and where its config was edited.
+        """
+        check_config(self.path)
+        self._close_logs()
+        finish_newest(self.path)
+        newest, self.passed_over = newest_intact(self.path)
+        step = newest.step if newest else -1
+        _remove_temporary(self.path)
+        evals = self.path / "evals.jsonl"
+        keep_lines(evals, lambda line: newest is not None and _step_of(evals, line) <= step)
+        for log in CUT:
+            if (self.path / log).exists():
+                os.truncate(self.path / log, newest.line["logs"][log]["bytes"] if newest else 0)
+        _remove_after(self.path, step)
+        keep_lines(self.path / CHECKPOINTS, lambda line: line["step"] <= step)  # after the folders that they count
+        self._prune()  # the process may have died between the checkpoint and its pruning
+        self.next_step = step + 1
+        return newest
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        if name not in self._logs:
+            self._logs[name] = Log(self.path / name)
+        self._logs[name].write(to_line(line))
+
+    def _checksum(self, name: str) -> dict[str, Any]:
+        """Of a log as it is now."""
+        if name not in self._logs and not (self.path / name).exists():
+            return {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+        return self._logs[name].checksum if name in self._logs else checksum(self.path / name)
+
+    def _close_logs(self) -> None:
+        for log in self._logs.values():
+            log.close()
+        self._logs.clear()
+
+    def _prune(self) -> None:
+        for old in checkpoints(self.path)[:-KEPT]:
+            if not old.line["keep"]:
+                remove(old.path)
+
+
+def _fresh_folder(root: Path, name: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    number, path = 1, root / name
+    while True:
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1
+            path = root / f"{name}-{number}"
+
+
+def _facts() -> dict[str, Any]:
+    versions = {name: _version(name) for name in ("palestra", "torch", "transformers")}
+    created = datetime.now(UTC).isoformat(timespec="microseconds")
+    return {"created": created, "command": sys.argv, "python": platform.python_version()} | versions
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _remove_after(run: Path, step: int) -> None:
+    """Remove the episodes and checkpoints after `step`."""
+    for file in (run / "episodes").glob("step-*.parquet"):
+        if after(file, step):
+            remove(file)
+    for folder in (run / FOLDER).glob("step-*"):
+        if after(folder, step):
+            remove(folder)
+
+
+def _remove_temporary(run: Path) -> None:
+    """Remove what a process that died had not finished."""
+    for leftover in [*run.glob(f"{TEMPORARY}*"), *run.glob(f"*/{TEMPORARY}*")]:
+        remove(leftover)
+
+
+def _step_of(path: Path, line: Mapping[str, Any]) -> int:
+    step = line.get("step")
+    if not isinstance(step, int):
+        raise Damaged(f"{path} has a line whose step is {step!r}, not a number; {EDITED}")
+    return step

@@ -1,0 +1,80 @@
+"""Kernel memory and files without a name that processes hold beyond their own pages."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from palestra.sandbox.tree import PAGE, Process
+
+PIPE = 16 * PAGE  # bytes that a pipe buffers; the filter of system calls refuses to enlarge it
+MAPPING = 256  # bytes that the kernel keeps for each mapping
+MOST_MAPPINGS, MOST_TEXT = 2**16, 2**17  # mappings of a process; bytes that we read about them, some 1,500 lines
+DELETED = b" (deleted)\n"
+
+
+@dataclass(frozen=True)
+class Held:
+    """`kernel`: bytes that pipes and sockets can buffer at most, and that mappings take. `files`: bytes of regular
+    files without a name. `hidden`: files without a name that are mapped and not open, so that nobody can tell their
+    size."""
+
+    kernel: int = 0
+    files: int = 0
+    hidden: int = 0
+
+
+def held(processes: Iterable[Process]) -> Held:
+    """The sum of the resources that these processes hold; a resource that several hold counts once."""
+    processes = list(processes)
+    open_files = {(one.st_dev, one.st_ino): one for process in processes for one in _open_files(process)}
+    texts = [_mappings(process) for process in processes]
+    unnamed = {one.st_ino: one for one in open_files.values() if stat.S_ISREG(one.st_mode) and one.st_nlink == 0}
+    mapped = {int(line.split()[4]) for text in texts if DELETED in text for line in text.split(b"\n") if _gone(line)}
+    return Held(
+        kernel=sum(map(_buffer, open_files.values())) + MAPPING * sum(map(_count, texts)),
+        files=sum(one.st_blocks * 512 for one in unnamed.values()),
+        hidden=len(mapped - unnamed.keys()),
+    )
+
+
+def _open_files(process: Process) -> list[os.stat_result]:
+    found = []
+    try:
+        for name in os.listdir(f"{process.folder}/fd"):
+            found.append(os.stat(f"{process.folder}/fd/{name}"))
+    except OSError:  # closed, or the process is gone
+        pass
+    return found
+
+
+def _buffer(file: os.stat_result) -> int:
+    if stat.S_ISSOCK(file.st_mode):
+        return 2 * _socket_buffer()  # the last message may go over by as much
+    return PIPE if stat.S_ISFIFO(file.st_mode) else 0
+
+
+@cache
+def _socket_buffer() -> int:
+    """Bytes that a socket sends before the other side reads; the filter of system calls refuses to change it."""
+    with open("/proc/sys/net/core/wmem_default", encoding="ascii") as file:
+        return int(file.read())
+
+
+def _mappings(process: Process) -> bytes:
+    try:
+        with open(f"{process.folder}/maps", "rb") as file:
+            return file.read(MOST_TEXT)
+    except OSError:  # gone
+        return b""
+
+
+def _count(text: bytes) -> int:
+    return text.count(b"\n") if len(text) < MOST_TEXT else MOST_MAPPINGS
+
+
+def _gone(line: bytes) -> bool:
+    return line.endswith(DELETED.rstrip()) and len(line.split()) > 5

@@ -1,0 +1,62 @@
+"""A file system of limited size, in memory, for one program's folder: only this process and those it starts see it.
+
+It bounds every block: of files that were removed while open, that never had a name, or that are only mapped. It
+vanishes with the last of these processes, so nothing is left to remove. Root mounts it in a mount namespace, another
+user in a user namespace besides; where neither is allowed, the folder is measured instead (`scratch.over`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+NEW_MOUNTS, NEW_USER = 0x2_0000, 0x1000_0000  # CLONE_NEWNS, CLONE_NEWUSER
+SUBTREE_FOLLOWS = 0x4000 | 0x8_0000  # MS_REC | MS_SLAVE
+NO_PRIVILEGES = 2 | 4 | 8  # MS_NOSUID | MS_NODEV | MS_NOEXEC
+
+
+def works(root: Path) -> bool:
+    """True if `mount` works in a child of this process, in which new namespaces can still be made."""
+    if sys.platform != "linux":
+        return False
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(OSError):
+            mount(root, 2**20, 16)
+            _new_namespaces()
+            code = 0
+        os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def mount(root: Path, size: int, files: int) -> None:
+    """Mounts a file system of at most `size` bytes and `files` files over `root`. Raises OSError."""
+    _new_namespaces()
+    _mount(None, "/", None, SUBTREE_FOLLOWS, "")  # what we mount must not show outside
+    options = f"size={size},nr_inodes={files},mode=0755,huge=never"
+    try:
+        _mount("palestra", str(root), "tmpfs", NO_PRIVILEGES, options)
+    except OSError:  # a kernel without huge pages does not know the last option
+        _mount("palestra", str(root), "tmpfs", NO_PRIVILEGES, options.removesuffix(",huge=never"))
+
+
+def _new_namespaces() -> None:
+    user, group = os.geteuid(), os.getegid()
+    _call("unshare", NEW_MOUNTS | (NEW_USER if user else 0))
+    if user:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            Path(f"/proc/self/{name}").write_text(text, encoding="ascii")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind)]
+    _call("mount", *texts, ctypes.c_ulong(flags), options.encode())
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        raise OSError(ctypes.get_errno(), name)

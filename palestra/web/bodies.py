@@ -1,0 +1,53 @@
+"""JSON from elsewhere, within bounds that keep everything behind it simple: no depth, no text and no number in it
+surprises what reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+DEEPEST = 64  # containers within containers
+
+
+def read_json(body: bytes) -> Any:
+    """The value that `body` spells. Raises ValueError for what is no JSON in UTF-8, for NaN and infinities, for lone
+    surrogates, and for containers more than DEEPEST deep."""
+    try:
+        value = json.loads(body.decode(), parse_constant=_no_number)
+    except RecursionError:
+        raise _too_deep() from None
+    _check(value)
+    return value
+
+
+def _check(value: Any) -> None:
+    """A loop and not a recursion: it is what bounds the depth."""
+    waiting = [(value, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, str):
+            _check_text(value)
+        elif isinstance(value, float):
+            if not math.isfinite(value):
+                _no_number(str(value))
+        elif isinstance(value, (dict, list)):
+            if depth > DEEPEST:
+                raise _too_deep()
+            inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+            waiting.extend((each, depth + 1) for each in inner)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a text has half a character (a lone surrogate) at {error.start}: send all of it") from None
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON: send a finite one")
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"the JSON is nested more than {DEEPEST} deep: send a flatter one")

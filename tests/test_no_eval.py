@@ -1,0 +1,160 @@
+"""No text from outside is evaluated: every call in the package that could run text or data as code is reviewed."""
+
+import ast
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import palestra
+
+PACKAGE = Path(palestra.__file__).parent
+
+# Functions that evaluate text, or build objects from bytes, by the last part of their name.
+NAMES = {"eval", "exec", "compile", "__import__", "execfile", "runpy"}
+METHODS = {
+    "import_module",
+    "sympify",
+    "parse_expr",
+    "lambdify",
+    "Unpickler",
+    "run_module",
+    "run_path",
+    "spec_from_loader",
+}
+METHODS |= {
+    "spec_from_file_location",
+    "FunctionType",
+    "InteractiveInterpreter",
+    "read_pickle",
+    "unsafe_load",
+    "full_load",
+}
+LOADERS = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "yaml", "torch"}  # their load and loads
+NUMPY = {"np", "numpy"}  # whose load unpickles where it is asked to
+
+# File and call, how often, and why no text of a model or of a stranger is run by it in this process.
+REVIEWED = {
+    ("__init__.py", "import_module"): (1, "a fixed name"),
+    ("backends/local.py", "pickle.loads"): (1, "the worker that the parent process sent to its own child"),
+    ("backends/slices.py", "pickle.loads"): (1, "episodes that a worker of this run left in its temporary folder"),
+    ("config.py", "yaml.load"): (1, "by a loader derived from SafeLoader"),
+    ("envs/__init__.py", "import_module"): (1, "an env's module from our own table or an entry point"),
+    ("envs/problems/checker.py", "eval"): (1, "runs in the sandbox"),
+    ("envs/problems/checker.py", "exec"): (2, "runs in the sandbox"),
+    ("envs/problems/checker.py", "compile"): (2, "runs in the sandbox"),
+    ("envs/problems/harness.py", "eval"): (5, "runs in the sandbox"),
+    ("envs/problems/harness.py", "exec"): (2, "runs in the sandbox"),
+    ("envs/problems/harness.py", "compile"): (2, "runs in the sandbox"),
+    ("envs/problems/program_files.py", "Unpickler"): (1, "refuses every class: plain values only"),
+    ("envs/problems/trials.py", "compile"): (1, "compiles our own file harness.py and runs nothing"),
+    ("envs/text/toolbox.py", "import_module"): (1, "tools named by the config"),
+    ("envs/text/workflow.py", "import_module"): (1, "a workflow named by the config"),
+    ("envs/tooling/cells.py", "eval"): (1, "runs in the sandbox"),
+    ("envs/tooling/cells.py", "exec"): (1, "runs in the sandbox"),
+    ("envs/tooling/cells.py", "compile"): (2, "runs in the sandbox"),
+    ("envs/vector/pettingzoo.py", "import_module"): (1, "an env named by the config"),
+    ("envs/vector/processes.py", "pickle.loads"): (1, "the env maker that the parent process sent to its own child"),
+    ("recipe.py", "import_module"): (1, "an algorithm from our own table"),
+    ("sandbox/boot.py", "exec"): (1, "runs in the sandbox"),
+    ("sandbox/boot.py", "compile"): (1, "runs in the sandbox"),
+    ("sandbox/boot.py", "marshal.loads"): (1, "orders from the parent process, before the program starts"),
+    ("sandbox/program.py", "compile"): (1, "compiles our own file boot.py and runs nothing"),
+}
+# Programs kept as text, which `ast` sees as a string: all of them are run in the sandbox.
+PROGRAMS = {"envs/text/math_tool.py": 2, "sandbox/program.py": 1, "envs/problems/trials.py": 1}
+
+
+def evaluating_call(node: ast.AST) -> str | None:
+    """The name of a call that could run text or data as code."""
+    if isinstance(node, ast.ClassDef):
+        return next(
+            (base.attr for base in node.bases if isinstance(base, ast.Attribute) and base.attr in METHODS), None
+        )
+    if not isinstance(node, ast.Call):
+        return None
+    called = node.func
+    if isinstance(called, ast.Name):
+        return called.id if called.id in NAMES | METHODS else None
+    if not isinstance(called, ast.Attribute):
+        return None
+    owner = called.value.id if isinstance(called.value, ast.Name) else ""
+    if called.attr in METHODS:
+        return called.attr
+    if owner in {"builtins"} and called.attr in NAMES:
+        return called.attr
+    if called.attr in {"load", "loads", "load_all"} and owner in LOADERS:
+        return None if owner == "torch" and _passes(node, "weights_only", True) else f"{owner}.{called.attr}"
+    if called.attr == "load" and owner in NUMPY and not _passes(node, "allow_pickle", False):
+        return "numpy.load" if any(word.arg == "allow_pickle" for word in node.keywords) else None
+    return "trust_remote_code" if any(word.arg == "trust_remote_code" for word in node.keywords) else None
+
+
+def _passes(node: ast.Call, name: str, value: bool) -> bool:
+    found = [word.value for word in node.keywords if word.arg == name]
+    return bool(found) and isinstance(found[0], ast.Constant) and found[0].value is value
+
+
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
+def found_in(nodes: list[ast.AST], file: str) -> Counter[tuple[str, str]]:
+    return Counter((file, name) for node in nodes if (name := evaluating_call(node)))
+
+
+def aliases(nodes: list[ast.AST]) -> list[str]:
+    """Names by which a file could call one of these functions without being seen here."""
+    watched = NAMES | METHODS | {"loads", "load"}
+    modules = LOADERS | {"importlib", "sympy.parsing.sympy_parser", "builtins", "code", "runpy"}
+    hidden = []
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module in modules:
+            hidden += [f"{node.module}.{one.name}" for one in node.names if one.asname or one.name in {"loads", "load"}]
+        if isinstance(node, ast.Import):
+            hidden += [one.name for one in node.names if one.asname and one.name in modules]
+        if isinstance(node, ast.Assign | ast.NamedExpr) and isinstance(node.value, ast.Name | ast.Attribute):
+            last = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+            hidden += [last] if last in watched - {"load", "compile"} else []
+    return hidden
+
+
+@cache
+def package():
+    """The nodes of each file of the package."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): nodes_of(path.read_text("utf-8")) for path in files}
+
+
+def test_every_call_that_could_run_text_has_been_reviewed():
+    found = sum((found_in(nodes, file) for file, nodes in package().items()), Counter())
+    assert dict(found) == {call: times for call, (times, _) in REVIEWED.items()}
+    assert all(reason for _, reason in REVIEWED.values())
+
+
+def test_no_such_function_goes_by_another_name():
+    assert {file: names for file, nodes in package().items() if (names := aliases(nodes))} == {}
+
+
+def test_programs_kept_as_text_are_those_of_the_sandbox():
+    def calls(nodes):
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        return sum(text.count("exec(") + text.count("eval(") for text in texts)
+
+    assert {file: number for file, nodes in package().items() if (number := calls(nodes))} == PROGRAMS
+
+
+def test_the_search_sees_what_it_is_for():
+    hostile = """
+import pickle, marshal, torch, yaml, sympy, importlib
+eval(a); exec(a); compile(a, "", "eval"); __import__(a); importlib.import_module(a); sympy.sympify(a)
+sympy.parse_expr(a); pickle.loads(a); marshal.loads(a); torch.load(a); torch.load(a, weights_only=False); yaml.load(a)
+numpy.load(a, allow_pickle=True); Model.from_pretrained(a, trust_remote_code=True)
+"""
+    assert sum(found_in(nodes_of(hostile), "x.py").values()) == 14
+    harmless = "torch.load(a, weights_only=True); json.loads(a); re.compile(a); model.eval()"
+    assert not found_in(nodes_of(harmless), "x.py")
+    assert aliases(nodes_of("from pickle import loads\nimport pickle as p\nrun = eval\n")) == [
+        "pickle.loads",
+        "pickle",
+        "eval",
+    ]

@@ -1,0 +1,144 @@
+"""The terminal shows what models, envs and configs say, and obeys none of it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from palestra.chat import visible
+from palestra.cli import app
+
+HOSTILE = (
+    "a:fire:b :moon: [red]x[/red] [/] [link=https://a.example]y[/link] "
+    "\x1b[31mred\x1b[0m \x1b]0;title\x07 \x1b]52;c;ZXZpbA==\x07 \x9b2J back\x08\x08 over\rwritten "
+    "\u202egnp.exe \u2066i\u2069"
+)
+TOLD = (
+    "\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07 \\x1b]52;c;ZXZpbA==\\x07 \\x9b2J back\\x08\\x08 over\\rwritten "
+    "\\u202egnp.exe"
+)
+MARKS = "a:fire:b :moon: [red]x[/red] [/] [link=https://a.example]y[/link]"
+
+
+def palestra(*arguments, **options):
+    return CliRunner().invoke(app, [str(a) for a in arguments], **options)
+
+
+def obeyed(text, own=("\x1b[0m", "\x1b[1m", "\x1b[31m")):
+    """The characters in `text` that a terminal obeys."""
+    for code in own:
+        text = text.replace(code, "")
+    return {c for c in text if unicodedata.category(c) in ("Cc", "Cf") and c not in "\n\t"}
+
+
+def unfolded(text):
+    return text.replace("\n", "").replace(" ", "")
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Whoever speaks says what is hostile."""
+    tree = {
+        "env": {"type": "toys:Whisper"},
+        "policies": {"default": {"type": "scripted", "answers": [HOSTILE]}},
+        "steps": 1,
+        "episodes": 1,
+    }
+    path = tmp_path / "hostile.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_visible_escapes_what_is_obeyed_and_keeps_the_rest():
+    assert visible(HOSTILE).endswith(f"{TOLD} \\u2066i\\u2069")
+    kept = "plain\ttext\nשלום 你好 \N{FIRE} \N{WOMAN}\u200d\N{PERSONAL COMPUTER} e\u0301"
+    assert visible(kept) == kept and visible("\ud800") == "\\ud800" and visible("a\u2028b") == "a\\u2028b"
+
+
+def test_eval_shows_answers_as_they_are(config):
+    done = palestra("eval", config, "--episodes", "1", "--show", "1")
+    assert done.exit_code == 0, done.output
+    assert MARKS in done.stdout and TOLD in done.stdout and not obeyed(done.stdout)
+
+
+def test_a_person_is_shown_what_others_say_as_it_is(tmp_path):
+    (tmp_path / "echo_env.py").write_text(
+        "from palestra.envs.base import Env\nfrom palestra.types import Step\n\n\n"
+        "class Echo(Env):\n"
+        "    seats = ('a', 'b')\n\n"
+        "    def reset(self, seed):\n"
+        "        return Step({'a': 'speak'})\n\n"
+        "    def step(self, actions):\n"
+        "        return Step({'b': actions['a']} if 'a' in actions else {}, info={'success': True})\n"
+    )
+    tree = {
+        "env": {"type": "echo_env:Echo"},
+        "policies": {"a": {"type": "scripted", "answers": [HOSTILE]}, "b": {"type": "random"}},
+    }
+    path = tmp_path / "echo.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        done = palestra("play", path, "--seat", "b", input="yes\n")
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert MARKS in done.stdout and TOLD in done.stdout and not obeyed(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "CONFIG", "--set", f"env.type={HOSTILE}"],
+        ["train", "CONFIG", "--set", f"{HOSTILE}=1"],
+        ["train", f"{HOSTILE}.yaml"],
+        ["eval", f"runs/{HOSTILE}"],
+        ["eval", "CONFIG", "--seats", f"guide={HOSTILE}"],
+        ["eval", "CONFIG", "--episodes", HOSTILE],
+        ["eval", f"--{HOSTILE}"],
+        [HOSTILE],
+        ["runs", "--root", f"no:fire:{HOSTILE}"],
+    ],
+    ids=lambda arguments: " ".join(a if a.isprintable() and a != HOSTILE else "HOSTILE" for a in arguments),
+)
+def test_messages_show_what_was_typed_as_it_is(config, arguments):
+    done = palestra(*(config if a == "CONFIG" else a for a in arguments))
+    assert isinstance(done.exception, SystemExit | None), done.exception
+    assert "\N{FIRE}" not in done.output and not obeyed(done.output), done.output
+
+
+def test_a_modules_name_that_reads_like_an_emoji_stays_what_it_is(config):
+    done = palestra("train", config, "--set", "env.type=frog:Fog")
+    assert "cannot be loaded from frog:Fog: No module named 'frog'" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_terminal_is_sent_nothing_hostile(config):
+    """The installed command on a real pseudo-terminal, where rich uses colours and cursor movements of its own."""
+    controller, terminal = pty.openpty()
+    command = [Path(sys.executable).parent / "palestra", "eval", config, "--episodes", "1", "--show", "1"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TERM": "xterm-256color"}
+    with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=env, cwd=config.parent) as process:
+        os.close(terminal)
+        said = b""
+        while True:
+            try:
+                said += (part := os.read(controller, 65536))
+            except OSError:  # Linux: the other side has closed
+                break
+            if not part:
+                break
+    os.close(controller)
+    assert process.returncode == 0, said
+    assert MARKS.encode() in said and TOLD.encode() in said
+    assert (
+        b"\x1b]" not in said and b"\x1b[31m" not in said and b"\xc2\x9b" not in said and "\u202e".encode() not in said
+    )

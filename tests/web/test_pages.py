@@ -1,0 +1,71 @@
+"""What pages of a real browser can do to a server on this machine: nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from browsers import launched
+
+from palestra.web.calls import ANYBODY, Asked
+from palestra.web.completions import Server
+from palestra.web.endpoint import Session
+
+HELLO = '{"model": "a", "messages": [{"role": "user", "content": "hello"}]}'
+SEND = """
+async ([url, body]) => {
+  const simple = {method: "POST", mode: "no-cors", headers: {"Content-Type": "text/plain"}, body};
+  await fetch(url + "/chat/completions", simple);
+  navigator.sendBeacon(url + "/chat/completions", body);
+  try { return await (await fetch(url + "/models")).text() } catch (error) { return "" }
+}
+"""
+
+pytestmark = pytest.mark.slow
+
+
+class Blank(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>a page</title>")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[int]:
+    """The port of another server, whose pages are of another origin."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Blank) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def test_a_page_neither_asks_nor_reads(elsewhere: int) -> None:
+    server, asked = Server(), list[Asked]()
+
+    def deliver(call: Asked) -> None:
+        asked.append(call)
+        call.answer.set_result("fine")
+
+    Session(["a"], deliver, server=server, key=ANYBODY)
+    port = urlsplit(server.url).port
+    with launched("--host-resolver-rules=MAP evil.example 127.0.0.1") as browser:
+        page = browser.new_page()
+        for site in (f"http://127.0.0.1:{elsewhere}/", f"http://evil.example:{elsewhere}/"):
+            page.goto(site)
+            assert page.evaluate(SEND, [server.url, HELLO]) == ""
+        rebound = page.goto(f"http://evil.example:{port}/v1/models")  # its name now points here
+        assert rebound.status == 403
+        said = page.evaluate(SEND, [f"http://evil.example:{port}/v1", HELLO])
+        assert "not called" in said or "may not call" in said
+        assert page.goto(f"{server.url}/models").status == 200  # typed by the user
+    server.close()
+    assert asked == []

@@ -1,0 +1,46 @@
+"""A server that is told to stop ends, whatever it is doing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+WELL = "import threading; begun = threading.Event(); on_stop(begun.set, 60); print(flush=True); begun.wait()"
+STUCK = "on_stop(lambda: None, {seconds}); print(flush=True)\nwhile True: pass"  # no event loop would hear of a signal
+
+
+def started(code: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", f"from palestra.web.server import on_stop; {code}"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout
+    process.stdout.readline()
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_lets_it_end_well(number: signal.Signals) -> None:
+    process = started(WELL)
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_one_that_is_stuck_is_ended_and_says_where() -> None:
+    process = started(STUCK.format(seconds=0.2))
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 1 and "Timeout" in said and "most recent call first" in said
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    process = started(STUCK.format(seconds=60))
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)  # or the two would be one
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
