@@ -1,7 +1,7 @@
-"""The loop on several ranks: each goes through it with the same numbers, the first alone writes the run.
+"""The training loop under torchrun: all ranks run it on the same episode numbers; only rank 0 writes the run.
 
-What a rank plays and passes is decided below, where there is something to share (rollouts/shared.py and
-engine/trainer.py). Here they begin at one place and end at one step.
+How ranks share episodes and training passes is decided in rollouts/shared.py and engine/trainer.py. This module makes
+them start from the same checkpoint and end at the same step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from palestra.followers import Onlooker
 from palestra.runs import Run
 from palestra.train import Setup, Watcher
 
-LOST = ("closed by peer", "reset by peer", "Broken pipe", "imed out", "remote process exited")  # of broken connections
+LOST = ("closed by peer", "reset by peer", "Broken pipe", "imed out", "remote process exited")  # lost connection
 
 
 @contextmanager
 def opened(open_run: Callable[[], Run]) -> Iterator[Run | Onlooker]:
-    """The run, which the first rank opens by `open_run`, as this rank has it. The ranks part when it has ended well."""
+    """Context with this rank's view of the run: on rank 0 the run that `open_run` opens, on other ranks a read-only
+    stand-in. The process group is left if the block ends without an error."""
     ranks = here()
     run = open_run() if ranks.first else None
     with _together():
@@ -32,13 +33,13 @@ def opened(open_run: Callable[[], Run]) -> Iterator[Run | Onlooker]:
 
 
 def restore(setup: Setup, run: Any) -> int:
-    """`train.restore` on every rank, the first before the others. Raises ValueError where they do not find the same
-    checkpoint."""
+    """Runs `train.restore` on every rank, on rank 0 first. Raises ValueError if the ranks find different
+    checkpoints."""
     ranks = here()
     with _together():
         if ranks.first:
             train.restore(setup, run)
-        ranks.told(None)  # by now nobody cuts the run any more
+        ranks.told(None)  # barrier: rank 0 has truncated the run's logs
         if not ranks.first:
             train.restore(setup, run)
         steps: list[int] = ranks.gather(run.next_step)
@@ -52,7 +53,11 @@ def restore(setup: Setup, run: Any) -> int:
 def run_training(
     setup: Setup, run: Any, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False
 ) -> bool:
-    """`train_async.run_training` on every rank; all stop at the step at which one of them is told to."""
+    """Runs `train_async.run_training` on every rank. All stop after the step in which `stop` returns True on any of
+    them.
+
+    Raises ValueError if another rank ended or did not answer.
+    """
     ranks = here()
     with _together():
         return train_async.run_training(setup, run, watcher, lambda: ranks.any(stop()))
@@ -60,7 +65,7 @@ def run_training(
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """Within, what a broken connection raises is a ValueError that says so."""
+    """Context that turns the error of a lost connection into a ValueError that explains it."""
     try:
         yield
     except RuntimeError as error:

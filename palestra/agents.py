@@ -1,6 +1,6 @@
-"""Trained agents on the disk, wherever they lie: in a run's checkpoint, in a population, in a published folder.
+"""Trained agents on disk: in a run's checkpoint, in a population, or in a published folder.
 
-An agent is a folder of weights and the way it speaks: base, role, sampling, chat template.
+An agent is a folder of weights with its text settings: base, role, sampling, chat template.
 """
 
 from __future__ import annotations
@@ -21,37 +21,45 @@ from palestra.recipe import Config, FrozenConfig
 from palestra.runs import Checkpoint
 from palestra.setup import seat_map
 
-FACTS = "palestra.json"  # in a published folder: what the weights alone do not say
+FACTS = "palestra.json"  # in a published folder: name, version, role and text settings
 SPEECH = ("base", "sampling", "system", "memory", "template", "dtype")
 Kind = Literal["adapter", "model", "network"]
 
 
 @dataclass(frozen=True)
 class Agent:
-    """A trained agent. `speech` holds the SPEECH settings it was trained with ({} for a network), `role` what its env
-    told it that it is there for; `run` is where it was trained, `step` after how many steps."""
+    """A trained agent: its weights and how to prompt it."""
 
     name: str
+    """Name of the policy or member."""
     version: int
+    """Number of updates."""
     folder: Path
+    """Folder of the weights."""
     kind: Kind
+    """LoRA adapter, whole language model, or network for vectorised games."""
     speech: dict[str, Any] = field(default_factory=dict)
+    """The `SPEECH` settings that it was trained with; {} for a network."""
     role: str = ""
+    """The role text that its env gave it."""
     run: Path | None = None
+    """The run that trained it; None for a published folder."""
     step: int | None = None
+    """Training steps before the checkpoint; None if unknown."""
 
     @property
     def versioned(self) -> str:
+        """`name@version`."""
         return f"{self.name}@{self.version}"
 
     def facts(self) -> dict[str, Any]:
-        """What FACTS says of it."""
+        """Returns the contents of the `FACTS` file."""
         return {"name": self.name, "version": self.version, "role": self.role, "speech": self.speech}
 
 
 def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) -> list[Agent]:
-    """The agents called `names` (none: all) of a run, of its checkpoint after `step` steps, or the one of a published
-    folder. Raises ValueError where there are none such."""
+    """Returns the agents called `names` (empty: all) of a run, from the checkpoint after `step` steps (None: the
+    newest), or the one of a published folder. Raises ValueError if there are none."""
     if not (path / "config.yaml").is_file():
         return [_published(path)]
     tree = load(path / "config.yaml")
@@ -64,12 +72,12 @@ def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) 
 
 
 def load_policy(agent: Agent, engines: Engines) -> LanguagePolicy:
-    """The agent, ready to be asked. Raises ValueError for a network, which says nothing."""
+    """Returns the agent as a policy that samples. Raises ValueError for a network, which does not generate text."""
     if agent.kind == "network":
         raise ValueError(f"{agent.name} is a network that plays a vectorised game: it answers no messages")
     speech = agent.speech
     path: str | None = str(agent.folder)
-    if agent.kind == "model" and agent.run is None:  # a published model is a base of its own
+    if agent.kind == "model" and agent.run is None:  # a published model is its own base
         speech, path = speech | {"base": str(agent.folder.resolve())}, None
     return engines.frozen(agent.versioned, validate(FrozenConfig, speech | {"path": path}))
 
@@ -87,7 +95,7 @@ def _published(folder: Path) -> Agent:
 
 
 def kind_of(folder: Path) -> Kind:
-    """What the weights in a folder are. Raises ValueError where they are none that can be given away."""
+    """Returns the kind of weights in a folder. Raises ValueError if there are none that can be published."""
     if (folder / "adapter_config.json").exists():
         return "adapter"
     if (folder / "config.json").exists():
@@ -101,7 +109,7 @@ def kind_of(folder: Path) -> Kind:
 
 
 def _policies(path: Path, tree: Tree, step: int | None) -> dict[str, Agent]:
-    """The policies that a run trains, by name."""
+    """Returns the policies that a run trains, by name."""
     checkpoint = find_checkpoint(path, step)
     folders = {name: checkpoint.path / folder for name, folder in checkpoint.names.items()}
     if is_vectorised((tree.get("env") or {}).get("type")):
@@ -123,7 +131,7 @@ def _agent(
 
 
 def _members(path: Path, tree: Tree) -> dict[str, Agent]:
-    """The frozen members of a population that have weights."""
+    """Returns the frozen members of a population that have weights."""
     listed = path / "population.json"
     lines = json.loads(listed.read_text()) if listed.exists() else []
     made = {line["makes"] for line in read_lines(path / "tasks.jsonl") if line.get("makes")}
@@ -131,7 +139,7 @@ def _members(path: Path, tree: Tree) -> dict[str, Agent]:
     players = {line["name"]: line["player"] for line in lines}
     speech = _told(tree)
     roles = dict(make_env(**tree["env"]).roles) if speech else {}
-    anybody = next(iter(roles.values()), "")  # of a population that plays every seat
+    anybody = next(iter(roles.values()), "")  # for a population that plays every seat
     return {
         name: _agent(name, folder, path, None, speech, roles.get(players.get(name, ""), anybody))
         for name, folder in kept.items()
@@ -140,7 +148,7 @@ def _members(path: Path, tree: Tree) -> dict[str, Agent]:
 
 
 def _told(tree: Tree) -> Tree:
-    """How the language agents of a population speak; {} for networks."""
+    """Returns the text settings of a population's language agents; {} for networks."""
     oracle = tree.get("oracle") or {}
     if oracle.get("type") != "language":
         return {}
@@ -152,7 +160,7 @@ def _speech(policy: Any) -> Tree:
 
 
 def _roles(config: Config) -> dict[str, str]:
-    """By policy, the role that the env gives the first seat it sits at."""
+    """Returns, by policy, the env's role text of the first seat it plays."""
     roles: dict[str, str] = {}
     if not config.games:
         return roles

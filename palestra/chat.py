@@ -1,8 +1,8 @@
-"""Conversations in OpenAI's shape, as an env shows them to a seat, and tool calls in a model's own words.
+"""Conversations in OpenAI's message format, and tool calls as text.
 
-A model says a call as Hermes and Qwen do: `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`.
-Reading and writing are inverse to each other, so that a conversation that comes back from an agent program is known
-again as the one that the model was part of.
+Tool calls are written as Hermes and Qwen models do: `<tool_call>{"name": "add", "arguments": {"a": 1, "b":
+2}}</tool_call>`. Parsing and rendering are inverse to each other, so that a conversation returned by an agent program
+can be matched with the one that the model sampled.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
-UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories of characters that a terminal obeys and does not show
-SHOWN = "\n\t\u200c\u200d"  # of these, line ends, tabs, and joiners inside words and emoji
+UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories that a terminal interprets instead of displaying
+SHOWN = "\n\t\u200c\u200d"  # exceptions: line ends, tabs, and joiners inside words and emoji
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def visible(text: str) -> str:
-    """`text` with control characters (ANSI escapes, bidi controls, surrogates) as escapes such as `\\x1b`."""
+    """Returns `text` with control characters (ANSI escapes, bidi controls, surrogates) replaced by escapes such as
+    `\\x1b`."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_escaped(c) if unicodedata.category(c) in UNSEEN and c not in SHOWN else c for c in text)
@@ -34,7 +35,7 @@ def _escaped(character: str) -> str:
 
 @dataclass(frozen=True)
 class Chat:
-    """A whole conversation as an observation: `messages` up to the one that is asked for, and the `tools` that may be
+    """A whole conversation as an observation: `messages` before the one to be generated, and the `tools` that may be
     called (OpenAI's function descriptions).
 
         Chat(({"role": "user", "content": "2 + 2?"},))
@@ -49,15 +50,15 @@ class Chat:
 
 @dataclass(frozen=True)
 class Call:
-    """A tool by name, and what it is called with."""
+    """A tool call: the name of the tool and its arguments."""
 
     name: str
     arguments: Json
 
 
 def assistant(text: str) -> Json:
-    """The message [OpenAI's] that a model's answer `text` stands for: calls that can be read become `tool_calls`, all
-    else stays in its content."""
+    """Parses a model's answer `text` into an assistant message in OpenAI's format. Valid tool calls become
+    `tool_calls`; all other text stays in `content`."""
     calls: list[Call] = []
 
     def take(found: re.Match[str]) -> str:
@@ -76,7 +77,7 @@ def assistant(text: str) -> Json:
 
 
 def read_call(text: str) -> Call | None:
-    """The call that `text` spells in JSON, or None where it spells none."""
+    """Parses a tool call from JSON; returns None if `text` is not a valid call."""
     try:
         found = json.loads(text)
     except (json.JSONDecodeError, RecursionError):
@@ -88,26 +89,26 @@ def read_call(text: str) -> Call | None:
 
 
 def calls_of(message: Json) -> list[Call]:
-    """The calls that a message makes; arguments that are no mapping are left out."""
+    """Returns the tool calls of a message. Calls whose arguments are not a mapping are left out."""
     found = [read_call(json.dumps(_function(call))) for call in message.get("tool_calls") or ()]
     return [call for call in found if call]
 
 
 def said(message: Json) -> str:
-    """A message in a model's own words: its text, then its calls."""
+    """Renders a message as model text: its content, then its tool calls."""
     parts = [_text(message.get("content"))]
     parts += [spelled(**_function(call)) for call in message.get("tool_calls") or ()]
     return "\n".join(part for part in parts if part)
 
 
 def spelled(name: Any, arguments: Any) -> str:
-    """A call in a model's own words."""
+    """Renders a tool call as model text."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def same(one: Json, other: Json) -> bool:
-    """Whether two messages say the same. Programs pass messages on with fields of their own, other ids, and empty
-    text as null: none of that counts."""
+    """Returns whether two messages have equal role, content and tool calls. Extra fields, call ids, and null instead of
+    empty text are ignored, since agent programs change them."""
 
     def kernel(message: Json) -> tuple[Any, ...]:
         calls = [(c.name, json.dumps(c.arguments, sort_keys=True)) for c in calls_of(message)]
@@ -117,7 +118,7 @@ def same(one: Json, other: Json) -> bool:
 
 
 def goes_on(chat: Chat, earlier: Chat, answer: str) -> tuple[Json, ...] | None:
-    """The messages that `chat` has after `earlier` and the `answer` to it; None where it is no such continuation."""
+    """Returns the messages of `chat` after `earlier` and the `answer` to it; None if `chat` does not continue them."""
     n = len(earlier.messages)
     if len(chat.messages) <= n + 1 or chat.tools != earlier.tools:
         return None
@@ -127,30 +128,31 @@ def goes_on(chat: Chat, earlier: Chat, answer: str) -> tuple[Json, ...] | None:
 
 
 def with_system(messages: Sequence[Json], system: str) -> list[Json]:
-    """The messages after the system message `system`, which takes the place of the one that they begin with, if any."""
+    """Returns the messages after the system message `system`, which replaces a leading system message."""
     rest = messages[1:] if messages and messages[0].get("role") == "system" else messages
     return [{"role": "system", "content": system}, *rest]
 
 
 def templated(message: Json) -> Json:
-    """The message as chat templates of `transformers` read it: content in one text, arguments as mappings."""
+    """Converts a message for chat templates of `transformers`: content as one string, tool-call arguments as
+    mappings."""
     calls = [{"type": "function", "function": _function(call)} for call in message.get("tool_calls") or ()]
     kept = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key) is not None}
     return kept | {"content": _text(message.get("content"))} | ({"tool_calls": calls} if calls else {})
 
 
 def _function(call: Json) -> Json:
-    """The `name` and the `arguments` of a call of OpenAI's, these no longer in a text of their own."""
+    """Returns `name` and `arguments` of an OpenAI tool call, with the arguments decoded from JSON."""
     function = call.get("function") or {}
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with contextlib.suppress(json.JSONDecodeError, RecursionError):  # what cannot be read is shown as it is
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):  # invalid JSON stays text
             arguments = json.loads(arguments)
     return {"name": function.get("name"), "arguments": arguments}
 
 
 def _text(content: Any) -> str:
-    """Content in one text; of parts, those of text."""
+    """Returns message content as one string; of a list of parts, the text parts only."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return "" if content is None else str(content)

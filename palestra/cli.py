@@ -1,4 +1,4 @@
-"""palestra on the command line. Heavy imports wait until a command needs them, so that --help is instant."""
+"""The `palestra` command line. Heavy imports are deferred until a command needs them, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Root = Annotated[Path, typer.Option(help="the folder that holds runs")]
 
 @app.callback()
 def main() -> None:
-    """Train many agents together."""
-    sys.path.insert(0, os.getcwd())  # a user's env beside the config is found as module:Class
+    """Train multiple agents together."""
+    sys.path.insert(0, os.getcwd())  # so that module:Class finds a user's env in the working directory
 
 
 @app.command()
@@ -75,7 +75,7 @@ def train(
 
         palestra train --resume runs/demo
 
-        palestra train --resume runs/demo --set steps=200    # for longer than it was to
+        palestra train --resume runs/demo --set steps=200    # with more steps than it had
 
         torchrun --nproc-per-node 4 -m palestra train configs/demo.yaml
 
@@ -90,7 +90,8 @@ def train(
 
 
 def _described(path: Path | None, resume: Path | None, settings: list[str]) -> dict[str, Any]:
-    """The config of a run that starts, or of one that goes on, perhaps for longer."""
+    """Config tree of a new run, or of a resumed one, which `settings` may extend. Raises ValueError if both or neither
+    is named."""
     from palestra.config import load, override, parse
     from palestra.longer import longer
     from palestra.runs import check_config
@@ -104,7 +105,7 @@ def _described(path: Path | None, resume: Path | None, settings: list[str]) -> d
 
 
 def _placed(tree: dict[str, Any], places: list[str]) -> dict[str, Any]:
-    """The config with where its tasks are done, which may change whenever a run goes on."""
+    """Adds the settings of `backend`, which may change at every resume, to the tree."""
     from palestra.config import override
 
     if places and "population" not in tree and _vectorised(tree):
@@ -123,7 +124,7 @@ def _train(
     dry_run: bool,
     changed: dict[str, Any] | None,
 ) -> None:
-    """Starts a run or goes on with one, which has the config `changed` from then on if there is any."""
+    """Starts or resumes a run. `changed`, if given, becomes its stored config."""
     from palestra.config import dump, folder_name, validate
     from palestra.remote.place import impatient
     from palestra.rollouts.failures import kept_in
@@ -161,7 +162,7 @@ def _train(
 
 
 def _valid(kind: Kind, tree: dict[str, Any]) -> Any:
-    """The checked config; one that was written for another kind of env is refused in one line."""
+    """Returns the checked config. A config written for the other kind of env raises a ValueError of one line."""
     from palestra.config import validate
 
     try:
@@ -173,7 +174,7 @@ def _valid(kind: Kind, tree: dict[str, Any]) -> Any:
 
 
 def _mixed_up(tree: dict[str, Any]) -> str:
-    """The message for a config whose policies do not play the kind of env that it names; "" where they do."""
+    """Returns the message for a config whose policy types do not fit the kind of its env; "" if they do."""
     from palestra.config import kinds
     from palestra.recipe import Config
     from palestra.setup_games import GamesConfig
@@ -198,7 +199,8 @@ def _mixed_up(tree: dict[str, Any]) -> str:
 
 @contextmanager
 def _interruptible(run: Path | None) -> Iterator[None]:
-    """Within, Ctrl-C that ends the run at once (None: before there is one) is one line, and exit code 130."""
+    """Context in which a Ctrl-C that ends the run at once prints one line and exits with code 130. `run` is None before
+    there is a run."""
     try:
         yield
     except KeyboardInterrupt:
@@ -208,7 +210,12 @@ def _interruptible(run: Path | None) -> Iterator[None]:
 
 
 class Kind(NamedTuple):
-    """What one kind of run is made by: language agents that talk, networks that play vectorised games, populations."""
+    """The functions that make and execute one kind of run: language agents, neural networks in vectorised envs, or
+    populations.
+
+    `config` is the config model; `check` and `build` make a setup from it, `check` without starting processes; `follow`
+    executes it; `opened` opens the run directory.
+    """
 
     config: Any
     check: Callable[[Any], Any]
@@ -218,8 +225,10 @@ class Kind(NamedTuple):
 
 
 def kind_of(tree: dict[str, Any]) -> Kind:
-    """The kind of run that a config describes, by its population or its env. Raises ValueError under torchrun for those
-    that have processes of their own."""
+    """Returns the kind of run that a config describes, from its population or env.
+
+    Raises ValueError under torchrun for kinds that start processes themselves.
+    """
     if "population" in tree:
         _alone("a population's tasks are done at once by workers: palestra train ... --workers N")
         from palestra import setup_population as population
@@ -253,8 +262,8 @@ def _alone(instead: str) -> None:
 
 
 def _follow(restore: Callable[[Any, Any], int], train: Callable[..., bool], setup: Any, run: Any, config: Any) -> None:
-    """Trains with a progress bar; draws and prints what was learned, and the alarms. Raises RunFailed where nothing
-    was."""
+    """Trains with a progress bar, then prints results and alarms and draws curves. Raises RunFailed if nothing was
+    learned."""
     from palestra.longer import already_complete
     from palestra.progress import ProgressBar
     from palestra.reports import learned_table, no_update, plot_run
@@ -284,7 +293,7 @@ def _follow(restore: Callable[[Any, Any], int], train: Callable[..., bool], setu
 
 
 def _follow_population(setup: Any, run: Any, config: Any) -> None:
-    """Does a plan's tasks with a line of progress."""
+    """Runs the tasks of a population plan with a progress bar, then prints and draws results."""
     from palestra.longer import already_complete
     from palestra.population_plots import plot_population
     from palestra.populations.scheduler import TASKS
@@ -314,8 +323,11 @@ def _say_stopped(run: Any) -> None:
 
 
 class stop_on_interrupt:
-    """Within, the first Ctrl-C only makes the stop function true; the second is a Ctrl-C again. Under torchrun, which
-    hands on what it is sent and kills who takes more than half a minute, any number are one, and SIGTERM is another."""
+    """Context that yields a function that returns True after the first Ctrl-C; a second Ctrl-C interrupts as usual.
+
+    Under torchrun SIGTERM has the same effect, and repeated signals count once: torchrun forwards its signals, and
+    kills processes that take more than half a minute.
+    """
 
     def __enter__(self) -> Callable[[], bool]:
         self.asked, self.ranked = False, "RANK" in os.environ
@@ -354,7 +366,7 @@ def runs(root: Root = Path("runs")) -> None:
 
 
 def shown(exam: dict[str, Any]) -> str:
-    """An exam's name and its main figure."""
+    """Formats an evaluation's name and main metric."""
     if "success" in exam:
         return f"{exam['name']} {exam['success']:.1%}"
     seats = {"": exam["return"]} if "return" in exam else exam["returns"]
@@ -363,7 +375,7 @@ def shown(exam: dict[str, Any]) -> str:
 
 @app.command()
 def info() -> None:
-    """Show versions, the device, the envs, bases and algorithms there are, and what contains programs of models."""
+    """Show versions, the device, and the available envs, bases, algorithms and sandbox."""
     import torch
     import transformers
 
@@ -401,7 +413,7 @@ def info() -> None:
 
 
 def _sandbox() -> str:
-    """What programs run in here, or why they do not."""
+    """Name of the sandbox that is available here, or why there is none."""
     from palestra.sandbox import open_sandbox
 
     try:

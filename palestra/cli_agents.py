@@ -1,4 +1,4 @@
-"""`palestra publish` and `palestra serve-agent`: trained agents for others."""
+"""`palestra publish` and `palestra serve-agent`: export and serve trained agents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def publish(
         str | None, typer.Option("--license", help="of the weights, as the hub has it: apache-2.0")
     ] = None,
 ) -> None:
-    """Write a trained agent for others: weights that peft, transformers and vLLM read, and a model card.
+    """Export a trained agent: weights that peft, transformers and vLLM read, and a model card.
 
     Examples:
 
@@ -62,7 +62,7 @@ def serve_agent(
         list[str] | None, typer.Option(help="a name that the server is called by, besides its address and localhost")
     ] = None,
 ) -> None:
-    """Serve trained agents at an endpoint that speaks OpenAI's chat completions; each is a model by its name.
+    """Serve trained agents over the OpenAI chat completions API; each agent is a model of its name.
 
     Examples:
 
@@ -70,7 +70,7 @@ def serve_agent(
 
         palestra serve-agent planner --host 0.0.0.0 --key-env AGENT_KEY
 
-    Ctrl-C, or SIGTERM, ends it after the answers under way; a second one ends it at once.
+    Ctrl-C or SIGTERM ends the server after pending answers; a second one ends it at once.
     """
     with friendly():
         needs("serving an agent", "workflow", "starlette", "uvicorn", "httptools")

@@ -24,9 +24,9 @@ def dashboard(
         list[str] | None, typer.Option(help="a name that the server is reached under, besides its address")
     ] = None,
 ) -> None:
-    """Show runs in the browser, live, from their folders alone: curves, episodes, populations, alarms.
+    """Show runs in the browser, live: curves, episodes, populations, alarms.
 
-    It only reads, and needs no account and no network.
+    It reads run folders only, and needs no account and no network.
 
     Examples:
 

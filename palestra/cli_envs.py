@@ -29,7 +29,7 @@ def serve_envs(
     ] = 3600.0,
     limit: Annotated[float, typer.Option(min=1, help="seconds that a call of an env may take")] = 120.0,
 ) -> None:
-    """Serve envs over gRPC: a run whose config says `at: [HOST:PORT]` plays them here.
+    """Serve envs over gRPC. A run whose config has `at: [HOST:PORT]` plays them on this machine.
 
     Examples:
 
@@ -39,8 +39,9 @@ def serve_envs(
 
         palestra train configs/demo.yaml --set env.at=[localhost:50051]
 
-    Ctrl-C, or SIGTERM, ends it after the open sessions, at the latest after --grace; a second one at once. Who may play
-    an env may give it any option, also one that names files or programs of this machine: have a token.
+    Ctrl-C or SIGTERM ends the server after open sessions have ended, at most --grace seconds later; a second one ends
+    it at once. Clients may give an env any option, including ones that name files or programs on this machine: set a
+    token.
     """
     with friendly():
         needs("serving envs", "grpc", "grpc", "grpc_health", "grpc_reflection")

@@ -1,4 +1,4 @@
-"""`palestra league`: how the members of a population's run rank, who beats whom, and pictures of it."""
+"""`palestra league`: rankings, payoffs and plots of the members of a population."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Output = Annotated[Path | None, typer.Option("--csv", help="write it to this fil
 
 @league.command()
 def standings(run: Which, output: Output = None) -> None:
-    """Rank the members by the games that they played each other.
+    """Rank the members by the games that they played against each other.
 
-    Elo and OpenSkill rate a member by one number, which cannot say that it wins against some and loses to others: where
-    there are cycles it warns, and the column of the worst opponent tells more.
+    Elo and OpenSkill rate a member by one number, which cannot express that it beats some members and loses to others.
+    If there are cycles, a warning is printed; the column of the worst opponent then shows more.
 
     Examples:
 
@@ -47,10 +47,10 @@ def crossplay(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="how many tasks are done at once")] = None,
 ) -> None:
-    """Show what the members earn from each other, after having the games played that are missing.
+    """Show the payoffs between members, after playing the games that are missing.
 
-    They are kept in crossplay.jsonl in the run. Ctrl-C loses the games of the tasks under way, and a second call goes
-    on from there.
+    Results are stored in crossplay.jsonl in the run. Ctrl-C loses the games of tasks in progress; a second call
+    continues from there.
 
     Examples:
 
@@ -86,10 +86,10 @@ def exploit(
         str | None, typer.Option(help="where it is done: local, ray or inline (default: as in training)")
     ] = None,
 ) -> None:
-    """Train a best response to what the run came to: how much can be won against it.
+    """Train best responses to the final strategies of the run, to estimate how exploitable they are.
 
-    What responses win more than the mixtures they replace, summed over the players, is at most NashConv: the better
-    they learn, the nearer. It works in games too large for NashConv to be worked out. Responses are kept in exploits/
+    The gains of all responses over the mixtures they replace sum to a lower bound on NashConv, which is tighter the
+    better they are trained. It works in games that are too large to compute NashConv. Responses are stored in exploits/
     in the run, results in exploits.jsonl.
 
     Example:
@@ -117,9 +117,10 @@ def compare(
         str | None, typer.Option(help="where the games are played: local, ray or inline (default: as in training)")
     ] = None,
 ) -> None:
-    """Say what one run's population wins against another's, each playing its members by an equilibrium between them.
+    """Compare two populations by the value of the game between them.
 
-    This is relative population performance: above 0, the first is the better one, whatever it has seen.
+    Each side plays an equilibrium over its members; the result is relative population performance (above 0: the first
+    population is stronger).
 
     Example:
 
@@ -143,7 +144,7 @@ def plot(
     run: Which,
     target: Annotated[Path | None, typer.Option("--out", help="the PNG (default: population.png in the run)")] = None,
 ) -> None:
-    """Draw the run: distance from an equilibrium, payoffs, best answers, mixtures.
+    """Plot the run: distance from equilibrium, payoffs, best responses, mixtures.
 
     Example:
 

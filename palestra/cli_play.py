@@ -1,4 +1,4 @@
-"""`palestra eval`, `collect` and `play`: anybody in any seats, for figures, for data, for fun."""
+"""`palestra eval`, `collect` and `play`: evaluation, recording and human play, with any policies at any seats."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def evaluate(
         str, typer.Option(help="keep the result in the run under this name, beside its exams: the dashboard shows it")
     ] = "",
 ) -> None:
-    """Play held-out instances, with the members of a run or anybody else.
+    """Play held-out instances with the members of a run, or with any other policies.
 
     Examples:
 
@@ -108,7 +108,7 @@ def evaluate(
 
 
 def _record(run: Path, name: str, step: int | None, found: list[Scored]) -> None:
-    """Adds lines to the run's evaluations, with who sat where; of several, the seats are part of the name."""
+    """Appends results to the run's evals.jsonl. If there are several, the seats become part of the name."""
     from palestra.evaluate import find_checkpoint
     from palestra.runs import Run
 
@@ -137,7 +137,8 @@ def collect(
     seed: int = 0,
     here: Here = False,
 ) -> None:
-    """Record play: as Parquet with tokens, log-probabilities and rewards by seat, or as demonstrations for bc and gail.
+    """Record episodes: as Parquet with tokens, log-probabilities and rewards by seat, or as demonstrations for bc and
+    gail.
 
     Examples:
 
@@ -180,7 +181,7 @@ def play(
         str, typer.Option(help="the address that the page is served at; others than this machine's ask for a token")
     ] = "127.0.0.1",
 ) -> None:
-    """Take a seat yourself; the others are played as in `palestra eval`. Ctrl-D gives up.
+    """Play one seat yourself; the other seats are played as in `palestra eval`. Ctrl-D gives up.
 
     Examples:
 
@@ -296,7 +297,7 @@ def _return(figures: dict[str, Any], seat: str) -> str:
 
 
 def _outcome(mine: str, episode: Any) -> Table:
-    """How a game against a person ended."""
+    """Result table of an episode that a person played."""
     from palestra.rollouts.figures import seat_returns, summary
 
     (leaf,) = episode.leaves()
@@ -319,7 +320,8 @@ def _needs_text(what: Path, name: str) -> None:
 
 
 def plays_games(what: Path) -> bool:
-    """Whether a run, RUN:NAME, a config or an env is vectorised."""
+    """True if a run, RUN:NAME, a config or an env is vectorised. Raises ValueError if there is none of that name, and
+    for a run or config of a population."""
     from palestra.config import load
     from palestra.envs import is_vectorised, known_envs
 
@@ -341,7 +343,7 @@ def plays_games(what: Path) -> bool:
 
 
 def seat_pairs(settings: list[str] | None) -> dict[str, str]:
-    """`["adversary_*=random"]` -> {"adversary_*": "random"}."""
+    """Parses `["adversary_*=random"]` to {"adversary_*": "random"}. Raises ValueError for an entry without "="."""
     found = [setting.partition("=") for setting in settings or []]
     if wrong := [seat for seat, equals, _ in found if not equals]:
         raise ValueError(f"cannot read --seats {wrong[0]}: write SEAT=POLICY, for example agent_0=random")
@@ -349,7 +351,7 @@ def seat_pairs(settings: list[str] | None) -> dict[str, str]:
 
 
 def pairs(settings: list[str] | None) -> dict[str, Any]:
-    """`["size=5"]` -> {"size": 5}."""
+    """Parses `["size=5"]` to {"size": 5}. Raises ValueError for an entry that is no setting."""
     from palestra.config import override
 
     return override({}, settings or [])

@@ -1,4 +1,4 @@
-"""`palestra report`, `plot` and `sync`: what a run directory says, as a page, as a picture, and to trackers."""
+"""`palestra report`, `plot` and `sync`: a run as an HTML page, as a figure, or sent to trackers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def report(
     episodes: Annotated[int, typer.Option(min=0, help="sample episodes to show")] = 6,
     step: Annotated[int | None, typer.Option(help="of which training step (default: the newest recorded)")] = None,
 ) -> None:
-    """Write one self-contained HTML page on a run: curves, tables, sample episodes, config, versions.
+    """Write one self-contained HTML page about a run: curves, tables, sample episodes, config, versions.
 
-    It loads nothing from elsewhere; the browser's print makes a PDF of it.
+    The page loads nothing from the network; print it in the browser to get a PDF.
 
     Example:
 
@@ -45,7 +45,7 @@ def plot(
     height: Annotated[float | None, typer.Option(min=0.5, help="inches (default: two thirds of the width)")] = None,
     band: Annotated[str, typer.Option(help="what is shaded around a mean over seeds: sd, ci or range")] = "ci",
 ) -> None:
-    """Draw one figure of several runs for a paper, as vectors, with seeds as a mean and a band.
+    """Plot one metric of several runs for a paper, as vector graphics, with the mean and a band over seeds.
 
     Examples:
 
@@ -67,7 +67,7 @@ def sync(
     settings: Annotated[list[str] | None, typer.Option("--set", help="of the sink: `--set project=games`")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="go on as the run does, until Ctrl-C")] = False,
 ) -> None:
-    """Send a run's figures to a tracker; what was sent before is not sent again.
+    """Send a run's metrics to a tracker. Lines that were sent before are not sent again.
 
     Examples:
 
@@ -88,7 +88,7 @@ def sync(
 
 
 def say_alarms(run: Path) -> None:
-    """Prints the alarms that a run's figures raise, as the dashboard shows them."""
+    """Prints the alarms that a run's metrics raise, as in the dashboard."""
     from palestra.dashboard.alarms import alarms
     from palestra.types import TEAM
 
@@ -100,7 +100,7 @@ def say_alarms(run: Path) -> None:
 
 
 def _figures(path: Path, key: str) -> dict[str, dict[str, Any]]:
-    """The columns of a log, by name and figure."""
+    """Columns of a log, by name and metric."""
     from palestra.dashboard.logs import Log
 
     log = Log(path, key)
@@ -109,7 +109,7 @@ def _figures(path: Path, key: str) -> dict[str, dict[str, Any]]:
 
 
 def say_cycles(run: Path) -> None:
-    """Prints the alarm of a population whose members beat each other in a circle."""
+    """Prints a warning if the members of a two-player population beat each other in a cycle."""
     from palestra.population_reports import read_record
     from palestra.populations.ratings import cyclicity
 

@@ -1,4 +1,4 @@
-"""`palestra serve`, `serve-sampler` and `keys`: the training service, samplers by themselves, and who may use them."""
+"""`palestra serve`, `serve-sampler` and `keys`: the training service, stand-alone samplers, and API keys."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def serve(
     ] = 2**21,
     models: Annotated[int, typer.Option(min=1, help="models that one key may train at a time")] = 64,
 ) -> None:
-    """Serve Tinker's and MinT's clients: training and sampling over HTTP.
+    """Serve training and sampling over HTTP to clients of Tinker and MinT.
 
     Examples:
 
@@ -58,7 +58,7 @@ def serve(
 
         palestra keys add ada --auth keys.txt && palestra serve --host 0.0.0.0 --auth keys.txt
 
-    Ctrl-C, or SIGTERM, ends it after the requests under way, with every model saved; a second one ends it at once.
+    Ctrl-C or SIGTERM ends the server after pending requests, with every model saved; a second one ends it at once.
     """
     with friendly():
         needs_service()
@@ -104,7 +104,7 @@ def serve_sampler(
         bool, typer.Option("--with-parent", help="end when the standard input ends: with whoever started it")
     ] = False,
 ) -> None:
-    """Serve a base and its adapters to runs that sample elsewhere, in vLLM's dialect: token ids in and out.
+    """Serve a base model and its adapters to training runs in other processes, over vLLM's API with token ids.
 
     Examples:
 
@@ -112,8 +112,8 @@ def serve_sampler(
 
         palestra train configs/demo.yaml --set 'sampler={type: vllm, urls: ["http://127.0.0.1:8001"]}'
 
-    Ctrl-C, or SIGTERM, ends it after the requests under way; a second one ends it at once. Its first line of output
-    names its address.
+    Ctrl-C or SIGTERM ends the server after pending requests; a second one ends it at once. The first line of output is
+    its address.
     """
     with friendly():
         needs("serving a sampler", "service", "starlette", "uvicorn", "httptools")
@@ -127,13 +127,14 @@ def serve_sampler(
 
 
 def named(settings: list[str] | None, *default: str) -> dict[str, str]:
-    """`["small=/models/small", "tiny"]` -> {"small": "/models/small", "tiny": "tiny"}."""
+    """Parses `["small=/models/small", "tiny"]` to {"small": "/models/small", "tiny": "tiny"}. `default` is used if
+    `settings` is None or empty."""
     pairs = [text.partition("=") for text in settings or default]
     return {name: value or name for name, _, value in pairs}
 
 
 def needs_service() -> None:
-    """Raises ValueError where the optional packages of the service are not installed."""
+    """Raises ValueError if optional packages of the service are not installed."""
     needs("the service", "service", "fastapi", "uvicorn", "httptools", "sqlalchemy", "jwt", "zstandard")
 
 
@@ -143,7 +144,7 @@ Auth = Annotated[Path, typer.Option(help="the file of keys that `palestra serve 
 
 @keys.command("add")
 def add_key(name: Annotated[str, typer.Argument(help="who the key is for")], auth: Auth) -> None:
-    """Make a key and print it, this once: only its hash is kept.
+    """Create a key and print it once: only its hash is stored.
 
     Example:
 
@@ -158,7 +159,7 @@ def add_key(name: Annotated[str, typer.Argument(help="who the key is for")], aut
 
 @keys.command("list")
 def list_keys(auth: Auth) -> None:
-    """List who has keys, and how many."""
+    """List the owners of keys, and the number of keys of each."""
     with friendly():
         needs_service()
         from palestra.service import keys as service_keys
@@ -170,7 +171,7 @@ def list_keys(auth: Auth) -> None:
 
 @keys.command("remove")
 def remove_keys(name: Annotated[str, typer.Argument(help="whose keys")], auth: Auth) -> None:
-    """Remove the keys of an owner; a running server refuses them from then on."""
+    """Remove all keys of an owner. A running server refuses them from then on."""
     with friendly():
         needs_service()
         from palestra.service import keys as service_keys
@@ -180,6 +181,7 @@ def remove_keys(name: Annotated[str, typer.Argument(help="whose keys")], auth: A
 
 
 def existing(path: Path) -> Path:
+    """Returns `path`. Raises ValueError if there is no such file."""
     if not path.exists():
         raise ValueError(f"there is no file {path}: `palestra keys add NAME --auth {path}` makes one")
     return path

@@ -1,4 +1,4 @@
-"""Episodes of any players in a text env, kept as Parquet: demonstrations, data to look at, data to train on."""
+"""Collects episodes of any policies in a text env as Parquet, for demonstrations, inspection or training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from palestra.rollouts.figures import seat_returns, summary
 from palestra.rollouts.play import Branching, Match, derive
 from palestra.types import Episode, Seat
 
-AT_ONCE = 256  # episodes played, and then written, together
+AT_ONCE = 256  # episodes per batch: played together, then written
 
 
 async def collect_episodes(
@@ -34,10 +34,13 @@ async def collect_episodes(
     here: bool = False,
     told: Callable[[int, int], None] = lambda played, kept: None,
 ) -> tuple[dict[Seat, str], dict[str, Any]]:
-    """Who sat where, and the figures of what was played and `kept`; the episodes worth keeping are then in `out`.
+    """Plays `episodes` episodes and writes those worth keeping to `out`; returns the policy at each seat and the
+    metrics of all played episodes with their count `kept`.
 
-    Instances are those of split "train", unless `env` says otherwise. An episode is kept if it did not fail, has
-    `reward` of at least `least`, and is a success where only `successes` are wanted. `told` hears of progress.
+    Instances are those of split "train" unless `env` names another. An episode is kept if it did not fail, its `reward`
+    is at least `least` (None: any), and, with `successes`, it is a success. `told` is called with (played, kept) after
+    each batch. Raises ValueError if the path, env or seats are invalid (see `set_table`), RunFailed if all episodes
+    failed.
     """
     table = set_table(path, env, seats, split="train", sampling=sampling, step=step, here=here)
     team, kept, all_played = table.team, 0, list[Episode]()
@@ -59,12 +62,13 @@ def _match(table: Table, team: dict[Seat, Any], seed: int, i: int) -> Match:
 
 
 def worth_keeping(episode: Episode, least: float | None, successes: bool) -> bool:
+    """Returns True if the episode did not fail and meets `least` and `successes`."""
     if episode.error is not None or (successes and not episode.success):
         return False
     return least is None or reward(episode) >= least
 
 
 def reward(episode: Episode) -> float:
-    """The team's reward over the line that was played, and the mean of the seats' own."""
+    """Returns the team reward of the played trajectory plus the mean of the seats' own rewards."""
     own = seat_returns([episode])["returns"]
     return summary([episode])["team_return"] + sum(own.values()) / len(own)

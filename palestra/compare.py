@@ -1,4 +1,4 @@
-"""Two populations against each other: relative population performance."""
+"""Compares two populations: relative population performance."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from palestra.populations.scheduler import MEMBERS
 from palestra.populations.tasks import Task, done_by
 from palestra.setup_population import PopulationConfig, build_population
 
-CELLS = 16  # of a task
-Cell = tuple[str, ...]  # members by seat
+CELLS = 16  # payoff cells per task
+Cell = tuple[str, ...]  # a line-up: one member per seat
 
 
 class Comparison(NamedTuple):
-    """What one population wins a game against another, each playing its members by an equilibrium of the game between
-    them: relative population performance (Balduzzi et al., 2019, definition 3), the mean over seats; and the mean
-    returns behind it, by the player that the first population is [members, members of the other]."""
+    """Result of a comparison."""
 
     performance: float
+    """Relative population performance (Balduzzi et al., 2019, definition 3), averaged over seats: the first
+    population's mean return per game when both play an equilibrium of the game between their members."""
     returns: dict[Player, np.ndarray]
+    """Mean returns of the first population, by the player it takes: float64 [own members, members of the other]."""
 
 
 class Side(NamedTuple):
-    """A population: its members by player, and where the weights of those that have any lie."""
+    """One population: members by player, and the weight folders of those that have weights."""
 
     seats: tuple[Player, ...]
     members: dict[Player, list[str]]
@@ -45,10 +46,11 @@ def compare(
     settings: list[str] | None = None,
     told: Callable[[int, int], None] = lambda done, of: None,
 ) -> Comparison:
-    """Has every member of one run play every member of another, `games` games each (none where payoffs are worked out).
+    """Plays every member of one run against every member of another, `games` games each (none if payoffs are computed
+    exactly), and returns the comparison.
 
-    Both runs are only read. `settings` change the config of the first, whose workers play. Raises ValueError where the
-    runs are of different games, or of one in which more than two play.
+    Both runs are only read. `settings` override the config of the first run, whose workers play. `told` is called with
+    (done, total) tasks. Raises ValueError if the runs are of different games, or the game has more than two seats.
     """
     configs = [validate(PopulationConfig, load(path / "config.yaml")) for path in (ours, theirs)]
     _alike(configs, (ours, theirs))
@@ -78,6 +80,7 @@ def compare(
 
 
 def _alike(configs: list[PopulationConfig], paths: tuple[Path, Path]) -> None:
+    """Raises ValueError if the runs differ in env, kind of oracle or action selection."""
     first, second = ({"env": c.env, "oracle": c.oracle.type, "best": getattr(c.oracle, "best", None)} for c in configs)
     for key, held in first.items():
         if held != second[key]:
@@ -87,7 +90,8 @@ def _alike(configs: list[PopulationConfig], paths: tuple[Path, Path]) -> None:
 
 
 def _side(number: int, record: Record) -> Side:
-    """Names of two runs may be equal, so members with weights are numbered here; those without are the same in both."""
+    """Members with weights get a numbered name, since two runs may use the same names; members without are identical in
+    both."""
     called = {member.name: f"{number}:{member.name}" if member.weights else member.name for member in record.members}
     members = {player: [called[name] for name in names] for player, names in record.payoffs.members.items()}
     weighty = [member.name for member in record.members if member.weights]
@@ -95,7 +99,8 @@ def _side(number: int, record: Record) -> Side:
 
 
 def _cells(ours: Side, theirs: Side, own: Player) -> list[Cell]:
-    """Line-ups by seat, where the first population is the player `own`: its members by rows, the other's by columns."""
+    """Returns the line-ups by seat with the first population as player `own`: its members by rows, the other's by
+    columns."""
     at = ours.seats.index(own)
     pairs = itertools.product(ours.members[own], theirs.members[ours.seats[1 - at]])
     return [(row, column) if at == 0 else (column, row) for row, column in pairs]

@@ -1,4 +1,5 @@
-"""Functions over arrays, compiled on first use and kept on the disk. The only place that knows the compiler."""
+"""Numba decorators for functions on arrays: compiled at the first call and cached on disk. Only this module imports
+numba."""
 
 from __future__ import annotations
 
@@ -7,6 +8,6 @@ try:
 except ImportError as error:
     raise ValueError(f"vectorised games need a compiler ({error}): pip install 'palestra[games]'") from error
 
-# Divisions are those of IEEE 754 (no exception), sums keep their order: the same bits on every machine of a kind.
+# IEEE 754 division without exceptions and sums in source order: bit-identical results on machines of one architecture.
 kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
 inline = numba.njit(cache=True, nogil=True, error_model="numpy", inline="always")

@@ -1,8 +1,7 @@
-"""YAML in, checked models out, and messages a user can act on when something is wrong.
+"""Reads, overrides, validates and prints YAML configs, with error messages that name the path and the fix.
 
-Schemas stand beside the code they configure; this module only knows how to read, override, check and print a tree.
-YAML is read as version 1.2 has it: `1e-4` is a number; `on`, `no`, `1:30` and `2026-01-31` are text; a key
-stands once.
+Schemas stand beside the code they configure; this module handles trees and models in general. YAML is read as version
+1.2: `1e-4` is a number; `on`, `no`, `1:30` and `2026-01-31` are text; a repeated key is an error.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 Tree = dict[str, Any]
-Loc = tuple[int | str, ...]  # where pydantic found an error: field names, keys, indices and union tags
+Loc = tuple[int | str, ...]  # location of a pydantic error: field names, keys, indices and union tags
 
 
-LISTED = 20  # faults of a config, at most
-LONGEST_NAME = 100  # characters
+LISTED = 20  # errors in one message
+LONGEST_NAME = 100  # characters of a run's or policy's name
 LONGEST = 1_000_000  # characters of a config
-DEEPEST = 64  # levels of a config
-MOST = 20_000  # values of a config
+DEEPEST = 64  # levels of nesting
+MOST = 20_000  # values, with aliases followed
 TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map"))
 
 
 class Strict(BaseModel):
-    """The base of every config model: frozen, and a key it does not know is an error."""
+    """Base of every config model: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         validate_default=True,
-        protected_namespaces=(),  # `model_path` is a fine name for a setting
-        allow_inf_nan=False,  # a setting is a number, or null
+        protected_namespaces=(),  # allows names such as `model_path`
+        allow_inf_nan=False,
     )
 
 
@@ -45,7 +44,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def folder_name(name: str) -> str:
-    """`name`, which becomes that of a folder. Raises ValueError where it cannot."""
+    """Returns `name` unchanged. Raises ValueError if it cannot be the name of a folder."""
     if not name or len(name) > LONGEST_NAME or not name.isprintable() or "/" in name or name.startswith("."):
         raise ValueError(
             f"{_short(name)} cannot be the name of a run: use a plain folder name, without / and control characters, "
@@ -55,8 +54,11 @@ def folder_name(name: str) -> str:
 
 
 def policy_names(names: Iterable[str], *taken: str) -> None:
-    """Raises ValueError where a policy has a name that cannot be a folder, a line of logs and a part of RUN:NAME and
-    NAME@VERSION, or one of those `taken`."""
+    """Checks the names of policies.
+
+    Raises ValueError if a name cannot be a folder, a log entry and a part of RUN:NAME and NAME@VERSION, or is one of
+    the reserved names `taken`.
+    """
     for name in names:
         if len(name) > LONGEST_NAME or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in taken:
             raise ValueError(
@@ -69,7 +71,8 @@ RunName = Annotated[str, AfterValidator(folder_name)]
 
 
 def load(path: str | Path) -> Tree:
-    """The tree of a YAML file; {} for an empty one. Raises ValueError with file and line where it is not one."""
+    """Returns the tree of a YAML file; {} if it is empty. Raises ValueError with file and line if it cannot be read as
+    a config."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -81,8 +84,11 @@ def load(path: str | Path) -> Tree:
 
 
 def parse(text: str, source: str = "config") -> Tree:
-    """The tree of YAML text: mappings, lists, text, numbers, truth values and nulls. Raises ValueError that names
-    `source` and the line; one that is too long, deep or repetitive (`LONGEST`, `DEEPEST`, `MOST`) is refused early."""
+    """Returns the tree of YAML text: mappings, lists, strings, numbers, booleans and nulls.
+
+    Raises ValueError with `source` and line if the text is not valid, or exceeds the limits `LONGEST`, `DEEPEST` and
+    `MOST`.
+    """
     try:
         tree = _read(text)
     except yaml.YAMLError as error:
@@ -97,10 +103,10 @@ def parse(text: str, source: str = "config") -> Tree:
 
 
 def override(tree: Tree, settings: Iterable[str]) -> Tree:
-    """A copy of `tree` with settings such as "algorithm.clip=0.3" applied in order; values are YAML.
+    """Returns a copy of `tree` with settings such as "algorithm.clip=0.3" applied in order. Values are YAML.
 
-    Mappings missing on the way are made: `validate` finds the misspelt ones. Raises ValueError where a setting has no
-    `=`, where its value is not YAML, or where its path runs through something that is not a mapping.
+    Missing mappings on the path are created; `validate` then reports misspelt ones. Raises ValueError if a setting has
+    no `=`, its value is not YAML, or its path leads through something that is not a mapping.
     """
     tree = _copy(tree)
     for setting in settings:
@@ -113,8 +119,10 @@ def override(tree: Tree, settings: Iterable[str]) -> Tree:
 
 
 def validate(model: type[M], tree: Tree) -> M:
-    """`tree` as an instance of `model`. Raises one ValueError that lists every fault with its path and, for an unknown
-    key or type, the nearest spelling."""
+    """Returns `tree` as an instance of `model`.
+
+    Raises one ValueError that lists every error with its path and, for an unknown key or type, the nearest spelling.
+    """
     try:
         return model.model_validate(tree)
     except ValidationError as error:
@@ -128,13 +136,14 @@ def validate(model: type[M], tree: Tree) -> M:
 
 
 def dump(config: BaseModel) -> str:
-    """The resolved tree as YAML, defaults written out; `validate(type(config), parse(dump(config)))` gives it back."""
+    """Returns the resolved config as YAML, defaults included. `validate(type(config), parse(dump(config)))` restores
+    it."""
     tree = config.model_dump(mode="json")
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _read(text: str) -> Any:
-    """The data that YAML text holds. Raises YAMLError or ValueError where it is not plain data of a bounded size."""
+    """Returns the data in YAML text. Raises YAMLError or ValueError if it is not plain data of a bounded size."""
     if len(text) > LONGEST:
         raise ValueError(f"a config has at most {LONGEST:,} characters, and this one {len(text):,}")
     _check_events(text)
@@ -144,7 +153,7 @@ def _read(text: str) -> Any:
 
 
 def _check_events(text: str) -> None:
-    """Raises YAMLError for nesting too deep to be composed, and for tags other than those of plain data."""
+    """Raises YAMLError for nesting too deep to compose, and for tags other than those of plain data."""
     depth = 0
     for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -160,7 +169,7 @@ def _marked(problem: str, mark: Any) -> yaml.MarkedYAMLError:
 
 
 def _check_data(value: Any) -> None:
-    """Raises ValueError for data that contains itself, grows too large by its aliases, or cannot be written as text."""
+    """Raises ValueError for data that contains itself, grows too large through aliases, or cannot be encoded."""
     waiting, seen = [(value, 0)], 0
     while waiting:
         part, depth = waiting.pop()
@@ -225,7 +234,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole)
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes exactly what `_Loader` would otherwise read as something else."""
+    """SafeDumper that quotes exactly the text that `_Loader` would read as something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -240,7 +249,7 @@ for _class in (_Loader, _Dumper):
         first: [(tag, regexp) for tag, regexp in pairs if tag.endswith((":null", ":merge"))]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    # PyYAML asks the resolvers of a first letter in order: integers stand first and win over floats.
+    # PyYAML tries the resolvers of a first letter in order: integers come first and win over floats.
     _class.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
     _class.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
@@ -283,7 +292,7 @@ def _place(tree: Tree, keys: Sequence[str], value: Any, setting: str) -> None:
 
 
 def _fault(model: type[BaseModel], error: Any) -> str:
-    """One line for one pydantic error."""
+    """Formats one pydantic error as one line."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         path, owner = _resolve(model, error["loc"][:-1])
@@ -324,7 +333,7 @@ def _shown(value: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """`text` quoted, its middle left out where it is long."""
+    """Returns `text` quoted and, if it is long, with its middle left out."""
     return repr(text if len(text) <= 80 else f"{text[:40]}...{text[-20:]}")
 
 
@@ -333,9 +342,9 @@ def _join(path: str, key: str) -> str:
 
 
 def _resolve(annotation: Any, loc: Loc) -> tuple[str, Any]:
-    """The path as the user wrote it, and the annotation that stands there.
+    """Returns the path as the user wrote it, and the annotation found there.
 
-    pydantic puts the tag of a union into the location; the walk along the annotations tells a tag from a key.
+    pydantic puts the tag of a union into the location; walking along the annotations distinguishes a tag from a key.
     """
     annotation = _unwrap(annotation)
     if not loc:
@@ -350,7 +359,7 @@ def _resolve(annotation: Any, loc: Loc) -> tuple[str, Any]:
 
 
 def _unwrap(annotation: Any) -> Any:
-    """Without Annotated, and without the None of an optional."""
+    """Strips Annotated, and the None of an optional."""
     if get_origin(annotation) is Annotated:
         return _unwrap(get_args(annotation)[0])
     options = _options(annotation)
@@ -367,7 +376,7 @@ def _variants(annotation: Any) -> list[Any]:
 
 
 def _tags(variant: Any) -> set[str]:
-    """What pydantic may call this variant in a location: a literal of one of its fields, or its type's name."""
+    """Names that pydantic may use for this variant in a location: the literals of its fields, or its type's name."""
     names = {getattr(variant, "__name__", str(variant))}
     for field in _fields(variant).values():
         if get_origin(field.annotation) is Literal:
@@ -376,7 +385,7 @@ def _tags(variant: Any) -> set[str]:
 
 
 def _child(annotation: Any, key: int | str) -> Any:
-    """The annotation of a model's field, of a mapping's values or of a list's items; Any where it is none of these."""
+    """Annotation of a model's field, of a mapping's values or of a list's items; Any if it is none of these."""
     if key in _fields(annotation):
         return _fields(annotation)[str(key)].annotation
     arguments = get_args(annotation)
@@ -393,7 +402,7 @@ def _keys(annotation: Any) -> list[str]:
 
 
 def kinds(model: type[BaseModel], field: str) -> list[str]:
-    """What `type:` may say in a field that holds one of several kinds of config, or a mapping of names to them."""
+    """Values that `type:` may take in a field that holds one of several config types, or a mapping of names to them."""
     waiting, found = [model.model_fields[field].annotation], list[str]()
     while waiting:
         part = waiting.pop(0)

@@ -1,4 +1,4 @@
-"""Games among the members of a population's run that training did not have played."""
+"""Plays games between members of a population that training left out of the payoff table."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from palestra.populations.tasks import Task, done_by
 from palestra.runs import Run, read_lines
 from palestra.setup_population import PopulationConfig, build_population
 
-CELLS = 16  # of a task
+CELLS = 16  # payoff cells per task
 
 
 def play_missing(
     path: Path, games: int, settings: list[str] | None = None, told: Callable[[int, int], None] = lambda done, of: None
 ) -> int:
-    """Has every cell of the payoff table played until it is of `games` games, by the workers of the run's config; how
-    many cells that were.
+    """Plays every cell of the payoff table up to `games` games, on the workers of the run's config; returns the number
+    of cells played.
 
-    Lines go to crossplay.jsonl in the run, on the disk as they come, and a second call goes on from there. `settings`
-    change the config: `["backend.type=inline"]`; `told` hears how many tasks of how many are done. Raises ValueError
-    where the run is no population's, or is being written.
+    Results are appended to crossplay.jsonl in the run as they arrive; a second call continues from there. `settings`
+    override the config: `["backend.type=inline"]`. `told` is called with (done, total) tasks. Raises ValueError if the
+    run trains no population or is being written.
     """
     config = validate(PopulationConfig, override(load(path / "config.yaml"), settings or []))
     with Run.open(path) as run:
@@ -44,8 +44,8 @@ def play_missing(
 
 
 def _missing(record: Record, games: int) -> list[Task]:
-    """Tasks of the cells that have fewer games, by how many they lack. What was drawn before is not drawn again: the
-    names, from which randomness follows, count the lines there are."""
+    """Returns tasks for the cells with fewer than `games` games, grouped by the number missing. Task names determine
+    the seeds and count the existing lines, so that no game is drawn twice."""
     files = {member.name for member in record.members if member.weights}
     lacking: dict[int, list[list[str]]] = {}
     for members in record.payoffs.lacking(games):

@@ -1,4 +1,5 @@
-"""The loop for vectorised games: sweep, credit, learn, keep. It knows no env and no algorithm by name."""
+"""Training loop for vectorised envs: collect a rollout, update, log, checkpoint. It depends on no env and no algorithm
+by name."""
 
 from __future__ import annotations
 
@@ -23,22 +24,42 @@ from palestra.types import TEAM, Batch, Metrics, Seat
 
 
 class GamesLearner(Protocol):
-    """All policies of a run that learn, and what teaches them."""
+    """All trained policies of a run and their update rule."""
 
     @property
-    def names(self) -> Sequence[str]: ...
-    def players(self, progress: float) -> Sequence[Player]: ...
-    def greedy(self) -> Sequence[Player]: ...
-    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]: ...
-    def members(self) -> dict[str, Callable[[Path], None]]: ...
-    def write(self, folder: Path) -> None: ...
-    def read(self, folder: Path) -> None: ...
+    def names(self) -> Sequence[str]:
+        """Names of the policies."""
+        ...
+
+    def players(self, progress: float) -> Sequence[Player]:
+        """Players for training rollouts; `progress` is the elapsed share of the run, from 0 to 1."""
+        ...
+
+    def greedy(self) -> Sequence[Player]:
+        """Players for evaluation, which act greedily."""
+        ...
+
+    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
+        """Trains on one rollout. Returns metrics by policy. Raises FloatingPointError if a loss is not finite."""
+        ...
+
+    def members(self) -> dict[str, Callable[[Path], None]]:
+        """Functions that write each policy's acting weights to a folder, by name."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Writes the training state."""
+        ...
+
+    def read(self, folder: Path) -> None:
+        """Restores the training state."""
+        ...
 
 
 @dataclass
 class GamesExam:
-    """Held-out games: `episodes` of them, played at best by the learner's policies and by whom `others` names, after
-    every `every` steps (0: only before and after)."""
+    """A held-out evaluation of `episodes` episodes in `env`, after every `every` steps (0: only before and after
+    training). `players` returns players for all seats."""
 
     name: str
     env: VectorEnv
@@ -47,19 +68,23 @@ class GamesExam:
     every: int = 0
 
     def due(self, step: int, steps: int) -> bool:
+        """True before the first step (`step` = -1), after the last, and after every `every` steps in between."""
         return step + 1 in (0, steps) or (self.every > 0 and (step + 1) % self.every == 0)
 
 
 def just(thing: Any) -> list[Any]:
-    """Every process's `thing`, where there is one process."""
+    """All-gather for a single process: a list with `thing` alone."""
     return [thing]
 
 
 @dataclass
 class Drill:
-    """Everything a run consists of. A step is one sweep of `horizon` moves in all games, and what is learned from it;
-    the log has a line for every `log_every` steps. `others` play the seats that do not learn. Of several `processes`
-    this is number `rank`; `gather` gives each the things of all."""
+    """Everything a run consists of.
+
+    A step is one rollout of `horizon` joint steps in every env copy, and one update on it. Metrics are logged every
+    `log_every` steps. `others` play the seats that are not trained. This is process `rank` of `processes`; `gather`
+    all-gathers one object per process.
+    """
 
     sweeper: Sweeper | Actors
     learner: GamesLearner
@@ -78,21 +103,23 @@ class Drill:
 
     @property
     def names(self) -> list[str]:
-        """The policies that learn."""
+        """Names of the policies that are trained."""
         return list(self.learner.names)
 
     @property
     def games(self) -> int:
+        """Number of env copies in this process."""
         return self.sweeper.env.games
 
     def seeds(self, *key: object) -> np.ndarray:
-        """Seeds of games that no exam has: those of exams are below 2**32."""
+        """Seeds of this process's env copies, int64 [B], derived from `key`. They are at least 2**33; evaluations use
+        seeds below 2**32."""
         first = derive(self.seed, "games", self.rank, *key) >> 1 | 1 << 33
         return first + np.arange(self.games)
 
 
 class Record(Protocol):
-    """What the loop needs of a run."""
+    """The part of a run that the loop writes to."""
 
     next_step: int
 
@@ -109,11 +136,11 @@ class Record(Protocol):
 
 
 def drill(setup: Drill, run: Record, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
-    """Sweep, credit, learn, keep; from `run.next_step` on. True when all steps are done, False when `stop` said so (the
-    run then has a checkpoint).
+    """Runs the loop from `run.next_step` on. `stop` is called after each logged step and requests an early end.
 
-    Raises RunFailed where an env fails, where a reward is no finite number, and where a loss is none any more, naming
-    step, policy, seats and the last checkpoint.
+    Returns True if all steps are done, False if `stop` returned True; the run then has a checkpoint. Raises RunFailed
+    if an env fails, a reward is not finite, or a loss is not finite; the message names step, policy, seats and the last
+    checkpoint.
     """
     watcher = watcher or Watcher()
     if run.next_step == 0:
@@ -149,7 +176,7 @@ def drill(setup: Drill, run: Record, watcher: Watcher | None = None, stop: Calla
 
 
 def log(setup: Drill, run: Record, step: int, tally: Tally, clock: Clock) -> Metrics:
-    """Writes a line for each policy and one for all together, which it returns."""
+    """Writes metrics of each policy and of all together to the run. Returns the latter."""
     lines = Tally.merged(setup.gather(tally)).lines()
     env_steps = float((step + 1) * setup.horizon * setup.games * setup.processes)
     for name, line in lines.items():
@@ -160,7 +187,7 @@ def log(setup: Drill, run: Record, step: int, tally: Tally, clock: Clock) -> Met
 
 
 def examine(setup: Drill, run: Record, step: int, watcher: Watcher) -> None:
-    """Plays the exams that are due after `step` and notes their figures in the run."""
+    """Plays the evaluations that are due after `step` and writes their metrics to the run."""
     for exam in setup.exams:
         if exam.due(step, setup.steps):
             figures = play_exam(exam.env, exam.players(), exam.episodes, derive(setup.seed, "exam", exam.name))
@@ -169,7 +196,11 @@ def examine(setup: Drill, run: Record, step: int, watcher: Watcher) -> None:
 
 
 def play_exam(env: VectorEnv, players: Sequence[Player], episodes: int, seed: int) -> dict[str, Any]:
-    """Figures of `episodes` games from seeds 0 on: the first so many of each place, so that long ones count as much."""
+    """Plays evaluation episodes, with seeds from 0 on, and returns their metrics.
+
+    Counts the same number of first episodes of every env copy, `episodes` in all. Counting the first episodes to end
+    instead would favour short ones.
+    """
     sweeper = Sweeper(env, np.arange(env.games))
     tally: list[Games] = []
     each = -(-episodes // env.games)
@@ -193,8 +224,11 @@ def _diverged(setup: Drill, run: Record, step: int, batch: Batch, error: Floatin
 
 
 def save(setup: Drill, run: Record, step: int, *, keep: bool) -> None:
-    """A checkpoint after `step`: a folder for each policy that learned, and one for what training goes on from. Games
-    of an env that cannot be saved begin anew, here as after a resume."""
+    """Writes a checkpoint after `step`: a folder per trained policy, and one per process with the training state.
+
+    If the env cannot save its state, its episodes start over both here and after a resume, so that both continue
+    equally.
+    """
     games = setup.sweeper.save()
     if games is None:
         setup.sweeper.restart(setup.seeds(step))
@@ -213,7 +247,10 @@ def save(setup: Drill, run: Record, step: int, *, keep: bool) -> None:
 
 
 def restore(setup: Drill, run: Record) -> int:
-    """Takes the run back to its newest checkpoint, learner and games with it; returns the step to go on with."""
+    """Restores the run, learner and env state from the newest intact checkpoint. Returns the next step to train.
+
+    Raises ValueError if the run has checkpoints and none can be loaded.
+    """
     checkpoint = run.resume()
     run.next_step, checkpoint = setup.gather((run.next_step, checkpoint))[0]
     if checkpoint:
@@ -223,7 +260,7 @@ def restore(setup: Drill, run: Record) -> int:
 
 
 def _load(setup: Drill, folder: Path, step: int) -> None:
-    """Learner and games as they were after `step`."""
+    """Restores learner and env state as they were after `step`."""
     setup.learner.read(folder)
     if (folder / "games.safetensors").exists():
         saved = read_arrays(folder / "games.safetensors")

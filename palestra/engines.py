@@ -1,4 +1,4 @@
-"""Resident bases, and what speaks and learns on them: in this process, or where it asks others to sample."""
+"""Loads each base model once, and builds learners, frozen policies and samplers on it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 
 class Engines:
-    """Resident bases by name and type, each loaded once however many policies share it. With `sampler` adapters and
-    bare bases are sampled elsewhere."""
+    """Loaded base models by name and dtype, each loaded once and shared by the policies that use it.
+
+    With `sampler`, adapters and bare bases are sampled by other processes or servers. `max_rows` is the maximum number
+    of rows of a sampler per client; `sharded` shards the models over `ranks` (FSDP2).
+    """
 
     def __init__(
         self,
@@ -43,32 +46,34 @@ class Engines:
         self._samplers: list[Samples] = []
 
     def shared(self, config: SpeechConfig) -> tuple[Engine, Samples]:
+        """Returns the shared engine and sampler of the base, dtype and sampling that `config` asks for; loads them on
+        first use."""
         key = (config.base, config.dtype)
         if key not in self._shared:
             self._shared[key] = self._apart(config) if self.elsewhere else self.own(config)
         return self._shared[key]
 
     def own(self, config: SpeechConfig) -> tuple[Engine, Samples]:
-        """A base of one's own, sampled here."""
+        """Loads a separate copy of the base, sampled in this process."""
         engine = self._loaded(config)
         self._samplers.append(Sampler(engine, max_rows=self.max_rows))
         return engine, self._samplers[-1]
 
     def _apart(self, config: SpeechConfig) -> tuple[Engine, Samples]:
-        """A base to train on here, and where it is sampled."""
+        """Loads a base to train in this process, sampled by remote samplers."""
         assert self.elsewhere is not None
         opening = self.elsewhere.open(config.base, dtype=config.dtype, device=self.device, max_rows=self.max_rows)
-        engine = self._loaded(config)  # meanwhile processes start
+        engine = self._loaded(config)  # sampler processes start at the same time
         self._samplers.append(opening.ready())
         return engine, self._samplers[-1]
 
     def _loaded(self, config: SpeechConfig) -> Engine:
-        """A base; one to train whole (a full policy's) in the type that its weights are kept in."""
+        """Loads a base. For a full policy, which trains all weights, in the dtype in which the weights are stored."""
         device = device_name(self.device)
         train, dtype = isinstance(config, FullPolicyConfig), config.dtype
         if dtype == "auto":
             dtype = "float32" if train or device == "cpu" else "bfloat16"
-        # parted on the way to the device, which need not hold the whole
+        # sharded on the way to the device, which need not have room for the whole model
         engine = Engine.load(config.base, device="cpu" if self.sharded else device, dtype=dtype)
         mixed = mixed_type(config, device) if isinstance(config, FullPolicyConfig) else None
         if self.sharded:
@@ -80,18 +85,20 @@ class Engines:
 
     @contextlib.contextmanager
     def playing(self) -> Iterator[None]:
-        """Around a rollout."""
+        """Context of a rollout: gathers and casts the weights of all loaded engines once (see `Engine.playing`)."""
         with contextlib.ExitStack() as stack:
             for engine in self.loaded:
                 stack.enter_context(engine.playing())
             yield
 
     def check(self, loss: Callable, options: Mapping[str, Any], policies: Mapping[str, Any]) -> None:
-        """Any loss and policy can be trained here; on a server not all."""
+        """Accepts every loss and policy: local engines can train all of them, servers only some."""
 
     def learner(
         self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
     ) -> LanguageLearner:
+        """Returns a new learner for policy `name`. Raises ValueError for a full model with remote samplers: only
+        adapters are sent to them."""
         full = isinstance(config, FullPolicyConfig)
         if full and self.elsewhere:
             raise ValueError(
@@ -104,7 +111,7 @@ class Engines:
         return LanguageLearner(name, config, weights, sampler, engine.tokenizer)
 
     def frozen(self, name: str, config: FrozenConfig) -> LanguagePolicy:
-        """The bare base, or what was saved at `config.path`."""
+        """Returns a policy that does not learn: the bare base, or the adapter or model saved at `config.path`."""
         folder = Path(config.path) if config.path else None
         adapter = None
         if folder and not (folder / "adapter_config.json").exists():
@@ -123,19 +130,24 @@ class Engines:
     def _agree(
         self, name: str, config: SpeechConfig, adapter: Adapter | None, engine: Engine, sampler: Samples
     ) -> None:
-        """A sampler elsewhere must find tokens as likely as the trainer here does."""
+        """Checks that a remote sampler and the local trainer compute the same log-probabilities."""
         if self.elsewhere:
             self.elsewhere.agree(name, adapter.config if adapter else None, config.sampling, engine, sampler)
 
     def forget(self) -> None:
-        """Empties the samplers' caches before each batch of play. What a step computes must not depend on the steps
-        before it: sums over kept keys and values may differ in their last bits from those a resumed run computes."""
+        """Clears the samplers' caches before each rollout. The result of a step must not depend on earlier steps: with
+        cached keys and values, sums may differ in their last bits from those that a resumed run computes."""
         for sampler in self._samplers:
             sampler.forget()
 
 
 def engines_of(config: Config) -> Engines | RemoteEngines:
-    """The server that `config.engine` names, or this process and those that torchrun started with it."""
+    """Returns a client of the server that `config.engine` names, or local engines for this process and its torchrun
+    ranks.
+
+    Raises ValueError if torchrun is combined with `engine`, `staleness` or `sampler`, or if the packages for a server
+    are missing.
+    """
     ranks = here()
     if ranks.size > 1 and (config.engine or config.staleness or config.sampler):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Episodes as Parquet: one row per (episode, node, seat), so that any tool can ask about them, and back without loss.
+"""Episodes as Parquet files: one row per (episode, node, seat), readable by any tool and restored without loss.
 
-A row holds what one seat saw and answered in one joint step. A seat that only received something in that step (a reward
-at the end of a turn-based game) has a row without an answer; a failed episode without nodes has one row without a node.
-Siblings may share an answer: their rows then have the same `draw`, and the answer is one object again when read.
-Arrays in observations and info come back as lists, tuples too: they are kept as JSON.
+A row holds what one seat observed and answered in one joint step. A seat that only received something in that step (a
+reward at the end of a turn-based game) has a row without an answer; a failed episode without nodes has one row without
+a node. Siblings may share an answer: their rows have the same `draw`, and reading them restores one shared object.
+Arrays in observations and info are stored as JSON and come back as lists, as do tuples.
 """
 
 from __future__ import annotations
@@ -46,26 +46,29 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
         ("temperature", pa.float64()),
-        ("reward", pa.float64()),  # local
+        ("reward", pa.float64()),  # of the seat
         ("team_reward", pa.float64()),
         ("advantage", pa.float64()),
-        ("success", pa.bool_()),  # of the node's info, for queries; `info` has the whole
+        ("success", pa.bool_()),  # copied from `info`, for queries
         ("invalid", pa.bool_()),
         ("info", pa.string()),  # JSON
-        ("draw", pa.int32()),  # which of the seat's answers to this observation
+        ("draw", pa.int32()),  # index among the seat's answers to this observation
     ]
 )
-MAY_LACK = ("draw", "traceback")  # columns a file may lack: no siblings share an answer, no traceback is known
+MAY_LACK = ("draw", "traceback")  # optional columns
 
 
 def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
-    """The rows of `SCHEMA` for the episodes of one training step, numbered from `first` on."""
+    """Returns the rows of `SCHEMA` for the episodes of one training step, numbered from `first` on.
+
+    Raises ValueError if an observation or info holds a value that cannot be stored as JSON.
+    """
     rows = [{"step": step, "episode": i} | row for i, episode in enumerate(episodes, first) for row in _rows(episode)]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
 def read_episodes(path: str | Path) -> pa.Table:
-    """The table of an episode file, for queries. Raises ValueError where the file is not one."""
+    """Returns the table of an episode file, for queries. Raises ValueError if the file is not one."""
     try:
         table = pq.read_table(path, page_checksum_verification=True)
     except (OSError, pa.ArrowInvalid) as error:
@@ -80,7 +83,8 @@ def read_episodes(path: str | Path) -> pa.Table:
 
 
 def load_episodes(path: str | Path) -> list[Episode]:
-    """The episodes as they were written, trees and arrays included."""
+    """Returns the episodes of a file as they were written: trees, and token arrays (`prompt_ids`, `token_ids` int32,
+    `logprobs` float32, 1-D). Raises ValueError if the file is not one."""
     episodes: dict[int, Episode] = {}
     shared: dict[tuple[int, int | None, Seat, int], Answer] = {}
     for row in _unpacked(read_episodes(path)):
@@ -110,7 +114,8 @@ def _rows(episode: Episode) -> Iterator[dict[str, Any]]:
 
 
 def _draws(episode: Episode) -> dict[tuple[int, Seat | None], int]:
-    """By node and seat, which of the seat's answers to this observation it is: siblings of one number share it."""
+    """Returns, by node id and seat, the index of the answer among the seat's distinct answers to this observation.
+    Siblings with the same index share an answer object."""
     seen: dict[tuple[int | None, Seat], dict[int, int]] = {}
     found: dict[tuple[int, Seat | None], int] = {}
     for node in episode.nodes:
@@ -179,7 +184,7 @@ def _plain(value: Any) -> Any:
 
 
 def _unpacked(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows as mappings; token columns as arrays, never as Python lists of numbers."""
+    """Yields the rows as dicts. Token columns are NumPy arrays, never lists of numbers."""
     table = table.combine_chunks()
     columns = {name: _column(table.column(name)) for name in table.column_names}
     for values in zip(*columns.values(), strict=True):
@@ -195,7 +200,7 @@ def _column(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _seen(text: str) -> Any:
-    """An observation that is no plain text; conversations are themselves again."""
+    """Restores an observation that is not plain text; conversations become `Chat` objects again."""
     found = json.loads(text)
     if isinstance(found, dict) and found.keys() == {"messages", "tools"}:
         return Chat(tuple(found["messages"]), tuple(found["tools"]))
@@ -203,7 +208,7 @@ def _seen(text: str) -> Any:
 
 
 def _add(episode: Episode, row: dict[str, Any]) -> Node:
-    """Write one row into the tree; the first row of a node makes it. Returns the node."""
+    """Adds one row to the tree, and creates its node if the row is the node's first. Returns the node."""
     if not episode.nodes or episode.nodes[-1].id != row["node"]:
         fields = {name: row[name] for name in ("parent", "depth", "team_reward", "chosen", "over", "truncated")}
         episode.nodes.append(Node(row["node"], observations={}, answers={}, info=json.loads(row["info"]), **fields))

@@ -1,4 +1,4 @@
-"""Evaluation of what a run trained: its members in any seats, swapped, or beside others."""
+"""Evaluation of trained text policies: in any seats, swapped, or together with other policies."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from palestra.setup import exam_env, make_arena, make_policy, seat_map
 from palestra.train import evaluate
 from palestra.types import Episode, Seat
 
-BARE: dict[str, Any] = {"policies": {"default": {"type": "frozen"}}}  # a config for an env alone: the base plays
+BARE: dict[str, Any] = {"policies": {"default": {"type": "frozen"}}}  # config for an env without a run: the base plays
 MOST_WAYS = 256
 FREE: dict[str, Callable[[], Policy]] = {"expert": ExpertPolicy, "random": RandomPolicy, "human": HumanPolicy}
 
 
 class Scored(NamedTuple):
-    """Who sat where, what came of it in figures, and the episodes."""
+    """Result of an evaluation: the policy at each seat, the metrics, and the episodes."""
 
     seats: dict[Seat, str]
     figures: dict[str, Any]
@@ -41,7 +41,8 @@ class Scored(NamedTuple):
 
 
 class Table(NamedTuple):
-    """An arena, and how to seat its players: `names` says who sits where, `policy` finds a policy by name."""
+    """An episode runner and its seat assignment: `names` maps seats to policy names, `policy` returns a policy by
+    name."""
 
     arena: Arena
     names: dict[Seat, str]
@@ -49,6 +50,7 @@ class Table(NamedTuple):
 
     @property
     def team(self) -> dict[Seat, Policy]:
+        """The policy at each seat; loads those not yet loaded."""
         return {seat: self.policy(name) for seat, name in self.names.items()}
 
 
@@ -62,11 +64,11 @@ def set_table(
     step: int | None = None,
     here: bool = False,
 ) -> Table:
-    """A table in a run's env, or a config's, with that env's instances of `split` unless `env` says otherwise.
+    """Returns an evaluation setup in the env of a run or config, on instances of `split` unless `env` names another.
 
     `path` is a run, a config, a member as RUN:NAME, which then plays every seat not named in `seats`, or an env's name,
-    where the shipped base plays. See `member` for who can sit at `seats`. `here` samples in this process, whatever the
-    config says of samplers.
+    played by the shipped base. See `member` for the names allowed in `seats`. `here` samples in this process, whatever
+    sampler the config names. Raises ValueError for an unknown path, seat or checkpoint.
     """
     run, _, everywhere = str(path).rpartition(":")
     known = not path.exists() and str(path) in known_envs()
@@ -85,7 +87,7 @@ def set_table(
 
 
 def _seated(config: Config, env: dict[str, Any]) -> dict[Seat, str]:
-    """The entries of `seats` that are of this env, where the config has several."""
+    """Returns the entries of `seats` that this env has, if the config has several envs."""
     own = make_env(**env).seats
     return {seat: name for seat, name in config.seats.items() if seat in own or not config.envs}
 
@@ -108,7 +110,8 @@ async def evaluate_run(
     seed: int,
     here: bool = False,
 ) -> Scored:
-    """`episodes` held-out episodes; see `set_table`."""
+    """Plays `episodes` held-out episodes and returns the result; `swap` exchanges the policies of the two seats. Raises
+    ValueError as `set_table` and `swapped` do."""
     table = set_table(path, env, seats, sampling=sampling, step=step, here=here)
     names = swapped(table.names) if swap else table.names
     return await _scored(table._replace(names=names), episodes, seed)
@@ -125,9 +128,9 @@ async def cross_play(
     seed: int,
     here: bool = False,
 ) -> list[Scored]:
-    """Every way to seat `members` (of a run: its own policies, where none are named), each on the same instances.
+    """Evaluates every assignment of `members` (default: the run's own policies) to seats, all on the same instances.
 
-    Raises ValueError where there are more than 256 ways.
+    Raises ValueError if there are more than 256 assignments.
     """
     table = set_table(path, env, {}, sampling=sampling, step=step, here=here)
     members = list(dict.fromkeys(members or table.names.values()))
@@ -149,7 +152,8 @@ def take_seat(
     sampling: dict[str, Any],
     step: int | None,
 ) -> tuple[Table, Seat]:
-    """A table with a person at seat `mine` (None: the first), and which seat that is."""
+    """Returns a setup with a person at seat `mine` (None: the first), and that seat. Raises ValueError if there is no
+    such seat."""
     table = set_table(path, env, seats, sampling=sampling, step=step, here=True)
     mine = mine or next(iter(table.names))
     if mine not in table.names:
@@ -158,13 +162,13 @@ def take_seat(
 
 
 async def play_one(table: Table, mine: Seat, seed: int, ask: Ask = at_terminal) -> Episode:
-    """One episode of instance `seed`; the person at seat `mine` is asked by `ask`."""
+    """Plays one episode of instance `seed`; `ask` gets the person's answers at seat `mine`."""
     team = table.team | {mine: HumanPolicy(ask)}
     return await table.arena.play(Match(seed, team, derive(seed, "play")), Branching())
 
 
 def only_person(table: Table, mine: Seat) -> dict[Seat, str]:
-    """The names of those who sit there, all of them loaded. Raises ValueError where a person sits beside `mine`."""
+    """Loads all policies and returns their names by seat. Raises ValueError if a person plays any seat but `mine`."""
     team = table.team
     if others := [seat for seat, policy in team.items() if isinstance(policy, HumanPolicy) and seat != mine]:
         raise ValueError(f"a page is one person's, who plays {mine}: seat {others[0]} by another, with --seats")
@@ -178,7 +182,7 @@ async def _scored(table: Table, episodes: int, seed: int) -> Scored:
 
 
 def swapped(names: dict[Seat, str]) -> dict[Seat, str]:
-    """Two seats with each other's policies."""
+    """Returns the assignment with the policies of two seats exchanged. Raises ValueError unless there are two seats."""
     if len(names) != 2:
         raise ValueError(f"--swap is for two seats; this env has {len(names)}: name them with --seats")
     (a, first), (b, second) = names.items()
@@ -186,8 +190,8 @@ def swapped(names: dict[Seat, str]) -> dict[Seat, str]:
 
 
 def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """The newest checkpoint of a run, or the one after `step` steps. Raises ValueError where there is none, or where
-    it is not as it was written."""
+    """Returns the newest checkpoint of a run, or the one after `step` steps. Raises ValueError if there is none or its
+    files are damaged."""
     found = checkpoints(path)
     if step is not None:
         found = [c for c in found if c.step + 1 == step]
@@ -200,8 +204,9 @@ def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
 def member(
     name: str, config: Config, checkpoint: Checkpoint | None, engines: Engines, sampling: dict[str, Any]
 ) -> Policy:
-    """A policy by name: one of the run's, "base" (the bare base of the first policy), "RUN:NAME" of another run,
-    "expert", "random", "human", or an endpoint as URL#MODEL (its key is read from OPENAI_API_KEY)."""
+    """Returns a policy by name: one of the run's, "base" (the untrained base of the first policy), "RUN:NAME" of
+    another run, "expert", "random", "human", or an endpoint as URL#MODEL (its key is read from OPENAI_API_KEY). Raises
+    ValueError for an unknown name."""
     if name.startswith(("http://", "https://")):
         url, _, model = name.partition("#")
         key_env = "OPENAI_API_KEY" if "OPENAI_API_KEY" in os.environ else None
@@ -238,7 +243,7 @@ def member(
 
 
 def _frozen(config: Any, path: str | None, sampling: dict[str, Any]) -> FrozenConfig:
-    """The speech settings of `config` for a policy that does not learn."""
+    """Returns the settings of `config` for a policy that is not trained."""
     shared = {key: getattr(config, key) for key in FrozenConfig.model_fields if key not in ("type", "path")}
     changed = validate(Sampling, config.sampling.model_dump() | sampling)
     return FrozenConfig(**(shared | {"sampling": changed, "path": path}))

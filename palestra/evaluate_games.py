@@ -1,4 +1,4 @@
-"""Evaluation of what a run in a vectorised game trained: its policies in any seats, swapped, or against others."""
+"""Evaluation of policies trained in vectorised games: in any seats, swapped, or against others."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from palestra.runs import Checkpoint
 from palestra.setup_games import GamesConfig, Script, fixed, make_games, member_folder, own_names
 from palestra.types import Seat
 
-MOST = 256  # games at once
+MOST = 256  # parallel games
 
 
 def collect(
     path: Path, out: Path, seats: dict[str, str], *, games: int, steps: int, best: bool, step: int | None, seed: int
 ) -> dict[Seat, str]:
-    """Records `steps` joint steps of every game, of the run's policies or of whom `seats` names, as demonstrations for
-    `bc` and `gail`; who sat where. The games are none that an exam plays."""
+    """Records `steps` joint steps of `games` parallel games as demonstrations for `bc` and `gail`; returns the policy
+    at each seat. Seeds differ from those of evaluations. See `evaluate_games` for `seats`, `best` and the errors."""
     env, players = seated(path, {}, seats, games=games, swap=False, best=best, step=step)
     record(env, players, steps, out, seed=derive(seed, "collect") >> 1 | 1 << 33)
     return named(env, players)
@@ -42,9 +42,10 @@ def evaluate_games(
     step: int | None,
     seed: int,
 ) -> tuple[dict[Seat, str], dict[str, Any]]:
-    """Who sat where, and the figures of `episodes` held-out games. `path` is a run, or RUN:NAME, which then plays every
-    seat; `seats` maps seats (`*` stands for any letters) to policies of the run, RUN:NAME, `random`, or `script:NAME`.
-    `best` plays likeliest actions, else policies draw theirs."""
+    """Plays `episodes` held-out games; returns the policy at each seat and the metrics. `path` is a run, or RUN:NAME,
+    which then plays every seat; `seats` maps seats (`*` matches any characters) to policies of the run, RUN:NAME,
+    `random`, or `script:NAME`. With `best`, policies take their most probable action instead of sampling. Raises
+    ValueError for an unknown seat, policy or checkpoint."""
     made, players = seated(path, env, seats, games=min(episodes, MOST), swap=swap, best=best, step=step)
     return named(made, players), play_exam(made, players, episodes, derive(seed, "eval"))
 
@@ -52,7 +53,7 @@ def evaluate_games(
 def seated(
     path: Path, env: dict[str, Any], seats: dict[str, str], *, games: int, swap: bool, best: bool, step: int | None
 ) -> tuple[VectorEnv, list[Player]]:
-    """The env and who plays each of its seats; see `evaluate_games`."""
+    """Returns the env and the player of each seat, in seat order; see `evaluate_games`."""
     run, _, everywhere = str(path).rpartition(":")
     path = Path(run) if run else path
     config = validate(GamesConfig, load(path / "config.yaml" if path.is_dir() else path))
@@ -72,14 +73,14 @@ def seated(
 
 
 def named(env: VectorEnv, players: list[Player]) -> dict[Seat, str]:
-    """Who sits where, with versions."""
+    """Returns the versioned policy name at each seat."""
     return {seat: player.names[0] for seat, player in zip(env.seats, players, strict=True)}
 
 
 def player_of(
     config: GamesConfig, checkpoint: Checkpoint | None, env: VectorEnv, seat: Seat, name: str, best: bool
 ) -> Player:
-    """The player called `name` at a seat."""
+    """Returns the player called `name` for a seat. Raises ValueError for an unknown name."""
     number = env.seats.index(seat)
     if name == "random":
         return Uniform(env, [number], f"random/{seat}")

@@ -1,4 +1,4 @@
-"""Files that survive a crash: whole or absent, on the disk when a call returns, written by one process at a time."""
+"""Crash-safe files: atomic writes, fsync, locks, checksums and JSON lines."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from typing import Any, BinaryIO
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-TEMPORARY = ".tmp-"  # the prefix of what is not finished; whoever finds one after a crash may remove it
-LONGEST_NAME = 255  # bytes, of one part of a path
+TEMPORARY = ".tmp-"  # prefix of unfinished files and folders; after a crash they can be removed
+LONGEST_NAME = 255  # bytes of one path component
 EDITED = "was the file edited? Bring it back from a copy, or remove that line"
-SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}$')  # at the end of a sealed line
+SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}$')  # end of a line with a checksum
 
 
 class Damaged(ValueError):
-    """Raised where files are not as they were written, or lead where they must not: a fault of the disk, of a copy, or
-    of who sent them, and not of what the user asked for."""
+    """Raised if files differ from what was written, or paths lead where they must not: a fault of the disk, of a copy
+    or of the sender, not of the user's input."""
 
 
 def atomic_write(path: str | Path, data: bytes) -> None:
-    """Write a file so that a reader, or a crash, sees the old bytes or the new ones and nothing between."""
+    """Writes a file so that a reader, or a crash, sees either the old bytes or the new ones. On disk on return."""
     path = Path(path)
     with open(_temporary(path), "wb") as file:
         file.write(data)
@@ -40,7 +40,7 @@ def atomic_write(path: str | Path, data: bytes) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """The path at which a file is written before its rename. A link that stands there is removed."""
+    """Returns the path at which a file is written before its rename. A symbolic link found there is removed."""
     temporary = path.with_name(TEMPORARY + path.name)
     if temporary.is_symlink():
         temporary.unlink()
@@ -49,7 +49,8 @@ def _temporary(path: Path) -> Path:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A place to write a file of any size, which becomes `path` once the block ends well, and else nothing."""
+    """Context that yields a temporary path for a file of any size. It replaces `path` if the block succeeds and is
+    deleted if not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
@@ -68,9 +69,11 @@ def atomic_folder(
     synced: bool = True,
     commit: Callable[[Path], None] = lambda folder: None,
 ) -> dict[str, int]:
-    """Let `write` fill a folder that appears at `path` once it is complete and, if `synced`, on the disk; sizes of its
-    files in bytes. A folder that stood there is replaced. `commit` is called with the folder as it is complete, just
-    before it gets its name."""
+    """Lets `write` fill a folder that appears at `path` once it is complete and, if `synced`, on disk.
+
+    An existing folder at `path` is replaced. `commit` is called with the complete folder just before its rename.
+    Returns the sizes of its files in bytes, by relative path.
+    """
     temporary = path.with_name(TEMPORARY + path.name)
     remove(temporary)
     temporary.mkdir(parents=True)
@@ -87,8 +90,8 @@ def atomic_folder(
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, if it is there; renamed first, so that half of it never passes for the whole. Of a link, the
-    link alone is removed, never what it leads to."""
+    """Removes a folder, file or symbolic link if it exists; of a link, never its target. A folder is renamed first, so
+    that a half-deleted one never passes for a complete one."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     elif folder.exists():
@@ -101,7 +104,7 @@ def remove(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put a file's bytes, or the names in a folder, on the disk."""
+    """Calls fsync on a file, or on a folder to persist the names in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -110,10 +113,11 @@ def sync(path: Path) -> None:
 
 
 def path_inside(root: str | Path, relative: str) -> Path:
-    """`root / relative`, where `relative` was read from data. Every such path goes through here before it is used.
+    """Returns `root / relative`, for a `relative` that was read from data. Every such path must be checked here before
+    use.
 
-    Raises Damaged for anything but names joined by "/" that stay inside `root`: an absolute path, "..", an empty
-    or overlong name, a NUL, a symbolic link on the way that leads out.
+    Raises Damaged unless it consists of names joined by "/" that stay inside `root`: not for an absolute path, "..", an
+    empty or too long name, a NUL, or a symbolic link that leads out.
     """
     names = relative.split("/") if isinstance(relative, str) else []
     path = Path(root, *names) if names and all(map(_plain_name, names)) else None
@@ -128,8 +132,11 @@ def _plain_name(name: str) -> bool:
 
 
 def check_folder(root: str | Path) -> None:
-    """Raises Damaged where a folder holds, at any depth, a symbolic link that leads out of it, or something that is
-    neither a file nor a folder (a pipe would block its reader for ever)."""
+    """Checks the contents of a folder at any depth.
+
+    Raises Damaged if it holds a symbolic link that leads out of it, or something that is neither a file nor a folder
+    (reading a pipe would block forever).
+    """
     inside, folders = os.path.realpath(root), [str(root)]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -146,20 +153,22 @@ def check_folder(root: str | Path) -> None:
 
 
 def checksums(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size in bytes and SHA-256 of each file in a folder, at any depth, by its path there."""
+    """Returns size in bytes and SHA-256 of each file in a folder, at any depth, by relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): checksum(path) for path in files}
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file: {"bytes": 3, "sha256": "ba78..."}."""
+    """Returns size in bytes and SHA-256 of a file: {"bytes": 3, "sha256": "ba78..."}."""
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str:
-    """The first of `files` that is not in the folder as `checksums` found it, and what is wrong; "" where all are.
-    Files of another size are found without reading any."""
+    """Returns a message on the first of `files` (a result of `checksums`) that is missing or differs; "" if none does.
+
+    Files whose size differs are reported without reading any.
+    """
     for name in sorted(files, key=lambda name: size(path_inside(folder, name)) == files[name]["bytes"]):
         path = path_inside(folder, name)
         if not path.is_file():
@@ -170,14 +179,14 @@ def damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def size(path: Path) -> int:
-    """Bytes in a file; 0 where there is none."""
+    """Returns the size of a file in bytes; 0 if it does not exist."""
     return path.stat().st_size if path.exists() else 0
 
 
 def lock(path: Path, what: str) -> BinaryIO:
-    """A file that holds a lock while it is open; the system lets go of it when the process dies, however it dies.
+    """Returns a file that holds an exclusive lock while it is open. The system releases it when the process dies.
 
-    Raises ValueError that names the process which holds it, and `what` it is writing.
+    Raises ValueError, naming the process that holds the lock and `what` it is writing, if it is taken.
     """
     file = open(path, "a+b", buffering=0)  # noqa: SIM115 (held until close)
     try:
@@ -197,8 +206,7 @@ def lock(path: Path, what: str) -> BinaryIO:
 
 
 class Log:
-    """A .jsonl file open for whole lines at its end, unbuffered; a torn last line is cut off first. `checksum` is that
-    of the whole file."""
+    """A .jsonl file open for appending whole lines, unbuffered. An incomplete last line is removed on opening."""
 
     def __init__(self, path: Path) -> None:
         new = not path.exists()
@@ -212,19 +220,20 @@ class Log:
             sync(path.parent)
 
     def write(self, line: bytes) -> None:
-        """Adds a line. Raises OSError where it cannot be written whole."""
+        """Appends a line, which must end with a newline. Raises OSError if it cannot be written completely."""
         left = memoryview(line)
-        while left:  # a disk that fills up takes a part of a line before it says so
+        while left:  # on a full disk a write is partial before the next one fails
             left = left[self._file.write(left) :]
         self.bytes += len(line)
         self._sum.update(line)
 
     @property
     def checksum(self) -> dict[str, Any]:
-        """As the function `checksum` has it, without reading the file."""
+        """Same as the function `checksum`, for the whole file, without reading it."""
         return {"bytes": self.bytes, "sha256": self._sum.hexdigest()}
 
     def sync(self) -> None:
+        """Calls fsync on the file."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -232,20 +241,21 @@ class Log:
 
 
 def to_line(values: Mapping[str, Any]) -> bytes:
-    """One line of JSON. Numbers and arrays of numpy and torch become Python's own; NaN and infinity, which JSON does
-    not have, become null."""
+    """Returns one line of JSON with a newline. NumPy and torch values become Python values; NaN and infinity become
+    null."""
     return json.dumps(_plain(values), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with a checksum of its line at the end, which `read_sealed` compares."""
+    """Returns `values` with a checksum of their line as last entry, which `read_sealed` verifies."""
     return {**values, "checksum": _seal(to_line(values)[:-1])}
 
 
 def read_sealed(path: Path) -> list[dict[str, Any]]:
-    """The lines of a .jsonl file whose every line was `sealed`, without the checksums; a torn last line is left out.
+    """Returns the lines of a .jsonl file that were written with `sealed`, without the checksums. An incomplete last
+    line is ignored.
 
-    Raises ValueError where there is no such file, and with the line's number where one is not as it was written.
+    Raises OSError if there is no such file, and Damaged with the line number if a line differs from what was written.
     """
     lines = plain_file(path).read_bytes().split(b"\n")[:-1]
     return [_unsealed(path, number, line) for number, line in enumerate(lines, start=1)]
@@ -266,9 +276,9 @@ def _seal(line: bytes) -> str:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a .jsonl file; [] where there is none yet. A torn last line is left out.
+    """Returns the lines of a .jsonl file; [] if it does not exist. An incomplete last line is ignored.
 
-    Raises Damaged with the line's number where one in the middle is not a JSON object.
+    Raises Damaged with the line number if a line is not a JSON object.
     """
     path = Path(path)
     lines = plain_file(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -279,14 +289,17 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def plain_file(path: Path) -> Path:
-    """`path`. Raises Damaged where something else than a file stands there: reading a pipe would never end."""
+    """Returns `path`. Raises Damaged if it exists and is not a file: reading a pipe would block forever."""
     if path.exists() and not path.is_file():
         raise Damaged(f"{path} is not a file: remove it, or bring the file back from a copy")
     return path
 
 
 def parsed_line(path: Path, number: int, line: bytes, guess: str) -> dict[str, Any]:
-    """The object that a line of a .jsonl file holds. Raises ValueError, with a `guess` at what happened, for others."""
+    """Returns the JSON object of line `number` of a .jsonl file.
+
+    Raises ValueError, with `guess` as the likely cause, if the line is not a JSON object.
+    """
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -297,7 +310,7 @@ def parsed_line(path: Path, number: int, line: bytes, guess: str) -> dict[str, A
 
 
 def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a .jsonl file without the unwanted lines and without a torn last one, if it has any."""
+    """Rewrites a .jsonl file without the lines for which `wanted` is false and without an incomplete last one."""
     if path.exists():
         old = path.read_bytes()
         pairs = zip(old.split(b"\n"), read_lines(path), strict=False)
@@ -322,12 +335,12 @@ def _sync_tree(folder: Path) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Arrays as one safetensors file, its folder made where it is missing. Not atomic: for folders that are."""
+    """Writes arrays as one safetensors file and creates its folder. Not atomic: use it inside folders that are."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """What `write_arrays` wrote."""
+    """Returns the arrays of a file that `write_arrays` wrote."""
     found: dict[str, np.ndarray] = load_file(path)
     return found

@@ -1,4 +1,4 @@
-"""What stands for the run in the processes beside the first, which alone writes it."""
+"""No-op replacements of `Run` for ranks other than 0."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ from palestra.runs import Checkpoint, checkpoints
 
 
 class Follower:
-    """Stands where the run stands in the first process, and writes nothing."""
+    """Replacement of `Run` that writes nothing, for processes other than the first."""
 
     path = Path()
     next_step = 0
     passed_over: Sequence[str] = ()
 
     def resume(self) -> Checkpoint | None:
+        """Returns None: the first process sends the checkpoint."""
         return None
 
     def checkpoint(
         self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
     ) -> None:
-        write(Path())  # where to is what the first process says
+        """Calls `write` without a folder and advances `next_step`."""
+        write(Path())  # the first process sends the real folder
         self.next_step = step + 1
 
     def log(self, *_: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     time = eval = write_episodes = roll_call = log
 
     def sync(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Onlooker(Follower):
-    """A follower that reads the run itself: it goes on from the checkpoint that the first process left the newest."""
+    """Replacement of `Run` that reads the run at `path`, writes nothing, and resumes from the newest checkpoint
+    there."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,9 +48,10 @@ class Onlooker(Follower):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to close."""
+        """Does nothing: there is nothing to close."""
 
     def resume(self) -> Checkpoint | None:
+        """Returns the newest checkpoint, or None, and sets `next_step` to the step after it."""
         newest = next(iter(checkpoints(self.path)[::-1]), None)
         self.next_step = newest.step + 1 if newest else 0
         return newest
@@ -55,7 +59,7 @@ class Onlooker(Follower):
     def checkpoint(
         self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
     ) -> None:
-        """Takes part in what `write` does together; what it leaves here is thrown away."""
+        """Calls `write`, which may contain collective operations, with a temporary folder that is then deleted."""
         with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
             write(Path(folder))
         self.next_step = step + 1

@@ -1,4 +1,4 @@
-"""A run that goes on: as it began, but perhaps for longer, which is all that may change once it has begun."""
+"""Resuming a run with a larger step count. Any other config change of a resumed run is rejected."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 from palestra.config import Tree, override
 
-PLANS = {"psro": "population.iterations", "xdo": "population.iterations"}  # whose past a longer plan does not change
+# Population types whose earlier iterations do not depend on the total number of iterations.
+PLANS = {"psro": "population.iterations", "xdo": "population.iterations"}
 
 
 def longer(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree:
-    """The config of a run, made longer by settings such as steps=200. Raises ValueError where they change anything
-    else, or make it shorter."""
+    """Returns the config of a run, extended by settings such as "steps=200". Raises ValueError if the settings change
+    anything but the length, or make the run shorter."""
     length = length_setting(tree, vectorised)
     if other := next((setting for setting in settings if setting.partition("=")[0].strip() != length), None):
         may = f"only its length may change: --set {length}=N" if length else "this kind cannot be made longer"
@@ -25,13 +26,13 @@ def longer(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree:
 
 
 def already_complete(tree: Tree, vectorised: bool = False) -> str:
-    """The message for a run that is resumed and has nothing left to do."""
+    """Returns the message for a resumed run that has no steps left."""
     length = length_setting(tree, vectorised)
     return f"already complete; --set {length}=N extends it" if length else "already complete"
 
 
 def length_setting(tree: Tree, vectorised: bool) -> str:
-    """The setting that says when a run is over; "" where no one does."""
+    """Returns the setting that determines the length of a run; "" if it cannot be extended."""
     if "population" in tree:
         return PLANS.get(tree["population"]["type"], "")
     if vectorised:

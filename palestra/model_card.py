@@ -1,4 +1,4 @@
-"""The card of a published agent: what it is, how it was trained, how good it is, how to load it."""
+"""The model card of a published agent: what it is, how it was trained, its results, how to load it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_card(agent: Agent, *, base: str, licence: str | None, folder: str) -> str:
-    """README.md for an agent that lies in a folder called `folder`, in Markdown with the hub's YAML at its head."""
+    """Returns the README.md of an agent published in a folder named `folder`: Markdown with the Hugging Face Hub's YAML
+    header."""
     tree = load(agent.run / "config.yaml") if agent.run else {}
     exams = series(read_lines(agent.run / "evals.jsonl"), "name") if agent.run else {}
     told = {name: _until(lines, agent.step) for name, lines in exams.items()}
@@ -41,12 +42,12 @@ def model_card(agent: Agent, *, base: str, licence: str | None, folder: str) -> 
 
 
 def _until(lines: list[Tree], step: int | None) -> list[Tree]:
-    """An exam's lines up to the step that the weights are of."""
+    """Returns an evaluation's lines up to the step of the weights."""
     return [line for line in lines if step is None or line["step"] < step]
 
 
 def _front(agent: Agent, base: str, licence: str | None, tree: Tree, exams: dict[str, list[Tree]]) -> Tree:
-    """What the hub reads; a base that is no repository of the hub is not named."""
+    """The YAML header. The base is left out if it is not a repository of the hub."""
     hub = base if HUB.fullmatch(base) else None
     adapter = agent.kind == "adapter"
     head: Tree = {"base_model": hub} if hub else {}
@@ -62,14 +63,14 @@ def _front(agent: Agent, base: str, licence: str | None, tree: Tree, exams: dict
 
 
 def _kinds(tree: Tree) -> list[str]:
-    """The envs and the algorithm of a run, by their types."""
+    """Returns the types of a run's envs and of its algorithm."""
     envs = [tree.get("env") or {}, *(tree.get("envs") or {}).values()]
     learns = tree.get("population") or tree.get("algorithm") or {}
     return [str(part["type"]) for part in [*envs, learns] if part.get("type")]
 
 
 def _index(name: str, line: Tree, tree: Tree) -> list[Tree]:
-    """An exam as the hub's index of results has it."""
+    """Returns an evaluation as entries of the hub's model-index."""
     values = [(key, line[key]) for key in ("success", "return") if line.get(key) is not None]
     data = {"name": name, "type": (_kinds(tree) or ["env"])[0]}
     task = {"type": "reinforcement-learning"}
@@ -90,7 +91,7 @@ def _named(base: str) -> str:
 
 
 def _results(exams: dict[str, list[Tree]]) -> list[str]:
-    """Exams before training and as the weights were saved; shares with 95 % intervals."""
+    """Evaluation results before training and at the saved step; success with 95 % intervals."""
     rows = [_row(name, lines) for name, lines in exams.items() if lines]
     if not rows:
         return []
@@ -141,7 +142,7 @@ def _trained(agent: Agent, tree: Tree) -> list[str]:
 
 
 def _command(words: list[str]) -> str:
-    """The command line, without the folders of the machine it ran on."""
+    """The command line, without the folder of the executable."""
     return shlex.join([Path(words[0]).name, *words[1:]]).replace("`", "'")
 
 
@@ -175,7 +176,7 @@ def _loading(agent: Agent, base: str, folder: str) -> str:
 
 
 def _vllm_rank(rank: int) -> int:
-    """The least of the ranks that vLLM makes room for."""
+    """Returns the smallest LoRA rank that vLLM supports and that is at least `rank`."""
     return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 

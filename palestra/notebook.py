@@ -1,8 +1,8 @@
-"""A run in a notebook: its logs as Arrow tables, its episodes as objects, all of them with pictures.
+"""A run in a notebook: its logs as Arrow tables, its episodes as objects, all with rich display.
 
 run = palestra.load_run("runs/demo")
 run.evals.to_pandas()
-run.trees()[0]      # shows itself: every turn with rewards, advantages and what else was tried
+run.trees()[0]      # displays every turn with rewards, advantages and the siblings that were tried
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from palestra.types import Episode
 
 
 def load_run(path: str | Path) -> RunFrames:
-    """The run at `path`, as it stands now. Raises ValueError where that is no run."""
+    """Returns the run at `path`. Raises ValueError if it is not a run."""
     path = Path(path)
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
@@ -38,7 +38,8 @@ def load_run(path: str | Path) -> RunFrames:
 
 
 class RunFrames:
-    """What a run directory holds. Tables are read when asked for, and anew each time: a run may still go on."""
+    """The contents of a run directory. Tables are read from disk at each access, since a run may still be in
+    progress."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,6 +49,7 @@ class RunFrames:
 
     @cached_property
     def config(self) -> Tree:
+        """The run's config, as a tree."""
         return load(self.path / "config.yaml")
 
     @cached_property
@@ -58,29 +60,31 @@ class RunFrames:
 
     @property
     def metrics(self) -> pa.Table:
-        """A row for each step and policy."""
+        """One row per step and policy."""
         return frame(read_lines(self.path / "metrics.jsonl"))
 
     @property
     def timings(self) -> pa.Table:
+        """One row per line of timings.jsonl: seconds by phase."""
         return frame(read_lines(self.path / "timings.jsonl"))
 
     @property
     def evals(self) -> pa.Table:
-        """A row for each exam; step -1 is before the first."""
+        """One row per evaluation; step -1 is before training."""
         return frame(read_lines(self.path / "evals.jsonl"))
 
     @property
     def recorded(self) -> list[int]:
-        """The steps whose episodes were kept, counted from 0."""
+        """The steps whose episodes were saved, counted from 0."""
         return sorted(int(path.stem.removeprefix("step-")) for path in (self.path / "episodes").glob("step-*.parquet"))
 
     def episodes(self, step: int | None = None) -> pa.Table:
-        """A row for each episode, node and seat, of one step or of all."""
+        """Returns one row per episode, node and seat, of one step or of all. Raises ValueError if `step` was not
+        saved."""
         return pa.concat_tables([read_episodes(self._file(n)) for n in ([step] if step is not None else self.recorded)])
 
     def trees(self, step: int | None = None) -> list[Episode]:
-        """The episodes of a step (default: the newest that was kept)."""
+        """Returns the episodes of a step (default: the newest saved one). Raises ValueError if `step` was not saved."""
         kept = self.recorded
         if step is None and not kept:
             return []
@@ -88,7 +92,7 @@ class RunFrames:
 
     @property
     def population(self) -> Record | None:
-        """Who beats whom, where the run trains a population."""
+        """The population's members, payoffs and tasks; None if the run trains no population."""
         return read_record(self.path) if (self.path / TASKS).exists() else None
 
     def _file(self, step: int) -> Path:
@@ -105,7 +109,7 @@ class RunFrames:
 
 
 def frame(lines: list[Tree]) -> pa.Table:
-    """Lines as a table with every key that any of them has; inner keys are joined: "returns.planner"."""
+    """Returns log lines as a table with the union of their keys; nested keys are joined: "returns.planner"."""
     rows = [dict(_flat(line)) for line in lines]
     return pa.table(
         {key: _column([row.get(key) for row in rows]) for key in dict.fromkeys(k for row in rows for k in row)}
@@ -121,7 +125,7 @@ def _flat(line: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """Values of one type, or as text."""
+    """An Arrow array of one type; of text if the types differ."""
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
@@ -129,7 +133,7 @@ def _column(values: list[Any]) -> pa.Array:
 
 
 def record_html(record: Record) -> str:
-    """Payoffs and standings, as far as games were played."""
+    """Returns payoffs and standings of a population as HTML, as far as games were played."""
     try:
         ranks = standings_html(record)
     except ValueError as error:  # no games, or of more than two seats
@@ -141,6 +145,6 @@ def _dressed(inside: str) -> str:
     return f'<div class="palestra"><style>{STYLE}</style>{inside}</div>'
 
 
-# What notebooks show of these is said here: the rooms they live in know nothing of pages.
+# Set here because the modules of these classes may not import HTML code.
 setattr(Episode, "_repr_html_", lambda self: _dressed(episode_html(self)))  # noqa: B010 (mypy: not a field)
 setattr(Record, "_repr_html_", lambda self: _dressed(record_html(self)))  # noqa: B010

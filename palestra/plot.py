@@ -1,4 +1,4 @@
-"""One figure of several runs, for a paper: vectors, small type, seeds as a mean with a band, colours for all eyes."""
+"""One figure of several runs for a paper: vector graphics, small type, mean and band over seeds, colour-blind safe."""
 
 from __future__ import annotations
 
@@ -16,30 +16,37 @@ from palestra.types import TEAM
 
 KINDS = (".svg", ".pdf", ".png")
 BANDS = ("sd", "ci", "range")
-STYLES = ("-", "--", ":", "-.")  # told apart without colours too
-UNLIKE = ("seed", "name", "sinks", "device", "checkpoint_every", "keep_every", "record_every")  # and yet one experiment
-# Student's t at 97.5 % for 1 to 10 degrees of freedom; from there on the normal's is near enough.
+STYLES = ("-", "--", ":", "-.")  # distinguishable without colour
+# Keys that do not make another experiment.
+UNLIKE = ("seed", "name", "sinks", "device", "checkpoint_every", "keep_every", "record_every")
+# Student's t at 97.5 % for 1 to 10 degrees of freedom; beyond that the normal's 1.96 is used.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What is drawn, and how large in inches. `metric` None takes what the first run has: success, else return, else
-    NashConv. With `exam` it is that exam's figure, else `policy`'s in training."""
+    """What is drawn, and its size in inches."""
 
     metric: str | None = None
+    """Key of the logs; None for the first that the first run has: success, return, NashConv, team return."""
     exam: str | None = None
+    """Name of an evaluation; None for training."""
     policy: str = TEAM
+    """In training: the policy whose metric it is (default: the whole team)."""
     smooth: int = 1
+    """Window of the moving mean, in log lines."""
     width: float = 3.3
+    """Inches; the default is one column of a two-column paper."""
     height: float | None = None
+    """Inches; None for two thirds of the width."""
     band: str = "ci"
+    """The band over seeds: sd, ci (95 % interval of the mean) or range."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The runs of one config: x [K], and a row for each seed in y [R, K]."""
+    """The runs of one config: x [K] and one row per seed in y [R, K], both float64."""
 
     label: str
     x: np.ndarray
@@ -47,9 +54,9 @@ class Bundle:
 
 
 def draw(runs: Sequence[Path], figure: Figure, out: Path) -> list[str]:
-    """Writes the picture to `out`; returns a line for each curve: its label, its runs and its last value.
+    """Writes the figure to `out`; returns a line of text per curve: its label, its number of runs and its last value.
 
-    Raises ValueError where a run lacks the figure, and for what cannot be drawn.
+    Raises ValueError if a run lacks the metric, or for an unknown file type or band.
     """
     import matplotlib
 
@@ -82,7 +89,7 @@ def draw(runs: Sequence[Path], figure: Figure, out: Path) -> list[str]:
 
 
 def default_metric(run: Path, figure: Figure) -> str:
-    """The main figure that a run has. Raises ValueError where it has none."""
+    """Returns the main metric that a run has. Raises ValueError if it has none."""
     lines = _lines(run, figure)
     for metric in ("success", "return", "nash_conv", "team_return"):
         if any(line.get(metric) is not None for line in lines):
@@ -91,7 +98,7 @@ def default_metric(run: Path, figure: Figure) -> str:
 
 
 def bundled(runs: Sequence[Path], figure: Figure, metric: str) -> list[Bundle]:
-    """The runs by config, in the order they were named."""
+    """Groups runs by config, ignoring the keys in `UNLIKE`, in the order given."""
     trees = {run: load(run / "config.yaml") for run in runs}
     groups: dict[str, list[Path]] = {}
     for run, tree in trees.items():
@@ -110,7 +117,8 @@ def _essence(tree: Tree) -> Tree:
 
 
 def differences(trees: Sequence[Tree]) -> list[str]:
-    """For each config what sets it apart from the others, such as "algorithm.k=4, policies.a.lr=0.001"."""
+    """Returns for each config the settings in which it differs from the others, such as "algorithm.k=4,
+    policies.a.lr=0.001"."""
     flats = [dict(_flat(tree)) for tree in trees]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     unlike = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
@@ -119,7 +127,7 @@ def differences(trees: Sequence[Tree]) -> list[str]:
 
 
 def _shortened(keys: Sequence[str]) -> dict[str, str]:
-    """Keys by their last word, where it tells them apart."""
+    """Returns keys by their last component where that is unique."""
     last = [key.rsplit(".", 1)[-1] for key in keys]
     return {key: end if last.count(end) == 1 and end != "type" else key for key, end in zip(keys, last, strict=True)}
 
@@ -144,7 +152,8 @@ def _lines(run: Path, figure: Figure) -> list[Tree]:
 
 
 def _points(run: Path, figure: Figure, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """x [K] and y [K] of a run; a metric such as `returns.planner` is looked up in steps."""
+    """Returns x [K] and y [K] float64 of a run; a metric with a dot, such as `returns.planner`, is a nested key. Raises
+    ValueError if no line has it."""
     team = series(read_lines(run / "metrics.jsonl"), "policy").get(TEAM, [])
     found = [(at(line, team), value) for line in _lines(run, figure) if (value := _at(line, metric)) is not None]
     if not found:
@@ -160,13 +169,14 @@ def _at(line: Tree, metric: str) -> float | None:
 
 
 def axis_of(run: Path) -> str:
-    """What is counted to the right."""
+    """Returns the title of the x axis."""
     team = series(read_lines(run / "metrics.jsonl"), "policy").get(TEAM, [])
     return "joint steps" if team and "env_steps" in team[-1] else "training step"
 
 
 def aligned(curves: Sequence[tuple[np.ndarray, np.ndarray]], window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Curves of several seeds on one axis: as far as all of them go, between their points by straight lines."""
+    """Returns x [K] and y [R, K] of several seeds on one axis: the range that all cover, linearly interpolated. Raises
+    ValueError if they have no step in common."""
     x = max((x for x, _ in curves), key=len)
     x = x[(x >= max(own[0] for own, _ in curves)) & (x <= min(own[-1] for own, _ in curves))]
     if not len(x):
@@ -175,7 +185,8 @@ def aligned(curves: Sequence[tuple[np.ndarray, np.ndarray]], window: int) -> tup
 
 
 def band_of(y: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """The band around the mean of y [R, K]: by standard deviation, 95 % interval of the mean (Student), or range."""
+    """Returns the lower and upper bound [K] of the band around the mean of y [R, K], R > 1: standard deviation, 95 %
+    interval of the mean (Student's t), or range."""
     mean, sd = y.mean(0), y.std(0, ddof=1)
     if kind == "range":
         return y.min(0), y.max(0)
@@ -200,7 +211,7 @@ def _named(metric: str, figure: Figure) -> str:
 
 
 def _paper(width: float) -> dict[str, Any]:
-    """Type of 8 points, as captions have it; letters stay letters in vectors."""
+    """Matplotlib settings: 8 point type, as in captions; text stays text in vector files."""
     return {
         "font.size": 8 if width < 5 else 9,
         "axes.linewidth": 0.6,
@@ -212,6 +223,6 @@ def _paper(width: float) -> dict[str, Any]:
         "lines.linewidth": 1.2,
         "legend.fontsize": 7,
         "svg.fonttype": "none",
-        "svg.hashsalt": "palestra",  # the same picture has the same bytes
+        "svg.hashsalt": "palestra",  # makes equal figures equal byte for byte
         "pdf.fonttype": 42,
     }

@@ -1,4 +1,4 @@
-"""Pictures of a population's run, from its record: how far from an equilibrium, who beats whom, whom learners met."""
+"""Plots of a population's run: NashConv, payoffs, best responses, mixtures and learners' metrics."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from palestra.population_reports import Line, Record, read_record
 from palestra.reports import COLOURS, series
 from palestra.types import TEAM
 
-NAMED = 24  # members whose names fit on an axis
+NAMED = 24  # maximum number of members whose names fit on an axis
 LARGEST = "magma_r"
 
 
 def plot_population(path: str | Path, target: Path | None = None) -> Path:
-    """Writes the pictures of the population's run at `path` as one PNG (default: population.png in it), whose path is
-    returned. Raises ValueError where the run trains no population."""
+    """Writes the plots of the run at `path` as one PNG (default: population.png in it) and returns its path.
+
+    Raises ValueError if the run trains no population.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -36,17 +38,18 @@ def plot_population(path: str | Path, target: Path | None = None) -> Path:
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(record.path.name)
-    with replaced(target) as place:  # a link that stands there is not written through
+    with replaced(target) as place:  # replaces a symbolic link instead of writing through it
         figure.savefig(place, dpi=120)
     plt.close(figure)
     return target
 
 
 Panel = Callable[[Any], None]
+"""Draws into a matplotlib axes."""
 
 
 def _panels(record: Record) -> Iterable[Panel | None]:
-    """What there is to draw, in order; None where a run has nothing of a kind."""
+    """Yields the panels in order; None for those without data."""
     points = distances(record)
     for key, title in (("env_steps", "env steps"), ("games", "games played for payoffs"), ("seconds", "seconds")):
         drawn = [(point[key], point["nash_conv"]) for point in points if key in point]
@@ -63,17 +66,18 @@ def _panels(record: Record) -> Iterable[Panel | None]:
         yield _lines(record, learners, setting, f"{setting}, as evolved")
 
 
-# ---- figures
+# ---- data
 
 
 def distances(record: Record) -> list[dict[str, float]]:
-    """NashConv as it was measured: `nash_conv`, with `env_steps` and `games` so far and `seconds` since the start."""
+    """Returns the measured NashConv values, each with `env_steps` and `games` so far and `seconds` since the start,
+    where known."""
     counts = {line["iteration"]: line for line in record.metrics if line["policy"] == TEAM and "env_steps" in line}
     seconds = {line["step"]: line["elapsed_s"] for line in record.timings}
     found = []
     for line in record.metrics:
         if line["policy"] == TEAM and line.get("nash_conv") is not None:
-            count = counts.get(line["iteration"], {}) | line  # its own, where it has them
+            count = counts.get(line["iteration"], {}) | line  # its own counts take precedence
             point: dict[str, float] = {key: count[key] for key in ("env_steps", "games") if key in count}
             if line["step"] in seconds:
                 point["seconds"] = seconds[line["step"]]
@@ -82,7 +86,8 @@ def distances(record: Record) -> list[dict[str, float]]:
 
 
 def mixtures(record: Record) -> dict[str, list[dict[str, float]]]:
-    """By player, whom it was in each meta-strategy; where there are none, by learner, whom it met in each slice."""
+    """Returns the mixtures by player, one for each meta-strategy; without meta-strategies, opponents by learner, one
+    for each slice."""
     found: dict[str, list[dict[str, float]]] = {}
     for line in record.metrics:
         if mix := {key.removeprefix("mix/"): p for key, p in line.items() if key.startswith("mix/")}:
@@ -99,7 +104,7 @@ def mixtures(record: Record) -> dict[str, list[dict[str, float]]]:
 
 
 def searched(record: Record) -> list[str]:
-    """The settings that population-based training searches for."""
+    """Returns the settings that population-based training searches."""
     return list(dict.fromkeys(key for task in record.tasks for key in task["order"].get("settings") or {}))
 
 
@@ -119,7 +124,7 @@ def _curve(points: list[tuple[float, float]], title: str) -> Panel:
 
 
 def _heat(record: Record) -> Panel:
-    """What the first seat's members (rows) earn from the second's."""
+    """Payoff heat map: returns of the first seat's members (rows) against the second's."""
     table = record.payoffs
     earned = table.mean()[0]
 
@@ -140,7 +145,7 @@ def _heat(record: Record) -> Panel:
 
 
 def _graph(record: Record) -> Panel:
-    """An arrow from each member to whom of the others does best against it."""
+    """Graph with an arrow from each member to the best response to it."""
     names, answers = best_answers(record)
     angle = 2 * np.pi * np.arange(len(names)) / max(len(names), 1)
     at = np.stack([np.sin(angle), np.cos(angle)], 1)
@@ -162,7 +167,8 @@ def _graph(record: Record) -> Panel:
 
 
 def best_answers(record: Record) -> tuple[list[str], list[tuple[int, int]]]:
-    """The members of a game of two, and for each (by number) whoever earns most against it, itself left out: pairs."""
+    """Returns the members of a two-seat game, and pairs of numbers: each member and the other member that earns most
+    against it."""
     table = record.payoffs
     (one, other), (first, second) = table.seats, table.mean()
     if one == other:
@@ -175,13 +181,13 @@ def best_answers(record: Record) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def _best(earned: np.ndarray, first: int, offset: int) -> list[tuple[int, int]]:
-    """For each row the column with the most, where any is known."""
+    """Returns for each row the column with the largest value, if any is known."""
     known = [(i, row) for i, row in enumerate(earned) if not np.isnan(row).all()]
     return [(first + i, offset + int(np.nanargmax(row))) for i, row in known]
 
 
 def _mixture(player: str, rows: list[dict[str, float]]) -> Panel:
-    """A picture of probabilities: members upwards, iterations or slices to the right."""
+    """Heat map of probabilities: members upwards, iterations or slices to the right."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     shares = np.array([[row.get(name, 0.0) for row in rows] for name in names])
 
@@ -200,7 +206,7 @@ def _mixture(player: str, rows: list[dict[str, float]]) -> Panel:
 
 
 def _lines(record: Record, learners: list[str], key: str, title: str) -> Panel | None:
-    """A figure of each learner over its slices."""
+    """Curves of one metric, one for each learner, over its slices."""
     curves: dict[str, list[Line]] = {
         name: [line for line in lines if line.get(key) is not None]
         for name, lines in series(record.metrics, "policy").items()

@@ -1,4 +1,4 @@
-"""What a population's run says of its members, from its directory alone: who beats whom, and how they rank."""
+"""Reports on a population's run, from its directory: payoffs between members, and their ratings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from palestra.populations.ratings import Skill, cyclicity, fit_elo, openskill
 from palestra.populations.scheduler import MEMBERS, TASKS
 from palestra.runs import read_lines
 
-CROSSPLAY = "crossplay.jsonl"  # cells that `palestra league crossplay` had played, beside those of training
-SAMPLED = 20  # games of each pair that OpenSkill is told of: it learns game by game
-SHOWN = 16  # columns of a table on the screen
+CROSSPLAY = "crossplay.jsonl"  # cells played by `palestra league crossplay`, in addition to those of training
+SAMPLED = 20  # games of each pair passed to OpenSkill, which updates game by game
+SHOWN = 16  # maximum number of columns of a table on the screen
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run of a population as its files tell it. `members` are the frozen ones, oldest first; `payoffs` holds every
-    game that they played each other after they were frozen."""
+    """A population's run as read from its files. `members` are frozen, oldest first; `payoffs` holds all games between
+    them."""
 
     path: Path
     members: list[Member]
@@ -40,7 +40,7 @@ class Record:
 
 
 def read_record(path: str | Path) -> Record:
-    """The record of the run at `path`. Raises ValueError where it trains no population, or has not begun to."""
+    """Reads the run at `path`. Raises ValueError if it trains no population or has no finished task."""
     path = Path(path)
     tasks, listed = read_lines(path / TASKS), path / "population.json"
     if not tasks:
@@ -55,7 +55,7 @@ def read_record(path: str | Path) -> Record:
 
 
 def _made(tasks: list[Line]) -> list[Member]:
-    """The members that tasks made and played with: all there is to know before the run lists them itself."""
+    """Returns the members that appear in tasks, for runs that have not written population.json yet."""
     players = {task["makes"]: task["order"]["player"] for task in tasks if task["kind"] == "train"}
     played = [name for task in tasks if task["kind"] == "play" for cell in task["order"]["cells"] for name in cell]
     weights = {name: f"members/{name}" for name in players}
@@ -69,13 +69,13 @@ def _table(members: list[Member], cells: list[Line]) -> Payoffs:
         for player in [member.player] if member.player else table.members:
             table.add_member(player, member.name)
     for cell in cells:
-        if all(name in players for name in cell["members"]):  # others are snapshots of who still trained
+        if all(name in players for name in cell["members"]):  # other cells are of snapshots of policies in training
             table.know(cell["members"], cell["mean"]) if cell.get("exact") else table.record(cell)
     return table
 
 
 def _seats(players: dict[str, Player], cells: list[Line]) -> list[Player]:
-    """The player at each seat: of one population, all; else whose members sat there."""
+    """Returns the player at each seat: the only one, or by the members that played there."""
     named = list(dict.fromkeys(filter(None, players.values())))
     seats = len(cells[0]["members"]) if cells else max(2, len(named))
     if len(named) < 2:
@@ -84,12 +84,12 @@ def _seats(players: dict[str, Player], cells: list[Line]) -> list[Player]:
     return [next(filter(None, who), name) for who, name in zip(sat, named, strict=True)]
 
 
-# ---- who is how good
+# ---- ratings
 
 
 class Standing(NamedTuple):
-    """A member among those it played: Elo with its standard error, OpenSkill (None where that is not installed), the
-    mean of its win rates (draws count half), and the lowest, with whose it is."""
+    """A member's rating among those it played: Elo with standard error, OpenSkill (None if not installed), mean win
+    rate (a draw is half a win), the lowest win rate and the opponent it is against, and games."""
 
     name: str
     elo: float
@@ -102,8 +102,8 @@ class Standing(NamedTuple):
 
 
 def standings(record: Record) -> list[Standing]:
-    """The members that have played, best Elo first. Raises ValueError where games do not link them all, where there are
-    none, and for games of other than two seats."""
+    """Returns the members that have played, best Elo first. Raises ValueError if there are no games, if games do not
+    link all members, or if the game does not have two seats."""
     names, points = _played(record)
     elo, stderr = fit_elo(points)
     skills = openskill(_some_games(record, names)) if find_spec("openskill") else {}
@@ -119,13 +119,13 @@ def standings(record: Record) -> list[Standing]:
 
 
 def warning(record: Record) -> str:
-    """What ratings hide here; "" where they hide nothing."""
+    """Returns a warning about cycles among members, which ratings cannot express; "" if there are none."""
     names, points = _played(record)
     return cyclicity(names, points).warning
 
 
 def _played(record: Record) -> tuple[list[str], np.ndarray]:
-    """The members that have played others, and how often each has beaten each, a draw counting half."""
+    """Returns the members that have played others, and how often each has beaten each [M, M], a draw counting half."""
     names, points = record.payoffs.points()
     kept = np.flatnonzero((points + points.T).sum(1) > 0)
     if not len(kept):
@@ -137,7 +137,7 @@ def _played(record: Record) -> tuple[list[str], np.ndarray]:
 
 
 def _some_games(record: Record, names: list[str]) -> list[tuple[list[str], list[float]]]:
-    """At most SAMPLED games of each pair, won and drawn as often as all were, in an order drawn once."""
+    """Returns at most SAMPLED games of each pair, with wins and draws in proportion, in a fixed random order."""
     games: list[tuple[list[str], list[float]]] = []
     for pair in record.payoffs.cells():
         cell = record.payoffs.cell(pair)
@@ -152,7 +152,7 @@ def _some_games(record: Record, names: list[str]) -> list[tuple[list[str], list[
 
 
 def standings_table(record: Record) -> Table:
-    """The standings, for the screen."""
+    """Returns the standings as a table for the screen."""
     rows = standings(record)
     table = Table(title=f"{record.path}: {len(rows)} members", title_justify="left")
     for heading in ("", "member", "Elo", "OpenSkill", "win rate", "worst", "against", "games"):
@@ -166,7 +166,7 @@ def standings_table(record: Record) -> Table:
 
 
 def standings_csv(record: Record) -> str:
-    """The standings, a line for each member, with a header."""
+    """Returns the standings as CSV: a header, and one line for each member."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["member", "elo", "elo_stderr", "mu", "sigma", "win_rate", "worst", "against", "games"])
@@ -176,8 +176,11 @@ def standings_csv(record: Record) -> str:
 
 
 def crossplay_table(record: Record) -> Table:
-    """Mean returns of the first seat's members (rows) against the second's, for the screen: the newest SHOWN columns.
-    Raises ValueError for games of other than two seats."""
+    """Returns mean returns of the first seat's members (rows) against the second's, for the screen: the newest SHOWN
+    columns.
+
+    Raises ValueError if the game does not have two seats.
+    """
     seats, members = record.payoffs.seats, record.payoffs.members
     if len(seats) != 2:
         raise ValueError(f"a table of rows and columns needs a game of two; this one seats {len(seats)}: take --csv")
@@ -200,13 +203,15 @@ def _caption(record: Record, rows: list[str], columns: list[str], first: int) ->
     return what if rows == columns else f"{what} ({', '.join(columns[first:])})"
 
 
-# ---- who could win more
+# ---- exploitability
 
 
 class Exploit(NamedTuple):
-    """A response of one player to the others' mixtures: what it wins a game, with its standard error, what the mixture
-    wins in its place (None where the run never had it played), and by how much the response is better. The player has
-    `seats` of the game's."""
+    """Result of a learned response of one player, which has `seats` seats of the game, to the others' mixtures.
+
+    `wins` is the response's mean return per game, `stderr` its standard error, `usual` the mean return of the mixture
+    that it replaces (None if the run never measured it).
+    """
 
     player: Player
     seats: int
@@ -216,11 +221,12 @@ class Exploit(NamedTuple):
 
     @property
     def gain(self) -> float | None:
+        """By how much the response's return exceeds the mixture's; None if that is unknown."""
         return None if self.usual is None else self.wins - self.usual
 
 
 def exploits_table(path: Path, found: list[Exploit]) -> Table:
-    """What responses win beside what those win whom they replace, for the screen."""
+    """Returns the responses' returns beside those of the mixtures they replace, for the screen."""
     table = Table(title=f"{path}: what a response that learned wins a game", title_justify="left")
     for heading in ("player", "response", "the mixture itself", "gain"):
         table.add_column(heading, justify="left" if heading == "player" else "right")
@@ -231,6 +237,6 @@ def exploits_table(path: Path, found: list[Exploit]) -> Table:
 
 
 def least_nash_conv(found: list[Exploit]) -> float | None:
-    """The sum of the gains over all seats, none counted below 0; None where one is not known."""
+    """Returns the sum of positive gains over all seats, a lower bound on NashConv; None if a gain is unknown."""
     gains = [one.gain for one in found]
     return None if None in gains else sum(one.seats * max(0.0, one.gain) for one in found if one.gain is not None)

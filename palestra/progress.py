@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a bar with success and the time left, a line for each exam."""
+"""Progress bars of training runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from palestra.terminal import PlainConsole, styled
 from palestra.train import Watcher
 from palestra.types import Episode, Metrics
 
-SMOOTH = 0.9  # share of the old value in the running success rate
+SMOOTH = 0.9  # weight of the old value in the running mean that is displayed
 
 
 class ProgressBar(Watcher):
-    """A rich progress bar over training steps. Exams are printed above it as they come."""
+    """A rich progress bar over training steps, with the running success rate or return. Evaluations are printed above
+    it."""
 
     def __init__(self, steps: int, start: int, console: Console | None = None) -> None:
         self.console = console or PlainConsole()
@@ -57,7 +58,7 @@ class ProgressBar(Watcher):
 
     def step(self, step: int, metrics: Metrics) -> None:
         what = "success" if "success" in metrics else "return"
-        if what in metrics:  # between two lines of a log no game may have ended
+        if what in metrics:  # absent if no episode ended since the last log line
             now = metrics[what]
             self._value = now if self._value is None else SMOOTH * self._value + (1 - SMOOTH) * now
         value = "-" if self._value is None else f"{self._value:.0%}" if what == "success" else f"{self._value:.2f}"
@@ -77,7 +78,8 @@ class ProgressBar(Watcher):
 
 
 class PopulationBar(scheduler.Watcher):
-    """A line for the training of a population: `summary` says where it stands, and it is looked at after each task."""
+    """Progress bar of population training. `summary` returns current metrics of the population and is called after each
+    task."""
 
     def __init__(self, summary: Callable[[], Mapping[str, float]], console: Console | None = None) -> None:
         self.summary = summary
@@ -107,7 +109,7 @@ class PopulationBar(scheduler.Watcher):
 
 
 def standing(figures: Mapping[str, float]) -> str:
-    """`summary` in words: "21 members, 40,000 games, 1,200,000 steps, NashConv 0.016"."""
+    """Formats a summary as text: "21 members, 40,000 games, 1,200,000 steps, NashConv 0.016"."""
     words = [f"{int(figures['members'])} members"]
     words += [f"{int(games):,} games"] if (games := figures.get("games")) else []
     words += [f"{steps:,.0f} steps"] if (steps := figures.get("env_steps")) else []

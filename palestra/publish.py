@@ -1,4 +1,4 @@
-"""A trained agent as a folder for others: weights that `peft`, `transformers` and vLLM read, and a model card."""
+"""Publishes a trained agent as a folder: weights that `peft`, `transformers` and vLLM read, and a model card."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from palestra.engine.models import Engine, resolve_base
 from palestra.files import atomic_folder
 from palestra.model_card import model_card
 
-LEFT = ("optimizer.safetensors", "critic.safetensors", "training.safetensors", "member.json")  # of use to training only
+# Training state: not published.
+LEFT = ("optimizer.safetensors", "critic.safetensors", "training.safetensors", "member.json")
 
 
 def publish(
     agent: Agent, to: Path, *, merge: bool = False, base_name: str | None = None, licence: str | None = None
 ) -> None:
-    """Writes `agent` to the folder `to`, which must not be there yet, with a model card.
+    """Writes `agent` with a model card to the new folder `to`.
 
-    `merge` adds an adapter to its base and writes the whole model. `base_name` is what others call the base, where it
-    was trained from a local folder. Raises ValueError where something stands at `to`, and where nothing can be merged.
+    `merge` adds an adapter to its base and writes the whole model. `base_name` replaces the base's name in the
+    published files, for bases that were a local folder in training. Raises ValueError if `to` exists, or if `merge` is
+    set for anything but an adapter.
     """
     if to.exists():
         raise ValueError(f"{to} is there already: name a new folder, or remove that one")
@@ -47,7 +49,7 @@ def publish(
 
 
 def copy_weights(agent: Agent, folder: Path, base_name: str | None) -> None:
-    """The files of the weights; an adapter is told `base_name` as its base."""
+    """Copies the weight files, without training state; sets an adapter's base to `base_name` if given."""
     kept = (*LEFT[:-1], "reference") if agent.kind == "network" else (*LEFT, "reference")
     for path in agent.folder.iterdir():
         if path.is_file() and path.name not in kept:
@@ -59,10 +61,9 @@ def copy_weights(agent: Agent, folder: Path, base_name: str | None) -> None:
 
 
 def save_merged(agent: Agent, folder: Path) -> None:
-    """The base with the adapter added, in the type of numbers that the base is kept in; added in float32.
+    """Writes the base model with the adapter added. The sum is computed in float32 and stored in the base's dtype.
 
-    Raises ValueError for an adapter on an output layer that shares its weights with the embeddings: added, it would
-    change both.
+    Raises ValueError for an adapter on an output layer that is tied to the embeddings: merging would change both.
     """
     base = agent.speech["base"]
     engine = Engine.load(base, device="cpu", dtype="float32")

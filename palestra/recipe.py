@@ -1,6 +1,6 @@
-"""What a training run of language agents may be told: the schema that YAML and overrides are checked against.
+"""Config schema of a language-agent training run. YAML files and `--set` overrides are validated against it.
 
-The schema of each part stands beside its code; this file joins them.
+The schema of each part stands beside the code that it configures; this module joins them.
 """
 
 from __future__ import annotations
@@ -34,47 +34,60 @@ from palestra.rollouts.sources import Curriculum
 from palestra.sinks.base import Sinks
 from palestra.types import TEAM, Seat
 
-SHAPE = {"type", "base", "rank", "alpha", "targets", "dtype", "seed", "path"}  # of a policy's weights
+# Keys of a policy that decide which weights it has: a stage cannot change them.
+SHAPE = {"type", "base", "rank", "alpha", "targets", "dtype", "seed", "path"}
 
 
 class TaughtLora(LoraPolicyConfig):
-    """A LoRA policy; with `teacher` the policy of that name acts and this one learns from what it says."""
+    """A trained LoRA adapter, optionally with a teacher policy that acts in its place (on-line imitation)."""
 
     teacher: str | None = None
+    """Name of the policy that acts at this policy's seats; this policy is trained on its answers. The teacher must be
+    one of `policies` and have no teacher itself, and the algorithm must be `sft`. Null: no teacher."""
 
 
 class FrozenConfig(SpeechConfig):
-    """A language policy that does not learn: the bare base, or with `path` a saved adapter or full model."""
+    """A language model policy that is not trained."""
 
     type: Literal["frozen"] = "frozen"
+    """Selects this policy type."""
     path: str | None = None
+    """Folder of a saved adapter or full model. Null: the base model without an adapter."""
 
 
 class RandomConfig(Strict):
-    """Uniform over legal actions, or over `words`."""
+    """A random policy: uniform over the legal actions if the env lists them, else random words."""
 
     type: Literal["random"] = "random"
+    """Selects this policy type."""
     words: list[str] = ["up", "down", "left", "right"]
+    """Vocabulary for envs that list no legal actions."""
     length: int = Field(3, ge=1, le=10_000)
+    """Largest number of words in an answer made from `words`; the number is uniform from 1 to `length`."""
 
 
 class ScriptedConfig(Strict):
-    """Fixed `answers`, one for each of a line's turns, again and again."""
+    """A policy with fixed answers."""
 
     type: Literal["scripted"] = "scripted"
+    """Selects this policy type."""
     answers: list[str] = Field(min_length=1)
+    """The answers, one per turn of a trajectory; after the last one the list starts over."""
 
 
 class ExpertConfig(Strict):
-    """The env's own expert, who knows the solution: for demonstrations."""
+    """The env's built-in expert, which has access to the solution. Use it to record or imitate demonstrations, not as
+    an opponent in evaluations. Not every env has one."""
 
     type: Literal["expert"] = "expert"
+    """Selects this policy type."""
 
 
 class HumanConfig(Strict):
-    """A person at the terminal."""
+    """A person who types the answers at the terminal."""
 
     type: Literal["human"] = "human"
+    """Selects this policy type."""
 
 
 PolicyConfig = Annotated[
@@ -91,7 +104,7 @@ PolicyConfig = Annotated[
 
 
 def _own_algorithm(tree: Any, known: ValidatorFunctionWrapHandler) -> Any:
-    """An algorithm of the user's, where `type` is "module:Class"; else one of ours."""
+    """Validates a user's algorithm config if `type` is "module:Class", else one of the built-in algorithms."""
     named = str(tree.get("type", "")) if isinstance(tree, dict) else ""
     if ":" in named:
         return validate(_algorithm_class(named), tree)
@@ -118,100 +131,145 @@ AlgorithmConfig = Annotated[
 
 
 class ExamConfig(Strict):
-    """Held-out play: `env` changes options of the training env (default: `split: dev`, where the env has splits), with
-    several envs of the one named `of`; `seats` puts other policies at some seats; `every` 0 is only before and
-    after."""
+    """A held-out evaluation, played before training, after training and optionally in between."""
 
     of: str | None = None
+    """Name of the training env to evaluate in, if the run has several `envs`. Null: the first one."""
     seats: dict[Seat, str] = {}
+    """Maps seats to policies where the evaluation differs from training, for instance to play a fixed opponent."""
     episodes: int = Field(100, ge=1, le=1_000_000)
+    """Number of episodes, on instances 0 to `episodes` - 1 of the env."""
     every: int = Field(0, ge=0)
+    """Training steps between evaluations. 0: only before and after training."""
     env: dict[str, Any] | None = None
+    """Env options that differ from training. Null: `split: dev` if the env has splits, else no change."""
 
 
 class MixConfig(Strict):
-    """How often each of several envs is played: by `weights` (1 where none is given), and with `curriculum: frontier`
-    more where success is open, see `Games`."""
+    """How often each of several `envs` is drawn for training episodes."""
 
     weights: dict[str, float] = {}
+    """Relative frequency of each env by name; 1 for an env that is not listed."""
     curriculum: Curriculum = "fixed"
+    """`fixed`: draw by `weights` alone. `frontier`: multiply each weight by s(1 - s), where s is the env's running
+    success rate, which favours envs of intermediate difficulty (Rutherford et al., 2024, eq. 1)."""
     floor: float = Field(0.1, ge=0, le=1)
+    """With `frontier`, the share of draws made by `weights` alone, from 0 to 1. Raise it if an env is hardly ever
+    drawn."""
     rate: float = Field(0.2, gt=0, le=1)
+    """With `frontier`, the step size of the running success rate; it averages over about 1 / `rate` training steps."""
 
 
 class StageConfig(Strict):
-    """A part of a run, where it differs from the whole: other lengths, another algorithm, other data (`[]`: play),
-    changes to the env and to how policies learn, speak and are taught."""
+    """A part of a run. Every key that is set replaces or changes the run's own value during this stage."""
 
     name: str = ""
+    """Label of the stage. Empty: no label."""
     steps: int | None = Field(None, ge=1)
+    """Training steps of the stage. Null: the run's `steps`."""
     episodes: int | None = Field(None, ge=1, le=1_000_000)
+    """Episodes per step. Null: the run's `episodes`."""
     algorithm: AlgorithmConfig | None = None
+    """Algorithm of the stage. Null: the run's `algorithm`."""
     data: Data | None = None
+    """Data files of the stage. An empty list: play episodes instead. Null: the run's `data`."""
     env: dict[str, Any] = {}
+    """Changes to the options of `env`, or of every env in `envs`."""
     policies: dict[str, dict[str, Any]] = {}
+    """Changes to policies by name, such as the learning rate, sampling or teacher. Keys that decide which weights a
+    policy has (type, base, rank, alpha, targets, dtype, seed, path) cannot change."""
 
 
 class Config(Strict):
-    """A training run. `episodes` are played in each of `steps`; `seats` maps seats to policies where the names differ
-    (policy `default` takes every seat not named). In place of one `env` there may be several `envs`, mixed as `mix`
-    says. With `data` nothing is played: a step's episodes are from files, and an env is for exams and for what it tells
-    its seats. With `stages` the run goes through them in turn, over the same weights. `exam_sampling` changes how
-    language policies sample in exams, for instance `temperature: 0`. `engine` is the URL of a server (`palestra serve`,
-    Tinker, MinT) that trains and samples in place of this process; `sampler` says which samplers answer in its place,
-    while training stays here; `backend` which other processes play, and on Ray train, in place of it. With `staleness`
-    n above 0 training does not wait for play: episodes are played ahead, with weights at most n steps older than those
-    they train. The run ends with an error where more than the share `max_failed` of the episodes of a step or an exam
-    failed; 1 lets it go on whatever fails.
+    """A training run of language agents.
 
-    `parallel` says what the processes that torchrun starts share: `ddp` (the default there) the episodes and passes of
-    a step, `fsdp` the weights, gradients and optimizers too. A run goes on with any number of them."""
+    Each of `steps` steps plays `episodes` episodes in `env` (or in several `envs`), or reads them from `data`, and
+    trains the policies on them with `algorithm`. Under torchrun the processes share one run; it can be resumed with
+    another number of processes.
+    """
 
     name: RunName = "run"
+    """Name of the run's folder. If it exists, -2, -3, ... is appended."""
     seed: int = 0
+    """Seed of everything random in the run, from instances to sampling."""
     steps: int = Field(100, ge=1)
+    """Number of training steps, per stage if there are stages."""
     episodes: int = Field(32, ge=1, le=1_000_000)
+    """Episodes per training step."""
     env: dict[str, Any] = {}
+    """The env to train in: `type` and its options. Give either `env` or `envs`. With `data` it is optional, and serves
+    for evaluations and for the roles of the seats."""
     envs: dict[str, dict[str, Any]] = {}
+    """Several envs by name, each with `type` and options, drawn as `mix` describes."""
     mix: MixConfig = MixConfig()
+    """How often each of `envs` is drawn."""
     data: Data = []
+    """Files to train on instead of playing: a path, or a list of paths or entries. A step reads its episodes from
+    them."""
     policies: dict[str, PolicyConfig]
+    """The policies by name. A policy called `default` plays every seat that has no policy of its own."""
     seats: dict[Seat, str] = {}
+    """Maps seats to policies where the names differ. A seat that is not listed is played by the policy of its own name,
+    else by `default`."""
     algorithm: AlgorithmConfig = GRPO()
+    """Training algorithm: `type` is grpo, dpo, ppo, sft, or "module:Class" for a subclass of TextAlgorithm."""
     stages: list[StageConfig] = []
+    """Stages that the run goes through in order, training the same weights. Empty: one stage with the run's own
+    settings."""
     exams: dict[str, ExamConfig] = {}
+    """Held-out evaluations by name."""
     exam_sampling: dict[str, Any] = {}
+    """Changes to the sampling of language model policies in evaluations, for instance `temperature: 0`."""
     checkpoint_every: int = Field(10, ge=1)
+    """Training steps between checkpoints. The newest two are kept."""
     keep_every: int = Field(0, ge=0)
+    """Training steps between checkpoints that are kept permanently; use a multiple of `checkpoint_every`. 0: only the
+    last one of the run."""
     record_every: int = Field(1, ge=0)
+    """Training steps between those whose episodes are written to the run's `episodes` folder. 0: none."""
     staleness: int = Field(0, ge=0, le=10_000)
+    """How many training steps the weights that play may be behind the weights that are trained. 0: play and training
+    alternate. Above 0: episodes are played ahead during training, which uses both better; the algorithm trains on older
+    data."""
     max_failed: float = Field(0.5, ge=0, le=1)
+    """Largest share of failed episodes in a step or evaluation, from 0 to 1; above it the run ends with an error. 1:
+    never end."""
     sinks: Sinks = []
+    """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
     engine: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
+    """URL of a server (`palestra serve`, Tinker, MinT) that trains and samples instead of this process. Null: this
+    process."""
     sampler: SamplerConfig | None = None
+    """Samplers in other processes or on servers that generate the answers, while training stays in this process. Null:
+    this process samples."""
     backend: LoopConfig = LoopConfig(type="inline")
+    """Which processes play episodes and, on Ray, train. `inline`: this process."""
     device: str = "auto"
+    """Torch device of models: auto, cpu or cuda."""
     parallel: Literal["ddp", "fsdp"] | None = None
+    """What the processes that torchrun starts share. `ddp` (the default under torchrun): the episodes and training
+    passes of a step. `fsdp`: weights, gradients and optimizer state too, for models that do not fit on one device."""
     max_rows: int = Field(512, ge=1)
+    """Largest number of sequences that the sampler generates at once. Lower it if sampling runs out of memory."""
 
     @property
     def games(self) -> dict[str, dict[str, Any]]:
-        """The envs by name; the only one is called "train"."""
+        """The envs by name. A single env is called "train"."""
         return self.envs or ({"train": self.env} if self.env else {})
 
     @property
     def plays(self) -> str:
-        """What is played, for who watches."""
+        """Name of the envs or data files, for display."""
         played = [str(env["type"]) for env in self.games.values()]
         return " and ".join(dict.fromkeys(played or [entry.path for entry in self.data])) or "data"
 
     @property
     def learns(self) -> str:
-        """How, for who watches."""
+        """Names of the training algorithms in order, for display."""
         return ", then ".join((stage.algorithm or self.algorithm).type for stage in self.stages) or self.algorithm.type
 
     def game(self, name: str | None = None) -> dict[str, Any]:
-        """The env called `name`, or the first. Raises ValueError where there is none."""
+        """Returns the env called `name`, or the first one. Raises ValueError if there is none."""
         if name is not None and name not in self.games:
             raise ValueError(f'there is no env called "{name}": envs: names {", ".join(self.envs) or "none"}')
         if not self.games:
@@ -219,7 +277,10 @@ class Config(Strict):
         return self.games[name] if name else next(iter(self.games.values()))
 
     def parts(self) -> Iterator[Config]:
-        """The config of each stage: the whole one, with the stage's changes."""
+        """Yields the config of each stage: the run's config with the changes of the stage applied.
+
+        Raises ValueError if a stage changes an unknown policy or a key in `SHAPE`.
+        """
         whole = self.model_dump(mode="json", exclude={"stages"})
         for stage in self.stages or [StageConfig()]:
             changes = stage.model_dump(mode="json", exclude={"name", "env", "policies"}, exclude_none=True)
@@ -237,7 +298,7 @@ class Config(Strict):
     @field_validator("policies")
     @classmethod
     def _named(cls, policies: dict[str, Any]) -> dict[str, Any]:
-        policy_names(policies, TEAM, "base")  # the figures of all together, and the bare base model
+        policy_names(policies, TEAM, "base")  # reserved: metrics of all policies together, and the base model
         return policies
 
     @field_validator("exam_sampling")
@@ -268,7 +329,7 @@ class Config(Strict):
         return self
 
     def _full(self) -> list[str]:
-        """The policies that are full models."""
+        """Names of the policies that train a full model."""
         return [name for name, policy in self.policies.items() if isinstance(policy, FullPolicyConfig)]
 
     @model_validator(mode="after")

@@ -1,7 +1,8 @@
-"""Several processes that train one set of networks: each plays its share of the games and learns from it, and all take
-every step on the mean of their gradients. No weights and no moves travel, only gradients.
+"""Data-parallel training: several processes train the same networks, each on its own games, and all apply the mean
+gradient.
 
-The first process is the one that the command line runs; it alone writes the run. The others do as it does.
+Only gradients are exchanged, no weights and no transitions. Rank 0 is the process that the command line started; only
+it writes the run. The others execute the same steps.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from torch import Tensor
 from palestra.learners.nets import Together
 from palestra.roll import start_shielded
 
-SLOT = 1 << 18  # numbers that a process shows the others at a time
-LINE = 8  # counters apart, so that processes do not share a line of the processors' caches
-PATIENCE = 2e-3  # seconds of watching before a process sleeps while it waits
+SLOT = 1 << 18  # elements summed at a time
+LINE = 8  # int64 elements between two counters, so that no two processes write to the same cache line
+PATIENCE = 2e-3  # seconds of busy waiting before a process begins to sleep between checks
 
 
 class Board:
-    """What each process shows the others: numbers in slots [2, processes, SLOT], and how often it has shown some.
+    """All-reduce of float64 sums in shared memory, for processes on one machine.
 
-    The two halves take turns. Who shows its n-th numbers has read the (n-1)th of all, so that nobody still reads the
-    half that is written next.
+    `slots` [2, processes, SLOT] float64 holds each process's chunk, `counts` how many chunks each has written. The two
+    halves of `slots` alternate: a process that writes chunk n has read chunk n - 1 of all processes, so no process
+    still reads the half that is written next.
     """
 
     def __init__(self, processes: int) -> None:
@@ -44,7 +46,11 @@ class Board:
         self.shown = 0
 
     def total(self, x: Tensor, rank: int) -> Tensor:
-        """The sum of every process's `x`, in order of rank: the same bits everywhere."""
+        """Returns the sum of all processes' `x`, of the same shape and dtype, summed in float64 in rank order:
+        bit-identical in every process.
+
+        Raises RuntimeError if another process has ended.
+        """
         flat = x.flatten()
         parts = [self._sum(part, rank) for part in flat.split(SLOT)]
         return torch.cat(parts).view_as(x).to(x.dtype)
@@ -54,14 +60,14 @@ class Board:
         half = self.slots[self.shown % 2, :, : len(part)]
         half[rank] = part
         counts = self.counts.numpy()[::LINE]
-        with threading.Lock():  # orders memory, on processors that would not
+        with threading.Lock():  # a memory barrier, needed on processors with weak memory ordering
             counts[rank] = self.shown
         self._wait(counts)
         with threading.Lock():
             return half.sum(0)
 
     def _wait(self, counts: np.ndarray) -> None:
-        """Until all have shown as much. Raises RuntimeError where one of them is gone."""
+        """Waits until all processes have written as many chunks. Raises RuntimeError if one of them has ended."""
         start, parent = time.perf_counter(), os.getppid()
         while counts.min() < self.shown:
             if time.perf_counter() - start > PATIENCE:
@@ -72,7 +78,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Place:
-    """Which of `processes` this is, the file by which they find each other, and their board."""
+    """One process of a group: its rank, the number of processes, the rendezvous file, and the shared-memory board."""
 
     rank: int
     processes: int
@@ -80,28 +86,32 @@ class Place:
     board: Board | None = None
 
     def join(self) -> None:
-        """Waits for all others."""
+        """Joins the torch.distributed group (gloo); blocks until all processes have joined."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
         dist.init_process_group("gloo", init_method=f"file://{self.meeting}", rank=self.rank, world_size=self.processes)
 
     def together(self) -> Together:
+        """Returns the gradient synchronisation for learners."""
         return Together(self.total, self.processes)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """Returns the sum of `x` over all processes, of the same shape and dtype."""
         assert self.board is not None
         return self.board.total(x, self.rank)
 
 
 def gather(thing: Any) -> list[Any]:
-    """Every process's `thing`, in order of rank."""
+    """Returns every process's `thing`, in rank order. All processes must call it; `thing` must be picklable."""
     things: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(things, thing)
     return things
 
 
 def start(processes: int, follow: Callable[[Place], None]) -> Place:
-    """Starts all processes but the first, which is this one: each calls `follow` with its place. They end with it."""
+    """Starts the processes of rank 1 and above and returns rank 0, which is this process.
+
+    Each new process calls `follow` with its rank. They end when this process ends.
+    """
     meeting, board = str(Path(tempfile.mkdtemp(prefix="palestra-")) / "meeting"), Board(processes)
     for rank in range(1, processes):
         worker = get_context("spawn").Process(
@@ -118,14 +128,14 @@ STARTED: list[BaseProcess] = []
 
 
 def _run(place: Place, follow: Callable[[Place], None], threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's to hear
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     torch.set_num_threads(threads)
     place.join()
     follow(place)
 
 
 def end() -> None:
-    """Ends what `start` began."""
+    """Leaves the process group and ends the processes that `start` began; kills each that still runs after 5 s."""
     if dist.is_initialized():
         dist.destroy_process_group()
     for worker in STARTED:
@@ -135,7 +145,7 @@ def end() -> None:
 
 
 def lost() -> str | None:
-    """What to say of a process that died, if one did."""
+    """Returns a message about the first process that died, or None."""
     dead = [(rank, worker.exitcode) for rank, worker in enumerate(STARTED, 1) if not worker.is_alive()]
     if not dead:
         return None

@@ -1,4 +1,4 @@
-"""Pictures and tables of a run, from its directory alone."""
+"""Learning curves and summary tables of a run, from its directory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from palestra.files import replaced
 from palestra.runs import read_lines
 from palestra.types import TEAM
 
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe & Ito (2008): safe for all eyes
-PANELS = [  # the first four that a run has figures for are drawn
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe & Ito (2008): colour-blind safe
+PANELS = [  # (metric, title): the first four that the run has are drawn
     ("entropy", "entropy of the policy (nats)"),
     ("kl", "KL from the sampling policy"),
     ("zero_variance", "groups without differences (share)"),
@@ -67,14 +67,14 @@ def plot_run(path: str | Path, target: Path | None = None) -> Path:
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel("joint steps of all games" if games else "training step")
     figure.suptitle(path.name)
-    with replaced(target) as place:  # a link that stands there is not written through
+    with replaced(target) as place:  # replaces a symbolic link instead of writing through it
         figure.savefig(place, dpi=120)
     plt.close(figure)
     return target
 
 
 def series(lines: list[dict[str, Any]], key: str) -> dict[str, list[dict[str, Any]]]:
-    """Lines by the value of `key`, in order."""
+    """Groups log lines by their value of `key`, in order."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         groups[line[key]].append(line)
@@ -82,7 +82,7 @@ def series(lines: list[dict[str, Any]], key: str) -> dict[str, list[dict[str, An
 
 
 def smooth(values: list[float], window: int = 9) -> np.ndarray:
-    """A centred moving mean, shorter at the ends."""
+    """Returns the centred moving mean [T] float64 over `window` values, over fewer at the ends."""
     kernel = np.ones(min(window, max(1, len(values))))
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
 
@@ -102,7 +102,7 @@ def _success(axis: Any, team: list[dict[str, Any]], exams: dict[str, list[dict[s
 
 
 def _seats(axis: Any, team: list[dict[str, Any]], exams: dict[str, list[dict[str, Any]]]) -> None:
-    """What each seat wins in exams, where nothing is a success."""
+    """Plots each seat's return in evaluations, for envs that report no success."""
     shown = [(name, seat, lines) for name, lines in exams.items() for seat in lines[-1]["returns"]]
     for (name, seat, lines), colour in zip(shown, COLOURS, strict=False):
         values = [line["returns"][seat] for line in lines]
@@ -112,7 +112,7 @@ def _seats(axis: Any, team: list[dict[str, Any]], exams: dict[str, list[dict[str
 
 
 def _returns(axis: Any, team: list[dict[str, Any]], exams: dict[str, list[dict[str, Any]]]) -> None:
-    """Success where the env knows it, else the return, in training and in exams."""
+    """Plots success if the env reports it, else the return, in training and in evaluations."""
     key = "success" if any("success" in line for lines in [team, *exams.values()] for line in lines) else "return"
     known = [line for line in team if key in line]
     if known:
@@ -127,14 +127,14 @@ def _returns(axis: Any, team: list[dict[str, Any]], exams: dict[str, list[dict[s
 
 
 def at(line: dict[str, Any], team: list[dict[str, Any]]) -> float:
-    """Where on the axis a line belongs: joint steps, where the run counts them, else steps."""
+    """Returns the x position of a log line: joint steps if the run counts them, else training steps."""
     steps = line["step"] + 1
     per_step = team[-1]["env_steps"] / (team[-1]["step"] + 1) if team and "env_steps" in team[-1] else 1
     return float(steps * per_step)
 
 
 def _rewards(axis: Any, by_policy: dict[str, list[dict[str, Any]]]) -> None:
-    """Each policy's reward for an answer: team and local parts together."""
+    """Plots each policy's reward per answer, team and local parts together."""
     for (name, lines), colour in zip(_policies(by_policy), COLOURS, strict=False):
         values = [line["team_reward"] + line["local_reward"] for line in lines]
         axis.plot([line["step"] + 1 for line in lines], smooth(values), color=colour, label=name)
@@ -153,7 +153,7 @@ def _curves(axis: Any, by_policy: dict[str, list[dict[str, Any]]], key: str, tit
 
 
 def _legend(axis: Any, **options: Any) -> None:
-    """A legend, where there is something to name."""
+    """Adds a legend if there is a label."""
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=7, **options)
 
@@ -163,7 +163,8 @@ def _policies(by_policy: dict[str, list[dict[str, Any]]]) -> list[tuple[str, lis
 
 
 def learned_table(path: str | Path) -> Table:
-    """What a run learned: each exam before and after, then each policy's figures at the start and at the end."""
+    """Returns a table of what a run learned: evaluations before and after, and each policy's metrics (mean of the first
+    and last ten lines)."""
     path = Path(path)
     table = Table(title="what was learned", title_justify="left")
     for heading, justify in (("", "left"), ("before", "right"), ("after", "right")):
@@ -189,8 +190,7 @@ def learned_table(path: str | Path) -> Table:
 
 
 def no_update(path: Path) -> str:
-    """The reason why no step of a run of language agents made an update, and what to do; "" where one did, or where no
-    policy learns."""
+    """Returns why no step of a language-model run made an update, and what to do; "" if one did or no policy learns."""
     by_policy = series(read_lines(path / "metrics.jsonl"), "policy")
     lines = [line for _, own in _policies(by_policy) for line in own if "updates" in line]
     if not lines or any(line["updates"] for line in lines):
@@ -208,13 +208,13 @@ def no_update(path: Path) -> str:
 
 
 def interval(line: dict[str, Any]) -> str:
-    """Success with its 95 % Wilson (1927) interval, as text."""
+    """Returns the success rate with its 95 % Wilson interval (Wilson, 1927), as text."""
     low, high = wilson(line["success"] * line["episodes"], line["episodes"])
     return f"{line['success']:.1%} [{low:.1%}, {high:.1%}]"
 
 
 def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson, 1927). 8 of 10 gives (0.49, 0.94)."""
+    """Returns the score interval of a proportion (Wilson, 1927), 95 % by default. 8 of 10 gives (0.49, 0.94)."""
     if n == 0:
         return 0.0, 1.0
     share, spread = successes / n, z * z / n

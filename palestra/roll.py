@@ -1,12 +1,13 @@
-"""Who does a run's work where its own process does not, and how they fare: counted at once, told now and then.
+"""Per-worker counters of work done outside the run's own process, written to workers.jsonl at most every `PAUSE`
+seconds.
 
     roll.note("env server", "host1:50051", done=1)
     roll.note("local worker", "process 4711 on box", lost=1, why="its process ended with exit code -9")
     roll.lines()  # [{"worker": "env server host1:50051", "kind": "env server", "where": "host1:50051", "done": 1.0, ...
 
-`done` counts tasks, sessions or requests, by the kind of worker; `seconds` are what they took there; `lost`, what was
-begun there and came to nothing; `replays`, games brought back there that another server had lost. All this is of the
-machines and not of the seed: nothing that is learned depends on it.
+`done` counts finished tasks, sessions or requests, depending on the kind of worker; `seconds` is the time they took;
+`lost` counts those that were started and failed; `replays` counts episodes restored there after another server lost
+them. All this depends on the machines and not on the seed, and no training depends on it.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-PAUSE = 5.0  # seconds between two tellings, but that a loss is told at once
+PAUSE = 5.0  # seconds between two reports; a loss is reported at once
 FIGURES = ("done", "seconds", "lost", "replays")
 
 
 class Roll:
-    """What has come to pass since it was last told, by worker. For every thread."""
+    """Counters by worker since the last report. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._told = 0.0
         self._lines: dict[str, dict[str, Any]] = {}
-        self._why: dict[str, str] = {}  # by worker, of its last loss
+        self._why: dict[str, str] = {}  # reason of the last loss, by worker
 
     def note(self, kind: str, where: str, why: str = "", **figures: float) -> None:
-        """Adds to the figures of a worker; whatever is not a loss is a sign of life."""
+        """Adds to the counters of a worker. Unless it is a loss, also sets the time at which the worker was last
+        seen."""
         seen = {} if figures.get("lost") else {"seen": round(time.time(), 1)}
         self.add([{"worker": f"{kind} {where}", "kind": kind, "where": where, **seen, **figures, "why": why}])
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Adds what another process has told."""
+        """Adds counters that another process reported."""
         with self._lock:
             for line in lines:
                 known = self._lines.setdefault(line["worker"], {key: line[key] for key in ("worker", "kind", "where")})
@@ -49,7 +51,8 @@ class Roll:
                 self._why |= {line["worker"]: line["why"]} if line.get("why") else {}
 
     def lines(self, pause: float = PAUSE) -> list[dict[str, Any]]:
-        """A line for each worker of which there is news; none where the last ones are not `pause` seconds old."""
+        """Returns a dict for each worker with changes since the last report, and resets the counters. Returns [] if the
+        last report is less than `pause` seconds old and nothing was lost."""
         with self._lock:
             now = time.monotonic()
             if now - self._told < pause and not any("lost" in line for line in self._lines.values()):
@@ -59,19 +62,19 @@ class Roll:
             return [line | ({"why": why} if (why := self._why.get(line["worker"])) else {}) for line in found]
 
 
-roll = Roll()  # of this process
+roll = Roll()  # the counters of this process
 
 
 def here(pid: int | None = None) -> str:
-    """This process, or another of this machine, as others are told of it."""
+    """Returns a label of this process, or of process `pid` on this machine: "process 4711 on box"."""
     return f"process {os.getpid() if pid is None else pid} on {socket.gethostname()}"
 
 
 def start_shielded(worker: BaseProcess) -> None:
-    """Starts a worker's process so that Ctrl-C, which goes to all processes of a terminal, never reaches it, not even
-    before its own first line: its parent decides when it ends."""
-    resource_tracker.ensure_running()  # starting it, as the first worker would, unblocks the signal again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child begins with what its parent blocks
+    """Starts a worker process that never receives Ctrl-C, which a terminal sends to all its processes, not even before
+    its first line of code. The parent decides when it ends."""
+    resource_tracker.ensure_running()  # must run before: starting it unblocks the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits its parent's mask
     try:
         worker.start()
     finally:

@@ -1,4 +1,4 @@
-"""Trained agents behind an endpoint that speaks OpenAI's chat completions, one resident base for all that share it."""
+"""Serves trained agents through OpenAI-compatible chat completions; agents with the same base share one copy of it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from palestra.web.completions import DRAIN, LIMITS, Server
 from palestra.web.endpoint import Session
 from palestra.web.server import LATE, on_stop
 
-REQUESTS = 512  # under way at once
-REMEMBERED = 256  # conversations whose tokens are kept, of those that are not long
+REQUESTS = 512  # concurrent requests
+REMEMBERED = 256  # conversations whose tokens are cached; those over `LONG` characters are not
 LONG = 2**16  # characters
-PIECE = 2**16  # characters that are counted in tokens at once
-DENSE = 8  # characters to a token, from which a conversation is counted in pieces first
-UNSHOWN = (TemplateError, TypeError, AttributeError, LookupError, RecursionError)  # by templates, of odd messages
-TOKENS = ThreadPoolExecutor(1, "tokens")  # tokenisers are not made for several threads
+PIECE = 2**16  # characters tokenised at once when counting
+DENSE = 8  # characters per token of the context: a longer conversation is counted chunk by chunk first
+# Raised by chat templates for unexpected messages.
+UNSHOWN = (TemplateError, TypeError, AttributeError, LookupError, RecursionError)
+TOKENS = ThreadPoolExecutor(1, "tokens")  # one thread: tokenisers are not thread-safe
 
 
 def serve_agents(
@@ -46,10 +47,10 @@ def serve_agents(
     say: Callable[[str], None],
     hosts: Sequence[str] = (),
 ) -> None:
-    """Answers calls until SIGTERM or Ctrl-C, then those under way. `key` (None: any) is asked of every caller; `hosts`
-    are names that the server is called by on loopback.
+    """Answers requests until SIGTERM or Ctrl-C, then finishes those in progress. `key` (None: any) is the API key that
+    every request needs; `hosts` are allowed host names on loopback.
 
-    Raises ValueError where two agents have one name, an agent is a network, or the address is taken.
+    Raises ValueError if two agents have the same name, an agent is a network, or the address is taken.
     """
     names = [agent.name for agent in agents]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -64,7 +65,7 @@ async def _serve(desks: dict[str, Desk], server: Server, key: str | None, say: C
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     on_stop(lambda: loop.call_soon_threadsafe(over.set), DRAIN + LATE)
 
-    def deliver(asked: Asked) -> None:  # on the server's thread; the policies live on this one
+    def deliver(asked: Asked) -> None:  # runs on the server's thread; policies run on this one
         _passed_on(asyncio.run_coroutine_threadsafe(desks[asked.model].answer(asked), loop), asked.answer)
 
     Session(list(desks), deliver, server=server, key=key or ANYBODY)
@@ -74,7 +75,7 @@ async def _serve(desks: dict[str, Desk], server: Server, key: str | None, say: C
 
 
 def _passed_on(source: Future[Said], to: Future[str | Said]) -> None:
-    """What comes of `source` becomes of `to`, unless nobody waits for that any more."""
+    """Copies the outcome of `source` to `to`; cancelling `to` cancels `source`."""
 
     def done(source: Future[Said]) -> None:
         if to.cancelled() or source.cancelled():
@@ -87,19 +88,20 @@ def _passed_on(source: Future[Said], to: Future[str | Said]) -> None:
 
 
 class Desk:
-    """Where one agent is asked. It speaks as it was trained to, unless the caller says otherwise."""
+    """Serves one agent, with the settings it was trained with unless the request overrides them."""
 
     def __init__(self, agent: Agent, engines: Engines) -> None:
         self.agent = agent
         self.policy = load_policy(agent, engines)
         encoder = self.policy.encoder
-        assert isinstance(self.policy.sampler, Sampler)  # agents are sampled in this process
+        assert isinstance(self.policy.sampler, Sampler)  # agents are sampled in this process only
         self.room = Room(encoder.tokenizer, self.policy.sampler.engine)
         self.remembering = ChatEncoder(encoder.tokenizer, encoder.options, remember=REMEMBERED)
         self.forgetting = ChatEncoder(encoder.tokenizer, encoder.options, remember=0)
 
     async def answer(self, asked: Asked) -> Said:
-        """Raises ValueError for settings that no policy can follow, and a conversation that is too long."""
+        """Samples one completion. Raises ValueError for invalid sampling settings and for a conversation that is too
+        long."""
         policy = self._as_asked(asked.settings)
         seed = asked.settings.get("seed", secrets.randbits(63))
         if not isinstance(seed, int):
@@ -112,7 +114,8 @@ class Desk:
         return Said(text, sampled.stop == "length", (len(prompt_ids), len(sampled.token_ids)))
 
     def _prompt(self, chat: Chat) -> np.ndarray:
-        """The tokens [P] of a conversation. Raises ValueError for one that is too long, or that no template shows."""
+        """Returns the prompt tokens [P] of a conversation. Raises ValueError if it is too long or the chat template
+        fails."""
         chat = self._framed(chat)
         try:
             encoder = self.forgetting if self.room.check(chat) > LONG else self.remembering
@@ -121,12 +124,13 @@ class Desk:
             raise ValueError(f"the agent's chat template cannot show this conversation: {str(error)[:200]}") from None
 
     def _framed(self, chat: Chat) -> Chat:
-        """The conversation, with the role that the agent was trained in where it says nothing of one."""
+        """Returns the conversation with the agent's role as system message, if it has none."""
         if chat.messages[0].get("role") == "system" or not self.agent.role:
             return chat
         return Chat(tuple(with_system(chat.messages, self.agent.role)), chat.tools)
 
     def _as_asked(self, settings: dict[str, Any]) -> LanguagePolicy:
+        """Returns the policy with the request's sampling settings."""
         changes = {key: value for key, value in settings.items() if key in ("temperature", "top_p", "max_tokens")}
         if "max_completion_tokens" in settings:
             changes["max_tokens"] = settings["max_completion_tokens"]
@@ -138,15 +142,17 @@ class Desk:
 
 
 class Room:
-    """The length of conversations that a base can read, found without tokenising one that is far too long: that takes
-    hundreds of bytes for each of its characters."""
+    """Checks that a conversation fits the base's context, without tokenising one that is far too long: that takes
+    hundreds of bytes per character."""
 
     def __init__(self, tokenizer: Any, engine: Engine) -> None:
         self.tokenizer, self.positions = tokenizer, positions(engine) or 2**20
-        self.characters = self.positions * max(map(len, tokenizer.get_vocab()))  # no token spells more
+        # Upper bound on characters: the longest token times the context.
+        self.characters = self.positions * max(map(len, tokenizer.get_vocab()))
 
     def check(self, chat: Chat) -> int:
-        """The characters of a conversation. Raises ValueError where their tokens are more than the base reads."""
+        """Returns the number of characters of a conversation. Raises ValueError if its tokens certainly exceed the
+        context; a short conversation is not tokenised here."""
         texts = list(_texts([*map(templated, chat.messages), *chat.tools]))
         size = sum(map(len, texts))
         if size > self.characters or len(chat.messages) > self.positions:
@@ -156,7 +162,7 @@ class Room:
         return size
 
     def _count(self, text: str) -> None:
-        """Piece by piece: where a piece is cut, the tokens of the whole may be a few less."""
+        """Counts tokens chunk by chunk; each chunk border can add a few tokens, so `DENSE` per chunk are subtracted."""
         tokens = 0
         for start in range(0, len(text), PIECE):
             tokens += len(self.tokenizer.encode(text[start : start + PIECE], add_special_tokens=False)) - DENSE
@@ -168,7 +174,7 @@ class Room:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON, keys too."""
+    """Yields all strings in a JSON value, including keys."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -181,9 +187,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def read_key(variable: str | None, file: Path | None) -> str | None:
-    """The key that callers must know: of an environment variable, or the first line of a file; None: any will do.
+    """Returns the API key from an environment variable or the first line of a file; None (any key is accepted) if
+    neither is given.
 
-    Raises ValueError where it is to be read and there is none.
+    Raises ValueError if both are given, or if the key is missing or empty.
     """
     if variable and file:
         raise ValueError("the key is read from one place: say --key-env or --key-file")

@@ -1,4 +1,4 @@
-"""From a config (recipe.py) to everything a run consists of: the one place where names become objects."""
+"""Builds a language-agent run from its config (recipe.py). The only module that turns names into objects."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 
 def build(config: Config, engines: Engines | RemoteEngines | None = None) -> Setup:
-    """Everything that `config` describes, ready for `train`, on bases of its own or those of `engines`. Raises
-    ValueError where its parts do not fit."""
+    """Builds everything that `config` describes, ready for `train`.
+
+    Models come from `engines`, or are loaded if it is None. Raises ValueError if parts of the config do not fit
+    together.
+    """
     parts = list(config.parts())
     records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
     seats = [seat_map(part, files) for part, files in zip(parts, records, strict=True)]
@@ -74,34 +77,36 @@ def build(config: Config, engines: Engines | RemoteEngines | None = None) -> Set
 
 
 def _table(engines: Engines | RemoteEngines) -> Table | None:
-    """Who plays together, where that is more than one, or weights are to be readied."""
+    """Returns the group of ranks that share episodes; None if there is one rank and no weights have to be prepared."""
     shares = isinstance(engines, Engines) and (engines.ranks.size > 1 or any(e.mixed for e in engines.loaded))
     return Table(engines.ranks, engines.playing) if isinstance(engines, Engines) and shares else None
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Those who learn, those who do not, and who of them sits where now."""
+    """Resolves seats to policies at their current weights: `learners` are trained, `fixed` are not."""
 
     learners: Mapping[str, LanguageLearner]
     fixed: Mapping[str, Policy]
     engines: Engines | RemoteEngines
 
     def playing(self, seats: Mapping[Seat, str], teachers: Mapping[str, str]) -> dict[Seat, Policy]:
-        """The policies as they stand, played by their teachers where they have one."""
+        """Returns the policy of each seat at its current weights; a policy with a teacher is played by the teacher."""
         self.engines.forget()
         return {seat: self._now(name, teachers) for seat, name in seats.items()}
 
     def examined(self, seats: Mapping[Seat, str], sampling: dict[str, Any]) -> dict[Seat, Policy]:
-        """The policies as they stand, sampling as in exams."""
+        """Returns the policy of each seat at its current weights, with the sampling of evaluations and without
+        teachers."""
         self.engines.forget()
         return {seat: _examined(self._now(name, {}), sampling) for seat, name in seats.items()}
 
     def writing(self, seats: Mapping[Seat, str]) -> dict[Seat, Policy]:
-        """The policies by their names and how they put what is said into tokens; weights are not asked for."""
+        """Returns the policy of each seat for encoding recorded answers into tokens, without exporting its weights."""
         return {seat: self._scribe(name) for seat, name in seats.items()}
 
     def _scribe(self, name: str) -> Policy:
+        """Policy `name` with its current version and encoder, but without an adapter."""
         if name not in self.learners:
             return self.fixed[name]
         learner = self.learners[name]
@@ -110,6 +115,7 @@ class Cast:
         return LanguagePolicy(versioned, learner.sampler, learner.encoder, sampling, system=system, memory=memory)
 
     def _now(self, name: str, teachers: Mapping[str, str]) -> Policy:
+        """Policy `name` at its current weights."""
         if name not in self.learners:
             return self.fixed[name]
         policy = self.learners[name].policy()
@@ -119,7 +125,7 @@ class Cast:
 def _source(
     part: Config, seats: dict[Seat, str], arenas: dict[str, Arena], records: list[Record], cast: Cast
 ) -> Source:
-    """Files where there is data, else play."""
+    """Returns a dataset source if the stage has data files, else a source that plays."""
     if records:
         roles = {kind: make_env(**env).roles for kind, env in part.games.items()}
         recorded = Recorded(records, lambda: cast.writing(seats), part.seed, roles)
@@ -150,13 +156,14 @@ def _stage(part: Config, name: str, source: Source, cast: Cast) -> Stage:
 
 
 def exam_game(config: Config, name: str) -> dict[str, Any]:
-    """The env of an exam, with its options."""
+    """Returns the env config of evaluation `name`: the training env with the evaluation's changes."""
     exam = config.exams[name]
     return exam_env(config.game(exam.of), exam.env, "dev")
 
 
 def _sitting(config: Config, name: str) -> dict[Seat, str]:
-    """Who sits where in an exam: as in training, but for those that it seats itself."""
+    """Returns the policy of each seat in an evaluation: as in training, except for seats that the evaluation
+    assigns."""
     env, changes = exam_game(config, name), config.exams[name].seats
     own = make_env(**env).seats
     plays = f'exam {name} is of env "{env["type"]}", which plays {", ".join(own)}'
@@ -171,7 +178,7 @@ def _exam(config: Config, arena: Arena, seats: Mapping[Seat, str], cast: Cast) -
 
 
 def _used(part: Config, seats: Mapping[Seat, str]) -> set[str]:
-    """The policies that play in a stage, teachers among them."""
+    """Names of the policies that play in a stage, teachers included."""
     teachers = _teachers(part)
     return {*seats.values(), *(teachers[name] for name in seats.values() if name in teachers)}
 
@@ -185,15 +192,17 @@ def _critic(parts: Sequence[Config]) -> bool:
 
 
 def _only_seat(config: Config) -> Seat | None:
-    """The seat of tables where there is no choice: of the envs, or without any that of the only policy."""
+    """Returns the seat of dataset rows if there is only one: that of the envs or, without envs, of the only policy."""
     played = {seat for env in config.games.values() for seat in make_env(**env).seats}
     seats = played or set(config.seats or config.policies)
     return min(seats) if len(seats) == 1 else None
 
 
 def seat_map(config: Config, records: Sequence[Record] = ()) -> dict[Seat, str]:
-    """The policy of each seat that the envs have, or without any the recorded episodes. Raises ValueError for a seat
-    without one, and for a name unknown."""
+    """Returns the policy of each seat of the envs or, without envs, of each seat in the data files.
+
+    Raises ValueError for a seat without a policy, and for an unknown name.
+    """
     kinds = " and ".join(f'"{env["type"]}"' for env in config.games.values())
     seats = list(dict.fromkeys(seat for env in config.games.values() for seat in make_env(**env).seats))
     plays = f"env {kinds} plays {', '.join(seats)}"
@@ -217,7 +226,7 @@ def seat_map(config: Config, records: Sequence[Record] = ()) -> dict[Seat, str]:
 
 
 def _sits(config: Config, seat: Seat, plays: str) -> str:
-    """The policy at a seat: the one that `seats` says, the one of the seat's name, or the default."""
+    """Returns the policy of a seat: the one in `seats`, else the one of the seat's name, else `default`."""
     name = config.seats.get(seat, seat if seat in config.policies else "default")
     if name not in config.policies:
         raise ValueError(
@@ -228,20 +237,22 @@ def _sits(config: Config, seat: Seat, plays: str) -> str:
 
 
 def exam_env(env: dict[str, Any], changes: dict[str, Any] | None, split: str) -> dict[str, Any]:
-    """`env` with `changes`; without any, its `split` changes, where it has one."""
+    """Returns `env` with `changes`. If `changes` is None, sets the env's split to `split`, if it has one."""
     if changes is None:
         changes = {"split": split} if takes(env, "split") else {}
     return env | changes
 
 
 def make_arena(env: dict[str, Any], name: str) -> Arena:
-    """An arena for `env` (type, options, and where it is played), checked now so that a wrong option is heard before
-    anything is loaded."""
+    """Returns an arena for `env` (type, options, and servers if it is remote).
+
+    The options are checked here, before any model is loaded. Raises ValueError if one is wrong.
+    """
     return Arena(env_maker(env), name)
 
 
 def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Policy:
-    """A policy that does not learn."""
+    """Returns the policy `name` that is not trained, as `config` describes it."""
     if isinstance(config, RandomConfig):
         return RandomPolicy(config.words, config.length)
     if isinstance(config, ScriptedConfig):

@@ -1,4 +1,5 @@
-"""A run of language agents whose episodes workers play and, on Ray, whose weights are trained in actors."""
+"""Builds runs of language agents whose episodes are played by workers and, on Ray, whose weights are trained in
+actors."""
 
 from __future__ import annotations
 
@@ -27,11 +28,15 @@ from palestra.rollouts.sources import Games
 from palestra.train import Exam, Setup, Stage
 
 Players = Callable[[LoopConfig, MakeWorker], Backend]
+"""Opens the backend that plays episodes, given its config and the function that builds a worker."""
 
 
 def build(config: Config, players: Players | None = None) -> Setup:
-    """Everything that `config` describes, ready for training; other processes begin where it does, `players` (default:
-    as `backend` says) among them. Raises ValueError where its parts do not fit."""
+    """Builds all parts that `config` describes. Other processes start when `place` of the result is entered.
+
+    `players` opens the backend that plays episodes (default: as `config.backend` says). Raises ValueError if the parts
+    of the config do not fit together.
+    """
     backend = config.backend
     if backend.type == "inline":
         return setup.build(config)
@@ -50,12 +55,12 @@ def build(config: Config, players: Players | None = None) -> Setup:
 
 
 def workers_of(backend: LoopConfig) -> int:
-    """How many workers play."""
+    """Number of workers that play episodes."""
     return int(backend.placement["play"].get("workers", 1)) if "play" in backend.placement else backend.count
 
 
 def open_players(backend: LoopConfig, make_worker: MakeWorker) -> Backend:
-    """Those who play: where some are set apart to do so, they alone."""
+    """Opens the backend that plays episodes: only the `play` workers if `placement` reserves some, else all."""
     apart = {kind: needs for kind, needs in backend.placement.items() if kind == "play"}
     return open_backend(backend.model_copy(update={"placement": apart}), make_worker, 0 if apart else None)
 
@@ -71,7 +76,8 @@ def _exam(exam: Exam, troupe: Troupe, slices: int) -> Exam:
 
 
 class Place:
-    """The other processes of a run, there within a `with` block. On Ray this process is in their `cluster`."""
+    """The other processes of a run, as a context manager: started on entry, ended on exit. With `cluster`, this process
+    joins it first."""
 
     def __init__(self, desk: Desk, benches: Sequence[Bench], cluster: Membership | None) -> None:
         self.desk, self.benches, self.cluster = desk, benches, cluster
@@ -95,7 +101,7 @@ class Place:
 
 
 class Membership:
-    """This process's part in a Ray cluster, or in one that it starts, with room for all who train and play."""
+    """This process's membership in a Ray cluster, with resources for all actors that train and play."""
 
     def __init__(self, backend: LoopConfig) -> None:
         must_have_ray()
@@ -104,14 +110,16 @@ class Membership:
         self.address, self.train = backend.address, needs_of("train", backend.placement.get("train", {}))
         play = needs_of("play", backend.placement.get("play", {}))
         self.play = play._replace(actors=workers_of(backend))
-        self._joined = False  # by us, who then are to leave
+        self._joined = False  # by this process, which must then leave
 
     def join(self) -> None:
+        """Joins or starts the cluster; does nothing if this process is in one already."""
         from palestra.backends.ray.cluster import join
 
         self._joined = join(self.address, [self.train, self.play]) or self._joined
 
     def leave(self) -> None:
+        """Leaves the cluster if this object joined it."""
         from palestra.backends.ray.cluster import leave
 
         if self._joined:
@@ -119,21 +127,22 @@ class Membership:
         self._joined = False
 
 
-# ---- what the driver has in place of bases and samplers
+# ---- replacements for bases and samplers in the driver
 
 
 class Nobody:
-    """In place of a sampler where nobody is asked: workers play."""
+    """Stub sampler for the driver, which never samples: workers play."""
 
     async def sample(self, request: Request) -> list[Sampled]:
+        """Raises ValueError: only workers sample."""
         raise ValueError("this run's workers sample, and not this process")
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is no cache."""
 
 
 class Drivers(Engines):
-    """The bases of a process that trains and does not play: a policy that does not learn is a name with a tokenizer."""
+    """Engines of a process that trains but does not play: a frozen policy is only a name and a tokenizer."""
 
     def frozen(self, name: str, config: FrozenConfig) -> LanguagePolicy:
         encoder = ChatEncoder(tokenizer_of(config.base), config.template)
@@ -141,7 +150,7 @@ class Drivers(Engines):
 
 
 class Spec(NamedTuple):
-    """What `Engines.learner` is told of a learner."""
+    """Arguments of `Engines.learner`, to build the learner in another process."""
 
     config: LoraPolicyConfig | FullPolicyConfig
     seed: int
@@ -149,7 +158,7 @@ class Spec(NamedTuple):
 
 
 class Actors(Drivers):
-    """No base at all: weights are trained in Ray's actors, one or several learners in each."""
+    """Engines without any base: weights are trained in Ray actors, with one or more learners in each."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.device, config.max_rows)
@@ -175,7 +184,7 @@ class Actors(Drivers):
 
 
 def open_shop(device: str, max_rows: int, specs: Mapping[str, Spec]) -> Shop:
-    """The weights of some learners, in the process that is to train them."""
+    """Builds the weights of these learners in the current process, which is to train them."""
     engines = Engines(device, max_rows)
     weights = {}
     for name, spec in specs.items():
@@ -186,5 +195,5 @@ def open_shop(device: str, max_rows: int, specs: Mapping[str, Spec]) -> Shop:
 
 
 def tokenizer_of(base: str) -> Any:
-    """The tokenizer of a base that this machine has or can fetch."""
+    """Returns the tokenizer of a base that is on this machine or can be downloaded."""
     return AutoTokenizer.from_pretrained(resolve_base(base))

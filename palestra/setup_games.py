@@ -1,4 +1,4 @@
-"""From a config of a vectorised game to everything a run consists of."""
+"""Builds a run of neural-network policies in a vectorised env from its config."""
 
 from __future__ import annotations
 
@@ -40,35 +40,42 @@ from palestra.sinks.base import Sinks
 from palestra.train import Watcher
 from palestra.types import TEAM, Seat
 
-LARGE = 50_000_000  # moments of games from which on their size is measured
-LINES = 500  # of a run's log, unless `log_every` says otherwise
+LARGE = 50_000_000  # transitions; above this the real size of one is measured
+LINES = 500  # log lines of a run if `log_every` is 0
 
 
 class LearningNet(NetPolicyConfig):
-    """A network that learns. `sharing: false` gives each of its seats a network of its own, named after the seat."""
+    """A neural-network policy that is trained."""
 
     sharing: bool = True
+    """True: all seats of the policy share one network. False: each seat gets its own network, named after the seat."""
 
 
 class FrozenNet(Strict):
-    """A policy that another run trained: `path` is RUN:NAME, or a checkpoint's folder of that policy."""
+    """A policy that another run trained."""
 
     type: Literal["frozen"] = "frozen"
+    """Selects this policy type."""
     path: str
+    """RUN:NAME for policy NAME in the newest checkpoint of folder RUN, or the folder of a policy in a checkpoint."""
     best: bool = False
+    """True: take the most probable action. False: sample actions."""
 
 
 class RandomMoves(Strict):
-    """Uniform over legal actions."""
+    """A random policy: uniform over legal actions."""
 
     type: Literal["random"] = "random"
+    """Selects this policy type."""
 
 
 class Script(Strict):
-    """A scripted player that the env offers, by `name`."""
+    """A scripted player that the env provides."""
 
     type: Literal["script"] = "script"
+    """Selects this policy type."""
     name: str
+    """Name of the script; the docs of the env list them."""
 
 
 GamePolicy = Annotated[LearningNet | FrozenNet | RandomMoves | Script, Field(discriminator="type")]
@@ -78,50 +85,68 @@ GameAlgorithm = Annotated[
 
 
 class GamesExamConfig(Strict):
-    """Held-out games, the learning policies at their best, or with `best: false` drawing moves as in training: `env`
-    changes options of the env, `seats` who plays; `every` so many joint steps, 0 only before and after."""
+    """A held-out evaluation in a vectorised env, played before training, after training and optionally in between."""
 
     episodes: int = Field(100, ge=1, le=1_000_000)
+    """Number of episodes that count, spread equally over the env copies."""
     every: int = Field(0, ge=0)
+    """Joint steps between evaluations, rounded up to log intervals. 0: only before and after training."""
     best: bool = True
+    """True: trained policies act greedily. False: they sample actions as in training."""
     env: dict[str, Any] = {}
+    """Env options that differ from training. They must not change seats or observation shapes."""
     seats: dict[str, str] = {}
+    """Maps seats or patterns of seats to policies where the evaluation differs from training. Only policies that are
+    not trained can be assigned."""
 
 
 class GamesConfig(Strict):
-    """A training run in a vectorised game. It ends after `env_steps` joint steps, of all games together.
-
-    `seats` maps seats to policies; `*` and `?` stand for any letters; a seat's own name counts before a pattern, an
-    earlier pattern before a later one. A seat not named goes to the policy of its own name, or to the only one.
-    `log_every`, `checkpoint_every` and the exams' `every` count joint steps, rounded up to whole sweeps; 0 leaves
-    `log_every` to palestra. `processes` train together, each with its share of the games and none of them ahead; or as
-    many `actors` play on while this process learns, and nobody waits. `threads` are those of torch in each: more than
-    one, on few cores, costs more than it gives."""
+    """A training run of neural-network policies in a vectorised env."""
 
     name: RunName = "run"
+    """Name of the run's folder. If it exists, -2, -3, ... is appended."""
     seed: int = 0
+    """Seed of everything random in the run, from network weights to actions."""
     env_steps: int = Field(1_000_000, ge=1)
+    """Length of the run in joint steps, summed over all env copies; rounded up to whole rollouts."""
     env: dict[str, Any]
+    """The env to train in: `type`, its options, and `games`, the number of parallel copies."""
     policies: dict[str, GamePolicy]
+    """The policies by name; at least one has `type: net`, which is trained."""
     seats: dict[str, str] = {}
+    """Maps seats to policies. Keys may contain the wildcards `*` and `?`; an exact name takes precedence over a
+    pattern, an earlier pattern over a later one. A seat that matches no key gets the policy of its own name, or the
+    only policy."""
     algorithm: GameAlgorithm = PPO()
+    """Training algorithm."""
     exams: dict[str, GamesExamConfig] = {}
+    """Held-out evaluations by name."""
     log_every: int = Field(0, ge=0)
+    """Joint steps between log lines, rounded up to whole rollouts. 0: about 500 lines in the run."""
     checkpoint_every: int = Field(1_000_000, ge=1)
+    """Joint steps between checkpoints, rounded up to log intervals. The newest two are kept."""
     keep_every: int = Field(0, ge=0)
+    """Joint steps between checkpoints that are kept permanently; use a multiple of `checkpoint_every`. 0: only the last
+    one of the run."""
     sinks: Sinks = []
+    """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
     threads: int = Field(1, ge=1, le=1024)
+    """Torch threads per process. More than one usually slows training down on few cores."""
     processes: int = Field(1, ge=1, le=1024)
+    """Processes that train together, synchronously: each steps its share of the env copies, and gradients are
+    averaged."""
     actors: int = Field(0, ge=0, le=1024)
+    """Actor processes that step the env copies asynchronously while this process trains on slightly older data; needs
+    `algorithm.correct: vtrace` and `processes: 1`. 0: this process steps the env itself."""
 
     @property
     def plays(self) -> str:
-        """What is played, for who watches."""
+        """Name of the env, for display."""
         return str(self.env["type"])
 
     @property
     def learns(self) -> str:
-        """How, for who watches."""
+        """Name of the algorithm, for display."""
         return self.algorithm.type
 
     @model_validator(mode="after")
@@ -143,7 +168,7 @@ class GamesConfig(Strict):
 
 
 def make_games(env: dict[str, Any], games: int | None = None) -> VectorEnv:
-    """The env that a config describes, with another number of games if `games` says so."""
+    """Builds the env that a config describes. `games`, if given, replaces the number of env copies."""
     cls = env_class(env["type"])
     options = env_options(cls, {k: v for k, v in env.items() if k != "type"} | ({"games": games} if games else {}))
     made = cls(**options)
@@ -152,7 +177,10 @@ def make_games(env: dict[str, Any], games: int | None = None) -> VectorEnv:
 
 
 def seat_policies(config: GamesConfig, env: VectorEnv, changes: dict[str, str] | None = None) -> dict[Seat, str]:
-    """The policy of each seat. Raises ValueError for a seat without one, and for a name unknown."""
+    """Returns the policy of each seat. `changes` are further entries of `seats`, whose patterns are tried first.
+
+    Raises ValueError for a seat without a policy, and for an unknown name.
+    """
     patterns = (changes or {}) | config.seats
     for pattern, name in patterns.items():
         if not any(fnmatchcase(seat, pattern) for seat in env.seats):
@@ -175,7 +203,7 @@ def seat_policies(config: GamesConfig, env: VectorEnv, changes: dict[str, str] |
 
 
 def learning_seats(config: GamesConfig, env: VectorEnv, named: dict[Seat, str]) -> dict[str, list[int]]:
-    """The seat numbers of each policy that learns; one policy for each seat where a policy does not share."""
+    """Returns the seat indices of each trained policy; one policy per seat if `sharing` is false."""
     found: dict[str, list[int]] = {}
     for number, seat in enumerate(env.seats):
         policy = config.policies[named[seat]]
@@ -185,24 +213,31 @@ def learning_seats(config: GamesConfig, env: VectorEnv, named: dict[Seat, str]) 
 
 
 def build_games(config: GamesConfig) -> Drill:
-    """Everything that `config` describes, ready for `run_games`. Raises ValueError where its parts do not fit."""
-    setup = check_games(config)  # a mistake is heard before other processes start
+    """Builds everything that `config` describes, ready for `run_games`, and starts the other processes if there are
+    any.
+
+    Raises ValueError if parts of the config do not fit together.
+    """
+    setup = check_games(config)  # reports mistakes before other processes start
     if config.processes == 1:
         return setup
     return build_one(config, start(config.processes, partial(follow, config)))
 
 
 def check_games(config: GamesConfig) -> Drill:
-    """The run as one process would do it."""
+    """Builds the run for a single process. Raises ValueError if parts of the config do not fit together."""
     torch.set_num_threads(config.threads)
     return build_one(config, Place(0, 1, ""))
 
 
 def run_games(setup: Drill, run: Run, watcher: Watcher, stop: Callable[[], bool] = lambda: False) -> bool:
-    """`drill`, in as many processes as `build_games` started; they end with it. Raises RunFailed where one died."""
+    """Runs `drill` in the processes that `build_games` started, and ends them. Returns True if all steps are done.
+
+    Raises RunFailed if one of the processes died.
+    """
     try:
         return drill(setup, run, watcher, stop)
-    except RuntimeError as error:  # what a broken connection raises
+    except RuntimeError as error:  # raised by torch.distributed when a peer is gone
         if not (what := lost()):
             raise
         raise RunFailed(f"{what}; go on from the last checkpoint: palestra train --resume {run.path}") from error
@@ -214,14 +249,17 @@ def run_games(setup: Drill, run: Run, watcher: Watcher, stop: Callable[[], bool]
 
 
 def follow(config: GamesConfig, place: Place) -> None:
-    """What the processes beside the first do: the same, and write nothing."""
+    """Entry point of processes with rank > 0: runs the same loop and writes nothing."""
     setup, run = build_one(config, place), Follower()
     restore(setup, run)
     drill(setup, run)
 
 
 def own_games(config: GamesConfig, processes: int) -> tuple[VectorEnv, int]:
-    """One process's or actor's share of the games, and how many the sweep of a step has in all."""
+    """Returns the env copies of one process or actor, and the number of copies that one training step covers in all.
+
+    Raises ValueError if the copies cannot be divided equally.
+    """
     env = make_games(config.env)
     parts = config.actors or config.processes
     if env.games % parts:
@@ -235,8 +273,11 @@ def own_games(config: GamesConfig, processes: int) -> tuple[VectorEnv, int]:
 
 
 def check_sizes(env: Mapping[str, Any], nets: Sequence[NetPolicyConfig], algorithm: Any) -> None:
-    """Raises ValueError where the networks, the games in play, a sweep or what is remembered of them would not fit into
-    this machine's memory. These are lower bounds: what a game takes is measured where there are many."""
+    """Checks that the run fits into this machine's memory.
+
+    Raises ValueError if the networks, the env copies, one rollout or the replay buffer would not fit. The sizes are
+    lower bounds; the size of a transition is measured only if there are many of them.
+    """
     games, horizon = _number(env.get("games")), algorithm.horizon + 1
     if games < 1:
         raise ValueError(f"env.games: {games} games play nothing: set it to 1 or more")
@@ -254,7 +295,7 @@ def check_sizes(env: Mapping[str, Any], nets: Sequence[NetPolicyConfig], algorit
 
 
 def _moment(env: Mapping[str, Any]) -> int:
-    """Bytes of what all seats of one game see, may do and are paid at one moment."""
+    """Returns the size in bytes of one transition of one env copy, all seats together."""
     probe = make_games(dict(env), 1)
     frame = probe.reset(np.zeros(1, np.int64))
     size = sum(array.nbytes for array in vars(frame).values() if isinstance(array, np.ndarray))
@@ -267,7 +308,7 @@ def _number(value: Any) -> int:
 
 
 def build_one(config: GamesConfig, place: Place) -> Drill:
-    """One process's share of a run."""
+    """Builds one process's share of a run. Raises ValueError if parts of the config do not fit together."""
     keep_freed_memory()
     nets = [policy for policy in config.policies.values() if isinstance(policy, LearningNet)]
     check_sizes(config.env, nets, config.algorithm)
@@ -302,7 +343,7 @@ def build_one(config: GamesConfig, place: Place) -> Drill:
 
 
 def cast(config: GamesConfig, env: VectorEnv, place: Place) -> tuple[NetLearner, list[Player]]:
-    """Who plays in an env: the policies that learn, and the others."""
+    """Returns the learner of the trained policies, and the players of the other seats."""
     named = seat_policies(config, env)
     seats = learning_seats(config, env, named)
     policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
@@ -313,7 +354,7 @@ def cast(config: GamesConfig, env: VectorEnv, place: Place) -> tuple[NetLearner,
 
 
 def own_names(config: GamesConfig, env: VectorEnv) -> dict[Seat, str]:
-    """The policy of each seat in training; that of its own, where policies are not shared."""
+    """Returns the policy of each seat in training. A seat whose policy is not shared has a policy of its own name."""
     named = seat_policies(config, env)
     for name, own in learning_seats(config, env, named).items():
         named |= {env.seats[seat]: name for seat in own}
@@ -322,21 +363,23 @@ def own_names(config: GamesConfig, env: VectorEnv) -> dict[Seat, str]:
 
 @dataclass
 class ActorCast:
-    """What an actor plays with."""
+    """Env and players of one actor process."""
 
     env: VectorEnv
     learner: NetLearner
     others: list[Player]
 
     def players(self, progress: float) -> list[Player]:
+        """Players of all seats; `progress` is the elapsed share of the run, from 0 to 1."""
         return [*self.learner.players(progress), *self.others]
 
     def acting(self) -> list[torch.Tensor]:
+        """Parameters of the acting networks, which the learner overwrites with its newest weights."""
         return self.learner.acting()
 
 
 def actor_cast(config: GamesConfig) -> ActorCast:
-    """An actor's, in its own process."""
+    """Builds the env and players of an actor, in the actor's own process."""
     keep_freed_memory()
     env, _ = own_games(config, 1)
     return ActorCast(env, *cast(config, env, Place(0, 1, "")))
@@ -362,13 +405,13 @@ def _exam(config: GamesConfig, name: str, exam: GamesExamConfig, learner: NetLea
 
     def players() -> Sequence[Player]:
         own = learner.greedy() if exam.best else learner.drawing()
-        return [*own, *others]  # who comes later has the last word at a seat
+        return [*own, *others]  # a later player overrides an earlier one at the same seat
 
     return GamesExam(name, env, exam.episodes, players, every)
 
 
 def fixed(config: GamesConfig, env: VectorEnv, seat: Seat, name: str) -> Player:
-    """A player that does not learn, at one seat."""
+    """Returns the player `name` for one seat, for a policy that is not trained."""
     policy, number = config.policies[name], env.seats.index(seat)
     label = f"{name}/{seat}"
     if isinstance(policy, RandomMoves):
@@ -382,7 +425,10 @@ def fixed(config: GamesConfig, env: VectorEnv, seat: Seat, name: str) -> Player:
 
 
 def member_folder(path: str) -> Path:
-    """The folder of RUN:NAME in the run's newest checkpoint, or `path` itself."""
+    """Returns the policy's folder in the newest checkpoint for RUN:NAME, else `path` itself.
+
+    Raises ValueError if the run has no such policy, or the files are damaged.
+    """
     run, _, name = path.rpartition(":")
     if not run:
         return Path(path)

@@ -1,4 +1,4 @@
-"""From a config of a population to its plan, its workers and where they work."""
+"""Builds a population run from its config: plan, workers and backend."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from palestra.setup_games import check_sizes
 from palestra.sinks.base import Sinks
 from palestra.types import TEAM, Metrics, Seat
 
-EVERYONE = "agent"  # the population that plays every seat
+EVERYONE = "agent"  # name of the population that plays every seat
 
 AnyPlan = PSRO | XDO | SelfPlay | League | PBT
 PlanConfig = Annotated[PSROConfig | XDOConfig | SelfPlayConfig | LeagueConfig | PBTConfig, Field(discriminator="type")]
 
 
 class ExactOracle(Strict):
-    """Best responses worked out, in a game that has rules here and is small enough to be walked through."""
+    """Exact best responses, for games with rules that are small enough to be enumerated."""
 
     type: Literal["exact"] = "exact"
     env: dict[str, Any]
+    """The env, as at the top of the config."""
 
 
 Oracle = Annotated[NetOracle | ExactOracle | LanguageOracle, Field(discriminator="type")]
@@ -52,24 +53,30 @@ WORKERS: dict[str, Callable[..., Any]] = {"net": NetWorker, "language": Language
 
 
 class PopulationConfig(Strict):
-    """A run that trains a population: `env` is the game, `population` the plan, `oracle` how a member learns.
-
-    Every seat has a population of its own, unless `symmetric`: then one plays every seat, as in leagues and
-    population-based training always."""
+    """A run that trains a population."""
 
     name: RunName = "population"
+    """Name of the run and of its folder."""
     seed: int = 0
+    """Seed of the run."""
     env: dict[str, Any]
+    """The game."""
     symmetric: bool = False
+    """One population plays every seat; else each seat has its own. Leagues and population-based training are always
+    symmetric."""
     population: PlanConfig
+    """The plan: which members are trained, against which opponents."""
     oracle: Oracle
+    """How members are trained."""
     backend: PopulationBackendConfig = PopulationBackendConfig()
+    """Where tasks run."""
     sinks: Sinks = []
+    """Further destinations of the run's metrics."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_env(cls, tree: Any) -> Any:
-        """The oracle's env is the run's, and stands once."""
+        """Copies the run's env to the oracle, whose config must not contain one."""
         oracle = tree.get("oracle") if isinstance(tree, Mapping) else None
         if not isinstance(oracle, Mapping):
             return tree
@@ -84,7 +91,7 @@ class PopulationConfig(Strict):
 
 @dataclass
 class Setup:
-    """What a run of a population consists of; the backend begins with `run_population`."""
+    """Parts of a population run. `backend` is opened by `run_population`."""
 
     plan: AnyPlan
     make_worker: MakeWorker
@@ -94,7 +101,7 @@ class Setup:
 
 
 class Recorder(Watcher):
-    """Writes what a plan knows beside the run's logs, as often as it has more members: population.json, payoffs.csv."""
+    """Writes population.json and payoffs.csv to the run's folder whenever members were added, and calls `watcher`."""
 
     def __init__(self, plan: AnyPlan, run: Run, watcher: Watcher) -> None:
         self.plan, self.run, self.watcher = plan, run, watcher
@@ -106,6 +113,7 @@ class Recorder(Watcher):
         self.watcher.done(number, done, lines)
 
     def write(self) -> None:
+        """Writes both files; payoffs.csv only for plans with a payoff table."""
         self.members = len(self.plan.population)
         members = json.dumps(self.plan.population.to_json(), indent=2)
         atomic_write(self.run.path / "population.json", f"{members}\n".encode())
@@ -114,7 +122,8 @@ class Recorder(Watcher):
 
 
 def build_population(config: PopulationConfig) -> Setup:
-    """Everything that `config` describes, ready for `run_population`. Raises ValueError where its parts do not fit."""
+    """Returns the parts that `config` describes, for `run_population`. Raises ValueError if they do not fit
+    together."""
     seats, rules = _game(config.env)
     _check(config, rules)
     if isinstance(config.oracle, NetOracle):
@@ -133,7 +142,7 @@ def build_population(config: PopulationConfig) -> Setup:
 
 
 def run_population(setup: Setup, run: Run, watcher: Watcher, stop: Callable[[], bool] = lambda: False) -> bool:
-    """Does what is left of the plan; False where `stop` ended it before."""
+    """Runs the rest of the plan. Returns False if `stop` ended it early. Raises ValueError if a task fails."""
     backend = setup.backend(setup.make_worker)
     recorder = Recorder(setup.plan, run, watcher)
     try:
@@ -145,7 +154,7 @@ def run_population(setup: Setup, run: Run, watcher: Watcher, stop: Callable[[], 
 
 
 def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool]:
-    """The seats of an env, and whether it has rules here, by which much is exact."""
+    """Returns the seats of an env, and whether its rules are available for exact results."""
     if env.get("at"):
         return make_env(**env).seats, False
     cls = env_class(env.get("type", ""))

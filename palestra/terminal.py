@@ -1,4 +1,4 @@
-"""What the commands share in talking to a person."""
+"""Console output shared by the commands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.text import Text
 
 from palestra.chat import visible
 
-RANK = int(os.environ.get("RANK", "0"))  # among the processes that torchrun started: the first speaks for all
+RANK = int(os.environ.get("RANK", "0"))  # rank under torchrun: only rank 0 prints
 
 
 class PlainConsole(Console):
-    """A console that shows any text as it is: without markup and emoji codes, and with control characters
-    as escapes. Style comes from `styled`."""
+    """A console that prints text literally: without markup and emoji codes, and with control characters escaped. Use
+    `styled` for colour."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -31,26 +31,32 @@ console = PlainConsole(quiet=RANK > 0)
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:
-    """A line of plain parts and of (text, style) pairs, each shown as it is."""
+    """Returns a line made of plain strings and (text, style) pairs, each printed literally."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((visible(text), style) for text, style in pairs))
 
 
 def say(text: str) -> None:
-    """Prints a line as it is: not wrapped, so that a path or command can be copied."""
+    """Prints a line without wrapping, so that paths and commands can be copied."""
     console.print(text, soft_wrap=True)
 
 
 def needs(what: str, extra: str, *packages: str) -> None:
-    """Raises ValueError, with the extra that brings them, where one of the packages is not installed."""
+    """Checks that optional packages are installed.
+
+    Raises ValueError, with the extra to install, if one of `packages` is missing.
+    """
     if missing := [name for name in packages if not find_spec(name)]:
         raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'palestra[{extra}]'")
 
 
 class friendly:
-    """Within, a user's mistake is one red line and exit code 2; a run that failed (RunFailed) is its reason, the
-    traceback of the first failure and exit code 1; files that are damaged or cannot be written, a server out of reach
-    and a lack of memory are one line and exit code 1. No traceback of ours, unless PALESTRA_TRACEBACK is set."""
+    """Context that turns expected errors into one red line and an exit code, without a traceback.
+
+    Exit code 2: a mistake of the user (ValueError). Exit code 1: a failed run (RunFailed, with the traceback of the
+    first failure), damaged or unwritable files, an unreachable server, or lack of memory. PALESTRA_TRACEBACK=1 keeps
+    the traceback.
+    """
 
     def __enter__(self) -> None:
         return None
@@ -64,7 +70,7 @@ class friendly:
         from palestra.rollouts.failures import RunFailed
 
         if RANK:
-            time.sleep(3)  # what all find wrong the first says, and torchrun then ends the others
+            time.sleep(3)  # rank 0 reports an error that all ranks have, and torchrun then ends the others
         complain(f"{short}{error}", *getattr(error, "__notes__", []))
         mistake = isinstance(error, ValueError) and not isinstance(error, RunFailed | Damaged)
         raise typer.Exit(2 if mistake else 1) from error
@@ -78,7 +84,7 @@ def _out_of_memory(error: BaseException | None) -> str:
 
 
 def complain(message: str, *notes: str) -> None:
-    """Prints an error to stderr, and below it what else is known of it."""
+    """Prints an error to stderr, followed by notes."""
     who = f"error on rank {RANK}:" if RANK else "error:"
     loud = PlainConsole(stderr=True)
     loud.print(styled((who, "red"), f" {message}"), soft_wrap=True)

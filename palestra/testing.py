@@ -1,4 +1,4 @@
-"""What tests of envs, policies and algorithms need, ours or a user's: a contract check, small models, fixed answers."""
+"""Helpers for tests of envs, policies and algorithms: a contract check, a small language model, scripted policies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of single bytes with the shipped base's chat template: any text encodes, nothing is downloaded."""
+    """Returns a byte-level tokenizer with the chat template of the shipped base model. It encodes any text and needs no
+    download."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -34,7 +35,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_lm(seed: int = 0, **changes: object) -> Engine:
-    """An engine over a small Qwen3-shaped model with random weights (about 0.1M parameters) on the CPU."""
+    """Returns an engine with a small Qwen3 model (about 0.1M parameters) with random weights on the CPU. `changes` are
+    entries of Qwen3Config. Sets torch to one thread."""
     torch.set_num_threads(1)
     shape = {
         "vocab_size": 272,

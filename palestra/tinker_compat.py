@@ -1,16 +1,17 @@
-"""The official `tinker` client, so that MinT's older sample runs as printed: `import palestra.tinker_compat as mint`.
+"""Compatibility layer over the official `tinker` client for MinT's older examples.
 
-What it adds to the names of `tinker`, all of which are here too:
+Usage: `import palestra.tinker_compat as mint`. It re-exports all names of `tinker` and changes the following:
 
-- What a training client's `..._async` methods return can be asked for `.result_async()` and `.result()` at once. The
-  request is on its way when the method returns, so requests keep the order in which they were written. Awaiting it
-  gives a future as officially, and awaiting that the result.
-- The result of forward and forward_backward has `.loss`: the sum over tokens, `metrics["loss:sum"]`, as the wire has
-  it. Divide by the number of trained tokens for a mean.
-- `MINT_BASE_URL` and `MINT_API_KEY` are read where `TINKER_...` would be. Official clients refuse keys that do not
-  begin with "tml-": other keys, as MinT's "sk-...", are sent with that in front, which `palestra serve` takes off.
+- The return values of a training client's `..._async` methods have `.result_async()` and `.result()`. The request is
+  sent before the method returns, so that requests keep the order of their calls. As in the official client, awaiting
+  the return value gives a future, and awaiting that future gives the result.
+- The result of forward and forward_backward has `.loss`: the sum over tokens, `metrics["loss:sum"]`. Divide by the
+  number of trained tokens for a mean.
+- `MINT_BASE_URL` and `MINT_API_KEY` take precedence over the `TINKER_...` variables. Official clients reject keys that
+  do not start with "tml-": other keys, such as MinT's "sk-...", are sent with this prefix, which `palestra serve`
+  removes.
 
-Advantages of length 1 need nothing here: the server gives every token the same.
+Advantages of length 1 need no change here: the server broadcasts them to every token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ except ImportError as error:
 
 types = tinker.types
 PREFIX = "tml-"
-ACCEPTED = (PREFIX, "eyJ")  # keys, and the tokens that newer clients take
+ACCEPTED = (PREFIX, "eyJ")  # prefixes of keys, and of tokens that newer clients accept
 VERBS = (
     "forward",
     "forward_backward",
@@ -41,28 +42,31 @@ VERBS = (
 
 
 def __getattr__(name: str) -> Any:
-    """Whatever is not here is the official client's."""
+    """Forwards all other names to the official client."""
     return getattr(tinker, name)
 
 
 class ForwardBackwardOutput(tinker.ForwardBackwardOutput):
-    """The official result, and its loss."""
+    """The official result with a `loss` property."""
 
     @property
     def loss(self) -> float:
+        """Loss summed over tokens."""
         return self.metrics["loss:sum"]
 
 
 class Future:
-    """A request on its way."""
+    """The result of a request that has been sent."""
 
     def __init__(self, official: Any) -> None:
         self._official = official
 
     def result(self, timeout: float | None = None) -> Any:
+        """Blocks until the result arrives and returns it."""
         return _with_loss(self._official.result(timeout))
 
     async def result_async(self, timeout: float | None = None) -> Any:
+        """Awaits and returns the result."""
         return _with_loss(await self._official.result_async(timeout))
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -70,7 +74,7 @@ class Future:
 
 
 class Sent(Future):
-    """What a `..._async` method returns: awaiting it gives the future, as officially."""
+    """Return value of an `..._async` method; as in the official client, awaiting it gives the future."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from ()
@@ -78,7 +82,7 @@ class Sent(Future):
 
 
 class TrainingClient:
-    """An official training client, whose verbs return the futures above."""
+    """Wrapper of an official training client whose calls return the futures above."""
 
     def __init__(self, official: Any) -> None:
         self._official = official
@@ -92,7 +96,7 @@ class TrainingClient:
 
 
 class ServiceClient:
-    """An official service client, which makes the training clients above."""
+    """Wrapper of an official service client that creates the training clients above."""
 
     def __init__(self, **options: Any) -> None:
         for option in ("base_url", "api_key"):
@@ -121,13 +125,13 @@ def _with_loss(result: Any) -> Any:
 
 
 def _made(make: Callable[..., Any], *args: Any, **options: Any) -> TrainingClient:
-    """Newer official clients return a future of a training client, older ones the client itself."""
+    """Wraps a new training client. Newer official clients return a future of it, older ones the client itself."""
     official = make(*args, **options)
     return TrainingClient(official.result() if isinstance(official, tinker.APIFuture) else official)
 
 
 async def _made_async(make: Callable[..., Any], *args: Any, **options: Any) -> TrainingClient:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer clients deprecate what older programs call
+        warnings.simplefilter("ignore", FutureWarning)  # newer clients deprecate the calls of older programs
         official = await make(*args, **options)
     return TrainingClient(await official if isinstance(official, tinker.APIFuture) else official)

@@ -1,4 +1,5 @@
-"""The loop: play, credit, learn, keep. It knows neither torch nor any env, algorithm or backend by name."""
+"""Training loop for text envs: play episodes, assign credit, update, checkpoint. It depends on neither torch nor any
+env, algorithm or backend by name."""
 
 from __future__ import annotations
 
@@ -20,30 +21,42 @@ from palestra.rollouts.sources import Source
 from palestra.runs import Checkpoint, Run
 from palestra.types import TEAM, Episode, Memory, Metrics, Sample, Seat
 
-MEMORY = "memory.json"  # in a checkpoint: what algorithms and curricula know from earlier steps
+MEMORY = "memory.json"  # file in a checkpoint: state that algorithms and curricula keep between steps
 
 
 class Algorithm(Protocol):
-    """Credit assignment and the name of a loss."""
+    """Credit assignment and a loss function."""
 
     @property
-    def branching(self) -> Branching: ...
+    def branching(self) -> Branching:
+        """Where the trees of episodes branch."""
+        ...
+
     @property
-    def loss(self) -> Callable: ...
+    def loss(self) -> Callable:
+        """The loss function (losses/)."""
+        ...
+
     @property
-    def loss_options(self) -> dict[str, Any]: ...
+    def loss_options(self) -> dict[str, Any]:
+        """Keyword arguments of the loss."""
+        ...
+
     def samples(
         self, episodes: Sequence[Episode], policy: str, memory: Memory | None = None
-    ) -> tuple[list[Sample], Metrics]: ...
-    async def refined(
-        self, samples: list[Sample], learner: Learner, memory: Memory
-    ) -> tuple[list[Sample], Metrics]: ...
+    ) -> tuple[list[Sample], Metrics]:
+        """Returns the samples that `policy` is trained on, and metrics. Reads only the episodes."""
+        ...
+
+    async def refined(self, samples: list[Sample], learner: Learner, memory: Memory) -> tuple[list[Sample], Metrics]:
+        """Returns the samples with what the learner's weights contribute, such as values, and metrics."""
+        ...
 
 
 @dataclass
 class Exam:
-    """Held-out instances 0 to `episodes`-1 of `arena`, played after every `every` steps (0: only at the end). `seats`
-    says who sits where now."""
+    """A held-out evaluation: instances 0 to `episodes` - 1 of `arena`, played after every `every` steps (0: only before
+    and after training). `seats` returns the policy of each seat at its current weights."""
 
     name: str
     arena: Arena
@@ -52,19 +65,21 @@ class Exam:
     every: int = 0
 
     def due(self, step: int, steps: int) -> bool:
-        """Before the first step (-1), after the last, and every `every` in between."""
+        """True before the first step (`step` = -1), after the last, and after every `every` steps in between."""
         return step + 1 in (0, steps) or (self.every > 0 and (step + 1) % self.every == 0)
 
     async def play(self, seed: int) -> list[Episode]:
-        """Its episodes, by the policies as they stand."""
+        """Returns the episodes, played by the policies at their current weights."""
         return await evaluate_on(self.arena, self.seats(), range(self.episodes), seed)
 
 
 @dataclass
 class Stage:
-    """A part of a run: `steps` of `episodes` each, where they come from, and what is learned from them. `settle` gives
-    the learners their settings; a stage but the first begins with a fresh optimizer, and with what its learners are
-    then as their reference."""
+    """A part of a run: `steps` of `episodes` each from `source`, and the algorithm that trains on them.
+
+    `settle` sets the learners' settings for the stage. Every stage except the first starts with a fresh optimizer, and
+    with the learners' current weights as their reference.
+    """
 
     source: Source
     algorithm: Algorithm
@@ -76,11 +91,14 @@ class Stage:
 
 @dataclass
 class Setup:
-    """Everything a run consists of. `memory` is what its algorithms (by policy) and its sources know from earlier
-    steps; `staleness`, by how many steps episodes may be played ahead (train_async.py); `figures` says what has
-    happened on the machines since it was last asked, for the timings. The run ends with an error where more than the
-    share `max_failed` of the episodes of a step or an exam failed. `place` is open while the run goes on: who plays
-    or learns in other processes. With `apart` learners do not work in this one, and learn all at once."""
+    """Everything a run consists of.
+
+    `memory` is the state that algorithms (by policy) and sources keep between steps. `staleness` is the number of steps
+    by which episodes may be played ahead (train_async.py). `figures` returns metrics of remote workers since the last
+    call, for the timings. The run ends with an error if more than the share `max_failed` of the episodes of a step or
+    an evaluation failed. `place` is a context that is open during training and holds other processes that play or
+    train. `apart`: learners work in other processes, so that all are updated concurrently.
+    """
 
     stages: Sequence[Stage]
     learners: Mapping[str, Learner]
@@ -98,15 +116,16 @@ class Setup:
 
     @property
     def names(self) -> list[str]:
-        """The policies that learn."""
+        """Names of the policies that are trained."""
         return list(self.learners)
 
     @property
     def steps(self) -> int:
+        """Number of training steps over all stages."""
         return sum(stage.steps for stage in self.stages)
 
     def at(self, step: int) -> Moment:
-        """Where in the run `step` is."""
+        """Returns the position of `step` in the run. Raises ValueError if the run has no such step."""
         first = number = 0
         for stage in self.stages:
             if step < first + stage.steps:
@@ -115,15 +134,16 @@ class Setup:
         raise ValueError(f"the run has {self.steps} steps, and {step} is none of them")
 
     def recall(self, policy: str) -> Memory:
-        """What the algorithm knows of `policy` from earlier steps."""
+        """Returns the state that the algorithm keeps for `policy` between steps; changes to it are saved with the
+        run."""
         own: Memory = self.memory.setdefault("policies", {}).setdefault(policy, {})
         return own
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A step of a run: its stage, how many of the stage's steps are before it, and the number of its first episode,
-    which no other step of the run has."""
+    """Position of a step in a run: its stage, the number of steps of the stage before it, and the number of its first
+    episode. Episode numbers are unique in the run."""
 
     stage: Stage
     done: int
@@ -131,52 +151,60 @@ class Moment:
 
     @property
     def numbers(self) -> range:
+        """Numbers of the step's episodes."""
         return range(self.first, self.first + self.stage.episodes)
 
     @property
     def progress(self) -> float:
+        """Elapsed share of the stage, from 0 to below 1."""
         return self.done / self.stage.steps
 
 
 class Watcher:
-    """Told what happens; the command line's progress bar is one."""
+    """Callback for events of a run, such as a progress bar. The methods do nothing unless overridden."""
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """A training step is over."""
+        """Called after each training step with the metrics of all policies together."""
 
     def played(self, episode: Episode) -> None:
-        """An episode is over."""
+        """Called after each episode."""
 
     def exam(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
-        """An exam is over."""
+        """Called after each evaluation."""
 
 
 @dataclass
 class Clock:
-    """Wall and CPU seconds by phase."""
+    """Wall-clock and CPU seconds by phase."""
 
     wall: dict[str, float] = field(default_factory=dict)
     cpu: dict[str, float] = field(default_factory=dict)
 
     def since(self, phase: str, start: tuple[float, float]) -> None:
+        """Adds the time since `start`, a result of `now`, to `phase`."""
         wall, cpu = now()
         self.wall[phase] = self.wall.get(phase, 0.0) + wall - start[0]
         self.cpu[phase] = self.cpu.get(phase, 0.0) + cpu - start[1]
 
     def figures(self) -> Metrics:
+        """Returns the seconds as metrics `<phase>_s` (wall clock) and `<phase>_cpu_s`."""
         wall = {f"{phase}_s": seconds for phase, seconds in self.wall.items()}
         return wall | {f"{phase}_cpu_s": seconds for phase, seconds in self.cpu.items()}
 
 
 def now() -> tuple[float, float]:
+    """Returns the current wall-clock and CPU time of this process, in seconds."""
     return time.perf_counter(), time.process_time()
 
 
 async def train(
     setup: Setup, run: Run, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Play, credit, learn, keep; from `run.next_step` on. True when all steps are done, False when `stop` said so (the
-    run then has a checkpoint of its last step)."""
+    """Runs the loop from `run.next_step` on. `stop` is called after each step and requests an early end.
+
+    Returns True if all steps are done, False if `stop` returned True; the run then has a checkpoint of its last step.
+    Raises RunFailed if too many episodes of a step or an evaluation failed.
+    """
     watcher = watcher or Watcher()
     if run.next_step == 0:
         await examine(setup, run, -1, watcher)
@@ -195,7 +223,7 @@ async def train(
 
 
 def enter(setup: Setup, step: int, *, resumed: bool) -> Moment:
-    """The moment of `step`, with the learners made ready for its stage."""
+    """Returns the position of `step`, and prepares the learners if it is the first of its stage or of a resumed run."""
     moment = setup.at(step)
     if moment.done == 0 or resumed:
         moment.stage.settle()
@@ -213,8 +241,11 @@ async def study(
     clock: Clock,
     more: Mapping[str, Metrics] | None = None,
 ) -> Metrics:
-    """Every learner's part of a step, with all that is noted of it in the run; `more` figures are by policy. Returns
-    the figures of all together. Raises RunFailed, with the episodes recorded, where too many failed."""
+    """Assigns credit, updates every learner and writes metrics, timings and episodes of one step to the run.
+
+    `more` holds further metrics by policy. Returns the metrics of all policies together. Raises RunFailed, with the
+    episodes recorded, if too many failed.
+    """
     moment = setup.at(step)
     _end_on_failures(setup, run, step, episodes)
     for name, (metrics, own) in (await _all_learned(setup, moment, episodes, clock)).items():
@@ -231,7 +262,8 @@ async def study(
 
 
 def _end_on_failures(setup: Setup, run: Run, step: int, episodes: Sequence[Episode]) -> None:
-    """Ends the run where too many of a step's episodes failed: recorded, and with a checkpoint of the step before."""
+    """Raises RunFailed if too many episodes of the step failed, after writing them and a checkpoint of the step
+    before."""
     try:
         check_failures(episodes, setup.max_failed, f"step {step + 1}")
     except RunFailed:
@@ -244,7 +276,8 @@ def _end_on_failures(setup: Setup, run: Run, step: int, episodes: Sequence[Episo
 async def _all_learned(
     setup: Setup, moment: Moment, episodes: Sequence[Episode], clock: Clock
 ) -> dict[str, tuple[Metrics, Clock]]:
-    """Figures and seconds of every learner's part of a step: in turn, or all at once where they work elsewhere."""
+    """Updates every learner, one after another or, if they work in other processes, concurrently. Returns metrics and
+    phase times by policy."""
     start = now()
     if setup.apart:
         both = await asyncio.gather(*(_learned(setup, moment, name, episodes, clock) for name in setup.learners))
@@ -269,7 +302,8 @@ async def _learned(
 
 
 def keep(setup: Setup, run: Run, step: int, stop: Callable[[], bool]) -> bool:
-    """A checkpoint where one is due; false where `stop` says that this step was the last for now."""
+    """Writes a checkpoint if one is due. Returns False if `stop` returned True and training has to end after this
+    step."""
     last = step + 1 == setup.steps
     stopping = stop() and not last
     if last or stopping or (step + 1) % setup.checkpoint_every == 0:
@@ -284,7 +318,11 @@ async def learn(
     progress: float,
     memory: Memory | None = None,
 ) -> Metrics:
-    """One learner's part of a step: exactly its own samples, one optimizer step for each batch; figures are means."""
+    """Updates one learner on its own samples, with one optimizer step per batch. Returns metrics, averaged over
+    batches.
+
+    `progress` is the elapsed share of the stage, for learning-rate schedules.
+    """
     memory = {} if memory is None else memory
     samples, credit = algorithm.samples(episodes, learner.name, memory)
     samples, more = await algorithm.refined(samples, learner, memory)
@@ -299,8 +337,10 @@ async def learn(
 
 
 async def examine(setup: Setup, run: Run, step: int, watcher: Watcher, *, last: bool = False) -> None:
-    """Plays the exams that are due after `step` (all, where it is the last) and notes their figures in the run. Raises
-    RunFailed where too many of an exam's episodes failed."""
+    """Plays the evaluations that are due after `step` (all if `last`) and writes their metrics to the run.
+
+    Raises RunFailed if too many episodes of an evaluation failed.
+    """
     for exam in setup.exams:
         if last or exam.due(step, setup.steps):
             episodes = await exam.play(setup.seed)
@@ -311,19 +351,22 @@ async def examine(setup: Setup, run: Run, step: int, watcher: Watcher, *, last: 
 
 
 async def evaluate(arena: Arena, seats: Mapping[Seat, Policy], episodes: int, seed: int) -> list[Episode]:
-    """Plain episodes (no siblings) on instances 0 to `episodes`-1 of the arena's env."""
+    """Plays episodes without branching on instances 0 to `episodes` - 1 of the arena's env, and returns them."""
     return await evaluate_on(arena, seats, range(episodes), seed)
 
 
 async def evaluate_on(arena: Arena, seats: Mapping[Seat, Policy], instances: Sequence[int], seed: int) -> list[Episode]:
-    """Plain episodes (no siblings) on these instances of the arena's env."""
+    """Plays episodes without branching on the given instances of the arena's env, and returns them in their order."""
     matches = [Match(i, seats, derive(seed, "exam", arena.name, i)) for i in instances]
     return await arena.play_all(matches, Branching())
 
 
 def speeds(episodes: Sequence[Episode], clock: Clock, policy: str | None = None) -> Metrics:
-    """Tokens per second of rollout (of the whole step where rollout goes on beside training) and answers per second of
-    the whole step, of one policy or of all."""
+    """Returns throughput of one policy or, without `policy`, of all.
+
+    `tokens_per_s` counts sampled tokens per second of rollout (of the whole step if rollout and training overlap),
+    `answers_per_s` answers per second of the whole step, `answers` answers.
+    """
     answers = answers_of(episodes, policy)
     tokens = sum(len(answer.token_ids) for answer in answers)
     whole = sum(clock.wall.values())
@@ -332,7 +375,8 @@ def speeds(episodes: Sequence[Episode], clock: Clock, policy: str | None = None)
 
 
 def save(setup: Setup, run: Run, step: int, *, keep: bool) -> Checkpoint:
-    """A checkpoint after `step`: a folder for each learner, and what is remembered beside the weights."""
+    """Writes a checkpoint after `step`: a folder per learner, and the state of algorithms and sources. With `keep` it
+    is never pruned."""
 
     def write(folder: Path) -> None:
         for name, learner in setup.learners.items():
@@ -343,7 +387,10 @@ def save(setup: Setup, run: Run, step: int, *, keep: bool) -> Checkpoint:
 
 
 def restore(setup: Setup, run: Run) -> int:
-    """Takes the run back to its newest checkpoint and the learners with it; returns the step to go on with."""
+    """Restores the run and the learners from the newest intact checkpoint. Returns the next step to train.
+
+    Raises ValueError if the run has checkpoints and none can be loaded.
+    """
     checkpoint = run.resume()
     if checkpoint:
         with checkpoint.loading():
@@ -357,7 +404,7 @@ def restore(setup: Setup, run: Run) -> int:
 def run_training(
     setup: Setup, run: Run, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False
 ) -> bool:
-    """`train`, for callers without an event loop. Raises ValueError for a setup that plays ahead."""
+    """Runs `train` for callers without an event loop. Raises ValueError if the setup has staleness above 0."""
     if setup.staleness:
         raise ValueError(
             f"staleness: {setup.staleness} lets play go on while training does, and this loop waits for it: call "

@@ -1,19 +1,19 @@
-"""The loop that does not wait: episodes are played ahead while training goes on, on weights of bounded age.
+"""Asynchronous training loop: episodes are played during training, with weights of bounded staleness.
 
-With `staleness: n` an episode may begin once its own step is at most n steps ahead of what is trained: number i, of E
-episodes a step, once floor(i / E) <= trained + n (admission control, Fu et al., 2025, arXiv:2505.24298, eq. 3). It
-plays to its end with the weights of that moment, so that the weights it trains are at most n steps younger. Nothing is
-ever too old, and nothing is dropped.
+With `staleness: n` an episode may begin if its own step is at most n steps ahead of training: episode i, with E
+episodes per step, begins once floor(i / E) <= trained + n (admission control, Fu et al., 2025, arXiv:2505.24298, eq.
+3). It is played to its end with the weights it began with, so the weights that it trains are at most n steps newer. No
+episode is ever too old, and none is dropped.
 
-Step s trains exactly the episodes that belong to it, as in the loop that waits (train.py): what a step trains on never
-hangs on which episode was faster. One that takes long holds up training, and sampling only at the bound.
+Step s trains exactly the episodes that belong to it, as in the synchronous loop (train.py): what a step trains on does
+not depend on which episode finished first. A slow episode delays training, and delays sampling only at the bound.
 
-Every episode is on the disk (rollouts/buffer.py) before it counts as finished. A run that resumes takes the finished
-ones as they are, those too that steps beyond its checkpoint had trained on, and plays the others anew. Steps that are
-trained again are thus the same, bit for bit.
+Every episode is written to disk (rollouts/buffer.py) before it counts as finished. A resumed run reuses the finished
+ones, including those that steps after its checkpoint had trained on, and plays the others again. Repeated steps are
+therefore bit-identical.
 
-All is one process and one event loop. Learners let it go on between their micro-batches; weights that are played move
-only between steps.
+Everything runs in one process and one event loop. Learners yield to it between micro-batches; the weights that play
+change only between steps.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from palestra.train import Clock, Setup, Stage, Watcher, enter, examine, keep, n
 from palestra.train import train as train_in_turn
 from palestra.types import Metrics
 
-BUFFER = "buffer"  # in a run's folder
+BUFFER = "buffer"  # folder of finished episodes in a run's folder
 
 
 async def train(
     setup: Setup, run: Run, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Credit, learn and keep from `run.next_step` on, while episodes are played ahead. True when all steps are done,
-    False when `stop` said so: the run then has a checkpoint of its last step, and every episode that had begun is
-    finished and kept."""
+    """Runs the loop from `run.next_step` on, while episodes are played ahead.
+
+    Returns True if all steps are done, False if `stop` returned True: the run then has a checkpoint of its last step,
+    and every episode that had begun is finished and stored. Raises RunFailed if too many episodes of a step or an
+    evaluation failed.
+    """
     watcher = watcher or Watcher()
     if run.next_step == 0:
         await examine(setup, run, -1, watcher)
@@ -71,15 +74,15 @@ async def train(
 
 
 class Ahead:
-    """Plays the episodes that may begin, keeps those that end in `buffer`, and hands them over by number."""
+    """Plays the episodes that may begin, stores finished ones in `buffer`, and returns them by number."""
 
     def __init__(self, setup: Setup, buffer: Buffer, watcher: Watcher) -> None:
         self.setup, self.buffer, self.watcher = setup, buffer, watcher
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     async def admit(self, step: int) -> None:
-        """Begins the episodes that may begin once `step` steps are trained, none of a later stage; on return all have
-        begun, with the weights of now."""
+        """Starts the episodes that may begin once `step` steps are trained, within the current stage. On return all of
+        them have started, with the current weights."""
         moment = self.setup.at(step)
         steps = min(self.setup.staleness + 1, moment.stage.steps - moment.done)
         for number in range(moment.first, moment.first + steps * moment.stage.episodes):
@@ -88,7 +91,7 @@ class Ahead:
         await asyncio.sleep(0)
 
     async def take(self, numbers: Sequence[int]) -> list[Finished]:
-        """The episodes of these numbers, in their order, once all have ended."""
+        """Waits for the episodes with these numbers and returns them in this order."""
         for number in numbers:
             if number in self.tasks:
                 await self.tasks[number]
@@ -96,19 +99,19 @@ class Ahead:
         return await asyncio.to_thread(lambda: [self.buffer.get(number) for number in numbers])
 
     async def drain(self) -> None:
-        """Plays what has begun to its end."""
+        """Waits for all episodes that have started."""
         await asyncio.gather(*self.tasks.values())
 
     async def abandon(self) -> None:
-        """Ends what has begun and is not finished."""
+        """Cancels all episodes that have started and are not finished."""
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
     @contextmanager
     def forgetting_failures(self, first: int) -> Iterator[None]:
-        """Within, a RunFailed takes the failed episodes from number `first` on out of the buffer: a run that resumes
-        plays them anew."""
+        """Context in which a RunFailed removes failed episodes, from number `first` on, from the buffer, so that a
+        resumed run plays them again."""
         try:
             yield
         except RunFailed:
@@ -122,8 +125,8 @@ class Ahead:
 
 
 def ages(finished: Sequence[Finished], policy: str, step: int) -> Metrics:
-    """How many steps the weights of `policy` that played are behind those that `step` trains: mean and most over the
-    episodes that it played in and that did not fail."""
+    """Returns the mean and maximum number of steps by which the weights of `policy` that played are older than those
+    that `step` trains. Counts the episodes that `policy` played in and that did not fail."""
     own = [
         step - began
         for episode, began in finished
@@ -135,17 +138,18 @@ def ages(finished: Sequence[Finished], policy: str, step: int) -> Metrics:
 def run_training(
     setup: Setup, run: Run, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False
 ) -> bool:
-    """`train`, or where the setup allows no staleness the loop that waits, for callers without an event loop."""
+    """Runs `train` or, if the setup has no staleness, the synchronous loop, for callers without an event loop."""
     with setup.place:
         return asyncio.run((train if setup.staleness else train_in_turn)(setup, run, watcher, stop))
 
 
 def _first_number(setup: Setup, step: int) -> int:
-    """The number of the first episode of `step`; behind the last step, the one after all."""
+    """Number of the first episode of `step`; after the last step, the number of episodes in the run."""
     return setup.at(step).first if step < setup.steps else setup.at(step - 1).numbers.stop
 
 
 def _oldest_resume(path: Path) -> int:
-    """The least step that the run may go on with: after the older of its newest checkpoints, should one be damaged."""
+    """The earliest step that the run may resume from: the older of its newest checkpoints, in case the newest is
+    damaged."""
     newest = checkpoints(path)[-KEPT:]
     return newest[0].step + 1 if len(newest) == KEPT else 0

@@ -1,6 +1,6 @@
-"""The nouns every room shares: what an env says, what a policy answers, the tree an episode grows, what a learner eats.
+"""Data types shared by all packages: env steps, policy answers, episode trees, training samples and vector rollouts.
 
-Plain data, no torch. Token ids and log-probabilities are the sampler's own arrays: nothing here is ever decoded and
+Plain data, no torch. Token ids and log-probabilities are the sampler's own arrays: nothing here is decoded and
 tokenised again.
 """
 
@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 
 Seat = str
-TEAM = "team"  # the name under which figures of all policies together are logged
+TEAM = "team"  # name under which metrics of all policies together are logged
 Message = dict[str, str]  # {"role": "user", "content": "..."}: the chat format of `transformers`
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an env says after `reset` or `step`.
+    """The result of an env's `reset` or `step`.
 
-    `observations` names exactly the seats that act next: one seat in turn-based play, all of them in simultaneous play,
-    none when the game is over. Rewards are those of the step just made: `rewards` per seat (local), `team_reward` for
-    all.
+    `observations` holds exactly the seats that act next: one seat in turn-based play, all seats in simultaneous play,
+    none when the episode has ended. The rewards are those of this step: `rewards` per seat (local), `team_reward`
+    shared by all seats. `legal` lists the legal actions of each seat (None: not restricted), `state` is the global
+    state for central critics, `truncated` marks an episode cut off by a limit.
 
         Step({"executor": "you r2 c3 ..."}, rewards={"planner": 0.4}, team_reward=0.0)
     """
@@ -37,15 +38,17 @@ class Step:
 
     @property
     def over(self) -> bool:
+        """True if the episode has ended."""
         return not self.observations
 
 
 @dataclass
 class Answer:
-    """One policy's answer at one seat. Policies without tokens (scripted, human) leave the arrays empty.
+    """The answer of one policy at one seat. Policies without tokens (scripted, human) leave the arrays empty.
 
-    `prompt_ids [P]` and `token_ids [T]` int32; `logprobs [T]` float32, of the sampled tokens under the policy that
-    sampled them at `temperature`; `stop` is "stop" (an end token, included in token_ids) or "length".
+    `prompt_ids [P]` and `token_ids [T]` are int32; `logprobs [T]` is float32: the log-probabilities of the sampled
+    tokens under the policy that sampled them, at `temperature`. `stop` is "stop" (an end token, which is included in
+    `token_ids`) or "length".
     """
 
     text: str
@@ -59,10 +62,11 @@ class Answer:
 
 @dataclass
 class Node:
-    """One joint step of an episode's tree: what the acting seats saw, what they answered, and what came of it.
+    """One joint step of an episode tree: observations and answers of the acting seats, and the resulting rewards.
 
-    Siblings (same `parent`) answered the same observations. `chosen` marks nodes from which play went on (the last node
-    of a played line included). `advantages` is written by the algorithm that assigns credit.
+    Siblings (same `parent`) answer the same observations. `chosen` is true for nodes from which play continued, and for
+    the last node of a played trajectory. `over` marks the end of the episode. `advantages` per seat is written by the
+    algorithm that assigns credit.
     """
 
     id: int
@@ -79,12 +83,12 @@ class Node:
     advantages: dict[Seat, float] = field(default_factory=dict)
 
     def reward(self, seat: Seat, alpha: float = 1.0) -> float:
-        """alpha * team + local: the mixed reward of this seat for this step."""
+        """Returns the mixed reward of `seat` for this step: alpha * team reward + local reward."""
         return alpha * self.team_reward + self.rewards.get(seat, 0.0)
 
     def invalid(self, seat: Seat) -> bool | None:
-        """Whether the env flagged this seat's answer; None where it flags none. `info["invalid"]` may flag the step as
-        a whole, each seat in a mapping, or list the seats that erred."""
+        """Returns whether the env flagged this seat's answer as invalid; None if the env sets no flag.
+        `info["invalid"]` is a bool for the whole step, a mapping from seat to bool, or a list of seats."""
         flag = self.info.get("invalid")
         if isinstance(flag, dict):
             return bool(flag.get(seat, False))
@@ -95,10 +99,10 @@ class Node:
 
 @dataclass
 class Episode:
-    """A tree of joint steps grown from one env seed. A plain episode is a tree with one branch.
+    """A tree of joint steps played from one env seed. A plain episode is a tree with one branch.
 
-    `error` holds the message of an env or policy that failed, `traceback` where it did: such an episode is recorded,
-    counted and shown, and never trained on.
+    `seats` maps each seat to the name of its policy. `error` is the message of an env or policy that failed and
+    `traceback` its stack trace: such an episode is recorded, counted and displayed, and never trained on.
     """
 
     env: str
@@ -109,14 +113,15 @@ class Episode:
     traceback: str | None = None
 
     def children(self, parent: int | None) -> list[Node]:
+        """Returns the nodes whose parent is `parent` (None: the roots)."""
         return [node for node in self.nodes if node.parent == parent]
 
     def leaves(self) -> list[Node]:
-        """The ends of the lines that were played out, one for each in the order they grew."""
+        """Returns the last nodes of the trajectories that were played to the end, in the order of their creation."""
         return [node for node in self.nodes if node.over]
 
     def line(self, leaf: Node) -> list[Node]:
-        """The nodes from the root to `leaf`."""
+        """Returns the trajectory to `leaf`: the nodes from the root to `leaf`."""
         nodes = [leaf]
         while nodes[-1].parent is not None:
             nodes.append(self.nodes[nodes[-1].parent])
@@ -124,20 +129,20 @@ class Episode:
 
     @property
     def success(self) -> float:
-        """Share of the lines played out to their end that the env calls a success; 0 for a failed episode."""
+        """Share of the finished chosen trajectories that the env marks as a success; 0 for a failed episode."""
         ends = [node for node in self.leaves() if node.chosen]
         return float(np.mean([bool(node.info.get("success")) for node in ends])) if ends and not self.error else 0.0
 
 
 @dataclass
 class Sample:
-    """One trained sequence: prompt, then answer; the loss reads the answer's tokens only.
+    """One training sequence: a prompt and an answer. Losses use the tokens of the answer only.
 
-    `token_ids`, `logprobs` (of the sampling policy) and `advantages` are `[T]`; `prompt_ids` is `[P]`. Supervised
-    losses read `advantages` as token weights. `weight` is how much each token counts in the batch's mean. Samples of
-    one `group` (-1: none), which stand next to each other, are never parted: their loss compares them. Some losses read
-    more, [T] each: `reference`, the log-probabilities of the policy that a penalty holds to; `values`, what a critic
-    thought each token's state was worth, and `returns`, what it turned out to be.
+    `prompt_ids [P]` and `token_ids [T]` are integers; `logprobs` (of the sampling policy) and `advantages` are floats
+    `[T]`. Supervised losses use `advantages` as token weights. `weight` is the weight of each token in the batch mean.
+    Samples of one `group` (-1: none) are adjacent and are never split over micro-batches: their loss compares them.
+    Some losses need more, [T] each: `reference`, log-probabilities of the reference policy of a KL penalty; `values`,
+    the critic's value of the state before each token; `returns`, the value target.
     """
 
     prompt_ids: np.ndarray
@@ -154,8 +159,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Datum:
-    """One trained sequence as a training service has it: position i of `tokens` [N] predicts `targets` [N] or [N, K];
-    `inputs` are arrays of the same shape as targets (weights, logprobs, advantages, clip bounds, ...)."""
+    """One training sequence of the training service: position i of `tokens` [N] predicts `targets` [N] or [N, K].
+    `inputs` are arrays of the shape of `targets` (weights, logprobs, advantages, clip bounds, ...)."""
 
     tokens: np.ndarray  # int64 [N]
     targets: np.ndarray  # int64 [N] or [N, K]
@@ -164,16 +169,17 @@ class Datum:
 
 @dataclass
 class Batch:
-    """T joint steps of B games for N seats, as a `VectorEnv` and those who played it said them.
+    """A rollout of T joint steps of B parallel games with N seats.
 
-    `obs [T+1, B, N, *view]`, `acting [T+1, B, N]`, `legal [T+1, B, N, A]` and `state [T+1, B, S]` have one more moment:
-    what the last step led to. Where step t ended a game (`terminated` or `truncated` [T, B]), moment t+1 is the first
-    of the next game; the last views of ended games are `final_obs [F, N, *view]` and `final_state [F, S]`, of step
-    `ends[0]` and game `ends[1]` (F each). `seat_terminated [T, B, N]` is None where all seats end together. `actions
-    [T, B, N, ...]`, `logp [T, B, N]` (of the policy that acted; 0 where it has none), `rewards [T, B, N]`. `fresh [T+1,
-    B]` marks the first moment of a game. `memory` holds what recurrent players remembered at the first moment, by
-    player; `games` the figures of every game that ended. `source` numbers who played, where several do; `notes` are
-    figures of the playing itself.
+    `obs [T+1, B, N, *view]` (float32 or uint8), `acting [T+1, B, N]` bool (agent mask), `legal [T+1, B, N, A]` bool
+    (action mask) and `state [T+1, B, S]` float32 have one more step: the result of the last action. If step t ended a
+    game (`terminated` or `truncated`, bool [T, B]), index t+1 is the first step of the next game; the last observations
+    of ended games are in `final_obs [F, N, *view]` and `final_state [F, S]`, for step `ends[0]` and game `ends[1]`
+    (integers [F] each). `seat_terminated [T, B, N]` bool is None if all seats end together. `actions [T, B, N, ...]`
+    (int32 or float32), `logp [T, B, N]` (of the acting policy; 0 if it has none) and `rewards [T, B, N]` float32.
+    `fresh [T+1, B]` bool marks the first step of a game. `memory` holds the recurrent state at index 0 by player;
+    `games` the statistics of every game that ended, one entry per game. `source` is the number of the rollout worker;
+    `notes` are metrics of the rollout itself.
     """
 
     obs: np.ndarray
@@ -197,20 +203,20 @@ class Batch:
 
     @property
     def over(self) -> np.ndarray:
-        """Games that step t ended [T, B]."""
+        """Games that step t ended, bool [T, B]."""
         return np.logical_or(self.terminated, self.truncated)
 
     @property
     def terminated_seats(self) -> np.ndarray:
-        """Seats whose game terminated at step t or earlier in the same game [T, B, N]: what follows is worth 0."""
+        """Seats that terminated at step t or earlier in the same game, bool [T, B, N]: their future value is 0."""
         whole = np.repeat(self.terminated[..., None], self.rewards.shape[2], 2)
         return whole if self.seat_terminated is None else whole | self.seat_terminated
 
     @property
     def over_seats(self) -> np.ndarray:
-        """Seats that have no decision in the same game after step t [T, B, N]."""
+        """Seats without a further decision in the same game after step t, bool [T, B, N]."""
         return self.terminated_seats | self.over[..., None]
 
 
 Metrics = dict[str, float]
-Memory = dict[str, Any]  # what an algorithm or a curriculum knows from earlier steps, as JSON has it
+Memory = dict[str, Any]  # state that an algorithm or a curriculum keeps between steps; must be JSON-serialisable

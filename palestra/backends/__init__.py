@@ -1,1 +1,1 @@
-"""Where a population's tasks are done: in this process, in others on this machine, on a Ray cluster."""
+"""Backends that run a population's tasks: in this process, in other processes on this machine, or on a Ray cluster."""

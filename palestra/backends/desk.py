@@ -1,7 +1,7 @@
-"""Where coroutines hand in tasks and wait for what comes of them, while others go on.
+"""Async interface to a backend: coroutines submit tasks and await their results.
 
-A backend knows no event loop. One thread opens it, alone talks to it, and closes it; what coroutines want of it reaches
-that thread through a queue, in the order it was said.
+Backends have no event loop. One thread opens the backend, makes all calls to it and closes it. Coroutines reach that
+thread through a first-in, first-out queue.
 """
 
 from __future__ import annotations
@@ -15,31 +15,36 @@ from pathlib import Path
 
 from palestra.populations.tasks import Backend, Done, Task
 
-GLANCE = 0.02  # seconds between two looks at the queue while tasks are being done: a task waits no longer to be heard
+GLANCE = 0.02  # seconds between two checks of the queue while tasks run: the longest delay of a submitted task
 
 Wish = Callable[[Backend], None]
 
 
 class Desk:
-    """Tasks for the backend that `open_backend` opens with the first of them. What ends the backend, such as a task
-    that fails, is raised to whoever waits, and to all who ask later."""
+    """Async front of one backend, which `open_backend` opens with the first call.
+
+    An error that ends the backend, such as a failed task, is raised to all waiting coroutines and by all later calls.
+    """
 
     def __init__(self, open_backend: Callable[[], Backend]) -> None:
         self._open_backend = open_backend
         self._wishes: queue.SimpleQueue[Wish | None] = queue.SimpleQueue()
         self._open: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[Done]]] = {}
-        self._lock = threading.Lock()  # of what is open, and of the error
+        self._lock = threading.Lock()  # guards _open and _error
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def start(self) -> None:
-        """Begins to make the workers, where there are none yet."""
+        """Starts the thread and the backend, if they do not run yet."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._tend, name="desk", daemon=True)
             self._thread.start()
 
     async def do(self, task: Task) -> Done:
-        """What came of a task, whose name no other open one has. Raises ValueError where it failed, or the backend."""
+        """Runs `task` and returns its result. Its name must be unique among pending tasks.
+
+        Raises ValueError if the task or the backend failed.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Done] = loop.create_future()
         with self._lock:
@@ -49,15 +54,15 @@ class Desk:
         return await future
 
     def share(self, name: str, folder: Path) -> None:
-        """Makes a member known; its folder must stay until it is forgotten."""
+        """Registers a member's folder, which must exist until `forget` is called."""
         self._wish(lambda backend: backend.share(name, folder))
 
     def forget(self, name: str) -> None:
-        """Lets go of a member that no open task needs."""
+        """Removes a member. No pending task may need it."""
         self._wish(lambda backend: backend.forget(name))
 
     def close(self) -> None:
-        """Ends the backend, and waits for its end. A task that is handed in later opens another one."""
+        """Closes the backend and waits until it has ended. A later task opens a new one."""
         if self._thread is not None:
             self._wishes.put(None)
             self._thread.join()
@@ -84,14 +89,14 @@ class Desk:
                     with self._lock:
                         waiting = self._open.pop(done.task.name)
                     _tell(waiting, done)
-        except Exception as error:  # a worker's, or the backend's: whoever waits must hear of it
+        except Exception as error:  # a worker's or the backend's: it is raised to all waiting coroutines
             self._fail(error)
         finally:
             if backend is not None:
                 backend.close()
 
     def _heard(self, backend: Backend) -> bool:
-        """Does what is wished; waits for a wish where there is nothing else to do. False where the end was wished."""
+        """Executes queued calls; blocks for one if no task is pending. Returns False on the request to close."""
         while not (self._open and self._wishes.empty()):
             wish = self._wishes.get()
             if wish is None:
@@ -109,7 +114,7 @@ class Desk:
 
 
 def _tell(waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[Done]], what: Done | Exception) -> None:
-    """Settles a future in its own loop; nobody waits any more where that has ended."""
+    """Settles a future in its own event loop; does nothing if that loop is closed."""
     loop, future = waiting
     with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(_settle, future, what)

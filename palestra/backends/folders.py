@@ -1,4 +1,4 @@
-"""Folders on their way from one machine to another: their files' bytes, by path."""
+"""Folders as bytes, to send them from one machine to another: a mapping from relative path to file contents."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 
 from palestra.files import path_inside
 
-Files = dict[str, np.ndarray]  # arrays of bytes: they pass Ray's object store without a copy
+Files = dict[str, np.ndarray]  # uint8 arrays [bytes]: Ray's object store passes them without a copy
 
 
 def packed(folder: Path) -> Files:
-    """The files of a folder, those of folders in it too."""
+    """Returns all files of `folder` and its subfolders: relative path -> uint8 array [bytes]."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): np.fromfile(path, np.uint8) for path in files}
 
 
 def unpacked(files: Files, folder: Path) -> Path:
-    """`folder`, with these files in it."""
+    """Writes `files` into `folder`, creating it if needed, and returns `folder`."""
     for name, data in files.items():
         path = path_inside(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         data.tofile(path)
-    folder.mkdir(parents=True, exist_ok=True)  # where there are none
+    folder.mkdir(parents=True, exist_ok=True)  # in case there are no files
     return folder

@@ -1,4 +1,7 @@
-"""One worker in this process and thread: a debugger stops in it, and a seed decides everything, the order too."""
+"""Backend that runs tasks in the calling process and thread.
+
+A debugger stops in the worker, and a seed decides everything, including the order of results.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from palestra.rollouts.failures import fault_of
 
 
 class Inline:
-    """Does the tasks in the order they came, each within `wait`, whose timeout then means nothing."""
+    """Runs tasks in submission order, each inside `wait`, whose timeout is ignored."""
 
     workers = 1
 

@@ -1,5 +1,7 @@
-"""Workers in processes of their own on this machine. No server, no shared memory: a task and its result go through a
-pipe, members and what a task makes are files."""
+"""Backend with worker processes on this machine, without server or shared memory.
+
+Tasks and results go through a pipe; members and task outputs are files.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threa
 
 
 def _work(pipe: Connection, make: bytes, threads: int, scratch: str) -> None:
-    """Says None when the worker is made, then does tasks until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, which then closes the pipe
+    """Sends None when the worker is built, or the fault if that failed; then runs tasks until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the pipe
     threading.Thread(target=_end_with_parent, args=(scratch,), daemon=True).start()
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # for what is not imported yet
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that are not imported yet
     with suppress(EOFError, ConnectionError):  # the parent closed the pipe
         try:
             worker = pickle.loads(make)()
@@ -59,21 +61,21 @@ def _end_with_parent(scratch: str) -> None:
 
 
 class _Process:
-    """One worker: not `ready` until it is made; doing `task` into the folder `out`, or idle."""
+    """One worker process. `ready` once its worker is built; runs `task` with output folder `out`, or is idle (None)."""
 
     def __init__(self, make: bytes, threads: int, scratch: str) -> None:
         self.ready = False
         self.task: Task | None = None
         self.out: Path | None = None
         self.pipe, theirs = CONTEXT.Pipe()
-        # Not a daemon: its games may want processes of their own.
+        # Not a daemon: its envs may start processes of their own.
         self.process = CONTEXT.Process(target=_work, args=(theirs, make, threads, scratch))
         start_shielded(self.process)
         self.where = here(self.process.pid)
         theirs.close()  # so that the pipe ends with the process
 
     def end(self, patience: float) -> None:
-        """Closes the pipe, which ends an idle worker; kills it where it does not end in time."""
+        """Closes the pipe, which ends an idle worker; kills the process if it still runs after `patience` seconds."""
         self.pipe.close()
         self.process.join(max(0.0, patience))
         self.process.kill()
@@ -81,10 +83,11 @@ class _Process:
 
 
 class Local:
-    """`workers` processes, of `threads` threads each. `make_worker` must be picklable; each process calls it once.
+    """Backend with `workers` processes of `threads` threads each.
 
-    A process that dies is replaced, and its task done again by the next that is free. Workers end with this process,
-    however it ends, and hear no Ctrl-C.
+    `make_worker` must be picklable; each process calls it once. A process that dies is replaced, and its task goes to
+    the next free worker. Workers end with this process, even if it is killed, and ignore Ctrl-C. Raises ValueError if
+    `workers` is below 1 or `make_worker` cannot be pickled.
     """
 
     def __init__(self, make_worker: MakeWorker, workers: int, threads: int = 1) -> None:
@@ -135,11 +138,11 @@ class Local:
                 members = self._members.of(task)
                 process.task = task
                 process.out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.makes else None
-                with suppress(ConnectionError):  # one that died meanwhile is met where its answer is awaited
+                with suppress(ConnectionError):  # the worker died: `_hear` will find its pipe closed
                     process.pipe.send((task, members, process.out))
 
     def _hear(self, process: _Process) -> Done | None:
-        """What a worker says: a task is done, or it is ready, or (by the end of its pipe) dead."""
+        """Reads a worker's message: a finished task, "ready" (None), or the end of its pipe, if it died."""
         try:
             answer = process.pipe.recv()
         except (EOFError, OSError):
@@ -158,7 +161,7 @@ class Local:
         return done
 
     def _replace(self, process: _Process) -> None:
-        """A new worker in place of a dead one, whose task waits in front."""
+        """Starts a new worker in place of a dead one and puts its task at the front of the queue."""
         process.end(1.0)
         why = f"its process ended with exit code {process.process.exitcode}"
         roll.note(KIND, process.where, why, lost=1)

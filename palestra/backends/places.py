@@ -1,4 +1,4 @@
-"""Where tasks are done: what a config may say of it, and the backend that this means."""
+"""Config of a backend, and the function that opens it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from palestra.populations.tasks import Backend, MakeWorker
 
 
 class BackendConfig(Strict):
-    """Where tasks are done: `inline`, in this process and thread; `local`, by processes on this machine; `ray`, by
-    actors on the cluster at `address` (none: one that is started here).
-
-    `workers` is how many (0: one for each CPU of this machine), `threads` those of each local one. `placement` sets
-    Ray's workers apart for a kind of task, with the resources they need: {train: {workers: 2, num_gpus: 1}}."""
+    """The backend that runs tasks."""
 
     type: Literal["inline", "local", "ray"] = "local"
+    """`inline`: this process and thread. `local`: worker processes on this machine. `ray`: actors on a Ray cluster."""
     workers: int = Field(0, ge=0, le=4096)
+    """Number of workers, without those reserved in `placement`; 0: one for each CPU of this machine."""
     threads: int = Field(1, ge=1, le=1024)
+    """Threads of each `local` worker."""
     address: str | None = None
+    """Address of the Ray cluster (`ray` only). Without one, a cluster is started on this machine."""
     placement: dict[str, dict[str, Any]] = {}
+    """Ray workers reserved for one kind of task, with the resources of each: {train: {workers: 2, num_gpus: 1}} (`ray`
+    only)."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -36,31 +38,33 @@ class BackendConfig(Strict):
 
     @property
     def count(self) -> int:
-        """How many workers there are, but for those set apart."""
+        """Number of workers, without those reserved in `placement`."""
         return 1 if self.type == "inline" else self.workers or os.cpu_count() or 1
 
 
 class PopulationBackendConfig(BackendConfig):
-    """The backend that runs a population's tasks.
-
-    The plan gets results in the order in which it named the tasks, so that a run is the same, byte for byte, with any
-    number of workers. With `as_completed` it gets each as soon as it is there: no worker waits for a slower one, and
-    two runs of one seed differ wherever the order of completion decides who is trained against whom."""
+    """The backend that runs a population's tasks."""
 
     as_completed: bool = False
+    """False: the plan gets results in the order in which it created the tasks, and a run is identical, byte for byte,
+    for any number of workers. True: it gets each result at once; no worker waits for a slower one, but two runs of one
+    seed differ where the order of completion decides which policies are trained against each other."""
 
 
 class LoopConfig(BackendConfig):
-    """Where episodes are played and, on Ray, weights are trained, in a run of language agents. With `inline` both are
-    in this process.
+    """The backend that plays episodes and, on Ray, trains weights, in a run of language agents. With `inline` both
+    happen in this process.
 
-    A step's episodes are cut into `slices` (0: two for each worker), which workers take as they are free; equal slices
-    give equal runs. `placement` is of `train` (the actors that hold the weights in training, among which learners are
-    dealt round; one, without anything said) and `play`. A copy of a learner is kept here every `copy_every` of its
-    optimizer steps: what is lost with its actor is trained again from there."""
+    `placement` has two kinds: `train`, the actors that hold the weights in training (learners are assigned to them in
+    turn; one actor by default), and `play`, the workers that play episodes, in place of `workers`.
+    """
 
     slices: int = Field(0, ge=0, le=1_000_000)
+    """Parts into which a step's episodes are divided; free workers take the next one. 0: two for each worker. Runs with
+    equal `slices` are equal."""
     copy_every: int = Field(1, ge=1)
+    """A copy of a learner's state is kept in this process every so many of its optimizer steps. Later steps are
+    repeated if its actor is lost: a larger value copies less often but repeats more."""
 
     @model_validator(mode="after")
     def _placed(self) -> Self:
@@ -74,8 +78,10 @@ class LoopConfig(BackendConfig):
 
 
 def open_backend(config: BackendConfig, make_worker: MakeWorker, workers: int | None = None) -> Backend:
-    """The backend that `config` describes, with as many `workers` beside those set apart as it says by default. Raises
-    ValueError where Ray is asked for and not installed."""
+    """Opens the backend that `config` describes, with `workers` (default: `config.count`) beside those in `placement`.
+
+    Raises ValueError if the backend is Ray and Ray is not installed.
+    """
     workers = config.count if workers is None else workers
     if config.type == "inline":
         return Inline(make_worker)
@@ -88,6 +94,6 @@ def open_backend(config: BackendConfig, make_worker: MakeWorker, workers: int | 
 
 
 def must_have_ray() -> None:
-    """Raises ValueError where Ray is not installed."""
+    """Raises ValueError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ValueError("--backend ray needs Ray: pip install 'palestra[ray]'; --backend local does without")

@@ -1,8 +1,10 @@
-"""A step's episodes, cut into slices that workers play: the driver's side of `oracles/play.py`.
+"""Episodes as tasks: a step's episodes are divided into slices, which workers play. `oracles/play.py` is the worker's
+side.
 
-A slice is a task. It names its episodes by their numbers, from which all follows that is drawn in them, and the members
-that play: every learner as it stands, published under its version (`planner@12`) when a slice first needs it, and let
-go of when the learner has gone on and the last slice with it is done. So a run of any length keeps a handful.
+A slice is one task. It lists its episodes by number, which determines everything drawn in them, and the members that
+play: each learner's current weights, published under its version (`planner@12`) when a slice first needs them, and
+removed when the learner has newer weights and the last slice that uses them is done. A run of any length therefore
+stores only a few.
 """
 
 from __future__ import annotations
@@ -28,31 +30,31 @@ from palestra.rollouts.sources import MEASURED, Games, Told
 from palestra.train import Exam
 from palestra.types import Episode, Memory, Metrics
 
-EPISODES = "episodes.pickle"  # what a worker makes of a slice: episodes as they are, shared answers too
+EPISODES = "episodes.pickle"  # a slice's output; pickle keeps answers that siblings share as one object
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Who plays: the members, and how each learner speaks now, by its name."""
+    """The published learners of one moment: `members` (`name@version`), and the config of each learner, by name."""
 
     members: tuple[str, ...]
     settings: Mapping[str, Any]
 
 
 class Troupe:
-    """The learners as members that workers find, and the desk where slices are handed in."""
+    """Publishes learners as members and submits slices of episodes to the backend."""
 
     def __init__(self, learners: Mapping[str, LanguageLearner], desk: Desk) -> None:
         self.learners, self.desk = learners, desk
-        self.numbers = 0  # of slices so far
-        self.wall = self.cpu = 0.0  # seconds that workers played, and computed, all together
+        self.numbers = 0  # slices so far
+        self.wall = self.cpu = 0.0  # seconds, summed over workers: wall-clock and CPU time
         self.shared: dict[str, Path] = {}
-        self._needed: Counter[str] = Counter()  # how often a member is held
+        self._needed: Counter[str] = Counter()  # number of `hold`s of each member
         self._scratch = Path(tempfile.mkdtemp(prefix="palestra-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
 
     def now(self) -> Cast:
-        """The learners as they stand: published, where they were not yet."""
+        """Returns the learners' current versions; publishes those that are not published yet."""
         names = self._names()
         for name, member in names.items():
             if member not in self.shared:
@@ -65,14 +67,15 @@ class Troupe:
         return Cast(tuple(names.values()), settings)
 
     def hold(self, cast: Cast) -> None:
-        """Keeps its members until they are released, whatever the learners are then."""
+        """Keeps the members' files until `release` is called, even if the learners move on."""
         self._needed.update(cast.members)
 
     def release(self, cast: Cast) -> None:
+        """Undoes one `hold`."""
         self._needed -= Counter(cast.members)
 
     async def play(self, cast: Cast, order: Mapping[str, Any]) -> list[Episode]:
-        """The episodes of a slice, by a cast that is held."""
+        """Runs one slice and returns its episodes. `cast` must be held."""
         self.numbers += 1
         name = f"slice-{self.numbers}"
         task = Task(name, "play", {**order, "settings": cast.settings}, cast.members, makes=name)
@@ -86,7 +89,7 @@ class Troupe:
         return {name: f"{name}@{learner.version}" for name, learner in self.learners.items()}
 
     def _let_go(self) -> None:
-        """Forgets the members that no learner is any more and nobody holds."""
+        """Removes members that are neither a learner's current version nor held."""
         now = set(self._names().values())
         for member in [member for member in self.shared if member not in now and member not in self._needed]:
             self.desk.forget(member)
@@ -95,20 +98,23 @@ class Troupe:
 
 @dataclass
 class Sliced:
-    """A source whose `games`, those of stage `stage`, workers play, `size` in a slice. What is asked for at one moment
-    is cut together, be it a whole step or episode by episode."""
+    """Source that has workers play the episodes of `games`, which belong to stage number `stage`, `size` per slice.
+
+    Requests made in the same iteration of the event loop are divided together, whether for a whole step or for one
+    episode each.
+    """
 
     games: Games
     troupe: Troupe
     stage: int
     size: int
-    _asked: dict[str, Batch] = field(default_factory=dict)  # at this moment
+    _asked: dict[str, Batch] = field(default_factory=dict)  # in this iteration of the event loop
     _played: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: Memory, told: Told = None
     ) -> list[Episode]:
-        """The episodes of these numbers, in their order, by the learners as they stand now."""
+        """Returns the episodes with these numbers, in order, played by the learners' current weights."""
         cast = self.troupe.now()
         order = {"stage": self.stage, "branching": asdict(branching), "measured": dict(memory.get(MEASURED, {}))}
         key = repr((cast.members, order))
@@ -118,6 +124,7 @@ class Sliced:
         return list(await asyncio.gather(*(self._asked[key].ask(number, told) for number in numbers)))
 
     def observe(self, episodes: Sequence[Episode], memory: Memory) -> Metrics:
+        """Passes the episodes on to the wrapped source."""
         return self.games.observe(episodes, memory)
 
     def _begin(self, key: str) -> None:
@@ -127,7 +134,7 @@ class Sliced:
 
 
 class Batch:
-    """Episodes asked for at one moment; each is told of, and given, as its slice is done."""
+    """Episodes requested together. Each is reported to its callback, and its future is set, when its slice is done."""
 
     def __init__(self, troupe: Troupe, cast: Cast, order: Mapping[str, Any], size: int) -> None:
         self.troupe, self.cast, self.order, self.size = troupe, cast, order, size
@@ -135,13 +142,13 @@ class Batch:
         troupe.hold(cast)
 
     def ask(self, number: int, told: Told) -> asyncio.Future[Episode]:
-        """The episode of that number, to be awaited."""
+        """Adds an episode by number and returns its future."""
         future: asyncio.Future[Episode] = asyncio.get_running_loop().create_future()
         self._asked[number] = (future, told)
         return future
 
     async def play(self) -> None:
-        """Has all slices played; what ends one is raised to whoever asked for its episodes."""
+        """Plays all slices. An error is raised to the coroutines that wait for that slice's episodes."""
         try:
             await asyncio.gather(*(self._slice(numbers) for numbers in cut(list(self._asked), self.size)))
         finally:
@@ -159,13 +166,13 @@ class Batch:
         for (future, told), episode in zip(waiting, episodes, strict=True):
             if told:
                 told(episode)
-            if not future.done():  # cancelled: nobody waits for it
+            if not future.done():  # cancelled
                 future.set_result(episode)
 
 
 @dataclass
 class SlicedExam(Exam):
-    """An exam whose episodes workers play, `size` in a slice."""
+    """Evaluation whose episodes workers play, `size` per slice."""
 
     troupe: Troupe = field(kw_only=True)
     size: int = field(kw_only=True)
@@ -183,12 +190,12 @@ class SlicedExam(Exam):
 
 
 def cut(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
-    """`numbers` in their order, `size` at a time."""
+    """Splits `numbers` into consecutive parts of `size`; the last may be shorter."""
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 def size_of(episodes: int, slices: int) -> int:
-    """How many of so many episodes make one of so many slices."""
+    """Episodes per slice, rounded up."""
     return math.ceil(episodes / slices)
 
 

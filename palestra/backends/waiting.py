@@ -1,4 +1,4 @@
-"""What the backends have in common: tasks that wait their turn, members that are known, and how a task is done."""
+"""Parts that all backends share: the task queue with retries, registered member folders, and running a task."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from palestra.files import to_line
 from palestra.populations.tasks import Result, Task, Worker
 from palestra.rollouts.failures import Fault, RunFailed, fault_of
 
-TRIES = 3  # how often workers may die at one task, or before they are ready, in a row
+TRIES = 3  # worker deaths at one task, or in a row before a worker is ready, that end the run
 
 
 class Waiting:
-    """Tasks that wait, first come first served; one whose worker died waits in front."""
+    """First-in, first-out queue of tasks. A task whose worker died is put back at the front."""
 
     def __init__(self) -> None:
         self.tasks: deque[Task] = deque()
-        self.deaths: dict[str, int] = {}  # of workers, by task
+        self.deaths: dict[str, int] = {}  # worker deaths, by task name
 
     def add(self, task: Task) -> None:
         self.tasks.append(task)
 
     def next(self) -> Task | None:
-        """Takes out the first."""
+        """Removes and returns the first task; None if the queue is empty."""
         return self.tasks.popleft() if self.tasks else None
 
     def again(self, task: Task, why: str) -> None:
-        """Puts back a task at which a worker died; raises ValueError where that was once too often."""
+        """Puts back a task whose worker died. Raises ValueError if `TRIES` workers have died at it."""
         self.deaths[task.name] = self.deaths.get(task.name, 0) + 1
         if self.deaths[task.name] >= TRIES:
             raise ValueError(
@@ -44,40 +44,40 @@ class Waiting:
 
 
 class Members(dict[str, Path]):
-    """Folders of the members that are known, by name."""
+    """Folders of the registered members, by name."""
 
     def of(self, task: Task) -> dict[str, Path]:
-        """The folders that a task needs. Raises ValueError where a member is not known."""
+        """Returns the folders that `task` needs. Raises ValueError if a member is not registered."""
         if unknown := [name for name in task.members if name not in self]:
             raise ValueError(f"task {task.name} needs {', '.join(unknown)}: no finished task made such a member")
         return {name: self[name] for name in task.members}
 
 
 def failed(task: Task, fault: Fault) -> RunFailed:
-    """The error to raise where a worker raised one; the worker's traceback is its note."""
+    """Returns the error for a task whose worker raised; the worker's traceback is attached as a note."""
     return RunFailed.caused(f"task {task.name} failed: {fault.message}", fault.trace)
 
 
 def unmade(fault: Fault) -> RunFailed:
-    """The error to raise where a worker cannot be made."""
+    """Returns the error for a worker that could not be built."""
     return RunFailed.caused(f"a worker cannot be made: {fault.message}", fault.trace)
 
 
 def unsendable(error: Exception) -> ValueError:
-    """The error to raise where what makes a worker cannot be pickled."""
+    """Returns the error for a worker factory that cannot be pickled."""
     fix = "use a function of a module, or functools.partial of one"
     return ValueError(f"what makes a worker cannot be sent to another process ({error}): {fix}")
 
 
 def timed(worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None) -> tuple[Result, float]:
-    """A task's result, as JSON gives it back, and the seconds it took."""
+    """Runs a task; returns its result, after a round trip through JSON, and the seconds it took."""
     start = time.perf_counter()
     result: Result = json.loads(to_line(worker.do(task, members, out)))
     return result, time.perf_counter() - start
 
 
 def attempt(worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None) -> tuple[Result, float] | Fault:
-    """The same, or what the worker raised, as text: this can be sent to another process in any case."""
+    """Like `timed`, but returns an exception as a `Fault`, which can always be pickled."""
     try:
         return timed(worker, task, members, out)
     except Exception as error:

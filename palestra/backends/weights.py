@@ -1,9 +1,9 @@
-"""Weights in training in another process, which may be lost: they are then what they were, in a new one.
+"""Weights that are trained in another process and survive its loss.
 
-The far side is a `Shop`: the weights of some learners that share what they can, such as a resident base. This side
-keeps a copy of each learner's state (weights and optimizer, as a checkpoint has them), taken after an optimizer step,
-and the calls since. Where the other process dies, a new one is given the copy and told these calls again; so a loss
-costs time and nothing else: what follows from equal state and equal calls is equal.
+The remote side is a `Shop`: the weights of several learners, which share what they can, such as a resident base. This
+side keeps, for each learner, a copy of its state (weights and optimizer, as in a checkpoint), taken after an optimizer
+step, and a log of the calls since. If the other process dies, a new one loads the copy and replays the log. A loss
+costs only time, because equal state and equal calls give equal results.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from palestra.engine.trainer import AdamConfig
 from palestra.learners.lm import Resident
 from palestra.types import Metrics, Sample
 
-READS = ("logprobs", "values", "publish", "save")  # verbs that change nothing
+READS = ("logprobs", "values", "publish", "save")  # methods that do not change the weights
 
 
 class Lost(Exception):
-    """The other process is gone, with all that it held."""
+    """The other process died, with its state."""
 
 
 class Call(NamedTuple):
-    """A verb of `Weights`, and what it is told. Folders travel as their files."""
+    """A call to a method (`verb`) of `Weights`. Folders are passed as `Files`."""
 
     verb: str
     arguments: tuple[Any, ...] = ()
     options: Mapping[str, Any] = {}
 
 
-# ---- the far side
+# ---- the remote side
 
 
 class Shop:
-    """The weights of several learners, by name."""
+    """Weights of several learners, by name, in the process that trains them."""
 
     def __init__(self, weights: Mapping[str, Resident]) -> None:
         self.weights = weights
 
     def do(self, name: str, call: Call, copy: bool) -> tuple[Any, Files | None]:
-        """What comes of a call, and with `copy` the state that it left."""
+        """Returns the result of a call and, if `copy`, the learner's state after it (else None)."""
         weights = self.weights[name]
         if call.verb in ("save", "publish"):
             return _written(getattr(weights, call.verb)), None
@@ -74,14 +74,14 @@ def _written(write: Callable[[Path], None]) -> Files:
 
 
 class Holder(Protocol):
-    """Where a shop is."""
+    """Handle of the process that runs a `Shop`."""
 
     def start(self) -> None:
-        """A new shop in a new process, in place of the one there was."""
+        """Starts a new process with a new shop, replacing the previous one."""
         ...
 
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """What a method of the shop returns or raises. Raises Lost where the process died."""
+        """Returns or raises what the shop's method returns or raises. Raises Lost if the process died."""
         ...
 
     def close(self) -> None:
@@ -91,14 +91,16 @@ class Holder(Protocol):
 
 @dataclass
 class Past:
-    """What makes a learner's weights what they are: a copy of them, or None where they were new, and the calls since.
-    `steps` counts the optimizer's since then."""
+    """Recovery log of one learner: the last state copy (None: initial weights), the calls since, and the number of
+    optimizer steps among them."""
 
     copy: Files | None = None
     calls: list[Call] = field(default_factory=list)
     steps: int = 0
 
     def note(self, call: Call, copy: Files | None) -> None:
+        """Adds a call: with a copy of the state, starts the log anew; without, appends the call unless it is
+        read-only."""
         if copy is not None:
             self.copy, self.calls, self.steps = copy, [], 0
         elif call.verb not in READS:
@@ -107,24 +109,27 @@ class Past:
 
 
 class Bench:
-    """One shop and the pasts of its learners; a copy is taken every `copy_every` optimizer steps. Calls come from any
-    thread, and are told one after the other. Raises ValueError where processes die at a call again and again."""
+    """One shop and the recovery logs of its learners. Thread-safe: calls run one after the other.
+
+    A state copy is taken every `copy_every` optimizer steps. Raises ValueError if `TRIES` processes in a row die at a
+    call.
+    """
 
     def __init__(self, holder: Callable[[], Holder], copy_every: int = 1) -> None:
         self._open, self.copy_every = holder, copy_every
         self._lock = threading.Lock()
         self._holder: Holder | None = None
         self._pasts: dict[str, Past] = {}
-        self._whole = False  # whether the shop is as the pasts say
+        self._whole = False  # whether the shop's state matches the recovery logs
         self.losses = 0
 
     def start(self) -> None:
-        """Begins to make the shop, where it is not there."""
+        """Starts the process, unless it runs."""
         with self._lock:
             self._started()
 
     def ask(self, name: str, call: Call) -> Any:
-        """What comes of a call to the weights of `name`."""
+        """Returns the result of a call to the weights of learner `name`."""
         with self._lock:
             for _ in range(TRIES):
                 try:
@@ -138,6 +143,7 @@ class Bench:
             )
 
     def close(self) -> None:
+        """Ends the process. The recovery logs are kept, so a later call starts it again in the same state."""
         with self._lock:
             if self._holder:
                 self._holder.close()
@@ -159,7 +165,7 @@ class Bench:
         return self._holder
 
     def _mended(self) -> Holder:
-        """The holder, its shop made as it was where it has been lost."""
+        """Returns the handle; rebuilds the shop's state first, if its process was lost."""
         holder = self._started()
         if not self._whole:
             holder.start()
@@ -173,7 +179,8 @@ class Bench:
 
 
 class Distant:
-    """`Weights` of one learner in a shop. They are sampled from where their copies are published."""
+    """`Weights` of one learner that is trained in a `Shop`. They are not sampled from here, but from their published
+    copies."""
 
     def __init__(self, bench: Bench, name: str) -> None:
         self.bench, self.name = bench, name
@@ -197,6 +204,7 @@ class Distant:
         self._ask("begin")
 
     def snapshot(self, name: str) -> Snapshot | None:
+        """Raises ValueError: these weights cannot be sampled in this process."""
         raise ValueError(f"the weights of {name} are in another process: play with what `publish` writes of them")
 
     def publish(self, folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""Runs in the browser: a server that reads run directories and nothing else, and the built page that it serves."""
+"""The browser dashboard: a server that only reads run directories, and the built page that it serves."""

@@ -1,4 +1,4 @@
-"""Who a run trained: policies and members, where their weights are, and how they did in exams in other seats."""
+"""Trained agents of a run: policies and members, where their weights are, and their evaluation results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from palestra.dashboard.library import Absent, OpenRun, read_json
 from palestra.files import read_lines, size
 from palestra.runs import Checkpoint, checkpoints
 
-STATE = ("optimizer.safetensors", "training.safetensors")  # of use to training only: not in a download
-PIECE = 1 << 20
+STATE = ("optimizer.safetensors", "training.safetensors")  # training state: left out of downloads and sizes
+PIECE = 1 << 20  # bytes
 
 
 def agents(run: OpenRun) -> dict[str, Any]:
-    """Policies with their checkpoints, members with their lineage, and the exams."""
+    """Returns policies with their checkpoints, members with their lineage, and evaluations, ready for JSON."""
     return {"policies": policies(run), "members": members(run), "exams": exams(run)}
 
 
 def policies(run: OpenRun) -> list[dict[str, Any]]:
-    """Each policy of the config, with the checkpoints that hold it."""
+    """Returns one dict per policy of the config or of a checkpoint: type, base, seats, and the checkpoints that contain
+    it, newest first."""
     kept = checkpoints(run.path) if run.file("checkpoints.jsonl").exists() else []
     configs = run.config.get("policies") or {}
     names = dict.fromkeys([*configs, *(name for checkpoint in kept for name in checkpoint.names)])
@@ -50,7 +51,7 @@ def policies(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def members(run: OpenRun) -> list[dict[str, Any]]:
-    """The frozen members of a population, oldest first: parents, what is known of them, and how large they are."""
+    """Returns the frozen members of a population, oldest first: name, player, parent, info, and size in bytes."""
     path = run.file("population.json")
     if not path.exists():
         return []
@@ -65,7 +66,8 @@ def members(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def exams(run: OpenRun) -> list[dict[str, Any]]:
-    """The newest result of each exam, with whom it seats where: so members in other seats stand beside each other."""
+    """Returns the first and the newest result of each evaluation with its seat assignment, so that results in other
+    seats can be compared."""
     configs = run.config.get("exams") or {}
     lines: dict[str, list[dict[str, Any]]] = {}
     for line in read_lines(run.file("evals.jsonl")):
@@ -83,7 +85,8 @@ def exams(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def weights(run: OpenRun, step: int, policy: str) -> Path:
-    """The folder of a policy in a checkpoint. Raises Absent where there is none."""
+    """Returns the folder of a policy in the checkpoint of `step` (counted from 0). Raises Absent if no checkpoint has
+    it."""
     for checkpoint in checkpoints(run.path):
         if checkpoint.step == step and policy in checkpoint.names:
             return _folder(run, checkpoint, policy)
@@ -99,7 +102,7 @@ def _member_json(run: OpenRun, checkpoint: Checkpoint, policy: str) -> Path:
 
 
 def member_weights(run: OpenRun, name: str) -> Path:
-    """The folder of a member. Raises Absent for a name that is not of the population."""
+    """Returns the weight folder of a member. Raises Absent if there is no such member or it has no weights."""
     for one in read_json_list(run.file("population.json")):
         if one["name"] == name and one.get("weights"):
             return run.file(str(one["weights"]))
@@ -107,7 +110,8 @@ def member_weights(run: OpenRun, name: str) -> Path:
 
 
 def zipped(folder: Path) -> Iterator[bytes]:
-    """The files of a folder as a zip archive, piece by piece; what only training needs is left out."""
+    """Yields a folder's files as an uncompressed zip archive, in chunks of bytes; leaves out training state and
+    symbolic links."""
     pipe = _Pipe()
     with zipfile.ZipFile(pipe, "w", zipfile.ZIP_STORED) as archive:
         for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
@@ -125,7 +129,8 @@ def _entry(path: Path, folder: Path) -> zipfile.ZipInfo:
 
 
 class _Pipe(io.RawIOBase):
-    """Where the archive writes to; it cannot seek, so nothing is written twice."""
+    """The write end of the archive: a buffer that `zipped` empties. It cannot seek, so the archive is written in one
+    pass."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -138,13 +143,14 @@ class _Pipe(io.RawIOBase):
         return len(data)
 
     def taken(self) -> bytes:
+        """Returns the bytes written since the last call."""
         data = b"".join(self.pieces)
         self.pieces.clear()
         return data
 
 
 def read_json_list(path: Path) -> list[Mapping[str, Any]]:
-    """The objects in a file that holds a list of them."""
+    """Returns the objects with a "name" in a file that holds a JSON list; [] if it cannot be read as one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -153,12 +159,14 @@ def read_json_list(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _unsaid(name: str, seats: dict[str, str]) -> list[str]:
-    """Where a policy sits that `seats` does not name: at the seat of its name, the default at all others."""
+    """Returns the seats of a policy that `seats` does not name: without `seats`, the seat of its own name; for
+    "default", all others."""
     if name == "default":
         return ["all others" if seats else "all"]
     return [] if seats else [name]
 
 
 def _bytes(folder: Path) -> int:
+    """Returns the bytes of a weight folder, without training state."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     return sum(size(path) for path in files if path.name not in STATE)

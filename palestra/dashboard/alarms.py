@@ -1,8 +1,8 @@
-"""What ought to worry whoever trains, each with the rule that says so and the numbers that it saw.
+"""Alarms: rules that detect common training failures in logged metrics, each with the numbers that triggered it.
 
-Rules read figures of policies, as they are logged: by policy, by key, an array with a value for each line. They compare
-the newest `NEWEST` lines (at most half of all) with the first `FIRST` (at most a quarter), and are silent where there
-are fewer than `LEAST`. A rule that fires is no verdict: it says where to look.
+Rules read the metrics of policies as they are logged: policy -> key -> array [T] float64, one value per log line. They
+compare the mean of the newest `NEWEST` lines (at most half of all) with that of the first `FIRST` (at most a quarter),
+and report nothing if there are fewer than `LEAST` lines. An alarm is a hint where to look, not a verdict.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from palestra.populations.ratings import Cyclicity
 Figures = Mapping[str, Mapping[str, np.ndarray]]
 
 LEAST, FIRST, NEWEST = 10, 5, 20
-SOLVED = 0.95  # success from which on there is nothing to warn of
+SOLVED = 0.95  # a task with this success rate raises no alarm
 LOW_ENTROPY, ENTROPY_LEFT = 0.1, 0.1  # nats; share of the first entropy
-SAME, DIFFERENT = 0.9, 0.5  # shares of groups without differences
-CARRIES = 0.9  # share of the seats' own rewards
-LONGER, RISEN, NO_BETTER = 1.5, 0.1, 0.02
-REFUSED_BEFORE, REFUSED_NOW = 0.2, 0.02
-FAILED, CUT_OFF = 0.05, 0.3
+SAME, DIFFERENT = 0.9, 0.5  # shares of groups in which all answers earn the same
+CARRIES = 0.9  # share of the policies' own rewards
+LONGER, RISEN, NO_BETTER = 1.5, 0.1, 0.02  # factor of tokens; rise in reward; rise in success rate
+REFUSED_BEFORE, REFUSED_NOW = 0.2, 0.02  # shares of invalid answers
+FAILED, CUT_OFF = 0.05, 0.3  # shares of episodes; of answers
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """`who` it is about ("" for all), what was seen, and the rule in words."""
+    """One alarm: `who` is the policy concerned ("" for all), `says` what was observed, `rule` the rule in words."""
 
     name: str
     who: str
@@ -41,12 +41,14 @@ class Alarm:
 
 
 def alarms(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> list[Alarm]:
-    """Those of language agents and networks. `team` has the figures of all together, `exams` those of each exam."""
+    """Returns the alarms of a run of language agents or networks. `team` holds the metrics of all policies together
+    (key -> [T]), `exams` those of each evaluation."""
     rules = (lazy_seat, entropy_collapse, longer_for_reward, form_for_reward, one_carries, no_signal, cut_off)
     return [alarm for rule in rules for alarm in rule(policies, team, exams)] + list(failing(team))
 
 
 def lazy_seat(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    """Alarm if nearly all groups of one policy have equal returns while another policy's differ."""
     shares = {name: now for name, own in policies.items() if (now := newest(own, "zero_variance")) is not None}
     success = newest(team, "success")
     if len(shares) < 2 or (success is not None and success > SOLVED):
@@ -64,6 +66,7 @@ def lazy_seat(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures)
 
 
 def entropy_collapse(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    """Alarm if a policy's entropy is near zero and far below its initial value, and the task is not solved."""
     success = newest(team, "success")
     for name, own in policies.items():
         before, now = oldest(own, "entropy"), newest(own, "entropy")
@@ -81,6 +84,7 @@ def entropy_collapse(policies: Figures, team: Mapping[str, np.ndarray], exams: F
 
 
 def longer_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    """Alarm if answers became much longer and reward rose, but success did not."""
     for name, own in policies.items():
         change = rewarded(own, "tokens", improvement(team, exams))
         if change and change.now >= LONGER * change.before > 0:
@@ -94,6 +98,7 @@ def longer_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: 
 
 
 def form_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    """Alarm if invalid answers vanished and reward rose, but success did not."""
     for name, own in policies.items():
         change = rewarded(own, "invalid", improvement(team, exams))
         if change and change.before >= REFUSED_BEFORE and change.now <= REFUSED_NOW:
@@ -108,7 +113,8 @@ def form_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Fi
 
 
 def one_carries(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
-    # Envs may pay a seat by the team's reward alone: that it earns nothing of its own says nothing then.
+    """Alarm if one policy earns nearly all of the policies' own rewards."""
+    # In envs with a team reward only, a seat without own reward means nothing: skip it.
     paid = {name: own for name, own in policies.items() if np.any(own.get("local_reward", np.zeros(0)) != 0)}
     own = {name: now for name, figures in paid.items() if (now := newest(figures, "local_reward")) is not None}
     total = sum(max(0.0, value) for value in own.values())
@@ -126,6 +132,8 @@ def one_carries(policies: Figures, team: Mapping[str, np.ndarray], exams: Figure
 
 
 def no_signal(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    """Alarm if nearly all groups of every policy have equal returns, so that there is no gradient, and the task is not
+    solved."""
     shares = [now for own in policies.values() if (now := newest(own, "zero_variance")) is not None]
     success = newest(team, "success")
     if shares and min(shares) >= SAME and success is not None and success < SOLVED:
@@ -139,6 +147,7 @@ def no_signal(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures)
 
 
 def cut_off(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+    """Alarm if many answers of a policy end at the token limit."""
     for name, own in policies.items():
         share = newest(own, "cut_off")
         if share is not None and share >= CUT_OFF:
@@ -151,6 +160,7 @@ def cut_off(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -
 
 
 def failing(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
+    """Alarm if many of the newest episodes failed."""
     failed, played = newest(team, "failed"), newest(team, "episodes")
     if failed is not None and played and failed / played >= FAILED:
         yield Alarm(
@@ -162,19 +172,20 @@ def failing(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
 
 
 def cyclic(found: Cyclicity) -> list[Alarm]:
-    """Of a population."""
+    """Alarm if the payoffs of a population contain a cycle; [] otherwise."""
     if not found.groups:
         return []
     rule = "in some group of members each is beaten by another of it, by more than two standard errors"
     return [Alarm("cyclic population", "; ".join(", ".join(group) for group in found.groups), found.warning, rule)]
 
 
-# ---- figures
+# ---- metrics
 
 
 @dataclass(frozen=True)
 class Change:
-    """A figure at first and of late, and by how much an answer earns more and the team succeeds more."""
+    """A metric's mean at the start (`before`) and in the newest lines (`now`), with the rise in reward per answer
+    (`paid`) and in success (`better`)."""
 
     before: float
     now: float
@@ -183,12 +194,13 @@ class Change:
 
     @property
     def said(self) -> str:
+        """The rise in reward and success, as text."""
         return f"reward {self.paid:+.2g}, success {self.better:+.1%}"
 
 
 def rewarded(own: Mapping[str, np.ndarray], key: str, better: float | None) -> Change | None:
-    """How a figure of a policy changed while it came to earn more, and success did not rise; None where that is not
-    so, or nobody knows."""
+    """Returns how a policy's metric changed while its reward rose by at least `RISEN` and success by at most
+    `NO_BETTER`; None if that is not so or a value is missing."""
     before, now, paid = oldest(own, key), newest(own, key), risen(own)
     if before is None or now is None or paid is None or better is None or paid < RISEN or better > NO_BETTER:
         return None
@@ -196,31 +208,33 @@ def rewarded(own: Mapping[str, np.ndarray], key: str, better: float | None) -> C
 
 
 def newest(own: Mapping[str, np.ndarray], key: str) -> float | None:
-    """The mean of the newest lines, at most half of all; None where there are too few."""
+    """Returns the mean of a metric's newest `NEWEST` lines, at most half of all; None if there are fewer than
+    `LEAST`."""
     values = own.get(key, np.zeros(0))
     return _mean(values[-min(NEWEST, len(values) // 2) :]) if len(values) >= LEAST else None
 
 
 def oldest(own: Mapping[str, np.ndarray], key: str) -> float | None:
-    """The mean of the first lines, at most a quarter of all."""
+    """Returns the mean of a metric's first `FIRST` lines, at most a quarter of all; None if there are fewer than
+    `LEAST`."""
     values = own.get(key, np.zeros(0))
     return _mean(values[: min(FIRST, len(values) // 4)]) if len(values) >= LEAST else None
 
 
 def _mean(values: np.ndarray) -> float:
-    """Rounded, so that a mean of nothing but 0.9 is not less than 0.9."""
+    """The mean, rounded: the float mean of values that are all 0.9 may otherwise be just below 0.9."""
     return round(float(np.mean(values)), 9)
 
 
 def risen(own: Mapping[str, np.ndarray]) -> float | None:
-    """By how much an answer earns more than at first, its own and the team's rewards together."""
+    """Returns the rise in reward per answer since the start, own and team reward together; None if neither is known."""
     parts = [(oldest(own, key), newest(own, key)) for key in ("local_reward", "team_reward")]
     known = [now - before for before, now in parts if before is not None and now is not None]
     return sum(known) if known else None
 
 
 def improvement(team: Mapping[str, np.ndarray], exams: Figures) -> float | None:
-    """By how much success is above what it was: of the exam that rose most, else of training."""
+    """Returns the rise in success: of the evaluation that rose most, else of training; None if neither is known."""
     found = [float(own["success"][-1] - own["success"][0]) for own in exams.values() if len(own.get("success", ())) > 1]
     before, now = oldest(team, "success"), newest(team, "success")
     return max(found) if found else now - before if now is not None and before is not None else None

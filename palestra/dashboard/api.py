@@ -1,7 +1,7 @@
-"""What the page asks of a run, as JSON: each function here answers one address of the API.
+"""The dashboard's JSON API: each public method of `Api` answers one address.
 
-Answers carry an ETag, so that a page that asks again hears only what has changed. Errors are `{"error": TEXT}`: 400 for
-a question that cannot be understood, 404 for what is not here.
+Responses carry an ETag, so that a client that polls gets 304 while nothing changed. Errors are `{"error": TEXT}`: 400
+for an invalid query, 404 for what does not exist.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from palestra.population_reports import Record
 from palestra.populations.ratings import cyclicity
 from palestra.types import TEAM
 
-LISTED = 5_000  # runs of a folder that are listed: the newest
+LISTED = 5_000  # the newest runs of a folder; older ones are not listed
 
 
 class Api:
-    """The answers about the runs of a library."""
+    """Answers the API's requests about the runs of a library; caches list entries and population records by file
+    stamp."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
@@ -38,15 +39,15 @@ class Api:
     # ---- all runs
 
     def runs(self, request: Request) -> Response:
-        """The list of runs, newest first."""
+        """Returns the list of runs, newest first, at most `LISTED`."""
         held = facts.held_locks()
         lines = [line for name in self.library.names() if (line := self._shown(name, held))]
         lines.sort(key=lambda line: (line["created"], line["name"]), reverse=True)
         return answer(request, {"root": self.library.root.name, "runs": lines[:LISTED], "of": len(lines)})
 
     def _shown(self, name: str, held: dict[int, int]) -> dict[str, Any] | None:
-        """None for a run that was removed just now, and for one whose files lead out of it; one line says why where
-        files cannot be read, so that one run never hides the others."""
+        """Returns a run's list entry; None if the run was just removed or its files lead out of its folder. If files
+        cannot be read, the entry holds the error, so that one run never hides the others."""
         try:
             return self._line(name, held)
         except (Absent, FileNotFoundError):
@@ -55,7 +56,7 @@ class Api:
             return facts.unreadable(name, error)
 
     def _line(self, name: str, held: dict[int, int]) -> dict[str, Any]:
-        """From memory, where the logs are as they were."""
+        """Returns a run's list entry; cached while its logs are unchanged."""
         run = self.library.run(name)
         stamp = facts.stamp(run.path)
         known, line = self._lines.get(name, ((), {}))
@@ -65,6 +66,7 @@ class Api:
         return line | {"status": facts.status(run, line["done"], line["total"], held)}
 
     def curves(self, request: Request) -> Response:
+        """Returns curves of metrics of one or several runs; see `figures.Asked` for the query."""
         query = request.query_params
         tree = dict(query) | {"run": query.getlist("run"), "figure": query.getlist("figure")}
         asked = validate(figures.Asked, tree)
@@ -72,7 +74,7 @@ class Api:
         return answer(request, {"curves": figures.curves(runs, asked)})
 
     def difference(self, request: Request) -> Response:
-        """The settings in which runs differ."""
+        """Returns the settings in which the configs of runs differ."""
         names = request.query_params.getlist("run")
         rows = facts.difference({name: self.library.run(name).config for name in names})
         return answer(request, {"runs": names, "rows": rows})
@@ -80,7 +82,7 @@ class Api:
     # ---- one run
 
     def run(self, request: Request) -> Response:
-        """Where it stands, which figures it has, and what there is to see of it."""
+        """Returns a run's progress, its metric names and newest values, alarms, and which views have data."""
         run = self._looked(request.path_params["run"])
         line = self._line(run.name, facts.held_locks())
         logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
@@ -99,21 +101,25 @@ class Api:
         )
 
     def config(self, request: Request) -> Response:
+        """Returns config.yaml as text, at most `MAX_TREE` characters."""
         run = self.library.run(request.path_params["run"])
         with open(run.file("config.yaml"), encoding="utf-8", errors="replace") as file:
             return answer(request, {"yaml": file.read(MAX_TREE)})
 
     def alarms(self, request: Request) -> Response:
+        """Returns the alarms of a run."""
         run = self._looked(request.path_params["run"])
         return answer(request, {"alarms": [alarm.to_json() for alarm in self._alarms(run)]})
 
     def system(self, request: Request) -> Response:
+        """Returns processes, workers, queues, timings, failures and disk use of a run."""
         return answer(request, system.system(self._looked(request.path_params["run"])))
 
     # ---- episodes
 
     def episodes(self, request: Request) -> Response:
-        """A page of those that fit the query, how many fit, and how much of the run is not looked through yet."""
+        """Returns a page of the episodes that match the query, the number of matches, and the number of files not yet
+        indexed."""
         run = self.library.run(request.path_params["run"])
         query = validate(queries.Query, dict(request.query_params))
         columns, unread = run.episodes.columns()
@@ -126,8 +132,8 @@ class Api:
         return answer(request, head | {"rows": shown, "spread": queries.spread(columns, fitting)})
 
     def tree(self, request: Request) -> Response:
-        """The tree; with `line=NODE`, or `line=played` for where play ended, also the words on the line to that node,
-        so that a page opens by one question."""
+        """Returns the tree of an episode. With `line=NODE`, or `line=played` for the node where play ended, also the
+        texts on the path to that node, so that a page needs one request to open."""
         run, step, episode = self._episode(request)
         found = trees.tree(run.file(step), episode)
         if (asked := request.query_params.get("line")) and found["nodes"]:
@@ -136,10 +142,12 @@ class Api:
         return answer(request, found)
 
     def words(self, request: Request) -> Response:
+        """Returns observations and answers on the path from the root to a node."""
         run, step, episode = self._episode(request)
         return answer(request, {"line": trees.words(run.file(step), episode, request.path_params["node"])})
 
     def tokens(self, request: Request) -> Response:
+        """Returns the tokens of a node's answers with their log-probabilities."""
         run, step, episode = self._episode(request)
         said = trees.tokens(run.file(step), episode, request.path_params["node"], bases(run))
         return answer(request, {"said": said})
@@ -152,6 +160,8 @@ class Api:
     # ---- populations and agents
 
     def population(self, request: Request) -> Response:
+        """Returns a population's payoffs, mixtures, ratings and timeline. Raises ValueError if `last` is not between 1
+        and 200."""
         run = self._looked(request.path_params["run"])
         last = int(request.query_params.get("last", population.SHOWN))
         if not 1 <= last <= 200:
@@ -159,14 +169,17 @@ class Api:
         return answer(request, population.population(run, self._record(run), last))
 
     def agents(self, request: Request) -> Response:
+        """Returns policies, members and evaluations of a run."""
         return answer(request, agents_of.agents(self.library.run(request.path_params["run"])))
 
     def weights(self, request: Request) -> Response:
+        """Streams a policy's weights of a checkpoint as a zip file."""
         path = request.path_params
         folder = agents_of.weights(self.library.run(path["run"]), path["step"], path["policy"])
         return _download(f"{path['policy']}-{path['step'] + 1}", folder)
 
     def member(self, request: Request) -> Response:
+        """Streams a member's weights as a zip file."""
         path = request.path_params
         return _download(path["member"], agents_of.member_weights(self.library.run(path["run"]), path["member"]))
 
@@ -182,7 +195,7 @@ class Api:
         known = self._records.get(run.name)
         if known is None or known[0] != stamp:
             known = (stamp, population.record_of(run))
-            self._records = {run.name: known}  # one is enough: a large league's is large
+            self._records = {run.name: known}  # only one is cached: a large league's record takes much memory
         return known[1]
 
     def _alarms(self, run: OpenRun) -> list[Alarm]:
@@ -192,16 +205,17 @@ class Api:
             return alarms(policies, columns(run.metrics, TEAM), exams)
         try:
             return cyclic(cyclicity(*self._record(run).payoffs.points()))
-        except ValueError:  # nothing played yet, or a game of more than two
+        except ValueError:  # no games yet, or more than two players
             return []
 
 
 def columns(log: Log, name: str) -> dict[str, Any]:
+    """Returns every metric of `name` in a log: key -> values [T] float64."""
     return {key: log.column(name, key)[1] for key in log.keys().get(name, [])}
 
 
 def bases(run: OpenRun) -> dict[str, str]:
-    """By policy, the name of the base that it stands on; all members of a population stand on one."""
+    """Returns the base model of each policy; "" holds that of a population, whose members share one base."""
     tree = run.config
     found = {name: str(own.get("base") or "") for name, own in (tree.get("policies") or {}).items() if own}
     oracle = (tree.get("oracle") or {}).get("policy") or {}
@@ -209,9 +223,9 @@ def bases(run: OpenRun) -> dict[str, str]:
 
 
 def answer(request: Request, tree: Any) -> Response:
-    """JSON with an ETag; 304 without a body for who has it already."""
+    """Returns `tree` as a JSON response with an ETag; 304 without a body if the client has that version."""
     text = json.dumps(plain(tree), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    body = text.encode("utf-8", "replace")  # half a surrogate pair, which JSON may hold, is no text
+    body = text.encode("utf-8", "replace")  # JSON may hold a lone surrogate, which UTF-8 cannot encode
     tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers={"ETag": tag})
@@ -219,7 +233,7 @@ def answer(request: Request, tree: Any) -> Response:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can say: numbers of numpy as Python's, null for those that are not finite."""
+    """Returns `value` as JSON types: numpy numbers and arrays as Python's, non-finite floats as null."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The dashboard's server: the built page, the API, and the events that say that something is new.
+"""The dashboard's server: the built page, the API, and server-sent events on changes.
 
 app = dashboard(Path("runs"), token="", hosts=[])
 """
@@ -35,10 +35,10 @@ from palestra.web.origins import is_loopback
 from palestra.web.server import Server, stoppable
 
 STATIC = Path(__file__).parent / "static"
-TURN = 0.001  # seconds after which a thread that counts files or sorts lets one go on that somebody waits for
-LOOK = 1.0  # seconds between two looks at what somebody watches
-STREAMS = 200  # pages that may listen at once
-QUIET = 15.0  # seconds after which a word says that the connection lives
+TURN = 0.001  # seconds of Python's thread switch interval: short, so that indexing threads do not delay requests
+LOOK = 1.0  # seconds between two reads of file stamps
+STREAMS = 200  # event streams open at once
+QUIET = 15.0  # seconds without an event after which a keep-alive comment is sent
 EPISODE = "/api/runs/{run}/episodes/{step:int}/{episode:int}"
 LOG = logging.getLogger("uvicorn.error")
 
@@ -46,8 +46,8 @@ LOG = logging.getLogger("uvicorn.error")
 def dashboard(
     root: Path, token: str = "", hosts: Collection[str] = (), ending: Callable[[], bool] = lambda: False
 ) -> App:
-    """The app over the runs in `root`; those who wait for events are let go once it is `ending`. Raises ValueError
-    where that is no folder of runs."""
+    """Returns the ASGI app over the runs in `root`. Event streams end once `ending()` is true. Raises ValueError if
+    `root` is not a folder of runs."""
     library = Library(root)
     api = Api(library)
     addresses: dict[str, Callable[[Request], Response]] = {
@@ -75,7 +75,8 @@ def dashboard(
 
 
 def _told(ask: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Answers with what went wrong in words; starlette runs it on a thread."""
+    """Wraps an API method: exceptions become JSON errors (404, 400, 422). Not async, so starlette runs it on a
+    thread."""
 
     def answer(request: Request) -> Response:
         try:
@@ -92,7 +93,8 @@ def _told(ask: Callable[[Request], Response]) -> Callable[[Request], Response]:
 
 
 class Watched:
-    """The state of the runs that event streams follow, looked up once a second however many streams there are."""
+    """The file stamps of the runs that event streams follow, read at most once per `LOOK` seconds for all streams
+    together."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
@@ -101,7 +103,8 @@ class Watched:
         self._times: dict[str | None, float] = {}
 
     async def stamps(self, name: str | None) -> dict[str, tuple[int, ...]]:
-        """Numbers by run that change when it does, at most `LOOK` seconds old; of all runs where `name` is None."""
+        """Returns run -> numbers that change when the run does, at most `LOOK` seconds old; for all runs if `name` is
+        None."""
         known, now = self._looks.get(name), time.monotonic()
         if known is None or (known.done() and now - self._times[name] >= LOOK):
             self._forget(now)
@@ -115,7 +118,8 @@ class Watched:
 
 
 async def events(watched: Watched, ending: Callable[[], bool], request: Request) -> Response:
-    """A server-sent event whenever a log of the run (`?run=NAME`), or of any run, has changed."""
+    """Streams a server-sent event whenever a log of the run (`?run=NAME`), or of any run, changes. 429 beyond `STREAMS`
+    streams."""
     name = request.query_params.get("run")
     try:
         if name is not None:
@@ -130,7 +134,7 @@ async def events(watched: Watched, ending: Callable[[], bool], request: Request)
 
 
 async def changes(watched: Watched, name: str | None, ending: Callable[[], bool]) -> AsyncIterator[str]:
-    """Text of server-sent events, as long as somebody listens."""
+    """Yields the text of server-sent events until the client disconnects or `ending()` is true."""
     watched.streams += 1
     try:
         async for event in _changes(watched, name, ending):
@@ -157,7 +161,7 @@ async def _changes(watched: Watched, name: str | None, ending: Callable[[], bool
 
 
 def stamps(library: Library, name: str | None) -> dict[str, tuple[int, ...]]:
-    """By run, numbers that change when it does."""
+    """Returns run -> numbers that change when the run does; for all runs if `name` is None."""
     names = library.names() if name is None else [name]
     return {each: (*stamp(library.root / each), _folder(library.root / each / "episodes")) for each in names}
 
@@ -167,7 +171,8 @@ def _folder(path: Path) -> int:
 
 
 def serve(root: Path, host: str, port: int, token: str, hosts: Collection[str], say: Callable[[str], None]) -> None:
-    """Serves until it is told to stop. Raises ValueError where the folder or the port is not to be had."""
+    """Serves the dashboard until a stop signal. Raises ValueError if `root` is not a folder of runs or the port is
+    taken."""
     names = {host, socket.gethostname(), *hosts}
     server: Server | None = None
     app = dashboard(root, token, {name.lower() for name in names}, lambda: server is not None and server.should_exit)

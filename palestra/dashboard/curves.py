@@ -1,4 +1,4 @@
-"""Curves as a screen shows them: smoothed on all their points, then thinned to what its pixels can tell apart."""
+"""Curves for display: smoothed over all points, then downsampled to what the screen's pixels can show."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 
-Curve = tuple[np.ndarray, np.ndarray]  # x, ascending, and y
+Curve = tuple[np.ndarray, np.ndarray]  # x [T] ascending, y [T], both float64
 
 
 def smoothed(y: np.ndarray, window: int) -> np.ndarray:
-    """A centred moving mean over `window` points, over fewer at the ends. [0, 3, 6] with 3 gives [1.5, 3, 4.5]."""
+    """Returns the centred moving mean [T] of y [T] over `window` points, over fewer at the ends; NaN values are
+    skipped. [0, 3, 6] with window 3 gives [1.5, 3, 4.5]."""
     if window <= 1 or len(y) < 2:
         return y
     before, after = (window - 1) // 2, window // 2
@@ -23,7 +24,8 @@ def smoothed(y: np.ndarray, window: int) -> np.ndarray:
 
 
 def within(curve: Curve, low: float | None, high: float | None) -> Curve:
-    """The part between two x, with a point more at either side, so that lines go on to the border."""
+    """Returns the part of a curve with low <= x <= high, with one more point at either side so that lines reach the
+    border."""
     x, y = curve
     first = 0 if low is None else max(0, int(np.searchsorted(x, low)) - 1)
     last = len(x) if high is None else min(len(x), int(np.searchsorted(x, high, "right")) + 1)
@@ -31,8 +33,8 @@ def within(curve: Curve, low: float | None, high: float | None) -> Curve:
 
 
 def thinned(curve: Curve, points: int) -> Curve:
-    """At most about `points` points: of each of so many halves of buckets the lowest and the highest, so that no spike
-    is lost."""
+    """Returns a curve of about `points` points at most: the minimum and maximum of each bucket, so that no spike is
+    lost."""
     x, y = curve
     if len(x) <= points:
         return curve
@@ -47,7 +49,8 @@ def thinned(curve: Curve, points: int) -> Curve:
 
 
 def band(curves: Sequence[Curve], points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """x, the mean of several curves, the lowest and the highest of them, where all of them are."""
+    """Returns x, mean, minimum and maximum over several curves (each [K] float64, K <= `points`), on the x range that
+    all of them cover."""
     curves = [curve for curve in curves if len(curve[0])]
     if not curves:
         return (np.zeros(0),) * 4

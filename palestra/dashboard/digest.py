@@ -1,17 +1,16 @@
-"""What each episode came to, in one row: what the dashboard filters and sorts by, without reading a word of it.
+"""Episode summaries: one row per episode, by which the dashboard filters and sorts without reading any text.
 
-An episode file has a row per (episode, node, seat). `digest` reads its narrow columns only, and adds rewards up along
-the lines that were played on: those of siblings that were only tried do not count. The table that it returns has, for
-each episode:
+An episode file has a row per (episode, node, seat). `digest` reads its narrow columns only, and sums rewards along the
+played trajectories: siblings that were only tried do not count. The table that it returns has, for each episode:
 
     step episode env seed seats error   as in the file
-    nodes     joint steps of the tree, tried ones included
-    turns     joint steps of the longest line that was played on
-    success   share of the lines that the env calls a success; null where it knows none
-    team      team rewards along a line, a mean over the lines
-    return/S  the same of seat S's own rewards; null where it plays no part
-    total     the two together, over all seats
-    invalid   answers on the lines played on that the env refused
+    nodes     joint steps of the tree, including tried ones
+    turns     joint steps of the longest played trajectory
+    success   share of the trajectories that the env calls a success; null if the env does not report success
+    team      team rewards along a trajectory, averaged over trajectories
+    return/S  the same of seat S's own rewards; null if the seat does not take part
+    total     team reward plus own rewards of all seats
+    invalid   answers on played trajectories that the env rejected
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ RETURN = "return/"
 
 
 def digest(paths: Sequence[Path]) -> pa.Table:
-    """A row per episode of the files, in their order; several small files at once cost little more than one. Raises
-    ValueError where one cannot be read as episodes."""
+    """Returns one row per episode of the files, in their order; reading several small files at once is cheaper than one
+    by one. Raises ValueError if a file cannot be read as episodes."""
     return _digest(pa.concat_tables([_narrow(path) for path in paths]))
 
 
@@ -48,7 +47,7 @@ def _narrow(path: Path) -> pa.Table:
 
 def _digest(table: pa.Table) -> pa.Table:
     new_R = _changes(_ints(table, "step")) | _changes(_ints(table, "episode"))
-    of_R = np.cumsum(new_R) - 1  # by row, the number of its episode
+    of_R = np.cumsum(new_R) - 1  # episode number of each row
     tree = _Tree(table, of_R)
     team_E = tree.mean_over_lines(_floats(table, "team_reward")[tree.first_N])
     returns = _returns(table, tree)
@@ -70,11 +69,11 @@ def _digest(table: pa.Table) -> pa.Table:
 
 
 class _Tree:
-    """The N nodes of E episodes as arrays: sums go from parents to children, a depth at a time."""
+    """The N nodes of E episodes as arrays; sums propagate from parents to children, one depth at a time."""
 
     def __init__(self, table: pa.Table, of_R: np.ndarray) -> None:
         node_R = _ints(table, "node", -1)
-        # The rows of a node stand together, and the first speaks for all; a failed episode may have none.
+        # The rows of a node are adjacent, and the first holds its values; a failed episode may have no node.
         self.is_first_R = (node_R >= 0) & (_changes(of_R) | _changes(node_R))
         self.first_N = np.flatnonzero(self.is_first_R)
         self.of_N = of_R[self.first_N]
@@ -84,10 +83,10 @@ class _Tree:
         self.end_N = self.chosen_N & (_floats(table, "over")[self.first_N] == 1)
         starts_E = np.searchsorted(self.of_N, np.arange(self.episodes))
         parent_N = _ints(table, "parent", -1)[self.first_N]
-        self.parent_N = np.where(parent_N < 0, -1, starts_E[self.of_N] + parent_N)  # ids count anew in each episode
+        self.parent_N = np.where(parent_N < 0, -1, starts_E[self.of_N] + parent_N)  # node ids restart in each episode
 
     def down(self, values_N: np.ndarray) -> np.ndarray:
-        """The sum of the values from the root to each node."""
+        """Returns the sum of the values from the root to each node, [N]."""
         sums = np.nan_to_num(values_N)
         for depth in np.unique(self.depth_N[self.depth_N > 0]):
             at = np.flatnonzero(self.depth_N == depth)
@@ -95,27 +94,31 @@ class _Tree:
         return sums
 
     def mean_over_lines(self, values_N: np.ndarray) -> np.ndarray:
+        """Returns the mean return over the played trajectories of each episode, [E] float64."""
         return self.mean(self.down(values_N), self.end_N)
 
     def mean(self, values_N: np.ndarray, which_N: np.ndarray) -> np.ndarray:
-        """The mean over some nodes of each episode; 0 where it has none of them."""
+        """Returns the mean [E] over the nodes of each episode that the mask which_N selects; 0 if it selects none."""
         of = self.of_N[which_N]
         count = np.bincount(of, minlength=self.episodes)
         return np.bincount(of, weights=values_N[which_N], minlength=self.episodes) / np.maximum(count, 1)
 
     def turns(self) -> np.ndarray:
+        """Returns the number of joint steps of the longest played trajectory, [E] int."""
         turns = np.zeros(self.episodes, int)
         np.maximum.at(turns, self.of_N[self.chosen_N], self.depth_N[self.chosen_N] + 1)
         return turns
 
     def success(self, success_N: np.ndarray) -> np.ndarray:
+        """Returns the share of played trajectories that succeeded, [E] float64; NaN if the env does not report it."""
         known_N = self.end_N & ~np.isnan(success_N)
         known_E = np.bincount(self.of_N[known_N], minlength=self.episodes) > 0
         return np.where(known_E, self.mean(success_N, known_N), np.nan)
 
 
 def _returns(table: pa.Table, tree: _Tree) -> dict[str, np.ndarray]:
-    """By seat the mean return over the lines, NaN for episodes in which it has no row."""
+    """Returns, by seat, the mean return over trajectories [E] float64; NaN for episodes in which the seat has no
+    row."""
     codes = table.column("seat").combine_chunks().dictionary_encode()
     seat_R = codes.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     node_of_R = np.cumsum(tree.is_first_R) - 1
@@ -131,7 +134,7 @@ def _returns(table: pa.Table, tree: _Tree) -> dict[str, np.ndarray]:
 
 
 def _changes(values: np.ndarray) -> np.ndarray:
-    """Where a value differs from the one before it; true for the first."""
+    """Returns a bool mask of the values that differ from their predecessor; true for the first."""
     return np.concatenate([np.ones(min(1, len(values)), bool), values[1:] != values[:-1]])
 
 
@@ -141,6 +144,6 @@ def _ints(table: pa.Table, name: str, default: int = 0) -> np.ndarray:
 
 
 def _floats(table: pa.Table, name: str) -> np.ndarray:
-    """Numbers, flags as 0 and 1, NaN where there is none."""
+    """Returns a column as float64: booleans as 0 and 1, null as NaN."""
     column = table.column(name)
     return np.asarray(column.cast(pa.int8() if pa.types.is_boolean(column.type) else column.type).to_numpy(), float)

@@ -1,4 +1,4 @@
-"""What a run is and where it stands: a line of the list of runs, and the time that it has left."""
+"""Status of a run: its entry in the list of runs, its progress, and the estimated time left."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from palestra.files import size
 from palestra.runs.settings import flat
 from palestra.types import TEAM
 
-RECENT = 30.0  # seconds: a run that wrote so lately is taken to be running where locks cannot be seen
-PACE = 20  # steps whose mean says how long the next ones take
-SEEDS = ("name", "seed")  # what runs of one setting may differ in
+RECENT = 30.0  # seconds since the last write in which a run counts as running, where the system does not list locks
+PACE = 20  # newest steps whose mean duration predicts the time left
+SEEDS = ("name", "seed")  # last parts of the config keys in which runs of one experiment may differ
 LOGS = ("metrics.jsonl", "timings.jsonl", "evals.jsonl", "tasks.jsonl", "workers.jsonl", "config.yaml")
 
 
 def kind(config: Tree) -> str:
-    """language, networks or population."""
+    """Returns "population", "networks" or "language"."""
     return "population" if "population" in config else "networks" if "env_steps" in config else "language"
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Changes when a log of the run does."""
+    """Returns modification times (ns) and sizes of the run's logs: it changes when a log does."""
     return tuple(stat for log in LOGS for stat in _stat(path / log))
 
 
@@ -42,7 +42,7 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def line(run: OpenRun, held: Mapping[int, int]) -> Tree:
-    """The run in the list of runs, from its config and the ends of its logs."""
+    """Returns a run's entry in the list of runs, from its config and the ends of its logs. `held` is `held_locks()`."""
     config, meta = run.config, run.meta
     metrics = last_lines(run.file("metrics.jsonl"), "policy")
     team, exams = metrics.get(TEAM, {}), last_lines(run.file("evals.jsonl"), "name")
@@ -69,7 +69,7 @@ def line(run: OpenRun, held: Mapping[int, int]) -> Tree:
 
 
 def unreadable(name: str, error: Exception) -> Tree:
-    """The line of a run whose files are not as palestra writes them; the reason stands where its env would."""
+    """Returns the list entry of a run whose files are not as palestra writes them, with the reason under `env`."""
     why = f"cannot be read: {error!r}"[:200]
     empty: Tree = {"created": "", "kind": "language", "env": why, "algorithm": "", "policies": [], "seed": None}
     counts = {"steps": 0, "done": 0.0, "total": 0.0, "changed": 0.0}
@@ -86,12 +86,12 @@ def unreadable(name: str, error: Exception) -> Tree:
 
 
 def headline(exam: Mapping[str, Any]) -> Tree:
-    """An exam's main figures."""
+    """Returns an evaluation's main metrics."""
     return {key: exam[key] for key in ("step", "success", "return", "returns", "episodes") if key in exam}
 
 
 def progress(config: Tree, metrics: Mapping[str, Mapping[str, Any]]) -> tuple[float, float]:
-    """How much is done of how much: training steps, env steps, or a plan's iterations."""
+    """Returns (done, total) in training steps, env steps, or a plan's iterations."""
     team = metrics.get(TEAM, {})
     if "population" in config:
         total = team.get("iterations") or (config["population"] or {}).get("iterations") or 0
@@ -102,7 +102,7 @@ def progress(config: Tree, metrics: Mapping[str, Mapping[str, Any]]) -> tuple[fl
 
 
 def status(run: OpenRun, done: float, total: float, held: Mapping[int, int]) -> str:
-    """running, done or stopped. A run that ended early for a reason of its plan reads as stopped too."""
+    """Returns "running", "done" or "stopped". A plan that ended early on its stop criterion reads as "stopped" too."""
     lock = run.file(".lock")
     if lock.exists() and lock.stat().st_ino in held:
         return "running"
@@ -113,8 +113,8 @@ def status(run: OpenRun, done: float, total: float, held: Mapping[int, int]) -> 
 
 
 def held_locks() -> dict[int, int]:
-    """inode -> process, of the files that somebody holds a lock on; {} where the system does not tell. Asking the lock
-    itself would mean to take it for a moment, and a run that starts in that moment would fail."""
+    """Returns inode -> process id of all locked files; {} if the system does not list locks. Testing a run's lock
+    directly would mean holding it for a moment, in which a starting run would fail."""
     try:
         rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
     except OSError:
@@ -123,7 +123,7 @@ def held_locks() -> dict[int, int]:
 
 
 def time_left(run: OpenRun, done: float, total: float) -> float | None:
-    """Seconds until the run is over, at the pace of its newest steps; None where nothing says."""
+    """Returns the estimated seconds left at the speed of the newest steps; None if unknown."""
     last = run.timings.last().get(TEAM, {})
     if not total or not done or done >= total:
         return None
@@ -141,7 +141,7 @@ def time_left(run: OpenRun, done: float, total: float) -> float | None:
 
 
 def step_seconds(timings: Log) -> tuple[np.ndarray, np.ndarray]:
-    """By line of all together, the seconds that its phases took."""
+    """Returns the logged steps [T] and the seconds [T] that all phases of each took, both float64."""
     columns = [timings.column(TEAM, key) for key in phases(timings)]
     columns = [column for column in columns if len(column[0])]
     if not columns:
@@ -154,18 +154,18 @@ def step_seconds(timings: Log) -> tuple[np.ndarray, np.ndarray]:
 
 
 def phases(timings: Log) -> list[str]:
-    """The figures that are seconds of the clock: rollout_s, train_s, ..."""
+    """Returns the timing metrics that are wall-clock seconds: rollout_s, train_s, ..."""
     keys = timings.keys().get(TEAM, [])
     return [key for key in keys if key.endswith("_s") and not key.endswith(("_cpu_s", "_per_s", "elapsed_s"))]
 
 
 def setting(config: Tree) -> dict[str, Any]:
-    """The config without what seeds of one setting differ in."""
+    """Returns the flattened config without the keys in which seeds of one experiment may differ."""
     return {k: v for k, v in flat(config).items() if k.split(".")[-1] not in SEEDS}
 
 
 def difference(configs: Mapping[str, Tree]) -> list[tuple[str, list[Any]]]:
-    """The settings in which configs differ, each with the value of every one; None where it has no such setting."""
+    """Returns the keys in which configs differ, each with its value in every config (None if absent)."""
     flats = [flat(config) for config in configs.values()]
     keys = dict.fromkeys(key for tree in flats for key in tree)
     rows = [(key, [tree.get(key) for tree in flats]) for key in keys]
@@ -173,7 +173,7 @@ def difference(configs: Mapping[str, Tree]) -> list[tuple[str, list[Any]]]:
 
 
 def disk(path: Path) -> dict[str, int]:
-    """Bytes of the files and folders directly in a run."""
+    """Returns the bytes of each file and folder directly in a run."""
     return {entry.name: _bytes(entry) for entry in sorted(path.iterdir()) if not entry.is_symlink()}
 
 
@@ -184,7 +184,7 @@ def _bytes(path: Path) -> int:
 
 
 def age(created: str) -> float | None:
-    """Seconds since a time in ISO 8601."""
+    """Returns the seconds since an ISO 8601 time; None if it cannot be parsed."""
     try:
         return time.time() - datetime.fromisoformat(created).timestamp()
     except ValueError:

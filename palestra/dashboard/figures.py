@@ -1,4 +1,4 @@
-"""Curves of runs side by side: which log a figure is in, what the axis counts, and what seeds of one setting share."""
+"""Curve queries: metrics of several runs on a common axis, seeds of one experiment combined."""
 
 from __future__ import annotations
 
@@ -19,25 +19,33 @@ AXES = ("step", "env_steps", "iteration", "seconds")
 
 
 class Asked(Strict):
-    """Which curves: `figure` is LOG/KEY, such as metrics/entropy, evals/success, timings/train_s. `window` smooths over
-    so many lines (exams are not), `low` and `high` bound the axis, `seeds` makes one curve of runs that differ only in
-    their seed."""
+    """The query of /api/curves: which metrics of which runs, on which axis, smoothed and downsampled how."""
 
     run: list[str] = Field(min_length=1, max_length=24)
+    """Names of the runs, at most 24."""
     figure: list[str] = Field(min_length=1, max_length=24)
+    """Metrics as LOG/KEY, such as metrics/entropy, evals/success, timings/train_s; at most 24."""
     x: str = "step"
+    """The x axis: step, env_steps, iteration or seconds."""
     points: int = Field(600, ge=10, le=4000)
+    """Maximum number of points per curve."""
     window: int = Field(1, ge=1, le=100_000)
+    """Number of log lines of the moving mean; evaluations are never smoothed."""
     low: float | None = None
+    """Lower bound of the x axis."""
     high: float | None = None
+    """Upper bound of the x axis."""
     seeds: bool = False
+    """Combine runs that differ only in their seed into one curve: mean, minimum and maximum."""
 
 
 def curves(runs: Sequence[OpenRun], asked: Asked) -> list[dict[str, Any]]:
-    """The curves there are, by figure, then run, then policy (or exam); what a run does not have is left out."""
+    """Returns the existing curves by metric, then run (or group of seeds), then policy or evaluation; metrics that a
+    run lacks are left out. Raises ValueError for an unknown log or axis."""
     found = []
     for figure in asked.figure:
-        window = 1 if figure.startswith("evals/") else asked.window  # exams are few, and each is a mean of many
+        # Evaluations are few, and each is a mean of many episodes: smoothing would only blur them.
+        window = 1 if figure.startswith("evals/") else asked.window
         for group in _groups(runs, asked.seeds):
             for name in dict.fromkeys(name for run in group for name in log_of(run, figure).names()):
                 each = [(run, curve(run, figure, name, asked.x)) for run in group]
@@ -49,6 +57,7 @@ def curves(runs: Sequence[OpenRun], asked: Asked) -> list[dict[str, Any]]:
 
 
 def _groups(runs: Sequence[OpenRun], seeds: bool) -> list[list[OpenRun]]:
+    """Groups runs whose configs differ only in name and seed, if `seeds`."""
     if not seeds:
         return [[run] for run in runs]
     groups: list[tuple[dict[str, Any], list[OpenRun]]] = []
@@ -64,7 +73,7 @@ def _groups(runs: Sequence[OpenRun], seeds: bool) -> list[list[OpenRun]]:
 
 
 def log_of(run: OpenRun, figure: str) -> Log:
-    """Raises ValueError for a log that there is not."""
+    """Returns the log that a metric LOG/KEY is in. Raises ValueError for an unknown log."""
     logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
     log, _, _ = figure.partition("/")
     if log not in logs:
@@ -75,7 +84,8 @@ def log_of(run: OpenRun, figure: str) -> Log:
 
 
 def curve(run: OpenRun, figure: str, name: str, axis: str) -> Curve:
-    """A figure of one policy or exam over the axis."""
+    """Returns x [T] and y [T] (float64, x ascending) of a metric of one policy or evaluation. Raises ValueError for an
+    unknown axis."""
     steps, values = log_of(run, figure).column(name, figure.partition("/")[2])
     x = _axis(run, name, steps, axis)
     order = np.argsort(x, kind="stable")
@@ -83,8 +93,8 @@ def curve(run: OpenRun, figure: str, name: str, axis: str) -> Curve:
 
 
 def _axis(run: OpenRun, name: str, steps: np.ndarray, axis: str) -> np.ndarray:
-    """Where lines of these steps belong: by steps done, or by what else the run counts, between whose lines it is
-    taken to grow evenly. Raises ValueError for an axis that there is not."""
+    """Returns the axis values [T] of log lines with these steps: steps done, or another counter of the run,
+    interpolated linearly between its own lines. Raises ValueError for an unknown axis."""
     if axis not in AXES:
         raise ValueError(f'the axis is one of {", ".join(AXES)}, not "{axis}"')
     if axis == "seconds":
@@ -101,7 +111,8 @@ def _axis(run: OpenRun, name: str, steps: np.ndarray, axis: str) -> np.ndarray:
 
 
 def _clock(run: OpenRun) -> Curve:
-    """Seconds of work after each step: of a population as they passed, else those of its phases."""
+    """Returns the training steps and the seconds elapsed after each: a population's wall-clock time, else the sum of
+    the phases."""
     steps, elapsed = run.timings.column(TEAM, "elapsed_s")
     if len(steps):
         return steps, elapsed
@@ -125,11 +136,11 @@ def _drawn(each: Sequence[Curve], asked: Asked, window: int) -> dict[str, Any]:
 
 
 def _smooth(y: np.ndarray, window: int) -> np.ndarray:
-    """Over at most a quarter of the lines: a short run smoothed over more would be flat."""
+    """The moving mean over at most a quarter of the lines: a wider window would flatten a short run."""
     return smoothed(y, min(window, len(y) // 4))
 
 
 def listed(values: np.ndarray) -> list[float | None]:
-    """Numbers as JSON has them, to seven digits: null for those that are not finite."""
+    """Returns numbers as JSON values with seven digits; null for non-finite ones."""
     finite = np.isfinite(values)
     return [float(f"{value:.7g}") if ok else None for value, ok in zip(values.tolist(), finite.tolist(), strict=True)]

@@ -1,9 +1,9 @@
-"""A game that a person plays on a page: who is asked what, and what the page may know of it.
+"""Games that a person plays in the browser: the person's turns, and what the page may show.
 
-The page is told what a policy at the person's seat is told, a `Query`, and nothing else: what others see and say comes
-to it only as far as the env shows it to this seat. Once the game is over it is told everything.
+The page receives exactly the `Query` that a policy at the person's seat would receive: observations and answers of
+other seats only as far as the env shows them to this seat. After the game it receives the whole episode.
 
-All of this happens on one event loop, which plays the games and serves the pages; who waits sleeps.
+Everything runs on one event loop, which plays the games and serves the pages.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from palestra.policies.scripted import Ask
 from palestra.rollouts.figures import seat_returns, summary
 from palestra.types import Answer, Episode, Node, Seat
 
-MOST = 32  # games at once
-ALONE = 60.0  # seconds after which a game ends that no page looks at: a page that is loaded anew is back before
+MOST = 32  # open games
+ALONE = 60.0  # seconds without a connected page after which a game ends; a page reload takes less
 
 Play = Callable[[int, Ask], Awaitable[Episode]]
 
 
 class OutOfTurn(Exception):
-    """An answer that nobody waits for, and why."""
+    """Raised for an answer that is not expected now; the message says why."""
 
 
 class GaveUp(Exception):
-    """What ends the game of a person who wants no more of it."""
+    """Raised in a game whose player resigned; it ends the episode."""
 
 
 class Setting(NamedTuple):
-    """What all games of a server have in common: the env, who sits where, and which seat is the person's. `rules` are
-    for a person whose seat is told them in no more than a name."""
+    """What all games of a server share: the env, the policy at each seat, and the person's seat `mine`. `rules` are
+    shown if the env's role text of that seat does not contain them."""
 
     env: str
     seats: dict[Seat, str]
@@ -45,16 +45,16 @@ class Setting(NamedTuple):
 
 
 class Game:
-    """One game: `ask` is the person's end of it, `answer` and `give_up` are the page's."""
+    """One game in progress: the policy at the person's seat calls `ask`, the page calls `answer` and `give_up`."""
 
     def __init__(self, setting: Setting, seed: int) -> None:
         self.setting, self.seed = setting, seed
-        self.id = secrets.token_urlsafe(16)  # whoever knows it may play
+        self.id = secrets.token_urlsafe(16)  # an unguessable id: knowing it is the permission to play
         self.changes = 0
-        self.pages = 0  # that look at it
-        self.left = False  # whether it ended before its end
-        self.clock: asyncio.TimerHandle | None = None  # to when it ends if no page looks at it
-        self._turns: list[tuple[Any, str]] = []  # what the person saw, and said
+        self.pages = 0  # connected event streams
+        self.left = False  # closed before the episode ended
+        self.clock: asyncio.TimerHandle | None = None  # ends the game if no page is connected by then
+        self._turns: list[tuple[Any, str]] = []  # the person's observations and answers
         self._role = ""
         self._asked: tuple[Query, asyncio.Future[str]] | None = None
         self.gave_up = False
@@ -62,7 +62,7 @@ class Game:
         self._news = asyncio.Event()
 
     async def ask(self, query: Query) -> str:
-        """The person's answer. Raises GaveUp where there is to be none."""
+        """Waits for the person's answer and returns it. Raises GaveUp if the person resigned."""
         if self.gave_up:
             raise GaveUp
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -71,7 +71,7 @@ class Game:
         return await answer
 
     def answer(self, turn: int, text: str) -> None:
-        """Gives the answer of the person's turn number `turn` (from 0). Raises OutOfTurn where it is not its turn."""
+        """Answers the person's turn number `turn` (from 0). Raises OutOfTurn if that turn is not the open one."""
         if self._episode or self.left:
             raise OutOfTurn("the game is over: nothing is asked any more")
         if turn < len(self._turns):
@@ -85,19 +85,20 @@ class Game:
         self._tell()
 
     def give_up(self) -> None:
-        """Ends the game at once, or when the person would be asked next."""
+        """Resigns: ends the game at once if the person is asked, otherwise at their next turn."""
         self.gave_up = True
         if self._asked:
             self._asked[1].set_exception(GaveUp())
             self._asked = None
 
     def end(self, episode: Episode) -> None:
-        """Notes what came of it. It may have failed at another seat while the person was asked."""
+        """Stores the finished episode and cancels an open question: the episode may have failed at another seat
+        meanwhile."""
         self._episode = episode
         self._take_back()
 
     def leave(self) -> None:
-        """Lets those go who wait for news."""
+        """Closes the game: wakes all waiters of `news`."""
         self.left = True
         self._take_back()
 
@@ -113,7 +114,7 @@ class Game:
         self._news = asyncio.Event()
 
     async def news(self, known: int, patience: float) -> bool:
-        """Whether more has changed than `known` within `patience` seconds."""
+        """Waits up to `patience` seconds for `changes` to differ from `known`; returns whether it does."""
         if self.changes == known:
             try:
                 await asyncio.wait_for(self._news.wait(), patience)
@@ -121,10 +122,10 @@ class Game:
                 return False
         return True
 
-    # ---- what the page is told
+    # ---- state for the page
 
     def state(self) -> dict[str, Any]:
-        """All that the page shows, as JSON has it."""
+        """Returns all that the page shows, ready for JSON."""
         seen = self._episode or self._so_far()
         return {
             "env": self.setting.env,
@@ -140,7 +141,7 @@ class Game:
         }
 
     def _so_far(self) -> Episode:
-        """The person's own turns, and what is asked now."""
+        """Returns an episode of the person's own turns and the open question."""
         seat = self.setting.mine
         nodes = [
             Node(i, i - 1 if i else None, i, {seat: seen}, {seat: Answer(said, "human")})
@@ -152,7 +153,7 @@ class Game:
         return Episode(self.setting.env, self.seed, self.setting.seats, nodes)
 
     def _end(self, episode: Episode) -> dict[str, Any]:
-        """The outcome. Why a game failed is for the terminal: it may name addresses and files."""
+        """Returns the outcome. The reason of a failure is not sent to the page: it may name addresses and files."""
         head: dict[str, Any] = {"instance": episode.seed, "gave_up": self.gave_up, "failed": episode.error is not None}
         if episode.error:
             return head | {"success": None, "team": 0.0, "returns": {}}
@@ -162,8 +163,8 @@ class Game:
 
 
 class Games:
-    """The games of all pages, each of the next instance from `first` on. `say` tells the terminal why a game failed;
-    one that no page looks at for `alone` seconds ends."""
+    """The open games of all pages, one instance number after another from `first`. `say` prints why a game failed; a
+    game that no page is connected to for `alone` seconds ends."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class Games:
         self._open: dict[str, tuple[Game, asyncio.Task[None]]] = {}
 
     def begin(self) -> Game:
-        """A new game. Raises ValueError where there are too many."""
+        """Starts a new game. Raises ValueError if `MOST` games are open."""
         if len(self._open) >= MOST:
             raise ValueError(f"{MOST} games are open here: close the page of one, and come back in a minute")
         game = Game(self._setting, next(self._instances))
@@ -188,6 +189,7 @@ class Games:
         return game
 
     def find(self, name: str) -> Game | None:
+        """Returns the open game with this id; None if there is none."""
         return self._open[name][0] if name in self._open else None
 
     async def _run(self, game: Game) -> None:
@@ -197,7 +199,7 @@ class Games:
         game.end(episode)
 
     def look_after(self, game: Game) -> None:
-        """Ends the game if nobody looks at it for a while from now."""
+        """Starts the timer that ends the game if no page is connected to it after `alone` seconds."""
         if game.clock:
             game.clock.cancel()
         game.clock = asyncio.get_running_loop().call_later(self._alone, self._drop, game)
@@ -208,7 +210,7 @@ class Games:
             game.leave()
 
     def close(self) -> None:
-        """Ends all games, and lets their pages go."""
+        """Ends all games and their event streams."""
         for game, task in self._open.values():
             task.cancel()
             game.leave()

@@ -1,8 +1,8 @@
-"""What stands before every page: who may ask, under which name, and what a browser may do with the answer.
+"""Access control of the dashboard: token, allowed methods and host names, and security headers.
 
-Without a token anybody who reaches the port may read, so then the server answers only to names that no page elsewhere
-can take over (DNS rebinding): addresses, localhost, and those it was told. With a token every request needs it: in the
-address the first time, which leaves a cookie, or as a bearer.
+Without a token anyone who reaches the port may read, so the server then answers only to host names that a foreign web
+page cannot take over (DNS rebinding): IP addresses, localhost, and the allowed names. With a token every request needs
+it: in the URL the first time, which sets a cookie, or as a bearer token.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ ASK = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewpo
 
 
 class Guard:
-    """An app behind the checks. `hosts` are names that it answers to besides addresses and localhost. Where `posts`, it
-    takes POST too, but not from the pages of others. Two servers of one host keep their `cookie` apart."""
+    """ASGI middleware with these checks. `hosts` are allowed names besides IP addresses and localhost. With `posts` it
+    accepts POST as well, except from pages of other sites. Two servers on one host need different `cookie` names."""
 
     def __init__(
         self, app: App, token: str = "", hosts: Collection[str] = (), *, posts: bool = False, cookie: str = COOKIE
@@ -72,7 +72,8 @@ class Guard:
         return None
 
     def _ask(self, scope: Scope, headers: Headers) -> Response | None:
-        """None for those who know the token. Whoever has it in the address gets a cookie, and an address without."""
+        """Returns None if the request has the token as cookie or bearer; 401 if not; if the token is in the URL, a
+        redirect to the URL without it that sets the cookie."""
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         told = dict(query).get("token")
         if told is not None and self._right(_hash(told)):
@@ -102,7 +103,7 @@ def _cookie(header: str, name: str) -> str:
 
 
 def _local(path: str) -> str:
-    """The path, never read as another server's: `//elsewhere` would be."""
+    """Returns the path with one leading slash: `//host` would redirect to another server."""
     return "/" + path.lstrip("/\\")
 
 
@@ -111,6 +112,8 @@ def _is_tls(scope: Scope) -> bool:
 
 
 def _hardened(send: Send) -> Send:
+    """Adds the security headers to every response."""
+
     async def with_headers(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)

@@ -1,8 +1,8 @@
-"""The episodes of a run that filters look through, gathered from its files while the server does other things.
+"""The index of a run's episodes: their summaries, built on a thread while the server answers requests.
 
-A run of 10,000 steps has 10,000 files, and to look into each takes longer than a person waits. So a thread goes through
-them from the newest back, what it has found so far is there to be asked at once, and how much is missing is said. What
-was found is kept in the user's cache folder, never in the run, so that the next server begins where this one ended.
+A run of 10,000 steps has 10,000 files, and reading them all takes longer than a request may. So a thread reads them
+from the newest back; what is read so far can be queried at once, and the number of missing files is returned with it.
+The result is cached in the user's cache folder, never in the run, so that the next server starts from it.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ from palestra.dashboard.digest import digest
 from palestra.dashboard.logs import FOREIGN
 from palestra.files import replaced
 
-CHUNK = 64  # files that are read at once
-PATIENCE, BRIEF = 0.2, 0.02
-TICK = 50_000_000  # nanoseconds that a disk's clock surely does not stand still
-FORM = 1  # of the kept table; another number makes it anew
+CHUNK = 64  # files read at once
+PATIENCE, BRIEF = 0.2, 0.02  # seconds: wait while nothing is known; wait when there are rows to show
+TICK = 50_000_000  # nanoseconds: an upper bound on the resolution of file modification times
+FORM = 1  # format version of the cached table; increase it to rebuild caches
 NAME = re.compile(r"step-(\d+)\.parquet")
-UNFIT = (ValueError, *FOREIGN, pa.ArrowException)  # what a file may raise that is not as palestra writes it
-STAMP = "stamp"  # the column that says which version of its file a row is of
+UNFIT = (ValueError, *FOREIGN, pa.ArrowException)  # errors of files that palestra did not write
+STAMP = "stamp"  # column with the version of the row's file
 EMPTY = pa.table({"step": pa.array([], pa.int32()), STAMP: pa.array([], pa.int64())})
 
 
 class EpisodeIndex:
-    """The digests of the episode files in `folder`. `cache` is the file that keeps them, None for no such file."""
+    """The summaries of the episode files in `folder`. `cache` is the Parquet file that stores them between servers;
+    None for no cache."""
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
         self.folder, self.cache = folder, cache
-        self.broken: dict[int, str] = {}  # by step, why its file cannot be read
-        self._columns: Columns | None = None  # None where nothing was looked at yet
-        self._known: dict[int, int] = {}  # by step, the version of its file that the table has
+        self.broken: dict[int, str] = {}  # step -> why its file cannot be read
+        self._columns: Columns | None = None  # None before the first scan
+        self._known: dict[int, int] = {}  # step -> version of its file in the table
         self._missing: dict[int, int] = {}
-        self._took = 0.0  # seconds of the last look at the files
-        self._seen = -1  # the folder's time of change when it was last looked at
+        self._took = 0.0  # seconds that the last scan took
+        self._seen = -1  # the folder's modification time at the last scan
         self._lock = threading.Lock()
         self._keeping = threading.Lock()
-        self._settled = threading.Event()  # nobody is at work, or the one who is only writes the cache
+        self._settled = threading.Event()  # no worker runs, or it only writes the cache
         self._settled.set()
         self._worker: threading.Thread | None = None
 
     def table(self, patience: float | None = None) -> tuple[pa.Table, int]:
-        """What is known by now, by step and episode, and how many files are not in it yet."""
+        """Returns the rows known so far, by step and episode, and the number of files not yet included."""
         columns, missing = self.columns(patience)
         return columns.table, missing
 
     def columns(self, patience: float | None = None) -> tuple[Columns, int]:
-        """The same as arrays. Waits as long as `patience` (seconds) for what is missing, so that a few files are not;
-        without one, longer where nothing is known than where there is something to be shown, and not at all where
-        that is in vain."""
+        """Returns the same as arrays. Waits up to `patience` seconds for missing files, so that a few files are always
+        included. By default it waits longer while nothing is known, and not at all if the last scan took longer than
+        the wait."""
         self._begin()
         if patience is None:
             patience = PATIENCE if not (self._columns and len(self._columns)) else BRIEF if self._took < BRIEF else 0.0
@@ -69,7 +70,7 @@ class EpisodeIndex:
             return self._columns or Columns(EMPTY), max(len(self._missing), int(not settled))
 
     def _begin(self) -> None:
-        """Puts somebody to work where the folder has changed: a look at 10,000 files takes longer than a sort."""
+        """Starts the worker thread if the folder changed: scanning 10,000 files takes longer than a sort."""
         with self._lock:
             if not self._settled.is_set() or (self._changed() == self._seen and not self._missing):
                 return
@@ -93,11 +94,11 @@ class EpisodeIndex:
             self._keep()
 
     def _look(self) -> None:
-        """Notes which files are new, changed and gone."""
+        """Finds the files that are new, changed or gone, and drops the rows of the latter two."""
         if self._columns is None:
             self._recall()
         changed, start = self._changed(), time.monotonic()
-        # A change in the same tick of the disk's clock as the last one would not show: look again later.
+        # Another change within the clock's resolution would go unnoticed: scan again later.
         late = time.time_ns() - changed > TICK
         now = versions(self.folder)
         stale = [step for step, stamp in self._known.items() if now.get(step) != stamp]
@@ -116,12 +117,14 @@ class EpisodeIndex:
         return self._columns.table if self._columns else EMPTY
 
     def _next(self) -> dict[int, int]:
-        """The newest files that are missing; the first few of them alone, so that something is there at once."""
+        """Returns the newest missing files: 8 if nothing is known, so that there is a first result soon, else
+        `CHUNK`."""
         with self._lock:
             size = CHUNK if self._known else 8
             return dict(sorted(self._missing.items(), reverse=True)[:size])
 
     def _read(self, chunk: dict[int, int]) -> tuple[list[pa.Table], dict[int, str]]:
+        """Returns the tables of the files, and by step the error of each unreadable one."""
         try:
             return [self._stamped(sorted(chunk), chunk)], {}
         except UNFIT:  # one of them is broken, or gone: one by one
@@ -137,6 +140,7 @@ class EpisodeIndex:
         return found, broken
 
     def _stamped(self, steps: list[int], stamps: dict[int, int]) -> pa.Table:
+        """Returns the summaries of the files of these steps, with their versions in the column `STAMP`."""
         table = digest([self.folder / f"step-{step:06d}.parquet" for step in steps])
         return table.append_column(STAMP, pa.array([stamps[step] for step in table["step"].to_pylist()], pa.int64()))
 
@@ -150,33 +154,35 @@ class EpisodeIndex:
                 self._missing.pop(step, None)
 
     def _recall(self) -> None:
+        """Loads the cache file, if it exists and can be read."""
         if self.cache and self.cache.exists():
             try:
                 table = pq.read_table(self.cache)
             except (OSError, pa.ArrowInvalid):
-                return  # a cache is only a cache
+                return  # rebuild instead
             pairs = table.select(["step", STAMP]).group_by(["step", STAMP]).aggregate([])
             with self._lock:
                 self._columns = Columns(table.combine_chunks())
                 self._known = dict(zip(pairs["step"].to_pylist(), pairs[STAMP].to_pylist(), strict=True))
 
     def _keep(self) -> None:
-        with self._keeping:  # another one may be at work by now, and be done soon
+        """Writes the cache file; a failure disables the cache."""
+        with self._keeping:  # another worker may have started and finish soon
             if self.cache:
                 try:
                     with replaced(self.cache) as temporary:
                         pq.write_table(self._table, temporary, compression="zstd")
                 except OSError:
-                    self.cache = None  # a full or read-only disk: go on without
+                    self.cache = None  # full or read-only disk: continue without a cache
 
 
 def without(table: pa.Table, steps: list[int]) -> pa.Table:
-    """The rows of other steps."""
+    """Returns the rows of `table` that are of none of these steps."""
     return table.filter(pc.invert(pc.is_in(table["step"], value_set=pa.array(steps, pa.int32()))))
 
 
 def versions(folder: Path) -> dict[int, int]:
-    """The episode files of a folder: step -> a number that changes when the file does."""
+    """Returns step -> version (a number that changes when the file does) of the episode files in a folder."""
     if not folder.is_dir():
         return {}
     with os.scandir(folder) as entries:
@@ -190,7 +196,7 @@ def _step(name: str) -> int:
 
 
 def _version(file: os.DirEntry[str]) -> int | None:
-    """None for a file that was removed just now."""
+    """Returns None for a file that was just removed."""
     try:
         stat = file.stat()
     except FileNotFoundError:
@@ -199,17 +205,18 @@ def _version(file: os.DirEntry[str]) -> int | None:
 
 
 def in_order(tables: Sequence[pa.Table]) -> pa.Table:
-    """One table by step and episode, of tables that are so; a column that some lack is null there."""
+    """Returns one table sorted by step and episode from tables that are each sorted; columns missing in some are null
+    there."""
     filled = [table for table in tables if len(table)] or [EMPTY]
     whole = pa.concat_tables(filled, promote_options="default")
     ends = [(table["step"][0].as_py(), table["step"][-1].as_py()) for table in filled if len(table)]
-    if any(after[0] <= before[1] for before, after in pairwise(ends)):  # what a growing run adds comes last anyway
+    if any(after[0] <= before[1] for before, after in pairwise(ends)):  # a growing run's new rows are last already
         whole = whole.take(pc.sort_indices(whole, [("step", "ascending"), ("episode", "ascending")]))
     return whole.combine_chunks()
 
 
 def cache_file(folder: Path) -> Path:
-    """Where the index of the episodes in `folder` is kept between servers."""
+    """Returns the path of the cached index of the episodes in `folder`."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
     return root / "palestra" / "dashboard" / f"{name}-{FORM}.parquet"

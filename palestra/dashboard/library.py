@@ -1,4 +1,4 @@
-"""The runs of one folder, opened when somebody looks at them. Nothing outside that folder is ever read."""
+"""The runs of one folder, opened on demand. No file outside that folder is ever read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from palestra.dashboard.index import EpisodeIndex, cache_file
 from palestra.dashboard.logs import FOREIGN, Log
 from palestra.files import size
 
-OPEN = 32  # runs whose figures are kept in memory
-MAX_TREE = 2**20  # bytes of a config or a JSON file that is read whole
+OPEN = 32  # runs whose metrics are kept in memory
+MAX_TREE = 2**20  # bytes of the largest config or JSON file that is read
 Tree = dict[str, Any]
 
 
 class Absent(Exception):
-    """What was asked for is not here, or not for the dashboard to show."""
+    """Raised if a requested object does not exist or may not be shown; becomes HTTP 404."""
 
 
 class OpenRun:
-    """A run that somebody looks at: its logs and the index of its episodes, read as far as they were asked for."""
+    """An open run: its logs and its episode index, read incrementally."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.root, self.name, self.path = root, name, root / name
@@ -36,8 +36,8 @@ class OpenRun:
         self._config: tuple[int, Tree] = (-1, {})
 
     def file(self, name: str) -> Path:
-        """The path of a file or folder of the run. Raises Absent where it, or a link on the way, leads out, and
-        ValueError for a pipe or a device, at which a reader would wait for good."""
+        """Returns the path of a file or folder of the run. Raises Absent if it, or a link on the way, leads out of the
+        run; ValueError for a pipe or a device, on which a read would block."""
         path = self.path / name
         if "\0" in name or not path.resolve().is_relative_to(self.path.resolve()):
             raise Absent(f"{name} is not in the run {self.name}")
@@ -46,14 +46,14 @@ class OpenRun:
         return path
 
     def look(self) -> None:
-        """Reads on in the logs."""
+        """Reads new lines of all logs."""
         for log in (self.metrics, self.timings, self.evals, self.workers):
             self.file(log.path.name)
             log.look()
 
     @property
     def config(self) -> Tree:
-        """The config as a tree; {} where it cannot be read as one."""
+        """The config as a tree; {} if it cannot be read as one."""
         path = self.file("config.yaml")
         changed = path.stat().st_mtime_ns
         if self._config[0] != changed:
@@ -62,14 +62,16 @@ class OpenRun:
 
     @property
     def meta(self) -> Tree:
+        """The contents of meta.json; {} if it cannot be read."""
         return read_json(self.file("meta.json"))
 
     def bytes(self, name: str) -> int:
+        """Returns the size of a file in bytes."""
         return size(self.file(name))
 
 
 class Library:
-    """The runs directly in `root`. Raises ValueError where that is no folder, or is a run itself."""
+    """The runs directly in `root`. Raises ValueError if that is not a folder, or is a run itself."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
@@ -81,11 +83,11 @@ class Library:
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
-        """The runs there are, in no order."""
+        """Returns the names of all runs, unsorted."""
         return [path.parent.name for path in self.root.glob("*/config.yaml") if self._shown(path.parent.name)]
 
     def run(self, name: str) -> OpenRun:
-        """An open run. Raises Absent for names that are not of a run in the folder."""
+        """Returns an open run; the `OPEN` most recently used stay open. Raises Absent if there is no such run."""
         if not self._shown(name):
             raise Absent(f"there is no run {name!r} here")
         with self._lock:
@@ -97,7 +99,7 @@ class Library:
         return run
 
     def _shown(self, name: str) -> bool:
-        """Whether it is a plain name of a folder that is really here, with a config that is."""
+        """Whether `name` is a plain folder name in `root`, not a link out of it, with a config file."""
         if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
             return False
         folder = self.root / name
@@ -108,7 +110,7 @@ class Library:
 
 
 def read_config(path: Path) -> Tree:
-    """The config as a tree; {} where it is none, or too large for one."""
+    """Returns a config as a tree; {} if it is none or larger than `MAX_TREE` bytes."""
     try:
         return load(path) if size(path) <= MAX_TREE else {}
     except (ValueError, *FOREIGN):
@@ -116,7 +118,7 @@ def read_config(path: Path) -> Tree:
 
 
 def read_json(path: Path) -> Tree:
-    """The object in a file; {} where there is none."""
+    """Returns the JSON object in a file; {} if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if size(path) <= MAX_TREE else {}
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Logs of a run as columns of numbers, read on from where the last look ended.
+"""Logs of a run as columns of numbers, read incrementally.
 
 log = Log(run / "metrics.jsonl", "policy")
 log.look()
@@ -18,35 +18,37 @@ import numpy as np
 
 from palestra.files import size
 
-MARK = 256  # bytes before the point reached that must still be there: else the log was cut back and made again
-# Exceptions, beside ValueError, that reading files of another origin may raise.
+MARK = 256  # bytes before the read position that are compared: if they differ, the log was rewritten
+# Exceptions, besides ValueError, that reading files not written by palestra may raise.
 FOREIGN = (KeyError, IndexError, TypeError, AttributeError, ArithmeticError, RecursionError)
-PIECE = 2**22  # bytes that are read at once
-LOOK = 2**28  # bytes that one look reads; the next one goes on from there
-LONGEST = 2**22  # bytes of a line; a longer one is skipped
-WIDEST = 20_000  # columns of a log; further ones are left out
+PIECE = 2**22  # bytes read at once
+LOOK = 2**28  # bytes that one `look` reads; the next one continues there
+LONGEST = 2**22  # bytes of a line; longer ones are skipped
+WIDEST = 20_000  # columns of a log, over all names; further ones are dropped
 
 Column = tuple["array[float]", "array[float]"]  # steps and values
 
 
 class Log:
-    """A .jsonl file whose lines belong to a name each: of a policy, of an exam. `version` changes when it does."""
+    """A .jsonl file whose lines each belong to a name (of a policy, an evaluation, a worker), found under `key`.
+    `version` changes when the file does. Thread-safe."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
         self.version = 0
-        self.torn = 0  # lines that are no JSON objects
+        self.torn = 0  # lines that could not be parsed
         self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
         self._offset, self._mark, self._stat = 0, b"", (-1, -1)
         self._columns: dict[str, dict[str, Column]] = {}
-        self._width = 0  # columns of all names
+        self._width = 0  # number of columns over all names
         self._last: dict[str, dict[str, Any]] = {}
 
     def look(self) -> None:
-        """Reads what was added since; everything anew where the log was cut back in between."""
+        """Reads lines added since the last call, at most about `LOOK` bytes; reads everything again if the file was
+        truncated or rewritten."""
         with self._lock:
             stat = (size(self.path), self.path.stat().st_mtime_ns if self.path.exists() else 0)
             if stat == self._stat:
@@ -61,13 +63,15 @@ class Log:
                 self._stat = stat if self._read(file) else (-1, -1)
 
     def _go_to_the_end_of_what_is_known(self, file: BinaryIO, length: int) -> None:
+        """Seeks to the end of what was read; to the start, forgetting everything, if the bytes before that point
+        changed."""
         file.seek(self._offset - len(self._mark))
         if length < self._offset or file.read(len(self._mark)) != self._mark:
             self._begin()
             file.seek(0)
 
     def _read(self, file: BinaryIO) -> bool:
-        """Reads whole lines on, at most about `LOOK` bytes; whether the end was reached."""
+        """Reads whole lines, at most about `LOOK` bytes; returns whether the end was reached."""
         rest, left = b"", LOOK
         while left > 0:
             piece = file.read(PIECE)
@@ -76,7 +80,7 @@ class Log:
             left -= len(piece)
             data = rest + piece
             whole = data.rfind(b"\n") + 1
-            if not whole and len(data) > LONGEST:  # within a line that is too long: its end comes later
+            if not whole and len(data) > LONGEST:  # inside an overlong line, whose end is read later
                 self._advance(data)
                 rest = b""
                 continue
@@ -121,17 +125,18 @@ class Log:
             self._width += 1
             columns[key] = (array("d"), array("d"))
         steps, values = columns[key]
-        values.append(value)  # may raise, for an integer that no float holds
+        values.append(value)  # raises OverflowError for an integer beyond float64
         steps.append(step)
 
-    # ---- questions
+    # ---- queries
 
     def names(self) -> list[str]:
+        """Returns the names that have lines."""
         with self._lock:
             return list(self._columns)
 
     def keys(self) -> dict[str, list[str]]:
-        """By name, the figures that it has."""
+        """Returns name -> the metrics that it has."""
         with self._lock:
             return {
                 name: [key for key in columns if key not in ("step", self.key)]
@@ -139,19 +144,19 @@ class Log:
             }
 
     def column(self, name: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values; both empty where there are none."""
+        """Returns steps [T] and values [T] of a metric, both float64; empty if there are none."""
         with self._lock:
             steps, values = self._columns.get(name, {}).get(key, ((), ()))
             return np.array(steps, float), np.array(values, float)
 
     def last(self) -> Mapping[str, dict[str, Any]]:
-        """The newest line of each name."""
+        """Returns the newest line of each name."""
         with self._lock:
             return dict(self._last)
 
 
 def last_lines(path: Path, key: str, length: int = 1 << 16) -> dict[str, dict[str, Any]]:
-    """The newest line of each name, from the file's end alone: for a list of runs that are not opened."""
+    """Returns the newest line of each name within the last `length` bytes of a log, for runs that are not opened."""
     if not path.exists():
         return {}
     with open(path, "rb") as file:

@@ -1,9 +1,9 @@
-"""The server of `palestra play --browser`: the built page, and what it asks and answers.
+"""The server of `palestra play --browser`: the built page and the JSON API of its games.
 
-    POST /api/games                 begins a game of the next instance: {"id": ...}
-    GET  /api/games/ID              what its page shows
-    GET  /api/games/ID/events       a server-sent event whenever that has changed
-    POST /api/games/ID/answer       {"turn": 0, "text": "..."}; 409 where it is not that turn
+    POST /api/games                 starts a game of the next instance: {"id": ...}
+    GET  /api/games/ID              the state that the page shows
+    GET  /api/games/ID/events       a server-sent event whenever the state changes
+    POST /api/games/ID/answer       {"turn": 0, "text": "..."}; 409 if that turn is not open
     POST /api/games/ID/give-up
 
 Errors are `{"error": TEXT}`.
@@ -39,14 +39,16 @@ Ask = Callable[[Games, Request], Awaitable[Response]]
 
 
 class Said(Strict):
-    """An answer as it arrives: which of the person's turns it is for, and its words."""
+    """The body of POST /api/games/ID/answer."""
 
     turn: int
+    """Number of the person's turn that this answers, from 0."""
     text: str
+    """The answer."""
 
 
 def page(games: Games, token: str = "", hosts: Collection[str] = ()) -> App:
-    """The app over `games`."""
+    """Returns the ASGI app over `games`."""
     routes = [
         Route("/", lambda _: RedirectResponse("play"), methods=["GET"]),
         Route("/play", lambda _: FileResponse(STATIC / "index.html"), methods=["GET"]),
@@ -63,7 +65,7 @@ def page(games: Games, token: str = "", hosts: Collection[str] = ()) -> App:
 
 
 def _told(games: Games, ask: Ask) -> Callable[[Request], Awaitable[Response]]:
-    """Answers with what went wrong in words."""
+    """Wraps a handler: exceptions become JSON errors (404, 409, 400)."""
 
     async def told(request: Request) -> Response:
         try:
@@ -79,14 +81,17 @@ def _told(games: Games, ask: Ask) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def begin(games: Games, request: Request) -> Response:
+    """POST /api/games."""
     return JSONResponse({"id": games.begin().id}, 201)
 
 
 async def state(games: Games, request: Request) -> Response:
+    """GET /api/games/ID."""
     return as_json(request, _game(games, request).state())
 
 
 async def answer(games: Games, request: Request) -> Response:
+    """POST /api/games/ID/answer."""
     game = _game(games, request)
     said = validate(Said, read_json(await request.body()))
     game.answer(said.turn, said.text)
@@ -94,16 +99,18 @@ async def answer(games: Games, request: Request) -> Response:
 
 
 async def give_up(games: Games, request: Request) -> Response:
+    """POST /api/games/ID/give-up."""
     _game(games, request).give_up()
     return JSONResponse({})
 
 
 async def events(games: Games, request: Request) -> Response:
+    """GET /api/games/ID/events."""
     return StreamingResponse(changes(games, _game(games, request)), media_type="text/event-stream")
 
 
 async def changes(games: Games, game: Game) -> AsyncIterator[str]:
-    """Text of server-sent events, as long as the game is open and the page listens."""
+    """Yields the text of server-sent events while the game is open and the client is connected."""
     game.pages += 1
     try:
         known = -1
@@ -126,8 +133,8 @@ def _game(games: Games, request: Request) -> Game:
 
 
 def serve(games: Games, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serves until it is told to stop. Whoever is not on this machine needs the token in the address that is said.
-    Raises ValueError where the port is not to be had."""
+    """Serves until a stop signal. For a `host` other than loopback it generates a token, which is part of the printed
+    address. Raises ValueError if the port is taken."""
     token = "" if is_loopback(host) else secrets.token_urlsafe(12)
     door = listening(host, port)
     say(f"play at: http://{bracketed(host)}:{door.getsockname()[1]}/play{f'?token={token}' if token else ''}")

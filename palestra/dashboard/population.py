@@ -1,4 +1,4 @@
-"""A population's run for the screen: who earns what from whom, whom learners met, who descends from whom."""
+"""A population's run for display: payoffs, best responses, mixtures, ratings, and the timeline of training."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from palestra.populations.ratings import cyclicity, fit_elo
 from palestra.populations.scheduler import TASKS
 from palestra.runs import read_lines
 
-EXPLOITS = "exploits.jsonl"  # of `palestra league exploit`
-SHOWN = 40  # members of each side of the table that are sent at once: the newest
+EXPLOITS = "exploits.jsonl"  # written by `palestra league exploit`
+SHOWN = 40  # newest members of each side of the payoff table that are sent by default
 
 
 def record_of(run: OpenRun) -> Record:
-    """What the run's files say of its population. Raises ValueError where it trains none, or has not begun to."""
+    """Returns the population record from the run's files. Raises ValueError if the run trains no population or has not
+    started."""
     for name in (TASKS, "population.json", CROSSPLAY, "metrics.jsonl", "timings.jsonl", EXPLOITS):
         run.file(name)
     return read_record(run.path)
 
 
 def population(run: OpenRun, record: Record, last: int = SHOWN) -> dict[str, Any]:
-    """All that the page draws; `last` bounds the members in tables, and how many there are is said."""
+    """Returns all that the page draws, ready for JSON. Tables hold the `last` newest members; the full counts are
+    included."""
     return {
         "members": len(record.members),
         "payoffs": payoffs(record, last),
@@ -43,7 +45,8 @@ def population(run: OpenRun, record: Record, last: int = SHOWN) -> dict[str, Any
 
 
 def payoffs(record: Record, last: int) -> dict[str, Any] | None:
-    """What the newest members at the first seat earn from those at the second; None for games of other than two."""
+    """Returns the payoffs of the newest members at the first seat against those at the second; None unless the game has
+    two players."""
     table = record.payoffs
     if len(table.seats) != 2:
         return None
@@ -61,7 +64,8 @@ def payoffs(record: Record, last: int) -> dict[str, Any] | None:
 
 
 def responses(record: Record, last: int) -> dict[str, Any] | None:
-    """The newest members, and an edge from each to whoever of them earns most against it, by number."""
+    """Returns the newest members, and by index an edge from each to the member that earns most against it; None unless
+    the game has two players and payoffs are known."""
     table = record.payoffs
     if len(table.seats) != 2 or np.isnan(table.mean()[0]).all():
         return None
@@ -70,7 +74,7 @@ def responses(record: Record, last: int) -> dict[str, Any] | None:
 
 
 def newest(record: Record, last: int) -> Record:
-    """The record as if there were only the newest members of each player."""
+    """Returns the record restricted to the newest members of each player."""
     table = Payoffs(record.payoffs.seats)
     for player, names in record.payoffs.members.items():
         for name in names[-last:]:
@@ -83,7 +87,7 @@ def newest(record: Record, last: int) -> Record:
 
 
 def mixture(player: str, rows: Sequence[dict[str, float]], last: int) -> dict[str, Any]:
-    """How probable each member was over time: those that were ever likely, at most `last` of them."""
+    """Returns the probabilities of members over time, of the `last` members with the largest sums."""
     total: dict[str, float] = {}
     for row in rows:
         for name, share in row.items():
@@ -94,7 +98,8 @@ def mixture(player: str, rows: Sequence[dict[str, float]], last: int) -> dict[st
 
 
 def ratings(record: Record) -> dict[str, Any]:
-    """Elo with its standard error, the best first, and what it hides; the reason where nobody can be rated."""
+    """Returns Elo ratings with standard errors, best first, and a warning about cycles; the reason under `why` if no
+    rating is possible."""
     try:
         names, points = record.payoffs.points()
         kept = np.flatnonzero((points + points.T).sum(1) > 0)
@@ -115,7 +120,7 @@ def ratings(record: Record) -> dict[str, Any]:
 
 
 def timeline(record: Record) -> list[dict[str, Any]]:
-    """Every stretch of training: whose, when it began and how long it took (seconds), and what came of it."""
+    """Returns each training task: its learner, start and duration in seconds, and result."""
     clocks = {line["task"]: line for line in record.timings if "task" in line}
     return [_stretch(task, clocks.get(task["task"], {})) for task in record.tasks if task["kind"] == "train"]
 
@@ -135,6 +140,6 @@ def _stretch(task: dict[str, Any], clock: dict[str, Any]) -> dict[str, Any]:
 
 
 def _most_met(opponents: dict[str, Any]) -> dict[str, float]:
-    """The five opponents met most, whatever they played."""
+    """Returns the five opponents with the largest probability, over all players."""
     met = [(name, share) for mix in opponents.values() if isinstance(mix, dict) for name, share in mix.items()]
     return dict(sorted(met, key=lambda pair: -pair[1])[:5])

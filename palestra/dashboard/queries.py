@@ -1,4 +1,4 @@
-"""Which episodes a person asks for: by what came of them, and by words that they hold."""
+"""Episode filters: selects episodes by their summaries and by text search."""
 
 from __future__ import annotations
 
@@ -20,37 +20,50 @@ from palestra.dashboard.digest import RETURN
 from palestra.dashboard.index import STAMP
 
 SORTS = ("step", "total", "turns", "nodes", "success", "invalid")
-BUDGET = 0.7  # seconds that a search for words takes before it shows what it has
+BUDGET = 0.7  # seconds of a text search before it returns what it found
 
 
 class Query(Strict):
-    """What the list of episodes is asked, as its address has it; what is left out holds for all.
-
-    `outcome` is success, failure or error; `seat` with `who` asks for a member there, and makes `least` and `most`
-    bounds of that seat's own return instead of the total; `text` is looked for in what was seen and said.
-    """
+    """The query of /api/runs/RUN/episodes; filters that are left out match every episode."""
 
     outcome: str = ""
+    """success, failure or error."""
     env: str = ""
+    """Name of the env."""
     seat: str = ""
+    """A seat: `least` and `most` then bound its own return instead of the total."""
     who: str = ""
+    """Prefix of a policy's name: it plays at `seat`, or at any seat if `seat` is empty."""
     least: float | None = None
+    """Lower bound of the return."""
     most: float | None = None
+    """Upper bound of the return."""
     turns_from: int | None = None
+    """Lower bound of the joint steps of the longest trajectory."""
     turns_to: int | None = None
+    """Upper bound of the joint steps of the longest trajectory."""
     step_from: int | None = None
+    """First training step, counted from 0."""
     step_to: int | None = None
+    """Last training step, counted from 0."""
     invalid: bool = False
+    """Only episodes with an invalid answer."""
     text: str = Field("", max_length=200)
+    """Text to find in observations and answers, ignoring case."""
     sort: str = "step"
+    """Column to sort by: step, total, turns, nodes, success or invalid."""
     ascending: bool = False
+    """Sort in ascending order."""
     first: int = Field(0, ge=0)
+    """Index of the first match to return."""
     count: int = Field(50, ge=1, le=200)
-    before: int = Field(0, ge=0)  # of a search for words: how many candidates were looked through before
+    """Number of matches to return."""
+    before: int = Field(0, ge=0)
+    """For a text search: the number of candidates already searched by earlier requests."""
 
 
 def matching(columns: Columns, query: Query) -> np.ndarray:
-    """The rows of the episodes that fit, in the order asked for; the words are not looked at."""
+    """Returns the sorted rows [K] int32 of the episodes that match all filters but `text`."""
     if not len(columns):
         return np.zeros(0, np.int32)
     order = columns.order(query.sort if query.sort in SORTS else "step", query.ascending)
@@ -68,7 +81,7 @@ def matching(columns: Columns, query: Query) -> np.ndarray:
 
 def _outcome(columns: Columns, outcome: str) -> list[np.ndarray]:
     success = columns.numbers("success")
-    kinds = {"success": success >= 0.5, "failure": success < 0.5}  # neither, where the env knows none
+    kinds = {"success": success >= 0.5, "failure": success < 0.5}  # both false if the env reports no success
     if outcome in kinds:
         return [~columns.failed & kinds[outcome]]
     return [columns.failed] if outcome == "error" else []
@@ -80,13 +93,13 @@ def _bounds(values: np.ndarray, low: float | None, high: float | None) -> list[n
 
 
 def _seated(query: Query) -> str:
-    """The piece of the JSON of seats that names a seat, a member at it, or a member anywhere."""
+    """Returns the substring of the `seats` JSON that assigns the member to the seat, or to any seat."""
     seat = f"{json.dumps(query.seat, ensure_ascii=False)}: " if query.seat else ": "
     return seat + (f'"{query.who}' if query.who else "")
 
 
 def page(columns: Columns, rows: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
-    """Some episodes for the screen."""
+    """Returns rows of the table as JSON-ready dicts."""
     if not len(rows):
         return []
     shown: list[dict[str, Any]] = columns.table.take(pa.array(rows, pa.int64())).drop_columns([STAMP]).to_pylist()
@@ -101,7 +114,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def spread(columns: Columns, rows: np.ndarray, bins: int = 24) -> dict[str, Any]:
-    """How the totals of some episodes lie: edges and counts of equal bins."""
+    """Returns a histogram of the total returns: `edges` and `counts` of equal bins."""
     if not len(rows):
         return {"edges": [], "counts": []}
     counts, edges = np.histogram(columns.numbers("total")[rows], bins=bins)
@@ -111,8 +124,9 @@ def spread(columns: Columns, rows: np.ndarray, bins: int = 24) -> dict[str, Any]
 def search(
     folder: Path, columns: Columns, candidates: np.ndarray, query: Query, budget: float = BUDGET
 ) -> tuple[list[int], int]:
-    """The candidates (rows) that hold the words, from the place `query.before` among them on, and the place where the
-    search ended: it stops when it has `query.count`, and when its `budget` (seconds) is spent. Case does not matter."""
+    """Returns the candidates (rows) whose observations or answers contain the text, starting at candidate
+    `query.before`, and the index at which the search ended. It stops after `query.count` matches or `budget` seconds;
+    at least one file is read."""
     steps, episodes = columns.numbers("step"), columns.numbers("episode")
     found: list[int] = []
     held: dict[int, set[int]] = {}
@@ -131,7 +145,8 @@ def search(
 
 
 def holding(path: Path, text: str) -> set[int]:
-    """The episodes of a file in which somebody saw or said these words."""
+    """Returns the numbers of the episodes in a file whose observations or answers contain `text`, ignoring case; an
+    empty set if the file cannot be read."""
     try:
         with pq.ParquetFile(path) as file:
             table = file.read(columns=["episode", "observation", "answer"])

@@ -1,4 +1,4 @@
-"""How a run works rather than what it learns: its process, its queues, what failed, what it holds on the disk."""
+"""System status of a run: processes, workers, queues, failures and disk use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from palestra.dashboard.logs import Log
 from palestra.roll import FIGURES
 from palestra.types import TEAM
 
-SHOWN = 20  # different errors that are listed, the most frequent first
+SHOWN = 20  # distinct errors that are listed, the most frequent first
 
 
 def system(run: OpenRun) -> dict[str, Any]:
-    """Processes here, workers elsewhere, newest timings, failures, bytes on the disk, the machine that it began on."""
+    """Returns local processes, workers, queues, newest timings, failures, disk use in bytes, and the machine of the
+    start."""
     lock = run.file(".lock")
     pid = held_locks().get(lock.stat().st_ino) if lock.exists() else None
     table, missing = run.episodes.table()
@@ -40,8 +41,8 @@ def system(run: OpenRun) -> dict[str, Any]:
 
 
 def roll_of(log: Log) -> list[dict[str, Any]]:
-    """Who did what elsewhere, over the whole run: sums of the lines of each worker, the time at which it last did
-    something (seconds since 1970; None for never), and why something was lost there last."""
+    """Returns one dict per worker: sums of its counters over the whole run, when it last finished something (`seen`,
+    Unix time in seconds, None for never), and the reason of its last loss."""
     return [
         {
             "kind": str(last.get("kind", "")),
@@ -59,7 +60,7 @@ def _seconds(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def queues(run: OpenRun) -> dict[str, float]:
-    """What waits: episodes played ahead of training, how old they were, seconds that training waited."""
+    """Returns the number of buffered episodes, their staleness, and the seconds that training waited."""
     found: dict[str, float] = {}
     buffer = run.path / "buffer"
     if buffer.is_dir():
@@ -73,7 +74,7 @@ def queues(run: OpenRun) -> dict[str, float]:
 
 
 def failures(table: Any) -> list[dict[str, Any]]:
-    """The errors of failed episodes, how often each came, and where it came last."""
+    """Returns the most frequent errors of failed episodes, with count and the latest occurrence."""
     if "error" not in table.column_names:
         return []
     failed = table.select(["step", "episode", "error"]).filter(pc.is_valid(table["error"])).to_pylist()
@@ -86,7 +87,8 @@ def failures(table: Any) -> list[dict[str, Any]]:
 
 
 def process(pid: int) -> dict[str, Any]:
-    """What Linux says of a process: its name, resident memory (bytes) and threads; only its number elsewhere."""
+    """Returns name, resident memory (bytes) and number of threads of a process from /proc; only the pid without
+    /proc."""
     found: dict[str, Any] = {"pid": pid}
     try:
         rows = dict(row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in row)
@@ -99,7 +101,7 @@ def process(pid: int) -> dict[str, Any]:
 
 
 def descendants(pid: int | None) -> list[int]:
-    """The processes that a process started, and those that they did."""
+    """Returns the ids of all child processes, recursively, at most about 256."""
     found: list[int] = []
     waiting = [pid] if pid else []
     while waiting and len(found) < 256:

@@ -1,7 +1,7 @@
-"""The words behind token ids, by the tokenizer of the base that a policy stands on.
+"""Text of token ids, by the tokenizer of the policy's base model.
 
-Bases that ship with palestra are known, and those of the hub that were downloaded before. Paths that a config names are
-not followed: a run's files may come from anywhere.
+Finds the bases that ship with palestra and those in the local Hugging Face cache. File paths in a config are not
+followed: a run's files may come from an untrusted source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAIN = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
 class Vocabulary:
-    """What the ids of one tokenizer stand for."""
+    """The tokenizer of one base model."""
 
     def __init__(self, path: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(path))
@@ -31,12 +31,13 @@ class Vocabulary:
     @classmethod
     @lru_cache(maxsize=8)
     def of(cls, base: str) -> Self | None:
-        """The vocabulary of a base by its name; None where it is not on this machine."""
+        """Returns the vocabulary of a base by its name; None if it is not on this machine."""
         path = next((path for path in _places(base) if path.is_file()), None)
         return cls(path) if path else None
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """A text for each id, which joined are the whole; "" where a letter ends only with a later one."""
+        """Returns one text per id; joined they are the whole text. "" for a token that ends inside a multi-byte
+        character."""
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self.tokenizer, number) or "" for number in ids]
 

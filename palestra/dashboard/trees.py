@@ -1,4 +1,4 @@
-"""One episode for the screen: its tree without a word, the words along one line of it, and the tokens of one node."""
+"""One episode for display: its tree without texts, the texts along one path, and the tokens of one node."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from palestra.types import Episode
 BONES = ["node", "parent", "depth", "chosen", "over", "truncated", "seat", "reward", "team_reward", "advantage"]
 FLAGS = ["success", "invalid", "draw"]
 WORDS = ["node", "parent", "seat", "policy", "observation", "observation_json", "answer", "stop", "reward"]
-NODES = 4000  # of a tree that are sent: a screen cannot tell more apart
-LONGEST = 60_000  # characters of a text that are sent
+NODES = 4000  # nodes of a tree that are sent: a screen cannot resolve more
+LONGEST = 60_000  # characters sent of one text
 Row = dict[str, Any]
 
 
 def read_rows(path: Path, episode: int, columns: list[str] | None = None) -> list[Row]:
-    """The rows of one episode. Raises Absent where the file or the episode is not there."""
+    """Returns the rows of one episode. Raises Absent if the file or the episode does not exist."""
     try:
         with pq.ParquetFile(path) as file:
             known = [name for name in columns or file.schema_arrow.names if name in file.schema_arrow.names]
@@ -40,7 +40,7 @@ def read_rows(path: Path, episode: int, columns: list[str] | None = None) -> lis
 
 
 def tree(path: Path, episode: int) -> dict[str, Any]:
-    """The nodes with what came of them by seat; `left_out` counts those beyond `NODES`."""
+    """Returns the nodes with rewards and flags by seat; `left_out` counts the nodes beyond `NODES`."""
     rows = read_rows(path, episode, ["env", "seed", "seats", "error", *BONES, *FLAGS])
     nodes: dict[int, Row] = {}
     for row in rows:
@@ -60,13 +60,16 @@ def _bone(row: Row) -> Row:
 
 
 def last_played(nodes: list[Row]) -> int:
-    """Of nodes as `tree` has them, the one where what was played on ended; the first where nothing was."""
+    """Returns the id of the node where the first finished trajectory ended, else of the last played node, else of the
+    root."""
     played = [node for node in nodes if node["chosen"]]
     return int(next((node for node in played if node["over"]), [*nodes[:1], *played][-1])["id"])
 
 
 def words(path: Path, episode: int, node: int) -> list[Row]:
-    """What was seen and said on the line from the root to `node`; of conversations, what is new to the seat."""
+    """Returns observations and answers on the path from the root to `node`, one entry per joint step; of a conversation
+    only the messages new to the seat. Raises Absent if there is no such node, ValueError if the parents form a
+    cycle."""
     rows = read_rows(path, episode, [*WORDS, "team_reward", "advantage", "info"])
     if all(row["node"] != node for row in rows):
         raise Absent(f"the episode has no node {node}")
@@ -74,7 +77,7 @@ def words(path: Path, episode: int, node: int) -> list[Row]:
 
 
 def told(episode: Episode) -> list[Row]:
-    """The same of an episode that is not on the disk, up to its newest node."""
+    """Returns the same for an episode in memory, up to its newest node."""
     return _line(to_table(0, [episode]).to_pylist(), episode.nodes[-1].id) if episode.nodes else []
 
 
@@ -113,14 +116,14 @@ def _turn(row: Row, seen: dict[str, Any]) -> Row:
 
 
 def shown(row: Row) -> Any:
-    """An observation: a text, or what stood there as JSON."""
+    """Returns an observation: a text (cut at `LONGEST`), or the parsed JSON."""
     if row["observation_json"]:
         return json.loads(row["observation"])
     return cut(row["observation"])
 
 
 def _news(now: Any, before: Any) -> Any:
-    """Of a conversation that goes on, the messages after those that the seat had seen and its own answer."""
+    """Returns the messages of a continued conversation after those that the seat had seen and its own answer."""
     if not (_is_chat(now) and _is_chat(before)):
         return now
     earlier = before["messages"]
@@ -133,12 +136,13 @@ def _is_chat(value: Any) -> bool:
 
 
 def cut(text: str) -> str:
+    """Returns `text`, cut at `LONGEST` characters with a note."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} … {len(text) - LONGEST:,} characters more"
 
 
 def tokens(path: Path, episode: int, node: int, bases: dict[str, str]) -> list[Row]:
-    """The tokens of a node's answers with their log-probabilities, by seat. `bases` names the base of each policy,
-    whose words they are; where it is not known, tokens are numbers."""
+    """Returns the tokens of a node's answers with their log-probabilities (nats), by seat. `bases` maps policies to
+    base models; without a known tokenizer, `texts` is None."""
     columns = ["node", "seat", "policy", "token_ids", "logprobs", "advantage", "temperature", "prompt_ids", "answer"]
     rows = [row for row in read_rows(path, episode, columns) if row["node"] == node]
     return [_said(row, bases) for row in rows if row["answer"] is not None]

@@ -1,13 +1,13 @@
-"""Attention over token trees: what siblings share is computed once, in the forward and in the backward pass.
+"""Tree attention: tokens shared by several sequences are computed once, in the forward and the backward pass.
 
-`plant` lays many sequences out as a forest: sorted, each one adds only the tokens after the longest prefix it has in
-common with the one before it. K answers to one prompt thus cost one prompt and K answers; the turns of a conversation,
-or a whole episode tree, cost their distinct tokens. The new tokens of one sequence are a *segment*: its queries attend
-to the chain of tokens from the root to themselves, in which the i-th key stands at position i, so the causal mask is a
-comparison of positions.
+`plant` builds a forest from many sequences: in sorted order, each sequence adds only the tokens after its longest
+common prefix with the one before it. K answers to one prompt cost one prompt and K answers; the turns of a
+conversation, or a whole episode tree, cost their distinct tokens. The new tokens of one sequence are a *segment*: its
+queries attend to the path of tokens from the root to themselves. The i-th key of a path has position i, so the causal
+mask is a comparison of positions.
 
-Shapes: `S` tokens of the flat row, `N` segments of a bucket, `Q` queries and `K` keys of the longest segment in it,
-`H` heads, `D` head width.
+Shapes: `S` tokens of the flat row, `N` segments of a bucket, `Q` queries and `K` keys of the longest segment in it, `M`
+rows with queries, `H` heads, `D` head width.
 """
 
 from __future__ import annotations
@@ -20,28 +20,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Asking = tuple[np.ndarray, np.ndarray]  # positions of the tokens of a segment whose queries attend, and its path
-WASTE = 1.5  # a bucket of segments may compute this many times the query-key pairs it needs
+Asking = tuple[np.ndarray, np.ndarray]  # positions of the tokens of a segment that have queries, and its path
+WASTE = 1.5  # maximum ratio of computed to needed query-key pairs of a bucket
 
 
 @dataclass
 class Forest:
-    """Sequences laid out as a forest. `paths[i]` are the flat indices of sequence i's tokens, root first."""
+    """Sequences laid out as a forest: `ids_S` int64 token ids, `positions_S` int64 positions; `paths[i]` int64 flat
+    indices of the tokens of sequence i, root first."""
 
     ids_S: np.ndarray
     positions_S: np.ndarray
     paths: list[np.ndarray]
-    segments: list[tuple[int, np.ndarray]]  # (first position computed anew, path)
+    segments: list[tuple[int, np.ndarray]]  # (position of the first new token, path)
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Returns the length of the longest common prefix of two arrays of token ids."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
 
 
 def plant(sequences: Sequence[np.ndarray]) -> Forest:
-    """The forest of `sequences` (token ids, length ≥ 1), sharing every common prefix of sorted neighbours."""
+    """Returns the forest of `sequences` (token ids, int64 [length], length ≥ 1); sorted neighbours share their common
+    prefix."""
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -62,7 +65,7 @@ def plant(sequences: Sequence[np.ndarray]) -> Forest:
 
 
 def joined(forests: Sequence[Forest]) -> Forest:
-    """Forests end to end, nothing shared between them."""
+    """Concatenates forests; nothing is shared between them."""
     starts = np.cumsum([0] + [len(forest.ids_S) for forest in forests])
     placed = list(zip(forests, starts, strict=False))
     return Forest(
@@ -75,8 +78,8 @@ def joined(forests: Sequence[Forest]) -> Forest:
 
 @dataclass
 class Bucket:
-    """Segments of similar shape, padded to one: flat indices of queries `[N*Q]` and keys `[N*K]`, and who sees whom
-    (None: each query sees the keys up to its own place)."""
+    """Segments of similar shape, padded to one shape (N, Q, K): int64 flat indices of queries `[N*Q]` and keys `[N*K]`,
+    and a bool mask [N, 1, Q, K] (None: plain causal attention)."""
 
     queries: Tensor
     keys: Tensor
@@ -85,9 +88,9 @@ class Bucket:
 
 
 class TreeLayout:
-    """Attention of a forest. Built once for a forest, used by every layer.
+    """Attention layout of a forest. Built once per forest, used by every layer.
 
-    `keep_M` (None: every token) are the flat indices of the tokens that ask, in the order of their rows.
+    `keep_M` (None: every token) are the flat indices of the tokens with queries, in the order of their rows.
     """
 
     def __init__(self, forest: Forest, device: torch.device, keep_M: np.ndarray | None = None) -> None:
@@ -98,7 +101,7 @@ class TreeLayout:
         row_S[keep_M] = np.arange(len(keep_M))
         parts = list(_similar(list(_asking(forest, row_S))))
         self.buckets = [_bucket(part, row_S, device) for part in parts]
-        # where each query's output stands among the padded outputs of all buckets
+        # index of each query's output in the padded outputs of all buckets
         back = np.zeros(len(keep_M), np.int64)
         offset = 0
         for part, bucket in zip(parts, self.buckets, strict=True):
@@ -109,9 +112,11 @@ class TreeLayout:
         self.back_M = torch.as_tensor(back, device=device)
 
     def narrow(self, keep_M: Tensor) -> TreeLayout:
+        """Returns the layout in which only the tokens `keep_M` (flat indices, rising) have queries."""
         return TreeLayout(self.forest, self.device, keep_M.cpu().numpy())
 
     def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+        """Returns the attention output [M, H, D] of queries [H, M, D] over keys and values [h, S, D]."""
         q, k, v = (t.transpose(0, 1).flatten(1) for t in (q_HSD, k_HSD, v_HSD))  # [S, H*D]: rows to gather
         out = torch.cat([self._bucket(b, q, k, v, q_HSD.shape[0], k_HSD.shape[0], scale) for b in self.buckets])
         return out.index_select(0, self.back_M).view(q_HSD.shape[1], q_HSD.shape[0], -1)
@@ -127,7 +132,7 @@ class TreeLayout:
 
 
 def _asking(forest: Forest, row_S: np.ndarray) -> Iterator[Asking]:
-    """The segments in which a token has a row, each with the positions of those that have."""
+    """Yields the segments that contain a token with a row, with the positions of these tokens."""
     for cut, path in forest.segments:
         at = cut + np.flatnonzero(row_S[path[cut:]] >= 0)
         if len(at):
@@ -135,7 +140,7 @@ def _asking(forest: Forest, row_S: np.ndarray) -> Iterator[Asking]:
 
 
 def _similar(segments: list[Asking]) -> Iterator[list[Asking]]:
-    """Segments in runs of similar shape, so that padding them to one shape wastes little."""
+    """Yields groups of segments of similar shape, so that padding wastes little."""
     part: list[Asking] = []
     need = queries = keys = 0
     for at, path in sorted(segments, key=lambda s: (len(s[0]), len(s[1]))):
@@ -155,9 +160,9 @@ def _bucket(part: list[Asking], row_S: np.ndarray, device: torch.device) -> Buck
     nq = max(len(at) for at, _ in part)
     nk = max(len(path) for _, path in part)
     queries, keys = np.zeros((n, nq), np.int64), np.zeros((n, nk), np.int64)
-    positions = np.zeros((n, nq), np.int64)  # a padded query sees key 0, so that its softmax is defined
+    positions = np.zeros((n, nq), np.int64)  # a padded query attends to key 0, so that its softmax is defined
     for row, (at, path) in enumerate(part):
-        # padding is the segment's own first token: a mask does not keep out the NaN of another's
+        # pad with the segment's own first token: a mask would not keep out NaN of another segment
         queries[row], keys[row] = row_S[path[at[0]]], path[0]
         queries[row, : len(at)], keys[row, : len(path)] = row_S[path[at]], path
         positions[row, : len(at)] = at

@@ -1,9 +1,9 @@
-"""Prompts and answers in the cache, and the passes that compute them.
+"""The live batch of the sampler: prompts and answers in the KV cache, and the forward passes that compute them.
 
-A row is one answer that is being sampled: answer `k` of a group. `begin` computes prompts and draws the first token of
-new rows, `decode` draws the next token of live ones, `retire` takes out those that ended. Rows need not move in step:
-each has its own position, and draws from its own counter-based stream (seed, sibling, position), so that its tokens do
-not depend on the others of a pass, up to the rounding of floats, which depends on the shapes of a pass.
+A row is one answer being sampled: answer `k` of a group. `begin` computes prompts and samples the first token of new
+rows, `decode` samples the next token of live rows, `retire` removes finished rows. Rows need not be in step: each has
+its own position and its own counter-based random stream (seed, sibling, position), so its tokens do not depend on the
+other rows of a pass, except for floating-point rounding, which depends on the shapes of a pass.
 
 Shapes: `R` rows, `N` prompts of a prefill, `V` vocabulary, `k` best tokens.
 """
@@ -24,11 +24,14 @@ from palestra.engine.lora import Stack, Stacked
 from palestra.engine.models import Engine
 from palestra.engine.requests import Group, Prompt, Row
 
-ANSWER = 64  # tokens of an answer that there is room for at first: it grows where the answer does
+ANSWER = 64  # initial capacity of an answer in tokens; grows with the answer
 
 
 class Batch:
-    """The groups and rows that are live on one engine, their cache, and what is kept of earlier ones."""
+    """The live groups and rows of one engine, their KV cache, and the stored keys and values of earlier conversations.
+
+    `keep_tokens` is the capacity of the prefix store in tokens. `counts` counts sampled, prefilled and reused tokens.
+    """
 
     def __init__(self, engine: Engine, keep_tokens: int) -> None:
         self.engine = engine
@@ -38,25 +41,25 @@ class Batch:
         self.groups: dict[Group, None] = {}  # in order of admission
         self.rows: list[Row] = []  # by adapter
         self.counts = {"sampled_tokens": 0, "prefill_tokens": 0, "reused_tokens": 0}
-        self._over: list[Row] = []  # rows that ended since the last `retire`
+        self._over: list[Row] = []  # rows that finished since the last `retire`
         self._stop_strings = StopStrings(engine.tokenizer)
         self._stacks: OrderedDict[tuple[int, ...], Stack] = OrderedDict()
 
     def reset(self) -> None:
-        """Drops all groups, rows and the cache."""
+        """Drops all groups, all rows and the cache."""
         self.groups, self.rows, self._over = {}, [], []
         self.cache = _cache(self.engine)
 
     def forget(self) -> None:
-        """Drops what was kept for later turns and for snapshots of earlier steps."""
+        """Drops the stored prefixes and adapter stacks of earlier snapshots."""
         self.store.clear()
         self._stacks.clear()
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def begin(self, groups: list[Group]) -> None:
-        """Computes the prompts of `groups` that are not there, equal ones once, and the first tokens of the siblings
-        admitted, which are live from then on."""
+        """Computes the missing prompts of `groups` (equal prompts once) and samples the first tokens of their admitted
+        siblings, which become live rows."""
         groups = sorted(groups, key=lambda group: group.order)
         self.groups |= dict.fromkeys(groups)
         if new := [group for group in groups if group.prompt is None]:
@@ -78,7 +81,7 @@ class Batch:
         return Row(group, k, tail=StopStrings.tail(stop)) if stop else Row(group, k)
 
     def _place(self, rows: Sequence[Row]) -> None:
-        """Gives new rows their places in the cache."""
+        """Allocates cache slots for new rows."""
         self._regroup(rows, more=Counter(_prompt(row) for row in rows))
         slots = self.cache.answers([min(row.group.request.sampling.max_tokens, ANSWER) for row in rows])
         for row, slot in zip(rows, slots, strict=True):
@@ -86,13 +89,14 @@ class Batch:
             _prompt(row).rows += 1
 
     def _regroup(self, rows: Sequence[Row], more: Mapping[Prompt, int] | None = None) -> None:
-        """Moves the prompts of `rows`, which have fewer answers than before, or get `more`."""
+        """Moves the prompts of `rows` to the pools for their new number of answers; `more` counts answers about to be
+        added."""
         prompts = [prompt for prompt in dict.fromkeys(_prompt(row) for row in rows) if prompt.groups]
         counts = [prompt.rows + (more or {}).get(prompt, 0) for prompt in prompts]
         self.cache.regroup([prompt.slot for prompt in prompts], counts)
 
     def _prefill(self, groups: list[Group]) -> None:
-        """Computes the prompts of `groups`, sorted by adapter; each of several equal ones is the others' too."""
+        """Computes the prompts of `groups`, which are sorted by adapter. Groups with equal prompts share one."""
         first = {group.asked: group for group in reversed(groups)}
         alone = [group for group in groups if first[group.asked] is group]
         answers = Counter(group.asked for group in groups for _ in range(group.admitted))
@@ -110,7 +114,8 @@ class Batch:
         self.counts["reused_tokens"] += sum(g.size for g in groups) - sum(g.size for g in alone)
 
     def _prefill_into(self, slots: list[Slot], groups: list[Group]) -> Tensor:
-        """The logits [N, V] after the prompts of `groups`, whose keys and values it writes."""
+        """Writes the keys and values of the prompts of `groups` to `slots`; returns the logits [N, V] after each
+        prompt."""
         starts = [self._reuse(slot, group) for slot, group in zip(slots, groups, strict=True)]
         layout = PrefillLayout(slots, np.array(starts))
         ids = np.concatenate([g.request.prompt_ids[start:] for g, start in zip(groups, starts, strict=True)])
@@ -120,7 +125,8 @@ class Batch:
         return logits_NV
 
     def _reuse(self, slot: Slot, group: Group) -> int:
-        """Writes the kept keys and values of the prompt's longest known prefix to `slot`; returns its length."""
+        """Copies the stored keys and values of the longest known prefix of the prompt to `slot`; returns the prefix
+        length."""
         kept = self.store.longest(group.owner, group.request.prompt_ids)
         if kept is None:
             return 0
@@ -130,7 +136,7 @@ class Batch:
         return length
 
     def decode(self, rows: Sequence[Row]) -> None:
-        """Samples the next token of each of `rows`, which are live and in the order of the batch."""
+        """Samples the next token of each of `rows`, which must be live and in batch order."""
         answers = [_slot(row) for row in rows]
         self.cache.grow([slot for row, slot in zip(rows, answers, strict=True) if slot.length < len(row.token_ids)])
         for row, slot in zip(rows, answers, strict=True):
@@ -143,7 +149,7 @@ class Batch:
         self._over += _without(rows, self._draw(rows, logits_RV))
 
     def _route(self, groups: Sequence[Group], tokens: Sequence[int]) -> Stacked | None:
-        """The route for `tokens` of each of `groups`, which are sorted by adapter, the bare base last."""
+        """Returns the route for `tokens` rows of each of `groups`, which are sorted by adapter, the bare base last."""
         counts: OrderedDict[int, int] = OrderedDict()
         snapshots = {g.owner: g.request.adapter for g in groups if g.request.adapter}
         for group, count in zip(groups, tokens, strict=True):
@@ -162,7 +168,7 @@ class Batch:
     # -- tokens --------------------------------------------------------------------------------------------------------
 
     def _draw(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Row]:
-        """Samples the next token of each row, all or none; returns the rows that do not end with it."""
+        """Samples the next token of each row, or of none if this fails; returns the rows that are not finished."""
         settings = [row.group.request.sampling for row in rows]
         seeds = np.array([row.group.seed for row in rows], np.uint64)
         siblings = np.array([row.k for row in rows], np.uint64)
@@ -191,7 +197,7 @@ class Batch:
         return live
 
     def _stops(self, row: Row, token: int, end: bool) -> tuple[bool, deque[int]]:
-        """True if a token ends its answer; and the row's tail with that token."""
+        """Returns whether `token` ends the answer, and the row's tail including that token."""
         sampling = row.group.request.sampling
         if (end and sampling.end) or token in sampling.stop_ids:
             return True, row.tail
@@ -201,7 +207,7 @@ class Batch:
         return self._stop_strings.found(sampling.stop, tail, token), tail
 
     def _top(self, rows: Sequence[Row], logits_RV: Tensor) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
-        """The likeliest tokens of the rows whose requests ask for them, and their log-probabilities."""
+        """Returns the most likely tokens and their log-probabilities, for the rows whose requests ask for them."""
         asking = [i for i, row in enumerate(rows) if row.group.request.top_logprobs]
         if not asking:
             return {}
@@ -213,7 +219,7 @@ class Batch:
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def retire(self) -> list[Group]:
-        """Takes out the rows that have ended. Returns the groups of which all have, which are out too."""
+        """Removes finished rows. Returns the groups of which all rows are finished; these are removed too."""
         rows, self._over = self._over, []
         if not rows:
             return []
@@ -228,7 +234,7 @@ class Batch:
         return over
 
     def _leave(self, rows: Sequence[Row]) -> None:
-        """Takes rows out of the batch and the cache; one that ended with its first token was never there."""
+        """Removes rows from the batch and the cache. A row that ended with its first token has no slot."""
         placed = [row for row in rows if row.slot]
         self.cache.free([_slot(row) for row in placed])
         for row in placed:
@@ -236,7 +242,7 @@ class Batch:
         self.rows = _without(self.rows, placed)
 
     def _release(self, group: Group) -> None:
-        """Takes out a group without rows, and its prompt where no other has it."""
+        """Removes a group without rows, and its prompt if no other group uses it."""
         self.groups.pop(group, None)
         if group.prompt is None:
             return
@@ -245,7 +251,7 @@ class Batch:
             self.cache.free([group.prompt.slot])
 
     def drop(self, group: Group) -> None:
-        """Ends a group early, and leaves nothing of it in the cache: masks do not keep out NaN."""
+        """Cancels a group and zeroes its cache slots: masks do not keep out NaN."""
         rows = [row for row in self.rows if row.group is group]
         self.cache.wipe([_slot(row) for row in rows])
         if group.prompt and group.prompt.groups == 1:
@@ -256,7 +262,7 @@ class Batch:
         self._regroup(rows)
 
     def _keep(self, row: Row) -> None:
-        # the last token sampled was never fed, so it has no keys and values
+        # the last sampled token was never an input, so it has no keys and values
         ids = np.concatenate([row.group.request.prompt_ids, np.array(row.token_ids[:-1], np.int32)])
         parts = [slot.kv_L2hTD for slot in (_prompt(row).slot, row.slot) if slot]
         self.store.put(row.group.owner, ids, torch.cat(parts, -2))
@@ -285,7 +291,7 @@ def _slot(row: Row) -> Slot:
 
 
 def end_token_ids(engine: Engine) -> np.ndarray:
-    """The tokens that end an answer: the tokenizer's and the generation config's."""
+    """Returns the tokens that end an answer, int64, sorted: those of the tokenizer and of the generation config."""
     ends = {engine.tokenizer.eos_token_id}
     config = engine.model.generation_config.eos_token_id if engine.model.generation_config else None
     ends |= set(config if isinstance(config, list) else [config])

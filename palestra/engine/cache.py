@@ -1,12 +1,12 @@
-"""Keys and values of what is being sampled: a prompt once for all of its answers, and each answer's own.
+"""KV cache of the sampler: each prompt is stored once for all of its answers, each answer separately.
 
-Sequences lie in pools by the room they have, which doubles as they grow, so that a long one takes room for itself
-alone. A pool is dense: when sequences leave, the last ones move into their places, and a pool of which three quarters
-are free shrinks. One that is empty keeps its memory until `trim`, for those that come next.
-Prompts are kept apart by the number of their answers too, as attention pads each prompt of a pool to the most answers
-that one of them has. Memory is thus at most a small multiple of what the live sequences need.
+Sequences are stored in pools by capacity, which doubles as they grow, so that a long sequence does not enlarge the
+others. A pool is dense: when sequences leave, the last ones move into the gaps, and a pool that is three quarters free
+shrinks. An empty pool keeps its memory until `trim`, for later sequences. Prompts are also separated by their number of
+answers, since attention pads each prompt of a pool to the largest number of answers of one of them. Memory is thus at
+most a small multiple of what the live sequences need.
 
-Shapes: `L` layers, `N` sequences a pool has room for, `C` tokens each of them has room for, `h` key-value heads, `D`
+Shapes: `L` layers, `N` sequences of a pool's capacity, `C` tokens of capacity per sequence, `h` key-value heads, `D`
 head width, `T` tokens.
 """
 
@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LEAST = 16  # tokens that every sequence has room for
+LEAST = 16  # minimum capacity of a sequence in tokens
 
 
 @dataclass(eq=False)
 class Slot:
-    """Place of one sequence: `length` positions are filled at `index` of `pool`."""
+    """Location of one sequence: index `index` of `pool`, with `length` positions filled."""
 
     pool: Pool
     index: int = -1
@@ -33,45 +33,48 @@ class Slot:
 
     @property
     def kv_L2hTD(self) -> Tensor:
-        """Its keys and values, which move when other sequences leave the pool."""
+        """View of the sequence's keys and values. It is invalid after other sequences leave the pool."""
         return self.pool.kv[:, :, self.index, :, : self.length]
 
 
 @dataclass(eq=False)
 class Pool:
-    """Keys and values `kv [L, 2, N, h, C, D]` of sequences; the first `len(slots)` places are taken, by `slots`."""
+    """Keys and values `kv [L, 2, N, h, C, D]` of sequences, in the engine's dtype; the first `len(slots)` indices
+    belong to `slots`."""
 
     kv: Tensor
     slots: list[Slot] = field(default_factory=list)
 
     @property
     def room(self) -> int:
-        """Tokens that each sequence has room for."""
+        """Capacity of each sequence in tokens."""
         return self.kv.shape[4]
 
     def reserve(self, count: int) -> None:
-        """Makes room for `count` more; it at least doubles, so that copies are few."""
+        """Makes room for `count` more sequences. The pool at least doubles, so that copies are rare."""
         need, have = len(self.slots) + count, self.kv.shape[2]
         if need > have:
             self._resize(max(need, 2 * have))
 
     def add(self, slots: Sequence[Slot]) -> None:
+        """Appends `slots`, without keys and values."""
         self.reserve(len(slots))
         for index, slot in enumerate(slots, len(self.slots)):
             slot.pool, slot.index = self, index
         self.slots += slots
 
     def take(self, slots: Sequence[Slot]) -> None:
-        """Moves `slots` here from the one pool that they are in."""
+        """Moves `slots`, which are all in one other pool, to this pool."""
         source, first, longest = slots[0].pool, len(self.slots), max(slot.length for slot in slots)
         self.reserve(len(slots))
         moved = source.kv[:, :, self._indices(slots), :, :longest]
         source._drop(slots)
         self.add(slots)
         self.kv[:, :, first : len(self.slots), :, :longest] = moved
-        source._shrink()  # last: memory may not suffice for it, and nothing is lost
+        source._shrink()  # last: it may run out of memory, and then nothing is lost
 
     def remove(self, slots: Sequence[Slot]) -> None:
+        """Removes `slots`, and shrinks the pool if it is mostly free."""
         self._drop(slots)
         self._shrink()
 
@@ -102,7 +105,7 @@ class Pool:
 
 
 class Cache:
-    """Pools of prompts, by their room and the number of their answers, and of answers, by their room."""
+    """KV cache: pools of prompts, by capacity and number of answers, and pools of answers, by capacity."""
 
     def __init__(self, layers: int, kv_heads: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
         self._empty = torch.zeros(layers, 2, 0, kv_heads, 0, width, device=device, dtype=dtype)
@@ -111,25 +114,26 @@ class Cache:
 
     @property
     def bytes(self) -> int:
+        """Allocated memory in bytes."""
         pools = [*self._prompts.values(), *self._answers.values()]
         return sum(pool.kv.numel() * pool.kv.element_size() for pool in pools)
 
     def prompts(self, lengths: Sequence[int], answers: Sequence[int]) -> list[Slot]:
-        """Places for prompts of these lengths that have so many answers each."""
+        """Allocates slots for prompts of `lengths` tokens with `answers` answers each."""
         return self._placed([Slot(self._prompt_pool(n, k), length=n) for n, k in zip(lengths, answers, strict=True)])
 
     def answers(self, tokens: Sequence[int]) -> list[Slot]:
-        """Places for answers that will have so many tokens, or more."""
+        """Allocates slots for answers of at least `tokens` tokens each."""
         return self._placed([Slot(self._answer_pool(n)) for n in tokens])
 
     def grow(self, answers: Sequence[Slot]) -> None:
-        """Makes room for another token of each of `answers`."""
+        """Makes room for one more token in each of `answers`."""
         full = [slot for slot in answers if slot.length == slot.pool.room]
         for pool, slots in _by_pool(full).items():
             self._answer_pool(2 * pool.room).take(slots)
 
     def regroup(self, prompts: Sequence[Slot], answers: Sequence[int]) -> None:
-        """Moves `prompts` to where they belong now that they have so many answers each."""
+        """Moves `prompts` to the pools for their new numbers of answers."""
         moves: dict[tuple[Pool, Pool], list[Slot]] = defaultdict(list)
         for slot, k in zip(prompts, answers, strict=True):
             pool = self._prompt_pool(slot.length, k)
@@ -139,23 +143,24 @@ class Cache:
             pool.take(slots)
 
     def free(self, slots: Sequence[Slot]) -> None:
+        """Frees `slots`."""
         for pool, group in _by_pool(slots).items():
             pool.remove(group)
 
     def trim(self) -> None:
-        """Gives back the memory of empty pools."""
+        """Frees the memory of empty pools."""
         self._prompts = {key: pool for key, pool in self._prompts.items() if pool.slots}
         self._answers = {key: pool for key, pool in self._answers.items() if pool.slots}
 
     def wipe(self, slots: Sequence[Slot]) -> None:
-        """Zeroes the places of `slots`, which may hold NaN: a mask does not keep that from the next ones there."""
+        """Zeroes the memory of `slots`. It may hold NaN, which a mask does not keep out of the next sequences there."""
         for slot in slots:
             slot.pool.kv[:, :, slot.index] = 0
 
     def _placed(self, slots: list[Slot]) -> list[Slot]:
         groups = _by_pool(slots)
         for pool, group in groups.items():
-            pool.reserve(len(group))  # all or none: memory may not suffice
+            pool.reserve(len(group))  # reserve all before adding any: memory may run out
         for pool, group in groups.items():
             pool.add(group)
         return slots
@@ -185,7 +190,7 @@ def _by_pool(slots: Sequence[Slot]) -> dict[Pool, list[Slot]]:
 
 
 def _power(need: int, least: int, base: int) -> int:
-    """The first of `least`, `least * base`, `least * base**2`, ... that is at least `need`."""
+    """Returns the first of `least`, `least * base`, `least * base**2`, ... that is at least `need`."""
     size = least
     while size < need:
         size *= base
@@ -195,8 +200,8 @@ def _power(need: int, least: int, base: int) -> int:
 class PrefixStore:
     """Keys and values of finished conversations, so that a later turn computes only its new tokens.
 
-    Least recently used ones are dropped beyond `capacity` tokens. `owner` is the snapshot that computed them: the same
-    tokens under another adapter are other keys and values.
+    Beyond `capacity` tokens the least recently used entries are dropped. `owner` is the id of the snapshot that
+    computed an entry: the same tokens have other keys and values under another adapter.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -204,6 +209,8 @@ class PrefixStore:
         self._entries: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
 
     def put(self, owner: int, ids: np.ndarray, kv_L2hTD: Tensor) -> None:
+        """Stores the keys and values [L, 2, h, T, D] of the tokens `ids` [T]; entries longer than the capacity are not
+        stored."""
         key = (owner, ids.astype(np.int64).tobytes())
         if key in self._entries or len(ids) > self.capacity:
             return
@@ -214,7 +221,7 @@ class PrefixStore:
             self.tokens -= dropped.shape[-2]
 
     def longest(self, owner: int, ids: np.ndarray) -> Tensor | None:
-        """Keys and values of the longest stored proper prefix of `ids`, or None."""
+        """Returns keys and values [L, 2, h, T, D] of the longest stored proper prefix of `ids`, or None."""
         raw = ids.astype(np.int64).tobytes()
         for length in sorted({kv.shape[-2] for kv in self._entries.values()}, reverse=True):
             key = (owner, raw[: 8 * length])

@@ -1,7 +1,7 @@
-"""Attention of the sampler's passes, over keys and values in the cache.
+"""Attention of the sampler's passes, over keys and values in the KV cache.
 
-Shapes: `S` new tokens of a flat row, `R` live rows, `n` sequences of a part, `Q` queries of each (padded), `P` their
-keys (padded), `h` key-value heads, `H` query heads, `D` head width.
+Shapes: `S` new tokens of a flat row, `M` tokens with queries, `N` prompts, `R` live rows, `n` sequences of a part, `Q`
+queries of each (padded), `P` their keys (padded), `h` key-value heads, `H` query heads, `D` head width.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from torch.nn import functional as F
 
 from palestra.engine.cache import Pool, Slot
 
-WASTE = 1.5  # a part of a prefill may compute this many times the query-key pairs it needs,
-SMALL = 2**22  # or as many pairs as these, since small parts cost more for being many
+WASTE = 1.5  # maximum ratio of computed to needed query-key pairs of a part of a prefill;
+SMALL = 2**22  # parts with fewer pairs are always merged, since each part has a fixed cost
 
 
 class PrefillLayout:
-    """New prompt tokens, written to their places, attend to all earlier ones there (some may have been reused)."""
+    """Attention layout of a prefill: new prompt tokens are written to their slots and attend to all earlier tokens
+    there, including reused ones."""
 
     def __init__(self, slots: Sequence[Slot], starts_N: np.ndarray) -> None:
-        """`slots` are the prompts', their length that of all of it; `starts_N` counts the tokens already there."""
+        """`slots` are those of the prompts, with the full prompt length; `starts_N` counts the tokens already
+        stored."""
         self.slots, self.device = slots, slots[0].pool.kv.device
         length_N = np.array([slot.length for slot in slots])
         new_N = length_N - starts_N
@@ -42,7 +44,8 @@ class PrefillLayout:
         return torch.as_tensor(values, device=self.device)
 
     def _writes(self) -> Iterator[tuple[Pool, Tensor, Tensor, Tensor]]:
-        """For each pool the flat row's tokens that belong there, with their places and positions."""
+        """Yields, for each pool, the tokens of the flat row that belong there, with their slot indices and
+        positions."""
         index_N = np.array([slot.index for slot in self.slots])
         for pool in dict.fromkeys(slot.pool for slot in self.slots):
             mine_N = np.array([slot.pool is pool for slot in self.slots])
@@ -51,7 +54,7 @@ class PrefillLayout:
             yield pool, self._tensor(token_M), self._tensor(index_M), self._tensor(position_M)
 
     def _ask(self, token_M: np.ndarray) -> None:
-        """Sets whose queries attend: the tokens `token_M` of the flat row, which rise, in the order of their rows."""
+        """Sets the tokens with queries: `token_M`, rising indices of the flat row."""
         asked_N = np.bincount(self.group_S[token_M], minlength=len(self.slots))
         first_N = np.cumsum(asked_N) - asked_N
         back_M, offset = np.zeros(len(token_M), np.int64), 0
@@ -77,11 +80,13 @@ class PrefillLayout:
         self.back_M = self._tensor(back_M)
 
     def narrow(self, keep_M: Tensor) -> PrefillLayout:
+        """Returns the layout in which only the tokens `keep_M` (flat indices, rising) have queries."""
         narrowed = copy.copy(self)
         narrowed._ask(keep_M.cpu().numpy())
         return narrowed
 
     def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+        """Writes the new keys and values [h, S, D] of a layer to the cache; returns the attention output [M, H, D]."""
         for pool, token_M, index_M, position_M in self.writes:
             for kept, new_HSD in zip(pool.kv[layer], (k_HSD, v_HSD), strict=True):
                 kept[index_M, :, position_M] = new_HSD[:, token_M].transpose(0, 1)
@@ -97,7 +102,7 @@ class PrefillLayout:
 
 
 def _similar(slots: Sequence[Slot], asked_N: np.ndarray) -> Iterator[np.ndarray]:
-    """Numbers of `slots` that have queries, in runs of one pool and of similar shape."""
+    """Yields indices of `slots` that have queries, in groups of one pool and of similar shape."""
     pools = {pool: number for number, pool in enumerate(dict.fromkeys(slot.pool for slot in slots))}
     order = sorted(np.flatnonzero(asked_N).tolist(), key=lambda i: (pools[slots[i].pool], int(asked_N[i])))
     part: list[int] = []
@@ -114,20 +119,21 @@ def _similar(slots: Sequence[Slot], asked_N: np.ndarray) -> Iterator[np.ndarray]
 
 
 class DecodeLayout:
-    """One new token per live row, written to the row's answer; it attends to the row's prompt and its own answer.
+    """Attention layout of a decoding step: one new token per live row is appended to the row's answer and attends to
+    the row's prompt and answer.
 
-    Both are computed apart, all rows of a prompt together, and put together by their softmaxes' sums, as in
+    The two are computed separately, all rows of a prompt together, and combined by their softmax sums, as in
     FlashAttention (Dao et al., 2022).
     """
 
     def __init__(self, prompts: Sequence[Slot], answers: Sequence[Slot]) -> None:
-        """The two sequences of each row [R]; the new token is the answer's last."""
+        """`prompts` and `answers` are the two sequences of each row [R]; the new token is the last of the answer."""
         self.prompts, self.answers = Parts(prompts), Parts(answers)
         self.writes = [self._write(pool, answers) for pool in self.answers.pools]
 
     @staticmethod
     def _write(pool: Pool, answers: Sequence[Slot]) -> tuple[Pool, Tensor, Tensor]:
-        """The rows whose answers are in `pool`, and where their new tokens lie in it, head by head."""
+        """Returns the rows whose answers are in `pool`, and the flat index of each row's new token per head."""
         _, _, _, h, room, _ = pool.kv.shape
         row_M = np.array([r for r, slot in enumerate(answers) if slot.pool is pool])
         index_M = np.array([slot.index for slot in answers if slot.pool is pool])
@@ -137,6 +143,7 @@ class DecodeLayout:
         return pool, torch.as_tensor(row_M, device=device), torch.as_tensor(at_Mh.ravel(), device=device)
 
     def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+        """Writes the new keys and values [h, R, D] of a layer to the cache; returns the attention output [R, H, D]."""
         (_, rows, width), h = q_HSD.shape, k_HSD.shape[0]
         for pool, row_M, at_Mh in self.writes:
             for kept, new_HSD in zip(pool.kv[layer], (k_HSD, v_HSD), strict=True):
@@ -153,8 +160,8 @@ class DecodeLayout:
 
 
 class Sums(NamedTuple):
-    """A softmax that is not divided yet, for each row and head: the values weighted by exp(score - top) [R, H, D], the
-    sum of these weights [R, H], and the highest score [R, H], the last two in float32."""
+    """An unnormalised softmax for each row and head: values weighted by exp(score - top) [R, H, D], the sum of these
+    weights [R, H] float32, and the maximum score [R, H] float32."""
 
     values: Tensor
     total: Tensor
@@ -162,10 +169,10 @@ class Sums(NamedTuple):
 
 
 class Parts:
-    """Attention of one query per row to one sequence per row, pool by pool."""
+    """Attention of one query per row to one sequence per row, computed pool by pool."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        """`slots` are the rows' sequences [R]; several rows may have the same one."""
+        """`slots` are the rows' sequences [R]; several rows may share one."""
         rows: dict[Pool, list[int]] = defaultdict(list)
         for r, slot in enumerate(slots):
             rows[slot.pool].append(r)
@@ -173,11 +180,11 @@ class Parts:
         self.parts, places, offset = [], np.zeros(len(slots), np.int64), 0
         for pool, row_M in rows.items():
             index_M = np.array([slots[r].index for r in row_M])
-            first, end = int(index_M.min()), int(index_M.max()) + 1  # others of the pool are not computed
+            first, end = int(index_M.min()), int(index_M.max()) + 1  # skip the rest of the pool
             index_M -= first
             place_M, most = _places(index_M)
             size = end - first
-            row_nQ = np.full(size * most, row_M[0], np.int64)  # a place without a row repeats the first one
+            row_nQ = np.full(size * most, row_M[0], np.int64)  # padding repeats the first row
             row_nQ[index_M * most + place_M] = row_M
             places[row_M] = offset + index_M * most + place_M
             offset += size * most
@@ -189,6 +196,7 @@ class Parts:
         self.place_R = _picked(places, offset, self.pools[0].kv.device)
 
     def attend(self, layer: int, q_RHD: Tensor, h: int, width: int) -> Sums:
+        """Returns the unnormalised attention of the scaled queries `q_RHD` [R, H*D] over one layer."""
         found = [
             self._part(pool.kv[layer, :, first:], _at(q_RHD, row_nQ), hide, h)
             for pool, first, row_nQ, hide in self.parts
@@ -211,7 +219,7 @@ class Parts:
 
 
 def _picked(index: np.ndarray, size: int, device: torch.device) -> Tensor | None:
-    """The index, or None where it picks all of `size` rows in order."""
+    """Returns `index` as a tensor, or None if it selects all of `size` rows in order."""
     if np.array_equal(index, np.arange(size)):
         return None
     return torch.as_tensor(index, device=device)
@@ -222,7 +230,7 @@ def _at(rows: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _places(index_M: np.ndarray) -> tuple[np.ndarray, int]:
-    """The number of each entry among those of the same value, and how many the most frequent value has."""
+    """Returns the rank of each entry among those of the same value, and the count of the most frequent value."""
     order = np.argsort(index_M, kind="stable")
     _, first, count = np.unique(index_M[order], return_index=True, return_counts=True)
     place_M = np.zeros(len(index_M), np.int64)

@@ -1,10 +1,10 @@
-"""Adapters on disk: PEFT's format, so that `peft`, vLLM and others load them as they are.
+"""Saves and loads adapters in PEFT's format, full models, and training state.
 
-A folder with `adapter_config.json` and `adapter_model.safetensors`. The optimizer's state lies beside them in
-`optimizer.safetensors` where it was asked for; other readers ignore it.
+An adapter folder holds `adapter_config.json` and `adapter_model.safetensors`, which `peft`, vLLM and others load as
+they are. The optimizer's state is in `optimizer.safetensors` beside them if it was saved; other readers ignore it.
 
-The format is one, whatever the number of ranks: sharded tensors are gathered one at a time and written by the first
-rank; each rank reads its own rows of the files. What many ranks saved, any other number can go on with.
+The format does not depend on the number of ranks: sharded tensors are gathered one at a time and written by rank 0;
+each rank reads its own rows of the files. Training can resume with any other number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from palestra.engine.models import Engine
 from palestra.engine.sharded import full, is_shard, own, rows
 from palestra.engine.trainer import Trainer
 
-REFERENCE = "reference"  # a folder beside the adapter
+REFERENCE = "reference"  # subfolder of the reference adapter
 CRITIC = "critic.safetensors"
 PREFIX = "base_model.model."
 
@@ -35,7 +35,7 @@ def save_adapter(folder: Path, adapter: Adapter, base: str) -> None:
 
 
 def save_snapshot(folder: Path, snapshot: Snapshot, base: str) -> None:
-    """The same of a snapshot, whose scale is in B already: alpha and rank are equal, and cancel."""
+    """Writes a snapshot in PEFT's format. Its scale is already folded into B, so alpha is set to the rank."""
     _save_pairs(folder, snapshot.weights, snapshot.rank, snapshot.rank, base)
 
 
@@ -61,7 +61,8 @@ def _save_pairs(folder: Path, weights: Weights, rank: int, alpha: float, base: s
 
 
 def load_adapter(folder: Path, engine: Engine) -> Adapter:
-    """The adapter that PEFT or palestra wrote to `folder`. Raises ValueError for what does not fit the base."""
+    """Loads the adapter that PEFT or palestra wrote to `folder`. Raises ValueError if there is none, it is not plain
+    LoRA, or it does not fit the base."""
     if not (folder / "adapter_config.json").exists():
         raise ValueError(f"no adapter at {folder}: it holds no adapter_config.json. Name a checkpoint's policy folder.")
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -78,6 +79,8 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
 
 
 def check_plain(config: dict[str, Any], folder: Path) -> None:
+    """Raises ValueError if the PEFT config at `folder` is not plain LoRA (for example DoRA, rsLoRA, PiSSA or trained
+    biases)."""
     options = ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
     unusual = {key: config[key] for key in options if config.get(key)}
     if config.get("peft_type") != "LORA":
@@ -85,7 +88,7 @@ def check_plain(config: dict[str, Any], folder: Path) -> None:
     if config.get("bias", "none") != "none":
         unusual["bias"] = config["bias"]
     if config.get("init_lora_weights", True) not in (True, False, None, "gaussian"):
-        unusual["init_lora_weights"] = config["init_lora_weights"]  # such as PiSSA, which changes the base
+        unusual["init_lora_weights"] = config["init_lora_weights"]  # for example PiSSA, which changes the base
     if unusual:
         raise ValueError(
             f"the adapter at {folder} is not plain LoRA ({', '.join(f'{k}: {v}' for k, v in unusual.items())}). "
@@ -111,8 +114,8 @@ def _copy(name: str, into: tuple[Tensor, Tensor], source: tuple[Tensor, Tensor])
 
 
 def save_trainer(folder: Path, trainer: Trainer) -> None:
-    """Writes what `trainer` trains (adapter or full model, critic), its reference where that is not the base, and its
-    optimizer; `load_trainer` goes on exactly there. All ranks must call it; the first writes."""
+    """Writes the trained weights (adapter or full model, critic), the reference if it is not the base, and the
+    optimizer state. `load_trainer` resumes exactly there. All ranks must call it; rank 0 writes."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {} if trainer.adapter else _gathered(trainer.engine.model.state_dict(keep_vars=True), trainer)
     slots = _optimizer_state(trainer)
@@ -130,13 +133,13 @@ def save_trainer(folder: Path, trainer: Trainer) -> None:
 
 
 def save_weights(folder: Path, trainer: Trainer) -> None:
-    """Writes the adapter or the full model alone: what others sample from."""
+    """Writes the adapter or the full model without training state, for samplers in other processes."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(folder, trainer, {} if trainer.adapter else trainer.engine.model.state_dict())
 
 
 def _write_weights(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -> None:
-    """Writes the adapter, or `weights` as the model's."""
+    """Writes the adapter, or `weights` as those of the model."""
     if trainer.adapter:
         save_adapter(folder, trainer.adapter, trainer.engine.name)
     else:
@@ -145,7 +148,8 @@ def _write_weights(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -
 
 
 def _gathered(state: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
-    """`state` with whole tensors in the first rank's main memory; nothing elsewhere. Tied ones stay one tensor."""
+    """Returns `state` with full tensors in the CPU memory of rank 0, and empty tensors on other ranks. Tied tensors
+    stay one tensor."""
     if not trainer.engine.shards:
         return {name: tensor.detach() for name, tensor in state.items()}
     found: dict[str, Tensor] = {}
@@ -159,7 +163,7 @@ def _gathered(state: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
-    """The optimizer's tensors by the number of their parameter and their slot, whole; nothing but on the first rank."""
+    """Returns the full optimizer tensors by parameter number and name; an empty dict on all ranks but rank 0."""
     found = {}
     for i, slots in trainer.optimizer.state_dict()["state"].items():
         for slot, value in slots.items():
@@ -170,7 +174,8 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def load_trainer(folder: Path, trainer: Trainer) -> None:
-    """Restores weights and optimizer from `folder` into a trainer of the same shape."""
+    """Restores weights and optimizer state from `folder` into a trainer of the same shape. Raises ValueError if they do
+    not fit."""
     load_weights(folder, trainer)
     trainer.reference = load_adapter(folder / REFERENCE, trainer.engine) if (folder / REFERENCE).exists() else None
     if trainer.critic:
@@ -179,7 +184,7 @@ def load_trainer(folder: Path, trainer: Trainer) -> None:
 
 
 def load_weights(folder: Path, trainer: Trainer) -> None:
-    """Restores the adapter or the full model alone. Raises ValueError where it has another shape."""
+    """Restores the adapter or the full model only. Raises ValueError if the shapes differ."""
     if trainer.adapter:
         saved = load_adapter(folder, trainer.engine)
         if _shape(saved) != _shape(trainer.adapter):
@@ -203,8 +208,9 @@ def _shape(adapter: Adapter) -> tuple[list[str], int, float]:
 
 
 def load_full(folder: Path, engine: Engine) -> None:
-    """Full weights from `folder` into the engine's model, strictly: a missing weight is an error."""
-    files = sorted(folder.glob("model*.safetensors"))  # one, or the shards of a large model
+    """Loads full weights from `folder` into the engine's model. Raises ValueError if the folder holds no model, or if a
+    weight is missing, unexpected or of another shape."""
+    files = sorted(folder.glob("model*.safetensors"))  # one file, or the shards of a large model
     if not files:
         raise ValueError(
             f"no model at {folder}: it holds no model.safetensors. Name a folder that save_pretrained wrote."
@@ -232,7 +238,8 @@ def _shape_in(file: Any, name: str) -> list[int]:
 
 
 def _part(file: Any, name: str, like: Tensor) -> Tensor:
-    """What this rank keeps of a tensor in a file, of which it keeps such rows as of `like`, where it has as many."""
+    """Returns the rows of a stored tensor that this rank holds of `like`; the whole tensor if `like` is not sharded or
+    has another shape."""
     whole = not is_shard(like) or _shape_in(file, name) != list(like.shape)
     part: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[rows(like)]
     return part

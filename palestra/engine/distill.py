@@ -1,10 +1,10 @@
-"""Distillation of a reference into a student that reads another prompt: reverse KL over the whole vocabulary.
+"""On-policy distillation of a reference into a student with another prompt: reverse KL over the whole vocabulary.
 
-The student answers in its own words and learns, at each of them, how the reference would have gone on (Gu et al., 2024,
-MiniLLM; Agarwal et al., 2024, on-policy distillation). The reference may be told more than the student: a worked
-example, the other agent's view.
+The student samples an answer and learns, at each of its tokens, the reference's next-token distribution (Gu et al.,
+2024, MiniLLM; Agarwal et al., 2024, on-policy distillation). The reference may have more context than the student: a
+worked example, or the other agent's observation.
 
-Shapes: `T` tokens of an answer, `A` answer tokens of several lessons, `V` vocabulary; `M` scored targets of a job.
+Shapes: `T` tokens of an answer, `A` answer tokens of several examples, `V` vocabulary; `M` scored targets of a job.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from palestra.types import Datum
 
 @dataclass(frozen=True)
 class Lesson:
-    """An `answer` [T] with its tokens' `weights` [T], after what the student read and after what the reference reads.
-    Neither prompt is empty, nor is the answer."""
+    """An `answer` [T] (int) with token `weights` [T] (float), after the `student` prompt and after the `reference`
+    prompt (int token ids). Neither prompt nor answer may be empty."""
 
     student: np.ndarray
     reference: np.ndarray
@@ -36,15 +36,17 @@ class Lesson:
 
 
 def reverse_kl(student_AV: Tensor, reference_AV: Tensor, temperature: float) -> Tensor:
-    """KL(student || reference) [A], in nats, of the distributions that two sets of logits mean at `temperature`."""
+    """Returns KL(student || reference) [A] in nats, of the distributions given by two sets of logits at
+    `temperature`."""
     student_logp_AV = torch.log_softmax(student_AV / temperature, -1)
     reference_logp_AV = torch.log_softmax(reference_AV / temperature, -1)
     return (student_logp_AV.exp() * (student_logp_AV - reference_logp_AV)).sum(-1)
 
 
 class ReverseKL:
-    """The loss of a job on `data`: each answer token's reverse KL times its weight, summed. Gradients reach the student
-    alone. `sums` holds what each lesson came to: a job sees its data a part at a time, and may see a part again."""
+    """The loss of a job on `data`: the weighted sum of the reverse KL of each answer token. Gradients flow to the
+    student only. `sums` (float64) holds the loss of each example; it is overwritten rather than accumulated, since a
+    job processes its data in parts and may repeat a part."""
 
     def __init__(
         self, engine: Engine, reference: Snapshot | None, lessons: Sequence[Lesson], *, temperature: float
@@ -54,7 +56,7 @@ class ReverseKL:
 
     @property
     def data(self) -> list[Datum]:
-        """What the student is shown: prompt and answer, with the number of the lesson at the answer's tokens and -1
+        """Training sequences of the student: prompt and answer, with the example's index at the answer tokens and -1
         before."""
         return [_datum(number, lesson) for number, lesson in enumerate(self.lessons)]
 
@@ -66,7 +68,7 @@ class ReverseKL:
         kl_A = reverse_kl(predicted.logits_MV().index_select(0, asked_A), reference_AV, self.temperature)
         loss_A = kl_A * predicted.inputs["weights"][asked_A]
         sums = torch.zeros_like(self.sums).index_add_(0, lesson_A.cpu(), loss_A.detach().double().cpu())
-        seen = lesson_A.unique().cpu()  # set, not added to: a pass that fails is done again
+        seen = lesson_A.unique().cpu()  # assigned, not accumulated: a failed pass is repeated
         self.sums[seen] = sums[seen]
         return loss_A.sum(), {}
 
@@ -81,7 +83,7 @@ def _datum(number: int, lesson: Lesson) -> Datum:
 
 @torch.no_grad()
 def _reference_logits(engine: Engine, reference: Snapshot | None, lessons: Sequence[Lesson]) -> Tensor:
-    """Logits [A, V] at the answers' tokens, lesson by lesson, after the reference's prompts."""
+    """Returns the reference's logits [A, V] at the answer tokens, example by example."""
     forest = plant([np.concatenate([x.reference, x.answer[:-1]]).astype(np.int64) for x in lessons])
     rows_A = np.concatenate([path[len(x.reference) - 1 :] for x, path in zip(lessons, forest.paths, strict=True)])
     keep, row_A = np.unique(rows_A, return_inverse=True)

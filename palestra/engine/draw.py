@@ -1,4 +1,4 @@
-"""The next token: how it is drawn, what else was likely, and whether it ends the answer.
+"""Token sampling: temperature, top-k, top-p, most likely tokens, and stop strings.
 
 Shapes: `R` live rows, `V` vocabulary, `k` best tokens.
 """
@@ -16,30 +16,38 @@ from torch import Tensor
 
 from palestra.config import Strict
 
-COLDEST = 1e-6  # lower temperatures are taken as this: logits divided by less overflow to NaN
-CHARACTER = 4  # a character of UTF-8 has at most so many bytes, and may come in as many tokens
-BROKEN = "\ufffd"  # what decoders make of the rest of a cut character
+COLDEST = 1e-6  # minimum temperature above 0: with lower ones, scaled logits overflow to NaN
+CHARACTER = 4  # maximum bytes, and so tokens, of one UTF-8 character
+BROKEN = "\ufffd"  # decoders' replacement for the rest of a cut character
 
 
 class Sampling(Strict):
-    """How a policy samples. `top_k` 0 and `top_p` 1 leave the distribution whole; temperature 0 is greedy.
+    """Sampling parameters of a policy.
 
-    An answer ends with the model's end token (not where `end` is false), with one of `stop_ids`, with the token that
-    completes a string of `stop`, or after `max_tokens`; what ends it is part of it.
+    An answer ends with the model's end token (unless `end` is false), with one of `stop_ids`, with the token that
+    completes one of the `stop` strings, or after `max_tokens`. The ending token is part of the answer.
     """
 
     max_tokens: int = Field(32, ge=1)
+    """Maximum number of tokens of an answer, at least 1."""
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """Softmax temperature, at least 0. 0 is greedy: the most likely token is always taken."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: keeps the smallest set of tokens with at least this total probability, in (0, 1]. 1 keeps all
+    tokens."""
     top_k: int = Field(0, ge=0)
+    """Keeps the k most likely tokens. 0 keeps all tokens."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer."""
     stop_ids: tuple[int, ...] = ()
+    """Token ids that end an answer."""
     end: bool = True
+    """Whether the model's end token ends an answer. Set it to false to sample up to `max_tokens`."""
 
 
 def uniform(seeds_R: np.ndarray, siblings_R: np.ndarray, steps_R: np.ndarray) -> np.ndarray:
-    """Uniform numbers [R] in [0, 1), a pure function of (seed, sibling, step): two rounds of splitmix64 (Steele et al.,
-    2014)."""
+    """Returns uniform float64 numbers [R] in [0, 1), a pure function of (seed, sibling, step), each uint64 [R]: two
+    rounds of splitmix64 (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
         x = _mix(seeds_R + np.uint64(0x9E3779B97F4A7C15) * (siblings_R + np.uint64(1)))
         x = _mix(x + np.uint64(0x9E3779B97F4A7C15) * (steps_R + np.uint64(1)))
@@ -53,7 +61,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def choose(logits_RV: Tensor, settings: Sequence[Sampling], u_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [R] drawn by inverse CDF at `u_R`, and their log-probabilities [R] before top-k and top-p."""
+    """Samples tokens [R] int64 by inverse CDF at `u_R`; returns them and their log-probabilities [R] float32 before
+    top-k and top-p."""
     logp_RV = _at_temperature(logits_RV, settings)
     cdf_RV = _restrict(logp_RV, settings).double().exp().cumsum(-1)  # double: u close to 1 stays below the total
     target_R1 = torch.as_tensor(u_R, device=cdf_RV.device, dtype=cdf_RV.dtype)[:, None] * cdf_RV[:, -1:]
@@ -65,20 +74,21 @@ def choose(logits_RV: Tensor, settings: Sequence[Sampling], u_R: np.ndarray) -> 
 
 
 def best(logits_RV: Tensor, settings: Sequence[Sampling], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `k` likeliest tokens [R, k], best first, and their log-probabilities [R, k] before top-k and top-p."""
+    """Returns the `k` most likely tokens [R, k] int64, best first, and their log-probabilities [R, k] float32 before
+    top-k and top-p."""
     logp_Rk, ids_Rk = _at_temperature(logits_RV, settings).topk(k)
     return ids_Rk.cpu().numpy(), logp_Rk.cpu().numpy()
 
 
 def _at_temperature(logits_RV: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """Log-probabilities [R, V] at each row's temperature (at 0: of the plain softmax)."""
+    """Returns log-probabilities [R, V] float32 at each row's temperature (at 0: of the plain softmax)."""
     warmth = [max(s.temperature, COLDEST) if s.temperature else 1.0 for s in settings]
     temperature = torch.tensor(warmth, device=logits_RV.device)
     return torch.log_softmax(logits_RV.float() / temperature[:, None], -1)
 
 
 def _restrict(logp_RV: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """`logp_RV` with what top-k and top-p cut away at minus infinity (Holtzman et al., 2020)."""
+    """Returns `logp_RV` with the tokens removed by top-k and top-p (Holtzman et al., 2020) set to minus infinity."""
     if all(s.top_k == 0 and s.top_p == 1 for s in settings):
         return logp_RV
     vocabulary = logp_RV.shape[1]
@@ -92,12 +102,12 @@ def _restrict(logp_RV: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 class StopStrings:
-    """Finds stop strings in answers that grow token by token, whichever tokens the strings are spread over.
+    """Finds stop strings in answers that grow token by token, however the strings are split into tokens.
 
-    It decodes the last tokens only, which the caller keeps in a `tail` for each answer. A token that shows holds a byte
-    or more, so the tokens of a match are at most the bytes of the longest string. One more before them takes what
-    decoders do at the start of a text, such as dropping a space; and `CHARACTER - 1` more let the text start where a
-    character does, since some decoders give up a whole run of byte tokens for one cut character at its start.
+    Only the last tokens are decoded; the caller keeps them in a `tail` for each answer. A visible token holds at least
+    one byte, so a match has at most as many tokens as the longest string has bytes. One extra token before them absorbs
+    what decoders do at the start of a text, such as dropping a space. `CHARACTER - 1` further tokens let the text start
+    at a character boundary, since some decoders replace a whole run of byte tokens if the first character is cut.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -106,10 +116,12 @@ class StopStrings:
 
     @staticmethod
     def tail(stops: Sequence[str]) -> deque[int]:
+        """Returns an empty tail, of the length needed for `stops`."""
         return deque(maxlen=max(len(stop.encode()) for stop in stops) + CHARACTER)
 
     def found(self, stops: Sequence[str], tail: deque[int], token: int) -> bool:
-        """Adds `token` to `tail`; whether its text, special tokens left out, now holds one of `stops`."""
+        """Appends `token` to `tail`; returns whether the tail's text, without special tokens, contains one of
+        `stops`."""
         if not self._shown(token):
             return False
         tail.append(token)
@@ -123,7 +135,8 @@ class StopStrings:
         return False
 
     def _shown(self, token: int) -> bool:
-        """Whether a token adds to the text. Asked of a pair, as a decoder may drop the space that starts a text."""
+        """Returns whether a token adds to the text. Decodes it twice in a row, as a decoder may drop the space at the
+        start of a text."""
         if token not in self._shows:
             self._shows[token] = self._decode([token, token]) != ""
         return self._shows[token]

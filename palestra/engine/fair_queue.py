@@ -1,8 +1,8 @@
-"""Fair shares of several clients: the virtual token counter of Sheng et al. (2024).
+"""Fair scheduling between clients: the virtual token counter of Sheng et al. (2024).
 
-Each client has a counter of the work that was done for it, and the client with the least counter is served first. One
-that comes back after a pause begins at the least counter of those that wait, so that a pause earns no credit. None
-starves: while one waits, the counters of those that are served rise above its own.
+Each client has a counter of the work done for it; the waiting client with the lowest counter is served first. A client
+that returns after a pause starts at the lowest counter of the waiting clients, so a pause earns no credit. No client
+starves: while it waits, the counters of the clients being served rise above its own.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 class Shares:
-    """The counters. `charge` adds the work done for a client, in any unit."""
+    """Work counters of the clients."""
 
     def __init__(self) -> None:
         self._work: dict[str, float] = {}
         self._turn: dict[str, int] = {}
         self._waited: set[str] = set()
-        self._level = 0.0  # the counter of the client that was served last
+        self._level = 0.0  # counter of the client that was served last
         self._turns = 0
 
     def order(self, waiting: Iterable[str]) -> list[str]:
-        """The clients that wait now, the least served first; of equals, the one whose last turn was longest ago."""
+        """Returns the waiting clients, lowest counter first; ties go to the client served least recently."""
         now = list(waiting)
         least = min((self._work[client] for client in now if client in self._waited), default=self._level)
         for client in now:
@@ -35,17 +35,18 @@ class Shares:
         return sorted(now, key=lambda client: (self._work[client], self._turn.get(client, 0)))
 
     def charge(self, client: str, work: float) -> None:
+        """Adds `work` (in any one unit) to the counter of a client."""
         self._turns += 1
         self._level = self._work.get(client, self._level)
         self._work[client], self._turn[client] = self._level + work, self._turns
 
 
 class FairQueue(Generic[T]):
-    """Items that wait, in order of arrival for each client; `shares` say whose turn it is."""
+    """A queue of items per client, in order of arrival; `shares` decides which client is next."""
 
     def __init__(self) -> None:
         self.shares = Shares()
-        self._items: dict[str, deque[T]] = {}  # no deque is empty
+        self._items: dict[str, deque[T]] = {}  # never holds an empty deque
 
     def __len__(self) -> int:
         return sum(map(len, self._items.values()))
@@ -58,27 +59,31 @@ class FairQueue(Generic[T]):
         return any(item in items for items in self._items.values())
 
     def push(self, client: str, item: T) -> None:
+        """Appends an item to the client's queue."""
         self._items.setdefault(client, deque()).append(item)
 
     def clients(self) -> list[str]:
-        """Those with items, in the order of their turns."""
+        """Returns the clients with items, in the order in which they are to be served."""
         return self.shares.order(self._items)
 
     def first(self, client: str) -> T:
+        """Returns the client's oldest item without removing it."""
         return self._items[client][0]
 
     def pop(self, client: str) -> T:
+        """Removes and returns the client's oldest item."""
         item = self._items[client].popleft()
         self._forget_empty(client)
         return item
 
     def remove(self, item: T) -> None:
-        """Takes out an item, wherever it is."""
+        """Removes an item from its client's queue."""
         client = next(client for client, items in self._items.items() if item in items)
         self._items[client].remove(item)
         self._forget_empty(client)
 
     def clear(self) -> None:
+        """Removes all items."""
         self._items.clear()
 
     def _forget_empty(self, client: str) -> None:

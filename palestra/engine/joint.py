@@ -1,15 +1,15 @@
-"""Training passes of several adapters at once, as a server of many clients needs them.
+"""Training passes of several adapters at once, for a server with many clients.
 
-Each adapter's sequences are a forest of their own, since under other weights the same tokens are other activations. The
-forests lie end to end in one flat row, and a route gives every block of it its adapter: what the base computes, and all
-that is not a linear layer, is computed for everybody together. Losses are sums, gradients gather in each adapter until
-its optimizer's step.
+Each adapter's sequences form a separate forest, since the same tokens have other activations under other weights. The
+forests are concatenated in one flat row, and a route assigns an adapter to each block of it: the base model, and
+everything but linear layers, is computed for all jobs together. Losses are sums; gradients accumulate in each adapter
+until its optimizer step.
 
-Jobs are strangers to each other: what one of them computes, or fails to, must not show in another's results. So each
-has leaves of its own, whose gradients are added to its adapter's once the whole job has gone well.
+Jobs are isolated: neither the results nor a failure of one job may affect another. Each job therefore has its own leaf
+tensors, whose gradients are added to its adapter's only after the whole job has succeeded.
 
-Shapes: `S` tokens of the flat row, `C` rows whose logits are wanted, `M` scored targets of a job, `n` scored positions
-of a datum, `V` vocabulary.
+Shapes: `S` tokens of the flat row, `C` rows whose logits are computed, `M` scored targets of a job, `n` scored
+positions of a datum, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from palestra.types import Datum
 
 
 class Predicted(NamedTuple):
-    """What a job's loss reads: the targets' log-probabilities [M], the data's inputs [M] by name, and the number of the
-    sequence that each target belongs to [M]. `logits_MV` gives the whole rows to losses that ask."""
+    """Inputs of a job's loss: log-probabilities of the targets [M] float32, the data's `inputs` [M] float32 by name,
+    and the index of each target's sequence [M] int64. `logits_MV` returns the full logits [M, V] float32, for losses
+    that need them."""
 
     logp_M: Tensor
     inputs: dict[str, Tensor]
@@ -45,8 +46,9 @@ JointLoss = Callable[[Predicted], tuple[Tensor, Figures]]
 
 @dataclass(frozen=True)
 class Job:
-    """One client's pass over its data; `backward` false only scores. With `weighted_only` targets of weight 0 are left
-    out: the log-probabilities of a prompt, which nobody reads, need not be computed. Theirs are given as 0."""
+    """One client's pass over its data; with `backward` false it only computes log-probabilities and losses. With
+    `weighted_only`, targets of weight 0 (such as those of a prompt) are not computed; their log-probabilities are
+    returned as 0."""
 
     trainer: Trainer
     data: Sequence[Datum]
@@ -55,7 +57,7 @@ class Job:
     weighted_only: bool = False
 
     def wanted(self, datum: Datum) -> np.ndarray:
-        """The positions of `datum` that are scored [n]."""
+        """Returns the scored positions of `datum`, int64 [n]."""
         if not self.weighted_only:
             return np.arange(len(datum.tokens))
         weighted = np.flatnonzero((datum.inputs["weights"].reshape(len(datum.tokens), -1) != 0).any(1))
@@ -64,14 +66,15 @@ class Job:
 
 @dataclass
 class Outcome:
-    """Log-probabilities of each datum's targets, in its shape, and the loss's figures summed over the data."""
+    """Log-probabilities of each datum's targets, float32 in the targets' shape, and the loss's metrics summed over the
+    data."""
 
     logps: list[np.ndarray] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
 
 
 class Blocks:
-    """The route of a joint pass: block i of the rows uses adapter i, and gradients flow into it."""
+    """The route of a multi-adapter training pass: block i of the rows uses adapter i, and gradients flow into it."""
 
     def __init__(self, adapters: Sequence[Adapter], counts: Sequence[int]) -> None:
         self.routes, self.counts = [Single(adapter) for adapter in adapters], list(counts)
@@ -88,7 +91,7 @@ class Blocks:
 
 @dataclass
 class _Run:
-    """A job under way, or what made it fail."""
+    """State of a running job, or the error that ended it."""
 
     job: Job
     adapter: Adapter = field(init=False)
@@ -101,13 +104,14 @@ class _Run:
         self.adapter = self.job.trainer.adapter.apart()
 
     def add(self, gradients: Sequence[Tensor]) -> None:
+        """Adds gradients to those of the job."""
         if self.gradients is None:
             self.gradients = list(gradients)
         else:
             torch._foreach_add_(self.gradients, list(gradients))
 
     def end(self) -> Outcome | Exception:
-        """The outcome; the gradients of a job that went well are its adapter's from now on."""
+        """Returns the outcome or the error. On success, adds the gradients of the job to those of its adapter."""
         if self.error is not None:
             return self.error
         for parameter, gradient in zip(self.job.trainer.parameters, self.gradients or (), strict=False):
@@ -116,7 +120,7 @@ class _Run:
 
 
 class Part(NamedTuple):
-    """Data of a job in one micro-batch, with the positions of each that are scored."""
+    """The data of a job in one micro-batch, with the scored positions of each datum."""
 
     run: _Run
     data: list[Datum]
@@ -126,8 +130,11 @@ class Part(NamedTuple):
 def train_together(
     engine: Engine, jobs: Sequence[Job], pack_tokens: int
 ) -> Generator[None, None, list[Outcome | Exception]]:
-    """Runs `jobs`, pausing after each micro-batch of at most `pack_tokens` (before sharing) so that others may go
-    between; returns an outcome for each, or what made it fail. A job that fails leaves all gradients as they were."""
+    """Runs `jobs` together; returns an outcome or an error for each.
+
+    Yields after each micro-batch of at most `pack_tokens` tokens (counted before sharing), so that other work can run
+    in between. A failed job leaves all gradients unchanged.
+    """
     runs = [_Run(job) for job in jobs]
     for pack in _packs(jobs, pack_tokens):
         parts = [(runs[number], data) for number, data in pack.items()]
@@ -137,7 +144,8 @@ def train_together(
 
 
 def _packs(jobs: Sequence[Job], tokens: int) -> Generator[dict[int, list[Datum]], None, None]:
-    """The data of all jobs in order, by job, at most `tokens` at a time (one datum alone may have more)."""
+    """Yields the data of all jobs in order, by job number, at most `tokens` tokens at a time (a single datum may exceed
+    it)."""
     pack: dict[int, list[Datum]] = {}
     size = 0
     for number, job in enumerate(jobs):
@@ -152,13 +160,14 @@ def _packs(jobs: Sequence[Job], tokens: int) -> Generator[dict[int, list[Datum]]
 
 
 def _together(engine: Engine, parts: list[Part]) -> None:
-    """A pass for all `parts`; where it fails, one for each alone, so that only those fail whose own does."""
+    """Runs one pass for all `parts`. If it fails, runs each part alone, so that only the jobs that cause the error
+    fail."""
     parts = [part for part in parts if part.run.error is None]
     if not parts:
         return
     try:
         _pass(engine, parts)
-    except Exception as error:  # such as memory that does not suffice
+    except Exception as error:  # for example out of memory
         if len(parts) == 1:
             parts[0].run.error = error
             return
@@ -167,8 +176,8 @@ def _together(engine: Engine, parts: list[Part]) -> None:
 
 
 def _pass(engine: Engine, parts: list[Part]) -> None:
-    """One forward pass for all data, a loss for each job, one backward pass for all losses. Nothing is noted of it but
-    jobs that fail, until all of it has gone well."""
+    """Runs one forward pass for all data, one loss per job, and one backward pass for all losses. Results are recorded
+    only after everything has succeeded; only failed losses are recorded before."""
     forests = [plant([datum.tokens for datum in part.data]) for part in parts]
     flat, sizes = joined(forests), [len(forest.ids_S) for forest in forests]
     route = Blocks([part.run.adapter for part in parts], sizes)
@@ -192,7 +201,8 @@ def _pass(engine: Engine, parts: list[Part]) -> None:
 
 
 def _gradients(losses: Sequence[tuple[_Run, Tensor]]) -> list[tuple[_Run, list[Tensor]]]:
-    """The gradients of each job's loss, asked for its own leaves only: those of a job that fails may be NaN."""
+    """Returns the gradients of each job's loss with respect to its own leaves only, since those of a failed job may be
+    NaN."""
     if not losses:
         return []
     leaves = [run.adapter.parameters() for run, _ in losses]
@@ -202,7 +212,7 @@ def _gradients(losses: Sequence[tuple[_Run, Tensor]]) -> list[tuple[_Run, list[T
 
 
 def _rows(parts: Sequence[Part], forests: Sequence[Forest]) -> list[list[np.ndarray]]:
-    """For each datum of each part the flat rows [n] whose logits are wanted."""
+    """Returns, for each datum of each part, the flat rows [n] whose logits are needed."""
     starts = np.cumsum([0] + [len(forest.ids_S) for forest in forests])
     return [
         [start + path[n] for n, path in zip(part.wanted, forest.paths, strict=True)]
@@ -211,7 +221,7 @@ def _rows(parts: Sequence[Part], forests: Sequence[Forest]) -> list[list[np.ndar
 
 
 def _predicted(engine: Engine, part: Part, at: Sequence[np.ndarray], logits_CV: Tensor, norm_C: Tensor) -> Predicted:
-    """What the loss reads; `at` are the rows of `logits_CV` that each datum's wanted positions have."""
+    """Builds the loss inputs; `at` are the rows of `logits_CV` for each datum's scored positions."""
     _, data, wanted = part
     targets = [datum.targets[n] for datum, n in zip(data, wanted, strict=True)]
     widths = [datum.targets.size // len(datum.tokens) for datum in data]
@@ -229,7 +239,7 @@ def _predicted(engine: Engine, part: Part, at: Sequence[np.ndarray], logits_CV: 
 
 @dataclass(frozen=True)
 class _Judgement:
-    """A job's loss on a part of its data, to be noted once the pass has gone well."""
+    """A job's loss on one part of its data, recorded after the pass has succeeded."""
 
     run: _Run
     loss: Tensor
@@ -237,6 +247,7 @@ class _Judgement:
     figures: dict[str, float]
 
     def note(self) -> None:
+        """Adds log-probabilities and metrics to the job's outcome."""
         outcome = self.run.outcome
         outcome.logps += self.logps
         for name, value in self.figures.items():
@@ -244,7 +255,8 @@ class _Judgement:
 
 
 def _judge(part: Part, predicted: Predicted) -> _Judgement | None:
-    """The job's loss; None where it has none, which ends the job."""
+    """Computes the job's loss. If it fails or is not finite, records the error, which ends the job, and returns
+    None."""
     run = part.run
     try:
         loss, figures = run.job.loss(predicted)
@@ -258,7 +270,7 @@ def _judge(part: Part, predicted: Predicted) -> _Judgement | None:
 
 
 def _spread(part: Part, logp_M: np.ndarray) -> list[np.ndarray]:
-    """The log-probabilities of each datum in the shape of its targets, 0 where they were not wanted."""
+    """Returns the log-probabilities of each datum in the shape of its targets, 0 at positions that were not scored."""
     spread, first = [], 0
     for datum, wanted in zip(part.data, part.wanted, strict=True):
         logps = np.zeros(datum.targets.shape, np.float32)

@@ -1,8 +1,8 @@
-"""Low-rank adapters on one resident base (Hu et al., 2021): independent in training, stacked in sampling.
+"""LoRA adapters on one shared base model (Hu et al., 2021): trained independently, batched together in sampling.
 
-An `Adapter` is what a learner trains: for each target linear layer a pair `A [rank, in]`, `B [out, rank]`, adding
-`(alpha / rank) * B A x`. A `Snapshot` is a frozen copy that samplers read: agent A's sampler does not move while A
-trains on. Rows of several snapshots, and of the bare base, share one forward pass through a `Stacked` route.
+An `Adapter` holds trainable weights: for each target linear layer a pair `A [rank, in]`, `B [out, rank]`, float32,
+which adds `(alpha / rank) * B A x`. A `Snapshot` is a frozen copy used by samplers, so that sampling is not affected by
+further training. Rows of several snapshots, and of the bare base, share one forward pass through a `Stacked` route.
 
 Shapes: `R` rows of the flat row, `n` adapters, `r` the largest rank among them.
 """
@@ -26,20 +26,27 @@ from palestra.engine.memory import must_fit
 
 _ids = itertools.count(1)
 Weights = dict[str, tuple[Tensor, Tensor]]
-MERGE = 2**18  # weights of a layer up to which a copy of it for one snapshot is worth its memory
+MERGE = 2**18  # layers with at most this many weights are merged: a copy costs little memory
 
 
 class LoraConfig(Strict):
-    """Rank and scale of an adapter, and the linear layers it sits on: "all-linear" (those of the decoder's layers; not
-    the head) or suffixes such as "q_proj" and "lm_head"."""
+    """Rank, scale and target layers of an adapter."""
 
     rank: int = Field(8, ge=1)
+    """Rank of the low-rank matrices, at least 1."""
     alpha: float = Field(16.0, gt=0)
+    """Scale of the adapter: its output is multiplied by alpha / rank."""
     targets: str | list[str] = "all-linear"
+    """Linear layers with an adapter: "all-linear" (all linear layers of the decoder layers, without the head), or name
+    suffixes such as "q_proj" and "lm_head"."""
 
 
 class Adapter:
-    """Trainable low-rank weights for some linear layers of a base. B starts at zero, so it starts as the base."""
+    """Trainable low-rank weights, float32, for some linear layers of a base. B is initialised to zero, so the adapter
+    initially equals the base.
+
+    Raises ValueError if a target matches no layer or the adapter does not fit into memory.
+    """
 
     def __init__(self, linears: dict[str, nn.Linear], config: LoraConfig, *, seed: int) -> None:
         self.config = config
@@ -50,20 +57,22 @@ class Adapter:
         must_fit(16 * trained, f"an adapter of rank {config.rank}, with gradients and Adam's moments,", "lower rank")
         for name in names:
             base = linears[name].weight
-            bound = 1 / math.sqrt(base.shape[1])  # kaiming_uniform with a = sqrt(5), as PEFT starts A
+            bound = 1 / math.sqrt(base.shape[1])  # kaiming_uniform with a = sqrt(5), as PEFT initialises A
             a = torch.empty(config.rank, base.shape[1]).uniform_(-bound, bound, generator=generator)
             b = torch.zeros(base.shape[0], config.rank)
             self.weights[name] = (_leaf(a, base.device), _leaf(b, base.device))
 
     @property
     def scale(self) -> float:
+        """Factor of the adapter's output: alpha / rank."""
         return self.config.alpha / self.config.rank
 
     def parameters(self) -> list[Tensor]:
+        """Returns all tensors A and B, in layer order."""
         return [w for pair in self.weights.values() for w in pair]
 
     def apart(self) -> Adapter:
-        """The same weights, in the same memory, with gradients of their own."""
+        """Returns an adapter that shares the memory of these weights and has separate gradients."""
         twin = copy.copy(self)
         twin.weights = {
             k: (a.detach().requires_grad_(), b.detach().requires_grad_()) for k, (a, b) in self.weights.items()
@@ -71,7 +80,7 @@ class Adapter:
         return twin
 
     def take(self, other: Adapter) -> None:
-        """Takes over the weights of `other`. Raises ValueError where it has another rank, scale or other targets."""
+        """Copies the weights of `other`. Raises ValueError if it has another rank, scale or other targets."""
         if (list(self.weights), self.config.rank, self.scale) != (list(other.weights), other.config.rank, other.scale):
             raise ValueError("that adapter has another rank, scale or other targets than this one")
         with torch.no_grad():
@@ -79,12 +88,13 @@ class Adapter:
                 ours.copy_(theirs)
 
     def snapshot(self, name: str = "", dtype: torch.dtype = torch.float32) -> Snapshot:
+        """Returns a frozen copy of the weights in `dtype`."""
         return Snapshot({k: (a.to(dtype), b.to(dtype)) for k, (a, b) in self.weights.items()}, self.scale, name)
 
 
 def weighted_sum(adapters: Sequence[Adapter], coefficients: Sequence[float], linears: dict[str, nn.Linear]) -> Adapter:
-    """The adapter that adds to each layer the weighted sum of what `adapters` add. Its rank is the sum of theirs: low
-    ranks side by side make the sum exact, where a sum of their factors would not."""
+    """Returns the adapter whose output at each layer is the weighted sum of the outputs of `adapters`. Its rank is the
+    sum of their ranks: concatenating the factors makes the sum exact, adding the factors would not."""
     names = [name for name in linears if any(name in adapter.weights for adapter in adapters)]
     rank = sum(adapter.config.rank for adapter in adapters)
     total = Adapter(linears, LoraConfig(rank=rank, alpha=rank, targets=names), seed=0)
@@ -104,10 +114,10 @@ def weighted_sum(adapters: Sequence[Adapter], coefficients: Sequence[float], lin
 
 
 class Snapshot:
-    """An immutable copy of an adapter's weights, the scale folded into B.
+    """An immutable copy of an adapter's weights, with the scale folded into B.
 
-    `id` tells snapshots apart for the caches; `name` orders the rows of a batch, so that a resumed run lays its batches
-    out as the uninterrupted one does.
+    `id` identifies the snapshot in caches; `name` determines the order of the rows of a batch, so that a resumed run
+    builds the same batches as an uninterrupted one.
     """
 
     def __init__(self, weights: Weights, scale: float, name: str = "") -> None:
@@ -116,11 +126,12 @@ class Snapshot:
 
     @property
     def rank(self) -> int:
+        """Largest rank of the weights."""
         return max(a.shape[0] for a, _ in self.weights.values())
 
 
 class Single:
-    """The route of a training pass: every row uses one adapter, and gradients flow into it."""
+    """The route of a single-adapter training pass: every row uses the adapter, and gradients flow into it."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
@@ -131,7 +142,7 @@ class Single:
             return F.linear(x, layer.weight, layer.bias)
         if layer.weight.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
             return MergedLinear.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale)
-        # in half precision a merged weight would round the adapter away
+        # a merged weight in half precision would lose the adapter to rounding
         a, b = (w.to(x.dtype) for w in pair)
         return F.linear(x, layer.weight, layer.bias) + self.adapter.scale * F.linear(F.linear(x, a), b)
 
@@ -140,10 +151,10 @@ class Single:
 
 
 class MergedLinear(torch.autograd.Function):
-    """`x (W + scale * B A)' + bias` with a frozen `W`: one product of full size forward and one backward.
+    """`x (W + scale * B A)' + bias` with a frozen `W`: one full-size product forward and one backward.
 
-    Adding `B A` to `W` costs rank / rows of the product itself, and spares the low-rank products their passes over the
-    activations. It is done again in the backward pass, so that no merged weight outlives its layer's turn.
+    Adding `B A` to `W` costs rank / rows of the full product, and avoids the low-rank products' passes over the
+    activations. It is recomputed in the backward pass, so that merged weights are never kept.
     """
 
     @staticmethod
@@ -156,7 +167,7 @@ class MergedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
         rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
-        # written so that the long side comes last: a product with few columns runs at a third of the speed
+        # transposed so that the long side is last: products with few columns run at a third of the speed
         grad_a = (b.T @ grad_rows.T) @ rows
         grad_b = ((a @ rows.T) @ grad_rows).T
         grad_x = None
@@ -166,17 +177,18 @@ class MergedLinear(torch.autograd.Function):
 
 
 def kept(counts: Sequence[int], keep_M: Tensor) -> list[int]:
-    """How many of the rows `keep_M`, which rise, lie in each of consecutive blocks of `counts` rows."""
+    """Returns how many of the rows `keep_M` (rising indices) lie in each of consecutive blocks of `counts` rows."""
     ends: list[int] = np.diff(np.searchsorted(keep_M.cpu().numpy(), np.cumsum(counts)), prepend=0).tolist()
     return ends
 
 
 class Stacked:
-    """The route of a sampling pass: rows `[start, stop)` use snapshot i, rows beyond the last use the bare base.
+    """The route of a sampling pass: block i of `counts[i]` rows uses snapshot i, the rows after the last block use the
+    bare base.
 
-    One snapshot for all rows is merged into small layers, and two plain products beside large ones. Several are two
-    batched products over equal blocks of rows (padded where the blocks differ), so that 16 adapters cost as many kernel
-    calls as one.
+    One snapshot for all rows is merged into small layers, and applied with two plain products at large ones. Several
+    snapshots are applied with two batched products over blocks of equal size (padded if they differ), so that 16
+    adapters need as many kernel calls as one.
     """
 
     def __init__(self, stack: Stack, counts: Sequence[int]) -> None:
@@ -186,7 +198,7 @@ class Stacked:
         self._padding = None if even else self._pad()
 
     def _pad(self) -> tuple[Tensor, Tensor]:
-        """Row of each padded place, and padded place of each row."""
+        """Returns the row of each padded index, and the padded index of each row."""
         device, rows, places, start = self.stack.device, [], [], 0
         for i, count in enumerate(self.counts):
             rows += [start + min(j, count - 1) for j in range(self.width)]
@@ -219,8 +231,8 @@ class Stacked:
 
 
 class Stack:
-    """Several snapshots side by side: per linear layer `A [n, in, r]` and `B [n, r, out]`, zero where one has no
-    weights or a smaller rank."""
+    """Several snapshots, stacked: for each linear layer `A [n, in, r]` and `B [n, r, out]` in the base's dtype,
+    zero-padded for snapshots without weights or with a smaller rank."""
 
     def __init__(self, snapshots: Sequence[Snapshot], linears: dict[str, nn.Linear]) -> None:
         self.snapshots, self.linears = list(snapshots), linears
@@ -229,7 +241,7 @@ class Stack:
         self._merged: dict[str, Tensor | None] = {}
 
     def merged(self, name: str) -> Tensor | None:
-        """The layer's weight with the only snapshot added; None for layers that are large or in half precision."""
+        """Returns the layer's weight with the only snapshot added; None for layers that are large or not in float32."""
         if name not in self._merged:
             weight, pair = self.linears[name].weight, self.snapshots[0].weights.get(name)
             fits = pair is not None and weight.dtype == torch.float32 and weight.numel() <= MERGE
@@ -237,6 +249,7 @@ class Stack:
         return self._merged[name]
 
     def pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Returns the stacked A and B of a layer; None if no snapshot adapts it."""
         if name not in self._pairs:
             self._pairs[name] = self._build(name)
         return self._pairs[name]
@@ -256,7 +269,8 @@ class Stack:
 
 
 def target_names(linears: Iterable[str], targets: str | list[str]) -> list[str]:
-    """The linear layers that `targets` means, in model order. Raises ValueError for a target that matches none."""
+    """Returns the names of the linear layers selected by `targets`, in model order. Raises ValueError if a target
+    matches none."""
     names = list(linears)
     if targets == "all-linear":
         return [name for name in names if any(part.isdigit() for part in name.split("."))]

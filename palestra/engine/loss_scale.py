@@ -1,4 +1,4 @@
-"""What makes gradients fit into half precision."""
+"""Loss scaling for training in fp16."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from palestra.types import Metrics
 
 
 class LossScale:
-    """What a loss is multiplied by so that small gradients can be written in fp16 (Micikevicius et al., 2018, section
-    3.2): halved when a gradient did not fit, doubled after `patience` steps that went well.
+    """Dynamic loss scale for fp16 gradients (Micikevicius et al., 2018, section 3.2): halved when a gradient overflows,
+    doubled after `patience` consecutive steps without overflow.
 
-    In place of torch's GradScaler, which looks at the gradients of one process: here the norm of the whole gradient,
-    the same on every rank, says whether all fitted.
+    Replaces torch's GradScaler, which checks the gradients of one process: here the norm of the whole gradient, which
+    is equal on all ranks, decides.
     """
 
     def __init__(self, value: float = 2.0**16, patience: int = 2000) -> None:
         self.value, self.patience, self.well = value, patience, 0
 
     def note(self, fits: bool) -> Metrics:
-        """Figures of a step, of which `fits` says whether its gradients were finite. Raises ValueError where none ever
-        is."""
+        """Updates the scale after a step and returns its metrics; `fits` is true if all gradients were finite. Raises
+        ValueError if the scale falls below 2**-14, because gradients are never finite."""
         figures = {"loss_scale": self.value, "skipped": float(not fits)}
         self.well = self.well + 1 if fits else 0
         if not fits:

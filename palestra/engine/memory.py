@@ -1,5 +1,5 @@
-"""What the C allocator does with freed memory, which decides a tenth to a third of the CPU seconds of small models; and
-whether a machine has the memory that is asked for."""
+"""Settings of glibc's malloc for freed memory, which take up to a third of the CPU time of small models; and a check
+that an allocation fits into physical memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import ctypes
 import os
 import sys
 
-TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # the parameters' numbers in glibc's malloc.h
+TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # parameter numbers from glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to reuse freed memory rather than hand it back, for the life of this process; a no-op elsewhere.
+    """Makes glibc reuse freed memory instead of returning it to the system, for the life of this process. Does nothing
+    on other C libraries.
 
-    Large tensors otherwise cost a page fault per page, every time. The process keeps its peak memory until
-    `give_back_freed_memory`.
+    Otherwise large tensors cost a page fault per page on every allocation. The process keeps its peak memory until
+    `give_back_freed_memory` is called.
     """
     if not sys.platform.startswith("linux") or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
         return
@@ -24,20 +25,20 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Returns freed memory to the system, at the price of a page fault per page when it is needed again; a no-op where
-    the C library is not glibc."""
+    """Returns freed memory to the system; using it again costs a page fault per page. Does nothing if the C library is
+    not glibc."""
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def physical_memory() -> int:
-    """Bytes of memory that this machine has."""
+    """Returns the size of this machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def must_fit(size: float, what: str, fix: str) -> None:
-    """Raises ValueError where `what`, of at least `size` bytes, is more than this machine can hold: said before it is
-    allocated, since most systems promise more memory than there is and kill the process that uses it."""
+    """Raises ValueError if `what`, of at least `size` bytes, exceeds this machine's memory. Checked before the
+    allocation, since most systems overcommit memory and kill the process that uses it."""
     if size > physical_memory():
         raise ValueError(
             f"{what} needs at least {size / 2**30:,.0f} GiB, and this machine has {physical_memory() / 2**30:,.0f} GiB "

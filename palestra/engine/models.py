@@ -1,10 +1,10 @@
-"""One base model in memory, of an architecture that supported.py lets through, run on flat rows of tokens.
+"""A base model in memory, of an architecture that supported.py accepts, run on flat rows of tokens.
 
-Every pass, in sampling and in training, feeds the model one row `[1, S]` that holds the tokens of many sequences end to
-end. Linear layers thus never see padding. What a token may attend to is said by a *layout* (attention.py for training,
-cache.py for sampling), which the model hands through to our attention function; which adapter a row uses is said by a
-*route* (lora.py), which the linear layers ask. The last decoder layer makes keys and values of every row, but goes on
-only with the rows whose logits are kept: nobody reads the others.
+Every pass, in sampling and in training, runs the model on one row `[1, S]` that holds the tokens of many sequences end
+to end, so linear layers never process padding. A *layout* (attention.py for training, cached_attention.py for sampling)
+defines which tokens each token attends to; the model passes it to our attention function. A *route* (lora.py) defines
+which adapter each row uses; the linear layers call it. The last decoder layer computes keys and values of all rows, but
+continues only with the rows whose logits are kept, since the others are not used.
 
 Shapes: `S` tokens of a flat row, `M` rows whose logits are kept, `V` vocabulary, `H` heads, `D` head width.
 """
@@ -29,30 +29,31 @@ from palestra.engine.norms import fuse_norms
 from palestra.engine.supported import check_supported
 
 BASES = Path(__file__).parent.parent / "bases"
-LONGEST_BASE = 4096  # characters of a name or a path
+LONGEST_BASE = 4096  # maximum characters of a name or a path
 
 
 class Layout(Protocol):
-    """Says what each token of a flat row attends to.
+    """Defines which tokens each token of a flat row attends to.
 
-    One of a pass that keeps fewer rows than it has also gives `narrow(keep_M)`: the layout in which those rows alone
-    ask, and the keys and values are still all rows'.
+    A layout of a pass that keeps fewer rows than it has also implements `narrow(keep_M)`, which returns the layout in
+    which only those rows have queries; keys and values are still those of all rows.
     """
 
     def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
-        """Attention output [S, H, D]."""
+        """Returns the attention output [S, H, D] of queries [H, S, D] over keys and values [h, S, D], in their
+        dtype."""
         ...
 
 
 class Route(Protocol):
-    """Says which adapter each row of a flat row uses."""
+    """Defines which adapter each row of a flat row uses."""
 
     def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
-        """`layer(x)` plus what the rows' adapters add at the linear layer `name`."""
+        """Returns `layer(x)` plus the output of the rows' adapters at the linear layer `name`."""
         ...
 
     def narrow(self, keep_M: Tensor) -> Route:
-        """The route of the rows `keep_M` alone, which rise."""
+        """Returns the route of the rows `keep_M` (rising indices) only."""
         ...
 
 
@@ -67,23 +68,24 @@ AttentionInterface.register("palestra", _attention)
 
 
 class Parts(Protocol):
-    """Weights of which every rank keeps a part (sharded.py)."""
+    """Weights that are sharded over the ranks (sharded.py)."""
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Within, all are here."""
+        """Returns a context in which all weights are gathered on this rank."""
         ...
 
     def part(self) -> None:
-        """Keeps the own ones only."""
+        """Drops all weights but this rank's own shard."""
         ...
 
 
 class KeysKnown(Exception):
-    """Ends the first of the last layer's two passes."""
+    """Stops the first of the two passes of the last layer."""
 
 
 class TwoPasses:
-    """The last layer's layout: one pass of all rows, up to keys and values, and one of the kept rows, to the end."""
+    """The layout of the last layer: a first pass of all rows up to keys and values, and a second pass of the kept rows
+    to the end."""
 
     def __init__(self, kept: Layout) -> None:
         self.kept = kept
@@ -97,10 +99,10 @@ class TwoPasses:
 
 
 class Engine:
-    """A resident base model with its tokenizer. Adapters (lora.py), samplers and trainers work on top of it.
+    """A base model with its tokenizer, shared by adapters (lora.py), samplers and trainers.
 
-    `dtype` is what its passes make keys and values in; `mixed`, where the weights are kept in another type, what the
-    products of a pass are computed in; `shards`, where each rank keeps a part of the weights, makes them whole.
+    `dtype` is the dtype of keys and values; `mixed` is the autocast dtype if it differs from that of the weights (else
+    None); `shards` gathers the weights if they are sharded over ranks.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
@@ -121,14 +123,14 @@ class Engine:
 
     @classmethod
     def load(cls, base: str, *, device: str = "auto", dtype: str = "auto", threads: int = 1) -> Engine:
-        """The base `base`: the name of a shipped one ("tiny"), a local folder, or a hub name.
+        """Loads the base `base`: the name of a shipped one ("tiny"), a local folder, or a Hugging Face hub name.
 
-        `device` "auto" takes CUDA where there is one; `dtype` "auto" is bfloat16 there and float32 on a CPU. Raises
-        ValueError for models that supported.py refuses.
+        `device` "auto" uses CUDA if available; `dtype` "auto" is bfloat16 on CUDA and float32 on CPU. Raises ValueError
+        if the base cannot be loaded or supported.py refuses it.
         """
         torch.set_num_threads(threads)
         keep_freed_memory()
-        disable_progress_bar()  # transformers draws one for each file it reads
+        disable_progress_bar()  # transformers shows one for each file
         device = device_name(device)
         dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
         torch_dtype = getattr(torch, dtype)
@@ -161,7 +163,7 @@ class Engine:
         return forward
 
     def _narrow_last_layer(self) -> bool:
-        """Lets the last decoder layer go on with fewer rows; false where the model does not name its layers."""
+        """Lets the last decoder layer continue with fewer rows; returns False if the model does not name its layers."""
         layers = getattr(self.model.get_decoder(), "layers", None)
         if layers is None:
             return False
@@ -186,12 +188,13 @@ class Engine:
             layer.forward = self._recomputed(layer.forward)
 
     def _recomputed(self, whole: Callable[..., Any]) -> Callable[..., Any]:
-        """`whole`, a layer's forward, of which under `recomputing` only the input is kept for the backward pass."""
+        """Wraps a layer's forward `whole` with gradient checkpointing, which is active inside
+        `computing(recompute=True)`."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (self._recompute and torch.is_grad_enabled()):
                 return whole(*args, **kwargs)
-            routes = self._route, self._kept  # in the backward pass they are no longer what they are now
+            routes = self._route, self._kept  # they change before the backward pass
 
             def again(*args: Any, **kwargs: Any) -> Any:
                 before = self._route, self._kept
@@ -207,8 +210,8 @@ class Engine:
 
     @contextlib.contextmanager
     def computing(self, mixed: torch.dtype | None, *, recompute: bool = False) -> Iterator[None]:
-        """Within, passes are computed in `mixed` (None: as the engine has it), and their backward passes compute each
-        decoder layer again, where `recompute`, in place of keeping what happened in it."""
+        """Context in which passes are computed in the dtype `mixed` (None: the engine's default). With `recompute`,
+        backward passes recompute each decoder layer instead of keeping its activations."""
         before = self.mixed, self._recompute
         self.mixed, self._recompute = mixed or self.mixed, recompute
         try:
@@ -218,8 +221,8 @@ class Engine:
 
     @contextlib.contextmanager
     def playing(self) -> Iterator[None]:
-        """Around a rollout: weights kept in parts are whole within, those kept in another type than they are computed
-        in are there in that type. Each is done once, not for every token."""
+        """Context of a rollout: gathers sharded weights, or casts the weights to the autocast dtype, once instead of
+        for every token."""
         with contextlib.ExitStack() as stack:
             if self.shards:
                 stack.enter_context(self.shards.whole())
@@ -229,8 +232,8 @@ class Engine:
 
     @contextlib.contextmanager
     def routed(self, route: Route | None, keep_M: Tensor | None = None) -> Iterator[None]:
-        """Within, every linear layer adds what `route` says; where only the rows `keep_M` go on to the end, the head
-        adds what it says of those."""
+        """Context in which every linear layer uses `route`. If only the rows `keep_M` continue to the end, the head
+        uses the route of those."""
         before = self._route, self._kept
         self._route, self._kept = route, route if route is None or keep_M is None else route.narrow(keep_M)
         try:
@@ -239,14 +242,15 @@ class Engine:
             self._route, self._kept = before
 
     def logits(self, ids_S: Tensor, positions_S: Tensor, layout: Layout, route: Route | None, keep_M: Tensor) -> Tensor:
-        """Next-token logits [M, V] at the flat indices `keep_M`, in rising order."""
+        """Returns next-token logits [M, V] at the flat indices `keep_M` int64, which must rise. `ids_S` and
+        `positions_S` are int64."""
         return self.logits_and_features(ids_S, positions_S, layout, route, keep_M)[0]
 
     def logits_and_features(
         self, ids_S: Tensor, positions_S: Tensor, layout: Layout, route: Route | None, keep_M: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Next-token logits [M, V] at the flat indices `keep_M`, in rising order, and the features [M, H] that the
-        model's head made them of."""
+        """Returns next-token logits [M, V] at the flat indices `keep_M` int64, which must rise, and the inputs [M,
+        width] of the model's output head."""
         fewer = len(keep_M) < len(ids_S)
         narrow = self._narrows and fewer
         with self.routed(route, keep_M if fewer else None), self._autocast():
@@ -258,7 +262,7 @@ class Engine:
                 layout=layout,
                 keep_M=keep_M if narrow else None,
             )
-        features, self._features = self._features, None  # nothing here outlives the pass
+        features, self._features = self._features, None  # release the activations after the pass
         assert features is not None
         return out.logits[0], features[0]
 
@@ -266,12 +270,13 @@ class Engine:
         return torch.autocast(self.device.type, self.mixed or torch.bfloat16, enabled=self.mixed is not None)
 
     def tensor(self, values: Any, dtype: torch.dtype = torch.long) -> Tensor:
+        """Converts `values` to a tensor on the engine's device (default: int64)."""
         return torch.as_tensor(values, dtype=dtype, device=self.device)
 
 
 @contextlib.contextmanager
 def _cast(parameters: list[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
-    """Within, copies in `dtype` stand in for the parameters."""
+    """Context in which the parameters' data are replaced by copies in `dtype`."""
     kept = [parameter.data for parameter in parameters]
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
@@ -283,7 +288,7 @@ def _cast(parameters: list[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
 
 
 def _rows(value: Any, keep_M: Tensor, size: int) -> Any:
-    """`value` with every tensor of `size` rows `[1, size, ...]` in it cut to the rows `keep_M`."""
+    """Returns `value` with every tensor `[1, size, ...]` in it reduced to the rows `keep_M`."""
     if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == size:
         return value.index_select(1, keep_M)
     if isinstance(value, tuple):
@@ -294,7 +299,7 @@ def _rows(value: Any, keep_M: Tensor, size: int) -> Any:
 
 
 def device_name(device: str) -> str:
-    """The device that `device` means: for "auto" CUDA where there is one. Raises ValueError where it is not there."""
+    """Resolves "auto" to cuda if available, else cpu. Raises ValueError if the device is unknown or not available."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = device.partition(":")
@@ -311,8 +316,8 @@ def device_name(device: str) -> str:
 
 
 def resolve_base(base: str) -> str:
-    """The folder of a shipped base or a local folder; anything else is taken as a hub name. Raises ValueError for what
-    is near the name of a shipped one."""
+    """Returns the folder of a shipped base or a local folder; anything else is returned as a hub name. Raises
+    ValueError for an invalid name, a folder without a model, and a name similar to that of a shipped base."""
     shipped = sorted(path.parent.name for path in BASES.glob("*/config.json"))
     if base in shipped:
         return str(BASES / base)

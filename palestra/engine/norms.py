@@ -1,7 +1,7 @@
-"""RMS norms as one operation with few passes over memory: the same numbers where `transformers` makes six calls.
+"""RMS norms fused into one autograd function with few passes over memory, where `transformers` makes six calls.
 
-On small models those calls are a large share of a step. A norm is replaced only after it was seen to give the same
-output on a random input; any other kind of norm is left as it is.
+These calls take a large share of a step of a small model. A norm is replaced only if the fused version gives the same
+output on a random input; other kinds of norms are left unchanged.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class RMSNorm(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
         inner = grad * weight
-        wide = x.to(inner.dtype)  # weights of float32 make products of half precision wider
+        wide = x.to(inner.dtype)  # float32 weights promote half-precision products
         along = torch.linalg.vecdot(inner, wide).unsqueeze(-1).mul_(scale.pow(3) / x.shape[-1])
         return inner.mul_(scale).addcmul_(wide, along, value=-1).to(x.dtype), grad_weight, None
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replaces the forward of each plain RMS norm in place and returns how many there were."""
+    """Replaces the forward of each plain RMS norm in place; returns how many were replaced."""
     count = 0
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and (fused := _fused(module)) is not None:

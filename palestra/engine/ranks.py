@@ -1,7 +1,7 @@
-"""The processes that torchrun started: who this one is, sums over all, things exchanged.
+"""The process group started by torchrun: rank and size, all-reduce, all-gather and broadcast.
 
-All ranks run the same program on the same numbers. A rank decides nothing: what there is to do follows from the config
-and its seed, and who does which part of it from the rank's number. Where there is one process, every sum is its own.
+All ranks run the same program on the same numbers. The work and its distribution follow from the config, its seed and
+the rank number; no rank coordinates the others. With a single process every operation returns its own input.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET = 25 * 2**20  # numbers that are summed in one go: few enough that the copy costs little memory
-PATIENCE = timedelta(minutes=60)  # a rank may play its games for so long while the others wait; then all end
+BUCKET = 25 * 2**20  # elements per all-reduce: limits the memory of the flat copy
+PATIENCE = timedelta(minutes=60)  # ranks wait this long for the slowest rollout, then all fail
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank `rank` of `size`."""
+    """A process group seen from rank `rank` of `size`."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes and speaks."""
+        """True for rank 0, which writes files and prints."""
         return self.rank == 0
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Makes each tensor the sum of every rank's, in place: the same bits everywhere."""
+        """All-reduce: replaces each tensor by its sum over all ranks, in place. The result is bit-identical on all
+        ranks."""
         if self.size == 1:
             return
         for bucket in _buckets(tensors):
@@ -43,7 +44,7 @@ class Ranks:
                 tensor.copy_(part.view_as(tensor))
 
     def gather(self, thing: Any) -> list[Any]:
-        """Every rank's `thing`, in order of rank."""
+        """All-gather: returns every rank's `thing` (any picklable object), in order of rank."""
         if self.size == 1:
             return [thing]
         things: list[Any] = [None] * self.size
@@ -51,11 +52,11 @@ class Ranks:
         return things
 
     def told(self, thing: Any) -> Any:
-        """What `thing` is on the first rank."""
+        """Broadcast: returns rank 0's `thing`."""
         return self.gather(thing if self.first else None)[0]
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Returns whether `flag` is true on any rank."""
         return any(self.gather(flag))
 
 
@@ -63,7 +64,8 @@ ALONE = Ranks()
 
 
 def here() -> Ranks:
-    """This process among those of torchrun, joined at the first call; one alone where torchrun did not start it."""
+    """Returns this process's group; initialises torch.distributed at the first call. Size 1 if torchrun did not start
+    the process."""
     size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
     if size == 1:
         return ALONE
@@ -73,7 +75,7 @@ def here() -> Ranks:
 
 
 def _join(size: int) -> None:
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # one machine: its name need not mean an address
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # single machine: its host name may not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
     cuda = torch.cuda.is_available()
     if cuda:
@@ -82,13 +84,14 @@ def _join(size: int) -> None:
 
 
 def leave() -> None:
-    """Ends what `here` joined."""
+    """Destroys the process group that `here` initialised."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type and place at most `BUCKET` numbers at a time (one alone may have more)."""
+    """Yields groups of tensors of one dtype and device with at most `BUCKET` elements together (a single tensor may
+    exceed it)."""
     part: list[Tensor] = []
     size = 0
     for tensor in tensors:

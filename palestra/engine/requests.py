@@ -1,4 +1,4 @@
-"""What a sampler is asked and answers, and a request while it is served.
+"""Requests and completions of the sampler, and the state of a request while it is served.
 
 Shapes: `P` prompt tokens, `T` answer positions, `k` best tokens, `V` vocabulary.
 """
@@ -21,9 +21,12 @@ from palestra.engine.models import Engine
 
 @dataclass(frozen=True)
 class Request:
-    """`n` answers to the prompt `prompt_ids` [P] under `adapter` (None: the bare base). `keep` remembers the answers'
-    keys and values for a later turn that goes on from one of them. `seed` counts modulo 2**64. `top_logprobs` asks for
-    that many of the likeliest tokens at each position. `client` names those with whom rows are shared fairly."""
+    """A request for `n` answers to the prompt `prompt_ids` [P] (int) under `adapter` (None: the bare base).
+
+    `keep` stores the answers' keys and values for a later turn that continues one of them. `seed` is taken modulo
+    2**64. `top_logprobs` is the number of most likely tokens to return at each position. `client` is the name under
+    which rows are shared fairly.
+    """
 
     prompt_ids: np.ndarray
     n: int
@@ -37,9 +40,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampled:
-    """`token_ids` [T] with the end token if there was one; `logprobs` [T] under the sampling temperature, before top-k
-    and top-p cut the distribution (at temperature 0: of the plain softmax); `stop` is "stop" or "length". Where the
-    request asked for them, `top_ids` [T, k] are the likeliest tokens, best first, and `top_logps` [T, k] theirs."""
+    """One sampled completion.
+
+    `token_ids` [T] int32 includes the end token if there is one; `logprobs` [T] float32 are at the sampling
+    temperature, before top-k and top-p (at temperature 0: of the plain softmax); `stop` is "stop" or "length". If the
+    request asked for them, `top_ids` [T, k] int32 are the most likely tokens, best first, and `top_logps` [T, k]
+    float32 their log-probabilities.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -53,7 +60,7 @@ Outcome = list[Sampled] | Exception
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt in the cache, for the unfinished `groups` that begin with it and their `rows` live answers."""
+    """A prompt in the cache, with the number of unfinished `groups` that use it and of their live answers (`rows`)."""
 
     slot: Slot
     groups: int = 0
@@ -62,8 +69,9 @@ class Prompt:
 
 @dataclass(eq=False)
 class Group:
-    """A request being served. Its siblings begin in order, all at once or some later: `begun` have, `admitted` may.
-    `prompt` and the logits [V] of the first token are there once the prompt is computed."""
+    """A sequence group: a request being served. Its siblings start in order, all at once or some later: `begun` have
+    started, `admitted` may start. `prompt` and the logits [V] of the first token are set once the prompt is computed.
+    `done` is called with the answers or the error."""
 
     request: Request
     done: Callable[[Outcome], None]
@@ -78,46 +86,49 @@ class Group:
 
     @property
     def size(self) -> int:
-        """The prompt's tokens."""
+        """Number of prompt tokens."""
         return len(self.request.prompt_ids)
 
     @property
     def left(self) -> int:
-        """Siblings that are not yet admitted."""
+        """Number of siblings that are not yet admitted."""
         return self.request.n - self.admitted
 
     @property
     def weight(self) -> int:
-        """Rows that one of its answers counts as: the likeliest tokens, where they are asked for, take memory too."""
+        """Number of rows that one answer counts as: returning the most likely tokens takes memory too."""
         return 1 + self.request.top_logprobs // 16
 
     @property
     def over(self) -> bool:
+        """True if all answers are finished."""
         return len(self.answers) == self.request.n
 
     @property
     def owner(self) -> int:
+        """Id of the snapshot that computes the prompt; 0 for the bare base."""
         return self.request.adapter.id if self.request.adapter else 0
 
     @cached_property
     def asked(self) -> tuple[int, bytes]:
-        """The same for groups whose prompts have the same keys and values."""
+        """Cache key of the prompt: equal for groups whose prompts have the same keys and values."""
         return self.owner, np.asarray(self.request.prompt_ids, np.int64).tobytes()
 
     @cached_property
     def order(self) -> tuple[bool, str, int]:
-        """Sorts by adapter, the bare base last: as a `Stacked` route has its rows."""
+        """Sort key: by adapter, the bare base last, which is the row order of a `Stacked` route."""
         adapter = self.request.adapter
         return adapter is None, adapter.name if adapter else "", self.owner
 
     def result(self) -> list[Sampled]:
+        """Returns the answers in sibling order."""
         return [self.answers[k] for k in range(self.request.n)]
 
 
 @dataclass(eq=False)
 class Row:
-    """A live answer, sibling `k` of `group`: its tokens, their log-probabilities, the likeliest ids and theirs where
-    they are asked for, the tail in which stop strings are looked for, and its place in the cache."""
+    """A live answer, sibling `k` of `group`: tokens, log-probabilities, the most likely tokens if asked for, the tail
+    searched for stop strings, and the cache slot."""
 
     group: Group
     k: int
@@ -129,15 +140,17 @@ class Row:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Sorts live rows as they lie in the cache."""
+        """Sort key of live rows: their order in the cache."""
         assert self.slot is not None
         return self.slot.pool.room, self.slot.index
 
     @property
     def full(self) -> bool:
+        """True if the answer has `max_tokens` tokens."""
         return len(self.token_ids) == self.group.request.sampling.max_tokens
 
     def sampled(self, stop: str) -> Sampled:
+        """Returns the completion, with the stop reason `stop`."""
         ids, logps = np.array(self.token_ids, np.int32), np.array(self.logprobs, np.float32)
         if not self.group.request.top_logprobs:
             return Sampled(ids, logps, stop)
@@ -146,13 +159,13 @@ class Row:
 
 
 def positions(engine: Engine) -> int | None:
-    """The most tokens that the base reads, prompt and answer together; None where it names no limit."""
+    """Returns the base's maximum number of tokens, prompt and answer together; None if its config names no limit."""
     limit: int | None = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
     return limit
 
 
 def check_prompt(engine: Engine, prompt_ids: np.ndarray, new: int) -> None:
-    """Raises ValueError unless the prompt is one of the base's tokens that leaves room for `new` ones."""
+    """Raises ValueError unless the prompt is non-empty, has valid token ids, and leaves room for `new` tokens."""
     limit = positions(engine)
     if not len(prompt_ids):
         raise ValueError("a prompt needs at least one token")
@@ -161,14 +174,14 @@ def check_prompt(engine: Engine, prompt_ids: np.ndarray, new: int) -> None:
             f"a prompt of {len(prompt_ids)} tokens and {new} new ones exceed the base's {limit} positions. "
             "Shorten the observation or lower sampling.max_tokens."
         )
-    # a GPU does not come back from an index beyond the table
+    # on a GPU an index out of range makes the process unusable
     vocabulary = engine.model.config.get_text_config().vocab_size
     if int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= vocabulary:
         raise ValueError(f"a prompt's tokens must be ids from 0 to {vocabulary - 1}, as the base has them")
 
 
 def check_top(engine: Engine, k: int) -> None:
-    """Raises ValueError unless `k` likeliest tokens can be asked for."""
+    """Raises ValueError unless `k` most likely tokens can be returned: 0 to the size of the vocabulary."""
     vocabulary = engine.model.config.get_text_config().vocab_size
     if not 0 <= k <= vocabulary:
         raise ValueError(f"{k} likeliest tokens asked for: it must be 0 to {vocabulary}, the base's vocabulary")

@@ -1,16 +1,16 @@
 """Continuous batching: many requests, many adapters, one forward pass per token.
 
-A request is one prompt and the number of answers wanted. Its answers are rows of the batch (batch.py), admitted when
-there is room between two decoding passes, all at once or some at a time; a row leaves as soon as it ends. This module
-decides which rows are admitted, and which are in the next pass. What is sampled does not depend on it, up to the
-rounding of floats.
+A request is one prompt and the number of answers to sample. Its answers are rows of the batch (batch.py), admitted
+between two decoding passes when there is room, all at once or some at a time; a row leaves as soon as it ends. This
+module decides which rows are admitted and which are in the next pass. The sampled tokens do not depend on these
+decisions, up to floating-point rounding.
 
-Clients share the rows fairly. The least served one is admitted first (fair_queue.py), and each may have `SHARE` times
-as many rows as are free (dynamic thresholds, Choudhury and Hahne, 1998): one alone gets `max_rows`, and when others
-come, some rows are always free for them, beyond those.
+Clients share the rows fairly. The least served client is admitted first (fair_queue.py), and each may have `SHARE`
+times as many rows as are free (dynamic thresholds, Choudhury and Hahne, 1998): a single client gets `max_rows`, and
+beyond those some rows always stay free for other clients.
 
-A client of few rows is light: it gets passes of its own, and for `RECENT` seconds after it had rows, passes of the
-others are cut to a `PART`th, so that it does not wait long for the one under way.
+A client with few rows is light: it gets extra passes of its own, and for `RECENT` seconds after it last had rows,
+passes of the other clients are cut to 1/`PART` of the rows, so that it does not wait long for a running pass.
 """
 
 from __future__ import annotations
@@ -32,33 +32,39 @@ from palestra.engine.requests import Request as Request
 from palestra.engine.requests import Sampled as Sampled
 
 SHARE = 8
-LIGHT = 16  # clients that have a sixteenth of all rows together have
-EXTRA = 4  # passes of their own beside each of the others'
+LIGHT = 16  # light clients together have at most 1/16 of all rows
+EXTRA = 4  # extra passes of light clients per common pass
 RECENT = 1.0  # seconds
-PART = 4  # of `max_rows`, and twice that of `prefill_tokens`
+PART = 4  # shortened passes have 1/4 of `max_rows` and 1/8 of `prefill_tokens`
 
 
 class Sampler:
-    """Serves requests on one engine: `await sample(request)` from any number of coroutines, `sample_all` at once, or
-    `submit` and `advance` from a loop of one's own. `max_rows` are the most rows of one client; all together have an
-    eighth more."""
+    """Serves sampling requests on one engine.
+
+    Use `await sample(request)` from any number of coroutines, `sample_all` for a list, or `submit` and `advance` from
+    another loop. `max_rows` is the maximum number of rows of one client; all clients together have at most an eighth
+    more. `prefill_tokens` is the maximum number of prompt tokens of one pass, `keep_tokens` the capacity of the prefix
+    store.
+    """
 
     def __init__(self, engine: Engine, *, max_rows: int = 512, prefill_tokens: int = 8192, keep_tokens: int = 65536):
         self.engine, self.max_rows, self.prefill_tokens = engine, max_rows, prefill_tokens
         self.batch = Batch(engine, keep_tokens)
-        self.waiting: FairQueue[Group] = FairQueue()  # those with siblings that are not admitted
+        self.waiting: FairQueue[Group] = FairQueue()  # groups with siblings that are not admitted
         self._hurried = False
-        self._light_until = 0.0  # `time.monotonic()` at which light clients count as gone
-        self._start = 0  # place of the first row of the next partial pass
+        self._light_until = 0.0  # light clients count as active until this `time.monotonic()`
+        self._start = 0  # index of the first row of the next partial pass
         self._ended: list[tuple[Group, Outcome]] = []
         self._pump: asyncio.Task[None] | None = None
 
     @property
     def busy(self) -> bool:
+        """True if a request is waiting or being served."""
         return bool(self.waiting or self.batch.groups)
 
     async def sample(self, request: Request) -> list[Sampled]:
-        """The answers to `request`, in sibling order. Raises ValueError when the prompt and answer cannot fit."""
+        """Returns the answers to `request`, in sibling order. Raises ValueError if the request is invalid or prompt and
+        answer exceed the base's length."""
         future: asyncio.Future[list[Sampled]] = asyncio.get_running_loop().create_future()
         group = self.submit(request, partial(_resolve, future))
         if self._pump is None or self._pump.done():
@@ -70,7 +76,8 @@ class Sampler:
             raise
 
     def sample_all(self, requests: list[Request]) -> list[list[Sampled]]:
-        """The answers to all `requests`, sampled together. Raises what made a request fail, once all have ended."""
+        """Returns the answers to all `requests`, sampled together. Raises the first error after all requests have
+        ended."""
         outcomes: list[Outcome] = [[] for _ in requests]
         groups = [self._group(r, partial(outcomes.__setitem__, i)) for i, r in enumerate(requests)]
         for group in groups:
@@ -85,28 +92,29 @@ class Sampler:
         return answers
 
     def submit(self, request: Request, done: Callable[[Outcome], None]) -> Group:
-        """Lets `request` wait for `advance`, which calls `done` with its answers, or with what made it fail (`done`
-        must not raise). What it returns is for `cancel`. Raises ValueError when the prompt and answer cannot fit."""
+        """Queues `request` for `advance`, which calls `done` with its answers or its error (`done` must not raise).
+        Returns a handle for `cancel`. Raises ValueError if the request is invalid or prompt and answer exceed the
+        base's length."""
         group = self._group(request, done)
         self.waiting.push(request.client, group)
         return group
 
     @torch.inference_mode()
     def cancel(self, group: Group) -> None:
-        """Takes back what was submitted: its `done` is not called. One that has ended is left alone."""
+        """Cancels a submitted request; its `done` is not called. Does nothing if it has ended."""
         if group in self.batch.groups:
             self.batch.drop(group)
         if group in self.waiting:
             self.waiting.remove(group)
 
     def advance(self) -> bool:
-        """Admits what fits, samples one token for each live row (for a part of them while a light client is here), and
-        calls `done` of what has ended. False when there was nothing to do."""
+        """Admits requests, samples one token for each live row (for a part of them while a light client is active), and
+        calls `done` of the requests that ended. Returns False if there was nothing to do."""
         if not self.busy:
             return False
         try:
             self._step()
-        except Exception as error:  # whose fault it is cannot be told, and nobody must wait for ever
+        except Exception as error:  # the cause is unknown: fail all requests, so that none waits for ever
             self._ended += [(group, error) for group in dict.fromkeys([*self.batch.groups, *self.waiting])]
             self.batch.reset()
             self.waiting.clear()
@@ -116,11 +124,11 @@ class Sampler:
         return True
 
     def forget(self) -> None:
-        """Drops what was kept for later turns and for snapshots of earlier steps."""
+        """Drops the stored prefixes and adapter stacks of earlier snapshots."""
         self.batch.forget()
 
     def rest(self) -> None:
-        """Gives back the memory that empty pools of the cache keep for the next requests."""
+        """Frees the memory of empty cache pools, when no requests are expected soon."""
         self.batch.cache.trim()
 
     def _group(self, request: Request, done: Callable[[Outcome], None]) -> Group:
@@ -136,7 +144,7 @@ class Sampler:
             self.advance()
 
     async def _settle(self) -> None:
-        """Lets every coroutine that can move do so, that its request joins the coming batch."""
+        """Runs all ready coroutines, so that their requests join the next batch."""
         quiet, seen = 0, len(self.waiting)
         while quiet < 6:
             await asyncio.sleep(0)
@@ -151,26 +159,26 @@ class Sampler:
             self._apart(self.batch.begin, batch)
             self._retire()
         if more and len({group.request.client for group in (*self.batch.groups, *self.waiting)}) == 1:
-            return  # its batch starts whole, but a request that comes between two passes need not wait for the last one
+            return  # start the client's batch as a whole, but let requests that arrive between two passes join
         if self._decode_light() and not self._hurried:
-            self._hurried = True  # their answers go out before the long pass, but not twice in a row
+            self._hurried = True  # deliver their answers before the long pass, but not twice in a row
             return
         self._hurried = False
         self._decode(self._part() if self._shortened and self._costs_by_the_row else self.batch.rows)
 
     @property
     def _shortened(self) -> bool:
-        """True if a light client has rows, or had some a moment ago."""
+        """True if a light client has rows, or had some within the last `RECENT` seconds."""
         return time.monotonic() < self._light_until
 
     @property
     def _costs_by_the_row(self) -> bool:
-        """True if a pass of fewer rows takes less time; where False it mostly waits for the weights."""
+        """True if a pass of fewer rows takes less time. If False, a pass mostly waits for reading the weights."""
         return self.engine.device.type == "cpu"
 
     def _part(self) -> list[Row]:
-        """The rows of the next partial pass. They lie side by side in the cache where they can, as attention computes
-        all places between the first and the last of them."""
+        """Returns the rows of the next partial pass. They are adjacent in the cache if possible, since attention
+        computes all slots between the first and the last of them."""
         rows = sorted(self.batch.rows, key=lambda row: row.place)
         start = self._start if self._start < len(rows) else 0
         chosen = set(rows[start : start + -(-self.max_rows // PART)])
@@ -178,18 +186,18 @@ class Sampler:
         return [row for row in self.batch.rows if row in chosen]
 
     def _decode_light(self) -> bool:
-        """The light clients' own passes; whether one of their requests ended."""
+        """Runs the extra passes of light clients; returns whether one of their requests ended."""
         before = len(self._ended)
         for _ in range(EXTRA):
             self._decode(self._light())
         return len(self._ended) > before
 
     def _light(self) -> list[Row]:
-        """The rows of clients that have few: passes of their own delay the others little, who delay them much where
-        every token costs a pass of all rows."""
+        """Returns the rows of light clients. Their own passes delay the others little, but sharing every pass with all
+        rows would delay them much."""
         held = Counter(row.group.request.client for row in self.batch.rows)
         if 2 * max(held.values(), default=0) <= len(self.batch.rows):
-            return []  # without a client that has most of the rows short passes only cost throughput
+            return []  # unless one client has most of the rows, short passes only cost throughput
         few, light = len(self.batch.rows) // LIGHT, set()
         for client, rows in sorted(held.items(), key=lambda item: item[1]):
             few -= rows
@@ -201,7 +209,7 @@ class Sampler:
         return [row for row in self.batch.rows if row.group.request.client in light]
 
     def _decode(self, rows: Sequence[Row]) -> None:
-        """A pass of `rows`, with what it cost charged to their clients, and the end of those that end with it."""
+        """Runs a pass of `rows`, charges its cost to their clients, and retires finished rows."""
 
         def compute(groups: list[Group]) -> None:
             chosen = set(groups)
@@ -215,12 +223,12 @@ class Sampler:
             self._retire()
 
     def _retire(self) -> None:
-        """Notes the answers of groups that have ended."""
+        """Records the answers of finished groups."""
         self._ended += [(group, group.result()) for group in self.batch.retire()]
 
     def _admit(self) -> tuple[list[Group], bool]:
-        """The groups with siblings to begin now, `admitted` raised; and whether more would fit but for the size of one
-        pass: `prefill_tokens` of prompts (equal ones count once) and `max_rows`, or a part of both."""
+        """Raises `admitted` of the groups to start now, and returns them; and whether more are waiting only because of
+        the size of a pass: `prefill_tokens` of prompts (equal ones count once) and `max_rows`, or a part of both."""
         room, limit = self.max_rows, self.prefill_tokens
         if self._shortened:
             room, limit = -(-room // PART), -(-limit // (2 * PART))
@@ -249,7 +257,7 @@ class Sampler:
         return list(batch), False
 
     def _next(self, held: Counter[str]) -> tuple[str, int] | None:
-        """The least served client that may have more rows than it holds, and how many more."""
+        """Returns the least served client that may have more rows than it holds, and how many more."""
         total = held.total()
         for client in self.waiting.clients():
             count = allowance(held[client], total, self.max_rows)
@@ -258,8 +266,8 @@ class Sampler:
         return None
 
     def _apart(self, compute: Callable[[list[Group]], None], groups: list[Group]) -> None:
-        """`compute` for all `groups` together; where that fails, for each alone, so that only those fail whose own
-        computation does."""
+        """Runs `compute` for all `groups` together. If it fails, runs it for each group alone, so that only the groups
+        that cause the error fail."""
         try:
             compute(groups)
         except Exception as error:
@@ -270,7 +278,7 @@ class Sampler:
                 self._apart(compute, [group])
 
     def _drop(self, group: Group, error: Exception) -> None:
-        """Ends a group with what made it fail."""
+        """Ends a group with an error."""
         self.batch.drop(group)
         if group in self.waiting:
             self.waiting.remove(group)
@@ -278,7 +286,8 @@ class Sampler:
 
 
 def allowance(held: int, total: int, max_rows: int) -> int:
-    """Number of further rows for a client that holds `held` of the `total` live ones; at most 0 where it gets none."""
+    """Returns the number of further rows for a client that holds `held` of the `total` live ones; at most 0 if it gets
+    none."""
     free = max_rows + -(-max_rows // SHARE) - total
     return min(max_rows - held, -((held - SHARE * free) // (SHARE + 1)))
 

@@ -1,11 +1,11 @@
-"""Log-probabilities of given tokens under snapshots: many prompts and many adapters in one pass, no gradients.
+"""Log-probabilities of given tokens under snapshots: many prompts and many adapters in one pass, without gradients.
 
-Each adapter's prompts are a forest of their own (attention.py), since under other weights the same tokens are other
-activations; the forests lie end to end in one flat row. The pass ends before the model's head: logits of all rows at
-once would be the largest thing in memory by far, so they are made and read a few rows at a time.
+Each adapter's prompts form a separate forest (attention.py), since the same tokens have other activations under other
+weights; the forests are concatenated in one flat row. The pass ends before the model's head: the logits of all rows
+would be by far the largest tensor, so they are computed and read a few rows at a time.
 
 Shapes: `P` prompt tokens, `K` targets per position, `k` best tokens; `S` tokens of a forest, `H` width of the model,
-`A` log-probabilities asked for, `C` rows at a time, `V` vocabulary.
+`A` log-probabilities to compute, `C` rows at a time, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from palestra.engine.lora import Snapshot, Stack, Stacked
 from palestra.engine.models import Engine
 from palestra.engine.requests import check_prompt, check_top
 
-LOGITS = 2**26  # as many logits at a time: 256 MiB in float32
+LOGITS = 2**26  # maximum number of logits at a time: 256 MiB in float32
 
 
 @dataclass(frozen=True)
 class Question:
-    """How likely `adapter` (None: the bare base) finds the prompt `ids` [P], token by token. Also asked: the `top`
-    likeliest tokens at each position, and those of `targets` [P-1, K], whose row i is for the place of `ids[i + 1]`
-    (-1: none)."""
+    """A request for the log-probabilities of the prompt `ids` [P] (int) under `adapter` (None: the bare base).
+
+    `top` is the number of most likely tokens to return at each position. `targets` [P-1, K] (int) are further tokens to
+    score: row i is scored at the position of `ids[i + 1]` (-1: none).
+    """
 
     ids: np.ndarray
     adapter: Snapshot | None = None
@@ -41,8 +43,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probabilities at temperature 1: `logps` [P-1] of `ids[1:]`, `top_logps` [P-1, k] of the likeliest tokens
-    `top_ids` [P-1, k], best first, and `target_logps` [P-1, K], 0 where the target is -1 (None without targets)."""
+    """Log-probabilities at temperature 1, float32: `logps` [P-1] of `ids[1:]`, `top_logps` [P-1, k] of the most likely
+    tokens `top_ids` [P-1, k] int64, best first, and `target_logps` [P-1, K], 0 where the target is -1 (None without
+    targets)."""
 
     logps: np.ndarray
     top_ids: np.ndarray
@@ -51,8 +54,11 @@ class Scores:
 
 
 def score(engine: Engine, questions: Sequence[Question], *, pack_tokens: int = 16384) -> list[Scores]:
-    """The scores of all `questions`, at most `pack_tokens` prompt tokens before sharing in a pass (one prompt alone may
-    have more). Raises ValueError for the first question that cannot be asked."""
+    """Returns the scores of all `questions`, in their order.
+
+    A pass has at most `pack_tokens` prompt tokens, counted before sharing (a single prompt may exceed it). Raises
+    ValueError for the first invalid question: an empty or too long prompt, or token ids out of range.
+    """
     for question in questions:
         _check(engine, question)
     scores: dict[int, Scores] = {}
@@ -75,7 +81,7 @@ def _check(engine: Engine, question: Question) -> None:
 
 
 def _packs(questions: Sequence[Question], tokens: int) -> Iterator[list[int]]:
-    """Numbers of `questions`, sorted so that prompts that can share what is computed lie in one pack."""
+    """Yields indices of `questions`, sorted so that prompts with common prefixes are in one pack."""
     order = sorted(range(len(questions)), key=lambda i: (_owner(questions[i]), questions[i].ids.tolist()))
     pack: list[int] = []
     size = 0
@@ -90,16 +96,16 @@ def _packs(questions: Sequence[Question], tokens: int) -> Iterator[list[int]]:
 
 
 def _owner(question: Question) -> tuple[bool, str, int]:
-    """Sorts by adapter, the bare base last: as a `Stacked` route has its rows."""
+    """Sort key: by adapter, the bare base last, which is the row order of a `Stacked` route."""
     adapter = question.adapter
     return (adapter is None, adapter.name if adapter else "", adapter.id if adapter else 0)
 
 
 @torch.inference_mode()
 def _score(engine: Engine, questions: list[Question]) -> list[Scores]:
-    """The scores of one pass; `questions` are sorted by owner."""
+    """Returns the scores of one pass; `questions` are sorted by owner."""
     blocks = [list(block) for _, block in groupby(questions, key=_owner)]
-    # the last token predicts nothing that is asked, but a prompt of one token must be somewhere
+    # the last token's prediction is not needed, but a prompt of one token must keep it
     forests = [plant([q.ids[: max(1, len(q.ids) - 1)].astype(np.int64) for q in block]) for block in blocks]
     adapters = [block[0].adapter for block in blocks]
     sizes = [len(forest.ids_S) for forest in forests]
@@ -109,7 +115,8 @@ def _score(engine: Engine, questions: list[Question]) -> list[Scores]:
 
 
 def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence[int]) -> Stacked | None:
-    """The route of blocks of `counts` rows under `adapters`, the bare base last."""
+    """Returns the route of blocks of `counts` rows under `adapters`, the bare base last; None if there is only the bare
+    base."""
     used = [(adapter, count) for adapter, count in zip(adapters, counts, strict=True) if adapter]
     if not used:
         return None
@@ -117,7 +124,7 @@ def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence
 
 
 def _hidden(engine: Engine, forest: Forest, route: Stacked | None) -> Tensor:
-    """The last hidden states [S, H] of a forest."""
+    """Returns the last hidden states [S, H] of a forest."""
     layout = TreeLayout(forest, engine.device)
     ids_S, positions_S = engine.tensor(forest.ids_S), engine.tensor(forest.positions_S)
     decoder = engine.model.get_decoder()
@@ -128,7 +135,7 @@ def _hidden(engine: Engine, forest: Forest, route: Stacked | None) -> Tensor:
 
 
 def _read(engine: Engine, questions: Sequence[Question], forest: Forest, hidden_SH: Tensor) -> list[Scores]:
-    """The scores of questions of one owner, whose forest has these last hidden states."""
+    """Returns the scores of questions of one owner from the last hidden states of their forest."""
     paths = [path[: len(q.ids) - 1] for q, path in zip(questions, forest.paths, strict=True)]
     asked = [_asked(q) for q in questions]
     row_A = np.concatenate([np.repeat(path, ids.shape[1]) for path, ids in zip(paths, asked, strict=True)])
@@ -145,7 +152,7 @@ def _read(engine: Engine, questions: Sequence[Question], forest: Forest, hidden_
 
 
 def _asked(question: Question) -> np.ndarray:
-    """The tokens [P-1, 1 + K] asked for at each position: the prompt's own, then the targets."""
+    """Returns the tokens [P-1, 1 + K] to score at each position: the prompt's own, then the targets."""
     own = question.ids[1:, None].astype(np.int64)
     return own if question.targets is None else np.concatenate([own, question.targets.astype(np.int64)], 1)
 
@@ -153,8 +160,8 @@ def _asked(question: Question) -> np.ndarray:
 def _look_up(
     engine: Engine, adapter: Snapshot | None, hidden_SH: Tensor, row_A: np.ndarray, token_A: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Log-probabilities [A] of `token_A` at `row_A`, and the `k` likeliest tokens of each row with theirs [S, k]. Where
-    a token is -1, the number means nothing."""
+    """Returns log-probabilities [A] of `token_A` at `row_A`, and the `k` most likely tokens of each row with their
+    log-probabilities [S, k]. The value is meaningless where a token is -1."""
     size, order = len(hidden_SH), np.argsort(row_A, kind="stable")
     logp_A, ids_Sk, logps_Sk = np.zeros(len(row_A), np.float32), np.zeros((size, k), np.int64), np.zeros((size, k))
     step = max(1, LOGITS // engine.model.config.get_text_config().vocab_size)
@@ -171,7 +178,8 @@ def _look_up(
 
 
 def _logits(engine: Engine, hidden_MH: Tensor, route: Stacked | None) -> Tensor:
-    """The logits [M, V] of last hidden states, made by the model itself: some scale or cap what the head says."""
+    """Returns the logits [M, V] of last hidden states, computed by the model itself: some models scale or cap the
+    head's output."""
     decoder, known = engine.model.get_decoder(), BaseModelOutputWithPast(last_hidden_state=hidden_MH[None])
     whole, decoder.forward = decoder.forward, lambda *args, **kwargs: known
     try:

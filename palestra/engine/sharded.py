@@ -1,14 +1,15 @@
-"""A base model of which every rank keeps a part: FSDP2 (`fully_shard`), layer by layer.
+"""Sharding of a base model over the ranks: FSDP2 (`fully_shard`), layer by layer.
 
-A decoder layer's weights are gathered when a pass comes to it and dropped when it has gone on; gradients are summed as
-they are scattered to who keeps those rows, after every micro-batch: whole until the last one, they would need what
-sharding saved. Every pass is thus a meeting of all ranks, and all must make as many.
+A decoder layer's weights are gathered when a pass reaches it and dropped after it. Gradients are reduce-scattered after
+every micro-batch: keeping them unsharded until the last one would need the memory that sharding saves. Every pass is
+thus a collective operation, and all ranks must make the same number of passes.
 
-Sampling steps of different ranks are not in step. For a rollout or an exam the weights are gathered once, and every
-rank then samples by itself from the whole model.
+Sampling steps of different ranks are not synchronised. For a rollout or an evaluation the weights are gathered once,
+and every rank then samples independently from the full model.
 
-Whatever reads weights (routes, fused norms, the tied head) reads them from its module while a pass is in it, when they
-are whole. `fully_shard` calls a module's `forward` between its hooks, so the engine's own ones are called as before.
+Code that reads weights (routes, fused norms, the tied head) reads them from its module during a pass of that module,
+when they are gathered. `fully_shard` calls a module's `forward` between its hooks, so the engine's replacements are
+called as before.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from palestra.engine.ranks import Ranks
 
 
 class Shards:
-    """What makes a model's weights whole and parted again."""
+    """Gathers and reshards the weights of an FSDP model."""
 
     def __init__(self, root: Any, modules: list[Any]) -> None:
         self.root, self.modules = root, modules
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Within, every rank has all weights, and passes are its own business."""
+        """Context in which every rank has all weights and passes are not collective."""
         self.root.set_reshard_after_forward(False)
         for module in self.modules:
             module.unshard()
@@ -47,39 +48,40 @@ class Shards:
                 module.set_reshard_after_forward(module is not self.root, recurse=False)
 
     def part(self) -> None:
-        """Every rank has its own part only. The root's weights stay whole behind a pass without gradients, and a step
-        of the optimizer would leave them behind."""
+        """Keeps only this rank's shard. A pass without gradients leaves the root's weights gathered, and an optimizer
+        step would not update them."""
         for module in self.modules:
             module.reshard()
 
 
 def shard(engine: Engine, ranks: Ranks, device: str, *, train: bool, mixed: torch.dtype | None = None) -> None:
-    """Leaves this rank its part of the engine's model, on `device`; `train` says whether the weights are to get
-    gradients. With `mixed` they are gathered and passes are computed in that type; what is kept is as it was."""
+    """Shards the engine's model over `ranks` on `device`; `train` enables gradients of the weights. With `mixed`,
+    weights are gathered and passes computed in that dtype; the shards keep their dtype."""
     kind = torch.device(device).type
     mesh = init_device_mesh(kind, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=torch.float32 if mixed else None)
     model = engine.model.requires_grad_(train)
     layers = list(getattr(model.get_decoder(), "layers", ()))
-    for module in [*layers, model]:  # the root last: it takes what is left
+    for module in [*layers, model]:  # the root last: it takes the remaining parameters
         fully_shard(module, mesh=mesh, mp_policy=policy)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_gradient_divide_factor(1.0)  # a token's weight is its share of the whole batch: sums, not means
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no products in a sum
+        module.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
     engine.shards = Shards(model, modules)
     engine.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     engine.dtype = mixed or engine.dtype
     with engine.shards.whole():
-        pass  # once, so that what each rank keeps lies where it will stay
+        pass  # gather once, so that the shards reach their final memory locations
 
 
 def is_shard(tensor: Tensor) -> bool:
+    """Returns whether `tensor` is sharded over the ranks."""
     return isinstance(tensor, DTensor)
 
 
 def own(tensor: Tensor) -> Tensor:
-    """What this rank keeps of a tensor, in the same memory; all of it, where it is not sharded."""
+    """Returns this rank's part of a tensor, sharing its memory; the whole tensor if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -88,7 +90,8 @@ def own(tensor: Tensor) -> Tensor:
 
 
 def full(part: Tensor, like: Tensor) -> Tensor:
-    """The whole tensor of which each rank has such a `part` as it has of `like`. All ranks must ask."""
+    """Returns the full tensor of which each rank holds `part`, laid out like `like`. Collective: all ranks must call
+    it."""
     if not isinstance(like, DTensor) or part.shape != own(like).shape:
         return part
     return DTensor.from_local(
@@ -97,7 +100,7 @@ def full(part: Tensor, like: Tensor) -> Tensor:
 
 
 def rows(like: Tensor) -> slice:
-    """Which rows of the whole tensor this rank keeps of `like`."""
+    """Returns the rows of the full tensor that this rank holds of `like`."""
     if not isinstance(like, DTensor):
         return slice(None)
     each = -(-like.shape[0] // like.device_mesh.size())

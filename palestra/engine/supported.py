@@ -1,8 +1,8 @@
-"""The gate at load: architectures that the engine was compared on with transformers' own forward.
+"""Check at load: the architectures whose results the engine was compared on with transformers' own forward.
 
 The engine runs packed rows and its own KV cache. A model whose layers do more than plain causal attention may load and
-run all the same, and give wrong log-probabilities. So a model passes only if tests/engine/test_supported.py compares
-its architecture, packed and cached, with the model's own eager forward, and if its config switches nothing on that the
+run, and give wrong log-probabilities. So a model is accepted only if tests/engine/test_supported.py compares its
+architecture, packed and cached, with the model's own eager forward, and if its config enables nothing that the
 comparison did not cover.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-# `model_type` in config.json. Of mixtures of experts LoRA reaches the attention alone: experts are stacked tensors.
+# `model_type` in config.json. In mixtures of experts LoRA adapts attention only: experts are stacked tensors.
 # fmt: off
 COMPARED = frozenset({
     "apertus", "arcee", "bitnet", "cohere", "dots1", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe",
@@ -23,12 +23,12 @@ COMPARED = frozenset({
     "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 })
 # fmt: on
-# Their frequencies depend on the longest sequence of a batch, so that a packed row would not be what its parts are.
+# Their frequencies depend on the longest sequence of a batch, so a packed row would differ from separate sequences.
 LENGTH_DEPENDENT_ROPE = {"longrope", "dynamic"}
 
 
 def check_supported(model: PreTrainedModel, base: str) -> None:
-    """Raises ValueError, with every reason, where the engine's passes are not known to equal the model's own."""
+    """Raises ValueError with all reasons unless the engine's passes are tested to equal the model's own."""
     if reasons := list(_reasons(model)):
         raise ValueError(
             f"cannot run {base!r} ({type(model).__name__}): {'; '.join(reasons)}. Log-probabilities would be wrong "
@@ -66,7 +66,7 @@ def _attention_reasons(config: Any) -> Iterator[str]:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary embedding that a config names, over all kinds of layers."""
+    """Returns the kinds of rotary embedding in a config, over all kinds of layers."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return {str(entry["rope_type"]) for entry in [parameters, *nested] if "rope_type" in entry}

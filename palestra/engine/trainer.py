@@ -1,10 +1,10 @@
-"""Gradients for one adapter, or for a whole model, from samples that share as much computation as they have in common.
+"""Gradients for one adapter or a whole model, from samples that share the computation of common prefixes.
 
 Samples become a forest (attention.py): a prompt once with its K answers, a conversation once with its later turns.
-Large batches are cut into micro-batches of at most `pack_tokens`; their gradients add up, since every token carries its
-share of the batch's mean. The same tokens, unpacked, give the same gradients to float tolerance.
+Large batches are cut into micro-batches of at most `pack_tokens`; their gradients add up, since every token is weighted
+by its share of the batch mean. The gradients equal those of unpacked samples up to floating-point tolerance.
 
-Shapes: `S` tokens of a forest, `M` trained tokens, `V` vocabulary.
+Shapes: `S` tokens of a forest, `M` trained tokens, `H` width of the model, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -36,31 +36,36 @@ Loss = Callable[..., tuple[Tensor, Figures]]
 
 
 class AdamConfig(Strict):
-    """AdamW (Loshchilov & Hutter, 2019) with clipping of the gradient's norm (null: none)."""
+    """AdamW (Loshchilov & Hutter, 2019) with clipping of the gradient norm."""
 
     lr: float = Field(1e-3, ge=0, le=1_000_000)
+    """Learning rate, at least 0."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's first and second moment."""
     eps: float = 1e-8
+    """Constant added to Adam's denominator."""
     weight_decay: float = 0.0
+    """Decoupled weight decay."""
     grad_clip: float | None = Field(1.0, gt=0)
+    """Maximum norm of the gradient; null for no clipping."""
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Samples of one micro-batch, and what each token of each counts in the mean."""
+    """The samples of one micro-batch, and the weight of each token of each sample in the batch mean."""
 
     samples: list[Sample]
     shares: list[float]
 
 
 class Trainer:
-    """Trains one adapter of an engine (`adapter` given) or all weights of its model (`adapter` None); with `critic` a
-    linear head on the features of the last layer too, which says what each token's state is worth.
+    """Trains one adapter of an engine, or all weights of its model (`adapter` None). With `critic`, also trains a
+    linear value head on the last layer's features.
 
-    `reference` is the adapter that penalties hold to (None: the bare base). `precision` is what products are computed
-    in, the weights in training are kept as they are; with `checkpointing` a backward pass computes each decoder layer
-    again. Each of several `ranks` is given all samples of a batch and passes its share of them; the gradients are
-    summed before the optimizer's step, which is then that of one process.
+    `reference` is the adapter of KL penalties (None: the bare base). `precision` is the dtype of the products; the
+    trained weights keep their dtype. `checkpointing` recomputes each decoder layer in the backward pass. With several
+    `ranks`, each rank gets all samples of a batch and processes its part; gradients are summed before the optimizer
+    step, which then equals that of one process.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class Trainer:
         ranks: Ranks = ALONE,
     ) -> None:
         self.engine, self.adapter, self.pack_tokens, self.ranks = engine, adapter, pack_tokens, ranks
-        # a sharded model in training is gathered in that type: autocast would keep a second copy of what is gathered
+        # a sharded model in training is gathered in that dtype: autocast would keep a second copy
         self.mixed = None if engine.shards and adapter is None else MIXED.get(precision)
         self.checkpointing = checkpointing
         self.scale = LossScale() if precision == "fp16" else None
@@ -88,24 +93,24 @@ class Trainer:
         self.begin()
 
     def begin(self) -> None:
-        """A fresh optimizer, for what this rank keeps of the parameters."""
+        """Creates a new optimizer for this rank's part of the parameters, and sets the step count to 0."""
         self.leaves = [own(parameter) for parameter in self.parameters]
         self.optimizer = torch.optim.AdamW(self.leaves, lr=1e-3)
         self.steps = 0
 
     def anchor(self) -> None:
-        """From now on the reference is what the adapter is now."""
+        """Makes a copy of the current adapter the reference. Raises ValueError for a full model."""
         if self.adapter is None:
             raise ValueError(NO_REFERENCE)
         self.reference = copy.deepcopy(self.adapter)
 
     def forward_backward(self, samples: Sequence[Sample], loss: Loss, **options: float) -> Metrics:
-        """Adds the gradient of `loss` over `samples` to the parameters; returns the loss and its figures as floats."""
+        """Adds the gradient of `loss` over `samples` to the parameters; returns the loss and its metrics."""
         return [{}, *self.passes(samples, loss, **options)][-1]
 
     def passes(self, samples: Sequence[Sample], loss: Loss, **options: float) -> Iterator[Metrics]:
-        """`forward_backward` a micro-batch at a time: the figures so far after each, so that others may go between;
-        the last are those of all ranks."""
+        """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each, so that other work
+        can run in between. The last metrics are those of all ranks."""
         total: Metrics = {}
         parts = self._parts(samples)
         for pack in parts[self.ranks.rank]:
@@ -121,13 +126,13 @@ class Trainer:
             yield _added(self.ranks.gather(total))
 
     def _parts(self, samples: Sequence[Sample]) -> list[list[Pack]]:
-        """The micro-batches of each rank."""
+        """Returns the micro-batches of each rank."""
         share = share_of_one(samples)
         return [packs(hand, self.pack_tokens, share) for hand in hands(samples, self.ranks.size)]
 
     def _idle(self, parts: Sequence[Sequence[Pack]]) -> list[Pack]:
-        """What this rank passes for nothing, so that it makes as many passes as those with the most: a pass of a
-        sharded model is a meeting of all."""
+        """Returns dummy micro-batches of weight 0, so that this rank makes as many passes as the rank with the most:
+        passes of a sharded model are collective."""
         most = max(map(len, parts))
         if not self.engine.shards or not most:
             return []
@@ -138,8 +143,11 @@ class Trainer:
         (value * self.scale.value if self.scale else value).backward()
 
     def optim_step(self, adam: AdamConfig, *, lr: float | None = None) -> Metrics:
-        """One optimizer step on the gradients gathered so far; returns the gradient's norm before clipping. In fp16
-        also the loss's scale, and whether the step was left out since a gradient did not fit (its norm is then 0)."""
+        """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping.
+
+        In fp16 also returns the loss scale, and whether the step was skipped because a gradient overflowed (its norm is
+        then 0). Raises ValueError if the norm is not finite and there is no loss scale.
+        """
         for group in self.optimizer.param_groups:
             group.update(
                 lr=adam.lr if lr is None else lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay
@@ -158,10 +166,10 @@ class Trainer:
         return {"grad_norm": float(norm) if fits else 0.0, **figures}
 
     def _gather_gradients(self) -> Tensor:
-        """Gives each leaf the gradient of the whole batch; returns the norm of all, the same on every rank.
+        """Sums the gradients over the ranks; returns the total norm, which is equal on all ranks.
 
-        Summed by hand, once a batch: an adapter is no module of the model, and ranks make different numbers of passes,
-        while DistributedDataParallel wants a module whose every pass all ranks make together. Shards have met already.
+        Not done by DistributedDataParallel: that needs a module whose passes all ranks make together, while an adapter
+        is no module of the model and ranks make different numbers of passes. Sharded gradients are already reduced.
         """
         if self.engine.shards:
             self.engine.shards.part()
@@ -181,7 +189,7 @@ class Trainer:
         return self._norm_of_shards()
 
     def _norm_of_shards(self) -> Tensor:
-        """The norm of all gradients where each rank has its rows of some."""
+        """Returns the norm of all gradients if each rank has only its rows of some."""
         pairs = list(zip(self.leaves, self.parameters, strict=True))
         parted = [leaf.grad for leaf, p in pairs if is_shard(p) and leaf.grad is not None]
         alike = [leaf.grad for leaf, p in pairs if not is_shard(p) and leaf.grad is not None]
@@ -191,7 +199,8 @@ class Trainer:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
-        """Log-probabilities [T] of each sample's answer tokens under the current weights, or under the reference."""
+        """Returns log-probabilities [T] float32 of each sample's answer tokens under the current weights, or under the
+        reference. Raises ValueError for the reference of a full model."""
         if reference and self.adapter is None:
             raise ValueError(NO_REFERENCE)
         adapter = self.reference if reference else self.adapter
@@ -199,7 +208,8 @@ class Trainer:
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """What the critic thinks [T] of the state in which each of a sample's answer tokens was drawn."""
+        """Returns the critic's values [T] float32 of the states before each of a sample's answer tokens. Raises
+        ValueError without a critic."""
         return self._each(samples, lambda rows: self._value(self._read(rows, self.adapter)))
 
     def _each(self, samples: Sequence[Sample], read: Callable[[Rows], Tensor]) -> list[np.ndarray]:
@@ -222,18 +232,18 @@ class Trainer:
         return self.critic(read.features_MH.float())[:, 0]
 
     def _score(self, pack: Pack, *, bonus: bool = False) -> Scored:
-        """What the loss reads of `pack`; with `bonus` entropy with gradients."""
+        """Returns the loss inputs of `pack`; with `bonus`, the entropy has gradients."""
         read = self._read(Rows.lay(pack.samples, self.engine), self.adapter, bonus=bonus)
         return scored(pack, read.logp_M, read.entropy_M, self._value(read) if self.critic else None)
 
 
 def _nothing(tokens: Scored) -> Tensor:
-    """A loss of zero, whose gradients are zero."""
+    """Returns a loss of zero with zero gradients."""
     return 0.0 * (tokens.logp_M.sum() + (0.0 if tokens.value_M is None else tokens.value_M.sum()))
 
 
 def _added(parts: Sequence[Metrics]) -> Metrics:
-    """The sums of all parts' figures."""
+    """Returns the sum of each metric over all parts."""
     total: Metrics = {}
     for part in parts:
         for name, figure in part.items():
@@ -242,8 +252,8 @@ def _added(parts: Sequence[Metrics]) -> Metrics:
 
 
 class Reading(NamedTuple):
-    """What a model says of `M` answer tokens: their log-probabilities, the entropies, and the features [M, H] that the
-    logits were made of."""
+    """Model outputs for `M` answer tokens: log-probabilities [M] and entropies [M], float32, and the features [M, H]
+    from which the logits were computed."""
 
     logp_M: Tensor
     entropy_M: Tensor
@@ -252,7 +262,8 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples laid out for a pass: where their `M` answer tokens are predicted, and which they are."""
+    """Samples packed for a pass: the flat rows that predict the `M` answer tokens (int64), the tokens (int64), and the
+    temperatures (float32)."""
 
     forest: Forest
     layout: TreeLayout
@@ -262,13 +273,14 @@ class Rows:
 
     @classmethod
     def lay(cls, samples: Sequence[Sample], engine: Engine) -> Rows:
+        """Packs `samples`."""
         forest, rows_M, targets_M = lay_out(samples)
         temperature_M = _spread([s.temperature or 1.0 for s in samples], samples)
         return cls(forest, TreeLayout(forest, engine.device), rows_M, targets_M, temperature_M)
 
     def of(self, engine: Engine, adapter: Adapter | None, *, bonus: bool = False) -> Reading:
-        """What the model says with `adapter`. Each distinct row of logits is computed once; `bonus` wants entropies
-        with gradients."""
+        """Computes the outputs of the model with `adapter`. Each distinct row of logits is computed once; with `bonus`,
+        entropies have gradients."""
         keep, of_token_M = np.unique(self.rows_M, return_inverse=True)
         tensor, route = engine.tensor, Single(adapter) if adapter else None
         logits, features = engine.logits_and_features(
@@ -286,7 +298,7 @@ class Rows:
 
 
 def value_head(engine: Engine) -> nn.Linear:
-    """A critic that thinks every state worth nothing."""
+    """Returns a linear value head [H → 1], float32, initialised to zero."""
     head = nn.Linear(engine.model.get_output_embeddings().in_features, 1, device=engine.device, dtype=torch.float32)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -294,7 +306,8 @@ def value_head(engine: Engine) -> nn.Linear:
 
 
 def lay_out(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndarray]:
-    """The forest of `samples`, and for each of the `M` answer tokens the flat row that predicts it and the token."""
+    """Returns the forest of `samples`, the flat row that predicts each of the `M` answer tokens, and the tokens, both
+    int64 [M]."""
     sequences = [np.concatenate([s.prompt_ids, s.token_ids[:-1]]).astype(np.int64) for s in samples]
     forest = plant(sequences)
     rows = [path[len(s.prompt_ids) - 1 :] for s, path in zip(samples, forest.paths, strict=True)]
@@ -302,14 +315,14 @@ def lay_out(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndarray]:
 
 
 def share_of_one(samples: Sequence[Sample]) -> float:
-    """What a token of weight one counts in the mean over the answer tokens of `samples` (Yu et al., 2025, eq. 12), each
-    counted by its sample's own weight."""
+    """Returns the weight of a token in the mean over all answer tokens of `samples` (Yu et al., 2025, eq. 12), for a
+    sample weight of 1."""
     return 1.0 / (sum(s.weight * len(s.token_ids) for s in samples) or 1.0)
 
 
 def packs(samples: Sequence[Sample], tokens: int, share: float | None = None) -> list[Pack]:
-    """`samples` in micro-batches of at most `tokens` before sharing (one group alone may exceed it), in their order.
-    `share` is what a token counts (None: these samples are a whole batch)."""
+    """Splits `samples`, in order, into micro-batches of at most `tokens` tokens counted before sharing (a single group
+    may exceed it). `share` is the weight of a token (None: these samples are a whole batch)."""
     share = share_of_one(samples) if share is None else share
     result: list[Pack] = []
     part: list[Sample] = []
@@ -325,8 +338,8 @@ def packs(samples: Sequence[Sample], tokens: int, share: float | None = None) ->
 
 
 def hands(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
-    """`samples` in `count` runs of about as many tokens each, so that most with a prompt in common stay together; those
-    of one group always do."""
+    """Splits `samples` into `count` consecutive runs of similar numbers of tokens. Samples of one group stay together;
+    most samples with a common prompt do."""
     groups = together(samples)
     ends = np.cumsum([_length(group) for group in groups])
     result: list[list[Sample]] = [[] for _ in range(count)]
@@ -341,7 +354,8 @@ def _length(group: Sequence[Sample]) -> int:
 
 
 def scored(pack: Pack, logp_M: Tensor, entropy_M: Tensor, value_M: Tensor | None = None) -> Scored:
-    """What a loss reads of a micro-batch, given what a model says of its answer tokens; where `logp_M` is."""
+    """Builds the loss inputs of a micro-batch from the model's outputs at its answer tokens, on the device of `logp_M`.
+    `entropy_M` and `value_M` are [M] too."""
     samples, lengths = pack.samples, [len(s.token_ids) for s in pack.samples]
 
     def tensor(values: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -369,7 +383,8 @@ def scored(pack: Pack, logp_M: Tensor, entropy_M: Tensor, value_M: Tensor | None
 
 
 def together(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """`samples` as they may be parted: neighbours of one group stay together, others are alone."""
+    """Splits `samples` into units that must not be separated: neighbours of one group, or a single sample without a
+    group."""
     groups: list[list[Sample]] = []
     for sample in samples:
         if groups and sample.group >= 0 and sample.group == groups[-1][-1].group:
@@ -380,7 +395,7 @@ def together(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _numbers(samples: Sequence[Sample]) -> np.ndarray:
-    """The number of each sample's group among these."""
+    """Returns the index of each sample's group."""
     groups = together(samples)
     return np.repeat(np.arange(len(groups)), [len(group) for group in groups])
 

@@ -1,6 +1,6 @@
-"""Envs by name: the built-in ones, those that installed packages offer, or any class as "module:Class".
+"""Envs by name: built-in envs, envs of installed packages, and any class given as "module:Class".
 
-An env is configured by the keyword arguments of its `__init__`: their names, types and defaults are the schema.
+The options of an env are the keyword arguments of its `__init__`: their names, type hints and defaults are its schema.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ BUILT_IN: dict[str, str] = {
     "text_connect_four": "palestra.envs.text.games:TextConnectFour",
     "text_bargaining": "palestra.envs.text.games:TextBargaining",
 }
-GAMES: dict[str, str] = {  # vectorised
+GAMES: dict[str, str] = {  # vector envs
     "simple_spread": "palestra.envs.vector.mpe:SimpleSpread",
     "simple_adversary": "palestra.envs.vector.mpe:SimpleAdversary",
     "simple_tag": "palestra.envs.vector.mpe:SimpleTag",
@@ -77,15 +77,17 @@ GAMES: dict[str, str] = {  # vectorised
     "atari": "palestra.envs.vector.atari:AtariEnv",
     "highway": "palestra.envs.vector.highway:HighwayEnv",
 }
-EXTRAS = (  # envs and extras
+EXTRAS = (  # envs that need the extra of the same name
     *("pettingzoo", "gymnasium", "openspiel", "envpool", "jaxmarl", "vmas", "atari", "highway"),
     *("textarena", "verifiers", "openenv"),
 )
 
 
 def check_env(make_env: Callable[..., Any], **options: Any) -> None:
-    """Plays an env at random and raises ValueError, saying what broke and how to mend it, where it breaks the contract:
-    `check_one` for what makes an `Env`, `check_vector_env` for what makes a `VectorEnv` of as many games as it is told.
+    """Plays an env at random and raises ValueError, with the fix, if it violates the env contract.
+
+    Calls `check_one` (`palestra.envs.base.check_env`) for a factory of `Env`, and `check_vector_env` for a factory of
+    `VectorEnv` that takes the number of parallel copies.
     """
     if inspect.isclass(make_env):
         many = issubclass(make_env, VectorEnv)
@@ -95,28 +97,34 @@ def check_env(make_env: Callable[..., Any], **options: Any) -> None:
 
 
 def make_env(type: str, **options: Any) -> Any:
-    """A new env: `make_env("sokoban", size=4)`. Raises ValueError for an unknown name or option, with the nearest."""
+    """Returns a new env: `make_env("sokoban", size=4)`.
+
+    Raises ValueError for an unknown name or option, with the nearest spelling.
+    """
     cls = env_class(type)
     return cls(**env_options(cls, options))
 
 
 def is_vectorised(type: Any) -> bool:
-    """Whether the env of that name plays many games at once on arrays."""
+    """True if `type` names a `VectorEnv`: many copies of a game at once, on arrays."""
     return isinstance(type, str) and bool(type) and issubclass(env_class(type), VectorEnv)
 
 
 def known_envs() -> dict[str, str]:
-    """Every env that has a name: where its class is."""
+    """Returns the import path ("module:Class") of every named env: entry points, built-in text and vector envs."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | BUILT_IN | GAMES
 
 
 def env_class(type: str) -> type[Env] | type[VectorEnv]:
-    """The class that a name stands for: built in, an entry point of group "palestra.envs", or "module:Class"."""
+    """Returns the class that `type` names: a built-in env, an entry point of group "palestra.envs", or "module:Class".
+
+    Raises ValueError if the name is unknown, cannot be imported, or is no subclass of `Env` or `VectorEnv`.
+    """
     if not isinstance(type, str):
         raise ValueError(f"the type of an env is its name, as text, not {type!r:.40}: `palestra info` lists the envs")
     named = BUILT_IN | GAMES
     if type not in named:
-        named = known_envs()  # looks through all installed packages
+        named = known_envs()  # slow: scans all installed packages
     path = named.get(type, type)
     if ":" not in path:
         known = sorted(named)
@@ -133,9 +141,9 @@ def env_class(type: str) -> type[Env] | type[VectorEnv]:
 
 
 def env_options(cls: type[Env] | type[VectorEnv], options: dict[str, Any]) -> dict[str, Any]:
-    """`options` checked and coerced against the keyword arguments of `cls.__init__`; defaults are left out.
+    """Returns `options` checked and coerced against the keyword arguments of `cls.__init__`; defaults are left out.
 
-    Raises ValueError naming every unknown or ill-typed option, an unknown one with the nearest spelling.
+    Raises ValueError that lists every unknown or ill-typed option, an unknown one with the nearest spelling.
     """
     model = _schema(cls)
     try:

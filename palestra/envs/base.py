@@ -1,7 +1,7 @@
-"""What an env is, and the check that proves one keeps the contract.
+"""The env interface (`Env`) and its conformance check (`check_env`).
 
-An env is a deterministic function of its seed and the actions. It names seats; who plays them is the run's business.
-Write one by subclassing `Env` (three methods); `check_env` then says whether it can be trusted.
+An env is a deterministic function of its seed and the actions. It names seats; the run assigns policies to them. To
+write one, subclass `Env` (two methods, a third if `fork` needs more than a copy) and test it with `check_env`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from palestra.types import Seat, Step
 class Env(ABC):
     """A game or task for one or more seats.
 
-    `seats` lists every seat that may act. `roles` tells each seat, in words, what it is there for (a language policy
-    puts it in the system message). `blocking = True` moves `step` to a thread, for envs that wait on something slow.
-    `replaces_state = True` promises that what `step` changes it replaces and never mutates: a fork then shares it.
-    Methods may also be coroutines.
+    `seats` lists every seat that may act. `roles` holds a text for each seat that describes its task (a language policy
+    puts it in the system message). `blocking = True` runs `step` in a thread, for envs that wait on something slow.
+    `replaces_state = True` promises that `step` replaces what it changes and never mutates it: a fork then shares
+    state. Methods may also be coroutines.
     """
 
     name: ClassVar[str] = ""
@@ -38,19 +38,21 @@ class Env(ABC):
 
     @abstractmethod
     def reset(self, seed: int) -> Step | Awaitable[Step]:
-        """The first step of the instance that `seed` names: equal seeds give equal instances, on any machine."""
+        """Returns the first step of the instance given by `seed`. Equal seeds give equal instances, on any machine."""
 
     @abstractmethod
     def step(self, actions: dict[Seat, Any]) -> Step | Awaitable[Step]:
-        """Play one joint step: an action for exactly the seats last observed. A bad action is the agent's mistake and
-        costs reward; it never raises."""
+        """Plays one joint step: one action for each of the seats last observed, and for no other.
+
+        An invalid action is the agent's mistake and costs reward; it must not raise.
+        """
 
     def fork(self) -> Self | Awaitable[Self]:
-        """An independent copy of the game as it stands."""
+        """Returns an independent copy of the game in its current state."""
         return copy.copy(self) if self.replaces_state else copy.deepcopy(self)
 
-    def close(self) -> Awaitable[None] | None:  # noqa: B027 - most envs hold nothing
-        """Release what the env holds."""
+    def close(self) -> Awaitable[None] | None:  # noqa: B027 - most envs hold no resources
+        """Releases the resources of the env."""
 
 
 # ---- the conformance check
@@ -63,12 +65,13 @@ BAD_ACTIONS = ("", "\x00 ;DROP TABLE \U0001f9e8 {[(<", "up " * 50_000)
 def check_env(
     make_env: Callable[[], Env], *, seeds: Iterable[int] = range(5), act: Act | None = None, max_steps: int = 1000
 ) -> None:
-    """Play an env at random and raise ValueError, saying what broke and how to mend it, where it breaks the contract.
+    """Plays an env at random and raises ValueError, with the fix, if it violates the env contract.
 
     Checked at every seed: equal seeds and actions give equal steps in two instances and after a second reset; a fork
-    and its original do not move each other; observations and rewards are for known seats, rewards finite; the game ends
-    within `max_steps`; bad actions do not raise; the last step says `success` if any step does. `act(seat, observation,
-    rng)` draws actions; by default they are random short texts, or picks from `legal` where the env lists it.
+    and its original do not affect each other; observations and rewards are for known seats, rewards are finite; the
+    game ends within `max_steps`; invalid actions do not raise; the last step reports `success` if any step does.
+    `act(seat, observation, rng)` samples actions; by default they are random short texts, or choices from `legal` if
+    the env lists it.
     """
     with asyncio.Runner() as runner:
         for seed in seeds:
@@ -81,7 +84,7 @@ def check_env(
 
 @dataclass
 class _Game:
-    """One line of play: `actions[i]` led from `steps[i]` to `steps[i + 1]`."""
+    """One playthrough: `actions[i]` led from `steps[i]` to `steps[i + 1]`."""
 
     steps: list[Step]
     actions: list[dict[Seat, Any]]
@@ -96,6 +99,7 @@ class _Check:
     runner: asyncio.Runner
 
     def play(self) -> _Game:
+        """Plays one game, checks every step and a second reset, and returns the game."""
         env, rng = self.make_env(), random.Random(self.seed)
         game = _Game([self.valid(env, self.call(env.reset, self.seed))], [])
         while not game.steps[-1].over:
@@ -111,6 +115,7 @@ class _Check:
         return game
 
     def replay(self, game: _Game) -> None:
+        """Checks that a second instance gives the same steps for the same seed and actions."""
         env = self.make_env()
         fix = "draw all randomness from the seed, and share no state between instances"
         self.equal(self.call(env.reset, self.seed), game.steps[0], "reset in a second instance", fix)
@@ -118,7 +123,7 @@ class _Check:
         self.call(env.close)
 
     def forks(self, game: _Game) -> None:
-        """Fork half-way: the original plays on first, then the fork; and once more the other way round."""
+        """Forks half-way and plays both to the end, the original first, then again with the fork first."""
         half = len(game.actions) // 2
         fix = "fork must copy whatever step changes"
         for fork_first in (False, True):
@@ -134,6 +139,7 @@ class _Check:
             self.call(twin.close)
 
     def bad_actions(self, most: int = 5) -> None:
+        """Checks that invalid actions do not raise."""
         for bad in BAD_ACTIONS:
             env = self.make_env()
             step = self.call(env.reset, self.seed)
@@ -162,6 +168,7 @@ class _Check:
             self.equal(self.call(env.step, action), expected, where, fix)
 
     def valid(self, env: Env, step: Step) -> Step:
+        """Returns `step`; fails if it names unknown seats or holds a reward that is not finite."""
         for what, named in (("observes", step.observations), ("rewards", step.rewards), ("lists moves of", step.legal)):
             if unknown := set(named or {}) - set(env.seats):
                 self.fail(f"{what} unknown seats {sorted(unknown)}; it has {list(env.seats)}", "add them to env.seats")
@@ -195,7 +202,7 @@ class _Check:
 
 
 def checked_step(said: Any, method: str) -> Step:
-    """`said`, what an env's `reset` or `step` returned. Raises ValueError where it is no Step."""
+    """Returns `said`, the return value of an env's `reset` or `step`. Raises ValueError if it is no `Step`."""
     if isinstance(said, Step):
         return said
     hint = ", as in Gymnasium" if isinstance(said, tuple) else ""
@@ -206,7 +213,7 @@ def checked_step(said: Any, method: str) -> Step:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality that looks into containers, arrays and data classes, and takes nan for equal to nan."""
+    """True if equal; compares containers, arrays and data classes by their parts, and nan equals nan."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if type(a) is not type(b):

@@ -1,1 +1,1 @@
-"""Games small enough to be walked through whole: what policies are worth, what beats them, and how to solve them."""
+"""Tabular solution of small games by full enumeration: expected returns, best responses, exploitability, equilibria."""

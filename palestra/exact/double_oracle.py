@@ -1,7 +1,8 @@
-"""Double oracle with exact best answers: PSRO over whole policies (joint and anytime too), XDO over single actions.
+"""Double oracle methods with exact best responses: PSRO over whole policies (also joint and anytime PSRO), XDO over
+single actions.
 
-Each is an endless iterator of stages: take as many as wanted (`itertools.islice`). Stage 0 is the start, before any
-answer.
+Each is an infinite iterator of stages; take as many as needed (`itertools.islice`). Stage 0 is the start, before any
+response.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from palestra.exact.regret import CFR
 from palestra.exact.responses import answer_to, best_response, ends_reached, nash_conv, payoffs_of
 from palestra.exact.tree import Tree, mixture, uniform
 
-MetaSolver = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]  # payoffs of each player -> a distribution for each
-JointSolver = Callable[[Sequence[np.ndarray]], np.ndarray]  # -> one of all choices of members, in the payoffs' shape
+# From the payoffs of each player: the weights of each player's members.
+MetaSolver = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
+# From the payoffs of each player: a distribution over member profiles, in the payoffs' shape.
+JointSolver = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 class Stage(NamedTuple):
-    """Where a double oracle stands: the policy [I, A] it stands for, its NashConv, and how many members each player has
-    with what weights (XDO: no weights, and how many actions it allows each player)."""
+    """State of a double oracle run: the current policy [I, A], its NashConv, the number of members of each player and
+    their weights (XDO: no weights, and the number of actions allowed to each player)."""
 
     policy: np.ndarray
     nash_conv: float
@@ -30,7 +33,7 @@ class Stage(NamedTuple):
 
 
 class Members:
-    """Every player's policies so far, and what they win from each other."""
+    """The policies of every player so far (float64 [I, A] each), and their payoffs against each other."""
 
     def __init__(self, tree: Tree, start: np.ndarray) -> None:
         self.tree = tree
@@ -40,19 +43,22 @@ class Members:
             self.add(player, start)
 
     def add(self, player: int, policy: np.ndarray) -> None:
+        """Adds a policy [I, A] to a player's members."""
         self.policies[player].append(policy)
         self.reached[player].append(ends_reached(self.tree, [policy], player)[0])
 
     def payoffs(self) -> list[np.ndarray]:
+        """Returns the payoffs of every player, float64 [m_0, ..., m_n-1] each."""
         return payoffs_of(self.tree, [np.array(rows) for rows in self.reached])
 
     def stage(self, mixes: Sequence[np.ndarray]) -> Stage:
+        """Returns the stage in which the players mix their members with `mixes`."""
         policy = self.mixed(mixes)
         sizes = tuple(len(policies) for policies in self.policies)
         return Stage(policy, nash_conv(self.tree, policy), sizes, tuple(mixes))
 
     def mixed(self, mixes: Sequence[np.ndarray]) -> np.ndarray:
-        """The policy [I, A] in which each player mixes its members."""
+        """Returns the policy [I, A] in which each player mixes its members with `mixes`."""
         policy = np.empty(self.tree.legal.shape)
         for player, (members, mix) in enumerate(zip(self.policies, mixes, strict=True)):
             own = self.tree.of(player)
@@ -61,8 +67,9 @@ class Members:
 
 
 def psro(tree: Tree, solve: MetaSolver, start: np.ndarray | None = None) -> Iterator[Stage]:
-    """Policy-space response oracles (Lanctot et al., 2017) from `start` (uniform play): `solve` weighs each player's
-    members by exact payoffs, and everybody's best answer to the others' mixtures joins them."""
+    """Policy-space response oracles (Lanctot et al., 2017) from `start` [I, A] (default: uniform): `solve` computes
+    each player's member weights from the exact payoffs; every player's best response to the others' mixtures joins its
+    members."""
     members = Members(tree, uniform(tree) if start is None else start)
     while True:
         stage = members.stage([np.asarray(mix, float) for mix in solve(members.payoffs())])
@@ -72,8 +79,9 @@ def psro(tree: Tree, solve: MetaSolver, start: np.ndarray | None = None) -> Iter
 
 
 class JointStage(NamedTuple):
-    """Where joint PSRO stands: how likely each choice of members is, what it pays each player, and what all could win
-    together by an answer decided on before they learn their part: 0 at a coarse correlated equilibrium."""
+    """State of a joint PSRO run: the probability of each profile of members, the expected return of each player, and
+    the CCE gap, the sum of what each player gains by a best response that ignores its own recommendation: 0 at a coarse
+    correlated equilibrium."""
 
     joint: np.ndarray  # [m_0, ..., m_n-1]
     values: np.ndarray  # [n]
@@ -81,8 +89,8 @@ class JointStage(NamedTuple):
 
 
 def joint_psro(tree: Tree, solve: JointSolver, start: np.ndarray | None = None) -> Iterator[JointStage]:
-    """Joint PSRO (Marris et al., 2021) with answers to the others' joint play (its "CCE" kind), for any number of
-    players and any returns."""
+    """Joint PSRO (Marris et al., 2021) with best responses to the joint play of the others (the "CCE" variant), for any
+    number of players and any returns."""
     members = Members(tree, uniform(tree) if start is None else start)
     while True:
         payoffs = members.payoffs()
@@ -104,9 +112,11 @@ def _answer_to_joint(members: Members, joint: np.ndarray, player: int) -> tuple[
 
 
 def anytime_psro(tree: Tree, rounds: int = 500, start: np.ndarray | None = None) -> Iterator[Stage]:
-    """Anytime PSRO (McAleer et al., 2022) for two-player zero-sum games: each player mixes its members so that the best
-    answer to the mixture wins least, so that NashConv never rises but for what `rounds` of regret matching leave open.
-    The answer to where the weights stood last joins the other's members.
+    """Anytime PSRO (McAleer et al., 2022) for two-player zero-sum games: each player weighs its members so that the
+    other's best response to the mixture wins least. NashConv thus never rises, up to the error that `rounds` of regret
+    matching leave. The best response to the last weights joins the other player's members.
+
+    Raises ValueError if the game is not two-player zero-sum.
     """
     if tree.players != 2 or not np.allclose(tree.returns.sum(1), 0):
         raise ValueError(f"anytime PSRO is for two-player zero-sum games, which {tree.name} is not: use psro")
@@ -119,8 +129,8 @@ def anytime_psro(tree: Tree, rounds: int = 500, start: np.ndarray | None = None)
 
 
 def _least_exploitable(members: Members, player: int, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of a player's members, by regret matching+ against the other's best answer and averaged linearly; and the
-    last of those answers."""
+    """Returns the weights of a player's members, by regret matching+ with linear averaging against the other player's
+    best response, and the last of these responses."""
     tree, reached = members.tree, np.array(members.reached[player])
     answer = members.policies[1 - player][0]
     weights = even = np.full(len(reached), 1 / len(reached))
@@ -137,12 +147,13 @@ def _least_exploitable(members: Members, player: int, rounds: int) -> tuple[np.n
 def xdo(
     tree: Tree, start: np.ndarray | None = None, *, tolerance: float = 0.5, iterations: int = 20_000
 ) -> Iterator[Stage]:
-    """Extensive-form double oracle (McAleer et al., 2021) for two-player zero-sum games, from answers to `start`
-    (uniform play). In each information state the players keep to actions that one of their answers took; CFR+ solves
-    that game until its NashConv is below `tolerance`, or for so many `iterations`; answers in the whole game allow new
-    actions.
+    """Extensive-form double oracle (McAleer et al., 2021) for two-player zero-sum games, from best responses to `start`
+    [I, A] (default: uniform). In each information state the players are restricted to actions that one of their best
+    responses took. CFR+ solves the restricted game until its NashConv is below `tolerance`, or for `iterations`; best
+    responses in the full game add new actions.
 
-    The tolerance is halved whenever the whole game's NashConv has come below twice that, or no action was new.
+    The tolerance is halved when the NashConv of the full game falls below twice the tolerance, or when no action was
+    new. Raises ValueError if the game is not two-player zero-sum.
     """
     if tree.players != 2 or not np.allclose(tree.returns.sum(1), 0):
         raise ValueError(f"XDO is for two-player zero-sum games, which {tree.name} is not: use psro")
@@ -160,7 +171,7 @@ def xdo(
 
 
 def _taken(tree: Tree, policy: np.ndarray) -> np.ndarray:
-    """The actions [I, A] that the players' best answers to `policy` take."""
+    """Returns the actions bool [I, A] that the players' best responses to `policy` take."""
     answers = [best_response(tree, policy, player)[0][tree.of(player)] for player in range(tree.players)]
     return np.concatenate(answers) > 0
 

@@ -1,4 +1,4 @@
-"""Solving a game by regrets (CFR, CFR+) or by fictitious play."""
+"""Iterative solvers of small games: CFR, CFR+ and extensive-form fictitious play."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from palestra.exact.tree import Tree, behaviour, plan, plan_into, reach, uniform
 
 
 class Solver(Protocol):
-    """Something whose average policy nears an equilibrium of a two-player zero-sum game."""
+    """A solver whose average policy converges to an equilibrium of a two-player zero-sum game."""
 
     def run(self, iterations: int) -> None: ...
 
     def average(self) -> np.ndarray:
-        """The policy [I, A] found so far."""
+        """Returns the current average policy, float64 [I, A]."""
         ...
 
 
 class CFR:
-    """Counterfactual regret minimisation (Zinkevich et al., 2007), players in turn; with `plus` CFR+ (Tammelin, 2014):
-    regrets are cut off at zero, and the average weighs iteration t by t.
+    """Counterfactual regret minimisation (Zinkevich et al., 2007) with alternating updates; with `plus` CFR+ (Tammelin,
+    2014): regrets are clipped at zero and the average weighs iteration t by t.
 
-    `legal` [I, A] keeps every player to some of the actions; each information state must have one left.
+    `legal` bool [I, A] restricts the players to some of the legal actions; each information state must keep at least
+    one.
     """
 
     def __init__(self, tree: Tree, *, plus: bool = False, legal: np.ndarray | None = None) -> None:
@@ -32,12 +33,13 @@ class CFR:
         self.legal = tree.legal if legal is None else legal
         self.iterations = 0
         self.regrets = np.zeros(tree.legal.shape)
-        self.summed = np.zeros(tree.sequences)  # realisation plans, weighted
+        self.summed = np.zeros(tree.sequences)  # weighted sum of the realisation plans
         self.fallback = self.legal / self.legal.sum(1, keepdims=True)
         self.policy = self.fallback.copy()
         self.plans = plan(tree, self.policy)
 
     def run(self, iterations: int) -> None:
+        """Runs this many more iterations."""
         for _ in range(iterations):
             self.iterations += 1
             self.summed += self.plans * (self.iterations if self.plus else 1)
@@ -45,11 +47,13 @@ class CFR:
                 self._improve(player)
 
     def average(self) -> np.ndarray:
-        """The average policy [I, A]; where it never comes, every allowed action alike."""
+        """Returns the average policy, float64 [I, A]; uniform over the allowed actions in information states that it
+        never reaches."""
         return behaviour(self.tree, self.summed, self.fallback)
 
     def _improve(self, player: int) -> None:
-        """One player's regrets, given what the others play now; its policy by regret matching."""
+        """Updates one player's regrets against the current policies of the others, and its policy by regret
+        matching."""
         tree, own = self.tree, self.tree.of(player)
         regrets = self.regrets[own]
         regrets += self._counterfactual(player)[own]
@@ -59,7 +63,7 @@ class CFR:
         plan_into(self.plans, tree, self.policy, player)
 
     def _counterfactual(self, player: int) -> np.ndarray:
-        """What each action wins more [I, A] than the policy does, as likely as the others make it to come up."""
+        """Returns the counterfactual advantage [I, A] of each action over the current policy."""
         tree = self.tree
         won = gains(tree, reach(tree, self.plans, player), player)
         rows = won[tree.players :].reshape(self.legal.shape)
@@ -70,15 +74,15 @@ class CFR:
         return np.where(self.legal, rows, 0)
 
     def _matched(self, own: slice) -> np.ndarray:
-        """Every action in proportion to its regret, of those above zero; all alike where there is none."""
+        """Regret matching: actions in proportion to their positive regrets; uniform if none is positive."""
         positive = np.maximum(self.regrets[own], 0)
         total = positive.sum(1, keepdims=True)
         return np.where(total > 0, positive / np.where(total > 0, total, 1.0), self.fallback[own])
 
 
 class FictitiousPlay:
-    """Extensive-form fictitious play (Heinrich et al., 2015): every player answers the others' average policy best, and
-    the answer joins the average, all with equal weight. It starts from uniform play."""
+    """Extensive-form fictitious play (Heinrich et al., 2015): every player plays a best response to the others' average
+    policy, and the response joins the average with equal weight. Starts from the uniform policy."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -87,6 +91,7 @@ class FictitiousPlay:
         self.summed = plan(tree, self.policy)
 
     def run(self, iterations: int) -> None:
+        """Runs this many more iterations."""
         for _ in range(iterations):
             self.iterations += 1
             average = self.average()
@@ -96,5 +101,6 @@ class FictitiousPlay:
             self.summed += plan(self.tree, self.policy)
 
     def average(self) -> np.ndarray:
-        """The average policy [I, A]; where it never comes, every legal action alike."""
+        """Returns the average policy, float64 [I, A]; uniform over the legal actions in information states that it
+        never reaches."""
         return behaviour(self.tree, self.summed, uniform(self.tree))

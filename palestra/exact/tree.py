@@ -1,12 +1,13 @@
-"""A turn-based game walked through whole, as flat arrays.
+"""A turn-based game, fully enumerated, as flat arrays (sequence form).
 
-Nobody needs the nodes of a game tree to say what policies are worth. An end of the game comes about with the product of
-what chance and each player contributed, and a player's part depends on its own moves alone: on the *sequence* of its
-own decisions that leads there (von Stengel, 1996). So a tree here is its ends, each with a sequence for every player,
-and the information states of each player, each with the sequence that leads to it.
+Expected returns do not need the inner nodes of the game tree. The probability of an end is the product of the
+contributions of chance and of each player, and a player's contribution depends only on its own moves: on the *sequence*
+of its own decisions that leads there (von Stengel, 1996). A `Tree` is therefore the ends of the game, each with one
+sequence per player, and the information states of each player, each with the sequence that leads to it.
 
-I information states, A actions, n players, T ends, V numbers in a view, S = n + I * A sequences: the empty sequence of
-player p is number p, the one that ends with action a in information state i is n + i * A + a. A policy is [I, A].
+I information states, A actions, n players, T ends, V numbers in an information state tensor, S = n + I * A sequences:
+the empty sequence of player p is number p; the sequence that ends with action a in information state i is n + i * A +
+a. A policy is float64 [I, A].
 """
 
 from __future__ import annotations
@@ -25,40 +26,42 @@ MOST_NODES = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """What `tree_of` made of a game. Information states stand in order of player, then of how many decisions of its own
-    the player has behind it.
+    """The enumerated game, made by `tree_of`. Information states are sorted by player, then by the number of the
+    player's own earlier decisions.
 
-    A player remembers everything here, even where a view does not tell (a board says nothing of the order of moves):
-    there are then as many information states of one view as there are pasts of one's own, and `forgetful` is true.
+    Players have perfect recall here, even if an observation does not determine the past (a board does not show the
+    order of moves): one observation then belongs to several information states, one per own past, and `forgetful` is
+    True.
     """
 
     name: str
     players: int
     actions: tuple[str, ...]
-    owner: np.ndarray  # [I] whose move it is
+    owner: np.ndarray  # [I] player to move
     legal: np.ndarray  # [I, A] bool
     views: np.ndarray  # [I, V] float32
     words: list[str]  # [I]
-    parent: np.ndarray  # [I] the owner's sequence that leads here
-    levels: list[list[slice]]  # [n][depth] information states with `depth` decisions of the owner's behind them
+    parent: np.ndarray  # [I] the player's sequence that leads here
+    levels: list[list[slice]]  # [n][depth] information states after `depth` own decisions
     ends: np.ndarray  # [T, n] each player's last sequence
-    chance: np.ndarray  # [T] probability of what chance did on the way
+    chance: np.ndarray  # [T] probability of the chance outcomes on the way
     returns: np.ndarray  # [T, n]
-    nodes: int  # ways the game may go, chance and ends included
+    nodes: int  # number of tree nodes, with chance nodes and ends
     forgetful: bool
     _found: dict[tuple[int, bytes], int] = field(default_factory=dict, repr=False)
 
     @property
     def sequences(self) -> int:
+        """The number of sequences S."""
         return self.players + self.legal.size
 
     def of(self, player: int) -> slice:
-        """The information states of a player."""
+        """Returns the rows of a player's information states."""
         return slice(*np.searchsorted(self.owner, [player, player + 1]).tolist())
 
     def find(self, player: int, views: np.ndarray) -> np.ndarray:
-        """Which information states a player's views [B, V] are, [B]. Raises ValueError for a view that is none, and
-        where views alone do not tell."""
+        """Returns the rows int64 [B] of a player's information states `views` float32 [B, V]. Raises ValueError for an
+        unknown information state, and if `forgetful`."""
         if self.forgetful:
             raise ValueError(
                 f"a view of {self.name} does not tell which information state it is: the past does; look rows up by "
@@ -75,14 +78,14 @@ class Tree:
 
 
 def tree_of(rules: Rules[Any], *, most_nodes: int = MOST_NODES) -> Tree:
-    """The whole of a game. Raises ValueError where it has more than `most_nodes` nodes, and where information states of
-    one view differ in what is legal."""
+    """Enumerates a game. Raises ValueError if it has more than `most_nodes` nodes, or if information states with the
+    same observation differ in their legal actions."""
     known = states_of(rules, most_nodes)
     return _arranged(rules, walk(known, rules.players, len(rules.actions), most_nodes))
 
 
 def _arranged(rules: Rules[Any], found: Walk) -> Tree:
-    """Numbers information states anew, by player and depth, so that a level is a slice."""
+    """Renumbers the information states by player and depth, so that each level is a slice."""
     order = np.lexsort((found.depth, found.owner))
     owner, depth = found.owner[order], found.depth[order]
     anew = np.empty_like(order)
@@ -120,12 +123,13 @@ def _levels(owner: np.ndarray, depth: np.ndarray, player: int) -> list[slice]:
 
 
 def uniform(tree: Tree) -> np.ndarray:
-    """The policy [I, A] that plays every legal action alike."""
+    """Returns the uniform policy over legal actions, float64 [I, A]."""
     return tree.legal / tree.legal.sum(1, keepdims=True)
 
 
 def plan(tree: Tree, policy: np.ndarray) -> np.ndarray:
-    """Realisation plan [S]: how likely each player's own moves make each of its sequences (von Stengel, 1996)."""
+    """Returns the realisation plan float64 [S]: the product of the player's own action probabilities along each
+    sequence (von Stengel, 1996)."""
     made = np.empty(tree.sequences)
     for player in range(tree.players):
         plan_into(made, tree, policy, player)
@@ -141,7 +145,7 @@ def plan_into(made: np.ndarray, tree: Tree, policy: np.ndarray, player: int) -> 
 
 
 def reach(tree: Tree, plan: np.ndarray, but: int | None = None) -> np.ndarray:
-    """How likely the game comes to each end [T]; with `but`, as far as that player does not decide."""
+    """Returns the probability of each end, float64 [T]; without the contribution of player `but` if given."""
     likely = tree.chance
     for player in range(tree.players):
         if player != but:
@@ -150,24 +154,24 @@ def reach(tree: Tree, plan: np.ndarray, but: int | None = None) -> np.ndarray:
 
 
 def values(tree: Tree, policy: np.ndarray) -> np.ndarray:
-    """Expected returns [n] where every player plays `policy` [I, A]."""
+    """Returns the expected returns float64 [n] if all players play `policy` [I, A]."""
     return reach(tree, plan(tree, policy)) @ tree.returns
 
 
 def behaviour(tree: Tree, plan: np.ndarray, unreached: np.ndarray) -> np.ndarray:
-    """The policy [I, A] whose realisation plan is `plan`: what is likely after an information state over what is likely
-    before it. Where the plan never comes, the rows of `unreached`."""
+    """Returns the policy float64 [I, A] with the realisation plan `plan` [S]; rows that the plan never reaches are
+    those of `unreached` [I, A]."""
     after = plan[tree.players :].reshape(tree.legal.shape)
     before = plan[tree.parent][:, None]
     return np.where(before > 0, after / np.where(before > 0, before, 1.0), unreached)
 
 
 def mixture(tree: Tree, policies: Sequence[np.ndarray], weights: Sequence[float] | np.ndarray) -> np.ndarray:
-    """The policy [I, A] that plays as if each player had drawn one of `policies` with `weights` once per game (Kuhn,
-    1953).
+    """Returns the policy float64 [I, A] equivalent to each player drawing one of `policies` with `weights` once per
+    game (Kuhn, 1953).
 
-    `weights` is [K], or [n, K] for each player its own. Where no policy of weight ever comes, it plays the policies'
-    mean.
+    `weights` is [K] for all players, or [n, K]. Rows that no policy with positive weight reaches are the weighted mean
+    of the policies.
     """
     shares = np.broadcast_to(np.asarray(weights, float), (tree.players, len(policies)))
     mixed, rows = np.zeros(tree.sequences), np.zeros(tree.legal.shape)

@@ -1,7 +1,7 @@
-"""Walking through a game: first its states, each asked once what the rules say of it, then all ways to come to them.
+"""Enumeration of a game: first its distinct states, with one call of the rules each, then all paths to them.
 
-States are far fewer than the ways to them (tic-tac-toe: 5,478 boards, 549,946 games begun), and only asking the rules
-takes Python's time; the ways are unrolled with array operations, all nodes of one depth at once.
+There are far fewer states than paths (tic-tac-toe: 5,478 boards, 549,946 histories), and only the calls of the rules
+run in Python; the paths are expanded with array operations, all nodes of one depth at once.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from palestra.envs.rules.base import CHANCE, OVER, Rules
 
 
 class States(NamedTuple):
-    """The distinct states of a game; edges of state s are `first[s]` up to `first[s + 1]`."""
+    """The distinct states of a game; the edges of state s are `first[s]` to `first[s + 1] - 1`."""
 
     name: str
     turn: np.ndarray  # [N]
-    seen: np.ndarray  # [N] which view the player who moves has, -1 where none moves
-    returns: np.ndarray  # [N, n] 0 but where the game is over
+    seen: np.ndarray  # [N] row in `views` of the player to move, -1 if no player moves
+    returns: np.ndarray  # [N, n] 0 unless the state is terminal
     first: np.ndarray  # [N + 1]
     child: np.ndarray  # [E]
     action: np.ndarray  # [E]
     likely: np.ndarray  # [E] chance's probability, 1 for a player's action
-    views: np.ndarray  # [W, V] the distinct views, those of each player apart
+    views: np.ndarray  # [W, V] the distinct observations, separate for each player
     words: list[str]  # [W]
     legal: np.ndarray  # [W, A]
 
@@ -40,11 +40,12 @@ class Level(NamedTuple):
 
 @dataclass
 class Walk:
-    """All ways through a game. Information states are numbered as they were met; see `Tree` for the rest."""
+    """All paths through a game. Information states are numbered in order of discovery; see `Tree` for the other
+    fields."""
 
     owner: np.ndarray  # [I]
-    depth: np.ndarray  # [I] decisions of the owner's before
-    seen: np.ndarray  # [I] which view
+    depth: np.ndarray  # [I] number of the player's earlier decisions
+    seen: np.ndarray  # [I] row in `views`
     legal: np.ndarray  # [I, A]
     parent: np.ndarray  # [I]
     ends: np.ndarray  # [T, n]
@@ -56,7 +57,7 @@ class Walk:
 
 
 def states_of(rules: Rules[Any], most: int) -> States:
-    """Every state that can come about. Raises ValueError where there are more than `most`."""
+    """Enumerates all reachable states. Raises ValueError if there are more than `most`."""
     found = [rules.initial()]
     numbers = {found[0]: 0}
     turns, returns, first = [], [], [0]
@@ -93,6 +94,7 @@ def states_of(rules: Rules[Any], most: int) -> States:
 
 
 def too_large(name: str, most: int) -> ValueError:
+    """Returns the error for a game with more than `most` nodes."""
     return ValueError(
         f"{name} has more than {most:,} nodes, too many to be walked through whole: choose a smaller variant, or allow "
         "more with most_nodes, at the price of time and memory"
@@ -100,7 +102,7 @@ def too_large(name: str, most: int) -> ValueError:
 
 
 class _Views:
-    """Numbers the distinct views of those who move, as they are met."""
+    """Numbers the distinct observations of players to move, in order of discovery."""
 
     def __init__(self, rules: Rules[Any]) -> None:
         self.rules = rules
@@ -108,13 +110,14 @@ class _Views:
         self.views: list[np.ndarray] = []
         self.words: list[str] = []
         self.legal: list[list[int]] = []
-        self.seen: list[int] = []  # by each state
+        self.seen: list[int] = []  # by state
 
     def none(self) -> None:
         self.seen.append(-1)
 
     def see(self, state: Any, player: int) -> list[int]:
-        """Notes what the player who moves sees; what it may do."""
+        """Records the observation of the player to move; returns its legal actions. Raises ValueError if another state
+        with this observation has other legal actions."""
         legal, view = self.rules.legal(state), self.rules.view(state, player)
         number = self.numbers.setdefault((player, view.tobytes()), len(self.views))
         if number == len(self.views):
@@ -144,7 +147,8 @@ def _moves(rules: Rules[Any], state: Any, turn: int, views: _Views) -> list[tupl
 
 
 def walk(states: States, n: int, width: int, most: int) -> Walk:
-    """All ways through the game. Ways to one state that no player can tell apart are one node."""
+    """Expands all paths through the game. Paths to one state that no player can distinguish are merged into one node.
+    Raises ValueError if there are more than `most` nodes."""
     met = _Met(n, width)
     level = Level(np.zeros(1, np.int64), np.arange(n)[None], np.ones(1))
     ends: list[Level] = []
@@ -174,7 +178,7 @@ def walk(states: States, n: int, width: int, most: int) -> Walk:
 
 
 class _Met:
-    """Numbers information states as they are met: what a player sees, after its own past."""
+    """Numbers information states (observation and own past), in order of discovery."""
 
     def __init__(self, n: int, width: int) -> None:
         self.n, self.width = n, width
@@ -195,7 +199,7 @@ class _Met:
 
 
 def _next(states: States, level: Level, met: _Met) -> Level:
-    """The children of nodes of one depth."""
+    """Returns the child nodes of one depth."""
     count = states.first[level.state + 1] - states.first[level.state]
     of = np.repeat(np.arange(len(count)), count)
     edge = np.arange(len(of)) + np.repeat(states.first[level.state] - (np.cumsum(count) - count), count)
@@ -208,7 +212,7 @@ def _next(states: States, level: Level, met: _Met) -> Level:
 
 
 def _information_states(states: States, level: Level, met: _Met) -> np.ndarray:
-    """The information state of each node [M], 0 where chance moves."""
+    """Returns the information state of each node, int64 [M]; 0 at chance nodes."""
     turn, seen = states.turn[level.state], states.seen[level.state]
     numbers, at = np.zeros(len(turn), np.int64), np.flatnonzero(turn >= 0)
     parent = level.last[at, turn[at]]
@@ -220,7 +224,7 @@ def _information_states(states: States, level: Level, met: _Met) -> np.ndarray:
 
 
 def _merged(level: Level) -> Level:
-    """Nodes of one state and one past of every player's own, taken together."""
+    """Merges nodes with the same state and the same own past of every player."""
     keys = np.column_stack([level.state, level.last])
     unique, inverse = np.unique(keys, axis=0, return_inverse=True)
     return Level(unique[:, 0], unique[:, 1:], np.bincount(inverse.ravel(), level.chance, len(unique)))

@@ -1,4 +1,4 @@
-"""What a learner is to the training loop: the verbs that every backend offers."""
+"""Protocol between the training loop and a learner, which every backend implements."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from palestra.types import Metrics, Sample
 
 
 class Learner(Protocol):
-    """Weights in training. `version` counts optimizer steps since they were new."""
+    """Weights in training. `version` is the number of optimizer steps since their initialisation."""
 
     name: str
     version: int
 
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """`samples` cut into the batches of one optimizer step each."""
+        """Splits `samples` into the batches of one optimizer step each."""
         ...
 
     async def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
-        """Adds the gradient of `loss`; returns its figures."""
+        """Adds the gradient of `loss`; returns its metrics."""
         ...
 
     async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
-        """Log-probabilities [T] of each sample's tokens under the weights as they are, or under the reference: the
-        weights as they were at `begin`, or new."""
+        """Returns the log-probabilities [T] float32 of each sample's tokens under the current weights, or under the
+        reference: the weights at the last call of `begin`, else the initial ones."""
         ...
 
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """What the critic thinks of the states in which each sample's tokens were drawn [T]."""
+        """Returns the critic's values [T] float32 of the states before each of a sample's tokens."""
         ...
 
     def begin(self) -> None:
-        """A new stage of training: a fresh optimizer, and the weights as they are now become the reference."""
+        """Starts a new training stage: a new optimizer, and the current weights become the reference."""
         ...
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
-        """One optimizer step; `progress` in [0, 1] is how far the run is, for the learning rate's schedule."""
+        """Makes one optimizer step; `progress` in [0, 1] is the finished share of the run, for the learning-rate
+        schedule."""
         ...
 
     def policy(self) -> Policy:
-        """The weights as they are now, under a versioned name; it does not move when training goes on."""
+        """Returns a policy with the current weights, under a versioned name; further training does not change it."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes weights, optimizer and version."""
+        """Writes weights, optimizer state and version."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Goes on exactly where `save` left off."""
+        """Restores what `save` wrote; training resumes exactly there."""
         ...

@@ -1,4 +1,5 @@
-"""A language learner: one adapter on a resident base, or a full model of its own, here or on a server."""
+"""Learners of language models: one adapter on a shared base, or a separate full model, in this process or on a
+server."""
 
 from __future__ import annotations
 
@@ -25,46 +26,58 @@ from palestra.types import Metrics, Sample
 
 
 class SpeechConfig(AdamConfig):
-    """What every language policy has: its base, how it samples, what it remembers.
-
-    `system` replaces the env's role text; `memory: conversation` shows the model its own earlier turns; `template`
-    holds options of the chat template, such as `enable_thinking: false`.
-    """
+    """Options common to all language model policies: base model, sampling and prompt."""
 
     base: str = "tiny"
+    """Base model: the name of a shipped one ("tiny"), a local folder, or a Hugging Face hub name."""
     sampling: Sampling = Sampling()
+    """Sampling parameters."""
     system: str | None = None
+    """System prompt, which replaces the env's role text. null: the env's role text."""
     memory: Memory = "none"
+    """History in the prompt: "none" shows the current observation only, "conversation" also the model's own earlier
+    turns."""
     template: dict[str, Any] = {}
+    """Options of the tokenizer's chat template, for example `enable_thinking: false`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the weights. "auto": bfloat16 on CUDA and float32 on CPU; float32 for a full model in training."""
 
 
 class LearnerConfig(SpeechConfig):
-    """How a policy learns. `batch` is the number of samples per optimizer step (null: all of a training step at once),
-    `epochs` how often they are gone through; the learning rate rises over `warmup` (a share of the run), then follows
-    `schedule`.
-
-    `precision` is what the products of training passes are computed in (auto: bf16 for a full model on CUDA, whose
-    weights are then kept in float32, else the type of the weights). With `checkpointing` a backward pass computes each
-    decoder layer again in place of keeping what happened in it."""
+    """Options of a language model policy in training: batches, learning-rate schedule, memory and precision."""
 
     batch: int | None = Field(None, ge=1)
+    """Number of samples per optimizer step. null: all samples of a training step at once."""
     epochs: int = Field(1, ge=1)
+    """Number of passes over the samples of a training step."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to 0 at the end of the run, linearly or as a cosine."""
     warmup: float = Field(0.0, ge=0, lt=1)
+    """Share of the run, in [0, 1), over which the learning rate rises from 0."""
     pack_tokens: int = Field(16384, ge=1)
+    """Maximum number of tokens of a micro-batch, counted before prefixes are shared. Lower it if memory runs out."""
     precision: Precision = "auto"
+    """Dtype of the matrix products of training passes. "auto": bf16 for a full model on CUDA, whose weights are then
+    kept in float32; otherwise the dtype of the weights."""
     checkpointing: bool = False
+    """Gradient checkpointing: recomputes each decoder layer in the backward pass instead of keeping its activations.
+    Saves memory, costs time."""
     seed: int | None = None
+    """Seed of the adapter's initialisation. null: derived from the seed of the run."""
 
 
 class LoraPolicyConfig(LearnerConfig):
     """A trained LoRA adapter on a base that other policies may share."""
 
     type: Literal["lora"] = "lora"
+    """Kind of policy: a LoRA adapter in training."""
     rank: int = Field(8, ge=1, le=4096)
+    """Rank of the adapter's matrices, 1 to 4096."""
     alpha: float = Field(16.0, gt=0)
+    """Scale of the adapter: its output is multiplied by alpha / rank."""
     targets: str | list[str] = "all-linear"
+    """Linear layers with an adapter: "all-linear" (all of the decoder layers, without the head), or name suffixes such
+    as "q_proj"."""
 
     @property
     def lora(self) -> LoraConfig:
@@ -72,20 +85,22 @@ class LoraPolicyConfig(LearnerConfig):
 
 
 class FullPolicyConfig(LearnerConfig):
-    """A full model, all weights trained, with a copy of the base of its own."""
+    """A full model with all weights trained, on its own copy of the base."""
 
     type: Literal["full"] = "full"
+    """Kind of policy: a full model in training."""
     lr: float = Field(2e-4, gt=0, le=1_000_000)
+    """Learning rate, above 0."""
 
 
 def mixed_type(config: FullPolicyConfig, device: str) -> torch.dtype | None:
-    """What passes of a full model are computed in, where that is not the type of its weights."""
+    """Returns the autocast dtype of a full model's passes; None if it is that of its weights."""
     auto = "bf16" if device.startswith("cuda") and config.dtype == "auto" else "float32"
     return MIXED.get(auto if config.precision == "auto" else config.precision)
 
 
 class Weights(Protocol):
-    """Weights in training, wherever they are: what a learner needs of an engine."""
+    """Protocol of weights in training, in this process or on a server: the engine operations that a learner needs."""
 
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics: ...
     def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics: ...
@@ -99,17 +114,17 @@ class Weights(Protocol):
 
 @runtime_checkable
 class Publishing(Protocol):
-    """Weights that others, elsewhere, may sample from as they are now."""
+    """Weights that can be exported for sampling in other processes."""
 
     def publish(self, folder: Path) -> None:
-        """Writes the adapter in PEFT's format, or the model; no optimizer."""
+        """Writes the current adapter in PEFT's format, or the model, without optimizer state."""
         ...
 
 
 class Resident:
     """`Weights` in this process: a new adapter on an engine's base, or its whole model.
 
-    A full model has no snapshots: its policy reads the weights in training, which move only between rollouts.
+    A full model has no snapshots: its policy samples from the weights in training, which change only between rollouts.
     """
 
     def __init__(
@@ -138,7 +153,7 @@ class Resident:
         return self.trainer.forward_backward(samples, loss, **options)
 
     def passes(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Iterator[Metrics]:
-        """`forward_backward` a micro-batch at a time: the figures so far after each."""
+        """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each."""
         return self.trainer.passes(samples, loss, **options)
 
     def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics:
@@ -166,16 +181,16 @@ class Resident:
         load_trainer(folder, self.trainer)
 
     def publish(self, folder: Path) -> None:
-        """Writes what others sample from: the adapter, or the model."""
+        """Writes the adapter or the model for sampling in other processes."""
         save_weights(folder, self.trainer)
 
     def take(self, folder: Path) -> None:
-        """Weights that another one published, to sample from."""
+        """Loads weights that another process published, for sampling."""
         load_weights(folder, self.trainer)
 
 
 class LanguageLearner:
-    """Trains `weights` and hands out policies that sample from snapshots of them."""
+    """Trains `weights` and creates policies that sample from snapshots of them."""
 
     def __init__(
         self,
@@ -191,8 +206,9 @@ class LanguageLearner:
         self._policy: LanguagePolicy | None = None
 
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Batches of about `config.batch` samples for one optimizer step each, `config.epochs` times over. Samples are
-        dealt round, so that each batch has a part of every prompt's; those of one group go together."""
+        """Splits `samples` into batches of about `config.batch` for one optimizer step each, repeated for
+        `config.epochs`. Samples are distributed round-robin, so that each batch has samples of every prompt; those of
+        one group stay together."""
         if not samples:
             return []
         hands = together(samples)
@@ -201,9 +217,9 @@ class LanguageLearner:
         return [list(batch) for _ in range(self.config.epochs) for batch in dealt]
 
     async def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
-        """Adds the gradient of `loss`; returns its figures. Others have their turn between micro-batches."""
-        # A server works by itself, and where samplers are elsewhere weights are trained on a thread beside: either way
-        # play goes on, and weights move only in `optim_step`.
+        """Adds the gradient of `loss`; returns its metrics. Other coroutines run between micro-batches."""
+        # With a server or with remote samplers, training runs in a thread, so that the rollout continues.
+        # Weights change only in `optim_step`.
         if not isinstance(self.weights, Resident) or not isinstance(self.sampler, Sampler):
             return await asyncio.to_thread(self.weights.forward_backward, samples, loss, **options)
         total: Metrics = {}
@@ -215,7 +231,7 @@ class LanguageLearner:
         return total
 
     async def _turn(self, seconds: float) -> None:
-        """Lets others move; the sampler, as long as it has requests, for that many seconds."""
+        """Lets other coroutines run; while the sampler has requests, for up to `seconds`."""
         until = time.perf_counter() + seconds
         await asyncio.sleep(0)
         while isinstance(self.sampler, Sampler) and self.sampler.busy and time.perf_counter() < until:
@@ -230,13 +246,13 @@ class LanguageLearner:
     async def _read(
         self, samples: Sequence[Sample], read: Callable[[Sequence[Sample]], list[np.ndarray]]
     ) -> list[np.ndarray]:
-        """What `read` says of each sample, a micro-batch at a time, as in `forward_backward`."""
+        """Applies `read` to the samples, one micro-batch at a time, as in `forward_backward`."""
         if not isinstance(self.weights, Resident) or not isinstance(self.sampler, Sampler):
             return await asyncio.to_thread(read, samples)
         found: list[np.ndarray] = []
         trainer = self.weights.trainer
         if trainer.ranks.size > 1:
-            return read(samples)  # the trainer shares them out
+            return read(samples)  # the trainer distributes them over the ranks
         for pack in packs(samples, trainer.pack_tokens):
             start = time.perf_counter()
             found += read(pack.samples)
@@ -244,7 +260,7 @@ class LanguageLearner:
         return found
 
     def adopt(self, config: LoraPolicyConfig | FullPolicyConfig) -> None:
-        """Other settings from now on, for how it learns and how it speaks."""
+        """Replaces the config, for training and sampling."""
         self.config, self._policy = config, None
 
     def begin(self) -> None:
@@ -270,12 +286,12 @@ class LanguageLearner:
         return self._policy
 
     def publish(self, folder: Path) -> None:
-        """Writes the weights as they are now, for others to `take`."""
-        assert isinstance(self.weights, Publishing)  # a server's are not sampled from elsewhere
+        """Exports the current weights for `take` in another process."""
+        assert isinstance(self.weights, Publishing)  # weights on a server are sampled there
         self.weights.publish(folder)
 
     def take(self, folder: Path, version: int) -> None:
-        """Weights that were published under that version, to play with."""
+        """Loads weights that were published as `version`, for sampling."""
         assert isinstance(self.weights, Resident)
         self.weights.take(folder)
         self.version, self._policy = version, None
@@ -294,7 +310,7 @@ class LanguageLearner:
 
 
 def schedule(progress: float, kind: str, warmup: float) -> float:
-    """The learning rate's factor at `progress` in [0, 1]: rising over `warmup`, then constant, or falling to 0."""
+    """Returns the learning-rate factor at `progress` in [0, 1]: rising over `warmup`, then constant or falling to 0."""
     if progress < warmup:
         return (progress + 1e-9) / warmup
     rest = (progress - warmup) / (1 - warmup)

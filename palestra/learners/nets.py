@@ -1,6 +1,7 @@
-"""What learners of small networks share: policies in stacks, an optimizer that knows members, state as plain arrays.
+"""Base of the learners of small networks: stacked policies, an optimizer with per-member clipping, and state as arrays.
 
-Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N` seats.
+Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N` seats, `G` numbers of the global
+features.
 """
 
 from __future__ import annotations
@@ -31,29 +32,35 @@ from palestra.policies.nets import Choose, NetPlayer, greedy, sampling
 from palestra.policies.vector import Player
 from palestra.types import Batch, Metrics
 
-CLIP = 10.0  # deviations from the mean; what is seen for the first time may be any number of them
+CLIP = 10.0  # maximum of normalised inputs in deviations from the mean; first observations can be extreme
 
 
 class NetPolicyConfig(NetConfig):
-    """A small network that learns. `schedule: linear` takes the learning rate to 0 over the run; `clip` bounds the norm
-    of a step's gradient; `normalise` scales views by their running mean and deviation, and what central critics and
-    mixers see; `seat_id` tells a policy of several seats which one it plays."""
+    """A small network in training."""
 
     type: Literal["net"] = "net"
+    """Kind of policy: a small network in training."""
     lr: float = Field(3e-4, gt=0, le=1_000_000)
+    """Adam's learning rate, above 0."""
     schedule: Literal["constant", "linear"] = "constant"
+    """"constant", or "linear": the learning rate falls to 0 over the run."""
     clip: float = Field(0.5, gt=0)
+    """Maximum gradient norm of one optimizer step, per member."""
     eps: float = Field(1e-5, gt=0)
+    """Constant added to Adam's denominator."""
     normalise: bool = False
+    """Whether to scale observations, and the inputs of central critics and mixers, by their running mean and
+    deviation."""
     seat_id: bool = False
+    """Whether to add the seat as a one-hot vector to the observations of a policy that plays several seats."""
 
 
 class AlgorithmConfig(Strict, ABC):
-    """The settings of an algorithm by which networks learn, `horizon` steps of every game at a time."""
+    """Base of the configs of algorithms that train networks on rollouts of `horizon` steps of every game."""
 
     @abstractmethod
     def teacher(self) -> Callable[..., NetLearner]:
-        """What learns by this config."""
+        """Returns the learner class of this config."""
 
     def learner(
         self,
@@ -63,13 +70,13 @@ class AlgorithmConfig(Strict, ABC):
         seeds: Mapping[str, int],
         together: Together | None = None,
     ) -> Any:
-        """A learner of this kind, of policies that have these seats (numbers) of an env, settings and seeds. Raises
-        ValueError where they do not fit."""
+        """Creates the learner. `seats` are the seat numbers of each policy, `policies` their settings, `seeds` their
+        seeds. Raises ValueError if they do not fit the env."""
         return self.teacher()(self, Pupils(env, dict(seats), policies, seeds, together or Together()))
 
 
 class Diverged(FloatingPointError):
-    """A gradient that is not finite. `policy` says whose."""
+    """A gradient is not finite. `policy` is the name of the affected policy."""
 
     def __init__(self, policy: str) -> None:
         super().__init__(f"the loss of policy {policy} is not a finite number")
@@ -77,27 +84,28 @@ class Diverged(FloatingPointError):
 
 
 def alone(x: Tensor) -> Tensor:
-    """The sum over one process."""
+    """Returns `x`: the sum over a single process."""
     return x
 
 
 @dataclass(frozen=True)
 class Together:
-    """What several processes that train the same networks do at once. Alone, nothing."""
+    """Gradient synchronisation of several processes that train the same networks. With one process it does nothing."""
 
     total: Sum = alone
     processes: int = 1
 
     def all(self, can: bool) -> bool:
-        """Whether every process can: they average their gradients, so one must not begin without another."""
+        """Returns whether `can` is true in every process: they average their gradients, so all must take part in an
+        update."""
         return bool(self.total(torch.tensor([float(can)])) == self.processes)
 
 
 class Optimizer:
-    """Adam over a stack (Kingma & Ba, 2015); every member's gradient is clipped by itself.
+    """Adam over a stack of networks (Kingma & Ba, 2015); each member's gradient is clipped separately.
 
-    All parameters lie in one array [P, D] of which the module's are views: a step is a handful of operations however
-    many layers there are. For networks this small their number, not their size, is what a step costs.
+    All parameters are stored in one float32 array [P, D], of which the module's parameters are views: a step takes a
+    handful of operations for any number of layers. For small networks the number of operations determines the cost.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str], config: NetPolicyConfig, together: Together) -> None:
@@ -109,9 +117,9 @@ class Optimizer:
         self.adam = torch.optim.Adam([self.flat], config.lr, eps=config.eps, fused=True)
 
     def step(self, loss: Tensor, progress: float) -> Tensor:
-        """One step on the sum of the members' losses; returns the norms of their gradients [P].
+        """Makes one step on the sum of the members' losses; returns the norms of their gradients [P] float32.
 
-        Raises `Diverged` before anything is changed where a gradient is not finite.
+        Raises `Diverged` if a gradient is not finite, before anything is changed.
         """
         parts = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         gradient = torch.cat([part.flatten(1) for part in parts], 1)
@@ -128,11 +136,12 @@ class Optimizer:
         return norms
 
     def arrays(self) -> Arrays:
-        """Adam's moments and counts."""
+        """Returns Adam's moments and step counts."""
         state = self.adam.state_dict()["state"]
         return {f"{i}.{key}": value.numpy() for i, own in state.items() for key, value in own.items()}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Restores what `arrays` returned."""
         state: dict[int, dict[str, Tensor]] = {}
         for name, array in arrays.items():
             number, _, key = name.partition(".")
@@ -142,7 +151,7 @@ class Optimizer:
 
 @dataclass
 class Stack:
-    """The acting side of policies of one shape: networks, the distribution over actions, an optimizer."""
+    """Policies of one shape, stacked: networks, action distribution, optimizer and observation norm."""
 
     seating: Seating
     config: NetPolicyConfig
@@ -153,28 +162,29 @@ class Stack:
     version: int = 0
 
     def rows(self, x: np.ndarray | Tensor, lead: int = 2) -> Tensor:
-        """[T, B, N, ...] -> [P, T, B*S, ...]."""
+        """Selects the members' rows: [T, B, N, ...] -> [P, T, B*S, ...]."""
         taken = self.seating.take(x, lead)
         return taken.flatten(lead, lead + 1)
 
     def views(self, obs: np.ndarray | Tensor, lead: int = 2) -> Tensor:
-        """What the networks see: [T, B, N, *view] -> [P, T, B*S, *view], normalised where they want it."""
+        """Returns the networks' inputs: [T, B, N, *view] -> [P, T, B*S, *view], normalised if configured."""
         x = self.seating.observe(obs, lead).flatten(lead, lead + 1)
         return self.norm.normalise(x) if self.norm else x
 
     def actions(self, batch: Batch) -> Tensor:
-        """What the members did [P, T, B*S, ...], int64 or float32."""
+        """Returns the members' actions [P, T, B*S, ...], int64 or float32."""
         taken = self.rows(batch.actions)
         taken = taken[..., : self.head.width] if self.head.width else taken
         return taken if taken.is_floating_point() else taken.long()
 
     def player(self, choose: Choose) -> NetPlayer:
+        """Returns a player of these policies that selects actions with `choose`."""
         norm = self.norm.normalise if self.norm else None
         return NetPlayer(self.seating, self.net, choose, [self.version] * len(self.seating.names), norm)
 
 
 class Pupils(NamedTuple):
-    """Policies that learn: their seats (numbers) of an env, settings and seeds, and the processes that train them."""
+    """Specification of the policies in training: env, seat numbers, settings, seeds, and gradient synchronisation."""
 
     env: VectorEnv
     seats: dict[str, list[int]]
@@ -194,6 +204,7 @@ class NetLearner(ABC):
         self.world = RunningNorm(1, self.whole_size, clip=CLIP) if scaled else None
 
     def stack(self, seating: Seating) -> Stack:
+        """Builds networks, optimizer and norm of policies of one shape."""
         config = self.policies[seating.names[0]]
         head = head_for(seating.space)
         seeds = [self.seeds[name] for name in seating.names]
@@ -203,24 +214,24 @@ class NetLearner(ABC):
         norm = RunningNorm(len(seating.names), seating.inputs[0], clip=CLIP) if normalised else None
         return Stack(seating, config, head, net, optimizer, norm)
 
-    gain = 0.01  # of the last layer
-    aside = False  # whether policies predict values besides
+    gain = 0.01  # initialisation gain of the last layer
+    aside = False  # whether the policy networks also predict values
 
-    # ---- what is seen
+    # ---- observations
 
     @property
     def sees_all(self) -> bool:
-        """Whether something in training, a central critic or a mixer, sees more than one seat does."""
+        """True if a part of training (a central critic or a mixer) uses the observations of all seats."""
         return False
 
     @property
     def whole_size(self) -> int:
-        """How many numbers `whole` gives."""
+        """Number of values that `whole` returns."""
         return self.env.state_size or sum(int(np.prod(view)) for view in self.env.views)
 
     def whole(self, obs: np.ndarray | Tensor, state: np.ndarray | Tensor | None, lead: int) -> Tensor:
-        """Everything there is to see [..., G], of views [..., N, *padded] with `lead` dimensions before the seats: the
-        env's state, or where it has none all views side by side."""
+        """Returns the global features [..., G] float32, from observations [..., N, *padded] with `lead` dimensions
+        before the seats: the env's state, or all observations concatenated if the env has none."""
         if state is None:
             flat, sizes = torch.as_tensor(obs).flatten(lead + 1), [int(np.prod(view)) for view in self.env.views]
             padded = any(size < flat.shape[-1] for size in sizes)
@@ -231,66 +242,69 @@ class NetLearner(ABC):
         return found if self.world is None else self.world.normalise(found[None])[0]
 
     def see(self, batch: Batch) -> None:
-        """What running norms are made of."""
+        """Updates the running norms."""
         for stack in self.stacks:
             if stack.norm:
                 rows = stack.seating.observe(batch.obs, 2)[:, :-1].flatten(1, 3)
                 stack.norm.see(rows, stack.rows(batch.acting[:-1]).flatten(1).float(), self.together.total)
         if self.world:
-            world, self.world = self.world, None  # what it is made of is not scaled by it
+            world, self.world = self.world, None  # update the norm with unnormalised features
             rows = self.whole(batch.obs, batch.state, 2)[:-1].flatten(0, 1)[None]
             world.see(rows, torch.ones(rows.shape[:2]), self.together.total)
             self.world = world
 
     def outputs(self, head: Head) -> int:
-        """How many numbers a policy's network puts out."""
+        """Returns the number of outputs of a policy's network."""
         return head.outputs
 
     @abstractmethod
     def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
-        """Learns from a batch; figures by policy. `progress` in [0, 1] is how far the run is."""
+        """Trains on a rollout; returns metrics by policy. `progress` in [0, 1] is the finished share of the run."""
 
     def players(self, progress: float) -> Sequence[Player]:
-        """The policies as they play in training, exploring."""
+        """Returns the policies as they play in training, with exploration."""
         return [stack.player(sampling(stack.head)) for stack in self.stacks]
 
     def drawing(self) -> Sequence[Player]:
-        """The policies as they are when all is learned, drawing their moves."""
+        """Returns the policies without exploration, sampling their actions."""
         return self.players(1.0)
 
     def greedy(self) -> list[NetPlayer]:
-        """The policies at their best."""
+        """Returns the policies with greedy actions."""
         return [stack.player(greedy(stack.head)) for stack in self.stacks]
 
     def acting(self) -> list[Tensor]:
-        """The weights, and other numbers, that players act by: those of every stack, in order."""
+        """Returns the tensors that players act by (weights and norms) of every stack, in order."""
         kept = [stack.net for stack in self.stacks] + [stack.norm for stack in self.stacks if stack.norm]
         return [tensor for module in kept for tensor in module.state_dict().values()]
 
     def modules(self) -> dict[str, nn.Module]:
-        """Everything with weights, by name."""
+        """Returns all modules with weights, by name."""
         norms: dict[str, nn.Module] = {f"norm.{i}": s.norm for i, s in enumerate(self.stacks) if s.norm}
         nets: dict[str, nn.Module] = {f"net.{i}": stack.net for i, stack in enumerate(self.stacks)}
         return nets | norms | ({"world": self.world} if self.world else {})
 
     def optimizers(self) -> dict[str, Optimizer]:
+        """Returns all optimizers, by name."""
         return {f"adam.{i}": stack.optimizer for i, stack in enumerate(self.stacks)}
 
     def members(self) -> dict[str, Callable[[Path], None]]:
-        """For each policy, what writes it to a folder: weights, and what is needed to play it elsewhere."""
+        """Returns for each policy a function that writes it to a folder: its weights and what is needed to play it
+        alone."""
         return {
             name: partial(write_member, stack, p) for stack in self.stacks for p, name in enumerate(stack.seating.names)
         }
 
     def write(self, folder: Path) -> None:
-        """Everything that `read` needs to go on exactly."""
+        """Writes the full training state to `folder`; `read` restores it."""
         write_arrays(folder / "learner.safetensors", self.arrays())
 
     def read(self, folder: Path) -> None:
+        """Restores what `write` wrote; training resumes exactly there."""
         self.load(read_arrays(folder / "learner.safetensors"))
 
     def arrays(self) -> Arrays:
-        """Everything that `load` needs to go on exactly."""
+        """Returns the full training state; `load` restores it."""
         found: Arrays = {"versions": np.array([stack.version for stack in self.stacks])}
         for name, module in self.modules().items():
             found |= {f"{name}/{key}": value.numpy() for key, value in module.state_dict().items()}
@@ -299,7 +313,7 @@ class NetLearner(ABC):
         return found
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Goes on exactly where `arrays` was taken."""
+        """Restores the training state that `arrays` returned."""
         for stack, version in zip(self.stacks, arrays["versions"], strict=True):
             stack.version = int(version)
         for name, module in self.modules().items():
@@ -314,12 +328,12 @@ HEADS: dict[str, Callable[[Any], Head]] = {
     "GaussianHead": GaussianHead,
     "SquashedHead": SquashedHead,
     "TanhHead": TanhHead,
-    "ValueHead": CategoricalHead,  # values of actions: the best is the likeliest, and nothing is drawn
+    "ValueHead": CategoricalHead,  # outputs are action values: the mode is the best action, sampling is not used
 }
 
 
 def write_member(stack: Stack, p: int, folder: Path) -> None:
-    """One policy of a stack: its weights, and in member.json its shape and version."""
+    """Writes one policy of a stack: weights to policy.safetensors; shape, config and version to member.json."""
     weights = {name: value.numpy() for name, value in member_of(stack.net, p).items()}
     norm = {} if stack.norm is None else {f"norm/{k}": v[p].numpy() for k, v in stack.norm.state_dict().items()}
     write_arrays(folder / "policy.safetensors", weights | norm)
@@ -334,10 +348,10 @@ def write_member(stack: Stack, p: int, folder: Path) -> None:
 
 
 def read_frozen(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> tuple[NetMember, int]:
-    """A policy that `write_member` kept, for seats of an env, and its version; `best` plays its likeliest actions
-    instead of drawing.
+    """Loads a policy that `write_member` wrote, for the seats `seats` of an env; returns it and its version. `best`
+    plays the most likely actions instead of sampling.
 
-    Raises ValueError where it does not fit these seats.
+    Raises ValueError if it does not fit these seats.
     """
     facts = json.loads((folder / "member.json").read_text())
     config = NetPolicyConfig(**facts["config"])
@@ -355,7 +369,7 @@ def read_frozen(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: boo
 
 
 def read_member(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> NetPlayer:
-    """What `read_frozen` reads, as a player of its own."""
+    """Loads a policy like `read_frozen`, as a separate player."""
     member, version = read_frozen(folder, env, seats, best=best)
     choose = greedy(member.head) if member.best else sampling(member.head)
     normalise = member.norm.normalise if member.norm else None
@@ -363,10 +377,10 @@ def read_member(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: boo
 
 
 def part(arrays: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    """The arrays under `name/`, without it."""
+    """Returns the arrays whose names begin with `name/`, without that prefix."""
     return {key[len(name) + 1 :]: value for key, value in arrays.items() if key.startswith(f"{name}/")}
 
 
 def means(lines: Sequence[Mapping[str, Any]]) -> Metrics:
-    """The mean of each figure over several lines."""
+    """Returns the mean of each metric over `lines`."""
     return {key: float(sum(float(line[key]) for line in lines) / len(lines)) for key in (lines[0] if lines else {})}

@@ -1,11 +1,11 @@
-"""Losses over trained tokens: pure functions, one signature, one dict by name.
+"""Token losses: pure functions with one signature, collected by name in `LOSSES`.
 
-Each takes a `Scored`: what is known about `M` trained tokens, and returns a scalar to minimise with metrics as plain
-sums. `weight_M` is a token's share of the mean; the weights of a whole optimizer batch sum to one, so that losses and
-metrics of its micro-batches simply add up. With weights of one the same losses are sums over tokens, which is how a
-training service has them (Tinker documentation, Thinking Machines Lab, 2025, "Loss functions").
+Each takes a `Scored` with the data of `M` trained tokens; it returns a scalar to minimise, and metrics as plain sums.
+`weight_M` is a token's share of the mean; the weights of a whole optimizer batch sum to one, so that losses and metrics
+of its micro-batches add up. With weights of one the losses are sums over tokens, as in a training service (Tinker
+documentation, Thinking Machines Lab, 2025, "Loss functions").
 
-Ratio means exp(logp - old_logp). What bounds it may be a number, or a tensor [M] with one for each token.
+Ratio means exp(logp - old_logp). A clipping bound is a number, or a tensor [M] with one bound per token.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ Bound = float | Tensor
 
 
 class Scored(NamedTuple):
-    """Trained tokens `[M]`: log-probability and entropy under the policy in training, log-probability under the policy
-    that sampled them and under the reference (or None), advantage, share of the mean, and the number of the sequence
-    and of the group of sequences that each belongs to (or None). Where there is a critic: the value of the state that
-    each token was drawn in, the same before the update, and the return that it should have been."""
+    """Loss inputs of the trained tokens, each [M] (float32; `sequence_M` and `group_M` int64).
+
+    Log-probability and entropy under the trained policy; log-probability under the policy that sampled the tokens and
+    under the reference (or None); advantage; share of the mean; index of each token's sequence and of its group of
+    sequences (or None). With a critic: the value of the state before each token, that value before the update, and the
+    return (the value target).
+    """
 
     logp_M: Tensor
     entropy_M: Tensor
@@ -50,9 +53,11 @@ def clipped_policy_loss(
 ) -> tuple[Tensor, Figures]:
     """PPO's clipped surrogate (Schulman et al., 2017, eq. 7), negated, with optional KL penalty and entropy bonus.
 
-    `clip_high` widens the upper side only (DAPO, Yu et al., 2025). `dual_clip`, above 1, bounds what a bad answer that
-    became likelier can cost, to so many times its advantage (Ye et al., 2020, eq. 5). For `kl` and `entropy` see
-    `held`. `clip_share` counts tokens whose gradient the clip removed.
+    `clip_high` widens the upper bound only (DAPO, Yu et al., 2025). `dual_clip`, above 1, limits the loss of a token
+    with negative advantage to that many times its advantage (Ye et al., 2020, eq. 5). For `kl` and `entropy` see
+    `held`. The metric `clip_share` is the share of tokens whose gradient is removed by clipping.
+
+    Raises ValueError for a KL penalty without `ref_logp_M`.
     """
     high = 1 + (clip if clip_high is None else clip_high)
     loss, figures = _pessimistic(tokens, _ratio(tokens), 1 - clip, high, dual_clip)
@@ -60,9 +65,11 @@ def clipped_policy_loss(
 
 
 def held(tokens: Scored, loss: Tensor, figures: Figures, kl: float, entropy: float) -> tuple[Tensor, Figures]:
-    """A loss with what holds a policy back: `kl` weighs the estimate exp(ref - logp) - (ref - logp) - 1 of
-    KL(policy || reference) (Schulman, 2020, k3), `entropy` a bonus for the policy's own. Raises ValueError for a KL
-    penalty without `ref_logp_M`."""
+    """Adds a KL penalty and an entropy bonus to a loss.
+
+    `kl` weights the estimate exp(ref - logp) - (ref - logp) - 1 of KL(policy || reference) (Schulman, 2020, k3),
+    `entropy` the bonus for the policy's entropy. Raises ValueError for a KL penalty without `ref_logp_M`.
+    """
     if kl:
         if tokens.ref_logp_M is None:
             raise ValueError("a KL penalty needs log-probabilities of the reference")
@@ -84,12 +91,13 @@ def actor_critic_loss(
     value_clip: float | None = None,
     entropy: float = 0.0,
 ) -> tuple[Tensor, Figures]:
-    """The clipped surrogate, and `value_coef` times half the squared distance of values from returns (Schulman et al.,
-    2017, eq. 9).
+    """PPO's clipped surrogate plus `value_coef` times half the squared error of values against returns (Schulman et
+    al., 2017, eq. 9).
 
-    With `value_clip` the larger of two distances counts: that of the value, and that of the value kept within so much
-    of the old one (as in PPO2 of OpenAI's baselines). A value that has come so far towards its return is not pushed on;
-    `value_clip_share` counts the tokens where that was so. Raises ValueError where there is no critic.
+    With `value_clip`, the error is the larger of that of the value and that of the value clipped to within `value_clip`
+    of the old value (as in PPO2 of OpenAI's baselines): a value that has already moved that far towards its return gets
+    no gradient. The metric `value_clip_share` is the share of such tokens. Raises ValueError without values and
+    returns, and for `value_clip` without `old_value_M`.
     """
     if tokens.value_M is None or tokens.return_M is None:
         raise ValueError("an actor-critic loss needs values and returns: the policy was built without a critic")
@@ -107,7 +115,7 @@ def actor_critic_loss(
 
 
 def policy_gradient_loss(tokens: Scored) -> tuple[Tensor, Figures]:
-    """The plain policy gradient (Williams, 1992; Sutton et al., 2000), negated: log-probability times advantage."""
+    """Plain policy gradient loss, -logp * advantage (Williams, 1992; Sutton et al., 2000)."""
     loss = -(tokens.weight_M * tokens.logp_M * tokens.advantage_M).sum()
     return loss, {"entropy": (tokens.weight_M * tokens.entropy_M).sum().detach()}
 
@@ -119,8 +127,8 @@ def cross_entropy_loss(tokens: Scored) -> tuple[Tensor, Figures]:
 
 
 def importance_sampling_loss(tokens: Scored) -> tuple[Tensor, Figures]:
-    """Policy gradient with importance sampling, -ratio * advantage (as in Schulman et al., 2017, eq. 6): unbiased for
-    tokens of another policy, and unbounded."""
+    """Policy gradient loss with importance sampling, -ratio * advantage (as in Schulman et al., 2017, eq. 6): unbiased
+    for tokens of another policy, and unbounded."""
     loss = -(tokens.weight_M * _ratio(tokens) * tokens.advantage_M).sum()
     return loss, _drift(tokens)
 
@@ -133,12 +141,13 @@ def cispo_loss(
     kl: float = 0.0,
     entropy: float = 0.0,
 ) -> tuple[Tensor, Figures]:
-    """CISPO (MiniMax-M1, Chen et al., 2025, eq. 4), negated: logp * advantage, weighted by the ratio within bounds,
-    through which no gradient flows.
+    """CISPO (MiniMax-M1, Chen et al., 2025, eq. 4), negated: logp * advantage * clipped ratio, without a gradient
+    through the ratio.
 
-    Unlike a clipped surrogate it silences no token. The bounds are of the ratio itself; by default only the upper one
-    holds, as in Chen et al. and in ScaleRL (Khatri et al., 2025), whose value it is. `clip_share` counts tokens whose
-    ratio is out of bounds.
+    Unlike a clipped surrogate it removes no token's gradient. The bounds apply to the ratio itself; by default only the
+    upper one is active, as in Chen et al. and in ScaleRL (Khatri et al., 2025), which is the source of its value. The
+    metric `clip_share` is the share of tokens whose ratio is out of bounds. Raises ValueError for a KL penalty without
+    `ref_logp_M`.
     """
     ratio = _ratio(tokens).detach()
     limited = _between(ratio, clip_low_threshold, clip_high_threshold)
@@ -148,10 +157,10 @@ def cispo_loss(
 
 
 def dro_loss(tokens: Scored, *, beta: float = 0.05) -> tuple[Tensor, Figures]:
-    """Direct reward optimisation (Richemond et al., 2024; token by token as in Kimi k1.5, 2025), negated:
-    logp * advantage less beta / 2 * (logp - old_logp)^2, which holds the policy near the one that sampled.
+    """Direct reward optimisation (Richemond et al., 2024; token by token as in Kimi k1.5, 2025), negated: logp *
+    advantage - beta / 2 * (logp - old_logp)^2. The second term keeps the policy near the one that sampled.
 
-    `advantage_M` is to be the soft one, reward less its soft value. `penalty` is what is subtracted.
+    `advantage_M` must be the soft advantage, reward minus soft value. The metric `penalty` is the subtracted term.
     """
     penalty = 0.5 * beta * (tokens.weight_M * (tokens.logp_M - tokens.old_logp_M).square()).sum()
     loss = penalty - (tokens.weight_M * tokens.logp_M * tokens.advantage_M).sum()
@@ -168,26 +177,27 @@ def gspo_loss(
     entropy: float = 0.0,
 ) -> tuple[Tensor, Figures]:
     """GSPO-token (Zheng et al., 2025, eq. 13 and 14), negated: PPO's clipped surrogate in which each token's ratio has
-    the value of its whole sequence's, the geometric mean, and the gradient of its own.
+    the value of its sequence's ratio, the geometric mean, and the gradient of its own.
 
-    `sequence_ratio_mask` [M] is not 0 for the tokens that make up that mean (None: all; a sequence with none has ratio
-    1). The bounds are of the ratio itself; Zheng et al. used much closer ones, 0.9997 and 1.0004. A sequence must lie
-    whole in one micro-batch. Raises ValueError without `sequence_M`.
+    `sequence_ratio_mask` [M] is nonzero for the tokens that enter that mean (None: all; a sequence without any has
+    ratio 1). The bounds apply to the ratio itself; Zheng et al. used much narrower ones, 0.9997 and 1.0004. A sequence
+    must not be split over micro-batches. Raises ValueError without `sequence_M`, and for a KL penalty without
+    `ref_logp_M`.
     """
     if tokens.sequence_M is None:
         raise ValueError("gspo needs the number of each token's sequence")
-    own = tokens.logp_M - tokens.logp_M.detach()  # nothing but the gradient
+    own = tokens.logp_M - tokens.logp_M.detach()  # zero, with the gradient of logp
     ratio = torch.exp(_sequence_gap(tokens, tokens.sequence_M, sequence_ratio_mask) + own)
     loss, figures = _pessimistic(tokens, ratio, clip_low_threshold, clip_high_threshold)
     return held(tokens, loss, figures, kl, entropy)
 
 
 def _sequence_gap(tokens: Scored, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:
-    """The mean of logp - old_logp over the marked tokens of each token's sequence [M], without gradients."""
+    """Returns the mean of logp - old_logp over the masked tokens of each token's sequence [M], without gradients."""
     gap_M = (tokens.logp_M - tokens.old_logp_M).detach()
     marked_M = torch.ones_like(gap_M) if mask_M is None else (mask_M != 0).to(gap_M.dtype)
     count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
-    # a product would let an infinite gap of a token that is not marked in, as nan
+    # not a product with the mask: an infinite gap of an unmarked token would give NaN
     sums = gap_M.new_zeros(count).index_add_(0, sequence_M, torch.where(marked_M != 0, gap_M, 0.0))
     marks = gap_M.new_zeros(count).index_add_(0, sequence_M, marked_M)
     return (sums / marks.clamp(min=1))[sequence_M]
@@ -198,15 +208,15 @@ def _ratio(tokens: Scored) -> Tensor:
 
 
 def _between(ratio: Tensor, low: Bound, high: Bound) -> Tensor:
-    """`ratio` within bounds. One at a time, since `clamp` does not take a number and a tensor together."""
+    """Clamps `ratio`. One bound at a time, since `clamp` does not accept a number and a tensor together."""
     return ratio.clamp(min=low).clamp(max=high)
 
 
 def _pessimistic(
     tokens: Scored, ratio: Tensor, low: Bound, high: Bound, most: float | None = None
 ) -> tuple[Tensor, Figures]:
-    """-min(ratio * advantage, the same within bounds), and how much the bounds did. Of a bad answer no more than `most`
-    times its advantage."""
+    """Returns the loss -min(ratio * advantage, clipped ratio * advantage) and its metrics. `most` limits the loss of a
+    token with negative advantage to that many times its advantage."""
     plain, clipped = ratio * tokens.advantage_M, _between(ratio, low, high) * tokens.advantage_M
     worth, silenced = torch.minimum(plain, clipped), clipped < plain
     if most is not None:
@@ -217,7 +227,7 @@ def _pessimistic(
 
 
 def _drift(tokens: Scored) -> Figures:
-    """How far the policy has moved from the one that sampled (KL by k3 of the inverse ratio), and its entropy."""
+    """Returns the KL divergence from the sampling policy (k3 of the inverse ratio), and the entropy."""
     with torch.no_grad():
         gap = tokens.logp_M - tokens.old_logp_M
         return {

@@ -1,9 +1,10 @@
-"""Losses over pairs of which one side is preferred: a pure function of trained tokens, like those of policy.py.
+"""Preference losses over pairs of a chosen and a rejected side: a pure function of trained tokens, like those of
+policy.py.
 
-The tokens of a pair have one number in `group_M`. Its margin is the sum over them of advantage times log-ratio to the
-reference: with advantages of 1 on the chosen side and -1 on the rejected one, the difference of the two sides'
-log-ratios, in however many sequences each was said; with 1 / n and -1 / n on sides of n tokens, that of their means.
-What a pair counts in the batch's mean is the sum of its tokens' `weight_M`.
+The tokens of a pair have the same number in `group_M`. The margin of a pair is the sum over its tokens of advantage
+times log-ratio to the reference. With advantages of 1 on the chosen and -1 on the rejected side it is the difference of
+the two sides' log-ratios, over any number of sequences per side; with 1 / n and -1 / n on sides of n tokens it is the
+difference of their means. The weight of a pair in the batch mean is the sum of its tokens' `weight_M`.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ def preference_loss(
     label_smoothing: float = 0.0,
     reference_free: bool = False,
 ) -> tuple[Tensor, Figures]:
-    """How far each pair's margin m is from what its preference wants, averaged over pairs.
+    """Preference loss of each pair's margin m, averaged over pairs.
 
-    `sigmoid` is DPO, -log sigmoid(beta m) (Rafailov et al., 2023, eq. 7), `hinge` is max(0, 1 - beta m) (SLiC, Zhao et
-    al., 2023, with DPO's margin), `ipo` is (m - 1 / (2 beta))^2 (Azar et al., 2024, eq. 17). `label_smoothing` is how
-    likely a preference is thought to be the wrong way round (conservative DPO, Mitchell, 2023). `reference_free` takes
-    the reference to think both sides equally likely, which leaves it out.
+    `kind` "sigmoid" is DPO, -log sigmoid(beta m) (Rafailov et al., 2023, eq. 7); "hinge" is max(0, 1 - beta m) (SLiC,
+    Zhao et al., 2023, with DPO's margin); "ipo" is (m - 1 / (2 beta))^2 (Azar et al., 2024, eq. 17). `label_smoothing`
+    is the assumed probability that a preference label is wrong (conservative DPO, Mitchell, 2023). `reference_free`
+    assumes a reference that gives both sides the same probability.
 
-    `margin` is beta m, the difference of implicit rewards; `accuracy` the share of pairs with m > 0; `chosen_logp` and
-    `rejected_logp` what the sides' log-probabilities add to m without the reference. All are means over pairs. Raises
-    ValueError for label smoothing with `ipo`, for a missing `group_M` or `ref_logp_M`, and for a pair with one side.
+    Metrics, all means over pairs: `margin` is beta m, the difference of implicit rewards; `accuracy` the share of pairs
+    with m > 0; `chosen_logp` and `rejected_logp` the sides' weighted log-probabilities. Raises ValueError for label
+    smoothing with `ipo`, for a missing `group_M` or `ref_logp_M`, and for a pair with one side.
     """
     if kind == "ipo" and label_smoothing:
         raise ValueError("ipo bounds its margin by itself and takes no label_smoothing: leave it out")
@@ -63,7 +64,7 @@ def preference_loss(
 
 
 def _log_ratio(tokens: Scored, reference_free: bool) -> Tensor:
-    """log-probability over that of the reference [M]."""
+    """Returns the log-probability minus that of the reference [M]."""
     if reference_free:
         return tokens.logp_M
     if tokens.ref_logp_M is None:
@@ -72,7 +73,7 @@ def _log_ratio(tokens: Scored, reference_free: bool) -> Tensor:
 
 
 def _distance(margin: Tensor, kind: Kind, beta: float, label_smoothing: float) -> Tensor:
-    """What each pair's margin costs."""
+    """Returns the loss of each pair's margin."""
     if kind == "ipo":
         return (margin - 1 / (2 * beta)).square()
     reward = beta * margin

@@ -1,7 +1,7 @@
-"""What a network's outputs say about actions: one distribution for each kind of space.
+"""Action distributions from network outputs, one for each kind of action space.
 
-Shapes: outputs `[..., O]`, legal `[..., A]` or None; discrete actions `[...]`, multi-discrete `[..., M]`, continuous
-`[..., D]`; log-probabilities and entropies `[...]`.
+Shapes: outputs `[..., O]`, action masks `[..., A]` (bool) or None; discrete actions `[...]` (int64), multi-discrete
+`[..., M]` (int64), continuous `[..., D]` (float32); log-probabilities and entropies `[...]` (float32).
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from torch import Tensor
 
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
 
-NEVER = -1e9  # the logit of an illegal action: finite, so that products with a zero probability stay numbers
+NEVER = -1e9  # logit of masked actions: finite, so that products with a zero probability are not nan
 
 
 class Head(ABC):
-    """A distribution over actions from `outputs` numbers. `width` is the length of an action, 0 for a plain index."""
+    """Base of distributions over actions with `outputs` parameters. `width` is the length of an action, 0 for a plain
+    index."""
 
     outputs: int
     width: int
 
     @abstractmethod
     def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Actions drawn, and their log-probabilities."""
+        """Returns sampled actions and their log-probabilities."""
 
     @abstractmethod
     def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
-        """The likeliest actions."""
+        """Returns the most likely actions."""
 
     @abstractmethod
     def score(self, out: Tensor, action: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of given actions, and the entropy (nats)."""
+        """Returns log-probabilities of given actions, and entropies (nats)."""
 
 
 class CategoricalHead(Head):
-    """One of n actions."""
+    """Categorical distribution over n actions."""
 
     width = 0
 
@@ -45,7 +46,7 @@ class CategoricalHead(Head):
         self.outputs = space.n
 
     def logits(self, out: Tensor, legal: Tensor | None) -> Tensor:
-        """Normalised log-probabilities [..., n]."""
+        """Returns normalised log-probabilities [..., n]."""
         if legal is not None:
             out = out.masked_fill(~legal[..., : self.outputs], NEVER)
         out = out - out.detach().amax(-1, keepdim=True)
@@ -53,7 +54,7 @@ class CategoricalHead(Head):
 
     def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         logp = self.logits(out, legal)
-        race = torch.empty_like(logp).exponential_(generator=generator)  # the first of n exponential clocks to ring
+        race = torch.empty_like(logp).exponential_(generator=generator)  # exponential clocks: the first is a sample
         action = torch.argmax(logp.exp() / race, -1)
         return action, logp.gather(-1, action[..., None])[..., 0]
 
@@ -66,7 +67,7 @@ class CategoricalHead(Head):
 
 
 class MultiCategoricalHead(Head):
-    """Several independent choices at once."""
+    """Several independent categorical distributions."""
 
     def __init__(self, space: MultiDiscrete) -> None:
         self.parts = [CategoricalHead(Discrete(size)) for size in space.sizes]
@@ -88,8 +89,8 @@ class MultiCategoricalHead(Head):
 
 
 class GaussianHead(Head):
-    """Independent normal numbers in the units of the space's half-width (1 around 0 where it has no bounds); the env
-    clips what falls outside."""
+    """Independent Gaussians in half-widths of the space (1 around 0 where it is unbounded); the env clips actions
+    outside."""
 
     LOG_STD = (-5.0, 2.0)
 
@@ -102,7 +103,7 @@ class GaussianHead(Head):
         self.half = torch.where(bounded, (high - low) / 2, 1.0)
 
     def parts(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log standard deviation, in the space's own units but for the deviation, which is in half-widths."""
+        """Returns mean and log standard deviation [..., D], both in half-widths."""
         mean, log_std = out.chunk(2, -1)
         return mean, log_std.clamp(*self.LOG_STD)
 
@@ -121,12 +122,12 @@ class GaussianHead(Head):
         return self._logp(noise, log_std), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
     def _logp(self, noise: Tensor, log_std: Tensor) -> Tensor:
-        """Of the number before it is scaled to the space: a constant away from the density of the action."""
+        """Returns log-densities before scaling to the space: they differ from those of the action by a constant."""
         return (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
 def head_for(space: Space) -> Head:
-    """The distribution that fits a space."""
+    """Returns the distribution for an action space."""
     if isinstance(space, Discrete):
         return CategoricalHead(space)
     return MultiCategoricalHead(space) if isinstance(space, MultiDiscrete) else GaussianHead(space)

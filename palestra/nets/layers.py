@@ -1,7 +1,7 @@
-"""Small networks, several of one shape side by side: a stack of `P` members costs one call, not P.
+"""Small networks, several of one shape computed together: a stack of `P` members costs one call, not P.
 
-Shapes: `P` members, `T` time, `R` rows (games times seats), `H` units. A member's row never sees another's weights;
-each is initialised from its own generator, so that it is the same network in any stack.
+Shapes: `P` members, `T` time, `R` rows (games times seats), `H` units. Members are independent; each is initialised
+from its own generator, so that it is the same network in any stack. Floats are float32.
 """
 
 from __future__ import annotations
@@ -22,20 +22,25 @@ GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}
 
 
 class NetConfig(Strict):
-    """The shape of a network: `hidden` layers, then with `memory` a GRU of as many units. Views of three dimensions
-    (pixels) pass `convolutions` first: those of Mnih et al. (2015), or the small ones of Mnih et al. (2013), which on a
-    CPU take half the time. `precision` is what convolutions are computed in: a CPU that multiplies bf16 in matrices
-    (AMX) is two to three times as fast with it; weights stay fp32."""
+    """Shape of a network: convolutions for pixel observations, fully connected layers, then a GRU if `memory` is
+    set."""
 
     hidden: list[Annotated[int, Field(ge=1, le=65_536)]] = Field([64, 64], min_length=1, max_length=64)
+    """Units of each hidden layer."""
     activation: Activation = "tanh"
+    """Activation function of the hidden layers."""
     memory: int = Field(0, ge=0, le=65_536)
+    """Units of a GRU after the hidden layers; 0 for a feed-forward network."""
     convolutions: Literal["nature", "small"] = "nature"
+    """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or `small` (Mnih et al.,
+    2013), which takes half the time on a CPU."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which convolutions are computed; weights stay fp32. `bf16` is two to three times as fast on CPUs
+    with bf16 matrix instructions (AMX)."""
 
 
 def orthogonal(shape: tuple[int, ...], gain: float, generators: Sequence[torch.Generator]) -> Tensor:
-    """[P, *shape]: an orthogonal matrix (Saxe et al., 2014) for each generator, scaled by `gain`."""
+    """Returns weights [P, *shape]: an orthogonal matrix (Saxe et al., 2014) for each generator, scaled by `gain`."""
     weights = torch.empty(len(generators), *shape)
     for weight, generator in zip(weights, generators, strict=True):
         nn.init.orthogonal_(weight, gain, generator=generator)
@@ -43,8 +48,8 @@ def orthogonal(shape: tuple[int, ...], gain: float, generators: Sequence[torch.G
 
 
 class _Dense(torch.autograd.Function):
-    """activation(x W + b) for P members: [P, R, in], [P, in, out], [P, 1, out] -> [P, R, out]. One node where the
-    library makes five, which copy what is kept here as it is; for a single member plain matrices, which are faster."""
+    """activation(x W + b) for P members: [P, R, in], [P, in, out], [P, 1, out] -> [P, R, out]. One autograd node where
+    PyTorch creates five with copies; a single member uses plain matrix products, which are faster."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation | None) -> Tensor:
@@ -67,7 +72,7 @@ class _Dense(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """[P, n, m] times [P, m, k]."""
+    """Returns the batched product of [P, n, m] and [P, m, k]."""
     return torch.mm(a.squeeze(0), b.squeeze(0)).unsqueeze(0) if len(a) == 1 else torch.bmm(a, b)
 
 
@@ -85,7 +90,8 @@ class Linear(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear layers, each but a last one of `outputs` followed by the activation."""
+    """P multilayer perceptrons [P, R, in] -> [P, R, out]: every layer has the activation, except an optional last one
+    of `outputs`."""
 
     def __init__(
         self,
@@ -110,8 +116,9 @@ class Mlp(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Convolutions over pixels [P, R, height, width, channels], uint8 or 0 to 1, then one layer of `units`: three and
-    512 (Mnih et al., 2015), or with `small` two and 256 (Mnih et al., 2013). All are computed in `dtype`."""
+    """Convolutions over pixels [P, R, height, width, channels], uint8 or floats in 0 to 1, then a linear layer -> [P,
+    R, units]: three and 512 units (Mnih et al., 2015), or with `small` two and 256 (Mnih et al., 2013). Computed in
+    `dtype`; returns float32. Raises ValueError if the pixels are too few."""
 
     LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride
     SMALL = ((16, 8, 4), (32, 4, 2))
@@ -146,7 +153,7 @@ class Convolutions(nn.Module):
         return _Dense.apply(features, weight, bias, "relu").float()
 
     def _member(self, p: int, x: Tensor) -> Tensor:
-        scale = 1 / 255 if x.dtype == torch.uint8 else 1.0  # in the first kernel, which is smaller than the pictures
+        scale = 1 / 255 if x.dtype == torch.uint8 else 1.0  # applied to the first kernel: smaller than x
         x = x.permute(0, 3, 1, 2).to(self.dtype)
         for kernel, bias, (_, _, stride) in zip(self.kernels, self.biases, self.layers, strict=True):
             weight = (kernel[p] * scale).to(self.dtype)
@@ -155,9 +162,9 @@ class Convolutions(nn.Module):
 
 
 class Gru(nn.Module):
-    """P gated recurrent cells (Cho et al., 2014, in the variant of PyTorch): [P, T, R, in], memory [P, R, H] -> the
-    memory after each step [P, T, R, H]. Where `fresh [P, T, R]` is set the memory is emptied before that step: a new
-    game begins."""
+    """P gated recurrent units (Cho et al., 2014, in PyTorch's variant): inputs [P, T, R, in] and recurrent state [P, R,
+    H] -> recurrent states after each step [P, T, R, H]. Where `fresh [P, T, R]` (bool) is set, a game begins and the
+    recurrent state is zeroed before that step."""
 
     def __init__(self, inputs: int, units: int, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
@@ -182,8 +189,9 @@ class Gru(nn.Module):
 
 
 class Net(nn.Module):
-    """P networks from views to `outputs` numbers. `gain` scales the last layer: small for policies, so that play
-    begins nearly uniform (Andrychowicz et al., 2021). With `judges` another last layer puts out a value."""
+    """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial weights: small for
+    policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `judges` a second last layer outputs a
+    value."""
 
     def __init__(
         self,
@@ -207,26 +215,28 @@ class Net(nn.Module):
         self.judge = Linear(features, 1, 1.0, generators) if judges else None
 
     def forward(self, obs: Tensor) -> Tensor:
-        """[P, R, *view] -> [P, R, outputs], for networks without memory."""
+        """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs], for feed-forward networks."""
         out: Tensor = self.head(self._seen(obs))
         return out
 
     def unroll(
         self, obs: Tensor, memory: Tensor | None = None, fresh: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[P, T, R, *view] -> [P, T, R, outputs] and the memory after each step [P, T, R, M], where there is any."""
+        """Returns outputs over time, [P, T, R, *view] -> [P, T, R, outputs], and the recurrent state after each step
+        [P, T, R, H] (None for feed-forward networks)."""
         features, memories = self.features(obs, memory, fresh)
         return _rowwise(self.head, features), memories
 
     def unroll_judged(
         self, obs: Tensor, memory: Tensor | None = None, fresh: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The outputs [P, T, R, outputs], and the values [P, T, R] of a network that judges."""
+        """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `judges`)."""
         features, _ = self.features(obs, memory, fresh)
         return _rowwise(self.head, features), None if self.judge is None else _rowwise(self.judge, features)[..., 0]
 
     def features(self, obs: Tensor, memory: Tensor | None, fresh: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the last layers see [P, T, R, H], and the memory after each step, where there is any."""
+        """Returns the inputs of the last layers [P, T, R, H], and the recurrent state after each step (None for
+        feed-forward networks)."""
         P, T, R = obs.shape[:3]
         x = self._seen(obs.reshape(P, T * R, *obs.shape[3:])).view(P, T, R, -1)
         if self.gru is None:
@@ -235,35 +245,35 @@ class Net(nn.Module):
         return x, x
 
     def _seen(self, obs: Tensor) -> Tensor:
-        """Through the layers that remember nothing: [P, R, *view] -> [P, R, H]."""
+        """Returns the output of the feed-forward layers: [P, R, *view] -> [P, R, H]."""
         x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
         seen: Tensor = self.body(x)
         return seen
 
     def empty(self, members: int, rows: int) -> Tensor:
-        """The memory at the start of a game, [P, R, H]."""
+        """Returns the recurrent state at the start of a game, zeros [P, R, H]."""
         return torch.zeros(members, rows, self.memory_units)
 
 
 def _rowwise(layer: Linear, x: Tensor) -> Tensor:
-    """[P, T, R, in] -> [P, T, R, out]."""
+    """Applies a layer at every step: [P, T, R, in] -> [P, T, R, out]."""
     out: Tensor = layer(x.flatten(1, 2)).view(*x.shape[:3], -1)
     return out
 
 
 def generators(seeds: Sequence[int]) -> list[torch.Generator]:
-    """A generator for each member's weights."""
+    """Returns a random generator for each member's weights."""
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 def member_of(module: nn.Module, p: int) -> dict[str, Tensor]:
-    """The weights of one member of a stack, without the dimension of members."""
+    """Returns the weights of one member of a stack, without the member dimension."""
     return {name: parameter.detach()[p].clone() for name, parameter in module.named_parameters()}
 
 
 def put_member(module: nn.Module, p: int, weights: dict[str, Any]) -> None:
-    """Gives one member of a stack the weights that `member_of` took. Raises ValueError where they are of another
-    network."""
+    """Sets the weights of one member of a stack to those that `member_of` returned. Raises ValueError if names or
+    shapes do not match."""
     for name, parameter in module.named_parameters():
         if name not in weights or tuple(weights[name].shape) != tuple(parameter.shape[1:]):
             have = tuple(weights[name].shape) if name in weights else "nothing"

@@ -1,4 +1,4 @@
-"""What makes one value of a team out of those of its seats.
+"""Value mixers: networks that combine the seats' values into one team value.
 
 Shapes: `R` rows, `J` seats, `S` numbers of state, `E` units.
 """
@@ -12,19 +12,19 @@ from palestra.nets.layers import Mlp, generators
 
 
 class Total(nn.Module):
-    """Value decomposition networks (Sunehag et al., 2018): the plain sum."""
+    """Value decomposition networks (Sunehag et al., 2018): the sum of the seats' values."""
 
     def forward(self, q: Tensor, state: Tensor) -> Tensor:
-        """[R, J], state [R, S] -> [R]."""
+        """Returns team values: [R, J], state [R, S] -> [R]."""
         return q.sum(-1)
 
 
 class Monotone(nn.Module):
-    """QMIX (Rashid et al., 2018, section 4): a network of one layer of `units` ELUs, whose weights other networks make
-    from the state. They are not below 0, so that the team's value never falls as a seat's rises, and each seat's best
-    action is the team's. Biases may be any number; the last one comes from a layer of ReLUs.
+    """QMIX mixer (Rashid et al., 2018, section 4): a network with one hidden layer of `units` ELUs whose weights are
+    generated from the state. The weights are nonnegative, so the team value never decreases in a seat's value and each
+    seat's best action is the team's. Biases may be any number; the last one comes from a ReLU layer.
 
-    The weights have a first dimension of one member, as those of stacks do.
+    Parameters have a leading dimension of one member, as in stacks.
     """
 
     def __init__(self, seats: int, state: int, units: int, seed: int) -> None:
@@ -36,7 +36,7 @@ class Monotone(nn.Module):
         self.last = Mlp(state, [units], "relu", own, 1)
 
     def forward(self, q: Tensor, state: Tensor) -> Tensor:
-        """[R, J], state [R, S] -> [R]."""
+        """Returns team values: [R, J], state [R, S] -> [R]."""
         first, second = (make(state[None])[0].abs() for make in self.weights)
         hidden = torch.einsum("rj,rje->re", q, first.view(-1, self.seats, self.units))
         hidden = torch.nn.functional.elu(hidden + self.bias(state[None])[0])

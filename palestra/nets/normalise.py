@@ -1,4 +1,4 @@
-"""Running means and deviations, of views and of returns."""
+"""Running normalisation of observations and returns."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-Sum = Callable[[Tensor], Tensor]  # adds up a tensor over all processes that train together
+Sum = Callable[[Tensor], Tensor]  # sums a tensor over all training processes
 
 
 class RunningNorm(nn.Module):
-    """Mean and variance of all rows seen so far, for each of P members and D numbers (Chan et al., 1983, for the
-    merging of parts). With `decay` older rows fade, as returns do while a policy improves (van Hasselt et al., 2016,
-    PopArt, without its correction of the last layer). What is further than `clip` deviations from the mean is taken to
-    be that far."""
+    """Running mean and variance (float64) for each of P members and D numbers (Chan et al., 1983, for merging parts).
+    With `decay` below 1 older rows fade, for returns that change with the policy (van Hasselt et al., 2016, PopArt,
+    without its correction of the last layer). Normalised values are clamped to `clip` deviations."""
 
     def __init__(self, members: int, size: int, decay: float = 1.0, clip: float = math.inf) -> None:
         super().__init__()
@@ -29,7 +28,7 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def see(self, rows: Tensor, weight: Tensor, total: Sum = lambda x: x) -> None:
-        """Takes in rows [P, R, D] with weights [P, R]."""
+        """Adds rows [P, R, D] with weights [P, R]; `total` sums statistics over processes."""
         rows, weight = rows.double(), weight.double()[..., None]
         size = rows.shape[-1]
         sums = torch.cat([(rows * weight).sum(1), (rows.square() * weight).sum(1), weight.sum(1)], -1)
@@ -43,22 +42,22 @@ class RunningNorm(nn.Module):
         self.count.copy_(count)
 
     def deviation(self) -> Tensor:
-        """Standard deviation [P, D], at least 1e-4; 1 before anything was seen."""
+        """Returns the standard deviation [P, D] float64, at least 1e-4; 1 before the first row."""
         variance = (self.square - self.mean.square()).clamp(min=1e-8)
         return torch.where(self.count > 0, variance.sqrt(), 1.0)
 
     def normalise(self, x: Tensor) -> Tensor:
-        """x [P, ..., D] in deviations from the mean, within `clip`."""
+        """Returns x [P, ..., D] in deviations from the mean, clamped to `clip`."""
         x = x if x.is_floating_point() else x.float()
         mean, deviation = self._like(self.mean, x), self._like(self.deviation(), x)
         found = (x - mean) / deviation
         return found if self.clip == math.inf else found.clamp(-self.clip, self.clip)
 
     def restore(self, x: Tensor) -> Tensor:
-        """The inverse of `normalise`, but for what was clipped."""
+        """Returns denormalised values, the inverse of `normalise` without clipping."""
         return x * self._like(self.deviation(), x) + self._like(self.mean, x)
 
     @staticmethod
     def _like(statistic: Tensor, x: Tensor) -> Tensor:
-        """[P, D] -> [P, 1, ..., D] in x's precision."""
+        """Broadcasts a statistic to x: [P, D] -> [P, 1, ..., D] in x's dtype."""
         return statistic.to(x.dtype).view(len(statistic), *[1] * (x.dim() - 2), statistic.shape[-1])

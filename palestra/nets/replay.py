@@ -1,12 +1,12 @@
-"""Single moments to learn from again and again: what was seen and done, what came of it, and what came next.
+"""Transition replay buffer with n-step returns, counted in each seat's own decisions.
 
-Credit is given as rows come in, in each seat's own decisions, as in `palestra.nets.returns`: what others do between two
-of its moves costs no discount, and rewards that fall meanwhile belong to the earlier move. A row stands in the ring at
-once; a seat's part of it counts from when its next own decision, or the end of the game, is known, which may be many
-batches later. So nothing is lost at the border of two batches, however short they are.
+As in `palestra.nets.returns`, the steps of others between two of a seat's actions cost no discount, and rewards in
+between belong to the earlier action. A row enters the ring buffer at once; a seat's part of it gets weight once its
+next own decision, or the end of the game, is known, which may be many batches later. So no transition is lost between
+two batches, however short they are.
 
-Shapes: `T` steps, `B` games, `N` seats, `A` actions, `S` numbers of state, `M` moments drawn, `C` rows of the ring,
-`F` ended games, `E` events, `n` decisions of lookahead.
+Shapes: `T` steps, `B` parallel games, `N` seats, `A` actions, `S` numbers of state, `M` transitions sampled, `C` rows
+of the ring buffer, `F` ended games, `E` events, `n` decisions of lookahead.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from palestra.envs.vector.base import Arrays
 from palestra.nets.ring import Ring
 from palestra.types import Batch
 
-ALL = -1  # as a seat: all of them
+ALL = -1  # as a seat number: all seats
 
 
 @dataclass
 class Credited:
-    """Decisions of all seats and what came of them.
+    """Fields shared by sampled transitions and sequences; one entry per decision.
 
-    `rewards [M, N]` is the discounted sum of the next n decisions, `discounts [M, N]` what the value of the view after
-    them is worth: gamma ** n, less often where a game was cut off before, 0 where it terminated. `weight [M, N]` is 0
-    for a seat that did not act or whose credit is not known yet, otherwise 1, or what makes up for unequal draws.
-    `acting [M, N]` marks who acted. What comes next (`next_acting`, `next_legal [M, N, A]`, `next_state [M, S]`) is of
-    each seat's own next moment; for a seat that did not act, and in `next_state`, of the first of these. Where a game
-    was cut off, masks are those of a seat's last decision, and who acted last acts unless it has terminated. `index
-    [M]` is for `prioritise`.
+    `rewards [M, N]` is the discounted sum over the next n decisions, `discounts [M, N]` the factor of the value after
+    them: gamma ** n, with a smaller exponent if the game was truncated earlier, 0 if it terminated. `weight [M, N]` is
+    0 for a seat that did not act or whose credit is not known yet, otherwise its importance weight (1 without
+    priorities). Agent mask `acting [M, N]` (bool). `next_acting`, `next_legal [M, N, A]` (bool) and `next_state [M, S]`
+    belong to each seat's own next decision; for a seat that did not act, and in `next_state`, to the first of these.
+    Where a game was truncated, action masks are those of a seat's last decision, and the seats of the last step act
+    unless they have terminated. `index [M]` (int64) is for `prioritise`. Floats are float32.
     """
 
     actions: Tensor  # int64 or float32
@@ -55,19 +55,20 @@ class Credited:
 
 @dataclass
 class Moves(Credited):
-    """M joint moments, drawn from a `Replay`: views `obs [M, N, *view]`, and `next_obs` of each seat's own next moment,
-    the last of its game where that ended."""
+    """M joint transitions sampled from a `Replay`: `obs [M, N, *view]`, and `next_obs` of each seat's own next
+    decision, or the final observation of its game."""
 
     obs: Tensor
     next_obs: Tensor
 
 
 class Replay:
-    """The last `capacity` joint moments, of those in which one of `seats` acts (None: all). Rewards look `n` decisions
-    ahead. `priority` is the exponent of errors by which rows are drawn, 0 for all alike.
+    """Replay buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all). `n` is the
+    number of decisions in n-step returns, `priority` the exponent of TD errors in prioritised sampling, 0 for uniform.
 
-    With `joint` every step of the env counts as a decision of every seat, for algorithms that judge all seats at once.
-    The seats of a `team` share one future, which is worth 0 only once the last of them has terminated.
+    With `joint` every step of the env counts as a decision of every seat, for algorithms that evaluate all seats at
+    once. The seats of a `team` share one future, which is worth 0 only once the last of them has terminated. Raises
+    ValueError for `n` or `capacity` below 1 or a negative `priority`.
     """
 
     def __init__(
@@ -83,17 +84,15 @@ class Replay:
     ) -> None:
         self.ring, self.seats, self.joint, self.team = Ring(capacity, priority), seats, joint, team
         self.powers = powers(gamma, n)
-        self.clock = 0  # steps seen
-        self.open = np.zeros(
-            (0, 0, n), np.int64
-        )  # [B, N, n] numbers of rows whose credit is not complete, newest first
+        self.clock = 0  # env steps added
+        self.open = np.zeros((0, 0, n), np.int64)  # [B, N, n] numbers of rows with incomplete credit, newest first
         self.masks = np.zeros((0, 0, 0), bool)  # [B, N, A] at each seat's last decision
 
     def __len__(self) -> int:
         return len(self.ring)
 
     def add(self, batch: Batch) -> None:
-        """Takes in a batch that goes on where the last one stopped, or that begins all games anew."""
+        """Adds a batch that continues the previous one or starts all games anew."""
         if not self.clock:
             B, N = batch.acting.shape[1:]
             self.open = np.full((B, N, len(self.powers) - 1), -1, np.int64)
@@ -110,7 +109,7 @@ class Replay:
         self.clock += len(batch.rewards)
 
     def _numbers(self, batch: Batch) -> np.ndarray:
-        """The number of the row of each step [T, B], -1 where there is none."""
+        """Returns the row number of each step [T, B], -1 where no row is stored."""
         T, B = batch.rewards.shape[:2]
         kept: np.ndarray = np.ones((T, B), bool)
         if self.seats is not None and not self.joint:
@@ -118,7 +117,7 @@ class Replay:
         return np.where(kept, self.ring.total + np.cumsum(kept).reshape(T, B) - 1, -1)
 
     def _write(self, batch: Batch, number: np.ndarray) -> None:
-        """What is known of a moment by itself."""
+        """Writes the columns that are known without the next step."""
         kept = number >= 0
         seen = {"obs": batch.obs, "acting": batch.acting, "legal": batch.legal, "state": batch.state}
         values = {name: array[:-1][kept] for name, array in seen.items() if array is not None}
@@ -137,7 +136,8 @@ class Replay:
                 self.ring.columns[f"next_{name}"] = np.zeros_like(self.ring.columns[name])
 
     def sample(self, count: int, generator: np.random.Generator, beta: float = 1.0) -> Moves:
-        """Moments drawn, with replacement. `beta` is how far `weight` makes up for priorities, 1 for all of the way."""
+        """Returns `count` transitions sampled with replacement. `beta` is the exponent of the importance weights in
+        `weight`; 1 corrects prioritised sampling fully. Raises ValueError if nothing can be sampled yet."""
         places, worth = self.ring.draw(count, generator, beta)
         tensors: dict[str, Any] = dict.fromkeys(("legal", "next_legal", "state", "next_state"))
         tensors |= {name: taken(column, places) for name, column in self.ring.columns.items() if name != "when"}
@@ -145,27 +145,29 @@ class Replay:
         return Moves(**tensors, weight=weight, index=torch.from_numpy(places))
 
     def prioritise(self, index: Tensor, td_errors: Tensor) -> None:
-        """Tells moments that were drawn their errors [M]."""
+        """Sets the priorities of sampled transitions from their TD errors [M], of any sign."""
         self.ring.prioritise(index.numpy(), td_errors.detach().numpy())
 
     def arrays(self) -> Arrays:
-        """Everything that `load` needs to go on exactly. They change as moments come in: copy what is to stay."""
+        """Returns everything that `load` needs to continue exactly. The arrays are views that change with `add`: copy
+        them to keep them."""
         return self.ring.arrays() | {"clock": np.array([self.clock]), "open": self.open, "masks": self.masks}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Restores what `arrays` returned. Raises ValueError if the capacity differs."""
         self.ring.load(arrays)
         self.clock = int(arrays["clock"][0])
         self.open, self.masks = arrays["open"].copy(), arrays["masks"].copy()
 
 
 def taken(column: np.ndarray, places: np.ndarray) -> Tensor:
-    """Rows of a column; numbers of actions as torch wants them to look things up."""
+    """Returns rows of a column as a tensor; int32 actions become int64, as torch indexing needs."""
     rows = torch.from_numpy(column[places])
     return rows.long() if rows.dtype == torch.int32 else rows
 
 
 def powers(gamma: float, n: int) -> np.ndarray:
-    """gamma ** k for k from 0 to n."""
+    """Returns gamma ** k for k from 0 to n, float64 [n+1]. Raises ValueError for `n` below 1."""
     if n < 1:
         raise ValueError(f"n: looking {n} decisions ahead sees no reward, use 1 or more")
     return gamma ** np.arange(n + 1)
@@ -175,7 +177,7 @@ def powers(gamma: float, n: int) -> np.ndarray:
 
 
 class Book(NamedTuple):
-    """What credit is written to: numbers of open rows [B, N, n], and columns of the ring."""
+    """Arrays that credit is written to: numbers of open rows [B, N, n] int64, and columns of the ring buffer."""
 
     open: np.ndarray
     rewards: np.ndarray  # [C, N]
@@ -187,8 +189,9 @@ class Book(NamedTuple):
 
 
 class CourseOfGames(NamedTuple):
-    """What credit is made of. `number [T, B]` is the row of each step or -1, `deciding [T+1, B, N]` whose decisions
-    count, `terminated [T, B, N]` whose future is worth 0, `over [T, B]` marks the last steps of games."""
+    """Arrays of a batch that credit is computed from. `number [T, B]` is the row of each step or -1, `deciding [T+1, B,
+    N]` marks decisions that count, `terminated [T, B, N]` seats whose future is worth 0, `over [T, B]` the last steps
+    of games, `fresh [T+1, B]` the first."""
 
     number: np.ndarray
     deciding: np.ndarray
@@ -199,8 +202,8 @@ class CourseOfGames(NamedTuple):
 
 
 class Events(NamedTuple):
-    """What comes next has become known, [E] each: in which row of the columns, for which seat (or ALL), at which moment
-    of the batch (T + 1 + t: the last view of the game that step t ended), in which game."""
+    """Next steps that have become known, [E] int64 each: row of the columns, seat (or ALL), time in the batch (T + 1 +
+    t: the final observation of the game that step t ended), and game."""
 
     row: np.ndarray
     seat: np.ndarray
@@ -209,6 +212,8 @@ class Events(NamedTuple):
 
 
 def course_of(batch: Batch, number: np.ndarray, joint: bool, team: Sequence[int] = ()) -> CourseOfGames:
+    """Returns the arrays of a batch that credit is computed from; with `team` a seat's future ends when the last team
+    member terminates."""
     deciding = np.ones_like(batch.acting) if joint else batch.acting
     terminated = batch.terminated_seats
     if len(team):
@@ -217,10 +222,10 @@ def course_of(batch: Batch, number: np.ndarray, joint: bool, team: Sequence[int]
 
 
 def settled(book: Book, course: CourseOfGames, power: np.ndarray, oldest: int, clock: int) -> Events:
-    """Gives credit for a batch; what has become known by it. Rows of numbers below `oldest` are gone; `clock` is the
-    number of steps before the batch."""
+    """Writes the credit of a batch to `book`; returns the next steps that have become known. Rows numbered below
+    `oldest` have been overwritten; `clock` is the number of env steps before the batch."""
     T, B, N = course.rewards.shape
-    most = T * B * N + book.open.size  # each seat's part of a row becomes known once
+    most = T * B * N + book.open.size  # each seat's part of a row becomes known at most once
     events = Events(*(np.empty(most, np.int64) for _ in Events._fields))
     count = _settle_batch(book, course, events, power, oldest, clock)
     return Events(*(array[:count] for array in events))
@@ -228,7 +233,7 @@ def settled(book: Book, course: CourseOfGames, power: np.ndarray, oldest: int, c
 
 @kernel
 def _settle(book: Book, events: Events, count: int, where: tuple, discount: float, at: tuple) -> int:
-    """Closes slot k of seat s in game b; returns how many events there are now."""
+    """Closes slot k of seat s in game b; returns the new number of events."""
     b, s, k = where
     when, moment, oldest = at
     number = book.open[b, s, k]
@@ -237,7 +242,7 @@ def _settle(book: Book, events: Events, count: int, where: tuple, discount: floa
         return count
     row = number % len(book.when)
     book.discounts[row, s], book.known[row, s] = discount, True
-    if book.when[row] == when:  # another seat has noted what follows at this very moment
+    if book.when[row] == when:  # another seat has recorded the same next step
         return count
     events.row[count], events.moment[count], events.game[count] = row, moment, b
     events.seat[count] = s
@@ -256,11 +261,11 @@ def _settle_batch(book: Book, course: CourseOfGames, events: Events, power: np.n
             now = 2 * (clock + t)
             for s in range(seats):
                 for k in range(n):
-                    if course.fresh[t, b]:  # what is still open is of a game that was given up
+                    if course.fresh[t, b]:  # rows still open belong to an abandoned game
                         book.open[b, s, k] = -1
                 if course.deciding[t, b, s]:
                     count = _settle(book, events, count, (b, s, n - 1), power[n], (now, t, oldest))
-                    if t < steps:  # the last moment comes again, as the first of the next batch
+                    if t < steps:  # the last step comes again, as the first of the next batch
                         for k in range(n - 1, 0, -1):
                             book.open[b, s, k] = book.open[b, s, k - 1]
                         book.open[b, s, 0] = course.number[t, b]
@@ -279,16 +284,16 @@ def _settle_batch(book: Book, course: CourseOfGames, events: Events, power: np.n
     return count
 
 
-# ---- what comes next
+# ---- next observations, masks and states
 
 After = dict[
     str, tuple[np.ndarray, np.ndarray]
-]  # by column: of every moment [T+1, B, ...], and at ends of games [F, ...]
+]  # by column: values at every step [T+1, B, ...] and at ends of games [F, ...]
 
 
 def aftermath(batch: Batch, masks: np.ndarray) -> tuple[After, np.ndarray]:
-    """Who may act at every moment and at the ends of games, how, and in which state; and the masks of each seat's last
-    decision [B, N, A]. `masks` are those before the batch."""
+    """Returns next agent masks, action masks and states, at every step and at the ends of games, and the action masks
+    of each seat's last decision [B, N, A]. `masks` are the latter before the batch."""
     times, games = batch.ends
     after: After = {"next_acting": (batch.acting, batch.acting[times, games] & ~batch.terminated_seats[times, games])}
     if batch.state is not None and batch.final_state is not None:
@@ -298,7 +303,7 @@ def aftermath(batch: Batch, masks: np.ndarray) -> tuple[After, np.ndarray]:
         last = np.maximum.accumulate(np.where(batch.acting[:-1], np.arange(T)[:, None, None], -1), 0)  # [T, B, N]
 
         def of(time: np.ndarray, game: np.ndarray) -> np.ndarray:
-            """The masks of the last decisions before the end of steps [F, N]."""
+            """Returns the action masks of the last decisions up to given steps [F, N, A]."""
             assert batch.legal is not None
             at = last[time, game]
             own = batch.legal[at, game[:, None], np.arange(N)]
@@ -310,7 +315,8 @@ def aftermath(batch: Batch, masks: np.ndarray) -> tuple[After, np.ndarray]:
 
 
 def write_next(columns: Mapping[str, np.ndarray], after: After, events: Events, batch: Batch) -> None:
-    """Writes what comes next to columns [C, ...]: first what is known of all seats, then what a seat knows later."""
+    """Writes next values to columns [C, ...]: first events of all seats, then events of single seats, which come
+    later."""
     T, B = batch.rewards.shape[:2]
     end = np.zeros((T, B), np.int64)
     end[batch.ends] = np.arange(len(batch.ends[0]))

@@ -1,4 +1,4 @@
-"""Rows in a ring, the newest in place of the oldest, drawn alike or by priority."""
+"""Ring buffer of rows, sampled uniformly or by priority."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import numpy as np
 
 from palestra.envs.vector.base import Arrays
 
-LEAST = 1e-6  # added to every error, so that no row is forgotten
+LEAST = 1e-6  # added to every error, so that every row can be sampled
 
 
 class Ring:
-    """The last `capacity` rows of some columns. Rows are numbered from 0 on as they come; row i stands at i % capacity.
+    """Ring buffer of the last `capacity` rows of some columns. Rows are numbered from 0; row i is stored at i %
+    capacity.
 
-    With `alpha` above 0 a row is drawn in proportion to |error| ** alpha (Schaul et al., 2016, section 3.3): it enters
-    at the largest priority so far when `admit` says so, and `prioritise` tells its error.
+    With `alpha` above 0 rows are sampled in proportion to |error| ** alpha (Schaul et al., 2016, section 3.3): a row
+    gets the largest priority so far with `admit`, and its own with `prioritise`. Raises ValueError for `capacity` below
+    1 or a negative `alpha`.
     """
 
     def __init__(self, capacity: int, alpha: float = 0.0) -> None:
@@ -33,11 +35,12 @@ class Ring:
 
     @property
     def ready(self) -> bool:
-        """Whether anything can be drawn."""
+        """True if a row can be sampled."""
         return len(self) > 0 and (self.tree is None or self.tree.whole > 0)
 
     def write(self, numbers: np.ndarray, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Puts rows of these numbers, which are the newest, in their places, which it returns."""
+        """Writes the newest rows, numbered `numbers` [M] int64; returns their positions. Rows that the batch itself
+        overwrites are dropped."""
         self.total = max(self.total, int(numbers.max(initial=-1)) + 1)
         kept = numbers >= self.total - self.capacity
         places = numbers[kept] % self.capacity
@@ -51,33 +54,35 @@ class Ring:
         return places
 
     def admit(self, places: np.ndarray) -> None:
-        """Lets rows be drawn that had no error yet."""
+        """Gives rows without an error yet the largest priority so far, which makes them available for sampling."""
         if self.tree is not None:
             self.tree.put(places, np.full(len(places), self.highest**self.alpha))
 
     def draw(self, count: int, rng: np.random.Generator, beta: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-        """Places of rows [M] and what each counts [M], 1 at most.
+        """Returns positions [M] int64 of sampled rows and their importance weights [M] float64, at most 1.
 
-        By priority they are drawn from `count` equal parts of the whole, and count (1 / probability) ** beta, over the
-        most of them (Schaul et al., 2016, section 3.4). Raises ValueError where nothing can be drawn.
+        By priority rows are sampled from `count` equal parts of the total priority, with weights (1 / probability) **
+        beta divided by the largest of them (Schaul et al., 2016, section 3.4). Raises ValueError if no row can be
+        sampled.
         """
         if not len(self):
             raise ValueError("nothing is remembered yet: add a batch before you draw")
         if self.tree is None:
             return rng.integers(len(self), size=count), np.ones(count)
         places = self.tree.draw(count, rng)
-        rarity = self.tree.of(places).min() / self.tree.of(places)  # the whole cancels out
+        rarity = self.tree.of(places).min() / self.tree.of(places)  # the total cancels out
         return places, rarity**beta
 
     def prioritise(self, places: np.ndarray, errors: np.ndarray) -> None:
-        """Tells rows their errors [M], of any sign."""
+        """Sets the priorities of rows from their errors [M], of any sign."""
         if self.tree is not None:
             size = np.abs(np.asarray(errors, np.float64)) + LEAST
             self.highest = max(self.highest, float(size.max(initial=0.0)))
             self.tree.put(np.asarray(places), size**self.alpha)
 
     def arrays(self) -> Arrays:
-        """Everything that `load` needs to go on exactly. They change as the ring does: copy what is to stay."""
+        """Returns everything that `load` needs to continue exactly. The arrays are views that change with the buffer:
+        copy them to keep them."""
         count = len(self)
         found = {f"column.{name}": column[:count] for name, column in self.columns.items()}
         found["ring"] = np.array([self.total, self.capacity])
@@ -87,7 +92,7 @@ class Ring:
         return found
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Raises ValueError where `arrays` are of a ring of another size."""
+        """Restores what `arrays` returned. Raises ValueError if the capacity differs."""
         total, capacity = (int(number) for number in arrays["ring"])
         if capacity != self.capacity:
             raise ValueError(
@@ -107,7 +112,7 @@ class Ring:
 
 
 class SumTree:
-    """Numbers not below 0 in places, any of which is found by the sum of those before it."""
+    """Sum tree: nonnegative float64 values at positions, with search by prefix sum."""
 
     def __init__(self, places: int) -> None:
         self.leaves = 1 << max(0, (places - 1).bit_length())
@@ -116,33 +121,35 @@ class SumTree:
 
     @property
     def whole(self) -> float:
+        """Sum of all values."""
         return float(self.sums[1])
 
     def of(self, places: np.ndarray) -> np.ndarray:
-        """The numbers in places, a copy."""
+        """Returns a copy of the values at `places` [M]."""
         found: np.ndarray = self.sums[self.leaves + places]
         return found
 
     def put(self, places: np.ndarray, numbers: np.ndarray) -> None:
-        """Changes them; of several for one place the last holds."""
+        """Sets values [M]; of duplicate positions the last wins."""
         node = self.leaves + places
         self.sums[node] = numbers
         for _ in range(self.depth):
             node = np.unique(node >> 1)
-            self.sums[node] = self.sums[2 * node] + self.sums[2 * node + 1]  # anew, so that no rounding adds up
+            self.sums[node] = self.sums[2 * node] + self.sums[2 * node + 1]  # recomputed: no drift by rounding
 
     def find(self, upto: np.ndarray) -> np.ndarray:
-        """The places in which running sums pass `upto` [M], each of them from 0 to below the whole."""
+        """Returns the positions [M] int64 where prefix sums exceed `upto` [M], each from 0 to below the total."""
         node, rest = np.ones(len(upto), np.int64), upto.astype(np.float64)
         for _ in range(self.depth):
             left = self.sums[2 * node]
-            right = (rest >= left) & (self.sums[2 * node + 1] > 0)  # rounding must not lead to an empty place
+            right = (rest >= left) & (self.sums[2 * node + 1] > 0)  # rounding must not select an empty position
             rest = np.where(right, rest - left, rest)
             node = 2 * node + right
         return node - self.leaves
 
     def draw(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Places in proportion to their numbers, one from each of `count` equal parts of the whole."""
+        """Returns positions sampled in proportion to their values, one from each of `count` equal parts of the total.
+        Raises ValueError if all values are 0."""
         if not self.whole > 0:
             raise ValueError("no row can be drawn yet: none of them is complete; play on before you learn")
         return self.find((np.arange(count) + rng.random(count)) * (self.whole / count))

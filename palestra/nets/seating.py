@@ -1,4 +1,4 @@
-"""Which members of a stack play which seats, and how arrays over seats become rows of the stack."""
+"""Seat mapping: which members of a stack play which seats, and how arrays over seats become rows of the stack."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from palestra.envs.vector.base import Space, VectorEnv
 
 @dataclass(frozen=True)
 class Seating:
-    """`P` members (`names`), each at `S` seats of `N`: `seats[p]`. All these seats have the same `view` and `space`.
-    With `seat_id` a member is told which seat it plays, as one-hot numbers after its view."""
+    """`P` members (`names`), each at `S` of `of` = N seats: `seats[p]`. All these seats have the same observation shape
+    `view` and action space `space`. With `seat_id` a one-hot seat is appended to the observation."""
 
     names: tuple[str, ...]
     seats: tuple[tuple[int, ...], ...]
@@ -30,12 +30,12 @@ class Seating:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The shape of what a member's network sees."""
+        """The shape of a member's network input."""
         return (self.view[0] + self.of,) if self.seat_id else self.view
 
     def take(self, array: np.ndarray | Tensor, lead: int) -> Tensor:
-        """[..., N, *rest] with `lead` dimensions before the seats -> [P, ..., S, *rest]; no copy where one member
-        plays all seats in order."""
+        """Selects the members' seats: [..., N, *rest] with `lead` dimensions before the seats -> [P, ..., S, *rest]; no
+        copy if one member plays all seats in order."""
         x = torch.as_tensor(array)
         if self.flat != list(range(self.of)):
             x = x.index_select(lead, torch.tensor(self.flat))
@@ -43,7 +43,7 @@ class Seating:
         return x.reshape(shape).movedim(lead, 0)
 
     def observe(self, obs: np.ndarray | Tensor, lead: int) -> Tensor:
-        """Views [..., N, *padded] -> what the networks see, [P, ..., S, *inputs]."""
+        """Returns network inputs from observations: [..., N, *padded] -> [P, ..., S, *inputs]."""
         x = self.take(obs, lead)
         if len(self.view) == 1 and x.shape[-1] != self.view[0]:
             x = x[..., : self.view[0]]
@@ -54,15 +54,15 @@ class Seating:
         return torch.cat([x, ids.expand(*x.shape[:-1], self.of)], -1)
 
     def put(self, rows: Tensor) -> np.ndarray:
-        """[P, B, S, *rest] -> [B, P*S, *rest], in the order of `flat`."""
+        """Returns rows in the order of `flat`: [P, B, S, *rest] -> [B, P*S, *rest] as an array."""
         return rows.movedim(0, 1).flatten(1, 2).numpy()
 
 
 def seat_stacks(env: VectorEnv, seats: dict[str, list[int]], alike: dict[str, object]) -> list[Seating]:
-    """Policies (name -> the seats it plays) in as few stacks as may be: together where view, actions, the number of
-    seats and what `alike` says of them are equal.
+    """Groups policies (name -> the seats it plays) into as few stacks as possible: those with equal observation shape,
+    action space, number of seats and `alike` value share one.
 
-    Raises ValueError where a policy's seats differ in view or actions.
+    Raises ValueError if a policy's seats differ in observation shape or action space.
     """
     stacks: dict[tuple, list[str]] = {}
     for name, own in seats.items():

@@ -1,12 +1,12 @@
-"""Whole stretches of games to learn from again and again, for networks that remember.
+"""Sequence replay buffer, for recurrent networks.
 
-Each is what one game did in one batch, and begins with what its players remembered then (the stored state of R2D2,
-Kapturowski et al., 2019). That memory is of older networks: the first `burn_in` steps only bring it up to date, but for
-those after the first moment of a game, before which there is nothing to remember. Credit is that of
-`palestra.nets.replay`, within the stretch.
+Each sequence is one game's part of one batch and starts with the recurrent states of its players (the stored state of
+R2D2, Kapturowski et al., 2019). These come from older networks: the first `burn_in` steps only update the recurrent
+state and are not trained on, except steps after the start of a game within the sequence. Credit is that of
+`palestra.nets.replay`, within the sequence.
 
-Shapes: `T` steps, `B` games, `N` seats, `M` stretches drawn, `P` members, `S` seats of a member, `H` units of memory,
-`F` games that were cut off.
+Shapes: `T` steps, `B` parallel games, `N` seats, `M` sequences sampled, `P` members, `S` seats of a member, `H` units
+of the recurrent state, `F` truncated games.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ NEXT = {"acting": "next_acting", "legal": "next_legal", "state": "next_state"}
 
 @dataclass
 class Stretches(Credited):
-    """M stretches, drawn from `Segments`. What `Credited` has by decision is `[T, M, ...]` here.
+    """M sequences sampled from `Segments`. Fields of `Credited` are `[T, M, ...]` here instead of `[M, ...]`, except
+    `index`.
 
-    `obs [T+1, M, N, *view]` and `fresh [T+1, M]` have one more moment. `moment [T, M, N]` is the number of each seat's
-    own next one; T + 1 + t is the last view of a game that step t ended. Those of games that were cut off are
-    `final_obs [F, N, *view]`, of step `cuts[0]` and stretch `cuts[1]`. `memory` is what each player remembered at the
-    first moment, [P, M*S, H].
+    `obs [T+1, M, N, *view]` and `fresh [T+1, M]` (bool) have one more step. `moment [T, M, N]` (int64) is the time of
+    each seat's own next decision; T + 1 + t is the final observation of a game that step t ended. Final observations of
+    truncated games are `final_obs [F, N, *view]`, of step `cuts[0]` and sequence `cuts[1]`. `memory` is the initial
+    recurrent state of each player [P, M*S, H].
     """
 
     obs: Tensor
@@ -46,8 +47,8 @@ class Stretches(Credited):
 
 
 class Segments:
-    """The last `capacity` stretches, all of one length. `remembered` are the players whose memory is kept; the rest is
-    as in `Replay`."""
+    """Replay buffer of the last `capacity` sequences, all of one length. `remembered` are the players whose recurrent
+    states are stored; other arguments are as in `Replay`."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Segments:
         return len(self.ring)
 
     def add(self, batch: Batch) -> None:
-        """Takes in a batch: one stretch of each of its games."""
+        """Adds a batch: one sequence of each of its games."""
         B, N = batch.acting.shape[1:]
         if not len(self.masks):
             self.masks = np.ones((B, N, 0 if batch.legal is None else batch.legal.shape[-1]), bool)
@@ -88,7 +89,7 @@ class Segments:
         self.ring.admit(places)
 
     def _credit(self, batch: Batch) -> dict[str, np.ndarray]:
-        """What came of each decision, [T, B, ...] each."""
+        """Returns the credit of each decision, [T, B, ...] per column."""
         T, B, N = batch.rewards.shape
         after, self.masks = aftermath(batch, self.masks)
         ends = np.broadcast_to((T + 1 + batch.ends[0])[:, None], (len(batch.ends[0]), N))
@@ -106,7 +107,7 @@ class Segments:
         return {name: x.reshape(T, B, *x.shape[1:]) for name, x in (rows | given).items()}
 
     def _write_cuts(self, batch: Batch, cut: np.ndarray) -> None:
-        """The last views of games that were cut off; the rest of that column means nothing."""
+        """Writes the final observations of truncated games; other entries of that column are unused."""
         B = batch.rewards.shape[1]
         times, games = batch.ends
         chosen = cut[times, games] & (games >= B - self.ring.capacity)
@@ -114,8 +115,8 @@ class Segments:
         self.ring.columns["final_obs"][place, times[chosen]] = batch.final_obs[chosen]
 
     def sample(self, count: int, generator: np.random.Generator, beta: float = 1.0) -> Stretches:
-        """Stretches drawn, with replacement. `beta` is how far `weight` makes up for priorities, 1 for all of the
-        way."""
+        """Returns `count` sequences sampled with replacement. `beta` is the exponent of the importance weights in
+        `weight`; 1 corrects prioritised sampling fully. Raises ValueError if nothing can be sampled yet."""
         places, worth = self.ring.draw(count, generator, beta)
         columns, memory = dict(self.ring.columns), {}
         for name in self.remembered:
@@ -136,24 +137,26 @@ class Segments:
         )
 
     def _counted(self, fresh: Tensor) -> Tensor:
-        """Which steps are learned from [T, M, 1]."""
+        """Returns a mask of the steps to train on [T, M, 1]."""
         steps = torch.arange(len(fresh) - 1)[:, None, None]
         begun = fresh[:-1].int().cummax(0).values.bool()
         return (steps >= self.burn_in) | begun[..., None]
 
     def prioritise(self, index: Tensor, td_errors: Tensor) -> None:
-        """Tells stretches that were drawn their errors [M]."""
+        """Sets the priorities of sampled sequences from their errors [M], of any sign."""
         self.ring.prioritise(index.numpy(), td_errors.detach().numpy())
 
     def arrays(self) -> Arrays:
-        """Everything that `load` needs to go on exactly. They change as stretches come in: copy what is to stay."""
+        """Returns everything that `load` needs to continue exactly. The arrays are views that change with `add`: copy
+        them to keep them."""
         return self.ring.arrays() | {"masks": self.masks}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Restores what `arrays` returned. Raises ValueError if the capacity differs."""
         self.ring.load(arrays)
         self.masks = arrays["masks"].copy()
 
 
 def _by_game(memory: Tensor, games: int) -> np.ndarray:
-    """[P, B*S, H] -> [B, P, S, H]."""
+    """Reorders recurrent states: [P, B*S, H] -> [B, P, S, H]."""
     return memory.unflatten(1, (games, -1)).movedim(1, 0).numpy()

@@ -1,8 +1,8 @@
-"""Actions that gradients flow through: squashed normal numbers, deterministic ones, draws of discrete actions; and
-how critics see actions.
+"""Differentiable actions (tanh-squashed Gaussian, deterministic, Gumbel-softmax) and the action encoding for critics.
 
-Shapes: outputs `[..., O]`, actions `[..., D]`; `P` members of a stack, `M` moments, `S` seats of a member, `N` seats,
-`A` numbers of a seat's code. A `unit` is an action in half-widths of its space around its middle, from -1 to 1.
+Shapes: outputs `[..., O]`, actions `[..., D]`; `P` members of a stack, `M` transitions, `S` seats of a member, `N`
+seats, `A` numbers of a seat's encoded action. A `unit` is an action in half-widths of its space around its middle, from
+-1 to 1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from palestra.nets.heads import Head
 from palestra.nets.seating import Seating
 
 LOG_2 = math.log(2)
-EDGE = 1 - 1e-6  # tanh of no float32 number much larger can be undone
+EDGE = 1 - 1e-6  # bound of the input of atanh in float32
 
 
 class BoundedHead(Head):
-    """What heads share whose actions end in a unit. Raises ValueError for a space without bounds."""
+    """Base of heads with bounded continuous actions. Raises ValueError for a space without finite bounds."""
 
     def __init__(self, space: Continuous) -> None:
         low, high = torch.tensor(space.low), torch.tensor(space.high)
@@ -36,17 +36,18 @@ class BoundedHead(Head):
         self.middle, self.half = (low + high) / 2, (high - low) / 2
 
     def scale(self, unit: Tensor) -> Tensor:
-        """Actions of the space from units."""
+        """Returns actions of the space from units [..., D]."""
         return self.middle + self.half * unit
 
     def unit(self, action: Tensor) -> Tensor:
-        """The inverse of `scale`."""
+        """Returns units from actions of the space [..., D], the inverse of `scale`."""
         return (action - self.middle) / self.half
 
 
 class SquashedHead(BoundedHead):
-    """Independent normal numbers squashed by tanh into the space (Haarnoja et al., 2018, appendix C). Densities are of
-    units: a constant away from those of the action, and one target of the entropy fits every space."""
+    """Independent Gaussians squashed by tanh into the space (Haarnoja et al., 2018, appendix C). Log-probabilities are
+    densities of units: they differ from those of the action by a constant, so that one entropy target fits every
+    space."""
 
     LOG_STD = (-5.0, 2.0)
     NODES = 32
@@ -59,12 +60,12 @@ class SquashedHead(BoundedHead):
         self.weights = torch.tensor(weights / math.sqrt(math.pi), dtype=torch.float32)
 
     def parts(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log standard deviation, before squashing."""
+        """Returns mean and log standard deviation [..., D] before squashing."""
         mean, log_std = out.chunk(2, -1)
         return mean, log_std.clamp(*self.LOG_STD)
 
     def draw(self, out: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Units drawn, through which gradients flow (Kingma & Welling, 2014), and their log-densities."""
+        """Returns sampled units [..., D], differentiable (Kingma & Welling, 2014), and their log-densities [...]."""
         mean, log_std = self.parts(out)
         noise = torch.empty_like(mean).normal_(generator=generator)
         raw = mean + noise * log_std.exp()
@@ -75,7 +76,7 @@ class SquashedHead(BoundedHead):
         return self.scale(unit), logp
 
     def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
-        """The squashed mean: not where the density is highest, but what is played as a policy's best."""
+        """Returns the squashed mean: not the mode of the density, but the usual greedy action."""
         return self.scale(torch.tanh(self.parts(out)[0]))
 
     def score(self, out: Tensor, action: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,8 @@ class SquashedHead(BoundedHead):
         return self._logp(raw, (raw - mean) / log_std.exp(), log_std), self.entropy(out)
 
     def entropy(self, out: Tensor) -> Tensor:
-        """Nats, of units: the normal's own, and the mean of what squashing takes away, by Gauss-Hermite quadrature."""
+        """Returns the entropy of units [...] in nats: that of the Gaussian plus the mean log-slope of tanh, by
+        Gauss-Hermite quadrature."""
         mean, log_std = self.parts(out)
         lost = (_log_slope(mean[..., None] + log_std.exp()[..., None] * self.nodes) * self.weights).sum(-1)
         return (log_std + 0.5 * math.log(2 * math.pi * math.e) + lost).sum(-1)
@@ -95,7 +97,7 @@ class SquashedHead(BoundedHead):
 
 
 class TanhHead(BoundedHead):
-    """One action for each view, tanh of the outputs; it explores by normal `noise`, in half-widths, cut off at the
+    """Deterministic actions, tanh of the outputs; they explore with Gaussian `noise`, in half-widths, clipped at the
     bounds."""
 
     def __init__(self, space: Continuous, noise: float = 0.1) -> None:
@@ -103,7 +105,7 @@ class TanhHead(BoundedHead):
         self.outputs, self.noise = self.width, noise
 
     def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Log-densities are of the noise before it is cut off; 0 where there is none."""
+        """Returns noisy actions and log-densities of the noise before clipping; 0 without noise."""
         noise = torch.empty_like(out).normal_(generator=generator)
         unit = torch.tanh(out) + self.noise * noise
         return self.scale(unit.clamp(-1, 1)), self._logp(noise)
@@ -124,27 +126,27 @@ class TanhHead(BoundedHead):
 
 
 def _log_slope(raw: Tensor) -> Tensor:
-    """log(1 - tanh(raw)^2), without the cancellation."""
+    """Returns log(1 - tanh(raw)^2), without cancellation."""
     return 2 * (LOG_2 - raw - torch.nn.functional.softplus(-2 * raw))
 
 
 def straight_through(logits: Tensor, generator: torch.Generator, *, temperature: float = 1.0) -> Tensor:
-    """One-hot draws [..., A] from softmax(logits), whose gradient is that of a softmax of the same noisy logits:
-    Gumbel-softmax, straight through (Jang et al., 2017, eq. 2 and section 2.2). A logit of NEVER is never drawn."""
-    noise = -torch.empty_like(logits).exponential_(generator=generator).log()  # of Gumbel's distribution
+    """Returns one-hot samples [..., A] of softmax(logits) with the gradient of a softmax of the same noisy logits:
+    straight-through Gumbel-softmax (Jang et al., 2017, eq. 2 and section 2.2). A logit of NEVER is never sampled."""
+    noise = -torch.empty_like(logits).exponential_(generator=generator).log()  # Gumbel noise
     noisy = logits + noise
     soft = torch.softmax(noisy / temperature, -1)
     return one_hot(torch.argmax(noisy, -1), logits.shape[-1]) + (soft - soft.detach())
 
 
 def one_hot(action: Tensor, choices: int) -> Tensor:
-    """[...] -> [..., choices] of zeros and a one."""
+    """Returns one-hot vectors: [...] -> [..., choices] float32."""
     return torch.nn.functional.one_hot(action.long(), choices).float()
 
 
 class Codes:
-    """Actions as numbers, those of all seats that learn side by side: one-hot, or units from -1 to 1. `heads` are by
-    seat. Who does not act has the code of the first action, or zeros."""
+    """Encodes actions as vectors, those of all seats that learn concatenated: one-hot, or units from -1 to 1. `heads`
+    maps seats to heads. A seat that does not act has the code of its first action, or zeros."""
 
     def __init__(self, heads: Mapping[int, Head]) -> None:
         self.heads = dict(sorted(heads.items()))
@@ -156,24 +158,24 @@ class Codes:
             self.size += width
 
     def of(self, actions: Tensor, acting: Tensor) -> Tensor:
-        """Recorded actions [M, N, ...] of who acted [M, N] -> [M, J]."""
+        """Encodes recorded actions [M, N, ...] with agent mask `acting` [M, N] (bool) -> [M, J] float32."""
         codes = []
         for seat, head in self.heads.items():
             codes.append(torch.where(acting[:, seat, None], code_of(head, actions[:, seat]), idle(head)))
         return torch.cat(codes, -1)
 
     def own(self, joint: Tensor, seating: Seating) -> Tensor:
-        """What each seat does itself: [M, J] -> [P, R, A]."""
+        """Returns each seat's own encoded action: [M, J] -> [P, R, A]."""
         return joint[:, self._at(seating)].movedim(1, 0).flatten(1, 2)
 
     def others(self, joint: Tensor, seating: Seating) -> Tensor:
-        """What the others do, zeros for the seat itself: [M, J] -> [P, M, S, J]."""
+        """Returns the other seats' encoded actions, with zeros for the seat itself: [M, J] -> [P, M, S, J]."""
         at = self._at(seating)
         mask = torch.ones(*at.shape[:2], self.size).scatter(2, at, 0.0)
         return joint[None, :, None] * mask[:, None]
 
     def put(self, joint: Tensor, seating: Seating, code: Tensor) -> None:
-        """Writes what the seats of a stack do [P, R, A] to their places in [M, J]."""
+        """Writes the encoded actions of a stack's seats [P, R, A] to their columns of `joint` [M, J]."""
         at = self._at(seating)
         joint[:, at] = code.unflatten(1, (-1, at.shape[1])).movedim(0, 1)
 
@@ -182,12 +184,12 @@ class Codes:
 
 
 def code_of(head: Head, action: Tensor) -> Tensor:
-    """Recorded actions [M, ...] as numbers [M, A]; padding is left out."""
+    """Returns encoded actions: [M, ...] -> [M, A], without padding."""
     if isinstance(head, BoundedHead):
         return head.unit(action[:, : head.width])
     return one_hot(action, head.outputs)
 
 
 def idle(head: Head) -> Tensor:
-    """The code of doing nothing [A]."""
+    """Returns the encoded action of a seat that does not act [A]."""
     return torch.eye(head.outputs)[0] if not head.width else torch.zeros(head.width)

@@ -1,7 +1,7 @@
-"""Games between frozen members, many cells of a payoff table at once: every place of a vectorised env plays whichever
-game is due.
+"""Plays games between frozen members for many payoff cells at once: each env of a vectorised env plays the next due
+game.
 
-Shapes: `C` cells, `N` seats, `L` line-ups, `F` games that ended.
+Shapes: `C` cells, `N` seats, `L` line-ups, `F` finished games.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from palestra.populations.tasks import Result
 from palestra.rollouts.play import derive
 from palestra.rollouts.sweep import Sweeper
 
-STEPS = 16  # of a sweep
+STEPS = 16  # joint steps of each sweep
 
 
 def play_cells(
@@ -29,8 +29,10 @@ def play_cells(
     *,
     turns: bool = False,
 ) -> list[Result]:
-    """`games` games of each cell: names of the cast, one for each seat, or with `turns` names that take turns at all
-    seats, as often at each as `games` allows. All games that are begun for a cell are played to their end and counted.
+    """Plays `games` games of each cell and returns one result per cell.
+
+    A cell holds names of the cast, one for each seat. With `turns` they rotate over all seats, each as often at every
+    seat as `games` allows. All games that start for a cell are played to their end and counted.
     """
     N, numbers = len(sweeper.env.seats), {name: number for number, name in enumerate(cast)}
     rotations = N if turns else 1
@@ -46,7 +48,7 @@ def play_cells(
 
 
 def _played(sweeper: Sweeper, mixture: Mixture, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Line-ups [count] and returns [count, N] of all games that are due."""
+    """Returns line-ups int64 [count] and returns [count, N] of all games."""
     tags: list[np.ndarray] = []
     returns: list[np.ndarray] = []
     chunk, left = 0, count

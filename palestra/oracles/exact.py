@@ -1,7 +1,6 @@
-"""What is exact in games small enough to be walked through: best responses as tables, payoffs without a game played,
-and how far mixtures are from an equilibrium.
+"""Exact results for games small enough to be enumerated: best responses as tables, expected payoffs, and NashConv.
 
-Shapes: `I` information states, `A` actions, `n` seats, `K` members.
+Shapes: `I` information states, `A` actions, `n` seats, `K` members, `T` ends of the game. Arrays are float64.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from palestra.populations.population import Mix, Player
 from palestra.populations.tasks import Result, Task
 from palestra.setup_games import make_games
 
-Known = Callable[[str], np.ndarray]  # a member's policy [I, A]
+Known = Callable[[str], np.ndarray]  # name of a member -> its policy [I, A]
 
 
 class ExactWorker:
-    """Does a population's tasks in a game of ours that has rules, all exactly: `train` makes the best response to a
-    mixture, `play` says what members win from each other in expectation, `assess` says NashConv.
+    """Worker with exact results, for vectorised games with rules.
 
-    `env` is the config of a vectorised game, `players` are its seats, or the one population that plays every seat.
-    Raises ValueError for a game without rules here.
+    `train` computes the best response to a mixture, `play` expected returns between members, `assess` NashConv, `solve`
+    the solution of a restricted game. `env` is the config of the game; `players` are its seats, or the one population
+    that plays every seat. Raises ValueError for a game without rules.
     """
 
     def __init__(self, env: Mapping[str, Any], players: Sequence[Player]) -> None:
@@ -44,20 +43,22 @@ class ExactWorker:
 
 
 def answer(policy: np.ndarray, value: float) -> Result:
-    """The part of a `train` result that says what an exact response wins, and by a digest which one it is."""
+    """Returns the part of a `train` result with an exact response's value and a digest of its policy."""
     return {"return": value, "exact": True, "digest": hashlib.sha256(policy.tobytes()).hexdigest()}
 
 
 class Exact:
-    """Exact answers to the tasks of a population in one game. A population of several seats (one player, n seats) is
-    asked about games in which its members take turns at all seats."""
+    """Exact results for a population's tasks in one game.
+
+    If one population plays several seats, results are averaged over its members' rotations through the seats.
+    """
 
     def __init__(self, tree: Tree, players: Sequence[Player]) -> None:
         self.tree = tree
         self.seats = seats_of(players, tree.players)
 
     def do(self, task: Task, known: Known, out: Path | None) -> Result:
-        """What comes of a task, given the policies of members."""
+        """Runs a task, given the members' policies (`known`). Raises ValueError if the kind of task is unknown."""
         if task.kind == "play":
             return self.play(task.order, known)
         if task.kind == "assess":
@@ -75,7 +76,7 @@ class Exact:
     # ---- best responses
 
     def respond(self, order: Mapping[str, Any], known: Known) -> tuple[np.ndarray, float]:
-        """The best response [I, A] that a `train` order asks for, and what it wins, on average over its seats."""
+        """Returns the best response [I, A] for a `train` order, and its value, averaged over the player's seats."""
         answers = [self._at(seat, order, known) for seat in self.seats[order["player"]]]
         policy = uniform(self.tree)
         for seat, (answer, _) in zip(self.seats[order["player"]], answers, strict=True):
@@ -89,11 +90,12 @@ class Exact:
         return best_response_to_joint(self.tree, lineups, [p for _, p in order["joint"]], seat)
 
     def lineup(self, members: Mapping[Player, str], known: Known) -> np.ndarray:
-        """One policy [I, A] of a member for each player; a player without one plays uniformly."""
+        """Returns the policy [I, A] of one member for each player; players without one play uniformly."""
         return self.mixed({player: {name: 1.0} for player, name in members.items()}, known)
 
     def mixed(self, strategies: Mapping[Player, Mix], known: Known) -> np.ndarray:
-        """The behaviour [I, A] of mixtures drawn once per game; uniform at seats without one."""
+        """Returns the behaviour policy [I, A] of mixtures that are drawn once per game; uniform at seats without a
+        mixture."""
         names = list(dict.fromkeys(name for mix in strategies.values() for name in mix))
         weights = np.zeros((self.tree.players, len(names)))
         for player, mix in strategies.items():
@@ -106,8 +108,11 @@ class Exact:
     # ---- solutions
 
     def solve(self, order: Mapping[str, Any], known: Known) -> tuple[np.ndarray, int]:
-        """What CFR+ makes [I, A], in so many `rounds`, of the game in which every information state has the actions
-        that one of its player's `responses` prefers there; and how many that are."""
+        """Returns the average policy [I, A] of `rounds` iterations of CFR+ on the restricted game, and its number of
+        actions.
+
+        In that game an information state allows the actions that one of its player's `responses` prefers there.
+        """
         allowed = np.zeros_like(self.tree.legal)
         for player, names in order["responses"].items():
             for seat in self.seats[player]:
@@ -122,12 +127,12 @@ class Exact:
     # ---- payoffs and distance
 
     def play(self, order: Mapping[str, Any], known: Known) -> Result:
-        """Expected returns of cells, as if each had been played so often without chance."""
+        """Returns expected results of cells, as counts and means of `games` games without chance."""
         games = int(order["games"])
         return {"cells": [self._cell(cell, games, known) for cell in order["cells"]]}
 
     def _cell(self, cell: Sequence[str], games: int, known: Known) -> Result:
-        """Means over all ends of the game, of every order in which those of the cell may sit."""
+        """Returns a cell's expected result over all ends of the game, averaged over rotations of its members."""
         n, returns = self.tree.players, self.tree.returns
         ahead = returns == returns.max(1, keepdims=True)
         alone = ahead.sum(1) == 1
@@ -143,14 +148,15 @@ class Exact:
         return {"members": list(cell), "mean": mean.tolist(), "m2": [0.0] * n, **counts}
 
     def _seated(self, names: Sequence[str], known: Known) -> np.ndarray:
-        """The policy [I, A] of a member at each seat."""
+        """Returns the policy [I, A] that takes each seat's rows from that seat's member."""
         policy = np.zeros(self.tree.legal.shape)
         for seat, name in enumerate(names):
             policy[self.tree.of(seat)] = known(name)[self.tree.of(seat)]
         return policy
 
     def assess(self, order: Mapping[str, Any], known: Known) -> Result:
-        """NashConv (Lanctot et al., 2017) of the behaviour that mixtures induce, and what it wins at each seat."""
+        """Returns NashConv (Lanctot et al., 2017) of the behaviour that mixtures induce, exploitability (NashConv / n)
+        and values by seat."""
         policy = self.mixed(order["strategies"], known)
         gap = nash_conv(self.tree, policy)
         won = values(self.tree, policy).tolist()
@@ -158,7 +164,10 @@ class Exact:
 
 
 def seats_of(players: Sequence[Player], seats: int) -> dict[Player, list[int]]:
-    """The seats of each player of the meta-game: one each, or all those of the only one."""
+    """Returns the seats of each player of the meta-game: one each, or all for a single player.
+
+    Raises ValueError for any other number of players.
+    """
     if len(players) == seats:
         return {player: [seat] for seat, player in enumerate(players)}
     if len(players) != 1:

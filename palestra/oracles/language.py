@@ -1,7 +1,7 @@
-"""Language agents as a population: every member is a LoRA adapter, and all of them rest on one base.
+"""Worker for populations of language agents: every member is a LoRA adapter on one shared base.
 
-A learner's opponents answer in the same batch as the learner. What an agent does in a game with rules is read off the
-model's probabilities, so that payoffs and NashConv are exact where they are wanted so.
+Opponents are sampled in the same batch as the learner. In a game with rules, a member's policy is computed from the
+model's token probabilities, so that payoffs and NashConv can be exact.
 
 Shapes: `I` information states, `A` actions.
 """
@@ -45,33 +45,45 @@ from palestra.setup import make_arena
 from palestra.train import learn
 from palestra.types import Episode, Seat
 
-LATE = 0.8  # of a response: what is played from then on tells how good it is
-SELF = "itself"
+LATE = 0.8  # share of a response's steps after which its games count in the result
+SELF = "itself"  # name of the learner's own copy as an opponent
 
 
 class LanguageOracle(Strict):
-    """How members learn in a text env. A response takes `steps` of `episodes` each. Before all of them an adapter is
-    taught to speak and to look: for `teach` steps it imitates players that draw their moves, with odds of their own at
-    every observation; whoever starts fresh starts there. `best` members say what is likeliest once they are frozen.
-    `payoffs: exact` reads what members do off their probabilities, where the env is a game with rules, and plays
-    nothing."""
+    """Best responses by reinforcement learning of LoRA adapters in a text env."""
 
     type: Literal["language"] = "language"
     env: dict[str, Any]
+    """The env, as at the top of the config."""
     policy: LoraPolicyConfig = LoraPolicyConfig()
+    """The adapter, its base and its sampling."""
     algorithm: GRPO = GRPO(at="root", scale="none")
+    """The algorithm that trains responses."""
     steps: int = Field(30, ge=1)
+    """Training steps of a response, if the plan gives none."""
     episodes: int = Field(32, ge=1, le=1_000_000)
+    """Episodes of each step."""
     teach: int = Field(40, ge=0)
+    """Supervised steps that teach the adapter, before all responses, to answer with legal actions: it imitates
+    random players whose action probabilities depend on the observation. Responses with `fresh` weights start there.
+    0: none."""
     best: bool = False
+    """Frozen members sample at temperature 0 instead of `policy.sampling.temperature`."""
     payoffs: Literal["simulated", "exact"] = "simulated"
+    """`simulated`: payoffs are measured in games. `exact`: computed from action probabilities, without games; needs an
+    env with rules."""
     device: str = "auto"
+    """Device of the base: `auto`, `cpu`, `cuda`, ..."""
     max_rows: int = Field(512, ge=1)
+    """Sequences that are sampled at once, at most."""
 
 
 class LanguageWorker:
-    """Does a population's tasks with LoRA agents. `players` are the env's seats, or the one population that plays every
-    seat; what is drawn follows from `seed` and the task's name."""
+    """Worker that trains and plays LoRA agents.
+
+    `players` are the env's seats, or the one population that plays every seat. All randomness follows from `seed` and
+    the task's name. Raises ValueError if payoffs are to be exact and the env has no rules.
+    """
 
     def __init__(self, config: LanguageOracle, players: Sequence[Player], seed: int = 0) -> None:
         self.config, self.seed = config, seed
@@ -90,7 +102,7 @@ class LanguageWorker:
         self._taught: LanguageLearner | None = None
 
     def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
-        """What came of a task. Raises ValueError where its order does not fit the env."""
+        """Runs a task. Raises ValueError if its order does not fit the env."""
         if task.kind == "train" and out is not None:
             return asyncio.run(self._train(task, members, out))
         if task.kind == "play" and self.config.payoffs == "simulated":
@@ -125,7 +137,7 @@ class LanguageWorker:
         return {"env_steps": cast.moves} | cast.result() | {"metrics": dict(figures)}
 
     async def _learner(self, name: str, order: Mapping[str, Any], members: Mapping[str, Path]) -> LanguageLearner:
-        """From the member to go on from, or from the adapter that was taught."""
+        """Returns a learner that starts from the order's member, or from the taught adapter."""
         policy = self.config.policy.model_dump() | dict(order.get("settings") or {})
         learner = self._new(name, validate(LoraPolicyConfig, policy))
         if order.get("start"):
@@ -139,7 +151,7 @@ class LanguageWorker:
         return self.engines.learner(name, config, derive(self.seed, "adapter", name))
 
     async def _teach(self) -> LanguageLearner:
-        """An adapter that says words that may be said; the same in every worker of a run."""
+        """Trains an adapter to answer with legal actions; identical in every worker of a run."""
         learner, lesson = self._new("words", self.config.policy), SFT(imitate="all")
         teacher, count = ScriptedPolicy(partial(_by_odds, self.seed)), self.config.episodes * self.config.algorithm.k
         for step in range(self.config.teach):
@@ -153,7 +165,7 @@ class LanguageWorker:
     # ---- members and games
 
     def _member(self, name: str, members: Mapping[str, Path]) -> Policy:
-        """A frozen member, read once; a name stands for one policy."""
+        """Returns a frozen member, loaded once; a name stands for one policy."""
         if name not in self._frozen:
             policy = self.config.policy
             speech = {
@@ -166,7 +178,7 @@ class LanguageWorker:
         return self._frozen[name]
 
     async def _play(self, task: Task, members: Mapping[str, Path]) -> Result:
-        """Cells of a payoff table, played all at once; members of one population take turns at the seats."""
+        """Plays all cells of a payoff table at once; members of a single population rotate over the seats."""
         count, turns = int(task.order["games"]), len(self.env_seats) if len(self.seats) == 1 else 1
         self.engines.forget()
         matches: list[Match] = []
@@ -188,8 +200,10 @@ class LanguageWorker:
 
 
 class Cast:
-    """Who sits where in a `train` order's games: the learner at a seat of its own, taking turns where it plays them
-    all, and for each game other members drawn once."""
+    """Assigns policies to seats for the games of a `train` order, and records their results.
+
+    The learner has one seat, which rotates over its player's seats; the other members are drawn once per game.
+    """
 
     def __init__(
         self, worker: LanguageWorker, order: Mapping[str, Any], members: Mapping[str, Path], learner: LanguageLearner
@@ -202,7 +216,7 @@ class Cast:
         self.moves = 0
 
     def match(self, seed: int, number: int) -> Match:
-        """The game of that number: the learner's `number`-th turn at its seats."""
+        """Returns the episode with this number; the number decides which of its player's seats the learner has."""
         rng, mine = random.Random(derive(seed, "cast")), self.own[number % len(self.own)]
         alone = rng.random() >= self.order.get("self_play", 0.0)
         names = self._drawn(rng, mine) if alone else {}
@@ -222,13 +236,13 @@ class Cast:
         return {seat: _one(rng, self.order["opponents"][self.players[seat]]) for seat in others}
 
     def _itself(self) -> LanguagePolicy:
-        """The learner as it is now, under a name of which nothing is learned."""
+        """Returns a copy of the current policy, under a name whose samples are not trained on."""
         policy = copy.copy(self.learner.policy())
         policy.name = SELF
         return policy
 
     def note(self, episodes: Sequence[Episode]) -> None:
-        """Counts the learner's games: what it won, and who sat at each of the other seats and won what."""
+        """Records the returns of the learner and of the members at the other seats."""
         for episode in episodes:
             names = [member(episode.seats[label]) for label in self.worker.env_seats]
             mine = names.index(self.learner.name)
@@ -238,14 +252,17 @@ class Cast:
                 self.games.append((won[mine], [won[seat] for seat in others], numbers))
 
     def result(self) -> Result:
-        """What `note` counted."""
+        """Returns the recorded results."""
         own, theirs, members = (np.array(column) for column in zip(*self.games, strict=True))
         return against(own, theirs, members, list(self.numbers))
 
 
 class Reading:
-    """What agents do in a game with rules, by their probabilities: an answer that is none of the words has one drawn
-    for it, as the env does."""
+    """Policies of language members in a game with rules, from token probabilities.
+
+    Probability of answers that are no legal action is spread evenly over the legal ones, as the env draws an action for
+    them.
+    """
 
     def __init__(self, env: TextGame, engines: Engines, config: LoraPolicyConfig) -> None:
         self.tree: Tree = tree_of(env.rules)
@@ -258,7 +275,7 @@ class Reading:
         self._policies: dict[str, np.ndarray] = {}
 
     def policy(self, name: str, policy: Policy) -> np.ndarray:
-        """A member's action probabilities [I, A]."""
+        """Returns a member's action probabilities, float64 [I, A], computed once per name."""
         if name not in self._policies:
             table = self.tree.legal / self.tree.legal.sum(1, keepdims=True)
             if isinstance(policy, LanguagePolicy):
@@ -272,19 +289,19 @@ class Reading:
 
 
 def returns(episode: Episode) -> list[list[float]]:
-    """What each seat won in every line of an episode that was played out."""
+    """Returns the return of each seat for every finished branch of an episode: one list per branch."""
     lines = [episode.line(leaf) for leaf in episode.leaves() if leaf.chosen]
     return [[sum(node.reward(seat) for node in line) for seat in episode.seats] for line in lines]
 
 
 def _adapter(learner: LanguageLearner) -> Adapter:
-    """The adapter in training, in this process."""
+    """Returns the adapter in training, which is in this process."""
     assert isinstance(learner.weights, Resident) and learner.weights.trainer.adapter is not None
     return learner.weights.trainer.adapter
 
 
 def _by_odds(seed: int, query: Query, rng: random.Random) -> str:
-    """A legal word, by odds from 1:10 to 10:1 that hang on what is observed."""
+    """Returns a legal action, drawn with odds from 1:10 to 10:1 that depend on the observation."""
     own = random.Random(derive(seed, "odds", query.role, query.observation))
     words = query.legal or []
     return str(rng.choices(words, [10 ** own.uniform(0, 1) for _ in words])[0])
@@ -295,6 +312,6 @@ def _one(rng: random.Random, mix: Mix) -> str:
 
 
 def _sound(episodes: Sequence[Episode], task: Task) -> None:
-    """Raises RunFailed where an episode failed: a table with holes would pass for a whole one."""
+    """Raises RunFailed if an episode failed: results with missing games must not pass as complete."""
     if broken := next((episode for episode in episodes if episode.error), None):
         raise RunFailed.caused(f"the game of seed {broken.seed} failed: {broken.error}", broken.traceback)

@@ -1,6 +1,6 @@
-"""A population's members from their folders: networks, tables, and who plays uniformly and needs no folder.
+"""Loads a population's members: networks, tables, and the uniform policy, which has no files.
 
-Shapes: `I` information states, `A` actions, `U` views, each once.
+Shapes: `I` information states, `A` actions, `U` distinct observations, `V` numbers in an observation.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from palestra.files import read_arrays, write_arrays
 from palestra.learners.nets import read_frozen
 from palestra.policies.frozen import FrozenMember, NetMember, TableMember, UniformMember, Views
 
-UNIFORM = "uniform"  # the member that needs no weights
+UNIFORM = "uniform"  # the member without files
 TABLE = "table.safetensors"
 
 
 def rules_of(env: Mapping[str, Any]) -> Rules[Any] | None:
-    """The rules of the game that an env's config names, where there are any."""
+    """Returns the rules of the game that an env's config names, or None if it has none."""
     return rules.rules_of(**{name: value for name, value in env.items() if name != "type"}, env_type=str(env["type"]))
 
 
 def write_table(folder: Path, policy: np.ndarray) -> None:
-    """A member that is a policy [I, A] over a game's information states."""
+    """Writes a member whose policy is a table, float64 [I, A] over the game's information states."""
     write_arrays(folder / TABLE, {"policy": np.asarray(policy, np.float64)})
 
 
 class Reader:
-    """Reads the members of one game once; a name stands for one policy. Where the game is small enough for a `tree`, a
-    network is asked once for all information states and plays by that table: to look up what a seat sees takes less
-    time than to put it through the network (`tables: false` does that nevertheless). `best` networks play their
-    likeliest actions."""
+    """Loads members of one game, each once; a name stands for one policy.
+
+    Given a `tree`, a network is evaluated once for all information states and plays from that table, because a lookup
+    takes less time than a forward pass (`tables=False` turns this off). With `best`, networks play their most likely
+    actions.
+    """
 
     def __init__(self, env: VectorEnv, tree: Tree | None = None, *, best: bool = False, tables: bool = True) -> None:
         self.env, self.tree, self.best, self.tables = env, tree, best, tables and tree is not None
@@ -48,7 +50,8 @@ class Reader:
         self._seen_by: dict[tuple[int, ...], tuple[Views, np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def member(self, name: str, members: Mapping[str, Path], seats: Sequence[int]) -> FrozenMember:
-        """One member as it plays in vectorised games, at any of `seats`, which see and may do alike."""
+        """Returns a member as it plays in vectorised games at any of `seats`, which must have equal observations and
+        actions."""
         key = (name, tuple(seats))
         if key not in self._members:
             self._members[key] = self._read(name, members, key[1])
@@ -66,7 +69,10 @@ class Reader:
         return self._table(name, self.policy(name, members), seats)
 
     def _table(self, name: str, policy: np.ndarray, seats: tuple[int, ...]) -> TableMember:
-        """A policy [I, A] by what `seats` see."""
+        """Returns a policy [I, A] as a table over the observations of `seats`.
+
+        Raises ValueError if the policy differs between information states with equal observations.
+        """
         views, states, first, same = self._seen(seats)
         rows = policy[states]
         if not np.allclose(rows[first][same], rows):
@@ -77,8 +83,8 @@ class Reader:
         return TableMember(views, rows[first])
 
     def _seen(self, seats: tuple[int, ...]) -> tuple[Views, np.ndarray, np.ndarray, np.ndarray]:
-        """The views of seats, each once; their information states, which of these has each view [U], and the view of
-        each."""
+        """Returns the distinct observations of `seats`, their information states, for each observation one of these
+        [U], and for each state its observation."""
         if seats not in self._seen_by:
             tree = self._tree
             states = np.concatenate([np.arange(len(tree.owner))[tree.of(seat)] for seat in seats])
@@ -98,9 +104,9 @@ class Reader:
         return self.tree
 
     def policy(self, name: str, members: Mapping[str, Path]) -> np.ndarray:
-        """What a member does at every information state [I, A].
+        """Returns a member's action probabilities [I, A] at every information state.
 
-        Raises ValueError for a game without rules here, and for a network that remembers more than its view says.
+        Raises ValueError for a game without rules, and for a network with memory.
         """
         if name not in self._policies:
             folder = members.get(name)
@@ -113,7 +119,7 @@ class Reader:
         return self._policies[name]
 
     def _asked(self, name: str, folder: Path) -> np.ndarray:
-        """What a network does at every information state."""
+        """Returns a network's action probabilities at every information state."""
         tree = self._tree
         member, _ = read_frozen(folder, self.env, [0], best=self.best)
         if member.net.memory_units:
@@ -123,7 +129,7 @@ class Reader:
 
 @torch.no_grad()
 def chances(member: NetMember, tree: Tree) -> np.ndarray:
-    """Probabilities of actions [I, A] of a network without memory at every information state."""
+    """Returns the action probabilities, float64 [I, A], of a network without memory at every information state."""
     views, legal = torch.from_numpy(tree.views), torch.from_numpy(tree.legal)
     if member.seating.seat_id:
         views = torch.cat([views, torch.eye(tree.players)[torch.from_numpy(tree.owner).long()]], -1)

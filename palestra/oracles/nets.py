@@ -1,6 +1,6 @@
-"""Networks as best responses: they learn in vectorised games, against a mixture of frozen members.
+"""Worker for populations of small networks: trains them in vectorised games, against a mixture of frozen members.
 
-Shapes: `N` seats, `F` games that ended.
+Shapes: `N` seats, `F` finished games.
 """
 
 from __future__ import annotations
@@ -36,31 +36,39 @@ from palestra.rollouts.play import derive
 from palestra.rollouts.sweep import Sweeper, remedy
 from palestra.setup_games import GameAlgorithm, make_games
 
-TRAINING = "training.safetensors"  # beside a member's files: what it goes on from
+TRAINING = "training.safetensors"  # in a member's folder: training state from which a learner continues
 SELF = "self"  # the learner as its own opponent
-LATE = 0.8  # of training is over before its games count in the result
+LATE = 0.8  # share of training after which games count in the result
 
 
 class NetOracle(Strict):
-    """How members learn in a vectorised game. `best` members play their likeliest actions once they are frozen.
-    `payoffs: exact` works payoffs out, where the game has rules, instead of playing; `tables: false` has networks play
-    as networks even there."""
+    """Best responses by reinforcement learning of small networks in a vectorised game."""
 
     type: Literal["net"] = "net"
     env: dict[str, Any]
+    """The env, as at the top of the config."""
     algorithm: GameAlgorithm = PPO()
+    """The algorithm that trains responses."""
     policy: NetPolicyConfig = NetPolicyConfig()
+    """The network."""
     env_steps: int = Field(500_000, ge=1)
+    """Env steps of a response, if the plan gives none."""
     best: bool = False
+    """Frozen members play their most likely actions instead of sampling."""
     payoffs: Literal["simulated", "exact"] = "simulated"
+    """`simulated`: payoffs are measured in games. `exact`: computed from policies; needs a game with rules."""
     tables: bool = True
+    """In games with rules, networks play from a table over information states, which is faster; `false`: as
+    networks."""
 
 
 class NetWorker:
-    """Does a population's tasks with networks: `train` has a learner improve against a mixture, `play` plays cells of a
-    payoff table; where the game has rules, `assess` says NashConv, and `solve` solves what responses allow. `players`
-    are the game's seats, or the one population that plays every seat; what is drawn follows from `seed` and the task's
-    name."""
+    """Worker that trains and plays networks.
+
+    `train` trains a response to a mixture, `play` plays payoff cells; in games with rules, `assess` measures NashConv
+    and `solve` solves a restricted game. `players` are the game's seats, or the one population that plays every seat.
+    All randomness follows from `seed` and the task's name.
+    """
 
     def __init__(self, config: NetOracle, players: Sequence[Player], seed: int = 0) -> None:
         keep_freed_memory()
@@ -80,13 +88,13 @@ class NetWorker:
         rules = rules_of(self.config.env)
         try:
             return tree_of(rules) if rules else None
-        except ValueError:  # too large
+        except ValueError:  # too large to enumerate
             if self.config.payoffs == "exact":
                 raise
             return None
 
     def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
-        """What came of a task. Raises ValueError where its order does not fit the game, and where learning diverged."""
+        """Runs a task. Raises ValueError if its order does not fit the game, or if training diverged."""
         if task.kind == "train" and out is not None:
             return self._train(task, members, out)
         if task.kind == "play" and self.config.payoffs == "simulated":
@@ -123,7 +131,7 @@ class NetWorker:
             if step >= int(LATE * sweeps):
                 tally.add(batch, mixture.played(batch)[1], figures)
         learner.members()[name](out)
-        write_arrays(out / TRAINING, NetLearner.arrays(learner))  # no game in play, no replay
+        write_arrays(out / TRAINING, NetLearner.arrays(learner))  # without running games and replay buffer
         return {"env_steps": sweeps * horizon * games} | tally.result()
 
     def _learner(self, config: NetOracle, name: str, seat: int) -> NetLearner:
@@ -131,13 +139,13 @@ class NetWorker:
         return config.algorithm.learner(self.lessons.env, {name: [seat]}, {name: config.policy}, seeds)
 
     def _seeds(self, task: Task) -> np.ndarray:
-        """Seeds of the games of a task."""
+        """Returns the seeds of a task's games, int64 [games]."""
         return derive(self.seed, "games", task.name) % 2**62 + np.arange(self.games.env.games)
 
     def _mixture(
         self, order: Mapping[str, Any], members: Mapping[str, Path], learner: NetLearner
     ) -> tuple[Mixture, Against]:
-        """Who plays at the seats beside the learner's, and what counts their games."""
+        """Returns the mixture that plays the seats other than the learner's, and the counter of their games."""
         seat = self.seats[order["player"]][0]
         others = [number for number in range(len(self.lessons.env.seats)) if number != seat]
         cast = self._cast(members)
@@ -150,11 +158,14 @@ class NetWorker:
         return Cast(lambda player, name: self.reader.member(name, members, self.seats[player]))
 
     def _player(self, seat: int) -> Player:
-        """Who plays a seat in the meta-game."""
+        """Returns the player of the meta-game that plays a seat."""
         return next(player for player, seats in self.seats.items() if seat in seats)
 
     def _itself(self, learner: NetLearner) -> NetMember:
-        """The learner as it is at every moment, at its best."""
+        """Returns the learner's network with its current weights as an opponent, greedy if it has action values.
+
+        Raises ValueError unless one population plays every seat.
+        """
         if not self.symmetric:
             raise ValueError(
                 f"self_play: a learner of one seat cannot play another of env {self.config.env.get('type')}; only a "
@@ -166,7 +177,7 @@ class NetWorker:
     # ---- games
 
     def _play(self, task: Task, members: Mapping[str, Path]) -> Result:
-        """Cells of a payoff table, played."""
+        """Plays the cells of a payoff table."""
         cast, cells = self._cast(members), task.order["cells"]
         keys = [[cast.key(self._player(seat), name) for seat, name in enumerate(cell)] for cell in cells]
         seed, games = derive(self.seed, task.name), int(task.order["games"])
@@ -175,8 +186,8 @@ class NetWorker:
 
 
 def configured(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:
-    """The oracle with some settings changed: names of the algorithm's, else of the policy's. Raises ValueError for a
-    name that is neither."""
+    """Returns the oracle with some settings of the algorithm, or else of the policy, replaced. Raises ValueError for an
+    unknown name."""
     algorithm, policy = config.algorithm.model_dump(), config.policy.model_dump()
     for name, value in settings.items():
         owner = next((tree for tree in (algorithm, policy) if name in tree and name != "type"), None)

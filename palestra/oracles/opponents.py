@@ -1,6 +1,6 @@
-"""Whom a learner meets, by a task's order, and what it wins from each of them.
+"""Opponents of a learner by a task's order, and the learner's results against each of them.
 
-Shapes: `F` games that ended, `N` seats, `S` seats of the others.
+Shapes: `F` finished games, `N` seats, `S` seats of opponents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from palestra.types import Batch, Metrics
 
 
 class Cast:
-    """Members numbered as they are named, each as a player of the meta-game; `read` says how they play."""
+    """Frozen members by key (`player/name`), numbered in the order in which they are added; `read` loads one."""
 
     def __init__(self, read: Callable[[Player, str], FrozenMember]) -> None:
         self.read = read
@@ -28,25 +28,26 @@ class Cast:
         self.names: list[str] = []
 
     def number(self, player: Player, name: str) -> int:
-        """Its number, for whoever draws; read first, where it is new."""
+        """Returns a member's number; loads the member first if needed."""
         key = self.key(player, name)
         return list(self.members).index(key)
 
     def key(self, player: Player, name: str) -> str:
-        """What it is called here, by player and name."""
+        """Returns a member's key, `player/name`; loads the member first if needed."""
         key = f"{player}/{name}"
         if key not in self.members:
             self.add(key, name, self.read(player, name))
         return key
 
     def add(self, key: str, name: str, member: FrozenMember) -> int:
+        """Adds a loaded member and returns its number."""
         self.members[key] = member
         self.names.append(name)
         return len(self.names) - 1
 
 
 def lots_of(order: Mapping[str, Any], cast: Cast, players: Sequence[Player]) -> Lots:
-    """Who sits at the other seats, whose players are `players`, by a `train` order."""
+    """Returns the sampler of opponents for seats with these `players`, by a `train` order."""
     if (joint := order.get("joint")) is not None:
         lineups = [[cast.number(player, members[player]) for player in players] for members, _ in joint]
         return Jointly(lineups, [p for _, p in joint])
@@ -60,7 +61,7 @@ def lots_of(order: Mapping[str, Any], cast: Cast, players: Sequence[Player]) -> 
 
 
 class Against:
-    """Counts what the learner's `seat` wins from the members at seats `others`."""
+    """Counts results of the learner at `seat` against the members at seats `others`."""
 
     def __init__(self, seat: int, others: Sequence[int], names: Sequence[str]) -> None:
         self.seat, self.others, self.names = seat, list(others), names
@@ -69,14 +70,14 @@ class Against:
         self.figures: list[Metrics] = []
 
     def add(self, batch: Batch, members: np.ndarray, figures: Metrics) -> None:
-        """Takes in a sweep's games, the members [F, S] that played them, and what learning from it said."""
+        """Adds a sweep's finished games, the members int [F, S] that played them, and the update's metrics."""
         self.returns.append(batch.games["returns"])
         self.members.append(members)
         if figures:
             self.figures.append(figures)
 
     def result(self) -> Result:
-        """`return` (None where no game ended), `against` by member, and the means of what learning said."""
+        """Returns `return` (None if no game ended), `against` by member, and the mean `metrics`."""
         returns, members = np.concatenate(self.returns), np.concatenate(self.members)
         counted = against(returns[:, self.seat], returns[:, self.others], members, self.names)
         return counted | {"metrics": averaged(self.figures)}

@@ -1,7 +1,8 @@
-"""Who plays the slices of a step (backends/slices.py): the run's own bases, samplers and envs, in a worker's process.
+"""Rollout worker: plays slices of a step's episodes (`backends/slices.py`) in its own process, with the run's bases,
+samplers and envs.
 
-An episode is played whole where its sampler is. A worker is built as a run in one process is; it only takes the
-learners' weights from what was published of them.
+An episode is played wholly in the process that holds its sampler. The worker builds the same parts as a run in one
+process, and only loads the learners' published weights.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from palestra.types import Episode
 
 
 class PlayWorker:
-    """Plays slices of a run's stages and exams. Data is not looked for: the stages that read it play nothing."""
+    """Plays slices of a run's stages and evaluations. Stages that read data are left out, as they play nothing."""
 
     def __init__(self, config: Config) -> None:
         self.stages, played = playing(config)
@@ -36,8 +37,10 @@ class PlayWorker:
         self.members = dict.fromkeys(self.setup.learners, "")
 
     def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
-        """Plays a slice; its episodes are in `out`, `cpu_s` are the seconds that this process computed for them, and
-        `roll` says who helped it."""
+        """Plays a slice and writes its episodes to `out`.
+
+        `cpu_s` is the CPU time of this process in seconds; `roll` are the counters of further workers that it used.
+        """
         assert out is not None
         for member, folder in members.items():
             self._take(member, folder, task.order["settings"])
@@ -47,7 +50,7 @@ class PlayWorker:
         return {"episodes": len(episodes), "cpu_s": time.process_time() - start, "roll": roll.lines(0.0)}
 
     def _take(self, member: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        """The learner is from now on that member, and speaks as it does now."""
+        """Loads a member's weights into its learner, unless loaded, and applies its settings."""
         name, _, version = member.rpartition("@")
         learner = self.setup.learners[name]
         assert isinstance(learner, LanguageLearner)
@@ -66,7 +69,7 @@ class PlayWorker:
 
 
 def playing(config: Config) -> tuple[dict[int, int], Config]:
-    """The same run without its data, in one process, and where there each stage is that plays."""
+    """Returns the run's config without data and with an inline backend, and the new number of each stage that plays."""
     alone = {"backend": LoopConfig(type="inline"), "data": []}
     plays = [number for number, part in enumerate(config.parts()) if not part.data]
     stages = [config.stages[number].model_copy(update={"data": []}) for number in plays if config.stages]

@@ -1,6 +1,6 @@
-"""What came of games: a cell of a payoff table, and what a learner won from each member it met.
+"""Statistics of finished games: cells of a payoff table, and a learner's results against each opponent.
 
-Shapes: `F` games, `N` seats, `S` seats of others.
+Shapes: `F` games, `N` seats, `S` seats of opponents.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from palestra.populations.tasks import Result
 
 
 def cell(returns: np.ndarray) -> Result:
-    """A cell of games with these returns [F, N]. A game is won by who has more than all others."""
+    """Returns the statistics of games with these returns, float [F, N]. A game is won by the seat with more than all
+    others; else it is a draw."""
     mean = returns.mean(0)
     ahead = returns == returns.max(1, keepdims=True)
     alone = ahead.sum(1) == 1
@@ -27,9 +28,12 @@ def cell(returns: np.ndarray) -> Result:
 
 
 def against(own: np.ndarray, theirs: np.ndarray, members: np.ndarray, names: Sequence[str]) -> Result:
-    """A learner's mean return over its games [F] (None where there is none), and `against` each member, by number
-    [F, S] and name: games, mean return and mean of its square, games won and drawn against what that member had
-    [F, S]."""
+    """Returns a learner's mean return over its games (None without games), and its results `against` each opponent by
+    name.
+
+    `own` [F] are the learner's returns, `theirs` [F, S] the opponents', `members` int [F, S] their numbers in `names`.
+    A result holds games, mean return, mean squared return, and games won and drawn by comparison of returns.
+    """
     lines: dict[str, Result] = {}
     for place in range(members.shape[1]):
         for number in np.unique(members[:, place]):

@@ -1,6 +1,6 @@
-"""What a policy is to the rest of the house: something with a name that answers observations.
+"""Protocol of a policy in text envs: an object with a name that answers observations.
 
-The name carries the version (`planner@12`), so that staleness can be seen in recorded episodes.
+The name carries the version (`planner@12`), so that staleness is visible in recorded episodes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from palestra.types import Answer, Message
 
 @dataclass(frozen=True)
 class Query:
-    """What a policy is asked: `n` independent answers to one observation.
+    """A request to a policy: `n` independent answers to one observation.
 
-    `role` is the env's word for what the seat is there for; `seed` fixes the answers; `history` holds this seat's
-    earlier (observation, answer) pairs of the line being played, oldest first, for policies that remember. `expert`
-    says what one who knows the solution would, where the env knows it; of an env on another machine it is awaited.
+    `role` is the env's description of the seat's role; `seed` determines the answers; `history` holds this seat's
+    earlier (observation, answer) pairs of the trajectory, oldest first, for policies with a history. `legal` lists the
+    legal actions (None: not restricted). `expert`, if the env has one, returns the action of an expert that knows the
+    solution; for an env on another machine it is awaitable.
     """
 
     role: str
@@ -32,15 +33,17 @@ class Query:
 
 
 class Policy(Protocol):
+    """A policy for the seats of a text env. `name` carries its version."""
+
     name: str
 
     async def act(self, query: Query) -> list[Answer]:
-        """`query.n` answers."""
+        """Returns `query.n` answers."""
         ...
 
 
 def chat(query: Query, system: str | None = None) -> list[Message]:
-    """The conversation that `query` stands for, in the chat format: role, earlier turns, observation."""
+    """Returns the chat messages of `query`: role as system message, earlier turns, observation."""
     role = query.role if system is None else system
     messages = [{"role": "system", "content": role}] if role else []
     for observation, answer in query.history:

@@ -1,4 +1,5 @@
-"""A policy behind any endpoint that speaks OpenAI's chat completions: a served model, a frozen opponent, a teacher."""
+"""A policy that samples from an endpoint with OpenAI's chat completions API: a served model, a frozen opponent, a
+teacher."""
 
 from __future__ import annotations
 
@@ -14,26 +15,33 @@ from palestra.web.client import Endpoint, complete
 
 
 class EndpointConfig(Endpoint):
-    """A policy behind an endpoint. `memory: conversation` shows the model its own earlier turns."""
+    """A policy behind an endpoint."""
 
     type: Literal["endpoint"] = "endpoint"
+    """Kind of policy: an endpoint with OpenAI's chat completions API."""
     max_tokens: int = Field(512, ge=1)
+    """Maximum number of tokens of an answer."""
     temperature: float = Field(1.0, ge=0)
+    """Softmax temperature, at least 0; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: total probability of the tokens to keep, in (0, 1]. 1 keeps all tokens."""
     system: str | None = None
+    """System prompt, which replaces the env's role text. null: the env's role text."""
     memory: Literal["none", "conversation"] = "none"
+    """History in the prompt: "none" shows the current observation only, "conversation" also the model's own earlier
+    turns."""
 
 
 class EndpointPolicy:
-    """Answers are text without tokens: to play with, to learn from by imitation, not to reinforce. Raises ValueError
-    where nothing could ever be asked."""
+    """A policy whose answers are text without tokens: usable for play and for imitation, not for reinforcement
+    learning. Raises ValueError if the endpoint's config is invalid."""
 
     def __init__(self, name: str, config: EndpointConfig) -> None:
         config.check()
         self.name, self.config = name, config
 
     async def act(self, query: Query) -> list[Answer]:
-        """`query.n` answers, asked for at once; each sibling with a seed of its own."""
+        """Returns `query.n` answers, requested concurrently, each with its own seed."""
         asked = [self._ask(query, i) for i in range(query.n)]
         return [Answer(said(message), self.name) for message in await asyncio.gather(*asked)]
 

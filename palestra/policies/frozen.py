@@ -1,7 +1,7 @@
-"""Members that no longer learn, in groups that play many rows in one call: networks of one shape, tables, chance.
+"""Frozen members that play many rows in one batched call: networks of one shape, tabular policies, the uniform policy.
 
-Shapes: `B` games, `N` seats, `R` rows to be played, `M` members of a group, `K` blocks of `W` rows, `V` numbers of a
-view, `I` information states, `A` actions, `H` units of memory.
+Shapes: `B` games, `N` seats, `R` rows to act for, `M` members of a group, `K` blocks of `W` rows, `V` numbers of an
+observation, `I` information states, `A` actions, `H` recurrent units.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from palestra.nets.layers import Net
 from palestra.nets.normalise import RunningNorm
 from palestra.nets.seating import Seating
 
-LEAST = 8  # rows of a block: fewer cost as much
-MINUS_ZERO = -(2**31)  # as the bits of a float32 read as an int32
+LEAST = 8  # minimum rows of a block: fewer rows cost as much
+MINUS_ZERO = -(2**31)  # bits of the float32 -0.0, read as an int32
 
 
 @dataclass(frozen=True)
 class NetMember:
-    """A network as it was kept, for a seat like `seating`'s; `best` plays its likeliest actions instead of drawing.
-    One that is `live` goes on learning elsewhere, and plays by what it knows at every moment."""
+    """A saved network, for seats of the shape of `seating`'s. `best` plays the most likely actions instead of sampling.
+    `live` marks a network that is still in training; every call uses its current weights."""
 
     seating: Seating
     net: Net
@@ -41,7 +41,7 @@ class NetMember:
 
     @property
     def shape(self) -> object:
-        """Equal for members that can be evaluated together."""
+        """Equal for members that can be evaluated in one batch."""
         if self.live:
             return id(self.net)
         sizes = tuple((name, tuple(p.shape[1:])) for name, p in self.net.named_parameters())
@@ -51,7 +51,7 @@ class NetMember:
 
 @dataclass(frozen=True)
 class TableMember:
-    """Probabilities of actions [I, A] at the information states that `views` knows."""
+    """A tabular policy: action probabilities [I, A] at the information states of `views`."""
 
     views: Views
     table: np.ndarray
@@ -63,7 +63,7 @@ class TableMember:
 
 @dataclass(frozen=True)
 class UniformMember:
-    """Plays legal actions alike."""
+    """Plays uniformly random legal actions."""
 
     shape: object = "uniform"
 
@@ -73,7 +73,8 @@ FrozenMember = NetMember | TableMember | UniformMember
 
 @dataclass
 class Rows:
-    """Rows [R] that a group plays now: seat `seats[r]` of game `games[r]`, by the group's member `members[r]`."""
+    """Rows [R] that a group acts for: seat `seats[r]` of game `games[r]`, played by the group's member `members[r]`
+    (int64 each). `memory` [R, H] float32 is the recurrent state; `fresh` [R] bool marks the first step of a game."""
 
     frame: Frame
     games: np.ndarray
@@ -86,17 +87,18 @@ class Rows:
 
 
 class Group(Protocol):
-    """Members that are evaluated together. One with `memory` plays all rows at every moment, to remember them."""
+    """Members that are evaluated together. A recurrent group (`memory` > 0 units) acts for all rows at every step, to
+    update their states."""
 
     @property
     def memory(self) -> int: ...
     def act(self, rows: Rows) -> tuple[np.ndarray, Tensor | None]:
-        """Actions [R, ...], and what the members remember from now on [R, H]."""
+        """Returns actions [R, ...] (int or float32) and the new recurrent states [R, H] (None without)."""
         ...
 
 
 def group_of(env: VectorEnv, members: Sequence[FrozenMember]) -> Group:
-    """What plays members of one shape."""
+    """Returns the group that plays `members`, which must have the same shape."""
     if nets := [member for member in members if isinstance(member, NetMember)]:
         return NetGroup(nets)
     tables = [member for member in members if isinstance(member, TableMember)]
@@ -104,6 +106,8 @@ def group_of(env: VectorEnv, members: Sequence[FrozenMember]) -> Group:
 
 
 class UniformGroup:
+    """Plays uniformly random legal actions."""
+
     memory = 0
 
     def __init__(self, env: VectorEnv) -> None:
@@ -117,8 +121,8 @@ class UniformGroup:
 
 
 class NetGroup:
-    """Networks of one shape. Rows are put into blocks, each of one member, and all blocks pass one batched product: the
-    cost is that of the rows, at most twice, however unequally members share them."""
+    """Networks of one shape. Rows are arranged in blocks of one member each, and all blocks pass through one batched
+    product: the cost is at most twice that of the rows, however unevenly they are distributed over the members."""
 
     def __init__(self, members: Sequence[NetMember]) -> None:
         first = members[0]
@@ -154,7 +158,7 @@ class NetGroup:
         return chosen.numpy(), memory
 
     def _views(self, rows: Rows) -> Tensor:
-        """What the networks see, [R, *inputs]."""
+        """Returns the networks' inputs [R, *inputs]."""
         obs = torch.from_numpy(rows.frame.obs[rows.games, rows.seats])
         if len(self.seating.view) == 1:
             obs = obs[:, : self.seating.view[0]]
@@ -163,7 +167,7 @@ class NetGroup:
         return torch.cat([obs, torch.eye(self.seating.of)[torch.from_numpy(rows.seats)]], -1)
 
     def _become(self, who: Tensor) -> None:
-        """Gives the network the weights of a member for each block."""
+        """Sets the weights of the network to those of the member of each block."""
         for name, parameter in self.net.named_parameters():
             parameter.data = self.weights[name].index_select(0, who)
 
@@ -177,8 +181,8 @@ class NetGroup:
 
 
 def blocks(members: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """For rows [R] of some members: the member of each block [K], each row's place [R] in the blocks laid end to end,
-    and how many rows a block has: as many as members have on average."""
+    """Assigns rows [R] to blocks of one member each; returns the member of each block [K], each row's index [R] in the
+    concatenated blocks, and the rows per block: the average number of rows of a member, at least `LEAST`."""
     counts = np.bincount(members)
     width = max(LEAST, -(-len(members) // int(np.count_nonzero(counts))))
     order = np.argsort(members, kind="stable")
@@ -190,7 +194,7 @@ def blocks(members: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _put(x: Tensor, place: np.ndarray, shape: tuple[int, int]) -> Tensor:
-    """Rows [R, ...] at their places in blocks [K, W, ...], zeros elsewhere."""
+    """Scatters rows [R, ...] into blocks [K, W, ...]; the rest is zero."""
     filled = x.new_zeros(shape[0] * shape[1], *x.shape[1:])
     filled[torch.from_numpy(place)] = x
     return filled.view(*shape, *x.shape[1:])
@@ -200,7 +204,8 @@ def _put(x: Tensor, place: np.ndarray, shape: tuple[int, int]) -> Tensor:
 
 
 class Views:
-    """Numbers information states by what a seat sees there: `views [I, V]` float32, each once."""
+    """An index of information states by observation: `views` [I, V] float32, all distinct. Raises ValueError for a
+    duplicate."""
 
     def __init__(self, views: np.ndarray) -> None:
         self.views = np.ascontiguousarray(views, np.float32)
@@ -210,13 +215,13 @@ class Views:
             raise ValueError(f"information state {twice} looks like an earlier one, so no table can tell them apart")
 
     def find(self, rows: np.ndarray) -> np.ndarray:
-        """The numbers of rows [R, V]; -1 for what is no view here."""
+        """Returns the information states of observations [R, V], int64 [R]; -1 for an unknown one."""
         bits = np.ascontiguousarray(rows, np.float32).view(np.int32)
         return np.array([_find(self.slots, self.bits, row) for row in bits], np.int64)
 
 
 class TableGroup:
-    """Tables over the same views. Finding a row costs about as much as a step of the env."""
+    """Tabular policies over the same information states. Looking up a row costs about as much as a step of the env."""
 
     memory = 0
 
@@ -225,6 +230,7 @@ class TableGroup:
         self.tables = np.stack([np.asarray(member.table, np.float32) for member in members])
 
     def act(self, rows: Rows) -> tuple[np.ndarray, None]:
+        """Returns actions [R] int32. Raises ValueError if an observation is not in the tables."""
         where, obs = (rows.games, rows.seats, rows.members), rows.frame.obs.view(np.int32)
         actions = np.empty(len(rows.games), np.int32)
         lost = _draw(self.views.slots, self.views.bits, self.tables, obs, where, rows.rng.random(len(actions)), actions)
@@ -238,13 +244,13 @@ class TableGroup:
 
 @inline
 def _word(bits: int) -> int:
-    """The bits of a number, those of both zeros alike."""
+    """Returns the bits of a float32, with -0 mapped to 0."""
     return 0 if bits == MINUS_ZERO else bits
 
 
 @kernel
 def _slot(bits: np.ndarray, slots: np.ndarray) -> int:
-    """Where a view is looked for first."""
+    """Returns the first hash slot of an observation."""
     code = np.uint64(14695981039346656037)  # FNV-1a
     for word in bits:
         code = (code ^ np.uint64(np.uint32(_word(word)))) * np.uint64(1099511628211)
@@ -253,7 +259,7 @@ def _slot(bits: np.ndarray, slots: np.ndarray) -> int:
 
 @kernel
 def _find(slots: np.ndarray, views: np.ndarray, bits: np.ndarray) -> int:
-    """The number of a view, -1 where it is none."""
+    """Returns the index of an observation, or -1."""
     at = _slot(bits, slots)
     while slots[at] >= 0:
         same, view = True, views[slots[at]]
@@ -269,7 +275,7 @@ def _find(slots: np.ndarray, views: np.ndarray, bits: np.ndarray) -> int:
 
 @kernel
 def _fill(slots: np.ndarray, views: np.ndarray) -> int:
-    """Takes in all views; the number of one that comes twice, or -1."""
+    """Inserts all observations; returns the index of a duplicate, or -1."""
     for number in range(len(views)):
         if _find(slots, views, views[number]) >= 0:
             return number
@@ -290,7 +296,7 @@ def _draw(
     dice: np.ndarray,
     actions: np.ndarray,
 ) -> int:
-    """Draws actions [R] by tables [M, I, A]; the number of a row whose view is unknown, or -1."""
+    """Samples actions [R] from tables [M, I, A]; returns the first row with an unknown observation, or -1."""
     games, seats, members = where
     size = views.shape[1]
     for r in range(len(games)):

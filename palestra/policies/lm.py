@@ -1,7 +1,7 @@
-"""A language model as a policy: the chat template turns an observation into tokens, the sampler answers.
+"""A language model as a policy: the chat template converts an observation to tokens, the sampler generates the answer.
 
-Nothing is tokenised twice. A policy that remembers builds a later turn's prompt from the very tokens it was shown and
-sampled before, and adds only the new observation's.
+Nothing is tokenised twice. A policy with a history builds a later turn's prompt from the exact token ids of the earlier
+prompt and answer, and appends only the tokens of the new observation.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Memory = Literal["none", "conversation"]
 
 
 class Samples(Protocol):
-    """A sampler, here (engine/sampler.py) or on a server."""
+    """Protocol of a sampler, in this process (engine/sampler.py) or on a server."""
 
     async def sample(self, request: Request) -> list[Sampled]: ...
     def forget(self) -> None: ...
 
 
 class ChatEncoder:
-    """Prompts as token ids [P] int32, by the tokenizer's chat template (or plain text where it has none).
+    """Encodes prompts as token ids [P] int32, with the tokenizer's chat template (or as plain text if it has none).
 
-    Text that spells a special token, such as `<|end|>`, is broken by a space inside a message: what one agent says
-    reaches another's prompt, and must not forge a turn there.
+    In messages, text that spells a special token, such as `<|end|>`, is broken by a space: the output of one agent
+    becomes part of another's prompt and must not inject a turn there. Up to `remember` prompts are cached.
     """
 
     def __init__(self, tokenizer: Any, options: dict[str, Any] | None = None, *, remember: int = 65536) -> None:
@@ -44,17 +44,17 @@ class ChatEncoder:
         self._next = lru_cache(maxsize=remember)(self._encode_next)
 
     def first(self, query: Query, system: str | None) -> np.ndarray:
-        """The prompt of a conversation's first turn."""
+        """Returns the prompt [P] int32 of a conversation's first turn."""
         return self._first(_frozen(chat(Query(query.role, query.observation), system)), "[]")
 
     def whole(self, conversation: Chat, system: str | None) -> np.ndarray:
-        """The prompt that asks for the next message of a conversation; `system` takes the place of its own."""
+        """Returns the prompt [P] int32 for the next message of a conversation; `system` replaces its system message."""
         messages = conversation.messages if system is None else with_system(conversation.messages, system)
         return self._first(_frozen([templated(m) for m in messages]), _frozen(conversation.tools))
 
     def next(self, earlier: np.ndarray, answered: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """The prompt of a later turn: earlier prompt, sampled answer, then what the template puts between an answer's
-        text and the next answer, with the new `messages` in it."""
+        """Returns the prompt [P] int32 of a later turn: earlier prompt, sampled answer, and the template's text between
+        an answer and the next one, with the new `messages` in it."""
         between, end = self._next(_frozen([templated(m) for m in messages]))
         cut = answered[-1:].tolist() == [end] and len(between) > 0 and between[0] == end
         return np.concatenate([earlier, answered, between[1:] if cut else between])
@@ -88,7 +88,7 @@ class ChatEncoder:
 
 
 class LanguagePolicy:
-    """Answers by sampling from one snapshot of an adapter (or the bare base) on a resident model."""
+    """Samples answers from one snapshot of an adapter, or from the bare base (None)."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class LanguagePolicy:
         self.adapter, self.system, self.memory = adapter, system, memory
 
     async def act(self, query: Query) -> list[Answer]:
-        """`query.n` answers, each with its token ids and log-probabilities."""
+        """Returns `query.n` answers, each with its token ids and log-probabilities."""
         prompt_ids = self.prompt(query)
         keep = self.memory == "conversation" or isinstance(query.observation, Chat)
         request = Request(prompt_ids, query.n, self.sampling, self.adapter, query.seed, keep)
@@ -124,20 +124,21 @@ class LanguagePolicy:
         ]
 
     def texts(self, sampled: Sequence[Sampled]) -> list[str]:
-        """What was sampled, as text, without what made it stop."""
+        """Decodes completions to text, without end tokens and stop strings."""
         texts = self.encoder.tokenizer.batch_decode([s.token_ids for s in sampled], skip_special_tokens=True)
         return [_before_stop(text, self.sampling.stop) for text in texts]
 
     def sampling_with(self, changes: dict[str, Any]) -> LanguagePolicy:
-        """This policy with some sampling settings changed, as for exams."""
+        """Returns this policy with some sampling parameters changed, for example for evaluation. Raises a validation
+        error (a ValueError) if they are invalid."""
         sampling = Sampling.model_validate(self.sampling.model_dump() | changes)
         return LanguagePolicy(
             self.name, self.sampler, self.encoder, sampling, self.adapter, system=self.system, memory=self.memory
         )
 
     def prompt(self, query: Query) -> np.ndarray:
-        """The prompt's token ids [P]. A conversation that goes on from one of this seat's earlier answers begins with
-        the very tokens of it."""
+        """Returns the prompt's token ids [P] int32. A conversation that continues one of this seat's earlier answers
+        begins with the exact tokens of that answer and its prompt."""
         if isinstance(query.observation, Chat):
             for seen, said in reversed(query.history):
                 new = goes_on(query.observation, seen, said.text) if isinstance(seen, Chat) else None
@@ -151,24 +152,25 @@ class LanguagePolicy:
         return self.encoder.next(last.prompt_ids, last.token_ids, [asked])
 
     def quote(self, query: Query, text: str) -> Answer:
-        """`text` as if this policy had said it: an answer with tokens, for imitation (log-probabilities are zero)."""
+        """Returns `text` as an answer of this policy with token ids, for imitation; its log-probabilities are zero."""
         end = self.encoder.tokenizer.eos_token or ""
         ids = np.array(self.encoder.tokenizer.encode(text + end, add_special_tokens=False), np.int32)
         return Answer(text, self.name, self.prompt(query), ids, np.zeros(len(ids), np.float32))
 
 
 class TaughtPolicy:
-    """A teacher acts and the student's tokens are recorded: what a learner imitates by SFT."""
+    """Records a teacher's answers with the student's tokens, as demonstrations for SFT."""
 
     def __init__(self, student: LanguagePolicy, teacher: Any) -> None:
         self.name, self._student, self._teacher = student.name, student, teacher
 
     async def act(self, query: Query) -> list[Answer]:
+        """Returns the teacher's answers, encoded by the student."""
         return [self._student.quote(query, answer.text) for answer in await self._teacher.act(query)]
 
 
 def _frozen(messages: Sequence[Any]) -> str:
-    """Something that a cache can be keyed by."""
+    """Returns a hashable cache key."""
     return json.dumps(list(messages))
 
 

@@ -1,6 +1,6 @@
-"""A mixture of frozen members at the seats of others: each game draws who plays, and keeps them to its end.
+"""A mixture of frozen members as opponents: each game samples its members and keeps them until its end.
 
-Shapes: `B` games, `S` seats of the mixture, `L` line-ups, `F` games that ended, `H` units of memory.
+Shapes: `B` games, `S` seats of the mixture, `L` line-ups, `F` games that ended, `H` recurrent units.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from palestra.types import Batch
 
 
 class Lots(Protocol):
-    """Who plays in games that begin."""
+    """Samples the members of new games."""
 
     def draw(self, rng: np.random.Generator, games: int) -> tuple[np.ndarray, np.ndarray]:
-        """A tag [games], by which the caller knows them again, and the number of a member for every seat [games, S]."""
+        """Returns a tag [games] int64, which identifies the draw to the caller, and the index of a member for every
+        seat, int64 [games, S]."""
         ...
 
 
 class Independent:
-    """Every seat draws by itself, from its own probabilities over members (by number)."""
+    """Samples every seat independently, from its own probabilities over members (by index). Raises ValueError for
+    invalid probabilities."""
 
     def __init__(self, mixes: Sequence[Mapping[int, float]]) -> None:
         self.numbers = [np.array(list(mix)) for mix in mixes]
@@ -40,7 +42,8 @@ class Independent:
 
 
 class Jointly:
-    """One of some line-ups [L, S] of members, as a correlated meta-strategy has it; the tag is its number."""
+    """Samples one of several line-ups [L, S] of members, as for a correlated meta-strategy; the tag is its index.
+    Raises ValueError for invalid probabilities."""
 
     def __init__(self, lineups: Sequence[Sequence[int]], probabilities: Sequence[float]) -> None:
         self.lineups, self.bounds = np.array(lineups), bounds(probabilities)
@@ -51,7 +54,8 @@ class Jointly:
 
 
 class SelfPlay:
-    """As `others` draw, but in a share of all games member `number` sits at every seat; the tag is then -1."""
+    """Samples like `others`, except that in a share of all games member `number` plays every seat; the tag is then
+    -1."""
 
     def __init__(self, others: Lots, share: float, number: int) -> None:
         self.others, self.share, self.number = others, share, number
@@ -63,9 +67,8 @@ class SelfPlay:
 
 
 class Schedule:
-    """Line-ups [L, S] in turn, each `times[l]` times and no more; the tag is its number. Games beyond are played on by
-    the last line-up, under the tag -1: whoever counts leaves them out. So every game of the schedule counts, long or
-    short."""
+    """Plays line-ups [L, S] in turn, each exactly `times[l]` times; the tag is the line-up's index. Further games are
+    played by the last line-up with tag -1 and must not be counted: thus every scheduled game counts, long or short."""
 
     def __init__(self, lineups: np.ndarray, times: np.ndarray) -> None:
         rounds = np.concatenate([np.arange(n) for n in times])
@@ -81,10 +84,10 @@ class Schedule:
 
 
 class Mixture:
-    """Plays `seats` by members of a cast. A game draws its members at its first moment.
+    """Plays `seats` by the members of `cast`. The members of a game are sampled at its first step.
 
-    What it remembers of a game is one row of numbers: the tag, the member of each seat, and what a member with memory
-    remembers there; so games go on with the same members after `Sweeper.load`.
+    The recurrent state of a game is one row of numbers [1 + S * (1 + H)] float32: the tag, the member of each seat, and
+    the recurrent state of members that have one. Games thus continue with the same members after `Sweeper.load`.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Mixture:
         self._played: list[np.ndarray] = []
 
     def begin(self, seed: int) -> None:
+        """Seeds all random numbers, and clears the record of played members."""
         self.rng = np.random.default_rng(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self._played.clear()
@@ -143,20 +147,20 @@ class Mixture:
         return actions, None, memory
 
     def _remembered(self, memory: Tensor) -> Tensor:
-        """What members remember [B, S, H], a part of `memory`."""
+        """Returns the recurrent states of the members [B, S, H], a view of `memory`."""
         return memory[:, 1 + len(self.seats) :].view(len(memory), len(self.seats), self.units)
 
     def played(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Tags [F] and members of each seat [F, S] of the games that ended in the last sweep, in the order of
-        `batch.games`."""
+        """Returns tags [F] and members of each seat [F, S] (int64) of the games that ended in the last rollout, in the
+        order of `batch.games`."""
         times, games = batch.ends
         whole = np.stack(self._played)[times, games]
         return whole[:, 0], whole[:, 1:]
 
 
 def bounds(probabilities: Sequence[float]) -> np.ndarray:
-    """Where a number from 0 to 1 falls says what was drawn: the sums of probabilities but for the last, scaled to one.
-    Raises ValueError for what are none."""
+    """Returns the inner boundaries of the normalised cumulative distribution, float64 [n-1], for sampling with
+    `searchsorted`. Raises ValueError for invalid probabilities."""
     found = np.asarray(probabilities, np.float64)
     if not len(found) or not np.isfinite(found).all() or (found < 0).any() or found.sum() <= 0:
         raise ValueError(f"{list(probabilities)} are no probabilities: none may be negative, and one must be above 0")

@@ -1,4 +1,4 @@
-"""Networks at seats of vectorised games."""
+"""Players that run networks at the seats of vector envs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Choose = Callable[[Tensor, Tensor | None, torch.Generator], tuple[Tensor, Tensor
 
 
 class NetPlayer:
-    """A stack of networks at its seats. `choose` turns outputs into actions: `sampling(head)`, `greedy(head)`, or an
-    algorithm's own way to explore. `normalise` changes views before the networks see them."""
+    """A stack of networks at its seats. `choose` converts outputs to actions: `sampling(head)`, `greedy(head)`, or an
+    algorithm's own exploration. `normalise` is applied to observations before the networks."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class NetPlayer:
 
 
 def sampling(head: Head) -> Choose:
-    """Draws from the head's distribution."""
+    """Returns a chooser that samples from the head's distribution."""
     return head.sample
 
 
 def greedy(head: Head) -> Choose:
-    """Takes the likeliest action."""
+    """Returns a chooser that takes the most likely action."""
 
     def choose(out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
         return head.mode(out, legal), None

@@ -1,4 +1,4 @@
-"""Policies without a model: fixed answers, random legal ones, a function, or a person."""
+"""Policies without a model: fixed answers, random legal actions, a function, or a person."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from palestra.policies.base import Query
 from palestra.types import Answer
 
 Script = Callable[[Query, random.Random], str | Awaitable[str]]
-Ask = Callable[[Query], Awaitable[str]]  # shows a person what a seat is asked, and comes back with the answer
+Ask = Callable[[Query], Awaitable[str]]  # shows the query to a person and returns the answer
 
 
 class ScriptedPolicy:
     """Answers with `script`: a function of the query and a seeded random generator (it may be a coroutine function), or
-    a list with one answer for each of a line's turns, again and again."""
+    a list with one answer per turn of a trajectory, repeated cyclically."""
 
     def __init__(self, script: Script | Sequence[str], name: str = "scripted") -> None:
         self.name, self._script = name, script
@@ -33,7 +33,7 @@ class ScriptedPolicy:
 
 
 class RandomPolicy(ScriptedPolicy):
-    """Uniform over the legal actions an env names, else over `vocabulary`, `length` words long."""
+    """Uniform over the legal actions if the env lists them, otherwise 1 to `length` random words of `vocabulary`."""
 
     def __init__(self, vocabulary: Sequence[str] = ("up", "down", "left", "right"), length: int = 3) -> None:
         def script(query: Query, rng: random.Random) -> str:
@@ -45,8 +45,8 @@ class RandomPolicy(ScriptedPolicy):
 
 
 class ExpertPolicy(ScriptedPolicy):
-    """Says what the env's own expert would, who knows the solution: a teacher to learn from, never an opponent to
-    measure against. Raises ValueError in an env that has none."""
+    """Plays the env's own expert, which knows the solution: a teacher for imitation, not an opponent for evaluation.
+    Raises ValueError in an env without an expert."""
 
     def __init__(self, name: str = "expert") -> None:
         def script(query: Query, rng: random.Random) -> str | Awaitable[str]:
@@ -58,15 +58,15 @@ class ExpertPolicy(ScriptedPolicy):
 
 
 async def at_terminal(query: Query) -> str:
-    """A person's answer at the terminal; the end of input (Ctrl-D) raises EOFError."""
+    """Asks a person at the terminal. Raises EOFError at the end of input (Ctrl-D)."""
     role = f"\n[{query.role}]" if query.role and not query.history else ""
     choices = f"\n({', '.join(map(str, query.legal))})" if query.legal else ""
     return await asyncio.to_thread(input, visible(f"{role}\n{query.observation}{choices}\n> "))
 
 
 class HumanPolicy:
-    """A person, whom `ask` asks: at the terminal, or on a page (`palestra.dashboard.game`). What it raises, such as the
-    end of input, fails the episode."""
+    """A person, asked by `ask` at the terminal or in a browser (`palestra.dashboard.game`). An exception of `ask`, such
+    as the end of input, fails the episode."""
 
     name = "human"
 

@@ -1,4 +1,4 @@
-"""What plays in vectorised games: one call acts for many rows."""
+"""Protocol of players in vector envs, which act for many games per call, and simple players."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from palestra.envs.vector.check import random_actions
 
 
 class Player(Protocol):
-    """Plays the seats whose numbers are `seats`. `names` are the members behind it, with their versions."""
+    """Plays the seat numbers `seats` of a vector env. `names` are the policies that play, with their versions."""
 
     @property
     def name(self) -> str: ...
@@ -22,21 +22,22 @@ class Player(Protocol):
     def seats(self) -> Sequence[int]: ...
 
     def begin(self, seed: int) -> None:
-        """Everything random until the next `begin` follows from `seed`."""
+        """Seeds all random numbers until the next call."""
         ...
 
     def empty(self, games: int) -> Any:
-        """What it remembers before a game's first moment; None for a player without memory."""
+        """Returns the recurrent state before the first step of `games` games; None for a player without one."""
         ...
 
     def act(self, frame: Frame, memory: Any, fresh: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, Any]:
-        """Actions [B, S, ...] for its S seats, their log-probabilities [B, S] where it has any, and its new memory.
-        `fresh [B]` marks games at their first moment: what it remembers of them belongs to an earlier one."""
+        """Returns actions [B, S, ...] (int32 or float32) for its S seats, their log-probabilities [B, S] float32 (None
+        if unknown), and the new recurrent state. `fresh` [B] bool marks games at their first step: their recurrent
+        state belongs to an earlier game and must be reset."""
         ...
 
 
 class Uniform:
-    """Uniform over legal actions."""
+    """Plays uniformly random legal actions."""
 
     def __init__(self, env: VectorEnv, seats: Sequence[int], name: str = "random") -> None:
         self.env, self.seats, self.name, self.names = env, list(seats), name, [name]
@@ -52,7 +53,8 @@ class Uniform:
 
 
 class Scripted:
-    """A scripted player that the env offers, or any function from an env and a seat to actions [B, ...]."""
+    """Plays a script of the env (by name), or any function from an env and a seat number to actions [B, ...]. Raises
+    ValueError if the env has no script of that name."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Scripted:
     ) -> None:
         self.env, self.seats, self.name, self.names = env, list(seats), name, [name]
         if isinstance(script, str) and script not in env.scripts:
-            env.script(script, 0)  # says what there is
+            env.script(script, 0)  # raises an error that lists the available scripts
         self.script = script
 
     def begin(self, seed: int) -> None:

@@ -1,7 +1,7 @@
-"""How likely a language policy says a word: exactly, over all the ways to spell it in tokens.
+"""Exact probability that a language policy answers with a given word, over all tokenisations of the word.
 
-A policy that plays a game small enough to be walked through is then a table, action probabilities by information
-state, and what is known of tables is known of it: its best response, its NashConv.
+In a game small enough to be enumerated, a policy thus becomes a table of action probabilities by information state,
+whose best response and NashConv can be computed.
 
 Shapes: `O` observations, `W` words, `T` tokens of a spelling.
 """
@@ -21,19 +21,20 @@ from palestra.engine.scoring import Question, score
 from palestra.policies.base import Query
 from palestra.policies.lm import LanguagePolicy
 
-MOST = 256  # spellings of a word that are looked at
+MOST = 256  # maximum number of spellings of a word
 
 
 def word_probabilities(
     engine: Engine, policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]
 ) -> np.ndarray:
-    """The probability [O, W] that the answer to each query is exactly each of its `words` [O][<= W], 0 beyond them.
+    """Returns the probability [O, W] float64 that the answer to each query is exactly each of its `words` [O][<= W]; 0
+    for missing words.
 
-    Answers with tokens that do not show in their text, as special ones, are not counted. A policy at temperature 0 has
-    one answer to each query, which it gives with probability 1.
+    Answers with tokens that do not appear in their text, such as special ones, are not counted. A policy at temperature
+    0 has one answer to each query, with probability 1.
 
-    Raises ValueError for a policy whose answers are not drawn from the model's own distribution, for it would take more
-    than the model's probabilities to say what it does.
+    Raises ValueError for a policy whose answers are not sampled from the model's own distribution (other temperatures,
+    top-k, top-p or stop conditions), since the model's probabilities are then not those of the policy.
     """
     if policy.sampling.temperature == 0:
         return _only_answers(engine, policy, queries, words)
@@ -59,7 +60,7 @@ def word_probabilities(
 def _only_answers(
     engine: Engine, policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]
 ) -> np.ndarray:
-    """1 [O, W] where a word is the answer, for a policy that always says what is likeliest."""
+    """Returns 1 [O, W] where a word is the answer, for a policy at temperature 0."""
     requests = [Request(policy.prompt(query), 1, policy.sampling, policy.adapter) for query in queries]
     found = np.zeros((len(queries), max(map(len, words))))
     answers = [sampled for (sampled,) in Sampler(engine).sample_all(requests)]
@@ -69,7 +70,7 @@ def _only_answers(
 
 
 def _question(policy: LanguagePolicy, prompt: np.ndarray, spelling: tuple[int, ...], ends: np.ndarray) -> Question:
-    """How likely the spelling is, and then each end token."""
+    """Builds a request for the log-probabilities of the spelling, and of each end token after it."""
     ids = np.concatenate([prompt, spelling, ends[:1]]).astype(np.int32)
     targets = np.full((len(ids) - 1, len(ends)), -1)
     targets[-1] = ends
@@ -78,7 +79,8 @@ def _question(policy: LanguagePolicy, prompt: np.ndarray, spelling: tuple[int, .
 
 @lru_cache(maxsize=4096)
 def spellings(tokenizer: Any, word: str) -> tuple[tuple[int, ...], ...]:
-    """All sequences of tokens that read as `word`, shortest first. Raises ValueError where there are too many."""
+    """Returns all token sequences that decode to `word`, shortest first. Raises ValueError if there are more than
+    `MOST`."""
     pieces = _pieces(tokenizer)
     ways: list[list[tuple[int, ...]]] = [[()]]
     for end in range(1, len(word) + 1):
@@ -91,7 +93,7 @@ def spellings(tokenizer: Any, word: str) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=8)
 def _pieces(tokenizer: Any) -> dict[str, list[int]]:
-    """The tokens that read as each text, special ones left out."""
+    """Returns the tokens that decode to each text, without special tokens."""
     special = set(tokenizer.all_special_ids)
     found: dict[str, list[int]] = {}
     for token in sorted(tokenizer.get_vocab().values()):

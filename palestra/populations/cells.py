@@ -1,4 +1,4 @@
-"""A payoff table's cell: games of the same members, added up as they come."""
+"""One cell of a payoff table: running statistics of the games that the same members played."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from math import inf, sqrt
 
 @dataclass(frozen=True)
 class Cell:
-    """By seat: means and sums of squared deviations of returns, and games won. A `known` cell's mean is exact, however
-    few its games.
+    """Per seat: mean return, sum of squared deviations of returns (`m2`), and games won; draws of all seats together.
 
-        Cell(games=100, mean=(0.1, -0.1), m2=(210.0, 210.0), wins=(40, 30), draws=30)
+    Cell(games=100, mean=(0.1, -0.1), m2=(210.0, 210.0), wins=(40, 30), draws=30)
     """
 
     games: int
@@ -21,9 +20,11 @@ class Cell:
     wins: tuple[float, ...]
     draws: float = 0
     known: bool = False
+    """True if `mean` is exact, whatever the number of games."""
 
     def merged(self, other: Cell) -> Cell:
-        """The cell of both's games (Chan et al., 1979, eq. 2.1). A mean known exactly stays; of two, the later."""
+        """Returns the cell of both cells' games (Chan et al., 1979, eq. 2.1). An exact mean is kept; of two, that of
+        `other`."""
         games = self.games + other.games
         wins = _sums(self.wins, other.wins)
         if self.known or other.known:
@@ -36,12 +37,12 @@ class Cell:
         return Cell(games, mean, m2, wins, self.draws + other.draws, self.known or other.known)
 
     def seated(self, order: Sequence[int]) -> Cell:
-        """The same games, seat `k` of them taken from seat `order[k]`."""
+        """Returns the cell with seats permuted: new seat `k` is old seat `order[k]`."""
         mean, m2, wins = (tuple(row[seat] for seat in order) for row in (self.mean, self.m2, self.wins))
         return Cell(self.games, mean, m2, wins, self.draws, self.known)
 
     def evened(self, groups: Sequence[Sequence[int]]) -> Cell:
-        """The same games, each group of seats having its average: those where one member sits opposite itself."""
+        """Returns the cell with each group of seats averaged, for seats that the same member plays."""
         mean, m2, wins = list(self.mean), list(self.m2), list(self.wins)
         for group in (one for one in groups if len(one) > 1):
             middle = sum(self.mean[seat] for seat in group) / len(group)
@@ -53,14 +54,14 @@ class Cell:
 
     @property
     def stderr(self) -> tuple[float, ...]:
-        """Standard errors of the means; infinite for fewer than two games, 0 for payoffs known."""
+        """Standard errors of the means, in units of return; infinite for fewer than two games, 0 for exact payoffs."""
         if self.known:
             return tuple(0.0 for _ in self.m2)
         return tuple(sqrt(m2 / (self.games - 1) / self.games) if self.games > 1 else inf for m2 in self.m2)
 
 
 def empty(seats: int) -> Cell:
-    """The cell of members who never met."""
+    """Returns a cell without games."""
     zeros = (0.0,) * seats
     return Cell(0, zeros, zeros, zeros)
 

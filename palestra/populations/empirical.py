@@ -1,4 +1,4 @@
-"""The game among members and among policies that still train, as far as games have told of it."""
+"""The empirical game: payoffs among frozen members and among policies in training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from palestra.populations.population import Player
 
 
 class EmpiricalGame:
-    """`payoffs` are those of frozen members. A policy in training is known by the name that it will have once frozen:
-    `sketches` are the mean returns of its newest snapshots, by members, who may be frozen or not."""
+    """Payoffs by members, frozen (`payoffs`) or in training (`sketches`).
+
+    `sketches` maps members, one for each seat, to the mean returns of their newest snapshots; at least one of the
+    members is in training, and is listed under the name that it will have once frozen.
+    """
 
     def __init__(self, seats: Sequence[Player]) -> None:
         self.seats = tuple(seats)
@@ -22,25 +25,28 @@ class EmpiricalGame:
         self.sketches: dict[Members, tuple[float, ...]] = {}
 
     def record(self, games: Mapping[str, Any]) -> None:
-        """Adds the games of frozen members; payoffs that are `exact` count as known."""
+        """Adds games of frozen members; payoffs that are `exact` are stored as known."""
         if games.get("exact"):
             self.payoffs.know(games["members"], games["mean"])
         else:
             self.payoffs.record(games)
 
     def sketch(self, members: Sequence[str], mean: Sequence[float]) -> None:
-        """Puts in the mean returns of snapshots, in place of those of earlier ones."""
+        """Sets the mean returns of snapshots, replacing those of earlier snapshots."""
         for order in permutations(range(len(self.seats))):
             if all(self.seats[seat] == self.seats[source] for seat, source in enumerate(order)):
                 self.sketches[tuple(members[source] for source in order)] = tuple(mean[source] for source in order)
 
     def tables(self, names: Sequence[Sequence[str]]) -> list[np.ndarray]:
-        """Mean returns [m_0, ..., m_n-1] of each seat, over `names` by seat."""
+        """Returns mean returns, a float64 array [m_0, ..., m_n-1] for each seat, over `names` by seat.
+
+        Raises KeyError for members without payoffs.
+        """
         rows = np.array([self._mean(members) for members in product(*names)])
         return [column.reshape([len(own) for own in names]) for column in rows.T]
 
     def knows(self, members: Members) -> bool:
-        """Whether there is anything to go by."""
+        """True if there are payoffs for these members."""
         return members in self.sketches or self._played(members)
 
     def _mean(self, members: Members) -> tuple[float, ...]:
@@ -54,7 +60,8 @@ class EmpiricalGame:
 def cells_with(
     seats: Sequence[Player], names: Mapping[Player, Sequence[str]], player: Player, name: str
 ) -> Iterator[Members]:
-    """The cells that hold a member, once each, where `names` are all members of each player, itself included."""
+    """Yields the cells that contain member `name` of `player`, each once. `names` are all members of each player,
+    `name` included."""
     choices = []
     for other in dict.fromkeys(seats):
         fixed = (name,) if other == player else ()

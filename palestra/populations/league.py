@@ -1,13 +1,14 @@
-"""The league of AlphaStar (Vinyals et al., 2019, and its published pseudocode) as a plan of slices of training.
+"""The league of AlphaStar (Vinyals et al., 2019, and its published pseudocode) as a plan of training slices.
 
-Main agents learn to beat everybody, main exploiters to beat the main agents, league exploiters to beat what the league
-has forgotten. Each learner trains slice after slice, each from where the last one ended, and waits for nobody. Whom it
-meets in a slice is the distribution by which the published rules draw an opponent, at the win rates known when the
-slice begins. A copy that is frozen is the slice's own member: nothing is copied.
+Main agents train against the whole league, main exploiters against the main agents, league exploiters against the
+league's history. Each learner trains slice after slice from its last weights, and does not wait for the others. A
+slice's opponents are a fixed distribution: the one from which the published rules draw, at the win rates known when the
+slice begins. A frozen copy is the member that the slice produced: no weights are copied.
 
-Three departures. A copy is frozen before a reset, not after it. A reset forgets the learner's win rates, which are
-those of other weights. A share of the games (`explore`) is spread evenly over those whom a checkpoint is judged by: an
-opponent that is always beaten has weight 0, and would never be met again to see whether that still holds.
+There are three differences from the published rules. A copy is frozen before a reset, not after it. A reset also clears
+the learner's win rates, which belong to other weights. A share of the games (`explore`) is spread evenly over the
+opponents that decide whether the learner is frozen: an opponent that is always beaten has weight 0, so its win rate
+would never be measured again.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ __all__ = ["League", "LeagueConfig"]
 
 
 class League:
-    """The plan. `population` plays all `seats` (two, unless named); whom it holds at the start is the league's history
-    before it begins, the past of each main agent, and, where it has weights, whom all start from and are reset to.
+    """Plan of a league. `population` plays all `seats` (default: two).
 
-    Raises ValueError for a population of several players, and for one without a member.
+    Its initial members are the league's history, and the initial past of every main agent. The first of them with
+    weights is where all learners start and are reset to. Raises ValueError if the population has several players or no
+    member.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class League:
         self.learners, self.rates = self.rules.learners, self.rules.rates
         self.games = self.env_steps = 0
         self._notes: dict[str, Metrics] = {}
-        self.opponents: dict[str, dict[str, list[str]]] = {}  # by task: whom each of its members stands for
+        self.opponents: dict[
+            str, dict[str, list[str]]
+        ] = {}  # by task and opponent member: the names whose win rates it counts for
 
     def _learners(self) -> Iterable[Learner]:
         roles = self.config.roles()
@@ -56,9 +60,11 @@ class League:
             yield Learner(f"{role}_{number - roles.index(role)}", role, start=self.origin, parent=self.origin)
 
     def begin(self) -> list[Task]:
+        """Returns the first slice of each learner."""
         return [self._slice(learner) for learner in self.learners.values()]
 
     def finished(self, task: Task, result: Result) -> list[Task]:
+        """Records a result; returns the learner's next slice, and the games of a copy that was frozen."""
         self._notes = {}
         if task.kind == "train":
             return self._trained(task, result)
@@ -70,11 +76,12 @@ class League:
         return []
 
     def notes(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """What a slice came to: the learner's win rate against those who judge it, in the mean and at its worst."""
+        """Metrics of a slice: the learner's mean and lowest win rate against the opponents that decide whether it is
+        frozen."""
         return self._notes
 
     def summary(self) -> Metrics:
-        """Where the run stands."""
+        """Progress: slices done and in all, members, games, env steps."""
         done = sum(learner.slices for learner in self.learners.values())
         counts = {"members": len(self.population), "games": self.games, "env_steps": self.env_steps}
         return {"iteration": done, "iterations": self.config.slices * len(self.learners), **counts}
@@ -106,7 +113,7 @@ class League:
         return Task(f"train/{makes}", "train", order, self._files([*members, learner.start]), makes)
 
     def _files(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The members among these that have files, each once."""
+        """Returns those of the names that have files, without duplicates."""
         members = self.population.members
         return tuple(name for name in dict.fromkeys(names) if name and (name not in members or members[name].weights))
 
@@ -124,7 +131,8 @@ class League:
         self._notes = {learner.name: {**figures, "win_rate": float(np.mean(rates)), "worst_win_rate": min(rates)}}
 
     def _freeze(self, learner: Learner) -> list[Task]:
-        """Makes the latest slice's member one of the history; it plays those before it, and the learner goes on."""
+        """Adds the last slice's member to the history; returns its games against the earlier members and its
+        assessment."""
         before, name = self.rules.history(), learner.latest
         info = {"learner": learner.name, "role": learner.role, "slices": learner.slices}
         self.population.add(Member(name, self.population.players[0], f"members/{name}", learner.parent or None, info))

@@ -1,4 +1,5 @@
-"""Whom AlphaStar's learners meet, and when they are frozen (Vinyals et al., 2019, and its published pseudocode)."""
+"""AlphaStar's rules: which opponents a learner trains against, and when it is frozen (Vinyals et al., 2019, and its
+published pseudocode)."""
 
 from __future__ import annotations
 
@@ -18,35 +19,49 @@ Role = Literal["main", "main_exploiter", "league_exploiter"]
 
 
 class LeagueConfig(Strict):
-    """A league: how many of each role, and for how long. A learner trains `slices` slices of `env_steps` each (language
-    agents: `steps`).
-
-    After `least` slices it is frozen once it wins more than `strong` of its games against each of those who judge it,
-    after `most` in any case. A frozen copy plays `games` with each one before it, for tables and ratings, in tasks of
-    `cells` opponents; NashConv is measured of every `assess`-th copy of a main agent (0: never; games without exact
-    rules).
-    """
+    """A league: the number of learners of each role, and how they train and are frozen."""
 
     type: Literal["league"] = "league"
     main_agents: int = Field(1, ge=1, le=10_000)
+    """Learners that train against the whole history, against main agents, and by self-play."""
     main_exploiters: int = Field(1, ge=0, le=10_000)
+    """Learners that train against the current main agents; reset when frozen."""
     league_exploiters: int = Field(2, ge=0, le=10_000)
+    """Learners that train against the whole history; sometimes reset when frozen."""
     slices: int = Field(40, ge=1)
+    """Slices that each learner trains."""
     env_steps: int = Field(20_000, ge=1)
+    """Env steps of each slice."""
     steps: int = Field(0, ge=0)
+    """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
     least: int = Field(2, ge=1)
+    """Slices between two frozen copies of a learner, at least."""
     most: int = Field(4, ge=1)
+    """Slices after which a learner is frozen in any case."""
     games: int = Field(200, ge=0)
+    """Games that a frozen copy plays against each earlier one, for the payoff table and ratings; 0: none."""
     cells: int = Field(16, ge=1)
+    """Opponents of one task of games."""
     assess: int = Field(0, ge=0)
-    strong: float = Field(0.7, gt=0, lt=1)  # beaten: a checkpoint's bar, and what a main agent is to keep up
-    weak: float = Field(0.3, gt=0, lt=1)  # a main agent turns to the past of those who beat it so often
-    lost: float = Field(0.1, ge=0, lt=1)  # so does a main exploiter
-    priority: float = Field(0.5, ge=0, le=1)  # of a main agent's games: by priority, against the whole history
-    verify: float = Field(0.15, ge=0, le=1)  # ... against those it should have learned to beat; the rest is self-play
-    reset: float = Field(0.25, ge=0, le=1)  # how likely a league exploiter begins anew when it is frozen
-    decay: float = Field(0.99, gt=0, le=1)  # of what is known about a pair, with each of its games
+    """NashConv is measured for every so many-th copy of a main agent; 0: never. Needs a game with exact rules."""
+    strong: float = Field(0.7, gt=0, lt=1)
+    """Win rate above which an opponent counts as beaten: required against all judges before a learner is frozen early,
+    and for a main agent against the past that it must not forget."""
+    weak: float = Field(0.3, gt=0, lt=1)
+    """Win rate up to which a main agent plays another main agent's past instead of its current weights. Earlier
+    exploiters are played while the win rate against one of them is lower."""
+    lost: float = Field(0.1, ge=0, lt=1)
+    """Win rate up to which a main exploiter plays a main agent's past instead of its current weights."""
+    priority: float = Field(0.5, ge=0, le=1)
+    """Share of a main agent's games against the whole history, weighted by priority."""
+    verify: float = Field(0.15, ge=0, le=1)
+    """Share of a main agent's games against opponents that it should have learned to beat; the rest is self-play."""
+    reset: float = Field(0.25, ge=0, le=1)
+    """Probability that a league exploiter is reset when it is frozen."""
+    decay: float = Field(0.99, gt=0, le=1)
+    """Factor by which a pair's earlier results are weighted down with each game; 1: all games count alike."""
     explore: float = Field(0.05, ge=0, lt=1)
+    """Share of a learner's games that is spread evenly over its judges, so that all their win rates stay current."""
 
     @model_validator(mode="after")
     def _fits(self) -> LeagueConfig:
@@ -61,28 +76,33 @@ class LeagueConfig(Strict):
         return self
 
     def roles(self) -> list[Role]:
-        """The role of each learner."""
+        """Returns the role of each learner."""
         counts = (self.main_agents, self.main_exploiters, self.league_exploiters)
         return [role for role, count in zip(get_args(Role), counts, strict=True) for _ in range(count)]
 
 
 def without_monotone_suffix(rates: Sequence[float]) -> int:
-    """How many of the first win rates are left without the end over which they never rise (oldest opponent first).
+    """Returns the length of `rates` (oldest opponent first) without the suffix in which they never rise.
 
-    An agent that does no better against its newer selves than against older ones has forgotten nothing there:
-    [.9, .6, .65, .6] -> 3, [.9, .8, .7] -> 0.
+    In that suffix the agent does no better against newer opponents than against older ones, so it has forgotten
+    nothing: [.9, .6, .65, .6] -> 3, [.9, .8, .7] -> 0.
     """
     return next((i + 1 for i in range(len(rates) - 1, 0, -1) if rates[i - 1] < rates[i]), 0)
 
 
 def evenly(names: Sequence[str]) -> Mix:
+    """Returns the uniform mixture."""
     return {name: 1 / len(names) for name in names}
 
 
 @dataclass
 class Learner:
-    """One who trains. `start` is where its next slice begins ("": anew), `latest` what its last one made ("": none
-    since it began), `parent` the copy that it goes on from, `past` its frozen copies, oldest first."""
+    """A policy in training.
+
+    `start` is the member from which its next slice begins ("": new weights), `latest` the member that its last slice
+    produced ("": none since a reset), `parent` the frozen copy that it continues, `past` its frozen copies, oldest
+    first.
+    """
 
     name: str
     role: Role
@@ -90,13 +110,13 @@ class Learner:
     latest: str = ""
     parent: str = ""
     slices: int = 0
-    since: int = 0  # the last checkpoint
+    since: int = 0  # slices since it was last frozen
     past: list[str] = field(default_factory=list)
 
 
 class Rules:
-    """What learners are to do, at the win rates known. A main agent's past begins with the members that there are when
-    the rules are made."""
+    """The league's decisions, from the current win rates. The past of a main agent starts with the population's initial
+    members."""
 
     def __init__(self, config: LeagueConfig, learners: Sequence[Learner], population: Population) -> None:
         self.config, self.population = config, population
@@ -105,7 +125,8 @@ class Rules:
         self.first = [member.name for member in population]
 
     def mixture(self, learner: Learner) -> Mix:
-        """Whom a learner meets now: frozen members and learners (their current weights; its own name is self-play)."""
+        """Returns the mixture of opponents for a learner's next slice: frozen members, and learners with their current
+        weights. Its own name stands for self-play."""
         rules = {"main": self._main, "main_exploiter": self._main_exploiter, "league_exploiter": self._league_exploiter}
         explore = self.config.explore
         return blend((1 - explore, rules[learner.role](learner)), (explore, evenly(self.judges(learner))))
@@ -120,7 +141,7 @@ class Rules:
         return blend(*parts)
 
     def _verification(self, learner: Learner, other: Learner) -> Mix:
-        """Exploiters of old that beat the learner, else whom it has forgotten to beat; {} where there is no such."""
+        """Returns earlier exploiters that beat the learner; else past opponents that it no longer beats; else {}."""
         exploiters = [name for rival in self.of("main_exploiter") for name in rival.past]
         if min(self.against(learner, exploiters), default=1.0) < self.config.weak:
             return self._prioritised(learner, exploiters, "squared")
@@ -139,8 +160,9 @@ class Rules:
         return self._prioritised(learner, self.history(), "capped")
 
     def _current(self, learner: Learner, main: Learner, bar: float) -> Mix:
-        """A main agent as it is now, where the learner wins more than `bar` against it; else its past."""
-        met = main is learner or main.latest  # who has not trained yet is its past
+        """Returns main agent `main` with its current weights if the learner's win rate against it is above `bar`; else
+        its past."""
+        met = main is learner or main.latest  # a main agent that has not trained yet has no current weights
         if met and self.rates.rate(learner.name, main.name) > bar:
             return {main.name: 1.0}
         return self._prioritised(learner, self.past(main), "variance")
@@ -149,28 +171,30 @@ class Rules:
         return dict(zip(names, pfsp(np.array(self.against(learner, names)), weighting).tolist(), strict=True))
 
     def against(self, learner: Learner, names: Sequence[str]) -> list[float]:
-        """A learner's win rates against these."""
+        """Returns a learner's win rates against these opponents."""
         return [self.rates.rate(learner.name, name) for name in names]
 
     def of(self, role: Role) -> list[Learner]:
+        """Returns the learners with this role."""
         return [learner for learner in self.learners.values() if learner.role == role]
 
     def past(self, learner: Learner) -> list[str]:
-        """A main agent's frozen copies, and those whom all began with."""
+        """Returns the initial members and a main agent's frozen copies, oldest first."""
         return [*self.first, *learner.past]
 
     def history(self) -> list[str]:
-        """All frozen members, oldest first."""
+        """Returns all frozen members, oldest first."""
         return [member.name for member in self.population]
 
     def judges(self, learner: Learner) -> list[str]:
-        """Whom a learner must beat to be frozen: main exploiters the main agents, the others everybody in history."""
+        """Returns the opponents that a learner must beat to be frozen early: the main agents for a main exploiter, else
+        the whole history."""
         if learner.role != "main_exploiter":
             return self.history()
         return [main.name for main in self.of("main") if main.latest] or self.first
 
     def ready(self, learner: Learner) -> bool:
-        """Whether a learner is to be frozen now."""
+        """True if the learner is to be frozen now."""
         if learner.since < self.config.least:
             return False
         strong = min(self.against(learner, self.judges(learner))) > self.config.strong

@@ -1,4 +1,4 @@
-"""The `play` tasks of a population, and the empirical game that they fill."""
+"""The `play` tasks of a population, and the empirical game that their results fill."""
 
 from __future__ import annotations
 
@@ -13,33 +13,39 @@ from palestra.populations.tasks import Result, Task
 
 
 class Matches:
-    """Who has yet to play whom. A cell is of `games` games, a task of `cells` cells; `seats` names the player at each
-    seat. `played` counts games, without payoffs that were worked out; `open` are tasks of frozen members."""
+    """Creates tasks for the payoffs that are missing, and records their results.
+
+    A cell has `games` games, a task `cells` cells; `seats` names the player at each seat. `played` counts games,
+    without exact payoffs; `open` holds the names of pending tasks between frozen members.
+    """
 
     def __init__(self, population: Population, seats: Sequence[Player], games: int, cells: int) -> None:
         self.population, self.games, self.cells = population, games, cells
         self.game = EmpiricalGame(seats)
         self.played = 0
         self.open: set[str] = set()
-        self._sketched: dict[str, Sequence[Members]] = {}  # by task of snapshots: whom they stand for
+        self._sketched: dict[str, Sequence[Members]] = {}  # by task: the members that its snapshots stand for
 
     def first(self) -> list[Task]:
-        """Games of the members that the population has."""
+        """Returns tasks for the games among the population's initial members."""
         for player in self.population.players:
             for name in self.population.of(player):
                 self.game.payoffs.add_member(player, name)
         return self._opened(self._tasks("play/first", self.game.payoffs.lacking(), self.games))
 
     def join(self, member: Member) -> list[Task]:
-        """Adds a member to the population; its games against each other member."""
+        """Adds a member to the population; returns tasks for its games against the other members."""
         self.population.add(member)
         self.game.payoffs.add_member(member.player, member.name)
         cells = cells_with(self.game.seats, self.game.payoffs.members, member.player, member.name)
         return self._opened(self._tasks(f"play/{member.name}", list(cells), self.games))
 
     def sketch(self, player: Player, name: str, training: Mapping[Player, Mapping[str, str]]) -> list[Task]:
-        """Games of the newest snapshot of `name`, all those in which somebody takes part who still trains; `training`
-        gives their newest snapshots, by player and the name that each is to have."""
+        """Returns tasks for the games of the newest snapshot of `name` in which at least one policy in training takes
+        part.
+
+        `training` maps, for each player, the name that a policy in training will have to its newest snapshot.
+        """
         names = {own: [*self.game.payoffs.members[own], *training.get(own, {})] for own in self.population.players}
         newest = {one: snapshot for snapshots in training.values() for one, snapshot in snapshots.items()}
         cells = [cell for cell in cells_with(self.game.seats, names, player, name) if newest.keys() & {*cell}]
@@ -50,7 +56,11 @@ class Matches:
         return tasks
 
     def more(self, strategies: np.ndarray, games: int, label: str) -> list[Task]:
-        """`games` more games, where a meta-strategy is least certain."""
+        """Returns tasks for `games` more games, in the cells where the meta-strategy is most uncertain
+        (`Payoffs.where_next`).
+
+        `strategies` is the joint distribution [m_0, ..., m_n-1].
+        """
         given = self.game.payoffs.where_next(strategies, games, max(1, games // 10))
         tasks: list[Task] = []
         for count in sorted(set(given.values())):
@@ -59,6 +69,7 @@ class Matches:
         return self._opened(tasks)
 
     def finished(self, task: Task, result: Result) -> None:
+        """Records the result of a `play` task."""
         self.open.discard(task.name)
         cells = result["cells"]
         self.played += sum(0 if cell.get("exact") else int(cell["games"]) for cell in cells)
@@ -70,7 +81,7 @@ class Matches:
                 self.game.record(cell)
 
     def files(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those among the names that have files, each once."""
+        """Returns those of the names that have files, without duplicates."""
         members = self.population.members
         return tuple(name for name in dict.fromkeys(names) if name not in members or members[name].weights)
 

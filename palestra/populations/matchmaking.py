@@ -1,7 +1,7 @@
-"""Whom a learner plays: from its history to a mixture.
+"""Matchmakers: from a learner's history to the mixture of opponents that it trains against.
 
-A mixture is data. The worker draws from it once per episode; drawn anew at every step it would be another, per-step
-random opponent that no member is. A learner that is to play its current self has the task's `self_play` for that.
+A mixture is data. The worker draws from it once per episode: drawing at every step would create an opponent that no
+member is. The share of games against the learner's current weights is the task's `self_play`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,27 @@ Weighting = Literal["squared", "variance", "linear", "capped"]
 
 
 def latest(names: Sequence[str]) -> Mix:
-    """The newest member, always."""
+    """Returns the mixture of the newest member alone. Raises ValueError if `names` is empty."""
     return {_some(names)[-1]: 1.0}
 
 
 def delta_uniform(names: Sequence[str], delta: float) -> Mix:
-    """Uniform over the newest fraction `delta` of the history (Bansal et al., 2018, sec. 3.2), rounded up: 0 is the
-    newest member alone, 1 all. Their delta is the oldest member's place instead: 1 minus ours."""
+    """Returns the uniform mixture over the newest fraction `delta` of the history, rounded up (Bansal et al., 2018,
+    sec. 3.2).
+
+    0 is the newest member alone, 1 the whole history. The paper's delta is the position of the oldest member: 1 minus
+    ours. Raises ValueError if `names` is empty.
+    """
     newest = _some(names)[-max(1, math.ceil(delta * len(names))) :]
     return dict.fromkeys(newest, 1 / len(newest))
 
 
 def pfsp(win_rates: np.ndarray, weighting: Weighting = "squared") -> np.ndarray:
-    """Prioritised fictitious self-play's probabilities of opponents, given the learner's win rates against them
-    (Vinyals et al., 2019, "Matchmaking"); uniform where every weight is 0.
+    """Returns opponent probabilities of prioritised fictitious self-play, float64 [opponents], from the learner's win
+    rates [opponents] (Vinyals et al., 2019, "Matchmaking"); uniform if all weights are 0.
 
-    With p a win rate: `squared` (1 - p)^2 looks for those that win, `variance` p (1 - p) for equals, `linear` is
-    1 - p, `capped` min(0.5, 1 - p). Raises ValueError for rates out of [0, 1] and for none.
+    Weights, with p the win rate: `squared` (1 - p)^2 prefers opponents that win, `variance` p (1 - p) equal ones;
+    `linear` is 1 - p, `capped` min(0.5, 1 - p). Raises ValueError if there are no rates or a rate is outside [0, 1].
     """
     p = np.asarray(win_rates, float)
     if not p.size or not ((p >= 0) & (p <= 1)).all():
@@ -54,16 +58,19 @@ def _some(names: Sequence[str]) -> Sequence[str]:
 
 
 class Matchmaker(Strict):
-    """Makes a learner's mixture of opponents."""
+    """Computes a learner's mixture of opponents."""
 
     @abstractmethod
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        """`names` are the opponents there are, oldest first; `win_rates` the learner's against them (0.5 where it has
-        none); `solution` a meta-solver's. Each kind reads what it needs. Raises ValueError where there is nobody."""
+        """Returns the mixture over `names`, the possible opponents, oldest first.
+
+        `win_rates` are the learner's against them (0.5 where missing), `solution` is a meta-solver's mixture; each
+        matchmaker reads what it needs. Raises ValueError if there is no opponent.
+        """
 
 
 class Latest(Matchmaker):
-    """The newest member: self-play without a memory."""
+    """The newest member alone: plain self-play."""
 
     type: Literal["latest"] = "latest"
 
@@ -72,21 +79,25 @@ class Latest(Matchmaker):
 
 
 class History(Matchmaker):
-    """The newest fraction `delta` of the history, each alike: by default all, which is fictitious self-play."""
+    """Uniform over the newest members; by default over all, which is fictitious self-play."""
 
     type: Literal["history"] = "history"
     delta: float = Field(1.0, ge=0, le=1)
+    """Fraction of the history, the newest members first; 1: all, 0: the newest member alone."""
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
         return delta_uniform(names, self.delta)
 
 
 class PFSP(Matchmaker):
-    """Those the learner has most to learn from."""
+    """Prioritised fictitious self-play: opponents weighted by the learner's win rate against them."""
 
     type: Literal["pfsp"] = "pfsp"
     weighting: Weighting = "squared"
+    """Weight of an opponent at win rate p: `squared` (1 - p)^2, `variance` p (1 - p), `linear` 1 - p, `capped` min(0.5,
+    1 - p)."""
     unplayed: ClassVar[float] = 0.5
+    """Win rate assumed against opponents without games."""
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
         rates = np.array([win_rates.get(name, self.unplayed) for name in _some(names)])
@@ -95,12 +106,12 @@ class PFSP(Matchmaker):
 
 
 class Solution(Matchmaker):
-    """The meta-solver's mixture: Nash, where that is the solver."""
+    """The meta-solver's mixture, for example a Nash equilibrium."""
 
     type: Literal["solution"] = "solution"
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        """Raises ValueError where the solution names nobody, or somebody who is not there."""
+        """Returns `solution`. Raises ValueError if it is empty or contains a name that is not in `names`."""
         if not solution or set(solution) - set(names):
             raise ValueError(f"the solution {solution} is no mixture of {list(names)}: solve the table first")
         return solution

@@ -1,4 +1,4 @@
-"""A meta-strategy, and whom a response to it trains against: its marginals, a joint distribution, or a part of it."""
+"""Meta-strategies, and the opponents of a response to one: its marginals, its joint distribution, or a part of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import numpy as np
 from palestra.populations.normal_form.tables import joint_of, marginals
 from palestra.populations.population import Mix, Player
 
-LEAST = 1e-6  # a probability below is none
+LEAST = 1e-6  # smaller probabilities count as 0
 
 
 @dataclass(frozen=True)
 class Meta:
-    """How often members play each other: `joint` [m_0, ..., m_n-1] over `names` by seat; `seats` names the player at
-    each. Choices are independent unless `correlated`. A player of several seats uses its first one's marginal."""
+    """Meta-strategy: a joint distribution `joint` float64 [m_0, ..., m_n-1] over members.
+
+    `names` are the members by seat, `seats` the player at each. Choices are independent unless `correlated`. A player
+    with several seats uses the marginal of its first one.
+    """
 
     seats: tuple[Player, ...]
     names: tuple[tuple[str, ...], ...]
@@ -28,43 +31,46 @@ class Meta:
     def independent(
         cls, seats: tuple[Player, ...], names: Sequence[Sequence[str]], strategies: Sequence[np.ndarray]
     ) -> Meta:
-        """That of a distribution for each seat; seats of one player share its first one's."""
+        """Returns the product of one distribution [m_i] for each seat; seats of one player share that of its first
+        seat."""
         shared = [strategies[seats.index(player)] for player in seats]
         return cls(seats, tuple(map(tuple, names)), joint_of(shared))
 
     def mix(self, player: Player) -> Mix:
-        """A player's marginal, without members that have next to nothing."""
+        """Returns a player's marginal, without negligible probabilities."""
         seat = self.seats.index(player)
         return normal(dict(zip(self.names[seat], marginals(self.joint)[seat].tolist(), strict=True)))
 
     def mixes(self) -> dict[Player, Mix]:
+        """Returns the marginal of each player."""
         return {player: self.mix(player) for player in dict.fromkeys(self.seats)}
 
     def best(self, payoffs: Sequence[np.ndarray], player: Player) -> str:
-        """The player's member that earns most against the others, the newest of equals."""
+        """Returns the player's member with the highest expected return against the others; of equals, the newest."""
         seat = self.seats.index(player)
         rows = np.moveaxis(payoffs[seat], seat, 0).reshape(len(self.names[seat]), -1)
         earned = rows @ self.joint.sum(axis=seat).ravel()
         return self.names[seat][int(np.flatnonzero(earned >= earned.max() - 1e-12)[-1])]
 
     def widened(self, names: Sequence[Sequence[str]]) -> Meta:
-        """The same over more members, who come after its own and never play."""
+        """Returns the same meta-strategy over longer lists of members; the added ones, which come last, have
+        probability 0."""
         more = [(0, len(wide) - len(own)) for wide, own in zip(names, self.names, strict=True)]
         return Meta(self.seats, tuple(map(tuple, names)), np.pad(self.joint, more), self.correlated)
 
 
 def normal(mix: Mix) -> Mix:
-    """The mixture without members that have next to nothing."""
+    """Returns the mixture without negligible probabilities, normalised."""
     kept = {name: p for name, p in mix.items() if p >= LEAST}
     total = sum(kept.values())
     return {name: p / total for name, p in kept.items()}
 
 
 def opponents(meta: Meta, player: Player, told: str | None = None) -> dict[str, Any]:
-    """The part of a train task's order that says whom `player` meets: `opponents`, or `joint` where correlated.
+    """Returns the opponents of `player` as a part of a train task's `order`: `opponents`, or `joint` if correlated.
 
-    `told` is the member that the meta-strategy recommends in the games that count (a deviation from a correlated
-    equilibrium); without it all games do (coarse).
+    If `told` is given, only games in which the meta-strategy recommends that member count (deviation from a correlated
+    equilibrium); else all games (coarse).
     """
     if not meta.correlated:
         others = [other for other in dict.fromkeys(meta.seats) if other != player]
@@ -73,7 +79,7 @@ def opponents(meta: Meta, player: Player, told: str | None = None) -> dict[str, 
 
 
 def _others(meta: Meta, player: Player, told: str | None) -> Iterator[tuple[dict[Player, str], float]]:
-    """The others' members together, and how often `player` meets them."""
+    """Yields the members of the other players, and the probability that `player` meets them."""
     seat = meta.seats.index(player)
     shares = meta.joint.sum(axis=seat) if told is None else meta.joint.take(meta.names[seat].index(told), axis=seat)
     shares = np.where(shares < LEAST * shares.sum(), 0.0, shares)
@@ -84,11 +90,11 @@ def _others(meta: Meta, player: Player, told: str | None) -> Iterator[tuple[dict
 
 
 def rectified(meta: Meta, payoffs: Sequence[np.ndarray], player: Player, member: str) -> dict[str, Any]:
-    """`opponents` for a response that goes on from `member`: whom it beats, as often as the meta-strategy plays them
-    (PSRO_rN; Balduzzi et al., 2019, algorithm 4). For two seats.
+    """Returns the opponents of a response that continues `member`: those it beats, weighted by the meta-strategy
+    (PSRO_rN; Balduzzi et al., 2019, algorithm 4). For games of two seats.
 
-    To beat is to earn no less than the seat does in the meta-game: than 0, where the game is symmetric. One who beats
-    nobody trains against all.
+    An opponent is beaten if `member` earns at least the seat's value under the meta-strategy (0 in a symmetric game). A
+    member that beats none trains against all.
     """
     seat = meta.seats.index(player)
     other = meta.seats[1 - seat]
@@ -100,10 +106,11 @@ def rectified(meta: Meta, payoffs: Sequence[np.ndarray], player: Player, member:
 
 
 def gap(meta: Meta, payoffs: Sequence[np.ndarray], coarse: bool = True) -> float:
-    """What the players could gain by leaving `meta` for their best member in a table over the same names, summed.
+    """Returns the sum over players of what each could gain by leaving `meta` for its best member in the payoff tensors
+    [m_0, ..., m_n-1] of each seat, in units of return.
 
-    NashConv within the table where players choose independently, the gap to a coarse correlated equilibrium where they
-    do not; with `coarse` false a player may choose by what it was told, and the gap is that to a correlated one.
+    If players choose independently this is NashConv within the table; else the gap to a coarse correlated equilibrium.
+    With `coarse=False` a player may choose after it sees its recommendation: the gap to a correlated equilibrium.
     """
     total = 0.0
     for seat, table in enumerate(payoffs):
@@ -115,6 +122,6 @@ def gap(meta: Meta, payoffs: Sequence[np.ndarray], coarse: bool = True) -> float
 
 
 def members_of(order: Mapping[str, Any]) -> list[str]:
-    """The members that an order names as opponents."""
+    """Returns the opponents that an order names, without duplicates."""
     mixes = [members.values() for members, _ in order["joint"]] if "joint" in order else order["opponents"].values()
     return list(dict.fromkeys(name for names in mixes for name in names))

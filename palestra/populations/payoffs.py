@@ -1,4 +1,4 @@
-"""What members earn against each other: a table that grows, of games played and of payoffs known exactly.
+"""Payoff table of a population: statistics of games between members, and exact payoffs; it grows with the population.
 
     payoffs = Payoffs(["player_0", "player_1"])
     payoffs.add_member("player_0", "uniform")
@@ -7,8 +7,8 @@
     strategies = Nash().solve(payoffs.mean())
     for members, games in payoffs.where_next(strategies, 1000).items(): ...
 
-A cell is who sits at which seat. Where one population plays several seats the game is taken to be symmetric in them:
-cells that differ by who of it sits where are one cell, whose numbers follow the members.
+A cell is one member for each seat. If one population plays several seats, the game is taken to be symmetric in them:
+cells that differ only in the order of its members are one cell, whose numbers follow the members.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from palestra.populations.cells import Cell, empty
 from palestra.populations.normal_form.tables import joint_of
 from palestra.populations.population import Player
 
-Members = tuple[str, ...]  # by seat
+Members = tuple[str, ...]  # the member at each seat
 
 
 class Payoffs:
     """Payoffs of an n-player, general-sum game between members; `seats` names the player (population) at each seat."""
 
     def __init__(self, seats: Sequence[Player]) -> None:
-        """Raises ValueError where there is no seat."""
+        """Raises ValueError if `seats` is empty."""
         if not seats:
             raise ValueError("a payoff table needs the player at each seat, for example Payoffs(['red', 'blue'])")
         self.seats = tuple(seats)
         self.members: dict[Player, list[str]] = {player: [] for player in self.seats}
-        self._cells: dict[Members, Cell] = {}  # by canonical members
-        self._place: dict[tuple[Player, str], int] = {}  # of a member in its player's list
+        self._cells: dict[Members, Cell] = {}  # by members in canonical order
+        self._place: dict[tuple[Player, str], int] = {}  # index of a member in its player's list
 
-    # ---- members and games come in
+    # ---- adding members and games
 
     def add_member(self, player: Player, name: str) -> None:
-        """Raises ValueError for a player unknown and for a name that is taken."""
+        """Adds a member without games. Raises ValueError if the player is unknown or the name is taken."""
         if player not in self.members:
             raise ValueError(f'"{player}" plays no seat here; players are {", ".join(self.members)}')
         if (player, name) in self._place:
@@ -52,8 +52,11 @@ class Payoffs:
         self.members[player].append(name)
 
     def record(self, games: Mapping[str, Any]) -> None:
-        """Adds games: `{"members": [...], "games": n, "mean": [...], "m2": [...], "wins": [...], "draws": d}`, by seat;
-        wins and draws may be left out. Raises ValueError for members unknown and for numbers that do not fit."""
+        """Adds games: `{"members": [...], "games": n, "mean": [...], "m2": [...], "wins": [...], "draws": d}`, lists by
+        seat.
+
+        `wins` and `draws` are optional. Raises ValueError if a member is unknown or the numbers do not fit the seats.
+        """
         seats = len(self.seats)
         cell = Cell(
             int(games["games"]),
@@ -67,7 +70,7 @@ class Payoffs:
         self._add(games["members"], cell)
 
     def know(self, members: Sequence[str], mean: Sequence[float]) -> None:
-        """Puts in exact payoffs, by seat. Raises ValueError for members unknown and for another number of payoffs."""
+        """Sets exact payoffs, by seat. Raises ValueError if a member is unknown or the number of payoffs is wrong."""
         if len(mean) != len(self.seats):
             raise ValueError(f"{len(mean)} payoffs for {len(self.seats)} seats")
         zeros = tuple(0.0 for _ in self.seats)
@@ -81,7 +84,7 @@ class Payoffs:
         self._cells[key] = self._cells[key].merged(cell) if key in self._cells else cell
 
     def _canonical(self, members: Sequence[str]) -> tuple[Members, tuple[int, ...]]:
-        """The members in the one order under which their cell is kept, and the seat each was taken from."""
+        """Returns the members in the order under which their cell is stored, and the seat from which each was taken."""
         if len(members) != len(self.seats):
             raise ValueError(f"{list(members)} are {len(members)} members for {len(self.seats)} seats")
         places = [self._place_of(player, name) for player, name in zip(self.seats, members, strict=True)]
@@ -101,13 +104,14 @@ class Payoffs:
     # ---- cells
 
     def cell(self, members: Sequence[str]) -> Cell:
-        """What is known of members at their seats; a cell of no games for those who never met."""
+        """Returns the statistics of these members, by seat; a cell with 0 games if they never met. Raises ValueError if
+        a member is unknown."""
         key, order = self._canonical(members)
         back = [order.index(seat) for seat in range(len(order))]
         return self._cells[key].seated(back) if key in self._cells else empty(len(self.seats))
 
     def cells(self) -> Iterator[Members]:
-        """Every cell there is to fill, once, as it is kept."""
+        """Yields each cell of the table once, in canonical order."""
         seen = set()
         for index in np.ndindex(self.shape):
             key, _ = self._canonical(self._at(index))
@@ -116,11 +120,12 @@ class Payoffs:
                 yield key
 
     def lacking(self, games: int = 1) -> list[Members]:
-        """The cells with fewer games, but for those known exactly."""
+        """Returns the cells with fewer than `games` games, without exact ones."""
         return [key for key in self.cells() if not self.cell(key).known and self.cell(key).games < games]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Number of members [m_0, ..., m_n-1] by seat."""
         return tuple(len(self.members[player]) for player in self.seats)
 
     def _at(self, index: Sequence[int]) -> Members:
@@ -129,15 +134,17 @@ class Payoffs:
     # ---- tables
 
     def mean(self, unplayed: float = np.nan) -> list[np.ndarray]:
-        """Mean returns, an array [m_0, ..., m_n-1] for each seat; `unplayed` where there is none."""
+        """Returns mean returns, a float64 array [m_0, ..., m_n-1] for each seat; `unplayed` where there are no
+        games."""
         return self._tables(lambda cell: cell.mean if cell.known or cell.games else [unplayed] * len(cell.mean))
 
     def stderr(self) -> list[np.ndarray]:
-        """Standard errors of `mean`, alike; infinite for fewer than two games, 0 for payoffs known."""
+        """Returns the standard errors of `mean`, in the same shapes; infinite for fewer than two games, 0 for exact
+        payoffs."""
         return self._tables(lambda cell: cell.stderr)
 
     def games(self) -> np.ndarray:
-        """Games played [m_0, ..., m_n-1]."""
+        """Returns the number of games, int64 [m_0, ..., m_n-1]."""
         return self._tables(lambda cell: [cell.games] * len(self.seats))[0].astype(int)
 
     def _tables(self, of: Callable[[Cell], Sequence[float]]) -> list[np.ndarray]:
@@ -145,8 +152,12 @@ class Payoffs:
         return [column.reshape(self.shape) for column in rows.reshape(-1, len(self.seats)).T]
 
     def points(self) -> tuple[list[str], np.ndarray]:
-        """The members' names, and how often each [M] has beaten each [M], a draw counting half; what ratings are made
-        of. Raises ValueError unless two play. Members do not beat themselves."""
+        """Returns the members' names and `points` float64 [M, M]: how often the row's member beat the column's, a draw
+        counting half.
+
+        Ratings are computed from it. Games of a member against itself are left out. Raises ValueError unless there are
+        two seats.
+        """
         if len(self.seats) != 2:
             raise ValueError(f"wins of one over another need a game of two; this one seats {len(self.seats)}")
         names = list(dict.fromkeys(name for player in self.members for name in self.members[player]))
@@ -163,13 +174,16 @@ class Payoffs:
     def where_next(
         self, strategies: Sequence[np.ndarray] | np.ndarray, games: int, chunk: int = 1
     ) -> dict[Members, int]:
-        """How many of `games` new games go to which cells, `chunk` at a time: each goes where it most lowers the total
-        variance of what members earn against the others' meta-strategy, the sum over seats i and cells c of
-        sigma_-i(c)^2 variance_i(c) / (games(c) + 1).
+        """Returns how to distribute `games` new games over cells, `chunk` at a time.
 
-        These are the numbers that a solver compares, members out of the support included, so cells far from it get
-        nothing. A cell's variance is its own shrunk by one game of the pooled one (1 where that is 0), and each cell
-        counts as having one game more, so that cells without games can be weighed. Payoffs known get none.
+        Each chunk goes where it most lowers the total variance of what members earn against the others' meta-strategy:
+        the sum over seats i and cells c of sigma_-i(c)^2 variance_i(c) / (games(c) + 1). `strategies` is one
+        distribution [m_i] for each seat, or a joint one [m_0, ..., m_n-1].
+
+        These are the numbers that a solver compares, for members out of the support too, so cells far from the support
+        get no games. A cell's variance is shrunk towards the pooled variance by one game (1 if that is 0), and each
+        cell counts as having one more game, so that cells without games have a finite weight. Exact payoffs get no
+        games. Raises ValueError if the strategies do not fit the table.
         """
         gains = self._gains(strategies)
         queue = [(-gain * _drop(played, chunk), key) for key, (gain, played) in gains.items() if gain > 0]
@@ -185,7 +199,8 @@ class Payoffs:
         return given
 
     def _gains(self, strategies: Sequence[np.ndarray] | np.ndarray) -> dict[Members, tuple[float, int]]:
-        """Of each cell not known exactly: squared weights times variances summed over seats, and its games."""
+        """Returns for each cell that is not exact: squared weights times variances, summed over seats, and its
+        games."""
         joint = joint_of(strategies)
         if joint.shape != self.shape:
             raise ValueError(f"strategies over {joint.shape} members; there are {self.shape}")
@@ -210,7 +225,7 @@ class Payoffs:
     # ---- files
 
     def to_json(self) -> dict[str, Any]:
-        """All of it; `from_json` gives back the same numbers to the last bit."""
+        """Returns the whole table; `from_json` restores it bit for bit."""
         cells = [{"members": list(key), **vars(cell)} for key, cell in self._cells.items()]
         return {
             "seats": list(self.seats),
@@ -220,6 +235,7 @@ class Payoffs:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Self:
+        """Returns the table that `to_json` wrote."""
         table = cls(tree["seats"])
         for player, names in tree["members"].items():
             for name in names:
@@ -230,7 +246,7 @@ class Payoffs:
         return table
 
     def to_csv(self) -> str:
-        """A line for each cell that holds anything, with a header; numbers as Python writes them."""
+        """Returns one line for each non-empty cell, with a header; numbers in Python's repr."""
         columns = ("members", "mean", "stderr", "wins")
         seats = range(len(self.seats))
         text = io.StringIO()

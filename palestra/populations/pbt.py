@@ -1,8 +1,9 @@
-"""Population-based training (Jaderberg et al., 2017) as a plan of slices: weights and settings evolve while they train.
+"""Population-based training (Jaderberg et al., 2017) as a plan of training slices.
 
-Each learner trains slice after slice. Between two, one who is rated among the worst takes the weights and the settings
-of one of the best, and changes each setting a little (or draws it anew). Nobody waits: a learner is compared with what
-is known of the others when its slice ends. The settings that each slice was trained with stand in its order.
+Each learner trains slice after slice. Between two slices, a learner rated among the worst copies the weights and
+settings of one of the best, and perturbs or resamples each setting. Learners do not wait for each other: a learner is
+compared with the latest ratings of the others when its slice ends. The settings of each slice are part of its task's
+order.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from palestra.types import Metrics
 
 
 class Searched(Strict):
-    """A setting that is searched for between `low` and `high`; with `log`, in even ratios."""
+    """Range of a setting that is searched for."""
 
     low: float
+    """Smallest value."""
     high: float
+    """Largest value."""
     log: bool = True
+    """Draw log-uniformly (needs `low` above 0); else uniformly."""
 
     @model_validator(mode="after")
     def _fits(self) -> Searched:
@@ -38,45 +42,57 @@ class Searched(Strict):
         return self
 
     def draw(self, rng: np.random.Generator) -> float:
-        """A value from the whole range."""
+        """Draws a value from the whole range."""
         if not self.log:
             return float(rng.uniform(self.low, self.high))
         return self.inside(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
 
     def inside(self, value: float) -> float:
-        """The nearest value of the range."""
+        """Clips `value` to the range."""
         return min(max(value, self.low), self.high)
 
 
 class PBTConfig(Strict):
-    """Population-based training. Each of `learners` trains `slices` slices of `env_steps` (language agents: `steps`).
-
-    After every `every` slices, one of the worst `share` of the learners takes over from one of the best, where that is
-    rated higher by more than `gap`. `rated: wins` is the mean win rate against the other learners (decayed, 0.5 where
-    unknown), `return` the mean return at the end of the last slice. `self_play` of a learner's games are against
-    itself, the others against the other learners as they last were.
-    """
+    """Population-based training: number of learners and slices, the searched settings, and the rules of selection."""
 
     type: Literal["pbt"] = "pbt"
     learners: int = Field(8, ge=2, le=10_000)
+    """Policies that train in parallel."""
     slices: int = Field(20, ge=1)
+    """Slices that each learner trains."""
     env_steps: int = Field(20_000, ge=1)
+    """Env steps of each slice."""
     steps: int = Field(0, ge=0)
+    """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
     search: dict[str, Searched] = {"lr": Searched(low=1e-4, high=1e-2)}
+    """Settings to search for and their ranges: names of settings of the algorithm or the policy."""
     rated: Literal["wins", "return"] = "wins"
+    """`wins`: mean win rate against the other learners (decayed, 0.5 where unknown). `return`: mean return at the end
+    of the last slice."""
     every: int = Field(2, ge=1)
+    """Selection takes place after every so many slices of a learner."""
     share: float = Field(0.2, gt=0, le=0.5)
+    """Share of the learners that counts as the worst, and as the best."""
     gap: float = Field(0.0, ge=0)
+    """A learner copies a better one only if that one's rating is higher by more than this."""
     perturb: tuple[float, float] = (0.8, 1.2)
+    """Factors, one of which, drawn at random, multiplies each copied setting."""
     resample: float = Field(0.0, ge=0, le=1)
+    """Probability that a copied setting is drawn anew from its range instead of perturbed."""
     self_play: float = Field(0.2, ge=0, le=1)
+    """Share of a learner's games against its own current weights; the others are against the other learners' latest
+    members."""
     decay: float = Field(0.99, gt=0, le=1)
+    """Factor by which a pair's earlier results are weighted down with each game; 1: all games count alike."""
 
 
 @dataclass
 class Learner:
-    """One who trains. `copied` is whom its next slice takes over from, "" where it goes on; `tried`, whether it has
-    trained with its settings."""
+    """A policy in training.
+
+    `copied` names the learner from which its next slice takes over ("": it continues its own weights); `tried` is True
+    once it has trained with its current settings.
+    """
 
     name: str
     settings: dict[str, float]
@@ -88,9 +104,10 @@ class Learner:
 
 
 class PBT:
-    """The plan. `population` plays all seats; in the end it holds each learner's last member too.
+    """Plan of population-based training. `population` plays all seats; at the end it also holds each learner's last
+    member.
 
-    Raises ValueError for a population of several players, and for one without a member.
+    Raises ValueError if the population has several players or no member.
     """
 
     def __init__(self, config: PBTConfig, population: Population, seed: int = 0) -> None:
@@ -104,12 +121,14 @@ class PBT:
         names = [f"learner_{number}" for number in range(config.learners)]
         self.learners = {name: Learner(name, self._drawn(self._rng(name, 0))) for name in names}
         self.env_steps = 0
-        self.opponents: dict[str, dict[str, str]] = {}  # by task: which learner a member was
+        self.opponents: dict[str, dict[str, str]] = {}  # by task: from opponent member to the learner that made it
 
     def begin(self) -> list[Task]:
+        """Returns the first slice of each learner."""
         return [self._slice(learner) for learner in self.learners.values()]
 
     def finished(self, task: Task, result: Result) -> list[Task]:
+        """Records a slice's result, applies selection if it is due, and returns the learner's next slice."""
         learner = self.learners[task.order["learner"]]
         self.env_steps += int(result["env_steps"])
         self._note(learner, task, result)
@@ -121,13 +140,13 @@ class PBT:
         return [self._slice(learner)]
 
     def notes(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """What a slice came to: the learner's return, its rating, and the settings it was trained with."""
+        """Metrics of a slice: the learner's return, its rating, and the settings it was trained with."""
         learner = self.learners[task.order["learner"]]
         figures = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result["return"]}
         return {learner.name: {**figures, "rating": self.rating(learner), **task.order["settings"]}}
 
     def summary(self) -> Metrics:
-        """Where the run stands."""
+        """Progress: slices done and in all, members, env steps."""
         done = sum(learner.slices for learner in self.learners.values())
         whole = self.config.slices * len(self.learners)
         return {"iteration": done, "iterations": whole, "members": len(self.population), "env_steps": self.env_steps}
@@ -159,7 +178,9 @@ class PBT:
         others = [other.latest for other in self.learners.values() if other is not learner and other.latest]
         others = [name for name in dict.fromkeys(others) if name != learner.latest]
         if not others or self.config.self_play == 1:
-            return {next(iter(self.population)).name: 1.0}, 1.0  # an order names opponents, though none of them plays
+            return {
+                next(iter(self.population)).name: 1.0
+            }, 1.0  # with self_play 1 the opponent never plays, but an order must name one
         return {name: 1 / len(others) for name in others}, self.config.self_play
 
     def _note(self, learner: Learner, task: Task, result: Result) -> None:
@@ -171,17 +192,18 @@ class PBT:
         if result["return"] is not None:  # no game may have ended
             learner.score = float(result["return"])
 
-    # exploit and explore
+    # ---- exploit and explore
 
     def rating(self, learner: Learner) -> float:
-        """How good a learner is held to be now."""
+        """Returns a learner's current rating: a win rate from 0 to 1 or a mean return, by `PBTConfig.rated`."""
         if self.config.rated == "return":
             return learner.score
         others = [other.name for other in self.learners.values() if other is not learner]
         return float(np.mean([self.rates.rate(learner.name, other) for other in others]))
 
     def _evolve(self, learner: Learner) -> None:
-        """Truncation selection, once everybody has trained: one of the worst takes over from one of the best."""
+        """Truncation selection, once all learners have trained: if `learner` is among the worst, it may take over from
+        one of the best."""
         ranked = sorted(self.learners.values(), key=self.rating)  # stable: equals stay in the order of their numbers
         ends = min(math.ceil(self.config.share * len(ranked)), len(ranked) // 2)
         best = [other for other in ranked[-ends:] if other.tried]

@@ -1,4 +1,4 @@
-"""Who there is: members of a population, by player of the game that they play among themselves."""
+"""Members of a population, by player of the meta-game."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-Player = str  # of the meta-game: a seat, or the one name of a population that plays every seat
+Player = str  # player of the meta-game: a seat, or the name of the one population that plays every seat
 Mix = dict[str, float]  # members by name -> probability
 
 
 @dataclass(frozen=True)
 class Member:
-    """A frozen policy. `name` is unique in its run and the name of its folder; `weights` says where it lies: a folder
-    below the run's, or "" for one that needs no weights (`uniform`). `parent` is whom it started from. One whose player
-    is "" is a member of every player.
+    """A frozen policy. `name` is unique in its run and the name of its folder.
 
-        Member("player_0-3", "player_0", "members/player_0-3", parent=None, info={"iteration": 3})
+    Member("player_0-3", "player_0", "members/player_0-3", parent=None, info={"iteration": 3})
     """
 
     name: str
     player: Player
+    """The player it belongs to; "": it is a member of every player."""
     weights: str = ""
+    """Its folder, relative to the run's; "" for a policy without weights (`uniform`)."""
     parent: str | None = None
+    """The member whose weights it was trained from, or None."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Population:
-    """Members of each player, oldest first. A symmetric game has one player, whose members sit at every seat."""
+    """Members of each player, oldest first. A symmetric game has one player, whose members play every seat."""
 
     def __init__(self, players: tuple[Player, ...]) -> None:
         self.players = players
         self.members: dict[str, Member] = {}
 
     def add(self, member: Member) -> Member:
-        """Raises ValueError for a name that is taken and for a player unknown."""
+        """Adds and returns a member. Raises ValueError if the name is taken or the player is unknown."""
         if member.name in self.members:
             raise ValueError(f'there is a member "{member.name}" already; names of members are unique in a run')
         if member.player and member.player not in self.players:
@@ -43,7 +44,7 @@ class Population:
         return member
 
     def of(self, player: Player) -> list[str]:
-        """The names of a player's members."""
+        """Returns the names of a player's members, oldest first."""
         return [name for name, member in self.members.items() if member.player in ("", player)]
 
     def __iter__(self) -> Iterator[Member]:
@@ -53,4 +54,5 @@ class Population:
         return len(self.members)
 
     def to_json(self) -> list[dict[str, Any]]:
+        """Returns the members' fields, as written to population.json."""
         return [asdict(member) for member in self]

@@ -1,13 +1,14 @@
-"""Policy-space response oracles (Lanctot et al., 2017) and its kin, as a plan of tasks.
+"""Policy-space response oracles (PSRO; Lanctot et al., 2017) and variants, as a plan of tasks.
 
-An iteration adds to each player a best response to the meta-strategy over the members there are; their games fill the
-payoff table; the solver makes the next meta-strategy of it. With joint solvers this is JPSRO (Marris et al., 2021), for
-any number of players; `rectified`, PSRO_rN (Balduzzi et al., 2019); with several `levels`, pipeline PSRO (McAleer et
-al., 2020): the responses of several iterations train at once in slices, and each meets the newest snapshots of those
-below it. A response is frozen only after a slice against members that were all frozen.
+An iteration adds to each player a best response to the meta-strategy over the current members. The games of the new
+members fill the payoff table, from which the solver computes the next meta-strategy. With joint solvers this is JPSRO
+(Marris et al., 2021), for any number of players; with `rectified`, PSRO_rN (Balduzzi et al., 2019); with several
+`levels`, pipeline PSRO (McAleer et al., 2020): the responses of several iterations train at once in slices, each
+against the newest snapshots of those below it. A response is frozen only after a slice against members that were all
+frozen.
 
-A task is handed out as soon as its inputs exist: a member plays each of the others that there is at that moment, and
-whoever comes later plays it.
+A task is created as soon as its inputs exist: a new member plays each member that exists at that moment, and later
+members play against it.
 """
 
 from __future__ import annotations
@@ -30,36 +31,49 @@ from palestra.populations.solvers import Nash, SolverConfig
 from palestra.populations.tasks import Result, Task
 from palestra.types import TEAM, Metrics
 
-CORRELATED = ("ce", "cce")  # solvers whose joint distribution is what responses answer
-SETTLED = 1e-7  # of the largest payoff: an exact response that gains no more over a joint distribution adds nothing
+CORRELATED = ("ce", "cce")  # solvers for which responses train against the joint distribution
+SETTLED = 1e-7  # relative to the largest payoff: an exact response that gains less is not added (joint solvers)
 
 
 class PSROConfig(Strict):
-    """How many `iterations`, and what each consists of.
+    """Policy-space response oracles: number of iterations, the solver, and how responses are trained and evaluated.
 
-    A response trains `env_steps` (language agents: `steps`), in `slices`; with probability `self_play` its opponents in
-    a game are its own current weights. It starts `fresh`, from its player's `last` member, or from the `best` against
-    the meta-strategy. A payoff cell is of `games` games; `adaptive` more per iteration go where the meta-strategy needs
-    them. A task has `cells` payoff cells. NashConv is measured every `assess` iterations (0: never; games without exact
-    rules), and the run ends at `stop` of it (of a joint solver: of the gap to an equilibrium that responses found).
-    With a joint solver, exact responses that gain next to nothing or equal another member are left out, and the run
-    ends with the iteration that adds none."""
+    With a joint solver, exact responses that gain almost nothing or equal another member are left out, and the run ends
+    with the iteration that adds none.
+    """
 
     type: Literal["psro"] = "psro"
     iterations: int = Field(20, ge=1)
+    """Iterations, each with one response (or more) for each player."""
     solver: SolverConfig = Nash()
+    """Meta-solver that computes the meta-strategy from the payoff table."""
     env_steps: int = Field(100_000, ge=1)
+    """Env steps of each response, over all its slices."""
     steps: int = Field(0, ge=0)
+    """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
     slices: int = Field(1, ge=1)
+    """Parts in which a response is trained; with `levels` above 1, opponents are updated between them."""
     start: Literal["fresh", "last", "best"] = "fresh"
+    """Where a response starts: `fresh` weights, its player's `last` member, or the `best` member against the
+    meta-strategy."""
     self_play: float = Field(0.0, ge=0, lt=1)
+    """Probability that a game's opponents are the response's own current weights; needs `symmetric: true`."""
     rectified: bool = False
+    """PSRO_rN: one response for each member of the meta-strategy, against the opponents that the member beats. Two
+    seats only."""
     levels: int = Field(1, ge=1)
+    """Iterations whose responses train at once (pipeline PSRO)."""
     games: int = Field(1000, ge=1)
+    """Games of each payoff cell."""
     adaptive: int = Field(0, ge=0)
+    """Additional games per iteration, played in the cells where the meta-strategy is most uncertain."""
     cells: int = Field(16, ge=1)
+    """Payoff cells of one task of games."""
     assess: int = Field(1, ge=0)
+    """NashConv is measured every so many iterations; 0: never. Needs a game with exact rules."""
     stop: float = Field(0.0, ge=0)
+    """The run ends once NashConv is at most this (0: never); with a joint solver, once the gap to an equilibrium that
+    responses find is."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -74,15 +88,17 @@ class PSROConfig(Strict):
 
     @property
     def correlated(self) -> bool:
+        """True if responses train against a joint distribution (`ce`, `cce`)."""
         return self.solver.type in CORRELATED
 
 
 @dataclass
 class Response:
-    """A policy on its way into the population: of iteration `number`, for `player`; `name` is the member's to be.
+    """A policy in training: the response of iteration `number` for `player`; `name` is that of the future member.
 
-    `told` is the member that it deviates from or goes on from, where an iteration has a response for each of several.
-    `latest` is its newest snapshot; `gain` and `digest` say of an exact one what it gains and which policy it is.
+    `told` is the member that it deviates from or continues, if an iteration has one response for each of several
+    members. `latest` is its newest snapshot; `gain` and `digest`, of an exact response, are its gain and a hash of its
+    policy.
     """
 
     name: str
@@ -98,19 +114,20 @@ class Response:
 
     @property
     def frozen(self) -> bool:
+        """True once its last slice is done."""
         return self.latest == self.name
 
 
 class PSRO:
-    """The plan. `population` holds the members that play first, at least one for each player; `seats` names the player
-    at each seat: a population that plays every seat is named at each, and the game taken to be symmetric.
+    """Plan of PSRO. `population` holds the initial members, at least one for each player.
 
-    `metas` are the meta-strategies by iteration, of which 0 is that over the first members; `nash_convs` what was
-    measured of them.
+    `seats` names the player at each seat. A population that plays every seat is named at each, and the game is taken to
+    be symmetric. `metas` are the meta-strategies by iteration, number 0 over the initial members; `nash_convs` maps
+    iterations to measured NashConv.
     """
 
     def __init__(self, config: PSROConfig, population: Population, seats: Sequence[Player] = ()) -> None:
-        """Raises ValueError where the options do not fit the seats, and for a player without a member."""
+        """Raises ValueError if the config does not fit the seats, or a player has no member."""
         self.config, self.population = config, population
         self.seats = tuple(seats) or population.players
         _check(config, population, self.seats)
@@ -121,13 +138,15 @@ class PSRO:
         self.env_steps = 0
         self.over = False
         self._digests: dict[Player, set[str]] = {player: set() for player in population.players}
-        self._refined = -1  # the last iteration that had its adaptive games
+        self._refined = -1  # last iteration for which adaptive games were created
         self._notes: dict[str, Metrics] = {}
 
     def begin(self) -> list[Task]:
+        """Returns tasks for the games among the initial members."""
         return self.matches.first()
 
     def finished(self, task: Task, result: Result) -> list[Task]:
+        """Records a result; returns the games, assessments and slices that it makes possible."""
         self._notes = {}
         new: list[Task] = []
         if task.kind == "assess":
@@ -141,25 +160,28 @@ class PSRO:
         return [*new, *self._slices()]
 
     def notes(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """A line of a slice or of NashConv; after an iteration's last games, what there is, and each player's mixture
-        as `mix/MEMBER`. `gap` is what the newest responses gained over the meta-strategy before, summed over players:
-        its NashConv where they are exact, a lower bound where they are learned."""
+        """Metrics of a slice or of NashConv; after an iteration's last games, counts, and each player's mixture as
+        `mix/MEMBER`.
+
+        `gap` is the gain of the newest responses over the previous meta-strategy, summed over players: its NashConv if
+        responses are exact, a lower bound if they are learned.
+        """
         return self._notes
 
     def summary(self) -> dict[str, float]:
-        """Where the run stands."""
+        """Progress: iterations done and in all, members, games, env steps, and the latest NashConv."""
         last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
         return {"iteration": len(self.metas) - 1, "iterations": self.config.iterations, **self._counts(), **last}
 
     @property
     def payoffs(self) -> Payoffs:
-        """The payoff table of frozen members."""
+        """Payoff table of the frozen members."""
         return self.matches.game.payoffs
 
     def _counts(self) -> Metrics:
         return {"members": len(self.population), "games": self.matches.played, "env_steps": self.env_steps}
 
-    # ---- what was done
+    # ---- results
 
     def _trained(self, task: Task, result: Result) -> list[Task]:
         response = next(response for response in self.responses if response.name == task.order["response"])
@@ -174,8 +196,11 @@ class PSRO:
         return games
 
     def _joined(self, response: Response, result: Result) -> list[Task]:
-        """The games of a response that is done. Exact ones to a joint distribution join when the last of their player's
-        is done, those alone that gain something and are not there yet, so that it does not matter who is done first."""
+        """Returns the games of a finished response.
+
+        Exact responses to a joint distribution are added when the last of their player's is done, and only those that
+        gain something and are new, so that the order of completion does not matter.
+        """
         if not (self.config.correlated and result.get("exact")):
             return self.matches.join(self._frozen(response))
         response.gain, response.digest = self._gain(response, result["return"]), result["digest"]
@@ -188,8 +213,8 @@ class PSRO:
         return games
 
     def _gain(self, response: Response, value: float) -> float:
-        """The gain of a response that earns `value` over its player's value, weighed by its probability; 0 where that
-        is next to nothing."""
+        """Returns by how much a response that earns `value` exceeds its player's value, times the probability of its
+        recommendation; 0 if negligible."""
         meta, seat = self.metas[response.number - 1], self.seats.index(response.player)
         table, joint = self.matches.game.tables(meta.names)[seat], meta.joint
         if response.told:
@@ -204,7 +229,7 @@ class PSRO:
         return Member(response.name, response.player, f"members/{response.name}", response.start, info)
 
     def _training(self) -> dict[Player, dict[str, str]]:
-        """The newest snapshot of each response in training that has one."""
+        """Returns, by player, the newest snapshot of each response in training that has one."""
         found: dict[Player, dict[str, str]] = {player: {} for player in self.population.players}
         for response in self.responses:
             if response.latest and not response.frozen:
@@ -220,14 +245,15 @@ class PSRO:
     # ---- iterations
 
     def _due(self) -> bool:
-        """Whether all that the next meta-strategy needs is known."""
+        """True if all games and responses for the next meta-strategy are done."""
         number = len(self.metas)
         responses = [response for response in self.responses if response.number == number]
         made = number == 0 or (bool(responses) and all(response.frozen for response in responses))
         return made and not self.matches.open
 
     def _conclude(self) -> list[Task]:
-        """Ends an iteration: its adaptive games first, then its meta-strategy, and what follows from it."""
+        """Ends an iteration: requests its adaptive games first; then solves for the meta-strategy and returns its
+        assessment."""
         names = [self.payoffs.members[player] for player in self.seats]
         tables = self.matches.game.tables(names)
         meta = self._solve(names, tables)
@@ -272,7 +298,8 @@ class PSRO:
     # ---- responses
 
     def _responses(self, meta: Meta, tables: Sequence[np.ndarray]) -> Iterable[Response]:
-        """The responses that may begin now: all levels' at first, then one more on top."""
+        """Yields the responses that can start now: those of all levels at first, then one more level for each
+        iteration."""
         done, levels = len(self.metas) - 1, self.config.levels
         for number in range(done + levels if done else 1, min(done + levels, self.config.iterations) + 1):
             for player in self.population.players:
@@ -282,11 +309,11 @@ class PSRO:
                     yield Response(name, player, number, told, self._start(meta, tables, player, told))
 
     def _told(self, meta: Meta, player: Player) -> Sequence[str | None]:
-        """The members for each of which there is a response of its own; [None] where one is for all."""
+        """Returns the members that have a response of their own; [None] if one response covers all."""
         return list(meta.mix(player)) if self.config.rectified or self.config.solver.type == "ce" else [None]
 
     def _start(self, meta: Meta, tables: Sequence[np.ndarray], player: Player, told: str | None) -> str | None:
-        """The member whose weights a response goes on from."""
+        """Returns the member from whose weights a response starts; None for new weights."""
         if self.config.rectified:
             start = told
         elif self.config.start == "fresh":
@@ -297,7 +324,7 @@ class PSRO:
         return start if start and self.matches.files([start]) else None
 
     def _slices(self) -> list[Task]:
-        """A slice for every response that is not in one."""
+        """Returns a slice for every response that is not in training."""
         if self.over:
             return []
         idle = [response for response in self.responses if not response.frozen and not response.busy]
@@ -322,7 +349,7 @@ class PSRO:
         return Task(f"train/{makes}", "train", order, files, makes)
 
     def _met(self, response: Response, meta: Meta) -> dict[str, Any]:
-        """Whom a response trains against, by the names of files: snapshots, of those who train."""
+        """Returns the opponents of a response by file name: for policies in training, their newest snapshots."""
         if self.config.rectified and response.told:
             return rectified(meta, self.matches.game.tables(meta.names), response.player, response.told)
         order = opponents(meta, response.player, response.told)
@@ -332,8 +359,10 @@ class PSRO:
         return order
 
     def _meanwhile(self, number: int) -> Meta:
-        """The meta-strategy over iterations up to `number`, some of whose responses still train: of these count the
-        ones whose games with all others are known."""
+        """Returns the meta-strategy over iterations up to `number`, some of whose responses still train.
+
+        Of those, it includes the ones that have payoffs against all others.
+        """
         game = self.matches.game
         names = {player: list(self.metas[-1].names[self.seats.index(player)]) for player in self.population.players}
         for response in self.responses:

@@ -1,17 +1,17 @@
-"""Does what a plan names: hands tasks to a backend's workers, keeps what they make, notes what came of them.
+"""Runs a plan: submits its tasks to a backend, stores what they produce, and logs their results.
 
-    tasks.jsonl        a line for every finished task, in the order the plan heard of them: what a resume goes on from
-    members/NAME/      the files of the member that a task made; counts once the task's line stands in tasks.jsonl
-    metrics.jsonl      what the plan says of itself after each task; follows from tasks.jsonl and is made again from it
-    timings.jsonl      the seconds of each task
+    tasks.jsonl        one line for each finished task, in the order in which the plan got them; a resume starts from it
+    members/NAME/      files of the member that a task produced; valid once the task's line is in tasks.jsonl
+    metrics.jsonl      the plan's metrics after each task; rebuilt from tasks.jsonl on resume
+    timings.jsonl      seconds of each task
 
-A task's line is on the disk before the plan hears of it. So a process may die at any moment: a new plan is told the
-finished tasks again, and the tasks that were under way are done again.
+A task's line is on disk before the plan gets the result. A process may therefore die at any moment: on resume a new
+plan gets the finished tasks again, and unfinished tasks are repeated.
 
-A task's result follows from its name alone, and the plan gets results in the order in which it named the tasks: one
-that is done early waits for those named before it. A run is therefore the same, byte for byte, with any number of
-workers. With `as_completed` a result goes to the plan at once: a slow task then holds up nobody, and the order of
-completion, which no seed decides, decides who is trained against whom.
+A task's result is determined by its name, and the plan gets results in the order in which it created the tasks: a
+result that arrives early waits for earlier tasks. A run is therefore identical, byte for byte, for any number of
+workers. With `as_completed` the plan gets each result at once: slow tasks delay no other, but the order of completion,
+which no seed determines, decides which policies are trained against each other.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from palestra.types import TEAM, Metrics
 
 TASKS = "tasks.jsonl"
 MEMBERS = "members"
-PATIENCE = 0.2  # seconds between two looks at `stop`
+PATIENCE = 0.2  # seconds between two checks of `stop`
 
 
 @runtime_checkable
 class Noting(Protocol):
-    """A plan that has something to say after a task."""
+    """A plan that reports metrics after a task."""
 
     def notes(self, task: Task, result: Result) -> Mapping[str, Metrics]:
-        """Lines for metrics.jsonl, called after `finished`: figures by policy, player, or TEAM."""
+        """Returns metrics by policy, player, or TEAM, for metrics.jsonl; called after `finished`."""
         ...
 
 
 class Watcher:
-    """Told what happens; the command line's progress bar is one."""
+    """Callback for progress; the command line's progress bar is one."""
 
     def done(self, number: int, done: Done, lines: Mapping[str, Metrics]) -> None:
-        """Task `number` of the run (from 0) is done and noted; `lines` went to metrics.jsonl."""
+        """Called after task `number` of the run (from 0) is logged; `lines` are its metrics."""
 
 
 def follow(
@@ -71,13 +71,13 @@ def follow(
     grace: float = 30.0,
     as_completed: bool = False,
 ) -> bool:
-    """Does the plan's tasks, from where the run stands; True when there are none left. The caller closes the backend.
+    """Runs the plan's remaining tasks; returns True when none are left. The caller closes the backend.
 
-    The plan gets results in the order of its tasks, or, `as_completed`, in that in which they are done.
+    The plan gets results in the order of its tasks, or, with `as_completed`, in the order of completion.
 
-    False when `stop` said so: tasks under way then have `grace` seconds to end; a resume does the others again, from
-    their beginning. Raises ValueError where a task fails, where the run's files are not what its tasks made, and where
-    the plan is not the one whose tasks the run has done.
+    Returns False if `stop` returned True: running tasks then have `grace` seconds to finish; a resume repeats the
+    others. Raises ValueError if a task fails, if the run's files differ from what its tasks produced, or if the plan
+    does not match the tasks that the run has done.
     """
     course, watcher = Course(plan, run, as_completed), watcher or Watcher()
     for name in course.recall():
@@ -105,7 +105,7 @@ def _take(course: Course, backend: Backend, watcher: Watcher, done: Done) -> Seq
 
 
 def _finish(course: Course, backend: Backend, watcher: Watcher, grace: float) -> None:
-    """Takes what is under way and ends in time."""
+    """Records the running tasks that finish within `grace` seconds."""
     busy, end = backend.withdraw(), time.monotonic() + grace
     while busy and (left := end - time.monotonic()) > 0:
         if done := backend.wait(left):
@@ -115,19 +115,23 @@ def _finish(course: Course, backend: Backend, watcher: Watcher, grace: float) ->
 
 
 class Course:
-    """A plan, its run, and the tasks that it named and has no result of, in order: `open`. `done` counts the others."""
+    """A plan, its run, and the pending tasks in order (`open`). `done` counts finished tasks."""
 
     def __init__(self, plan: Plan, run: Run, as_completed: bool) -> None:
         self.plan, self.run, self.as_completed = plan, run, as_completed
         self.open: dict[str, Task] = {}
         self.done = 0
-        self._early: dict[str, Done] = {}  # done, and named after a task that is not
+        self._early: dict[str, Done] = {}  # finished before a task that was created earlier
         self._names: set[str] = set()
         self._start = time.monotonic()
         self._add(plan.begin())
 
     def recall(self) -> list[str]:
-        """Tells the plan what the run has done and brings the run's folder to that state; the members there are."""
+        """Replays the run's finished tasks to the plan and restores the run folder to that state; returns the members'
+        names.
+
+        Raises ValueError (Damaged) if files are missing or changed.
+        """
         lines: list[dict[str, Any]] = []
         members: dict[str, Any] = {}
         timings = read_lines(self.run.path / "timings.jsonl")
@@ -145,7 +149,8 @@ class Course:
         return list(members)
 
     def ready(self, done: Done) -> Iterator[Done]:
-        """Yields, now that `done` is, the results whose turn it is; the caller takes each before the next."""
+        """Yields the results that are next in order, now that `done` has arrived. The caller must `take` each before
+        the next."""
         if self.as_completed:
             yield done
             return
@@ -154,7 +159,8 @@ class Course:
             yield self._early.pop(first)
 
     def take(self, done: Done) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
-        """Keeps what came of a task, then tells the plan: the tasks it names, and its lines in metrics.jsonl."""
+        """Stores a task's output and its line, then passes the result to the plan; returns the new tasks and the
+        metrics."""
         task, result = done.task, done.result
         files = keep(done.folder, self.run.path / MEMBERS / task.makes) if done.folder else {}
         line = {"number": self.done, "task": task.name, "kind": task.kind, "makes": task.makes}
@@ -170,7 +176,7 @@ class Course:
         return new, notes
 
     def _retell(self, task: Task, result: Result) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
-        """`_tell` of a result that was read from the disk."""
+        """`_tell` for a result read from disk. Raises Damaged if the plan cannot process it."""
         try:
             return self._tell(task, result)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -197,7 +203,7 @@ class Course:
             self.open[task.name] = task
 
     def _known(self, line: Mapping[str, Any]) -> Task:
-        """The open task that a line of tasks.jsonl is of."""
+        """Returns the pending task that a line of tasks.jsonl belongs to."""
         said = [line.get(key) for key in ("task", "kind", "makes")]
         if line.get("number") != self.done or not all(isinstance(one, str) for one in said):
             raise Damaged(
@@ -216,8 +222,10 @@ class Course:
 
 
 def _finished(run: Path, timings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of tasks.jsonl, which is made where the run has none yet. Raises ValueError where it has lost some:
-    those tasks and their members would be done again, and the old ones removed."""
+    """Returns the lines of tasks.jsonl; creates the file for a new run.
+
+    Raises ValueError if lines are missing: those tasks would be repeated, and their members deleted.
+    """
     path = run / TASKS
     made = [folder for folder in (run / MEMBERS).glob("*") if not folder.name.startswith(TEMPORARY)]
     if not path.exists() and not made and not timings:
@@ -232,7 +240,7 @@ def _finished(run: Path, timings: Sequence[Mapping[str, Any]]) -> list[dict[str,
 
 
 def keep(made: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Moves what a task made to `folder`, on the disk on return; size and checksum of each file."""
+    """Moves a task's output folder `made` to `folder`, durably; returns size and checksum by file."""
     facts = checksums(made)
 
     def fill(temporary: Path) -> None:
@@ -245,7 +253,7 @@ def keep(made: Path, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _only(folder: Path, members: Mapping[str, Mapping[str, Any]]) -> None:
-    """Removes what no finished task made; raises ValueError where what one made is not there as it was."""
+    """Deletes members that no finished task produced. Raises ValueError if a member's files are missing or changed."""
     for name, files in members.items():
         if fault := damaged(path_inside(folder, name), files):
             raise Damaged(f"{fault}; {AGAIN}")

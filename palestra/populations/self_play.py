@@ -1,11 +1,11 @@
-"""Self-play with a pool: each player learns in slices, against a mixture of the members there were before the slice.
+"""Self-play with a pool: each player trains in slices, against a mixture of earlier members.
 
-A copy is frozen after every slice, and the next goes on from it. Whom it meets is the matchmaker's choice: `latest`
-is plain self-play (in games of several populations, alternating responses), `history` fictitious self-play (Heinrich et
-al., 2015), `pfsp` looks for opponents that still win, `solution` for a meta-solver's mixture. With best responses in
-place of slices (`start: fresh`, an exact oracle), `history` is fictitious play.
+A copy is frozen after every slice, and the next slice continues from it. The matchmaker chooses the mixture: `latest`
+is plain self-play (with several populations, alternating responses), `history` fictitious self-play (Heinrich et al.,
+2015), `pfsp` prefers opponents that still win, `solution` is a meta-solver's mixture. With best responses instead of
+slices (`start: fresh` and an exact oracle), `history` is fictitious play.
 
-Slice k + 1 of a player needs slice k of every other, and no more: nobody waits for all.
+Slice k + 1 of a player needs slice k of every other player, and nothing more.
 """
 
 from __future__ import annotations
@@ -29,29 +29,39 @@ from palestra.types import TEAM, Metrics
 
 
 class SelfPlayConfig(Strict):
-    """How many `slices` each player trains, and of how many `env_steps` (language agents: `steps`) each.
-
-    Opponents are drawn from the newest `pool` members (0: all) by the `matchmaker`; with probability `self_play` they
-    are the learner's own current weights. A slice goes on from the `last` one or starts `fresh`. With `games` each copy
-    plays those before it, for the payoff table, which the matchmaker `solution` has the `solver` read. Every `assess`
-    slices NashConv is measured (0: never; games without exact rules), of the `average` over all members or of the
-    `latest`; the run ends at `stop` of it."""
+    """Self-play with a pool of earlier members: slices, choice of opponents, and evaluation."""
 
     type: Literal["self_play"] = "self_play"
     slices: int = Field(40, ge=1)
+    """Slices that each player trains."""
     env_steps: int = Field(20_000, ge=1)
+    """Env steps of each slice."""
     steps: int = Field(0, ge=0)
+    """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
     matchmaker: MatchmakerConfig = Latest()
+    """Computes the mixture of opponents."""
     pool: int = Field(0, ge=0)
+    """Opponents are the newest so many members; 0: all."""
     self_play: float = Field(0.0, ge=0, le=1)
+    """Probability that a game's opponents are the learner's own current weights; needs `symmetric: true`."""
     start: Literal["last", "fresh"] = "last"
+    """A slice continues the `last` one, or starts with `fresh` weights."""
     games: int = Field(0, ge=0)
+    """Games of each new copy against each earlier one, for the payoff table; 0: none. Needed by matchmaker
+    `solution`."""
     cells: int = Field(16, ge=1)
+    """Payoff cells of one task of games."""
     solver: SolverConfig = Nash()
-    decay: float = Field(0.99, gt=0, le=1)  # of what is known of an opponent, with each game against it
+    """Meta-solver for matchmaker `solution`."""
+    decay: float = Field(0.99, gt=0, le=1)
+    """Factor by which earlier results against an opponent are weighted down with each game; 1: all games count
+    alike."""
     assess: int = Field(1, ge=0)
+    """NashConv is measured every so many slices; 0: never. Needs a game with exact rules."""
     assessed: Literal["average", "latest"] = "average"
+    """NashConv is that of the uniform mixture over all members (`average`), or of the `latest`."""
     stop: float = Field(0.0, ge=0)
+    """The run ends once NashConv is at most this; 0: never."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -63,10 +73,10 @@ class SelfPlayConfig(Strict):
 
 
 class SelfPlay:
-    """The plan. `population` holds the members that play first; `seats` names the player at each seat."""
+    """Plan of self-play. `population` holds the initial members; `seats` names the player at each seat."""
 
     def __init__(self, config: SelfPlayConfig, population: Population, seats: Sequence[Player] = ()) -> None:
-        """Raises ValueError for a player without a member, and for self-play of players of different seats."""
+        """Raises ValueError if a player has no member, or if `self_play` is above 0 with several players."""
         self.config, self.population = config, population
         self.seats = tuple(seats) or population.players
         if empty := [player for player in population.players if not population.of(player)]:
@@ -87,9 +97,11 @@ class SelfPlay:
         self._notes: dict[str, Metrics] = {}
 
     def begin(self) -> list[Task]:
+        """Returns the games among the initial members, if `games` is above 0, and the first slices."""
         return [*(self.matches.first() if self.config.games else []), *self._slices()]
 
     def finished(self, task: Task, result: Result) -> list[Task]:
+        """Records a result; returns the games, assessments and slices that it makes possible."""
         self._notes, new = {}, []
         if task.kind == "train":
             new = self._trained(task, result)
@@ -100,27 +112,27 @@ class SelfPlay:
         return [*new, *self._slices()]
 
     def notes(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """A line of a slice or of NashConv, and what there is once all players have trained alike."""
+        """Metrics of a slice or of NashConv, with counts once all players have trained equally many slices."""
         return self._notes
 
     def summary(self) -> dict[str, float]:
-        """Where the run stands."""
+        """Progress: slices done by all players and in all, members, games, env steps, and the latest NashConv."""
         last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
         return {"iteration": self._round(), "iterations": self.config.slices, **self._counts(), **last}
 
     @property
     def payoffs(self) -> Payoffs:
-        """The payoff table of the copies; empty without `games`."""
+        """Payoff table of the frozen members; empty if `games` is 0."""
         return self.matches.game.payoffs
 
     def _counts(self) -> Metrics:
         return {"members": len(self.population), "games": self.matches.played, "env_steps": self.env_steps}
 
     def _round(self) -> int:
-        """How many slices every player has done."""
+        """Number of slices that every player has done."""
         return min(self.done.values())
 
-    # ---- what was done
+    # ---- results
 
     def _trained(self, task: Task, result: Result) -> list[Task]:
         player, before = task.order["player"], self._round()
@@ -138,7 +150,7 @@ class SelfPlay:
         return new
 
     def _keep(self, task: Task) -> list[Task]:
-        """The frozen copy; its games."""
+        """Adds the frozen copy; returns its games."""
         player, name = task.order["player"], task.makes
         info = {"iteration": self.done[player]}
         member = Member(name, player, f"members/{name}", task.order["start"], info)
@@ -167,7 +179,7 @@ class SelfPlay:
     # ---- slices
 
     def _slices(self) -> list[Task]:
-        """A slice for every player who may begin one."""
+        """Returns a slice for every player that can start one."""
         return [] if self.over else [self._slice(player) for player in self.population.players if self._ready(player)]
 
     def _ready(self, player: Player) -> bool:
@@ -191,7 +203,7 @@ class SelfPlay:
         return Task(f"train/{name}", "train", order, files, name)
 
     def _opponents(self, player: Player) -> dict[Player, Mix]:
-        """Whom a player's next slice meets."""
+        """Returns the mixture of opponents of a player's next slice, by player."""
         names = self._pool(self.done[player])
         others = [other for other in names if other != player] or [player]
         return {
@@ -203,7 +215,7 @@ class SelfPlay:
         return {name: self.rates.rate(player, name) for name in names}
 
     def _solution(self, names: dict[Player, list[str]], others: Sequence[Player]) -> dict[Player, Mix]:
-        """The meta-strategy of each, where the matchmaker reads it."""
+        """Returns the meta-strategy of each player if the matchmaker uses it; else empty mixtures."""
         if self.config.matchmaker.type != "solution":
             return {other: {} for other in others}
         seated = [names[player] for player in self.seats]
@@ -212,7 +224,7 @@ class SelfPlay:
         return {other: meta.mix(other) for other in others}
 
     def _names(self, number: int) -> dict[Player, list[str]]:
-        """The members of each player after `number` slices."""
+        """Returns the members of each player after `number` slices."""
         return {player: self.population.of(player)[: first + number] for player, first in self.first.items()}
 
     def _pool(self, number: int) -> dict[Player, list[str]]:

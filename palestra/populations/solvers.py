@@ -1,8 +1,8 @@
-"""Meta-solvers by name: from a payoff table to the mixtures that members are trained against.
+"""Meta-solvers by name: from a payoff table to the mixtures that responses train against.
 
-Every solver answers both ways: `solve` gives a distribution for each player, `solve_joint` one over who is whose. For a
-solver that makes players independent the second is the product of the first; for one that correlates them (`joint`)
-the first are the second's marginals, which may be no equilibrium.
+Every solver has both forms: `solve` returns one distribution for each player, `solve_joint` a joint distribution over
+member profiles. For solvers with independent players the joint distribution is their product; for solvers that
+correlate them (`joint`) the distributions are its marginals, which may not be an equilibrium.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from palestra.populations.normal_form.zero_sum import nash
 
 
 class Solver(Strict):
-    """Mean payoffs in, one array [m_0, ..., m_n-1] for each player; strategies out."""
+    """Computes strategies from mean payoffs, one array [m_0, ..., m_n-1] for each player. Strategies are float64."""
 
     joint: ClassVar[bool] = False
 
     @abstractmethod
     def solve(self, payoffs: Payoff) -> list[np.ndarray]:
-        """A distribution [m_i] for each player. Raises ValueError for a table that this solver is not for."""
+        """Returns a distribution [m_i] for each player. Raises ValueError if the solver cannot handle the table."""
 
     def solve_joint(self, payoffs: Payoff) -> np.ndarray:
-        """A distribution [m_0, ..., m_n-1] over who is whose."""
+        """Returns a joint distribution over member profiles [m_0, ..., m_n-1]."""
         return joint_of(self.solve(payoffs))
 
 
 class JointSolver(Solver):
-    """A solver that correlates the players."""
+    """A solver whose joint distribution correlates the players."""
 
     joint: ClassVar[bool] = True
 
     @abstractmethod
     def solve_joint(self, payoffs: Payoff) -> np.ndarray:
-        """A distribution [m_0, ..., m_n-1] over who is whose."""
+        """Returns a joint distribution over member profiles [m_0, ..., m_n-1]."""
 
     def solve(self, payoffs: Payoff) -> list[np.ndarray]:
-        """The marginals of the joint distribution."""
+        """Returns the marginals [m_i] of the joint distribution."""
         return marginals(self.solve_joint(payoffs))
 
 
 class Uniform(Solver):
-    """Every member alike: PSRO with it is fictitious play over members."""
+    """Uniform over each player's members. PSRO with it is fictitious play over members."""
 
     type: Literal["uniform"] = "uniform"
 
@@ -63,17 +63,20 @@ class Nash(Solver):
     """Nash equilibrium of a two-player constant-sum table, by linear programming."""
 
     type: Literal["nash"] = "nash"
-    ties: Literal["vertex", "entropy"] = "vertex"  # of several equilibria: the solver's first, or the most random
+    ties: Literal["vertex", "entropy"] = "vertex"
+    """Choice among several equilibria: `vertex`, the first that the simplex method finds, or `entropy`, the most
+    random."""
 
     def solve(self, payoffs: Payoff) -> list[np.ndarray]:
         return nash(checked(payoffs), ties=self.ties)
 
 
 class FictitiousPlay(Solver):
-    """Each player's average over rounds of best answers to the others' averages."""
+    """Fictitious play: each player's average over rounds of best responses to the others' averages."""
 
     type: Literal["fictitious_play"] = "fictitious_play"
     iterations: int = Field(10_000, ge=1)
+    """Rounds."""
 
     def solve(self, payoffs: Payoff) -> list[np.ndarray]:
         return fictitious_play(checked(payoffs), iterations=self.iterations)
@@ -84,52 +87,63 @@ class RegretMatching(Solver):
 
     type: Literal["regret_matching"] = "regret_matching"
     iterations: int = Field(10_000, ge=1)
-    gamma: float = Field(1e-6, ge=0, le=1)  # share of uniform play
+    """Rounds."""
+    gamma: float = Field(1e-6, ge=0, le=1)
+    """Share of uniform play in every round."""
 
     def solve(self, payoffs: Payoff) -> list[np.ndarray]:
         return regret_matching(checked(payoffs), iterations=self.iterations, gamma=self.gamma)
 
 
 class ProjectedReplicator(Solver):
-    """Each player's average along projected replicator dynamics: PSRO's own solver (Lanctot et al., 2017)."""
+    """Each player's average along projected replicator dynamics, PSRO's original solver (Lanctot et al., 2017)."""
 
     type: Literal["prd"] = "prd"
     iterations: int = Field(50_000, ge=1)
+    """Euler steps."""
     dt: float = Field(1e-3, gt=0)
-    gamma: float = Field(1e-6, ge=0)  # least probability of a member
+    """Step size; larger payoffs need a smaller one."""
+    gamma: float = Field(1e-6, ge=0)
+    """Lower bound of every member's probability."""
 
     def solve(self, payoffs: Payoff) -> list[np.ndarray]:
         return projected_replicator(checked(payoffs), iterations=self.iterations, dt=self.dt, gamma=self.gamma)
 
 
 class AlphaRank(JointSolver):
-    """Alpha-rank: how often evolution sits at each profile; any number of players."""
+    """Alpha-rank: the stationary distribution of an evolutionary process over profiles; any number of players."""
 
     type: Literal["alpha_rank"] = "alpha_rank"
-    alpha: float | Literal["infinite", "sweep"] = "infinite"  # intensity of selection; a sweep raises it until it tells
-    m: int = Field(50, ge=2)  # individuals in a population; infinite alpha does not depend on it
+    alpha: float | Literal["infinite", "sweep"] = "infinite"
+    """Intensity of selection; `sweep` doubles it until the distribution no longer changes."""
+    m: int = Field(50, ge=2)
+    """Individuals in each population; not used with infinite `alpha`."""
 
     def solve_joint(self, payoffs: Payoff) -> np.ndarray:
         return alpha_rank(checked(payoffs), alpha=self.alpha, m=self.m)
 
 
 class CorrelatedEquilibrium(JointSolver):
-    """The most random correlated equilibrium: no player gains by another member where it is told one."""
+    """The most random correlated equilibrium: no player gains by another member than the one recommended."""
 
     type: Literal["ce"] = "ce"
     objective: Objective = "gini"
-    epsilon: float = Field(0.0, ge=0)  # what a player may gain, in units of return
+    """Measure of randomness: Gini impurity or entropy."""
+    epsilon: float = Field(0.0, ge=0)
+    """Gain by deviation that is allowed, in units of return."""
 
     def solve_joint(self, payoffs: Payoff) -> np.ndarray:
         return correlated_equilibrium(checked(payoffs), objective=self.objective, epsilon=self.epsilon)
 
 
 class CoarseCorrelatedEquilibrium(JointSolver):
-    """The most random coarse correlated equilibrium: no player gains by a member fixed beforehand."""
+    """The most random coarse correlated equilibrium: no player gains by a member chosen before recommendations."""
 
     type: Literal["cce"] = "cce"
     objective: Objective = "gini"
+    """Measure of randomness: Gini impurity or entropy."""
     epsilon: float = Field(0.0, ge=0)
+    """Gain by deviation that is allowed, in units of return."""
 
     def solve_joint(self, payoffs: Payoff) -> np.ndarray:
         return coarse_correlated_equilibrium(checked(payoffs), objective=self.objective, epsilon=self.epsilon)

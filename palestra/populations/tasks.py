@@ -1,8 +1,8 @@
-"""What a population's training consists of, and what a plan, a worker and a backend are to the scheduler.
+"""Tasks of a population's training, and the protocols of plan, worker and backend.
 
-A plan says which tasks there are to do; a backend has workers that do them; the scheduler hands tasks out and notes
-what came of them, in the order it came. A plan is a function of that order alone: so a run that was killed is taken up
-by telling a new plan the finished tasks again, and a task's randomness follows from its name.
+A plan determines which tasks to do; a backend has workers that run them; the scheduler submits tasks and logs their
+results in the order in which the plan gets them. A plan is a function of that order alone: a killed run is resumed by
+passing the finished tasks to a new plan. A task's randomness is determined by its name.
 """
 
 from __future__ import annotations
@@ -12,96 +12,100 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-Result = dict[str, Any]  # JSON: what a worker tells of a task
+Result = dict[str, Any]  # JSON: a worker's result of a task
 
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work. `name` is unique in a run; `order` (JSON) says what to do; `members` are those whose weights the
-    worker needs; `makes` is the member whose folder the task fills, "" for none.
+    """A piece of work. `name` is unique in a run; `order` (JSON) is its input.
 
-        Task("train/player_0-3", "train", {"player": "player_0", "opponents": {"player_1": {"player_1-2": 1.0}}},
-             members=("player_1-2",), makes="player_0-3")
+    Task("train/player_0-3", "train", {"player": "player_0", "opponents": {"player_1": {"player_1-2": 1.0}}},
+         members=("player_1-2",), makes="player_0-3")
     """
 
     name: str
-    kind: str  # train, play, assess
+    kind: str  # train, play, assess, solve
     order: Mapping[str, Any] = field(default_factory=dict)
     members: tuple[str, ...] = ()
+    """Members whose files the worker needs."""
     makes: str = ""
+    """Name of the member whose folder the task fills; "": none."""
 
 
 class Plan(Protocol):
-    """Which tasks there are. It must answer alike, told the same finished tasks in the same order."""
+    """Determines the tasks of a run. It must be deterministic in the sequence of finished tasks."""
 
     def begin(self) -> Sequence[Task]:
-        """The tasks that need nothing."""
+        """Returns the tasks that need no results."""
         ...
 
     def finished(self, task: Task, result: Result) -> Sequence[Task]:
-        """The tasks that can be done now that `task` is."""
+        """Takes the result of `task`; returns the tasks that this makes possible."""
         ...
 
 
 class Worker(Protocol):
-    """Does tasks, one at a time, in a process of its own or in this one."""
+    """Runs tasks, one at a time, in a process of its own or in the current one."""
 
     def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
-        """What came of `task`. `members` says where their files lie (read-only); `out`, where the task makes a member,
-        is an empty folder for its files. What it draws follows from the task's name and the run's seed."""
+        """Runs `task` and returns its result.
+
+        `members` are the folders of their files (read-only); `out`, if the task produces a member, is an empty folder
+        for its files, else None. All randomness must follow from the task's name and the run's seed.
+        """
         ...
 
 
-MakeWorker = Callable[[], Worker]  # picklable: a backend calls it where the worker is to live
+MakeWorker = Callable[[], Worker]  # must be picklable: a backend calls it in the worker's process
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a backend reports. `result` is as JSON gives it back; `folder` holds the files of the member that the task
-    made, and is the caller's to take; `seconds` are the worker's."""
+    """A finished task. `result` is the worker's after a round trip through JSON; `seconds` is the worker's time."""
 
     task: Task
     result: Result
     folder: Path | None
+    """Files of the member that the task produced, or None; the receiver owns the folder."""
     seconds: float
 
 
 class Backend(Protocol):
-    """Workers, and what it takes to reach them. A task whose worker died is done again by another."""
+    """Runs tasks on workers. A task whose worker died is given to another."""
 
     @property
     def workers(self) -> int:
-        """How many tasks are done at once."""
+        """Number of tasks that run at once."""
         ...
 
     def share(self, name: str, folder: Path) -> None:
-        """Makes a member known: tasks that name it in `members` find its files."""
+        """Registers a member, so that tasks that name it in `members` find its files."""
         ...
 
     def forget(self, name: str) -> None:
-        """Lets go of a member that no open task needs; from then on its folder may go."""
+        """Removes a member that no pending task needs; its folder may then be deleted."""
         ...
 
     def submit(self, task: Task) -> None:
-        """Takes a task on; it waits its turn."""
+        """Adds a task to the queue."""
         ...
 
     def wait(self, timeout: float | None = None) -> Done | None:
-        """The next task to be done, or None where `timeout` seconds pass first. Raises ValueError, naming the task,
-        where its worker raised, or died at it again and again."""
+        """Returns the next finished task, or None after `timeout` seconds. Raises ValueError, with the task's name, if
+        its worker raised, or died repeatedly."""
         ...
 
     def withdraw(self) -> int:
-        """Forgets the tasks whose turn has not come; how many are being done."""
+        """Removes tasks that have not started; returns the number of running ones."""
         ...
 
     def close(self) -> None:
-        """Ends the workers; what they were doing is lost."""
+        """Ends the workers; running tasks are lost."""
         ...
 
 
 def done_by(backend: Backend, tasks: Sequence[Task]) -> Iterator[Done]:
-    """Hands out tasks that no plan waits for, and tells of each as it is done."""
+    """Runs tasks without a plan; yields each as it finishes."""
     for task in tasks:
         backend.submit(task)
     left = len(tasks)

@@ -1,9 +1,10 @@
-"""Extensive-form double oracle (McAleer et al., 2021), as a plan of tasks: for two-player zero-sum games with rules.
+"""Extensive-form double oracle (XDO; McAleer et al., 2021) as a plan of tasks, for two-player zero-sum games with
+rules.
 
-PSRO mixes whole policies, and may need as many as there are ways to combine actions. Here each information state mixes
-the actions that some response prefers there: every player's best response to the last solution allows its actions, and
-what is allowed by then is solved by CFR+. Responses that are networks make it NXDO. A solution is a member that plays
-by a table.
+PSRO mixes whole policies, and may need as many as there are combinations of actions. XDO mixes actions at each
+information state: each player's best response to the last solution allows the actions that it prefers, and the game
+restricted to all allowed actions is solved by CFR+. With networks as responses this is NXDO. A solution is a member
+whose policy is a table.
 """
 
 from __future__ import annotations
@@ -20,22 +21,26 @@ from palestra.types import TEAM, Metrics
 
 
 class XDOConfig(Strict):
-    """`iterations`, each a response for each player, trained for `env_steps`, and `rounds` of CFR+ on what all of them
-    allow. NashConv is measured every `assess` iterations (0: never), and the run ends at `stop` of it."""
+    """Extensive-form double oracle: iterations, responses, and the solution of the restricted game."""
 
     type: Literal["xdo"] = "xdo"
     iterations: int = Field(10, ge=1)
+    """Iterations, each with one response for each player."""
     env_steps: int = Field(100_000, ge=1)
+    """Env steps of each response."""
     rounds: int = Field(1000, ge=1)
+    """Iterations of CFR+ on the restricted game."""
     assess: int = Field(1, ge=0)
+    """NashConv is measured every so many iterations; 0: never."""
     stop: float = Field(0.0, ge=0)
+    """The run ends once NashConv is at most this; 0: never."""
 
 
 class XDO:
-    """The plan. `population` holds the member that plays first; its two players have a seat each."""
+    """Plan of XDO. `population` holds the initial member; its two players have one seat each."""
 
     def __init__(self, config: XDOConfig, population: Population, seats: Sequence[Player] = ()) -> None:
-        """Raises ValueError for other than two players, and where there is nobody to begin with."""
+        """Raises ValueError unless there are two players with one seat each and an initial member."""
         self.config, self.population = config, population
         self.players = population.players
         if len(self.players) != 2 or (seats and tuple(seats) != self.players):
@@ -53,30 +58,32 @@ class XDO:
         self._notes: dict[str, Metrics] = {}
 
     def begin(self) -> list[Task]:
+        """Returns both players' first responses."""
         return self._responses()
 
     def finished(self, task: Task, result: Result) -> list[Task]:
+        """Records a result; returns the next responses, the solve task or the assessment."""
         self._notes = {}
         if task.kind == "assess":
             self._assessed(task, result)
             return []
         if self.over:
-            return []  # what was under way when NashConv was low enough
+            return []  # tasks that were running when NashConv fell to `stop`
         return self._trained(task, result) if task.kind == "train" else self._solved(task, result)
 
     def notes(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """A line of a response, of a solution or of NashConv. `allowed` counts actions over all information states."""
+        """Metrics of a response, of a solution or of NashConv. `allowed` counts actions over all information states."""
         return self._notes
 
     def summary(self) -> dict[str, float]:
-        """Where the run stands."""
+        """Progress: iterations done and in all, members, env steps, allowed actions, and the latest NashConv."""
         last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
         return {"iteration": self.number, "iterations": self.config.iterations, **self._counts(), **last}
 
     def _counts(self) -> Metrics:
         return {"members": len(self.population), "games": 0, "env_steps": self.env_steps, "allowed": self.allowed}
 
-    # ---- what was done
+    # ---- results
 
     def _trained(self, task: Task, result: Result) -> list[Task]:
         player, number = task.order["player"], self.number + 1
@@ -100,10 +107,10 @@ class XDO:
         self.over |= measured <= self.config.stop > 0
         self._notes = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result["exploitability"]}}
 
-    # ---- what is to do
+    # ---- tasks
 
     def _responses(self) -> list[Task]:
-        """To the last solution."""
+        """Returns both players' responses to the last solution."""
         first, second = self.players
         return [self._response(first, second), self._response(second, first)]
 
@@ -128,5 +135,5 @@ class XDO:
         return [Task(f"assess/{self.number}", "assess", order, self._files([self.solution]))]
 
     def _files(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those that have weights."""
+        """Returns those of the members that have files."""
         return tuple(name for name in names if self.population.members[name].weights)

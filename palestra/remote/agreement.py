@@ -1,8 +1,8 @@
-"""Samplers elsewhere must find tokens as likely as the trainer here does, or what is learned from them is wrong.
+"""Compares log-probabilities of remote samplers with those of the local trainer before training starts.
 
-Before anything is trained each server answers a few prompts, under the bare base and under adapters of random weights,
-all in one batch; the trainer of this process then scores the same tokens. Another base, an adapter that is not applied
-or given to the wrong rows, and log-probabilities that mean something else all show.
+Each server answers a few random prompts, under the bare base and under adapters with random weights, all in one batch;
+the trainer then scores the same tokens. This detects a different base, an adapter that is not applied or is applied to
+the wrong rows, and log-probabilities with a different definition. Any of these would make the policy gradient wrong.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from palestra.engine.trainer import Trainer
 from palestra.remote.vllm import Server, VllmSampler
 from palestra.types import Sample
 
-PROMPTS, SIBLINGS, PROMPT, ANSWER = 2, 2, 12, 8  # of each policy: prompts, answers to each, and tokens of both
-STRENGTH = 0.1  # about what the random adapters add to a layer's output, as a part of it
+PROMPTS, SIBLINGS, PROMPT, ANSWER = (
+    2,
+    2,
+    12,
+    8,
+)  # counts per policy and prompt; lengths in tokens
+STRENGTH = 0.1  # approximate size of a random adapter's output relative to its layer's output
 
 
 class Claim(NamedTuple):
-    """A policy that is to be sampled elsewhere: its adapter (None: the bare base), and how it is sampled."""
+    """A policy that uses a remote sampler: its adapter config (None: the bare base) and its sampling parameters."""
 
     name: str
     lora: LoraConfig | None
@@ -34,8 +39,11 @@ class Claim(NamedTuple):
 
 
 def check(sampler: VllmSampler, engine: Engine, claims: Sequence[Claim], tolerance: float | None) -> None:
-    """Raises ValueError, with server, policy and figures, where the mean difference of log-probabilities is more than
-    `tolerance` (None: 1e-3 in float32, 0.05 else)."""
+    """Compares every server of `sampler` with the local trainer on every policy in `claims`.
+
+    Raises ValueError, with server, policy and measured differences, if the mean absolute difference of
+    log-probabilities exceeds `tolerance` (None: 1e-3 in float32, 0.05 otherwise) or is NaN.
+    """
     limit = tolerance or (1e-3 if engine.dtype == torch.float32 else 0.05)
     adapters = [_random(engine, claim.lora, seed) if claim.lora else None for seed, claim in enumerate(claims)]
     if sampler.zero is None and any(adapters):
@@ -46,7 +54,7 @@ def check(sampler: VllmSampler, engine: Engine, claims: Sequence[Claim], toleran
         for i, (claim, adapter) in enumerate(zip(claims, adapters, strict=True)):
             part = slice(i * PROMPTS, (i + 1) * PROMPTS)
             gaps = _gaps(engine, claim, adapter, requests[part], answers[part])
-            if not gaps.mean() <= limit:  # NaN is no agreement either
+            if not gaps.mean() <= limit:  # also true for NaN
                 raise ValueError(_disagreement(server, engine, claim, gaps, limit))
 
 
@@ -63,7 +71,7 @@ def _gaps(
     requests: Sequence[Request],
     answers: Sequence[Sequence[Sampled]],
 ) -> np.ndarray:
-    """How far the server's log-probability of each token sampled is from the trainer's."""
+    """Absolute log-probability differences [tokens] between server and trainer, over all sampled tokens."""
     pairs = [(request.prompt_ids, answer) for request, each in zip(requests, answers, strict=True) for answer in each]
     ours = _scored(engine, adapter, pairs, claim.sampling.temperature or 1.0)
     theirs = [answer.logprobs for _, answer in pairs]
@@ -91,7 +99,7 @@ def _disagreement(server: Server, engine: Engine, claim: Claim, gaps: np.ndarray
 def _scored(
     engine: Engine, adapter: Adapter | None, pairs: Sequence[tuple[np.ndarray, Sampled]], temperature: float
 ) -> list[np.ndarray]:
-    """Log-probabilities [T] of each answer's tokens after its prompt, as training computes them."""
+    """Log-probabilities [T] of each completion's tokens after its prompt, computed as in training."""
     zeros = [np.zeros(len(answer.token_ids), np.float32) for _, answer in pairs]
     samples = [
         Sample(prompt, answer.token_ids, none, none, temperature)
@@ -101,12 +109,12 @@ def _scored(
 
 
 def _zero(engine: Engine) -> Adapter:
-    """An adapter that adds nothing, as new ones do."""
+    """Returns a new adapter, which adds zero to every layer."""
     return Adapter(engine.linears, LoraConfig(rank=1, alpha=1), seed=0)
 
 
 def _random(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
-    """An adapter of random weights that are not zero, unlike a new one's."""
+    """Returns an adapter with random non-zero weights; a new adapter would be equal to the base."""
     adapter = Adapter(engine.linears, config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     spread = STRENGTH / (adapter.scale * config.rank**0.5)
@@ -123,5 +131,5 @@ def _prompts(engine: Engine) -> list[np.ndarray]:
 
 
 def _open_ended(sampling: Sampling) -> Sampling:
-    """The same distribution, in answers of one length."""
+    """Returns the same distribution without stop conditions, so that all completions have equal length."""
     return sampling.model_copy(update={"max_tokens": ANSWER, "stop": (), "stop_ids": (), "end": False})

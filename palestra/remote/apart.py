@@ -1,4 +1,4 @@
-"""Samplers of a run that are not in its process: where `sampler:` becomes objects."""
+"""Builds the remote samplers of a run from the config section `sampler:`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from palestra.remote.vllm import Patience, Server, VllmSampler
 
 
 class Elsewhere:
-    """The samplers that `config` describes, one for each base, and what was claimed of policies that use them."""
+    """The remote samplers described by `config`, one per base, and the policies that each one serves."""
 
     def __init__(self, config: ServersConfig | ProcessesConfig) -> None:
         self.config = config
@@ -24,7 +24,10 @@ class Elsewhere:
         self._claims: dict[Samples, list[Claim]] = {}
 
     def open(self, base: str, *, dtype: str, device: str, max_rows: int) -> Opening:
-        """A sampler of `base` that is being opened. Raises ValueError for a second base where servers run already."""
+        """Starts opening a sampler of `base`.
+
+        Raises ValueError for a second base if `config` names running servers: those serve one base only.
+        """
         self._bases.append(base)
         if isinstance(self.config, ServersConfig) and len(self._bases) > 1:
             raise ValueError(
@@ -34,7 +37,10 @@ class Elsewhere:
         return Opening(self.config, base, dtype=dtype, device=device, max_rows=max_rows)
 
     def agree(self, name: str, lora: LoraConfig | None, sampling: Sampling, engine: Engine, sampler: Samples) -> None:
-        """Notes that policy `name` is sampled there, and checks it with all that are: see agreement.py."""
+        """Registers policy `name` with `sampler` and compares log-probabilities of all its policies (agreement.py).
+
+        Raises ValueError if they differ by more than `config.tolerance`.
+        """
         if isinstance(sampler, VllmSampler):
             claims = self._claims.setdefault(sampler, [])
             claims.append(Claim(name, lora, sampling))
@@ -42,7 +48,7 @@ class Elsewhere:
 
 
 class Opening:
-    """A sampler of `base` that is being opened: processes start at once, `ready` waits for them."""
+    """A sampler of `base` that is being opened: its processes start in the constructor, `ready` waits for them."""
 
     def __init__(
         self, config: ServersConfig | ProcessesConfig, base: str, *, dtype: str, device: str, max_rows: int
@@ -56,7 +62,10 @@ class Opening:
             self.processes = Processes(words, config.count, config.gpus, self.exchange.folder)
 
     def ready(self) -> VllmSampler:
-        """Raises ValueError where a server is not there, or does not start."""
+        """Waits for the servers and returns the sampler.
+
+        Raises ValueError if a server is unreachable or does not start.
+        """
         servers, key = self._servers()
         patience = Patience(self.config.timeout, self.config.patience)
         sampler = VllmSampler(servers, self.exchange, patience, key, self.processes)

@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own: what runs there goes on while the caller computes."""
+"""An asyncio event loop on a background thread; its coroutines run while the calling thread computes."""
 
 from __future__ import annotations
 
@@ -13,34 +13,42 @@ _open: set[Aside] = set()
 
 
 class Aside:
-    """Callers may be coroutines of any loop, or none. Close it when nothing is asked of it any more; what is open when
-    the process ends is closed then. The coroutine that `last` makes is what it does last."""
+    """An event loop on its own daemon thread.
+
+    Callers may be coroutines of any event loop, or ordinary threads. `close` must follow the last call; loops still
+    open at interpreter exit are closed then. The coroutine returned by `last`, if set, runs just before the loop stops.
+    """
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.last: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self._lock, self._closing = threading.RLock(), False  # what is let go of may be so anywhere
+        self._lock, self._closing = (
+            threading.RLock(),
+            False,
+        )  # reentrant, for finalizers
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         _open.add(self)
         self._thread.start()
 
     def now(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine that runs there, waited for."""
+        """Runs `work` on the loop thread, blocks until it ends and returns its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     async def soon(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same for callers that are coroutines. Where they are cancelled, so is the work."""
+        """Runs `work` on the loop thread and awaits its result. Cancelling the caller cancels `work`."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def later(self, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs a coroutine there when it can, unless it is being closed; nobody hears what came of it."""
+        """Schedules `make()` on the loop thread unless the loop is closing; its result and exceptions are dropped."""
         with self._lock:
             if not self._closing:
                 asyncio.run_coroutine_threadsafe(make(), self.loop)
 
     def close(self) -> None:
-        """Cancels what runs there and ends the thread. May be called twice, and on that thread too, which then ends by
-        itself."""
+        """Cancels all tasks of the loop and joins the thread.
+
+        May be called repeatedly. On the loop thread itself it does not join: the thread ends later.
+        """
         with self._lock:
             if not self._closing:
                 self._closing = True
@@ -66,6 +74,6 @@ class Aside:
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that is still at work while the interpreter goes takes the process down with it."""
+    """Closes all open loops: a thread still running during interpreter shutdown can crash the process."""
     for aside in list(_open):
         aside.close()

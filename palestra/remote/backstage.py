@@ -1,8 +1,7 @@
-"""The thread on which a client talks to its servers.
+"""The event loop thread of the remote env client, one per process.
 
-gRPC's asyncio calls belong to the event loop that made them, while envs are asked from one loop after another: of a
-run, of an exam, of a check. So the talking has a loop of its own, which lasts as long as the process and goes on while
-others are at work.
+gRPC's asyncio calls are bound to the event loop that created them, but envs are called from several loops in turn (of a
+run, of an evaluation, of a check). All gRPC traffic therefore runs on this loop, which lives as long as the process.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-END = 5.0  # seconds that the end of the process waits for streams to end
+END = 5.0  # seconds that interpreter exit waits for open streams
 
 
 @cache
 def loop() -> asyncio.AbstractEventLoop:
-    """The event loop of that thread."""
+    """Returns the event loop; the first call starts its daemon thread."""
     new = asyncio.new_event_loop()
     thread = threading.Thread(target=new.run_forever, name="remote envs", daemon=True)
     thread.start()
@@ -31,7 +30,7 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def begin(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Does `work` there."""
+    """Schedules `work` on the client's event loop and returns its future."""
     return asyncio.run_coroutine_threadsafe(work, loop())
 
 

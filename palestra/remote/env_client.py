@@ -1,8 +1,8 @@
-"""An env whose games are played by a server elsewhere.
+"""Client of remote envs: an `Env` whose episodes run on a gRPC server, with replay after a lost server.
 
-An env is a deterministic function of its seed and the actions, and so a game whose server is lost is not: it is opened
-anew on another, and played again to where it was. Each step must then be what it was before. Where one is not, the
-episode fails and says so.
+An env is a deterministic function of its seed and actions. If a server is lost, the episode is therefore opened on
+another one and replayed from its seed and recorded actions. Every replayed step must equal the original (compared by
+digest); otherwise the episode fails with an error.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ from palestra.remote.values import (
 from palestra.roll import roll
 from palestra.types import Seat, Step
 
-ATTEMPTS = 5  # to bring a session back, before its env is taken to be what brings servers down
-PAUSE = 0.2  # seconds between attempts to be told of an env
-# Faults that are raised here as what they were there.
+ATTEMPTS = 5  # lost servers in a row after which the env itself is assumed to crash servers
+PAUSE = 0.2  # seconds between attempts to get an env's description
+# Builtin exceptions that the client raises with their original type.
 KINDS = ("ValueError", "TypeError", "RuntimeError", "TimeoutError", "AssertionError", "OSError")
 
 
 class RemoteKind:
-    """What a server says of an env of some type and options. Calling it makes such an env."""
+    """A remote env type with options: seats, roles and options as described by a server.
+
+    Calling it returns a new env.
+    """
 
     def __init__(self, place: Place, kind: pb.Kind, told: pb.Description) -> None:
         self.place, self.kind = place, kind
@@ -56,14 +59,14 @@ class RemoteKind:
 
 
 class RemoteEnv(Env):
-    """One game of a `RemoteKind`."""
+    """An env of a `RemoteKind`, run on a server. Restores lost sessions by replay on the same or another server."""
 
     def __init__(self, kind: RemoteKind) -> None:
         self.kind, self.seats, self.roles = kind, kind.seats, kind.roles
         self._lane: Lane | None = None
         self._session = 0
         self._seed: pb.Value | None = None
-        self._said: list[pb.Pairs] = []  # the actions, and the digests of the steps from the reset on
+        self._said: list[pb.Pairs] = []  # all actions, and the digests of all steps from the reset on
         self._seen: list[bytes] = []
 
     async def reset(self, seed: int) -> Step:
@@ -85,7 +88,10 @@ class RemoteEnv(Env):
         return self._noted(step)
 
     async def fork(self) -> Self:
-        """The copy is made before whatever this or that one is asked next; nobody waits for it."""
+        """Returns a copy of the episode without waiting for the server.
+
+        The server makes the copy before later requests of either env. If it cannot, the copy's next call raises.
+        """
         twin = type(self)(self.kind)
         twin._seed, twin._said, twin._seen = self._seed, [*self._said], [*self._seen]
         if self._lane and not self._lane.lost:
@@ -98,17 +104,20 @@ class RemoteEnv(Env):
         self._seed = None
 
     def __del__(self) -> None:
-        self._leave()  # who drops an env need not have closed it
+        self._leave()  # envs may be dropped without `close`
 
     def _leave(self) -> None:
         if self._lane:
             self._lane.leave(self._session)
             self._lane = None
 
-    # ---- asking, and asking again
+    # ---- requests and replay
 
     async def _asked(self, request: pb.Request) -> pb.Reply:
-        """The reply. Raises Lost where there is no such session any more, and what the env raised."""
+        """Sends a request of the open session and returns the reply.
+
+        Raises ValueError before `reset`, Lost if the session no longer exists, and what the env raised.
+        """
         if self._seed is None:
             raise ValueError("no game is open: call reset(seed) first")
         if self._lane is None:
@@ -119,7 +128,7 @@ class RemoteEnv(Env):
         return reply
 
     async def _brought_back(self, said: list[pb.Pairs], why: str) -> pb.Step:
-        """The last step of this game on another server, or on the same one anew."""
+        """Replays the episode in a new session, on any server, and returns its last step."""
         tally["env_lost"] += 1
         self._note(why, lost=1)
         step = await self._played(said, why)
@@ -129,7 +138,10 @@ class RemoteEnv(Env):
         return step
 
     async def _played(self, said: list[pb.Pairs], why: str) -> pb.Step:
-        """The last step of a session that is opened, and in which `said` is played at once."""
+        """Opens a session, plays the actions `said` in one request and returns the last step.
+
+        Raises RuntimeError after ATTEMPTS lost servers in a row, and if a replayed step differs from the original.
+        """
         request = pb.Request(open=pb.Open(kind=self.kind.kind, seed=self._seed, actions=said))
         attempts = 0
         while attempts < ATTEMPTS:
@@ -160,7 +172,7 @@ class RemoteEnv(Env):
             roll.note("env server", self._lane.address, why, **figures)
 
     def _compare(self, steps: Any, why: str) -> None:
-        """Raises RuntimeError where the game, played again, is not what it was."""
+        """Raises RuntimeError if a replayed step differs from the recorded digest."""
         for number, (step, before) in enumerate(zip(steps, self._seen, strict=False)):
             if digest(step) != before:
                 raise RuntimeError(
@@ -179,10 +191,13 @@ class RemoteEnv(Env):
 
 
 class KnowingEnv(RemoteEnv):
-    """One whose env has an expert."""
+    """A remote env that has an `expert` method."""
 
     async def expert(self, seat: Seat, rng: random.Random) -> Any:
-        """What the env's own expert says at `seat`, drawing from `rng` as it would here."""
+        """Returns the expert's action for `seat`. The state of `rng` advances as in a local call.
+
+        Raises RuntimeError after ATTEMPTS lost servers.
+        """
         request = pb.Request(expert=pb.Expert(seat=seat, random=random_bytes(rng)))
         for _ in range(ATTEMPTS):
             try:
@@ -196,8 +211,10 @@ class KnowingEnv(RemoteEnv):
 
 
 def described(place: Place, type: str, options: Mapping[str, Any]) -> RemoteKind:
-    """What the servers of a place say of an env; asked once in a process. Raises ValueError where they refuse the type
-    or an option, or where none answers within the place's patience."""
+    """Returns a server's description of the env `type` with `options`; cached per process.
+
+    Raises ValueError if the server refuses the type or an option, or if none answers within `place.patience` seconds.
+    """
     return _described(place, pb.Kind(type=type, options=pairs(options)).SerializeToString(deterministic=True))
 
 
@@ -233,7 +250,7 @@ async def _description(place: Place, address: str, kind: pb.Kind) -> pb.Descript
 
 
 def _raised(fault: pb.Fault, address: str) -> Exception:
-    """A fault as the exception that it was; those of other modules as a RuntimeError that names them."""
+    """Converts a fault to its original exception; non-builtin exceptions become a RuntimeError with their name."""
     if fault.why == pb.Fault.UNKNOWN:
         return Lost(f"{address}: {fault.message}")
     if fault.why == pb.Fault.REFUSED:

@@ -1,8 +1,8 @@
-"""The gRPC face of `Sessions`: one process that plays envs for clients, until it is told to drain.
+"""gRPC server of `Sessions`: one process that runs envs for clients until it is drained.
 
-A stream is a client: its sessions end with it. Whether it still lives is asked by HTTP/2's own pings, so that one who
-is gone without a word is noticed within the lease. Who asks one by one is known by a name, and forgotten when nothing
-has been heard of it for as long.
+Each stream is one client; its sessions are closed when the stream ends. HTTP/2 pings detect a vanished client within
+the lease. Clients that use unary calls are identified by the metadata key "client"; their sessions are closed when no
+request arrives for the duration of the lease.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from palestra.remote import envs_pb2 as pb
 from palestra.remote.sessions import Client, Sessions
 
 HEALTH = "grpc.health.v1.Health"
-LARGEST_REPLY = 2**30  # bytes of a message, which may hold many replies
-CALLS = 1024  # under way at once; a stream is one for as long as it lasts
-CLIENTS = 4096  # that ask one by one
-PENDING = 4096  # requests of a stream that wait for an answer, beyond which no more are read
-TURN = 0.01  # seconds of a client's requests after which others have their turn
-HANDSHAKE = 10.0  # seconds in which a connection must speak HTTP/2
+LARGEST_REPLY = 2**30  # bytes of one message, which may hold many replies
+CALLS = 1024  # concurrent calls; a stream counts as one while it is open
+CLIENTS = 4096  # named clients of unary calls, at most
+PENDING = 4096  # unanswered requests of a stream; reading pauses above this number
+TURN = 0.01  # seconds of work for one client before the event loop switches to others
+HANDSHAKE = 10.0  # seconds in which a new connection must complete the HTTP/2 handshake
 IDLE = 300.0  # seconds after which a connection without a call is closed
-FAREWELL = 1.0  # seconds that calls under way have when the server stops
-SERVING, NOT_SERVING = 1, 2  # of health checks
+FAREWELL = 1.0  # seconds that open calls have to end when the server stops
+SERVING, NOT_SERVING = 1, 2  # status codes of the gRPC health protocol
 
 
 @dataclass(frozen=True)
 class Door:
-    """Where a server is reached, and by whom. `tls` is a private key and its certificate chain, in PEM; `workers` how
-    many processes share the address; `lease` how many seconds a client may be silent."""
+    """Address and access settings of a server.
+
+    `workers`: number of processes that share the address. `tls`: private key and certificate chain in PEM. `token`:
+    required from clients; None admits every client. `lease`: seconds after which a silent client's sessions are closed.
+    """
 
     address: str
     workers: int = 1
@@ -48,7 +51,7 @@ class Door:
 
 
 class EnvServer:
-    """Serves `sessions` at `door` from `start` to `stop`."""
+    """gRPC server for `sessions`, listening as described by `door` from `start` to `stop`."""
 
     def __init__(self, sessions: Sessions, door: Door) -> None:
         self.sessions, self.door = sessions, door
@@ -64,7 +67,7 @@ class EnvServer:
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self.server)
 
     async def start(self) -> int:
-        """The port. Raises ValueError where it cannot be listened at."""
+        """Starts listening and returns the port. Raises ValueError if the address cannot be bound."""
         await self.health.set(SERVICE, SERVING)
         try:
             if self.door.tls:
@@ -78,7 +81,7 @@ class EnvServer:
         return int(port)
 
     async def drain(self) -> None:
-        """Opens nothing from now on, and says so; returns once no session is open."""
+        """Stops opening sessions, announces this to clients, and returns once no session is open."""
         self.sessions.draining = True
         await self.health.enter_graceful_shutdown()
         for talk in list(self.talks):
@@ -87,7 +90,7 @@ class EnvServer:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        """Ends all calls, and closes what their clients had open."""
+        """Ends all calls and closes all sessions."""
         self._watch.cancel()
         for conversation in self.talks.values():
             conversation.cancel()
@@ -101,29 +104,35 @@ class EnvServer:
     # ---- the calls
 
     async def describe(self, kind: pb.Kind, _: Any) -> pb.Description:
+        """RPC Describe: the served envs and, if `kind` names a type, its seats, roles and options."""
         told = self.sessions.describe(kind)
         told.workers = self.door.workers
         return told
 
     async def ask(self, request: pb.Request, context: Any) -> pb.Reply:
+        """RPC Ask: one request of a named client."""
         return await self._answer(await self._named(context), request)
 
     async def batch(self, asked: pb.Requests, context: Any) -> pb.Replies:
+        """RPC Batch: several requests of a named client, answered in one message when all are done."""
         client = await self._named(context)
         await _check(asked, context)
         replies = await asyncio.gather(*(self._answer(client, request) for request in asked.requests))
         return pb.Replies(replies=replies, load=self.sessions.load, draining=self.sessions.draining)
 
     async def play(self, _: AsyncIterator[pb.Requests], context: Any) -> None:
+        """RPC Play: a bidirectional stream; replies are sent in the order in which they become ready."""
         client, talk = Client(), Talk(context, self.sessions)
         hello = pb.Hello(protocol=PROTOCOL, worker=self.name, workers=self.door.workers)
         await context.write(pb.Replies(hello=hello, load=self.sessions.load, draining=self.sessions.draining))
         self.talks[talk] = asyncio.create_task(self._converse(client, talk))
         try:
-            await asyncio.wait([self.talks[talk]])  # so that it can be ended in good order: see `stop`
+            await asyncio.wait([self.talks[talk]])  # a separate task, so that `stop` can cancel it
         finally:
             self.talks.pop(talk).cancel()
-            task = asyncio.create_task(self.sessions.leave(client))  # this one may be cancelled
+            task = asyncio.create_task(
+                self.sessions.leave(client)
+            )  # a separate task, since the current one may be cancelled
             self.leaving.add(task)
             task.add_done_callback(self.leaving.discard)
 
@@ -152,7 +161,7 @@ class EnvServer:
         return client
 
     async def _expire(self) -> None:
-        """Closes the sessions of named clients that are silent, and those that are idle."""
+        """Periodically closes the sessions of named clients whose lease has expired, and all idle sessions."""
         while True:
             await asyncio.sleep(self.door.lease / 10)
             for name, client in list(self.named.items()):
@@ -177,7 +186,10 @@ class EnvServer:
 
 
 class Talk:
-    """The replies of one stream. What is ready while a message is written goes into the next one together."""
+    """The outgoing replies of one stream.
+
+    Replies that become ready during a write are batched into the next message.
+    """
 
     def __init__(self, context: Any, sessions: Sessions) -> None:
         self.context, self.sessions = context, sessions
@@ -188,7 +200,7 @@ class Talk:
         self.pending: set[asyncio.Task[pb.Reply]] = set()
 
     def take(self, reply: pb.Reply | asyncio.Task[pb.Reply]) -> None:
-        """A reply that is there, or one that will be."""
+        """Queues a finished reply, or registers the task that will produce one."""
         if isinstance(reply, asyncio.Task):
             self.pending.add(reply)
             reply.add_done_callback(self._late)
@@ -196,18 +208,21 @@ class Talk:
             self.ready.append(reply)
 
     async def room(self) -> None:
-        """Returns once fewer than PENDING requests wait for their answer."""
+        """Waits until fewer than PENDING requests are unanswered."""
         while len(self.pending) >= PENDING:
             await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
 
     def flush(self, *, always: bool = False) -> None:
-        """Writes what is ready soon; `always` a message, even an empty one."""
+        """Schedules a write of the ready replies; with `always`, also if there are none (an empty message)."""
         self.always |= always
         if self.flushing is None or self.flushing.done():
             self.flushing = asyncio.create_task(self._flushed())
 
     async def send(self) -> None:
-        """Writes what is ready. Only one writes at a time, and what it finds to write when it is done it writes too."""
+        """Writes ready replies until none are left.
+
+        Returns at once if another task is writing; that task writes them.
+        """
         if self.writing:
             return
         self.writing = True
@@ -223,7 +238,7 @@ class Talk:
         try:
             await self.send()
         except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            self.ready.clear()  # the stream has ended meanwhile: nobody hears this
+            self.ready.clear()  # the stream has ended
 
     def _late(self, task: asyncio.Task[pb.Reply]) -> None:
         self.pending.discard(task)
@@ -233,7 +248,7 @@ class Talk:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Lets nobody in without the token, but for health checks."""
+    """Rejects calls without the token, except health checks, with UNAUTHENTICATED."""
 
     def __init__(self, token: str) -> None:
         self.expected = f"Bearer {token}".encode()
@@ -243,11 +258,11 @@ class Guard(grpc.aio.ServerInterceptor):
         given = given if isinstance(given, bytes) else given.encode()
         if details.method.startswith(f"/{HEALTH}/") or hmac.compare_digest(given, self.expected):
             return await go_on(details)
-        return grpc.stream_stream_rpc_method_handler(_refuse)  # which waits for no message first
+        return grpc.stream_stream_rpc_method_handler(_refuse)  # a stream handler refuses without waiting for a message
 
 
 async def _check(asked: pb.Requests, context: Any) -> None:
-    """Ends the call where a message holds too many requests."""
+    """Aborts the call if a message holds more than MOST requests."""
     if len(asked.requests) > MOST:
         why = f"a message of {len(asked.requests):,} requests: {MOST:,} are the most"
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
@@ -260,8 +275,8 @@ async def _refuse(_: Any, context: Any) -> None:
 def _options(door: Door) -> list[tuple[str, int]]:
     half = int(1000 * door.lease / 2)
     return [
-        ("grpc.so_reuseport", 1),  # with the other workers, and the parent's socket that keeps others from the port
-        ("grpc.max_receive_message_length", LARGEST + 2**20),  # a request, and what stands round it
+        ("grpc.so_reuseport", 1),  # shared with the other workers and the parent's reserving socket
+        ("grpc.max_receive_message_length", LARGEST + 2**20),  # plus envelope
         ("grpc.max_send_message_length", LARGEST_REPLY),
         ("grpc.max_concurrent_streams", CALLS),
         ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE)),
@@ -271,5 +286,5 @@ def _options(door: Door) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", half),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_ping_strikes", 0),  # clients may ask as often whether this one lives
+        ("grpc.http2.max_ping_strikes", 0),  # no limit on client pings
     ]

@@ -1,7 +1,7 @@
-"""Envs by their config: played in this process, or `at` the servers that it names. Nothing here needs gRPC.
+"""Builds envs from their config: local ones, or remote ones if `at` names servers. Imports gRPC only for remote envs.
 
 env: {type: math, difficulty: 2, at: [host1:50051, host2:50051]}
-env: {type: math, difficulty: 2, at: servers.txt}        # one address a line; read again when it changes
+env: {type: math, difficulty: 2, at: servers.txt}        # one address per line, re-read every second
 env: {type: math, difficulty: 2, at: {servers: [host1:50051], ca: ca.pem, deadline: 30}}
 """
 
@@ -14,12 +14,14 @@ from typing import Any
 from palestra.envs import Env, env_class, env_options
 from palestra.remote.place import place_of
 
-OWN = ("type", "at")  # keys of an env that are no options of its class
+OWN = ("type", "at")  # keys of an env config that are not options of its class
 
 
 def env_maker(env: Mapping[str, Any]) -> Callable[[], Env]:
-    """What makes an env (its type, options and place), checked now so that a mistake is heard before anything is
-    loaded. Raises ValueError for one, and where no server answers."""
+    """Returns a factory for the env with config `env` (`type`, options of the class, `at`).
+
+    The config is checked now, before any model is loaded. Raises ValueError if it is invalid or no server answers.
+    """
     kind, options = env["type"], {key: value for key, value in env.items() if key not in OWN}
     if env.get("at"):
         return remote_kind(env)
@@ -29,19 +31,25 @@ def env_maker(env: Mapping[str, Any]) -> Callable[[], Env]:
 
 
 def make_env(**env: Any) -> Env:
-    """A new env, here or elsewhere: `make_env(type="math", at=["host:50051"])`."""
+    """Returns a new env, local or remote: `make_env(type="math", at=["host:50051"])`.
+
+    Errors are those of `env_maker`.
+    """
     return env_maker(env)()
 
 
 def takes(env: Mapping[str, Any], option: str) -> bool:
-    """Whether an env has an option of that name."""
+    """Returns True if the env class has an option named `option`; asks the server if the env is remote."""
     if env.get("at"):
         return option in remote_kind(env).options
     return option in inspect.signature(env_class(env["type"])).parameters
 
 
 def remote_kind(env: Mapping[str, Any]) -> Any:
-    """What a server says of an env, which makes such envs when called."""
+    """Returns the server's `RemoteKind` for the config `env`; calling it makes such envs.
+
+    Raises ValueError if gRPC is not installed, a server refuses the type or an option, or none answers.
+    """
     try:
         from palestra.remote.env_client import described
     except ImportError as error:

@@ -1,7 +1,6 @@
-"""A client's line to one worker of a server: one stream that carries the requests of all its sessions there.
+"""A client's gRPC stream to one worker of an env server; it carries the requests of all its sessions there.
 
-What is asked while a message is being written goes into the next one together, so that many episodes at once share
-the price of a message.
+Requests queued during a write are batched into the next message, so that concurrent episodes share its cost.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from palestra.remote import LARGEST, MOST, PROTOCOL, SERVICE
 from palestra.remote import envs_pb2 as pb
 from palestra.remote.place import Place
 
-CONNECT = 10.0  # seconds that a server may take to say hello
-LOOK = 0.25  # seconds between two looks at what is overdue
+CONNECT = 10.0  # seconds until a server must send its first message
+LOOK = 0.25  # seconds between checks for overdue requests
 OPTIONS = [
-    ("grpc.use_local_subchannel_pool", 1),  # every lane has a connection of its own, and so perhaps another worker
+    ("grpc.use_local_subchannel_pool", 1),  # a TCP connection per lane, so that lanes reach different workers
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 2**30),
     ("grpc.max_send_message_length", 2**30),
-    ("grpc.keepalive_time_ms", 10_000),  # a machine that is gone without a word is noticed
+    ("grpc.keepalive_time_ms", 10_000),  # pings detect a vanished machine
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -36,24 +35,26 @@ OPTIONS = [
 
 
 class Lost(Exception):
-    """A session, or a whole line, that is no more, and why."""
+    """Raised when a session, or the connection with all its sessions, is lost; the message is the reason."""
 
 
 class Barred(ValueError):
-    """A server that lets this client in neither now nor later."""
+    """Raised when a server refuses this client permanently: wrong token, wrong protocol version, or no env server."""
 
 
 class Lane:
-    """One open stream. It lives backstage; `enter`, `leave`, `tell` and `ask` are for every thread and event loop.
+    """One open stream to a worker, run on the client's event loop (backstage.py).
 
-    `taken` sessions are ours, `load` are those of all clients."""
+    `enter`, `leave`, `tell` and `ask` may be called from any thread and event loop. `taken` holds the numbers of this
+    client's open sessions; `load` is the worker's last reported number of sessions of all clients.
+    """
 
     def __init__(self, address: str, channel: Any, stream: Any, hello: pb.Replies) -> None:
         self.address, self.worker, self.workers = address, hello.hello.worker, hello.hello.workers
         self.load, self.draining = hello.load, hello.draining
         self.taken: set[int] = set()
         self.lost = ""
-        self._known = 0  # of our sessions, when `load` was told
+        self._known = 0  # own open sessions when `load` was received
         self._channel, self._stream = channel, stream
         self._waiting: dict[int, Waiting] = {}
         self._numbers, self._ids = count(1), count(1)
@@ -64,7 +65,10 @@ class Lane:
 
     @classmethod
     async def connect(cls, address: str, place: Place) -> Lane:
-        """Raises Lost where nobody answers, Barred where the server wants another token or speaks otherwise."""
+        """Connects to a worker of the server at `address`.
+
+        Raises Lost if it does not answer, Barred if it refuses the token or has another protocol version.
+        """
         channel = open_channel(address, place)
         try:
             stream = channel.stream_stream(f"/{SERVICE}/Play", pb.Requests.SerializeToString, pb.Replies.FromString)(
@@ -78,30 +82,34 @@ class Lane:
 
     @property
     def crowd(self) -> int:
-        """Sessions there: ours, and as far as is known those of others."""
+        """Estimated number of sessions on the worker: own ones plus the last known number of other clients'."""
         return len(self.taken) + max(0, self.load - self._known)
 
     def enter(self) -> int:
-        """The number of a new session."""
+        """Allocates and returns the number of a new session."""
         number = next(self._numbers)
         self.taken.add(number)
         return number
 
     def leave(self, number: int) -> None:
-        """Closes a session. Nobody waits for it: what it was asked last may still be under way."""
+        """Closes a session without waiting; its last request may still be running."""
         if number in self.taken:
             self.taken.discard(number)
             self.tell(pb.Request(session=number, close=pb.Close()))
 
     def tell(self, request: pb.Request) -> None:
-        """Sends what needs no answer."""
+        """Queues a request and returns at once. Requests with id 0 get no reply."""
         self._asked.append(request)
-        if not self._told:  # set before it is cleared and all is taken: none is left behind
+        if not self._told:  # cleared by the writer before it drains the queue, so no request is missed
             self._told = True
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def ask(self, request: pb.Request, deadline: float) -> pb.Reply:
-        """The reply. Raises Lost where the line breaks, or nothing comes within `deadline` seconds."""
+        """Sends a request and returns its reply.
+
+        Raises Lost if the connection breaks or no reply arrives within `deadline` seconds, ValueError if the request is
+        larger than LARGEST bytes.
+        """
         if request.ByteSize() > LARGEST:
             raise ValueError(
                 f"a request of {request.ByteSize():,} bytes is more than the {LARGEST:,} that an env is sent"
@@ -110,13 +118,13 @@ class Lane:
         future, request.id = loop.create_future(), number
         self._waiting[number] = Waiting(future, loop, time.monotonic() + deadline)
         self.tell(request)
-        if self.lost:  # perhaps since those who wait were told
+        if self.lost:  # lost after the pending requests were failed: fail this one too
             self._lose(self.lost)
         reply: pb.Reply = await future
         return reply
 
     async def close(self) -> None:
-        """Ends the stream, and with it all sessions."""
+        """Closes the stream; the server then closes all its sessions."""
         self.reading.cancel()
         await asyncio.wait([self.reading])
 
@@ -136,7 +144,7 @@ class Lane:
             await self._channel.close()
 
     def _hand_over(self, replies: Iterable[pb.Reply]) -> None:
-        """Each to the event loop that waits for it, all at once."""
+        """Delivers each reply to the event loop that waits for it, with one call per loop."""
         found = [(waiting, reply) for reply in replies if (waiting := self._waiting.pop(reply.id, None))]
         for loop in {waiting.loop for waiting, _ in found}:
             _call(loop, _answered, [(waiting, reply) for waiting, reply in found if waiting.loop is loop])
@@ -150,10 +158,10 @@ class Lane:
                 while self._asked:
                     await self._stream.write(self._message())
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-                return  # the stream is over, as its reader hears
+                return  # the stream is closed; the reader handles that
 
     def _message(self) -> pb.Requests:
-        """The oldest waiting requests, as many as a server takes in one message."""
+        """Takes the oldest queued requests, up to the server's limits for one message."""
         message, size = pb.Requests(), 0
         while self._asked and len(message.requests) < MOST:
             size += self._asked[0].ByteSize()
@@ -163,7 +171,7 @@ class Lane:
         return message
 
     async def _look(self) -> None:
-        """Gives up what is overdue. One look at all is cheaper than a timer for each."""
+        """Periodically fails overdue requests; cheaper than a timer for each request."""
         while True:
             await asyncio.sleep(LOOK)
             now = time.monotonic()
@@ -180,7 +188,7 @@ class Lane:
 
 
 class Waiting(NamedTuple):
-    """Who waits for a reply: a future of an event loop, and until when."""
+    """A pending reply: its future, the event loop of that future, and the deadline in `time.monotonic` seconds."""
 
     future: asyncio.Future[pb.Reply]
     loop: asyncio.AbstractEventLoop
@@ -199,7 +207,7 @@ def _broken(waiting: Waiting, why: str) -> None:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    with suppress(RuntimeError):  # a loop that has been closed: nobody waits there any more
+    with suppress(RuntimeError):  # the loop has been closed
         loop.call_soon_threadsafe(function, *arguments)
 
 
@@ -219,7 +227,7 @@ async def _hello(address: str, stream: Any) -> pb.Replies:
 
 
 def open_channel(address: str, place: Place) -> Any:
-    """A channel of the running event loop. Raises ValueError where the file of authorities cannot be read."""
+    """Opens a gRPC channel on the running event loop. Raises ValueError if the file `place.ca` cannot be read."""
     if not place.tls and not place.ca:
         return grpc.aio.insecure_channel(address, options=OPTIONS)
     try:
@@ -230,13 +238,13 @@ def open_channel(address: str, place: Place) -> Any:
 
 
 def metadata(place: Place) -> tuple[tuple[str, str], ...]:
-    """What goes along with every call."""
+    """Returns the metadata of every call: the authorization header if there is a token."""
     token = place.token()
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def complaint(address: str, error: Any) -> Lost | Barred:
-    """What a failed call says."""
+    """Converts the error of a failed call to Barred (permanent) or Lost (worth a retry)."""
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return Barred(
             f"the env server at {address} refuses the token: put its own into the environment variable that token_env "

@@ -1,7 +1,7 @@
-"""Where an env is played: in this process, or `at` the servers that its config names. Nothing here needs gRPC.
+"""Config of remote env servers (`at` of an env), their counters and tokens. Does not import gRPC.
 
 env: {type: math, difficulty: 2, at: [host1:50051, host2:50051]}
-env: {type: math, difficulty: 2, at: servers.txt}        # one address a line; read again when it changes
+env: {type: math, difficulty: 2, at: servers.txt}        # one address per line, re-read every second
 env: {type: math, difficulty: 2, at: {servers: [host1:50051], ca: ca.pem, deadline: 30}}
 """
 
@@ -20,27 +20,31 @@ from palestra.config import Strict, validate
 
 ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d+", re.ASCII)
 TOKEN = "PALESTRA_ENV_TOKEN"
-GLANCE = 3.0  # seconds that a dry run waits for the servers of an env
+GLANCE = 3.0  # seconds that a dry run waits for an env's servers
 FIGURES = ("env_sessions", "env_lost", "env_replays", "env_replayed_steps")
 
-tally: Counter[str] = Counter()  # what has come to pass with remote envs in this process
+tally: Counter[str] = Counter()  # events of remote envs in this process, by name in FIGURES
 
 
 class Place(Strict):
-    """The servers of an env, all of which serve it: addresses, or a file of them.
-
-    The token is the word in the environment variable `token_env`, or in `token_file`. `tls` asks for a server whose
-    certificate the system trusts, `ca` for one that the authorities of that file vouch for. A request that is not
-    answered within `deadline` seconds is asked of another server; where none is there, an env waits `patience` seconds
-    for one to come."""
+    """The servers of a remote env. Every server must serve the env."""
 
     servers: tuple[str, ...] | str
+    """Addresses `HOST:PORT`, or the path of a file with one address per line (`#` starts a comment). The file is
+    re-read every second, so servers can be added and removed during a run."""
     token_env: str = TOKEN
+    """Name of the environment variable that holds the servers' token. Unused if `token_file` is set."""
     token_file: str | None = None
+    """Path of a file that holds the servers' token. Null: use `token_env`."""
     tls: bool = False
+    """Connect with TLS and verify the server's certificate against the system's trusted authorities."""
     ca: str | None = None
+    """Path of a PEM file with the certificate authorities to trust instead of the system's. Implies TLS."""
     deadline: float = Field(60.0, gt=0)
+    """Seconds until an unanswered request counts as lost; its session is then replayed on another connection. Raise it
+    for envs with slow steps."""
     patience: float = Field(120.0, ge=0)
+    """Seconds that an env waits for a reachable server before its episode fails. Raise it if servers restart slowly."""
 
     @field_validator("servers")
     @classmethod
@@ -50,7 +54,7 @@ class Place(Strict):
         return _checked((servers,) if isinstance(servers, str) else servers, "at")
 
     def addresses(self) -> tuple[str, ...]:
-        """Of the servers, as of now. Raises ValueError where a file of them cannot be read."""
+        """Returns the current server addresses. Raises ValueError if the address file is unreadable or malformed."""
         if not isinstance(self.servers, str):
             return self.servers
         path = Path(self.servers)
@@ -64,12 +68,15 @@ class Place(Strict):
         return _checked(tuple(dict.fromkeys(line for line in lines if line)), str(path))
 
     def token(self) -> str | None:
-        """The word that servers ask for, if there is one."""
+        """Returns the servers' token, or None. Raises ValueError if `token_file` is unreadable or empty."""
         return read_token(self.token_env, self.token_file)
 
 
 def place_of(at: Any) -> Place:
-    """A place as an env's config has it. Raises ValueError."""
+    """Parses `at` of an env config: an address, a list of addresses, a file path or a mapping of `Place` fields.
+
+    Raises ValueError if it is invalid.
+    """
     try:
         return validate(Place, dict(at) if isinstance(at, Mapping) else {"servers": at})
     except ValueError as error:
@@ -77,17 +84,22 @@ def place_of(at: Any) -> Place:
 
 
 def figures() -> dict[str, float]:
-    """What has happened to remote envs since this was last asked; nothing where there are none.
+    """Returns and resets the counters of remote envs in this process; empty if nothing happened since the last call.
 
-    `env_sessions` opened for episodes, `env_lost` with a server or a deadline, `env_replays` that brought one back, in
-    `env_replayed_steps`. What was lost and not brought back is an episode that failed."""
+    `env_sessions`: sessions opened for episodes. `env_lost`: sessions lost with a server or by a missed deadline.
+    `env_replays`: lost sessions restored by replay, in `env_replayed_steps` joint steps. A session that is lost and not
+    restored is a failed episode.
+    """
     found = {name: float(tally[name]) for name in FIGURES} if tally else {}
     tally.clear()
     return found
 
 
 def read_token(variable: str, file: str | Path | None) -> str | None:
-    """The token in a file, or else in an environment variable. Raises ValueError where the file has none."""
+    """Returns the token in `file`, or, if `file` is None, in the environment variable `variable` (None if unset).
+
+    Raises ValueError if the file is unreadable or empty.
+    """
     if file is None:
         return os.environ.get(variable) or None
     try:
@@ -106,7 +118,7 @@ def _checked(addresses: tuple[str, ...], where: str) -> tuple[str, ...]:
 
 
 def impatient(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A config whose envs wait no longer than `GLANCE` seconds for a server: for a check that nobody waits for."""
+    """Returns a copy of the config `tree` whose envs wait at most `GLANCE` seconds for a server; used for dry runs."""
     changed = dict(tree)
     if isinstance(tree.get("env"), Mapping):
         changed["env"] = _hasty(tree["env"])

@@ -1,4 +1,4 @@
-"""The servers of a place: each kept connected, the least crowded one found."""
+"""Connection pool of a client: stays connected to every worker of its servers and picks the least loaded one."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ from palestra.remote import backstage
 from palestra.remote.lanes import Barred, Lane, Lost
 from palestra.remote.place import Place
 
-FIRST = 1.0  # seconds that the first session waits for servers that have not answered yet
-IDLE = 60.0  # seconds after which a server that is gone is no longer looked for, if no session is wanted
-LOOK = 1.0  # seconds between two looks at who the servers are
-PAUSES = (0.05, 2.0)  # seconds between attempts to reach a server: at first, at most
-TRIES = 8  # connections for each worker of a server, until every one is found
+FIRST = 1.0  # seconds that the first sessions wait for servers that have not answered yet
+IDLE = 60.0  # seconds without a new session (plus patience) after which reconnecting pauses
+LOOK = 1.0  # seconds between reads of the server list
+PAUSES = (0.05, 2.0)  # seconds between attempts to reach a server: first, largest
+TRIES = 8  # consecutive connections per worker without a new worker before giving up
 
 
 class Pool:
-    """Lanes to the servers that `place` names from time to time. All but `lane` happens backstage."""
+    """Connections to the current servers of `place`. All methods but `lane` run on the client's loop (backstage.py)."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.lanes: list[Lane] = []
         self.keepers: dict[str, asyncio.Task[None]] = {}
-        self.said: dict[str, Lost | Barred] = {}  # what kept a server from being reached last
+        self.said: dict[str, Lost | Barred] = {}  # last connection error, by address
         self.tried: set[str] = set()
-        self.early = True  # as long as some server has not been tried
+        self.early = True  # true until every server has been tried once
         self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
         self.born, self.used = self.loop.time(), time.monotonic()
         self.follow(place.addresses())
         self.looking = asyncio.create_task(self._look())
 
     async def lane(self) -> Lane:
-        """The least crowded one that takes new sessions. Raises TimeoutError where none comes within the place's
-        patience, and ValueError where every server bars this client."""
+        """Returns the least loaded connection that accepts new sessions, waiting for one if needed.
+
+        Raises TimeoutError if there is none within `place.patience` seconds, ValueError if every server refuses this
+        client permanently.
+        """
         self.used = time.monotonic()
         if not self.early and (lane := self._free()):
             return lane
@@ -47,7 +50,7 @@ class Pool:
         return min(free, key=lambda lane: lane.crowd, default=None)
 
     async def _wait(self) -> Lane:
-        """As `lane`. The first sessions wait for every server's answer, or they would all go to the fastest."""
+        """Implements `lane`. The first sessions wait for all servers; otherwise all would go to the fastest one."""
         start = self.loop.time()
         while self.early and self.loop.time() < self.born + FIRST:
             await self._change(self.born + FIRST)
@@ -61,7 +64,7 @@ class Pool:
         return lane
 
     def follow(self, addresses: Iterable[str]) -> None:
-        """These are the servers now: others are given no new sessions, and left when their last one ends."""
+        """Sets the current servers. Removed ones get no new sessions and are disconnected after their last session."""
         wanted = set(addresses)
         for address in self.keepers.keys() - wanted:
             self.keepers.pop(address).cancel()
@@ -70,11 +73,11 @@ class Pool:
             self.keepers[address] = asyncio.create_task(self._keep(address))
 
     async def _keep(self, address: str) -> None:
-        """Keeps a lane to every worker of a server, as long as it is one of ours."""
+        """Keeps a connection to every worker of a server until cancelled."""
         pause = PAUSES[0]
         while True:
             while time.monotonic() > self.used + IDLE + self.place.patience:
-                await asyncio.sleep(LOOK)  # nobody wants servers any more
+                await asyncio.sleep(LOOK)  # no session has been requested for a while
             own = [lane for lane in self.lanes if lane.address == address]
             whole = bool(own) and len(own) >= own[0].workers
             if whole:
@@ -93,8 +96,8 @@ class Pool:
                 pause = min(2 * pause, PAUSES[1])
 
     async def _connect(self, address: str) -> None:
-        """Lanes to the workers that have none. The system says which worker a connection reaches, so some are made in
-        vain."""
+        """Connects to workers without a connection. The kernel picks the worker of each connection, so duplicates are
+        closed and retried."""
         tries = 1
         while tries > 0:
             self.lanes = [lane for lane in self.lanes if not lane.lost]
@@ -110,19 +113,19 @@ class Pool:
             tries = tries - 1 if own else TRIES * lane.workers
 
     async def _look(self) -> None:
-        """Looks again and again who the servers are, and leaves those that are no longer."""
+        """Periodically re-reads the server list and disconnects removed servers without open sessions."""
         while True:
             await asyncio.sleep(LOOK)
             try:
                 self.follow(self.place.addresses())
             except ValueError:
-                continue  # a file that is being written: the servers stay as they are
+                continue  # the file is being written: keep the current servers
             for lane in self.lanes:
                 if lane.address not in self.keepers and not lane.taken:
                     await lane.close()
 
     async def _change(self, until: float) -> None:
-        """Waits for news of a server, or until that time."""
+        """Waits for a change of any server's state, at most until the loop time `until`."""
         self.changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -142,7 +145,10 @@ _making = threading.Lock()
 
 
 def pool_of(place: Place) -> Pool:
-    """The pool of a place, of which a process has one."""
+    """Returns the pool for `place`; there is one per process and place.
+
+    Raises ValueError if the address file is bad.
+    """
     with _making:
         if place not in _pools:
             _pools[place] = backstage.begin(_new(place)).result()

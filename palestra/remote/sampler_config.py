@@ -1,4 +1,4 @@
-"""Where samplers are that are not in the training process: the schema of `sampler:`."""
+"""Config schema of remote samplers: the section `sampler:`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from palestra.config import Strict
 
 
 class Apart(Strict):
-    """What all samplers elsewhere have in common. Adapters reach them through `folder`, which they must see under the
-    same path (null: a temporary folder of this machine). Before anything is trained their log-probabilities must agree
-    with the trainer's to `tolerance`, a mean over tokens (null: 1e-3 in float32, 0.05 else). An answer may take
-    `timeout` seconds; samplers that are away are asked again for `patience` seconds."""
+    """Settings common to all remote samplers."""
 
     folder: str | None = None
+    """Folder through which adapters reach the samplers, which must see it under the same path. Null: a temporary folder
+    of this machine. Set it for samplers on other machines."""
     tolerance: float | None = Field(None, gt=0)
+    """Largest mean absolute difference, in nats per token, between log-probabilities of sampler and trainer in the
+    check before training. Null: 1e-3 in float32, 0.05 otherwise."""
     timeout: float = Field(1800.0, gt=0)
+    """Seconds until a sampling request without an answer fails."""
     patience: float = Field(120.0, gt=0)
+    """Seconds for which requests to unreachable samplers are retried before the run ends."""
 
 
 class ServersConfig(Apart):
-    """Servers that run already, all of one base: vLLM's, or `palestra serve-sampler`. `model` is their name of the base
-    (null: the first they list), `key_env` the environment variable with their key."""
+    """Samplers that already run, all with the same base: vLLM servers or `palestra serve-sampler`."""
 
     type: Literal["vllm"] = "vllm"
+    """Kind of sampler: servers that already run."""
     urls: list[str] = Field(min_length=1)
+    """Addresses of the servers, such as http://localhost:8001, without /v1. Each may be listed once."""
     model: str | None = None
+    """The servers' name of the base model. Null: the first model they list."""
     key_env: str | None = None
+    """Name of the environment variable that holds the servers' API key. Null: no key."""
 
     @field_validator("urls")
     @classmethod
@@ -52,13 +58,16 @@ class ServersConfig(Apart):
 
 
 class ProcessesConfig(Apart):
-    """`count` processes on this machine, for as long as the run takes. `gpus` gives each one of the machine's CUDA
-    devices; without it all sample where the run's `device` says, on a CPU with `threads` each."""
+    """Sampler processes that the run starts on this machine and stops when it ends."""
 
     type: Literal["processes"] = "processes"
+    """Kind of sampler: processes started by the run."""
     count: int = Field(1, ge=1, le=1024)
+    """Number of processes per base."""
     gpus: list[int] = []
+    """CUDA device index of each process; a device may be listed twice. Empty: all use the run's `device`."""
     threads: int = Field(1, ge=1, le=1024)
+    """CPU threads of each process."""
 
     @model_validator(mode="after")
     def _placed(self) -> Self:

@@ -1,4 +1,4 @@
-"""Sampler processes on this machine, started for a run, started again when they die, ended with it."""
+"""Local sampler processes of a run: started with it, restarted when they die, stopped with it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from pathlib import Path
 from palestra.remote.sampler_wire import KEY, READY
 
 COMMAND = [sys.executable, "-c", "from palestra.cli import app; app()", "serve-sampler", "--port", "0", "--with-parent"]
-TRIES = 3  # processes in a row that may die before they serve
-MISTAKE = 2  # the exit code of what no second try will mend
-FAREWELL = 5.0  # seconds that a process has to end
+TRIES = 3  # starts in a row that may fail before the process serves
+MISTAKE = 2  # exit code of a usage error, which a restart cannot fix
+FAREWELL = 5.0  # seconds until a terminated process is killed
 
 
 @dataclass(eq=False)
 class Child:
-    """One process of `palestra serve-sampler`; `gpu` is the one device that it sees. Its complaints go to `log`."""
+    """A `palestra serve-sampler` process.
+
+    `gpu`: the only CUDA device it sees (None: all). `log`: file of its stderr.
+    """
 
     options: Sequence[str]
     key: str
@@ -34,22 +37,24 @@ class Child:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        """Returns at once: `where` waits until it serves."""
+        """Starts the process and returns at once; `where` waits until it serves."""
         device = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": str(self.gpu)}
         self.url = None
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 [*COMMAND, *self.options],
-                stdin=subprocess.PIPE,  # it ends with this process, which holds the other end
+                stdin=subprocess.PIPE,  # the server stops when this pipe closes, so it ends with this process
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | device | {KEY: self.key},
-                start_new_session=True,  # Ctrl-C is this process's to handle
+                start_new_session=True,  # Ctrl-C must reach this process only
             )
 
     def where(self) -> str:
-        """Its address, once it serves; where it died it is started again. Raises ValueError where it cannot serve, or
-        dies three times before it does."""
+        """Waits until the process serves and returns its URL; restarts a dead process.
+
+        Raises ValueError if it has been stopped, exits with a usage error, or dies TRIES times before it serves.
+        """
         with self._lock:
             for _ in range(TRIES):
                 if self.over:
@@ -65,7 +70,7 @@ class Child:
             raise ValueError(f"a sampler process does not start: {self._complaint()}")
 
     def _heard(self) -> bool:
-        """Whether it says where it serves: waits for its first line, or its end."""
+        """Waits for the first output line or the end of the process; returns True if the line has the URL."""
         assert self.process is not None and self.process.stdout is not None
         line = self.process.stdout.readline().decode().strip()
         if line.startswith(READY):
@@ -77,6 +82,7 @@ class Child:
         return " ".join(said[-12:]) or "it says nothing"
 
     def end(self) -> None:
+        """Terminates the process, kills it after FAREWELL seconds, and closes its pipes."""
         if self.process is None:
             return
         self.process.terminate()
@@ -91,7 +97,10 @@ class Child:
 
 
 class Processes:
-    """Some processes that share a key nobody else knows. They end when this object does, or the process, however."""
+    """Sampler processes with a common random API key.
+
+    They stop with `close`, when this object is garbage-collected, and when this process ends in any way.
+    """
 
     def __init__(self, options: Sequence[str], count: int, gpus: Sequence[int], logs: Path) -> None:
         self.key = secrets.token_urlsafe(24)

@@ -1,7 +1,7 @@
-"""A sampler as a process of its own: one base, adapters from folders, vLLM's calls on the engine of this house.
+"""HTTP sampler server (`palestra serve-sampler`): one base, adapters from folders, vLLM's API on palestra's engine.
 
-HTTP is answered on the main thread, the engine computes on another. Requests under way share batches, whatever adapters
-they ask for. What is sampled is what a sampler in the training process would have sampled (engine/sampler.py).
+HTTP runs on the main thread, the engine on another. Concurrent requests share batches, even with different adapters.
+Samples are equal to those of a sampler in the training process (engine/sampler.py).
 """
 
 from __future__ import annotations
@@ -40,10 +40,18 @@ from palestra.web.gate import MIB, App, Gate, Limits, bearer, unless_gone
 from palestra.web.origins import Origins, is_loopback
 from palestra.web.server import stoppable
 
-TOKEN = 12  # bytes of a token's id in JSON, at most
+TOKEN = 12  # largest size of a token id in JSON, in bytes
 MOST_ADAPTERS = 1024
-UNREADABLE = (ValueError, OSError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)  # files
-DRAIN = 30  # seconds that requests have to end when the server is told to
+UNREADABLE = (
+    ValueError,
+    OSError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)  # bad files
+DRAIN = 30  # seconds that open requests have to end when the server stops
 
 B = TypeVar("B", bound=wire.Call)
 Say = Callable[[str], None]
@@ -51,9 +59,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What `palestra serve-sampler` was asked for. `key_env` names the variable that holds the key which clients must
-    send; `with_parent` ends the server when its standard input ends; `hosts` are names that it is called by on
-    loopback."""
+    """Options of `palestra serve-sampler`.
+
+    `key_env`: environment variable with the API key that clients must send. `with_parent`: stop the server when its
+    standard input closes. `hosts`: additional host names accepted on loopback.
+    """
 
     base: str = "tiny"
     host: str = "127.0.0.1"
@@ -69,8 +79,8 @@ class Options:
 
 @dataclass
 class Desk:
-    """What the routes share: the base by its public name, its sampler, which works on `engine_side`, and the adapters
-    by theirs."""
+    """State shared by the routes: public name of the base, its sampler (runs on `engine_side`), and the loaded adapters
+    by name."""
 
     base: str
     sampler: Sampler
@@ -80,21 +90,23 @@ class Desk:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def adapter(self, model: str) -> Snapshot | None:
-        """The adapter that `model` names; None for the base. Raises HTTPException (404) for what is not here."""
+        """Returns the adapter named `model`, or None for the base. Raises HTTPException (404) for an unknown name."""
         if model != self.base and model not in self.adapters:
             _refuse(404, f"The model `{model}` does not exist: there are {', '.join([self.base, *self.adapters])}.")
         return self.adapters.get(model)
 
 
 def serve(options: Options, say: Say = print) -> None:
-    """Serves until SIGTERM or SIGINT, then ends what is under way and returns. Raises ValueError where the base cannot
-    be loaded or the port is taken."""
+    """Serves until SIGTERM or SIGINT, then lets open requests end (up to DRAIN seconds) and returns.
+
+    Raises ValueError if the base cannot be loaded or the port is taken.
+    """
     with listening(options.host, options.port) as door:
         engine = Engine.load(options.base, device=options.device, dtype=options.dtype, threads=options.threads)
         engine_side, key = Aside("engine"), os.environ.get(options.key_env) or None
         desk = Desk(options.base, Sampler(engine, max_rows=options.max_rows), engine_side, key)
         app = guarded(desk, Origins.of(options.host, hosts=options.hosts, pages=False))
-        server = stoppable(app, drain=DRAIN, keep_alive=600)  # clients keep connections over a training step
+        server = stoppable(app, drain=DRAIN, keep_alive=600)  # clients keep connections open during training steps
         if options.with_parent:
             threading.Thread(target=_end_with_parent, daemon=True).start()
         say(_where(options, door.getsockname()[1], key))
@@ -103,7 +115,7 @@ def serve(options: Options, say: Say = print) -> None:
 
 
 def guarded(desk: Desk, origins: Origins) -> App:
-    """The app behind the gate. A body is as long as the longest prompt that the base can read, and a MiB."""
+    """Returns the app with key check, origin check and a body limit: the base's longest prompt plus 1 MiB."""
     limits = Limits(body=MIB + TOKEN * (positions(desk.sampler.engine) or 2**20))
 
     def admit(path: str, headers: Mapping[str, str]) -> str | None:
@@ -115,6 +127,7 @@ def guarded(desk: Desk, origins: Origins) -> App:
 
 
 def make_app(desk: Desk) -> Starlette:
+    """Returns the Starlette app with the routes of the vLLM API, without access checks."""
     app = Starlette(
         routes=[
             Route("/health", health),
@@ -130,11 +143,12 @@ def make_app(desk: Desk) -> Starlette:
 
 
 async def health(call: Call) -> Response:
+    """GET /health: an empty 200."""
     return Response()
 
 
 async def list_models(call: Call) -> Response:
-    """The base, then the adapters, whose parent it is."""
+    """GET /v1/models: the base, then the adapters with the base as their parent."""
     desk = _desk(call)
     head = {"object": "model", "created": desk.started, "owned_by": wire.OURS}
     cards = [{"id": desk.base, **head, "root": desk.base, "parent": None}]
@@ -143,6 +157,7 @@ async def list_models(call: Call) -> Response:
 
 
 async def load(call: Call) -> Response:
+    """POST /v1/load_lora_adapter: loads an adapter folder. 400 if the name is in use or the folder is invalid."""
     desk, asked = _desk(call), await _read(call, wire.Load)
     name, engine = asked.lora_name, desk.sampler.engine
     if name in desk.adapters or name == desk.base:
@@ -158,7 +173,7 @@ async def load(call: Call) -> Response:
 
 
 async def unload(call: Call) -> Response:
-    """Requests under way keep their adapter to their end."""
+    """POST /v1/unload_lora_adapter: unloads an adapter. Running requests keep it until they end. 404 if unknown."""
     desk, asked = _desk(call), await _read(call, wire.Unload)
     if asked.lora_name not in desk.adapters:
         _refuse(404, f"The lora adapter '{asked.lora_name}' cannot be found.")
@@ -167,6 +182,7 @@ async def unload(call: Call) -> Response:
 
 
 async def complete(call: Call) -> Response:
+    """POST /v1/completions: samples `n` completions. Cancels them if the client disconnects."""
     desk, asked = _desk(call), await _read(call, wire.Completion)
     request = Request(
         np.array(asked.prompt, np.int32),
@@ -197,7 +213,7 @@ async def complete(call: Call) -> Response:
 
 
 def _choice(index: int, answer: Sampled, asked: wire.Completion, desk: Desk) -> dict[str, Any]:
-    """One answer. Its text ends before the stop string that ended it."""
+    """JSON of one completion. Its text excludes the stop string."""
     tokenizer, ids = desk.sampler.engine.tokenizer, answer.token_ids.tolist()
     text = tokenizer.decode(ids, skip_special_tokens=True)
     for stop in asked.stop:
@@ -237,7 +253,7 @@ async def _said_no(call: Call, error: Exception) -> Response:
 
 
 def _end_with_parent() -> None:
-    """Ends the server when the process that started it has ended, however: its end of our standard input closes."""
+    """Sends SIGTERM to this process when its standard input closes, that is, when the parent process has ended."""
     while sys.stdin.buffer.read(4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,12 +1,12 @@
-"""The calls of a sampler over HTTP, as far as they are spoken here: vLLM's dialect of OpenAI's completions.
+"""Request bodies of the sampler HTTP API: the supported subset of vLLM's variant of OpenAI completions.
 
-Token ids go in (`prompt`) and come out (`token_ids`, asked for by `return_token_ids`), with the log-probability of each
-sampled token (`logprobs: 0`). Adapters are loaded from folders by `POST /v1/load_lora_adapter` and are models from then
-on. What is known here of vLLM holds for 0.10.2 and newer.
+Token ids go in (`prompt`) and come out (`token_ids`, requested by `return_token_ids`), with the log-probability of each
+sampled token (`logprobs: 0`). `POST /v1/load_lora_adapter` loads an adapter from a folder; its name is then a model.
+Valid for vLLM 0.10.2 and newer.
 
-A seed is a signed number of 64 bits there; ours count modulo 2**64. vLLM draws sibling i of a request with a generator
-of seed + i, our own server with the stream (seed, i, position): on both, what a request is answered hangs neither on
-who shares the batch nor on which of several servers answers.
+vLLM's seed is a signed 64-bit integer; palestra's seeds count modulo 2**64. vLLM draws completion i of a request with a
+generator seeded with seed + i, palestra's server with the stream (seed, i, position). With both, a completion depends
+neither on the other requests in the batch nor on the server that answers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from palestra.engine.draw import Sampling
 from palestra.engine.requests import Request
 
-OURS = "palestra"  # the owner of a model on servers of our make
-KEY = "PALESTRA_SAMPLER_KEY"  # the environment variable that holds the key where no other is named
-READY = "sampling at "  # what stands before the address in the line by which a server of ours says that it listens
+OURS = "palestra"  # `owned_by` of models on palestra's own servers
+KEY = "PALESTRA_SAMPLER_KEY"  # default environment variable of the API key
+READY = "sampling at "  # prefix of the output line with the server's address
 MOST_SIBLINGS = 4096
 KINDS = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
@@ -29,13 +29,16 @@ TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class Call(BaseModel):
-    """A body: what it does not know is refused, since it could not be honoured."""
+    """A JSON request body. Unknown fields are rejected, because they could not be honoured."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Completion(Call):
-    """A request for `n` answers. `keep` is of our make: it remembers the answers' keys and values for a later turn."""
+    """Body of /v1/completions for `n` completions.
+
+    `keep` is a palestra extension: keep their KV cache for a later turn.
+    """
 
     model: Name
     prompt: TokenIds
@@ -70,17 +73,23 @@ class Completion(Call):
 
 
 class Load(Call):
+    """Body of /v1/load_lora_adapter."""
+
     lora_name: Name
     lora_path: str = Field(min_length=1, max_length=4096)
 
 
 class Unload(Call):
+    """Body of /v1/unload_lora_adapter."""
+
     lora_name: Name
 
 
 def body(request: Request, model: str, *, keep: bool) -> dict[str, Any]:
-    """The JSON that asks a server's `model` for what `request` says. Settings that a server would otherwise take from
-    the base's generation_config.json are all said."""
+    """Returns the JSON body that requests `request` from a server's `model`.
+
+    It sets every sampling parameter that a server would otherwise take from the base's generation_config.json.
+    """
     sampling = request.sampling
     fields: dict[str, Any] = {
         "model": model,
@@ -103,16 +112,16 @@ def body(request: Request, model: str, *, keep: bool) -> dict[str, Any]:
 
 
 def drawn(request: Request) -> int:
-    """How many answers a server is asked for: greedy siblings are all the same, and vLLM gives only one."""
+    """Number of completions to request: 1 at temperature 0 (all are equal, and vLLM returns only one), else `n`."""
     return request.n if request.sampling.temperature else 1
 
 
 def signed(seed: int) -> int:
-    """`seed` modulo 2**64 as a signed number of 64 bits; `seed % 2**64` is the way back."""
+    """Converts `seed` modulo 2**64 to a signed 64-bit integer; `seed % 2**64` is the inverse."""
     seed %= 2**64
     return seed - 2**64 if seed >= 2**63 else seed
 
 
 def error(status: int, message: str) -> dict[str, Any]:
-    """The body of an answer that says no."""
+    """Returns the JSON body of an error response, in OpenAI's format."""
     return {"error": {"message": message, "type": KINDS.get(status, "BadRequestError"), "param": None, "code": status}}

@@ -1,9 +1,9 @@
-"""`palestra serve-envs`: the processes of a server, from the first to the last.
+"""`palestra serve-envs`: the worker processes of an env server and their supervisor.
 
-Envs run in workers, processes that listen at the same port (SO_REUSEPORT): the system gives every connection to one of
-them, and it stays there with all its sessions. The first process watches over them. It starts another for one that
-dies, or that has not come back to its event loop for as long as a call of an env may take; and it ends those that do
-not end on SIGTERM. Sessions of a worker that is gone are lost, and played again elsewhere by their clients.
+Envs run in worker processes that listen on the same port (SO_REUSEPORT); the kernel assigns each connection to one of
+them, and all its sessions stay there. The parent process supervises the workers: it replaces a worker that dies or
+whose event loop is blocked for longer than the call limit, and kills workers that do not end on SIGTERM. Sessions of a
+lost worker are lost; their clients replay them on another one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from palestra.remote.env_server import Door, EnvServer
 from palestra.remote.sessions import Bounds, Sessions
 
 Say = Callable[[str], None]
-PAUSE = 1.0  # seconds before a worker that died is started again
-PULSE = 0.5  # seconds between two signs of life of a worker
-START = 120.0  # seconds that a worker may take to its first one
-LATE = 5.0  # seconds after the grace period that a worker may take to its end
+PAUSE = 1.0  # seconds before a dead worker is replaced
+PULSE = 0.5  # seconds between heartbeats of a worker
+START = 120.0  # seconds until a worker's first heartbeat is due
+LATE = 5.0  # seconds after the grace period until a running worker is killed
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `palestra serve-envs` was asked for. `token` is the word itself; `grace` the seconds that open sessions
-    have once the server is told to end."""
+    """Options of `palestra serve-envs`.
+
+    `token`: the token itself. `lease`: seconds after which a silent client's sessions are closed. `grace`: seconds that
+    open sessions have to end after SIGTERM.
+    """
 
     envs: tuple[str, ...]
     host: str = "127.0.0.1"
@@ -52,16 +55,17 @@ class Options:
     bounds: Bounds = field(default_factory=Bounds)
 
     def door(self) -> Door:
-        """Raises ValueError where the files of TLS are not there."""
+        """Returns the listen settings of a worker. Raises ValueError if the TLS files are incomplete or unreadable."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return Door(f"{host}:{self.port}", self.workers, _tls(self.cert, self.key), self.token, self.lease)
 
 
 def serve(options: Options, say: Say = print) -> None:
-    """Serves until SIGTERM or SIGINT; then opens nothing more, lets sessions end within the grace period, kills workers
-    that do not come to an end, and returns. A second signal ends it at once.
+    """Serves until SIGTERM or SIGINT, then drains: opens no sessions, waits up to the grace period, kills workers that
+    have not ended, and returns. A second signal ends everything at once.
 
-    Raises ValueError where an env is unknown, TLS's files are missing, or the port is taken.
+    Raises ValueError if an env is unknown, the TLS files are missing, the port is taken, or a worker fails at start.
+    Exits with code 1 if workers had to be killed.
     """
     Sessions(options.envs)
     options.door()
@@ -73,22 +77,22 @@ def serve(options: Options, say: Say = print) -> None:
 
 
 def _worker(options: Options, parent: Connection) -> None:
-    """A worker process. It sends signs of life to `parent` once it serves; when that end closes, the parent is dead."""
+    """Main function of a worker process. It sends heartbeats to `parent` and exits when that pipe closes."""
 
     async def work() -> None:
         asyncio.get_running_loop().add_reader(parent.fileno(), os._exit, 1)
         await _work(options, parent)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent says when
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent sends SIGTERM
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)  # also one that never comes back to its event loop
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)  # also ends a worker with a blocked event loop
     asyncio.run(work())
 
 
 async def _work(options: Options, parent: Connection) -> None:
     sessions = Sessions(options.envs, options.bounds)
     server = EnvServer(sessions, options.door())
-    gc.freeze()  # modules stay: need not be looked through again and again
+    gc.freeze()  # imported modules are permanent: exclude them from garbage collection
     told, again = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -105,21 +109,21 @@ async def _work(options: Options, parent: Connection) -> None:
 
 
 async def _beat(sessions: Sessions, parent: Connection) -> None:
-    """Says again and again that the event loop runs, and that threads are free to play."""
+    """Sends heartbeats while the event loop runs and the thread pool has free threads."""
     os.set_blocking(parent.fileno(), False)
     while True:
         if not sessions.clogged:
-            with suppress(BlockingIOError):  # the parent does not read: it is stopped
+            with suppress(BlockingIOError):  # the pipe is full: the parent is stopped
                 os.write(parent.fileno(), b".")
         await asyncio.sleep(PULSE)
 
 
-# ---- the process that watches over them
+# ---- the supervisor
 
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process, the parent's end of its pipe, and until when a sign of life must come."""
+    """A worker process, the parent's end of its pipe, and the deadline of its next heartbeat (`time.monotonic`, s)."""
 
     process: BaseProcess
     pipe: Connection
@@ -128,7 +132,8 @@ class Worker:
 
     @classmethod
     def start(cls, options: Options) -> Worker:
-        context = multiprocessing.get_context("spawn")  # gRPC does not outlive a fork
+        """Starts a worker process."""
+        context = multiprocessing.get_context("spawn")  # gRPC does not support fork
         ours, theirs = context.Pipe()
         process = context.Process(target=_worker, args=(options, theirs))
         process.start()
@@ -136,26 +141,30 @@ class Worker:
         return cls(process, ours, time.monotonic() + START)
 
     def hear(self, limit: float) -> None:
-        """Reads the signs of life that have come."""
-        with suppress(OSError):  # of one that has died, as `ended` says
+        """Reads received heartbeats; the next one is then due within `limit` seconds."""
+        with suppress(OSError):  # the worker has died; `ended` reports it
             if self.pipe.poll() and os.read(self.pipe.fileno(), 2**16):
                 self.until, self.serves = time.monotonic() + limit, True
 
     def ended(self) -> bool:
+        """Returns True if the process has exited."""
         return not self.process.is_alive()
 
 
 class Workers:
-    """Keeps workers at work until told to end."""
+    """Supervisor of the workers: starts, monitors, replaces and stops them."""
 
     def __init__(self, options: Options, say: Say) -> None:
         self.options, self.say = options, say
         self.workers: list[Worker] = []
-        self.over: float | None = None  # the time at which workers that still run are killed, once the server ends
+        self.over: float | None = None  # after a stop signal: `time.monotonic` time at which running workers are killed
         self.killed = 0
 
     def run(self) -> None:
-        """Raises ValueError where a worker ends before it serves; exits with code 1 where some had to be killed."""
+        """Runs until a stop signal has been handled.
+
+        Raises ValueError if a worker ends before it serves. Exits with code 1 if workers had to be killed.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._tell)
         self.workers = [Worker.start(self.options) for _ in range(self.options.workers)]
@@ -172,7 +181,7 @@ class Workers:
             sys.exit(1)
 
     def _tell(self, number: int, _: object) -> None:
-        """A signal: the first lets workers end, the second does not."""
+        """Signal handler: the first signal terminates the workers, the second kills them and exits."""
         if self.over:
             self._kill(self.workers)
             os._exit(128 + number)
@@ -181,7 +190,7 @@ class Workers:
             worker.process.terminate()
 
     def _first(self) -> None:
-        """Waits for the workers' first signs of life."""
+        """Waits for first heartbeats. Raises ValueError if a worker has ended."""
         self._listen()
         for worker in self.workers:
             if worker.ended():
@@ -192,7 +201,7 @@ class Workers:
                 )
 
     def _look(self) -> None:
-        """Waits a little, then replaces workers that died or hang; once told to end, only ends them."""
+        """Waits briefly, then replaces dead and hanging workers. After a stop signal it only removes them."""
         self._listen()
         now = time.monotonic()
         if self.over:
@@ -229,7 +238,7 @@ class Workers:
 
 @contextmanager
 def _reserved(options: Options) -> Iterator[int]:
-    """A port that workers may share, and nobody else takes: held, but not listened at."""
+    """Reserves the port for the workers: binds it with SO_REUSEPORT without listening. Yields the port number."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     if not hasattr(socket, "SO_REUSEPORT"):
         raise ValueError("envs are served on systems where processes can share a port (SO_REUSEPORT): Linux, macOS")

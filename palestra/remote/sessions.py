@@ -1,7 +1,7 @@
-"""The envs that a server has in play, each a session of a client's, and what requests do to them.
+"""Sessions of an env server: each is one running env of one client; executes requests on them.
 
-Requests to one session are done in the order in which they came. An env whose methods are plain functions answers at
-once; one that waits or blocks is waited for in a task, and holds up no other.
+Requests to one session run in order of arrival. An env with plain, non-blocking methods is called directly; coroutines
+and blocking envs run in tasks, so they do not delay other sessions.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from palestra.remote.values import (
 )
 from palestra.rollouts.play import THREADS
 
-OPTIONS = 256 * 1024  # bytes
-CLOGGED = 128  # calls on threads
-Rest = Awaitable[None] | None  # what of a request is still to be waited for
+OPTIONS = 256 * 1024  # bytes of an env's serialized options, at most
+CLOGGED = 128  # overlong calls on threads above which the worker counts as overloaded
+Rest = Awaitable[None] | None  # the unfinished part of a request; None if it is done
 
 
 class Refused(ValueError):
-    """A request that cannot be done here, whatever the env."""
+    """Raised for a request that this server cannot execute, independent of the env."""
 
 
 class Full(Refused):
-    """There are as many sessions as there may be."""
+    """Raised when the maximum number of sessions is open."""
 
 
 class Unknown(Exception):
-    """There is no such session."""
+    """Raised for a request to a session that does not exist."""
 
 
 class Draining(Exception):
-    """No new session is opened here."""
+    """Raised for a new session on a server that is draining."""
 
 
 WHY = {Refused: pb.Fault.REFUSED, Unknown: pb.Fault.UNKNOWN, Draining: pb.Fault.DRAINING}
@@ -56,8 +56,11 @@ WHY = {Refused: pb.Fault.REFUSED, Unknown: pb.Fault.UNKNOWN, Draining: pb.Fault.
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of one process: open `sessions`, in all and `each` client's; `idle` seconds after which one that is asked
-    nothing is closed; `call` seconds that a call of an env may take."""
+    """Limits of one worker process.
+
+    `sessions`: open sessions of all clients. `each`: open sessions of one client. `idle`: seconds without a request
+    after which a session is closed. `call`: seconds that one env call may take.
+    """
 
     sessions: int = 16_384
     each: int = 8_192
@@ -67,9 +70,12 @@ class Bounds:
 
 @dataclass(eq=False)
 class Session:
-    """An env in play; none yet where it is to become a fork, and never where it could not. `tasks` are the requests
-    that are still being waited for, in their order; those of them that fork it, or fork another into it, are `forks`,
-    too."""
+    """A running env.
+
+    `env` is None until a pending fork is made, and remains None if the fork fails (`failed` is the reason). `tasks`:
+    unfinished requests in order. `forks`: those of them that copy this env or create it as a copy. `used`:
+    `time.monotonic` time of the last request.
+    """
 
     env: Env | None = None
     failed: str = ""
@@ -79,14 +85,17 @@ class Session:
 
     @property
     def playing(self) -> Env:
+        """The env. Raises RuntimeError if the fork that should have created it failed."""
         if self.env is None:
             raise RuntimeError(f"the env could not be forked: {self.failed}")
         return self.env
 
     def become(self, env: Env) -> None:
+        """Sets the env of a session that was created by a fork."""
         self.env = env
 
     def waits_for(self, rest: Awaitable[None]) -> asyncio.Task[None]:
+        """Adds `rest` to the unfinished requests of this session and returns its task."""
         task = asyncio.ensure_future(rest)
         self.tasks.append(task)
         task.add_done_callback(self._over)
@@ -99,20 +108,22 @@ class Session:
 
 @dataclass(eq=False)
 class Client:
-    """Somebody's sessions, by the numbers of their choice; `heard` is when a request last came."""
+    """A client's sessions by the numbers it chose. `heard`: `time.monotonic` time of its last unary request."""
 
     sessions: dict[int, Session] = field(default_factory=dict)
     heard: float = 0.0
 
 
 class Sessions:
-    """Plays the envs of `types` for any number of clients, within `bounds`. Raises ValueError for a name that is no env
-    in words."""
+    """Runs the envs named in `types` for any number of clients, within `bounds`.
+
+    Raises ValueError for an unknown env and for vector envs, which cannot be served.
+    """
 
     def __init__(self, types: Sequence[str], bounds: Bounds | None = None) -> None:
         self.types, self.bounds = {name: _playable(name) for name in types}, bounds or Bounds()
         self.clients: set[Client] = set()
-        self.running: dict[Future[Any], float] = {}  # calls on threads, and when they began
+        self.running: dict[Future[Any], float] = {}  # calls on threads, with their start in `time.monotonic` seconds
         self.draining = False
         self.load = 0
         self.maker = lru_cache(1024)(self._maker)
@@ -125,24 +136,24 @@ class Sessions:
         }
 
     def answer(self, client: Client, request: pb.Request) -> pb.Reply | asyncio.Task[pb.Reply]:
-        """The reply, or the task that will have it. Whatever an env raises is a fault in the reply."""
+        """Executes a request; returns its reply or a task that returns it. Exceptions become a fault in the reply."""
         reply = pb.Reply(id=request.id)
         try:
             rest = self._begin(client, request, reply)
-        except Exception as error:  # the server's boundary: a failure is told to whom it concerns
+        except Exception as error:  # the server's boundary: every failure is sent to the client
             return _failed(reply, error)
         if rest is None:
             return reply
         return asyncio.ensure_future(_finished(rest, reply))
 
     async def leave(self, client: Client) -> None:
-        """Closes what a client has open."""
+        """Closes all sessions of a client."""
         for number in list(client.sessions):
             await self._leave(client, number)
         self.clients.discard(client)
 
     async def expire(self) -> None:
-        """Closes sessions that nothing was asked of for as long as they may be idle."""
+        """Closes sessions without requests for `bounds.idle` seconds."""
         since = time.monotonic() - self.bounds.idle
         for client in list(self.clients):
             for number, session in list(client.sessions.items()):
@@ -155,7 +166,7 @@ class Sessions:
             await asyncio.wait([reply])
 
     def describe(self, kind: pb.Kind) -> pb.Description:
-        """Which envs are served; of the one that is asked for, its seats, roles and options."""
+        """Returns the served envs and, if `kind` names one, its seats, roles, options and whether it has an expert."""
         told = pb.Description(protocol=PROTOCOL, types=self.types, load=self.load)
         if not kind.type:
             return told
@@ -190,7 +201,7 @@ class Sessions:
             return None
         task = session.waits_for(rest)
         if twin:
-            twin.waits_for(task)  # whatever is asked of it meanwhile
+            twin.waits_for(task)  # later requests to the copy run after the fork
             session.forks.add(task)
             twin.forks.add(task)
         return task
@@ -216,7 +227,10 @@ class Sessions:
         return self._then(self._called(env, env.step, mapping_of(request.step)), partial(fill_step, reply.step))
 
     def _twin(self, client: Client, request: pb.Request) -> Session:
-        """What is to become a fork. Its number is the client's, which need not wait before it goes on."""
+        """Returns an empty session for a fork, under the number chosen by the client; the client can use it at once.
+
+        Raises Refused if the number is in use, Full if no session may be opened.
+        """
         if request.fork in client.sessions:
             raise Refused(f"session {request.fork} is open already")
         self._has_room(client)
@@ -227,7 +241,7 @@ class Sessions:
     def _fork(self, client: Client, request: pb.Request, reply: pb.Reply) -> Rest:
         reply.done.SetInParent()
         twin = client.sessions.get(request.fork)
-        if twin is None:  # closed before it was made
+        if twin is None:  # the copy was closed before it was made
             return None
         try:
             env = _of(client, request).playing
@@ -243,7 +257,7 @@ class Sessions:
         del client.sessions[request.session]
         self.load -= 1
         for task in session.tasks:
-            if task not in session.forks:  # which concern another
+            if task not in session.forks:  # a fork also belongs to another session
                 task.cancel()
         return _after([*session.tasks], lambda: self._closed(session)) if session.tasks else self._closed(session)
 
@@ -262,16 +276,16 @@ class Sessions:
         return self._then(self._called(session.env, session.env.close), lambda _: None) if session.env else None
 
     def _has_room(self, client: Client) -> None:
-        """Raises Full where no session may be opened."""
+        """Raises Full if the limit of all sessions or of this client's sessions is reached."""
         if self.load >= self.bounds.sessions:
             raise Full(f"this server has {self.load:,} sessions open, as many as it may (serve-envs --sessions)")
         if len(client.sessions) >= self.bounds.each:
             raise Full(f"this client has {len(client.sessions):,} sessions open here, as many as one may: close some")
 
-    # ---- what takes its time
+    # ---- calls that wait
 
     def _called(self, env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
-        """`method(*arguments)`, on a thread for envs that block; perhaps to be awaited."""
+        """Calls `method(*arguments)`, on a thread if the env blocks. The result may be awaitable."""
         if not env.blocking:
             return method(*arguments)
         future = THREADS.submit(method, *arguments)
@@ -281,12 +295,12 @@ class Sessions:
 
     @property
     def clogged(self) -> bool:
-        """True if half of the threads are held by calls that took too long: a thread cannot be ended."""
+        """True if more than CLOGGED threads are held by calls over the time limit; threads cannot be killed."""
         since = time.monotonic() - self.bounds.call
         return sum(began < since for began in list(self.running.values())) > CLOGGED
 
     def _then(self, result: Any, write: Callable[[Any], None]) -> Rest:
-        """Writes what a method returned: now, or once it is there."""
+        """Writes the result of a method: now, or, if it is awaitable, when it is ready."""
         if inspect.isawaitable(result):
             return self._written(result, write)
         write(result)
@@ -296,30 +310,35 @@ class Sessions:
         write(await self._waited(result))
 
     async def _waited(self, result: Any) -> Any:
-        """The value that a method returned. On a thread, a coroutine function returns a coroutine, awaited here. Raises
-        TimeoutError where it takes longer than a call may."""
+        """Awaits the result of a method. On a thread, a coroutine function returns a coroutine, which is awaited too.
+
+        Raises TimeoutError after `bounds.call` seconds.
+        """
         limit = asyncio.timeout(self.bounds.call)
         try:
             async with limit:
                 while inspect.isawaitable(result):
                     result = await result
         except TimeoutError:
-            if not limit.expired():  # the env's own
+            if not limit.expired():  # raised by the env
                 raise
             raise TimeoutError(f"a call of the env took over {self.bounds.call:g} s (serve-envs --limit)") from None
         return result
 
     async def _played(self, env: Env, seed: int, actions: Iterable[pb.Pairs], steps: Any) -> None:
-        """Writes the steps of a reset, then of the actions that an episode is brought back by."""
+        """Resets the env, replays `actions`, and writes all their steps."""
         fill_step(steps.add(), await self._waited(self._called(env, env.reset, seed)))
         for action in actions:
             fill_step(steps.add(), await self._waited(self._called(env, env.step, mapping_of(action))))
-            await asyncio.sleep(0)  # envs that never wait let others play
+            await asyncio.sleep(0)  # let other sessions run: the env itself may never await
 
     # ---- envs by name
 
     def _maker(self, kind: bytes) -> Callable[[], Env]:
-        """What makes envs of a kind, given as a message's bytes."""
+        """Returns a factory for the serialized pb.Kind `kind`.
+
+        Raises Refused if its type is not served, ValueError for bad options.
+        """
         asked = pb.Kind.FromString(kind)
         if asked.type not in self.types:
             raise Refused(f'env "{asked.type}" is not served here: {", ".join(self.types)} are')
@@ -339,8 +358,8 @@ def _playable(name: str) -> type[Env]:
 
 
 def _seed(message: pb.Value) -> int:
-    """A session's seed. Raises Refused for anything but an integer of 64 bits: making a generator of a long one takes
-    the square of its length."""
+    """Reads a session's seed. Raises Refused unless it is a 64-bit integer: seeding a generator from a longer one takes
+    time quadratic in its length."""
     kind = message.WhichOneof("kind")
     seed = value_of(message) if kind == "integer" or (kind == "long" and len(message.long) <= 9) else None
     if seed is None or not -(2**63) <= seed < 2**64:
@@ -349,7 +368,7 @@ def _seed(message: pb.Value) -> int:
 
 
 def _kind(message: pb.Kind) -> bytes:
-    """A type and options as a key. Raises Refused for options that are too long."""
+    """Serializes type and options as a cache key. Raises Refused if they are larger than OPTIONS bytes."""
     if message.ByteSize() > OPTIONS:
         raise Refused(f"an env's options of {message.ByteSize():,} bytes: {OPTIONS:,} are the most")
     return message.SerializeToString(deterministic=True)
@@ -362,7 +381,7 @@ def _of(client: Client, request: pb.Request) -> Session:
 
 
 async def _after(earlier: Sequence[asyncio.Task[Any]], doing: Callable[[], Rest]) -> None:
-    """Does something when earlier requests are over, however they ended."""
+    """Calls `doing` when all `earlier` requests have ended, successfully or not."""
     await asyncio.wait(earlier)
     rest = doing()
     if rest:
@@ -389,6 +408,6 @@ async def _finished(rest: Awaitable[None], reply: pb.Reply) -> pb.Reply:
 
 def _failed(reply: pb.Reply, error: Exception) -> pb.Reply:
     why = next((why for kind, why in WHY.items() if isinstance(error, kind)), pb.Fault.ENV)
-    text = str(error).encode("utf-8", "replace").decode()  # a message may quote what is no Unicode
+    text = str(error).encode("utf-8", "replace").decode()  # the message may contain lone surrogates
     reply.fault.CopyFrom(pb.Fault(why=why, error=type(error).__name__, message=text))
     return reply

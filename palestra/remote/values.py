@@ -1,7 +1,7 @@
-"""Plain data as protobuf has it, and back: types come back exactly, `1` as 1 and `1.0` as 1.0, tuples as tuples.
+"""Protobuf serialization of plain data. Types are preserved exactly: `1` stays int, `1.0` float, tuples stay tuples.
 
-What an env may say and be told over the wire: None, bool, int, float, str, bytes, lists, tuples, sets, mappings (dict),
-numpy's arrays and scalars, and a `Chat`. A mapping keeps its order. Anything else is a ValueError that names it.
+Supported: None, bool, int, float, str, bytes, list, tuple, set, dict (order is kept), numpy arrays and scalars of plain
+dtypes, and `Chat`. Any other type raises a ValueError that names it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from palestra.chat import Chat
 from palestra.remote import envs_pb2 as pb
 from palestra.types import Step
 
-DEEPEST = 40  # containers within containers: protobuf reads messages 100 deep, and each takes two
-LONGEST = 1024  # bytes of an integer: arithmetic on longer ones is slow out of all proportion
-MOST_KEYS = 16_384  # of a set, or of a mapping other than text: some collide, and then each is compared with all
-PLAIN = "?biufcSUmM"  # kinds of numpy's dtypes whose bytes are all there is to them
-SEATED = ("observations", "rewards", "info")  # mappings of a step
+DEEPEST = 40  # nesting of containers: protobuf's limit is 100 message levels, and each container takes two
+LONGEST = 1024  # bytes of an integer: arithmetic on longer ones is slow enough for a denial of service
+MOST_KEYS = 16_384  # of a set, or of a mapping with non-text keys: colliding hashes cost quadratic time
+PLAIN = "?biufcSUmM"  # numpy dtype kinds without references to other objects
+SEATED = ("observations", "rewards", "info")  # fields of Step that are mappings
 DEFAULTS: dict[str, Any] = {"team_reward": 0.0, "legal": None, "state": None, "truncated": False}
 
 
 def fill(into: pb.Value, value: Any, depth: int = 0) -> None:
-    """Writes `value` into an empty message. Raises ValueError for what cannot travel."""
+    """Writes `value` into the empty message `into`.
+
+    Raises ValueError if it is too large, too deep or of another type.
+    """
     write = WRITERS.get(type(value))
     if write:
         write(into, value, depth)
@@ -42,7 +45,7 @@ def fill(into: pb.Value, value: Any, depth: int = 0) -> None:
 
 
 def fill_pairs(into: pb.Pairs, mapping: Mapping[Any, Any], depth: int = 0) -> None:
-    """Writes a mapping into an empty message."""
+    """Writes `mapping` into the empty message `into`. Raises ValueError as `fill`."""
     for key, value in mapping.items():
         pair = into.pairs.add()
         if type(key) is not str:
@@ -56,7 +59,7 @@ def fill_pairs(into: pb.Pairs, mapping: Mapping[Any, Any], depth: int = 0) -> No
 
 
 def value_of(message: pb.Value) -> Any:
-    """What was filled in. Raises ValueError for a message that holds nothing."""
+    """Reads the value in a message. Raises ValueError if the message is empty, malformed or over a size limit."""
     kind = message.WhichOneof("kind")
     if kind is None:
         raise ValueError("a value on the wire is of no kind that is known here: is the other side newer?")
@@ -66,25 +69,25 @@ def value_of(message: pb.Value) -> Any:
 
 
 def mapping_of(message: pb.Pairs) -> dict[Any, Any]:
-    """The mapping that was filled in."""
+    """Reads the dict in a message. Raises ValueError if it is malformed or over a size limit."""
     found = {}
     if len(message.pairs) > MOST_KEYS and any(pair.WhichOneof("key") == "other" for pair in message.pairs):
         raise _too_many(len(message.pairs))
     for pair in message.pairs:
         value = pair.value
-        found[pair.name or _key(pair)] = value.text or value_of(value)  # text, most of the time
+        found[pair.name or _key(pair)] = value.text or value_of(value)  # fast path for text
     return found
 
 
 def encoded(value: Any) -> pb.Value:
-    """`value` as a message of its own."""
+    """Returns `value` as a new message. Raises ValueError as `fill`."""
     message = pb.Value()
     fill(message, value)
     return message
 
 
 def pairs(mapping: Mapping[Any, Any]) -> pb.Pairs:
-    """`mapping` as a message of its own."""
+    """Returns `mapping` as a new message. Raises ValueError as `fill`."""
     message = pb.Pairs()
     fill_pairs(message, mapping)
     return message
@@ -94,7 +97,7 @@ def pairs(mapping: Mapping[Any, Any]) -> pb.Pairs:
 
 
 def fill_step(into: pb.Step, step: Step) -> None:
-    """Writes a step into an empty message. Raises ValueError that says in which part something cannot travel."""
+    """Writes a step into an empty message. Raises ValueError that names the field which cannot be serialized."""
     part = ""
     try:
         for part in SEATED:
@@ -110,14 +113,14 @@ def fill_step(into: pb.Step, step: Step) -> None:
 
 
 def step_of(message: pb.Step) -> Step:
-    """The step that was filled in."""
+    """Reads the step in a message. Raises ValueError if it is malformed."""
     said = {part: value_of(getattr(message, part)) for part in DEFAULTS if message.HasField(part)}
     mappings = [mapping_of(getattr(message, part)) for part in SEATED]
     return Step(mappings[0], mappings[1], info=mappings[2], **said)
 
 
 def digest(message: pb.Step) -> bytes:
-    """16 bytes that are equal for equal steps alone."""
+    """Returns a 16-byte BLAKE2b digest of a serialized step, for comparing replayed steps."""
     return blake2b(message.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
@@ -125,16 +128,16 @@ def digest(message: pb.Step) -> bytes:
 
 
 def random_bytes(rng: random.Random) -> bytes:
-    """The state of a generator. What `gauss` keeps for its next call is left out."""
+    """Serializes the state of `rng`: 625 little-endian uint32. The value cached by `gauss` is left out."""
     return np.array(rng.getstate()[1], "<u4").tobytes()
 
 
 def set_random(rng: random.Random, state: bytes) -> None:
-    """Puts a generator into a state."""
+    """Sets the state of `rng` to one serialized by `random_bytes`."""
     rng.setstate((rng.VERSION, tuple(np.frombuffer(state, "<u4").tolist()), None))
 
 
-# ---- one kind each
+# ---- writers and readers by type
 
 
 def _integer(into: pb.Value, value: int, _: int) -> None:
@@ -163,7 +166,7 @@ def _plain(name: str) -> Callable[[pb.Value, Any, int], None]:
 def _items(name: str) -> Callable[[pb.Value, Any, int], None]:
     def write(into: pb.Value, value: Iterable[Any], depth: int) -> None:
         items = getattr(into, name)
-        items.SetInParent()  # an empty one is one, too
+        items.SetInParent()  # marks the field as set if there are no items
         add = items.items.add
         for item in value:
             fill(add(), item, _deeper(depth))
@@ -172,7 +175,7 @@ def _items(name: str) -> Callable[[pb.Value, Any, int], None]:
 
 
 def _set(into: pb.Value, value: set[Any], depth: int) -> None:
-    """Sorted, for the order of a set is another in every process."""
+    """Writes a set in sorted order: iteration order differs between processes."""
     if len(value) > MOST_KEYS:
         raise _too_many(len(value))
     items = [pb.Value() for _ in value]
@@ -220,7 +223,7 @@ def _array_of(message: pb.Array) -> np.ndarray:
 
 
 def _key(pair: pb.Pair) -> Any:
-    """A key that is no text, or the empty text."""
+    """Reads a key that is not text, or is the empty text."""
     return value_of(pair.other) if pair.WhichOneof("key") == "other" else ""
 
 

@@ -1,11 +1,11 @@
-"""Sampling on servers: token ids in and out over HTTP, adapters loaded under a new name per version.
+"""Client for vLLM-compatible sampler servers: token ids over HTTP, one adapter name per version.
 
     sampler = VllmSampler([Server("http://localhost:8001")], Exchange(None, "tiny"), Patience())
     answers = await sampler.sample(Request(prompt_ids, 8, sampling, snapshot, seed))
 
-The dialect is vLLM's (sampler_wire.py); `palestra serve-sampler` speaks it too. A request goes to the server that has
-the fewest under way. Where that one is gone, or lost its adapters in a restart, it is made again elsewhere, or there.
-An adapter leaves the servers when nothing in this process can ask for it any more.
+The API is vLLM's (sampler_wire.py), which `palestra serve-sampler` also implements. A request goes to the server with
+the fewest requests in flight. If that server is unreachable, or lost its adapters in a restart, the request is retried
+there or on another server. An adapter is unloaded when its snapshot is garbage-collected in this process.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     import aiohttp
 
 COMPLETIONS = "/v1/completions"
-AWAY = (408, 429, 500, 502, 503, 504)  # answers of a server that may know better in a while
-PAUSES = (0.1, 5.0)  # seconds that a server is left alone after a failure: at first, and at most
-CONNECTIONS = 512  # more requests wait here, and not for the lack of a file handle
+AWAY = (408, 429, 500, 502, 503, 504)  # HTTP statuses that are worth a retry
+PAUSES = (0.1, 5.0)  # seconds without requests to a server after a failure: first, largest
+CONNECTIONS = 512  # concurrent HTTP connections; further requests wait, which bounds open files
 
 
 class Away(ConnectionError):
-    """The server gave no answer, and may give one later."""
+    """Raised when a server did not answer but may answer later."""
 
 
 class Lost(Exception):
-    """The server does not know an adapter that was loaded there: it has been started again."""
+    """Raised when a server does not know an adapter that was loaded there, because it was restarted."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds that an answer may take, and for which servers that are away are asked again."""
+    """Timeouts in seconds: `answer` for one request, `away` for retries while no server is reachable."""
 
     answer: float = 1800.0
     away: float = 120.0
@@ -57,8 +57,13 @@ class Patience:
 
 @dataclass(eq=False)
 class Server:
-    """A server at `url` with the base `model` (None: the first it lists). `revive` sees to one that seems gone and says
-    where it is now; servers that somebody else runs have none."""
+    """A sampler server and its state.
+
+    `model`: its name of the base (None: the first it lists). `revive`: restarts a server that seems dead and returns
+    its current URL; None for servers that this run does not manage. `ours`: it is a palestra server. `under_way`:
+    requests in flight. `failures`: failures in a row. `rests_until`: `time.monotonic` time before which it gets no
+    requests. `loaded`: load tasks of its adapters by name.
+    """
 
     url: str
     model: str | None = None
@@ -70,15 +75,17 @@ class Server:
     loaded: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def failed(self) -> None:
-        """Leaves it alone for a while, which grows with each failure in a row."""
+        """Records a failure: pauses requests to this server, with exponential backoff."""
         first, most = PAUSES
         self.failures += 1
         self.rests_until = time.monotonic() + min(most, first * 2 ** (self.failures - 1))
 
 
 class VllmSampler:
-    """`Samples` on one or several servers of the same base. HTTP is spoken on a thread of its own, so that callers may
-    be coroutines of any loop, and requests go on while the caller computes."""
+    """A sampler (`Samples`) on one or several servers of the same base.
+
+    HTTP runs on its own thread: callers may be coroutines of any event loop, and requests progress while they compute.
+    """
 
     def __init__(
         self,
@@ -89,7 +96,7 @@ class VllmSampler:
         processes: Processes | None = None,
     ) -> None:
         self.servers, self.exchange, self.patience = list(servers), exchange, patience
-        self.processes = processes  # of ours, which end with this object
+        self.processes = processes  # keeps the server processes alive; they stop with this object
         self.aside = Aside("sampling elsewhere")
         self.zero: Snapshot | None = None
         self.broken: Exception | None = None
@@ -99,22 +106,30 @@ class VllmSampler:
         self.close = weakref.finalize(self, _close, self.aside, exchange)
 
     def meet(self) -> None:
-        """Asks every server who it is. Raises ValueError where one is not there, or serves no such base."""
+        """Connects to every server and reads its models. Raises ValueError if one is unreachable or lacks the base."""
         for server in self.servers:
             self.aside.now(self._meet(server))
 
     def under(self, zero: Snapshot) -> None:
-        """From now on requests of the bare base go under `zero`, an adapter that adds nothing, on servers of another
-        make: in one batch with an adapter's rows, rows without one got the adapter of their neighbours (seen on vLLM
-        0.32 for CPUs; its pull requests 48421 and 49656)."""
+        """Sends later requests for the bare base with the all-zero adapter `zero`, except to palestra servers.
+
+        Works around a vLLM bug (seen on 0.32 for CPUs; pull requests 48421 and 49656): in a batch with an adapter's
+        rows, rows without an adapter got the adapter of their neighbours.
+        """
         self.zero = zero
 
     async def sample(self, request: Request) -> list[Sampled]:
-        """The answers to `request`, in sibling order. Raises ValueError where a server refuses it, or none is there."""
+        """Returns the `request.n` completions in order: token_ids [T] int32 and logprobs [T] float32 each.
+
+        Raises ValueError if a server refuses the request or no server answers within the retry time.
+        """
         return await self.aside.soon(self._sample(request))
 
     def sample_at(self, server: Server, requests: Sequence[Request]) -> list[list[Sampled]]:
-        """The answers of one server to several requests, which share its batch. Raises ValueError where it is gone."""
+        """Returns the completions of one server for several concurrent requests, which share its batch.
+
+        Raises ValueError if the server refuses a request or is unreachable.
+        """
 
         async def asked() -> list[list[Sampled]]:
             return await asyncio.gather(*(self._ask(server, request) for request in requests))
@@ -122,12 +137,14 @@ class VllmSampler:
         return self.aside.now(self._patiently(server, asked))
 
     def forget(self) -> None:
-        """Servers let go of adapters by themselves. Where none was to be had, the run ends here: episodes that found no
-        sampler failed, and nothing should be learned from what is left."""
+        """Raises the error of a lasting server failure; frees nothing, since unused adapters are unloaded on their own.
+
+        Episodes without a sampler have failed by then, and training on the remaining ones would bias the update.
+        """
         if self.broken:
             raise self.broken
 
-    # ---- on the other thread
+    # ---- on the HTTP thread
 
     async def _meet(self, server: Server) -> None:
         cards = (await self._patiently(server, lambda: self._send(server, "GET", "/v1/models")))["data"]
@@ -141,7 +158,10 @@ class VllmSampler:
         server.ours = bases[0].get("owned_by") == wire.OURS
 
     async def _patiently(self, server: Server, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What `work` comes to, tried for as long as a server may be away at the start: a few seconds."""
+        """Returns the result of `work`, retried for up to 10 s while the server is unreachable.
+
+        Raises ValueError after that.
+        """
         until = time.monotonic() + min(10.0, self.patience.away)
         while True:
             try:
@@ -152,7 +172,7 @@ class VllmSampler:
             await asyncio.sleep(PAUSES[0])
 
     async def _sample(self, request: Request) -> list[Sampled]:
-        """The answers of whichever server gives them first; those that fail are asked again later."""
+        """Returns the completions of `request`, retrying on all servers until one answers or the retry time is over."""
         until: float | None = None
         while True:
             server, start = await self._free(), time.monotonic()
@@ -171,7 +191,7 @@ class VllmSampler:
                 return found
 
     async def _free(self) -> Server:
-        """The server with the fewest requests under way of those that are not left alone; waits for one."""
+        """Returns the available server with the fewest requests in flight; waits while all are paused."""
         while True:
             now = time.monotonic()
             if awake := [server for server in self.servers if server.rests_until <= now]:
@@ -179,9 +199,9 @@ class VllmSampler:
             await asyncio.sleep(min(PAUSES[0], *(server.rests_until - now for server in self.servers)))
 
     async def _see_to(self, server: Server) -> None:
-        """After a failure: lets the server rest, and revives one of our own. Others find it resting meanwhile."""
+        """After a failure: pauses the server and restarts it if this run manages it."""
         if server.rests_until > time.monotonic():
-            return  # another request has met the same failure
+            return  # another request is already handling this failure
         server.failed()
         if server.revive is None:
             return
@@ -212,7 +232,7 @@ class VllmSampler:
             server.under_way -= 1
 
     async def _model(self, server: Server, request: Request) -> str:
-        """The name that the server knows the request's weights by, once they are there."""
+        """Loads the request's adapter on the server if needed and returns its model name there."""
         snapshot = request.adapter or (None if server.ours else self.zero)
         if snapshot is None:
             assert server.model is not None
@@ -241,22 +261,25 @@ class VllmSampler:
                 "folder that both see"
             ) from None
         except ValueError as error:
-            if "already been loaded" not in str(error):  # by an attempt whose answer was lost
+            if "already been loaded" not in str(error):  # by an attempt whose response was lost
                 raise
 
     def _let_go(self, name: str) -> None:
-        """Nothing can ask for an adapter any more. Called on whichever thread dropped it last."""
+        """Schedules unloading of an adapter. Called by the finalizer of its snapshot, on any thread."""
         self.aside.later(partial(self._unload, name))
 
     async def _unload(self, name: str) -> None:
         self._puts.pop(name, None)
         there = [server for server in self.servers if server.loaded.pop(name, None)]
         gone = (self._send(server, "POST", "/v1/unload_lora_adapter", {"lora_name": name}) for server in there)
-        await asyncio.gather(*gone, return_exceptions=True)  # a server that is away has lost it anyhow
+        await asyncio.gather(*gone, return_exceptions=True)  # an unreachable server has lost it anyway
         await asyncio.to_thread(self.exchange.drop, name)
 
     async def _send(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON (or text) that a server answers. Raises Away, Lost (404), or ValueError with what it said."""
+        """Sends an HTTP request and returns the JSON (or text) of the response.
+
+        Raises Away if a retry may help, Lost if an adapter is unknown (404), else ValueError with the server's message.
+        """
         try:
             async with self._http.request(method, server.url.rstrip("/") + path, json=body) as answer:
                 status, content = answer.status, await answer.read()
@@ -271,7 +294,7 @@ class VllmSampler:
         said = f"the sampler at {server.url} answered {status}: {_message(content)}"
         if status in (401, 403):
             raise ValueError(f"{said}. Put its key into the environment variable that sampler.key_env names.")
-        if status in AWAY and (status != 500 or path == COMPLETIONS):  # vLLM says 500 to adapters that do not fit
+        if status in AWAY and (status != 500 or path == COMPLETIONS):  # vLLM returns 500 for invalid adapters
             raise Away(said)
         if status == 404 and body and ("lora_name" in body or body["model"] != server.model):
             raise Lost(said)
@@ -309,7 +332,7 @@ def _dumped(value: Any) -> str:
 
 
 def _answers(server: Server, said: Any, request: Request) -> list[Sampled]:
-    """The answers in what a server said. Raises ValueError where there are no token ids in it."""
+    """Parses completions: token_ids [T] int32 and logprobs [T] float32. Raises ValueError if token ids are missing."""
     choices = sorted(said["choices"], key=lambda choice: choice["index"])
     count = wire.drawn(request)
     if len(choices) != count or any(choice.get("token_ids") is None for choice in choices):
@@ -329,7 +352,7 @@ def _answers(server: Server, said: Any, request: Request) -> list[Sampled]:
 
 
 def _message(content: bytes) -> str:
-    """What an error's body says."""
+    """Returns the message of an error response, at most 500 characters."""
     try:
         said = json.loads(content)
         said = said.get("error", said)

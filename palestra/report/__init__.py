@@ -1,1 +1,1 @@
-"""A run as a page that loads nothing from elsewhere: curves, tables, sample episodes."""
+"""The HTML report on a run: one self-contained page with curves, tables and sample episodes."""

@@ -1,4 +1,5 @@
-"""Episodes as HTML: every turn by seat with what was seen, said, earned and credited, and what else was tried."""
+"""Episodes as HTML: each joint step by seat with observation, answer, reward and advantage, and the siblings that were
+tried."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from palestra.report.parts import details, pre, text
 from palestra.rollouts.transcript import new_to
 from palestra.types import Episode, Node, Seat
 
-TURNS = 120  # joint steps of an episode that are shown
-TRIED = 16  # siblings of a step that are shown
-LINES = 4  # further lines of play
+TURNS = 120  # joint steps shown of a trajectory
+TRIED = 16  # siblings shown of a step
+LINES = 4  # further trajectories shown of an episode
 
 
 def returned(episode: Episode) -> float:
-    """What an episode was worth: the team's reward and the mean of the seats' own, over the lines followed."""
+    """Returns the return of an episode: team reward plus the mean of the seats' own rewards, averaged over the played
+    trajectories."""
     nodes = [node for node in episode.nodes if node.chosen]
     seats = max(1, len(episode.seats))
     lines = max(1, len([leaf for leaf in episode.leaves() if leaf.chosen]))
@@ -25,8 +27,8 @@ def returned(episode: Episode) -> float:
 
 
 def samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tuple[str, Episode]]:
-    """The best, the worst, one that failed (where one did) and others drawn by `seed`: `count` at most, each with what
-    it is."""
+    """Returns at most `count` labelled episodes: the best, the worst, a failed one if any, and others drawn with
+    `seed`."""
     sound = sorted((e for e in episodes if e.error is None), key=returned, reverse=True)
     failed = [e for e in episodes if e.error is not None]
     found = [("the best", sound[0])] if sound else []
@@ -38,7 +40,7 @@ def samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tuple[st
 
 
 def episode_html(episode: Episode, label: str = "") -> str:
-    """An episode as a self-contained piece of a page; all that it says is escaped."""
+    """Returns an episode as an HTML article; all texts are escaped."""
     lines = [episode.line(leaf) for leaf in episode.leaves() if leaf.chosen]
     lines = lines or [[node for node in episode.nodes if node.chosen]]
     seen: dict[Seat, Any] = {}
@@ -66,7 +68,7 @@ def _head(episode: Episode, label: str, lines: list[list[Node]]) -> str:
 
 
 def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
-    """A joint step: each seat that acted, what came of it, what else was tried."""
+    """A joint step: the answers of its seats, rewards, and the siblings that were tried."""
     parts = [_seat(node, seat, seen) for seat in node.answers]
     if node.team_reward:
         parts.append(f"<p class=soft>team {_signed(node.team_reward)}</p>")
@@ -107,7 +109,7 @@ def _notes(node: Node, seat: Seat) -> Iterator[str]:
 
 
 def _tried(node: Node) -> str:
-    """A sibling in a line."""
+    """A sibling as one list item."""
     said = "; ".join(
         f"{text(seat)}: <q>{text(answer.text, 200)}</q> {' · '.join(_notes(node, seat))}"
         for seat, answer in node.answers.items()

@@ -1,4 +1,4 @@
-"""What the logs of a run hold, as charts and tables of a page."""
+"""Charts and tables of the report, from a run's logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS, GAMES = "training steps", "joint steps of all games"
 
 
 class Logs:
-    """The logs of a run, read once: `team` lines, those by `policy`, exams by name, timings."""
+    """The logs of a run, read once: lines of the whole team, lines by policy, evaluations by name, timings."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,10 +36,11 @@ class Logs:
 
     @property
     def axis(self) -> str:
+        """Title of the x axis: joint steps if the run counts them, else training steps."""
         return GAMES if self.team and "env_steps" in self.team[-1] else STEPS
 
     def points(self, lines: Sequence[Line], key: str, *, window: int = 1) -> list[tuple[float, float]]:
-        """A figure over the axis, where lines have it; a moving mean of `window`."""
+        """Returns (x, y) of a metric for the lines that have it, smoothed by a moving mean over `window` lines."""
         known = [line for line in lines if isinstance(line.get(key), int | float)]
         if not known:
             return []
@@ -48,7 +49,7 @@ class Logs:
 
 
 def charts(logs: Logs) -> str:
-    """Every curve that the run has figures for."""
+    """Returns all curves for which the run has metrics, as HTML; "" if there are none."""
     drawn = [_success(logs), _returns(logs)]
     for key, title in [*MORE, *PANELS]:
         window = max(1, min(9, len(logs.team) // 8))
@@ -71,7 +72,7 @@ def _success(logs: Logs) -> str:
 
 
 def _returns(logs: Logs) -> str:
-    """The return of all together, or of each seat where that is all there is."""
+    """The team's return; for evaluations without one, the return of each seat."""
     curves = [Curve("in training", logs.points(logs.team, "team_return", window=5))]
     for name, lines in logs.exams.items():
         if any("return" in line for line in lines):
@@ -92,7 +93,7 @@ def _speeds(logs: Logs) -> list[tuple[str, list[Line], str]]:
 
 
 def exam_table(logs: Logs) -> str:
-    """Each exam before and after."""
+    """Returns a table of each evaluation's metrics before and after training, as HTML."""
     rows: list[list[str]] = []
     for name, lines in logs.exams.items():
         before = lines[0] if lines[0]["step"] < 0 and len(lines) > 1 else None
@@ -103,7 +104,7 @@ def exam_table(logs: Logs) -> str:
 
 
 def _told(line: Line) -> list[tuple[str, Any]]:
-    """What an exam's line can be asked, and how it is said."""
+    """Returns the rows of an evaluation: title, and a function from a log line to the formatted value."""
     found: list[tuple[str, Any]] = [("success [95 % interval]", _share)] if "success" in line else []
     found += [("return", lambda line: figure(line.get("return")))] if "return" in line else []
     found += [(f"return of {seat}", partial(_own, seat)) for seat in line.get("returns", {})]
@@ -122,7 +123,7 @@ def _own(seat: str, line: Line) -> str:
 
 
 def policy_table(logs: Logs) -> str:
-    """Each policy's figures at the start and at the end: means of the first and the last tenth of the run."""
+    """Returns a table of each policy's metrics, as HTML: means over the first and the last tenth of the run."""
     rows = []
     for name, lines in logs.policies.items():
         part = max(1, len(lines) // 10)
@@ -143,7 +144,7 @@ def _short(value: float | None) -> str:
 
 
 def time_table(logs: Logs) -> str:
-    """Where the time went: seconds by phase, or by kind of task; shares are of all that was timed."""
+    """Returns a table of the seconds by phase, or by kind of task, as HTML; shares are of all timed seconds."""
     spent: dict[str, list[float]] = {}
     for line in logs.timings:
         if line.get("policy") != TEAM:

@@ -1,4 +1,4 @@
-"""The page on a run: one file, without scripts, that loads nothing."""
+"""The report's page: one HTML file without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from palestra.report.style import STYLE
 from palestra.reports import wilson
 from palestra.runs import checkpoints, load_episodes
 
-NOTHING_ELSE = "default-src 'none'; style-src 'unsafe-inline'"  # even were something let in, it could load nothing
+# Second line of defence after escaping: blocks all requests and scripts.
+NOTHING_ELSE = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step: int | None = None) -> Path:
-    """Writes the page on the run at `run` (default: report.html in it) and returns where it is.
+    """Writes the report on the run at `run` (default: report.html in it) and returns its path.
 
-    Raises ValueError where `run` is no run, or `step` was not recorded.
+    Raises ValueError if `run` is not a run, or no episodes were recorded at `step` (counted from 1).
     """
     out = out or run / "report.html"
     page = report_html(run, episodes=episodes, step=step)
@@ -36,7 +37,8 @@ def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step:
 
 
 def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str:
-    """The page, as HTML."""
+    """Returns the report as HTML, with `episodes` sample episodes of `step` (default: the last recorded one). Raises
+    ValueError as `write_report` does."""
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
     tree, logs = load(run / "config.yaml"), Logs(run)
@@ -64,7 +66,7 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
 
 
 def _unfolded(summary: str, inside: str) -> str:
-    """Folded on a screen, whole on paper."""
+    """A section that is collapsed on screen and expanded in print."""
     return details(text(summary), inside).replace("<details>", '<details class="printed">', 1) if inside else ""
 
 
@@ -76,7 +78,7 @@ def _what(tree: dict[str, Any], meta: dict[str, Any]) -> str:
 
 
 def tiles(logs: Logs, tree: dict[str, Any]) -> str:
-    """A few figures that say how it went."""
+    """Returns the headline metrics as HTML: up to three evaluations, progress, NashConv."""
     found = []
     for name, lines in list(logs.exams.items())[:3]:
         last = lines[-1]
@@ -99,7 +101,8 @@ def tiles(logs: Logs, tree: dict[str, Any]) -> str:
 
 
 def sampled(run: Path, count: int, step: int | None, seed: int) -> str:
-    """Episodes of a training step: the best, the worst, others by chance."""
+    """Returns sample episodes of a training step as HTML: best, worst, failed, random. Raises ValueError if `step`
+    (counted from 1) was not recorded."""
     kept = {int(path.stem.removeprefix("step-")): path for path in sorted((run / "episodes").glob("step-*.parquet"))}
     if step is not None and step - 1 not in kept:
         have = ", ".join(str(number + 1) for number in kept) or "none"
@@ -117,7 +120,7 @@ def sampled(run: Path, count: int, step: int | None, seed: int) -> str:
 
 
 def facts(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
-    """Versions, seed, command line, checkpoints."""
+    """Returns a table of seed, versions, command line and checkpoints, as HTML."""
     rows = [("seed", meta.get("seed", tree.get("seed", 0)))]
     rows += [(name, meta[name]) for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
     rows += [("command", shlex.join(meta["command"]))] if meta.get("command") else []
@@ -130,7 +133,7 @@ def facts(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
 
 
 def _config(run: Path) -> str:
-    """The config as it was resolved, without what is empty."""
+    """The resolved config without empty values."""
     tree = load(run / "config.yaml")
     short = {key: value for key, value in tree.items() if value not in (None, [], {}, "")}
     return pre(yaml.safe_dump(short, sort_keys=False, allow_unicode=True), "config")

@@ -1,4 +1,4 @@
-"""A population on a page: how far from an equilibrium, who beats whom, how they rank, whom learners met."""
+"""Report sections on a population: distance to equilibrium, payoffs, ratings and opponents."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from palestra.report.svg import Curve, chart, heat
 from palestra.reports import series
 from palestra.types import TEAM
 
-PICTURED = 80  # members of a heat map: the newest
+PICTURED = 80  # newest members shown in a heat map
 
 
 def population_sections(path: Path) -> list[str]:
-    """The sections on the population that a run trains; [] where it trains none, or has not begun to."""
+    """Returns the sections on the population that a run trains; [] if it trains none or has not started."""
     if not (path / TASKS).exists() or not (path / TASKS).stat().st_size:
         return []
     record = read_record(path)
@@ -41,7 +41,8 @@ def _distances(record: Record) -> str:
 
 
 def payoff_heat(record: Record) -> str:
-    """What the first seat's members (rows) earn from the second's, for games of two."""
+    """Returns a heat map of the payoffs of the first seat's members (rows) against the second's, as SVG; "" unless
+    there are two seats."""
     payoffs = record.payoffs
     if len(payoffs.seats) != 2:
         return ""
@@ -51,7 +52,7 @@ def payoff_heat(record: Record) -> str:
 
 
 def standings_html(record: Record) -> str:
-    """Members by Elo, as a table. Raises ValueError where they have not played each other."""
+    """Returns the members ranked by Elo, as an HTML table. Raises ValueError if they have not played each other."""
     rows = [
         [
             row.name,
@@ -70,12 +71,12 @@ def _ranks(record: Record) -> list[str]:
     try:
         told = warning(record)
         return [standings_html(record), f"<p class=soft>{text(told)}</p>" if told else ""]
-    except ValueError as error:  # no games, or of more than two: that is all there is to say
+    except ValueError as error:  # no games yet, or more than two players
         return [f"<p class=soft>No standings: {text(error)}</p>"]
 
 
 def _mixtures(record: Record) -> str:
-    """Probabilities of members (rows), iteration by iteration."""
+    """Heat maps of the members' probabilities (rows) by iteration (columns)."""
     drawn = []
     for player, rows in mixtures(record).items():
         names = list(dict.fromkeys(name for row in rows for name in row))[-PICTURED:]

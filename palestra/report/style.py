@@ -1,4 +1,4 @@
-"""How pages look: on light and dark screens, and on paper."""
+"""The CSS of reports and notebooks: light and dark screens, and print."""
 
 STYLE = """
 .palestra { --ink: #1b1f24; --soft: #59626d; --line: #d5dae0; --paper: #ffffff; --tint: #f4f6f8; --good: #00785a;

@@ -1,5 +1,5 @@
-"""Curves and heat maps as inline SVG. Colours are names of the page's style, so that a picture follows its page from a
-light screen to a dark one and to paper."""
+"""Curves and heat maps as inline SVG. Colours are CSS variables of the page, so that charts follow light and dark mode
+and print."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from palestra.report.parts import text
 
 WIDTH, HEIGHT = 360, 210
 LEFT, RIGHT, TOP, BOTTOM = 44, 8, 8, 30
-POINTS = 400  # of a curve; more is not seen
+POINTS = 400  # maximum number of points drawn of a curve
 
 
 @dataclass(frozen=True)
 class Curve:
-    """`points` (x, y) in order; `spans` (low, high) are intervals of each; `marked` ones have a dot at every point, a
-    `faint` one stands behind the others and is not named."""
+    """A curve of a chart: `points` are (x, y) in order, `spans` an interval (low, high) for each. `marked` draws a dot
+    at every point; a `faint` curve is drawn behind the others and has no legend entry."""
 
     name: str
     points: list[tuple[float, float]]
@@ -29,7 +29,8 @@ class Curve:
 
 
 def chart(title: str, curves: Sequence[Curve], *, x: str, low: float | None = None, high: float | None = None) -> str:
-    """A figure with its title and key; "" where no curve has a point. `low` and `high` are always in it."""
+    """Returns a chart with title and legend, as an HTML figure; "" if no curve has a point. The y axis always includes
+    `low` and `high`."""
     shown = [curve for curve in curves if curve.points]
     if not shown:
         return ""
@@ -47,7 +48,7 @@ def chart(title: str, curves: Sequence[Curve], *, x: str, low: float | None = No
 
 @dataclass(frozen=True)
 class Frame:
-    """From figures to places in the picture."""
+    """Affine map from data coordinates to SVG coordinates."""
 
     x0: float
     x1: float
@@ -56,6 +57,7 @@ class Frame:
 
     @classmethod
     def around(cls, curves: Sequence[Curve], low: float | None, high: float | None) -> Frame:
+        """Returns the map that fits all points and intervals, with a margin except at `low` and `high`."""
         xs = [x for curve in curves for x, _ in curve.points]
         ys = [y for curve in curves for _, y in curve.points]
         ys += [end for curve in curves for span in curve.spans for end in span]
@@ -67,13 +69,14 @@ class Frame:
         return cls(x0, x1 if x1 > x0 else x0 + 1, y0, y1)
 
     def at(self, x: float, y: float) -> tuple[float, float]:
+        """Returns the SVG coordinates of a data point."""
         across = (x - self.x0) / (self.x1 - self.x0)
         up = (y - self.y0) / (self.y1 - self.y0)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers between two, about so many."""
+    """Returns about `about` round numbers (multiples of 1, 2 or 5 times a power of 10) between two values."""
     rough = (high - low) / about
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= rough)
@@ -82,7 +85,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def short(value: float) -> str:
-    """1234567 -> "1.23M"; 0.00001 -> "1e-05"."""
+    """Returns a compact number: 1234567 gives "1.23M", 0.00001 gives "1e-05"."""
     for size, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if name == 'k' else size):.3g}{name}"
@@ -131,8 +134,8 @@ def _curve(frame: Frame, curve: Curve, colour: str) -> list[str]:
 def heat(
     title: str, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], *, top: float | None = None
 ) -> str:
-    """A figure of a table [R, C]: blue above zero, orange below, as strong as the largest (or `top`). Unknown values
-    (NaN) stay empty; each cell tells its own."""
+    """Returns a heat map of values [R, C] float as an HTML figure: blue above zero, orange below, scaled by the largest
+    magnitude (or `top`). NaN cells stay empty; each cell has a tooltip with its value."""
     known = values[~np.isnan(values)]
     if not len(known):
         return ""

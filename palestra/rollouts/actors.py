@@ -1,9 +1,9 @@
-"""Processes that play on while another learns: no actor ever waits for the learner.
+"""Actor processes that play while the learner trains: no actor waits for the learner.
 
-Each actor sweeps its own games with the newest weights there are, into one of its slots in shared memory, and says so
-in one small message. The learner takes what came first. An actor whose slots are all full writes over the oldest, so
-that what the learner finds is as fresh as may be; what it then reads was played by weights some updates old, which its
-algorithm must correct for (V-trace). An actor that dies is replaced, and its games begin anew.
+Each actor plays its own games with the newest weights into one of its slots in shared memory, and sends one small
+message per batch. The learner takes the next batch that is ready. An actor whose slots are all full overwrites the
+oldest, so that batches are as recent as possible; a batch is still some updates old, which the algorithm must correct
+for (V-trace). An actor that dies is replaced, and its games start anew.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from palestra.rollouts.sweep import Sweeper, empty_batch
 from palestra.types import Batch
 
 CONTEXT = multiprocessing.get_context("spawn")
-SLOTS = 3  # one being written, one being read, one between
-TRIES = 3  # how often an actor may die without one batch between
-LINE = 64  # bytes: arrays begin on lines of the cache
-SMALL = ("ends", "final_obs", "final_state", "memory", "games")  # go with the message: their size is not known before
+SLOTS = 3  # one to write, one to read, one in between
+TRIES = 3  # consecutive deaths of an actor without a batch
+LINE = 64  # bytes of a cache line; arrays are aligned to it
+SMALL = ("ends", "final_obs", "final_state", "memory", "games")  # sent with the message: their sizes vary
 
 
 class Cast(Protocol):
-    """What an actor plays with: its games, and players whose weights `acting` lists."""
+    """What an actor plays with: its envs, and players whose weights are the tensors that `acting` lists."""
 
     env: VectorEnv
 
@@ -48,9 +48,11 @@ class Cast(Protocol):
 
 
 class Shelf:
-    """Weights and slots in shared memory, a new one or that of a given name, with the locks that guard them.
+    """Weights and batch slots of one actor in shared memory, created new or attached by name. Access is guarded by a
+    lock.
 
-    `marks [SLOTS]`: the number of the batch that lies in a slot, 0 for none, -1 while it is read.
+    `marks [SLOTS]` int64: the number of the batch in a slot, 0 for none, -1 while it is read or written. `weights` is
+    float32.
     """
 
     def __init__(self, weights: int, batch: Batch, name: str | None = None) -> None:
@@ -61,7 +63,7 @@ class Shelf:
         self.memory = SharedMemory(name, create=name is None, size=space)
         self._used = 0
         self.marks = self._array((SLOTS,), np.dtype(np.int64))
-        self.version = self._array((1,), np.dtype(np.int64))  # of the weights: how often the learner gave them
+        self.version = self._array((1,), np.dtype(np.int64))  # of the weights: counts the learner's publications
         self.weights = self._array((weights,), np.dtype(np.float32))
         self.slots = [{k: self._array(*kind) for k, kind in self.kinds.items()} for _ in range(SLOTS)]
 
@@ -77,11 +79,11 @@ class Shelf:
 
 
 def _act(pipe: Connection, lock: Any, make: Callable[[], Cast], horizon: int, seed: int, name: str) -> None:
-    """An actor: sweeps until the pipe closes or the learner is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's to hear
+    """Main loop of an actor: plays until the pipe closes or the learner is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner handles Ctrl-C
     torch.set_num_threads(1)
     cast, parent = make(), os.getppid()
-    first = derive(seed, "games") >> 1 | 1 << 33  # exams have seeds below 2**32
+    first = derive(seed, "games") >> 1 | 1 << 33  # evaluations have seeds below 2**32
     sweeper = Sweeper(cast.env, first + np.arange(cast.env.games))
     weights = cast.acting()
     shelf = Shelf(sum(w.numel() for w in weights), empty_batch(cast.env, sweeper.frame, horizon), name)
@@ -98,7 +100,7 @@ def _act(pipe: Connection, lock: Any, make: Callable[[], Cast], horizon: int, se
             except RunFailed as error:
                 pipe.send(error)
                 return
-            with lock:  # the oldest that is not being read; a free one is older than any
+            with lock:  # the oldest that is not being read; free ones (0) come first
                 slot = min((i for i in range(SLOTS) if shelf.marks[i] >= 0), key=lambda i: shelf.marks[i])
                 dropped = bool(shelf.marks[slot])
                 shelf.marks[slot] = -1
@@ -110,18 +112,19 @@ def _act(pipe: Connection, lock: Any, make: Callable[[], Cast], horizon: int, se
 
 
 def _spread(flat: Tensor, into: Sequence[Tensor]) -> None:
-    """Takes weights apart again."""
+    """Copies flat weights into the tensors `into`."""
     with torch.no_grad():
         for tensor, part in zip(into, flat.split([w.numel() for w in into]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
 class Actors:
-    """Stands where a `Sweeper` stands: `sweep` gives the weights as they are to all actors, and returns the next batch.
+    """Drop-in for a `Sweeper` that plays in other processes: `sweep` publishes the current weights to all actors and
+    returns the next batch.
 
-    `cast` is the learner's own; `make(i)` makes actor i's in its process, of as many games. `batch.notes` says how many
-    updates old a batch is (`lag`), how many were written over unread (`dropped`), and how often an actor had to be
-    replaced (`restarts`).
+    `cast` is the learner's own; `make(i)` builds actor i's in its process, with as many games. `batch.notes` has the
+    batch's age in updates (`lag`), the number of batches overwritten unread (`dropped`), and the number of actor
+    replacements (`restarts`).
     """
 
     def __init__(self, cast: Cast, make: Sequence[Callable[[], Cast]], horizon: int, seed: int) -> None:
@@ -138,12 +141,14 @@ class Actors:
         self._release = weakref.finalize(self, _release, self.pipes, self.processes, self.shelves)
 
     def sweep(self, players: Sequence[Player], steps: int, seed: int) -> Batch:
-        """The next batch; `players`, `steps` and `seed` are the actors' own affair."""
+        """Returns the next batch, which is valid until the next call; ignores `players`, `steps` and `seed`, which the
+        actors choose themselves. Raises RunFailed if an actor's env failed, and ValueError if an actor dies
+        repeatedly."""
         self._publish()
         dropped = 0
         while True:
             ready = wait([*self.pipes, *(process.sentinel for process in self.processes)])
-            for step in range(1, len(self.make) + 1):  # each in turn: a fast one must not keep out the others
+            for step in range(1, len(self.make) + 1):  # round robin: a fast actor must not starve the others
                 i = (self.batch.source + step) % len(self.make)
                 if self.pipes[i] in ready and (got := self._receive(i)) is not None:
                     slot, number, version, overwrote, small = got
@@ -160,7 +165,7 @@ class Actors:
                     self._replace(i)
 
     def _publish(self) -> None:
-        """Gives all actors the weights as they are; starts those that do not play yet."""
+        """Writes the current weights for all actors; starts the actors that do not run yet."""
         self.version += 1
         flat = torch.cat([w.detach().flatten().float() for w in self.weights]).numpy()
         for i, shelf in enumerate(self.shelves):
@@ -183,7 +188,7 @@ class Actors:
         theirs.close()
 
     def _replace(self, i: int) -> None:
-        """A new actor in place of a dead one, with a new lock: the old one may have died holding it."""
+        """Starts a new actor in place of a dead one, with a new lock: the old one may have died holding it."""
         self.failures[i] += 1
         if self.failures[i] >= TRIES:
             raise ValueError(
@@ -196,7 +201,7 @@ class Actors:
         self._start(i)
 
     def _receive(self, i: int) -> Any:
-        """An actor's next message, or None where it is gone. Raises what its env made it send."""
+        """Returns an actor's next message, or None if the actor is gone. Raises the RunFailed that its env caused."""
         try:
             message = self.pipes[i].recv()
         except (EOFError, OSError):
@@ -207,7 +212,7 @@ class Actors:
         return message
 
     def _read(self, i: int, slot: int, number: int) -> bool:
-        """Copies a slot into the batch; False where it was written over since."""
+        """Copies a slot into the batch; returns False if the slot was overwritten since."""
         shelf = self.shelves[i]
         with self.locks[i]:
             if shelf.marks[slot] != number:
@@ -220,15 +225,16 @@ class Actors:
         return True
 
     def restart(self, seeds: np.ndarray) -> None:
-        """Nothing: actors begin their games when they start."""
+        """Does nothing: actors start their games themselves."""
 
     def save(self) -> None:
-        """Games under way are not kept: they begin anew after a resume."""
+        """Saves nothing: games start anew after a resume."""
 
     def load(self, saved: Arrays, players: Sequence[Player]) -> None:
-        """Nothing, as nothing was saved."""
+        """Does nothing: nothing was saved."""
 
     def close(self) -> None:
+        """Stops the actors and frees the shared memory."""
         self._release()
 
 

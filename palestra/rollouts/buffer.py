@@ -1,9 +1,9 @@
-"""Finished episodes on the disk, one file each, from the moment they end until no checkpoint needs them.
+"""Finished episodes on disk, one file each, from their end until no checkpoint needs them.
 
-    buffer/episode-000123@12.parquet   episode number 123, which began when 12 steps were trained
-    buffer/first                       the least number that has not been dropped
+    buffer/episode-000123@12.parquet   episode number 123, started after 12 training steps
+    buffer/first                       the smallest number that has not been dropped
 
-What is trained is always what a file says: a run that resumes thus trains on the very bytes it would have trained on.
+Training always reads the files, so a resumed run trains on exactly the same bytes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ FIRST = "first"
 
 
 class Finished(NamedTuple):
-    """An episode, and how many steps were trained when it began."""
+    """An episode, and the number of training steps taken when it began."""
 
     episode: Episode
     began: int
 
 
 class Buffer:
-    """The finished episodes that `folder` holds, by number; whoever opens it needs those from `first` on. Where these
-    have been dropped, the rest is of a past that will not be again (a run sent back by hand), and is dropped too."""
+    """The finished episodes in `folder` by number; the caller needs those from `first` on. If some of these were
+    dropped, the remaining files belong to an abandoned future (a run reset by hand to an earlier checkpoint) and are
+    dropped too."""
 
     def __init__(self, folder: Path, first: int = 0) -> None:
         self.folder = folder
@@ -50,12 +51,13 @@ class Buffer:
         return number in self._began
 
     async def put(self, number: int, began: int, episode: Episode) -> None:
-        """Keeps an episode: on the disk on return. Others go on while it is written."""
+        """Writes an episode to disk before it returns, without blocking the event loop."""
         await asyncio.to_thread(self._write, number, began, episode)
         self._began[number] = began
 
     def get(self, number: int) -> Finished:
-        """The episode of that number. Raises KeyError where it is not here."""
+        """Returns the episode of that number. Raises KeyError if it is not stored, and `Damaged` if its file cannot be
+        read."""
         began = self._began[number]
         path = self._path(number, began)
         try:
@@ -76,7 +78,7 @@ class Buffer:
                 self._path(number, self._began.pop(number)).unlink()
 
     def close(self) -> None:
-        """Removes the folder with all that is in it."""
+        """Removes the folder and its contents."""
         self._began.clear()
         shutil.rmtree(self.folder)
 

@@ -1,4 +1,4 @@
-"""What episodes say in figures: for logs, progress bars and tables."""
+"""Metrics of text episodes, for logs, progress bars and tables."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from palestra.types import Answer, Episode, Metrics, Node
 
 
 def member(policy: str) -> str:
-    """The member behind a versioned policy name: "planner@12" -> "planner"."""
+    """Returns the member of a versioned policy name: "planner@12" -> "planner"."""
     return policy.split("@", 1)[0]
 
 
 def played(episode: Episode) -> list[Node]:
-    """The nodes of the lines that were played on, without the siblings that were only tried."""
+    """Returns the nodes of the trajectories that were continued, without siblings that were only tried."""
     return [node for node in episode.nodes if node.chosen]
 
 
 def answers_of(episodes: Sequence[Episode], policy: str | None = None) -> list[Answer]:
-    """Every answer of `policy` (None: of all), tried ones included, once each: it may stand in several siblings."""
+    """Returns every answer of `policy` (None: of all policies) once, also those of unchosen siblings; siblings may
+    share one."""
     found = {id(answer): answer for e in episodes for node in e.nodes for answer in node.answers.values()}
     return [answer for answer in found.values() if policy in (None, member(answer.policy))]
 
 
 def summary(episodes: Sequence[Episode]) -> Metrics:
-    """Success (where the env knows one), joint steps per line and team return over the episodes that did not fail; the
-    share that failed.
+    """Returns success (if the env reports it), joint steps per trajectory, team return, number of episodes, and how
+    many failed.
 
-    Means are over episodes; nothing is averaged in silence: `failed` counts what `success` leaves out.
+    Means are over the episodes that did not fail; `failed` counts the rest.
     """
     valid = [e for e in episodes if e.error is None]
     lines = [e.line(leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
@@ -44,8 +45,8 @@ def summary(episodes: Sequence[Episode]) -> Metrics:
 
 
 def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
-    """`returns`: each seat's own reward over a line, a mean over the episodes that did not fail; `returns_half`: half
-    of its 95 % interval (normal)."""
+    """Returns `returns`: each seat's own return, averaged over the trajectories of episodes that did not fail, and
+    `returns_half`: half the width of its 95 % confidence interval (normal approximation)."""
     valid = [e for e in episodes if e.error is None]
     ends = [(e, leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
     seats = {seat: None for e in valid for seat in e.seats}
@@ -59,8 +60,9 @@ def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
 
 
 def policy_figures(episodes: Sequence[Episode], policy: str) -> Metrics:
-    """One policy's answers, tried ones included: local and team reward per answer, share invalid, length, how often it
-    ran into the token limit. An answer that stands in several siblings counts once, by its mean over them."""
+    """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer, share
+    of invalid answers, tokens per answer, share cut at the token limit. An answer shared by siblings counts once, by
+    its mean."""
     turns = [
         (node, seat, answer)
         for episode in episodes

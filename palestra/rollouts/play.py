@@ -1,12 +1,12 @@
-"""Plays episodes of text and tool envs: one coroutine each, grown as a tree where an algorithm asks for siblings.
+"""Rollouts of text and tool envs: one coroutine per episode, which grows a tree if the algorithm compares siblings.
 
-A node is one joint step: the answers of all seats that act, and what the env made of them. With `at: turn` every joint
-step is tried K times on forks of the env, and play goes on from the best (or from one at random, or from all). With
-`at: root` K whole lines grow from the first step. One sibling's seat that acts later in a turn sees what that sibling's
-earlier seat did, since the env is stepped between them. Where several seats act at once, each is asked for K answers,
-and the siblings are their pairs, or with `joints: crossed` all their combinations: siblings then share answers.
+A node is one joint step: the answers of all seats that act, and the env's result. With `at: turn` every joint step is
+tried K times on forks of the env, and the episode continues from the best (or a random one, or all). With `at: root` K
+whole trajectories start at the first step. A seat that acts later in a turn of one sibling observes what that sibling's
+earlier seat did, since the env is stepped in between. Where several seats act at once, each gives K answers, and the
+siblings are their pairs, or with `joints: crossed` all combinations: siblings then share answers.
 
-An env or a policy that fails makes a failed episode, with message and traceback; it never stops the others.
+An env or a policy that raises makes a failed episode, with message and traceback; other episodes continue.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from palestra.types import Answer, Episode, Node, Seat, Step
 
 Keep = Literal["best", "random", "epsilon", "all"]
 Joints = Literal["paired", "crossed"]
-MOST_JOINTS = 4096  # of one joint step: each costs a fork of the env and a step of it
-THREADS = ThreadPoolExecutor(256, "env")  # they wait more than they work; asyncio's own pool has a handful
+MOST_JOINTS = 4096  # per joint step: each costs a fork and a step of the env
+THREADS = ThreadPoolExecutor(256, "env")  # mostly waiting on blocking envs; asyncio's default pool is too small
 
 
 @dataclass(frozen=True)
 class Branching:
-    """Where a tree branches into `k` siblings and from which of them play goes on.
+    """Where a tree branches into `k` siblings, and which of them the episode continues from.
 
-    "epsilon" keeps the best, but with probability `epsilon` one at random. The best has the highest mixed reward of its
-    own step, alpha * team + local (averaged over the seats that acted). `joints` says which answers of N seats that act
-    at once stand together: the first of all, the second of all ("paired"), or every one with every other ("crossed"),
-    which makes k^N siblings of the same N * k answers.
+    `keep: epsilon` keeps the best, but with probability `epsilon` a random one. The best has the highest mixed reward
+    of its own step, alpha * team + local (averaged over the seats that acted). `joints` combines the answers of N seats
+    that act at once: first with first, second with second ("paired"), or every one with every other ("crossed"), which
+    makes k^N siblings from the same N * k answers.
     """
 
     at: Literal["root", "turn"] = "root"
@@ -52,10 +52,12 @@ class Branching:
     joints: Joints = "paired"
 
     def width(self, depth: int) -> int:
+        """Returns the number of siblings at `depth`."""
         return self.k if self.at == "turn" or depth == 0 else 1
 
     def joined(self, k: int, seats: Sequence[Seat]) -> list[tuple[int, ...]]:
-        """Which of its `k` answers each of `seats` gives in each sibling. Raises ValueError for more than 4096."""
+        """Returns, for each sibling, the index of each seat's answer among its `k`. Raises ValueError for more than
+        4096 siblings."""
         if self.joints == "paired":
             return [(i,) * len(seats) for i in range(k)]
         if k ** len(seats) > MOST_JOINTS:
@@ -66,10 +68,11 @@ class Branching:
         return list(itertools.product(range(k), repeat=len(seats)))
 
     def score(self, node: Node) -> float:
+        """Returns the mixed reward of a node, averaged over the seats that acted."""
         return sum(node.reward(seat, self.alpha) for seat in node.answers) / len(node.answers)
 
     def pick(self, siblings: Sequence[Node], rng: random.Random) -> list[Node]:
-        """The siblings that play goes on from, in order."""
+        """Returns the siblings that the episode continues from, in order."""
         if self.at == "root" or self.keep == "all" or len(siblings) == 1:
             return list(siblings)
         at_random = self.keep == "random" or (self.keep == "epsilon" and rng.random() < self.epsilon)
@@ -78,7 +81,8 @@ class Branching:
 
 @dataclass(frozen=True)
 class Match:
-    """One episode to play: the env's instance, who sits where, and the seed of everything the policies draw."""
+    """One episode to play: the env's instance, the policy of each seat, and the seed of everything the policies
+    sample."""
 
     instance: int
     seats: Mapping[Seat, Policy]
@@ -87,10 +91,10 @@ class Match:
 
 @dataclass
 class Line:
-    """The end of a growing branch: its env, what that last said, and each seat's earlier turns.
+    """The end of a growing branch: its env, the last step result, and each seat's earlier turns.
 
-    `path` says which sibling was taken at each step from the root on: what a line draws hangs on it alone, never on
-    which of two lines was faster.
+    `path` holds the sibling index at each step from the root. Random draws depend on it alone, not on which branch
+    finishes first.
     """
 
     env: Env
@@ -101,8 +105,8 @@ class Line:
 
 
 class Arena:
-    """Plays matches of one kind of env. `limit` bounds how many episodes are open at once; a line that has not ended
-    after `max_steps` joint steps makes a failed episode."""
+    """Plays episodes of one kind of env. `limit` is the maximum number of concurrent episodes; a trajectory that has
+    not ended after `max_steps` joint steps makes a failed episode."""
 
     def __init__(self, make_env: Callable[[], Env], name: str, *, limit: int = 1024, max_steps: int = 1000) -> None:
         self.make_env, self.name, self.limit, self.max_steps = make_env, name, limit, max_steps
@@ -110,7 +114,7 @@ class Arena:
     async def play_all(
         self, matches: Sequence[Match], branching: Branching, on_done: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
-        """The episodes of `matches`, in their order."""
+        """Returns the episodes of `matches`, in order; calls `on_done` with each one when it ends."""
         gate = asyncio.Semaphore(self.limit)
 
         async def one(match: Match) -> Episode:
@@ -123,7 +127,7 @@ class Arena:
         return list(await asyncio.gather(*(one(match) for match in matches)))
 
     async def play(self, match: Match, branching: Branching) -> Episode:
-        """One episode. Whatever its env or policies raise is recorded in `error` and `traceback`."""
+        """Returns one episode. Exceptions of its env or policies are recorded in `error` and `traceback`."""
         seats = {seat: policy.name for seat, policy in match.seats.items()}
         episode = Episode(self.name, match.instance, seats)
         growth = _Growth(episode, match, branching, self.max_steps)
@@ -131,26 +135,26 @@ class Arena:
             env = growth.opened(self.make_env())
             first = checked_step(await _call(env, env.reset, match.instance), "reset")
             await growth.grow(Line(env, first))
-        except Exception as error:  # the rollout boundary: a failure is data
+        except Exception as error:  # the rollout boundary: failures are recorded, not raised
             episode.error, episode.traceback = fault_of(error)
-        finally:  # also where nobody waits for the episode any more
+        finally:  # also if the task is cancelled
             await growth.end()
         return episode
 
 
 @dataclass
 class _Growth:
-    """One episode's tree while it grows."""
+    """The tree of one episode during its rollout."""
 
     episode: Episode
     match: Match
     branching: Branching
     max_steps: int
-    paths: list[tuple[int, ...]] = field(default_factory=list)  # of the episode's nodes
+    paths: list[tuple[int, ...]] = field(default_factory=list)  # one per node of the episode
     open: dict[int, Env] = field(default_factory=dict)  # by identity
 
     async def grow(self, line: Line) -> None:
-        """Plays on from `line` to the end; where several siblings are kept, from each of them at once."""
+        """Plays from `line` to the end; if several siblings are kept, from all of them concurrently."""
         while not line.step.over:
             if len(line.path) >= self.max_steps:
                 raise ValueError(f'env "{self.episode.env}" has not ended after {self.max_steps} joint steps')
@@ -171,7 +175,7 @@ class _Growth:
         await self._close(line.env)
 
     async def end(self) -> None:
-        """Closes what a failure left open, and numbers the nodes by depth, then from left to right."""
+        """Closes envs that a failure left open, and numbers the nodes by depth, then from left to right."""
         for env in list(self.open.values()):
             try:
                 await self._close(env)
@@ -194,7 +198,7 @@ class _Growth:
         await _call(env, env.close)
 
     async def _branch(self, line: Line) -> list[tuple[Node, Line]]:
-        """The siblings that answer `line`'s observations, each with the line that it starts."""
+        """Returns the siblings that answer `line`'s observations, each with the branch that it starts."""
         k = self.branching.width(len(line.path))
         joined = self.branching.joined(k, list(line.step.observations))
         asked = {seat: self._ask(line, seat, k) for seat in line.step.observations}
@@ -249,7 +253,7 @@ class _Growth:
 
 
 def derive(seed: int, *key: object) -> int:
-    """A 63-bit seed that is a pure function of `seed` and `key`, on any machine and in any process."""
+    """Returns a 63-bit seed, a pure function of `seed` and `key` on any machine and in any process."""
     text = repr((seed, *key)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -268,7 +272,7 @@ async def _advance(env: Env, joint: dict[Seat, Answer]) -> Step:
 
 
 async def _call(env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
-    """`method(*arguments)`, on a thread for envs that block, awaited for envs that are coroutines themselves."""
+    """Returns `method(*arguments)`, run on a thread for blocking envs, and awaited if the method is a coroutine."""
     if env.blocking:
         result = await asyncio.get_running_loop().run_in_executor(THREADS, method, *arguments)
     else:

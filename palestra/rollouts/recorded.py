@@ -1,6 +1,6 @@
-"""Learning from what is on disk: a source whose episodes were played, or written, before.
+"""Dataset source: episodes that were played, or written, before.
 
-Whoever sits at a seat now is taken for the one who said what was said there.
+Recorded answers are attributed to the policy now assigned to their seat.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from palestra.rollouts.records import Record
 from palestra.rollouts.sources import Told
 from palestra.types import Answer, Episode, Memory, Metrics, Node, Seat
 
-DATA = "data"  # in memory: what each source's episodes were when the run began
-AT_ONCE = 64  # episodes that are looked through together for something to learn
+DATA = "data"  # key in `memory`: fingerprint of each source when the run began
+AT_ONCE = 64  # episodes per call of `samples` in the check
 
 
 class Lesson(Protocol):
-    """What a source needs to know of an algorithm."""
+    """What a source needs from an algorithm."""
 
     @property
     def type(self) -> str: ...
@@ -37,8 +37,9 @@ class Lesson(Protocol):
 
 @dataclass
 class Recorded:
-    """Episodes of `records`, shuffled anew for every time they are gone through. `seats` says who sits where now;
-    `roles`, by env, what a seat is told there, with which prompts that are made anew begin."""
+    """Episodes of `records`, shuffled anew in every epoch. `seats` returns the current policy of each seat; `roles`
+    maps env and seat to the role text at the start of rebuilt prompts. Raises ValueError if a prompt has to be rebuilt
+    without a role or system text."""
 
     records: Sequence[Record]
     seats: Callable[[], dict[Seat, Policy]]
@@ -60,16 +61,17 @@ class Recorded:
 
     @property
     def name(self) -> str:
+        """The paths of the files, joined by commas."""
         return ", ".join(record.path for record in self.records)
 
     @cached_property
     def items(self) -> list[tuple[Episode, AbstractSet[Seat]]]:
-        """Every episode, with the seats whose tokens stay as they are."""
+        """Every episode, with the seats whose recorded tokens are kept."""
         return [(e, kept) for record, kept in zip(self.records, self.kept, strict=True) for e in record.episodes]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of what was said, whichever files it was in."""
+        """Hash of the recorded text, independent of file names."""
         said = hashlib.blake2b(digest_size=8)
         for episode, _ in self.items:
             for node in episode.nodes:
@@ -80,8 +82,8 @@ class Recorded:
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: Memory, told: Told = None
     ) -> list[Episode]:
-        """The episodes of these numbers, as trees that grew as they did: `branching` is for who plays. Raises
-        ValueError where a run goes on with other data than it began with."""
+        """Returns the episodes of these numbers as recorded trees; ignores `branching`. Raises ValueError if the data
+        changed since the run began."""
         if memory.setdefault(DATA, {}).setdefault(self.name, self.fingerprint) != self.fingerprint:
             raise ValueError(f"what {self.name} holds has changed since the run began: put it back, or begin a new run")
         team = self.seats()
@@ -92,16 +94,17 @@ class Recorded:
         return episodes
 
     def observe(self, episodes: Sequence[Episode], memory: Memory) -> Metrics:
-        """Nothing: what was recorded does not change."""
+        """Does nothing: recorded data does not depend on results."""
         return {}
 
     def episode(self, number: int, team: Mapping[Seat, Policy]) -> Episode:
-        """The episode of a number, which says how often all have been gone through before, and its place since."""
+        """Returns the episode of a number, which encodes epoch and position in it."""
         epoch, place = divmod(number, len(self.items))
         return self.as_said(*self.items[_order(self.seed, epoch, len(self.items))[place]], team)
 
     def as_said(self, episode: Episode, kept: AbstractSet[Seat], team: Mapping[Seat, Policy]) -> Episode:
-        """A recorded episode as if `team` had said it. Answers that siblings share are shared again."""
+        """Returns a recorded episode with answers attributed to the policies of `team`; siblings that shared an answer
+        share it again."""
         nodes: list[Node] = []
         said: dict[int, Answer] = {}
         pasts: dict[int | None, dict[Seat, tuple[tuple[Any, Answer], ...]]] = {None: {}}
@@ -122,8 +125,8 @@ class Recorded:
         return next((own[seat] for own in roles if seat in own), "")
 
     def check(self, lesson: Lesson, learners: AbstractSet[str]) -> None:
-        """Raises ValueError where an algorithm cannot learn from these episodes, or none of `learners` finds anything
-        in them."""
+        """Raises ValueError if an algorithm cannot train on these episodes, or finds no sample for any of `learners` in
+        them."""
         team = self.seats()
         taught = {seat for seat, policy in team.items() if member(policy.name) in learners}
         if lesson.reads_sampler:
@@ -153,7 +156,7 @@ class Recorded:
                     )
 
     def _families(self) -> Iterator[list[Node]]:
-        """All siblings of all episodes."""
+        """Yields all sibling sets of all episodes."""
         for episode, _ in self.items:
             for parent in dict.fromkeys(node.parent for node in episode.nodes):
                 yield episode.children(parent)
@@ -164,8 +167,8 @@ def _differing(siblings: Sequence[Node]) -> bool:
 
 
 def _keeps(record: Record, seat: Seat, policy: Policy) -> bool:
-    """Whether the recorded tokens of a seat are those of the policy's own tokenizer: whether they spell what was said.
-    What was said may end before a stop text that the tokens hold."""
+    """Returns True if the recorded tokens of a seat decode to the recorded text with the policy's tokenizer. The text
+    may end before a stop text that the tokens contain."""
     answers = record.answers(seat)
     if record.tokens == "anew" or not isinstance(policy, LanguagePolicy):
         return False
@@ -176,7 +179,7 @@ def _keeps(record: Record, seat: Seat, policy: Policy) -> bool:
 
 
 def _as_said(answer: Answer, policy: Policy, query: Query, keep: bool) -> Answer:
-    """A recorded answer as the policy's; one who has no tokens keeps those that there are."""
+    """Returns a recorded answer as the policy's; a policy without tokens keeps recorded ones."""
     if keep or not isinstance(policy, LanguagePolicy):
         return replace(answer, policy=policy.name)
     return policy.quote(query, answer.text)
@@ -184,7 +187,7 @@ def _as_said(answer: Answer, policy: Policy, query: Query, keep: bool) -> Answer
 
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, count: int) -> list[int]:
-    """The numbers below `count` as they are gone through in an epoch."""
+    """Returns the order of `count` episodes in an epoch."""
     numbers = list(range(count))
     random.Random(derive(seed, "data", epoch)).shuffle(numbers)
     return numbers

@@ -1,7 +1,7 @@
-"""What a run may learn from on disk: files, read into episodes whose answers say only what was said.
+"""Dataset files: parquet, JSON and JSON lines on disk, read into episodes.
 
-Parquet of palestra's (`palestra collect`, the episodes of a run) comes back as the trees that grew; rows of tables
-become trees (rows.py).
+Parquet files of palestra (`palestra collect`, the episodes of a run) become the recorded trees; rows of other tables
+become trees by their columns (rows.py). Answers keep recorded text only.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from palestra.rollouts.rows import row_episode
 from palestra.types import Answer, Episode, Seat
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
-SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")  # in a folder that `datasets` saved
+SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")  # files of a folder that the `datasets` library saved
 
 
 class DataConfig(Strict):
-    """A file, a folder (that of a run stands for its episodes) or a glob of files to learn from. `seat` says who gives
-    the answers in tables (default: the only seat). Recorded tokens are kept where they spell the recorded text; with
-    `tokens: anew` prompts and answers are always made anew."""
+    """Files to train on."""
 
     path: str
+    """A file, a folder (a run's folder stands for its episodes) or a glob."""
     seat: Seat | None = None
+    """Seat that gives the answers in table rows; null is the only seat."""
     tokens: Literal["keep", "anew"] = "keep"
+    """`keep` uses recorded tokens if they decode to the recorded text; `anew` always tokenises prompts and answers
+    again."""
 
 
 def _listed(data: Any) -> Any:
-    """One path or entry as a list of it, and each path as an entry."""
+    """Returns one path or entry as a list, with each path as an entry."""
     entries = [data] if isinstance(data, str | dict) else data
     if not isinstance(entries, list):
         return entries
@@ -49,7 +51,7 @@ Data = Annotated[list[DataConfig], BeforeValidator(_listed)]
 
 @dataclass(frozen=True)
 class Record:
-    """The episodes of one file; `played` by palestra, or rows of a table."""
+    """The episodes of one file. `played` is True if palestra recorded them, False for rows of a table."""
 
     path: str
     episodes: list[Episode]
@@ -58,18 +60,20 @@ class Record:
 
     @property
     def seats(self) -> list[Seat]:
-        """The seats that answer, in the order in which they first do."""
+        """The seats that answer, in order of first appearance."""
         return list(dict.fromkeys(seat for e in self.episodes for node in e.nodes for seat in node.answers))
 
     def answers(self, seat: Seat) -> list[Answer]:
+        """Returns the answers of a seat."""
         return [node.answers[seat] for e in self.episodes for node in e.nodes if seat in node.answers]
 
 
 def read_data(data: Sequence[DataConfig], seat: Seat | None) -> list[Record]:
-    """The files that `data` names, in their order; rows of tables are said at `seat` unless an entry says otherwise.
+    """Returns the files that `data` lists, in order; answers in table rows belong to `seat` unless an entry sets its
+    own.
 
-    Episodes that failed are left out. Raises ValueError where a file is missing, cannot be read, holds nothing, or is a
-    table whose seat nobody named.
+    Failed episodes are left out. Raises ValueError if a file is missing, unreadable or empty, or if it is a table
+    without a seat.
     """
     return [_read(file, entry, seat) for entry in data for file in _files(entry.path)]
 
@@ -85,7 +89,7 @@ def _files(path: str) -> list[Path]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The files of a folder; a folder that `datasets` saved is one file."""
+    """Returns the data files of a folder; a folder that the `datasets` library saved counts as one file."""
     if any((folder / name).exists() for name in SAVED):
         return [folder]
     folder = folder / "episodes" if (folder / "config.yaml").exists() else folder

@@ -1,6 +1,5 @@
-"""Rows of tables as episodes: prompts with completions, preferences and conversations, in the columns that TRL gives
-them (TRL documentation, "Dataset formats and types").
-"""
+"""Table rows as episodes: prompts with completions, preferences and conversations, in TRL's columns (TRL documentation,
+"Dataset formats and types")."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ from palestra.envs.problems.tables import Row
 from palestra.types import Answer, Episode, Node, Seat
 
 Prompt = str | list[Json]
-Turn = tuple[Any, str]  # an observation, and what was said to it
+Turn = tuple[Any, str]  # observation and answer text
 
 
 def row_episode(row: Row, number: int, seat: Seat, table: str) -> Episode:
-    """The episode that row `number` of `table` is, all of it said at `seat`; its answers are without a policy.
+    """Returns the episode of row `number` of `table`, with all answers at `seat` and without a policy.
 
-    A completion and a conversation are a line that ended in success, with a turn for each message of the assistant. A
-    preference is two siblings: `chosen` is a success, `rejected` is none. A success is worth a reward of 1. A prompt of
-    text alone is an observation like any env's; messages are seen as a `Chat`, with the row's `tools`. Raises
-    ValueError, naming row and columns, where it is none of these.
+    A completion or a conversation is one successful trajectory with a turn for each assistant message. A preference is
+    two siblings: `chosen` succeeded, `rejected` did not. Success has reward 1. A text prompt is an observation like
+    that of any env; messages become a `Chat` with the row's `tools`. Raises ValueError with row and columns if the row
+    is none of these or has no assistant message.
     """
     place = f"{table}, row {number + 1}"
     tools = row.get("tools") or ()
@@ -39,7 +38,7 @@ def row_episode(row: Row, number: int, seat: Seat, table: str) -> Episode:
 
 
 def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]:
-    """What a row begins with, and each way in which it goes on: whether that is a success."""
+    """Returns the prompt of a row, and each continuation with whether it is a success."""
     has = {name for name, value in row.items() if value is not None}
     prompt: Prompt = row["prompt"] if isinstance(row.get("prompt"), str) else []
     if isinstance(row.get("prompt"), list):
@@ -62,7 +61,7 @@ def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]
 
 
 def _messages(value: Any, place: str) -> list[Json]:
-    """Text as a message of the assistant; a list of messages as it is."""
+    """Returns text as one assistant message, or a list of messages unchanged. Raises ValueError for anything else."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
@@ -71,10 +70,10 @@ def _messages(value: Any, place: str) -> list[Json]:
 
 
 def _turns(prompt: Prompt, messages: list[Json], tools: tuple[Json, ...]) -> list[Turn]:
-    """The assistant's messages, each with what came before it."""
+    """Returns the assistant's messages, each with the observation before it."""
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if len(messages) > len(asked) and all(map(same, messages, asked)):
-        messages = messages[len(asked) :]  # a whole conversation, which repeats the prompt
+        messages = messages[len(asked) :]  # a whole conversation that repeats the prompt
     if isinstance(prompt, str) and [m["role"] for m in messages] == ["assistant"] and not tools:
         return [(prompt, said(messages[0]))]
     return [
@@ -85,7 +84,7 @@ def _turns(prompt: Prompt, messages: list[Json], tools: tuple[Json, ...]) -> lis
 
 
 def _grow(episode: Episode, seat: Seat, turns: Sequence[Turn], success: bool) -> None:
-    """Adds a line from the root."""
+    """Adds a trajectory from the root."""
     for depth, (seen, text) in enumerate(turns):
         number = len(episode.nodes)
         node = Node(number, number - 1 if depth else None, depth, {seat: seen}, {seat: Answer(text, "")})

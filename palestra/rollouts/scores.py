@@ -1,4 +1,4 @@
-"""Figures of games that ended: for logs, and for exams that count short and long games alike."""
+"""Metrics of vector envs' episodes: for logs, and for evaluations in which short and long episodes count alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Games = dict[str, np.ndarray]  # see `Scores.take`
 
 
 class Tally:
-    """What happened between two lines of a log."""
+    """Accumulates the metrics of vector training between two log lines."""
 
     def __init__(self, policies: Sequence[str], seats: Mapping[Seat, str]) -> None:
         self.policies, self.seats = list(policies), dict(seats)
@@ -23,6 +23,7 @@ class Tally:
         self.env_steps = 0
 
     def add(self, batch: Batch, figures: Mapping[str, Metrics]) -> None:
+        """Adds a batch's episodes and the learner's metrics by policy."""
         self.games.append(batch.games)
         self.notes.append(batch.notes)
         self.env_steps += batch.terminated.size
@@ -32,7 +33,7 @@ class Tally:
 
     @classmethod
     def merged(cls, tallies: Sequence[Self]) -> Self:
-        """Those of several processes as one."""
+        """Returns the tallies of several processes merged into one. Modifies the first."""
         first = tallies[0]
         for other in tallies[1:]:
             first.games += other.games
@@ -43,7 +44,8 @@ class Tally:
         return first
 
     def lines(self) -> dict[str, Metrics]:
-        """A line for each policy, and one for all seats together. Nothing is said of games where none ended."""
+        """Returns metrics by policy, and those of all seats together under "team". Returns and lengths are left out if
+        no episode ended."""
         returns = np.concatenate([games["returns"] for games in self.games])
         names = list(self.seats.values())
         result = {}
@@ -62,20 +64,20 @@ class Tally:
 
 
 def averaged(lines: Sequence[Metrics]) -> Metrics:
-    """The mean of each figure over the lines that have it."""
+    """Returns the mean of each metric over the dicts that contain it."""
     keys = dict.fromkeys(key for line in lines for key in line)
     return {key: float(np.mean([line[key] for line in lines if key in line])) for key in keys}
 
 
 def enough(parts: Sequence[Games], places: int, each: int) -> bool:
-    """Whether every place has ended `each` games."""
+    """Returns True if each of `places` parallel games has ended at least `each` episodes."""
     ended = np.bincount(np.concatenate([part["game"] for part in parts]), minlength=places)
     return bool((ended >= each).all())
 
 
 def figures_of(parts: Sequence[Games], seats: Sequence[Seat], each: int, most: int) -> dict[str, Any]:
-    """Means over the first `each` games of every place, `most` in all: return of each seat and of all, length, and
-    success where the env knows it."""
+    """Returns means over the first `each` episodes of every parallel game, `most` in all: return of each seat and of
+    all, length, and success if the env reports it."""
     whole = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     seen: dict[int, int] = {}
     chosen = []

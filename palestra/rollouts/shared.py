@@ -1,6 +1,6 @@
-"""Rollouts shared among ranks: each plays its part, and all know all episodes, in their order, before anybody learns.
+"""Rollouts split over ranks: each rank plays its part, and all ranks then hold all episodes in order.
 
-Which games there are does not depend on who plays them, so a step of many ranks has the episodes of one.
+Episodes do not depend on the rank that plays them, so a step on many ranks has the same episodes as on one.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from palestra.types import Episode, Memory, Metrics
 
 
 class Ranks(Protocol):
-    """Processes that do the same program; this one is `rank` of `size`."""
+    """Process group; this process is `rank` of `size`."""
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
     def gather(self, thing: Any) -> list[Any]:
-        """Every rank's `thing`, in order of rank."""
+        """Returns every rank's `thing`, in order of rank (all-gather of objects)."""
         ...
 
 
 @dataclass(frozen=True)
 class Table:
-    """Who plays together, and what is to be around a rollout: `opened` readies the weights."""
+    """How a rollout is split over `ranks`; `opened` is a context that prepares the weights for it."""
 
     ranks: Ranks
     opened: Callable[[], AbstractContextManager[Any]]
 
     def own(self, things: Sequence[Any]) -> Sequence[Any]:
-        """This rank's part of what there is to play."""
+        """Returns this rank's part of `things`."""
         return things[self.ranks.rank :: self.ranks.size]
 
     def exchange(self, own: Sequence[Episode], told: Told) -> list[Episode]:
-        """All ranks' episodes in their order; `told` hears of those of others."""
+        """All-gathers the episodes in order; calls `told` for those played by other ranks."""
         parts = self.ranks.gather(own)
         size = len(parts)
         episodes = [parts[i % size][i // size] for i in range(sum(map(len, parts)))]
@@ -51,7 +51,7 @@ class Table:
 
 @dataclass
 class SharedSource:
-    """A source of which each rank plays its part."""
+    """An episode source of which each rank plays its part."""
 
     source: Source
     table: Table
@@ -59,7 +59,7 @@ class SharedSource:
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: Memory, told: Told = None
     ) -> list[Episode]:
-        """The episodes of these numbers, in their order."""
+        """Returns the episodes of these numbers, in order."""
         with self.table.opened():
             own = await self.source.play(self.table.own(numbers), branching, memory, told)
         return self.table.exchange(own, told)
@@ -69,7 +69,7 @@ class SharedSource:
 
 
 class SharedArena(Arena):
-    """An arena of whose matches each rank plays its part."""
+    """An episode runner of whose episodes each rank plays its part."""
 
     def __init__(self, arena: Arena, table: Table) -> None:
         super().__init__(arena.make_env, arena.name, limit=arena.limit, max_steps=arena.max_steps)
@@ -78,7 +78,7 @@ class SharedArena(Arena):
     async def play_all(
         self, matches: Sequence[Match], branching: Branching, on_done: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
-        """The episodes of `matches`, in their order."""
+        """Returns the episodes of `matches`, in order."""
         with self.table.opened():
             own = await super().play_all(self.table.own(matches), branching, on_done)
         return self.table.exchange(own, on_done)

@@ -1,6 +1,6 @@
-"""Where a step's episodes come from: games played now, in one env or in several by weights and success.
+"""Episode sources: episodes played now, in one env or in several drawn by weight and success.
 
-Which env an episode is of follows from the run's seed, the episode's number, and the success measured until then.
+The env of an episode is a function of the run's seed, the episode's number, and the success measured so far.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from palestra.types import Episode, Memory, Metrics, Seat
 
 Curriculum = Literal["fixed", "frontier"]
 Told = Callable[[Episode], None] | None
-MEASURED = "success"  # in memory: the running success of each env
+MEASURED = "success"  # key in `memory`: the running success of each env
 
 
 class Source(Protocol):
-    """Gives the episodes of a step by their numbers, and is told what came of them."""
+    """Provides the episodes of a step by number, and updates its state from the results."""
 
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: Memory, told: Told = None
     ) -> list[Episode]:
-        """The episodes of these numbers, in their order."""
+        """Returns the episodes of these numbers, in order; calls `told` with each one when it ends."""
         ...
 
     def observe(self, episodes: Sequence[Episode], memory: Memory) -> Metrics:
-        """Takes note of what became of a step's episodes; figures of it."""
+        """Updates `memory` from the results of a step's episodes; returns metrics."""
         ...
 
 
 @dataclass
 class Games:
-    """Games played now, each in one of `arenas`. `seats` says who sits where now; `plays`, which of these seats an env
-    has (default: all).
+    """Episodes played now, each in one of `arenas`. `seats` returns the current policy of each seat; `plays` lists the
+    seats of an env (default: all).
 
-    Several envs are drawn by their `weights` (default: equal), under `curriculum: frontier` times s(1 - s) where s is
-    the env's running success: most where success is open, as in sampling for learnability (Rutherford et al., 2024,
-    eq. 1); `floor` is the share of every env by its weight alone. `memory` of that success reaches back some 1 /
-    `rate` steps.
+    Envs are drawn by their `weights` (default: equal); with `curriculum: frontier` times s(1 - s), s being the env's
+    running success: most at s = 1/2, as in sampling for learnability (Rutherford et al., 2024, eq. 1). `floor` is the
+    share drawn by weight alone. The running success is an exponential average over about 1 / `rate` steps.
     """
 
     arenas: Mapping[str, Arena]
@@ -58,7 +57,7 @@ class Games:
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: Memory, told: Told = None
     ) -> list[Episode]:
-        """The episodes of these numbers, in their order; all of one step have the same seats."""
+        """Returns the episodes of these numbers, in order; all of one step have the same policies."""
         matches = self.matches(numbers, memory)
         own = {name: [match for kind, match in matches if kind == name] for name in self.arenas}
         played = await asyncio.gather(
@@ -68,12 +67,13 @@ class Games:
         return [next(each[name]) for name, _ in matches]
 
     def matches(self, numbers: Sequence[int], memory: Memory) -> list[tuple[str, Match]]:
-        """The matches of these numbers, each with the name of its arena: instances that no run of another seed has."""
+        """Returns the episode specs of these numbers, each with the name of its runner. Runs of different seeds have
+        different instances."""
         seats = self.seats()
         return [self.match(number, seats, memory) for number in numbers]
 
     def match(self, number: int, seats: Mapping[Seat, Policy], memory: Memory) -> tuple[str, Match]:
-        """One match, and the name of its arena."""
+        """Returns one episode spec and the name of its runner."""
         shares = self.shares(memory)
         rng = random.Random(derive(self.seed, "env", number))
         name = rng.choices(list(shares), list(shares.values()))[0]
@@ -81,7 +81,7 @@ class Games:
         return name, Match((self.seed % 2**31 << 32) + number, own, derive(self.seed, "play", number))
 
     def shares(self, memory: Memory) -> dict[str, float]:
-        """How likely each env is to be drawn now."""
+        """Returns the current probability of each env."""
         plain = _normal({name: self.weights.get(name, 1.0) for name in self.arenas})
         if self.curriculum == "fixed":
             return plain
@@ -91,8 +91,8 @@ class Games:
         return {name: self.floor * plain[name] + (1 - self.floor) * aimed[name] for name in self.arenas}
 
     def observe(self, episodes: Sequence[Episode], memory: Memory) -> Metrics:
-        """Moves the running success of each env that was played; with several envs, the success of each in this step
-        and its share of the next."""
+        """Updates the running success of each env that was played; with several envs, returns each one's success in
+        this step and its probability in the next."""
         if len(self.arenas) == 1:
             return {}
         figures: Metrics = {}
@@ -106,6 +106,6 @@ class Games:
 
 
 def _normal(values: Mapping[str, float]) -> dict[str, float]:
-    """Shares that sum to one; equal ones where all values are 0."""
+    """Returns values divided by their sum; equal shares if all are 0."""
     total = sum(values.values())
     return {name: value / total if total else 1 / len(values) for name, value in values.items()}

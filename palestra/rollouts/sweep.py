@@ -1,4 +1,5 @@
-"""Lock-step play of B games on arrays: no Python object per step, no copy but the one into the batch."""
+"""Lock-step rollouts of B parallel games on arrays, without Python objects per step and with one copy, into the
+batch."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from palestra.rollouts.failures import RunFailed, fault_of
 from palestra.rollouts.play import derive
 from palestra.types import Batch
 
-LARGE = 1e6  # a reward from which on it is a likely cause of losses that are no finite numbers
+LARGE = 1e6  # rewards above this are a likely cause of non-finite losses
 
 
 class Sweeper:
-    """Plays on and on in one env: each `sweep` goes on where the last one stopped. The batch it returns is valid until
-    the next sweep."""
+    """Collects rollouts in one vector env: each `sweep` continues where the last one stopped. The returned batch is
+    valid until the next sweep."""
 
     def __init__(self, env: VectorEnv, seeds: np.ndarray) -> None:
         self.env = env
@@ -27,15 +28,15 @@ class Sweeper:
         self._batch: Batch | None = None
 
     def restart(self, seeds: np.ndarray) -> None:
-        """Begins all games anew."""
+        """Starts all games anew from `seeds` [B]."""
         self.frame = self.env.reset(seeds)
         self.fresh = np.ones(self.env.games, bool)
         self.scores = Scores(self.env.games, len(self.env.seats))
         self.memory.clear()
 
     def sweep(self, players: Sequence[Player], steps: int, seed: int) -> Batch:
-        """`steps` joint steps of every game. All that is random in it follows from `seed` and the games as they
-        stand. Raises RunFailed where the env raises, and where it pays a reward that is no finite number."""
+        """Returns a batch of `steps` joint steps of every game, a deterministic function of `seed` and the games'
+        current states. Raises RunFailed if the env raises, or returns a reward that is not finite."""
         batch, endings = self._buffers(steps), Endings()
         for player in players:
             player.begin(derive(seed, player.name))
@@ -62,7 +63,7 @@ class Sweeper:
         return batch
 
     def _step(self, actions: np.ndarray) -> Frame:
-        """The env's step. Raises RunFailed with the traceback where the env raises anything."""
+        """Returns the env's next step. Raises RunFailed with the traceback if the env raises."""
         try:
             return self.env.step(actions)
         except Exception as error:
@@ -79,7 +80,7 @@ class Sweeper:
 
     def _act(self, player: Player, batch: Batch, t: int) -> None:
         actions, logp, self.memory[player.name] = player.act(self.frame, self.memory[player.name], self.fresh)
-        if actions.ndim == 3:  # shorter than those of other seats, perhaps
+        if actions.ndim == 3:  # may be shorter than other seats' actions
             batch.actions[t][:, player.seats, : actions.shape[2]] = actions
         else:
             batch.actions[t][:, player.seats] = actions
@@ -92,11 +93,11 @@ class Sweeper:
         return self._batch
 
     def close(self) -> None:
-        """Ends the games."""
+        """Closes the env."""
         self.env.close()
 
     def save(self) -> Arrays | None:
-        """The games as they stand, or None where the env cannot tell."""
+        """Returns the state of the games as arrays, or None if the env cannot save it."""
         games = self.env.save()
         if games is None:
             return None
@@ -105,7 +106,7 @@ class Sweeper:
         return {name: array.copy() for name, array in (games | own | memory).items()}
 
     def load(self, saved: Arrays, players: Sequence[Player]) -> None:
-        """Goes on from what `save` gave."""
+        """Restores what `save` returned."""
         self.frame = self.env.load(saved)
         self.fresh = saved["sweep/fresh"].copy()
         self.scores.returns[:], self.scores.lengths[:] = saved["sweep/returns"], saved["sweep/lengths"]
@@ -115,7 +116,7 @@ class Sweeper:
 
 
 class Scores:
-    """Returns and lengths of the games in play, and the figures of those that ended since `take`."""
+    """Returns and lengths of the running games, and results of the games that ended since `take`."""
 
     def __init__(self, games: int, seats: int) -> None:
         self.returns = np.zeros((games, seats))
@@ -123,6 +124,7 @@ class Scores:
         self._ended: list[tuple[np.ndarray, ...]] = []
 
     def add(self, frame: Frame, over: np.ndarray) -> None:
+        """Adds a step; `over` [B] (bool) marks the games that it ended."""
         self.returns += frame.rewards
         self.lengths += 1
         if over.any():
@@ -131,7 +133,8 @@ class Scores:
             self.returns[over], self.lengths[over] = 0, 0
 
     def take(self) -> dict[str, np.ndarray]:
-        """`game [G]`, `returns [G, N]`, `lengths [G]` and, where the env knows it, `success [G]`, oldest first."""
+        """Returns, and clears, the results of ended games: `game [G]` int64, `returns [G, N]` float64, `lengths [G]`
+        int64 and `success [G]` bool (empty if the env reports none), oldest first."""
         seats = self.returns.shape[1]
         nothing = (np.zeros(0, np.int64), np.zeros((0, seats)), np.zeros(0, np.int64), np.zeros(0, bool))
         parts = [np.concatenate(column) for column in zip(nothing, *self._ended, strict=True)]
@@ -140,7 +143,7 @@ class Scores:
 
 
 class Endings:
-    """The last views of games that ended."""
+    """Final observations and states of the games that ended in a batch."""
 
     def __init__(self) -> None:
         self.times: list[np.ndarray] = []
@@ -149,6 +152,7 @@ class Endings:
         self.states: list[np.ndarray] = []
 
     def add(self, t: int, frame: Frame, over: np.ndarray) -> None:
+        """Adds the final observations of the games marked in `over` [B] (bool) at step `t`."""
         games = np.flatnonzero(over)
         self.times.append(np.full(len(games), t))
         self.games.append(games)
@@ -157,6 +161,7 @@ class Endings:
             self.states.append(frame.final_state[games])
 
     def write(self, batch: Batch) -> None:
+        """Writes the final observations and their indices to the batch."""
         empty = np.zeros(0, np.int64)
         batch.ends = (np.concatenate([empty, *self.times]), np.concatenate([empty, *self.games]))
         batch.final_obs = np.concatenate([batch.obs[0, :0], *self.obs])
@@ -165,7 +170,7 @@ class Endings:
 
 
 def check_rewards(env: VectorEnv, rewards: np.ndarray) -> None:
-    """Raises RunFailed where one of `rewards` [T, B, N] is not a finite number, naming the seat and the game."""
+    """Raises RunFailed, with seat and game, if one of `rewards` [T, B, N] is not finite."""
     if not np.isfinite(rewards).all():
         t, game, seat = np.argwhere(~np.isfinite(rewards))[0]
         raise RunFailed(
@@ -175,7 +180,7 @@ def check_rewards(env: VectorEnv, rewards: np.ndarray) -> None:
 
 
 def remedy(env: VectorEnv, batch: Batch) -> str:
-    """The advice where a loss of this batch is no finite number: its cause may be an observation or a reward."""
+    """Returns advice for a loss of this batch that is not finite; observations or rewards may be its cause."""
     if not np.isfinite(batch.obs).all():
         seat = env.seats[np.argwhere(~np.isfinite(batch.obs))[0][2]]
         return f'Env "{_name(env)}" shows seat "{seat}" observations that are not finite numbers: mend the env'
@@ -189,7 +194,7 @@ def _name(env: VectorEnv) -> str:
 
 
 def empty_batch(env: VectorEnv, frame: Frame, steps: int) -> Batch:
-    """Arrays for a sweep of `steps`."""
+    """Returns a batch of zeros for a rollout of `steps`, with actions in int32 or float32."""
     B, N = env.games, len(env.seats)
     first = env.actions[0]
     if isinstance(first, Continuous):

@@ -1,4 +1,4 @@
-"""An episode as a person reads it: who saw what, said what, and what came of it."""
+"""Readable text of an episode: observations, answers and rewards."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from palestra.types import Episode, Node
 
-SHORT = 60  # characters of an answer that stands on its own line's end
+SHORT = 60  # characters of text that stays on the line of its heading
 
 
 def transcript(episode: Episode) -> str:
-    """The lines of play that were followed, step by step; of conversations, what is new to the seat."""
+    """Returns the chosen steps of an episode as text; of conversations, only messages that are new to the seat."""
     told = [f"{episode.env}, instance {episode.seed}"]
     seen: dict[str, Any] = {}
     for node in episode.nodes:
@@ -31,7 +31,8 @@ def _turn(node: Node, seat: str, seen: dict[str, Any]) -> Iterator[str]:
 
 
 def new_to(shown: Any, before: Any) -> str:
-    """What a seat is shown; of a conversation that goes on, the messages after those it had seen and its own answer."""
+    """Returns an observation as text; of a continued conversation only the messages after the previous observation and
+    the seat's own answer."""
     messages = getattr(shown, "messages", None)
     if messages is None:
         return str(shown)
@@ -41,7 +42,7 @@ def new_to(shown: Any, before: Any) -> str:
 
 
 def _came(node: Node) -> Iterator[str]:
-    """Rewards, unless there were none, and at the end what the env has to say."""
+    """Yields rewards, unless all are 0, and at the end the env's info."""
     paid = {seat: round(value, 3) for seat, value in node.rewards.items() if value}
     team = {"team": round(node.team_reward, 3)} if node.team_reward else {}
     if paid or team:

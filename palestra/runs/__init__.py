@@ -1,18 +1,18 @@
-"""A run is a directory: what dashboards, reports and resume read, and the only thing they read.
+"""Run directories: the files that training writes, and that the dashboard, reports and resume read.
 
     config.yaml             the resolved config
-    meta.json               versions, seed, command line, time of creation, and the config that the run goes on with
-    metrics.jsonl           what the seed determines: two runs of one seed are equal here, byte for byte
-    timings.jsonl           what the machine determines: seconds, tokens per second
-    workers.jsonl           who did what of the work elsewhere: tasks, sessions, losses; kept over a resume
+    meta.json               versions, seed, command line, time of creation, and the config that a resume uses
+    metrics.jsonl           results that the seed determines: byte-identical in two runs with the same seed
+    timings.jsonl           results that the machine determines: seconds, tokens per second
+    workers.jsonl           counters per worker outside the run's process: tasks, sessions, losses; kept on resume
     evals.jsonl             scores on held-out instances
     episodes/step-000012.parquet
     checkpoints/step-000012/
     checkpoints.jsonl       one line per complete checkpoint, with checksums of its files and of the logs up to then
 
-A process may die at any moment. The line of a checkpoint is written once its bytes are on the disk, and its folder gets
-its name by one rename after that; `resume` makes up for a rename that is missing, cuts the logs back to the newest
-checkpoint whose checksums hold, and the deterministic re-run makes the rest again.
+A process may die at any moment. The line of a checkpoint is written once its files are on disk, and its folder is
+renamed to its final name after that. `resume` completes a missing rename, truncates the logs to the newest checkpoint
+whose checksums match, and deterministic training reproduces the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as checkpoints.jsonl lists them: found, checked, and taken up again after a crash."""
+"""Checkpoints of a run, as listed in checkpoints.jsonl: listing, verification, and recovery after a crash."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 
 from palestra.files import TEMPORARY, Damaged, damaged, path_inside, plain_file, read_sealed, size
 
-KEPT = 2  # newest checkpoints that pruning leaves, besides those marked keep: one to read, one in case it is damaged
+KEPT = 2  # newest checkpoints that pruning leaves, besides those marked keep: one more in case one is damaged
 CHECKPOINTS = "checkpoints.jsonl"
 FOLDER = "checkpoints"
-CUT = ("metrics.jsonl", "timings.jsonl")  # logs that a resume cuts back by size
-LOGS = (*CUT, "evals.jsonl")  # evals.jsonl by step: it may hold later ones, made by hand
+CUT = ("metrics.jsonl", "timings.jsonl")  # logs that a resume truncates by size
+LOGS = (*CUT, "evals.jsonl")  # evals.jsonl is cut by step: `palestra eval` may have appended older steps
 AGAIN = "bring the run back from a copy, or start a new one"
 STEP = re.compile(r"step-(\d{6,})")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -27,10 +27,10 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: the state after `step`. `names` maps what was saved to where, as the writer chose; each is
-    a folder below `path`.
+    """A complete checkpoint: the state after `step`.
 
-    `line` is the whole line of checkpoints.jsonl, the writer's own entries included.
+    `names` maps each saved item (policy or state) to its folder below `path`. `line` is the whole line of
+    checkpoints.jsonl, the writer's own entries included.
     """
 
     step: int
@@ -40,21 +40,20 @@ class Checkpoint:
 
     @property
     def damage(self) -> str:
-        """The first of its files that is missing or damaged; "" where all are as they were written. Reads them all."""
+        """A message on the first of its files that is missing or damaged; "" if all are intact. Reads every file."""
         if not self.path.is_dir():
             return f"{self.path} is missing"
         return damaged(self.path, self.line["files"])
 
     def checked(self) -> Checkpoint:
-        """This checkpoint, once its files were compared with their checksums. Raises ValueError where one differs."""
+        """Returns this checkpoint after comparing its files with their checksums. Raises Damaged if one differs."""
         if damage := self.damage:
             raise Damaged(f"{damage}; --resume goes on from the checkpoint before, and makes this one again")
         return self
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Within, what raises because the files are of something else than is to be loaded is a ValueError that names
-        the checkpoint."""
+        """Context that turns errors of loading the wrong kind of files into Damaged, which names the checkpoint."""
         try:
             yield
         except (KeyError, RuntimeError, OSError, SafetensorError) as error:
@@ -62,7 +61,7 @@ class Checkpoint:
             raise Damaged(f"cannot go on from {self.path} ({why}): was it made by another run? {AGAIN}") from error
 
     def changed_log(self, run: Path) -> str:
-        """The first log whose part before this checkpoint is not as it was then; "" where all are."""
+        """Returns a message on the first log whose part before this checkpoint has changed since; "" if none has."""
         for name, fact in self.line["logs"].items():
             path = plain_file(run / name)
             if size(path) < fact["bytes"]:
@@ -73,16 +72,19 @@ class Checkpoint:
 
 
 def checkpoints(path: str | Path) -> list[Checkpoint]:
-    """The checkpoints of the run at `path` that are complete on the disk, by step. Needs no lock, and compares sizes
-    alone: `Checkpoint.damage` compares what is in the files.
+    """Returns the complete checkpoints of the run at `path`, by step.
 
-    Raises Damaged where a line of checkpoints.jsonl is not as it was written, or names a path outside the run.
+    Needs no lock, and compares file sizes only; `Checkpoint.damage` compares contents. Raises Damaged if a line of
+    checkpoints.jsonl differs from what was written, or names a path outside the run.
     """
     return [checkpoint for checkpoint in listed(path) if _complete(checkpoint)]
 
 
 def listed(path: str | Path) -> list[Checkpoint]:
-    """The checkpoints that the run at `path` ever had, pruned ones too, by step."""
+    """Returns all checkpoints that the run at `path` ever had, pruned ones included, by step.
+
+    Raises Damaged if a line of checkpoints.jsonl differs from what was written.
+    """
     path = Path(path) / CHECKPOINTS
     lines = read_sealed(path) if path.exists() else []
     found = [_checkpoint(path, number, line) for number, line in enumerate(lines, start=1)]
@@ -91,7 +93,7 @@ def listed(path: str | Path) -> list[Checkpoint]:
 
 
 def finish_newest(path: Path) -> None:
-    """Gives the folder of the newest line its name, where the process died before it could."""
+    """Renames the newest checkpoint's folder to its final name, if the process died before it could."""
     for checkpoint in listed(path)[-1:]:
         complete = checkpoint.path.with_name(TEMPORARY + checkpoint.path.name)
         if complete.is_dir() and not checkpoint.path.exists():
@@ -99,9 +101,9 @@ def finish_newest(path: Path) -> None:
 
 
 def newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run that is as it was written, and what is wrong with each that is newer.
+    """Returns the newest intact checkpoint of a run (None if it has had none yet), and a message on each newer one.
 
-    None for a run that has not had one yet. Raises Damaged where it had some, and none is intact.
+    Raises Damaged if the run had checkpoints and none is intact.
     """
     if not (path / CHECKPOINTS).exists():
         raise Damaged(f"{path / CHECKPOINTS} is missing, so that no checkpoint of the run counts: {AGAIN}")
@@ -111,7 +113,9 @@ def newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
         fault = checkpoint.damage or checkpoint.changed_log(path)
         if not fault:
             newer = [folder for folder in unknown if after(folder, checkpoint.step)]
-            return checkpoint, [f"{folder} is passed over: {CHECKPOINTS} has no line for it" for folder in newer] + wrong
+            return checkpoint, [
+                f"{folder} is passed over: {CHECKPOINTS} has no line for it" for folder in newer
+            ] + wrong
         if checkpoint.path.exists() or not wrong:  # others were pruned
             wrong.append(f"the checkpoint after step {checkpoint.step + 1} is passed over: {fault}")
     if wrong:
@@ -122,23 +126,24 @@ def newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _without_line(path: Path, found: Sequence[Checkpoint]) -> list[Path]:
-    """The folders of checkpoints that no line tells of."""
+    """Checkpoint folders that have no line in checkpoints.jsonl."""
     known = {checkpoint.path.name for checkpoint in found}
     return [folder for folder in sorted((path / FOLDER).glob("step-*")) if folder.name not in known]
 
 
 def after(folder: Path, step: int) -> bool:
-    """True for the file or folder of a step after `step`, by its name; false for what is not named after a step."""
+    """True if the file or folder is named after a step later than `step`; False if it is not named after a step."""
     found = STEP.fullmatch(folder.stem)
     return found is not None and int(found[1]) > step
 
 
 def step_name(step: int) -> str:
+    """Returns the name of a step's file or folder: "step-000012"."""
     return f"step-{step:06d}"
 
 
 def _checkpoint(path: Path, number: int, line: Mapping[str, Any]) -> Checkpoint:
-    """One line. Its folder is that of its step; nothing else that it could say is ever used as a path unchecked."""
+    """Parses one line. The folder follows from the step; no path in the line is used unchecked."""
     step, names = line.get("step"), line.get("names", {})
     facts = [line.get("files"), line.get("logs")]
     if (
@@ -165,7 +170,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def are_checksums(files: Any) -> bool:
-    """True for what `palestra.files.checksums` finds of a folder."""
+    """True if `files` has the form that `palestra.files.checksums` returns."""
     return isinstance(files, dict) and all(
         isinstance(fact, dict) and _is_count(fact.get("bytes")) and SHA256.fullmatch(str(fact.get("sha256")))
         for fact in files.values()
@@ -178,7 +183,7 @@ def _complete(checkpoint: Checkpoint) -> bool:
 
 
 def _start_checksum(path: Path, length: int) -> str:
-    """The SHA-256 of the first `length` bytes of a file; of an absent one, that of nothing."""
+    """SHA-256 of the first `length` bytes of a file, or of no bytes if it does not exist."""
     if not path.exists():
         return hashlib.sha256().hexdigest()
     with open(path, "rb") as file:

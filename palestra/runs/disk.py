@@ -1,4 +1,4 @@
-"""Errors of the disk as one line: what could not be written, why, and what to do about it."""
+"""Disk errors as one line: what could not be written, why, and how to fix it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ REMEDIES = {
     errno.EISDIR: "remove that folder",
     errno.ENOTDIR: "remove that file",
 }
-NUMBER = re.compile(r"os error (\d+)|code: (\d+)")  # in what safetensors says of the system's errors
+NUMBER = re.compile(r"os error (\d+)|code: (\d+)")  # errno in error messages of safetensors
 
 
 @contextmanager
 def explain_disk_errors(run: Path | None = None) -> Iterator[None]:
-    """Within, an error of the disk becomes Damaged with its remedy and, of a run that can go on, how."""
+    """Context that turns a disk error into Damaged, with a remedy and, if `run` can be resumed, the command for it."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""The runs in a folder, in a line each."""
+"""One-line summaries of the runs in a folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from palestra.runs.settings import META
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The line of a run in `palestra runs`: steps logged, the newest complete checkpoint, the evaluations; of a run whose
-    files are damaged, `damage` alone."""
+    """One row of `palestra runs`: `steps` logged, the newest complete `checkpoint`, and the evaluations.
+
+    If the run's files are damaged, only `path` and `damage` are set.
+    """
 
     path: Path
     created: str
@@ -26,7 +28,7 @@ class RunSummary:
 
 
 def list_runs(root: str | Path) -> list[RunSummary]:
-    """The runs directly under `root`, oldest first; [] where there is no such folder."""
+    """Returns summaries of the runs directly under `root`, oldest first; [] if there is no such folder."""
     folders = [path.parent for path in Path(root).glob("*/config.yaml")]
     return sorted((_summary(folder) for folder in folders), key=lambda run: (run.created, run.path.name))
 

@@ -1,4 +1,4 @@
-"""The one writer of a run directory."""
+"""The writer of a run directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import json
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -54,20 +53,22 @@ from palestra.types import Episode
 
 
 class Run:
-    """The one writer of a run directory; a lock keeps a second process out. Use as a context manager, or `close`.
+    """The only writer of a run directory; a lock keeps other processes out. Use it as a context manager, or call
+    `close`.
 
-    `next_step` is the step after the newest complete checkpoint, 0 where there is none. `passed_over` says of each
-    checkpoint that the last `resume` could not go on from what is wrong with it.
+    `next_step` is the step after the newest complete checkpoint, 0 if there is none. `passed_over` holds a message on
+    each damaged checkpoint that the last `resume` skipped. Raises ValueError if the lock is taken, and Damaged if the
+    folder or its list of checkpoints is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        check_folder(path)  # first: from here on files are opened, cut and removed by their names alone
+        check_folder(path)  # must be first: from here on files are opened and removed without checks
         self._lock = lock(path / ".lock", f"the run {path}")
         self._logs: dict[str, Log] = {}
         self.passed_over: list[str] = []
-        self._called = -1  # the last step of a roll call
-        roll.lines(0.0)  # what was counted before is not this run's
+        self._called = -1  # step of the last worker report
+        roll.lines(0.0)  # resets counts from before this run
         try:
             self.next_step = max((c.step + 1 for c in checkpoints(path)), default=0)
         except ValueError:
@@ -78,9 +79,11 @@ class Run:
     def create(
         cls, root: str | Path, config_yaml: str, name: str | None = None, meta: Mapping[str, Any] | None = None
     ) -> Self:
-        """A new run under `root`, never over an old one: where `name` is taken, name-2, name-3, ... is next.
+        """Creates a run under `root`. An existing one is never overwritten: if `name` is taken, name-2, name-3, ... is
+        used.
 
-        `meta` joins the versions, the command line and the time in meta.json; put the seed there.
+        `meta` is added to the versions, command line and time in meta.json; put the seed there. Raises ValueError if
+        `name` is not a plain folder name.
         """
         name = name or "run"
         if "/" in name or name in (".", ".."):
@@ -89,15 +92,16 @@ class Run:
         run = cls(_fresh_folder(Path(root), name))
         facts = {**_facts(), **(meta or {}), "config": config_yaml}
         atomic_write(run.path / META, (json.dumps(facts, indent=2) + "\n").encode())
-        atomic_write(run.path / CHECKPOINTS, b"")  # where it is missing, it was lost
-        atomic_write(run.path / CONFIG, config_yaml.encode())  # last: a folder with a config is a run
+        atomic_write(run.path / CHECKPOINTS, b"")  # so that a missing file means a lost one
+        atomic_write(run.path / CONFIG, config_yaml.encode())  # last: a folder with a config counts as a run
         return run
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """An existing run, for writing. Training goes on only after `resume`; evaluations may be added without it.
+        """Opens an existing run for writing. Call `resume` before training continues; evaluations can be added without
+        it.
 
-        Raises ValueError where `path` is not a run, or another process is writing it.
+        Raises ValueError if `path` is not a run, or another process is writing it.
         """
         path = Path(path)
         if not (path / CONFIG).is_file():
@@ -111,7 +115,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Put everything on the disk and give the lock back, even where the disk is full."""
+        """Writes everything to disk and releases the lock, even if the disk is full."""
         try:
             self.roll_call(self._called, 0.0)
             self.sync()
@@ -125,7 +129,7 @@ class Run:
         return (self.path / CONFIG).read_text(encoding="utf-8")
 
     def go_on_with(self, config_yaml: str) -> None:
-        """Put this config in the place of the one so far; meta.json keeps who asked for it, and after which step."""
+        """Replaces the run's config. meta.json keeps the old one, with the command line and the step of the change."""
         if config_yaml == self.config:
             return
         meta = read_meta(self.path)
@@ -135,37 +139,38 @@ class Run:
         atomic_write(self.path / CONFIG, config_yaml.encode())
 
     def log(self, step: int, policy: str, metrics: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl. Only what the seed determines belongs here: no seconds, no paths, no dates."""
+        """Appends a line to metrics.jsonl. Only values that the seed determines belong here: no seconds, paths or
+        dates."""
         self._append("metrics.jsonl", {"step": step, "policy": policy, **metrics})
 
     def time(self, step: int, policy: str, figures: Mapping[str, Any]) -> None:
-        """Add a line to timings.jsonl: seconds, tokens per second, bytes of memory."""
+        """Appends a line to timings.jsonl: seconds, tokens per second, bytes of memory."""
         self._append("timings.jsonl", {"step": step, "policy": policy, **figures})
 
     def roll_call(self, step: int, pause: float = PAUSE) -> None:
-        """Add to workers.jsonl who did what elsewhere since the last call, where that is `pause` seconds ago."""
+        """Appends worker counters since the last report to workers.jsonl, if it is `pause` seconds old."""
         self._called = step
         for line in roll.lines(pause):
             self._append("workers.jsonl", {"step": step, **line})
 
     def eval(self, step: int, name: str, figures: Mapping[str, Any]) -> None:
-        """Add a line to evals.jsonl: the scores after `step` (-1: before the first) on the evaluation called `name`."""
+        """Appends a line to evals.jsonl: the metrics of evaluation `name` after `step` (-1: before training)."""
         self._append("evals.jsonl", {"step": step, "name": name, **figures})
 
     def record(self, name: str, line: Mapping[str, Any]) -> None:
-        """Add a line to a log of the caller's own; it is on the disk on return."""
+        """Appends a line to the log file `name`. On disk on return."""
         self._append(name, line)
         self._logs[name].sync()
 
     def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Make these the lines of a log, at once and on the disk; nothing happens where they are that already."""
+        """Atomically replaces the lines of the log file `name`. Does nothing if they are unchanged."""
         path, data = self.path / name, b"".join(map(to_line, lines))
         if (path.read_bytes() if path.exists() else b"") != data:
             self._close_logs()
             atomic_write(path, data)
 
     def write_episodes(self, step: int, episodes: list[Episode]) -> Path:
-        """Write episodes/step-000012.parquet and return its path. A second call for a step replaces the first."""
+        """Writes episodes/step-000012.parquet and returns its path. A second call for a step replaces the file."""
         path = self.path / "episodes" / f"{step_name(step)}.parquet"
         path.parent.mkdir(exist_ok=True)
         buffer = io.BytesIO()
@@ -174,17 +179,17 @@ class Run:
         return path
 
     def sync(self) -> None:
-        """Put the lines logged so far on the disk. The loop calls this once a step; readers see every line at once."""
+        """Calls fsync on all logs. The training loop calls it once per step; readers see every line at once."""
         for log in self._logs.values():
             log.sync()
 
     def checkpoint(
         self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
     ) -> Checkpoint:
-        """Save the state after `step`: `write` fills the folder it is given. Complete and on the disk on return.
+        """Saves the state after `step`: `write` fills the folder that it is given. Complete and on disk on return.
 
-        `info` joins the line of checkpoints.jsonl; its "names" become `Checkpoint.names`. Old checkpoints are then
-        pruned: the newest two stay, and those saved with `keep`.
+        `info` is added to the line of checkpoints.jsonl; its "names" become `Checkpoint.names`. Older checkpoints are
+        then pruned: the newest two remain, and those saved with `keep`.
         """
         folder = self.path / FOLDER / step_name(step)
         for name in (info or {}).get("names", {}).values():
@@ -192,7 +197,7 @@ class Run:
         line: dict[str, Any] = {"step": step, "path": f"{FOLDER}/{folder.name}", "keep": keep, **(info or {})}
 
         def commit(complete: Path) -> None:
-            self.sync()  # the line promises that the log lines it counts are on the disk
+            self.sync()  # the log lines that the checksums cover must be on disk first
             line["logs"] = {log: self._checksum(log) for log in LOGS}
             line["files"] = checksums(complete)
             self.record(CHECKPOINTS, sealed(line))
@@ -203,11 +208,11 @@ class Run:
         return Checkpoint(step, folder, line.get("names", {}), line)
 
     def resume(self) -> Checkpoint | None:
-        """The newest checkpoint that is as it was written, or None; the run is cut back to that moment.
+        """Returns the newest intact checkpoint, or None, and reverts the run to that state.
 
-        Log lines and episodes made after it are removed, and so is what a killed process left half-written;
-        evaluations stay up to the checkpoint's step. Raises ValueError, and changes nothing, where a run that had
-        checkpoints has no intact one, and where its config was edited.
+        Log lines and episodes written after it are removed, as are unfinished files; evaluations are kept up to the
+        checkpoint's step. Raises ValueError, and changes nothing, if the run had checkpoints and none is intact, or its
+        config was edited.
         """
         check_config(self.path)
         self._close_logs()
@@ -221,7 +226,7 @@ class Run:
             if (self.path / log).exists():
                 os.truncate(self.path / log, newest.line["logs"][log]["bytes"] if newest else 0)
         _remove_after(self.path, step)
-        keep_lines(self.path / CHECKPOINTS, lambda line: line["step"] <= step)  # after the folders that they count
+        keep_lines(self.path / CHECKPOINTS, lambda line: line["step"] <= step)  # after removing their folders
         self._prune()  # the process may have died between the checkpoint and its pruning
         self.next_step = step + 1
         return newest
@@ -232,7 +237,7 @@ class Run:
         self._logs[name].write(to_line(line))
 
     def _checksum(self, name: str) -> dict[str, Any]:
-        """Of a log as it is now."""
+        """Checksum of a log in its current state."""
         if name not in self._logs and not (self.path / name).exists():
             return {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
         return self._logs[name].checksum if name in self._logs else checksum(self.path / name)
@@ -274,7 +279,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _remove_after(run: Path, step: int) -> None:
-    """Remove the episodes and checkpoints after `step`."""
+    """Removes the episodes and checkpoints after `step`."""
     for file in (run / "episodes").glob("step-*.parquet"):
         if after(file, step):
             remove(file)
@@ -284,7 +289,7 @@ def _remove_after(run: Path, step: int) -> None:
 
 
 def _remove_temporary(run: Path) -> None:
-    """Remove what a process that died had not finished."""
+    """Removes unfinished files of a process that died."""
     for leftover in [*run.glob(f"{TEMPORARY}*"), *run.glob(f"*/{TEMPORARY}*")]:
         remove(leftover)
 

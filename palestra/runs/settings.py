@@ -1,4 +1,5 @@
-"""The settings of a run that goes on: those that it began with, unless it was made longer by `Run.go_on_with`."""
+"""Verification of a run's config on resume: it must equal the one it started with, unless extended by
+`Run.go_on_with`."""
 
 from __future__ import annotations
 
@@ -11,15 +12,14 @@ from palestra.files import Damaged, atomic_write, plain_file
 
 META = "meta.json"
 CONFIG = "config.yaml"
-SHOWN = 5  # settings in a message
+SHOWN = 5  # settings listed in a message
 
 
 def check_config(path: Path) -> str:
-    """The config.yaml of the run at `path`. Raises ValueError where it is not the config that meta.json has, naming
-    each setting that differs.
+    """Returns the config.yaml of the run at `path`. Raises ValueError, naming each setting that differs, if it is not
+    the config in meta.json.
 
-    A run that died while it was made longer has the new config in meta.json alone: config.yaml is then brought up to
-    date.
+    If the run died while it was extended, only meta.json has the new config; config.yaml is then updated.
     """
     try:
         text = plain_file(path / CONFIG).read_text(encoding="utf-8")
@@ -42,7 +42,7 @@ def check_config(path: Path) -> str:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The content of meta.json of the run at `path`. Raises ValueError where it is no longer whole."""
+    """Returns the content of meta.json of the run at `path`. Raises Damaged if it is incomplete."""
     try:
         meta = json.loads(plain_file(path / META).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -64,7 +64,7 @@ RESTORE = "bring it back from a copy, or start a new run"
 
 
 def changed_settings(old: Tree, new: Tree) -> list[str]:
-    """The settings in which two configs differ: ["seed: 0 -> 3", ...]."""
+    """Returns the settings in which two configs differ: ["seed: 0 -> 3", ...]."""
     before, now = flat(old), flat(new)
     return [
         f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
@@ -74,7 +74,7 @@ def changed_settings(old: Tree, new: Tree) -> list[str]:
 
 
 def flat(tree: Any, at: str = "") -> dict[str, Any]:
-    """A tree as dotted keys, as `--set` takes them: {"algorithm.clip": 0.2}."""
+    """Returns a tree as dotted keys, as in `--set`: {"algorithm.clip": 0.2}."""
     if isinstance(tree, dict) and tree:
         return {key: value for name, sub in tree.items() for key, value in flat(sub, f"{at}.{name}".strip(".")).items()}
     return {at: tree}

@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read, as processes without network, without files, and with limits on all they use.
+"""Runs untrusted programs as processes without network or file access and with limits on all resources.
 
 sandbox = open_sandbox()
 outcome = await sandbox.run_python("print(int(input()) + 1)", stdin="41")

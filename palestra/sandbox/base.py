@@ -1,4 +1,4 @@
-"""What a sandboxed run is given and what comes of it, as plain data that crosses process borders."""
+"""Limits, request and result of a sandboxed run, and their JSON messages between processes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 Ended = Literal["exit", "signal", "wall", "cpu", "memory", "output"]
-PLACE = "/work"  # what programs, and those who read what they say, call the program's folder
-PREFIX = 8  # bytes that say how long the message after them is
+PLACE = "/work"  # path of the program's folder as shown to programs and in their output
+PREFIX = 8  # bytes of the big-endian length before each message
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed. What a program does never raises this."""
+    """Raised when the sandbox itself fails; nothing that a program does raises it."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a program may use: `wall` and `cpu` in seconds, `memory`, `output` (of stdout and of stderr) and `disk`
-    (in its folder) in bytes. `cpu`, `memory` and `processes` count the program and all that it starts."""
+    """Resource limits of a program.
+
+    `wall` and `cpu` in seconds; `memory`, `output` (each of stdout and stderr) and `disk` (its folder) in bytes. `cpu`,
+    `memory` and `processes` are totals over the program and all its descendants. Raises ValueError unless all are > 0.
+    """
 
     wall: float = 10.0
     cpu: float = 5.0
@@ -38,12 +41,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The result of a run.
 
-    `ended` says how: by itself ("exit", "signal") or over a limit; "memory" is also for too many processes, "output"
-    for what it wrote to its pipes or to its folder. `code` is the exit status, minus the signal's number after a
-    signal, None after a limit. `seconds` is by the clock. `files` holds what the folder held at the end, as far as
-    `keep` asked for it.
+    `ended`: the reason, "exit", "signal" or the limit that was exceeded; "memory" also means too many processes,
+    "output" too much data in its pipes or its folder. `code`: exit status, negative signal number after a signal, None
+    after a limit. `seconds`: wall time. `files`: final files of the folder, as selected by `keep`.
     """
 
     stdout: str
@@ -55,6 +57,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
+        """True if the program exited by itself with status 0."""
         return self.ended == "exit" and self.code == 0
 
     def packed(self) -> bytes:
@@ -62,7 +65,7 @@ class Outcome:
 
     @staticmethod
     def unpacked(body: bytes) -> Outcome:
-        """The outcome that `packed` wrote. Raises SandboxError where the message is one of a failure."""
+        """Parses a message of `packed`. Raises SandboxError if it reports a failure of the sandbox."""
         message = json.loads(body)
         if "error" in message:
             raise SandboxError(message["error"])
@@ -71,8 +74,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Request:
-    """One run, as it is asked for. `keep` is `True` for all files that the program leaves, or maps the names of those
-    to return to the number of bytes to read of each."""
+    """A request for one run.
+
+    `keep`: True returns all files that the program leaves; a mapping returns the named files, at most the given number
+    of bytes of each. Raises ValueError if a name in `files` or `keep` is outside the program's folder.
+    """
 
     backend: str
     source: str
@@ -100,7 +106,7 @@ class Request:
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """A message as JSON, after its length."""
+    """Serializes a message: its length in PREFIX bytes, then JSON."""
     body = json.dumps(message).encode()
     return len(body).to_bytes(PREFIX, "big") + body
 

@@ -1,7 +1,8 @@
-"""The first thing that runs inside a sandbox: gives up what the program shall not have, then becomes the program.
+"""First code that runs in a sandboxed process: drops privileges, sets limits, then executes the program.
 
-A fresh interpreter reads it, compiled, from stdin; then come its orders and the program, and then the program's own
-input: no file is needed and nothing shows in a process list. It imports nothing of ours and as little as it can.
+A fresh interpreter reads this module, compiled, from stdin, followed by its settings with the program's source, and the
+program's own input. No file is needed, and nothing shows in a process list. The module imports nothing of palestra and
+as little of the standard library as possible.
 """
 
 import builtins
@@ -9,15 +10,16 @@ import marshal
 import os
 import sys
 
-TYPE_CHECKING = False  # importing `typing` would take longer than all that is done here
+TYPE_CHECKING = False  # importing `typing` would take longer than all of this module
 if TYPE_CHECKING:
     from types import TracebackType
 
-PROGRAM = "main.py"  # what tracebacks call the program; no such file exists
-FATAL = 127  # the exit status where the sandbox could not be closed
+PROGRAM = "main.py"  # file name of the program in tracebacks; no such file exists
+FATAL = 127  # exit status if the restrictions could not be applied
 
 
 def boot() -> None:
+    """Reads the settings from stdin, applies the restrictions and runs the program as `__main__`."""
     user, limits, rules, source = marshal.loads(_read(int.from_bytes(_read(8), "big")))
     try:
         _give_up(user, limits, rules)
@@ -26,7 +28,7 @@ def boot() -> None:
         os._exit(FATAL)
     sys.argv, sys.path = [PROGRAM], ["", *sys.path]
     sys.excepthook = _complain
-    for word in ("exit", "quit"):  # `site` makes them, which is not loaded
+    for word in ("exit", "quit"):  # normally made by `site`, which is not loaded
         setattr(builtins, word, sys.exit)
     main = type(sys)("__main__")
     main.__dict__["__builtins__"] = builtins
@@ -35,7 +37,7 @@ def boot() -> None:
 
 
 def _give_up(user: int, limits: list[tuple[int, int]], rules: bytes) -> None:
-    """Becomes `user` unless that is 0, and sets hard limits and, if there are any, the rules for system calls."""
+    """Switches to user id `user` (0: no change), sets hard resource limits and installs the seccomp filter, if any."""
     import resource
 
     if user:
@@ -58,7 +60,7 @@ def _filter(rules: bytes) -> None:
 
     control = ctypes.CDLL(None, use_errno=True).prctl
     program = Program(len(rules) // 8, rules)
-    # PR_SET_THP_DISABLE: of a huge page, of which one small page is left, all stays in memory and little is counted.
+    # PR_SET_THP_DISABLE: a huge page with one small page still mapped stays in memory whole but counts as little.
     # Then PR_SET_NO_NEW_PRIVS and PR_SET_SECCOMP.
     for call in ((41, 1, 0, 0, 0), (38, 1, 0, 0, 0), (22, 2, ctypes.byref(program))):
         if control(*call):
@@ -66,14 +68,14 @@ def _filter(rules: bytes) -> None:
 
 
 def _complain(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
-    """The usual traceback, without the frames of this file."""
+    """Prints the usual traceback without the frames of this file."""
     while trace and trace.tb_frame.f_code.co_filename != PROGRAM:
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 def _read(size: int) -> bytes:
-    """Exactly `size` bytes, and not one of the program's own input, so not through a buffer."""
+    """Reads exactly `size` bytes, unbuffered so that the program's own input stays in the pipe."""
     data = b""
     while len(data) < size:
         piece = os.read(0, size - len(data))

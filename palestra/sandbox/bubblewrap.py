@@ -1,9 +1,10 @@
-"""The second choice: the `bwrap` program, which gives a process namespaces of its own: no network, no other process and
-no file in sight but those that we bind.
+"""Sandbox backend bubblewrap, used if sandlock does not work: runs the program in its own Linux namespaces.
 
-The number of processes is capped by RLIMIT_NPROC, which counts a user's processes in a user namespace: bwrap makes one.
-Started by root it must not, since the kernel lets root pass; there each run gets a user of its own instead.
-Threads count as processes.
+The program sees no network, no other process, and only the files that are bound into its namespace.
+
+RLIMIT_NPROC caps the number of processes; it counts per user and user namespace, and bwrap creates a user namespace.
+Started by root, bwrap creates none, since the kernel exempts root from the limit; each run gets its own user id
+instead. Threads count as processes.
 """
 
 from __future__ import annotations
@@ -22,23 +23,27 @@ from palestra.sandbox.program import DEVICES, Program, command, environment, ord
 
 FIX = "install bubblewrap (apt-get install bubblewrap, dnf install bubblewrap)"
 NOBODY = 65534
-USERS = 1_000_000_000  # from here on no real user has a number
+USERS = 1_000_000_000  # first user id of runs started by root; real users have smaller ones
 CAP_SYS_ADMIN = 21
 
 
 def missing() -> str | None:
+    """Returns why the backend cannot work here, as far as it is known without a trial, or None."""
     if sys.platform != "linux":
         return "it needs Linux"
     return None if shutil.which("bwrap") else "there is no program bwrap on the PATH"
 
 
 def load() -> None:
+    """Checks that the seccomp filter exists for this machine. Raises ValueError if not."""
     rules(mounts=True)
 
 
 def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, bytes]:
-    """The program, in namespaces of its own, and what to tell it first; with `mounts`, nothing in its folder can be
-    executed."""
+    """Starts the program in its own namespaces; returns it and the boot message for its stdin.
+
+    `mounts`: its folder is a separate file system, mounted noexec.
+    """
     user = USERS + os.getpid() if _is_admin() else 0
     if user:
         scratch.own(folder, user)
@@ -55,9 +60,9 @@ def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, byt
     def end() -> int:
         process.kill()
         code = process.wait()
-        return 128 - code if code > 128 else code  # bwrap says 128 + n where signal n ended the program
+        return 128 - code if code > 128 else code  # bwrap returns 128 + n if signal n ended the program
 
-    tasks = request.limits.processes + (not user)  # bwrap's own init is in the user namespace too
+    tasks = request.limits.processes + (not user)  # bwrap's init process counts in the user namespace
     program = Program(process.pid, process.stdin, process.stdout, process.stderr, end, PLACE, own=2)
     return program, orders(request, rules(mounts=mounts), user=user, tasks=tasks)
 
@@ -82,7 +87,10 @@ def _wrapped(folder: Path, root: bool) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> list[str]:
-    """The folders that lead to these paths, upper ones first; bwrap would make them for their owner alone."""
+    """Parent folders of the paths, outermost first.
+
+    Created explicitly: bwrap would make them accessible to the owner only.
+    """
     leading = {str(parent) for path in (*paths, *DEVICES) for parent in Path(path).parents}
     return sorted(path for path in leading if path != "/" and not _inside(path, paths))
 
@@ -92,7 +100,7 @@ def _inside(path: str, bound: tuple[str, ...]) -> bool:
 
 
 def _is_admin() -> bool:
-    """Whether this process may mount without a user namespace."""
+    """Returns True if this process may mount without a user namespace: root with CAP_SYS_ADMIN."""
     with open("/proc/self/status", encoding="ascii") as file:
         held = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
     return os.geteuid() == 0 and bool(held >> CAP_SYS_ADMIN & 1)

@@ -1,4 +1,4 @@
-"""The sandbox as the rest of the house sees it."""
+"""Public interface of the sandbox: chooses a backend and sends runs to the fork server of this process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from palestra.sandbox import bubblewrap, sandlock
 from palestra.sandbox.base import PREFIX, Limits, Outcome, Request, SandboxError
 
 NO_LIMITS: Limits = Limits()
-PATIENCE = 10.0  # seconds that a warden may take to go
+PATIENCE = 10.0  # seconds until a stopped fork server is killed
 FIRST_TO_LAST: dict[str, ModuleType] = {"sandlock": sandlock, "bubblewrap": bubblewrap}
 DIED = "the sandbox's keeper died before it answered; what it said is on stderr"
 
-# What a sandbox must not let pass, one attempt a line; and what it must.
+# The trial program: each attempt must fail, writing a file in its folder must succeed.
 PROBE = """
 import os, socket
 for attempt in (
@@ -41,7 +41,7 @@ print("alive")
 
 
 class Sandbox:
-    """Runs programs by one backend: "sandlock", "bubblewrap" or "unsafe", which is none."""
+    """Runs programs with one backend: "sandlock", "bubblewrap" or "unsafe" (no isolation)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,12 +55,14 @@ class Sandbox:
         limits: Limits = NO_LIMITS,
         keep: bool | Mapping[str, int] = False,
     ) -> Outcome:
-        """What comes of running `source` as a program in a fresh folder that holds `files`; with `keep`,
-        `Outcome.files` is what the folder then holds. `keep={"a": 100}` returns at most the first 100 bytes of "a" and
-        no other file; a name that is missing, or no regular file, is left out.
+        """Runs the Python program `source` in a new folder with `files` and returns its result.
 
-        Never raises for what the program does; SandboxError where the sandbox itself fails. Ends the program, and all
-        that it started, if the awaiting task is cancelled. A run waits for its turn where 64 others are running.
+        `keep=True` returns all final files of the folder in `Outcome.files`; `keep={"a": 100}` returns at most the
+        first 100 bytes of "a" and no other file. Names that are missing or no regular file are left out.
+
+        Never raises for what the program does. Raises SandboxError if the sandbox itself fails, ValueError for names
+        outside the folder. Cancelling the awaiting task kills the program and all its descendants. At most 64 runs are
+        active at a time; further ones wait.
         """
         data = {
             name: text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -79,10 +81,10 @@ class Sandbox:
 
 
 def open_sandbox(unsafe: bool = False) -> Sandbox:
-    """The first backend that works here, sandlock or bubblewrap; where neither does, none at all if `unsafe`.
+    """Returns a sandbox with the first working backend: sandlock, then bubblewrap, then, if `unsafe`, no isolation.
 
-    What works is found out once in a process, by a program that tries to get out. Raises ValueError that says what each
-    backend lacks and how to mend it where none works.
+    Each backend is tested once per process with a program that tries to escape. Raises ValueError, with the reason and
+    the fix for each backend, if none works.
     """
     reasons: list[str] = []
     for name in FIRST_TO_LAST:
@@ -99,7 +101,7 @@ def open_sandbox(unsafe: bool = False) -> Sandbox:
 
 @cache
 def why_not(name: str) -> str | None:
-    """What keeps a backend from working here, None where nothing does."""
+    """Returns why the backend `name` does not work here, or None if it works. Cached per process."""
     if reason := FIRST_TO_LAST[name].missing():
         return str(reason)
     try:
@@ -112,7 +114,7 @@ def why_not(name: str) -> str | None:
 
 
 def _ask(request: Request) -> Outcome:
-    """As `run_python`, for those who cannot await."""
+    """Runs a request synchronously. Raises SandboxError if the sandbox fails."""
     with _warden().connect() as connection, connection.makefile("rb") as stream:
         connection.sendall(request.packed())
         body = stream.read(int.from_bytes(stream.read(PREFIX), "big"))
@@ -122,17 +124,17 @@ def _ask(request: Request) -> Outcome:
 
 
 class _Warden:
-    """The warden of this process (`palestra.sandbox.warden`), as seen from here."""
+    """Client side of this process's fork server (warden.py)."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         code = f"import sys; sys.path[:] = {sys.path!r}; from palestra.sandbox.warden import main; main()"
-        with theirs:  # in a session of its own: what stops us at the terminal must not stop it before it has cleared up
+        with theirs:  # own session: Ctrl-C must not stop it before it has cleaned up
             self.process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno(), start_new_session=True)
         self.owner, self.door = os.getpid(), ours
 
     def connect(self) -> socket.socket:
-        """A socket to a keeper of our own."""
+        """Returns a socket to a new supervisor process. Raises SandboxError if the fork server is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -143,10 +145,11 @@ class _Warden:
         return ours
 
     def usable(self) -> bool:
-        """Not after a fork, nor once it has died."""
+        """Returns False if the fork server has died, or if this process is a fork of the one that started it."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     def close(self) -> None:
+        """Stops the fork server; kills it after PATIENCE seconds."""
         self.door.close()
         if self.owner == os.getpid():
             try:
@@ -160,7 +163,7 @@ _lock = threading.Lock()
 
 
 def _warden() -> _Warden:
-    """The one warden, started at first use."""
+    """Returns the fork server of this process, starting it if needed."""
     with _lock:
         if _held and not _held[0].usable():
             _held.pop().close()
@@ -171,7 +174,7 @@ def _warden() -> _Warden:
 
 
 def close() -> None:
-    """Ends this process's warden, and with it all runs; the next run starts another."""
+    """Stops this process's fork server and all its runs. The next run starts a new one."""
     with _lock:
         while _held:
             _held.pop().close()

@@ -1,8 +1,9 @@
-"""The filter of system calls (seccomp) that a sandboxed program runs under: what it does not name is refused.
+"""The seccomp filter of sandboxed programs: an allow list of system calls as a BPF program.
 
-It closes what file and network rules leave open: other processes of the same user, kernel memory that no limit counts,
-files without a name, sockets, locks and flags of files outside. It stands on the backend's own rules; of two filters
-the stricter answer holds. What makes no sense to refuse aloud (modes, dates, locks) is reported as done.
+It covers what file and network rules leave open: other processes of the same user, kernel memory that no limit counts,
+unnamed files, sockets, and locks and flags of outside files. It is installed in addition to the backend's own filter;
+the kernel applies the stricter result. Calls that libraries make without need (modes, dates, locks) return success
+without effect.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from palestra.sandbox.syscalls import ALLOWED, CHECKED, PRETENDED
 EPERM, EACCES, EINVAL, ENOTTY, ENOSYS, EOPNOTSUPP = 1, 13, 22, 25, 38, 95
 ALLOW, KILL, ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
 LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-CALL, ARCH, ARGUMENTS = 0, 4, 16  # offsets in what the filter sees: the call's number, the machine, the arguments
+CALL, ARCH, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data: call number, architecture, arguments
 MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
-NEW = 424  # from here on numbers are the same everywhere, and the C library does without the call if it is missing
+NEW = 424  # from here on numbers are equal on all machines, and the C library handles ENOSYS
 ALL = 0xFFFF_FFFF
 
 SHARED_ANONYMOUS, HUGE = 0x21, 0x4_0000  # MAP_SHARED | MAP_ANONYMOUS, MAP_HUGETLB
-TMPFILE = 0x40_0000  # the bit of O_TMPFILE that is its own
+TMPFILE = 0x40_0000  # the bit of O_TMPFILE that no other flag has
 KIND, FIFO = 0xF000, 0x1000
-NAMESPACES = 0x7E02_0000  # CLONE_NEWNS and all others that `clone` takes
+NAMESPACES = 0x7E02_0000  # CLONE_NEWNS and all other namespace flags of `clone`
 THREAD, THREAD_WITH_FILES = 0x1_0000, 0x1_0400  # CLONE_THREAD without and with CLONE_FILES
 AF_UNIX, SIGCHLD = 1, 17
 LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
@@ -51,13 +52,13 @@ IOCTL = (
     0x5450,
     0x5451,
 )  # TCGETS(2), window, FIONREAD, FIONBIO, close-on-exec
-UNMOUNTED = ("execve", "execveat", "fallocate")  # refused without a file system of its own
+UNMOUNTED = ("execve", "execveat", "fallocate")  # refused if the folder is not a separate file system
 ATTRIBUTES = ("getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr")
-PRCTL = (1, 2, 3, 15, 16, 37, 39, 42)  # parent-death signal, names, and questions
+PRCTL = (1, 2, 3, 15, 16, 37, 39, 42)  # parent-death signal, thread names, and queries
 
 
 class Rule(NamedTuple):
-    """`answer` where the low half of the argument of this number, masked, is one of `values`."""
+    """Returns `answer` if the low 32 bits of argument number `argument`, masked with `mask`, equal one of `values`."""
 
     argument: int
     mask: int
@@ -65,31 +66,37 @@ class Rule(NamedTuple):
     answer: int
 
 
-OWN = ((Rule(0, ALL, (0,), ALLOW),), ERRNO | EPERM)  # the first argument is a process: 0 is the caller
-# The rules for each call in their order, and the answer where none applies.
+OWN = (
+    (Rule(0, ALL, (0,), ALLOW),),
+    ERRNO | EPERM,
+)  # the first argument is a process id: 0 is the caller
+# By system call: the rules in order, and the answer if none matches.
 CHECKS: dict[str, tuple[tuple[Rule, ...], int]] = {
-    # Shared anonymous memory stays when its pages are unmapped, and then no process's count has it.
+    # Shared anonymous memory stays allocated when its pages are unmapped, and then counts for no process.
     "mmap": (
         (Rule(3, SHARED_ANONYMOUS, (SHARED_ANONYMOUS,), ERRNO | EPERM), Rule(3, HUGE, (HUGE,), ERRNO | EPERM)),
         ALLOW,
     ),
-    "fallocate": ((Rule(1, ALL, (0,), ALLOW),), ERRNO | EOPNOTSUPP),  # beyond a file's end no limit on its size holds
+    "fallocate": (
+        (Rule(1, ALL, (0,), ALLOW),),
+        ERRNO | EOPNOTSUPP,
+    ),  # beyond a file's end RLIMIT_FSIZE does not apply
     "open": ((Rule(1, TMPFILE, (TMPFILE,), ERRNO | EOPNOTSUPP),), ALLOW),
     "openat": ((Rule(2, TMPFILE, (TMPFILE,), ERRNO | EOPNOTSUPP),), ALLOW),
     "mknod": ((Rule(1, KIND, (FIFO,), ALLOW),), ERRNO | EPERM),
     "mknodat": ((Rule(2, KIND, (FIFO,), ALLOW),), ERRNO | EPERM),
     **dict.fromkeys(ATTRIBUTES, ((), ERRNO | EOPNOTSUPP)),
-    # A thread with descriptors of its own would hold files that are looked for in the first thread alone.
+    # Files held by a thread with its own descriptor table would not be measured: only the first thread is.
     "clone": (
         (Rule(0, THREAD_WITH_FILES, (THREAD,), ERRNO | EPERM), Rule(0, NAMESPACES, (0,), ALLOW)),
         ERRNO | EPERM,
     ),
     "socketpair": ((Rule(0, ALL, (AF_UNIX,), ALLOW),), ERRNO | EACCES),
-    "sendto": ((Rule(5, ALL, (0,), ALLOW),), ERRNO | EACCES),  # without an address: to the other side
+    "sendto": ((Rule(5, ALL, (0,), ALLOW),), ERRNO | EACCES),  # no address: to the peer only
     "fcntl": ((Rule(1, ALL, LOCKS, ERRNO), Rule(1, ALL, FCNTL, ALLOW)), ERRNO | EPERM),
     "ioctl": ((Rule(1, ALL, IOCTL, ALLOW),), ERRNO | ENOTTY),
     "prctl": ((Rule(0, ALL, PRCTL, ALLOW),), ERRNO | EINVAL),
-    # Children of one that ignores SIGCHLD take the account of their processor time with them.
+    # If a parent ignores SIGCHLD, the CPU time of its dead children is lost.
     "rt_sigaction": ((Rule(0, ALL, (SIGCHLD,), ERRNO | EPERM),), ALLOW),
     "prlimit64": OWN,
     "sched_setparam": OWN,
@@ -100,11 +107,11 @@ CHECKS: dict[str, tuple[tuple[Rule, ...], int]] = {
 
 
 def rules(*, mounts: bool) -> bytes:
-    """The filter for this machine, 8 bytes an instruction; with `mounts`, for programs whose folder is a
-    file system of its own. Raises ValueError on a machine whose numbers are not known.
+    """Returns the BPF filter for this machine, 8 bytes per instruction.
 
-    In another folder a program could write a file that may be executed and not read, which makes a process that cannot
-    be measured, and take much of the disk at once, between two measurements.
+    Without `mounts` (the program's folder is not a separate file system) it also refuses UNMOUNTED: a program could
+    otherwise execute a file that cannot be read, which makes a process that cannot be measured, or allocate much of the
+    disk between two measurements. Raises ValueError on machines other than x86-64 and aarch64.
     """
     machine = platform.machine()
     if machine not in MACHINES:
@@ -146,7 +153,7 @@ def _step(rule: Rule) -> Iterator[bytes]:
 
 
 def _ranges(numbers: Iterable[int | None]) -> list[tuple[int, int]]:
-    """The first and the last of each run of consecutive numbers."""
+    """Returns first and last number of each run of consecutive numbers."""
     found: list[tuple[int, int]] = []
     for number in sorted(number for number in numbers if number is not None):
         if found and number == found[-1][1] + 1:
@@ -157,5 +164,5 @@ def _ranges(numbers: Iterable[int | None]) -> list[tuple[int, int]]:
 
 
 def instruction(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
-    """An instruction; `yes` and `no` say how many to skip after a test."""
+    """Encodes a BPF instruction; `yes` and `no` are the numbers of instructions to skip after a true or false test."""
     return struct.pack("=HBBI", code, yes, no, value)

@@ -1,4 +1,4 @@
-"""Kernel memory and files without a name that processes hold beyond their own pages."""
+"""Measures kernel memory and unnamed files held by processes beyond their own pages."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from functools import cache
 
 from palestra.sandbox.tree import PAGE, Process
 
-PIPE = 16 * PAGE  # bytes that a pipe buffers; the filter of system calls refuses to enlarge it
-MAPPING = 256  # bytes that the kernel keeps for each mapping
-MOST_MAPPINGS, MOST_TEXT = 2**16, 2**17  # mappings of a process; bytes that we read about them, some 1,500 lines
+PIPE = 16 * PAGE  # bytes of a pipe's buffer; the seccomp filter refuses to enlarge it
+MAPPING = 256  # bytes of kernel memory per mapping
+MOST_MAPPINGS, MOST_TEXT = 2**16, 2**17  # mappings of a process; bytes read of /proc/PID/maps, about 1,500 lines
 DELETED = b" (deleted)\n"
 
 
 @dataclass(frozen=True)
 class Held:
-    """`kernel`: bytes that pipes and sockets can buffer at most, and that mappings take. `files`: bytes of regular
-    files without a name. `hidden`: files without a name that are mapped and not open, so that nobody can tell their
-    size."""
+    """Resources held by processes.
+
+    `kernel`: largest buffer size of their pipes and sockets plus kernel memory of their mappings, in bytes. `files`:
+    bytes of unnamed regular files. `hidden`: number of mapped, unnamed files that are not open; their size is unknown.
+    """
 
     kernel: int = 0
     files: int = 0
@@ -28,7 +30,7 @@ class Held:
 
 
 def held(processes: Iterable[Process]) -> Held:
-    """The sum of the resources that these processes hold; a resource that several hold counts once."""
+    """Sums the resources of `processes`; a resource held by several counts once."""
     processes = list(processes)
     open_files = {(one.st_dev, one.st_ino): one for process in processes for one in _open_files(process)}
     texts = [_mappings(process) for process in processes]
@@ -53,13 +55,13 @@ def _open_files(process: Process) -> list[os.stat_result]:
 
 def _buffer(file: os.stat_result) -> int:
     if stat.S_ISSOCK(file.st_mode):
-        return 2 * _socket_buffer()  # the last message may go over by as much
+        return 2 * _socket_buffer()  # the last message may exceed the buffer by its size
     return PIPE if stat.S_ISFIFO(file.st_mode) else 0
 
 
 @cache
 def _socket_buffer() -> int:
-    """Bytes that a socket sends before the other side reads; the filter of system calls refuses to change it."""
+    """Bytes of a socket's send buffer; the seccomp filter refuses to change it."""
     with open("/proc/sys/net/core/wmem_default", encoding="ascii") as file:
         return int(file.read())
 

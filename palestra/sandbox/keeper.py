@@ -1,6 +1,6 @@
-"""The process that keeps one program: starts it, feeds it, watches it, ends it with all that it started, and answers.
+"""Supervisor process of one run: starts the program, feeds it, monitors it, kills all its processes, and replies.
 
-It hears from the asker through one socket. Should that close, nobody waits for the answer, and the program ends.
+It is connected to the requesting process by one socket. If that closes, the program is killed.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ BACKENDS: dict[str, ModuleType] = {"sandlock": sandlock, "bubblewrap": bubblewra
 
 
 def keep(asker: socket.socket, folder: Path, *, mounts: bool) -> None:
-    """Answers the request that comes through `asker`; `folder` is made for the program and removed. With `mounts`, it
-    lies in a file system of its own."""
+    """Executes the request read from `asker` and sends the result there.
+
+    `folder` is created for the program and removed. `mounts`: it lies in its own file system. Raises ConnectionError if
+    the requester disconnects before the request is complete.
+    """
     request = Request.unpacked(_receive(asker))
     tree.adopt()
     _first_to_go()
     try:
         scratch.make(folder, request, mounts=mounts)
         answer = _run(request, folder, asker, mounts=mounts).packed()
-    except (OSError, RuntimeError, ValueError) as error:  # ours or the backend's, never the program's
+    except (OSError, RuntimeError, ValueError) as error:  # of the sandbox or its backend, never of the program
         answer = pack({"error": f"sandbox {request.backend} failed: {error!r}"})
     finally:
         tree.kill()
         if not mounts:
             scratch.remove(folder)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits any more
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the requester is gone
         asker.sendall(answer)
 
 
@@ -65,20 +68,20 @@ def _files(request: Request, folder: Path) -> dict[str, bytes]:
 
 
 def _how(code: int, stderr: bytes) -> Ended:
-    """How a program ended that no limit of ours did end. The kernel's own limit on memory shows as an exception."""
+    """Returns the reason of an end without exceeded limit. A MemoryError shows that RLIMIT_DATA was reached."""
     if code == 1 and stderr.rstrip().rpartition(b"\n")[2].startswith(b"MemoryError"):
         return "memory"
     return "exit" if code >= 0 else "signal"
 
 
 def _text(data: bytes, folder: str) -> str:
-    """What a program said; its folder, whose true name differs from run to run, goes by one name."""
+    """Decodes output as UTF-8; replaces the folder's real path, which differs between runs, by PLACE."""
     return data.replace(folder.encode(), PLACE.encode()).decode("utf-8", "replace")
 
 
 def _first_to_go() -> None:
-    """Where all memory is used up, the kernel shall kill programs before it kills those that train on them."""
-    with contextlib.suppress(OSError):  # other systems have no such thing
+    """Raises the OOM score: if memory runs out, the kernel must kill programs before training processes."""
+    with contextlib.suppress(OSError):  # not on other systems
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 

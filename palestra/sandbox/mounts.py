@@ -1,8 +1,8 @@
-"""A file system of limited size, in memory, for one program's folder: only this process and those it starts see it.
+"""A size-limited tmpfs for one program's folder, visible only to this process and its descendants.
 
-It bounds every block: of files that were removed while open, that never had a name, or that are only mapped. It
-vanishes with the last of these processes, so nothing is left to remove. Root mounts it in a mount namespace, another
-user in a user namespace besides; where neither is allowed, the folder is measured instead (`scratch.over`).
+It limits every block, including those of deleted open files, unnamed files and files that are only mapped. It vanishes
+with the last of these processes, so nothing needs to be removed. Root mounts it in a mount namespace, other users in a
+mount and a user namespace; if neither is allowed, the folder is measured instead (`scratch.over`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NO_PRIVILEGES = 2 | 4 | 8  # MS_NOSUID | MS_NODEV | MS_NOEXEC
 
 
 def works(root: Path) -> bool:
-    """True if `mount` works in a child of this process, in which new namespaces can still be made."""
+    """Returns True if `mount` works in a child process and further namespaces can be created in it."""
     if sys.platform != "linux":
         return False
     pid = os.fork()
@@ -34,13 +34,13 @@ def works(root: Path) -> bool:
 
 
 def mount(root: Path, size: int, files: int) -> None:
-    """Mounts a file system of at most `size` bytes and `files` files over `root`. Raises OSError."""
+    """Mounts a tmpfs of at most `size` bytes and `files` inodes over `root`. Raises OSError if that is not allowed."""
     _new_namespaces()
-    _mount(None, "/", None, SUBTREE_FOLLOWS, "")  # what we mount must not show outside
+    _mount(None, "/", None, SUBTREE_FOLLOWS, "")  # the mount must not propagate to the parent namespace
     options = f"size={size},nr_inodes={files},mode=0755,huge=never"
     try:
         _mount("palestra", str(root), "tmpfs", NO_PRIVILEGES, options)
-    except OSError:  # a kernel without huge pages does not know the last option
+    except OSError:  # a kernel without huge pages rejects the last option
         _mount("palestra", str(root), "tmpfs", NO_PRIVILEGES, options.removesuffix(",huge=never"))
 
 

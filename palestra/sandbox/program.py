@@ -1,4 +1,4 @@
-"""What every backend starts: this Python, bare, which reads its orders from stdin and becomes the program (`boot`)."""
+"""The process that every backend starts: a bare Python interpreter that reads its boot message from stdin."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from typing import IO
 
 from palestra.sandbox.base import Request
 
-HEADROOM = 4  # address space over memory: threads and allocators reserve what they never touch
+HEADROOM = 4  # RLIMIT_DATA as a multiple of the memory limit: threads and allocators reserve unused space
 OPEN_FILES = 64
-SIGNALS = 1024  # that wait, of all the user's processes
+SIGNALS = 1024  # pending signals of all the user's processes
 SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
-DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # /dev/zero makes shared memory that none counts
+DEVICES = (
+    "/dev/null",
+    "/dev/full",
+    "/dev/random",
+    "/dev/urandom",
+)  # /dev/zero would give uncounted shared memory
 
-# Reads compiled code, which is quicker than compiling it for every run.
+# Loads compiled code: faster than compiling boot.py for every run.
 LOADER = """
 import marshal, os
 def read(size):
@@ -34,9 +39,10 @@ exec(marshal.loads(read(int.from_bytes(read(8), "big"))))
 
 @dataclass
 class Program:
-    """A started program. `end` kills it, if need be, and returns its exit status, minus the number of a signal.
+    """A started program.
 
-    `own` processes below it are the backend's. `folder` is what the program calls its folder.
+    `end`: kills it if it still runs, and returns its exit status (negative signal number after a signal). `folder`: its
+    folder as the program sees it. `own`: number of its descendants that belong to the backend.
     """
 
     pid: int
@@ -49,18 +55,26 @@ class Program:
 
 
 def command() -> list[str]:
-    """No site packages and no user's: programs get the standard library, which is the same for every user of a Python.
-    Not `-I`, which would ignore our own clean environment with the rest."""
+    """Returns the interpreter's command line: standard library only, no site packages.
+
+    Not `-I`, which would also ignore PYTHONHASHSEED in the environment that palestra sets.
+    """
     return [interpreter(), "-s", "-S", "-P", "-B", "-X", "utf8", "-c", LOADER]
 
 
 def environment(folder: str) -> dict[str, str]:
-    """All that a program finds in its environment. Hashes are fixed, so that sets print the same every time."""
+    """Returns the complete environment of a program.
+
+    Hashes are fixed, so that sets print in the same order every time.
+    """
     return {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}
 
 
 def orders(request: Request, rules: bytes, *, user: int = 0, tasks: int = 0) -> bytes:
-    """What `boot` reads: the user to become, hard limits, the filter of system calls, the program."""
+    """Returns the boot message: code of boot.py, then user id, hard limits, seccomp filter and source of the program.
+
+    `user`: user id to switch to (0: none). `tasks`: RLIMIT_NPROC (0: unset).
+    """
     limits = request.limits
     most = {
         resource.RLIMIT_CPU: math.ceil(limits.cpu) + 1,
@@ -78,13 +92,13 @@ def orders(request: Request, rules: bytes, *, user: int = 0, tasks: int = 0) -> 
 
 @cache
 def interpreter() -> str:
-    """This Python itself, not a virtual environment's link to it."""
+    """Path of the Python interpreter itself, not of a virtual environment's link to it."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @cache
 def readable() -> tuple[str, ...]:
-    """What a program may read: the interpreter, its library and the system's shared ones."""
+    """Paths that a program may read: the interpreter, its library and the system's shared libraries."""
     bases = (sys.base_prefix, sys.base_exec_prefix)
     libraries = [os.path.join(base, name) for base in bases for name in ("lib", "lib64")]
     paths = dict.fromkeys([interpreter(), *libraries, *SYSTEM])

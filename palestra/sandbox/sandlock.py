@@ -1,8 +1,8 @@
-"""The first choice: `sandlock`, which asks the kernel (Landlock, seccomp) to confine a process. No root, no namespaces.
+"""Sandbox backend sandlock, the preferred one: Landlock and seccomp, without root and without namespaces.
 
-What it leaves open at version 0.9, our own filter closes: acting on other processes of the same user, `memfd`, and the
-owner's rights over files outside (mode, owner, times), which Landlock does not know. What stays open: a program that
-guesses the name of a file can learn that it exists, its size and its dates; not a byte of it, and no folder's list.
+palestra's seccomp filter covers what sandlock 0.9 leaves open: actions on other processes of the same user, `memfd`,
+and changes of mode, owner and times of outside files, which Landlock does not restrict. Remaining gap: a program that
+guesses a file's name can learn its existence, size and dates, but no content and no directory listing.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ FIX = "pip install 'palestra[sandbox]' (it needs Linux 6.12 or newer)"
 
 
 def missing() -> str | None:
-    """Why it cannot work here, as far as can be told without trying."""
+    """Returns why the backend cannot work here, as far as it is known without a trial, or None."""
     if sys.platform != "linux":
         return "it needs Linux"
     return None if importlib.util.find_spec("sandlock") else "the package is not installed"
 
 
 def load() -> None:
-    """Loads the library once, ahead of the forks."""
+    """Loads the library once, before the fork server forks."""
     _library().landlock_abi_version()
 
 
 def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, bytes]:
-    """The program, confined, and what to tell it first; with `mounts`, nothing in its folder can be executed."""
+    """Starts the program confined; returns it and the boot message for its stdin.
+
+    `mounts`: its folder is a separate file system, mounted noexec.
+    """
     sandlock = _library()
     _drop_capabilities()
     place = str(folder)
@@ -52,7 +55,7 @@ def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, byt
 
     def end() -> int:
         process.kill()
-        result = process.wait()  # lets go of the supervisor too: from here on, whatever is left cannot fork
+        result = process.wait()  # also ends sandlock's supervisor: remaining processes cannot fork from here on
         if result.reason == sandlock.ExitReason.EXITED:
             return int(result.exit_code)
         return -(result.signal if result.signal > 0 else signal.SIGKILL)
@@ -68,7 +71,7 @@ def _library() -> Any:
 
 
 def _drop_capabilities() -> None:
-    """A program started by root would else keep root's powers; Landlock takes away only some of them."""
+    """Drops all capabilities: a program started by root would keep them, and Landlock restricts only some."""
 
     class Header(ctypes.Structure):
         _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]

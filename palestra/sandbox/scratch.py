@@ -1,4 +1,4 @@
-"""A program's folder: made, filled, measured, read back and removed, whatever the program made of it."""
+"""The working folder of a program: creation, measurement, reading and removal, safe against hostile contents."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from palestra.sandbox.mounts import mount
 from palestra.sandbox.tree import PAGE
 
 MOST_FILES = 4096  # files and folders that a program may have
-SLACK, SLACK_FILES = 2**16, 64  # room in the file system above the limits: a program that uses some of it is over them
+SLACK, SLACK_FILES = 2**16, 64  # space of the file system above the limits, so that exceeding them can be seen
 OWN_FILES = 2  # the root of the file system, and the folder
 
 
 def make(folder: Path, request: Request, *, mounts: bool) -> None:
-    """Makes and fills the folder; with `mounts`, in a file system of its own over the folder's parent."""
+    """Creates the folder with the request's files; with `mounts`, in a new tmpfs over the folder's parent."""
     if mounts:
         given = sum(PAGE * (len(data) // PAGE + 1) for data in request.files.values())
         names = sum(len(PurePosixPath(name).parts) for name in request.files)
@@ -32,6 +32,7 @@ def make(folder: Path, request: Request, *, mounts: bool) -> None:
 
 
 def fill(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files by relative path, creating parent folders."""
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,37 +40,37 @@ def fill(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def own(folder: Path, user: int) -> None:
-    """Gives the folder and all in it to `user`."""
+    """Changes owner and group of the folder and its contents to `user`."""
     for path in [str(folder), *(entry.path for entry in _walk(folder))]:
         os.chown(path, user, user)
 
 
 def over_mount(folder: Path, most: int, _: Held) -> bool:
-    """True if a folder in a file system of its own takes more than `most` bytes, or too many files."""
+    """Returns True if a folder with its own file system uses more than `most` bytes or MOST_FILES files."""
     used = os.statvfs(folder)
     too_many = used.f_files - used.f_ffree > MOST_FILES + OWN_FILES
     return (used.f_blocks - used.f_bfree) * used.f_frsize > most or too_many
 
 
 def over(folder: Path, most: int, held: Held) -> bool:
-    """True if more than `most` bytes lie in the folder and in files that the program holds without a name, or too
-    many files."""
+    """Returns True if the folder and the program's unnamed files use more than `most` bytes, or if the folder has more
+    than MOST_FILES files."""
     size = held.files
     if held.hidden or size > most:
         return True
     try:
         for number, entry in enumerate(_walk(folder)):
-            with contextlib.suppress(FileNotFoundError):  # the program removes while we count
+            with contextlib.suppress(FileNotFoundError):  # the program removed it meanwhile
                 size += entry.stat(follow_symlinks=False).st_blocks * 512
             if size > most or number >= MOST_FILES:
                 return True
-    except OSError:  # deeper than a path can be long, or shut to us
+    except OSError:  # nested beyond the longest path, or not accessible
         return True
     return False
 
 
 def contents(folder: Path, most: int) -> dict[str, bytes]:
-    """The regular files in the folder by their relative paths; without those that would take it over `most` bytes."""
+    """Reads the folder's regular files by relative path; leaves out those that would exceed `most` bytes in total."""
     found: dict[str, bytes] = {}
     try:
         for entry in _walk(folder):
@@ -77,26 +78,26 @@ def contents(folder: Path, most: int) -> dict[str, bytes]:
             if entry.is_file(follow_symlinks=False) and size <= most:
                 found[os.path.relpath(entry.path, folder)] = _read(entry.path)
                 most -= size
-    except OSError:  # shut to us, or too deep: what was found until then
+    except OSError:  # not accessible or too deep: return what was read so far
         pass
     return dict(sorted(found.items()))
 
 
 def heads(folder: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
-    """The first bytes of files in the folder itself, so many of each. Anything but a regular file is left out."""
+    """Reads the first bytes, by name in `sizes`, of regular files directly in the folder; leaves out anything else."""
     found: dict[str, bytes] = {}
     for name, size in sizes.items():
         path = folder / name
         try:
             if stat.S_ISREG(path.lstat().st_mode):
                 found[name] = _read(str(path), size)
-        except OSError:  # missing, or shut to us
+        except OSError:  # missing, or not accessible
             continue
     return found
 
 
 def remove(folder: Path) -> None:
-    """Removes the folder. Python's own way fails at folders nested very deep and at those shut to their owner."""
+    """Removes the folder, also if it is nested very deeply or shut to its owner, where shutil.rmtree fails."""
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):
@@ -105,7 +106,7 @@ def remove(folder: Path) -> None:
 
 
 def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """All entries below the folder; links are not followed."""
+    """Yields all entries below the folder; does not follow symbolic links."""
     waiting = [str(folder)]
     while waiting:
         with contextlib.suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:

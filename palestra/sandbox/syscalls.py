@@ -1,13 +1,13 @@
-"""Numbers of system calls on Linux, on x86-64 and on aarch64, of those that a sandboxed program may make.
+"""Linux system call numbers (x86-64, aarch64) of the calls that a sandboxed program may make.
 
-None means that the call does not exist there. Source: asm/unistd_64.h and asm-generic/unistd.h of Linux 6.1.
+None: the call does not exist on that machine. Source: asm/unistd_64.h and asm-generic/unistd.h of Linux 6.1.
 """
 
 from __future__ import annotations
 
 Numbers = tuple[int | None, int | None]
 
-# Made as they are.
+# Allowed with any arguments.
 ALLOWED: dict[str, Numbers] = {
     # files and folders by descriptor
     "read": (0, 63),
@@ -34,7 +34,7 @@ ALLOWED: dict[str, Numbers] = {
     "fadvise64": (221, 223),
     "copy_file_range": (326, 285),
     "readahead": (187, 213),
-    # files and folders by name; the backend decides which
+    # files and folders by name; the backend restricts paths
     "access": (21, None),
     "faccessat": (269, 48),
     "faccessat2": (439, 439),
@@ -119,7 +119,7 @@ ALLOWED: dict[str, Numbers] = {
     "sched_get_priority_min": (147, 126),
     "sched_rr_get_interval": (148, 127),
     "restart_syscall": (219, 128),
-    # signals; the backend decides to whom
+    # signals; the backend restricts targets
     "rt_sigprocmask": (14, 135),
     "rt_sigpending": (127, 136),
     "rt_sigreturn": (15, 139),
@@ -155,8 +155,8 @@ ALLOWED: dict[str, Numbers] = {
     "getsockopt": (55, 209),
     "getrandom": (318, 278),
 }
-# Reported as done, and not done: the library calls them without need, no file outside may be touched by them, and
-# locks would be seen by other runs.
+# Return success without effect: libraries call them without need, they must not change outside files, and locks would
+# be visible to other runs.
 PRETENDED: dict[str, Numbers] = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -181,7 +181,7 @@ PRETENDED: dict[str, Numbers] = {
     "fdatasync": (75, 83),
     "sync_file_range": (277, 84),
 }
-# Allowed or not by what they are given.
+# Allowed depending on their arguments (filters.CHECKS).
 CHECKED: dict[str, Numbers] = {
     "mmap": (9, 222),
     "getxattr": (191, 8),

@@ -1,6 +1,6 @@
-"""The processes below one: who they are, what they use, and their end. Linux only: elsewhere none are found.
+"""Finds, measures and kills the descendants of this process. Linux only: on other systems none are found.
 
-`adopt` makes a process the parent of every orphan below it, so that nothing that daemonises gets out of sight.
+`adopt` makes this process the parent of its orphaned descendants, so that daemonised processes are still found.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 PR_SET_CHILD_SUBREAPER = 36
-PATIENCE = 5.0  # seconds that killing a tree may take: what the kernel holds on to for longer, no signal moves
+PATIENCE = 5.0  # seconds to try to kill all descendants; longer ones are stuck in the kernel
 TICK = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What living processes use: `cpu` in seconds, with those of children they have waited for; `memory` in bytes;
-    `starved`, the seconds that they were ready to run, added up, while others had the processors."""
+    """Resources used by living processes.
+
+    `cpu`: CPU seconds, including reaped children. `memory`: bytes. `starved`: summed seconds that they were runnable
+    but waited for a CPU.
+    """
 
     cpu: float = 0.0
     memory: int = 0
@@ -34,7 +37,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Process:
-    """A process as it was found: `folder` is where /proc tells of its memory and files, `cpu` as in `Usage`."""
+    """A process at the time of measurement.
+
+    `folder`: its folder in /proc for memory and files. `cpu`: as in `Usage`.
+    """
 
     pid: int
     folder: str
@@ -43,7 +49,7 @@ class Process:
 
 
 def adopt() -> None:
-    """Makes orphans below this process its own children."""
+    """Makes this process the parent of its orphaned descendants (PR_SET_CHILD_SUBREAPER)."""
     if sys.platform == "linux":
         import ctypes
 
@@ -51,7 +57,7 @@ def adopt() -> None:
 
 
 def below(spare: Iterable[int] = ()) -> list[int]:
-    """All descendants of this process, parents first, but those to `spare` and what is below them."""
+    """Returns the pids of all descendants of this process, parents first, without those in `spare` and theirs."""
     spared = set(spare)
     found = [pid for pid in _children(os.getpid()) if pid not in spared]
     for pid in found:
@@ -71,7 +77,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def processes(pids: Iterable[int]) -> list[Process]:
-    """Those of these processes that are still there."""
+    """Measures the processes `pids`; leaves out those that have exited."""
     return [process for pid in pids if (process := _process(pid))]
 
 
@@ -85,7 +91,7 @@ def _process(pid: int) -> Process | None:
 
 
 def _living_thread(pid: int) -> str:
-    """The folder of a thread that is alive: the first one has neither memory nor files once it has ended."""
+    """/proc folder of a living thread: the first thread shows neither memory nor files once it has exited."""
     with contextlib.suppress(OSError):  # gone
         for thread in os.listdir(f"/proc/{pid}/task"):
             folder = f"/proc/{pid}/task/{thread}"
@@ -95,8 +101,8 @@ def _living_thread(pid: int) -> str:
 
 
 def usage(found: Iterable[Process], most: int) -> Usage:
-    """What these processes use together. Pages that several share count once, which is measured only where counting
-    them often would exceed `most`: it takes the kernel longer."""
+    """Sums the resources of processes. Shared pages count once; the slower measurement that this needs is done only if
+    the sum with repeated counting exceeds `most` bytes."""
     found = list(found)
     memory = sum(_memory(process) for process in found)
     if memory > most:
@@ -111,38 +117,38 @@ def usage(found: Iterable[Process], most: int) -> Usage:
 
 
 def starved(pid: int) -> float:
-    """Seconds that a process was ready to run while others had the processors; 0 where the kernel does not say."""
+    """Seconds that a process was runnable but waited for a CPU; 0 if the kernel does not report it."""
     fields = _read(f"/proc/{pid}/schedstat").split()
     return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
 
 def _memory(process: Process) -> int:
-    """Bytes that are no file's, in memory and swapped out, with the page tables."""
+    """Bytes of non-file memory, resident and swapped, and of page tables."""
     return _sum(f"{process.folder}/status", ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:"))
 
 
 def _own_share(process: Process) -> int:
-    """The same, with each shared page divided by the number of those that share it."""
+    """As `_memory`, but each shared page is divided by the number of processes that share it."""
     share = _sum(f"{process.folder}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
     return share + _sum(f"{process.folder}/status", ("VmPTE:",)) if share else _memory(process)
 
 
 def _sum(path: str, fields: tuple[str, ...]) -> int:
-    """These lines of a file, which are in KiB, added up, in bytes."""
+    """Sum, in bytes, of the named lines (in KiB) of a file."""
     return sum(int(line.split()[1]) * 1024 for line in _read(path).splitlines() if line.startswith(fields))
 
 
 def cpu_of_the_dead() -> float:
-    """Seconds of processor time of the children that this process has waited for."""
+    """CPU seconds of the children that this process has reaped."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def kill(group: int | None = None, spare: Iterable[int] = ()) -> None:
-    """Kills and reaps all processes below this one but those to `spare` and what is below them; those of the process
-    group `group` first.
+    """Kills and reaps all descendants of this process, except those in `spare` and theirs; the process group `group`
+    first.
 
-    Whoever forks while it is being killed leaves a child that is found the next time round.
+    Repeats until none are left, at most PATIENCE seconds: a process that forks while being killed leaves a child.
     """
     if group:
         _signal(-group)
@@ -160,7 +166,7 @@ def _signal(pid: int) -> None:
 
 
 def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):  # somebody else's child, as yet
+    with contextlib.suppress(ChildProcessError):  # still another process's child
         os.waitpid(pid, os.WNOHANG)
 
 

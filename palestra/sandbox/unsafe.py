@@ -1,5 +1,7 @@
-"""No sandbox: a plain process with limits, which can read, write and reach whatever its user can. For code that is
-trusted, on systems where nothing better works."""
+"""Sandbox backend unsafe: a plain process with resource limits but no isolation.
+
+The program has all file and network access of its user. For trusted code on systems without a working backend.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ from palestra.sandbox.program import Program, command, environment, orders
 
 
 def missing() -> str | None:
+    """Returns None: this backend works everywhere."""
     return None
 
 
 def load() -> None:
+    """Does nothing: there is nothing to load."""
     pass
 
 
 def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, bytes]:
-    """The program, unconfined, and what to tell it first."""
+    """Starts the program without isolation; returns it and the boot message for its stdin."""
     place = str(folder)
     process = subprocess.Popen(
         command(),

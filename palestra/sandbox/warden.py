@@ -1,9 +1,11 @@
-"""A small process beside ours that forks a keeper for each run: forking ours, with its gigabytes and threads, would be
-slow and unsound, and starting a Python for each would double the time of a run.
+"""Fork server of the sandbox: a small process that forks a supervisor process (keeper.py) for each run.
 
-`python -c ... ` runs `main`; a byte with a socket attached, through stdin, asks for a run. When stdin ends, so does the
-warden, after its keepers; theirs end when their askers leave. Whatever a keeper that was killed leaves behind, the
-warden removes.
+Forking the main process, with its gigabytes and threads, would be slow and unsafe; starting a new Python for each run
+would double its time.
+
+`python -c ...` runs `main`. A byte with an attached socket on stdin requests a run. When stdin closes, the fork server
+ends after its supervisors; those end when their requesters disconnect. The fork server removes the processes and
+folders of supervisors that were killed.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from palestra.sandbox import mounts, scratch, tree
 from palestra.sandbox.keeper import BACKENDS, keep
 
 ROOT = "palestra-sandbox-"
-YOUNG = 60.0  # seconds within which a folder may not have been locked yet by the warden that made it
-AT_ONCE = 64  # runs; most programs that take long sleep
+YOUNG = 60.0  # seconds within which a new folder may not be locked yet by its fork server
+AT_ONCE = 64  # concurrent runs; most slow programs sleep
 
 
 class Warden:
-    """Runs that wait, and the keepers of those that run by their process."""
+    """Queue of waiting runs (their sockets) and process ids of the active supervisors."""
 
     def __init__(self, door: socket.socket, root: Path) -> None:
         self.door, self.root, self.mounts = door, root, mounts.works(root)
@@ -45,7 +47,7 @@ class Warden:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
-        """Returns once nobody can ask any more and all runs are over."""
+        """Forks supervisors until the control socket is closed and all runs have ended."""
         is_open = True
         while is_open or self.waiting or self.keepers:
             ready, _, _ = select.select([self.bell] + [self.door] * is_open, [], [])
@@ -58,7 +60,7 @@ class Warden:
                 self._begin(self.waiting.popleft())
 
     def _admit(self) -> bool:
-        """Takes one run in; False where there will be no more."""
+        """Receives one run request; returns False if the control socket is closed."""
         byte, sockets, _, _ = socket.recv_fds(self.door, 1, 1)
         self.waiting.extend(socket.socket(fileno=descriptor) for descriptor in sockets)
         return bool(byte)
@@ -79,15 +81,15 @@ class Warden:
                 os.close(descriptor)
             keep(asker, self.root / str(os.getpid()), mounts=self.mounts)
             code = 0
-        except ConnectionError:  # the asker left before it had asked
+        except ConnectionError:  # the requester disconnected before sending its request
             code = 0
         finally:
             if code:
                 traceback.print_exc()
-            os._exit(code)  # whatever happened, a second warden must not come of it
+            os._exit(code)  # never return: the child must not become a second fork server
 
     def _bury(self) -> None:
-        """Forgets keepers that are dead and clears up after those that died of something else than their work's end."""
+        """Reaps dead supervisors and cleans up after those that failed or were killed."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -106,7 +108,7 @@ class Warden:
 
 
 def _hold(root: Path) -> bool:
-    """Locks a folder for as long as this process or a keeper of it lives; False where another does."""
+    """Locks a folder until this process and its supervisors have exited; returns False if it is locked already."""
     descriptor = os.open(root, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,15 +119,16 @@ def _hold(root: Path) -> bool:
 
 
 def _clear_up() -> None:
-    """Removes the folders of wardens that were killed."""
+    """Removes the folders of fork servers that were killed."""
     for root in Path(tempfile.gettempdir()).glob(f"{ROOT}*"):
-        with contextlib.suppress(FileNotFoundError):  # another clears up too
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
             old = time.time() - root.stat().st_mtime > YOUNG
             if old and root.stat().st_uid == os.getuid() and _hold(root):
                 scratch.remove(root)
 
 
 def main() -> None:
+    """Main function of the fork server; its control socket is stdin."""
     for backend in BACKENDS.values():
         if not backend.missing():
             backend.load()

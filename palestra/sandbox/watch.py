@@ -1,7 +1,7 @@
-"""One program while it runs: what goes in, what comes out, what it uses, and which limit it goes over.
+"""Monitor of a running program: feeds stdin, collects output, measures resources and detects exceeded limits.
 
-Totals over all its processes are measured, from 100 times a second for one that works to 10 times for one that sleeps;
-between two looks the kernel's own limits hold (`program.orders`).
+Totals over all its processes are measured 100 times per second for a busy program, down to 10 times for a sleeping one.
+Between measurements the kernel's own limits hold (`program.orders`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from palestra.sandbox.base import Ended, Limits
 from palestra.sandbox.held import Held, held
 from palestra.sandbox.program import Program
 
-SOONEST, LATEST = 0.01, 0.1  # seconds between two looks
-THREADS = 16  # for each process
-STARVED = 2.0  # times its wall limit that a program is given on top, at most, while others have the processors
+SOONEST, LATEST = 0.01, 0.1  # seconds between measurements
+THREADS = 16  # threads per process
+STARVED = 2.0  # largest extension of the wall limit, as a multiple of it, for time spent waiting for a CPU
 PIECE = 2**16
 
 
 class Watch:
-    """`ended` is the limit that the program went over, if any; `seconds` the time since it started."""
+    """Monitor of one program. `ended`: the limit that it exceeded, if any. `seconds`: wall time since its start."""
 
     def __init__(
         self, limits: Limits, over_disk: Callable[[Held], bool], program: Program, asker: socket.socket
@@ -42,7 +42,7 @@ class Watch:
         return time.monotonic() - self.began
 
     def until_the_end(self, sent: bytes) -> None:
-        """Feeds the program `sent` and returns once it is over, or is to be."""
+        """Writes `sent` to stdin; returns when the program ends, exceeds a limit, or the requester disconnects."""
         unsent, death = memoryview(sent), _death(self.program.pid)
         with selectors.DefaultSelector() as events:
             events.register(self.asker, selectors.EVENT_READ)
@@ -69,7 +69,10 @@ class Watch:
             os.close(death)
 
     def close(self) -> tuple[bytes, bytes]:
-        """All that a program wrote, to stdout and stderr, which is dead with all that it started."""
+        """Returns stdout and stderr, each cut to `limits.output` bytes.
+
+        Call it after all processes have been killed.
+        """
         for stream, said in self._outputs.items():
             while len(said) <= self.limits.output and self._read(stream):
                 pass
@@ -79,10 +82,10 @@ class Watch:
         return stdout, stderr
 
     def _feed(self, unsent: memoryview, events: selectors.BaseSelector) -> memoryview:
-        """Writes some; closes the program's stdin after the last."""
+        """Writes up to PIECE bytes; closes the program's stdin after the last. Returns the rest."""
         try:
             unsent = unsent[os.write(self.program.stdin.fileno(), unsent[:PIECE]) :]
-        except BrokenPipeError:  # it does not read
+        except BrokenPipeError:  # the program has closed its stdin
             unsent = unsent[:0]
         if not unsent:
             events.unregister(self.program.stdin)
@@ -90,7 +93,7 @@ class Watch:
         return unsent
 
     def _read(self, stream: IO[bytes]) -> bool:
-        """Reads a piece, if there is one; False at the end."""
+        """Reads up to PIECE available bytes; returns False if none were read."""
         piece = stream.read(PIECE)
         said = self._outputs[stream]
         said += piece or b""
@@ -99,14 +102,14 @@ class Watch:
         return bool(piece)
 
     def _look(self) -> None:
-        """Compares what the program uses with its limits."""
+        """Measures the program's resources, compares them with the limits and schedules the next measurement."""
         limits, now = self.limits, time.monotonic()
         processes = tree.processes(tree.below())
         holds = held(processes)
         used = tree.usage(processes, limits.memory - holds.kernel)
         cpu = used.cpu + tree.cpu_of_the_dead()
         crowd = used.processes > limits.processes + self.program.own or used.threads > THREADS * limits.processes
-        starved = used.starved + tree.starved(os.getpid())  # ours too: the program waits for us to feed it
+        starved = used.starved + tree.starved(os.getpid())  # includes this process: the program may wait for its input
         left = limits.wall + min(starved, STARVED * limits.wall) - self.seconds
         if cpu > limits.cpu:
             self.ended = "cpu"
@@ -116,11 +119,11 @@ class Watch:
             self.ended = "output"
         elif left <= 0:
             self.ended = "wall"
-        took = time.monotonic() - now  # a folder full of files takes long to look at
+        took = time.monotonic() - now  # measuring a folder with many files is slow
         self._pause = max(SOONEST if cpu > self._cpu else min(2 * self._pause, LATEST), 4 * took)
         self._cpu, self._next = cpu, now + took + min(self._pause, max(left, SOONEST / 10))
 
 
 def _death(pid: int) -> int | None:
-    """A descriptor that can be read once the process is dead; None where there is no such thing."""
+    """Returns a descriptor that becomes readable when the process exits; None on systems without pidfd."""
     return os.pidfd_open(pid) if sys.platform == "linux" else None

@@ -1,4 +1,4 @@
-"""What the engine says, in the words of the wire."""
+"""Conversion of engine results to the types of the wire."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from palestra.service.jobs import SampleJob
 
 
 def distilled(loss: ReverseKL) -> dict[str, Any]:
-    """The answer to a reverse-KL pass, as MinT's clients read it: each lesson's loss, and means per weighted token."""
+    """Returns the answer to a reverse-KL pass in the format of MinT's clients: the loss of each example, and means per
+    token with nonzero weight."""
     sums = loss.sums.tolist()
     tokens = sum(int(np.count_nonzero(lesson.weights)) for lesson in loss.lessons)
     mean = sum(sums) / max(1, tokens)
@@ -32,7 +33,7 @@ def distilled(loss: ReverseKL) -> dict[str, Any]:
 
 
 def spoken(sampled: Sampled) -> codec.SampledSequence:
-    """One answer, as the wire has it."""
+    """Converts one completion of the sampler."""
     topk = None
     if sampled.top_ids is not None and sampled.top_logps is not None:
         topk = codec.TopK(sampled.top_ids, sampled.top_logps)
@@ -40,8 +41,11 @@ def spoken(sampled: Sampled) -> codec.SampledSequence:
 
 
 def judged(scores: Scores | None, job: SampleJob) -> codec.PromptScores:
-    """What was asked about the prompt, as the wire has it: a row for every prompt token, none for the first, and none
-    before the last `last_n`."""
+    """Converts prompt scores: arrays with one row per prompt token, float32 [P] or [P, K], NaN for the first token and
+    for those before the last `last_n`.
+
+    `targets` stays [P-1, K], as scored.
+    """
     if scores is None:
         return codec.PromptScores()
     size = len(job.tokens)

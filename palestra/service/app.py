@@ -1,4 +1,4 @@
-"""The front end: an ASGI app over a context, with every route of the wire."""
+"""The front end: an ASGI app with every route of the wire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from palestra.service.wire import BadRequest
 from palestra.web.gate import Gate, Limits
 from palestra.web.origins import Origins
 
-LIMITS = Limits(body=None, requests=4096)  # bodies are bounded where they are read: `calls.py`
+LIMITS = Limits(body=None, requests=4096)  # `calls.py` limits bodies as it reads them
 RETRY = {"Retry-After": "1"}
 ROUTERS = [
     *(
@@ -38,14 +38,17 @@ ROUTERS = [
 
 
 def create_app(context: Context, *, root_path: str = "", origins: Origins | None = None) -> FastAPI:
-    """The app. Under `root_path` ("/train") it answers both with the prefix and, behind a proxy that strips it,
-    without; `origins` says which web pages may ask."""
+    """Builds the app.
+
+    Under `root_path` ("/train") it serves requests with the prefix and, behind a proxy that strips it, without.
+    `origins` lists the web pages that may send requests.
+    """
     origins = origins or Origins()
     app = FastAPI(title="palestra", docs_url=None, redoc_url=None)
     app.add_middleware(Under, prefix=root_path.rstrip("/"))
     if origins.allowed:
         app.add_middleware(CORSMiddleware, allow_origins=origins.allowed, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Gate, origins=origins, limits=LIMITS)  # the last one is asked first
+    app.add_middleware(Gate, origins=origins, limits=LIMITS)  # the last one added runs first
     app.state.context, app.state.queue, app.state.waiter = context, Queue(context), Waiter(context)
     for router, prefix in ROUTERS:
         app.include_router(router, prefix=prefix)
@@ -61,7 +64,8 @@ def create_app(context: Context, *, root_path: str = "", origins: Origins | None
 
 
 class Under:
-    """Tells the app the prefix of its addresses. A server's own setting would add it to paths that have it already."""
+    """ASGI middleware that sets the app's `root_path`. uvicorn's own setting would add the prefix to paths that already
+    have it."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self.app, self.prefix = app, prefix
@@ -80,7 +84,7 @@ async def _damaged(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    """Of what stands in an address or a header; bodies are read by `calls.py`."""
+    """Answers errors in path, query and header values; bodies are parsed by `calls.py`."""
     assert isinstance(error, RequestValidationError)
     wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
     return JSONResponse({"detail": wrong}, 422)
@@ -103,7 +107,7 @@ async def _away(request: Request, error: Exception) -> JSONResponse:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI's page, with the bodies that `Json` reads."""
+    """Returns the OpenAPI schema, including the bodies read through `Json`."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         bodies = [(f"{prefix}{path}", method, body) for r, prefix in ROUTERS for path, method, body in _bodies(r)]
@@ -118,7 +122,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _bodies(router: APIRouter) -> Iterator[tuple[str, str, Any]]:
-    """Path, method and body of each route that reads one with `Json`."""
+    """Yields path, method and body model of each route that reads its body through `Json`."""
     for route in (route for route in router.routes if isinstance(route, APIRoute)):
         for read in (needed.call for needed in route.dependant.dependencies if isinstance(needed.call, Reader)):
             yield from ((route.path, method.lower(), read.model) for method in route.methods or ())

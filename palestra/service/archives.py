@@ -1,7 +1,7 @@
-"""Checkpoints as tar.gz, in both directions, a block at a time.
+"""Checkpoints as tar.gz archives, packed and unpacked in blocks.
 
-An archive from outside is read by hand, header by header: only plain files with the names we know are taken, whatever
-else it holds is refused or skipped, and neither its names nor its sizes reach the disk or the memory.
+Uploaded archives are parsed header by header: only regular files with known names are extracted, other content is
+rejected or skipped, and neither names nor sizes from the archive reach the file system or allocate memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ EXTENSIONS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfil
 
 
 def pack(files: Iterable[Path]) -> Iterator[bytes]:
-    """A tar.gz of the files, as it is made."""
-    zipped = zlib.compressobj(level=1, wbits=31)  # weights hardly shrink
+    """Yields a tar.gz archive of the files in pieces, as it is compressed."""
+    zipped = zlib.compressobj(level=1, wbits=31)  # weights are hardly compressible
     for block in _tar(files):
         yield zipped.compress(block)
     yield zipped.flush()
@@ -47,8 +47,9 @@ def _tar(files: Iterable[Path]) -> Iterator[bytes]:
 
 
 def unpack(archive: BinaryIO, folder: Path, limit: int) -> None:
-    """Writes the adapter in a tar.gz to `folder`. Raises BadRequest for what is no such archive, holds anything but
-    plain files and folders, has a path that leads out of it, or more than `limit` bytes."""
+    """Extracts the adapter in a tar.gz archive to `folder`. Raises BadRequest if the file is no such archive, holds
+    anything but regular files and folders, has a path that leaves the folder, lacks an adapter file, or has more than
+    `limit` bytes unpacked (413)."""
     stream = _Stream(archive, limit)
     try:
         while any(block := stream.take(BLOCK)):
@@ -82,13 +83,13 @@ def _shown(name: str) -> str:
 
 
 class _Stream:
-    """What a gzip file holds, as much as `left` bytes of it."""
+    """Decompressed content of a gzip file, limited to `left` bytes."""
 
     def __init__(self, archive: BinaryIO, left: int) -> None:
         self._file, self.left = gzip.GzipFile(fileobj=archive, mode="rb"), left
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes. Raises EOFError where there are fewer, and BadRequest (413) beyond the limit."""
+        """Returns the next `size` bytes. Raises EOFError if there are fewer, and BadRequest (413) beyond the limit."""
         self.left -= size
         if self.left < 0:
             raise BadRequest("the archive is too large", 413)
@@ -107,8 +108,8 @@ class _Stream:
 
 
 def check_adapter(folder: Path, shapes: dict[str, tuple[int, int]]) -> tuple[int, float, list[str]]:
-    """Rank, alpha and linear layers of the adapter in `folder`, which fits a base whose layers have these `shapes`
-    [out, in]. Raises BadRequest."""
+    """Returns rank, alpha and linear layers of the adapter in `folder`. `shapes` are those of the base's layers, [out,
+    in] by name. Raises BadRequest if the adapter cannot be read or does not fit."""
     config = read_config(folder)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if (
@@ -128,6 +129,7 @@ def check_adapter(folder: Path, shapes: dict[str, tuple[int, int]]) -> tuple[int
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the adapter's config as a dict. Raises BadRequest if it is too long or no JSON object."""
     path = folder / CONFIG
     if path.stat().st_size > MAX_CONFIG:
         raise BadRequest(f"{CONFIG} is longer than {MAX_CONFIG} bytes")
@@ -156,8 +158,8 @@ def _check_shapes(found: dict[str, tuple[int, ...]], rank: int, shapes: dict[str
 
 
 def layer_shapes(base: Path) -> dict[str, tuple[int, int]]:
-    """The shapes [out, in] of a base's matrices, by the names of their layers. A head that is tied to the embeddings
-    has theirs."""
+    """Returns the shapes [out, in] of a base model's matrices by layer name. A head that is tied to the embeddings has
+    their shape."""
     shapes = {}
     for path in sorted(base.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

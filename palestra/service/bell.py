@@ -1,6 +1,7 @@
-"""A bell between two processes: a byte that says "look at the store". A lost one costs milliseconds, not an answer.
+"""Wake-up socket between two processes: one byte means "check the store". A lost byte delays an answer by milliseconds
+and loses nothing.
 
-Either end hears the other die, since the system closes its socket.
+Each end detects that the other process has exited, since the operating system closes its socket.
 """
 
 from __future__ import annotations
@@ -13,30 +14,32 @@ from typing import Self
 
 
 class Bell:
-    """One end of a pair."""
+    """One end of a wake-up socket pair."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
-        self.gone = False  # the other process
+        self.gone = False  # the other process has exited
         end.setblocking(False)
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:
+        """Returns the two connected ends."""
         ours, theirs = socket.socketpair()
         return cls(ours), cls(theirs)
 
     def ring(self) -> None:
-        # a full buffer means that the other end has not yet looked; anything else, that it died or was replaced
+        """Wakes the other end."""
+        # a full buffer means that the other end has not read yet; any other error, that it exited or was replaced
         with contextlib.suppress(OSError):
             self.end.send(b"!")
 
     def wait(self, seconds: float) -> None:
-        """Returns when the bell rings, the other end is gone, or the time is over."""
+        """Blocks until the other end wakes this one, it is gone, or `seconds` have passed."""
         if select.select([self.end], [], [], seconds)[0]:
             self._hush()
 
     async def heard(self, seconds: float) -> None:
-        """`wait`, for a coroutine. Where the other end is gone, there is nothing to hear and the time passes."""
+        """Asynchronous `wait`. If the other end is gone, sleeps for `seconds`."""
         if self.gone:
             await asyncio.sleep(seconds)
             return

@@ -1,4 +1,4 @@
-"""What all routes share: who asks, a body read within its limits, and a request put into the queue."""
+"""FastAPI dependencies shared by the routes: authentication, body reading within limits, and request queueing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from palestra.service.context import owner as find_owner
 from palestra.service.store import Waiting
 from palestra.service.wire import INT32, BadRequest, Wire, check_json, parse
 
-FRESH = 1.0  # seconds that a count of the queue is believed
-SHORT = 2**14  # bytes of a body that is parsed on the event loop: a thread costs more
-Number = tuple[object, object]  # a model and a sequence number, as a client gave them
+FRESH = 1.0  # seconds for which a queue count is cached
+SHORT = 2**14  # bytes up to which a body is parsed on the event loop: a thread would cost more
+Number = tuple[object, object]  # unvalidated model id and sequence number
 
 
 class Busy(BadRequest):
-    """The owner's queue is full: ask again in a while."""
+    """The owner's queue is full (429): the client should retry later."""
 
     def __init__(self, waiting: Waiting) -> None:
         what = f"{waiting.number} of your requests ({waiting.size / 2**20:.1f} MiB) wait for an answer"
@@ -34,7 +34,7 @@ class Busy(BadRequest):
 
 
 class Queue:
-    """Puts requests where the worker finds them, as many and as large as one owner may have there."""
+    """Queues requests for the worker, within the limits of each owner."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -50,7 +50,8 @@ class Queue:
         model: str | None = None,
         seq: int | None = None,
     ) -> str:
-        """The id of the request; a second one with the same `key` is the first. Raises Busy."""
+        """Queues a request and returns its id; a repeated `key` returns the id of the first request. Raises Busy if the
+        owner's queue is full."""
         body = job if isinstance(job, bytes) else job.model_dump_json().encode()
         self.admit(owner, len(body))
         id = self.context.store.submit(owner, kind, body, key=key, model=model, seq=seq)
@@ -58,13 +59,17 @@ class Queue:
         return id
 
     def train(self, owner: str, kind: str, job: BaseModel | bytes, model: str, seq: int | None) -> str:
-        """`submit`, for request `seq` of a model; 0, which clients send for "not numbered", is taken as None."""
+        """Queues request `seq` of a model, as `submit` does. Clients send 0 for "not numbered", which becomes None."""
         return self.submit(owner, kind, job, key=_key(model, seq), model=model, seq=seq or None)
 
     @contextmanager
     def numbered(self, owner: str, kind: str, body: bytes | Number) -> Iterator[None]:
-        """Where a request of a model (its JSON, or its number) is refused within, the number is noted as used up: the
-        client goes on with the next one. A full queue uses up nothing, since the request comes again."""
+        """Context manager that records the sequence number of a rejected request as used, since the client continues
+        with the next one.
+
+        `body` is the request's JSON, or its model and number. A full queue uses up no number, since the client sends
+        the request again.
+        """
         try:
             yield
         except Busy:
@@ -74,7 +79,8 @@ class Queue:
             raise
 
     def refused(self, owner: str, kind: str, message: str, model: object, seq: object) -> None:
-        """Notes that request `seq` of one of the owner's models was refused; nothing where there is none such."""
+        """Records that request `seq` of one of the owner's models was rejected. Does nothing if there is no such model
+        or the number is invalid."""
         if not isinstance(model, str) or not isinstance(seq, int) or not 0 < seq <= INT32:
             return
         try:
@@ -85,8 +91,8 @@ class Queue:
         self.context.bell.ring()
 
     def admit(self, owner: str, size: int) -> None:
-        """Counts one more request of the owner's, of `size` bytes. Raises Busy where there are too many, or too many
-        bytes of them; one alone may be as large as a body may be."""
+        """Counts one more request of `size` bytes for the owner. Raises Busy if the number or total size exceeds the
+        limits; a single request may have any size that a body may have."""
         limits, waiting = self.context.limits, self.waiting(owner)
         more = Waiting(waiting.number + 1, waiting.size + size)
         if more.number > limits.queue or (waiting.number and more.size > limits.queue_bytes):
@@ -94,7 +100,7 @@ class Queue:
         self._seen[owner] = (self._seen[owner][0], more)
 
     def waiting(self, owner: str) -> Waiting:
-        """The owner's requests without an answer, as of the last second."""
+        """Returns the owner's unanswered requests, cached for up to a second."""
         now = time.monotonic()
         if owner not in self._seen or now - self._seen[owner][0] > FRESH:
             self._seen[owner] = (now, self.context.store.waiting(owner))
@@ -106,7 +112,7 @@ def _key(model: str, seq: int | None) -> str | None:
 
 
 def _number(body: bytes) -> Number:
-    """The model and sequence number that a JSON body names, whatever else is wrong with it."""
+    """Returns the model and sequence number named in a JSON body, even if the rest is invalid."""
     try:
         check_json(body)
         tree = json.loads(body)
@@ -137,8 +143,8 @@ Queued = Annotated[Queue, Depends(_queue)]
 
 
 async def read(request: Request, owner: Owner) -> bytes:
-    """The body, unpacked, once it is known who asks. Raises BadRequest (413) as soon as it is longer than the limit,
-    packed or not, and before it is read where it says so itself."""
+    """Returns the decompressed body of an authenticated request. Raises BadRequest (413) as soon as it exceeds the
+    limit, compressed or not, and before reading if its Content-Length does."""
     limit = find_context(request).limits.body
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
@@ -153,7 +159,8 @@ async def read(request: Request, owner: Owner) -> bytes:
 
 
 def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
-    """`body` without its Content-Encoding. Raises BadRequest, and never makes more than `limit` bytes of it."""
+    """Decodes the body's Content-Encoding, producing at most `limit` bytes. Raises BadRequest if the encoding is not
+    supported (415), the data is invalid, or the result is too long (413)."""
     if encoding in ("", "identity"):
         return body
     if encoding not in _UNPACK:
@@ -179,6 +186,7 @@ _UNPACK = {"zstd": _unzstd, "gzip": _gunzip}
 
 
 def too_long(limit: int) -> BadRequest:
+    """Returns the BadRequest (413) for a body that is longer than `limit` bytes."""
     return BadRequest(f"the body is longer than {limit} bytes: send the data in several requests", 413)
 
 
@@ -186,7 +194,7 @@ Body = Annotated[bytes, Depends(read)]
 
 
 class Reader:
-    """The dependency that reads a body as `model`."""
+    """FastAPI dependency that parses the body as `model`."""
 
     def __init__(self, model: type[Wire]) -> None:
         self.model = model
@@ -201,12 +209,12 @@ if TYPE_CHECKING:
 else:
 
     class Json:
-        """`Json[Model]` marks the argument of a route that is its body."""
+        """`Json[Model]` marks the argument of a route that receives its parsed JSON body."""
 
         def __class_getitem__(cls, model):
             return Annotated[model, Depends(Reader(model))]
 
 
 def said(metadata: dict[str, Any] | None) -> dict[str, str]:
-    """A client's metadata as the wire gives it back: texts."""
+    """Returns a client's metadata with all values as strings, the form in which the wire returns it."""
     return {name: v if isinstance(v, str) else json.dumps(v) for name, v in (metadata or {}).items()}

@@ -1,6 +1,6 @@
-"""Whether a training call makes sense for a base and a loss, and its data as the losses read them.
+"""Validation of training calls against a base model and a loss, and conversion of their data to the loss's inputs.
 
-What is refused is refused before anything is queued, with what is wrong, where, and what to send instead.
+Invalid calls are rejected before they are queued. The message names the fault, its place, and what to send instead.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from palestra.service.wire import MAX_ID, BadRequest, ReverseKLDatum
 from palestra.types import Datum
 
 CLIP = ("clip_low_threshold", "clip_high_threshold")
-WEIGHTED_ONLY = "weighted_only"  # an option of ours: targets of weight 0 get no log-probability
-MASKS = ("weights", "mask", "loss_mask")  # what clients call a token's weight: they multiply
-SPREAD = (*MASKS, "advantages")  # may be one number for all tokens, or one for each row of two-dimensional targets
+WEIGHTED_ONLY = "weighted_only"  # extension: targets of weight 0 get no log-probability
+MASKS = ("weights", "mask", "loss_mask")  # names of token weights; they are multiplied
+SPREAD = (*MASKS, "advantages")  # broadcast from one number, or from one per row of 2-D targets
 
 
 class Loss(NamedTuple):
-    """The inputs a loss cannot do without, those it also reads, and its options."""
+    """Input schema of a loss: the inputs it requires, the inputs it accepts, and its options."""
 
     needs: tuple[str, ...]
     takes: tuple[str, ...] = ()
@@ -33,9 +33,9 @@ class Loss(NamedTuple):
 
 _RATIO = ("logprobs", "advantages")
 LOSSES = {
-    "cross_entropy": Loss(()),  # its weights are ones where they are missing, as on hosted services
+    "cross_entropy": Loss(()),  # missing weights are ones, as on hosted services
     "importance_sampling": Loss(_RATIO),
-    "ppo": Loss(_RATIO, CLIP, (*CLIP, "entropy")),  # the entropy bonus is ours
+    "ppo": Loss(_RATIO, CLIP, (*CLIP, "entropy")),  # the entropy bonus is an extension
     "cispo": Loss(_RATIO, CLIP, CLIP),
     "dro": Loss(_RATIO, (), ("beta",)),
     "gspo": Loss(_RATIO, (*CLIP, "sequence_ratio_mask"), CLIP),
@@ -51,11 +51,12 @@ def check_call(
     max_length: int,
     max_tokens: int,
 ) -> list[Datum]:
-    """The data with exactly the inputs that `loss` reads, each in the shape of the targets; `weights` are always among
-    them. Inputs that it does not read are dropped: clients send one datum to several losses.
+    """Returns the data with exactly the inputs that `loss` reads, each float32 in the shape of the targets; `weights`
+    are always present.
 
-    `vocab` is the number of ids of the base, `max_length` its positions, `max_tokens` the limit for a call. Raises
-    BadRequest.
+    Inputs that the loss does not read are dropped, because clients send one datum to several losses. `vocab` is the
+    number of token ids of the base, `max_length` its positions, `max_tokens` the limit for one call. Raises BadRequest
+    if the loss, its options or the data are invalid.
     """
     if loss not in LOSSES:
         raise BadRequest(f'loss "{loss[:MAX_ID]}" is not served here: there is {", ".join(LOSSES)}')
@@ -73,7 +74,10 @@ def check_call(
 
 
 def check_lessons(data: Sequence[ReverseKLDatum], *, vocab: int, max_length: int, max_tokens: int) -> list[LessonJob]:
-    """The data of a reverse-KL call, whose `target_tokens` are an answer to either prompt. Raises BadRequest."""
+    """Returns the validated examples of a reverse-KL call, whose `target_tokens` answer both prompts.
+
+    The arguments are those of `check_call`. Raises BadRequest if an id, a shape, a weight or a length is invalid.
+    """
     lessons = [_lesson(f"data[{index}]", datum, vocab, max_length) for index, datum in enumerate(data)]
     total = sum(len(prompt) + len(x.answer) for x in lessons for prompt in (x.student, x.reference))
     if total > max_tokens:
@@ -171,13 +175,14 @@ def _cleaned(place: str, datum: Datum, loss: str) -> Datum:
 
 
 def _fitted(place: str, datum: Datum, name: str) -> np.ndarray:
-    """The input in the targets' shape. Raises BadRequest where it has another, or is not finite."""
+    """Returns one input in the targets' shape, broadcast where `SPREAD` allows it. Raises BadRequest if it does not fit
+    or is not finite."""
     array, shape = datum.inputs[name], datum.targets.shape
     wrong = np.flatnonzero(~np.isfinite(array))
     if len(wrong):
         raise BadRequest(f"{place} is {array.flat[wrong[0]]} at index {wrong[0]}. Send finite numbers.")
     if array.ndim == 1 and array.size == datum.targets.size:
-        return array.reshape(shape)  # some clients flatten matrices and do not say their shape
+        return array.reshape(shape)  # some clients flatten matrices and send no shape
     if name in SPREAD and array.size == 1:
         return np.full(shape, array.item(), np.float32)
     if name in SPREAD and array.shape == shape[:1]:

@@ -1,11 +1,12 @@
-"""The other end of the wire: a server's models as learners and policies, so that a config trains there as it does here.
+"""Client of a training server: its models as learners and policies, so that a config trains remotely as it does
+locally.
 
     engines = connect("http://127.0.0.1:8000")
     palestra train configs/demo.yaml --engine http://127.0.0.1:8000
 
-Only what official servers know is used, in the newest of their dialects; what they do not know (an entropy bonus,
-uploaded adapters) is asked of a palestra server alone. Requests carry sequence numbers, so that one sent again after a
-broken connection is answered, not run twice.
+The client uses only what official servers support, in the newest dialect of the wire; extensions (an entropy bonus,
+uploaded adapters) are requested from palestra servers only. Requests carry sequence numbers, so that a request repeated
+after a connection failure is answered and not run twice.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ from palestra.service.remote_weights import NO_CRITIC, RemoteWeights, agreed
 
 
 class RemoteEngines:
-    """A server in place of `setup.Engines`: learners and frozen policies that live there."""
+    """Replacement of `setup.Engines` whose learners and frozen policies run on a server."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._samplers: dict[str, RemoteSampler] = {}
 
     def check(self, loss: Callable, options: Mapping[str, Any], policies: Mapping[str, Any]) -> None:
-        """Raises ValueError for a loss that cannot be trained on the server, or one of policies that sample otherwise
-        than they train."""
+        """Raises ValueError if the server cannot train the loss, or if a policy's sampling temperature is not 1."""
         agreed(self.connection, loss, options)
         for name, policy in policies.items():
             if isinstance(policy, LoraPolicyConfig) and policy.sampling.temperature != 1:
@@ -44,6 +44,8 @@ class RemoteEngines:
     def learner(
         self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
     ) -> LanguageLearner:
+        """Returns a learner whose adapter is trained on the server. Raises ValueError if a critic or a full model is
+        requested."""
         if critic:
             raise ValueError(NO_CRITIC)
         if isinstance(config, FullPolicyConfig):
@@ -52,7 +54,7 @@ class RemoteEngines:
         return LanguageLearner(name, config, weights, self._sampler(config.base), tokenizer_of(config.base))
 
     def frozen(self, name: str, config: SpeechConfig) -> LanguagePolicy:
-        """The bare base, or the adapter that was saved at `config.path`, which is uploaded."""
+        """Returns a policy of the bare base, or of the adapter saved at `config.path`, which is uploaded."""
         adapter, path = None, getattr(config, "path", None)
         if path:
             adapter = RemoteSnapshot(opened(self.connection, model_path=self._kept(Path(path))), name)
@@ -68,7 +70,7 @@ class RemoteEngines:
         )
 
     def _kept(self, folder: Path) -> str:
-        """Where the server keeps the adapter in `folder`: uploads it."""
+        """Uploads the adapter in `folder` and returns its path on the server."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             for file in ("adapter_config.json", "adapter_model.safetensors"):
@@ -81,14 +83,15 @@ class RemoteEngines:
         return self._samplers[base]
 
     def forget(self) -> None:
-        """Servers keep no state between batches that could be seen in what they sample."""
+        """No-op: servers keep no state between batches that affects what they sample."""
 
 
 def connect(url: str, key: str | None = None) -> RemoteEngines:
-    """Learners and policies on the server at `url`. `key` is by default TINKER_API_KEY or MINT_API_KEY."""
+    """Returns learners and policies on the server at `url`. `key` defaults to TINKER_API_KEY, then MINT_API_KEY. Raises
+    ConnectionError if the server does not answer and ValueError if it refuses the session."""
     return RemoteEngines(Connection(url, key))
 
 
 def tokenizer_of(base: str) -> Any:
-    """The tokenizer of a base that this machine has or can fetch."""
+    """Returns the tokenizer of a base model that is on this machine or can be downloaded."""
     return AutoTokenizer.from_pretrained(resolve_base(base))

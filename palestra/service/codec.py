@@ -1,8 +1,8 @@
-"""Arrays on the wire: data to train on and the results of gradients and samples, as JSON and as protobuf.
+"""Encoding of training data, gradient results and samples as protobuf and JSON.
 
-Protobuf is the canonical form, in which requests and results are stored; JSON is translated from and to it. Whatever
-bytes arrive, the only error is BadRequest, and nothing is allocated that the bytes do not pay for, but for sparse
-tensors: all of a call's may have `tensors.MAX_CELLS` cells together.
+Protobuf is the canonical form, in which requests and results are stored; JSON is translated from and to it. Malformed
+bytes raise BadRequest only. Memory use is proportional to the size of the input, except for sparse tensors: those of
+one call may have `tensors.MAX_CELLS` cells in total.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from palestra.service import wire_pb2 as pb
 from palestra.service.wire import BadRequest
 from palestra.types import Datum
 
-EMPTY = -99999.0  # the log-probability of a cell in which a top-k matrix has nothing; its token is 0
+EMPTY = -99999.0  # log-probability of an empty cell of a top-k matrix; its token is 0
 _STOPS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 _STOP_NAMES = {number: name for name, number in _STOPS.items()}
 
 
 class TopK(NamedTuple):
-    """The likeliest (or drawn) tokens at each position and their log-probabilities, both [N, K]; NaN: none."""
+    """The most likely (or sampled) tokens at each position and their log-probabilities, both [N, K]. NaN marks an empty
+    cell."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -37,7 +38,7 @@ class TopK(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """`tokens` and `logprobs` are [T]; `stop` is "stop" or "length"."""
+    """One sampled completion: `tokens` and `logprobs` are [T]; `stop` is "stop" or "length"."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -47,11 +48,11 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What a sampling call wanted to know of its prompt [P]; None: not asked for.
+    """Prompt log-probabilities of a sampling call with a prompt of P tokens. None means not requested.
 
-    `logprobs` [P] is NaN where there is none. `targets` [P-1, K] holds log-probabilities of the ids asked for, 0 where
-    none was; with `listed` [P-1, K] it is answered sparse, with those cells. `drawn` is [P-1, K]. `cached` counts
-    prompt tokens that were not computed again.
+    `logprobs` [P] is NaN where there is none. `targets` [P-1, K] holds the log-probabilities of the requested ids, 0
+    where none was requested; with `listed` [P-1, K], bool, it is sent as a sparse tensor of those cells. `drawn` is
+    [P-1, K]. `cached` counts prompt tokens taken from the cache.
     """
 
     logprobs: np.ndarray | None = None
@@ -62,11 +63,12 @@ class PromptScores:
     cached: int = 0
 
 
-# Data to train on
+# Training data
 
 
 def train_call_from_proto(body: bytes) -> pb.ForwardBackwardRequest:
-    """The call in `body`, its arrays still packed. Raises BadRequest where the bytes are no such message."""
+    """Parses a ForwardBackwardRequest; its arrays stay encoded. Raises BadRequest if the bytes are no such message or
+    `model_id`, `seq_id` or the number of sequences is out of bounds."""
     call = pb.ForwardBackwardRequest()
     try:
         call.ParseFromString(body)
@@ -81,7 +83,8 @@ def train_call_from_proto(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def train_call_from_json(body: bytes, *, forward_only: bool) -> pb.ForwardBackwardRequest:
-    """The call in the JSON of forward (`forward_only`) or forward_backward. A missing `seq_id` is 0."""
+    """Parses the JSON body of forward (`forward_only`) or forward_backward to protobuf. A missing `seq_id` becomes 0.
+    Raises BadRequest if the body is invalid."""
     request: wire.ForwardRequest | wire.ForwardBackwardRequest
     if forward_only:
         request = wire.parse(wire.ForwardRequest, body)
@@ -95,7 +98,7 @@ def train_call_from_json(body: bytes, *, forward_only: bool) -> pb.ForwardBackwa
 def train_call(
     model_id: str, seq_id: int, given: wire.ForwardBackwardInput, *, forward_only: bool = False
 ) -> pb.ForwardBackwardRequest:
-    """The call that `given` describes, in protobuf."""
+    """Converts a validated JSON training call to protobuf. Raises BadRequest if a tensor is invalid."""
     call = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=given.loss_fn, forward_only=forward_only)
     for name, value in (given.loss_fn_config or {}).items():
         number, text = (None, value) if isinstance(value, str) else (value, None)
@@ -111,14 +114,18 @@ def train_call(
 
 
 def data_of(call: pb.ForwardBackwardRequest) -> list[Datum]:
-    """The call's sequences, dense; chunks of text are joined. Raises BadRequest for what is no array of one or two
-    dimensions, is not text, or has no targets."""
+    """Decodes the call's sequences: `tokens` int64 [N], `targets` int64 [N] or [N, K], other inputs float32, all dense;
+    text chunks are concatenated.
+
+    Raises BadRequest if a tensor has more than two dimensions, a chunk is not text, or `target_tokens` are missing or
+    not int64.
+    """
     tensors.afford(tensor for datum in call.data for tensor in datum.loss_fn_inputs.values())
     return [_datum(index, datum) for index, datum in enumerate(call.data)]
 
 
 def with_data(call: pb.ForwardBackwardRequest, data: Sequence[Datum]) -> pb.ForwardBackwardRequest:
-    """The same call on other `data`, dense: how what `check.py` cleaned is stored."""
+    """Returns a copy of the call with other `data`, encoded dense: the form in which validated calls are stored."""
     changed = pb.ForwardBackwardRequest()
     changed.CopyFrom(call)
     del changed.data[:]
@@ -131,7 +138,7 @@ def with_data(call: pb.ForwardBackwardRequest, data: Sequence[Datum]) -> pb.Forw
 
 
 def options_of(call: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    """The loss's options. Clients that write the second form repeat its numbers in the first."""
+    """Returns the loss's options. Clients that send `loss_fn_config_v2` repeat its numbers in `loss_fn_config`."""
     if not call.loss_fn_config_v2:
         return dict(call.loss_fn_config)
     values = call.loss_fn_config_v2.items()
@@ -139,12 +146,13 @@ def options_of(call: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 
 def tokens_of(given: wire.ModelInput) -> np.ndarray:
-    """The token ids [N] of a prompt, int32."""
+    """Returns the token ids of a prompt, int32 [N]."""
     return np.array([token for chunk in given.chunks for token in chunk.tokens], np.int32)
 
 
 def array_of(tensor: wire.TensorData, *, pad: float = 0) -> np.ndarray:
-    """A tensor in JSON as an array, int64 or float32; `pad` stands in the cells that a sparse one does not list."""
+    """Decodes a JSON tensor to an int64 or float32 array; `pad` fills the cells that a sparse tensor does not list.
+    Raises BadRequest if it is inconsistent or too large."""
     message = tensors.from_json(tensor)
     tensors.afford([message])
     return tensors.to_array(message, pad)
@@ -152,7 +160,7 @@ def array_of(tensor: wire.TensorData, *, pad: float = 0) -> np.ndarray:
 
 @contextmanager
 def _at(place: str) -> Iterator[None]:
-    """Says where in the body a BadRequest was raised."""
+    """Prefixes the message of a BadRequest raised inside with its place in the body."""
     try:
         yield
     except BadRequest as error:
@@ -182,7 +190,7 @@ def _text(chunk: pb.Chunk) -> np.ndarray:
     return tensors.unpacked(chunk.encoded_text.tokens, pb.DTYPE_INT32)
 
 
-# Results of gradients
+# Gradient results
 
 
 def forward_backward_result(
@@ -190,8 +198,11 @@ def forward_backward_result(
     metrics: Mapping[str, float],
     loss_fn_output_type: str = "ArrayRecord",
 ) -> bytes:
-    """A ForwardBackwardOutput: arrays of one or two dimensions by name for each datum (the same names for all), and
-    `metrics` called "name:reduction"."""
+    """Encodes a ForwardBackwardOutput.
+
+    `outputs` holds, for each datum, arrays of one or two dimensions by name (the same names for all data); integer
+    arrays are sent as int64, others as float32. Keys of `metrics` have the form "name:reduction".
+    """
     assert all(name.count(":") == 1 for name in metrics), "clients split the name of a metric at its colon"
     message = pb.ForwardBackwardOutput(loss_fn_output_type=loss_fn_output_type, metrics=dict(metrics))
     for _, alike in itertools.groupby(outputs, _layout):
@@ -219,8 +230,8 @@ def _record(outputs: list[Mapping[str, np.ndarray]]) -> pb.ArrayRecord:
 
 
 def forward_backward_json(result: bytes) -> bytes:
-    """The JSON that the oldest clients read. What is not finite is written NaN or Infinity: their reader takes that,
-    and would refuse the whole answer for a null."""
+    """Translates an encoded ForwardBackwardOutput to the JSON of the oldest clients. Values that are not finite are
+    written as NaN or Infinity, which their parser accepts; it rejects the whole answer for a null."""
     message = pb.ForwardBackwardOutput.FromString(result)
     outputs = [datum for record in message.loss_fn_outputs for datum in _unbatched(record)]
     kind = message.loss_fn_output_type
@@ -247,11 +258,11 @@ def _json(tree: Any) -> bytes:
     return to_json(tree, inf_nan_mode="constants")
 
 
-# Results of sampling
+# Sampling results
 
 
 def sample_result(sequences: Iterable[SampledSequence], prompt: PromptScores = PromptScores()) -> bytes:
-    """A SampleResponse."""
+    """Encodes a SampleResponse: token ids as int32, log-probabilities as float32."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=prompt.cached)
     for sequence in sequences:
         message.sequences.append(_sequence(sequence))
@@ -304,7 +315,8 @@ def _sparse(array: np.ndarray, listed: np.ndarray) -> pb.Tensor:
 
 
 def sample_json(result: bytes) -> bytes:
-    """The JSON that older clients read; keys that only newer ones know are there where they were asked for."""
+    """Translates an encoded SampleResponse to the JSON of older clients. Keys that only newer clients read are present
+    only if they were requested."""
     message = pb.SampleResponse.FromString(result)
     tree: dict[str, Any] = {
         "type": "sample",
@@ -340,7 +352,7 @@ def _sequence_json(sequence: pb.SampledSequence) -> dict[str, Any]:
 
 
 def _topk_json(topk: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
-    """For each position its (token, log-probability) pairs, or None where there is none."""
+    """Returns the (token, log-probability) pairs of each position, or None for a position without any."""
     shape = (topk.length, topk.k)
     ids = tensors.unpacked(topk.token_ids, pb.DTYPE_INT32).reshape(shape)
     logps = tensors.unpacked(topk.logprobs, pb.DTYPE_FLOAT32).reshape(shape)

@@ -1,4 +1,4 @@
-"""A connection to a server of the training wire: requests sent, waited for, and sent again where nobody answered."""
+"""HTTP connection to a training server: requests, polling for results, and retries."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
-PATIENCE = 300.0  # seconds for which a server that is away, or busy, is asked again
-FIRST = 10.0  # the same for one that has not answered yet: more likely its address is wrong
+PATIENCE = 300.0  # seconds for which requests to an unavailable or busy server are retried
+FIRST = 10.0  # the same before its first answer: the address is probably wrong
 AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 
 T = TypeVar("T")
 
 
 class Refused(ValueError):
-    """The server's answer was no."""
+    """The server rejected a request."""
 
 
 class Reply(NamedTuple):
-    """An HTTP answer, read whole."""
+    """A complete HTTP response; `kind` is its Content-Type."""
 
     status: int
-    kind: str  # its Content-Type
+    kind: str
     content: bytes
 
     def json(self) -> dict[str, Any]:
+        """Returns the body as a JSON object. Raises ValueError if it is none."""
         return dict(json.loads(self.content))
 
 
 class Connection:
-    """A session at a server. Its event loop runs in a thread of its own, so that callers may be coroutines of any loop,
-    or none."""
+    """A session on a server. Its event loop runs in its own thread, so that callers may run on any event loop or on
+    none.
+
+    Raises ConnectionError if the server does not answer, and Refused (a ValueError) if it rejects the session.
+    """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -57,12 +61,12 @@ class Connection:
         self._numbers = {"model": 0, "sampler": 0}
 
     async def _opened(self) -> aiohttp.ClientSession:
-        # aiohttp takes a tenth of the time that httpx takes for a request, and a rollout makes thousands
+        # a request takes a tenth of the time of httpx, and a rollout makes thousands
         connector, timeout = aiohttp.TCPConnector(limit=64), aiohttp.ClientTimeout(total=60)
         return aiohttp.ClientSession(headers={"X-API-Key": self.key}, connector=connector, timeout=timeout)
 
     def close(self) -> None:
-        """Ends the connection; the server lets go of the session by and by."""
+        """Closes the connection; the server expires the session later."""
         self.now(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -76,39 +80,41 @@ class Connection:
         await self._http.close()
 
     def number(self, what: str) -> int:
-        """The next number of the session's models, or of its samplers."""
+        """Returns the next sequence number of the session's models (`what="model"`) or samplers ("sampler")."""
         self._numbers[what] += 1
         return self._numbers[what]
 
     def now(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine of this connection, waited for."""
+        """Runs a coroutine on the connection's loop and blocks until it returns its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def soon(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same for callers that are coroutines."""
+        """Runs a coroutine on the connection's loop and awaits its result from another loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def post(self, verb: str, **body: Any) -> dict[str, Any]:
-        """The reply to a POST of `body` as JSON."""
+        """Sends `body` as a JSON POST and returns the JSON reply. Raises Refused if the server rejects it."""
         return (await self._send("POST", f"/api/v1/{verb}", json=body)).json()
 
     async def is_palestra(self) -> bool:
-        """Whether the server is of our make, and may be asked for what others do not know."""
+        """Returns True if the server is palestra, which supports extensions of the wire."""
         if self._palestra is None:
             reply = await self.get("/api/v1/get_server_capabilities")
             self._palestra = reply.json().get("server") == "palestra"
         return self._palestra
 
     async def must_be_palestra(self, what: str) -> None:
-        """Raises ValueError where another make of server would not honour `what`."""
+        """Raises ValueError if the server is not palestra and so does not support `what`."""
         if not await self.is_palestra():
             raise ValueError(f"{self.url} is no palestra server, and only those know {what}: leave it out")
 
     async def get(self, path: str) -> Reply:
+        """Sends a GET request to `path` and returns the reply."""
         return await self._send("GET", path)
 
     async def call(self, verb: str, body: bytes | None = None, **fields: Any) -> Reply:
-        """The result of a long call: posted (as protobuf where `body` is given), then polled for."""
+        """Runs a long call: posts it (as protobuf if `body` is given) and polls for the result. Raises Refused if the
+        call fails."""
         if body is None:
             promise = await self.post(verb, **fields)
         else:
@@ -132,7 +138,7 @@ class Connection:
             return reply
 
     async def upload(self, archive: bytes) -> str:
-        """The path at which the server keeps the adapter in a .tar.gz."""
+        """Uploads an adapter in a .tar.gz archive and returns its path on the server."""
         edge = uuid.uuid4().hex
         head = f'--{edge}\r\nContent-Disposition: form-data; name="file"; filename="adapter.tar.gz"\r\n\r\n'
         body = head.encode() + archive + f"\r\n--{edge}--\r\n".encode()
@@ -160,13 +166,13 @@ class Connection:
             pause = min(2 * pause, 5.0)
 
     async def _beat(self) -> None:
-        """Tells the server every ten seconds that this client lives."""
+        """Sends a heartbeat every ten seconds until a request fails."""
         while True:
             await asyncio.sleep(10)
             try:
                 await self.post("session_heartbeat", session_id=self.id)
             except (Refused, ConnectionError):
-                return  # the next real request says what is wrong
+                return  # the next request of the user reports the error
 
 
 def _detail(reply: Reply) -> str:

@@ -1,4 +1,4 @@
-"""What every route needs: the store, the vault, the bases, the limits, and who is asking."""
+"""Shared state of the routes (store, weight store, base models, limits), and authentication."""
 
 from __future__ import annotations
 
@@ -19,22 +19,30 @@ from palestra.service.wire import BadRequest
 
 
 class Limits(BaseModel):
-    """What one client may ask for. Beyond the queue's length the answer is 429 with Retry-After."""
+    """Limits on what one client may request. A full queue is answered with 429 and Retry-After."""
 
-    body: int = 64 * 2**20  # bytes, after decompression; JSON has a lower limit of its own (wire.py)
-    upload: int = 2**31  # bytes of an uploaded archive, packed and unpacked
-    batch_tokens: int = 2**22  # in one forward_backward
-    answer_tokens: int = 2**21  # in the answer to a sample, counted again for every likeliest token beside them
-    models: int = 64  # alive, for each key
-    queue: int = 20_000  # unanswered requests, for each key
-    queue_bytes: int = 2**29  # of their bodies, for each key: they wait in the worker's memory
-    poll: float = 30.0  # seconds that a poll is held
+    body: int = 64 * 2**20
+    """Bytes of a request body after decompression; JSON has a lower limit of its own (wire.py)."""
+    upload: int = 2**31
+    """Bytes of an uploaded archive, compressed and decompressed."""
+    batch_tokens: int = 2**22
+    """Tokens in one forward_backward call."""
+    answer_tokens: int = 2**21
+    """Tokens in the answer to a sampling call; each counts once more for every additional log-probability."""
+    models: int = 64
+    """Live models of one API key."""
+    queue: int = 20_000
+    """Unanswered requests of one API key."""
+    queue_bytes: int = 2**29
+    """Bytes of the unanswered requests' bodies of one API key; they are held in the worker's memory."""
+    poll: float = 30.0
+    """Seconds that a poll is held open without an answer."""
 
 
 @dataclass(frozen=True)
 class BaseInfo:
-    """A base as the front end knows it, without weights. `public` are the names that clients may call it by,
-    `longest_token` the most characters that one of its tokens stands for."""
+    """Metadata of a base model, without its weights. `public` are the names that clients may use, `longest_token` is
+    the largest number of characters that one token stands for."""
 
     name: str
     path: str
@@ -48,7 +56,7 @@ class BaseInfo:
 
 @dataclass
 class Context:
-    """One front end."""
+    """Shared state of one front end."""
 
     store: Store
     vault: Vault
@@ -58,7 +66,7 @@ class Context:
     limits: Limits = field(default_factory=Limits)
 
     def base(self, name: str | None) -> BaseInfo:
-        """The base that a client calls `name`. Raises BadRequest for an unknown one."""
+        """Returns the base model that a client calls `name`. Raises BadRequest if it is unknown."""
         for base in self.bases.values():
             if name == base.name or name in base.public:
                 return base
@@ -68,25 +76,30 @@ class Context:
         )
 
     def base_of(self, row: sql.Row) -> BaseInfo:
-        """The base of a model, sampler or checkpoint. Raises BadRequest where the server was started without it."""
+        """Returns the base of a model, sampler or checkpoint row. Raises BadRequest (410) if the server was started
+        without it."""
         if row.base not in self.bases:
             raise BadRequest(f"this server no longer has base {row.base}: start it with --base {row.base}=PATH", 410)
         return self.bases[row.base]
 
     def session(self, owner: str, id: str) -> sql.Row:
+        """Returns the owner's session. Raises BadRequest (404) if there is none."""
         return self._own(sessions, owner, id, "session")
 
     def model(self, owner: str, id: str) -> sql.Row:
+        """Returns the owner's model. Raises BadRequest (404) if there is none or it was unloaded."""
         row = self._own(models, owner, id, "model")
         if row.state == "gone":
             raise BadRequest(f"model {id} was unloaded: create a new one", 404)
         return row
 
     def sampler(self, owner: str, id: str) -> sql.Row:
+        """Returns the owner's sampler. Raises BadRequest (404) if there is none."""
         return self._own(samplers, owner, id, "sampler")
 
     def checkpoint(self, owner: str, path: str | TinkerPath, *, to_change: bool = False) -> sql.Row:
-        """The weights at a tinker:// path that `owner` may read, or with `to_change` owns."""
+        """Returns the checkpoint at a tinker:// path that `owner` may read, or owns if `to_change` is true. Raises
+        BadRequest (404) if there is none or it has expired."""
         path = TinkerPath.parse(path) if isinstance(path, str) else path
         row = self.store.get(checkpoints, str(path))
         over = row is not None and row.expires is not None and row.expires < time.time()
@@ -102,12 +115,14 @@ class Context:
 
 
 def context(request: Request) -> Context:
+    """Returns the shared state of the app that serves the request."""
     found: Context = request.app.state.context
     return found
 
 
 def owner(request: Request) -> str:
-    """Who is asking, by X-API-Key or Authorization: Bearer. Raises BadRequest (401)."""
+    """Authenticates a request by X-API-Key or Authorization: Bearer and returns the key's owner. Raises BadRequest
+    (401) if the key is unknown."""
     given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
     found = context(request).keys.owner(given or None)
     if found is None:

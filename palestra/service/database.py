@@ -1,4 +1,4 @@
-"""One database, SQLite or PostgreSQL: its transactions, and what is done while it does not answer."""
+"""Transactions on one SQLite or PostgreSQL database, with handling of outages."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import Any, TypeVar
 import sqlalchemy as sql
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, NoSuchModuleError, OperationalError
 
-AWAY = (OperationalError, InterfaceError, sql.exc.TimeoutError)  # what may pass: locked, restarted, no connection free
+AWAY = (OperationalError, InterfaceError, sql.exc.TimeoutError)  # temporary: locked, restarted, no free connection
 BUSY = 10_000  # milliseconds that SQLite waits for a lock
-CONNECTIONS = 40  # as many as there are threads that ask
+CONNECTIONS = 40  # at most: one for each thread of the front end's pool
 
 T = TypeVar("T")
 Trouble = Callable[[Exception, int], None]
 
 
 def give_up(error: Exception, attempt: int) -> None:
-    """The trouble of those who have a client to tell."""
+    """Error handler that raises the error: for callers with a client that gets the error."""
     raise error
 
 
 class Database:
     """Transactions on one database; safe to use from several threads.
 
-    Where the database does not answer, `trouble` is told the error and the number of the attempt: it raises, or returns
-    when the transaction is to be tried again. It may then be carried out twice, where only its acknowledgement was
-    lost. `troubled` is true from then on, until somebody sets it back.
+    If the database does not answer, `trouble` is called with the error and the number of the attempt; it raises, or
+    returns to retry the transaction. A retried transaction may be executed twice, if only its acknowledgement was lost.
+    `troubled` is set to True by every such error and must be reset by the caller.
     """
 
     def __init__(self, url: str, trouble: Trouble = give_up) -> None:
         self.engine, self.trouble, self.troubled = _engine(url), trouble, False
-        # SQLite has one writer at a time, and those who find it busy sleep, longer each time: threads take turns
+        # SQLite has one writer at a time and blocked writers sleep with growing pauses: a lock is faster
         lite = self.engine.dialect.name == "sqlite"
         self._turn: AbstractContextManager[Any] = threading.Lock() if lite else contextlib.nullcontext()
 
@@ -43,9 +43,11 @@ class Database:
         return self.engine.url.render_as_string(hide_password=True)
 
     def read(self, work: Callable[[sql.Connection], T]) -> T:
+        """Runs `work` on a connection and returns its result."""
         return self._tried(self.engine.connect, work)
 
     def write(self, work: Callable[[sql.Connection], T]) -> T:
+        """Runs `work` in a transaction that is committed, and returns its result."""
         with self._turn:
             return self._tried(self.engine.begin, work)
 
@@ -63,7 +65,8 @@ class Database:
 
 
 def _engine(url: str) -> sql.Engine:
-    """Raises ValueError for a URL of another kind, a driver that is not installed, or a database that is not there."""
+    """Opens the database. Raises ValueError if the URL is of another kind, the driver is not installed, or the database
+    cannot be opened."""
     try:
         parsed = sql.make_url(url)
     except ArgumentError:
@@ -77,7 +80,7 @@ def _engine(url: str) -> sql.Engine:
         else:
             engine = sql.create_engine(parsed, pool_size=5, max_overflow=CONNECTIONS - 5, pool_pre_ping=True)
         with engine.connect():
-            return engine  # an answer is all that was wanted
+            return engine  # only checks that the database answers
     except (ImportError, NoSuchModuleError) as error:
         raise ValueError(f"no driver for {_wanted(url)} ({error}): pip install 'palestra[postgres]'") from None
     except DBAPIError as error:
@@ -90,14 +93,18 @@ def _wanted(url: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What the driver said, without the statement and its values."""
+    """Returns the first line of the driver's message, without the statement and its values."""
     said = str(getattr(error, "orig", None) or error).strip()
     return said.splitlines()[0] if said else type(error).__name__
 
 
 def _sqlite(connection: Any, _record: Any) -> None:
-    """WAL lets readers and one writer work at once. FULL would wait for the disk at every commit: what must survive a
-    power cut lies in the vault, whose folders are synced, and a killed process loses nothing that was committed."""
+    """Sets the SQLite pragmas of a new connection.
+
+    WAL lets readers and one writer work at once. `synchronous=FULL` would wait for the disk at every commit: data that
+    must survive a power failure is in the weight store, whose folders are synced, and a killed process loses nothing
+    that was committed.
+    """
     cursor = connection.cursor()
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", f"busy_timeout={BUSY}"):
         cursor.execute(f"PRAGMA {pragma}")

@@ -1,4 +1,4 @@
-"""Waiting for answers: one look at the store for everybody who waits."""
+"""Waiting for answers, with one shared query of the store for all pending polls."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from palestra.service.context import Context
 from palestra.service.database import AWAY
 
-TICK = 0.02  # seconds between two looks when no bell rings
+TICK = 0.02  # seconds between two queries without a wake-up
 ASKED = 1000  # ids in one query
-PAUSE = 1.0  # seconds, while the database does not answer
+PAUSE = 1.0  # seconds between two queries while the database does not answer
 
 
 class Waiter:
-    """Wakes those who wait for a request when it has its answer. One for each front end.
+    """Wakes polls when their request has an answer. One instance for each front end.
 
-    While anybody waits, one task listens to the bell and asks the store for all of them; a thousand polls cost one
-    query a tick.
+    While any poll is pending, one task waits on the wake-up socket and queries the store for all of them: a thousand
+    polls cost one query per interval.
     """
 
     def __init__(self, context: Context) -> None:
@@ -28,14 +28,15 @@ class Waiter:
         self._closed = False
 
     def close(self) -> None:
-        """From now on nobody waits: all are told that there is no answer yet."""
+        """Ends all polls without an answer; later ones return at once."""
         self._closed = True
         for events in self._waiting.values():
             for event in events:
                 event.set()
 
     async def wait(self, ids: Sequence[str], seconds: float) -> bool:
-        """Whether one of the requests `ids` has its answer, now or within `seconds`. False at once after `close`."""
+        """Waits up to `seconds` until one of the requests `ids` has an answer, and returns whether one has. Returns
+        False at once after `close`."""
         if self._closed:
             return False
         answered = asyncio.Event()
@@ -62,7 +63,7 @@ class Waiter:
         while self._waiting:
             try:
                 await self._wake(list(self._waiting))
-            except AWAY:  # whoever waits goes on: a poll that ends without an answer is sent again
+            except AWAY:  # polls keep waiting: clients repeat a poll that ends without an answer
                 await asyncio.sleep(PAUSE)
             await self.context.bell.heard(TICK)
 

@@ -1,6 +1,6 @@
-"""What the front end asks of the engine's worker: bodies of queued requests, checked and with every name resolved.
+"""Job bodies that the front end queues for the engine worker: validated, with every name resolved.
 
-Gradients travel as the wire's own protobuf (`codec.py`). Folders are names in the vault.
+Training data use the wire's own protobuf (`codec.py`). Folders are names in the weight store.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from palestra.engine.sampler import Sampling
 
-# A request's `kind`. Those of a model run in the order of their sequence numbers.
+# Values of a request's `kind`. Requests of a model run in the order of their sequence numbers.
 ModelKind = Literal[
     "create_model",
     "forward",
@@ -26,8 +26,11 @@ FreeKind = Literal["sample", "interpolate"]
 
 
 class Lora(BaseModel):
-    """What a model trains: a LoRA adapter on some of its base's linear layers. `seed` null: drawn from the model's id.
-    `alpha` is ours: official adapters have 32, whatever their rank."""
+    """Settings of the trained LoRA adapter: which linear layers of the base it covers, and its scale.
+
+    `seed` null derives the seed from the model's id. `alpha` is an extension: official adapters have 32, whatever their
+    rank.
+    """
 
     rank: int = 32
     alpha: float = 32.0
@@ -38,10 +41,12 @@ class Lora(BaseModel):
 
 
 class SampleJob(BaseModel):
-    """`num_samples` answers to `tokens` under the weights in `folder` (null: the bare base). The rest says which
-    log-probabilities of the prompt are wanted: `prompt_logprobs`, the `topk_prompt` best at each position, those of
-    `target_prompt` [P-1][K] (-1: skip), only of the `last_n` positions; `topk_sample` is how many of the likeliest are
-    wanted beside each sampled token."""
+    """Request for `num_samples` completions of `tokens` under the weights in `folder` (null: the bare base).
+
+    The other fields select log-probabilities: `prompt_logprobs` those of the prompt, `topk_prompt` the most likely
+    tokens at each prompt position, `target_prompt` [P-1][K] given ids (-1: skip), all restricted to the last `last_n`
+    positions; `topk_sample` the most likely tokens beside each sampled one.
+    """
 
     base: str
     folder: str | None
@@ -57,18 +62,19 @@ class SampleJob(BaseModel):
 
     @property
     def asks_prompt(self) -> bool:
+        """True if any prompt log-probabilities are requested."""
         return bool(self.prompt_logprobs or self.topk_prompt or self.target_prompt)
 
     @property
     def size(self) -> int:
-        """Tokens that its answer may have, each counted again for every log-probability asked for beside its own."""
+        """Largest number of tokens in the answer; each token counts once more for every additional log-probability."""
         targets = len(self.target_prompt[0]) if self.target_prompt else 0
         prompt = len(self.tokens) * (1 + self.topk_prompt + targets) if self.asks_prompt else 0
         return prompt + self.num_samples * self.sampling.max_tokens * (1 + self.topk_sample)
 
 
 class LessonJob(BaseModel):
-    """An answer with its tokens' weights, after the student's prompt and after the reference's."""
+    """One reverse-KL example: the answer's ids and weights, the student's prompt and the reference's prompt."""
 
     student: list[int]
     reference: list[int]
@@ -77,7 +83,7 @@ class LessonJob(BaseModel):
 
 
 class ReverseKLJob(BaseModel):
-    """A pass that draws a model's answers towards a reference's: the weights in `folder` (null: the bare base)."""
+    """Reverse-KL pass towards a reference: the weights in `folder` (null: the bare base)."""
 
     folder: str | None
     lessons: list[LessonJob]
@@ -85,7 +91,7 @@ class ReverseKLJob(BaseModel):
 
 
 class OptimJob(BaseModel):
-    """AdamW's settings for one step; `grad_clip_norm` 0 clips nothing."""
+    """AdamW settings of one step; `grad_clip_norm` 0 disables clipping."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -96,10 +102,11 @@ class OptimJob(BaseModel):
 
 
 class SaveJob(BaseModel):
-    """Keeps a model's weights at the tinker:// path `path`, or for the sampler called `sampler`, which has no path.
+    """Saves a model's weights at the tinker:// path `path`, or for the sampler with id `sampler`, which has no path.
 
-    A path of kind "training" holds the optimizer too. Where something stands at the path, `overwrite` false refuses;
-    null and true replace it."""
+    A path of kind "training" includes the optimizer. If the path exists, `overwrite` false raises an error; null and
+    true replace it.
+    """
 
     path: str | None = None
     sampler: str | None = None
@@ -109,7 +116,8 @@ class SaveJob(BaseModel):
 
 
 class LoadJob(BaseModel):
-    """Gives a model the weights in `folder`, with `optimizer` its state too. `path` is what the client calls them."""
+    """Loads the weights in `folder` into a model, with the optimizer state if `optimizer` is true. `path` is the
+    client's name of them."""
 
     folder: str
     path: str
@@ -117,7 +125,7 @@ class LoadJob(BaseModel):
 
 
 class InterpolateJob(BaseModel):
-    """A weighted sum of adapters of one base and one shape, kept at `path`."""
+    """Saves at `path` the weighted sum of adapters with the same base and shape."""
 
     folders: list[str]
     coefficients: list[float]

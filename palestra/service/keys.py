@@ -1,7 +1,7 @@
-"""Who may use the server: API keys, of which only hashes are kept, and the short-lived tokens given for them.
+"""API keys, stored as hashes, and the short-lived tokens issued for them.
 
-The file has a line for each key, `<name> <SHA-256 of the key>`. Keys are 32 random bytes, so that one round of SHA-256
-cannot be turned back. Without a file everybody is "anyone" and any key will do.
+The file has one line for each key, `<name> <SHA-256 of the key>`. Keys have 32 random bytes, so that one round of
+SHA-256 cannot be inverted. Without a file every client is "anyone" and any key is accepted.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import jwt
 from palestra.files import atomic_write
 
 ANYONE = "anyone"
-PREFIX = "tml-"  # of the keys that are made here, as official clients want it
+PREFIX = "tml-"  # of generated keys; official clients require it
 TOKEN_LIFE = 3600.0  # seconds
 _NAME = re.compile(r"[A-Za-z0-9_.@\-]{1,100}")
 
 
 class Keys:
-    """The keys in a file, read again when it changes: a key that is removed is refused at once.
+    """The keys in a file, which is read again when it changes: a removed key is rejected at once.
 
-    `secret` signs tokens and addresses. One that outlives the process keeps clients going over a restart, who never ask
-    for a second token before the first one's hour is over."""
+    `secret` signs tokens and URLs. A secret that outlives the process keeps clients connected over a restart, since
+    they request no second token before the first expires after an hour. Raises ValueError if the file does not exist.
+    """
 
     def __init__(self, path: Path | None, secret: str | None = None) -> None:
         self.path = path
@@ -38,8 +39,8 @@ class Keys:
             raise ValueError(f"no file of keys at {path}: make one with `palestra keys add NAME --auth {path}`")
 
     def owner(self, key: str | None) -> str | None:
-        """The owner of a key or token, or None. A key of another kind ("sk-...") may come with "tml-" in front, without
-        which official clients send none."""
+        """Returns the owner of a key or token, or None. A key of another kind ("sk-...") may be prefixed with "tml-",
+        without which official clients refuse to send it."""
         if self.path is None:
             return ANYONE
         if not key:
@@ -48,16 +49,17 @@ class Keys:
         return table.get(_hash(key)) or table.get(_hash(key.removeprefix(PREFIX))) or self._of_token(key)
 
     def token(self, owner: str) -> str:
-        """A signed token that stands for the owner's key for an hour."""
+        """Returns a signed token that is valid for the owner for an hour."""
         now = int(time.time())
         claims = {"sub": owner, "iat": now, "exp": now + int(TOKEN_LIFE)}
         return jwt.encode(claims, self._secret, algorithm="HS256")
 
     def sign(self, text: str) -> str:
-        """A signature that only this server can make."""
+        """Returns the HMAC-SHA256 signature of `text` with the server's secret."""
         return hmac.new(self._secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
     def signed(self, text: str, signature: str) -> bool:
+        """Returns True if `signature` is the server's signature of `text`."""
         return hmac.compare_digest(self.sign(text).encode(), signature.encode())
 
     def _of_token(self, token: str) -> str | None:
@@ -76,7 +78,7 @@ class Keys:
 
 
 def read_keys(path: Path) -> list[tuple[str, str]]:
-    """(name, hash) of each line. Raises ValueError for a line that is neither empty nor a comment nor a key."""
+    """Returns (name, hash) of each line. Raises ValueError for a line that is not empty, a comment or a key."""
     lines = [line.split() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     for line in lines:
         if len(line) != 2 or not re.fullmatch("[0-9a-f]{64}", line[1]):
@@ -85,7 +87,8 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
 
 
 def add_key(path: Path, name: str) -> str:
-    """A new key for `name`, which is shown this once. An owner may have several."""
+    """Adds a new key for `name` and returns it; it is not stored in plain text. An owner may have several. Raises
+    ValueError if the name is not allowed."""
     if not _NAME.fullmatch(name) or name == ANYONE:
         raise ValueError(f'"{name}" cannot own keys: use letters, digits and "_.@-", and not "{ANYONE}"')
     key = PREFIX + secrets.token_urlsafe(32)
@@ -96,7 +99,7 @@ def add_key(path: Path, name: str) -> str:
 
 
 def remove_keys(path: Path, name: str) -> int:
-    """Removes the keys of `name`; how many there were."""
+    """Removes the keys of `name` and returns their number."""
     lines = path.read_text().splitlines(keepends=True)
     kept = [line for line in lines if line.split()[:1] != [name]]
     atomic_write(path, "".join(kept).encode())

@@ -1,7 +1,7 @@
-"""The wire's losses by name: sums over tokens, which read inputs and options under the names that clients send.
+"""The wire's losses by name: sums over tokens, with inputs and options under the names that clients send.
 
-The formulas are palestra's own (losses.py); here stands how `clip_low_threshold` and the like map onto them. Data have
-passed `check.py`: every input is there in the targets' shape, `weights` always.
+The formulas are those of palestra/losses; this module maps options such as `clip_low_threshold` onto them. Data have
+passed `check.py`: every input is present in the targets' shape, `weights` always.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from palestra.engine.joint import JointLoss, Predicted
 from palestra.losses.policy import LOSSES, Figures, Scored
 from palestra.service.check import WEIGHTED_ONLY
 
-# Bounds of the ratio, as official servers take them by default (Tinker cookbook, tutorial 202; gspo's are not said).
+# Bounds of the ratio: defaults of official servers (Tinker cookbook, tutorial 202; gspo's are not documented).
 BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
 
 
 def wire_loss(name: str, options: Mapping[str, float | str]) -> JointLoss:
-    """The loss that clients call `name`."""
+    """Returns the loss that clients call `name`, as a function of a job's predictions that returns a scalar and
+    metrics."""
 
     def loss(predicted: Predicted) -> tuple[Tensor, Figures]:
         inputs, entropy = predicted.inputs, float(options.get("entropy", 0.0))
@@ -42,7 +43,7 @@ def wire_loss(name: str, options: Mapping[str, float | str]) -> JointLoss:
 
 
 def _options(name: str, options: Mapping[str, float | str], inputs: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Options for the formula: bounds may also come token by token, as inputs."""
+    """Returns the options of the formula. Bounds may also be given per token, as inputs."""
     if name not in BOUNDS:
         return {key: value for key, value in options.items() if key != WEIGHTED_ONLY}
     keys = ("clip_low_threshold", "clip_high_threshold")
@@ -55,6 +56,6 @@ def _options(name: str, options: Mapping[str, float | str], inputs: Mapping[str,
 
 
 def entropy_of(logits_MV: Tensor) -> Tensor:
-    """Entropy [M] of each row's distribution."""
+    """Returns the entropy [M], in nats, of the distribution in each row of logits [M, V]."""
     logp_MV = torch.log_softmax(logits_MV, -1)
     return -(logp_MV.exp() * logp_MV).sum(-1)

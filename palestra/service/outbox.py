@@ -1,4 +1,4 @@
-"""What the worker has to tell: answers, and changes of rows, on their way to the store."""
+"""Results of the worker that are not yet written to the store."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from palestra.service.tables import Change
 
 @dataclass
 class Outbox:
-    """Answers and changes that the store has not yet seen; `flush` writes them in one transaction."""
+    """Pending answers and row updates; `flush` writes them in one transaction."""
 
     store: Store
     answers: list[Done] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
 
     def say(self, row: sql.Row, **values: Any) -> None:
+        """Adds a successful JSON answer to the request `row`."""
         self.answers.append(Done.json(row.id, **values))
 
     def fail(self, row: sql.Row, error: Exception) -> None:
+        """Adds a failed answer to the request `row`."""
         self.answers.append(Done.failure(row.id, _message(error), _category(error)))
 
     def guarded(self, row: sql.Row, work: Callable[[], Any]) -> Any:
-        """What `work` returns; where it fails, None, and the request is answered with its error. A database that is
-        given up is no request's failure."""
+        """Returns the result of `work`. If it raises, answers the request with the error and returns None; errors of
+        the database propagate, since they are not the request's fault."""
         try:
             return work()
         except AWAY:
             raise
-        except Exception as error:  # the boundary between clients: a failure is an answer
+        except Exception as error:  # isolates clients: a failure becomes an answer
             self.fail(row, error)
             return None
 
     def flush(self) -> bool:
-        """Whether there was anything to write."""
+        """Writes everything pending. Returns False if there was nothing to write."""
         if not self.answers and not self.changes:
             return False
         self.store.finish(self.answers, self.changes)

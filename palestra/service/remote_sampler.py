@@ -1,4 +1,4 @@
-"""Samplers on a server: they draw answers, and say how likely they find what others drew."""
+"""Samplers on a server: sampling of completions and scoring of given sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from palestra.service.connection import Connection, Reply
 
 
 class RemoteSnapshot(Snapshot):
-    """A snapshot whose weights are on the server, where `sampler` names them."""
+    """A snapshot whose weights are on the server, under the sampler id `sampler`."""
 
     def __init__(self, sampler: str, name: str) -> None:
         super().__init__({}, 1.0, name)
@@ -24,14 +24,15 @@ class RemoteSnapshot(Snapshot):
 
 
 class RemoteSampler:
-    """Samples on the server; `bare` names the sampler of requests that name no other: of the base without adapter."""
+    """Client of a server's samplers. `bare` is the sampler id of the base without an adapter, used for requests without
+    one."""
 
     def __init__(self, connection: Connection, bare: str) -> None:
         self.connection, self.bare = connection, bare
         self._seqs: dict[str, int] = {}
 
     async def sample(self, request: Request) -> list[Sampled]:
-        """The answers to `request`, in sibling order."""
+        """Returns the request's completions in sibling order: token ids int32 [T], log-probabilities float32 [T]."""
         adapter = request.adapter
         sampler = adapter.sampler if isinstance(adapter, RemoteSnapshot) else self.bare
         settings = request.sampling
@@ -56,9 +57,11 @@ class RemoteSampler:
         ]
 
     def likelihoods(self, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities [P] of each prompt's tokens at temperature 1, under the weights of `bare`; NaN for the
-        first. Official clients ask for them in the same way: one token is drawn, for nothing, for which the base's
-        positions must have room."""
+        """Returns the log-probabilities, float32 [P], of each prompt's tokens at temperature 1 under the weights of
+        `bare`; NaN for the first.
+
+        Like official clients it samples one token, which is discarded; the base must have a position left for it.
+        """
 
         async def asked() -> list[Reply]:
             fields: dict[str, Any] = {"num_samples": 1, "sampling_params": {"max_tokens": 1}, "prompt_logprobs": True}
@@ -74,11 +77,11 @@ class RemoteSampler:
         return {"sampling_session_id": sampler, "seq_id": self._seqs[sampler], "prompt": prompt, **fields}
 
     def forget(self) -> None:
-        """Nothing is kept here: the server lets go of samplers with their session."""
+        """No-op: the server releases samplers with their session."""
 
 
 def opened(connection: Connection, **source: str) -> str:
-    """A new sampler of `model_path` or `base_model`."""
+    """Creates a sampler of `model_path` or `base_model` and returns its id."""
     number = connection.number("sampler")
     body = {"session_id": connection.id, "sampling_session_seq_id": number, **source}
     return str(connection.now(connection.post("create_sampling_session", **body))["sampling_session_id"])

@@ -1,10 +1,10 @@
-"""Weights in training on a server, which need not know the loss.
+"""Weights trained on a server, with losses that the server need not support.
 
-A loss that the server knows is named to it. Any other that reads log-probabilities alone is computed here, as official
-clients do (Tinker documentation, 2025, "forward_backward_custom"): a forward pass says the log-probabilities of the
-batch, the loss has a gradient with respect to them, and a pass with cross-entropy, minus that gradient for weights, is
-its backward pass, since the gradient of -(weights * logp) is that of the loss. What flows through anything else that a
-model says, an entropy or a value, is out of reach.
+A loss that the server supports is sent by name. Any other loss of log-probabilities alone is computed locally, as
+official clients do (Tinker documentation, 2025, "forward_backward_custom"): a forward pass returns the batch's
+log-probabilities, the loss is differentiated with respect to them, and a cross-entropy pass whose weights are minus
+that gradient is the backward pass, because the gradient of -(weights * logp) is that of the loss. Gradients through
+other model outputs, such as an entropy or a value, are not available.
 
 Shapes: `T` answer tokens of a sample, `M` those of a batch.
 """
@@ -43,11 +43,11 @@ from palestra.service.remote_sampler import RemoteSampler, RemoteSnapshot, opene
 from palestra.service.vault import MANIFEST
 from palestra.types import Datum, Metrics, Sample
 
-CHUNK = 512  # sequences in one request
-ALPHA = 32.0  # of adapters on official servers
+CHUNK = 512  # sequences in one request, at most
+ALPHA = 32.0  # scale of adapters on official servers
 NO_CRITIC = "servers train no critic: train without --engine"
-REMOTE = "remote.json"  # in a checkpoint's folder: where the server keeps it
-NAMES: dict[Callable, str] = {  # dro is not among them: its penalty, of no advantage, could not carry a token's share
+REMOTE = "remote.json"  # file in a checkpoint's folder: the server path of the weights
+NAMES: dict[Callable, str] = {  # no dro: its penalty has no advantage to carry a token's share
     cross_entropy_loss: "cross_entropy",
     importance_sampling_loss: "importance_sampling",
     clipped_policy_loss: "ppo",
@@ -57,7 +57,7 @@ NAMES: dict[Callable, str] = {  # dro is not among them: its penalty, of no adva
 
 
 class Words(NamedTuple):
-    """A loss as the wire has it: its name and its options."""
+    """A loss on the wire: its name and options."""
 
     name: str
     options: dict[str, float]
@@ -67,13 +67,13 @@ PLAIN = Words("cross_entropy", {})
 
 
 class RemoteWeights:
-    """`Weights` on the server: an adapter of one training client."""
+    """Implementation of `Weights` on the server: the adapter of one training client."""
 
     def __init__(self, connection: Connection, config: LoraPolicyConfig, *, seed: int) -> None:
         self.connection, self.config = connection, config
         self.model = connection.now(self._create(seed if config.seed is None else config.seed))
         self.seq = 0
-        self.anchor: str | None = None  # where the reference's weights are; None: in the base
+        self.anchor: str | None = None  # path of the reference's weights; None: the base
         self._reference: RemoteSampler | None = None
 
     async def _create(self, seed: int) -> str:
@@ -93,8 +93,11 @@ class RemoteWeights:
         return str(reply.json()["model_id"])
 
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
-        """Adds the gradient of `loss` over an optimizer batch; returns the figures that it has of log-probabilities.
-        Raises ValueError for a loss that reads more than these."""
+        """Adds the gradient of `loss` over an optimizer batch. Returns the metrics that depend on log-probabilities
+        alone, plus the loss and entropy of the server if the loss has an entropy bonus.
+
+        Raises ValueError if the loss reads more than log-probabilities.
+        """
         words = agreed(self.connection, loss, options)
         (pack,) = packs(samples, sys.maxsize)
         if words is None:
@@ -104,13 +107,16 @@ class RemoteWeights:
             return figures
         outputs = self._pass(words, self._data(words, pack))
         _, figures = local(pack, answered(outputs, samples), loss, options)
-        for figure in ("loss", "entropy") if "entropy" in words.options else ():  # these only the server can know
+        for figure in ("loss", "entropy") if "entropy" in words.options else ():  # only the server can compute these
             figures[figure] = sum(output.metrics[f"{figure}:sum"] for output in outputs)
         return figures
 
     def _data(self, words: Words, pack: Pack) -> list[Datum]:
-        """The pack as the loss reads it. The wire's losses are sums: a token's share of the mean goes with its weight,
-        or where only advantages are sure to be read with those."""
+        """Returns the batch as the loss reads it.
+
+        The wire's losses are sums. A token's share of the mean is multiplied into its weight on palestra servers, and
+        into its advantage on others, which are not sure to read weights.
+        """
         weighed = self.connection.now(self.connection.is_palestra())
         data = []
         for sample, share in zip(pack.samples, pack.shares, strict=True):
@@ -124,8 +130,8 @@ class RemoteWeights:
         return data
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
-        """Log-probabilities [T] of each sample's answer tokens under the weights as they are. Under the reference: see
-        `RemoteSampler.likelihoods`."""
+        """Returns the log-probabilities, float32 [T], of each sample's answer tokens under the current weights, or
+        under the reference (see `RemoteSampler.likelihoods`)."""
         if reference:
             return self._referred(samples)
         data = [to_datum(sample, weights=np.ones(len(sample.token_ids))) for sample in samples]
@@ -139,12 +145,14 @@ class RemoteWeights:
         return _ends(found, samples)
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Raises ValueError: servers train no critic."""
         raise ValueError(NO_CRITIC)
 
     def _pass(
         self, words: Words, data: Sequence[Datum], *, forward_only: bool = False
     ) -> list[pb.ForwardBackwardOutput]:
-        """A pass over `data`, in requests of at most CHUNK, one after the other: so none overtakes another."""
+        """Runs a pass over `data` in requests of at most `CHUNK` sequences, one after the other, so that their order is
+        kept."""
         options = dict(words.options)
         if self.connection.now(self.connection.is_palestra()):
             options[WEIGHTED_ONLY] = 1.0
@@ -161,22 +169,24 @@ class RemoteWeights:
         return outputs
 
     def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics:
+        """Runs one AdamW step with learning rate `lr`. Returns the server's metrics."""
         params = {"learning_rate": lr, "beta1": adam.betas[0], "beta2": adam.betas[1], "eps": adam.eps}
         params |= {"weight_decay": adam.weight_decay, "grad_clip_norm": adam.grad_clip or 0.0}
         said = self._ask("optim_step", adam_params=params)
         return {key.partition(":")[0]: value for key, value in (said.get("metrics") or {}).items()}
 
     def begin(self) -> None:
-        """The same weights with a fresh optimizer; as they are now they are the reference."""
+        """Resets the optimizer and makes the current weights the reference."""
         self._ask("load_weights", path=self._kept("save_weights"), optimizer=False)
         self.anchor, self._reference = self._kept("save_weights_for_sampler"), None
 
     def snapshot(self, name: str) -> RemoteSnapshot:
+        """Saves the current weights for sampling and returns a snapshot that refers to them."""
         said = self._ask("save_weights_for_sampler", sampling_session_seq_id=self.connection.number("sampler"))
         return RemoteSnapshot(said["sampling_session_id"], name)
 
     def save(self, folder: Path) -> None:
-        """Keeps the weights on the server, and a copy of them here."""
+        """Saves the weights on the server and downloads a copy to `folder`, with the server path in `remote.json`."""
         path = self._kept("save_weights")
         run, _, checkpoint = path.removeprefix("tinker://").partition("/")
         reply = self.connection.now(
@@ -190,6 +200,8 @@ class RemoteWeights:
         atomic_write(folder / REMOTE, json.dumps(where).encode())
 
     def load(self, folder: Path) -> None:
+        """Loads weights and optimizer from the server path recorded in `folder`. Raises ValueError if the checkpoint
+        was not trained on a server."""
         where = folder / REMOTE
         if not where.exists():
             raise ValueError(f"{folder} was not trained on a server: resume it without --engine")
@@ -198,7 +210,7 @@ class RemoteWeights:
         self.anchor, self._reference = kept.get("reference"), None
 
     def _kept(self, verb: str) -> str:
-        """Where the server keeps the weights as they are now."""
+        """Saves the current weights with call `verb` and returns their path on the server."""
         return str(self._ask(verb, path=f"seq-{self.seq + 1:08d}")["path"])
 
     def _ask(self, verb: str, **fields: Any) -> dict[str, Any]:
@@ -211,7 +223,7 @@ class RemoteWeights:
 
 
 def agreed(connection: Connection, loss: Callable, options: Mapping[str, Any]) -> Words | None:
-    """`spoken`. Raises ValueError too for options that the server at the other end does not know."""
+    """Returns `spoken(loss, options)`. Raises ValueError also for options that the connected server lacks."""
     words = spoken(loss, options)
     if words and "entropy" in words.options:
         connection.now(connection.must_be_palestra("algorithm.entropy"))
@@ -219,8 +231,8 @@ def agreed(connection: Connection, loss: Callable, options: Mapping[str, Any]) -
 
 
 def spoken(loss: Callable, options: Mapping[str, Any]) -> Words | None:
-    """A loss of ours in the wire's words, or None where it has none and is computed here. Raises ValueError for a loss
-    that reads more of the weights in training than log-probabilities."""
+    """Returns a loss in the terms of the wire, or None if it has no equivalent and is computed locally. Raises
+    ValueError for a loss that reads more than log-probabilities, or an entropy option that servers do not support."""
     if loss is actor_critic_loss:
         raise ValueError(NO_CRITIC)
     name, said = NAMES.get(loss), _defaults(loss) | dict(options)
@@ -251,8 +263,11 @@ def _options(name: str, said: Mapping[str, Any]) -> dict[str, float]:
 def local(
     pack: Pack, logps: Sequence[np.ndarray], loss: Callable, options: Mapping[str, Any]
 ) -> tuple[list[np.ndarray], Metrics]:
-    """The gradient [T] of a loss with respect to the log-probabilities of each of a batch's samples, and its figures,
-    but for the entropy, of which log-probabilities of single tokens say nothing."""
+    """Computes a loss locally from log-probabilities [T] of each sample.
+
+    Returns its gradients, float32 [T] per sample, with respect to those log-probabilities, and its metrics except the
+    entropy, which log-probabilities of single tokens do not determine.
+    """
     logp_M = torch.tensor(np.concatenate(logps), requires_grad=True)
     value, figures = loss(scored(pack, logp_M, torch.zeros_like(logp_M)), **options)
     (slope_M,) = torch.autograd.grad(value, logp_M)
@@ -262,7 +277,8 @@ def local(
 
 
 def to_datum(sample: Sample, **inputs: np.ndarray) -> Datum:
-    """A sample as the wire has it, with `inputs` [T] for its answer's tokens; those of its prompt have 0."""
+    """Returns a sample as a datum: `tokens` and `targets` int64 [N-1] for N tokens in total; `inputs` [T] become
+    float32 [N-1], 0 at prompt positions."""
     ids = np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int64)
     before = np.zeros(len(sample.prompt_ids) - 1)
     values = {name: np.concatenate([before, array]).astype(np.float32) for name, array in inputs.items()}
@@ -270,7 +286,8 @@ def to_datum(sample: Sample, **inputs: np.ndarray) -> Datum:
 
 
 def answered(outputs: Iterable[pb.ForwardBackwardOutput], samples: Sequence[Sample]) -> list[np.ndarray]:
-    """The log-probabilities [T] of each sample's answer tokens, in the results of a pass over all samples."""
+    """Returns the log-probabilities, float32 [T], of each sample's answer tokens from the results of a pass over all
+    samples."""
     found = []
     for record in (record for output in outputs for record in output.loss_fn_outputs):
         field = record.fields["logprobs"]
@@ -280,12 +297,13 @@ def answered(outputs: Iterable[pb.ForwardBackwardOutput], samples: Sequence[Samp
 
 
 def _ends(rows: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np.ndarray]:
-    """What is said of each sample's answer, which comes last."""
+    """Returns the last T entries of each row: the sample's answer follows its prompt."""
     return [row[-len(sample.token_ids) :] for row, sample in zip(rows, samples, strict=True)]
 
 
 def lora_switches(targets: Sequence[str]) -> dict[str, bool]:
-    """Tinker's three switches for the layers that `targets` names. Raises ValueError for half a part."""
+    """Returns Tinker's three layer switches for the layers in `targets`. Raises ValueError if `targets` names only some
+    layers of a part."""
     parts = {
         "train_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
         "train_mlp": {"gate_proj", "up_proj", "down_proj"},

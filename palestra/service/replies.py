@@ -1,6 +1,6 @@
-"""What the server answers: the JSON bodies that the three generations of official clients read.
+"""JSON response bodies for three generations of official clients.
 
-Fields a client does without are null. Results of gradients and samples are built in `codec.py`.
+Fields that clients do not need are null. Results of gradients and samples are encoded in `codec.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from palestra.service.wire import OptimizerConfig, Wire
 
 
 class ClientConfigResponse(Wire):
-    """Flags the clients obey. The defaults are the clients' own, but for chunks: sent one after the other they arrive
-    in order."""
+    """Feature flags for the clients. The defaults are the clients' own, except for chunks: sent one after the other,
+    they arrive in order."""
 
     pjwt_auth_enabled: bool = False
     credential_default_source: str = "api_key"
@@ -29,19 +29,27 @@ class ClientConfigResponse(Wire):
 
 
 class ClientDynamicConfigResponse(Wire):
+    """Feature flags that clients refresh while they run."""
+
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = False
 
 
 class AuthTokenResponse(Wire):
+    """A short-lived token that replaces the API key."""
+
     jwt: str
 
 
 class HealthResponse(Wire):
+    """Reply of the health check."""
+
     status: Literal["ok"] = "ok"
 
 
 class CreateSessionResponse(Wire):
+    """The new session's id."""
+
     type: Literal["create_session"] = "create_session"
     session_id: str
     info_message: str | None = None
@@ -50,10 +58,14 @@ class CreateSessionResponse(Wire):
 
 
 class SessionHeartbeatResponse(Wire):
+    """Acknowledges a heartbeat."""
+
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class GetSessionResponse(Wire):
+    """The models and samplers of a session."""
+
     training_run_ids: list[str]
     sampler_ids: list[str]
     user_metadata: dict[str, str] | None = None
@@ -61,10 +73,14 @@ class GetSessionResponse(Wire):
 
 
 class ListSessionsResponse(Wire):
+    """Session ids, newest first."""
+
     sessions: list[str]
 
 
 class SessionSummary(Wire):
+    """One result of a session search."""
+
     session_id: str
     created_at: datetime
     owner: str
@@ -77,20 +93,28 @@ class SessionSummary(Wire):
 
 
 class SessionSearchCursor(Wire):
+    """Position of the last result of a page."""
+
     last_created_at: datetime
     last_session_id: str
 
 
 class SessionSearchResponse(Wire):
+    """A page of results; `next_cursor` is null on the last one."""
+
     sessions: list[SessionSummary]
     next_cursor: SessionSearchCursor | None = None
 
 
 class TelemetryResponse(Wire):
+    """Acknowledges telemetry."""
+
     status: Literal["accepted"] = "accepted"
 
 
 class SupportedModel(Wire):
+    """A base model that the server offers."""
+
     model_name: str
     max_context_length: int | None = None
     trainable: bool = True
@@ -98,7 +122,8 @@ class SupportedModel(Wire):
 
 
 class GetServerCapabilitiesResponse(Wire):
-    """`server` tells our own client that it may ask for what is ours alone."""
+    """The base models that the server offers. `server` identifies palestra to its own client, which then uses
+    extensions."""
 
     server: str = "palestra"
     supported_models: list[SupportedModel]
@@ -108,8 +133,7 @@ class GetServerCapabilitiesResponse(Wire):
 
 
 class UntypedAPIFuture(Wire):
-    """The answer to every long call. New clients demand `sample_sequence_ids`, one for each sample, of a sampling
-    call."""
+    """Reply to every long call. New clients require `sample_sequence_ids` for a sampling call: one for each sample."""
 
     request_id: str
     model_id: str | None = None
@@ -117,7 +141,7 @@ class UntypedAPIFuture(Wire):
 
 
 class TryAgainResponse(Wire):
-    """Not yet done. The queue's figures are MinT's."""
+    """The request is not finished. The queue fields are those of MinT."""
 
     type: Literal["try_again"] = "try_again"
     request_id: str
@@ -132,17 +156,23 @@ class TryAgainResponse(Wire):
 
 
 class RequestFailedResponse(Wire):
+    """A failed request and whether the user or the server caused it."""
+
     error: str
     category: Literal["user", "server", "unknown"]
 
 
 class FutureCompletion(Wire):
+    """One finished request of a batch poll."""
+
     state: Literal["finished", "failed"]
     request_id: str
     response_payload_uncompressed_size: int | None = None
 
 
 class FuturesRetrieveResponse(Wire):
+    """Requests that finished after the previous cursor."""
+
     completions: list[FutureCompletion]
     cursor: int
 
@@ -151,12 +181,16 @@ class FuturesRetrieveResponse(Wire):
 
 
 class ModelData(Wire):
+    """Architecture, name and tokenizer of a model's base."""
+
     arch: str | None = None
     model_name: str | None = None
     tokenizer_id: str | None = None
 
 
 class GetInfoResponse(Wire):
+    """Metadata of a model."""
+
     type: Literal["get_info"] = "get_info"
     model_data: ModelData
     model_id: str
@@ -170,6 +204,8 @@ class GetInfoResponse(Wire):
 
 
 class WeightsInfoResponse(Wire):
+    """Base model and adapter settings of a checkpoint."""
+
     base_model: str
     is_lora: bool
     lora_rank: int | None = None
@@ -180,11 +216,13 @@ class WeightsInfoResponse(Wire):
 
 
 class CopyWeightsResponse(Wire):
+    """Path of the copy."""
+
     tinker_path: str
 
 
 class Checkpoint(Wire):
-    """`checkpoint_id` is the tail of its path: `weights/<name>`."""
+    """Metadata of a checkpoint. `checkpoint_id` is the last part of its path: `weights/<name>`."""
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler", "external"]
@@ -197,22 +235,30 @@ class Checkpoint(Wire):
 
 
 class Cursor(Wire):
+    """Position of a page in a list."""
+
     offset: int
     limit: int
     total_count: int
 
 
 class CheckpointsListResponse(Wire):
+    """A list of checkpoints."""
+
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
 
 
 class ExternalWeightsUrlsResponse(Wire):
+    """Signed download URLs by file name, valid until `expires`."""
+
     urls: dict[str, str]
     expires: datetime
 
 
 class TrainingRun(Wire):
+    """A trained model with its latest checkpoints."""
+
     training_run_id: str
     base_model: str
     model_owner: str
@@ -226,6 +272,8 @@ class TrainingRun(Wire):
 
 
 class TrainingRunsResponse(Wire):
+    """A page of training runs."""
+
     training_runs: list[TrainingRun]
     cursor: Cursor
 
@@ -234,16 +282,22 @@ class TrainingRunsResponse(Wire):
 
 
 class CreateSamplingSessionResponse(Wire):
+    """The new sampler's id."""
+
     type: Literal["create_sampling_session"] = "create_sampling_session"
     sampling_session_id: str
 
 
 class JoinSamplingSessionResponse(Wire):
+    """The number of a copy of a sampling client."""
+
     type: Literal["join_sampling_session"] = "join_sampling_session"
     client_counter: int
 
 
 class GetSamplerResponse(Wire):
+    """Base model and weights of a sampler."""
+
     sampler_id: str
     base_model: str
     model_path: str | None = None

@@ -1,4 +1,4 @@
-"""Samples on their way: drawn, then their prompts scored where that is asked for, and answered."""
+"""Scheduling of sampling requests: sampling, scoring of prompts where requested, and answering."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from palestra.service.outbox import Outbox
 from palestra.service.store import Done
 from palestra.service.tenants import Base, Tenants
 
-SCORED = 16384  # prompt tokens that are scored in one turn
+SCORED = 16384  # prompt tokens scored in one step, at most
 
 
 @dataclass
 class Sample:
-    """A request for samples on its way, and its answers once they are there."""
+    """A pending sampling request and its completions so far."""
 
     row: sql.Row
     job: SampleJob
@@ -31,8 +31,11 @@ class Sample:
 
 
 class Samples:
-    """Samples of all bases. `begin` takes requests; `advance` draws a token for every row, and scores prompts of
-    samples that are drawn, so that scores do not wait in memory for them."""
+    """Runs the sampling requests of all base models.
+
+    `begin` accepts requests. `advance` samples a token for every row and scores the prompts of completed samples;
+    prompts are scored last, so that scores do not wait in memory for samples.
+    """
 
     def __init__(self, tenants: Tenants, outbox: Outbox) -> None:
         self.tenants, self.outbox = tenants, outbox
@@ -40,19 +43,21 @@ class Samples:
 
     @property
     def busy(self) -> bool:
+        """True while any request is being sampled or scored."""
         return bool(self._questions) or any(base.sampler.busy for base in self.tenants.bases.values())
 
     def advance(self) -> bool:
-        """False where there was nothing to do."""
+        """Runs one step of sampling and scoring. Returns False if there was nothing to do."""
         moved = any([base.sampler.advance() for base in self.tenants.bases.values()])
         return self._score() or moved
 
     def rest(self) -> None:
-        """Gives back memory that is not in use."""
+        """Releases memory that is not in use."""
         for base in self.tenants.bases.values():
             base.sampler.rest()
 
     def begin(self, row: sql.Row) -> None:
+        """Submits a queued request to the sampler. Raises ValueError if its base or weights are not available."""
         job = SampleJob.model_validate_json(row.body)
         base, ids = self.tenants.base(job.base), np.array(job.tokens, np.int32)
         adapter = self.tenants.snapshot(base, job.folder)
@@ -62,8 +67,8 @@ class Samples:
         base.sampler.submit(request, partial(self._sampled, Sample(row, job)))
 
     def _score(self) -> bool:
-        """Answers what was asked about prompts, of one pass's tokens at a time, fairly among the keys. False where
-        nothing was asked."""
+        """Scores prompts of at most `SCORED` tokens in total, scheduled fairly among API keys. Returns False if no
+        prompt was waiting."""
         samples: list[Sample] = []
         tokens = 0
         while clients := self._questions.clients():
@@ -79,7 +84,7 @@ class Samples:
                 continue
             try:
                 self._answer_scores(base, mine)
-            except Exception:  # one of them cannot be asked, or all are too much: each for itself
+            except Exception:  # one of them is invalid, or together they need too much memory: retry singly
                 for sample in mine:
                     self.outbox.guarded(sample.row, partial(self._answer_scores, base, [sample]))
         return bool(samples)

@@ -1,7 +1,7 @@
-"""Starting and stopping it all: a front end in this process, the engine's worker in one beside it.
+"""Start and stop of the server: a front end in this process and the engine worker in another.
 
-Further front ends share the data folder and the database of the one that has the worker. They speak to it through the
-database alone: the bell is missing, and each looks every few milliseconds.
+Additional front ends share the data folder and the database of the one with the worker. They communicate with it
+through the database alone: without the wake-up socket, each side polls every few milliseconds.
 """
 
 from __future__ import annotations
@@ -35,40 +35,55 @@ from palestra.web.door import bracketed, listening
 from palestra.web.origins import Origins
 from palestra.web.server import stoppable
 
-STEADY = 60.0  # seconds after which a worker that dies is taken to have worked
-LONGEST = 30.0  # seconds of pause before a worker is started again
-FINISH = 300.0  # seconds that a worker has to end its work when the server stops
-DRAIN = 10  # seconds that requests have to end
-JOINED = 4  # characters of a text that a tokenizer's normaliser may make one of
+STEADY = 60.0  # seconds after which a worker counts as started successfully
+LONGEST = 30.0  # longest pause in seconds before a restart of the worker
+FINISH = 300.0  # seconds for the worker to complete its work on shutdown
+DRAIN = 10  # seconds for open requests to end on shutdown
+JOINED = 4  # characters that a tokenizer's normaliser may merge into one
 
 Say = Callable[[str], None]
 
 
 class Options(BaseModel):
-    """What `palestra serve` was asked for. `aliases` are the names that clients call bases by: public name -> base."""
+    """Options of `palestra serve`."""
 
     bases: dict[str, str] = {"tiny": "tiny"}
+    """Base models: name -> path or model id."""
     aliases: dict[str, str] = {}
+    """Additional names that clients may use: public name -> base."""
     host: str = "127.0.0.1"
+    """Address to listen at."""
     port: int = 8000
+    """Port to listen at; 0 chooses a free one."""
     data: Path = Path("palestra-data")
+    """Folder for weights, database and secret."""
     auth: Path | None = None
+    """File of API keys; None accepts any key."""
     root_path: str = ""
+    """URL prefix of all routes, for a reverse proxy."""
     store: str | None = None
+    """URL of the database; None uses SQLite in the data folder."""
     front_only: bool = False
+    """Starts a front end without a worker, beside a server on the same data folder."""
     allow_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the server."""
     device: str = "auto"
+    """Torch device of the worker; "auto" chooses one."""
     dtype: str = "auto"
+    """Dtype of the base models' weights; "auto" chooses one."""
     threads: int = 1
+    """CPU threads of the worker."""
     max_rows: int = 512
+    """Sequences that the worker samples in one batch, at most."""
     limits: Limits = Limits()
+    """Limits on what one client may request."""
 
 
 def serve(options: Options, say: Say = print) -> None:
-    """Serves until SIGTERM or SIGINT; then ends what runs, saves every model, and returns.
+    """Serves until SIGTERM or SIGINT, then completes running work, saves every model, and returns.
 
-    Raises ValueError where the data folder or the database is another server's (or, with `front_only`, of none), the
-    port is taken, or a base or key file is not there.
+    Raises ValueError if the data folder or the database belongs to another server (or, with `front_only`, to none), the
+    port is taken, or a base or key file does not exist.
     """
     _check_aliases(options)
     origins = Origins.of(options.host, options.allow_origins)
@@ -85,7 +100,8 @@ def serve(options: Options, say: Say = print) -> None:
 
 
 def _hold(options: Options) -> AbstractContextManager[Any]:
-    """The data folder, for as long as it serves: one server with a worker at a time, and as many others as join it."""
+    """Locks the data folder while serving: one server with a worker at a time, and any number of front ends without
+    one."""
     if not options.front_only:
         options.data.mkdir(parents=True, exist_ok=True)
         return lock(options.data / "server.lock", f"the server's data in {options.data}")
@@ -98,7 +114,7 @@ def _hold(options: Options) -> AbstractContextManager[Any]:
 
 
 def _context(options: Options, url: str) -> Context:
-    bell, _ = Bell.pair()  # until there is a worker
+    bell, _ = Bell.pair()  # replaced when a worker starts
     keys = Keys(options.auth, _secret(options.data / "secret"))
     store = Store.open(url)
     store.belong(keys.sign("data folder"))
@@ -116,8 +132,8 @@ async def _serve(options: Options, app: FastAPI, worker: WorkerProcess | None, d
     server = stoppable(
         app,
         drain=DRAIN,
-        keep_alive=75,  # longer than clients keep a connection, or they would write into a closed one
-        closing=app.state.waiter.close,  # those who wait for answers ask again, of its successor
+        keep_alive=75,  # longer than clients keep connections: otherwise they would write to closed ones
+        closing=app.state.waiter.close,  # clients repeat their polls to the next server
         more=FINISH if worker else 0.0,
         at_once=worker.kill if worker else lambda: None,
     )
@@ -132,24 +148,26 @@ async def _serve(options: Options, app: FastAPI, worker: WorkerProcess | None, d
 
 
 class WorkerProcess:
-    """The engine's worker, started again whenever it dies."""
+    """The engine worker's process, restarted whenever it dies."""
 
     def __init__(self, settings: Settings, context: Context, say: Say) -> None:
         self.settings, self.context, self.say = settings, context, say
         self.process: BaseProcess | None = None
 
     def start(self) -> BaseProcess:
-        self.context.bell, theirs = Bell.pair()  # whoever still listens to the old one lets go of it soon
+        """Starts a new process with a new wake-up socket."""
+        self.context.bell, theirs = Bell.pair()  # readers of the old socket release it soon
         process = multiprocessing.get_context("spawn").Process(target=work, args=(self.settings, theirs))
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the worker is told by `stop`
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; `stop` ends the worker
         process.start()
         signal.signal(signal.SIGINT, before)
-        theirs.end.close()  # the worker has its own: this one would keep the line open after it died
+        theirs.end.close()  # the worker has a copy; this one would keep the socket open after its death
         self.process = process
         return process
 
     async def keep_alive(self) -> None:
-        """Starts the worker, and again when it dies, after a pause that grows while it dies young."""
+        """Starts the worker and restarts it when it dies; the pause doubles while it dies within `STEADY` seconds of
+        its start."""
         pause, loop = 1.0, asyncio.get_running_loop()
         while True:
             began, process = loop.time(), self.start()
@@ -161,11 +179,12 @@ class WorkerProcess:
             pause = min(2 * pause, LONGEST)
 
     def kill(self) -> None:
+        """Kills the process without saving."""
         if self.process is not None:
             self.process.kill()
 
     def stop(self) -> None:
-        """Lets the worker end what it runs and save its models; one that does not come to an end is killed."""
+        """Lets the worker complete its work and save its models; kills it after `FINISH` seconds."""
         if self.process is None or not self.process.is_alive():
             return
         self.process.terminate()
@@ -186,7 +205,7 @@ async def _ended(process: BaseProcess) -> None:
 
 
 def describe(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
-    """What the front end must know of a base. Raises ValueError where it cannot be read."""
+    """Returns the metadata of a base model. Raises ValueError if it cannot be read."""
     where = resolve_base(path)
     try:
         config, tokenizer = AutoConfig.from_pretrained(where), AutoTokenizer.from_pretrained(where)
@@ -212,7 +231,8 @@ def _check_aliases(options: Options) -> None:
 
 
 def _secret(path: Path) -> str:
-    """What signs tokens and addresses; kept, so that they outlive a restart. It appears whole: others may read it."""
+    """Returns the secret that signs tokens and URLs, created if necessary and kept, so that these survive a restart.
+    The file is written atomically, since other processes may read it."""
     if not path.exists():
         new = path.with_name(f"{TEMPORARY}{path.name}")
         new.unlink(missing_ok=True)

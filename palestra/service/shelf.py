@@ -1,4 +1,4 @@
-"""Weights kept and taken up again: what `save`, `load`, `unload` and `interpolate` do."""
+"""Checkpoint operations of the worker: `save`, `load`, `unload` and `interpolate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from palestra.service.tables import Change, checkpoints, models, samplers
 from palestra.service.tenants import Tenant, Tenants, save_weights
 from palestra.service.vault import TinkerPath
 
-SAVED = {  # what older clients want to read in the answer
+SAVED = {  # `type` fields that older clients require
     "training": "save_weights",
     "sampler": "save_weights_for_sampler",
     "external": "save_weights_external",
@@ -25,20 +25,22 @@ SAVED = {  # what older clients want to read in the answer
 
 
 class Shelf:
-    """Between the models in memory and their weights in the vault; what it did goes to the outbox."""
+    """Moves weights between the models in memory and the weight store; results go to the outbox."""
 
     def __init__(self, tenants: Tenants, outbox: Outbox) -> None:
         self.tenants, self.outbox = tenants, outbox
         self.store, self.vault = tenants.store, tenants.vault
 
     def save(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        """Saves a model's weights as a checkpoint or for a sampler. Raises ValueError if the path exists and may not be
+        overwritten."""
         job = SaveJob.model_validate_json(row.body)
         path = TinkerPath.parse(job.path) if job.path else None
         if path and job.overwrite is False and self.store.get(checkpoints, str(path)):
             raise ValueError(f"{path} is there already: choose another name, or save with overwrite")
         whole = bool(path and path.kind == "training")
         fill = partial(save_weights, tenant=tenant, optimizer=whole)
-        # a sampler is gone with its session: it may be lost in a power cut
+        # a sampler ends with its session, so losing it in a power failure is acceptable
         folder, size = self.vault.write(fill, synced=path is not None)
         model = self.store.get(models, tenant.id)
         assert model is not None
@@ -55,6 +57,7 @@ class Shelf:
         self.outbox.say(row, path=str(path), type=SAVED[path.kind])
 
     def interpolate(self, row: sql.Row) -> None:
+        """Saves a weighted sum of adapters as a checkpoint for sampling."""
         job = InterpolateJob.model_validate_json(row.body)
         source = self.store.get(checkpoints, job.source_paths[0])
         assert source is not None
@@ -67,6 +70,7 @@ class Shelf:
         self.outbox.say(row, path=str(path), checkpoint_type="sampler", **said)
 
     def load(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        """Loads weights into a model. Raises ValueError if they are damaged or do not fit."""
         job = LoadJob.model_validate_json(row.body)
         self.tenants.load(tenant, job.folder, optimizer=job.optimizer)
         tenant.changed = tenant.kept = seq
@@ -77,6 +81,7 @@ class Shelf:
         self.outbox.say(row, path=job.path, model_id=tenant.id, type="load_weights")
 
     def unload(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
+        """Removes a model; the requests that it still has queued fail."""
         self.tenants.live.pop(tenant.id)
         self.outbox.changes.append(Change.of(models, tenant.id, state="gone", saved=None))
         self.outbox.say(row, model_id=tenant.id, type="unload_model")

@@ -1,8 +1,8 @@
-"""What a restart must know, in one database: sessions, models, samplers, checkpoints, every request and its answer.
+"""Persistent state of the service in one database: sessions, models, samplers, checkpoints, requests and their answers.
 
-The table of requests is the queue between the front ends, which add rows, and the engine's worker, which takes them and
-writes answers. A request is `queued`, then `taken`, then `done` or `failed`; it is kept for a day, so that an answer
-can be read again. Its `key` (a model's or sampler's sequence number) is unique: a request sent twice is one row.
+The table of requests is the queue between the front ends, which insert rows, and the engine worker, which takes them
+and writes answers. A request is `queued`, then `taken`, then `done` or `failed`; it is kept for a day, so that an
+answer can be read again. Its `key` (a model's or sampler's sequence number) is unique: a request sent twice is one row.
 
 SQLite in WAL mode serves one machine, PostgreSQL several.
 """
@@ -25,12 +25,12 @@ from palestra.service.tables import Change, checkpoints, folders, meta, models, 
 State = Literal["queued", "taken", "done", "failed"]
 ResultKind = Literal["json", "forward_backward", "sample"]
 Category = Literal["user", "server", "unknown"]
-KEPT = 24 * 3600.0  # seconds that an answer stays readable
-TAKES = 4  # deaths of a worker that a request may be part of
+KEPT = 24 * 3600.0  # seconds for which an answer can be read
+TAKES = 4  # worker deaths after which a request fails
 
 
 class Waiting(NamedTuple):
-    """Requests that have no answer yet: how many, and the bytes of their bodies."""
+    """Unanswered requests: their number and the total bytes of their bodies."""
 
     number: int = 0
     size: int = 0
@@ -38,7 +38,7 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True)
 class Done:
-    """The answer to a request: `result` is JSON, or protobuf where `kind` says so."""
+    """The answer to a request: `result` is JSON, or protobuf for other values of `kind`."""
 
     id: str
     result: bytes
@@ -47,15 +47,20 @@ class Done:
 
     @classmethod
     def json(cls, id: str, **values: Any) -> Self:
+        """Returns a successful answer with `values` as its JSON object."""
         return cls(id, json.dumps(values).encode())
 
     @classmethod
     def failure(cls, id: str, message: str, category: Category = "user") -> Self:
+        """Returns a failed answer with the error message; `category` names the cause: the user or the server."""
         return cls(id, json.dumps({"error": message, "category": category}).encode(), failed=True)
 
 
 class Store:
-    """Queries on one database; safe to use from several threads and processes."""
+    """Queries on one database; safe to use from several threads and processes.
+
+    Raises ValueError if the tables were created by an incompatible version.
+    """
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -71,8 +76,8 @@ class Store:
 
     @classmethod
     def open(cls, url: str, trouble: Trouble = give_up) -> Self:
-        """The database at `url` (`sqlite:///path` or `postgresql+psycopg://...`), made if it is new; `trouble` hears
-        when it does not answer. Raises ValueError where it cannot be opened."""
+        """Opens the database at `url` (`sqlite:///path` or `postgresql+psycopg://...`), creating its tables if it is
+        new; `trouble` handles outages (see `Database`). Raises ValueError if it cannot be opened."""
         database = Database(url, trouble)
         try:
             return cls(database)
@@ -81,11 +86,12 @@ class Store:
             raise
 
     def close(self) -> None:
+        """Closes all connections."""
         self.database.engine.dispose()
 
     def belong(self, mark: str) -> None:
-        """Ties the database to the data folder of this mark. Raises ValueError where it is tied to another's: the
-        weights that its rows name lie there."""
+        """Binds the database to the data folder identified by `mark`. Raises ValueError if it is bound to another
+        folder, which holds the weights that its rows refer to."""
 
         def tie(connection: sql.Connection) -> str:
             found = connection.execute(sql.select(folders.c.mark)).scalar()
@@ -111,11 +117,12 @@ class Store:
         model: str | None = None,
         seq: int | None = None,
     ) -> str:
-        """Queues a request and returns its id; where `key` was there already, the id of the earlier one."""
+        """Queues a request and returns its id; if `key` exists, returns the id of the earlier request."""
         return self._queue(owner=owner, kind=kind, body=body, key=key, model=model, seq=seq)
 
     def reject(self, owner: str, kind: str, message: str, *, key: str, model: str, seq: int) -> str:
-        """Notes that request `seq` of a model was refused: it is queued with its answer, and nobody waits for it."""
+        """Records that request `seq` of a model was rejected: it is queued together with its answer, to keep its place
+        in the order."""
         refusal = {"result": Done.failure("", message).result, "result_kind": "json"}
         return self._queue(owner=owner, kind=kind, key=key, model=model, seq=seq, **refusal)
 
@@ -131,8 +138,8 @@ class Store:
         return str(row["id"])
 
     def take(self) -> list[sql.Row]:
-        """Every queued request in the order of arrival, now taken."""
-        if self._value(_ANY_QUEUED) is None:  # a look costs no write lock
+        """Marks all queued requests as taken and returns them in order of arrival."""
+        if self._value(_ANY_QUEUED) is None:  # reading needs no write lock
             return []
         values = {"state": "taken", "takes": requests.c.takes + 1}
         statement = sql.update(requests).where(requests.c.state == "queued").values(values).returning(requests)
@@ -140,13 +147,13 @@ class Store:
         return sorted(taken, key=lambda row: row.serial)
 
     def give_back(self) -> None:
-        """What a worker took and does not come to is queued again."""
+        """Queues again all taken requests that the worker did not run."""
         again = {"state": "queued", "takes": 0}
         self._write(sql.update(requests).where(requests.c.state == "taken").values(again))
 
     def put_back(self) -> None:
-        """What a worker that died had taken is queued again; but what was under way at several deaths in a row may be
-        their cause, and is answered."""
+        """Queues again the requests taken by a worker that died. A request that was running at `TAKES` deaths may be
+        their cause and is answered with an error."""
         message = f"the server's worker died {TAKES} times while this request was under way: make it smaller"
         poison = Done.failure("", message, "server")
         values = {"state": "failed", "result": poison.result, "result_kind": "json", "finished": time.time()}
@@ -157,28 +164,29 @@ class Store:
         )
 
     def finish(self, answers: Iterable[Done], changes: Iterable[Change] = ()) -> None:
-        """Writes answers, and what their execution changed, in one transaction."""
+        """Writes answers and the row updates of their requests in one transaction."""
         statements = [change.statement for change in changes] + [_answer(done) for done in answers]
         try:
             self._write(*statements)
-        except IntegrityError:  # a front end put a row under the same key at the same moment: now this one replaces it
+        except IntegrityError:  # a front end inserted the same key concurrently; the retry replaces its row
             self._write(*statements)
 
     def request(self, owner: str, id: str) -> sql.Row | None:
+        """Returns the owner's request with this id, or None."""
         return self._first(sql.select(requests).where(requests.c.id == id, requests.c.owner == owner))
 
     def finished(self, ids: Sequence[str]) -> set[str]:
-        """Those of `ids` that have their answer."""
+        """Returns those of `ids` that have an answer."""
         found = sql.select(requests.c.id).where(requests.c.id.in_(ids), requests.c.state.in_(("done", "failed")))
         return set(self._values(found))
 
     def cancel(self, owner: str, id: str) -> bool:
-        """Answers a sample that nobody has begun with "cancelled"; False where it is too late or there is none such."""
+        """Answers a queued sample with "cancelled". Returns False if it has started or does not exist."""
         mine = (requests.c.owner == owner, requests.c.kind == "sample", requests.c.state == "queued")
         return self._write(_answer(Done.failure(id, "cancelled by its client")).where(*mine)) > 0
 
     def waiting(self, owner: str | None = None) -> Waiting:
-        """The requests without an answer, of `owner` or of all."""
+        """Returns the unanswered requests of `owner`, or of all owners."""
         sizes = sql.func.coalesce(sql.func.sum(sql.func.length(requests.c.body)), 0)
         query = sql.select(sql.func.count(), sizes).where(requests.c.state.in_(("queued", "taken")))
         row = self._first(query if owner is None else query.where(requests.c.owner == owner))
@@ -186,14 +194,15 @@ class Store:
         return Waiting(int(row[0]), int(row[1]))
 
     def last_seq(self, model: str) -> int:
-        """The highest sequence number of a model's answered requests; -1 where there is none. Its creation is number 0,
-        and what clients number begins at 1."""
+        """Returns the highest sequence number of a model's answered requests, or -1. The model's creation is number 0;
+        clients number from 1."""
         answered = requests.c.state.in_(("done", "failed"))
         found = self._value(sql.select(sql.func.max(requests.c.seq)).where(requests.c.model == model, answered))
         return -1 if found is None else int(found)
 
     def expire(self, now: float) -> None:
-        """Removes the answers of yesterday, checkpoints past their time, and samplers of sessions nobody has used."""
+        """Deletes answers that are older than a day, expired checkpoints, and samplers of sessions that were unused for
+        a day. `now` is in seconds since 1970."""
         over = sql.select(sessions.c.id).where(sessions.c.seen < now - KEPT)
         self._write(
             sql.delete(requests).where(requests.c.finished < now - KEPT),
@@ -202,14 +211,14 @@ class Store:
         )
 
     def folders(self) -> set[str]:
-        """Every folder of the vault that a row names."""
+        """Returns all folders of the weight store that a row refers to."""
         columns = (checkpoints.c.folder, samplers.c.folder, models.c.saved)
         return {name for column in columns for name in self._values(sql.select(column)) if name}
 
     # -- rows of the other tables --------------------------------------------------------------------------------------
 
     def add(self, table: sql.Table, **values: Any) -> bool:
-        """Inserts a row; False where its primary key is taken."""
+        """Inserts a row. Returns False if its primary key exists."""
         try:
             self._write(sql.insert(table).values(values))
         except IntegrityError:
@@ -217,27 +226,29 @@ class Store:
         return True
 
     def get(self, table: sql.Table, id: str) -> sql.Row | None:
-        """The row with this primary key."""
+        """Returns the row with this primary key, or None."""
         (column,) = table.primary_key.columns
         return self._first(sql.select(table).where(column == id))
 
     def change(self, table: sql.Table, id: str, **values: Any) -> None:
+        """Updates columns of the row with this primary key."""
         self.apply([Change.of(table, id, **values)])
 
     def apply(self, changes: Iterable[Change]) -> None:
-        """Several changes in one transaction."""
+        """Executes several updates in one transaction."""
         self._write(*(change.statement for change in changes))
 
     def find(self, table: sql.Table, *where: sql.ColumnElement[bool], limit: int = 1000, offset: int = 0) -> list:
-        """Rows that match, newest first."""
+        """Returns matching rows, newest first."""
         query = sql.select(table).where(*where).order_by(table.c.created.desc()).limit(limit).offset(offset)
         return self.database.read(lambda connection: list(connection.execute(query).all()))
 
     def count(self, table: sql.Table, *where: sql.ColumnElement[bool]) -> int:
+        """Returns the number of matching rows."""
         return int(self._value(sql.select(sql.func.count()).select_from(table).where(*where)))
 
     def _write(self, *statements: sql.Executable) -> int:
-        """Carries out the statements in one transaction; how many rows the last one met."""
+        """Executes the statements in one transaction. Returns the number of rows affected by the last one."""
 
         def work(connection: sql.Connection) -> int:
             met = 0

@@ -1,4 +1,4 @@
-"""The tables of the service's database, and changes of their rows. Times are seconds since 1970."""
+"""Tables of the service's database, and updates of their rows. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sessions = sql.Table(
     sql.Column("id", _id, primary_key=True),
     sql.Column("owner", sql.String(200), nullable=False, index=True),
     sql.Column("created", sql.Float, nullable=False),
-    sql.Column("seen", sql.Float, nullable=False),  # the last heartbeat or request
+    sql.Column("seen", sql.Float, nullable=False),  # time of the last heartbeat or request
     sql.Column("finished", sql.Float),
     sql.Column("info", sql.JSON, nullable=False),
 )
@@ -32,11 +32,11 @@ models = sql.Table(
     sql.Column("info", sql.JSON, nullable=False),
     sql.Column("created", sql.Float, nullable=False),
     sql.Column("used", sql.Float, nullable=False),
-    # live: in memory or to be had from `saved`; lost: changed after it was last saved, when the engine died
+    # live: in memory or restorable from `saved`; lost: the worker died after unsaved changes; gone: unloaded
     sql.Column("state", sql.String(16), nullable=False),
     sql.Column("changed", sql.BigInteger, nullable=False),  # sequence number of the last request that changed it
-    sql.Column("kept", sql.BigInteger, nullable=False),  # that number when it was last saved
-    sql.Column("saved", sql.Text),  # where: a folder of the vault
+    sql.Column("kept", sql.BigInteger, nullable=False),  # value of `changed` at the last save
+    sql.Column("saved", sql.Text),  # folder of the weight store
 )
 samplers = sql.Table(
     "samplers",
@@ -45,8 +45,8 @@ samplers = sql.Table(
     sql.Column("session", _id, nullable=False, index=True),
     sql.Column("owner", sql.String(200), nullable=False),
     sql.Column("base", _id, nullable=False),
-    sql.Column("path", sql.Text),  # tinker:// path it was made from
-    sql.Column("folder", sql.Text),  # weights in the vault; null: the bare base
+    sql.Column("path", sql.Text),  # tinker:// path of the weights
+    sql.Column("folder", sql.Text),  # folder of the weight store; null: the bare base
     sql.Column("created", sql.Float, nullable=False),
 )
 checkpoints = sql.Table(
@@ -76,31 +76,32 @@ requests = sql.Table(
     sql.Column("model", _id, index=True),
     sql.Column("seq", sql.BigInteger),
     sql.Column("state", sql.String(8), nullable=False, index=True),
-    sql.Column("takes", sql.Integer, nullable=False, server_default="0"),  # how often a worker took it
+    sql.Column("takes", sql.Integer, nullable=False, server_default="0"),  # number of times a worker took it
     sql.Column("body", sql.LargeBinary),
     sql.Column("result", sql.LargeBinary),
     sql.Column("result_kind", sql.String(20)),
     sql.Column("created", sql.Float, nullable=False),
     sql.Column("finished", sql.Float),
 )
-# One row: the mark of the data folder in which the weights lie that the other tables speak of.
+# One row: the mark of the data folder that holds the weights to which the other tables refer.
 folders = sql.Table("folders", meta, sql.Column("mark", sql.String(64), primary_key=True))
 
 
 @dataclass(frozen=True)
 class Change:
-    """One statement that changes a row, to be carried out together with others."""
+    """One SQL statement that changes a row, to be executed in a transaction with others."""
 
     statement: sql.Executable
 
     @classmethod
     def of(cls, table: sql.Table, id: str, **values: Any) -> Self:
+        """Returns the update that sets columns of the row with primary key `id`."""
         (column,) = table.primary_key.columns
         return cls(sql.update(table).where(column == id).values(values))
 
     @classmethod
     def put(cls, table: sql.Table, values: Mapping[str, Any]) -> list[Self]:
-        """A row in place of the one with its primary key, if there is one."""
+        """Returns the statements that insert a row, replacing the one with the same primary key."""
         (column,) = table.primary_key.columns
         return [
             cls(sql.delete(table).where(column == values[column.name])),
@@ -109,5 +110,6 @@ class Change:
 
     @classmethod
     def drop(cls, table: sql.Table, id: str) -> Self:
+        """Returns the statement that deletes the row with primary key `id`."""
         (column,) = table.primary_key.columns
         return cls(sql.delete(table).where(column == id))

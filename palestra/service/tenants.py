@@ -1,8 +1,8 @@
-"""The models that clients train, in memory while they are used, and the snapshots that samplers read.
+"""The models that clients train, held in memory while in use, and the snapshots that samplers read.
 
-A model that nobody has used for a while is written to the vault and leaves memory; its next request brings it back. A
-model whose engine died comes back from where it was last saved, if it has not changed since; else it is *lost*, and
-says so until its client loads weights.
+A model that is unused for a while is written to the weight store and removed from memory; its next request restores it.
+A model whose worker died is restored from its last save if it has not changed since; otherwise it is *lost*, and its
+requests fail until its client loads weights.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from palestra.service.store import Store
 from palestra.service.tables import Change, models
 from palestra.service.vault import Vault
 
-SNAPSHOTS = 256  # kept in memory
+SNAPSHOTS = 256  # kept in memory, at most
 GRADIENTS = "gradients.safetensors"
 
 
 class Lost(ValueError):
-    """A model's state is not what its client believes."""
+    """A model's state is not what its client expects."""
 
 
 @dataclass
 class Base:
-    """A resident base model and what runs on it."""
+    """A loaded base model with its engine and sampler."""
 
     name: str
     engine: Engine
@@ -49,9 +49,12 @@ class Base:
 
 @dataclass
 class Tenant:
-    """One client's model. `next` is the sequence number that runs next, `queue` the requests that came, as (sequence
-    number, row); `since` is when it began to wait for one that has not come. `lost` says why the trainer does not hold
-    what the client believes: until weights are loaded, every other request is answered with it."""
+    """One live model.
+
+    `next` is the sequence number that runs next, `queue` the waiting requests as (sequence number, serial, row), a
+    heap; `since` is the time at which waiting for a missing sequence number began. `lost` is the reason why the trainer
+    does not hold the expected state: until weights are loaded, all other requests fail with it.
+    """
 
     id: str
     base: Base
@@ -60,19 +63,20 @@ class Tenant:
     changed: int
     kept: int
     queue: list[tuple[int, int, sql.Row]] = field(default_factory=list)
-    gathered: bool = False  # gradients that no optimizer step has used yet
-    training: int = 0  # requests for gradients that left the queue and are not answered
+    gathered: bool = False  # has accumulated gradients that no optimizer step has used
+    training: int = 0  # unanswered gradient requests taken from the queue
     used: float = field(default_factory=time.time)
     since: float | None = None
     lost: str | None = None
 
     def push(self, row: sql.Row) -> None:
-        """Takes a request into the order. One without a number runs after all that are there, and uses up none."""
+        """Queues a request. A request without a number runs after all that are queued and uses up no number."""
         last = max((seq for seq, _, _ in self.queue), default=self.next - 1)
         heapq.heappush(self.queue, (last if row.seq is None else row.seq, row.serial, row))
 
     def ready(self, patience: float) -> bool:
-        """Whether its first request is the next in order. One that never came is waited for `patience` seconds."""
+        """Returns True if the first queued request may run: it is the next in order, or the missing one has been
+        awaited for `patience` seconds."""
         if not self.queue:
             return False
         if self.queue[0][0] <= self.next:
@@ -82,13 +86,14 @@ class Tenant:
         return time.monotonic() - self.since > patience
 
     def pop(self) -> tuple[int, sql.Row]:
+        """Removes and returns the first queued request with its sequence number."""
         seq, _, row = heapq.heappop(self.queue)
         self.next, self.since, self.used = max(self.next, seq + 1), None, time.time()
         return seq, row
 
 
 class Tenants:
-    """Live models by id, and snapshots by their folder in the vault."""
+    """Live models by id, and snapshots by their folder in the weight store."""
 
     def __init__(self, store: Store, vault: Vault, bases: dict[str, Base], *, most: int) -> None:
         self.store, self.vault, self.bases, self.most = store, vault, bases, most
@@ -99,14 +104,15 @@ class Tenants:
         return iter(list(self.live.values()))
 
     def get(self, id: str) -> Tenant:
-        """The model, brought to memory where it is not. Raises Lost where there is none such any more."""
+        """Returns the model, restoring it to memory if necessary. Raises Lost if it no longer exists."""
         if id not in self.live:
             self.live[id] = self._revive(id)
         self.live.move_to_end(id)
         return self.live[id]
 
     def base(self, name: str) -> Base:
-        """Raises Lost where the engine was started without it: another front end may have been started with it."""
+        """Returns the loaded base. Raises Lost if the worker was started without it; another front end may have been
+        started with it."""
         if name not in self.bases:
             raise Lost(f"the server's engine has no base {name}: start it with --base")
         return self.bases[name]
@@ -134,8 +140,8 @@ class Tenants:
         return f"the server restarted, and model {row.id} lost {steps}: {fix}."
 
     def load(self, tenant: Tenant, folder: str, *, optimizer: bool) -> None:
-        """Weights, and with `optimizer` its state, from the vault; without, the optimizer begins anew. Raises
-        ValueError for another shape, and then leaves the model as it was."""
+        """Loads weights from the weight store, with the optimizer state if `optimizer` is true and a new optimizer
+        otherwise. Raises ValueError if the shape differs, and then leaves the model unchanged."""
         path, old = self.vault.read(folder), tenant.trainer
         assert old.adapter is not None
         trainer = Trainer(old.engine, Adapter(old.engine.linears, old.adapter.config, seed=0))
@@ -148,13 +154,14 @@ class Tenants:
         tenant.trainer, tenant.lost = trainer, None
 
     def release(self, tenant: Tenant) -> Change | None:
-        """Writes a model to the vault and lets it leave memory; what to note in the store."""
+        """Saves a model and removes it from memory. Returns the row update to store, if any."""
         change = self.keep(tenant)
         self.live.pop(tenant.id)
         return change
 
     def keep(self, tenant: Tenant) -> Change | None:
-        """Writes a model to the vault as it stands, gathered gradients too; what to note in the store."""
+        """Saves a model as it is, including accumulated gradients. Returns the row update to store, or None if nothing
+        changed."""
         if tenant.lost or tenant.changed == tenant.kept:
             return None
         folder, _ = self.vault.write(partial(save_whole, tenant=tenant))
@@ -166,13 +173,14 @@ class Tenants:
         return {k: v for k, v in (row.info if row else {}).items() if k != "optimizer"}
 
     def crowd(self, idle: float) -> list[Tenant]:
-        """Models unused for `idle` seconds, and the least recently used beyond `most`; none that has requests."""
+        """Returns the models to remove from memory: those unused for `idle` seconds, and the least recently used beyond
+        `most`. Models with queued or running requests are excluded."""
         now, spare = time.time(), len(self.live) - self.most
         resting = ((i, t) for i, t in enumerate(self) if not t.queue and not t.training)
         return [t for i, t in resting if i < spare or now - t.used > idle]
 
     def snapshot(self, base: Base, folder: str | None) -> Snapshot | None:
-        """The weights in `folder`, as the sampler reads them; None for the bare base."""
+        """Returns the weights in `folder` as the sampler reads them; None for the bare base."""
         if folder is None:
             return None
         if folder not in self._snapshots:
@@ -182,13 +190,14 @@ class Tenants:
         return self._snapshots[folder]
 
     def remember(self, folder: str, snapshot: Snapshot) -> None:
+        """Caches a snapshot, dropping the least recently used beyond `SNAPSHOTS`."""
         self._snapshots[folder] = snapshot
         while len(self._snapshots) > SNAPSHOTS:
             self._snapshots.popitem(last=False)
 
 
 def new_trainer(engine: Engine, lora: Lora, id: str) -> Trainer:
-    """A new adapter as the client asked for it."""
+    """Returns a trainer with a new adapter for the client's settings. A missing seed is derived from the model's id."""
     seed = (
         int.from_bytes(hashlib.blake2b(id.encode(), digest_size=7).digest(), "big") if lora.seed is None else lora.seed
     )
@@ -197,10 +206,10 @@ def new_trainer(engine: Engine, lora: Lora, id: str) -> Trainer:
 
 
 def lora_targets(engine: Engine, lora: Lora) -> list[str]:
-    """The linear layers that the three switches mean."""
+    """Returns the names of the linear layers that the three switches select."""
 
     def wanted(name: str) -> bool:
-        if not any(part.isdigit() for part in name.split(".")):  # of no decoder layer: the head
+        if not any(part.isdigit() for part in name.split(".")):  # outside the decoder layers: the output head
             return lora.train_unembed
         return lora.train_attn if "attn" in name or "attention" in name else lora.train_mlp
 
@@ -208,7 +217,7 @@ def lora_targets(engine: Engine, lora: Lora) -> list[str]:
 
 
 def save_whole(folder: Path, tenant: Tenant) -> None:
-    """All that the model is: weights, optimizer, and the gradients that its next step will use."""
+    """Writes the complete state of a model: weights, optimizer, and accumulated gradients."""
     save_trainer(folder, tenant.trainer)
     if tenant.gathered:
         gradients = {f"{i}": w.grad for i, w in enumerate(tenant.trainer.parameters) if w.grad is not None}
@@ -216,7 +225,7 @@ def save_whole(folder: Path, tenant: Tenant) -> None:
 
 
 def load_gradients(folder: Path, trainer: Trainer) -> bool:
-    """Gives a trainer the gradients that `save_whole` wrote; whether there were any."""
+    """Loads the accumulated gradients written by `save_whole`. Returns False if there are none."""
     if not (folder / GRADIENTS).exists():
         return False
     for number, gradient in load_file(folder / GRADIENTS).items():
@@ -225,6 +234,7 @@ def load_gradients(folder: Path, trainer: Trainer) -> bool:
 
 
 def save_weights(folder: Path, tenant: Tenant, *, optimizer: bool) -> None:
+    """Writes the adapter, with the optimizer state if `optimizer` is true."""
     if optimizer:
         save_trainer(folder, tenant.trainer)
     else:

@@ -1,4 +1,4 @@
-"""Single tensors of the wire, as JSON, protobuf and arrays. Whatever bytes arrive, the only error is BadRequest."""
+"""Conversion of single tensors between wire JSON, protobuf and numpy arrays. Malformed bytes raise BadRequest only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS: dict[int, np.dtype[Any]] = {
 
 
 def afford(tensors: Iterable[pb.Tensor]) -> None:
-    """Raises BadRequest where the sparse ones of a call would take up too much."""
+    """Raises BadRequest if the sparse tensors of one call have more than `MAX_CELLS` cells in total once dense."""
     sparse = [tensor.shape[:2] for tensor in tensors if tensor.HasField("sparse_csr")]
     cells = sum(math.prod(max(0, size) for size in shape) for shape in sparse)
     if cells > MAX_CELLS:
@@ -30,7 +30,8 @@ def afford(tensors: Iterable[pb.Tensor]) -> None:
 
 
 def from_json(tensor: wire.TensorData) -> pb.Tensor:
-    """As protobuf: int64 or float32."""
+    """Returns the JSON tensor as protobuf, int64 for integer dtypes and float32 otherwise. Raises BadRequest if an
+    integer dtype holds values that are not whole numbers below 2^53."""
     values = np.array(tensor.data, np.float64)
     kind = pb.DTYPE_INT64 if tensor.dtype.startswith("int") else pb.DTYPE_FLOAT32
     if kind == pb.DTYPE_INT64 and not (np.abs(values) < wire.EXACT).all() & (values == np.trunc(values)).all():
@@ -46,7 +47,10 @@ def from_json(tensor: wire.TensorData) -> pb.Tensor:
 
 
 def to_array(tensor: pb.Tensor, pad: float = 0) -> np.ndarray:
-    """As an array, int64 or float32; `pad` stands in the cells that a sparse one does not list."""
+    """Returns a tensor as an int64 or float32 array of its `shape` (1-D if it has none, at most 2-D).
+
+    `pad` fills the cells that a sparse tensor does not list. Raises BadRequest if the shape does not match the values.
+    """
     shape = _shape(tensor)
     if tensor.HasField("sparse_csr"):
         return _spread(tensor.sparse_csr, tensor.dtype, shape, pad)
@@ -59,14 +63,16 @@ def to_array(tensor: pb.Tensor, pad: float = 0) -> np.ndarray:
 
 
 def _shape(tensor: pb.Tensor) -> tuple[int, ...]:
-    """() where none is said: the values are then in one row."""
+    """Returns the shape, or () if the message has none: the values are then one row. Raises BadRequest if it has more
+    than two dimensions or a size outside 0 to 2^31 - 1."""
     if len(tensor.shape) > 2 or any(not 0 <= size <= wire.INT32 for size in tensor.shape):
         raise BadRequest(f"shape {list(tensor.shape[:8])} is not that of an array of one or two dimensions")
     return tuple(tensor.shape)
 
 
 def _spread(csr: pb.SparseCsr, kind: pb.DType, shape: tuple[int, ...], pad: float) -> np.ndarray:
-    """A matrix of `pad` with the listed cells in it."""
+    """Returns the CSR tensor as a dense matrix of `shape`, with `pad` in the cells that it does not list. Raises
+    BadRequest if the indices are inconsistent."""
     values, starts, columns = (
         unpacked(csr.values, kind),
         unpacked(csr.crow_indices, pb.DTYPE_INT64),
@@ -77,7 +83,7 @@ def _spread(csr: pb.SparseCsr, kind: pb.DType, shape: tuple[int, ...], pad: floa
             f"a sparse tensor of shape {list(shape)} has {len(values)} values, {len(columns)} col_indices and "
             f"{len(starts)} crow_indices. Send shape [rows, columns], rows + 1 crow_indices, a column for each value."
         )
-    # compared, not subtracted: a difference of int64 may wrap around
+    # compared, not subtracted: int64 differences may overflow
     if starts[0] != 0 or starts[-1] != len(values) or (starts[1:] < starts[:-1]).any():
         raise BadRequest("crow_indices do not rise from 0 to the number of values")
     if ((columns < 0) | (columns >= shape[1])).any():
@@ -91,7 +97,8 @@ def _spread(csr: pb.SparseCsr, kind: pb.DType, shape: tuple[int, ...], pad: floa
 
 
 def unpacked(raw: bytes, kind: pb.DType) -> np.ndarray:
-    """The numbers in `raw`, as int64 or float32."""
+    """Decodes little-endian bytes of wire dtype `kind` to a 1-D int64 or float32 array. Raises BadRequest if the dtype
+    is unknown or the length is no multiple of its item size."""
     if kind not in _KINDS:
         raise BadRequest(f"dtype {kind} is none of float32 (1), int64 (2), int32 (3), bfloat16 (4)")
     if len(raw) % _KINDS[kind].itemsize:
@@ -103,10 +110,12 @@ def unpacked(raw: bytes, kind: pb.DType) -> np.ndarray:
 
 
 def packed(values: Iterable[float] | np.ndarray, kind: pb.DType) -> bytes:
-    with np.errstate(over="ignore"):  # too large for a float32 is infinite, which `check.py` refuses by name
+    """Encodes values as little-endian bytes of wire dtype `kind`."""
+    with np.errstate(over="ignore"):  # float32 overflow gives inf, which `check.py` rejects
         return np.asarray(values).astype(_KINDS[kind]).tobytes()
 
 
 def from_array(array: np.ndarray) -> pb.Tensor:
+    """Returns the array as a dense protobuf tensor of the same shape: int64 for integer arrays, float32 otherwise."""
     kind = pb.DTYPE_INT64 if array.dtype.kind == "i" else pb.DTYPE_FLOAT32
     return pb.Tensor(dense=packed(array, kind), dtype=kind, shape=array.shape)

@@ -1,7 +1,8 @@
-"""Forward and backward passes of all models, one micro-batch at a time, fairly among the keys.
+"""Scheduler of training passes: one micro-batch at a time, fair among API keys.
 
-Requests that fit into one micro-batch share it with those of other keys and models. A longer one fills micro-batches of
-its own; between two of them come those of other keys. Each key's requests begin in the order in which they came.
+Requests that fit into one micro-batch share it with those of other keys and models. A longer request is split over
+several micro-batches of its own, which alternate with those of other keys. Each key's requests start in order of
+arrival.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ GRADIENTS = ("forward_backward", "forward", "reverse_kl")
 
 @dataclass(frozen=True)
 class Work:
-    """A request for gradients that left its model's queue."""
+    """A gradient request taken from its model's queue."""
 
     tenant: Tenant
     seq: int
@@ -29,12 +30,15 @@ class Work:
 
     @property
     def tokens(self) -> int:
+        """Tokens in the request's data."""
         return sum(len(datum.tokens) for datum in self.job.data)
 
 
 class Training:
-    """Passes under way and those to come. `read` makes a request's job, or answers it and returns None; `learned`
-    receives what came of a job."""
+    """Running and waiting gradient requests.
+
+    `read` parses a request into a job, or answers it and returns None; `learned` receives each job's outcome or error.
+    """
 
     def __init__(
         self,
@@ -47,19 +51,21 @@ class Training:
         self.tenants, self.pack_tokens, self.patience = tenants, pack_tokens, patience
         self.read, self.learned = read, learned
         self.shares = Shares()
-        self._short: dict[str, Work] = {}  # by owner: a request that left its queue and has not begun
-        self._long: dict[str, Generator[None, None, None]] = {}  # by owner: one of several micro-batches
+        self._short: dict[str, Work] = {}  # by owner: the request that is read and not started
+        self._long: dict[str, Generator[None, None, None]] = {}  # by owner: the running request, over several steps
 
     @property
     def busy(self) -> bool:
+        """True while any request has left its queue and is not finished."""
         return bool(self._short or self._long)
 
     def ready(self) -> list[Tenant]:
-        """Models whose next request is there, and that have none under way."""
+        """Returns the models whose next request has arrived and that have no gradient request running."""
         return [tenant for tenant in self.tenants if not tenant.training and tenant.ready(self.patience)]
 
     def advance(self) -> bool:
-        """Computes a micro-batch for the least served owner, and in it what fits of others. False without work."""
+        """Runs one micro-batch for the least served owner, filled up with requests of others that fit. Returns False if
+        there was nothing to do."""
         batch: list[Work] = []
         tokens = 0
         for owner in self._turns():
@@ -78,7 +84,7 @@ class Training:
         return bool(batch)
 
     def finish(self) -> None:
-        """Ends what is under way, and begins nothing."""
+        """Completes the running requests and starts no others."""
         for passes in self._long.values():
             _exhaust(passes)
         for work in self._short.values():
@@ -86,7 +92,8 @@ class Training:
         self._long, self._short = {}, {}
 
     def _turns(self) -> Iterator[str]:
-        """Owners in turn, the least served first, each with a long request under way (once) or its next short one."""
+        """Yields owners in scheduling order, the least served first. Each has either a running long request (yielded
+        once) or its next short one."""
         passed: set[str] = set()
         while True:
             ready = {_owner(tenant) for tenant in self._trainable()}
@@ -101,12 +108,13 @@ class Training:
             yield owner
 
     def _trainable(self) -> list[Tenant]:
-        """Models whose next request is one for gradients; several of a model may share a micro-batch."""
+        """Returns the models whose next request is for gradients; several requests of one model may share a
+        micro-batch."""
         ready = (tenant for tenant in self.tenants if tenant.ready(self.patience))
         return [tenant for tenant in ready if tenant.queue[0][2].kind in GRADIENTS]
 
     def _read(self, owner: str) -> bool:
-        """Reads the owner's next request, and sets it up where it is a long one. False where there was no job in it."""
+        """Reads the owner's next request into `_short` or `_long`. Returns False if it contained no job."""
         tenant = min((t for t in self._trainable() if _owner(t) == owner), key=lambda t: t.queue[0][2].serial)
         seq, row = tenant.pop()
         job = self.read(tenant, row)
@@ -121,13 +129,13 @@ class Training:
         return True
 
     def _go_on(self, owner: str) -> None:
-        """Another micro-batch of the owner's long request."""
+        """Runs one more micro-batch of the owner's long request."""
         self.shares.charge(owner, self.pack_tokens)
         if next(self._long[owner], self) is self:
             del self._long[owner]
 
     def _run(self, works: list[Work]) -> Generator[None, None, None]:
-        """Passes of `works`, which have one base; pauses between two micro-batches."""
+        """Runs `works`, which share one base model; yields between micro-batches."""
         if not works:
             return
         engine = works[0].tenant.base.engine
@@ -138,7 +146,7 @@ class Training:
 
 
 def _owner(tenant: Tenant) -> str:
-    """The key whose request is next."""
+    """Returns the API-key owner of the model's next request."""
     return str(tenant.queue[0][2].owner)
 
 

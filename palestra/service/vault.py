@@ -1,7 +1,7 @@
-"""Weights on the disk: folders that appear whole, are never changed, and are refused once a byte of them has.
+"""Weight storage on disk: folders that are written atomically, never changed, and verified when read.
 
-A folder's name is drawn by the server, so that no name a client gives ever becomes a path. What a folder is to clients
-(`tinker://<model>/weights/<name>`) stands in the store; a folder that no row names is swept away.
+The server generates folder names, so that no name from a client becomes a file path. The store maps client paths
+(`tinker://<model>/weights/<name>`) to folders; a folder without a row is deleted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from palestra.files import TEMPORARY, atomic_folder
 from palestra.service.wire import BadRequest
 
 MANIFEST = "manifest.json"
-YOUNG = 600.0  # seconds for which a folder is left alone: its row may be about to be written
+YOUNG = 600.0  # seconds for which a new folder is kept: its row may not be written yet
 KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,300}")
 
 
 class TinkerPath(NamedTuple):
-    """`tinker://<run>/<weights|sampler_weights|external_weights>/<name>`; MinT writes mint://."""
+    """Path of a checkpoint: `tinker://<run>/<weights|sampler_weights|external_weights>/<name>`; MinT writes mint://."""
 
     run: str
     kind: str
@@ -35,7 +35,7 @@ class TinkerPath(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises BadRequest for anything else."""
+        """Parses a path. Raises BadRequest if the text is none."""
         scheme, _, rest = text.partition("://")
         parts = rest.split("/")
         kinds = {word: kind for kind, word in KINDS.items()}
@@ -49,29 +49,29 @@ class TinkerPath(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What the wire calls a checkpoint id: "weights/step-10"."""
+        """The checkpoint id on the wire, such as "weights/step-10"."""
         return f"{KINDS[self.kind]}/{self.name}"
 
 
 def named(name: str) -> bool:
-    """Whether a client may call weights so."""
+    """Returns True if a client may give weights this name."""
     return bool(_NAME.fullmatch(name)) and set(name) != {"."}
 
 
 class Damaged(ValueError):
-    """Weights on the disk are not what was written."""
+    """Weights on disk differ from what was written."""
 
 
 class Vault:
-    """Folders under `root`, each with a manifest of its files' sizes and SHA-256 sums."""
+    """Folders under `root`, each with a manifest of the SHA-256 sums of its files."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
 
     def write(self, fill: Callable[[Path], None], *, synced: bool = True) -> tuple[str, int]:
-        """A new folder with what `fill` writes; its name and its bytes. It is on the disk when this returns, unless
-        `synced` is false: then it outlives this process, but not a power cut."""
+        """Creates a folder filled by `fill`; returns its name and size in bytes. It is on disk when this returns,
+        unless `synced` is false: then it survives this process, but not a power failure."""
         name = uuid.uuid4().hex
 
         def fill_and_list(folder: Path) -> None:
@@ -82,7 +82,7 @@ class Vault:
         return name, sum(sizes.values())
 
     def read(self, name: str) -> Path:
-        """The folder, once its files are found to be what was written. Raises Damaged."""
+        """Returns the folder after verifying its files. Raises Damaged if they differ from the manifest."""
         folder = self.root / name
         try:
             wanted = json.loads((folder / MANIFEST).read_text())
@@ -95,7 +95,8 @@ class Vault:
         return folder
 
     def sweep(self, named: Iterable[str]) -> int:
-        """Removes the folders that are not `named`, and what a crash left half written; how many there were."""
+        """Deletes folders that are not in `named`, and partial ones left by a crash, if older than `YOUNG` seconds.
+        Returns their number."""
         kept, now, swept = set(named), time.time(), 0
         for folder in self.root.iterdir():
             if folder.name not in kept and now - folder.stat().st_mtime > YOUNG:

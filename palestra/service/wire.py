@@ -1,9 +1,9 @@
-"""The JSON bodies of the training wire, as the three generations of official clients send and read them.
+"""JSON request bodies of the training wire, in the dialects of three generations of official clients.
 
-Requests are lenient about what is not ours (unknown fields are dropped, fields with a default may be missing, `type`
-tags are never asked for) and strict about what is: types, and ranges beyond which a server would break. Bodies about
-weights, searches and OpenAI's wire are in `wire_weights.py`, `wire_search.py` and `wire_openai.py`, replies in
-`replies.py`. Arrays are taken apart in `codec.py`; whether they make sense for a base is `check.py`'s business.
+Requests are lenient about fields that this server does not define (unknown fields are dropped, fields with a default
+may be missing, `type` tags are never required) and strict about those it defines: types, and ranges beyond which a
+server would fail. Bodies for weights, searches and OpenAI's API are in `wire_weights.py`, `wire_search.py` and
+`wire_openai.py`, replies in `replies.py`. `codec.py` decodes arrays; `check.py` validates them against a base model.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 INT32, INT64, UINT64 = 2**31 - 1, 2**63 - 1, 2**64 - 1
-EXACT = 2**53  # integers up to here survive a JSON reader that makes everything a float
+EXACT = 2**53  # integers below this survive JSON readers that parse all numbers as floats
 MAX_ID = 256  # characters of a name or an id
 MAX_TEXT = 65_536  # characters of any other text
 MAX_CHAT = 4_000_000  # characters of one chat message or prompt
-MAX_ENTRIES = 1024  # of a list or mapping of small things: tags, metadata, paths, stops
+MAX_ENTRIES = 1024  # of a list or mapping of small items: tags, metadata, paths, stops
 MAX_DATA = 65_536  # sequences in one training call
 MAX_RANK = 512
 MAX_SAMPLES = 4096
 MAX_NEW_TOKENS = 1_048_576
 MAX_TOPK = 256
 MAX_TEMPERATURE = 1000.0
-MIN_TEMPERATURE = 1e-5  # logits divided by less may exceed float32; vLLM, too, takes less for 0
-MAX_RATE = 1e4  # of learning, and of weight decay
-MAX_NORM = 1e30  # the largest norm to clip at that float32 still holds with room for sums
-# The parser holds the interpreter until it is through, and a container costs it fifty times what a number does.
-MAX_JSON = 2**24  # bytes of one JSON body: official clients cut their data into calls of at most some 10 MB
+MIN_TEMPERATURE = 1e-5  # logits divided by less may overflow float32; vLLM also treats less as 0
+MAX_RATE = 1e4  # of learning rate and weight decay
+MAX_NORM = 1e30  # largest clipping norm: float32, with room for sums
+# The parser holds the GIL until it ends, and a container takes fifty times as long as a number.
+MAX_JSON = 2**24  # bytes of one JSON body; official clients split data into calls of about 10 MB
 MAX_CONTAINERS = 2**16  # lists and objects in one JSON body: some 4,000 sequences
-MAX_ITEMS = 2**21  # of all lists and objects in one JSON body; official clients send some 500,000
+MAX_ITEMS = 2**21  # of all lists and objects in one JSON body; official clients send about 500,000
 MAX_PROMPTS = 1024  # in one call for completions
 MAX_TTL = 3660 * 86_400  # seconds: ten years, the official limit
 
 
 class BadRequest(ValueError):
-    """A request that cannot be served as it stands: the front end answers `status` with {"detail": message}."""
+    """A request that cannot be served as sent: the front end answers HTTP `status` with {"detail": message}."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)
@@ -44,34 +44,34 @@ class BadRequest(ValueError):
 
 
 class Wire(BaseModel):
-    """The base of every body."""
+    """Base class of all bodies."""
 
     model_config = ConfigDict(extra="ignore", strict=True, str_max_length=MAX_TEXT, protected_namespaces=())
 
 
 M = TypeVar("M", bound=Wire)
-Id = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=MAX_ID)]  # databases refuse a NUL
+Id = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=MAX_ID)]  # databases reject NUL
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 CheckpointName = Annotated[str, Field(pattern=r"^[.-]*[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
 TinkerPath = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=4 * MAX_ID)]
 Metadata = Annotated[dict[str, Any], Field(max_length=MAX_ENTRIES)]
 Slot = Annotated[int, Field(ge=0, le=INT32)]  # a model's or sampler's number within its session
-SeqId = Annotated[int, Field(ge=0, le=INT32)]  # of a training request: the protobuf has 32 bits for it
-Seed = Annotated[int, Field(ge=-INT64 - 1, le=UINT64)]  # 64 bits, with a sign or without
+SeqId = Annotated[int, Field(ge=0, le=INT32)]  # of a training request; 32 bits in the protobuf
+Seed = Annotated[int, Field(ge=-INT64 - 1, le=UINT64)]  # 64 bits, signed or unsigned
 Ttl = Annotated[int, Field(ge=1, le=MAX_TTL)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Unit = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, le=MAX_RATE)]
 Token = Annotated[int, Field(ge=0, le=INT32)]
-# fail_fast: of a million wrong numbers only the first is worth an error
+# fail_fast: reports only the first of many invalid numbers
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Numbers = Annotated[list[float], Field(fail_fast=True)]
 Integers = Annotated[list[Annotated[int, Field(ge=0, le=INT64)]], Field(fail_fast=True)]
 
 
 def parse(model: type[M], body: bytes) -> M:
-    """The body read as `model`. Raises BadRequest that names the first fields that are wrong."""
+    """Parses the body as `model`. Raises BadRequest with the first invalid fields."""
     check_json(body)
     try:
         return model.model_validate_json(body)
@@ -80,9 +80,9 @@ def parse(model: type[M], body: bytes) -> M:
 
 
 def check_json(body: bytes) -> None:
-    """Raises BadRequest (413) for a body that would take the parser more than about a second.
+    """Raises BadRequest (413) if parsing the body would take more than about a second.
 
-    Brackets and commas within texts count, too: what has so many of them is no prompt.
+    Brackets and commas inside strings count too: a text with so many of them is no prompt.
     """
     if len(body) > MAX_JSON:
         raise BadRequest(f"the body is longer than the {MAX_JSON} bytes of JSON allowed: send several requests", 413)
@@ -102,6 +102,8 @@ def _explained(error: ValidationError) -> str:
 
 
 class CreateSessionRequest(Wire):
+    """Body of `/create_session`."""
+
     tags: Annotated[list[str], Field(max_length=MAX_ENTRIES)] = []
     user_metadata: Metadata | None = None
     sdk_version: str = ""
@@ -110,14 +112,20 @@ class CreateSessionRequest(Wire):
 
 
 class SessionHeartbeatRequest(Wire):
+    """Body of `/session_heartbeat`."""
+
     session_id: SessionId
 
 
 class FinishReason(Wire):
+    """How a session ended."""
+
     type: Literal["success", "errored", "interrupted"] = "success"
 
 
 class FinishSessionRequest(Wire):
+    """Body that finishes a session."""
+
     reason: FinishReason = FinishReason()
     detail: str | None = None
 
@@ -126,20 +134,28 @@ class FinishSessionRequest(Wire):
 
 
 class FutureRetrieveRequest(Wire):
+    """Body of `/retrieve_future`."""
+
     request_id: Id
     allow_metadata_only: bool = False
 
 
 class CancelFutureRequest(Wire):
+    """Body of `/cancel_future`."""
+
     request_id: Id
 
 
 class SamplingSessionTarget(Wire):
+    """The sampler, and the copy of its client, whose samples are retrieved."""
+
     sampling_session_id: Id
     cloned_sampler_id: Annotated[int, Field(ge=0, le=INT64)] = 0
 
 
 class FuturesRetrieveRequest(Wire):
+    """Body of `/retrieve_futures`: a batch poll."""
+
     target: SamplingSessionTarget
     prev_cursor: Annotated[int, Field(ge=0, le=INT64)] = 0
     timeout: NotNegative | None = None
@@ -150,7 +166,7 @@ class FuturesRetrieveRequest(Wire):
 
 
 class LoraConfig(Wire):
-    """`alpha` is ours: official adapters have 32, whatever their rank."""
+    """Adapter settings of a new model. `alpha` is an extension: official adapters have 32, whatever their rank."""
 
     rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = 32
     alpha: Annotated[float, Field(gt=0, le=EXACT)] = 32.0
@@ -161,6 +177,8 @@ class LoraConfig(Wire):
 
 
 class OptimizerConfig(Wire):
+    """The optimizer of a model: AdamW only."""
+
     type: str = "adamw"
 
     @field_validator("type")
@@ -172,6 +190,8 @@ class OptimizerConfig(Wire):
 
 
 class CreateModelRequest(Wire):
+    """Body of `/create_model`."""
+
     session_id: SessionId
     model_seq_id: Slot
     base_model: Id
@@ -182,7 +202,7 @@ class CreateModelRequest(Wire):
 
 
 class ModelRequest(Wire):
-    """Of get_info and unload_model."""
+    """Body of `/get_info` and `/unload_model`."""
 
     model_id: Id
 
@@ -191,7 +211,8 @@ class ModelRequest(Wire):
 
 
 class TensorData(Wire):
-    """`data` is flat; with `sparse_*` it holds the listed cells of a matrix of `shape`, row by row (CSR)."""
+    """A tensor in JSON. `data` is flat; with `sparse_*` it holds the listed cells of a matrix of `shape`, row by row
+    (CSR)."""
 
     data: Numbers
     dtype: Literal["float32", "int64", "int32", "bfloat16"]
@@ -201,7 +222,8 @@ class TensorData(Wire):
 
 
 class Chunk(Wire):
-    """A run of token ids. The oldest clients send no `type`; only the tokens tell text from the rest."""
+    """A run of token ids. The oldest clients send no `type`, so only the presence of tokens distinguishes text from
+    other chunks."""
 
     tokens: Tokens
 
@@ -215,34 +237,44 @@ class Chunk(Wire):
 
 
 class ModelInput(Wire):
+    """A prompt or training sequence as chunks of token ids."""
+
     chunks: Annotated[list[Chunk], Field(max_length=MAX_DATA, fail_fast=True)]
 
 
 class JsonDatum(Wire):
+    """One training sequence and the inputs of its loss."""
+
     model_input: ModelInput
     loss_fn_inputs: Annotated[dict[str, TensorData], Field(max_length=MAX_ENTRIES)]
 
 
 class ForwardBackwardInput(Wire):
+    """The data and loss of a training call."""
+
     data: Annotated[list[JsonDatum], Field(max_length=MAX_DATA, fail_fast=True)]
     loss_fn: Id
     loss_fn_config: Annotated[dict[str, float | str], Field(max_length=MAX_ENTRIES)] | None = None
 
 
 class ForwardBackwardRequest(Wire):
+    """Body of `/forward_backward` in JSON."""
+
     forward_backward_input: ForwardBackwardInput
     model_id: Id
     seq_id: SeqId | None = None
 
 
 class ForwardRequest(Wire):
+    """Body of `/forward`."""
+
     forward_input: ForwardBackwardInput
     model_id: Id
     seq_id: SeqId | None = None
 
 
 class AdamParams(Wire):
-    """The official defaults. `grad_clip_norm` 0 clips nothing."""
+    """AdamW settings of one step, with the official defaults. `grad_clip_norm` 0 disables clipping."""
 
     learning_rate: Rate = 1e-4
     beta1: Unit = 0.9
@@ -253,7 +285,7 @@ class AdamParams(Wire):
 
 
 class OptimStepRequest(Wire):
-    """New clients send the settings of any optimizer but Adam as `optimizer_params`."""
+    """Body of `/optim_step`. New clients send the settings of optimizers other than Adam as `optimizer_params`."""
 
     adam_params: AdamParams
     model_id: Id
@@ -268,8 +300,8 @@ class OptimStepRequest(Wire):
 
 
 class ReverseKLDatum(Wire):
-    """`target_tokens` are an answer, with a weight for each, that follows the student's prompt as well as the
-    reference's."""
+    """An answer (`target_tokens`, with one weight each) that follows the student's prompt and also the reference's
+    prompt."""
 
     student_input: ModelInput
     reference_input: ModelInput
@@ -278,7 +310,8 @@ class ReverseKLDatum(Wire):
 
 
 class ReverseKLRequest(Wire):
-    """The reference is the weights at a path, or a base. MinT's client sends no `seq_id`."""
+    """Body of MinT's reverse-KL pass. The reference is a path of weights or a base model. MinT's client sends no
+    `seq_id`."""
 
     model_id: Id
     reference_model_path: TinkerPath
@@ -291,6 +324,8 @@ class ReverseKLRequest(Wire):
 
 
 class CreateSamplingSessionRequest(Wire):
+    """Body of `/create_sampling_session`."""
+
     session_id: SessionId
     sampling_session_seq_id: Slot
     base_model: Id | None = None
@@ -304,6 +339,8 @@ class CreateSamplingSessionRequest(Wire):
 
 
 class JoinSamplingSessionRequest(Wire):
+    """Body of `/join_sampling_session`."""
+
     sampling_session_id: Id
 
 
@@ -312,7 +349,8 @@ Stops = Annotated[list[StopText], Field(max_length=MAX_ENTRIES)] | Annotated[lis
 
 
 class SamplingParams(Wire):
-    """`stop` adds to the model's own end tokens; [] turns these off. `top_k` -1 and `top_p` 1 leave all tokens in."""
+    """Sampling settings. `stop` adds to the model's own end tokens; [] disables these. `top_k` -1 and `top_p` 1
+    restrict nothing."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
     seed: Seed | None = None
@@ -337,8 +375,9 @@ class SamplingParams(Wire):
 
 
 class SampleRequest(Wire):
-    """From a sampler (`sampling_session_id`; a repeated `seq_id` is the same request), or straight from `model_path` or
-    `base_model`. `target_prompt_logprobs` is int64 [prompt - 1, K]; -1 asks for nothing."""
+    """Body of `/asample`: samples from a sampler (`sampling_session_id`; a repeated `seq_id` is the same request), or
+    directly from `model_path` or `base_model`. `target_prompt_logprobs` is int64 [prompt - 1, K]; -1 requests nothing.
+    """
 
     prompt: ModelInput
     sampling_params: SamplingParams = SamplingParams()

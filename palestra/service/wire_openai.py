@@ -1,4 +1,4 @@
-"""The JSON bodies of OpenAI's wire, as far as it is spoken here."""
+"""JSON request bodies of the supported subset of OpenAI's completions API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Prompts = Annotated[list[P], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class Completing(Wire):
-    """What completions and chat completions have in common. A missing `max_tokens` means as many as fit."""
+    """Fields common to completions and chat completions. A missing `max_tokens` means as many as fit."""
 
     model_config = ConfigDict(str_max_length=MAX_CHAT)
 
@@ -43,7 +43,7 @@ class Completing(Wire):
 
 
 class CompletionRequest(Completing):
-    """`logprobs` counts alternatives to show beside each token."""
+    """Body of `/completions`. `logprobs` counts the alternatives to return for each token."""
 
     prompt: str | Prompts[str] | Tokens | Prompts[Tokens]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = None
@@ -51,6 +51,8 @@ class CompletionRequest(Completing):
 
 
 class ChatMessage(Wire):
+    """One message of a chat."""
+
     model_config = ConfigDict(str_max_length=MAX_CHAT)
 
     role: Id
@@ -61,6 +63,8 @@ class ChatMessage(Wire):
 
 
 class ChatCompletionRequest(Completing):
+    """Body of `/chat/completions`."""
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_DATA, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
     logprobs: bool | None = None

@@ -1,4 +1,4 @@
-"""The JSON bodies about finding sessions and putting them into projects."""
+"""JSON request bodies for searching sessions and assigning them to projects."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ from palestra.service.wire import MAX_ENTRIES, Id, Wire
 
 
 class AssignProjectRequest(Wire):
+    """Body that assigns a session to a project."""
+
     project_id: Id
 
 
 class SessionSearchOwner(Wire):
-    """Whose sessions. A key has only its own."""
+    """Filter by owner. An API key only ever finds its own sessions."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: Annotated[list[Id], Field(max_length=MAX_ENTRIES)] | None = None
 
 
 class SessionStatusQuery(Wire):
+    """Filter by session status."""
+
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
 
 
 class SessionCursor(Wire):
+    """Position after which the next page starts."""
+
     last_created_at: AwareDatetime
     last_session_id: Id
 
 
 class SessionSearchRequest(Wire):
-    """`display_name`: words that a name has, in any order and case."""
+    """Body of a session search. `display_name` holds words that the name must contain, in any order and case."""
 
     session_id: str | None = None
     project_ids: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None

@@ -1,4 +1,4 @@
-"""The JSON bodies about weights: saving, loading, copying and mixing them."""
+"""JSON request bodies for saving, loading, copying and mixing weights."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from palestra.service.wire import (
 
 
 class SaveWeightsRequest(Wire):
+    """Body of `/save_weights`: a checkpoint with optimizer state."""
+
     model_id: Id
     path: CheckpointName | None = None
     seq_id: SeqId | None = None
@@ -32,7 +34,8 @@ class SaveWeightsRequest(Wire):
 
 
 class SaveWeightsForSamplerRequest(Wire):
-    """A `path` names a checkpoint that stays; `sampling_session_seq_id` makes a sampler whose weights have no name."""
+    """Body of `/save_weights_for_sampler`. `path` names a checkpoint that is kept; `sampling_session_seq_id` creates a
+    sampler whose weights have no path."""
 
     model_id: Id
     path: CheckpointName | None = None
@@ -50,6 +53,8 @@ class SaveWeightsForSamplerRequest(Wire):
 
 
 class SaveWeightsExternalRequest(Wire):
+    """Body of `/save_weights_external`."""
+
     model_id: Id
     path: CheckpointName
     seq_id: SeqId | None = None
@@ -58,7 +63,7 @@ class SaveWeightsExternalRequest(Wire):
 
 
 class LoadWeightsRequest(Wire):
-    """Into a model that is there (`model_id`), or as the first request of one that the checkpoint shapes
+    """Body of `/load_weights`: loads into an existing model (`model_id`), or creates the model from the checkpoint
     (`session_id` and `model_seq_id`)."""
 
     model_id: Id | None = None
@@ -82,10 +87,14 @@ class LoadWeightsRequest(Wire):
 
 
 class WeightsInfoRequest(Wire):
+    """Body of `/weights_info`."""
+
     tinker_path: TinkerPath
 
 
 class CopyWeightsRequest(Wire):
+    """Body of `/copy_weights`."""
+
     source_path: TinkerPath
     session_id: SessionId | None = None
     model_seq_id: Slot | None = None
@@ -95,12 +104,14 @@ class CopyWeightsRequest(Wire):
 
 
 class TtlRequest(Wire):
-    """null: for ever."""
+    """Body that sets a checkpoint's time to live in seconds; null means no limit."""
 
     ttl_seconds: Ttl | None = None
 
 
 class InterpolateRequest(Wire):
+    """Body of MinT's checkpoint interpolation: one coefficient for each source path."""
+
     source_paths: Annotated[list[TinkerPath], Field(min_length=1, max_length=MAX_ENTRIES)]
     coefficients: Annotated[list[Finite], Field(min_length=1, max_length=MAX_ENTRIES)]
     output_path: TinkerPath | None = None

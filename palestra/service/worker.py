@@ -1,8 +1,8 @@
-"""The engine's worker: one process that takes requests from the store, runs them, and writes their answers.
+"""The engine worker: the process that takes requests from the store, runs them, and writes their answers.
 
-Each turn of its loop does a little of everything: take what is new, one micro-batch of training, one token for every
-row being sampled. Requests of a model run in the order of their sequence numbers; those of different models, and all
-samples, share batches. A request that fails is answered with what was wrong and harms no other.
+Each iteration of its loop takes new requests, runs one micro-batch of training, and samples one token for every active
+row. Requests of one model run in the order of their sequence numbers; requests of different models, and all samples,
+share batches. A request that fails is answered with its error and does not affect others.
 """
 
 from __future__ import annotations
@@ -44,35 +44,45 @@ from palestra.service.tenants import Base, Lost, Tenant, Tenants
 from palestra.service.training import GRADIENTS, Training, Work
 from palestra.service.vault import Vault
 
-SHARED = (*GRADIENTS, "sample")  # what makes one batch with others of its kind
-SWEEP = 60.0  # seconds between two looks for what is over
-REST = 1.0  # seconds without work after which memory is given back
-QUIET = 0.005  # seconds without a new request after which a burst of them is taken to be over
-BURST = 0.1  # seconds that a burst may take
-GRACE = 60.0  # seconds that samples have to end when the worker stops
-FAREWELL = 3  # attempts to reach the database that a worker which is to stop makes at least
-LONGEST_PAUSE = 15.0  # seconds between two attempts
+SHARED = (*GRADIENTS, "sample")  # kinds that share batches with other requests
+SWEEP = 60.0  # seconds between two maintenance runs
+REST = 1.0  # seconds without work after which memory is released
+QUIET = 0.005  # seconds without a new request that end a burst
+BURST = 0.1  # longest duration of a burst in seconds
+GRACE = 60.0  # seconds for running samples to end on shutdown
+FAREWELL = 3  # attempts to reach the database before giving up on shutdown
+LONGEST_PAUSE = 15.0  # longest pause in seconds between two attempts
 
 
 class Settings(BaseModel):
-    """What `palestra serve` tells its worker. `patience` seconds are waited for a request that its client skipped;
-    models unused for `idle` seconds, and all beyond `resident`, leave memory."""
+    """Settings that `palestra serve` passes to its worker."""
 
     store: str
+    """URL of the database."""
     data: Path
+    """Data folder of the server."""
     bases: dict[str, str]
+    """Base models: name -> path."""
     device: str = "auto"
+    """Torch device; "auto" chooses one."""
     dtype: str = "auto"
+    """Dtype of the base model's weights; "auto" chooses one."""
     threads: int = 1
+    """CPU threads of torch."""
     max_rows: int = 512
+    """Sequences that are sampled in one batch, at most."""
     pack_tokens: int = 16384
+    """Tokens of one training micro-batch, at most."""
     patience: float = 20.0
+    """Seconds to wait for a missing sequence number before a model continues with the next request."""
     idle: float = 900.0
+    """Seconds without requests after which a model is removed from memory."""
     resident: int = 64
+    """Models kept in memory, at most; the least recently used are removed first."""
 
 
 class Worker:
-    """Runs requests until `stop` is called or the front end is gone."""
+    """Runs requests until `stop` is called or the front-end process exits."""
 
     def __init__(self, settings: Settings, store: Store, bell: Bell) -> None:
         self.settings, self.store, self.bell = settings, store, bell
@@ -87,6 +97,7 @@ class Worker:
         self._rested = True
 
     def run(self) -> None:
+        """Recovers the state of an earlier worker, runs requests, and finishes on shutdown."""
         self.recover()
         while not self.stopping and not self.bell.gone:
             moved = self.turn()
@@ -97,18 +108,19 @@ class Worker:
         self.finish()
 
     def stop(self) -> None:
+        """Requests shutdown; the loop ends after the current iteration."""
         self.stopping = True
 
     def recover(self) -> None:
-        """What an earlier worker left: its requests are queued again, and models it had changed since they were last
-        saved are lost."""
+        """Restores the state left by an earlier worker: queues its requests again, and marks as lost the models that
+        changed after they were last saved."""
         changed = self.store.find(models, models.c.state == "live", models.c.changed > models.c.kept, limit=1_000_000)
         self.store.apply(Change.of(models, row.id, state="lost") for row in changed)
         self.store.put_back()
 
     def finish(self) -> None:
-        """Ends the training under way, saves every model, and lets samples end. What has not begun, or takes too long,
-        is there for the next worker."""
+        """Ends the current training, saves every model, and completes samples for up to `GRACE` seconds. Requests that
+        were not started or not completed stay queued for the next worker."""
         self.training.finish()
         self.flush()
         for tenant in self.tenants:
@@ -120,7 +132,7 @@ class Worker:
         self.store.give_back()
 
     def turn(self) -> bool:
-        """A little of everything; False when there was nothing to do."""
+        """Runs one iteration of the loop. Returns False if there was nothing to do."""
         moved = self._take()
         moved |= self._train()
         moved |= self.samples.advance()
@@ -130,10 +142,11 @@ class Worker:
         return moved
 
     def flush(self) -> None:
+        """Writes pending answers and wakes the front end."""
         if self.outbox.flush():
             self.bell.ring()
 
-    # -- taking --------------------------------------------------------------------------------------------------------
+    # -- taking requests -----------------------------------------------------------------------------------------------
 
     def _take(self) -> bool:
         rows = self.store.take()
@@ -144,8 +157,11 @@ class Worker:
         return bool(rows)
 
     def _more(self) -> list[sql.Row]:
-        """The rest of a burst: rollouts ask for many samples at once, and clients that sampled together train together.
-        A batch that starts whole needs fewer passes than one that others join as it goes."""
+        """Returns the rest of a burst of requests.
+
+        Rollouts request many samples at once, and clients that sampled together train together. A batch that is
+        complete at its start needs fewer passes than one that grows while it runs.
+        """
         rows, until = [], time.monotonic() + BURST
         while time.monotonic() < until and not self.stopping:
             time.sleep(QUIET)
@@ -156,14 +172,14 @@ class Worker:
         return rows
 
     def _reclaim(self) -> None:
-        """Queues again what is noted as taken by this worker but never reached it: the connection to the database broke
-        when it was about to say what had been taken."""
+        """Queues again the requests that the store marks as taken by this worker but that it never received: the
+        database connection failed while it returned them."""
         if self.store.database.troubled and not self.samples.busy and not any(t.queue for t in self.tenants):
             self.store.database.troubled = False
             self.store.give_back()
 
     def _rest(self, moved: bool) -> None:
-        """Gives memory back to the system once there has been nothing to do for a while."""
+        """Releases unused memory to the operating system after `REST` seconds without work."""
         if moved:
             self._moved, self._rested = time.monotonic(), False
         elif not self._rested and time.monotonic() - self._moved > REST:
@@ -192,7 +208,8 @@ class Worker:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def _train(self) -> bool:
-        """The tasks that models do alone, then a micro-batch."""
+        """Runs the ready tasks that are not batched, then one training micro-batch. Returns False if there was nothing
+        to do."""
         single = [tenant for tenant in self.training.ready() if tenant.queue[0][2].kind not in GRADIENTS]
         for tenant in single:
             seq, row = tenant.pop()
@@ -200,7 +217,8 @@ class Worker:
         return self.training.advance() or bool(single)
 
     def _alone(self, tenant: Tenant, seq: int, row: sql.Row) -> None:
-        """A request that shares nothing with others. One that the front end had refused kept its place until now."""
+        """Runs a request that is not batched. A request that the front end rejected holds its place in the order and is
+        answered here."""
         if row.result is not None:
             self.outbox.answers.append(Done(row.id, row.result, failed=True))
             return
@@ -269,13 +287,14 @@ class Worker:
         )
 
     def _changed(self, tenant: Tenant, seq: int) -> None:
-        tenant.changed = max(seq, tenant.kept + 1)  # a request without a number runs under that of the one before
+        tenant.changed = max(seq, tenant.kept + 1)  # a request without a number has that of the one before
         self.outbox.changes.append(Change.of(models, tenant.id, changed=tenant.changed, used=tenant.used))
 
-    # -- keeping house -------------------------------------------------------------------------------------------------
+    # -- maintenance ---------------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        """Lets go of what is over: idle models, weights past their time, folders without a row, old answers."""
+        """Removes what has expired: idle models, checkpoints past their time to live, unreferenced folders, old
+        answers."""
         self._swept, now = time.monotonic(), time.time()
         for tenant in self.tenants.crowd(self.settings.idle):
             self._keeping(partial(self._release, tenant))
@@ -288,7 +307,8 @@ class Worker:
             self.outbox.changes.append(change)
 
     def _keeping(self, work: Callable[[], Any]) -> None:
-        """House keeping that fails, for want of room on the disk perhaps, must not take the models with it."""
+        """Runs a maintenance task and prints its error: a failure such as a full disk must not lose the models in
+        memory. Database errors propagate."""
         try:
             work()
         except AWAY:
@@ -298,15 +318,17 @@ class Worker:
 
 
 class Patience:
-    """What the worker does while its database does not answer: it says so and tries again, later each time. Told to
-    stop, or without its front end, it tries for a little while more and gives up."""
+    """Error handler of the worker's database: logs the error and retries with growing pauses.
+
+    During shutdown, or if the front end has exited, it raises the error after `FAREWELL` attempts.
+    """
 
     def __init__(self, bell: Bell) -> None:
         self.bell, self.ending, self.since = bell, False, 0.0
 
     def __call__(self, error: Exception, attempt: int) -> None:
         self.since = self.since if attempt else time.monotonic()
-        self.bell.wait(0)  # to hear whether the front end is gone
+        self.bell.wait(0)  # updates `gone`
         if (self.ending or self.bell.gone) and attempt >= FAREWELL:
             raise error
         pause = min(0.5 * 2**attempt, LONGEST_PAUSE)
@@ -316,12 +338,14 @@ class Patience:
 
 
 def load_base(name: str, path: str, settings: Settings) -> Base:
+    """Loads a base model, with an engine and a sampler for it."""
     engine = Engine.load(path, device=settings.device, dtype=settings.dtype, threads=settings.threads)
     return Base(name, engine, Sampler(engine, max_rows=settings.max_rows))
 
 
 def work(settings: Settings, bell: Bell) -> None:
-    """The worker process: until it is told to stop (SIGTERM) or its front end is gone."""
+    """Entry point of the worker process: runs until SIGTERM or until its front end exits. Exits with a message if the
+    database does not answer during shutdown."""
     with _lock(settings.data):
         patience = Patience(bell)
         worker = Worker(settings, Store.open(settings.store, patience), bell)
@@ -331,7 +355,7 @@ def work(settings: Settings, bell: Bell) -> None:
             patience.ending = True
 
         signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the front end says when to stop
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end ends the worker
         bell.ring()
         try:
             worker.run()
@@ -343,7 +367,8 @@ def work(settings: Settings, bell: Bell) -> None:
 
 
 def _lock(data: Path) -> BinaryIO:
-    """The lock of a server's only worker. That of a front end which was killed may still be saving its models."""
+    """Acquires the lock that admits one worker per server, waiting for a worker that still saves models after its front
+    end was killed. Raises ValueError if the lock stays taken for twice `GRACE` seconds."""
     until = time.monotonic() + 2 * GRACE
     while True:
         try:

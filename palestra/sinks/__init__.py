@@ -1,1 +1,1 @@
-"""A run's figures, sent on to trackers: TensorBoard, Weights & Biases, MLflow, Trackio. Each needs an extra."""
+"""Sinks: copy a run's metrics to TensorBoard, Weights & Biases, MLflow or Trackio. Each needs an optional extra."""

@@ -1,4 +1,4 @@
-"""What a sink is, which there are, and what a run's logs say to one."""
+"""Sink protocol, config models of the sinks, and conversion of log lines to metrics."""
 
 from __future__ import annotations
 
@@ -13,55 +13,70 @@ LOGS = {
     "metrics.jsonl": "",
     "timings.jsonl": "time/",
     "evals.jsonl": "eval/",
-}  # and what their figures' names begin with
+}  # prefix of the metric names, by log file
 Figures = dict[str, float]
 
 
 class Sink(Protocol):
-    """Takes figures by the number of training steps that were over; steps may come again, and need not rise.
+    """A destination for metrics.
 
-    What it raises is the tracker's own.
+    `write` takes metrics and the number of completed training steps, which may repeat and need not increase. Methods
+    raise the tracker's own exceptions.
     """
 
     def write(self, step: int, figures: Figures) -> None: ...
     def flush(self) -> None:
-        """Everything written so far is out of this process."""
+        """Sends everything written so far."""
 
     def close(self) -> None: ...
 
 
 class TensorBoard(Strict):
-    """Event files in `folder` (default: the run's sinks/tensorboard)."""
+    """TensorBoard event files."""
 
     type: Literal["tensorboard"] = "tensorboard"
+    """Kind of sink: TensorBoard."""
     folder: str | None = None
+    """Folder of the event files. Null: sinks/tensorboard in the run's folder."""
 
 
 class Wandb(Strict):
-    """Weights & Biases. `mode: offline` keeps all in the run's sinks/wandb, for `wandb sync`."""
+    """Weights & Biases."""
 
     type: Literal["wandb"] = "wandb"
+    """Kind of sink: Weights & Biases."""
     project: str = "palestra"
+    """W&B project of the run."""
     entity: str | None = None
+    """W&B user or team. Null: the default entity of the account."""
     group: str | None = None
+    """W&B group of the run, for example one group for all seeds of an experiment."""
     tags: list[str] = []
+    """W&B tags of the run."""
     mode: Literal["online", "offline"] = "online"
+    """`offline` writes to sinks/wandb in the run's folder, for a later `wandb sync`."""
 
 
 class MLflow(Strict):
-    """MLflow. `uri` is a tracking server, a database or a folder (default: what MLFLOW_TRACKING_URI says)."""
+    """MLflow."""
 
     type: Literal["mlflow"] = "mlflow"
+    """Kind of sink: MLflow."""
     experiment: str = "palestra"
+    """MLflow experiment of the run; created if it does not exist."""
     uri: str | None = None
+    """URI of a tracking server, a database or a folder. Null: the environment variable MLFLOW_TRACKING_URI."""
 
 
 class Trackio(Strict):
-    """Trackio. `space` is a Space of the Hugging Face hub to show it on; without it all stays on this machine."""
+    """Trackio."""
 
     type: Literal["trackio"] = "trackio"
+    """Kind of sink: Trackio."""
     project: str = "palestra"
+    """Trackio project of the run."""
     space: str | None = None
+    """Hugging Face Space that shows the metrics. Null: they stay in a database on this machine."""
 
 
 def _typed(value: Any) -> Any:
@@ -73,14 +88,18 @@ Sinks = Annotated[list[SinkConfig], BeforeValidator(_typed)]
 
 
 class SinksConfig(Strict):
-    """Where the figures go, by name (`[tensorboard]`) or with settings (`[{type: wandb, project: games}]`)."""
+    """The sinks of a run."""
 
     sinks: Sinks = []
+    """Destinations of the metrics, by name (`[tensorboard]`) or with settings (`[{type: wandb, project: games}]`)."""
 
 
 def figures_of(log: str, line: Mapping[str, Any]) -> tuple[int, Figures]:
-    """The steps that were over, and a log line's numbers by name: "planner/loss", "time/team/rollout_s",
-    "eval/test/returns/planner". What is no number is left out."""
+    """Converts a line of the log file `log` to the number of completed steps and its metrics.
+
+    Metric names are paths: "planner/loss", "time/team/rollout_s", "eval/test/returns/planner". Values that are not
+    numbers are left out.
+    """
     whose = line.get("policy", line.get("name", "run"))
     rest = {key: value for key, value in line.items() if key not in ("step", "policy", "name")}
     return int(line["step"]) + 1, dict(_flat(f"{LOGS[log]}{whose}", rest))
@@ -95,7 +114,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def flat_config(tree: Mapping[str, Any], name: str = "") -> dict[str, str]:
-    """A config's settings by their paths: {"policies.planner.lr": "0.001"}; what is empty is left out."""
+    """Flattens a config to text by dotted path: {"policies.planner.lr": "0.001"}. None, "" and [] are left out."""
     found: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Reads a run's logs as they grow and hands what is new to a sink.
+"""Reads new lines of a run's logs and sends them to its sinks.
 
-A sink's place is kept in the run, in sinks/KIND/sent.json: what was sent once is sent again only where a resumed run
-makes it again.
+The byte offsets already sent are stored in the run's folder, in sinks/KIND/sent.json. Lines are sent again only if a
+resumed run writes them again.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from palestra.sinks.base import LOGS, Sink, Sinks, figures_of
 from palestra.sinks.kinds import open_sink
 
 SENT = "sent.json"
-PAUSE = 1.0  # seconds between two looks at the logs
-PATIENCE = 60.0  # seconds that the end of a run waits for a sink
+PAUSE = 1.0  # seconds between reads of the logs
+PATIENCE = 60.0  # seconds that the end of a run waits for its sinks
 Warn = Callable[[str], None]
 
 
 class Tail:
-    """The whole new lines of the logs of the run at `path`, from byte `sent` of each on."""
+    """Reads complete new lines of the logs of the run at `path`; `sent` holds the byte offset in each log."""
 
     def __init__(self, path: Path, sent: dict[str, int]) -> None:
         self.path, self.sent = path, {log: sent.get(log, 0) for log in LOGS}
 
     def news(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each new line with its log's name; `sent` then counts it."""
+        """Yields the name of the log and the parsed line for each new line, and advances `sent`."""
         for log in LOGS:
             path = self.path / log
-            self.sent[log] = min(self.sent[log], size(path))  # a resumed run cut it back: what follows is made again
+            self.sent[log] = min(self.sent[log], size(path))  # a resumed run truncated the log and writes it again
             for line in _lines(path, self.sent[log]):
                 self.sent[log] += len(line)
                 try:
                     found = json.loads(line)
-                except ValueError:  # the end of a line whose beginning was cut away by a resumed run
+                except ValueError:  # rest of a line whose beginning a resumed run cut off
                     continue
                 if isinstance(found, dict) and isinstance(found.get("step"), int):
                     yield log, found
 
 
 def _lines(path: Path, start: int) -> Iterator[bytes]:
-    """The whole lines of a file from a byte on; none where there is no file."""
+    """Yields the complete lines of a file from byte `start` on; none if there is no file."""
     if path.exists():
         with open(path, "rb") as file:
             file.seek(start)
@@ -54,8 +54,10 @@ def _lines(path: Path, start: int) -> Iterator[bytes]:
 
 
 class Post:
-    """One sink's place beside a run: opens the sink at the first news, sends, and remembers what it sent. A lock keeps
-    a second process out. Raises ValueError where one is in, and whatever the tracker raises."""
+    """Sends a run's logs to one sink and stores the offsets sent. Opens the sink at the first new line.
+
+    A lock excludes other processes: raises ValueError if it is held. Methods also raise the tracker's exceptions.
+    """
 
     def __init__(self, run: Path, config: Any) -> None:
         self.run, self.config = run, config
@@ -67,7 +69,7 @@ class Post:
         self.sink: Sink | None = None
 
     def send(self) -> int:
-        """Sends what is new; how many lines."""
+        """Sends all new lines and returns their number. After an exception the same lines are sent again."""
         before, count = dict(self.tail.sent), 0
         try:
             for log, line in self.tail.news():
@@ -77,13 +79,14 @@ class Post:
             if self.sink and count:
                 self.sink.flush()
         except BaseException:
-            self.tail.sent = before  # all of it again, next time
+            self.tail.sent = before  # send all of it again next time
             raise
         if self.tail.sent != before:
             atomic_write(self.folder / SENT, json.dumps(self.tail.sent).encode())
         return count
 
     def close(self) -> None:
+        """Closes the sink and releases the lock."""
         try:
             if self.sink:
                 self.sink.close()
@@ -92,8 +95,8 @@ class Post:
 
 
 class Follower(threading.Thread):
-    """Sends to one sink while a run goes on. A sink that fails is warned of once, asked again later, and never holds up
-    nor breaks the run."""
+    """Thread that sends a run's logs to one sink until `over` is set. A failing sink causes one warning and is retried
+    with backoff; it never delays or stops the run."""
 
     def __init__(self, run: Path, config: Any, warn: Warn) -> None:
         super().__init__(name=f"sink-{config.type}", daemon=True)
@@ -105,7 +108,7 @@ class Follower(threading.Thread):
     def run(self) -> None:
         post: Post | None = None
         while True:
-            last = self.over.is_set()  # asked before, so that what was written until then is sent
+            last = self.over.is_set()  # read before sending, so that everything written until then is sent
             post = self._send(post)
             if last:
                 break
@@ -114,7 +117,7 @@ class Follower(threading.Thread):
             self._try(post.close)
 
     def _send(self, post: Post | None) -> Post | None:
-        """Sends, from a place that is made where there is none yet."""
+        """Sends new lines, creating the `Post` first if needed; returns it."""
 
         def sent() -> None:
             nonlocal post
@@ -127,7 +130,7 @@ class Follower(threading.Thread):
     def _try(self, act: Callable[[], Any]) -> bool:
         try:
             act()
-        except Exception as error:  # a tracker's code and its network raise anything, and the run must not end of it
+        except Exception as error:  # trackers raise arbitrary exceptions, which must not end the run
             if not self._warned:
                 self.warn(f"the sink {self.config.type} fails, training goes on without it: {_short(error)}")
             self._warned = True
@@ -140,7 +143,7 @@ def _short(error: Exception) -> str:
 
 
 class following:
-    """Within, the run at `path` is followed by its sinks; at the end they have PATIENCE to take what is left."""
+    """Context manager that sends the logs of the run at `path` to `sinks`; on exit waits up to PATIENCE seconds."""
 
     def __init__(self, path: Path, sinks: Sinks, warn: Warn) -> None:
         self.warn = warn
@@ -162,9 +165,9 @@ class following:
 
 
 def sync(path: Path, config: Any, *, follow: bool = False) -> int:
-    """Sends what a run's logs hold and the sink lacks; how many lines. With `follow`, what comes too, until Ctrl-C.
+    """Sends the log lines that the sink lacks and returns their number; with `follow`, also new ones until Ctrl-C.
 
-    Raises ValueError where the run has no logs, or another process sends them.
+    Raises ValueError if `path` is not a run, or another process sends its logs to this sink.
     """
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")

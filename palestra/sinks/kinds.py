@@ -1,4 +1,4 @@
-"""Which sink a config means; its package is loaded only then."""
+"""Creates sinks from their config; imports a tracker's package only if it is used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from palestra.sinks.base import Sink, Sinks
 
 
 def check_sinks(sinks: Sinks) -> None:
-    """Raises ValueError where a sink's package is not installed, or one kind stands twice."""
+    """Raises ValueError if a sink's package is not installed or a kind of sink is listed twice."""
     kinds = [sink.type for sink in sinks]
     for kind in kinds:
         if find_spec(kind) is None:
@@ -20,7 +20,7 @@ def check_sinks(sinks: Sinks) -> None:
 
 
 def open_sink(config: Any, run: Path, folder: Path) -> Sink:
-    """The sink that `config` describes, for the run at `run`; what it must know again later it keeps in `folder`."""
+    """Opens the sink described by `config` for the run at `run`; `folder` stores its state for a resumed run."""
     if config.type == "tensorboard":
         from palestra.sinks.tensorboard import TensorBoardSink
 

@@ -1,4 +1,4 @@
-"""MLflow, by its client: nothing of its global state is touched. The id of the run there is kept beside the run."""
+"""MLflow sink. Uses MlflowClient and no global state; stores the MLflow run id in the run's sink folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from palestra.config import load
 from palestra.sinks.base import Figures, MLflow, flat_config
 
 ID = "id"
-MOST = 1000  # metrics that a call may bring
-PARAMS = 100  # and settings
-LONGEST = 500  # letters of a setting's value
+MOST = 1000  # metrics per call, MLflow's limit
+PARAMS = 100  # parameters per call, MLflow's limit
+LONGEST = 500  # characters of a parameter's value
 
 
 class MLflowSink:
-    """Figures as metrics by step, the config as parameters, in a run that is marked finished when this one ends."""
+    """Writes metrics by step and the config as parameters; marks the MLflow run as finished on `close`."""
 
     def __init__(self, config: MLflow, run: Path, folder: Path) -> None:
         self.client = MlflowClient(config.uri)
@@ -29,7 +29,7 @@ class MLflowSink:
         self.id = known.read_text()
 
     def _begin(self, name: str, run: Path) -> str:
-        """A new run there, with the config as its parameters."""
+        """Creates an MLflow run with the config as parameters and returns its id."""
         found = self.client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self.client.create_experiment(name)
         made = self.client.create_run(experiment, run_name=run.name)

@@ -1,4 +1,4 @@
-"""TensorBoard: event files, written by its own package without torch or TensorFlow."""
+"""TensorBoard sink: event files, written with the tensorboard package alone, without torch or TensorFlow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from palestra.sinks.base import Figures, TensorBoard
 
 
 class TensorBoardSink:
-    """Scalars, and the run's config as text. Where steps come again, their first time is marked as over."""
+    """Writes scalars and the config as text. A resumed run marks earlier events of repeated steps as obsolete."""
 
     def __init__(self, config: TensorBoard, run: Path, folder: Path) -> None:
         self.folder = Path(config.folder) if config.folder else folder
@@ -27,7 +27,7 @@ class TensorBoardSink:
 
     def write(self, step: int, figures: Figures) -> None:
         trained = not any(name.startswith(("time/", "eval/")) for name in figures)
-        if self.new and trained:  # of an earlier process only what is before this counts
+        if self.new and trained:  # TensorBoard drops events of an earlier process from this step on
             restart = Event(step=step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
             self.writer.add_event(restart)
             self.new = False

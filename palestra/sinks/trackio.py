@@ -1,4 +1,7 @@
-"""Trackio: a database of this machine, or a Space of the hub. Runs are known by name there: ours have an id in it."""
+"""Trackio sink: a local database or a Hugging Face Space.
+
+Trackio identifies runs by name, so names contain a random id.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ ID = "id"
 
 
 class TrackioSink:
-    """Figures by step, the config beside them."""
+    """Writes metrics by step, and the config."""
 
     def __init__(self, config: Trackio, run: Path, folder: Path) -> None:
         known = folder / ID
@@ -35,7 +38,7 @@ class TrackioSink:
         self.run.log(figures, step=step)
 
     def flush(self) -> None:
-        """Trackio writes from a thread of its own, as it likes."""
+        """Does nothing: Trackio writes from its own thread."""
 
     def close(self) -> None:
         self.run.finish()

@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline. A run's id is kept beside it: a resumed run goes on in the same one."""
+"""Weights & Biases sink, online or offline. Stores the W&B run id, so that a resumed run continues the same W&B run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from palestra.config import load
 from palestra.sinks.base import Figures, Wandb
 
 ID = "id"
-STEP = "training_step"  # an axis of our own: wandb's must rise, and exams come after the steps they are of
+STEP = "training_step"  # own axis: W&B's step must increase, and evaluations are logged after later steps
 
 
 class WandbSink:
-    """Offline, `wandb sync` sends what is in the run's sinks/wandb/wandb."""
+    """Writes metrics by step, and the config. In offline mode, `wandb sync` sends sinks/wandb/wandb of the run."""
 
     def __init__(self, config: Wandb, run: Path, folder: Path) -> None:
         known = folder / ID
@@ -41,7 +41,7 @@ class WandbSink:
         self.run.log({STEP: step, **figures})
 
     def flush(self) -> None:
-        """wandb sends from a process of its own, as it likes."""
+        """Does nothing: W&B sends from its own process."""
 
     def close(self) -> None:
         self.run.finish()

@@ -1,1 +1,1 @@
-"""OpenAI's chat completions on the wire: a client of any endpoint, and an endpoint of our own on this machine."""
+"""OpenAI-compatible chat completions over HTTP: a client of any endpoint, and a local server."""

@@ -1,5 +1,4 @@
-"""JSON from elsewhere, within bounds that keep everything behind it simple: no depth, no text and no number in it
-surprises what reads it."""
+"""Parsing of untrusted JSON with limits on depth, text and numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +6,12 @@ import json
 import math
 from typing import Any, NoReturn
 
-DEEPEST = 64  # containers within containers
+DEEPEST = 64  # nested containers
 
 
 def read_json(body: bytes) -> Any:
-    """The value that `body` spells. Raises ValueError for what is no JSON in UTF-8, for NaN and infinities, for lone
-    surrogates, and for containers more than DEEPEST deep."""
+    """Parses `body`. Raises ValueError if it is not UTF-8 JSON, or contains NaN, an infinity, a lone surrogate, or
+    containers nested more than `DEEPEST` levels deep."""
     try:
         value = json.loads(body.decode(), parse_constant=_no_number)
     except RecursionError:
@@ -22,7 +21,7 @@ def read_json(body: bytes) -> Any:
 
 
 def _check(value: Any) -> None:
-    """A loop and not a recursion: it is what bounds the depth."""
+    """Raises ValueError if the value violates a limit. Iterative, since the depth is not bounded yet."""
     waiting = [(value, 1)]
     while waiting:
         value, depth = waiting.pop()

@@ -1,4 +1,4 @@
-"""A call of OpenAI's chat completions as data, read from the JSON of a request, and its answer."""
+"""Calls of OpenAI's chat completions, parsed from the JSON of a request, and their answers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palestra.chat import Chat
 
-ANYBODY = ""  # the key of a session that answers whatever key comes
+ANYBODY = ""  # key of a session that accepts any key
 SETTINGS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "stop")
 
 
 class Refused(Exception):
-    """The reason for which a call gets no answer; the program gets it as an HTTP error."""
+    """A call was refused for the given reason; the client gets an HTTP error."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """An answer with how it ended and how many tokens were read and written, where its owner knows that."""
+    """A completion: whether it was cut off at its length limit, and the number of (prompt, completion) tokens, None if
+    unknown."""
 
     text: str
     cut_off: bool = False
@@ -30,7 +31,8 @@ class Said:
 
 @dataclass(frozen=True)
 class Asked:
-    """A call: who is asked, what about, how the answer is to be sampled (SETTINGS as they came), and where it goes."""
+    """One call: the model, the chat, the sampling settings (a subset of `SETTINGS`, as received), and the future of its
+    answer."""
 
     model: str
     chat: Chat
@@ -39,14 +41,14 @@ class Asked:
 
 
 class Listens(Protocol):
-    """A session of a server: the models that it may ask, and the handler of their calls."""
+    """A session of the chat server: the names of its models, and the handler of their calls."""
 
     models: tuple[str, ...]
     deliver: Callable[[Asked], None]
 
 
 class _Open(BaseModel):
-    """Fields of a message; programs send others, which do no harm."""
+    """Base class of request parts; unknown fields are allowed."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -78,10 +80,11 @@ class _Conversation(_Open):
 
 
 def read_call(body: Any, models: Sequence[str]) -> tuple[Asked, bool]:
-    """The call that a request's JSON makes, and whether its answer is to be streamed. Raises ValueError for none."""
+    """Parses a request's JSON. Returns the call, and whether its answer is to be streamed. Raises ValueError if it is
+    invalid or names an unknown model."""
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
-    name = str(body.get("model")).rsplit("/", 1)[-1]  # some programs put the provider's name before it
+    name = str(body.get("model")).rsplit("/", 1)[-1]  # some clients prefix the provider's name
     if name not in models:
         raise ValueError(f"there is no model {name[:200]!r} here, but {', '.join(models)}: each is a seat")
     if body.get("n") not in (None, 1):

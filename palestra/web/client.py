@@ -1,6 +1,6 @@
-"""A client of any endpoint that speaks OpenAI's chat completions: patient with what passes, but not for ever.
+"""Client of any OpenAI-compatible chat endpoint, with retries and time limits.
 
-The key is read from the environment when a request is made; it is never stored, shown or written.
+The API key is read from the environment for each request; it is never stored, shown or written.
 """
 
 from __future__ import annotations
@@ -27,32 +27,35 @@ from palestra.config import Strict
 if TYPE_CHECKING:
     import httpx
 
-PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})  # statuses worth another try
-LARGEST = 32 * 2**20  # bytes of an answer, unpacked
-LONGEST_PAUSE = 30.0  # seconds between tries, unless the endpoint asks for more
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})  # temporary failures, which are retried
+LARGEST = 32 * 2**20  # bytes of an answer, decompressed
+LONGEST_PAUSE = 30.0  # longest pause in seconds between attempts without Retry-After
 
 
 class EndpointError(RuntimeError):
-    """The endpoint gave no answer. The message says what it did instead, and what can be done."""
+    """The endpoint gave no answer. The message states the cause and possible remedies."""
 
 
 class Endpoint(Strict):
-    """Which endpoint is asked, and how long it is waited for. Times are in seconds.
-
-    `url` is the API's base, such as https://api.example.com/v1, or the full address of its chat completions. `key_env`
-    is the name of the environment variable that holds the key; None sends no key. A request has `timeout`, an answer
-    with all its requests and pauses `limit`. A request that fails in passing is made up to `retries` times more, after
-    pauses that double from `backoff`, or as long as the endpoint asks. `body` adds to every request.
-    """
+    """Address, credentials and retry policy of a chat endpoint."""
 
     url: str
+    """Base URL of the API, such as https://api.example.com/v1, or the full address of its chat completions."""
     model: str = Field(min_length=1)
+    """Model name sent in every request."""
     key_env: str | None = None
+    """Name of the environment variable that holds the API key; null sends no key."""
     timeout: float = Field(60.0, gt=0)
+    """Seconds that one request may take."""
     retries: int = Field(4, ge=0, le=100)
+    """Further attempts, 0 to 100, after a request that fails for a temporary reason."""
     limit: float = Field(300.0, gt=0)
+    """Seconds that one answer may take, with all its attempts and pauses."""
     backoff: float = Field(0.5, gt=0)
+    """Seconds of the first pause between attempts; it doubles up to 30 s, or is longer if the endpoint sends
+    Retry-After."""
     body: dict[str, JsonValue] = {}
+    """Additional JSON fields of every request; they override its other fields."""
 
     @field_validator("url")
     @classmethod
@@ -77,27 +80,28 @@ class Endpoint(Strict):
 
     @property
     def address(self) -> str:
+        """The full address of the chat completions."""
         base = self.url.rstrip("/")
         return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
 
     def check(self) -> None:
-        """Raises ValueError now where nothing could ever be asked: no httpx, or no key."""
+        """Raises ValueError if no request could succeed: httpx is not installed, or the key is missing."""
         _httpx()
         _headers(self)
 
 
 @dataclass(frozen=True)
 class Line:
-    """An answer's requests to an endpoint: a client of its own, so that none waits for another's connections, and in
-    `faults` what went wrong so far."""
+    """HTTP client for one answer, with retries. Each answer has its own client, so that none waits for another's
+    connections. `faults` collects the errors so far."""
 
     endpoint: Endpoint
     client: httpx.AsyncClient
     faults: list[str]
 
     async def complete(self, messages: Sequence[Json], **settings: Any) -> Json:
-        """The message that the endpoint answers, after as many tries as are allowed. Raises EndpointError without one,
-        ValueError without a key."""
+        """Returns the message of the endpoint's first choice, with retries. Raises EndpointError if all attempts fail,
+        ValueError if the key is missing."""
         endpoint = self.endpoint
         body = {"model": endpoint.model, "messages": list(messages), **settings, **endpoint.body}
         for attempt in range(endpoint.retries + 1):
@@ -110,14 +114,15 @@ class Line:
                 raise failed(endpoint, what, self.faults)
             if attempt < endpoint.retries:
                 doubled = min(LONGEST_PAUSE, endpoint.backoff * 2**attempt)
-                await asyncio.sleep(max(told, doubled * random.uniform(0.75, 1.25)))  # not all at the same moment
+                await asyncio.sleep(max(told, doubled * random.uniform(0.75, 1.25)))  # jitter spreads the retries
         raise failed(endpoint, f"failed {endpoint.retries + 1} times", self.faults)
 
     async def _try(self, body: Json) -> tuple[Json | None, str, float]:
-        """The message, or None with what went wrong and how long the endpoint asks to be left alone [seconds]."""
+        """Makes one attempt. Returns the message, or None with the error and the pause in seconds that the endpoint
+        requests."""
         endpoint, httpx = self.endpoint, _httpx()
         try:
-            async with asyncio.timeout(endpoint.timeout):  # httpx's own limit starts anew with every byte that drips in
+            async with asyncio.timeout(endpoint.timeout):  # httpx restarts its own timeout with every byte received
                 response = await self._post(body)
         except TimeoutError:
             return None, f"no answer within timeout: {endpoint.timeout:g} seconds", 0.0
@@ -131,7 +136,7 @@ class Line:
         return _message(response), f"{status} without a completion: {quoted(endpoint, response.text)}", 0.0
 
     async def _post(self, body: Json) -> httpx.Response:
-        """The endpoint's response, read. Raises EndpointError for one that is longer than LARGEST."""
+        """Sends the request and reads the response. Raises EndpointError if it is longer than `LARGEST` bytes."""
         endpoint, content = self.endpoint, bytearray()
         async with self.client.stream("POST", endpoint.address, json=body, headers=_headers(endpoint)) as response:
             async for piece in response.aiter_bytes():
@@ -144,12 +149,14 @@ class Line:
 
 @asynccontextmanager
 async def line_to(endpoint: Endpoint, faults: list[str]) -> AsyncIterator[Line]:
+    """Opens an HTTP client for one answer; errors are appended to `faults`."""
     async with _httpx().AsyncClient(timeout=endpoint.timeout, verify=_certificates()) as client:
         yield Line(endpoint, client, faults)
 
 
 async def complete(endpoint: Endpoint, messages: Sequence[Json], **settings: Any) -> Json:
-    """The message that the endpoint answers within its limit; see `Line.complete`."""
+    """Returns the endpoint's message within `endpoint.limit` seconds; see `Line.complete`. Raises EndpointError
+    otherwise."""
     faults: list[str] = []
     try:
         async with asyncio.timeout(endpoint.limit), line_to(endpoint, faults) as line:
@@ -159,7 +166,7 @@ async def complete(endpoint: Endpoint, messages: Sequence[Json], **settings: Any
 
 
 def _message(response: httpx.Response) -> Json | None:
-    """The first choice's message, if it says or calls anything."""
+    """Returns the first choice's message if it has content or tool calls, else None."""
     try:
         message = response.json()["choices"][0]["message"]
         says = isinstance(message["content"], str) or bool(message["tool_calls"])
@@ -169,7 +176,7 @@ def _message(response: httpx.Response) -> Json | None:
 
 
 def _pause(told: str) -> float:
-    """Seconds that a Retry-After header asks for, as a number or as a date; 0 for none."""
+    """Returns the seconds in a Retry-After header, given as a number or a date; 0 if it has neither."""
     if re.fullmatch(r"\s*\d+(\.\d+)?\s*", told):
         return float(told)
     try:
@@ -178,7 +185,7 @@ def _pause(told: str) -> float:
         return 0.0
 
 
-# ---- the key, and what may be shown
+# ---- API key and error messages
 
 
 def _headers(endpoint: Endpoint) -> dict[str, str]:
@@ -195,13 +202,15 @@ def _headers(endpoint: Endpoint) -> dict[str, str]:
 
 
 def quoted(endpoint: Endpoint, text: str) -> str:
-    """The beginning of what the endpoint said, without the key, which some repeat in their complaints."""
+    """Returns the beginning of the endpoint's message, with the API key masked, since some endpoints repeat it in
+    errors."""
     key = os.environ.get(endpoint.key_env, "").strip() if endpoint.key_env else ""
     text = text.replace(key, "***") if key else text
     return repr(text if len(text) <= 200 else f"{text[:200]}...")
 
 
 def failed(endpoint: Endpoint, what: str, faults: Sequence[str]) -> EndpointError:
+    """Returns the error for `endpoint`, with the last three distinct faults."""
     story = f" (last: {'; '.join(list(dict.fromkeys(faults))[-3:])})" if faults else ""
     return EndpointError(
         f"{endpoint.model} at {endpoint.address} {what}{story}. Check url, model, key_env and the endpoint itself; "
@@ -211,7 +220,7 @@ def failed(endpoint: Endpoint, what: str, faults: Sequence[str]) -> EndpointErro
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """What endpoints are checked by; read once, for that takes longer than many a request."""
+    """Returns the TLS context. Cached, since loading certificates takes longer than many requests."""
     return _httpx().create_ssl_context()
 
 

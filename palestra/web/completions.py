@@ -1,4 +1,4 @@
-"""The server of `endpoint.py`: OpenAI's chat completions over HTTP, on a thread of its own."""
+"""HTTP server of OpenAI's chat completions on a background thread, used by `endpoint.py`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from palestra.web.server import Server as HttpServer
 from palestra.web.server import run_in_thread
 
 LIMITS = Limits(body=16 * MIB)
-DRAIN = 2  # seconds that calls under way have when the server is closed
+DRAIN = 2  # seconds for running calls to end on shutdown
 _numbers = itertools.count()
 
 
 class Server:
-    """Listens at `host` and `port` (0: any that is free) for the calls of its sessions, under loopback's names and
-    `hosts`. Raises ValueError where it cannot."""
+    """Serves the calls of its sessions at `host` and `port` (0: any free port), under loopback names and `hosts`.
+    Raises ValueError if it cannot listen."""
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, *, hosts: Collection[str] = (), limits: Limits = LIMITS
@@ -48,7 +48,7 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Hangs up, once the calls under way are answered or two seconds are over."""
+        """Stops the server after the running calls, at most `DRAIN` seconds later."""
         self._http.stop()
         self._thread.join()
 
@@ -68,7 +68,7 @@ class Server:
 
     def _session(self, request: Request) -> Listens:
         session = self._find(bearer(request.headers))
-        if session is None:  # closed since the request was let in
+        if session is None:  # closed since the request was admitted
             raise HTTPException(410, "the episode is over")
         return session
 
@@ -103,7 +103,7 @@ def _read(body: bytes, models: tuple[str, ...]) -> tuple[Asked, bool]:
 
 
 def _streamed(head: dict[str, Any], message: dict[str, Any], finish: str) -> Response:
-    """The answer as server-sent events, in one piece."""
+    """Returns the answer as server-sent events, with all text in one event."""
     events = _events({**head, "object": "chat.completion.chunk"}, message, finish)
     return Response("".join(f"data: {event}\n\n" for event in events), media_type="text/event-stream")
 
@@ -124,7 +124,7 @@ def _usage(said: Said) -> dict[str, Any]:
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    """Errors in OpenAI's shape."""
+    """Formats errors as OpenAI does."""
     assert isinstance(error, HTTPException)
     return JSONResponse(_fault(error.status_code, error.detail), error.status_code)
 

@@ -1,4 +1,4 @@
-"""The socket that servers of ours listen at, and how its address is written."""
+"""Listening sockets of the HTTP servers, and formatting of their addresses."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import socket
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that clients reach, with TCP_NODELAY, which accepted ones inherit: asyncio sets it only on sockets that
-    name their protocol, and without it each answer waits 40 ms for the client to acknowledge the headers. Raises
-    ValueError where the port is not to be had."""
+    """Opens a listening socket with TCP_NODELAY, which accepted sockets inherit.
+
+    asyncio sets it only on sockets that name their protocol; without it each answer waits 40 ms until the client
+    acknowledges the headers. Raises ValueError if the port is not available.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         door = socket.create_server((host, port), family=family, backlog=2048)
@@ -19,5 +21,5 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def bracketed(host: str) -> str:
-    """A host as addresses have it: one of IPv6 in brackets."""
+    """Returns the host as written in URLs: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

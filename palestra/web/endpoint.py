@@ -1,10 +1,10 @@
-"""An endpoint on this machine that speaks OpenAI's chat completions and lets somebody else answer.
+"""Local OpenAI-compatible chat endpoint whose answers are supplied by the program that opens a session.
 
-One server for the programs of this process, on a thread of its own; others may be started at an address of their own.
-A session is one program's conversations: it has a key, by which its calls are known, and models, which are the seats of
-a game. A call waits until the session's owner answers it.
+All sessions of a process share one server on a background thread, unless another is given. A session holds the
+conversations of one client program: it has an API key, which identifies its calls, and models, which are the seats of a
+game. A call waits until the session's owner answers it.
 
-    session = Session(["planner"], deliver)     # deliver(Asked) hears of every call, on the server's thread
+    session = Session(["planner"], deliver)     # deliver(Asked) is called for every request, on the server's thread
     with_client(base_url=session.url, api_key=session.key)
     ...
     asked.answer.set_result("up up")            # or set_exception(Refused("...")), from any thread
@@ -21,15 +21,17 @@ from palestra.web.calls import Asked, Listens
 
 
 class Serves(Protocol):
-    """A server of sessions, by their keys: `completions.Server`."""
+    """A server of sessions by API key, such as `completions.Server`."""
 
     url: str
     sessions: dict[str, Listens]
 
 
 class Session:
-    """The access of one program: `models` by name, at `url` with `key` (None: a new one; `calls.ANYBODY`: with any).
-    Close it when the program is done."""
+    """Access of one client program to `models` at `url`. `key` None generates a key; `calls.ANYBODY` accepts any.
+
+    Close it when the program has ended. Raises ValueError if the packages of the default server are not installed.
+    """
 
     def __init__(
         self,
@@ -46,13 +48,13 @@ class Session:
         self._server.sessions[self.key] = self
 
     def close(self) -> None:
-        """Refuses all further calls."""
+        """Ends the session; further calls are refused."""
         self._server.sessions.pop(self.key, None)
 
 
 @cache
 def _server() -> Serves:
-    """Raises ValueError where the packages of a server are not installed."""
+    """Returns the shared server. Raises ValueError if its packages are not installed."""
     try:
         from palestra.web.completions import Server
     except ImportError as error:

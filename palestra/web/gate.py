@@ -1,8 +1,8 @@
-"""The middleware of every HTTP server here: what is refused before a route sees a request.
+"""ASGI middleware of every HTTP server: checks requests before they reach a route.
 
-A request passes when its page and name are accepted (403), its key is right (401), the server has room for it (429),
-and its body is within the limit and in time (413, 408). The body is read here, whole, so that no route can forget to
-bound it. Plain ASGI, without a framework.
+A request passes if its origin and host are accepted (403), its key is valid (401), the server has capacity (429), and
+its body arrives within the size and time limits (413, 408). The middleware reads the whole body, so that no route can
+omit the limit. Plain ASGI, independent of any framework.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from palestra.web.origins import Origins
 
 MIB = 2**20
-LINGER = 1.0  # seconds for which the rest of a refused body is dropped
+LINGER = 1.0  # seconds for which the rest of a rejected body is read and dropped
 
 T = TypeVar("T")
 Message = MutableMapping[str, Any]
@@ -25,14 +25,14 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Shape = Callable[[int, str], Any]  # the JSON of an answer that refuses: status, reason
-Admit = Callable[[str, Mapping[str, str]], str | None]  # path and headers -> the reason of a 401
+Shape = Callable[[int, str], Any]  # status, reason -> JSON body of a rejection
+Admit = Callable[[str, Mapping[str, str]], str | None]  # path, headers -> reason of a 401, or None
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a server. `body` [bytes] of one request (None: the app reads bodies itself), `bodies` [bytes] held at
-    once, `seconds` in which a body must arrive, `requests` under way at once."""
+    """Limits of a server: `body` bytes of one request (None: the app reads bodies itself), `bodies` bytes of all
+    requests held at once, `seconds` in which a body must arrive, `requests` running at once."""
 
     body: int | None = MIB
     bodies: int = 256 * MIB
@@ -41,7 +41,7 @@ class Limits:
 
 
 class Refusal(Exception):
-    """A request that goes no further: its HTTP status, and why."""
+    """A rejected request: HTTP status and reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -49,7 +49,8 @@ class Refusal(Exception):
 
 
 class Gate:
-    """`app` behind the checks. `admit` gives the reason to ask for another key; `shape` the JSON of a refusal."""
+    """Middleware around `app`. `admit` returns the reason for a 401, or None; `shape` builds the JSON body of a
+    rejection."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Gate:
             self.held -= len(body)
 
     def _check(self, path: str, headers: Mapping[str, str]) -> None:
-        """Raises Refusal for what the headers alone tell."""
+        """Raises Refusal if the headers alone are reason to reject the request."""
         if reason := self.origins.refusal(headers):
             raise Refusal(403, reason)
         if reason := self.admit(path, headers):
@@ -89,11 +90,12 @@ class Gate:
             raise Refusal(429, f"{self.limits.requests} requests are under way: ask again in a second")
 
     async def _read(self, headers: Mapping[str, str], receive: Receive, body: bytearray) -> Receive:
-        """Fills `body`; returns a `receive` that has it. Raises Refusal for too much, or too slowly."""
+        """Reads the request body into `body` and returns a `receive` that replays it. Raises Refusal if it is too
+        large, too slow, or the client disconnects."""
         limit = self.limits.body
         if limit is None:
             return receive
-        if int(headers.get("content-length", "0")) > limit:  # the HTTP parser let digits alone through
+        if int(headers.get("content-length", "0")) > limit:  # the HTTP parser only accepts digits
             raise _too_long(limit)
         try:
             async with asyncio.timeout(self.limits.seconds):
@@ -110,7 +112,7 @@ class Gate:
         return replayed
 
     async def _pieces(self, receive: Receive, body: bytearray, limit: int) -> Message:
-        """Adds pieces to `body`; returns the last message."""
+        """Appends the request's chunks to `body`; returns the last message."""
         while True:
             message = await receive()
             piece = message.get("body", b"")
@@ -125,14 +127,14 @@ class Gate:
 
 
 class Lower(dict[str, str]):
-    """Headers by their names in lower case, the first of each name."""
+    """Headers by lower-case name; of repeated headers the first."""
 
     def __init__(self, raw: list[tuple[bytes, bytes]]) -> None:
         super().__init__({name.decode("latin-1").lower(): value.decode("latin-1") for name, value in reversed(raw)})
 
 
 def bearer(headers: Mapping[str, str]) -> str:
-    """The key that a request sends in its Authorization header; empty where it sends none."""
+    """Returns the key in the Authorization header, or an empty string."""
     return headers.get("authorization", "").removeprefix("Bearer ").strip()
 
 
@@ -141,8 +143,8 @@ def _too_long(limit: int) -> Refusal:
 
 
 async def _refuse(receive: Receive, send: Send, status: int, content: Any) -> None:
-    """Answers, then hangs up. A socket that is closed with bytes unread would take the answer with it, so that for a
-    moment the rest of the body is read and dropped."""
+    """Sends the rejection and closes the connection. Closing a socket with unread bytes would discard the answer, so
+    that the rest of the body is read and dropped for up to `LINGER` seconds."""
     text = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
     headers += [(b"connection", b"close")] + ([(b"retry-after", b"1")] if status == 429 else [])
@@ -156,7 +158,8 @@ async def _refuse(receive: Receive, send: Send, status: int, content: Any) -> No
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client hangs up: Refusal then. The body must have been read."""
+    """Returns the result of `work`. Cancels it and raises Refusal if the client disconnects. The body must have been
+    read before."""
     wanted, gone = asyncio.ensure_future(work), asyncio.ensure_future(receive())
     try:
         await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)

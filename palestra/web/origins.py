@@ -1,10 +1,10 @@
-"""Which web pages may call a server. A browser sends requests for any page it shows, from inside the user's machine and
-network, and names the page's site in the Origin header.
+"""Checks of the Origin and Host headers: which web pages may call a server.
 
-Two attacks are refused. A page of another site sends a request (its answer is hidden from it, its effect is not): the
-Origin header gives it away. A page lets its own name point to this machine (DNS rebinding) and passes for a page of the
-server: the Host header gives it away. An address in the Host header is always accepted, since no name server can point
-it elsewhere.
+A browser sends requests for any page that it shows, from inside the user's machine and network, and names the page's
+site in the Origin header. Two attacks are rejected. Cross-site requests: a page of another site sends a request, whose
+answer it cannot read but whose effect occurs; the Origin header identifies it. DNS rebinding: a page makes its own name
+resolve to this machine and so counts as a page of the server; the Host header identifies it. An IP address in the Host
+header is always accepted, since no name server can redirect it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class Origins:
-    """The pages and names that a server accepts.
+    """The web origins and host names that a server accepts.
 
-    `allowed` are origins of other sites' pages that may call it ("https://chat.example.org"). `hosts` are the names it
-    is called by, besides addresses and localhost; None accepts any. `pages` is true for a server that shows pages of
-    its own; one that does not accepts no request of a browser's page but those of `allowed`.
+    `allowed` are origins of other sites' pages that may call it ("https://chat.example.org"). `hosts` are the host
+    names that it accepts besides IP addresses and localhost; None accepts any. `pages` is true for a server with pages
+    of its own; without it, requests of browser pages are rejected unless their origin is in `allowed`.
     """
 
     allowed: tuple[str, ...] = ()
@@ -32,8 +32,9 @@ class Origins:
     def of(
         cls, host: str, allowed: Collection[str] = (), hosts: Collection[str] = (), *, pages: bool = True
     ) -> Origins:
-        """The rule for a server that listens at `host`: on loopback it is called by loopback's names and `hosts` alone,
-        elsewhere by any. Raises ValueError for an element of `allowed` that is no origin."""
+        """Returns the rules for a server that listens at `host`. On loopback only loopback names and `hosts` are
+        accepted, on other addresses any name, unless `hosts` are given. Raises ValueError for an element of `allowed`
+        that is no origin."""
         for origin in allowed:
             parts = urlsplit(origin)
             if (
@@ -49,7 +50,8 @@ class Origins:
         return cls(tuple(allowed), frozenset(names) if is_loopback(host) or hosts else None, pages)
 
     def refusal(self, headers: Mapping[str, str]) -> str | None:
-        """The reason to refuse a request with these headers (their names in any case); None to accept it."""
+        """Returns the reason to reject a request with these headers, or None to accept it. `headers` has lower-case or
+        case-insensitive keys."""
         if page := self.foreign_page(headers):
             return f'web pages of "{page[:200]}" may not call this server; `palestra serve` has --allow-origin for them'
         host = headers.get("host", "")
@@ -58,7 +60,8 @@ class Origins:
         return None
 
     def foreign_page(self, headers: Mapping[str, str]) -> str | None:
-        """The origin of the page that sends the request, where it may not; None for programs and accepted pages."""
+        """Returns the origin of the requesting page if it is not accepted; None for accepted pages and other
+        programs."""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
         if origin in self.allowed:
             return None
@@ -69,18 +72,18 @@ class Origins:
         return None if own and self.pages else origin
 
     def is_called(self, host: str) -> bool:
-        """True if a Host header holds a name of this server."""
+        """Returns True if a Host header holds an accepted name of this server."""
         name = host_name(host)
         return self.hosts is None or name == "localhost" or _is_address(name) or name in self.hosts
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine reaches a server that listens at `host`."""
+    """Returns True if a server that listens at `host` is reachable from this machine only."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def host_name(host: str) -> str:
-    """The name or address in a Host header, in lower case, without the port; empty where it has none."""
+    """Returns the name or address in a Host header, in lower case and without the port; empty if it has none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

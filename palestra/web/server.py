@@ -1,4 +1,4 @@
-"""The HTTP server of every command that serves: bounded connections and headers, and a stop that always stops."""
+"""HTTP server used by all serving commands, with limits on connections and headers and a guaranteed shutdown."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from palestra.web.gate import App
 
-CONNECTIONS = 4096  # at most; fewer where the process may open fewer files
-SPARE = 128  # of the files that a process may open, for everything but connections
-HEAD = 64 * 1024  # bytes of a request's line and headers
-HEAD_SECONDS = 20.0  # in which they must arrive
-LATE = 5.0  # seconds after the end of its grace period that a server may take before it is ended
+CONNECTIONS = 4096  # at most; fewer if the limit of open files is lower
+SPARE = 128  # open files reserved for other uses than connections
+HEAD = 64 * 1024  # bytes of the request line and headers, at most
+HEAD_SECONDS = 20.0  # seconds in which the headers must arrive
+LATE = 5.0  # seconds after the grace period until the process is ended
 
 
 def stoppable(
@@ -34,10 +34,10 @@ def stoppable(
     more: float = 0.0,
     at_once: Callable[[], None] = lambda: None,
 ) -> Server:
-    """A server of `app` that signals stop; call it on the main thread, then `server.run(sockets=[...])`.
+    """Returns a server of `app` that stops on signals; call it on the main thread, then `server.run(sockets=[...])`.
 
-    The first SIGTERM or SIGINT calls `closing` and lets requests under way end for `drain` seconds; the process is gone
-    `more` seconds and a few later at the latest. A second one calls `at_once` and ends the process at once.
+    The first SIGTERM or SIGINT calls `closing` and gives running requests `drain` seconds to end; the process exits at
+    most `more` + `LATE` seconds after that. A second signal calls `at_once` and ends the process immediately.
     """
     server = Server(app, drain, keep_alive, closing)
     on_stop(server.stop, drain + more + LATE, at_once)
@@ -45,7 +45,7 @@ def stoppable(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which `stop` ends, and which leaves signals to `on_stop`."""
+    """uvicorn server that is stopped by `stop` and leaves signals to `on_stop`."""
 
     def __init__(self, app: App, drain: int, keep_alive: int, closing: Callable[[], None] = lambda: None) -> None:
         super().__init__(
@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
         self.closing = closing
 
     def stop(self) -> None:
-        """Ends the server after the requests under way. May be called from any thread, and from a signal's handler."""
+        """Stops the server after the running requests. May be called from any thread and from signal handlers."""
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -77,8 +77,9 @@ class Server(uvicorn.Server):
 
 
 def on_stop(begin: Callable[[], object], seconds: float, at_once: Callable[[], None] = lambda: None) -> None:
-    """Calls `begin` at the first SIGTERM or SIGINT, and ends this process `seconds` later if it still runs, whatever it
-    is doing, with the stack of every thread on standard error. A second signal calls `at_once` and ends it at once."""
+    """Installs signal handlers: the first SIGTERM or SIGINT calls `begin` and ends the process `seconds` later if it
+    still runs, with the stack of every thread on standard error. A second signal calls `at_once` and ends it
+    immediately."""
     told = False
 
     def hear(number: int, frame: Any) -> None:
@@ -87,7 +88,7 @@ def on_stop(begin: Callable[[], object], seconds: float, at_once: Callable[[], N
             at_once()
             os._exit(128 + number)
         told = True
-        # a thread of C's, which runs whatever holds Python's lock
+        # runs on a C thread, even while the GIL is held
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
         begin()
 
@@ -96,7 +97,7 @@ def on_stop(begin: Callable[[], object], seconds: float, at_once: Callable[[], N
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection that is closed when there are too many, or when a request's headers are too long or too slow."""
+    """HTTP connection that is closed if there are too many, or if a request's headers are too long or too slow."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -136,11 +137,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def most_connections() -> int:
-    """Connections that this process can hold at once."""
+    """Returns the number of connections that this process can hold at once."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(CONNECTIONS, files - SPARE)) if files != resource.RLIM_INFINITY else CONNECTIONS
 
 
 def run_in_thread(server: Server, door: socket.socket) -> None:
-    """Serves until `server.stop()`; a thread's target."""
+    """Serves until `server.stop()`; the target of a thread."""
     asyncio.run(server.serve(sockets=[door]))

@@ -1,4 +1,4 @@
-"""What an algorithm for language agents is: a config, where trees branch, who gets credit, and the name of a loss."""
+"""Base class of the algorithms for language agents: a config with branching, credit assignment and a loss."""
 
 from __future__ import annotations
 
@@ -15,71 +15,80 @@ from palestra.types import Answer, Episode, Memory, Metrics, Sample
 
 
 class TextAlgorithm(Strict):
-    """Credit is given in two parts: `samples` reads the episodes and nothing else; `refined` asks the weights in
-    training for what credit needs of them, such as values. Both may keep what they learn from step to step in `memory`,
-    which is saved with the run. A config finds one of the user's own by `type: "module:Class"`."""
+    """Base config of an algorithm for language agents.
+
+    Credit assignment has two steps: `samples` reads only the episodes; `refined` may query the weights in training, for
+    example for values. Both may keep state from step to step in `memory`, which is saved with the run. A config selects
+    a user's own subclass with `type: "module:Class"`.
+    """
 
     type: str
+    """Name of the algorithm; "module:Class" selects one of your own."""
 
     @property
     def branching(self) -> Branching:
-        """Where the trees of its episodes branch."""
+        """Where the episode trees branch."""
         return Branching()
 
     @property
     def loss(self) -> Callable:
-        """A pure loss (losses/)."""
+        """The pure loss function (losses/) of the algorithm. Raises TypeError if the subclass names none."""
         raise TypeError(f"{type(self).__name__} names no loss")
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """What the loss is called with."""
+        """Keyword arguments of `loss`."""
         return {}
 
     @property
     def critic(self) -> bool:
-        """Whether its policies have a value head."""
+        """True if the policies need a value head."""
         return False
 
     @property
     def reads_sampler(self) -> bool:
-        """Whether its loss reads the log-probabilities of whoever drew the answers."""
+        """True if the loss reads the log-probabilities under the policy that sampled the answers."""
         return True
 
     @property
     def refers(self) -> bool:
-        """Whether it asks for log-probabilities of the reference."""
+        """True if the algorithm needs log-probabilities under the reference policy."""
         return False
 
     def samples(
         self, episodes: Sequence[Episode], policy: str, memory: Memory | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """What `policy` learns from, with figures of it; notes every answer's advantage at its node."""
+        """Returns the samples that `policy` trains on, and metrics; writes every answer's advantage to its node."""
         raise TypeError(f"{type(self).__name__} gives no credit")
 
     async def refined(self, samples: list[Sample], learner: Learner, memory: Memory) -> tuple[list[Sample], Metrics]:
-        """The samples with what `learner` says of them."""
+        """Returns the samples completed with what `learner` computes (values, reference log-probabilities), and
+        metrics."""
         return samples, {}
 
 
 def sample_of(answer: Answer, weights: np.ndarray, **more: Any) -> Sample:
-    """What is learned from an answer; `weights` [T] are its tokens' advantages."""
+    """Returns the training sample of an answer; `weights` [T] float32 are the advantages of its tokens."""
     return Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, weights, answer.temperature, **more)
 
 
 async def with_reference(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
-    """The samples with their log-probabilities under the reference, which a penalty holds to."""
+    """Returns the samples with `reference`: their log-probabilities [T] under the reference policy, for a KL penalty or
+    a preference loss."""
     found = await learner.logprobs(samples, reference=True)
     return [replace(sample, reference=logprobs) for sample, logprobs in zip(samples, found, strict=True)]
 
 
 async def corrected(samples: Sequence[Sample], learner: Learner, most: float) -> tuple[list[Sample], Metrics]:
-    """The samples as if the weights in training had drawn them: every token's advantage times its importance ratio, of
-    at most `most` (truncated importance sampling, Espeholt et al., 2018, eq. 1; Yao et al., 2025). What the loss then
-    clips is the step from here (decoupled PPO, Hilton et al., 2022; Fu et al., 2025, eq. 5), not from whoever drew.
+    """Returns the samples reweighted as if the weights in training had sampled them, and metrics.
 
-    `sampler_kl` is how far the samplers were from here (the mean of log-ratios, k1), `truncated` the share of tokens
-    with a larger ratio.
+    Each token's advantage is multiplied by its importance ratio, capped at `most` (truncated importance sampling,
+    Espeholt et al., 2018, eq. 1; Yao et al., 2025), and `logprobs` become those of the current weights. The loss then
+    clips the step from the current weights (decoupled PPO, Hilton et al., 2022; Fu et al., 2025, eq. 5), not from the
+    policy that sampled.
+
+    `sampler_kl` is the mean log-ratio of sampling policy to current weights (the k1 estimate of their KL divergence,
+    nats), `truncated` the share of tokens whose ratio exceeds the cap. No metrics without tokens.
     """
     now = await learner.logprobs(samples)
     ratios = [np.exp(own - sample.logprobs) for sample, own in zip(samples, now, strict=True)]

@@ -1,8 +1,8 @@
-"""Online preference optimisation (Guo et al., 2024; the loss of Rafailov et al., 2023): of siblings that started from
-the same place, the one that earned more is preferred to the one that earned less.
+"""Online preference optimisation (Guo et al., 2024; loss of Rafailov et al., 2023): of two siblings with the same
+prompt, the one with the higher reward is preferred.
 
-Siblings are those of GRPO: whole lines, or answers of one seat to one observation. What a reward is worth in size does
-not count, only which of two was better.
+Siblings are those of GRPO: whole trajectories, or answers of one seat to one observation. The size of a reward
+difference has no effect, only its sign.
 """
 
 from __future__ import annotations
@@ -20,25 +20,32 @@ from palestra.learners.base import Learner
 from palestra.losses.preferences import Kind, preference_loss
 from palestra.types import Answer, Episode, Memory, Metrics, Sample
 
-EQUAL = 1e-8  # values closer than this differ by rounding alone
+EQUAL = 1e-8  # smaller differences between values are rounding errors
 
 
 class DPO(SiblingAlgorithm):
-    """DPO and its kin, on pairs of siblings from the policy's own play.
+    """DPO and its variants on pairs of siblings from the policy's own episodes.
 
-    `pairs: best_worst` makes one pair of a group, `all` one of every two siblings whose values differ; by `margin` at
-    least, in units of reward. Two siblings that said the same are no pair. With `at: root` a side is all that a seat
-    said along its line. For `kind`, `beta`, `label_smoothing` and `reference_free` see `preference_loss`.
+    Two siblings with the same text form no pair. With `at: root` a side is every answer of a seat along its trajectory.
+    For the loss see `preference_loss`.
     """
 
     type: Literal["dpo"] = "dpo"
+    """Selects online DPO."""
     k: int = Field(4, ge=2, le=4096)
+    """Siblings per group (group size)."""
     pairs: Literal["best_worst", "all"] = "best_worst"
+    """`best_worst` makes one pair per group; `all` pairs every two siblings whose values differ."""
     margin: float = Field(0.0, ge=0)
+    """Minimum difference of two siblings' values, in units of reward, to form a pair."""
     kind: Kind = "sigmoid"
+    """Loss: `sigmoid` (DPO), `hinge` (SLiC) or `ipo`."""
     beta: float = Field(0.1, gt=0)
+    """Strength of the pull to the reference policy; larger values keep the policy closer to it."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Assumed probability that a preference is wrong (conservative DPO), below 0.5; not available with `ipo`."""
     reference_free: bool = False
+    """Leave the reference policy out: it is taken to give both sides the same probability."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -62,9 +69,11 @@ class DPO(SiblingAlgorithm):
     def samples(
         self, episodes: Sequence[Episode], policy: str, memory: Memory | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """The pairs that `policy` learns from, each a group of samples, chosen before rejected. Writes to each answer's
-        node how many pairs it wins less how many it loses. The figures say how many groups and pairs there were, and
-        which share of the groups had none to teach."""
+        """Returns the pairs that `policy` trains on, as groups of samples with the chosen side first, and metrics.
+        Writes to each answer's node the number of pairs it wins minus the number it loses.
+
+        `groups` and `pairs` are counts; `zero_variance` is the share of groups without a pair.
+        """
         groups = self.groups_of(episodes, policy)
         samples: list[Sample] = []
         pairs = flat = 0
@@ -86,7 +95,7 @@ class DPO(SiblingAlgorithm):
         return (await with_reference(samples, learner) if self.refers and samples else samples), {}
 
     def _paired(self, values: Sequence[float], sides: Sequence[Sequence[Answer]]) -> list[tuple[int, int]]:
-        """Numbers of siblings, the better one first, whose values and words differ."""
+        """Returns index pairs (better, worse) of siblings whose values and texts differ."""
         said = [[(answer.prompt_ids.tolist(), answer.token_ids.tolist()) for answer in side] for side in sides]
         gaps = {
             (better, worse): values[better] - values[worse]
@@ -98,13 +107,14 @@ class DPO(SiblingAlgorithm):
 
 
 def _sides(group: Group) -> list[list[Answer]]:
-    """Each sibling's answers that have tokens."""
+    """Returns each sibling's answers that have tokens."""
     answers = [[node.answers[group.seat] for node in nodes] for nodes in group.nodes]
     return [[answer for answer in side if len(answer.token_ids)] for side in answers]
 
 
 def _pair(chosen: Sequence[Answer], rejected: Sequence[Answer], number: int, *, mean: bool) -> list[Sample]:
-    """The samples of a pair, which count as one however long they are; with `mean` each side's tokens by their mean."""
+    """Returns the samples of a pair. A pair's weights sum to one, however long its sides are; with `mean` each side's
+    advantages are divided by its length."""
     lengths = [sum(len(answer.token_ids) for answer in side) for side in (chosen, rejected)]
     samples = []
     for side, sign, length in zip((chosen, rejected), (1.0, -1.0), lengths, strict=True):
@@ -115,7 +125,7 @@ def _pair(chosen: Sequence[Answer], rejected: Sequence[Answer], number: int, *, 
 
 
 def _annotate(group: Group, pairs: Sequence[tuple[int, int]]) -> None:
-    """Notes at each answer's node how many pairs its side wins less how many it loses."""
+    """Writes to each answer's node the number of pairs its side wins minus the number it loses."""
     for sibling, nodes in enumerate(group.nodes):
         wins = sum(better == sibling for better, _ in pairs) - sum(worse == sibling for _, worse in pairs)
         for node in nodes:

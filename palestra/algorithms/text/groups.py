@@ -1,4 +1,4 @@
-"""Who is compared with whom: a group is a set of siblings, answers that started from the same place."""
+"""Groups of siblings, the answers whose values are compared: they share one starting point."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from palestra.types import Episode, Node, Seat
 
 @dataclass(frozen=True)
 class Group:
-    """Answers of one seat that are compared: what each is worth, and the nodes that share its advantage."""
+    """Siblings of one seat: `values` [K], and per sibling the nodes that receive its advantage."""
 
     seat: Seat
     values: list[float]
@@ -25,22 +25,27 @@ class Group:
 
 
 class SiblingAlgorithm(TextAlgorithm):
-    """What compares siblings. With `at: root` they are `k` whole lines from one first step, with `at: turn` the `k`
-    answers of one seat to one observation, after which play goes on as `keep` and `epsilon` say, see `Branching`.
-    `alpha` mixes rewards as alpha * team + local."""
+    """Base config of algorithms that compare siblings: whole trajectories or answers to one observation."""
 
     at: Literal["root", "turn"] = "turn"
+    """`root`: siblings are `k` whole trajectories from one first step. `turn`: they are `k` answers of one seat to one
+    observation."""
     keep: Keep = "best"
+    """With `at: turn`, the siblings that the episode continues from: `best`, `random`, `epsilon` (best, but random with
+    probability `epsilon`) or `all`."""
     k: int = Field(8, ge=2, le=4096)
+    """Siblings per group (group size)."""
     epsilon: float = Field(0.1, ge=0, le=1)
+    """With `keep: epsilon`, the probability of continuing from a random sibling."""
     alpha: float = Field(1.0, ge=0)
+    """Weight of the team's reward: rewards are alpha * team + local."""
 
     @property
     def branching(self) -> Branching:
         return Branching(self.at, self.k, "all" if self.at == "root" else self.keep, self.epsilon, self.alpha)
 
     def groups_of(self, episodes: Sequence[Episode], policy: str) -> list[Group]:
-        """The groups of `policy`'s answers in all episodes."""
+        """Returns the groups of `policy`'s answers in all episodes."""
         return [
             group
             for episode in episodes
@@ -49,7 +54,7 @@ class SiblingAlgorithm(TextAlgorithm):
         ]
 
     def groups(self, episode: Episode) -> Iterator[Group]:
-        """The groups of an episode; none of one that failed."""
+        """Yields the groups of an episode; none if it failed."""
         if episode.error is not None:
             return
         if self.at == "root":
@@ -58,7 +63,8 @@ class SiblingAlgorithm(TextAlgorithm):
             yield from self._turns(episode)
 
     def _lines(self, episode: Episode) -> Iterator[Group]:
-        """One group per seat: K lines, each worth its return. A seat's return counts the team's rewards and its own."""
+        """Yields one group per seat: K trajectories with their returns, counted from the team's rewards and the seat's
+        own."""
         lines = [episode.line(leaf) for leaf in episode.leaves()]
         for seat in episode.seats:
             nodes = [[node for node in line if seat in node.answers] for line in lines]
@@ -68,8 +74,8 @@ class SiblingAlgorithm(TextAlgorithm):
                 yield Group(seat, values, [nodes[i] for i in kept])
 
     def _turns(self, episode: Episode) -> Iterator[Group]:
-        """One group per branching point and seat. Full trees (`keep: all`) look ahead; otherwise only one sibling has a
-        future, so that comparing futures would be unfair, and the step's own reward decides."""
+        """Yields one group per branching point and seat. In full trees (`keep: all`) a sibling's value includes its
+        subtree; otherwise only one sibling has a continuation, so values are the step's own rewards."""
         families: dict[int | None, list[Node]] = {}
         for node in episode.nodes:
             families.setdefault(node.parent, []).append(node)

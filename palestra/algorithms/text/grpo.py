@@ -1,9 +1,9 @@
 """Group-relative policy optimisation (Shao et al., 2024), for single agents and for teams.
 
-A group is a set of siblings: answers that were compared because they started from the same place. With `at: root` that
-is K whole lines from one first step, each scored by its return (MAS + GRPO for a team). With `at: turn, keep: best` it
-is the K answers of one seat to one observation, scored by the mixed reward of that step, with play going on from the
-best: AT-GRPO (Zhao et al., 2025, arXiv:2510.11062). A group never spans two episodes, two seats or two observations.
+A group is a set of siblings: answers that share one starting point. With `at: root` it is K whole trajectories from one
+first step, scored by their returns (MAS + GRPO for a team). With `at: turn, keep: best` it is the K answers of one seat
+to one observation, scored by the mixed reward of that step, and the episode continues from the best: AT-GRPO (Zhao et
+al., 2025, arXiv:2510.11062). A group never spans two episodes, two seats or two observations.
 """
 
 from __future__ import annotations
@@ -38,46 +38,56 @@ Baseline = Literal["mean", "others", "batch", "role"]
 Scale = Literal["std", "none", "batch"]
 Credit = Literal["group", "counterfactual", "shapley"]
 CREDITS: dict[str, Callable[[Array, int], Array]] = {"counterfactual": counterfactual, "shapley": shapley}
-ROLES = "roles"  # in memory: the average return of each seat of each env
+ROLES = "roles"  # key in `memory`: moving average of returns by env and seat
 
 
 class GRPO(SiblingAlgorithm):
-    """GRPO, AT-GRPO and their kin. A group without differences teaches nothing and is skipped (DAPO's filter, Yu et
-    al., 2025).
+    """GRPO, AT-GRPO and variants. A group whose advantages are all zero is skipped (DAPO's filter, Yu et al., 2025).
 
-    An answer is measured by the mean of its group, or with `baseline: others` by that of its siblings alone (RLOO,
-    Ahmadian et al., 2024). With `batch` it is the mean of all the policy's values in the step (REINFORCE++, Hu, 2025),
-    with `role` the moving average of what its seat of its env came to (RAE; SPIRAL, Liu et al., 2025): neither needs
-    siblings, so that `k` may be 1. `scale: std` divides by the group's standard deviation, `none` by nothing (Dr. GRPO,
-    Liu et al., 2025), `batch` by that of all the policy's answers in the step (REINFORCE++).
-
-    With `joints: crossed` seats that act at once meet in all combinations of their answers, and an answer is worth its
-    mean over those it stands in. `credit: counterfactual` or `shapley` cross the joints too, and measure an answer
-    where its team gives what it did in the joint that play went on from, see credit.py.
-
-    `weigh: token` counts every token alike (DAPO), `sequence` every answer (Shao et al.). `overlong: drop` learns
-    nothing from answers that ran into the token limit, which are still compared with (DAPO's overlong filter).
-
-    `surrogate` is what an update climbs: `clipped` (PPO), with ratios from 1 - `clip` to 1 + `clip_high`, and
-    `dual_clip` for bad answers; `cispo`, which clips the weight and not the gradient, from above alone; `gspo`, by the
-    ratio of whole answers, whose bounds want to be some hundred times closer.
+    With crossed joint answers an answer's value is its mean over the joint answers that contain it; with `credit:
+    counterfactual` or `shapley` it is its credit in the joint answer that the episode continued from, see credit.py.
     """
 
     type: Literal["grpo"] = "grpo"
+    """Selects GRPO."""
     k: int = Field(8, ge=1, le=4096)
+    """Siblings per group (group size). 1 needs `baseline: batch` or `role`."""
     joints: Joints = "paired"
+    """Seats that act at once: `paired` joins first answers with first, second with second; `crossed` evaluates all
+    combinations of their answers."""
     credit: Credit = "group"
+    """`group` compares values within a group; `counterfactual` and `shapley` split a team's value between its seats
+    (implies crossed joint answers)."""
     baseline: Baseline = "mean"
+    """Subtracted from a value: the `mean` of its group; the mean of the `others` in it (RLOO, Ahmadian et al., 2024);
+    the mean of the policy's whole `batch` (REINFORCE++, Hu, 2025); the moving average of its seat in its env, `role`
+    (RAE; SPIRAL, Liu et al., 2025)."""
     scale: Scale = "std"
+    """Divisor of advantages: the group's `std`, `none` (Dr. GRPO, Liu et al., 2025), or the deviation over the policy's
+    whole `batch` (REINFORCE++)."""
     weigh: Literal["token", "sequence"] = "token"
+    """Loss aggregation: `token` gives every token the same weight (DAPO), `sequence` every answer (Shao et al.,
+    2024)."""
     overlong: Literal["keep", "drop"] = "keep"
+    """`drop` does not train on answers cut at the token limit; they still count in the baseline (DAPO's overlong
+    filter)."""
     surrogate: Literal["clipped", "cispo", "gspo"] = "clipped"
+    """Objective: `clipped` (PPO); `cispo` clips the weight, not the gradient, from above only; `gspo` uses
+    sequence-level ratios and needs bounds about a hundred times closer."""
     clip: float = Field(0.2, gt=0)
+    """Lower clipping distance of the probability ratio: it is kept above 1 - clip."""
     clip_high: float | None = Field(None, gt=0)
+    """Upper clipping distance (DAPO's clip-higher); null uses `clip`."""
     dual_clip: float | None = Field(None, gt=1)
+    """Bounds the loss of a token with negative advantage to this multiple of it; above 1, only with `surrogate:
+    clipped`."""
     correction: float | None = Field(None, gt=0)
+    """Cap of the importance ratio between current weights and sampling policy, for stale samples; null applies no
+    correction."""
     kl: float = Field(0.0, ge=0)
+    """Coefficient of the KL penalty to the reference policy, in the loss."""
     entropy: float = 0.0
+    """Coefficient of the entropy bonus."""
 
     @property
     def branching(self) -> Branching:
@@ -136,9 +146,12 @@ class GRPO(SiblingAlgorithm):
     def samples(
         self, episodes: Sequence[Episode], policy: str, memory: Memory | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """What `policy` learns from: its answers in groups that teach something. Writes every answer's advantage to its
-        node. The figures say how many groups there were, which share had nothing to teach, and where joints are crossed
-        what each of the policy's seats contributed."""
+        """Returns the samples of `policy` with nonzero advantages, and metrics; writes every answer's advantage to its
+        node.
+
+        `groups` counts groups, `zero_variance` is the share of them without advantages. With crossed joint answers,
+        each seat's contribution is added (see `contributed`).
+        """
         groups = [(e.env, group) for e in episodes for group in self.groups_of([e], policy)]
         advantages = self._advantages(groups, {} if memory is None else memory)
         spread = batch_spread(advantages) if self.scale == "batch" else 1.0
@@ -156,12 +169,12 @@ class GRPO(SiblingAlgorithm):
         return (await with_reference(samples, learner) if self.kl and samples else samples), figures
 
     def groups(self, episode: Episode) -> Iterator[Group]:
-        """The groups of an episode, every answer once; none of one that failed."""
+        """Yields the groups of an episode, every answer once; none if it failed."""
         for group in super().groups(episode):
             yield credited(group, self.credit) if self._crossed else group
 
     def _advantages(self, groups: Sequence[tuple[str, Group]], memory: Memory) -> list[list[float]]:
-        """Of each group of an env, before the batch's scale."""
+        """Returns the advantages of each (env, group) before scaling by the batch."""
         if self.baseline == "batch":
             return batch_advantages([group.values for _, group in groups])
         if self.baseline == "role":
@@ -171,7 +184,7 @@ class GRPO(SiblingAlgorithm):
         return [group_advantages(group.values, baseline=self.baseline, scale=scale) for _, group in groups]
 
     def _annotate(self, group: Group, advantages: Sequence[float]) -> list[Sample]:
-        """Notes the advantages on the group's nodes; returns a sample of each answer that teaches something."""
+        """Writes the advantages to the group's nodes; returns a sample of each answer that is trained on."""
         samples = []
         for nodes, advantage in zip(group.nodes, advantages, strict=True):
             for node in nodes:
@@ -187,7 +200,7 @@ class GRPO(SiblingAlgorithm):
         return len(answer.token_ids) > 0 and not (self.overlong == "drop" and answer.stop == "length")
 
     def _contributions(self, episodes: Sequence[Episode], policy: str) -> Metrics:
-        """What each seat of `policy` contributed, a mean over the joint steps of several seats."""
+        """Returns the contribution of each seat of `policy`, averaged over the joint steps of several seats."""
         found: dict[str, list[float]] = {}
         for episode in episodes:
             for group in super().groups(episode):
@@ -199,9 +212,9 @@ class GRPO(SiblingAlgorithm):
 
 
 def credited(group: Group, credit: Credit) -> Group:
-    """A seat's siblings of crossed joints as a group in which every answer is once. With `credit: group` it is worth
-    the mean over the joints it stands in; else its credit in the joints that play went on from, had it been given
-    there."""
+    """Returns a seat's crossed siblings as a group that contains every answer once. With `credit: group` an answer's
+    value is its mean over the joint answers that contain it; otherwise its credit had it been given in the joint
+    answers that the episode continued from. Raises ValueError if the siblings are not all combinations."""
     siblings, places, seat = _seated(group)
     q = table(places, group.values)
     if credit == "group":
@@ -213,8 +226,9 @@ def credited(group: Group, credit: Credit) -> Group:
 
 
 def contributed(group: Group, score: Callable[[Node], float]) -> Metrics:
-    """The counterfactual and the Shapley value of a seat's answer in the joints that play went on from, and the seat's
-    influence; of what `score` says that each joint is worth to all."""
+    """Returns `counterfactual` and `shapley`, the credit of a seat's answer in the joint answers that the episode
+    continued from, and the seat's `influence`; `score` gives the value of a joint answer to the team. Raises ValueError
+    if the siblings are not all combinations."""
     siblings, places, seat = _seated(group)
     q = table(places, [score(node) for node in siblings])
     kept = tuple(places[[node.chosen for node in siblings]].T)
@@ -223,14 +237,14 @@ def contributed(group: Group, score: Callable[[Node], float]) -> Metrics:
 
 
 def _seated(group: Group) -> tuple[list[Node], np.ndarray, int]:
-    """The siblings, which answers they joined, and the axis of the group's seat."""
+    """Returns the siblings, their answer indices [J, N], and the axis of the group's seat."""
     siblings = [node for (node,) in group.nodes]
     return siblings, crossing(siblings), list(siblings[0].answers).index(group.seat)
 
 
 def crossing(siblings: Sequence[Node]) -> np.ndarray:
-    """Which of its answers each seat gives in each sibling [J, N], by first appearance. Raises ValueError where these
-    are not all combinations."""
+    """Returns the answer index of each seat in each sibling [J, N] int64, numbered by first appearance. Raises
+    ValueError if the siblings are not all combinations of the seats' answers."""
     places = np.zeros((len(siblings), len(siblings[0].answers)), np.int64)
     for axis, seat in enumerate(siblings[0].answers):
         seen: dict[int, int] = {}
@@ -244,7 +258,8 @@ def crossing(siblings: Sequence[Node]) -> np.ndarray:
 
 
 def table(places: np.ndarray, values: Sequence[float]) -> Array:
-    """What each joint answer is worth [K, ..., K], from siblings at `places` [J, N]."""
+    """Returns the value of each joint answer [K, ..., K] float64, from the values of siblings at indices `places` [J,
+    N]."""
     q = np.empty(places.max(axis=0) + 1)
     q[tuple(places.T)] = values
     return q

@@ -1,12 +1,11 @@
 """Proximal policy optimisation with a critic (Schulman et al., 2017), token by token, for language agents.
 
-A seat's answers in one line of play, in their order, are one chain of tokens: each token is an action, and a value head
-on the policy's own features says what the state before it is worth. The team's rewards and the seat's own that fall
-between one of its decisions and its next (by whoever's move) land on the last token of the earlier one. Rewards before
-a seat's first decision land nowhere: nothing it did had a part in them.
+A seat's answers along one trajectory, in order, form one chain of tokens: each token is an action, and a value head on
+the policy's own features estimates the value of the state before it. Rewards of the team and of the seat that fall
+between two of its decisions are added to the last token of the earlier one. Rewards before a seat's first decision are
+dropped, since no token of it caused them.
 
-The end of a line is worth 0, also of one that the env cut off: a text env's limits on turns are part of its task, and
-beyond them nothing is to be had.
+The value after the end of a trajectory is 0, also if the env truncated it: a text env's turn limit is part of its task.
 """
 
 from __future__ import annotations
@@ -27,49 +26,63 @@ from palestra.rollouts.figures import member
 from palestra.rollouts.play import Branching
 from palestra.types import Episode, Memory, Metrics, Node, Sample, Seat
 
-COEFFICIENT = "kl"  # in memory: what the coefficient of an adaptive penalty began with, and what it is now
-MOST = 0.2  # of a relative error that the controller of that penalty heeds
+COEFFICIENT = "kl"  # key in `memory`: initial and current coefficient of the adaptive KL penalty
+MOST = 0.2  # bound of the relative error in the adaptive KL controller
 
 
 @dataclass(kw_only=True)
 class Turn(Sample):
-    """A sample that knows its place in the episode. Until it is refined, its `advantages` are its tokens' rewards, and
-    its `group` is the number of its chain."""
+    """A sample with its node and seat. Before `refined`, `advantages` holds the rewards of its tokens and `group` the
+    number of its chain."""
 
     node: Node
     seat: Seat
 
 
 class PPO(TextAlgorithm):
-    """PPO over `k` lines from each start. `alpha` mixes rewards as alpha * team + local; `gamma` and `lam` are those of
-    GAE, for each token. `normalise` gives the advantages of all the policy's tokens in a step mean 0 and deviation 1.
-    How often and in what batches they are gone through is the policy's own setting.
+    """PPO with a value head, on `k` trajectories per start. Epochs and batch sizes are settings of the policy.
 
-    `kl` is the coefficient of a penalty within the rewards, -kl * (log-probability less that under the reference) for
-    every token (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). With `kl_target`, in nats for a chain, it
-    adapts (`adapted`) and is kept in memory; one stage's goes on in the next unless that has another `kl`.
+    The KL penalty is part of the rewards: -kl * (log-probability minus reference log-probability) for every token
+    (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is kept in memory and
+    continues in the next stage unless that has another `kl`.
 
-    With `correction`, credit comes first: rewards, the penalty in them, and GAE are of the policy that sampled, whose
-    choices they judge. Then each token's advantage, normalised, is multiplied by its importance ratio, of at most so
-    much. Returns are not corrected.
+    With `correction`, rewards, KL penalty and GAE are first computed for the policy that sampled. Then each normalised
+    advantage is multiplied by its capped importance ratio. Returns are not corrected.
     """
 
     type: Literal["ppo"] = "ppo"
+    """Selects PPO with a critic."""
     k: int = Field(1, ge=1, le=4096)
+    """Trajectories per start."""
     alpha: float = Field(1.0, ge=0)
+    """Weight of the team's reward: rewards are alpha * team + local."""
     gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token."""
     lam: float = Field(0.95, ge=0, le=1)
+    """GAE lambda per token: 0 trusts the critic, 1 the rewards."""
     normalise: bool = True
+    """Standardise advantages over all tokens of the policy in a step (mean 0, deviation 1)."""
     clip: float = Field(0.2, gt=0)
+    """Clipping distance of the probability ratio below 1 (and above, if `clip_high` is null)."""
     clip_high: float | None = Field(None, gt=0)
+    """Clipping distance above 1; null uses `clip`."""
     dual_clip: float | None = Field(None, gt=1)
+    """Bounds the loss of a token with negative advantage to this multiple of it; above 1."""
     value_coef: float = Field(0.5, ge=0)
+    """Coefficient of the value loss."""
     value_clip: float | None = Field(None, gt=0)
+    """Largest change of a value per update that still reduces its loss, in units of return; null does not clip."""
     correction: float | None = Field(None, gt=0)
+    """Cap of the importance ratio between current weights and sampling policy, for stale samples; null applies no
+    correction."""
     kl: float = Field(0.0, ge=0)
+    """Coefficient of the per-token KL penalty in the rewards; the initial one if `kl_target` is set."""
     kl_target: float | None = Field(None, gt=0)
+    """Target KL per chain, in nats; if set, the coefficient adapts to it (see `adapted`). Needs `kl` above 0."""
     kl_horizon: int = Field(10000, ge=1)
+    """Chains over which the adaptive coefficient reacts; larger is slower."""
     entropy: float = 0.0
+    """Coefficient of the entropy bonus."""
 
     @model_validator(mode="after")
     def _adapts(self) -> Self:
@@ -101,14 +114,14 @@ class PPO(TextAlgorithm):
     def samples(
         self, episodes: Sequence[Episode], policy: str, memory: Memory | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """The answers of `policy`, chain by chain, with their tokens' rewards; how many chains there are. What they
-        were better than is for `refined` to say, which notes the advantages."""
+        """Returns the answers of `policy`, chain by chain, with token rewards in place of advantages (`refined`
+        replaces them), and `chains`, the number of chains."""
         chains = [chain for episode in episodes for chain in self._chains(episode, policy)]
         samples: list[Sample] = [replace(turn, group=number) for number, chain in enumerate(chains) for turn in chain]
         return samples, {"chains": float(len(chains))}
 
     def _chains(self, episode: Episode, policy: str) -> Iterator[list[Turn]]:
-        """The policy's turns at each seat of each line; none of an episode that failed."""
+        """Yields the policy's samples at each seat of each trajectory; none if the episode failed."""
         for leaf in episode.leaves() if episode.error is None else []:
             for seat in episode.seats:
                 if chain := self._chain(episode.line(leaf), seat, policy):
@@ -127,11 +140,12 @@ class PPO(TextAlgorithm):
         return chain
 
     async def refined(self, samples: list[Sample], learner: Learner, memory: Memory) -> tuple[list[Sample], Metrics]:
-        """The samples with values, returns and advantages; notes the mean of an answer's advantages at its node.
+        """Returns the samples with values, returns and advantages, and metrics; writes the mean advantage of an answer
+        to its node.
 
-        `explained` is the share of the returns' variance that the values, as they are before the update, explain;
-        `kl_chain` the mean over chains of their summed log-ratios to the reference, `kl_coef` the penalty's coefficient
-        in this step.
+        `explained` is the share of the returns' variance that the values before the update explain; `kl_chain` the mean
+        over chains of their summed log-ratios to the reference (nats), `kl_coef` the coefficient of the penalty in this
+        step.
         """
         if not samples:
             return samples, {}
@@ -158,7 +172,7 @@ class PPO(TextAlgorithm):
         return taught, figures
 
     def _penalty(self, gaps_M: np.ndarray, chains: int, memory: Memory) -> tuple[float, Metrics]:
-        """The coefficient of the KL penalty for this step. The next one's goes to memory, where it adapts."""
+        """Returns the KL coefficient of this step and metrics; stores the next coefficient in `memory` if it adapts."""
         known = memory.get(COEFFICIENT, {})
         now = known["now"] if self.kl_target and known.get("began") == self.kl else self.kl
         kl = float(gaps_M.sum() / chains)
@@ -169,22 +183,23 @@ class PPO(TextAlgorithm):
 
 
 def adapted(coefficient: float, kl: float, *, target: float, chains: int, horizon: int) -> float:
-    """The coefficient after a step of `chains` in which KL was `kl` nats a chain: moved in proportion to how far off
-    `target` that is, relative to it, 0.2 at most (Ziegler et al., 2019, sec. 2.2). Their gain is chains / horizon, in
-    the code that they released; here it is 1 at most, since a large one would turn the coefficient's sign."""
+    """Returns the KL coefficient after a step of `chains` chains with `kl` nats per chain. It changes in proportion to
+    the relative error (kl / target - 1), bounded to 0.2 (Ziegler et al., 2019, sec. 2.2). The gain is chains / horizon,
+    as in their released code; here it is at most 1, since a larger one could make the coefficient negative."""
     error = min(max(kl / target - 1, -MOST), MOST)
     return coefficient * (1 + error * min(chains / horizon, 1.0))
 
 
 def _cuts(lengths: Sequence[int]) -> np.ndarray:
-    """Where `np.split` parts arrays of these lengths that lie end to end."""
+    """Returns the indices at which `np.split` separates concatenated arrays of these lengths."""
     return np.cumsum(lengths)[:-1]
 
 
 def _with_credit(
     turns: Sequence[Turn], advantages_M: np.ndarray, values_M: np.ndarray, returns_M: np.ndarray
 ) -> list[Sample]:
-    """The turns with what is said of each of their tokens, as samples that may be parted. Noted at their nodes."""
+    """Returns the samples with their advantages, values and returns (float32), no longer grouped by chain; writes mean
+    advantages to their nodes."""
     cuts = _cuts([len(turn.token_ids) for turn in turns])
     columns = (np.split(column.astype(np.float32), cuts) for column in (advantages_M, values_M, returns_M))
     taught: list[Sample] = []

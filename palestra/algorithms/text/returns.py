@@ -1,8 +1,7 @@
-"""What the tokens of a chain were worth: advantages from rewards and values, on numpy arrays.
+"""Token-level advantages of language agents from rewards and values, on numpy arrays.
 
-A chain is all that one seat said in one line of play, answer after answer, as if its `T` tokens had been drawn in a
-row; `M` tokens are those of several chains. Time is counted in these tokens: what others say meanwhile costs no
-discount.
+A chain is every token of one seat along one trajectory, answer after answer, as if its `T` tokens had been sampled in a
+row; `M` tokens are those of several chains. Time is counted in these tokens: other seats' tokens cost no discount.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ import numpy as np
 
 
 def gae(rewards_T: np.ndarray, values_T: np.ndarray, *, gamma: float, lam: float) -> np.ndarray:
-    """Generalised advantage estimates [T] of one chain (Schulman et al., 2016, eq. 16), float64, in units of reward.
+    """Returns generalised advantage estimates [T] of one chain (Schulman et al., 2016, eq. 16), float64, in units of
+    reward.
 
-    `values_T[t]` is of the state in which token t was drawn, `rewards_T[t]` what followed it before the next token.
-    After the last token nothing is worth anything. `lam=0` trusts the critic and gives one-step errors, `lam=1` trusts
-    the rewards and gives the return less the value. Raises ValueError where the lengths differ.
+    `values_T[t]` is the value of the state in which token t was sampled, `rewards_T[t]` the reward between it and the
+    next token. The value after the last token is 0. `lam=0` trusts the critic and gives one-step TD errors, `lam=1`
+    trusts the rewards and gives the return minus the value. Raises ValueError if the lengths differ.
     """
     if len(rewards_T) != len(values_T):
         raise ValueError(f"{len(rewards_T)} rewards and {len(values_T)} values are not of one chain")
@@ -28,15 +28,15 @@ def gae(rewards_T: np.ndarray, values_T: np.ndarray, *, gamma: float, lam: float
 
 
 def standardised(advantages_M: np.ndarray) -> np.ndarray:
-    """Advantages [M] with mean 0 and (population) standard deviation 1. All zero where they do not differ, as with one
-    token alone, which is better or worse than nothing."""
+    """Returns advantages [M] with mean 0 and (population) standard deviation 1. All zero if they do not differ, as with
+    a single token."""
     centred = advantages_M - advantages_M.mean()
     spread = centred.std()
     return centred / spread if spread > 1e-8 else np.zeros_like(centred)
 
 
 def explained(values_M: np.ndarray, returns_M: np.ndarray) -> float | None:
-    """Share of the returns' variance that the values explain: 1 at best, 0 for a constant, negative where they mislead.
-    None where the returns do not differ."""
+    """Returns the share of the returns' variance that the values explain: at most 1, 0 for a constant, negative if
+    worse than a constant. None if the returns do not differ."""
     variance = returns_M.var()
     return float(1 - (returns_M - values_M).var() / variance) if variance > 1e-12 else None

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning: imitate what was said in lines worth it, and foretell what the world says next.
+"""Supervised fine-tuning: cross-entropy on all or successful trajectories, optionally plus next-observation prediction.
 
-With a teacher at the seat (`policies.NAME.teacher`), or on recorded play (`data:`), imitation is behaviour cloning;
-without either a policy imitates its own successes, which is rejection-sampling fine-tuning (expert iteration, Anthony
-et al., 2017). A world model foretells each next observation from what came before it, answer included (Ha &
-Schmidhuber, 2018; in the weights of a language agent Zhang et al., 2025, arXiv:2510.08558, "implicit world modeling").
+With a teacher at the seat (`policies.NAME.teacher`) or on recorded episodes (`data:`), imitation is behaviour cloning.
+Without either a policy imitates its own successes: rejection-sampling fine-tuning (expert iteration, Anthony et al.,
+2017). A world model predicts each next observation from the tokens before it, answer included (Ha & Schmidhuber, 2018;
+in the weights of a language agent Zhang et al., 2025, arXiv:2510.08558, "implicit world modeling").
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from palestra.types import Answer, Episode, Memory, Metrics, Node, Sample, Seat
 
 @dataclass(frozen=True)
 class Part:
-    """One seat's part in a line: the nodes where it answered, what it earned in all, and whether the line succeeded."""
+    """One seat's part of a trajectory: the nodes where the policy answered, the seat's return, and whether the
+    trajectory succeeded."""
 
     seat: Seat
     nodes: list[Node]
@@ -33,19 +34,22 @@ class Part:
 
 
 class SFT(TextAlgorithm):
-    """Imitates the answers of every line (`imitate: all`) or of those that ended in success, and with weight `world`
-    (to imitation's 1, per token) foretells what the same seat is shown next; `imitate: none` foretells alone, in every
-    line. `least` leaves out lines in which a seat's return, alpha * team + local, is smaller. `k` lines a start.
-
-    What a line shares with another one counts once.
-    """
+    """Imitates the answers of trajectories, and optionally predicts the seat's next observations. Nodes that several
+    trajectories share count once."""
 
     type: Literal["sft"] = "sft"
+    """Selects supervised fine-tuning."""
     imitate: Literal["success", "all", "none"] = "success"
+    """Trajectories whose answers are imitated: those that ended in `success`, `all`, or `none` (observation prediction
+    only, on every trajectory)."""
     world: float = Field(0.0, ge=0)
+    """Weight per token of predicting the seat's next observation (imitation has 1); 0 turns it off."""
     least: float | None = None
+    """Minimum return of a seat (alpha * team + local) for a trajectory to be used; null uses all."""
     k: int = Field(1, ge=1, le=4096)
+    """Trajectories per start."""
     alpha: float = Field(1.0, ge=0)
+    """Weight of the team's reward in the return compared with `least`: alpha * team + local."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
@@ -68,11 +72,11 @@ class SFT(TextAlgorithm):
     def samples(
         self, episodes: Sequence[Episode], policy: str, memory: Memory | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """The answers to imitate, noted at their nodes with advantage 1, then the observations to foretell.
+        """Returns the answers to imitate, with advantage 1 at their nodes, then the observations to predict, and
+        metrics.
 
-        `imitated` is the share of the policy's parts in lines whose answers are learned; `foretold`, where there is a
-        world model, that of the turns in lines to learn from which are followed by an observation that says anything
-        new.
+        `imitated` is the share of the policy's (seat, trajectory) pairs whose answers are imitated; `foretold`, only
+        with `world`, the share of answers in the used trajectories that are followed by an observation with new tokens.
         """
         parts = [part for episode in episodes for part in _parts(episode, policy, self.alpha)]
         kept = [part for part in parts if self._worthy(part)]
@@ -91,7 +95,7 @@ class SFT(TextAlgorithm):
 
 
 def _parts(episode: Episode, policy: str, alpha: float) -> Iterator[Part]:
-    """What `policy` did at each of its seats in each line of an episode; nothing of one that failed."""
+    """Yields the trajectories of `policy` at each of its seats in an episode; none if it failed."""
     for leaf in [] if episode.error is not None else episode.leaves():
         line = episode.line(leaf)
         for seat in dict.fromkeys(seat for node in line for seat in node.answers):
@@ -105,7 +109,8 @@ def _is_of(answer: Answer, policy: str) -> bool:
 
 
 def _imitations(parts: Sequence[Part]) -> list[Sample]:
-    """The answers, noted at their nodes with advantage 1; one that several lines or siblings share once."""
+    """Returns the answers as samples and writes advantage 1 to their nodes; an answer in several trajectories or
+    siblings counts once."""
     answers: dict[int, Answer] = {}
     for part in parts:
         for node in part.nodes:
@@ -118,7 +123,8 @@ def _imitations(parts: Sequence[Part]) -> list[Sample]:
 
 
 def _foretold(parts: Sequence[Part], weight: float) -> list[tuple[Answer, Sample]]:
-    """Each new observation that came after an answer, with that answer. What siblings were shown is foretold once."""
+    """Returns each new observation that follows an answer, with that answer; an observation that siblings share counts
+    once."""
     found: dict[tuple[int, int | None], tuple[Answer, Sample]] = {}
     for part in parts:
         for node, later in zip(part.nodes, part.nodes[1:], strict=False):
@@ -132,10 +138,11 @@ def _foretold(parts: Sequence[Part], weight: float) -> list[tuple[Answer, Sample
 
 
 def news(answer: Answer, later: Answer) -> np.ndarray:
-    """The token ids of what `later`'s prompt adds to what was known at the end of `answer`.
+    """Returns the token ids [T] that `later`'s prompt adds to the prompt and answer of `answer`.
 
-    A conversation's next prompt begins with prompt and answer, and all the rest is new. Where each prompt stands alone,
-    new is what follows the part that both begin with: role and template are in every prompt.
+    In a conversation the next prompt begins with prompt and answer, and everything after them is new. If each prompt
+    stands alone, everything after the common prefix of the two prompts is new, since role and template are part of
+    every prompt.
     """
     known = np.concatenate([answer.prompt_ids, answer.token_ids])
     after = shared(known, later.prompt_ids)
@@ -145,7 +152,7 @@ def news(answer: Answer, later: Answer) -> np.ndarray:
 
 
 def shared(one: np.ndarray, other: np.ndarray) -> int:
-    """How many elements both begin with."""
+    """Returns the length of the common prefix of two 1-D arrays."""
     n = min(len(one), len(other))
     differing = np.flatnonzero(one[:n] != other[:n])
     return int(differing[0]) if len(differing) else n

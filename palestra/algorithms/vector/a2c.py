@@ -1,4 +1,4 @@
-"""Advantage actor-critic (Mnih et al., 2016), synchronous; with V-trace and actors of their own, IMPALA."""
+"""Advantage actor-critic (Mnih et al., 2016), synchronous; with V-trace and asynchronous actors it is IMPALA."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from palestra.losses.policy import Figures, Scored, policy_gradient_loss
 
 
 class A2C(ActorCriticConfig):
-    """One step on each short batch."""
+    """A2C: one gradient step on each short rollout."""
 
     type: Literal["a2c"] = "a2c"
+    """Selects A2C."""
     horizon: int = Field(16, ge=1)
+    """Rollout length: steps of every parallel game per batch."""
     entropy: float = Field(0.01, ge=0)
+    """Coefficient of the entropy bonus."""
 
     def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
         return policy_gradient_loss(rows)

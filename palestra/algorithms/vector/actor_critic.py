@@ -1,11 +1,12 @@
-"""What PPO and A2C share: a policy that acts, a critic that judges, credit by generalised advantages or V-trace.
+"""Actor-critic training shared by PPO and A2C: policies, critics, and credit by GAE or V-trace.
 
-The critic is a stack of its own, with an optimizer of its own. It sees what its seat sees (`critic: own`), or
-everything (`critic: central`: the env's global state, or all views together, and which seat is asked about); with
-`critics: one` a single critic judges for all policies. So independent PPO (de Witt et al., 2020) becomes MAPPO (Yu et
-al., 2022) by one switch, and so does every other algorithm here.
+Critics have their own networks and optimizers. A critic sees the observation of its seat (`critic: own`) or everything
+(`critic: central`: the env's global state, or all observations together, and a one-hot seat); with `critics: one` a
+single critic serves all policies. Independent PPO (de Witt et al., 2020) thus becomes MAPPO (Yu et al., 2022) by one
+setting, and likewise every other algorithm here.
 
-Shapes: `P` members, `T` steps, `B` games, `S` seats of a member, `C` = B*S columns, `N` seats, `F` ended games.
+Shapes: `P` members, `T` steps, `B` parallel games, `S` seats of a member, `C` = B*S columns, `N` seats, `F` ended
+games.
 """
 
 from __future__ import annotations
@@ -32,42 +33,53 @@ from palestra.types import Batch, Metrics
 
 
 class ActorCriticConfig(AlgorithmConfig):
-    """Play `horizon` steps of every game, then learn from them. `value_norm` lets the critic predict in running
-    deviations of the return (Yu et al., 2022). `correct: vtrace` corrects for actions of an older policy: advantages
-    are weighted by how much likelier they are now, and a loss's ratios are to the policy as the batch finds it (the
-    decoupled objective of Hilton et al., 2022, with bounded weights). The bonus for `entropy` goes to `entropy_end`
-    over the run where that is given: in games of two sides self-play goes round in circles without a bonus, and ends
-    off the equilibrium with one that stays (Sokota et al., 2023). `gamma` goes to `gamma_end` likewise: what is near is
-    learned first, and later what is far counts as much (François-Lavet et al., 2015). By `auxiliary` a policy's network
-    is taught the critic's targets besides, through a last layer of its own (the auxiliary head of Cobbe et al., 2021):
-    on pixels, what a critic that knows the state has understood shows the policy what to look at."""
+    """Base config of on-policy actor-critic algorithms: collect a rollout of `horizon` steps, then train on it."""
 
     horizon: int = Field(128, ge=1)
+    """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per decision of a seat."""
     gamma_end: float | None = Field(None, ge=0, le=1)
+    """Discount at the end of the run, reached linearly; null keeps `gamma`. A rising discount learns the near future
+    first (François-Lavet et al., 2015)."""
     lam: float = Field(0.95, ge=0, le=1)
+    """GAE (or V-trace) lambda: 0 trusts the critic, 1 the rewards."""
     epochs: int = Field(1, ge=1)
+    """Passes over each rollout."""
     minibatches: int = Field(1, ge=1)
+    """Gradient steps per pass."""
     entropy: float = Field(0.0, ge=0)
+    """Coefficient of the entropy bonus."""
     entropy_end: float | None = Field(None, ge=0)
+    """Entropy coefficient at the end of the run, reached linearly; null keeps `entropy`. In two-player zero-sum games
+    self-play cycles without a bonus, and a constant one keeps it off the equilibrium (Sokota et al., 2023)."""
     normalise: bool = True
+    """Standardise each policy's advantages over the rollout."""
     critic: Literal["own", "central"] = "own"
+    """Input of the critic: the seat's `own` observation, or `central`: the env's state (or all observations) and the
+    seat."""
     critics: Literal["each", "one"] = "each"
+    """A critic for `each` policy, or `one` for all."""
     value_norm: bool = False
+    """Train the critic on returns normalised by their running mean and deviation (Yu et al., 2022)."""
     auxiliary: float = Field(0.0, ge=0)
+    """Coefficient of a value loss on the policy network, through a last layer of its own (Cobbe et al., 2021). Useful
+    on pixels with a central critic: the critic's targets teach the policy's features. 0 turns it off."""
     correct: Literal["none", "vtrace"] = "none"
+    """`vtrace` corrects for actions of an older policy: advantages have bounded importance weights, and the loss's
+    ratios are to the policy at the start of the update (the decoupled objective of Hilton et al., 2022)."""
 
     def entropy_at(self, progress: float) -> float:
-        """The bonus for entropy when so much of the run is done."""
+        """Returns the entropy coefficient at `progress` in [0, 1]."""
         return _between(self.entropy, self.entropy_end, progress)
 
     def gamma_at(self, progress: float) -> float:
-        """The discount when so much of the run is done."""
+        """Returns the discount at `progress` in [0, 1]."""
         return _between(self.gamma, self.gamma_end, progress)
 
     @abstractmethod
     def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
-        """The policy's loss over rows, and its figures."""
+        """Returns the policy loss (a scalar) over transitions, and metrics."""
 
     def teacher(self) -> Callable[..., NetLearner]:
         return ActorCritic
@@ -75,8 +87,8 @@ class ActorCriticConfig(AlgorithmConfig):
 
 @dataclass
 class Critic:
-    """Values for the seats of a stack. `memory` is what a recurrent critic remembers at the start of the next batch
-    of each source."""
+    """Critic networks for the seats of a stack. `memory` maps each batch source to the recurrent state [P, C, H] at the
+    start of its next batch, for recurrent critics."""
 
     seating: Seating
     net: Net
@@ -86,6 +98,9 @@ class Critic:
 
 
 class ActorCritic(NetLearner):
+    """Learner of on-policy actor-critic algorithms. Raises ValueError if `critics: one` with `critic: own` meets seats
+    whose observations differ in shape."""
+
     def __init__(self, config: ActorCriticConfig, pupils: Pupils) -> None:
         self.config, self.aside = config, config.auxiliary > 0
         super().__init__(pupils)
@@ -96,7 +111,7 @@ class ActorCritic(NetLearner):
         return self.config.critic == "central"
 
     def _judged(self, seats: dict[str, list[int]]) -> list[Seating]:
-        """Who shares a critic's network."""
+        """Returns the seat mapping of each critic: which seats share its networks."""
         if self.config.critics == "each":
             return seat_stacks(self.env, seats, dict(self.policies))
         if self.config.critic == "own" and len({self.env.views[s] for own in seats.values() for s in own}) > 1:
@@ -115,7 +130,7 @@ class ActorCritic(NetLearner):
         return Critic(seating, net, Optimizer(net, seating.names, config, self.together), norm)
 
     def _judging(self, seating: Seating) -> tuple[int, ...]:
-        """The shape of what a critic sees."""
+        """Returns the shape of a critic's input."""
         if self.config.critic == "own":
             return seating.inputs
         return (self.whole_size + len(self.env.seats),)
@@ -123,7 +138,8 @@ class ActorCritic(NetLearner):
     # ---- learning
 
     def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
-        """`epochs` passes over the batch in `minibatches`, of the critics and then of the policies."""
+        """Trains critics, then policies, for `epochs` passes over the batch in `minibatches`; returns metrics by
+        policy."""
         figures: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
         self.shuffle = torch.Generator().manual_seed(int(sum(s.version for s in self.stacks)) * 7919 + 1)
         now = replace(batch, logp=self._logp(batch)) if self.config.correct == "vtrace" else batch
@@ -143,8 +159,8 @@ class ActorCritic(NetLearner):
         return lines
 
     def _credit(self, batch: Batch, logp: np.ndarray, progress: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Advantages, the critics' targets, and which moves have them: [T, B, N] each. `logp` is how likely moves are
-        now, which V-trace asks for."""
+        """Returns advantages, critic targets (float32) and a mask of the actions that have them, [T, B, N] each. `logp`
+        [T, B, N] are log-probabilities under the current policies, for V-trace."""
         values, bootstrap = self._values(batch)
         course = Course(
             torch.from_numpy(batch.rewards),
@@ -164,8 +180,8 @@ class ActorCritic(NetLearner):
 
     @torch.no_grad()
     def _values(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The critics' values of every moment [T+1, B, N], and what stands for the future at a game's end [T, B, N]:
-        nothing for seats that had terminated, whatever ended the game for the others."""
+        """Returns the critics' values at every step [T+1, B, N], and the bootstrap value where a game ended [T, B, N]:
+        0 for seats that terminated, whatever ended the game for the others."""
         values = torch.zeros(batch.acting.shape)
         bootstrap = torch.zeros(batch.rewards.shape)
         times, games = (torch.from_numpy(index) for index in batch.ends)
@@ -188,7 +204,7 @@ class ActorCritic(NetLearner):
         return values, bootstrap
 
     def _judge(self, critic: Critic, batch: Batch, targets: Tensor, known: Tensor, progress: float) -> float:
-        """Teaches a critic its targets; the mean loss."""
+        """Trains a critic on its targets; returns the mean loss."""
         P, S = len(critic.seating.names), len(critic.seating.seats[0])
         take = critic.seating.take
         target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
@@ -203,7 +219,7 @@ class ActorCritic(NetLearner):
             loss = value_loss(out[..., 0], piece(target), shares(piece(weight)))
             critic.optimizer.step(loss, progress)
             losses.append(loss.item() / P)
-        if critic.net.memory_units:  # with the weights that the next batch is judged by
+        if critic.net.memory_units:  # with the weights that evaluate the next batch
             with torch.no_grad():
                 memories = critic.net.unroll(views, memory, fresh[:, :-1])[1]
             assert memories is not None
@@ -211,7 +227,7 @@ class ActorCritic(NetLearner):
         return float(np.mean(losses))
 
     def _aims(self, targets: Tensor) -> Tensor:
-        """The critics' targets [T, B, N], in the units in which they predict."""
+        """Returns the critics' targets [T, B, N] in the units of their outputs (normalised with `value_norm`)."""
         aims = targets.clone()
         for critic in self.critics:
             if critic.norm:
@@ -223,7 +239,7 @@ class ActorCritic(NetLearner):
     def _improve(
         self, stack: Stack, batch: Batch, advantages: Tensor, aims: Tensor, known: Tensor, progress: float
     ) -> dict[str, Metrics]:
-        """Improves the policies of a stack; figures by name."""
+        """Trains the policies of a stack; returns metrics by policy."""
         names, S = stack.seating.names, len(stack.seating.seats[0])
         advantage, aim, weight = stack.rows(advantages), stack.rows(aims), stack.rows(known.float())
         if self.config.normalise:
@@ -257,7 +273,8 @@ class ActorCritic(NetLearner):
 
     @torch.no_grad()
     def _logp(self, batch: Batch) -> np.ndarray:
-        """Log-probability of each action as policies are now [T, B, N]; as it was where nobody acts or learns."""
+        """Returns the log-probability of each action under the current policies [T, B, N]; the recorded one where no
+        learning seat acts."""
         found = torch.from_numpy(batch.logp.copy())
         for stack in self.stacks:
             names, S = stack.seating.names, len(stack.seating.seats[0])
@@ -268,18 +285,18 @@ class ActorCritic(NetLearner):
             found[..., stack.seating.flat] = self._by_seat(logp, S)
         return np.where(batch.acting[:-1], found.numpy(), batch.logp)
 
-    # ---- views, rows, parts
+    # ---- observations, rows, minibatches
 
     def _judged_views(self, critic: Critic, batch: Batch) -> Tensor:
-        """What a critic sees at every moment [P, T+1, B*S, ...]."""
+        """Returns a critic's inputs at every step [P, T+1, B*S, ...]."""
         return self._seen(critic, batch.obs, batch.state, 2).flatten(2, 3)
 
     def _final_views(self, critic: Critic, batch: Batch) -> Tensor:
-        """What it sees at the ends of games [P, F, S, ...]."""
+        """Returns a critic's inputs at the ends of games [P, F, S, ...]."""
         return self._seen(critic, batch.final_obs, batch.final_state, 1)
 
     def _seen(self, critic: Critic, obs: np.ndarray, state: np.ndarray | None, lead: int) -> Tensor:
-        """[..., N, *view] -> [P, ..., S, *critic's view]."""
+        """Returns a critic's inputs: [..., N, *view] -> [P, ..., S, *input]."""
         seating = critic.seating
         if self.config.critic == "own":
             x = seating.observe(obs, lead)
@@ -293,7 +310,7 @@ class ActorCritic(NetLearner):
 
     @staticmethod
     def _fresh(batch: Batch, P: int, S: int) -> Tensor:
-        """Where games begin, for each column [P, T+1, B*S]."""
+        """Returns a mask of the first steps of games, for each column [P, T+1, B*S]."""
         fresh = torch.from_numpy(batch.fresh).repeat_interleave(S, 1)
         return fresh.expand(P, *fresh.shape)
 
@@ -307,7 +324,7 @@ class ActorCritic(NetLearner):
         return critic.norm.restore(values[..., None])[..., 0] if critic.norm else values
 
     def _standardised(self, advantage: Tensor, weight: Tensor) -> Tensor:
-        """Advantages less their mean over their deviation, for each member, over all processes."""
+        """Returns advantages with mean 0 and deviation 1 for each member, over all processes."""
         sums = torch.stack([weight.sum((1, 2)), (weight * advantage).sum((1, 2)), (weight * advantage**2).sum((1, 2))])
         count, first, second = self.together.total(sums)
         mean = first / count.clamp(min=1)
@@ -315,8 +332,8 @@ class ActorCritic(NetLearner):
         return (advantage - mean[:, None, None]) / (deviation[:, None, None] + 1e-8)
 
     def _parts(self, weight: Tensor, recurrent: bool) -> Iterator[Part]:
-        """The minibatches of all epochs. With memory they are columns, whole in time; without, single moves: where one
-        member alone has moves without credit, only those that have it."""
+        """Yields the minibatches of all epochs. Recurrent networks get whole columns of time; others single transitions
+        (with one member, only those that have credit)."""
         P, T, C = weight.shape
         for _ in range(self.config.epochs):
             if recurrent:
@@ -327,7 +344,7 @@ class ActorCritic(NetLearner):
                 count = T * C if some is None else len(some)
                 order, columns = torch.randperm(count, generator=self.shuffle), False
                 order = order if some is None else some[order]
-            # Of few moves some minibatches have none: they take one again (or one that counts for nothing), since other
+            # With few transitions some minibatches are empty: they repeat one (or take one of weight 0), since other
             # processes may be waiting for this one's gradients.
             spare = order[:1] if len(order) else torch.zeros(1, dtype=torch.long)
             for index in order.tensor_split(self.config.minibatches):
@@ -359,25 +376,28 @@ class ActorCritic(NetLearner):
 
 @dataclass(frozen=True)
 class Part:
-    """A minibatch: columns of `[P, T, C, ...]`, or moves, numbered t * C + c, which come as `[P, 1, M, ...]`."""
+    """A minibatch of `[P, T, C, ...]`: columns, giving `[P, T, M, ...]`, or single transitions, numbered t * C + c,
+    giving `[P, 1, M, ...]`. `index` [M] is int64."""
 
     index: Tensor
     columns: bool
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Returns the minibatch's part of `x` [P, T, C, ...]."""
         if self.columns:
             return x.index_select(2, self.index)
         return x.reshape(x.shape[0], -1, *x.shape[3:]).index_select(1, self.index)[:, None]
 
     def column(self, memory: Tensor | None) -> Tensor | None:
+        """Returns the initial recurrent states [P, M, H] of the minibatch's columns; None for single transitions."""
         return None if memory is None or not self.columns else memory.index_select(1, self.index)
 
 
 def shares(weight: Tensor) -> Tensor:
-    """Weights [P, T, M] as shares of each member's whole; zeros where it has none."""
+    """Returns weights [P, T, M] divided by their sum per member; zeros where it is zero."""
     return weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-8)
 
 
 def _between(start: float, end: float | None, progress: float) -> float:
-    """What goes from `start` to `end`, where there is one, when so much of the run is done."""
+    """Returns the linear interpolation from `start` to `end` at `progress`; `start` if `end` is None."""
     return start if end is None else start + (end - start) * progress

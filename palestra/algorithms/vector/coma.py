@@ -1,12 +1,12 @@
 """Counterfactual multi-agent policy gradients (Foerster et al., 2018).
 
-Each policy has a critic that sees everything (the env's global state, or all views together), what all the others do at
-that moment and which seat it judges, and puts out a value for every action of that seat; it remembers nothing. An
-action's credit is its value less what the seat could expect had it drawn anew while the others did what they did. Seats
-that do not learn are part of the env: no critic sees what they do.
+Each policy has a feed-forward central critic. Its input is everything (the env's global state, or all observations
+together), the actions of all other seats at that step, and a one-hot seat; its output is a value for every action of
+that seat. An action's advantage is its value minus the expectation over the seat's policy with the others' actions
+fixed. Seats that do not learn are part of the env: critics do not see their actions.
 
-Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `C` = B*S columns, `N` seats, `A` actions
-of the seat that has most, `F` ended games, `D` numbers that a critic sees.
+Shapes: `P` members of a stack, `T` steps, `B` parallel games, `S` seats of a member, `C` = B*S columns, `N` seats, `A`
+actions of the seat that has most, `F` ended games, `D` numbers of a critic's input.
 """
 
 from __future__ import annotations
@@ -34,33 +34,42 @@ from palestra.types import Batch, Metrics
 
 
 class COMA(AlgorithmConfig):
-    """Play `horizon` steps of every game, teach the critics in `epochs` passes over them, and then improve each policy
-    by one step. The critics' targets are TD(`lam`) returns, from copies of the critics renewed after every
-    `target_every` updates. `critic_lr` is the policy's where it is not given."""
+    """COMA: collect a rollout, train the critics on TD(lambda) returns, then take one gradient step with each
+    policy."""
 
     type: Literal["coma"] = "coma"
+    """Selects COMA."""
     horizon: int = Field(16, ge=1)
+    """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per decision of a seat."""
     lam: float = Field(0.8, ge=0, le=1)
+    """Lambda of the TD(lambda) targets: 0 trusts the critic, 1 the rewards."""
     entropy: float = Field(0.01, ge=0)
+    """Coefficient of the entropy bonus."""
     epochs: int = Field(4, ge=1)
+    """Passes of the critics over each rollout."""
     minibatches: int = Field(4, ge=1)
+    """Gradient steps of the critics per pass."""
     critic_lr: float | None = Field(None, gt=0, le=1_000_000)
+    """Learning rate of the critics; null uses the policy's."""
     target_every: int = Field(5, ge=1)
+    """Updates between copies of the critics into their target networks."""
 
     def teacher(self) -> Callable[..., NetLearner]:
         return Coma
 
 
 def counterfactual(q: Tensor, policy: Tensor, actions: Tensor) -> Tensor:
-    """What actions [...] add to the mean of the seat's own choices (Foerster et al., 2018, eq. 4), in units of return:
-    from values q [..., A] of each, the others' actions given, and the probabilities it drew with [..., A]."""
+    """Returns the counterfactual advantages of actions [...] int64 (Foerster et al., 2018, eq. 4), in units of return:
+    the action's value minus its expectation under the policy. `q` [..., A] are values with the others' actions fixed,
+    `policy` [..., A] the probabilities the seat sampled with."""
     return q.gather(-1, actions[..., None])[..., 0] - (policy * q).sum(-1)
 
 
 @dataclass
 class Judge:
-    """The critics of a stack, and their older copies."""
+    """The central critics of a stack with their target networks."""
 
     net: Net
     target: Net
@@ -69,8 +78,8 @@ class Judge:
 
 @dataclass
 class Scene:
-    """Moments in any shape [...]: what critics see of all seats [..., N, D], and what each seat does there: its
-    probabilities [..., N, A] and its action [..., N], zeros for seats that do not learn."""
+    """Critic inputs of shape [...]: `seen` [..., N, D] float32, each seat's action probabilities `policy` [..., N, A]
+    and `actions` [..., N] int64; zeros for seats that do not learn."""
 
     seen: Tensor
     policy: Tensor
@@ -78,6 +87,8 @@ class Scene:
 
 
 class Coma(NetLearner):
+    """Learner of COMA. Raises ValueError unless every seat has discrete actions."""
+
     def __init__(self, config: COMA, pupils: Pupils) -> None:
         env = pupils.env
         sizes = [space.n for space in env.actions if isinstance(space, Discrete)]
@@ -108,7 +119,8 @@ class Coma(NetLearner):
     # ---- learning
 
     def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
-        """`epochs` passes of the critics over the batch, then one step of the policies."""
+        """Trains the critics for `epochs` passes over the batch, then takes one step with the policies; returns metrics
+        by policy."""
         self.random = torch.Generator().manual_seed(derive(self.seeds[self.names[0]], "coma", self.updates))
         scene, targets, known = self._credit(batch)
         lines: dict[str, Metrics] = {}
@@ -127,10 +139,13 @@ class Coma(NetLearner):
 
     @torch.no_grad()
     def _credit(self, batch: Batch) -> tuple[Scene, Tensor, Tensor]:
-        """The moments of the batch [T+1, B], the critics' targets and which moves have them, [T, B, N] each.
+        """Returns the critic inputs of the batch [T+1, B], the critics' targets and a mask of the actions that have
+        them, [T, B, N] each.
 
-        What follows the last step, or a game that was cut off, is worth what a seat can expect there, the others' next
-        actions being drawn from their policies: those of the last step act, with what was legal then."""
+        After the last step, or where a game was truncated, the value is the expectation over the seat's policy, with
+        the others' next actions sampled from their policies: the seats of the last step act, with the action masks they
+        had then.
+        """
         scene, ends = self._scenes(batch)
         targets = [judge.target for judge in self.judges]
         q = self._values(targets, scene)
@@ -148,7 +163,7 @@ class Coma(NetLearner):
         return scene, advantages + values[:-1], known
 
     def _teach(self, i: int, scene: Scene, targets: Tensor, known: Tensor, progress: float) -> float:
-        """Teaches the critics of a stack their targets; the mean loss."""
+        """Trains the critics of a stack on their targets; returns the mean loss."""
         stack, judge = self.stacks[i], self.judges[i]
         rows = (scene.seen[:-1], scene.actions[:-1], targets, known.float())
         seen, actions, target, weight = (stack.rows(x) for x in rows)
@@ -162,14 +177,14 @@ class Coma(NetLearner):
         return float(np.mean(losses))
 
     def _parts(self, moves: int) -> Iterator[Part]:
-        """The minibatches of all epochs."""
+        """Yields the minibatches of all epochs."""
         for _ in range(self.config.epochs):
             order = torch.randperm(moves, generator=self.random)
             for index in order.chunk(self.config.minibatches):
                 yield Part(index, columns=False)
 
     def _improve(self, stack: Stack, batch: Batch, advantages: Tensor, progress: float) -> dict[str, Metrics]:
-        """One step of the policies of a stack; figures by name."""
+        """Takes one step with the policies of a stack; returns metrics by policy."""
         names = stack.seating.names
         views, fresh, legal = self._given(stack, batch)
         out, _ = stack.net.unroll(views[:, :-1], batch.memory.get("+".join(names)), fresh[:, :-1])
@@ -187,10 +202,11 @@ class Coma(NetLearner):
         stack.version += 1
         return {name: means([lines[p] | {"gradient": norms[p]}]) for p, name in enumerate(names)}
 
-    # ---- what is seen and done
+    # ---- critic inputs
 
     def _scenes(self, batch: Batch) -> tuple[Scene, Scene]:
-        """The moments of a batch [T+1, B], actions at the last one drawn; and the ends of games [F], all drawn."""
+        """Returns critic inputs of the batch [T+1, B], with sampled actions at the last step, and of the ends of games
+        [F], with all actions sampled."""
         (T, B, N), A, F = batch.rewards.shape, self.choices, len(batch.final_obs)
         policy, last = torch.zeros(T + 1, B, N, A), torch.zeros(F, N, A)
         for stack in self.stacks:
@@ -207,14 +223,15 @@ class Coma(NetLearner):
         return Scene(seen, policy, actions), Scene(final, last, drawn)
 
     def _given(self, stack: Stack, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the policies of a stack are given at every moment: views [P, T+1, C, ...], where games begin, masks."""
+        """Returns the inputs of a stack's policies at every step: observations [P, T+1, C, ...], a mask of first steps,
+        and action masks."""
         P, S = len(stack.seating.names), len(stack.seating.seats[0])
         fresh = torch.from_numpy(batch.fresh).repeat_interleave(S, 1)
         legal = None if batch.legal is None else stack.rows(batch.legal)
         return stack.views(batch.obs), fresh.expand(P, *fresh.shape), legal
 
     def _probabilities(self, stack: Stack, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Those of each action, at every moment [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
+        """Returns action probabilities at every step [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
         S, times, games = len(stack.seating.seats[0]), *_ends(batch)
         views, fresh, legal = self._given(stack, batch)
         out, memories = stack.net.unroll(views, batch.memory.get("+".join(stack.seating.names)), fresh)
@@ -230,12 +247,13 @@ class Coma(NetLearner):
         return moments, ends.unflatten(1, (-1, S)).movedim(0, 1).flatten(1, 2)
 
     def _draw(self, policy: Tensor) -> Tensor:
-        """An action for each row of probabilities [..., A]; 0 where all are zero."""
+        """Returns an action sampled from each row of probabilities [..., A]; 0 where all are zero."""
         race = torch.empty_like(policy).exponential_(generator=self.random)
         return torch.argmax(policy / race, -1)
 
     def _seen(self, obs: np.ndarray, state: np.ndarray | None, actions: Tensor, acting: Tensor) -> Tensor:
-        """What critics see for each seat [..., N, D]: everything, what the others do (one-hot), and the seat."""
+        """Returns the critic input of each seat [..., N, D]: state or all observations, the others' actions (one-hot),
+        and the seat."""
         N, A = len(self.env.seats), self.choices
         whole = self.whole(obs, state, actions.dim() - 1)
         done = nn.functional.one_hot(actions, A) * (acting & self.learns)[..., None]
@@ -245,7 +263,8 @@ class Coma(NetLearner):
 
     @torch.no_grad()
     def _values(self, nets: list[Net], scene: Scene) -> Tensor:
-        """A value for each action of each seat [..., N, A] by the critics `nets`; 0 where there is none."""
+        """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for actions that a seat
+        lacks."""
         q, lead = torch.zeros(scene.policy.shape), scene.policy.dim() - 2
         for stack, net in zip(self.stacks, nets, strict=True):
             rows = stack.seating.take(scene.seen, lead)  # [P, ..., S, D]
@@ -271,13 +290,13 @@ class Coma(NetLearner):
 
 
 def _ends(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Step and game of every end."""
+    """Returns step and game of every end, [F] int64 each."""
     times, games = batch.ends
     return torch.from_numpy(times), torch.from_numpy(games)
 
 
 def _logits(stack: Stack, out: Tensor, legal: Tensor | None) -> Tensor:
-    """Normalised log-probabilities of every action."""
+    """Returns normalised log-probabilities of every action [..., A]."""
     head = stack.head
     assert isinstance(head, CategoricalHead)
     return head.logits(out, legal)

@@ -1,6 +1,6 @@
-"""Critics of actions, and copies of networks that follow them slowly.
+"""Action-value critics with target networks.
 
-Shapes: `K` critics, `P` members of a stack, `R` rows, `A` numbers of an action's code, `O` outputs.
+Shapes: `K` critics, `P` members of a stack, `R` rows, `A` numbers of an encoded action, `O` outputs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from palestra.nets.layers import Net
 
 @dataclass
 class Critic:
-    """The `K` critics of each policy of a stack, side by side: member k*P + p is the k-th of policy p. `target` is the
-    copy that targets come from. `branches`: it puts out a value for each discrete action of its seat, and does not see
-    which one that takes."""
+    """The `K` critics of each policy of a stack: network k*P + p is the k-th critic of policy p. `target` is the target
+    network. With `branches` a critic outputs a value for each discrete action of its seat and does not take the action
+    as input."""
 
     net: Net
     target: Net
@@ -30,31 +30,32 @@ class Critic:
     branches: bool
 
     def judge(self, net: Net, seen: Tensor, code: Tensor) -> Tensor:
-        """Values [K, P, R, O] of what is seen [P, R, ...]; O is 1, of the actions with codes [P, R, A], or A."""
+        """Returns values [K, P, R, O] float32 for inputs `seen` [P, R, ...] and encoded actions `code` [P, R, A]. O is
+        1, or A with `branches`."""
         x = seen if self.branches else torch.cat([seen, code], -1)
         return net(x.expand(self.twins, *x.shape).flatten(0, 1)).unflatten(0, (self.twins, -1))
 
     def of_taken(self, seen: Tensor, code: Tensor) -> Tensor:
-        """Values of the actions that were taken [K, P, R]."""
+        """Returns the values [K, P, R] of the encoded actions `code` [P, R, A]."""
         q = self.judge(self.net, seen, code)
         return (q * code).sum(-1) if self.branches else q[..., 0]
 
 
 def copy_of(net: Net) -> Net:
-    """A copy that no gradient reaches."""
+    """Returns a copy of the network without gradients."""
     return copy.deepcopy(net).requires_grad_(False)
 
 
 @torch.no_grad()
 def follow(net: Net, target: Net, tau: float) -> None:
-    """Moves `target` a share of `tau` towards `net`."""
+    """Polyak update: moves the parameters of `target` towards those of `net` by a share of `tau`."""
     for slow, fast in zip(target.parameters(), net.parameters(), strict=True):
         slow.lerp_(fast, tau)
 
 
 @contextmanager
 def held(net: Net) -> Iterator[None]:
-    """Within, gradients flow through `net` but not into it."""
+    """Context in which gradients flow through `net` to its inputs but not to its parameters."""
     net.requires_grad_(False)
     try:
         yield

@@ -1,6 +1,6 @@
 """Deep deterministic policy gradients (Lillicrap et al., 2016) and TD3 (Fujimoto et al., 2018); with a central critic
-MADDPG (Lowe et al., 2017) and MATD3. Discrete actions are drawn, with gradients by Gumbel-softmax, straight through
-(Jang et al., 2017), as Lowe et al. have them."""
+MADDPG (Lowe et al., 2017) and MATD3. Discrete actions are sampled with straight-through Gumbel-softmax gradients (Jang
+et al., 2017), as in Lowe et al."""
 
 from __future__ import annotations
 
@@ -25,47 +25,56 @@ from palestra.policies.nets import Choose, sampling
 
 
 class DeterministicConfig(OffPolicyConfig, ABC):
-    """Continuous actions explore by normal noise, of deviation `noise` in half-widths of their bounds, which goes to
-    `noise_end` over the first `noise_share` of the run. Discrete ones are drawn; `temperature` is of the softmax that
-    their gradient comes from. `decay` weighs the mean square of the policy's outputs, which keeps it from the edges
-    where gradients vanish: the code of Lowe et al. has 1e-3, at which discrete play more often settles too early."""
+    """Base config of DDPG and TD3. Continuous actions explore with Gaussian noise; discrete actions are sampled."""
 
     noise: float = Field(0.1, ge=0)
+    """Standard deviation of the exploration noise, in half-widths of the action bounds."""
     noise_end: float | None = Field(None, ge=0)
+    """Exploration noise after the decay; null keeps `noise`."""
     noise_share: float = Field(1.0, gt=0, le=1)
+    """Share of the run over which the noise decays, linearly."""
     temperature: float = Field(1.0, gt=0)
+    """Softmax temperature of the Gumbel-softmax gradient, for discrete actions."""
     decay: float = Field(1e-2, ge=0)
+    """Weight of the mean square of the policy's outputs in its loss, which keeps it from saturation. The code of Lowe
+    et al. has 1e-3, at which discrete policies more often converge too early."""
 
     def noise_at(self, progress: float) -> float:
-        """The deviation of the noise when so much of the run is done."""
+        """Returns the standard deviation of the exploration noise at `progress` in [0, 1]."""
         end = self.noise if self.noise_end is None else self.noise_end
         return self.noise + (end - self.noise) * min(1.0, progress / self.noise_share)
 
 
 class DDPG(DeterministicConfig):
-    """One critic for each policy, which climbs it."""
+    """DDPG: one critic per policy."""
 
     type: Literal["ddpg"] = "ddpg"
+    """Selects DDPG."""
 
     def teacher(self) -> Callable[..., NetLearner]:
         return Deterministic
 
 
 class TD3(DeterministicConfig):
-    """Two critics, of which targets take the lesser value; policies and targets move at every `delay`-th step; targets
-    judge actions with noise of deviation `smoothing`, cut off at `smoothing_clip`, in half-widths (none on discrete
-    actions, which are drawn anyway)."""
+    """TD3: twin critics with the lesser value as target, delayed policy updates and target policy smoothing."""
 
     type: Literal["td3"] = "td3"
+    """Selects TD3."""
     smoothing: float = Field(0.2, ge=0)
+    """Standard deviation of the noise on target actions, in half-widths; discrete actions get none, since they are
+    sampled."""
     smoothing_clip: float = Field(0.5, ge=0)
+    """Bound of that noise, in half-widths."""
     delay: int = Field(2, ge=1)
+    """Critic steps per step of the policies and target networks."""
 
     def teacher(self) -> Callable[..., NetLearner]:
         return TwinDelayed
 
 
 class Deterministic(OffPolicy):
+    """Learner of DDPG."""
+
     config: DeterministicConfig
     twins = 1
 
@@ -90,7 +99,7 @@ class Deterministic(OffPolicy):
         return self._of(self.stacks[i].net, self.stacks[i].head, views, legal, generator)
 
     def foresee(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
-        """What the copies of the policies do."""
+        """Returns the actions of the target policies."""
         return self._of(self.copies[i], self.stacks[i].head, views, legal, generator)
 
     def _of(self, net: Net, head: Head, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
@@ -104,7 +113,7 @@ class Deterministic(OffPolicy):
         return q.amin(0)[..., 0]
 
     def loss(self, i: int, q: Tensor, answer: Answer, scene: Scene) -> tuple[Tensor, Figures]:
-        """By the first critic alone, as in Fujimoto et al."""
+        """Returns the deterministic policy gradient loss, by the first critic alone as in Fujimoto et al."""
         size = (scene.share[..., None] * answer.out.square()).sum(1).mean(-1)
         return ascent_loss(q[0][..., 0], scene.share) + self.config.decay * size, {"outputs": size.detach()}
 
@@ -117,6 +126,8 @@ class Deterministic(OffPolicy):
 
 
 class TwinDelayed(Deterministic):
+    """Learner of TD3."""
+
     config: TD3
     twins = 2
 
@@ -125,7 +136,7 @@ class TwinDelayed(Deterministic):
         self.delay = self.config.delay
 
     def foresee(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
-        """With noise, so that a critic's sharp peaks mislead nobody."""
+        """Returns the actions of the target policies with clipped noise, which smooths sharp peaks of the critics."""
         answer, clip = super().foresee(i, views, legal, generator), self.config.smoothing_clip
         if isinstance(self.stacks[i].head, TanhHead):
             noise = self.config.smoothing * torch.empty_like(answer.code).normal_(generator=generator)

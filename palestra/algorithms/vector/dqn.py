@@ -1,4 +1,4 @@
-"""Deep Q-learning (Mnih et al., 2015), each policy for itself: to it the others are part of the env (Tan, 1993)."""
+"""Deep Q-learning (Mnih et al., 2015), independent for each policy: the other seats are part of the env (Tan, 1993)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from palestra.nets.segments import Stretches
 
 
 class DQN(QLearningConfig):
-    """With double targets (van Hasselt et al., 2016) and a duelling head (Wang et al., 2016); steps ahead (`n`) and
-    priorities (Schaul et al., 2016) as in Rainbow (Hessel et al., 2018). Each seat learns from its own rewards, in its
-    own decisions."""
+    """DQN with double targets (van Hasselt et al., 2016) and a duelling head (Wang et al., 2016); n-step returns (`n`)
+    and prioritised replay (Schaul et al., 2016) as in Rainbow (Hessel et al., 2018). Each seat learns from its own
+    rewards; time is counted in its own decisions."""
 
     type: Literal["dqn"] = "dqn"
+    """Selects DQN."""
     duelling: bool = True
+    """Compute action values as a state value plus advantages (Wang et al., 2016)."""
 
     def teacher(self) -> Callable[..., NetLearner]:
         return Independent
 
 
 class Independent(QLearner):
+    """Learner of DQN: an independent Q-network for each policy."""
+
     def learn(self, drawn: Moves | Stretches, progress: float) -> tuple[list[Figures], Tensor, Tensor]:
         lines, errors, known = [], [], []
         for i, stack in enumerate(self.stacks):

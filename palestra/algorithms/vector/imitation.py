@@ -1,10 +1,11 @@
-"""Learning from demonstrations: behaviour cloning, and generative adversarial imitation (Ho & Ermon, 2016).
+"""Learning from demonstrations: behaviour cloning, and generative adversarial imitation learning (GAIL, Ho & Ermon,
+2016).
 
-Demonstrations are recorded moves of players of any kind, kept in a file by `record`. A policy imitates what was done at
-its own seats. Rewards of the env are never read.
+Demonstrations are recorded transitions of players of any kind, in a file written by `record`. A policy imitates the
+actions at its own seats. Rewards of the env are not used.
 
-Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `C` = B*S columns, `N` seats, `A` actions,
-`L` steps in a row, `M` moves or rows of moves.
+Shapes: `P` members of a stack, `T` steps, `B` parallel games, `S` seats of a member, `C` = B*S columns, `N` seats, `A`
+actions, `L` steps of a sequence, `M` transitions or sequences.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from palestra.types import Batch, Metrics
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """T joint steps of B games: `obs [T, B, N, *view]`, `actions [T, B, N, ...]`, who acted `[T, B, N]`, where games
-    begin (`fresh [T, B]`), and masks `legal [T, B, N, A]` where the env has them."""
+    """T joint steps of B games: `obs [T, B, N, *view]` float32 or uint8, `actions [T, B, N, ...]` int32 or float32,
+    agent mask `acting [T, B, N]` bool, first steps of games (`fresh [T, B]` bool), and action masks `legal [T, B, N,
+    A]` bool if the env has them."""
 
     obs: np.ndarray
     actions: np.ndarray
@@ -46,26 +48,27 @@ class Demonstrations:
 
 
 def record(env: VectorEnv, players: Sequence[Player], steps: int, path: str | Path, *, seed: int = 0) -> None:
-    """Plays `steps` joint steps of every game and keeps them as demonstrations in an .npz file. The games are those of
-    the seeds from `seed` on."""
+    """Plays `steps` joint steps of every parallel game and writes them as demonstrations to an .npz file. The games
+    have consecutive seeds from `seed` on."""
     batch = Sweeper(env, seed + np.arange(env.games)).sweep(players, steps, seed)
     kept: dict[str, Any] = {key: value for key, value in vars(moves_of(batch)).items() if value is not None}
-    with Path(path).open("wb") as file:  # a name given to NumPy might get another ending
+    with Path(path).open("wb") as file:  # NumPy would append .npz to a path
         np.savez_compressed(file, **kept)
 
 
 def moves_of(batch: Batch) -> Demonstrations:
-    """The moves of a batch, which it shares."""
+    """Returns the transitions of a batch as demonstrations that share its arrays."""
     legal = None if batch.legal is None else batch.legal[:-1]
     return Demonstrations(batch.obs[:-1], batch.actions, batch.acting[:-1], batch.fresh[:-1], legal)
 
 
 def read_demonstrations(path: str | Path, env: VectorEnv) -> Demonstrations:
-    """What `record` kept. Raises ValueError where there is none, or where it is of another env."""
+    """Returns the demonstrations in a file that `record` wrote. Raises ValueError if it holds none or belongs to
+    another env."""
     fix = "record them with palestra collect"
     other = f"the demonstrations in {path} are of another env"
     try:
-        with Path(path).open("rb") as opened, np.load(opened) as file:  # NumPy leaves a broken file open
+        with Path(path).open("rb") as opened, np.load(opened) as file:  # NumPy does not close a broken file
             found = Demonstrations(**{name: file[name] for name in file.files})
     except (OSError, TypeError, ValueError, BadZipFile) as error:
         raise ValueError(f"{path} does not hold demonstrations ({error}): {fix}") from error
@@ -86,13 +89,14 @@ def read_demonstrations(path: str | Path, env: VectorEnv) -> Demonstrations:
 
 
 def _action_shape(env: VectorEnv) -> list[int]:
-    """The shape of a seat's action as it is recorded: that of the seat with the longest."""
+    """Returns the shape of a seat's recorded action: that of the seat with the longest."""
     widths = [head_for(space).width for space in env.actions]
     return [max(widths)] if any(widths) else []
 
 
 def encoded(space: Space, actions: Tensor) -> Tensor:
-    """Actions [...] as numbers [..., A']: one-hot, or half-widths of the space around its middle, within its bounds."""
+    """Returns actions [...] as float32 vectors [..., A']: one-hot, or for continuous ones half-widths around the middle
+    of the space, clamped to its bounds."""
     if isinstance(space, Discrete):
         return nn.functional.one_hot(actions.long(), space.n).float()
     if isinstance(space, MultiDiscrete):
@@ -104,37 +108,37 @@ def encoded(space: Space, actions: Tensor) -> Tensor:
 
 
 def code_size(space: Space) -> int:
-    """How many numbers `encoded` makes."""
+    """Returns the length of the vectors that `encoded` returns."""
     if isinstance(space, Continuous):
         return len(space.low)
     return space.n if isinstance(space, Discrete) else sum(space.sizes)
 
 
 class Shown:
-    """Moves at the seats of a stack, each part [P, T, C, ...]. `draw` picks rows of each member's: single moves, or
-    with `memory` rows from the beginning of a game on."""
+    """Demonstrations at the seats of a stack, each array [P, T, C, ...]. `draw` samples transitions for each member, or
+    with `memory` sequences that start with a game."""
 
     def __init__(self, stack: Stack, moves: Demonstrations, memory: bool) -> None:
         self.stack = stack
         self.views = stack.seating.observe(moves.obs, 2).flatten(2, 3)
         self.actions, self.acting = stack.rows(moves.actions), stack.rows(moves.acting)
-        if stack.head.width:  # those of another seat may be longer
+        if stack.head.width:  # padded to the longest action of any seat
             self.actions = self.actions[..., : stack.head.width]
         self.actions = self.actions if self.actions.is_floating_point() else self.actions.long()
         self.legal = None if moves.legal is None else stack.rows(moves.legal)
         seats = len(stack.seating.seats[0])
         self.fresh = torch.from_numpy(moves.fresh).repeat_interleave(seats, 1).expand(self.acting.shape)
         begin = self.fresh if memory else self.acting
-        self.starts = [own.flatten().nonzero()[:, 0] for own in begin]  # t * C + c, where rows may begin
+        self.starts = [own.flatten().nonzero()[:, 0] for own in begin]  # t * C + c, where sequences may start
 
     @property
     def idle(self) -> list[str]:
-        """The policies that made no move."""
+        """The policies without any action in the demonstrations."""
         return [name for name, acting in zip(self.stack.seating.names, self.acting, strict=True) if not acting.any()]
 
     def draw(self, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Where `count` rows of `length` steps are: numbers t * C + c, and whether it is a move to imitate, [P, L, M]
-        each."""
+        """Samples `count` sequences of `length` steps: returns their indices t * C + c (int64) and a mask of the
+        actions to imitate, [P, L, M] each."""
         _, T, C = self.acting.shape
         first = torch.stack([own[torch.randint(len(own), (count,), generator=generator)] for own in self.starts])
         at = first[:, None] + C * torch.arange(length)[:, None]
@@ -144,22 +148,23 @@ class Shown:
 
     @staticmethod
     def take(x: Tensor, at: Tensor) -> Tensor:
-        """[P, T, C, ...] -> [P, L, M, ...]."""
+        """Gathers indices from an array: [P, T, C, ...] -> [P, L, M, ...]."""
         return x.flatten(1, 2)[torch.arange(len(x))[:, None, None], at]
 
     def seen(self, at: Tensor) -> Tensor:
-        """What the networks see there."""
+        """Returns the network inputs at the indices [P, L, M], normalised if the stack does so."""
         views = self.take(self.views, at)
         return self.stack.norm.normalise(views) if self.stack.norm else views
 
     def moves(self, at: Tensor) -> Tensor:
-        """What was seen and done at [P, 1, M], as numbers [P, M, D]."""
+        """Returns observations and encoded actions at indices [P, 1, M], concatenated: [P, M, D] float32."""
         code = encoded(self.stack.seating.space, self.take(self.actions, at))
         return torch.cat([self.seen(at).flatten(3).float(), code], -1)[:, 0]
 
 
 def demonstrated(path: str, learner: NetLearner, *, memory: bool) -> list[Shown]:
-    """What is shown to each stack. Raises ValueError where a policy is shown nothing."""
+    """Returns the demonstrations of each stack. Raises ValueError if a policy has no action in them, or if a recurrent
+    policy has no first step of a game."""
     moves = read_demonstrations(path, learner.env)
     found = [Shown(stack, moves, memory and bool(stack.config.memory)) for stack in learner.stacks]
     for shown in found:
@@ -174,23 +179,31 @@ def demonstrated(path: str, learner: NetLearner, *, memory: bool) -> list[Shown]
 
 
 class BC(AlgorithmConfig):
-    """Behaviour cloning: the likelihood of the moves in the file `demonstrations` (see `record`) is raised by `updates`
-    gradient steps, each on `batch` of them, after every `horizon` steps of play, which only show how it goes. A policy
-    with memory learns from `window` steps of a game from its beginning on."""
+    """Behaviour cloning: maximises the likelihood of the actions in a demonstrations file (see `record`). Play in the
+    env only measures the policy."""
 
     type: Literal["bc"] = "bc"
+    """Selects behaviour cloning."""
     demonstrations: str
+    """Path of the demonstrations file (.npz)."""
     horizon: int = Field(16, ge=1)
+    """Env steps between updates, of every parallel game; they measure the policy and are not trained on."""
     updates: int = Field(8, ge=1)
+    """Gradient steps per rollout."""
     batch: int = Field(256, ge=1)
+    """Actions per gradient step."""
     window: int = Field(64, ge=1)
+    """Sequence length of recurrent policies; sequences start with a game."""
     entropy: float = Field(0.0, ge=0)
+    """Coefficient of the entropy bonus."""
 
     def teacher(self) -> Callable[..., NetLearner]:
         return Clone
 
 
 class Clone(NetLearner):
+    """Learner of behaviour cloning. Raises ValueError if the demonstrations do not fit the env or its policies."""
+
     def __init__(self, config: BC, pupils: Pupils) -> None:
         super().__init__(pupils)
         self.config = config
@@ -200,7 +213,7 @@ class Clone(NetLearner):
                 norm.see(shown.views.flatten(1, 2), shown.acting.flatten(1).float(), self.together.total)
 
     def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
-        """`updates` gradient steps on the demonstrations; the batch is not looked at."""
+        """Takes `updates` gradient steps on the demonstrations; ignores the batch. Returns metrics by policy."""
         lines: dict[str, list[Figures]] = {name: [] for name in self.names}
         for shown in self.shown:
             names = shown.stack.seating.names
@@ -212,7 +225,7 @@ class Clone(NetLearner):
         return {name: means(own) for name, own in lines.items()}
 
     def _learn(self, shown: Shown, generator: torch.Generator, progress: float) -> list[Figures]:
-        """One gradient step; figures of each member."""
+        """Takes one gradient step; returns metrics of each member."""
         stack, length = shown.stack, self.config.window if shown.stack.config.memory else 1
         at, moves = shown.draw(max(1, self.config.batch // length), length, generator)
         out, _ = stack.net.unroll(shown.seen(at), None, shown.take(shown.fresh, at))
@@ -234,23 +247,29 @@ class Clone(NetLearner):
 
 
 class GAIL(ActorCriticConfig):
-    """Generative adversarial imitation: PPO (see there), rewarded for moves that a discriminator takes for those in the
-    file `demonstrations` (see `record`).
-
-    Before each of its updates the discriminator makes `rounds` gradient steps, each on `pairs` moves of either kind;
-    `penalty` weighs how much its slopes may differ from one. `reward: positive` is -log(1 - D), which favours long
-    games; `logit` can also be negative. `discriminator_lr` is the policy's where it is not given."""
+    """GAIL: PPO (see there) on the rewards of a discriminator that separates the policy's transitions from those in a
+    demonstrations file (see `record`)."""
 
     type: Literal["gail"] = "gail"
+    """Selects GAIL."""
     demonstrations: str
+    """Path of the demonstrations file (.npz)."""
     reward: Reward = "positive"
+    """Reward of a transition: `positive` is -log(1 - D), which favours long games; `logit` may be negative."""
     rounds: int = Field(16, ge=1)
+    """Gradient steps of the discriminator per rollout."""
     pairs: int = Field(256, ge=1)
+    """Transitions of either kind per discriminator step."""
     penalty: float = Field(1.0, ge=0)
+    """Coefficient of the gradient penalty, the squared distance of the discriminator's gradient norm from 1."""
     discriminator_lr: float | None = Field(None, gt=0, le=1_000_000)
+    """Learning rate of the discriminator; null uses the policy's."""
     epochs: int = Field(4, ge=1)
+    """Passes over each rollout."""
     minibatches: int = Field(4, ge=1)
+    """Gradient steps per pass."""
     clip: float = Field(0.2, gt=0)
+    """Clipping distance of the probability ratio from 1."""
 
     def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
         return clipped_policy_loss(rows, clip=self.clip)
@@ -261,7 +280,8 @@ class GAIL(ActorCriticConfig):
 
 @dataclass
 class Discriminator:
-    """Logits [P, R] of moves [P, R, D] being the expert's, a network for each member of a stack."""
+    """Discriminators of a stack, one network per member: transitions [P, R, D] -> logits [P, R] of being the
+    expert's."""
 
     net: Net
     optimizer: Optimizer
@@ -271,6 +291,9 @@ class Discriminator:
 
 
 class Gail(ActorCritic):
+    """Learner of GAIL. Raises ValueError for pixel observations, and if the demonstrations do not fit the env or its
+    policies."""
+
     def __init__(self, config: GAIL, pupils: Pupils) -> None:
         if any(len(view) == 3 for view in pupils.env.views):
             raise ValueError(f'gail cannot see the pixels of env "{pupils.env.name}" beside actions: use bc')
@@ -288,14 +311,15 @@ class Gail(ActorCritic):
         return Discriminator(net, Optimizer(net, seating.names, config, self.together))
 
     def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
-        """Teaches the discriminators, puts what they say in the place of rewards, and improves the policies by them."""
+        """Trains the discriminators, replaces the rewards by theirs, and trains the policies on them; returns metrics
+        by policy."""
         rewards = np.zeros_like(batch.rewards)
         lines: dict[str, Metrics] = {name: {} for name in self.names}
         for shown, judge in zip(self.shown, self.discriminators, strict=True):
             seating = shown.stack.seating
             played = Shown(shown.stack, moves_of(batch), memory=False)
             idle = self.together.total(torch.tensor([float(len(played.idle))]))
-            if not idle.item():  # in any process: a sweep may be too short for everybody to move
+            if not idle.item():  # in any process: a rollout may be too short for every policy to act
                 lines |= self._tell_apart(judge, shown, played, progress)
             earned = self._by_seat(self._earned(judge, played), len(seating.seats[0]))
             rewards[..., seating.flat] = earned.numpy()
@@ -303,7 +327,7 @@ class Gail(ActorCritic):
         return {name: lines[name] | line for name, line in learned.items()}
 
     def _tell_apart(self, judge: Discriminator, expert: Shown, policy: Shown, progress: float) -> dict[str, Metrics]:
-        """Teaches the discriminators of a stack; figures by name."""
+        """Trains the discriminators of a stack; returns metrics by policy."""
         config, names = self.imitation, expert.stack.seating.names
         seed = derive(self.seeds[names[0]], "gail", expert.stack.version)
         generator = torch.Generator().manual_seed(seed)
@@ -320,7 +344,7 @@ class Gail(ActorCritic):
 
     @torch.no_grad()
     def _earned(self, judge: Discriminator, played: Shown) -> Tensor:
-        """What every move earns [P, T, C]; nothing where a seat did not act."""
+        """Returns the discriminator's reward of every transition [P, T, C]; 0 where a seat did not act."""
         P, T, C = played.acting.shape
         logit = judge(played.moves(torch.arange(T * C).expand(P, 1, -1))).view(P, T, C)
         return imitation_reward(logit, self.imitation.reward) * played.acting

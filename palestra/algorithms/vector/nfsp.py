@@ -1,10 +1,10 @@
-"""Neural fictitious self-play (Heinrich & Silver, 2016): every policy is two networks. One learns a best response to
-the others by deep Q-learning; the other imitates what that response did over the whole run, and is the average
-strategy, which in two-player zero-sum games goes to an equilibrium. It is what is kept and examined.
+"""Neural fictitious self-play (Heinrich & Silver, 2016): every policy has two networks. One learns a best response to
+the other policies by deep Q-learning; the other imitates the best response over the whole run and so is the average
+strategy, which approaches an equilibrium in two-player zero-sum games. The average strategy is saved and evaluated.
 
-In each game a seat plays by its best response with probability `eta`, else by its average.
+In each game a seat plays its best response with probability `eta`, otherwise its average strategy.
 
-Shapes: `P` members of a stack, `B` games, `S` seats of a member, `T` steps, `M` rows.
+Shapes: `P` members of a stack, `B` parallel games, `S` seats of a member, `T` steps, `M` rows.
 """
 
 from __future__ import annotations
@@ -31,29 +31,38 @@ from palestra.policies.nets import NetPlayer, greedy, sampling
 from palestra.rollouts.play import derive
 from palestra.types import Batch, Metrics
 
-RESPONDED = 1.0  # stands for the log-probability of a move by best response: no policy's is above 0
+RESPONDED = 1.0  # marks best-response actions in `logp`: no log-probability is above 0
 
 
 class NFSP(QLearningConfig):
-    """The average of a policy learns at `average_lr`, `average_updates` steps after each sweep, from a sample of
-    `memories` of all moves that its best response made."""
+    """NFSP: a DQN best response, and an average strategy trained on a reservoir of its actions."""
 
     type: Literal["nfsp"] = "nfsp"
+    """Selects NFSP."""
     eta: float = Field(0.1, gt=0, le=1)
+    """Probability per game and seat of playing the best response."""
     memories: int = Field(500_000, ge=1)
+    """Capacity of the reservoir of best-response actions."""
     average_lr: float = Field(1e-3, gt=0, le=1_000_000)
+    """Learning rate of the average strategy."""
     average_updates: int = Field(8, ge=1)
+    """Gradient steps of the average strategy per rollout."""
     epsilon: float = Field(0.06, ge=0, le=1)
+    """Share of random actions at the start of the run."""
     epsilon_end: float = Field(0.0, ge=0, le=1)
+    """Share of random actions after the decay."""
     epsilon_share: float = Field(1.0, gt=0, le=1)
+    """Share of the run over which epsilon decays, linearly."""
     gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per decision of a seat."""
 
     def teacher(self) -> Callable[..., NetLearner]:
         return Fictitious
 
 
 class FictitiousPlayer:
-    """Plays by one of two, drawn anew for each game and seat; what it remembers is by which."""
+    """Policy that plays the best response or the average strategy, sampled anew for each game and seat. Its recurrent
+    state [B, S] bool marks where the best response plays."""
 
     def __init__(self, response: NetPlayer, average: NetPlayer, eta: float) -> None:
         self.response, self.average, self.eta = response, average, eta
@@ -69,7 +78,8 @@ class FictitiousPlayer:
         return torch.zeros(games, len(self.seats), dtype=torch.bool)
 
     def act(self, frame: Frame, memory: Tensor, fresh: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        """The log-probabilities are RESPONDED where the response plays."""
+        """Returns actions, log-probabilities and the new recurrent state; log-probabilities are RESPONDED where the
+        best response plays."""
         drawn = torch.rand(memory.shape, generator=self.generator) < self.eta
         memory = torch.where(torch.from_numpy(fresh)[:, None], drawn, memory)
         best, _, _ = self.response.act(frame, None, fresh)
@@ -79,6 +89,8 @@ class FictitiousPlayer:
 
 
 class Fictitious(Independent):
+    """Learner of NFSP. Raises ValueError for recurrent policies."""
+
     config: NFSP
 
     def __init__(self, config: NFSP, pupils: Pupils) -> None:
@@ -89,7 +101,7 @@ class Fictitious(Independent):
         self.reservoirs = {name: Reservoir(self.config.memories) for name in self.names}
 
     def _average(self, stack: Stack) -> Stack:
-        """Networks of the same shape, which say how likely actions are."""
+        """Returns a stack of the same shape for the average strategies."""
         seating, head = stack.seating, head_for(stack.seating.space)
         config = stack.config.model_copy(update={"lr": self.config.average_lr})
         seeds = [derive(self.seeds[name], "average") for name in seating.names]
@@ -125,7 +137,7 @@ class Fictitious(Independent):
         return lines
 
     def _remember(self, stack: Stack, batch: Batch, rng: np.random.Generator) -> None:
-        """What best responses saw and did."""
+        """Adds the observations and actions of best responses to the reservoirs."""
         obs = stack.seating.observe(batch.obs, 2).flatten(2, 3)[:, :-1]
         chosen = (stack.rows(batch.logp) == RESPONDED) & stack.rows(batch.acting)[:, :-1]
         actions = stack.actions(batch)
@@ -138,11 +150,11 @@ class Fictitious(Independent):
             self.reservoirs[name].add(rows, rng)
 
     def _all_remember(self) -> bool:
-        """Whether every policy has something to imitate, in all processes."""
+        """Returns True if every policy's reservoir holds an action, in all processes."""
         return self.together.all(all(len(reservoir) for reservoir in self.reservoirs.values()))
 
     def _imitate(self, stack: Stack, rng: np.random.Generator, progress: float) -> Tensor:
-        """One gradient step of the averages; their losses [P]."""
+        """Takes one gradient step of the average strategies; returns their losses [P]."""
         names, count = stack.seating.names, self.config.batch
         drawn = [self.reservoirs[name].draw(count, rng) for name in names]
         rows = {key: torch.from_numpy(np.stack([own[key] for own in drawn])) for key in drawn[0]}
@@ -160,7 +172,7 @@ class Fictitious(Independent):
     # ---- state
 
     def members(self) -> dict[str, Callable[[Path], None]]:
-        """The averages."""
+        """Returns writers of the average strategies."""
         return {
             name: partial(write_member, stack, p)
             for stack in self.averages

@@ -1,15 +1,15 @@
-"""What SAC, DDPG and TD3 share: remembered moments, critics that judge actions, targets that follow slowly.
+"""Off-policy actor-critic training shared by SAC, DDPG and TD3: replay buffer, action-value critics, target networks.
 
-A policy's critics see what its seat sees and does (`critic: own`), or everything (`critic: central`, as in MADDPG of
-Lowe et al., 2017): the env's global state, or all views together; who acts, and what every learning seat does; which
-seat is asked about. Each seat learns from its own rewards. Seats that do not learn are part of the env: their next
-actions cannot be known, so no critic sees any of them.
+A policy's critics see the observation and action of its seat (`critic: own`) or everything (`critic: central`, as in
+MADDPG, Lowe et al., 2017): the env's global state, or all observations together; the agent mask, the actions of all
+seats that learn, and a one-hot seat. Each seat learns from its own rewards. Seats that do not learn are part of the
+env: their next actions cannot be predicted, so critics do not see their actions.
 
-Critics of their own count time in a seat's decisions. Central ones count every step of the env, also those at which
-their seat does not act, as in games of turns: what it does there is nothing, for sure.
+With `critic: own` time is counted in a seat's own decisions. Central critics count every step of the env, also those in
+which their seat does not act, as in turn-based games; its action is then the fixed idle code.
 
-Shapes: `K` critics, `P` members of a stack, `M` moments, `S` seats of a member, `R` = M*S rows, `N` seats, `A` numbers
-of an action's code, `J` of the codes of all seats that learn, `O` outputs.
+Shapes: `K` critics, `P` members of a stack, `M` transitions, `S` seats of a member, `R` = M*S rows, `N` seats, `A`
+numbers of an encoded action, `J` of the encoded actions of all seats that learn, `O` outputs.
 """
 
 from __future__ import annotations
@@ -40,19 +40,28 @@ from palestra.types import Batch, Metrics
 
 
 class OffPolicyConfig(AlgorithmConfig):
-    """Play `horizon` steps of every game, remember them, then make `updates` gradient steps, each on `batch` moments
-    drawn from the last `capacity`. The first `warmup` moments are played at random. Targets come from copies of the
-    networks that move `tau` of the way after each step. `critic_lr` is the policy's where it is not given."""
+    """Base config of off-policy actor-critics: collect `horizon` steps, add them to the replay buffer, then take
+    `updates` gradient steps."""
 
     horizon: int = Field(8, ge=1)
+    """Rollout length: steps of every parallel game between updates."""
     updates: int = Field(8, ge=1)
+    """Gradient steps per rollout."""
     batch: int = Field(256, ge=1)
+    """Joint transitions per gradient step."""
     warmup: int = Field(1000, ge=1)
+    """Joint transitions collected with random actions before training starts; at most `capacity`."""
     capacity: int = Field(100_000, ge=1)
+    """Size of the replay buffer, in joint transitions."""
     gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per decision of a seat (per env step with `critic: central`)."""
     tau: float = Field(0.005, gt=0, le=1)
+    """Polyak coefficient: how far the target networks move to the online networks per update."""
     critic: Literal["own", "central"] = "own"
+    """Input of the critics: the seat's `own` observation and action, or `central`: the env's state (or all
+    observations) and all learning seats' actions."""
     critic_lr: float | None = Field(None, gt=0, le=1_000_000)
+    """Learning rate of the critics; null uses the policy's."""
 
     @model_validator(mode="after")
     def _learns(self) -> OffPolicyConfig:
@@ -66,8 +75,9 @@ class OffPolicyConfig(AlgorithmConfig):
 
 @dataclass
 class Answer:
-    """What the policies of a stack do: the networks' outputs [P, R, O], codes of actions [P, R, A], and where the
-    algorithm needs them log-probabilities: [P, R] of what was drawn, or [P, R, A] of every discrete action."""
+    """Output of a stack's policies: network outputs `out` [P, R, O], encoded actions `code` [P, R, A], and
+    log-probabilities if the algorithm needs them: [P, R] of the sampled actions, or [P, R, A] of every discrete action.
+    All float32."""
 
     out: Tensor
     code: Tensor
@@ -76,9 +86,9 @@ class Answer:
 
 @dataclass
 class Scene:
-    """What one stack learns from: what its policies see [P, R, *view] and may do, what its critics see [P, R, ...],
-    codes of what was done [P, R, A]; what each row counts for the critics [P, R], and for the policies, for whom only
-    those count in which the seat acted; both are 1 in sum for each seat."""
+    """Update batch of one stack: policy inputs `views` [P, R, *view] and action masks, critic inputs `seen` [P, R,
+    ...], encoded actions `code` [P, R, A], row weights for the critics (`judged`) and for the policies (`share`) [P,
+    R]. The policies' are 0 for rows in which the seat did not act; both sum to one for each seat."""
 
     views: Tensor
     legal: Tensor | None
@@ -89,8 +99,9 @@ class Scene:
 
 
 class OffPolicy(NetLearner):
-    """An algorithm says how its policies answer, what an answer is worth and what makes a policy better. `twins`
-    critics judge each policy; policies and targets move at every `delay`-th step."""
+    """Base learner of off-policy actor-critics; a subclass defines the policies' actions, target values and losses.
+    `twins` critics evaluate each policy; policies and target networks are updated every `delay`-th step. Raises
+    ValueError for envs and policies that these algorithms do not support (see `refuse`)."""
 
     twins = 2
     delay = 1
@@ -107,37 +118,38 @@ class OffPolicy(NetLearner):
         self.steps = 0
         self.prepare()
 
-    # ---- what an algorithm says
+    # ---- defined by an algorithm
 
     def prepare(self) -> None:
-        """Makes what else it needs."""
+        """Builds further parts of the learner."""
 
     @abstractmethod
     def head(self, space: Space) -> Head:
-        """The policies' distribution over actions."""
+        """Returns the policies' distribution over actions."""
 
     def branches(self, space: Space) -> bool:
-        """Whether critics put out a value for each action, see `Critic`."""
+        """True if critics output a value for each action, see `Critic`."""
         return False
 
     @abstractmethod
     def answer(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
-        """What the policies of stack i do; gradients flow through it to their networks."""
+        """Returns the actions of stack i's policies, differentiable with respect to their networks."""
 
     @abstractmethod
     def foresee(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
-        """What targets take them to do."""
+        """Returns the next actions that targets assume."""
 
     @abstractmethod
     def worth(self, i: int, q: Tensor, answer: Answer) -> Tensor:
-        """The value [P, R] that targets give to a moment, from those of its answer [K, P, R, O]."""
+        """Returns the target value [P, R] of a state from the critics' values `q` [K, P, R, O] of the policy's output
+        there."""
 
     @abstractmethod
     def loss(self, i: int, q: Tensor, answer: Answer, scene: Scene) -> tuple[Tensor, Figures]:
-        """The policies' losses [P] and figures [P]."""
+        """Returns the policies' losses [P] and metrics [P]."""
 
     def adapt(self, i: int, answer: Answer, scene: Scene, progress: float) -> Figures:
-        """What else changes when a policy does."""
+        """Updates anything else after a policy step; returns metrics."""
         return {}
 
     # ---- construction
@@ -166,7 +178,7 @@ class OffPolicy(NetLearner):
 
     @property
     def warm(self) -> bool:
-        """Whether enough is remembered to learn from."""
+        """True if the replay buffer holds at least `warmup` transitions."""
         return len(self.replay) >= self.config.warmup
 
     def players(self, progress: float) -> list[NetPlayer]:
@@ -179,13 +191,14 @@ class OffPolicy(NetLearner):
         return self.config.critic == "central"
 
     def explore(self, stack: Stack, progress: float) -> Choose:
-        """How the policies of a stack play in training."""
+        """Returns the action function of a stack's policies in training."""
         return sampling(stack.head)
 
     # ---- learning
 
     def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
-        """Remembers the batch; then `updates` gradient steps, once `warmup` moments are there."""
+        """Adds the batch to the replay buffer, then takes `updates` gradient steps once it holds `warmup` transitions;
+        returns metrics by policy."""
         self.replay.add(batch)
         self.see(batch)
         lines: list[list[Figures]] = [[] for _ in self.stacks]
@@ -204,7 +217,8 @@ class OffPolicy(NetLearner):
         }
 
     def learn(self, moves: Moves, generator: torch.Generator, progress: float) -> list[Figures]:
-        """One gradient step of all critics, and when it is time of the policies; figures by stack."""
+        """Takes one gradient step of all critics, and every `delay`-th time of the policies; returns metrics by
+        stack."""
         targets = self.targets(moves, generator)
         joint = self.codes.of(moves.actions, moves.acting)
         scenes = [self._scene(stack, moves, joint) for stack in self.stacks]
@@ -219,7 +233,7 @@ class OffPolicy(NetLearner):
 
     @torch.no_grad()
     def targets(self, moves: Moves, generator: torch.Generator) -> list[Tensor]:
-        """What the actions taken turned out to be worth, [P, R] for each stack."""
+        """Returns the critics' targets [P, R] for each stack."""
         answers = [self._next(i, moves, generator) for i in range(len(self.stacks))]
         joint = torch.zeros(len(moves.rewards), self.codes.size)
         for stack, answer in zip(self.stacks, answers, strict=True):
@@ -232,10 +246,11 @@ class OffPolicy(NetLearner):
         return targets
 
     def _next(self, i: int, moves: Moves, generator: torch.Generator) -> Answer:
-        """What the policies of stack i do next, for sure nothing where they do not act."""
+        """Returns the next actions of stack i's policies; the idle code, with probability 1, where a seat does not
+        act."""
         stack = self.stacks[i]
         answer = self.foresee(i, stack.views(moves.next_obs, 1), rows_of(stack, moves.next_legal), generator)
-        if self.config.critic == "own":  # what is next is the seat's own next decision
+        if self.config.critic == "own":  # the next step is the seat's own next decision
             return answer
         acting, nothing = stack.rows(moves.next_acting, 1)[..., None], idle(stack.head)
         answer.code = torch.where(acting, answer.code, nothing)
@@ -275,7 +290,7 @@ class OffPolicy(NetLearner):
         return figures | self.adapt(i, answer, scene, progress)
 
     def _seen(self, stack: Stack, obs: Tensor, state: Tensor | None, acting: Tensor, joint: Tensor) -> Tensor:
-        """What the critics of a stack see besides their seat's own action [P, R, ...]."""
+        """Returns the critics' inputs besides the seat's own action [P, R, ...]."""
         if self.config.critic == "own":
             return stack.views(obs, 1)
         seating, N = stack.seating, len(self.env.seats)
@@ -289,7 +304,7 @@ class OffPolicy(NetLearner):
     # ---- state
 
     def followed(self) -> list[tuple[Net, Net]]:
-        """Networks and the copies that follow them."""
+        """Returns pairs of online and target networks."""
         return [(critic.net, critic.target) for critic in self.critics]
 
     def modules(self) -> dict[str, nn.Module]:
@@ -310,7 +325,8 @@ class OffPolicy(NetLearner):
 
 
 def refuse(config: OffPolicyConfig, env: VectorEnv, policies: Mapping[str, NetPolicyConfig], branches: bool) -> None:
-    """Raises ValueError for what these algorithms cannot learn."""
+    """Raises ValueError for recurrent policies, multi-discrete actions, and critics that would need pixels beside
+    actions."""
     kind = getattr(config, "type", "this algorithm")
     for name, policy in policies.items():
         if policy.memory:
@@ -326,7 +342,7 @@ def refuse(config: OffPolicyConfig, env: VectorEnv, policies: Mapping[str, NetPo
 
 
 def uniform(head: Head) -> Choose:
-    """Draws any legal action alike."""
+    """Returns an action function that samples legal actions uniformly."""
 
     def choose(out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(head, BoundedHead):
@@ -338,17 +354,17 @@ def uniform(head: Head) -> Choose:
 
 
 def shares(weight: Tensor) -> Tensor:
-    """Weights [P, M, S] as shares of each seat's whole [P, R]; zeros where it has none."""
+    """Returns weights [P, M, S] divided by their sum per seat, as rows [P, R]; zeros where it is zero."""
     return (weight / weight.sum(1, keepdim=True).clamp(min=1e-8)).flatten(1, 2)
 
 
 def rows_of(stack: Stack, x: Tensor | None) -> Tensor | None:
-    """[M, N, ...] -> [P, R, ...], where there is anything."""
+    """Reorders an array by stack: [M, N, ...] -> [P, R, ...]; None stays None."""
     return None if x is None else stack.rows(x, 1)
 
 
 def mean_of(lines: Sequence[Figures]) -> Figures:
-    """The mean of each figure over the lines that have it."""
+    """Returns the mean of each metric over the dicts that contain it."""
     found: dict[str, list[Tensor]] = {}
     for line in lines:
         for key, value in line.items():

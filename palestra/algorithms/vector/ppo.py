@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (Schulman et al., 2017): independent, or with a central critic MAPPO."""
+"""Proximal policy optimisation (Schulman et al., 2017): independent PPO, or MAPPO with a central critic."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from palestra.losses.policy import Figures, Scored, clipped_policy_loss
 
 
 class PPO(ActorCriticConfig):
-    """Several passes over each batch, each move's probability ratio kept within `clip` of one."""
+    """PPO: several passes over each rollout with a clipped surrogate."""
 
     type: Literal["ppo"] = "ppo"
+    """Selects PPO."""
     epochs: int = Field(4, ge=1)
+    """Passes over each rollout."""
     minibatches: int = Field(4, ge=1)
+    """Gradient steps per pass."""
     entropy: float = Field(0.01, ge=0)
+    """Coefficient of the entropy bonus."""
     clip: float = Field(0.2, gt=0)
+    """Clipping distance of the probability ratio from 1."""
 
     def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
         return clipped_policy_loss(rows, clip=self.clip)

@@ -1,8 +1,8 @@
-"""What DQN and QMIX share: networks that say what each action is worth, slow copies of them that targets come from,
-epsilon-greedy play, and moments (with memory: whole stretches of games) that are learned from again and again.
+"""Q-learning shared by DQN and QMIX: Q-networks with target networks, epsilon-greedy exploration, and a replay buffer
+of transitions (of sequences for recurrent networks).
 
-Shapes: `P` members of a stack, `T` steps (1 for single moments), `M` moments or stretches, `N` seats, `S` seats of a
-member, `R` = M*S rows, `A` actions, `O` outputs, `F` games that were cut off.
+Shapes: `P` members of a stack, `T` steps (1 for single transitions), `M` transitions or sequences, `N` seats, `S` seats
+of a member, `R` = M*S rows, `A` actions, `O` outputs, `F` truncated games.
 """
 
 from __future__ import annotations
@@ -43,35 +43,48 @@ from palestra.types import Batch, Metrics
 
 
 class QLearningConfig(AlgorithmConfig):
-    """Play `horizon` steps of every game, remember them, then make `updates` gradient steps, each on `batch` joint
-    moments drawn from the last `capacity`, once `warmup` were played at random.
+    """Base config of Q-learning: collect `horizon` steps, add them to the replay buffer, then take `updates` gradient
+    steps.
 
-    A share of `epsilon` of all moves is random; it goes to `epsilon_end` over the first `epsilon_share` of the run.
-    Rewards are summed over `n` decisions before a value stands for the rest: chosen by the network in training and
-    judged by its slow copy (`double`), which after every `period` gradient steps moves `tau` of the way to it (so
-    tau: 1, period: 200 copies it now and then). `duelling` makes values out of that of the view and advantages.
-    `priority` prefers moments of large errors, to this power; `beta` of what that distorts is made up for, all of it at
-    the end of the run. Policies with memory learn from stretches of `horizon` steps, `batch` / `horizon` at a time; the
-    first `burn_in` steps of a stretch within a game only bring the memory up to date.
+    Recurrent policies train on sequences of `horizon` steps, `batch` / `horizon` of them per gradient step.
     """
 
     horizon: int = Field(8, ge=1)
+    """Rollout length: steps of every parallel game between updates; also the sequence length of recurrent policies."""
     updates: int = Field(8, ge=1)
+    """Gradient steps per rollout."""
     batch: int = Field(256, ge=1)
+    """Joint transitions per gradient step."""
     warmup: int = Field(1000, ge=0)
+    """Joint steps collected with random actions before training starts."""
     capacity: int = Field(100_000, ge=1)
+    """Size of the replay buffer, in joint transitions."""
     gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per decision of a seat (per env step for QMIX)."""
     n: int = Field(1, ge=1)
+    """Decisions of n-step returns: rewards are summed over them before bootstrapping."""
     double: bool = True
+    """Double Q-learning: the online network selects the next action, the target network evaluates it."""
     duelling: bool = False
+    """Compute action values as a state value plus advantages (Wang et al., 2016)."""
     epsilon: float = Field(1.0, ge=0, le=1)
+    """Share of random actions at the start of the run."""
     epsilon_end: float = Field(0.05, ge=0, le=1)
+    """Share of random actions after the decay."""
     epsilon_share: float = Field(0.5, gt=0, le=1)
+    """Share of the run over which epsilon decays, linearly."""
     tau: float = Field(0.005, gt=0, le=1)
+    """Polyak coefficient: how far the target networks move to the online networks per target update. `tau: 1` with
+    `period: 200` copies them every 200 steps."""
     period: int = Field(1, ge=1)
+    """Gradient steps between target updates."""
     priority: float = Field(0.0, ge=0)
+    """Exponent of TD errors in prioritised replay (Schaul et al., 2016); 0 samples uniformly."""
     beta: float = Field(0.4, ge=0, le=1)
+    """Initial exponent of the importance weights that correct prioritised sampling; it rises to 1 over the run."""
     burn_in: int = Field(0, ge=0)
+    """First steps of a sequence that only update the recurrent state and are not trained on, unless the game began
+    within the sequence. Less than `horizon`."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
@@ -83,12 +96,12 @@ class QLearningConfig(AlgorithmConfig):
         return self
 
     def epsilon_at(self, progress: float) -> float:
-        """The share of random moves when so much of the run is done."""
+        """Returns the share of random actions at `progress` in [0, 1]."""
         return self.epsilon + (self.epsilon_end - self.epsilon) * min(1.0, progress / self.epsilon_share)
 
 
 class ValueHead(Head):
-    """Outputs are values of actions, of which the best is taken."""
+    """Head whose outputs are action values; it selects the best action."""
 
     width = 0
 
@@ -96,7 +109,7 @@ class ValueHead(Head):
         self.choices, self.duelling, self.outputs = space.n, duelling, space.n + duelling
 
     def values(self, out: Tensor) -> Tensor:
-        """[..., O] -> [..., A]."""
+        """Returns action values: outputs [..., O] -> [..., A]."""
         return duelling_values(out) if self.duelling else out
 
     def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
@@ -110,7 +123,8 @@ class ValueHead(Head):
         return logp, torch.zeros_like(logp)
 
     def exploring(self, epsilon: float) -> Choose:
-        """Takes any legal action in a share of `epsilon` of all moves, the best otherwise."""
+        """Returns an epsilon-greedy action function: with probability `epsilon` a uniform legal action, otherwise the
+        best."""
 
         def choose(out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
             action = self.mode(out, legal)
@@ -122,8 +136,8 @@ class ValueHead(Head):
 
 
 class QLearner(NetLearner):
-    """A subclass says how values and rewards become losses. With `joint` time is that of the team, not of each seat's
-    own decisions."""
+    """Base learner of Q-learning; a subclass defines the loss. With `joint` time is counted in env steps, not in each
+    seat's own decisions. Raises ValueError for envs without discrete actions."""
 
     joint = False
 
@@ -180,7 +194,8 @@ class QLearner(NetLearner):
     # ---- learning
 
     def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
-        """Remembers the batch; then `updates` gradient steps, once it is time."""
+        """Adds the batch to the replay buffer, then takes `updates` gradient steps once `warmup` is over; returns
+        metrics by policy."""
         self.replay.add(batch)
         self.seen += batch.terminated.size
         self.see(batch)
@@ -197,11 +212,11 @@ class QLearner(NetLearner):
         }
 
     def _ready(self) -> bool:
-        """Whether all processes can learn."""
+        """Returns True if all processes can train."""
         return self.together.all(self.seen >= self.config.warmup and self.replay.ring.ready)
 
     def _step(self, rng: np.random.Generator, progress: float) -> list[Figures]:
-        """One gradient step; figures by stack."""
+        """Takes one gradient step; returns metrics by stack."""
         config = self.config
         recurrent = isinstance(self.replay, Segments)
         count = max(1, config.batch // config.horizon) if recurrent else config.batch
@@ -218,10 +233,12 @@ class QLearner(NetLearner):
 
     @abstractmethod
     def learn(self, drawn: Moves | Stretches, progress: float) -> tuple[list[Figures], Tensor, Tensor]:
-        """Improves the policies; figures by stack, mean errors [T, M] without sign, and which are known [T, M]."""
+        """Trains the policies on a replay batch; returns metrics by stack, mean absolute TD errors [T, M], and a mask
+        of the known ones [T, M]."""
 
     def judged(self, i: int, drawn: Moves | Stretches) -> tuple[Tensor, Tensor]:
-        """What stack i says of the actions taken, and what targets say of those that follow, both [P, T, R]."""
+        """Returns the online values of stack i for the actions taken and the target values of the following decisions,
+        both [P, T, R]."""
         stack, head, target = self.stacks[i], self.heads[i], self.targets[i]
         if isinstance(drawn, Stretches):
             q, chooser = unrolled(stack, head, stack.net, drawn)
@@ -240,8 +257,7 @@ class QLearner(NetLearner):
     # ---- state
 
     def members(self) -> dict[str, Callable[[Path], None]]:
-        """Written as networks whose outputs are values of actions, so that whoever reads them need not know how these
-        were made."""
+        """Returns writers of the policies as plain Q-networks, so that readers need no duelling."""
         return {
             name: partial(write_member, replace(stack, net=plain(stack, head)), p)
             for stack, head in zip(self.stacks, self.heads, strict=True)
@@ -249,7 +265,7 @@ class QLearner(NetLearner):
         }
 
     def followed(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Networks and the copies that follow them."""
+        """Returns pairs of online and target networks."""
         return [(stack.net, target) for stack, target in zip(self.stacks, self.targets, strict=True)]
 
     def modules(self) -> dict[str, nn.Module]:
@@ -266,7 +282,7 @@ class QLearner(NetLearner):
 
 
 def refuse(config: QLearningConfig, env: VectorEnv) -> None:
-    """Raises ValueError for an env that values of single actions do not fit."""
+    """Raises ValueError if the env has a seat without discrete actions."""
     if not all(isinstance(space, Discrete) for space in env.actions):
         kind = getattr(config, "type", "this algorithm")
         raise ValueError(
@@ -276,14 +292,14 @@ def refuse(config: QLearningConfig, env: VectorEnv) -> None:
 
 
 def as_stretch(moves: Moves) -> Moves:
-    """Single moments as stretches of one step: [M, ...] -> [1, M, ...], `index` but for it."""
+    """Returns transitions as sequences of one step: every array [M, ...] -> [1, M, ...], except `index`."""
     found = {each.name: getattr(moves, each.name) for each in fields(moves) if each.name != "index"}
     longer: dict[str, Any] = {name: None if x is None else x[None] for name, x in found.items()}
     return replace(moves, **longer)
 
 
 def unrolled(stack: Stack, head: ValueHead, net: Net, drawn: Stretches) -> tuple[Tensor, Tensor]:
-    """Values of every step, and without gradients those of each seat's own next moment, both [P, T, R, A]."""
+    """Returns values of every step, and those of each seat's own next decision without gradients, both [P, T, R, A]."""
     P, S = len(stack.seating.names), len(stack.seating.seats[0])
     fresh = drawn.fresh.repeat_interleave(S, 1)
     memory = drawn.memory.get("+".join(stack.seating.names))
@@ -302,21 +318,21 @@ def unrolled(stack: Stack, head: ValueHead, net: Net, drawn: Stretches) -> tuple
 
 
 def by_row(stack: Stack, x: Tensor) -> Tensor:
-    """[P, T, R] -> [T, M, P*S]."""
+    """Reorders rows: [P, T, R] -> [T, M, P*S]."""
     return x.unflatten(2, (-1, len(stack.seating.seats[0]))).permute(1, 2, 0, 3).flatten(2)
 
 
 @torch.no_grad()
 def follow(fast: nn.Module, slow: nn.Module, tau: float) -> None:
-    """Moves `slow` a share of `tau` towards `fast`."""
+    """Polyak update: moves the parameters of `slow` towards those of `fast` by a share of `tau`."""
     for target, source in zip(slow.parameters(), fast.parameters(), strict=True):
         target.lerp_(source, tau)
 
 
 @torch.no_grad()
 def plain(stack: Stack, head: ValueHead) -> Net:
-    """Networks whose outputs are the values of actions themselves: those of a duel are sums of its outputs, which the
-    last layer can make."""
+    """Returns networks whose outputs are the action values themselves. Duelling values are linear in the outputs, so
+    the last layer can absorb them."""
     if not head.duelling:
         return stack.net
     net = Net(stack.seating.inputs, head.choices, stack.config, generators([0] * len(stack.seating.names)))

@@ -1,10 +1,10 @@
-"""Q-learning of a team: the seats' values are mixed into one, which learns from the reward of all. By their sum, value
-decomposition networks (Sunehag et al., 2018); by a network that rises with each of them, QMIX (Rashid et al., 2018).
+"""Q-learning of a team: the seats' values are mixed into one team value, which is trained on the team's reward. The
+mixer is a sum (value decomposition networks, Sunehag et al., 2018) or a monotonic network (QMIX, Rashid et al., 2018).
 
-The team's reward is the mean of those of the seats that learn. A seat that does not act (dead, or not its turn) has
-nothing to choose, and adds a value of 0 to the mix; time is that of the env, so what others do costs a step. A seat
-that has terminated earns 0 from then on and takes no part in any later value of the team, also where the game is
-truncated for the others; the team's future is worth 0 once all seats that learn have terminated.
+The team's reward is the mean reward of the seats that learn. A seat that does not act (dead, or not its turn) adds a
+value of 0 to the mix; time is counted in env steps. A seat that has terminated earns 0 from then on and takes no part
+in later team values, also if the game is truncated for the others; the team's future is worth 0 once all seats that
+learn have terminated.
 
 Shapes: as in `palestra.algorithms.vector.q_learning`; `J` seats that learn, `G` numbers of the state.
 """
@@ -30,18 +30,23 @@ from palestra.rollouts.play import derive
 
 
 class QMIX(QLearningConfig):
-    """`mixer: vdn` adds values up; `qmix` mixes them by a layer of `mixing` units, made from the env's global state, or
-    from all views together where it has none."""
+    """QMIX and VDN: Q-learning with a value mixer."""
 
     type: Literal["qmix"] = "qmix"
+    """Selects QMIX."""
     mixer: Literal["vdn", "qmix"] = "qmix"
+    """`vdn` adds the seats' values; `qmix` mixes them with a network generated from the env's global state (from all
+    observations together if it has none)."""
     mixing: int = Field(32, ge=1, le=65_536)
+    """Units of the mixing network's hidden layer."""
 
     def teacher(self) -> Callable[..., NetLearner]:
         return Team
 
 
 class Team(QLearner):
+    """Learner of QMIX and VDN. Raises ValueError for `mixer: qmix` on pixel observations without a global state."""
+
     config: QMIX
     joint = True
 
@@ -73,12 +78,12 @@ class Team(QLearner):
 
     def learn(self, drawn: Moves | Stretches, progress: float) -> tuple[list[Figures], Tensor, Tensor]:
         judged = [self.judged(i, drawn) for i in range(len(self.stacks))]
-        leaves = [taken.detach().requires_grad_() for taken, _ in judged]  # where the mixer ends and networks begin
+        leaves = [taken.detach().requires_grad_() for taken, _ in judged]  # for gradients of the mixer's inputs
         state, next_state = self._states(drawn)
         total = self._mixed(self.mixer, leaves, drawn.acting, state)
         with torch.no_grad():
             after = self._mixed(self.target_mixer, [q for _, q in judged], drawn.next_acting, next_state)
-        # time is the team's, so all seats have one discount and one weight
+        # with joint time all seats have the same discount and weight
         discount, weight = drawn.discounts[..., self.seats[0]], drawn.weight[..., self.seats[0]]
         target = q_target(drawn.rewards[..., self.seats].mean(-1), discount, after)
         known = weight > 0
@@ -94,15 +99,14 @@ class Team(QLearner):
         return lines, error.abs() * known, known
 
     def _mixed(self, mixer: nn.Module, values: list[Tensor], acting: Tensor, state: Tensor) -> Tensor:
-        """The team's value [T, M] of values [P, R] that each stack says at every step [P, T, R]; 0 for seats that do
-        not act."""
+        """Returns the team's value [T, M] from the stacks' values [P, T, R]; 0 for seats that do not act."""
         q = torch.cat([by_row(stack, own) for stack, own in zip(self.stacks, values, strict=True)], -1)
         q = q * acting[..., self.seats]
         mixed: Tensor = mixer(q.flatten(0, 1), state.flatten(0, 1)).view(q.shape[:2])
         return mixed
 
     def _states(self, drawn: Moves | Stretches) -> tuple[Tensor, Tensor]:
-        """What the mixer sees, now and next [T, M, G]."""
+        """Returns the mixer's state inputs, current and next [T, M, G]."""
         if drawn.state is not None and drawn.next_state is not None:
             return self.whole(drawn.obs, drawn.state, 2), self.whole(drawn.obs, drawn.next_state, 2)
         if isinstance(drawn, Moves):
@@ -115,7 +119,8 @@ class Team(QLearner):
         return now, torch.cat([every, ends]).gather(0, moment)
 
     def _together(self, obs: Tensor) -> Tensor:
-        """All views side by side, [..., N, *padded] -> [..., G]; nothing that a plain sum would look at."""
+        """Returns all observations concatenated, [..., N, *padded] -> [..., G]; of width 0 for `vdn`, which ignores
+        them."""
         if self.config.mixer == "vdn":
             return obs.new_zeros(*obs.shape[: obs.dim() - len(self.env.views[0]) - 1], 0)
         return self.whole(obs, None, obs.dim() - len(self.env.views[0]) - 1)

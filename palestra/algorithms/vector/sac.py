@@ -1,5 +1,5 @@
-"""Soft actor-critic: for continuous actions (Haarnoja et al., 2018) and, by the same name, for discrete ones
-(Christodoulou, 2019); with a central critic, MASAC."""
+"""Soft actor-critic for continuous (Haarnoja et al., 2018) and discrete actions (Christodoulou, 2019); with a central
+critic it is MASAC."""
 
 from __future__ import annotations
 
@@ -21,36 +21,41 @@ from palestra.nets.squashed import SquashedHead, one_hot
 
 
 class SAC(OffPolicyConfig):
-    """A policy is paid for being random: `alpha` is the price of a nat. With `learn_alpha` it moves, so that the
-    policy keeps `entropy`: nats for each number of a continuous action (counted in half-widths of its bounds, where
-    uniform has 0.69), a share of what is possible for discrete ones. By default -1 (Haarnoja et al., 2018b), and 0.5:
-    Christodoulou's 0.98 keeps play nearly uniform, which others at the table would have to bear."""
+    """SAC: an off-policy actor-critic that maximises reward plus policy entropy."""
 
     type: Literal["sac"] = "sac"
+    """Selects SAC."""
     alpha: float = Field(0.2, gt=0)
+    """Entropy temperature: the reward of one nat of entropy; the initial one with `learn_alpha`."""
     learn_alpha: bool = True
+    """Adjust the temperature so that the policy keeps its target entropy."""
     entropy: float | None = None
+    """Target entropy. Continuous actions: nats per dimension, in half-widths of the bounds (uniform has 0.69); null is
+    -1 (Haarnoja et al., 2018b). Discrete actions: share of the maximum, 0 to 1; null is 0.5, since Christodoulou's 0.98
+    keeps play nearly uniform, a burden on the other seats."""
 
     def teacher(self) -> Callable[..., NetLearner]:
         return SoftActorCritic
 
 
-DISCRETE, CONTINUOUS = 0.5, -1.0  # what `entropy` is where it is not set
+DISCRETE, CONTINUOUS = 0.5, -1.0  # target entropy if `entropy` is null
 
 
 class Temperature(nn.Module):
-    """The price of a nat of each of P members, as its logarithm."""
+    """Log entropy temperature of each of P members [P, 1] float32."""
 
     def __init__(self, members: int, start: float) -> None:
         super().__init__()
         self.log = nn.Parameter(torch.full((members, 1), math.log(start)))
 
     def forward(self) -> Tensor:
-        """[P, 1], without gradients."""
+        """Returns the temperatures [P, 1], without gradients."""
         return self.log.detach().exp()
 
 
 class SoftActorCritic(OffPolicy):
+    """Learner of SAC. Raises ValueError if `entropy` is outside 0 to 1 with discrete actions."""
+
     config: SAC
 
     def prepare(self) -> None:
@@ -97,7 +102,7 @@ class SoftActorCritic(OffPolicy):
         return ascent_loss(self.worth(i, q, answer), scene.share), {}
 
     def adapt(self, i: int, answer: Answer, scene: Scene, progress: float) -> Figures:
-        """Moves the temperature."""
+        """Updates the temperature; returns metrics."""
         entropy = self._entropy(i, answer)
         share, alpha = scene.share, self.alphas[i]
         if self.config.learn_alpha:
@@ -107,13 +112,13 @@ class SoftActorCritic(OffPolicy):
         return {"entropy": mean, "alpha": alpha()[:, 0]}
 
     def _entropy(self, i: int, answer: Answer) -> Tensor:
-        """Nats of each row [P, R]; of continuous actions an estimate from what was drawn."""
+        """Returns the policy's entropy in nats [P, R]; for continuous actions a one-sample estimate."""
         assert answer.logp is not None
         logp = answer.logp.detach()
         return -(logp.exp() * logp).sum(-1) if self.critics[i].branches else -logp
 
     def _wanted(self, i: int, scene: Scene) -> Tensor:
-        """The entropy that the temperature is to keep [P, R]."""
+        """Returns the target entropy [P, R] in nats."""
         head, set_to = self.stacks[i].head, self.config.entropy
         if isinstance(head, SquashedHead):
             return torch.full(scene.share.shape, (CONTINUOUS if set_to is None else set_to) * head.width)

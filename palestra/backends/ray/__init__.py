@@ -1,1 +1,1 @@
-"""The only room that knows Ray: the cluster, workers that do tasks, and objects that live in actors."""
+"""All code that imports Ray: joining a cluster, workers that run tasks, and objects that live in actors."""

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting one on this machine that has what the actors of a run need."""
+"""Joins a Ray cluster, or starts one on this machine with the resources that a run's actors need."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import ray
 from palestra.backends.waiting import unsendable
 
 OPTIONS = ("workers", "num_cpus", "num_gpus", "resources", "accelerator_type")
-PATIENCE = 600.0  # seconds without one actor where one is waited for: a cluster may have to grow first
+PATIENCE = 600.0  # seconds to wait for the first actor: a cluster may have to scale up
 
 
 class Needs(NamedTuple):
-    """So many actors, each with these resources, in Ray's own terms."""
+    """A number of actors, and the resources of each as Ray options."""
 
     actors: int
     options: dict[str, Any]
 
 
 def needs_of(kind: str, placement: Mapping[str, Any]) -> Needs:
-    """What `placement` sets apart for a kind of task. Raises ValueError for a placement that is not one."""
+    """Returns the actors that `placement` reserves for one kind of task. Raises ValueError if `placement` is
+    invalid."""
     if unknown := [name for name in placement if name not in OPTIONS]:
         raise ValueError(f'placement.{kind} has "{unknown[0]}"; there are {", ".join(OPTIONS)}')
     actors = placement.get("workers", 1)
@@ -36,16 +37,21 @@ def needs_of(kind: str, placement: Mapping[str, Any]) -> Needs:
 
 
 def join(address: str | None, needs: Sequence[Needs]) -> bool:
-    """Joins the cluster at `address`, or without one starts one here that has the CPUs which these actors need. A Ray
-    that this process has joined already is used as it is; False then: who joined is to leave."""
+    """Joins the cluster at `address`; without an address, starts one here with enough CPUs for these actors.
+
+    Returns False, and joins nothing, if this process is in a Ray cluster already; True means the caller must call
+    `leave`.
+    """
     if ray.is_initialized():
         return False
     if address is not None:
         ray.init(address=address, logging_level=logging.WARNING)
         return True
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 leaves workers little beside any other work here
-    own: Counter[str] = Counter()  # resources of the user's naming, which no machine has by itself
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # with Ray's default of 15, workers get little CPU time beside other programs
+    own: Counter[str] = Counter()  # user-defined resources, which no machine has by default
     for actors, options in needs:
         own.update({name: need * actors for name, need in options.get("resources", {}).items()})
     cpus = math.ceil(sum(actors * options["num_cpus"] for actors, options in needs))
@@ -56,12 +62,12 @@ def join(address: str | None, needs: Sequence[Needs]) -> bool:
 
 
 def leave() -> None:
-    """Leaves the cluster; one that was started here ends."""
+    """Leaves the cluster; a cluster that was started here ends."""
     ray.shutdown()
 
 
 def no_room(what: str, options: Mapping[str, Any]) -> ValueError:
-    """The error to raise where for `PATIENCE` seconds no actor could be placed."""
+    """Returns the error for actors that could not be placed within `PATIENCE` seconds."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return ValueError(
         f"no worker for {what} in {PATIENCE:g} s: one needs {dict(options)}, the cluster's nodes have {nodes}; ask for "
@@ -70,7 +76,7 @@ def no_room(what: str, options: Mapping[str, Any]) -> ValueError:
 
 
 def put(make: Callable[[], object]) -> ray.ObjectRef:
-    """What makes a worker, where actors find it. Raises ValueError where it cannot be sent."""
+    """Puts the function that builds a worker in the object store. Raises ValueError if it cannot be pickled."""
     try:
         return ray.put(make)
     except (TypeError, pickle.PicklingError) as error:

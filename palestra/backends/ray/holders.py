@@ -1,4 +1,4 @@
-"""An object in an actor of its own, asked by name: where weights in training live on a cluster."""
+"""An object in its own Ray actor, called by method name: on a cluster, weights are trained in such actors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from palestra.backends.weights import Lost
 
 
 class _Actor:
-    """The object, once it is made."""
+    """Actor that builds the object and calls its methods."""
 
     def make(self, make: Callable[[], Any]) -> str | None:
-        """Makes it; the traceback where that raises."""
+        """Builds the object; returns the traceback if that raises, else None."""
         try:
             self._held = make()
         except Exception:
@@ -31,20 +31,21 @@ class _Actor:
 
 
 class RayHolder:
-    """Holds what `make` makes in an actor with these needs. `what` names it where no actor can be placed."""
+    """Handle of the object that `make` builds, in an actor with these resources. `what` names it in error messages."""
 
     def __init__(self, make: Callable[[], Any], needs: Needs, what: str) -> None:
         self._make, self._needs, self._what = put(make), needs, what
         self._actor: Any = None
 
     def start(self) -> None:
-        """A new object in a new actor, in place of the one there was."""
+        """Starts a new actor with a new object, replacing the previous one."""
         self.close()
         self._actor = ray.remote(_Actor).options(scheduling_strategy="SPREAD", **self._needs.options).remote()
         self._made: Any = self._actor.make.remote(self._make)
 
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """What the object's method `verb` returns; what it raises is raised here. Raises Lost where its actor is."""
+        """Returns or raises what the object's method `verb` returns or raises. Raises Lost if the actor died,
+        ValueError if it could not be placed or built."""
         try:
             if self._made is not None:
                 self._ready()
@@ -64,7 +65,7 @@ class RayHolder:
         self._made = None
 
     def close(self) -> None:
-        """Ends the actor."""
+        """Kills the actor."""
         if self._actor is not None and ray.is_initialized():
             with suppress(RayError):
                 ray.kill(self._actor)

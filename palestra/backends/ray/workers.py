@@ -1,5 +1,7 @@
-"""Workers as Ray actors, on one machine or many. Members travel through Ray's object store, and so does what a task
-makes: nodes need no file system in common, only palestra installed."""
+"""Backend with Ray actors as workers, on one machine or many.
+
+Members and task outputs travel through Ray's object store: nodes need palestra installed, but no shared file system.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,14 @@ KIND = "Ray worker"
 
 
 class _Actor:
-    """A worker, and the members it has fetched so far: each once."""
+    """One worker and the members it has fetched, each once."""
 
     def __init__(self) -> None:
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._members = Members()
 
     def make(self, make: MakeWorker) -> tuple[str] | Fault:
-        """Makes the worker, and says where; the fault where that raises."""
+        """Builds the worker and returns its location, or the fault if that raises."""
         try:
             self._worker = make()
         except Exception as error:
@@ -44,6 +46,7 @@ class _Actor:
         return (here(),)
 
     def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[Result, float, Files] | Fault:
+        """Fetches missing members, runs the task and returns result, seconds and output files, or the fault."""
         for name, files in members.items():
             if name not in self._members:
                 self._members[name] = unpacked(ray.get(files), Path(self._scratch, "members", name))
@@ -55,7 +58,7 @@ class _Actor:
         return answer if isinstance(answer, Fault) else (*answer, made)
 
     def greet(self) -> None:
-        """Shows that it is alive."""
+        """Does nothing; the reply shows that the actor is alive."""
 
     def forget(self, name: str) -> None:
         """Removes a member's files."""
@@ -63,7 +66,7 @@ class _Actor:
             shutil.rmtree(folder, ignore_errors=True)
 
     def end(self) -> None:
-        """Removes all its files."""
+        """Removes all files of this actor."""
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
@@ -72,8 +75,10 @@ class _Actor:
 
 @dataclass
 class _Group:
-    """So many workers with these resources, and the tasks that wait for them. `missing` is the time since which none of
-    them is ready; None while one is."""
+    """Workers with equal resources, and the queue of their tasks.
+
+    `missing` is the time (`time.monotonic`) since which none of them is ready; None while one is.
+    """
 
     needs: Needs
     waiting: Waiting = field(default_factory=Waiting)
@@ -82,7 +87,7 @@ class _Group:
 
 @dataclass
 class _Hand:
-    """One actor of a group: not `ready` until its worker is made; doing `task`, or none."""
+    """One actor of a group: `ready` once its worker is built; `task` is None while it is idle."""
 
     group: _Group
     actor: Any
@@ -92,16 +97,19 @@ class _Hand:
 
 
 class RayBackend:
-    """`workers` Ray actors on the cluster at `address` (None: one that is started on this machine, and ends with
-    `close`; a Ray that this process has joined already is used as it is).
+    """Backend with `workers` Ray actors on the cluster at `address`.
 
-    `placement` sets workers apart for a kind of task and says what each of them needs, in Ray's own terms; the other
-    kinds are done by the `workers`, which need a CPU each:
+    Without an address a cluster is started on this machine; it ends with `close`. If this process has joined a cluster
+    already, that one is used.
+
+    `placement` reserves workers for one kind of task and gives the resources of each as Ray options. All other kinds
+    are run by the `workers`, with one CPU each:
 
         RayBackend(make, 4, "auto", {"train": {"workers": 2, "num_gpus": 1}, "assess": {"workers": 1, "num_cpus": 2}})
 
-    An actor that dies, or whose node does, is replaced wherever there is room, and its task done again by the next that
-    is free. Raises ValueError for a placement that is not one, and where for ten minutes no actor can be placed.
+    If an actor or its node dies, it is replaced on any node with free resources, and its task goes to the next free
+    worker. Raises ValueError if `placement` is invalid or there is no worker, and in `wait` if no actor could be placed
+    for ten minutes.
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class RayBackend:
         del self._members[name]
         if self._packed.pop(name, None) is not None:
             for hand in [*self._idle, *self._busy.values()]:
-                hand.actor.forget.remote(name)  # an actor does one thing after the other: after its task
+                hand.actor.forget.remote(name)  # actors run calls in order, so this runs after the current task
 
     def submit(self, task: Task) -> None:
         group = self._apart.get(task.kind, self._common)
@@ -192,13 +200,13 @@ class RayBackend:
                 self._busy[hand.actor.do.remote(task, members)] = hand
 
     def _fetchable(self, name: str, folder: Path) -> ray.ObjectRef:
-        """A member's files in the object store, put there when a task first needs them."""
+        """Returns a member's files in the object store, where they are put when a task first needs them."""
         if name not in self._packed:
             self._packed[name] = ray.put(packed(folder))
         return self._packed[name]
 
     def _hear(self, ref: ray.ObjectRef) -> Done | None:
-        """What an actor says: a task is done, or it is ready, or (by an error of Ray's) dead."""
+        """Reads an actor's reply: a finished task, "ready", or (on a Ray error) that it died."""
         hand = self._busy.pop(ref)
         try:
             answer = ray.get(ref)
@@ -215,7 +223,7 @@ class RayBackend:
         if task:
             roll.note(KIND, hand.where, done=1, seconds=answer[1])
             return self._done(task, *answer)
-        hand.where = answer[0] if answer else hand.where  # it was made, or greets
+        hand.where = answer[0] if answer else hand.where  # reply to `make`, or to `greet`
         return None
 
     def _done(self, task: Task, result: Result, seconds: float, files: Files) -> Done:
@@ -223,8 +231,8 @@ class RayBackend:
         return Done(task, result, out, seconds)
 
     def _replace(self, hand: _Hand, why: str) -> None:
-        """A new actor in place of a dead one, whose task waits in front."""
-        ray.kill(hand.actor)  # it may only be out of reach
+        """Starts a new actor in place of a dead one and puts its task at the front of the queue."""
+        ray.kill(hand.actor)  # it may be alive but unreachable
         roll.note(KIND, hand.where or "not placed yet", why, lost=1)
         if hand.task:
             hand.group.waiting.again(hand.task, why)
@@ -233,7 +241,7 @@ class RayBackend:
             if self._stillborn >= TRIES:
                 raise ValueError(f"{TRIES} workers in a row died before they were ready, the last so: {why}")
         self._hire(hand.group)
-        for idle in self._idle:  # their node may be gone too, and no task is to find that out by dying there
+        for idle in self._idle:  # their node may be gone too: check before giving them a task
             self._busy[idle.actor.greet.remote()] = idle
         self._idle.clear()
         if hand.group.missing is None and not any(
@@ -242,7 +250,7 @@ class RayBackend:
             hand.group.missing = time.monotonic()
 
     def _complain(self) -> None:
-        """Raises ValueError where tasks have waited for too long for a first worker."""
+        """Raises ValueError if tasks have waited longer than `PATIENCE` for a first worker."""
         for group in self._groups:
             since = time.monotonic() - group.missing if group.missing is not None else 0.0
             if group.waiting.tasks and since > cluster.PATIENCE:

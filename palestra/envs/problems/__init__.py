@@ -1,1 +1,1 @@
-"""Where problems come from and how answers are judged: generators of our own, files, reasoning-gym."""
+"""Problems for the math and code envs (generated, from files, of reasoning-gym) and the grading of answers."""

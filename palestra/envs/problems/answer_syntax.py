@@ -1,7 +1,7 @@
-"""Parses answers written in Python's notation, nested lists and formulas, into plain data. Evaluates nothing.
+"""Parses answers in Python's notation, nested lists and formulas, into plain data. Evaluates nothing.
 
-The grammar is a whitelist: a character or a name outside it makes the whole answer unreadable (None). A formula becomes
-a tree of JSON lists: ["number", "2.5"], ["name", "x"], ["sin", tree], ["**", base, exponent], ["negative", tree],
+The grammar is a whitelist: an answer with any other character or name does not parse (None). A formula becomes a tree
+of JSON lists: ["number", "2.5"], ["name", "x"], ["sin", tree], ["**", base, exponent], ["negative", tree],
 ["terms", ["+", tree], ["-", tree], ...] and ["factors", ["*", tree], ["/", tree], ...].
 """
 
@@ -17,15 +17,15 @@ from typing import Any
 Formula = list[Any]
 
 MAX_TOKENS = 4000
-MAX_DEPTH = 50  # brackets, signs and powers inside one another
-MAX_EXPONENT = 64  # of a power of plain numbers
-MAX_BITS = 4096  # of a number on the way
-MAX_DIGITS = 1000  # of a number as it is written
+MAX_DEPTH = 50  # nested brackets, signs and powers
+MAX_EXPONENT = 64  # of powers in `exact_value`
+MAX_BITS = 4096  # of intermediate results in `exact_value`
+MAX_DIGITS = 1000  # of a number literal
 
 FUNCTIONS = frozenset(
     "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt abs Abs".split()  # noqa: SIM905
 )
-NAMES = frozenset(string.ascii_letters) - frozenset("INOQS") | {"pi"}  # those five have another meaning in SymPy
+NAMES = frozenset(string.ascii_letters) - frozenset("INOQS") | {"pi"}  # SymPy gives these five another meaning
 
 _SPACE = r"[ \t\r\n]*"
 _STRING = r"'[^'\\\n]*'|\"[^\"\\\n]*\""
@@ -41,22 +41,28 @@ _EXACT: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 class _Unreadable(Exception):
-    pass
+    """Raised for text outside the grammar or beyond a limit."""
 
 
 def read_value(text: str) -> Any:
-    """The nested list, tuple, string or number that `text` writes; None where it writes none."""
+    """Returns the nested list, string or number that `text` denotes; None if it does not parse. Tuples become lists."""
     return _read(text, _Reader.values)
 
 
 def read_formula(text: str) -> Formula | None:
-    """The formula that `text` writes, of numbers, letters, + - * / **, brackets and `FUNCTIONS`; else None."""
+    """Returns the formula that `text` denotes; None if it does not parse.
+
+    A formula consists of numbers, letters, + - * / **, parentheses and the functions in `FUNCTIONS`.
+    """
     tree: Formula | None = _read(text, _Reader.sum)
     return tree
 
 
 def exact_value(formula: Formula) -> Fraction | None:
-    """The exact value of a formula of whole numbers; None where it has none, or one beyond `MAX_BITS` on the way."""
+    """Returns the exact value of a formula of integers.
+
+    None if it holds anything else, has no value, or an intermediate result exceeds `MAX_BITS`.
+    """
     try:
         return _exact(formula)
     except (_Unreadable, ZeroDivisionError):
@@ -64,7 +70,7 @@ def exact_value(formula: Formula) -> Fraction | None:
 
 
 def whole_numbers(formula: Formula) -> list[int]:
-    """The numbers of a formula in the order they are written."""
+    """Returns the numbers in a formula of integers, in the order they are written."""
     kind, *parts = formula
     if kind == "number":
         return [int(parts[0])]
@@ -93,7 +99,7 @@ def _tokens(text: str) -> list[str]:
 
 
 class _Reader:
-    """Recursive descent over `tokens`, with Python's precedence."""
+    """Recursive-descent parser over `tokens`, with Python's operator precedence."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.tokens, self.place, self.depth = [*tokens, ""], 0, 0
@@ -112,7 +118,7 @@ class _Reader:
         self.place += 1
 
     def inside(self, rule: Callable[[], Any]) -> Any:
-        """The tree that `rule` reads, one level deeper."""
+        """Returns the tree that `rule` parses, one nesting level deeper."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise _Unreadable
@@ -137,7 +143,7 @@ class _Reader:
         return _number(token)
 
     def items(self, end: str, *, after_comma: bool = False) -> list[Any]:
-        """Values up to `end`, which it takes unless it is the end of the text."""
+        """Parses comma-separated values up to `end` and consumes it; an empty `end` is the end of the text."""
         found: list[Any] = []
         if after_comma:
             self.expect(",")

@@ -1,10 +1,10 @@
-"""An answer in a text: where it stands, and what it says where that takes no mathematics.
+r"""Extracts the answer from a text and compares answers that need no symbolic mathematics.
 
-What counts as the same without asking anybody (`judging.py` asks `math-verify` about the rest):
+Two answers are equal here (`judging.py` passes all others to `math-verify`) if they are
 
-- the same text, spaces aside;
+- the same text, apart from spaces;
 - **plain numbers** of the same value (`plain_numbers`);
-- **plain relations** between one letter and a plain number: `x > 7/2`, `3.5 < x`, `x \\le -1`.
+- equal **plain relations** between one letter and a plain number: `x > 7/2`, `3.5 < x`, `x \le -1`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 
 from palestra.envs.problems.plain_numbers import Number, plain_number, same, tidied
 
-LONGEST = 1000  # characters of an answer that are looked at
+LONGEST = 1000  # characters of an answer; the rest is ignored
 
 _ORDER = r"<=|>=|<|>|≤|≥|\\leq?|\\geq?"
 _RELATION = re.compile(rf"([A-Za-z])\s*({_ORDER})\s*(.+)|(.+?)\s*({_ORDER})\s*([A-Za-z])")
@@ -24,8 +24,11 @@ _WRAPPED = re.compile(r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)
 
 
 def final_answer(text: str, *, bare: bool = False) -> str | None:
-    """The first line after the last #### of a text, or what its last \\boxed{} holds; None where neither is there, or
-    nothing in it. With `bare` a text without either is an answer itself."""
+    r"""Returns the first non-empty line after the last #### of a text, or the content of the last \boxed{} there.
+
+    None if neither is present or it is empty. With `bare`, a text without a marker is itself an answer. Surrounding
+    markup is removed, and the result is cut off after `LONGEST` characters.
+    """
     _, marked, tail = text.rpartition("####")
     answer = boxed(tail)
     if answer is None and (marked or bare):
@@ -34,13 +37,18 @@ def final_answer(text: str, *, bare: bool = False) -> str | None:
 
 
 def whole_answer(text: str, *, bare: bool = False) -> str | None:
-    """All that follows the last #### of a text, as it stands, for answers of several lines; else as `final_answer`."""
+    r"""Returns all text after the last #### of a text, for answers of several lines.
+
+    Without ####: with `bare` the whole text, otherwise the content of the last \boxed{}. None if there is no answer.
+    """
     _, marked, tail = text.rpartition("####")
     return tail.strip() or None if marked or bare else boxed(text)
 
 
 def boxed(text: str) -> str | None:
-    """What the last \\boxed{} of a text holds, braces within it balanced; None where there is none or it never ends."""
+    r"""Returns the content of the last \boxed{} of a text, with balanced braces; None if there is none or it is not
+    closed.
+    """
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -53,7 +61,7 @@ def boxed(text: str) -> str | None:
 
 
 def cleaned(text: str) -> str:
-    """An answer without what surrounds it: dollar signs, bold type, spaces, a full stop."""
+    """Returns an answer without surrounding markup: dollar signs, bold markers, spaces, a final full stop."""
     text = text.replace("\u2212", "-").strip().removesuffix(".").strip()
     while wrapped := _WRAPPED.fullmatch(text):
         text = next(inner for inner in wrapped.groups() if inner is not None).strip()
@@ -61,12 +69,12 @@ def cleaned(text: str) -> str:
 
 
 def number(text: str) -> Number | None:
-    """The plain number that a text is; None for any other text."""
+    """Parses an answer that is a plain number; None for any other text."""
     return plain_number(cleaned(text))
 
 
 def relation(text: str) -> tuple[str, str, Number] | None:
-    """The plain relation that a text is, its letter on the left: ("x", "<=", 3); None for any other text."""
+    """Parses an answer that is a plain relation, the letter on the left: ("x", "<=", 3); None for any other text."""
     found = _RELATION.fullmatch(tidied(cleaned(text)))
     if not found:
         return None
@@ -84,5 +92,5 @@ def same_relation(one: tuple[str, str, Number], other: tuple[str, str, Number]) 
 
 
 def same_text(one: str, other: str) -> bool:
-    """True if two answers are written alike, spaces and what surrounds them aside."""
+    """True if two answers are the same text, apart from spaces and surrounding markup."""
     return "".join(cleaned(one).split()) == "".join(cleaned(other).split())

@@ -1,4 +1,4 @@
-"""Sums to work out: "12 + 7 * 2". From two operands at difficulty 1 to six with powers and fractions at 5."""
+"""Arithmetic problems: "12 + 7 * 2". From two operands at difficulty 1 to six, with powers and fractions, at 5."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import random
 from palestra.envs.problems.expressions import Tree, canonical, even, in_python, value, written
 from palestra.envs.problems.problem import Problem
 
-OPERANDS = {3: (3, 4), 4: (4, 5), 5: (5, 6)}
-LARGEST = {3: 10**4, 4: 10**6, 5: 10**6}  # of a result
+OPERANDS = {
+    3: (3, 4),
+    4: (4, 5),
+    5: (5, 6),
+}  # numbers in the expression, by difficulty  # numbers in the expression, by difficulty
+LARGEST = {3: 10**4, 4: 10**6, 5: 10**6}  # absolute value of the result, by difficulty
 
 
 def arithmetic(rng: random.Random, difficulty: int) -> Problem:
-    """1: two numbers below 100 (a product of two below 10). 2: three, at most one product. 3: brackets and divisions
-    that come out even. 4: numbers below 1,000, some negative. 5: powers, and results that are fractions."""
+    """Draws an arithmetic problem.
+
+    Difficulty 1: two numbers below 100 (a product of two below 10). 2: three numbers, at most one product. 3: brackets,
+    and divisions without remainder. 4: numbers below 1,000, some negative. 5: powers, and results that are fractions.
+    """
     while True:
         tree = _tree(rng, difficulty)
         if _fits(tree, difficulty):
@@ -21,7 +28,7 @@ def arithmetic(rng: random.Random, difficulty: int) -> Problem:
 
 
 def of_tree(tree: Tree, question: str, short: str, key: str) -> Problem:
-    """The problem whose answer is what `tree` is worth."""
+    """Returns the problem whose answer is the value of `tree`."""
     source = in_python(tree)
     program = source if even(tree) else f"from fractions import Fraction\nprint({source})"
     return Problem(question, str(value(tree)), short, program, key, written_out=True)
@@ -53,7 +60,7 @@ def _triple(rng: random.Random) -> Tree:
 
 
 def _grown(rng: random.Random, operands: int, difficulty: int) -> Tree:
-    """A tree of so many numbers, split at random; a pair of them may be a division, a number a power."""
+    """Returns a tree of `operands` numbers, split at random; a pair may be a division, a single number a power."""
     if operands == 1:
         return _operand(rng, difficulty)
     if operands == 2 and rng.random() < 0.3:
@@ -79,7 +86,9 @@ def _division(rng: random.Random, difficulty: int) -> Tree:
 
 
 def _fits(tree: Tree, difficulty: int) -> bool:
-    """Whether the result is one to ask for: from 0 up at difficulty 1 and 2, of a size to write down at all."""
+    """True if the result is acceptable: not negative at difficulty 1 and 2; otherwise at most `LARGEST`, with a
+    denominator of at most 1,000.
+    """
     worth = value(tree)
     if difficulty <= 2:
         return worth >= 0

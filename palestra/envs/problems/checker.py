@@ -1,8 +1,8 @@
-"""Runs a data set's assertions, in a sandbox where no program is that could tamper with them.
+"""Runs a data set's assertions in a sandbox of their own, so that the program under test cannot tamper with them.
 
-The function under test is a stand-in that knows what the program returned for which arguments, found out in another
-sandbox (`harness`). A call that it has no answer to yet is asked for: the file "asked" has a line for each. The result
-of assertion 3 is the file "3": "ok", "error" with the exception, or "waiting" for what was asked.
+The function under test is replaced by a lookup of results that the program returned in another sandbox (`harness`). A
+call without a known result is requested: the file "asked" has one line for each. The result of assertion 3 is the file
+"3": "ok", "error" with the exception, or "waiting" if it needs a requested result.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 from palestra.envs.problems.harness import encoded, leave, named
 
-Known = dict[str, tuple[bool, str]]  # calls, and for each whether it returned, with the value as JSON or the exception
+Known = dict[str, tuple[bool, str]]  # by call: (returned, value as JSON) or (raised, exception)
 
 
 class ProgramError(Exception):
-    """Raised by a call at which the program failed in a way that Python has no exception for."""
+    """Raised by a call in which the program failed with an exception that is not one of Python's common ones."""
 
 
 class Pending:
-    """Stands for a value that is not known yet: what would be worked out from it raises."""
+    """Placeholder for a result that is not known yet: any computation with it raises TypeError."""
 
     def _unknown(self, *_: object) -> Any:
         raise TypeError("this value is not known yet")
@@ -35,7 +35,7 @@ class Pending:
 
 
 class Opaque:
-    """Stands for an object that is no plain value, such as a `re.Match`: it is true or false, and nothing else."""
+    """Stands for an object that is no plain value, such as a `re.Match`; only its truth value is kept."""
 
     def __init__(self, truth: bool) -> None:
         self.truth = truth is True
@@ -45,7 +45,7 @@ class Opaque:
 
 
 class Tests:
-    """Assertions in turn, and the calls that they make."""
+    """Runs assertions one after the other and collects the calls that they make."""
 
     def __init__(self, preamble: str, entry: str, known: Known) -> None:
         self.preamble, self.entry, self.known = preamble, entry, known
@@ -53,15 +53,15 @@ class Tests:
         self.waiting = False
 
     def run(self, test: str) -> tuple[str, str]:
-        """The status of one test, and its exception where it failed."""
+        """Returns the status of one test ("ok", "error" or "waiting"), and the exception if it failed."""
         self.waiting = False
-        random.seed(0)  # a test must make the same calls every time it is run
+        random.seed(0)  # a test must make the same calls in every run
         names: dict[str, object] = {"__name__": "tests"}
         try:
             exec(compile(self.preamble, "given.py", "exec"), names)
             names |= {self.entry: self._call, "_waiting": lambda: self.waiting}
             exec(compile(_patient(test), "test.py", "exec"), names)
-        except BaseException as error:  # whatever a test raises is its result
+        except BaseException as error:  # any exception of a test is its result
             return ("waiting", "") if self.waiting else ("error", named(error))
         return ("waiting" if self.waiting else "ok"), ""
 
@@ -77,7 +77,7 @@ class Tests:
 
 
 def _failure(text: str) -> Exception:
-    """The exception that the program raised, where it is one of Python's own, as a test may expect it."""
+    """Returns the exception that the program raised: of Python's own type if common, since a test may expect it."""
     name, _, message = text.partition(": ")
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, ArithmeticError | LookupError | TypeError | ValueError):
@@ -86,7 +86,7 @@ def _failure(text: str) -> Exception:
 
 
 class _Patience(ast.NodeTransformer):
-    """Lets a test go on after an assertion that failed for want of a value, so that it makes its other calls too."""
+    """Lets a test continue after an assertion that failed on a pending value, so that it makes its other calls too."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.Try:
         (around,) = ast.parse("try: pass\nexcept Exception:\n    if not _waiting(): raise").body
@@ -100,12 +100,12 @@ def _patient(test: str) -> Any:
 
 
 def _plain(value: object) -> Any:
-    """A copy that holds values of Python's own types alone, so that its `repr` can be evaluated."""
+    """Returns a copy that holds only Python's own types, so that its `repr` can be evaluated."""
     return _decoded(encoded(value))
 
 
 def _decoded(text: str) -> Any:
-    """The value that `encoded` wrote, or that a program pretends it did."""
+    """Returns the value that `encoded` wrote. The text may come from the program itself and is not trusted."""
     return _built(json.loads(text))
 
 
@@ -125,6 +125,7 @@ BUILD: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
+    """Reads the preamble, entry point, tests and known calls from stdin, and writes one result file for each test."""
     preamble, entry, tests, known = eval(sys.stdin.read())
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     checks = Tests(preamble, entry, known)

@@ -1,8 +1,8 @@
-"""The system calls that a judging process may make once it works on an answer, as a filter for the kernel (seccomp).
+"""The seccomp filter of grader processes: the system calls they may make once they work on an answer.
 
-A whitelist, stricter than the sandbox's filter for programs: compute, use memory, read files, write to descriptors that
-are open. No file is created or changed, no process started or signalled, no socket made, no limit or timer reset. It is
-the second line of defence: no answer is evaluated at all, so that no code of a model is there to be confined.
+A whitelist, stricter than the sandbox's filter for programs: compute, use memory, read files, write to open
+descriptors. Creating or changing files, starting or signalling processes, creating sockets and resetting limits or
+timers are refused. This is the second line of defence: answers are never evaluated, so no code of a model runs there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from palestra.sandbox import syscalls
 from palestra.sandbox.filters import ALLOW, ARCH, CALL, EPERM, EQUAL, ERRNO, KILL, LOAD, MACHINES, RETURN, instruction
 
 WORKER = str(Path(__file__).with_name("verify_worker.py"))
-ANY_BIT = 0x45  # the test that jumps where any bit of a mask is set
-THIRD = 32  # offset of a call's third argument in what the filter sees
+ANY_BIT = 0x45  # BPF_JMP | BPF_JSET: jump if any bit of the mask is set
+THIRD = 32  # offset of the third argument in seccomp_data
 WRITES = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | 0o20000000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
 OPENAT = (257, 56)
 
@@ -35,14 +35,14 @@ NUMBERS = syscalls.ALLOWED | syscalls.CHECKED | syscalls.PRETENDED
 
 
 def rules() -> bytes:
-    """The filter for this machine, 8 bytes an instruction; empty where there is none."""
+    """Returns the BPF filter for this machine, 8 bytes per instruction; empty on unsupported platforms."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         return b""
     return b"".join(_instructions(*MACHINES[platform.machine()]))
 
 
 def require(what: str) -> None:
-    """Raises ValueError, naming `what` was asked for, where judging processes cannot be confined."""
+    """Raises ValueError, naming the feature `what`, if grader processes cannot be confined here."""
     if reason := why_not():
         raise ValueError(
             f"{what}: answers are scored by SymPy in a confined process, and that is not possible here: {reason}. "
@@ -52,7 +52,7 @@ def require(what: str) -> None:
 
 @cache
 def why_not() -> str | None:
-    """The reason why a judging process cannot be confined here, from a process that tried; None where it can."""
+    """Returns why grader processes cannot be confined here, from a trial process; None if they can."""
     if not rules():
         return f"there is no filter for {sys.platform} on {platform.machine()}"
     probe = subprocess.run([sys.executable, "-P", WORKER, "probe", rules().hex()], capture_output=True, text=True)

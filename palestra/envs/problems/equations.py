@@ -10,15 +10,18 @@ from palestra.envs.problems.problem import Problem
 
 LETTERS = "xyznkt"
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
-WORST = 12  # the largest denominator of a solution
+WORST = 12  # largest denominator of a solution
 
-Side = tuple[int, int, int]  # a, b, c of a(x + b) + c; with a of 0 the number c
+Side = tuple[int, int, int]  # a, b, c of a(x + b) + c; if a is 0, the constant c
 Line = tuple[int, int]  # a, c of ax + c
 
 
 def equation(rng: random.Random, difficulty: int) -> Problem:
-    """1: one step. 2: two. 3: the letter on both sides, or brackets. 4: brackets, and solutions that may be fractions.
-    5: the letter in two fractions."""
+    """Draws a linear equation.
+
+    Difficulty 1: one step. 2: two. 3: the letter on both sides, or brackets. 4: brackets, and solutions that may be
+    fractions. 5: the letter in two fractions.
+    """
     letter = rng.choice(LETTERS)
     if difficulty == 5:
         return _fractions(rng, letter)
@@ -30,15 +33,18 @@ def equation(rng: random.Random, difficulty: int) -> Problem:
 
 
 def inequality(rng: random.Random, difficulty: int) -> Problem:
-    """1: one step. 2: two. 3: the letter on both sides, or brackets. 4: brackets, and bounds that may be fractions.
-    Negative factors turn the sign round. 5: how many integers lie between two bounds."""
+    """Draws a linear inequality; negative factors reverse its sign.
+
+    Difficulty 1: one step. 2: two. 3: the letter on both sides, or brackets. 4: brackets, and bounds that may be
+    fractions. 5: the number of integers between two bounds.
+    """
     letter, sign = rng.choice(LETTERS), rng.choice(tuple(FLIPPED))
     if difficulty == 5:
         return _between(rng, letter)
     left, right = _sides(rng, difficulty, whole=difficulty < 4)
     text = f"{_written(left, letter)} {sign} {_written(right, letter)}"
     key = f"{_written(left, 'x')} {sign} {_written(right, 'x')}"
-    if sign in (">", ">="):  # the same, read from the right
+    if sign in (">", ">="):  # normalised to < and <=, so that mirrored inequalities share a key
         key = f"{_written(right, 'x')} {FLIPPED[sign]} {_written(left, 'x')}"
     (a, c), (d, f) = _line(left), _line(right)
     order = sign if a > d else FLIPPED[sign]
@@ -53,7 +59,7 @@ def inequality(rng: random.Random, difficulty: int) -> Problem:
 
 
 def _sides(rng: random.Random, difficulty: int, *, whole: bool) -> tuple[Side, Side]:
-    """Two sides with one solution, a whole number or a fraction with a small denominator."""
+    """Draws two sides with exactly one solution: an integer, or a fraction with a small denominator."""
     while True:
         left, right = _drawn(rng, difficulty)
         if _line(left)[0] != _line(right)[0]:
@@ -63,7 +69,9 @@ def _sides(rng: random.Random, difficulty: int, *, whole: bool) -> tuple[Side, S
 
 
 def _drawn(rng: random.Random, difficulty: int) -> tuple[Side, Side]:
-    """Sides that hold a solution where a whole one is asked for, and only then: the right side's number is made to."""
+    """Draws two sides. Up to difficulty 3 the right side's constant is chosen so that the solution is an integer; at 4
+    the solution is arbitrary.
+    """
     x = rng.randint(1, 40) if difficulty == 1 else rng.randint(-15, 15)
     if difficulty == 1:
         left: Side = rng.choice(((1, 0, _number(rng, 50)), (rng.randint(2, 12), 0, 0)))
@@ -95,12 +103,12 @@ def _line(side: Side) -> Line:
 
 
 def _bound(left: Line, right: Line) -> Fraction:
-    """Where two lines meet."""
+    """Returns the solution: the value at which both sides are equal."""
     return Fraction(right[1] - left[1], left[0] - right[0])
 
 
 def _quotient(f: int, c: int, a: int, d: int) -> str:
-    """(f - c) / (a - d) in Python, exactly."""
+    """Returns a Python expression for (f - c) / (a - d), exact."""
     over, under = f"{f}{-c:+d}" if c else str(f), f"{a}{-d:+d}" if d else str(a)
     if (f - c) % (a - d):
         return f"Fraction({over},{under})"
@@ -130,7 +138,7 @@ def _added(number: int) -> str:
 
 
 def _fractions(rng: random.Random, letter: str) -> Problem:
-    """(x + b)/m + (x + d)/n = e, m and n different."""
+    """Draws (x + b)/m + (x + d)/n = e, with m and n different."""
     while True:
         m, n = sorted(rng.sample(range(2, 10), 2))
         b, d, e = _number(rng, 9), _number(rng, 9), _number(rng, 12)
@@ -141,7 +149,7 @@ def _fractions(rng: random.Random, letter: str) -> Problem:
 
 
 def _between(rng: random.Random, letter: str) -> Problem:
-    """low < ax + c <= high, or with other signs: how many integers?"""
+    """Draws low < ax + c <= high, each sign < or <=, and asks for the number of integers x."""
     a, c, signs = _factor(rng, 9), _number(rng, 30), (rng.choice(("<", "<=")), rng.choice(("<", "<=")))
     low = rng.randint(-80, 60)
     high = low + rng.randint(15, 120)

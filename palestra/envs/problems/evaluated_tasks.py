@@ -1,9 +1,9 @@
-"""Scores of the reasoning-gym tasks whose own scorers pass the answer to Python's `eval` or SymPy's `parse_expr`.
+"""Scorers for the reasoning-gym tasks whose own scorers pass the answer to Python's `eval` or SymPy's `parse_expr`.
 
 Here an answer is parsed by a whitelist grammar (`answer_syntax`) and never evaluated. Scores equal those of
-reasoning-gym 0.1.25, but for answers that it pays without a solution: `countdown` and `puzzle24` compare exactly here,
-`puzzle24` asks for the numbers of the puzzle, where reasoning-gym takes any four, and formulas hold no `Integral` nor
-any other name outside `answer_syntax.FUNCTIONS`. A formula that cannot be read is worth 0.
+reasoning-gym 0.1.25, except where it rewards answers that are no solution: `countdown` and `puzzle24` compare exactly
+here, `puzzle24` requires the numbers of the puzzle (reasoning-gym accepts any four), and formulas may hold no
+`Integral` nor any other name outside `answer_syntax.FUNCTIONS`. A formula that does not parse scores 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from palestra.envs.problems.judging import EMPTY, WRONG, Verdict
 Entry = Mapping[str, Any]
 
 EVALUATING = {"eval", "exec", "compile", "parse_expr", "sympify", "lambdify", "__import__"}
-# Tasks whose files hold such a call that the answer does not reach (reasoning-gym 0.1.25).
+# Tasks whose modules make such a call, but not with the answer (reviewed in reasoning-gym 0.1.25).
 REVIEWED = {
     "basic_arithmetic": "evaluates the sums that it makes",
     "bitwise_arithmetic": "evaluates the problem, not the answer",
@@ -32,12 +32,12 @@ REVIEWED = {
 
 
 def text_of_characters(answer: str, entry: Entry) -> Verdict:
-    """string_insertion: a list of the right characters is worth 0.1."""
+    """Scores string_insertion: a list of the right characters scores 0.1."""
     return _as_list(answer, lambda value: "".join(value), {entry["answer"]}, 0.1)
 
 
 def text_of_numbers(answer: str, entry: Entry) -> Verdict:
-    """spiral_matrix: a list of the right numbers is worth 0.1."""
+    """Scores spiral_matrix: a list of the right numbers scores 0.1."""
     wanted = entry["answer"].strip()
     if answer.strip() == wanted:
         return Verdict(1.0)
@@ -45,18 +45,20 @@ def text_of_numbers(answer: str, entry: Entry) -> Verdict:
 
 
 def text_of_rows(answer: str, entry: Entry) -> Verdict:
-    """binary_matrix: a list of the right rows is worth 0.1."""
+    """Scores binary_matrix: a list of the right rows scores 0.1."""
     return _as_list(answer, _rows, {entry["answer"]}, 0.1)
 
 
 def board(answer: str, entry: Entry) -> Verdict:
-    """n_queens: any of its solutions; a list of rows is worth half."""
+    """Scores n_queens: any of its solutions scores 1; a list of the rows of one, 0.5."""
     solutions = set(entry["metadata"]["valid_answers"])
     return Verdict(1.0) if answer in solutions else _as_list(answer, _rows, solutions, 0.5)
 
 
 def countdown(answer: str, entry: Entry) -> Verdict:
-    """A formula of exactly the numbers given that is worth the target; 0.05 for another formula."""
+    """Scores countdown: 1 for a formula of exactly the given numbers that equals the target; 0.05 for any other
+    formula.
+    """
     formula = read_formula(answer)
     value = formula and exact_value(formula)
     if not formula or value is None:
@@ -66,7 +68,7 @@ def countdown(answer: str, entry: Entry) -> Verdict:
 
 
 def puzzle24(answer: str, entry: Entry) -> Verdict:
-    """A formula of exactly the four numbers given that is worth 24; 0.01 for another formula."""
+    """Scores puzzle24: 1 for a formula of exactly the four given numbers that equals 24; 0.01 for any other formula."""
     formula = read_formula(answer)
     value = formula and exact_value(formula)
     if not formula or value is None:
@@ -87,7 +89,10 @@ SYMBOLIC = ("polynomial_multiplication", "simple_integration", "intermediate_int
 
 
 def symbolic_request(task: str, answer: str, entry: Entry) -> dict[str, Any] | None:
-    """The request that has the judging process score a formula with SymPy; None where `answer` is no formula."""
+    """Returns the request for the grader process to score a formula with SymPy; None if `answer` is no formula.
+
+    Raises ValueError if reasoning-gym's own formula does not parse.
+    """
     formula = read_formula(answer)
     if formula is None:
         return None
@@ -98,13 +103,14 @@ def symbolic_request(task: str, answer: str, entry: Entry) -> dict[str, Any] | N
 
 
 def is_solved(task: str, entry: Entry) -> bool:
-    """False for the integrals that reasoning-gym itself leaves as `Integral(...)`: copying the question would solve
-    them."""
+    """False for integrals that reasoning-gym itself leaves as `Integral(...)`: a copy of the question would be a
+    correct answer to them.
+    """
     return task not in SYMBOLIC or read_formula(entry["answer"]) is not None
 
 
 def refusal(task: str, dataset: type) -> str | None:
-    """Why `task` cannot be played: its scorer evaluates text in a way that is not known to be safe. Else None."""
+    """Returns why `task` is refused: its scorer evaluates text and has not been reviewed. None if it is allowed."""
     if task in AT_ONCE or task in SYMBOLIC or task in REVIEWED:
         return None
     calls = sorted(_evaluating_calls(dataset))
@@ -120,7 +126,7 @@ def _as_list(answer: str, text: Callable[[Any], str], wanted: set[str], worth: f
     value = read_value(answer)
     try:
         return Verdict(worth) if value is not None and text(value) in wanted else WRONG
-    except TypeError:  # a list of other things
+    except TypeError:  # a list of other types
         return WRONG
 
 
@@ -129,7 +135,7 @@ def _rows(value: Any) -> str:
 
 
 def _own(text: str) -> Formula:
-    """A formula that reasoning-gym wrote."""
+    """Parses a formula that reasoning-gym wrote."""
     formula = read_formula(text)
     if formula is None:
         raise ValueError(f"reasoning-gym's own formula {text!r} cannot be read; install reasoning-gym 0.1.25")
@@ -137,14 +143,14 @@ def _own(text: str) -> Formula:
 
 
 def _evaluating_calls(kind: type) -> set[str]:
-    """Names of calls that evaluate text in the files of reasoning-gym that define `kind`."""
+    """Returns the names of calls that evaluate text in the reasoning-gym modules that define `kind`."""
     modules = {base.__module__ for base in kind.__mro__ if base.__module__.startswith("reasoning_gym")}
     trees = (ast.parse(inspect.getsource(sys.modules[name])) for name in modules)
     return {name for tree in trees for node in ast.walk(tree) if (name := _called(node)) in EVALUATING}
 
 
 def _called(node: ast.AST) -> str:
-    """The name of the function that a node calls, such as "parse_expr" for `sympy.parse_expr(text)`; else ""."""
+    """Returns the name of the function that a node calls ("parse_expr" for `sympy.parse_expr(text)`), else ""."""
     if not isinstance(node, ast.Call):
         return ""
     if isinstance(node.func, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Arithmetic as trees: what they are worth, how people and Python write them; and Python that is plain arithmetic."""
+"""Arithmetic expression trees: exact values, infix and Python notation; and a safe evaluator of Python arithmetic."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fractions import Fraction
 from typing import Any
 
 Tree = int | tuple[str, "Tree", "Tree"]  # ("+", 12, ("*", 7, 2))
-RANK = {"+": 1, "-": 1, "*": 2, "/": 2, "^": 3}
-LARGEST = 10**18  # of what is worked out in this process
+RANK = {"+": 1, "-": 1, "*": 2, "/": 2, "^": 3}  # operator precedence  # operator precedence
+LARGEST = 10**18  # absolute value of results in `evaluate`
 
 _EXACT: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": operator.add,
@@ -34,7 +34,7 @@ _PYTHON: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 def value(tree: Tree) -> Fraction:
-    """What a tree is worth, exactly. Raises ZeroDivisionError where it is worth nothing."""
+    """Returns the exact value of a tree. Raises ZeroDivisionError if it divides by zero."""
     if isinstance(tree, int):
         return Fraction(tree)
     sign, left, right = tree
@@ -42,12 +42,12 @@ def value(tree: Tree) -> Fraction:
 
 
 def written(tree: Tree) -> str:
-    """A tree as people write it, with the brackets it needs: "12 + 7 * (3 - 1)"."""
+    """Returns a tree in infix notation with the necessary brackets: "12 + 7 * (3 - 1)"."""
     return _infix(tree, {sign: f" {sign} " for sign in "+-*/"} | {"^": "^"})
 
 
 def canonical(tree: Tree) -> str:
-    """One text for all trees that add and subtract, or multiply, the same things in whatever order and brackets."""
+    """Returns a text that is equal for trees that differ only in the order or grouping of sums and products."""
     if isinstance(tree, int):
         return str(tree)
     sign, left, right = tree
@@ -59,15 +59,16 @@ def canonical(tree: Tree) -> str:
 
 
 def in_python(tree: Tree) -> str:
-    """A tree as a Python expression of the same value: with // where all divisions in it come out even, else with
-    `Fraction`."""
+    """Returns a tree as a Python expression of the same value: with // if no division leaves a remainder, otherwise
+    with `Fraction`.
+    """
     if even(tree):
         return _infix(tree, {"+": "+", "-": "-", "*": "*", "/": "//", "^": "**"})
     return _infix(tree, {"+": "+", "-": "-", "*": "*", "/": "/", "^": "**"}, leaf="Fraction({})")
 
 
 def even(tree: Tree) -> bool:
-    """Whether no division in a tree leaves a remainder."""
+    """True if no division in a tree leaves a remainder."""
     if isinstance(tree, int):
         return True
     return value(tree).denominator == 1 and even(tree[1]) and even(tree[2])
@@ -80,7 +81,7 @@ def _factors(tree: Tree) -> list[str]:
 
 
 def _terms(tree: Tree, sign: str) -> list[str]:
-    """What a sum adds and takes away in the end: of 5 - (3 - 2) the texts +5, -3 and +2."""
+    """Returns the signed terms of a flattened sum: +5, -3 and +2 for 5 - (3 - 2)."""
     if isinstance(tree, int) or tree[0] not in "+-":
         return [f"{sign}{canonical(tree)}"]
     other = sign if tree[0] == "+" else {"+": "-", "-": "+"}[sign]
@@ -101,10 +102,10 @@ def _infix(tree: Tree, signs: Mapping[str, str], leaf: str = "{}") -> str:
 
 
 def evaluate(source: str, names: Mapping[str, int] | None = None) -> int | float | bool:
-    """What a Python expression of numbers, `names` and + - * / // % < > == != is worth, as Python has it.
+    """Returns the value of a Python expression of numbers, `names` and + - * / // % < > == !=, as Python computes it.
 
-    Raises SyntaxError and ZeroDivisionError as Python does, and ValueError where it holds anything else or passes 10^18
-    on the way.
+    Raises SyntaxError and ZeroDivisionError as Python does, and ValueError if it holds anything else or an intermediate
+    result exceeds 10^18.
     """
     return _evaluated(ast.parse(source.strip(), mode="eval").body, names or {})
 

@@ -1,4 +1,4 @@
-"""Questions with answers from files: columns by name, or those of GSM8K, AIME and MATH as they are published."""
+"""Question-answer files: columns by name, or those of GSM8K, AIME and MATH as published."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ ANSWER = ("answer", "solution", "final_answer", "expected_answer")
 
 
 def from_file(path: Path, columns: Mapping[str, str] | None, split: Split | Literal["all"]) -> tuple[Problem, ...]:
-    """The problems of a file that belong to `split`, in the file's order. A question belongs to one split, whichever
-    row and file it stands in.
+    r"""Returns the problems of a file that belong to `split`, in the file's order. The split depends on the question's
+    text only, not on its row or file.
 
-    `columns` names those that hold `question` and `answer`; else a question is in the column question or problem, an
-    answer in answer or solution: what follows its last ####, or stands in its last \\boxed{}, or all of it. Raises
-    ValueError, naming file and row or column, where one of them is missing or says nothing.
+    `columns` maps "question" and "answer" to column names. By default the question is in column question, problem or
+    prompt, the answer in answer, solution, final_answer or expected_answer: the text after its last ####, or in its
+    last \boxed{}, or all of it. Raises ValueError, naming the file and the row or column, if one is missing or empty,
+    or if no problem belongs to `split`.
     """
     columns = dict(columns or {})
     for name in columns.keys() - {"question", "answer"}:
@@ -75,7 +76,7 @@ def _cell(row: Row, name: str, where: str) -> str:
 
 
 def final(text: str) -> str:
-    """The answer that a published solution ends with: after its last ####, or in its last \\boxed{}, or all of it."""
+    r"""Returns a published solution's answer: the text after its last ####, or in its last \boxed{}, or all of it."""
     _, marked, tail = text.rpartition("####")
     if marked:
         return tail.strip()

@@ -1,16 +1,16 @@
-r"""The rule for answers that are no plain number: which text a judge reads at all, and which forms are final.
+"""The rules for answers that are no plain number: which text is parsed at all, and which forms are final.
 
-An answer is **readable** if it is made of ASCII letters, digits, the signs of `_SIGN` and the LaTeX commands of
-`VALUES` and `OPERATORS`, nested at most `MAX_DEPTH` deep. Anything else is refused unread: what reaches math-verify is
-the text that `rewritten` makes of our own tokens.
+An answer is **readable** if it consists of ASCII letters, digits, the signs of `_SIGN` and the LaTeX commands of
+`VALUES` and `OPERATORS`, nested at most `MAX_DEPTH` deep. Anything else is rejected without parsing; math-verify
+receives only the text that `rewritten` builds from our own tokens.
 
-An answer is **final** if nothing is left to be done in it that the right answer has done:
+An answer is **final** if it leaves nothing to be computed that the right answer has computed:
 
-- an operator of `OPERATORS` (integrals, sums, limits, gcd, logarithms, trigonometry, ...) may stand in it only where
-  one of the same family stands in the right answer;
-- it is not a piece of the question, nor holds the root of a number from there, unless the right answer does so too.
+- an operator of `OPERATORS` (integrals, sums, limits, gcd, logarithms, trigonometry, ...) is allowed only if one of the
+  same family occurs in the right answer;
+- it is not copied from the question, and holds no root of a number from there, unless the right answer does so too.
 
-`verify_worker.is_worked_out` adds that no sum, power or root of plain numbers is left that has a rational value.
+`verify_worker.is_worked_out` adds that no sum, power or root of plain numbers with a rational value may remain.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _OPEN, _CLOSED = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
 
 
 def read(text: str) -> list[str] | None:
-    """The tokens of an answer; None where it is not readable."""
+    """Returns the tokens of an answer; None if it is not readable."""
     text = tidied(text)
     place, depth, tokens = 0, 0, list[str]()
     while place < len(text):
@@ -78,7 +78,7 @@ def read(text: str) -> list[str] | None:
 
 
 def rewritten(tokens: list[str]) -> str:
-    """The text that a judge reads, from our own tokens."""
+    """Returns the text of tokens, for math-verify."""
     text = ""
     for token in tokens:
         is_glued = (text[-1:].isalpha() and token[0].isalpha()) or (text[-1:].isdigit() and token.isdigit())
@@ -87,7 +87,7 @@ def rewritten(tokens: list[str]) -> str:
 
 
 def operators(tokens: list[str]) -> set[str]:
-    """The families of the operators among tokens."""
+    """Returns the operator families that occur among the tokens."""
     found = {OPERATORS[name] for token in tokens if (name := token.removeprefix("\\")) in OPERATORS}
     if _DERIVATIVE.search("".join(tokens)):
         found.add("derivative")
@@ -95,13 +95,13 @@ def operators(tokens: list[str]) -> set[str]:
 
 
 def copies(tokens: list[str], text: str) -> bool:
-    """True if an answer with an operation in it stands in `text`, spaces, brackets and dollar signs aside."""
+    """True if an answer with an operation in it occurs in `text`, apart from spaces, brackets and dollar signs."""
     answer = _bare("".join(tokens))
     return bool(re.search(r"[-+*/^\\]", answer)) and answer in _bare(tidied(text))
 
 
 def roots(text: str) -> set[str]:
-    """The whole numbers under root signs in LaTeX."""
+    """Returns the integers (as text) under LaTeX root signs."""
     return set(_ROOT.findall(tidied(text)))
 
 

@@ -1,4 +1,4 @@
-"""Problems of our own: five kinds, five difficulties, right by construction."""
+"""Generated math problems: five kinds and five difficulties, correct by construction."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ KINDS: dict[Kind, Callable[[random.Random, int], Problem]] = {
 DIFFICULTIES = range(1, 6)
 
 
-@lru_cache(maxsize=16_384)  # tree search resets the same seed again and again
+@lru_cache(maxsize=16_384)  # tree search resets the same seed many times
 def generated(seed: int, kinds: tuple[Kind, ...], difficulties: tuple[int, ...], split: Split) -> Problem:
-    """The problem of `split` that `seed` names, all kinds and difficulties alike."""
+    """Returns the problem of `split` for `seed`; kinds and difficulties are drawn uniformly."""
     what = f"kinds {', '.join(kinds)} at difficulty {', '.join(map(str, difficulties))}"
     return draw_problem(seed, partial(_proposed, kinds, difficulties), split, what)
 

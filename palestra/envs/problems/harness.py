@@ -1,8 +1,9 @@
-"""Runs a program on inputs, in the sandbox: each in a process of its own, forked from one that has compiled it.
+"""Runs a program on inputs, in the sandbox: each input in its own process, forked from one that has compiled the
+program.
 
-This module imports nothing of ours. It receives inputs, never the expected outputs: those are compared outside, so a
-program can forge what it returned but not that this is right. The result of input 3 is the file "3": "ok" or "error",
-and on the lines below the value as JSON (`encoded`) or the exception; what was printed is the file "3.out".
+This module imports nothing of palestra. It receives inputs, never the expected outputs: those are compared outside, so
+a program can forge its result but cannot know which result is right. The result of input 3 is the file "3": "ok" or
+"error", and on the lines below the value as JSON (`encoded`) or the exception; printed text is in the file "3.out".
 """
 
 import os
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 
 PROGRAM = "main.py"
 ERROR = 300  # characters of an exception's message
-NUMBERS = {"inf": float("inf"), "nan": float("nan")}  # which Python writes as names
+NUMBERS = {"inf": float("inf"), "nan": float("nan")}  # names in Python's `repr`
 
 
 def main() -> None:
+    """Reads kind, entry point, preamble, source and inputs from stdin, and writes one result file for each input."""
     kind, entry, preamble, source, givens = eval(sys.stdin.read())
     try:
         before = compile(preamble, "given.py", "exec")
@@ -41,18 +43,18 @@ def main() -> None:
 
 
 def _expressions(code: object, givens: list[str]) -> None:
-    """Tries inputs one after the other, here: an expression leaves nothing behind that another could trip over."""
+    """Evaluates all inputs in this process: an expression leaves no state behind that could affect the next."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     for number, given in enumerate(givens):
         try:
             result = ("ok", encoded(eval(code, {"xs": eval(given)[0]})))  # type: ignore[arg-type]
-        except Exception as error:  # whatever the expression raises is its result
+        except Exception as error:  # any exception of the expression is its result
             result = ("error", named(error))
         leave(str(number), *result)
 
 
 def _one(name: str, kind: str, entry: str, before: object, code: object, given: str) -> None:
-    """Tries one input and ends this process."""
+    """Runs one input and ends this process."""
     leave(name, "error", "it ended without a result")
     try:
         _redirect(name, given if kind == "stdin" else "")
@@ -65,14 +67,14 @@ def _one(name: str, kind: str, entry: str, before: object, code: object, given: 
         if stop.code in (None, 0) and kind == "stdin":
             _end(name, kind, "")
         leave(name, "error", f"it stopped with status {str(stop.code)[:ERROR]}")
-    except BaseException as error:  # whatever the program raises is its result
+    except BaseException as error:  # any exception of the program is its result
         leave(name, "error", named(error))
     finally:
         os._exit(0)
 
 
 def _end(name: str, kind: str, answer: str) -> None:
-    """Leaves the result and ends this process."""
+    """Writes the result and ends this process."""
     if kind == "stdin":
         sys.stdout.flush()
     leave(name, "ok", answer)
@@ -80,8 +82,10 @@ def _end(name: str, kind: str, answer: str) -> None:
 
 
 def _returned(function: "Callable[..., object]", kind: str, given: str) -> str:
-    """The value for arguments: a tuple, or for an assertion's call a tuple and a dict by names. An assertion may ask
-    whether an object that is no plain value is true, so that much of it is kept."""
+    """Returns the encoded result of a call. `given` is an argument tuple, or for an assertion's call a tuple and a
+    dict of keyword arguments. An assertion may test the truth of an object that is no plain value, so its truth value
+    is kept.
+    """
     args, kwargs = eval(given, dict(NUMBERS)) if kind == "assertion" else (eval(given), {})
     value = function(*args, **kwargs)
     try:
@@ -93,7 +97,7 @@ def _returned(function: "Callable[..., object]", kind: str, given: str) -> str:
 
 
 def _redirect(name: str, given: str) -> None:
-    """Gives this process files for its pipes, which a program may read and write in any way it knows."""
+    """Replaces stdin and stdout of this process by files, which a program may use in any way."""
     with open(f"{name}.in", "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
         file.write(given)
     for number, path, flags in ((0, f"{name}.in", os.O_RDONLY), (1, f"{name}.out", os.O_WRONLY | os.O_CREAT)):
@@ -103,7 +107,7 @@ def _redirect(name: str, given: str) -> None:
 
 
 def _entry(names: dict[str, object], entry: str) -> "Callable[..., object]":
-    """The function to call: the program's own, or a method of its class Solution."""
+    """Returns the function to call: the program's own, or a method of its class Solution. Else raises NameError."""
     if entry not in names and "Solution" in names:
         return getattr(names["Solution"](), entry)  # type: ignore[operator]
     if entry not in names:
@@ -112,11 +116,11 @@ def _entry(names: dict[str, object], entry: str) -> "Callable[..., object]":
 
 
 def encoded(value: object) -> str:
-    """A value of Python's own plain types as JSON, read as these types even where it is of a class derived from them.
+    """Returns a value of Python's plain types as JSON; instances of subclasses are encoded as the plain type.
 
-    Scalars are JSON's, all else is an array that begins with its type: `(1, {"a": {2.5}})` is
-    `["tuple",1,["dict",["a",["set",2.5]]]]`. So a reader builds no hash table of what a program chose. Raises TypeError
-    for any other value.
+    Scalars are JSON's; everything else is an array that starts with its type: `(1, {"a": {2.5}})` is
+    `["tuple",1,["dict",["a",["set",2.5]]]]`. A reader thus builds no hash table of values that a program chose. Raises
+    TypeError for any other value.
     """
     if value is None:
         return "null"
@@ -149,9 +153,11 @@ def _parts(value: object) -> "tuple[str, list[str]]":
 
 
 def named(error: BaseException) -> str:
+    """Returns an exception as "Type: message", at most `ERROR` characters."""
     return f"{type(error).__name__}: {error}"[:ERROR].rstrip(": ")
 
 
 def leave(name: str, status: str, text: str = "") -> None:
+    """Writes a result file: the status, and the text below it."""
     with open(name, "w", encoding="utf-8", errors="replace", newline="") as file:
         file.write(f"{status}\n{text}")

@@ -1,4 +1,4 @@
-"""Whether an answer is right: at once where it is plain, else by `math-verify` in a process of its own."""
+"""Grades an answer: directly if it is plain, otherwise by `math-verify` in a separate process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from palestra.envs.problems.workers import Judgement
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says of an answer: its score in [0, 1], whether it could be read, and whether it was judged at all.
+    """The grade of an answer: its score in [0, 1], whether it is readable, and whether grading completed.
 
-    An answer whose judgement ran out of time or broke down counts as wrong, and `judged` is False.
+    An answer whose grading ran out of time or crashed counts as wrong, and `judged` is False.
     """
 
     score: float
@@ -30,11 +30,11 @@ RIGHT, WRONG, EMPTY = Verdict(1.0), Verdict(0.0), Verdict(0.0, readable=False)
 
 
 async def judge(answer: str | None, gold: str, *, question: str = "", seconds: float = 2.0) -> Verdict:
-    """The verdict on `answer`: right if it equals `gold` in a final form, found within `seconds` of processor time.
+    """Returns the grade of `answer`: 1 if it equals `gold` in a final form, found within `seconds` of CPU time.
 
-    Where `gold` is a plain number, so is a right answer: nothing is left to work out. For the rest see `final_form`;
-    `question` is what no answer may be copied from. A `gold` that is not readable is equal to the same text alone.
-    Raises ValueError where `math-verify` is needed and missing.
+    If `gold` is a plain number, a right answer must be one too: nothing may be left to compute. For all others see
+    `final_form`; `question` is the text from which no answer may be copied. A `gold` that is not readable matches only
+    the same text. Raises ValueError if `math-verify` is needed and not installed.
     """
     verdict = at_once(answer, gold, question=question)
     if verdict is None:
@@ -44,7 +44,7 @@ async def judge(answer: str | None, gold: str, *, question: str = "", seconds: f
 
 
 def at_once(answer: str | None, gold: str, *, question: str = "") -> Verdict | None:
-    """The verdict where it takes no mathematics; None where `math-verify` has to be asked."""
+    """Returns the grade if no symbolic mathematics is needed; None if `math-verify` has to decide."""
     if not answer or len(answer) >= LONGEST:
         return EMPTY
     if same_text(answer, gold):
@@ -62,7 +62,7 @@ def at_once(answer: str | None, gold: str, *, question: str = "") -> Verdict | N
 
 
 def _is_final(tokens: list[str], gold: str, question: str) -> bool:
-    """True if an answer leaves nothing to do that the right answer has done."""
+    """True if an answer leaves nothing to compute that the right answer has computed."""
     wanted = final_form.read(cleaned(gold)) or []
     if not final_form.operators(tokens) <= final_form.operators(wanted):
         return False
@@ -72,12 +72,12 @@ def _is_final(tokens: list[str], gold: str, question: str) -> bool:
 
 
 def _readable(text: str) -> str:
-    """The text that math-verify reads, written from our own tokens; "" where it is not readable."""
+    """Returns the text for math-verify, rebuilt from our own tokens; "" if it is not readable."""
     return final_form.rewritten(final_form.read(cleaned(text)) or [])
 
 
 def verdict_of(judgement: Judgement) -> Verdict:
-    """The verdict of a judging process."""
+    """Returns the grade from a grader process's result."""
     if judgement.ended == "scored":
         return Verdict(judgement.score)
     return Verdict(0.0, readable=False, judged=judgement.ended == "unreadable")

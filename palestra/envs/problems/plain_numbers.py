@@ -1,4 +1,4 @@
-r"""Plain numbers in answers: a number that is written down, as people and LaTeX write it, and nothing to work out.
+r"""Plain numbers in answers: a number written by people or in LaTeX that leaves nothing to compute.
 
 - integers and decimals: `26`, `-4`, `.5`, `26.0`, `1,234`, `1{,}234`, `12\,345`, `0.\overline{3}`;
 - fractions of two integers: `7/2`, `\frac{7}{2}`, `\dfrac72`, `-\frac{1}{3}`; mixed numbers: `2\frac{1}{3}`, `2 1/3`;
@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-TOLERANCE = Fraction(1, 10**6)  # absolute, and
-SHARE = Fraction(1, 10**5)  # of the larger of the two
+TOLERANCE = Fraction(1, 10**6)  # absolute difference, for decimals
+SHARE = Fraction(1, 10**5)  # difference relative to the larger value, for decimals
 MAX_POWER = 300  # of ten
 
 _SPACING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|[,;:!])(?![A-Za-z])|\\q?quad(?![A-Za-z])|(?<!\\)~")
@@ -46,7 +46,7 @@ _PLAIN = re.compile(
     rf"{_BEFORE}(?P<sign>[+-]?)\s*(?:\\?\$|[\u20ac\u00a3])?\s*{_VALUE}\s*{_MARK}\s*(?P<unit>{_UNIT})", re.ASCII
 )
 _WORD = re.compile(r"[A-Za-z]+")
-_SINGLE = frozenset("mgshlLNJWVACFK")  # letters that are units; any other is a variable
+_SINGLE = frozenset("mgshlLNJWVACFK")  # single letters that are units; any other is a variable
 _NO_UNIT = """
     or and not to than plus minus times over mod choose pi sqrt sin cos tan cot log ln exp gcd lcm max min lim sum
     hundred thousand million billion trillion dozen half third quarter more less between
@@ -65,7 +65,7 @@ class Number:
 
 
 def tidied(text: str) -> str:
-    r"""LaTeX without spacing commands, with `\frac` for its variants, and ASCII for common signs."""
+    r"""Returns LaTeX without spacing commands, with `\frac` for its variants, and ASCII for common signs."""
     for sign, ascii_form in _SIGNS.items():
         text = text.replace(sign, ascii_form)
     text = text.replace("\\,", " ").replace("{,}", ",")
@@ -74,7 +74,7 @@ def tidied(text: str) -> str:
 
 
 def plain_number(text: str) -> Number | None:
-    """The plain number that `text` is, without what surrounds it; None for any other text."""
+    """Parses a plain number with the markup and unit around it; None for any other text."""
     found = _PLAIN.fullmatch(tidied(text))
     if not found or not _is_unit(found["unit"]):
         return None
@@ -82,8 +82,11 @@ def plain_number(text: str) -> Number | None:
 
 
 def same(one: Number, other: Number) -> bool:
-    """True if two plain numbers are the same answer: exactly, or where one has a decimal point within `TOLERANCE` and
-    within `SHARE` of the larger. A percentage equals its number and a hundredth of it."""
+    """True if two plain numbers are the same answer.
+
+    They must be equal; if one has a decimal point, they may differ by `TOLERANCE` and by `SHARE` of the larger. A
+    percentage equals its number and a hundredth of it.
+    """
     values = {one.value} | ({one.value / 100} if one.percent and not other.percent else set())
     wanted = {other.value} | ({other.value / 100} if other.percent and not one.percent else set())
     rounded = one.rounded or other.rounded
@@ -130,12 +133,12 @@ def _read(found: re.Match[str]) -> Number | None:
 
 
 def _power(text: str | None) -> int:
-    """The exponent in `\\times 10^{-3}` or `e-3`; 0 where there is none."""
+    r"""Returns the exponent in `\times 10^{-3}` or `e-3`; 0 if there is none."""
     found = re.search(r"([+-]?\d+)\s*\}?$", text or "")
     return int(found[1]) if found else 0
 
 
 def _repeating(start: str, fixed: str, again: str) -> Fraction:
-    """The value of 1.2343434... from "1", "2" and "34"."""
+    """Returns the value of 1.2343434... from "1", "2" and "34"."""
     head = Fraction(int((start or "0") + fixed), 10 ** len(fixed))
     return head + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(fixed))

@@ -1,4 +1,4 @@
-"""A question with one answer, and drawing one of a split."""
+"""A question with one answer (`Problem`), and drawing problems of a split."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Literal
 from palestra.envs.text.splits import Split, first_of_split
 
 Kind = Literal["arithmetic", "equation", "inequality", "word", "multi_step"]
-TRIES = 2000
+TRIES = 2000  # draws per problem
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `key` is what makes it this one and no other, which decides its split: "7 + 12" and "12 + 7" have
-    the same, as have two stories that differ in who buys what.
+    """One math problem. `key` identifies its content and decides its split: "7 + 12" and "12 + 7" have the same key,
+    as have two stories that differ only in names and things.
 
-    `short` is the question in as few words as it takes; `program` is Python that prints the answer, or an expression
-    for it. With `written_out` an answer has to be worked out: 12/4 is none to "12 / 4". `entry` is set for problems
-    that are judged by a task of reasoning-gym: the task's name, and the index of the problem in its data set.
+    `short` is the question in as few words as possible; `program` is Python that prints the answer, or an expression
+    for it. With `written_out` the answer must be computed: 12/4 is no answer to "12 / 4". `entry` is set for problems
+    that a reasoning-gym scorer grades: the task's name, and the index of the problem in its data set.
     """
 
     question: str
@@ -33,9 +33,9 @@ class Problem:
 
 
 def draw_problem(seed: int, propose: Callable[[random.Random], Problem], split: Split, what: str) -> Problem:
-    """The first problem of `split` among those that `propose` draws from `seed`.
+    """Returns the first problem of `split` among those that `propose` draws from `seed`.
 
-    Raises ValueError, naming `what` was asked for, where 2,000 draws hold none.
+    Raises ValueError, naming the request `what`, if 2,000 draws contain none.
     """
     rng = random.Random(f"problem {seed}")
     lacking = f'no problem of split "{split}" in {TRIES} draws of {what}: there are too few such problems'

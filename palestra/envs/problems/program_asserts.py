@@ -1,4 +1,4 @@
-"""Assertions as tests: `assert f(1, 2) == 3` says what is given and what is expected."""
+"""Parses assertions as tests: `assert f(1, 2) == 3` gives an input and an expected value."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from palestra.envs.problems.trials import Case, Kind
 
 
 class Inseparable(ValueError):
-    """Assertions that need more of a program than what its function returns."""
+    """Raised for assertions that need more of a program than the return values of its function."""
 
 
 def cases_of(asserts: str, entry: str, *, alias: str | None = None, given: str = "") -> tuple[Kind, tuple[Case, ...]]:
-    """The tests that a run of assertions makes: calls with the values they should have, where all say just that of
-    `entry`; else assertions, which run apart from the program. One that does not mention the function tests nothing
-    and is left out. `alias` is another name of the function, `given` code that runs before.
+    """Returns the tests in a sequence of assertions.
 
-    Raises Inseparable where they or `given` use a name that only the program can define.
+    If all compare a call of `entry` with a value, these are input-value pairs; otherwise the assertions themselves,
+    which run apart from the program. An assertion that does not mention the function tests nothing and is left out.
+    `alias` is another name of the function, `given` is code that runs before. Raises Inseparable if the assertions or
+    `given` use a name that only the program can define.
     """
     names = {entry, alias}
     check_names(f"{given}\n{asserts}", names)
@@ -32,11 +33,11 @@ def cases_of(asserts: str, entry: str, *, alias: str | None = None, given: str =
 
 
 def check_names(source: str, known: Set[str | None]) -> None:
-    """Raises Inseparable where code uses a name that is not its own, nor Python's, nor in `known`."""
+    """Raises Inseparable if code uses a name that it does not define, is no Python builtin and is not in `known`."""
     tree = ast.parse(source)
     defined = _defined(tree) | known
     unknown = {str(name) for name in _used(tree) - defined if not hasattr(builtins, str(name))}
-    if unknown and "*" not in defined:  # `from math import *` defines what cannot be told here
+    if unknown and "*" not in defined:  # `from math import *` defines unknown names
         raise Inseparable(f"its tests use {', '.join(sorted(unknown))}, which only the program defines")
 
 
@@ -46,7 +47,7 @@ def _used(tree: ast.AST) -> set[str | None]:
 
 
 def _defined(tree: ast.AST) -> set[str | None]:
-    """The names that code gives a meaning to, anywhere in it."""
+    """Returns the names that code binds, anywhere in it."""
     found: set[str | None] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.alias):
@@ -61,7 +62,7 @@ def _defined(tree: ast.AST) -> set[str | None]:
 
 
 def _call(test: ast.expr, names: Set[str | None]) -> Case | None:
-    """What `f(arguments) == value` gives and expects, where both are plain values; None for anything else."""
+    """Returns input and value of `f(arguments) == value` if both are literals; None for anything else."""
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
         return None
     call = test.left
@@ -75,10 +76,10 @@ def _call(test: ast.expr, names: Set[str | None]) -> Case | None:
 
 
 def entry_of(asserts: str, code: str) -> str:
-    """The function that the assertions are about: the one they call most that `code` defines, one that goes by the
-    name of a function of Python's (MBPP has a `sum`) only where there is no other.
+    """Returns the function that the assertions test: the one they call most often among those that `code` defines.
 
-    Raises ValueError where they call none of its.
+    A function with the name of a Python builtin (MBPP has a `sum`) is chosen only if there is no other. Raises
+    ValueError if they call none.
     """
     defined = {node.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     called = Counter(

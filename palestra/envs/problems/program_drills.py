@@ -1,7 +1,7 @@
-"""Programs for small models: one short expression of a list `xs`, asked for in a few words, worked out by rules.
+"""Synthetic programs for small models: one short expression of a list `xs`, specified in a few words, graded by rules.
 
 "keep even each times 3 then plus 2" is `[x*3+2 for x in xs if x%2==0]`. An instance is a chain of up to five parts:
-what to keep, two steps of arithmetic, an order or a slice, a sum or a count. Its difficulty is their number.
+a filter, two arithmetic steps, an order or a slice, a sum or a count. Its difficulty is their number.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from palestra.envs.problems.programs import Part, ProgramProblem
 from palestra.envs.problems.trials import Case
 from palestra.envs.text.splits import first_of_split
 
-TESTS = 8
-TRIES = 20_000
-MOST, LARGEST = 100, 10**6  # numbers in a list that a tester may give, and how large
+TESTS = 8  # hidden tests of a problem
+TRIES = 20_000  # draws per problem
+MOST, LARGEST = 100, 10**6  # limits for a tester's list: its length, and the absolute value of its numbers
 Numbers = Sequence[int]
 
 
 class Piece(NamedTuple):
-    """One part: how it is said, in few words and in many, how it is written, and what it does. `{}` in `code` stands
-    for what it is done to."""
+    """One part: its text, short and long, its code, and its function. `{}` in `code` stands for the operand."""
 
     few: str
     many: str
@@ -39,6 +38,7 @@ def _by(operation: Callable[[Any, int], Any], k: int) -> Callable[[Any], Any]:
 
 
 def _keeps() -> list[Piece]:
+    """Returns the filters."""
     even = Piece("even", "even", "{}%2==0", lambda x: x % 2 == 0)
     odd = Piece("odd", "odd", "{}%2==1", lambda x: x % 2 == 1)
     above = [Piece(f"above {k}", f"greater than {k}", f"{{}}>{k}", _by(operator.gt, k)) for k in range(1, 10)]
@@ -47,17 +47,20 @@ def _keeps() -> list[Piece]:
 
 
 def _firsts() -> list[Piece]:
+    """Returns the first arithmetic steps."""
     times = [Piece(f"times {k}", f"multiply it by {k}", f"{{}}*{k}", _by(operator.mul, k)) for k in range(2, 10)]
     return [*times, Piece("squared", "square it", "{}**2", _by(operator.pow, 2))]
 
 
 def _seconds() -> list[Piece]:
+    """Returns the second arithmetic steps."""
     plus = [Piece(f"plus {k}", f"add {k}", f"{{}}+{k}", _by(operator.add, k)) for k in range(1, 10)]
     minus = [Piece(f"minus {k}", f"subtract {k}", f"{{}}-{k}", _by(operator.sub, k)) for k in range(1, 10)]
     return [*plus, *minus]
 
 
 def _orders() -> list[Piece]:
+    """Returns slices and orders."""
     first = [Piece(f"first {k}", f"take the first {k}", f"{{}}[:{k}]", _by(_first, k)) for k in (1, 2, 3)]
     last = [Piece(f"last {k}", f"take the last {k}", f"{{}}[-{k}:]", _by(_last, k)) for k in (1, 2, 3)]
     turned = Piece("reversed", "reverse their order", "{}[::-1]", lambda made: made[::-1])
@@ -73,6 +76,7 @@ def _last(made: list[int], k: int) -> list[int]:
 
 
 def _ends() -> list[Piece]:
+    """Returns the reductions."""
     return [
         Piece("sum", "add them all up", "sum({})", sum),
         Piece("count", "say how many there are", "len({})", len),
@@ -84,7 +88,7 @@ SLOTS: tuple[list[Piece], ...] = (_keeps(), _firsts(), _seconds(), _orders(), _e
 
 @dataclass(frozen=True)
 class Drill:
-    """A chain of parts, one at most for each slot."""
+    """A chain of parts, at most one for each slot."""
 
     keep: Piece | None
     first: Piece | None
@@ -125,7 +129,7 @@ class Drill:
         return written
 
     def of(self, xs: Numbers) -> Any:
-        """What the chain makes of a list."""
+        """Returns the result of the chain for a list."""
         made = [x for x in xs if not self.keep or self.keep.does(x)]
         for step in filter(None, (self.first, self.second)):
             made = [step.does(x) for x in made]
@@ -134,13 +138,17 @@ class Drill:
         return made
 
     def gives(self, xs: Any) -> Any:
-        """`of`, for what anybody may have written: None where that is no list of a few small integers."""
+        """Returns the result for an untrusted input: None if `xs` is no list of a few small integers."""
         few = isinstance(xs, list) and len(xs) <= MOST and all(type(x) is int and abs(x) <= LARGEST for x in xs)
         return self.of(xs) if few else None
 
 
 def draw_drill(seed: int, part: Part, grades: Sequence[int]) -> Drill:
-    """The drill that `seed` names: one of the difficulties, all alike, then one of its chains."""
+    """Returns the program of split `part` for `seed`: first a difficulty is drawn uniformly from `grades`, then its
+    parts.
+
+    Raises ValueError if 20,000 draws contain none.
+    """
     rng = random.Random(f"drill {seed}")
     draws = (_propose(rng, rng.choice(grades)) for _ in range(TRIES))
     lacking = f'no drill of split "{part}" in {TRIES} draws of difficulty {", ".join(map(str, grades))}'
@@ -154,7 +162,7 @@ def _propose(rng: random.Random, grade: int) -> Drill:
 
 @lru_cache(maxsize=16_384)
 def drill_problem(drill: Drill) -> ProgramProblem:
-    """The drill as a problem; its tests are the same every time."""
+    """Returns the chain as a problem. Its tests are deterministic."""
     rng = random.Random(f"tests {drill.short}")
     lists = [[rng.randrange(13) for _ in range(rng.randint(3, 6))] for _ in range(TESTS - 1)]
     tests = tuple(Case(f"({xs!r},)", repr(drill.of(xs))) for xs in [*lists, []])
@@ -171,6 +179,6 @@ def drill_problem(drill: Drill) -> ProgramProblem:
 
 
 def all_drills(grades: Sequence[int]) -> list[Drill]:
-    """Every drill of these difficulties."""
+    """Returns every chain of these difficulties."""
     chains = (Drill(*pieces) for pieces in product(*([None, *slot] for slot in SLOTS)))
     return [drill for drill in chains if len(drill.parts) in grades]

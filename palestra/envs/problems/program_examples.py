@@ -1,4 +1,4 @@
-"""Inputs that a problem's question shows. A test that repeats one takes no understanding, so it earns nothing."""
+"""Detects tests that repeat an input shown in the question: they require no understanding and earn no reward."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from palestra.envs.problems.program_results import MISSING, same_text, same_tree
 from palestra.envs.problems.programs import ProgramProblem
 from palestra.envs.problems.trials import Case
 
-ENDS = 20  # closing brackets after a function's name that may end its call
+ENDS = 20  # closing brackets tried as the end of a call
 
 
 def shows(problem: ProgramProblem, test: Case) -> bool:
-    """True where the input of `test` stands in an example or in the question.
+    """True if the input of `test` occurs in an example or in the question.
 
-    Numbers may be written otherwise (2.0, 02), floats differ in the seventh digit, lists be tuples. In the question's
-    text, calls of the function are found, and lines of an input that stand there as they are; what it says in words
-    ("for n = 3") is not. Words that are appended to an example's input count as no new input where the expected output
-    is the example's.
+    Numbers may be written differently (2.0, 02), floats may differ in the seventh digit, lists may be tuples. In the
+    question's text, calls of the function and verbatim lines of an input are found; inputs given in words ("for n = 3")
+    are not. An example's input with words appended counts as shown if the expected output is the example's.
     """
     if problem.kind == "stdin":
         return any(_repeats(test, example) for example in problem.examples) or _stands_in(test.given, problem.question)
@@ -47,7 +46,7 @@ def _stands_in(given: str, question: str) -> bool:
 
 
 def _lines(text: str) -> str:
-    """The lines that hold anything, with single blanks, each between two line ends."""
+    """Returns the non-empty lines with single blanks, each between two line ends."""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     return "\n".join(["", *lines, ""])
 
@@ -59,7 +58,7 @@ def _tree(arguments: str) -> Any:
 
 @lru_cache(maxsize=256)
 def _calls(question: str, entry: str) -> tuple[Any, ...]:
-    """The arguments of all calls of `entry` with plain values in the question."""
+    """Returns the arguments of all calls of `entry` with literal values in the question."""
     return tuple(_found(question, entry)) if entry else ()
 
 

@@ -1,6 +1,6 @@
-"""Programming problems from files, in the shapes of HumanEval, MBPP, APPS, CodeContests and LiveCodeBench, or our own.
+"""Programming problems from files: HumanEval, MBPP, APPS, CodeContests, LiveCodeBench, or palestra's own columns.
 
-Which shape a file has is told by its columns.
+The schema of a file is recognised by its columns.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from palestra.envs.problems.trials import Case, Kind
 
 OWN = Path(__file__).with_name("data") / "programs.jsonl"
 LARGEST = 2**28  # bytes of hidden tests after unpacking
-SHORT = 200  # characters of a question in few words, where a file has none
-PYTHON_3 = 3  # CodeContests' number for it
+SHORT = 200  # characters of the short question, if a file has none
+PYTHON_3 = 3  # CodeContests' code for the language
 LEVELS = {"introductory": 2, "interview": 3, "competition": 5, "easy": 2, "medium": 3, "hard": 5}
 COMMON = (
     "from typing import *\nfrom collections import *\nimport bisect, functools, heapq, itertools, math, re, string\n"
@@ -35,10 +35,10 @@ COMMON = (
 
 
 def load_programs(path: Path) -> tuple[ProgramProblem, ...]:
-    """The problems of a .jsonl, .json or .parquet file, or of a folder of them, in order. Those whose tests cannot be
-    run apart from the program are left out, with a warning that says how many.
+    """Returns the problems of a .jsonl, .json or .parquet file, or of a folder of them, in order.
 
-    Raises ValueError, naming file and row, where the columns are of no known shape or a row cannot be read.
+    Problems whose tests cannot run apart from the program are left out, with a warning that gives their number. Raises
+    ValueError, naming file and row, if the columns match no known schema or a row is invalid.
     """
     return _load(path, path.stat().st_mtime_ns if path.exists() else 0)
 
@@ -76,6 +76,8 @@ def _read(row: Row, where: str) -> ProgramProblem:
 
 
 class Shape(NamedTuple):
+    """A known set of columns, and the function that reads such a row."""
+
     name: str
     columns: frozenset[str]
     read: Callable[[Row], ProgramProblem]
@@ -115,12 +117,13 @@ def _human_eval(row: Row) -> ProgramProblem:
 
 
 def _checks(test: str, entry: str, prompt: str) -> tuple[Kind, tuple[Case, ...]]:
-    """The tests of HumanEval's function `check`: its assertions, or all of it where it does more than assert one thing
-    after the other."""
+    """Returns the tests in HumanEval's function `check`: its assertions, or the whole function if it does more than
+    assert.
+    """
     check = next((node for node in ast.parse(test).body if getattr(node, "name", "") == "check"), None)
     body = check.body if isinstance(check, ast.FunctionDef) else []
     if all(isinstance(node, ast.Assert | ast.Expr) for node in body):
-        with contextlib.suppress(Inseparable):  # by names that the test defines outside of `check`
+        with contextlib.suppress(Inseparable):  # names that the test defines outside of `check`
             kind, cases = cases_of("\n".join(map(ast.unparse, body)), entry, alias="candidate", given=prompt)
             if cases:
                 return kind, cases
@@ -135,7 +138,7 @@ def _mbpp(row: Row) -> ProgramProblem:
     setup = "\n".join([row.get("test_setup_code") or "", *(row.get("test_imports") or [])]).strip()
     try:
         kind, tests = cases_of(asserts, entry, given=setup)
-    except Inseparable:  # they may use modules that the reference imports
+    except Inseparable:  # the tests may use modules that the reference imports
         setup = f"{setup}\n{_imports(row['code'])}".strip()
         kind, tests = cases_of(asserts, entry, given=setup)
     question = f"{text.strip()}\n\nThe function is called {entry}, as in: {row['test_list'][0]}"
@@ -228,7 +231,7 @@ def _call(arguments: Sequence[Any], value: Any) -> Case:
 
 
 def _inner(value: Any) -> Any:
-    """APPS wraps a function's value in a list, mostly."""
+    """Returns the function's value: APPS usually wraps it in a list."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -237,7 +240,7 @@ def _lines(text: str | Sequence[str]) -> str:
 
 
 def _first_python(solutions: Sequence[str]) -> str | None:
-    """The first solution that is Python 3: the sets hold some in older ones."""
+    """Returns the first solution that parses as Python 3 (some are Python 2); None if none does."""
     return next(_compiling(solutions), None)
 
 
@@ -251,14 +254,17 @@ def _compiling(solutions: Sequence[str]) -> Iterator[str]:
 
 
 class _TextOnly(pickle.Unpickler):
-    """Unpickles plain values: what could run code is refused."""
+    """Unpickles plain values only; refuses any class or function, which could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"the pickle asks for {module}.{name}, but tests are plain text")
 
 
 def _unpacked(text: str) -> list[Any]:
-    """LiveCodeBench's hidden tests: JSON, or JSON in a pickle, compressed, in base 64."""
+    """Returns LiveCodeBench's hidden tests: JSON, or base64-encoded, compressed, pickled JSON.
+
+    Raises ValueError if they cannot be unpacked or exceed `LARGEST` bytes.
+    """
     if not text or text.lstrip().startswith("["):
         return list(json.loads(text or "[]"))
     try:

@@ -1,7 +1,7 @@
-"""Compares what a program printed or returned with what was expected.
+"""Compares what a program printed or returned with the expected result.
 
-A program under test writes its own result, so reading one takes time and memory in proportion to its length, whatever
-it holds: values come as JSON (`harness.encoded`) and are compared as JSON's trees. Sets and dicts are compared sorted;
+A program under test writes its own result, so reading it takes time and memory proportional to its length, whatever it
+contains: values arrive as JSON (`harness.encoded`) and are compared as JSON trees. Sets and dicts are compared sorted;
 a hash table of integers that a program chose could take hours to build.
 """
 
@@ -18,16 +18,16 @@ from palestra.envs.problems.harness import encoded
 
 MISSING = object()
 BLANKS = " \t\r\f\v"
-EXACT = 2**53  # above it, not every integer is a float
+EXACT = 2**53  # above it, not every integer has an exact float
 SEQUENCES = ("list", "tuple")
 _FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def value_of(text: str) -> Any:
-    """The value that `text` writes as Python does; MISSING, which is equal to no value, where it writes none."""
+    """Returns the value of a Python literal; MISSING, which equals no value, if `text` is none."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of odd spellings that Python may forbid one day
+        with warnings.catch_warnings(action="ignore"):  # e.g. SyntaxWarning for invalid escapes
             value = ast.literal_eval(text)
             encoded(value)  # refuses `...`, and integers of more digits than Python writes
             return value
@@ -39,8 +39,9 @@ def value_of(text: str) -> Any:
 
 
 def same_text(expected: str, said: str) -> bool:
-    """True where both print the same, up to blanks at the ends of lines, empty lines at the end, and the seventh digit
-    of numbers that are expected with a decimal point."""
+    """True if two outputs are equal apart from blanks at line ends, empty lines at the end, and the seventh digit of
+    numbers that are expected with a decimal point.
+    """
     wanted, got = _lines(expected), _lines(said)
     return wanted == got or (len(wanted) == len(got) and all(map(_same_line, wanted, got)))
 
@@ -57,8 +58,7 @@ def _same_line(wanted: str, got: str) -> bool:
 
 
 def same_word(wanted: str, got: str) -> bool:
-    """True for equal words, and for numbers of which the first has a decimal point and that differ in the seventh
-    digit."""
+    """True for equal words, and for numbers equal up to the seventh digit if the expected one has a decimal point."""
     if wanted == got:
         return True
     return bool(_FRACTION.fullmatch(wanted) and _NUMBER.fullmatch(got)) and _close(float(wanted), float(got))
@@ -68,7 +68,7 @@ def same_word(wanted: str, got: str) -> bool:
 
 
 def tree_of(text: str) -> Any:
-    """The tree that JSON `text` writes; MISSING where it writes none or is nested too deep."""
+    """Returns the tree of JSON `text`; MISSING if it is no JSON or nested too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -76,19 +76,21 @@ def tree_of(text: str) -> Any:
 
 
 def same_value(expected: str, tree: Any, *, exact: bool) -> bool:
-    """True where `tree` is an encoding of the value that `expected` writes as Python does. Floats may differ in the
-    seventh digit; not `exact`, a tuple may be a list."""
+    """True if `tree` encodes the value of the Python literal `expected`.
+
+    Floats may differ in the seventh digit; unless `exact`, a tuple may be a list.
+    """
     wanted = value_of(expected)
     if wanted is MISSING or tree is MISSING:
         return False
     try:
         return _same(json.loads(encoded(wanted)), tree, exact)
-    except (RecursionError, OverflowError, TypeError, ValueError):  # nested too deep, an integer beyond all floats, or
-        return False  # no encoding of anything
+    except (RecursionError, OverflowError, TypeError, ValueError):  # nested too deep, an integer too large for a float,
+        return False  # or no encoding
 
 
 def same_tree(wanted: Any, got: Any) -> bool:
-    """True where two trees encode the same value, a tuple being no other than a list."""
+    """True if two trees encode the same value; tuples and lists are not distinguished."""
     return _same(wanted, got, exact=False)
 
 
@@ -118,8 +120,11 @@ def _sorted(pairs: list[Any]) -> list[tuple[str, Any]]:
 
 
 def canonical(tree: Any) -> str:
-    """One text for all encodings of values that Python holds equal: of 1, 1.0 and True, and of a set in any order.
-    Floats and integers differ where they are larger than 2^53."""
+    """Returns a text that is equal for encodings of values that are equal in Python: 1, 1.0 and True, or a set in any
+    order.
+
+    Above 2^53, floats and integers are distinguished.
+    """
     if isinstance(tree, list):
         items = list(map(canonical, tree[1:]))
         return f"[{','.join([json.dumps(tree[:1]), *(sorted(items) if tree[:1] == ['set'] else items)])}]"
@@ -129,7 +134,7 @@ def canonical(tree: Any) -> str:
 
 
 def written(tree: Any) -> str:
-    """An encoded value as Python writes it, "no plain value" for what is no encoding of one."""
+    """Returns an encoded value in Python notation; "no plain value" if it is no encoding."""
     try:
         return _written(tree)
     except (KeyError, TypeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Programming problems: what is asked, tests that nobody sees, and a program that passes them."""
+"""Programming problems: the question, hidden tests, and a reference solution."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Part = Split | Literal["all"]
 
 @dataclass(frozen=True)
 class ProgramProblem:
-    """One problem. `question` asks it, `short` in few words; `examples` are shown, `tests` are not.
+    """One problem. `question` states it, `short` does so in few words; `examples` are shown to the policy, `tests` are
+    hidden.
 
-    `key` is what makes it this problem, which decides its split. `reference` is a whole program, None where none is
-    known. Not `exact`: a tuple may be a list.
+    `key` identifies the problem and decides its split. `reference` is a complete program, None if unknown. Unless
+    `exact`, a tuple may be a list.
     """
 
     id: str
@@ -37,18 +38,23 @@ class ProgramProblem:
     exact: bool = True
 
     def code(self, answer: str, kind: Kind) -> Code:
-        """An answer as the program that it is."""
+        """Returns an answer as a runnable program of this problem."""
         return Code(answer, kind, self.entry, self.preamble, self.exact)
 
     def kind_of(self, case: Case) -> Kind:
-        """How a case is tried: a call with its value is one, whatever the hidden tests are."""
+        """Returns how a case is run: one with an expected value is a function call, even if the hidden tests are
+        assertions.
+        """
         return "function" if self.kind == "assertion" and case.expected else self.kind
 
 
 def choose(
     problems: Sequence[ProgramProblem], part: Part, grades: Sequence[int], name: str
 ) -> tuple[ProgramProblem, ...]:
-    """Those of a split and of these difficulties. Raises ValueError, naming where they are from, if there are none."""
+    """Returns the problems of a split and of these difficulties.
+
+    Raises ValueError, naming their source `name`, if there are none.
+    """
     graded = [problem for problem in problems if problem.difficulty in grades]
     found = tuple(problem for problem in graded if part == "all" or split_of_text(problem.key) == part)
     if not found:
@@ -60,5 +66,5 @@ def choose(
 
 
 def draw(problems: Sequence[ProgramProblem], seed: int) -> ProgramProblem:
-    """The problem that `seed` names."""
+    """Returns the problem that `seed` selects."""
     return random.Random(f"program {seed}").choice(problems)

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym (extra `reasoning`): problems made from a seed, judged by the task's own scorer."""
+"""Tasks of reasoning-gym (extra `reasoning`): problems generated from a seed and graded by the task's own scorer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from palestra.envs.problems.problem import Problem, draw_problem
 from palestra.envs.problems.verify_worker import reasoning_gym
 from palestra.envs.text.splits import Split
 
-ENTRIES = 20_000  # of a task; each is made when it is asked for, but some tasks refuse to have more
-LARGEST = 10_000  # characters of an answer: boards and lists are longer than numbers
-# These go through sets of texts: with another seed of Python's hashes an entry is another one (reasoning-gym 0.1.25).
+ENTRIES = 20_000  # per task, generated on demand; some tasks do not support more
+LARGEST = 10_000  # characters of an answer; boards and lists are longer than numbers
+# These iterate over sets of strings, so their entries depend on PYTHONHASHSEED (reasoning-gym 0.1.25).
 UNSTEADY = {"isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note"}
 UNSTEADY |= {"word_ladder"}
 
 
-@lru_cache(maxsize=16_384)  # tree search resets the same seed again and again
+@lru_cache(maxsize=16_384)  # tree search resets the same seed many times
 def reasoning_problem(seed: int, tasks: tuple[str, ...], split: Split) -> Problem:
-    """The problem of `split` that `seed` names among those of `tasks`, all alike."""
+    """Returns the problem of `split` for `seed`; the task is drawn uniformly from `tasks`."""
 
     def propose(rng: random.Random) -> Problem:
         task, index = rng.choice(tasks), rng.randrange(ENTRIES)
@@ -35,11 +35,13 @@ def reasoning_problem(seed: int, tasks: tuple[str, ...], split: Split) -> Proble
 
 
 def check_tasks(tasks: Sequence[str]) -> None:
-    """Raises ValueError where reasoning-gym is missing, has no task of one of these names, has one that would make
-    other problems of the same seed in another process or whose scorer evaluates text, or where SymPy would have to
-    score answers outside confinement."""
+    """Raises ValueError if the tasks cannot be played.
+
+    That is, if reasoning-gym is missing or lacks one of the names; if a task generates different problems from the same
+    seed in another process; if its scorer evaluates text; or if SymPy would have to score answers without confinement.
+    """
     datasets = _package().factory.DATASETS
-    known = datasets.keys() - {"composite"}  # which is no task but a mixture of them
+    known = datasets.keys() - {"composite"}  # a mixture of tasks, not a task
     if unknown := [task for task in tasks if task not in known]:
         raise ValueError(f"reasoning: no task {', '.join(unknown)} in reasoning-gym; it has {', '.join(sorted(known))}")
     if not tasks:
@@ -57,9 +59,9 @@ def check_tasks(tasks: Sequence[str]) -> None:
 
 
 async def judge_entry(answer: str | None, problem: Problem, seconds: float) -> Verdict:
-    """The score of the task's scorer, in [0, 1], computed within so many seconds of processor time.
+    """Returns the grade by the task's scorer, in [0, 1], computed within `seconds` of CPU time.
 
-    Scorers run in a confined process. No answer is ever evaluated: for tasks whose own scorers would, see
+    Scorers run in a confined process. No answer is ever evaluated: tasks whose own scorers would do so are scored by
     `evaluated_tasks`.
     """
     assert problem.entry
@@ -79,7 +81,7 @@ async def judge_entry(answer: str | None, problem: Problem, seconds: float) -> V
 
 def _problem(task: str, index: int) -> Problem:
     entry = _entry(task, index)
-    question, answer = str(entry["question"]), str(entry["answer"] or "")  # some tasks have no answer of their own
+    question, answer = str(entry["question"]), str(entry["answer"] or "")  # some tasks store no answer
     key = f"reasoning {task} {question}"
     return Problem(question, answer, question, f"print({answer!r})", key, entry=(task, index))
 

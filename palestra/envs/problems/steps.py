@@ -1,4 +1,4 @@
-"""Problems of several steps, each on what the one before left: told, as definitions, or as a rule to repeat."""
+"""Multi-step problems, each step using the previous result: as instructions, definitions, or a recurrence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALSO = {("*", 2): "Double it.", ("*", 3): "Triple it.", ("/", 2): "Halve it."}
 
 
 def multi_step(rng: random.Random, difficulty: int) -> Problem:
-    """As many steps as the difficulty, and one more."""
+    """Draws a problem with `difficulty` + 1 steps."""
     kind = rng.choice((_told, _told, _defined, _defined, _repeated))
     while True:
         problem = kind(rng, difficulty + 1)
@@ -25,7 +25,7 @@ def multi_step(rng: random.Random, difficulty: int) -> Problem:
 
 
 def _told(rng: random.Random, steps: int) -> Problem:
-    """Start with 12. Add 7. Double it. ..."""
+    """Instructions: Start with 12. Add 7. Double it. ..."""
     start = rng.randint(1, 50)
     tree: Tree = start
     said, short = [f"Start with {start}."], f"start {start}"
@@ -38,7 +38,7 @@ def _told(rng: random.Random, steps: int) -> Problem:
 
 
 def _step(rng: random.Random, now: int) -> tuple[str, int]:
-    """A step that leaves a whole number from 0 up, and not too large a one."""
+    """Draws a step whose result is a non-negative integer, and not too large."""
     choices = [("+", rng.randint(1, 50)), ("-", rng.randint(1, max(1, min(now, 50))))]
     if now <= 500:
         choices.append(("*", rng.randint(2, 9)))
@@ -48,7 +48,9 @@ def _step(rng: random.Random, now: int) -> tuple[str, int]:
 
 
 def _defined(rng: random.Random, steps: int) -> Problem:
-    """Let a = 12, b = 2 * a + 5, c = 3 * b - a. What is c? Each takes the one before it, so that none is idle."""
+    """Definitions: Let a = 12, b = 2 * a + 5, c = 3 * b - a. What is c? Each uses the one before it, so none is
+    unused.
+    """
     trees: list[Tree] = [rng.randint(2, 12)]
     lines = [f"a = {trees[0]}"]
     for step, name in enumerate(NAMES[1 : steps + 1]):
@@ -62,7 +64,7 @@ def _defined(rng: random.Random, steps: int) -> Problem:
 
 
 def _repeated(rng: random.Random, steps: int) -> Problem:
-    """A sequence by its rule: the term that so many steps lead to."""
+    """Recurrence: the term of a sequence after `steps` steps."""
     first, factor, added = rng.randint(1, 20), rng.randint(2, 4), rng.choice((-1, 1)) * rng.randint(1, 20)
     tree: Tree = first
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Rows of a table, whatever keeps them: JSON Lines, a JSON list, Parquet, or a folder that `datasets` saved."""
+"""Reads rows of a table: JSON Lines, a JSON list, Parquet, or a folder saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Row = Mapping[str, Any]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a .jsonl, .json or .parquet file, of all such files in a folder by name, or of a folder that
-    `datasets` saved (`save_to_disk`).
+    """Returns the rows of a .jsonl, .json or .parquet file, of all such files in a folder (by name), or of a folder
+    that `datasets` saved (`save_to_disk`).
 
-    Raises ValueError, saying what would do instead, where nothing stands there or it holds no rows.
+    Raises ValueError if the path does not exist, has an unknown format, or holds no rows.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist: give a .jsonl, .json or .parquet file, or a folder of them")
@@ -29,9 +29,10 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def find_column(row: Row, wanted: str | None, known: Sequence[str], what: str, where: str) -> str:
-    """The name of the column that holds `what`: `wanted` if given, else the first of `known` there is, in any case.
+    """Returns the name of the column for `what`: `wanted` if given, else the first of `known` that exists, in any
+    case.
 
-    Raises ValueError naming the missing column, those there are, and how to name another.
+    Raises ValueError with the missing column, the existing ones, and how to name another.
     """
     spelled = {name.lower(): name for name in row}
     if wanted is not None and wanted in row:

@@ -1,7 +1,7 @@
-"""What a program makes of inputs, found out in the sandbox, and whether that is what was expected.
+"""Runs programs on test inputs in the sandbox and compares the results with the expected ones.
 
-All inputs of a program go into one sandboxed process. Equal programs on equal inputs are run once: siblings of a group
-often write the same.
+All inputs of a program go into one sandboxed process. Equal programs on equal inputs run once: siblings of a group
+often write the same program.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from palestra.envs.problems.program_results import MISSING, same_text, same_valu
 from palestra.sandbox import Limits, Outcome, Sandbox
 
 Kind = Literal["stdin", "function", "expression", "assertion"]
-REMEMBERED = 2**24  # bytes of results
-SAID = 4000  # characters of a result that are kept: more than is ever shown
-STATUS = 2**12  # bytes of "ok" or of an exception that are read back
+REMEMBERED = 2**24  # bytes of cached results
+SAID = 4000  # characters of a result that are kept: more than is ever displayed
+STATUS = 2**12  # bytes of a status or exception that are read back
 SLACK, LONGER = (
     2**14,
     12,
-)  # bytes of a result that are read back: so many, and so many times the length of what is expected
-ANSWER, ANSWERS = 2**18, 2**23  # bytes that are read back of one call that an assertion makes, and of all its calls
-CALLS = 2**21  # bytes of arguments of all calls that assertions make
-ROUNDS = 8  # calls of an assertion that each need the value of the one before; an assertion with more fails
+)  # bytes of a result that are read back: SLACK + LONGER * length of the expected result
+ANSWER, ANSWERS = 2**18, 2**23  # bytes that are read back of one call's result, and of all calls of an assertion
+CALLS = 2**21  # bytes of the arguments of all calls by assertions
+ROUNDS = 8  # dependent calls of an assertion, each needing the previous value; with more it fails
 WAITING = "waiting"
 NO_RESULT = "it ended without a result"
 OVER = {"wall": "out of time", "cpu": "out of time", "memory": "out of memory", "output": "too much output"}
 
 
 class Case(NamedTuple):
-    """One test. `given` is stdin, a function's arguments as Python writes a tuple, or an assertion; `expected` is
-    stdout, or the value as Python writes it."""
+    """One test. `given` is stdin, the arguments of a function as a Python tuple, or an assertion; `expected` is
+    stdout, or the value as a Python literal.
+    """
 
     given: str
     expected: str = ""
@@ -47,8 +48,9 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Code:
-    """A program and how it is used: it reads stdin and prints, or its function `entry` is called, by us or by
-    assertions, or it is one expression of `xs`. `preamble` runs before it. Not `exact`: a tuple may be a list."""
+    """A program and how it is run: it reads stdin and prints; or its function `entry` is called, directly or by
+    assertions; or it is one expression of `xs`. `preamble` runs before it. Unless `exact`, a tuple may be a list.
+    """
 
     source: str
     kind: Kind = "stdin"
@@ -59,8 +61,9 @@ class Code:
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one test. `ok`: the program came to a result; `right`: the expected one. `said` is the start of
-    what it printed, of the value as Python writes it, or of the error."""
+    """The result of one test. `ok`: the program returned a result; `right`: it is the expected one. `said` is the
+    start of the output, of the value in Python notation, or of the error.
+    """
 
     ok: bool
     said: str
@@ -69,8 +72,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """The results of tests, in their order; `flaw` says why the program could not even be compiled. `asked` are calls
-    that assertions make and that have no answer yet."""
+    """The results of tests, in order. `flaw` is the error if the program does not compile. `asked` are calls by
+    assertions whose results are not known yet.
+    """
 
     trials: tuple[Trial, ...]
     flaw: str | None = None
@@ -78,13 +82,13 @@ class Trials:
 
     @property
     def size(self) -> int:
-        """Bytes in memory, nearly."""
+        """Approximate size in memory, in bytes."""
         texts = [self.flaw or "", *self.asked, *(trial.said for trial in self.trials)]
         return sum(map(sys.getsizeof, texts)) + 100 * len(self.trials) + 300
 
 
 class Lab:
-    """Tests programs in a sandbox. Keeps the newest results, up to `REMEMBERED` bytes of them."""
+    """Tests programs in a sandbox. Caches the most recently used results, up to `REMEMBERED` bytes."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -93,8 +97,10 @@ class Lab:
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, asyncio.Lock]] = WeakKeyDictionary()
 
     async def tries(self, code: Code, cases: tuple[Case, ...], limits: Limits) -> Trials:
-        """The results of `code` on `cases`, within `limits` for all of them together. Raises ValueError where an
-        assertion does not work or tests nothing, whatever the program."""
+        """Returns the results of `code` on `cases`, within `limits` for all of them together.
+
+        Raises ValueError if an assertion is broken or tests nothing, independent of the program.
+        """
 
         async def make() -> Trials:
             return await (self._asserted if code.kind == "assertion" else self._run)(code, cases, limits)
@@ -102,7 +108,7 @@ class Lab:
         return await self._once((code, cases, limits), make)
 
     async def _once(self, what: tuple[object, ...], make: Callable[[], Awaitable[Trials]]) -> Trials:
-        """The result that is known, else the one that `make` makes; those who ask meanwhile wait for it."""
+        """Returns the cached result, else computes it with `make`; concurrent callers with the same key wait for it."""
         key = hashlib.sha256(repr(what).encode("utf-8", "surrogatepass")).digest()
         locks = self._locks.setdefault(asyncio.get_running_loop(), {})
         async with locks.setdefault(key, asyncio.Lock()):
@@ -123,10 +129,12 @@ class Lab:
     async def _run(self, code: Code, cases: tuple[Case, ...], limits: Limits) -> Trials:
         most = {str(i): LONGER * len(case.expected) + SLACK for i, case in enumerate(cases)}
         outcome = await self._harnessed(code, tuple(case.given for case in cases), limits, most)
-        return await asyncio.to_thread(_judged, outcome, code, cases, most)  # hundreds of long texts take their time
+        return await asyncio.to_thread(
+            _judged, outcome, code, cases, most
+        )  # comparing hundreds of long texts would block the event loop
 
     async def _harnessed(self, code: Code, givens: tuple[str, ...], limits: Limits, most: Mapping[str, int]) -> Outcome:
-        """The outcome of the program on inputs; of the result of input 3 at most `most["3"]` bytes, and one more."""
+        """Runs the program on inputs; reads at most `most["3"]` bytes, and one more, of the result of input 3."""
         results = {f"{name}.out" if code.kind == "stdin" else name: size + 1 for name, size in most.items()}
         keep = dict.fromkeys(most, STATUS) | results | {"built": STATUS}
         orders = repr((code.kind, code.entry, code.preamble, code.source, givens))
@@ -135,8 +143,9 @@ class Lab:
     # ---- assertions
 
     async def _asserted(self, code: Code, cases: tuple[Case, ...], limits: Limits) -> Trials:
-        """Results of assertions. They run in one sandbox, the calls that they make in others: nothing that the program
-        does reaches an assertion but the values that it returns."""
+        """Runs assertions in one sandbox and the calls that they make in others, so that the program can affect an
+        assertion only by its return values.
+        """
         asking = await self._once(("asking", code.preamble, code.entry, cases), lambda: self._asking(code, cases))
         answers: dict[str, tuple[bool, str]] = {}
         for _ in range(ROUNDS):
@@ -148,10 +157,10 @@ class Lab:
             asking = await self._check(code, cases, answers, limits)
             if not asking.asked:
                 return asking
-        return replace(asking, asked=())  # what still waits has failed
+        return replace(asking, asked=())  # assertions that still wait have failed
 
     async def _asking(self, code: Code, cases: tuple[Case, ...]) -> Trials:
-        """The assertions with no answer to any call: which calls they make."""
+        """Runs the assertions without any call results, to find which calls they make."""
         asking = await self._check(code, cases, {}, Limits(wall=60, cpu=30))
         for case, trial in zip(cases, asking.trials, strict=True):
             if trial.said != WAITING:
@@ -164,6 +173,7 @@ class Lab:
     async def _check(
         self, code: Code, cases: tuple[Case, ...], answers: Mapping[str, tuple[bool, str]], limits: Limits
     ) -> Trials:
+        """Runs the assertions once with the call results known so far."""
         orders = repr((code.preamble, code.entry, [case.given for case in cases], dict(answers)))
         keep = {str(i): STATUS for i in range(len(cases))} | {"asked": CALLS + 1}
         outcome = await self.sandbox.run_python(_program("harness", "checker"), stdin=orders, limits=limits, keep=keep)
@@ -178,8 +188,9 @@ class Lab:
 
 @cache
 def _program(*modules: str) -> str:
-    """A program that runs `main` of the last of these modules, compiled once for all runs: the sandbox's Python is this
-    one. They can import each other, and nothing else of ours."""
+    """Returns a program that runs `main` of the last of these modules, compiled once for all runs (the sandbox runs
+    the same Python). The modules can import each other, and nothing else of palestra.
+    """
     codes = [(f"{__package__}.{name}", _compiled(name)) for name in modules]
     return f"""import marshal, sys
 for name, code in marshal.loads({marshal.dumps(codes)!r}):
@@ -193,7 +204,7 @@ def _compiled(name: str) -> object:
     return compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
 
 
-# ---- reading results, which a program may have written itself
+# ---- reading results, which are untrusted: the program may have written them itself
 
 
 def _judged(outcome: Outcome, code: Code, cases: tuple[Case, ...], most: Mapping[str, int]) -> Trials:
@@ -217,7 +228,7 @@ def _trial(outcome: Outcome, code: Code, case: Case, name: str, most: int) -> Tr
 
 
 def _answer(outcome: Outcome, name: str, most: int) -> tuple[bool, str]:
-    """True if a call returned, with the value as JSON; else False with the exception."""
+    """Returns (True, value as JSON) if a call returned, else (False, exception)."""
     status, data = _status(outcome, name), outcome.files.get(name, b"")
     if len(data) > most:
         return False, "the result is too long"
@@ -225,7 +236,7 @@ def _answer(outcome: Outcome, name: str, most: int) -> tuple[bool, str]:
 
 
 def _status(outcome: Outcome, name: str) -> Trial:
-    """The file's status, and the start of what stands below it."""
+    """Returns the status of a result file, and the start of the text below it."""
     status, _, said = _text(outcome.files.get(name, b"")[:STATUS]).partition("\n")
     if status in ("ok", WAITING):
         return Trial(status == "ok", said if status == "ok" else WAITING)

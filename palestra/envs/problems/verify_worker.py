@@ -1,16 +1,16 @@
-"""The process that judges answers: a server that forks a child for each judgement, started by `workers.py`.
+"""The grader process: a server that forks a child for each request, started by `workers.py`.
 
-Reading mathematics is done by sympy, which some expressions keep busy for ever, in code that no exception reaches. A
-child that is over its time is killed by a timer of the kernel's, whatever it does and even if the server is gone; the
-server has sympy loaded, so that a child costs some milliseconds and nothing needs replacing. A few children work at
-once, but one that takes long does not count among them, so that one that hangs holds up nobody.
+Mathematics is parsed by sympy, which some expressions keep busy for ever, in code that no exception interrupts. A child
+that exceeds its time is killed by a kernel timer, whatever it does and even if the server is gone; the server has sympy
+loaded, so a child costs a few milliseconds. A few children run at once; one that takes long no longer counts among
+them, so one that hangs delays no other.
 
-A child confines itself (`confinement.py`) before it looks at an answer. Its score goes through a pipe to the server,
-which takes it only from a child that then ended with status 0: an exit status alone is no score.
+A child confines itself (`confinement.py`) before it reads an answer. It sends its score through a pipe to the server,
+which accepts it only if the child then exits with status 0: an exit status alone is no score.
 
-Run as a file and not as a module, it imports nothing of ours and no torch: `python -P verify_worker.py math FILTER`. A
-line in is a request, {"id": 1, "answer": ..., "gold": ..., "seconds": 2.0}; a line out a reply,
-{"id": 1, "ended": "scored", "score": 1.0}, where `ended` says how the judgement did.
+Run as a file and not as a module, it imports nothing of palestra and no torch: `python -P verify_worker.py math
+FILTER`. Each input line is a request, {"id": 1, "answer": ..., "gold": ..., "seconds": 2.0}; each output line a reply,
+{"id": 1, "ended": "scored", "score": 1.0}, where `ended` is how grading ended.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from functools import lru_cache, reduce
 from typing import Any, Literal, NamedTuple
 
 Ended = Literal["scored", "unreadable", "overtime", "crashed"]
-FRESH = 4  # children that may be young at once: more would only slow each other
-YOUNG = 0.1  # seconds on the processor after which a child no longer keeps the next one waiting
-NICE = 5  # and makes way for it, but not so much that it would starve
+FRESH = 4  # young children at once: more would only slow each other down
+YOUNG = 0.1  # seconds of CPU time after which a child no longer delays the next one
+NICE = 5  # priority of older children: lower, but not so low that they starve
 MOST = 64  # children at once
-PATIENCE = 30  # seconds by the clock beyond those: a machine that is busy is no reason to call an answer wrong
-DIE_WITH_PARENT, NO_NEW_PRIVILEGES, SECCOMP = 1, 38, 22  # of prctl
-MEMORY = 2 * 2**30  # bytes of address space; a tower of powers takes all there is
-LONGEST_REPORT = 64  # bytes
-NEAR = 1e-6  # of the right value, for a decimal that answers a closed form
+PATIENCE = 30  # seconds of wall time beyond the CPU limit: a busy machine must not make an answer wrong
+DIE_WITH_PARENT, NO_NEW_PRIVILEGES, SECCOMP = 1, 38, 22  # options of prctl
+MEMORY = 2 * 2**30  # bytes of address space; a tower of powers would take all memory
+LONGEST_REPORT = 64  # bytes of a child's report
+NEAR = 1e-6  # relative tolerance for a decimal compared with a closed form
 FUNCTIONS = "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log sqrt Abs".split()  # noqa: SIM905
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
@@ -49,17 +49,20 @@ Request = dict[str, Any]
 
 
 class Judge(NamedTuple):
-    """`judge` returns a score in [0, 1], or None for an answer that says nothing. `prepare` is called in the server,
-    once for each request: what it makes and keeps, children inherit."""
+    """`judge` returns a score in [0, 1], or None for an unreadable answer. `prepare` runs in the server, once for each
+    request: children inherit what it caches.
+    """
 
     judge: Callable[[Request], float | None]
     prepare: Callable[[Request], object]
 
 
 def math() -> Judge:
-    """Judges by `math-verify`. Its own time limits are off: they are signals, which code in C never hears. Texts are
-    read as LaTeX alone: what math-verify takes for a plain expression it gives to sympy's `parse_expr`, which
-    evaluates."""
+    """Grades with `math-verify`.
+
+    Its own time limits are disabled: they are signals, which do not interrupt C code. Texts are parsed as LaTeX only:
+    math-verify passes plain expressions to sympy's `parse_expr`, which evaluates them.
+    """
     from math_verify import LatexExtractionConfig, parse, verify
 
     def read(text: str) -> Any:
@@ -76,14 +79,17 @@ def math() -> Judge:
             return float(near)
         return float(verify(gold, said, timeout_seconds=None, allow_set_relation_comp=True))
 
-    judge({"gold": "x > 1/2", "answer": "\\frac{2}{4} < x"})  # sympy and the parser make much on first use
+    judge(
+        {"gold": "x > 1/2", "answer": "\\frac{2}{4} < x"}
+    )  # warm-up: sympy and the parser initialise caches on first use
     judge({"gold": "2\\pi", "answer": "6.28"})
     return Judge(judge, lambda request: None)
 
 
 def is_worked_out(said: Any, gold: Any) -> bool:
-    """False if an answer holds a sum, power or root of plain numbers that has a rational value and the right answer has
-    none: 1 + 2, 2^10, the root of 1764."""
+    """False if an answer holds a sum, power or root of plain numbers with a rational value and the right answer holds
+    none: 1 + 2, 2^10, the root of 1764.
+    """
     return not any(map(is_open, walk(said))) or any(map(is_open, walk(gold)))
 
 
@@ -102,15 +108,17 @@ def is_open(part: Any) -> bool:
 
 
 def walk(expression: Any) -> Any:
-    """An expression and all its parts."""
+    """Returns an expression and all its subexpressions."""
     from sympy import preorder_traversal
 
     return preorder_traversal(expression)
 
 
 def is_near(gold: Any, said: Any) -> bool | None:
-    """For constants of which one is written as a decimal: True if they differ by a millionth of the right one at most.
-    None for anything else."""
+    """For two constants of which at least one is a decimal: True if they differ by at most `NEAR` of the right one.
+
+    None for anything else.
+    """
     from sympy import Expr, Float
 
     constants = isinstance(gold, Expr) and isinstance(said, Expr) and not (gold.free_symbols | said.free_symbols)
@@ -121,7 +129,7 @@ def is_near(gold: Any, said: Any) -> bool | None:
 
 
 def reasoning() -> Judge:
-    """Judges by the scorer of the task that a request names, or, where it holds formulas as trees, by sympy."""
+    """Grades with the scorer of the requested task, or with sympy if the request holds formulas as trees."""
     package = reasoning_gym()
 
     @lru_cache(maxsize=256)
@@ -148,7 +156,9 @@ def reasoning() -> Judge:
 
 
 def same_formula(request: Request) -> bool:
-    """True if `formula` is `wanted`, or, with a `variable`, if its derivative is. As reasoning-gym 0.1.25 compares."""
+    """True if `formula` equals `wanted`, or, with a `variable`, if its derivative does. Compares as reasoning-gym
+    0.1.25 does.
+    """
     import sympy
 
     formula, wanted = in_sympy(request["formula"]), in_sympy(request["wanted"])
@@ -158,8 +168,9 @@ def same_formula(request: Request) -> bool:
 
 
 def in_sympy(formula: list[Any]) -> Any:
-    """The expression of a tree of `answer_syntax`. No text is evaluated: names become symbols, and functions are looked
-    up in a fixed table."""
+    """Returns the sympy expression of a tree of `answer_syntax`. No text is evaluated: names become symbols, and
+    functions are looked up in a fixed table.
+    """
     import sympy
 
     functions = {"abs": sympy.Abs, "ln": sympy.log} | {name: getattr(sympy, name) for name in FUNCTIONS}
@@ -183,14 +194,14 @@ def in_sympy(formula: list[Any]) -> Any:
 
 
 def reasoning_gym() -> Any:
-    """The package, for us and for those who make problems with it."""
+    """Imports and returns the package; also used to generate problems."""
     import reasoning_gym
 
     return reasoning_gym
 
 
 class Child(NamedTuple):
-    """The request that a child works on, when it began, and the end of the pipe that its report comes through."""
+    """A child's request id, its start time (monotonic, s), and the read end of the pipe for its report."""
 
     name: int
     began: float
@@ -198,7 +209,7 @@ class Child(NamedTuple):
 
 
 class Server:
-    """Children at work by their process, and requests that wait."""
+    """The running children by process id, and the queue of requests."""
 
     def __init__(self, judge: Judge, rules: bytes, replies: int) -> None:
         self.judge, self.rules, self.replies = judge, rules, replies
@@ -207,7 +218,7 @@ class Server:
         self.aged: set[int] = set()
 
     def serve(self) -> None:
-        """Until the other end of stdin is closed, which the system does when its process dies, however it dies."""
+        """Runs until stdin is closed, which the system does when the parent process ends for any reason."""
         bell, rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(rope, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -227,9 +238,10 @@ class Server:
             self.start()
 
     def start(self) -> None:
+        """Forks children for waiting requests, within the limits `FRESH` and `MOST`."""
         while self.waiting and len(self.running) < MOST and len(self.running) - len(self.aged) < FRESH:
             request = self.waiting.popleft()
-            with contextlib.suppress(Exception):  # the child meets the same, and ends as crashed
+            with contextlib.suppress(Exception):  # the child fails in the same way and is reported as crashed
                 self.judge.prepare(request)
             report, end = os.pipe()
             server, child = os.getpid(), os.fork()
@@ -239,12 +251,14 @@ class Server:
             self.running[child] = Child(request["id"], time.monotonic(), report)
 
     def age(self) -> None:
+        """Lowers the priority of children that have used more than `YOUNG` seconds of CPU time."""
         for child, (_, began, _) in self.running.items():
             if child not in self.aged and _used(child, began) > YOUNG:
                 self.aged.add(child)
                 os.setpriority(os.PRIO_PROCESS, child, NICE)
 
     def reap(self) -> None:
+        """Collects ended children and writes their replies."""
         while self.running:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
@@ -256,12 +270,13 @@ class Server:
             write_line(self.replies, {"id": name, "ended": ended, "score": score})
 
     def stop(self) -> None:
+        """Kills all children."""
         for child in self.running:
             os.kill(child, signal.SIGKILL)
 
 
 def _used(child: int, began: float) -> float:
-    """Seconds that a child has had on the processor; where the system does not tell, seconds by the clock."""
+    """Returns a child's CPU time in seconds; without /proc, its elapsed time."""
     try:
         with open(f"/proc/{child}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -271,7 +286,7 @@ def _used(child: int, began: float) -> float:
 
 
 def outcome(status: int, report: bytes) -> tuple[Ended, float]:
-    """The end of a judgement and its score, from a child's wait status and the bytes that it wrote to its pipe."""
+    """Returns how grading ended and the score, from a child's wait status and the bytes it wrote to its pipe."""
     code = os.waitstatus_to_exitcode(status)
     if code:
         return ("overtime" if -code in (signal.SIGPROF, signal.SIGALRM) else "crashed"), 0.0
@@ -285,7 +300,7 @@ def outcome(status: int, report: bytes) -> tuple[Ended, float]:
 
 
 def work(judge: Callable[[Request], float | None], request: Request, rules: bytes, server: int, report: int) -> None:
-    """What a child does; it never returns. It lets go of the server's pipes, so that their ends are seen."""
+    """Runs in a child and never returns. Closes the server's pipes, so that the other ends see end-of-file."""
     code = 1
     try:
         null = os.open(os.devnull, os.O_RDWR)
@@ -294,7 +309,7 @@ def work(judge: Callable[[Request], float | None], request: Request, rules: byte
         os.closerange(3, report)
         os.closerange(report + 1, 4096)
         limit(request["seconds"])
-        if os.getppid() == server:  # or it died before this process was bound to die with it
+        if os.getppid() == server:  # else the server died before PR_SET_PDEATHSIG took effect
             confine(rules)
             os.write(report, json.dumps(judge(request)).encode())
             code = 0
@@ -303,8 +318,7 @@ def work(judge: Callable[[Request], float | None], request: Request, rules: byte
 
 
 def confine(rules: bytes) -> None:
-    """Lets the kernel refuse this process every system call that `rules` do not allow, for good. Raises OSError where
-    it cannot."""
+    """Installs the seccomp filter `rules` in this process, permanently. Raises OSError if that fails."""
     if not rules:
         return
 
@@ -319,7 +333,7 @@ def confine(rules: bytes) -> None:
 
 
 def probe(rules: bytes) -> None:
-    """Confines this process, tries to get out, and prints "confined" if every attempt failed."""
+    """Confines this process, attempts forbidden calls, and prints "confined" if all of them fail."""
     confine(rules)
     attempts: list[Callable[[], object]] = [
         lambda: os.open("palestra-was-here", os.O_WRONLY | os.O_CREAT),
@@ -340,19 +354,21 @@ def probe(rules: bytes) -> None:
 
 
 def limit(seconds: float) -> None:
-    """Let the kernel kill this process after that long on the processor, `PATIENCE` more by the clock, or with the
-    server."""
+    """Makes the kernel kill this process after `seconds` of CPU time, `PATIENCE` + `seconds` of wall time, or when the
+    server ends; limits its address space.
+    """
     signal.set_wakeup_fd(-1)
     for name in (signal.SIGCHLD, signal.SIGPROF, signal.SIGALRM):
         signal.signal(name, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE + seconds)
-    if sys.platform == "linux":  # elsewhere neither works
+    if sys.platform == "linux":  # neither works on other systems
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def write_line(replies: int, message: dict[str, Any]) -> None:
+    """Writes a message as one JSON line."""
     os.write(replies, json.dumps(message).encode() + b"\n")
 
 
@@ -361,7 +377,7 @@ def main(kind: str, rules: bytes) -> None:
     if kind == "probe":
         return probe(rules)
     replies = os.dup(1)
-    os.dup2(2, 1)  # what packages print is no reply
+    os.dup2(2, 1)  # output of packages must not reach the reply pipe
     try:
         judge = {"math": math, "reasoning": reasoning}[kind]()
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""The stories of word problems: what is told, how the numbers in it make the answer, and which numbers will do.
+"""Templates of word problems: the text, the formula of the answer, and the constraints on the numbers.
 
-A story begins with a line `difficulty | name | answer | numbers`: of the numbers `a 2..90` is drawn, `t = q * b`
-follows (so that divisions come out even) and `a > b` must hold. Only numbers that stand in the text are part of the
-problem: others serve to make them.
+A template begins with a line `difficulty | name | answer | numbers`: for `a 2..90` a number is drawn, `t = q * b` is
+computed (so that divisions leave no remainder), and `a > b` must hold. Only numbers that occur in the text identify the
+problem; others only help to generate it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NAMES, THINGS, BOXES, ANIMALS, WARES = (
     )
 )
 
-# 1: one step. 2: two. 3: two or three, of different kinds. 4: parts, percentages, two unknowns. 5: rates against each
-# other, and what has to be turned round.
+# Difficulty 1: one step. 2: two. 3: two or three, of different kinds. 4: parts, percentages, two unknowns. 5: opposing
+# rates, and inverse problems.
 TOLD = """
 1 | given | a + b | a 2..90, b 2..90
 {name} has {a} {things}. {other} gives {name} {b} more. How many {things} does {name} have now?
@@ -221,7 +221,7 @@ bought at once?
 
 
 class Story(NamedTuple):
-    """One kind of word problem; `answer` is a Python expression of its numbers."""
+    """One template of word problems; `answer` is a Python expression of its numbers."""
 
     difficulty: int
     name: str

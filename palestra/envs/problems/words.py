@@ -1,4 +1,4 @@
-"""Word problems: a story, numbers that suit it, and people and things for it to happen to."""
+"""Word problems: templates filled with numbers that satisfy their constraints, and with random names and things."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ _MADE = re.compile(r"(\w+) = (.+)")
 
 
 def word(rng: random.Random, difficulty: int) -> Problem:
-    """One of a dozen stories of that difficulty. Who does what to which things is no part of the problem's key: two
-    problems that differ in that alone are of one split."""
+    """Draws a word problem of this difficulty. Names and things are not part of its key: problems that differ only in
+    them belong to the same split.
+    """
     story = rng.choice([story for story in STORIES if story.difficulty == difficulty])
     return told(story, numbers_for(story, rng), rng)
 
 
 def numbers_for(story: Story, rng: random.Random) -> dict[str, int]:
-    """Numbers that the story holds with, those that are not told among them."""
+    """Draws numbers that satisfy the constraints of a template, including those that are not in its text."""
     while True:
         numbers: dict[str, int] = {}
         if all(_holds(said, numbers, rng) for said in story.numbers):
@@ -31,7 +32,7 @@ def numbers_for(story: Story, rng: random.Random) -> dict[str, int]:
 
 
 def _holds(said: str, numbers: dict[str, int], rng: random.Random) -> bool:
-    """Draws or makes the number that is spoken of, or says whether a condition holds."""
+    """Applies one rule to `numbers`: draws or computes a number, or returns whether a condition holds."""
     if drawn := _DRAWN.fullmatch(said):
         numbers[drawn[1]] = rng.randint(int(drawn[2]), int(drawn[3]))
     elif made := _MADE.fullmatch(said):
@@ -42,7 +43,7 @@ def _holds(said: str, numbers: dict[str, int], rng: random.Random) -> bool:
 
 
 def told(story: Story, numbers: dict[str, int], rng: random.Random) -> Problem:
-    """The story with those numbers."""
+    """Returns the problem that a template gives with these numbers."""
     name, other, third = rng.sample(NAMES, 3)
     things, boxes, animals, ware = map(rng.choice, (THINGS, BOXES, ANIMALS, WARES))
     cast = {"name": name, "other": other, "third": third, "things": things, "boxes": boxes}

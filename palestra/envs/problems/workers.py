@@ -1,4 +1,4 @@
-"""Asks the judging process of `verify_worker.py`, which is started by the first question and dies with this process."""
+"""Client of the grader process (`verify_worker.py`), which starts at the first request and ends with this process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from palestra.envs.problems import confinement
 from palestra.envs.problems.verify_worker import Ended
 
 Kind = Literal["math", "reasoning"]
-MODULES: dict[Kind, str] = {"math": "math_verify", "reasoning": "reasoning_gym"}  # which the extras bring
-TRIES = 2  # of a question whose process died under it
-ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork copies no threads
+MODULES: dict[Kind, str] = {
+    "math": "math_verify",
+    "reasoning": "reasoning_gym",
+}  # installed by the extra of the same name
+TRIES = 2  # attempts for a request whose process died
+ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads do not survive a fork
 
 
 class Judgement(NamedTuple):
-    """The end of a judgement (see `verify_worker`) and its score, which counts only if it ended as scored."""
+    """How grading ended (see `verify_worker`), and the score, which is valid only if `ended` is "scored"."""
 
     ended: Ended
     score: float = 0.0
@@ -45,7 +48,7 @@ class _Question:
 
 
 class Workers:
-    """One server of `kind` and the questions it has not answered yet; to be asked from any thread and event loop."""
+    """One grader process of `kind` and its pending requests. Safe to use from any thread and event loop."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -57,16 +60,16 @@ class Workers:
         self._owner = 0
 
     async def ask(self, request: Mapping[str, Any], seconds: float) -> Judgement:
-        """The judgement of `request`. Raises ValueError where the package that judges is missing."""
+        """Returns the result of grading `request`. Raises ValueError if the grader's package is missing."""
         return await asyncio.wrap_future(self._ask(request, seconds))
 
     def require(self) -> None:
-        """Raises ValueError where the package that judges is not installed."""
+        """Raises ValueError if the grader's package is not installed."""
         if find_spec(MODULES[self.kind]) is None:
             raise ValueError(self._lacks("it is not installed"))
 
     def close(self) -> None:
-        """End the process; the next question starts another."""
+        """Ends the process; the next request starts another."""
         with self._lock:
             process, self.process = self.process, None
             left, self._open = self._open, {}
@@ -80,7 +83,7 @@ class Workers:
         name = next(self._ids)
         line = json.dumps({**request, "id": name, "seconds": seconds}).encode() + b"\n"
         question = _Question(line)
-        question.answered.set_running_or_notify_cancel()  # who no longer waits for it does not stop the reader
+        question.answered.set_running_or_notify_cancel()  # else set_result would raise after a waiter's cancel
         with self._lock:
             if self.process is None or self._owner != os.getpid():
                 self._start()
@@ -99,7 +102,7 @@ class Workers:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | ALONE | {"PYTHONHASHSEED": _hash_seed()},
-            start_new_session=True,  # an interrupt at the terminal is for us
+            start_new_session=True,  # Ctrl-C at the terminal must not reach it
         )
         self._outbox, self._owner = SimpleQueue(), os.getpid()
         Thread(target=_write, args=(self.process, self._outbox), name="judge-in", daemon=True).start()
@@ -131,7 +134,7 @@ class Workers:
         return f"answers are judged by {package}, which cannot be loaded ({why}): pip install 'palestra[{self.kind}]'"
 
     def _died(self) -> None:
-        """Ask a new process what the dead one left open; what has been asked twice is taken to have killed it."""
+        """Resends pending requests to a new process; one that has failed `TRIES` times is reported as crashed."""
         self.process, left, self._open = None, self._open, {}
         for name, question in left.items():
             if question.tries >= TRIES:
@@ -143,22 +146,22 @@ class Workers:
 
 
 def _hash_seed() -> str:
-    """Our own seed of Python's hashes if it is fixed: some problems depend on it."""
+    """Returns this process's PYTHONHASHSEED if it is fixed, as some problems depend on it; else "0"."""
     seed = os.environ.get("PYTHONHASHSEED", "random")
     return "0" if seed == "random" else seed
 
 
 def _write(process: subprocess.Popen[bytes], outbox: SimpleQueue[bytes | None]) -> None:
-    """Feeds a process from a thread of its own: a pipe that is full must not stop an event loop."""
+    """Writes requests from a separate thread: a full pipe must not block an event loop."""
     assert process.stdin
-    with suppress(BrokenPipeError), process.stdin as pipe:  # it died: whoever reads its answers sees to that
+    with suppress(BrokenPipeError), process.stdin as pipe:  # the process died: the reader thread handles that
         while line := outbox.get():
             pipe.write(line)
             pipe.flush()
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:
-    """Waits for a process whose stdin was closed, but not for long."""
+    """Waits up to 2 s for a process whose stdin was closed, then kills it."""
     try:
         process.wait(timeout=2)
     except subprocess.TimeoutExpired:

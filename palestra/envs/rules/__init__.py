@@ -1,4 +1,4 @@
-"""Rules of turn-based games, and which env plays by which."""
+"""Rules of turn-based games, and the rules of each env by its name."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ RULES: dict[str, type[Rules[Any]]] = {
 
 
 def rules_of(env_type: str, **options: Any) -> Rules[Any] | None:
-    """The rules that an env of this name and these options plays by, or None where none are written: the game is then
-    too large, or not played in turn. Options that are the env's alone (`processes`) change no rules."""
+    """Returns the rules of the env with this name and these options, or None if it has none.
+
+    An env has no rules here if its game is too large for exact solvers or is not turn-based. Options that concern only
+    the env (`processes`) are ignored.
+    """
     if env_type == "openspiel":
         from palestra.envs.vector.openspiel import spiel_rules
 

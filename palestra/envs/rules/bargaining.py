@@ -1,5 +1,6 @@
-"""A bargaining game: two players divide items whose worth to each only that one knows (DeVault et al., 2015; Lewis et
-al., 2017: "Deal or No Deal"), in the conventions of OpenSpiel's `bargaining`."""
+"""A bargaining game: two players divide items that each values privately (DeVault et al., 2015; Lewis et al., 2017:
+"Deal or No Deal"), in the conventions of OpenSpiel's `bargaining`.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +13,26 @@ import numpy as np
 from palestra.envs.rules.base import CHANCE, OVER, Rules
 
 ITEMS = ("book", "hat", "ball")
-Worth = tuple[int, ...]  # of one item of each kind
+Worth = tuple[int, ...]  # value of one item of each kind
 
 
 class Talk(NamedTuple):
-    deal: int = -1  # which of `deals`, -1 before chance has drawn
+    """A state: the private values that chance has drawn, and the moves so far."""
+
+    deal: int = -1  # index into `deals`, -1 before the draw
     moves: tuple[int, ...] = ()
 
 
 class BargainingRules(Rules[Talk]):
-    """There are `counts` items of each kind (book, hat, ball), worth `total` in all to either player.
+    """There are `counts` items of each kind (book, hat, ball); all together have value `total` for either player.
 
-    Chance draws what they are worth to each: every kind is worth something to one of them, some kind to both. In turn a
-    player offers a division, saying what it would keep itself, or agrees to the other's last offer; who has the last of
-    `turns` moves can but agree or refuse. A division agreed on pays each what it gets is worth; without one, nobody
-    gets anything. Not zero-sum. A view: who the seat is, the worth of each kind to it (one-hot), every move so far
-    (one-hot). Raises ValueError where the items cannot be worth `total` to both.
+    Chance draws the values: every kind has value for at least one player, and at least one kind for both. In turn a
+    player offers a division, by naming what it would keep, or agrees to the other's last offer. At the last of `turns`
+    moves the player can only agree or refuse. An agreed division pays each player the value of its share; without
+    agreement both get 0. Not zero-sum. The information state, float32 [2 + K * (total + 1) + turns * A] for K kinds and
+    A actions, holds the player (one-hot), the values of the kinds (one-hot each) and every move so far (one-hot each).
+
+    Raises ValueError if `counts` or `turns` is out of range, or no values exist that sum to `total` for both players.
     """
 
     name = "bargaining"
@@ -97,11 +102,12 @@ class BargainingRules(Rules[Talk]):
 
 
 def _worth(worth: Worth, share: Sequence[int]) -> int:
+    """Returns the value of a share."""
     return sum(points * count for points, count in zip(worth, share, strict=True))
 
 
 def _deals(counts: tuple[int, ...], total: int) -> list[tuple[Worth, Worth]]:
-    """What the items may be worth to both: as OpenSpiel draws its instances."""
+    """Returns all pairs of item values that chance may draw, by the rule of OpenSpiel's instances."""
     worths = [worth for worth in product(range(total + 1), repeat=len(counts)) if _worth(worth, counts) == total]
     return [
         (first, second)

@@ -1,7 +1,7 @@
-"""Turn-based games as pure functions of immutable states: small enough to be walked through whole.
+"""Turn-based games as pure functions of immutable states, small enough to enumerate.
 
-One set of rules serves exact solvers (`palestra.exact`) and the text env over it (`envs/text/games.py`); the vectorised
-env of the same game shows the same views.
+The same rules serve exact solvers (`palestra.exact`) and the text env (`envs/text/games.py`); the vector env of the
+same game gives the same information states.
 """
 
 from __future__ import annotations
@@ -18,38 +18,42 @@ S = TypeVar("S", bound=Hashable)
 
 
 class Rules(ABC, Generic[S]):
-    """A game of `players` who move in turn. `actions` are the words for the action numbers."""
+    """A turn-based game of `players` players. `actions` are the texts of the action numbers."""
 
     name: str = ""
     players: int
     actions: tuple[str, ...]
 
     @abstractmethod
-    def initial(self) -> S: ...
+    def initial(self) -> S:
+        """Returns the initial state."""
+        ...
 
     @abstractmethod
     def turn(self, state: S) -> int:
-        """The player who moves, `CHANCE`, or `OVER`."""
+        """Returns the player to move, `CHANCE`, or `OVER`."""
 
     @abstractmethod
     def legal(self, state: S) -> list[int]:
-        """The actions of the player who moves."""
+        """Returns the legal actions of the player to move."""
 
     def chances(self, state: S) -> list[tuple[int, float]]:
-        """What chance may do, with probabilities."""
+        """Returns the outcomes of a chance node as (action, probability)."""
         return []
 
     @abstractmethod
-    def next(self, state: S, action: int) -> S: ...
+    def next(self, state: S, action: int) -> S:
+        """Returns the state after `action`, a move or a chance outcome; `state` is not changed."""
+        ...
 
     @abstractmethod
     def returns(self, state: S) -> tuple[float, ...]:
-        """What each player has won when the game is over."""
+        """Returns the return of each player at a terminal state."""
 
     @abstractmethod
     def view(self, state: S, player: int) -> np.ndarray:
-        """What a player knows, float32 [V]: the information state that the vectorised env shows that seat."""
+        """Returns a player's information state, float32 [V], equal to the seat's observation in the vector env."""
 
     @abstractmethod
     def words(self, state: S, player: int) -> str:
-        """The same for a language agent: equal exactly where `view` is equal."""
+        """Returns the information state as text. Two texts are equal exactly if the two `view` arrays are equal."""

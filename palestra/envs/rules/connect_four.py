@@ -1,6 +1,6 @@
-"""The rules of connect four, as OpenSpiel plays it.
+"""The rules of connect four, as in OpenSpiel.
 
-Far too large to be walked through whole (4.5e12 positions), so no exact solver is offered it: it is searched a few
+The game is far too large to enumerate (4.5e12 positions), so exact solvers do not support it; the expert searches a few
 moves deep instead.
 """
 
@@ -13,13 +13,13 @@ import numpy as np
 from palestra.envs.rules.base import OVER, Rules
 
 COLUMNS, ROWS = 7, 6
-HEIGHT = ROWS + 1  # bits of a column: one stays empty, so that no line runs on from a column's top into the next
+HEIGHT = ROWS + 1  # bits of a column: the top one stays empty, so that no line continues into the next column
 CELLS = [[1 << (HEIGHT * column + row) for column in range(COLUMNS)] for row in range(ROWS)]
-STEPS = (1, HEIGHT, HEIGHT - 1, HEIGHT + 1)  # up, along, and both diagonals
+STEPS = (1, HEIGHT, HEIGHT - 1, HEIGHT + 1)  # bit shifts along a line: vertical, horizontal, both diagonals
 
 
 class Stones(NamedTuple):
-    """Where each player's stones lie: bit `HEIGHT * column + row`, row 0 at the bottom."""
+    """A state: each player's stones as a bit mask, bit `HEIGHT * column + row`, row 0 at the bottom."""
 
     crosses: int = 0
     noughts: int = 0
@@ -32,13 +32,14 @@ def _lines() -> tuple[int, ...]:
     return tuple(line for line in lines if not line & ~full)
 
 
-LINES = _lines()  # the 69 lines of four cells
+LINES = _lines()  # bit masks of the 69 lines of four cells
 
 
 class ConnectFourRules(Rules[Stones]):
     """Player 0 drops crosses, player 1 noughts, into columns 1 to 7; four in a line win 1, a full board is a draw.
 
-    A view is the board (OpenSpiel's observation): which cells hold crosses, which noughts, which are empty.
+    The `view` is OpenSpiel's observation, float32 [126]: planes of crosses, noughts and empty cells, [3, 6, 7]
+    flattened.
     """
 
     name = "connect_four"
@@ -82,7 +83,7 @@ _COLUMN = [sum(CELLS[row][column] for row in range(ROWS)) for column in range(CO
 
 
 def has_line(stones: int) -> bool:
-    """Whether four of these stones are in a line."""
+    """True if four stones of the bit mask are in a line."""
     for step in STEPS:
         pairs = stones & stones >> step
         if pairs & pairs >> 2 * step:
@@ -91,8 +92,10 @@ def has_line(stones: int) -> bool:
 
 
 def open_lines(state: Stones, player: int) -> float:
-    """How good the board looks to `player`, in (-1, 1): the lines still open to one side alone, each by the square of
-    the stones that it has there."""
+    """Returns a heuristic value of the board for `player`, in (-1, 1).
+
+    Sums over the lines that only one side can still complete the square of its stones there, positive for `player`.
+    """
     own, other = (state.crosses, state.noughts) if player == 0 else (state.noughts, state.crosses)
     looks = 0
     for line in LINES:

@@ -1,4 +1,4 @@
-"""The rules of Kuhn poker (Kuhn, 1950) for two or more players, as OpenSpiel plays it."""
+"""The rules of Kuhn poker (Kuhn, 1950) for two or more players, as in OpenSpiel."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ RANKS = "TJQKA"
 
 
 class Deal(NamedTuple):
-    cards: tuple[int, ...] = ()  # of each player in turn, as far as dealt
+    """A state: the cards dealt so far, and the moves."""
+
+    cards: tuple[int, ...] = ()  # one for each player in order, as far as dealt
     moves: tuple[int, ...] = ()
 
 
 class KuhnRules(Rules[Deal]):
-    """One card each from a deck of one more than there are players; an ante of 1 and at most one bet of 1.
+    """One card for each player from a deck of `players` + 1; an ante of 1 and at most one bet of 1.
 
-    In turn each player passes or bets, until all have passed or all others have answered the bet; the highest card of
-    those who bet (of all, if nobody did) takes the pot. Raises ValueError for fewer than 2 players or more than 4.
+    In turn each player passes or bets, until all have passed or all others have answered the bet. The highest card
+    among those who bet (among all, if no player bet) wins the pot. The information state is float32 [6 * players - 1]:
+    player (one-hot), own card (one-hot), and each move (one-hot). Raises ValueError for fewer than 2 or more than 4
+    players.
     """
 
     name = "kuhn_poker"

@@ -1,4 +1,4 @@
-"""The rules of Leduc poker (Southey et al., 2005) for two players, as OpenSpiel plays it."""
+"""The rules of Leduc poker (Southey et al., 2005) for two players, as in OpenSpiel."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import numpy as np
 from palestra.envs.rules.base import CHANCE, OVER, Rules
 
 FOLD, CALL, RAISE = 0, 1, 2
-CARDS = 6  # card // 2 is its rank
+CARDS = 6  # card // 2 is the rank
 RANKS, SUITS = "JQK", "sh"
-MOST_MOVES, MOST_RAISES = 4, 2  # in a round
+MOST_MOVES, MOST_RAISES = 4, 2  # per round
 VIEW = 2 + 2 * CARDS + 2 * 2 * MOST_MOVES
 
 
 class Deal(NamedTuple):
-    cards: tuple[int, ...] = ()  # of the players, then the public one, as far as dealt
-    first: tuple[int, ...] = ()  # the moves of the first round
+    """A state: the cards dealt so far, and the moves of both betting rounds."""
+
+    cards: tuple[int, ...] = ()  # of the two players, then the public card, as far as dealt
+    first: tuple[int, ...] = ()  # moves of the first round
     second: tuple[int, ...] = ()
 
 
 class LeducRules(Rules[Deal]):
-    """Six cards (three ranks, two suits), an ante of 1, two rounds of bets of 2 and of 4, one public card between.
+    """Six cards (three ranks, two suits), an ante of 1, bets of 2 and then 4, one public card between the two rounds.
 
-    In turn a player folds (where there is a bet to answer), calls or checks, or raises (at most twice a round). A pair
-    with the public card wins, else the higher rank; equal ranks split.
+    In turn a player folds (only to a bet), calls or checks, or raises (at most twice a round). A pair with the public
+    card wins, otherwise the higher rank; equal ranks split. The information state is float32 [30]: player (one-hot),
+    own card (one-hot), public card (one-hot), and each call or raise (one-hot).
     """
 
     name = "leduc_poker"
@@ -93,7 +96,7 @@ class LeducRules(Rules[Deal]):
         return f"You are player {player}. You hold {card}. Moves: {first}.{public}{later}"
 
     def _told(self, moves: tuple[int, ...]) -> str:
-        """Folds are not told: a view, which knows none, must be told alike."""
+        """Returns the moves as text, without folds: `view` does not encode folds either, so both stay equivalent."""
         return " ".join(self.actions[action] for action in moves if action != FOLD) or "none"
 
 
@@ -102,7 +105,7 @@ def _folded(moves: tuple[int, ...]) -> bool:
 
 
 def _called(moves: tuple[int, ...]) -> bool:
-    """Whether a round is done: a call ends it, unless it is the round's first move."""
+    """True if the round is over: a call ends it, unless it is the first move of the round."""
     return len(moves) > 1 and moves[-1] == CALL
 
 

@@ -1,4 +1,4 @@
-"""The rules of liar's dice for two players, as OpenSpiel plays it."""
+"""The rules of liar's dice for two players, as in OpenSpiel."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from palestra.envs.rules.base import CHANCE, OVER, Rules
 
 
 class Roll(NamedTuple):
-    dice: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # faces from 0 on, each player's in order
-    bids: tuple[int, ...] = ()  # the call that one was a lie included
+    """A state: the dice of both players, and the bids so far."""
+
+    dice: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # faces from 0, sorted for each player
+    bids: tuple[int, ...] = ()  # the final call of a lie included
 
 
 class LiarsDiceRules(Rules[Roll]):
     """Each player rolls `dice` dice of `faces` faces in secret; bids on all dice go up until one is called a lie.
 
-    Bid "2x5" says that at least two dice show a five; the highest face is wild and counts as any. Who is right wins 1,
-    the other loses 1. Raises ValueError for no dice and for dice of fewer than two faces.
+    Bid "2x5" claims that at least two dice show a five; the highest face is wild and counts as any. The player who is
+    right wins 1, the other loses 1. The information state is float32 [2 + dice * faces + B + 1] for B bids: player
+    (one-hot), each own die (one-hot), and the bids and the call made so far. Raises ValueError if `dice` < 1 or `faces`
+    < 2.
     """
 
     name = "liars_dice"

@@ -1,4 +1,4 @@
-"""The best moves of two-player games without chance, as far ahead as one looks: what an expert plays."""
+"""Depth-limited negamax search in two-player games without chance, used by scripted experts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 
 from palestra.envs.rules.base import OVER, Rules
 
-Judge = Callable[[Any, int], float]  # how good a state looks to a player, in (-1, 1)
-SOON = 1e-4  # what a result is worth less for each move that it is away: a win now beats a win later
+Judge = Callable[[Any, int], float]  # estimated value of a state for a player, in (-1, 1)
+SOON = 1e-4  # relative bonus per unused move of depth: an earlier win beats a later one
 
 
 def best_actions(rules: Rules[Any], state: Any, depth: int, judge: Judge) -> list[int]:
-    """The actions of the player who moves that are worth most, looking `depth` moves ahead (negamax with alpha-beta
-    cuts). Where play has not ended by then, `judge` says how the state looks; with a depth as long as the game can last
-    play is perfect. For zero-sum games of two players without chance."""
+    """Returns the actions of highest value for the player to move, by negamax with alpha-beta pruning, `depth` moves
+    deep.
+
+    `judge(state, player)` estimates states where play has not ended by then; if `depth` covers the longest game, play
+    is perfect. For two-player zero-sum games without chance.
+    """
     worth: dict[int, float] = {}
     for action in rules.legal(state):
         best = max(worth.values(), default=-math.inf)
-        # The least float below the best so far: an action as good as that is then told from a worse one.
+        # The next float below the best value: an action that equals the best then differs from a worse one.
         floor = math.nextafter(best, -math.inf) if worth else -math.inf
         worth[action] = _worth(rules, rules.next(state, action), rules.turn(state), depth - 1, judge, floor, math.inf)
     best = max(worth.values())
@@ -27,7 +30,7 @@ def best_actions(rules: Rules[Any], state: Any, depth: int, judge: Judge) -> lis
 
 
 def _worth(rules: Rules[Any], state: Any, player: int, depth: int, judge: Judge, floor: float, ceiling: float) -> float:
-    """What `state` is worth to `player`; only exact between `floor` and `ceiling`."""
+    """Returns the value of `state` for `player`; exact only between `floor` and `ceiling`."""
     turn = rules.turn(state)
     if turn == OVER:
         return float(rules.returns(state)[player] * (1 + SOON * depth))

@@ -1,4 +1,4 @@
-"""The rules of tic-tac-toe, as OpenSpiel plays it."""
+"""The rules of tic-tac-toe, as in OpenSpiel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from palestra.envs.rules.base import OVER, Rules
 
-Board = tuple[int, ...]  # 9 squares, row by row
+Board = tuple[int, ...]  # marks of the 9 squares, row by row
 EMPTY, NOUGHT, CROSS = 0, 1, 2
 MARKS = ".ox"
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
@@ -15,7 +15,7 @@ LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4
 class TicTacToeRules(Rules[Board]):
     """Player 0 sets crosses, player 1 noughts; three in a line win 1, a full board is a draw.
 
-    A view is the board (OpenSpiel's observation): which squares are empty, which hold noughts, which crosses.
+    The `view` is OpenSpiel's observation, float32 [27]: planes of empty cells, noughts and crosses.
     """
 
     name = "tic_tac_toe"
@@ -51,5 +51,5 @@ class TicTacToeRules(Rules[Board]):
 
 
 def _winner(board: Board) -> int:
-    """The mark that has a line, or `EMPTY`."""
+    """Returns the mark that has a line, or `EMPTY`."""
     return next((board[a] for a, b, c in LINES if board[a] == board[b] == board[c] != EMPTY), EMPTY)

@@ -1,1 +1,1 @@
-"""Grid games for teams of language agents."""
+"""Environments with text observations and text actions."""

@@ -1,10 +1,11 @@
-"""A debater's answer as the rules read it: what it holds, on which facts, against which points.
+"""Parser for debate answers: claim, cited facts, rebuttals and conclusion of one answer.
 
-An answer is prose in four parts, each begun by a word: `claim` what is held, `because` the reasons, `against` an answer
-to the opponent, `so` the conclusion. A few synonyms are known. A word begins a part where a clause begins, or anywhere
-in an answer without punctuation, so that `claim r1 because r7 against r3 so yes` is read by the same rules.
+An answer is prose in four parts, each introduced by a keyword: `claim` (the thesis), `because` (the reasons), `against`
+(a reply to the opponent), `so` (the conclusion). A few synonyms are accepted. A keyword starts a part at the start of a
+clause, or anywhere in an answer without punctuation, so `claim r1 because r7 against r3 so yes` follows the same rules.
 
-A fact is cited by its number, with something said about it, or by quoting most of it. Numbers alone are no citation.
+A citation is a fact's number with a statement about the fact, or a quotation of most of it. A bare number does not
+count as a citation.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from palestra.envs.text.arguments import (
     content_words,
 )
 
-QUOTED = 0.6  # share of a fact's words that must be there for a quotation without its number
+QUOTED = 0.6  # minimum share of a fact's words in a quotation without the fact's number
 
 _PART = {word: part for part, words in WORDS.items() for word in words}
 _BEGIN = re.compile(rf"\b(?:{'|'.join(sorted(_PART, key=len, reverse=True))})\b", re.IGNORECASE)
@@ -38,7 +39,7 @@ _STANCE = re.compile(r"\W*(?:the answer is\W+)?(yes|no)\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class _Segment:
-    """A part of an answer: its words, the facts it cites and the numbers in it that are no fact's."""
+    """One part of an answer: its content words, the facts it cites, and numbers in it that match no fact."""
 
     part: Part
     text: str
@@ -49,7 +50,7 @@ class _Segment:
 
 
 def read(answer: object, topic: Topic, side: Side, longest: int) -> Argument:
-    """The first `longest` words of the answer, or of what stands after its last `####` if it has one."""
+    """Returns the parsed argument. Only the first `longest` words are read, after the last `####` if there is one."""
     text, heard = _heard(str(answer).rpartition("####")[2].strip(), longest)
     segments = [_segment(part, body, topic) for part, body in _parts(text)]
     support, false, rebuts = _citations(segments, side)
@@ -72,15 +73,15 @@ def read(answer: object, topic: Topic, side: Side, longest: int) -> Argument:
 
 
 def _heard(text: str, longest: int) -> tuple[str, float]:
-    """As much of the text as is listened to, and how that compares with its length."""
-    short = text[: longest * 12]  # a word without end is as long as it looks
+    """Returns the first `longest` words of the text, and their share of its characters."""
+    short = text[: longest * 12]  # bounds the cost of a text with extremely long words
     ends = [match.end() for match in re.finditer(r"\S+", short)]
     cut = short[: ends[longest - 1]] if len(ends) > longest else short.rstrip()
     return cut, len(cut) / len(text) if text else 1.0
 
 
 def _parts(text: str) -> Iterator[tuple[Part, str]]:
-    """The parts of an answer, in order; what comes before the first is a claim."""
+    """Yields the parts of an answer in order; text before the first keyword is a claim."""
     bare = not _PUNCTUATION.search(text)
     part: Part = "claim"
     start = 0
@@ -93,7 +94,7 @@ def _parts(text: str) -> Iterator[tuple[Part, str]]:
 
 
 def _opens(text: str, match: re.Match[str]) -> bool:
-    """Whether a clause begins here: after punctuation, signs of lists and emphasis aside, or before a colon."""
+    """True where a clause begins: after punctuation (list and emphasis marks are skipped), or before a colon."""
     before = text[: match.start()].rstrip(" \t*_#>\"'([-•")
     return not before or before[-1] in ".,;:!?\n" or text[match.end() : match.end() + 3].lstrip("* ").startswith(":")
 
@@ -119,7 +120,7 @@ def _quotes(said: frozenset[str], fact: Fact) -> bool:
 
 
 def _citations(segments: Sequence[_Segment], side: Side) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The numbers of facts cited as support, falsely, and as the other side's, each once."""
+    """Returns the fact ids cited as support, cited falsely, and argued against, each id once."""
     support: dict[str, None] = {}
     false: dict[str, None] = {}
     rebuts: dict[str, None] = {}
@@ -128,14 +129,14 @@ def _citations(segments: Sequence[_Segment], side: Side) -> tuple[tuple[str, ...
         (rebuts if against else false).update(dict.fromkeys(segment.unknown))
         for fact in segment.cited:
             (support if fact.side == side else rebuts if against else false)[fact.id] = None
-        for fact in segment.quoted:  # to say what the other side says is not to claim it as one's own
+        for fact in segment.quoted:  # quoting the other side's fact is not claiming it as support
             if fact.side == side or against:
                 (support if fact.side == side else rebuts)[fact.id] = None
     return tuple(support), tuple(false), tuple(rebuts)
 
 
 def _structure(segments: Sequence[_Segment], topic: Topic, side: Side) -> tuple[bool, bool, bool]:
-    """Whether there is a claim on the subject, a reason that adds to it, and after that a conclusion for this side."""
+    """Returns whether there are a claim on the subject, a reason that adds to it, and a later conclusion for `side`."""
     telling = [len(s.words) >= topic.enough and _on_subject(s, topic, side) for s in segments]
     claims = [s for s, tells in zip(segments, telling, strict=True) if s.part == "claim" and (tells or _takes(s, side))]
     known = topic.subject.union(STANCES.values(), *(s.words for s in claims))
@@ -147,7 +148,7 @@ def _structure(segments: Sequence[_Segment], topic: Topic, side: Side) -> tuple[
 
 
 def _on_subject(segment: _Segment, topic: Topic, side: Side) -> bool:
-    """Whether it says a word of the motion or of the side's own evidence."""
+    """True if the segment shares a word with the motion or with the evidence of `side`."""
     words = topic.subject.union(*(fact.words for fact in topic.of(side)))
     return not words.isdisjoint(segment.words) or any(fact.side == side for fact in (*segment.cited, *segment.quoted))
 
@@ -162,13 +163,13 @@ def _concludes(segment: _Segment, topic: Topic, side: Side) -> bool:
 
 
 def _stance(segments: Sequence[_Segment]) -> Side | None:
-    """The side that the last conclusion which says yes or no is for."""
+    """Returns the side supported by the last conclusion that states yes or no, None without one."""
     said = [match[1].lower() for s in segments if s.part == "so" and (match := _STANCE.match(s.text))]
     return next((side for side in SIDES if said and said[-1] == STANCES[side]), None)
 
 
 def _points(segment: _Segment, topic: Topic) -> Iterator[Point]:
-    """The facts named, even those that do not exist; where there are none, the words, if they are on the subject."""
+    """Yields the cited facts and unknown ids as points; without either, the words if they are on the subject."""
     facts = (*segment.cited, *segment.quoted)
     for fact in facts:
         yield Point(fact.id, fact.words)

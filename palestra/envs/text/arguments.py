@@ -1,4 +1,4 @@
-"""What a debate is about and what was understood of an answer: topics, facts, points, arguments."""
+"""Data types of debates: topics, facts, points and parsed arguments."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Side = Literal["pro", "con"]
 SIDES: tuple[Side, Side] = ("pro", "con")
 STANCES: dict[Side, str] = {"pro": "yes", "con": "no"}
 Part = Literal["claim", "because", "against", "so"]
-WORDS: dict[Part, tuple[str, ...]] = {  # by which a part may begin
+WORDS: dict[Part, tuple[str, ...]] = {  # keywords that start a part
     "claim": ("claim", "i claim", "i argue", "we argue"),
     "because": ("because", "since", "reason", "reasons", "evidence", "given that"),
     "against": ("against", "rebuttal", "however", "in reply", "my opponent", "the other side", "they say", "you say"),
     "so": ("so", "therefore", "thus", "hence", "conclusion", "in conclusion", "in short"),
 }
-EXPLAINED = 3  # words that each cited number needs beside it, and each part at least; fewer where facts are shorter
+EXPLAINED = 3  # minimum content words of a part, and beside each cited number; lower where facts are shorter
 
 _WORD = re.compile(r"[^\W_]+(?:['’.,-][^\W_]+)*")
 _FILLERS = (
@@ -35,8 +35,7 @@ _STOP = frozenset(
 
 
 def content_words(text: str) -> tuple[str, ...]:
-    """The words of `text` that say something, in order: lower case, endings cut off; the words that begin parts do not
-    count."""
+    """Returns the content words of `text` in order: lower case, stemmed, without function words and part keywords."""
     return tuple(_stem(word) for word in _WORD.findall(text.lower()) if word not in _STOP)
 
 
@@ -49,7 +48,7 @@ def _stem(word: str) -> str:
 
 @dataclass(frozen=True)
 class Fact:
-    """A piece of evidence. In drills the text is the number itself."""
+    """A piece of evidence for one side. In synthetic topics the text equals the id."""
 
     id: str
     text: str
@@ -57,43 +56,47 @@ class Fact:
 
     @cached_property
     def words(self) -> frozenset[str]:
+        """The content words of the text."""
         return frozenset(content_words(self.text))
 
 
 @dataclass(frozen=True)
 class Topic:
-    """What is debated, the evidence in the order in which it is shown, and the side that is right, where one is."""
+    """The motion, its evidence in display order, and the correct side (`truth`, None if there is none)."""
 
     text: str
     facts: tuple[Fact, ...]
     truth: Side | None = None
 
     def of(self, side: Side) -> list[Fact]:
+        """Returns the facts of one side, in display order."""
         return [fact for fact in self.facts if fact.side == side]
 
     @cached_property
     def by_id(self) -> dict[str, Fact]:
+        """The facts by lower-case id."""
         return {fact.id.lower(): fact for fact in self.facts}
 
     @cached_property
     def numbers(self) -> re.Pattern[str]:
-        """Finds what looks like a fact's number, whether or not there is such a fact."""
+        """Pattern that matches anything shaped like a fact id, whether or not the fact exists."""
         letters = "".join(sorted({fact.id[0].lower() for fact in self.facts}))
         return re.compile(rf"\b[{letters}]\d{{1,4}}\b", re.IGNORECASE)
 
     @cached_property
     def enough(self) -> int:
-        """How many words say something here: 3, or 1 where facts are single words."""
+        """Minimum content words of a statement: 3, or the length of the shortest fact if that is less."""
         return min(EXPLAINED, *(len(fact.words) for fact in self.facts))
 
     @cached_property
     def subject(self) -> frozenset[str]:
+        """The content words of the motion."""
         return frozenset(content_words(self.text))
 
 
 @dataclass(frozen=True)
 class Point:
-    """Something a side said for itself, which the other may answer: a fact it cited, or words of its own."""
+    """A point the opponent can rebut: a cited fact (`id`), or words of the speaker's own (`id` is "")."""
 
     id: str
     words: frozenset[str]
@@ -101,12 +104,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Argument:
-    """One answer, read.
+    """One parsed answer.
 
-    `support` are facts of the own side that it cites, `rebuts` facts of the other side that it argues against, `false`
-    numbers that it cites as support though they are the other side's or nobody's. `stance` is the side its conclusion
-    is for, None where it does not say. `heard` in (0, 1] is less than 1 for an answer longer than allowed, whose end is
-    not read.
+    `support`: ids of the side's own facts that it cites. `rebuts`: ids of the other side's facts that it argues
+    against. `false`: ids cited as support that belong to the other side or to no fact. `stance`: the side its
+    conclusion supports, None if it states none. `heard`, in (0, 1]: share of the text that was read, below 1 for an
+    answer over the word limit. `claim`, `reason`, `conclusion`: whether the answer has that part.
     """
 
     side: Side
@@ -119,14 +122,16 @@ class Argument:
     false: tuple[str, ...]
     rebuts: tuple[str, ...]
     points: tuple[Point, ...]
-    replies: tuple[frozenset[str], ...]  # the words of each part that argues against the other side
+    replies: tuple[frozenset[str], ...]  # content words of each `against` part
     words: tuple[str, ...]
     heard: float
 
     @property
     def readable(self) -> bool:
+        """True if the answer has a claim, a reason or a conclusion."""
         return self.claim or self.reason or self.conclusion
 
     def answers(self, point: Point) -> bool:
+        """True if the answer argues against `point`: by its id, or with enough of its words in one `against` part."""
         enough = min(EXPLAINED, len(point.words))
         return point.id in self.rebuts or any(len(point.words & reply) >= enough > 0 for reply in self.replies)

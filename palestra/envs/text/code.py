@@ -1,9 +1,9 @@
-"""Programming in a team: a coder writes a program while a tester writes a test for it; both at once, neither sees the
-other's answer. Where the program passes the test, they are done; where not, both see why and try again.
+"""Code generation env: a coder writes a program while a tester writes a test, simultaneously and unseen by each other.
+The episode ends when the program passes the test; otherwise both see the result and try again.
 
-After the code workflow of Stronger-MAS (arXiv 2510.11062). When play stops depends on the two alone; the hidden tests
-only pay. Rewards are for what a turn adds: what is paid in all is for the last program and the last test, so that
-playing on is worth nothing in itself.
+Follows the code workflow of Stronger-MAS (arXiv 2510.11062). The end of the episode depends only on the two answers;
+hidden tests only determine rewards. Rewards are differences between turns and sum to the score of the last program and
+the last test, so extra turns earn nothing by themselves.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from palestra.envs.text.options import Rendering, Reward
 from palestra.sandbox import Limits, open_sandbox
 from palestra.types import Seat, Step
 
-BUILT, SMOKE, PASSED = 0.1, 0.1, 0.8  # coder, for a program that compiles, that runs, for the share of tests it passes
-VALID, RIGHT = 0.2, 0.8  # tester, for a test that can be read, and for one that the reference passes; not if copied
-SOLVED = 1.0  # team, with `reward: outcome`
+BUILT, SMOKE, PASSED = 0.1, 0.1, 0.8  # coder: compiles, first test runs, times the share of tests passed
+VALID, RIGHT = 0.2, 0.8  # tester: test can be parsed and is not copied, reference passes it
+SOLVED = 1.0  # team reward, with `reward: outcome`
 DRILLS = "drills"
-EASY = (1, 2, 3)  # difficulties of drills, unless others are named
+EASY = (1, 2, 3)  # default difficulties of `source: drills`
 MIB = 2**20
 
 Team = Literal["coder_tester", "single"]
@@ -40,8 +40,8 @@ SEATS: dict[Team, tuple[Seat, ...]] = {"coder_tester": ("coder", "tester"), "sin
 
 
 class Judged(NamedTuple):
-    """What came of a turn: `share` of the hidden tests that pass, `coder` and `tester` in [0, 1] for what their answers
-    are worth, whether the two agree, and what both are told."""
+    """Result of one turn: `share` of hidden tests passed, scores of `coder` and `tester` in [0, 1], `agreed` if the
+    program passes the tester's test, and the `turn` as shown to both."""
 
     share: float
     coder: float
@@ -51,15 +51,17 @@ class Judged(NamedTuple):
 
 
 class CoderTester(Env):
-    """`source` says where problems are from: "own" (64 of ours), "drills" (expressions for small models) or a file.
+    """Coder and tester on one programming problem, or a coder alone.
 
-    Of a problem's hidden tests the first `tests` count; `seconds` is what a program may take for all of them, by the
-    clock and of the processor, `memory` is in MiB. Programs run in a sandbox, and the env refuses to start where there
-    is none, unless `unsafe`. `difficulty` lists those wanted, from 1 to 5.
+    `source` selects the problems: "own" (64 shipped problems), "drills" (synthetic expressions for small models) or a
+    file. Only the first `tests` hidden tests of a problem count; a program has `seconds` of wall and CPU time for all
+    of them and `memory` MiB. Programs run in a sandbox; without one the env does not start, unless `unsafe`.
+    `difficulty` lists the wanted difficulties, from 1 to 5.
 
-    A coder that is alone (`team: single`) is done once its program passes the examples; where there are none, at once.
+    With `team: single` the episode ends once the program passes the examples, at once if there are none.
 
-    Info: `passed` is the share of the hidden tests, `agreed` whether play stops for it.
+    Info: `passed` is the share of hidden tests passed, `agreed` is true if the episode ended by agreement. Raises
+    ValueError if an option is out of range, or if no problem matches.
     """
 
     name: ClassVar[str] = "code"
@@ -93,7 +95,7 @@ class CoderTester(Env):
         self.roles = {seat: self._role(seat) for seat in self.seats}
         self._over = True
 
-    # ---- the contract
+    # ---- env interface
 
     def reset(self, seed: int) -> Step:
         self.drill: Drill | None = draw_drill(seed, self.split, self.grades) if self.source == DRILLS else None
@@ -128,7 +130,7 @@ class CoderTester(Env):
         )
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
-        """The reference solution, or a test that it passes. Raises ValueError where the problem's file has none."""
+        """Returns the reference solution, or a test that it passes. Raises ValueError if the problem has none."""
         fenced, problem = self.rendering == "full", self.problem
         if seat == "tester":
             return write_test(self._known(rng), problem, fenced=fenced)
@@ -139,7 +141,7 @@ class CoderTester(Env):
         return write_program(problem.reference, fenced=fenced)
 
     def _known(self, rng: random.Random) -> Case:
-        """A test with its right answer."""
+        """Returns a test with its correct expected value."""
         if self.drill:
             xs = [rng.randrange(10) for _ in range(rng.randint(2, 3))]
             return Case(f"({xs!r},)", repr(self.drill.of(xs)))
@@ -154,22 +156,25 @@ class CoderTester(Env):
     # ---- one turn
 
     async def _both(self, source: str | None, test: Case | None) -> Judged:
-        """What coder and tester did in one turn."""
+        """Returns the result of one turn of coder and tester."""
         copied = test is not None and shows(self.problem, test)
         own = None if copied else test
         (hidden, told), right = await asyncio.gather(self._tried(source, test), self._by_reference(own))
         share, worth = self._marks(source, hidden)
         trial = told.trials[-1] if told and told.trials else None
         agreed = bool(test and trial and trial.right)
-        if right is None:  # no reference: a program that passes all hidden tests stands in for it
+        if right is None:  # without a reference, a program that passes all hidden tests replaces it
             right = agreed and share == 1.0
         tester = VALID * (own is not None) + RIGHT * right
         flaw = hidden.flaw if hidden else None
         return Judged(share, worth, tester, agreed, Turn(source, test, trial, flaw, copied))
 
     async def _tried(self, source: str | None, test: Case | None) -> tuple[Trials | None, Trials | None]:
-        """What a program makes of the hidden tests, and of the tester's, which is the last of the second. A program
-        that hangs on one must not fail at the others for it, so they run apart; expressions, being quick, do not."""
+        """Returns the results on the hidden tests, and on the tester's test (last entry of the second).
+
+        The two run separately, so a program that hangs on one does not fail the other; expressions are fast and run
+        together.
+        """
         hidden, own = self._hidden(), (test,) if test else ()
         if self.problem.kind == "expression":
             tried = await self._on(source, (*hidden, *own))
@@ -178,7 +183,7 @@ class CoderTester(Env):
         return both[0], both[1]
 
     async def _alone(self, source: str | None) -> Judged:
-        """What a coder did that has only the examples to go by."""
+        """Returns the result of one turn of a coder alone, which is tested on the examples."""
         examples = self.problem.examples
         hidden, shown = await asyncio.gather(self._on(source, self._hidden()), self._on(source, examples))
         share, worth = self._marks(source, hidden)
@@ -192,14 +197,14 @@ class CoderTester(Env):
         return self.problem.tests[: self.tests]
 
     async def _on(self, source: str | None, cases: tuple[Case, ...]) -> Trials | None:
-        """What a program makes of cases; None where there is no program, or nothing to try it on."""
+        """Returns the results of a program on `cases`; None without a program or without cases."""
         if source is None or not cases:
             return None
         code = self.problem.code(source, self.problem.kind_of(cases[0]))
         return await self.lab.tries(code, cases, self.limits)
 
     async def _by_reference(self, test: Case | None) -> bool | None:
-        """Whether the reference passes a test; None where there is no reference."""
+        """True if the reference passes `test`; None without a reference."""
         if test is None:
             return False
         if self.drill:
@@ -208,12 +213,12 @@ class CoderTester(Env):
         return tried.trials[0].right if tried else None
 
     def _marks(self, source: str | None, hidden: Trials | None) -> tuple[float, float]:
-        """The share of hidden tests that a program passes, and what the program is worth to the coder."""
+        """Returns the share of hidden tests passed, and the coder's score in [0, 1]."""
         if source is None or hidden is None or hidden.flaw is not None:
             return 0.0, 0.0
         passed = [
             trial.right for trial in hidden.trials[: len(self._hidden())]
-        ]  # an expression's end with the tester's
+        ]  # for expressions the tester's result follows the hidden ones
         share = sum(passed) / len(passed)
         return share, BUILT + SMOKE * hidden.trials[0].ok + PASSED * share
 
@@ -253,7 +258,7 @@ def _grades(wanted: list[int] | None, default: tuple[int, ...]) -> list[int]:
 
 @cache
 def _chosen(source: str, split: Part, grades: tuple[int, ...]) -> tuple[ProgramProblem, ...]:
-    """The problems of a source that belong to a split. Raises ValueError where there is no such file, or none are."""
+    """Returns the problems of a source in a split. Raises ValueError if the file does not exist or has none."""
     path = OWN if source == "own" else Path(source)
     if not path.exists():
         raise ValueError(f'source: "{source}" is neither "own" nor "drills" nor a file: give the path of one')

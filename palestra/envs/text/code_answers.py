@@ -1,4 +1,4 @@
-"""Programs and tests as they are answered, and as one who knows them would write them."""
+"""Parsing and formatting of programs and tests in answers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from palestra.envs.problems.program_results import MISSING, value_of
 from palestra.envs.problems.programs import ProgramProblem
 from palestra.envs.problems.trials import Case
 
-LONGEST = 20_000  # characters of an answer that are read, from its end
-LONGEST_TEST = 4000  # characters of a call with its value
+LONGEST = 20_000  # characters read from the end of an answer
+LONGEST_TEST = 4000  # maximum characters of a call with its value
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 def read_program(answer: object) -> str | None:
-    """The program in an answer: its last fenced block, else what follows its last ####, else all of it; None where
-    that is nothing."""
+    """Returns the program in an answer: the last fenced block, else the text after the last ####, else all of it.
+
+    None if that is empty.
+    """
     text = str(answer)[-LONGEST:]
     blocks = _FENCED.findall(text)
     source = str(blocks[-1]).strip("\n") if blocks else text.rpartition("####")[2].strip()
@@ -23,10 +25,10 @@ def read_program(answer: object) -> str | None:
 
 
 def read_test(answer: object, problem: ProgramProblem) -> Case | None:
-    """The test in an answer, None where there is none that could be one of the problem.
+    """Returns the test in an answer, None if the answer holds no valid test of the problem.
 
-    For programs that read and print: the last two fenced blocks, else what stands before and after "->". For functions
-    and expressions: the last line, `f(1, 2) -> 3`, `assert f(1, 2) == 3` or `[1,2] -> [5,8]`.
+    For stdin programs: the last two fenced blocks, else the text before and after "->". For functions and expressions:
+    the last line, `f(1, 2) -> 3`, `assert f(1, 2) == 3` or `[1,2] -> [5,8]`.
     """
     text = str(answer)[-LONGEST:]
     if problem.kind == "stdin":
@@ -49,7 +51,7 @@ def read_test(answer: object, problem: ProgramProblem) -> Case | None:
 
 
 def _arguments(said: str, problem: ProgramProblem) -> tuple[object, ...] | None:
-    """What is given to the function: `f(1, 2)`, or a list for `xs`."""
+    """Returns the arguments of a call `f(1, 2)`, or of a list for `xs`; None if they cannot be parsed."""
     if problem.kind == "expression":
         xs = value_of(re.sub(r"^xs\s*=", "", said).strip())
         return (xs,) if isinstance(xs, list) else None
@@ -61,11 +63,12 @@ def _arguments(said: str, problem: ProgramProblem) -> tuple[object, ...] | None:
 
 
 def write_program(source: str, *, fenced: bool) -> str:
+    """Returns a program in the form that `read_program` parses."""
     return f"```python\n{source.strip()}\n```" if fenced else source.strip()
 
 
 def write_test(case: Case, problem: ProgramProblem, *, fenced: bool) -> str:
-    """A test as `read_test` reads it."""
+    """Returns a test in the form that `read_test` parses."""
     if problem.kind == "stdin":
         given, expected = case.given.rstrip(), case.expected.rstrip()
         return (
@@ -77,7 +80,7 @@ def write_test(case: Case, problem: ProgramProblem, *, fenced: bool) -> str:
 
 
 def shown(case: Case, problem: ProgramProblem) -> str:
-    """A test of a function or an expression on one line: `f(1, 2) -> 3`."""
+    """Returns a test of a function or an expression on one line: `f(1, 2) -> 3`."""
     if problem.kind == "expression":
         return f"{tight(case.given[1:-1].rstrip(','))} -> {tight(case.expected)}"
     if problem.kind == "assertion":
@@ -86,11 +89,11 @@ def shown(case: Case, problem: ProgramProblem) -> str:
 
 
 def call(given: str, problem: ProgramProblem) -> str:
-    """`f(1, 2)` for the arguments "(1, 2)"."""
+    """Returns `f(1, 2)` for the arguments "(1, 2)"."""
     inner = given[1:-1]
     return f"{problem.entry}({inner.removesuffix(',')})"
 
 
 def tight(value: str) -> str:
-    """A value without the blanks that Python puts after commas: "[1,2]"."""
+    """Returns a value without the spaces that Python puts after commas: "[1,2]"."""
     return value.replace(", ", ",")

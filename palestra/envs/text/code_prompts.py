@@ -1,4 +1,4 @@
-"""What coder and tester are told: the problem, and what came of the turns before."""
+"""Prompts and observations of the code env: the problem and the results of earlier turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from palestra.envs.problems.trials import Case, Kind, Trial
 from palestra.envs.text.code_answers import call, shown, tight
 from palestra.types import Seat
 
-LONGEST_QUOTE = 2000  # characters of a program or of what it said that are shown again
+LONGEST_QUOTE = 2000  # maximum characters of a quoted program or output
 TOGETHER = (
     "If the program passes the test, you two are done; if not, you both see why and have another turn. Either of you "
     "may be wrong. Think briefly if you need to, then answer in the form that you are asked for."
@@ -49,8 +49,11 @@ FORMS: dict[Seat, dict[Kind, str]] = {
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn that is over: the coder's program, the tester's test (or the example that failed), what came of both. None
-    for what could not be read. `copied`: the question shows the test's input."""
+    """A completed turn: the coder's program, the tester's test (or the failed example) and the result of running it.
+
+    None for anything that could not be parsed. `flaw`: the compile error. `copied`: the question shows the test's
+    input.
+    """
 
     source: str | None
     test: Case | None
@@ -60,7 +63,7 @@ class Turn:
 
 
 def full(problem: ProgramProblem, seat: Seat, turns: Sequence[Turn], most: int, *, alone: bool) -> str:
-    """The problem in full, with its examples and all turns before this one."""
+    """Returns the full observation: the problem, its examples and all earlier turns."""
     parts = [problem.question]
     if problem.starter:
         parts.append(f"Start from:\n```python\n{problem.starter.strip()}\n```")
@@ -72,7 +75,7 @@ def full(problem: ProgramProblem, seat: Seat, turns: Sequence[Turn], most: int, 
 
 
 def compact(problem: ProgramProblem, turns: Sequence[Turn]) -> str:
-    """The problem in few words, and the last turn's program, test and what the one made of the other."""
+    """Returns the compact observation: the short problem, and the last turn's program, test and result."""
     if not turns:
         return problem.short
     last = turns[-1]
@@ -103,7 +106,7 @@ def _example(case: Case, problem: ProgramProblem) -> str:
 
 
 def _told(number: int, turn: Turn, problem: ProgramProblem, seat: Seat, alone: bool) -> str:
-    """A turn in full, as that seat hears of it."""
+    """Returns the description of one turn for one seat."""
     whose = "Your program" if seat == "coder" else "The coder's program"
     if turn.source is None:
         lines = [f"Turn {number}. There was no program in {'your' if seat == 'coder' else 'the coder’s'} answer."]

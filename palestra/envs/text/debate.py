@@ -1,7 +1,7 @@
-"""Debate: pro and con argue a motion by the evidence, and a judge decides.
+"""Debate env: pro and con argue a motion from given evidence, and a judge decides.
 
-In a competition the judge's verdict is won or lost. In search of the truth both are paid for the judge finding it. The
-judge goes by rules, sits at a seat of its own, or is a model behind an endpoint of the user's.
+`mode: competitive` is zero-sum: one side wins. `mode: truth` is cooperative: both sides are paid if the judge finds the
+correct side. The judge is a set of rules, a third seat, or a model behind a chat-completions endpoint.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from palestra.envs.text.options import Rendering, Reward
 from palestra.envs.text.splits import Split
 from palestra.types import Seat, Step
 
-WON = 1.0  # the winner of a competition, which the loser pays; the team, for the truth
-HONESTY, EVIDENCE = 0.25, 0.25  # local, in search of the truth, for what a side's answers show and how honestly
-UNREADABLE = 0.1  # local, off for an answer that cannot be read
+WON = 1.0  # competitive: gain of the winner and loss of the loser; truth: team reward
+HONESTY, EVIDENCE = 0.25, 0.25  # per seat, in mode truth: for correct citations, for the evidence shown
+UNREADABLE = 0.1  # per seat, subtracted for an unreadable answer
 
 
 class Debate(Env):
-    """Pro and con speak `rounds` times each, in turns or at once; then the judge decides.
+    """Pro and con speak `rounds` times each, in turns or simultaneously; then the judge decides.
 
-    Every step's info has `invalid` (by seat) and `round`, and what the rules make of the answers: `parts` by seat. The
-    last one's has `success`, `winner` ("pro", "con" or "draw"), `scores`, `margin`, the rules' own `rules_winner` and,
-    in search of the truth, `truth`. A success is, in search of the truth, that the judge found it; in a competition,
-    that the judge did not find against pro and that all of pro's answers could be read.
+    Info of every step: `round` and `invalid` (by seat), after speeches also the rule judge's score `parts` (by side).
+    Info of the last step also: `success`, `winner` ("pro", "con" or "draw"), `scores`, `margin`, `rules_winner` (winner
+    by the rule judge), `case` (total score parts by side) and, in mode truth, `truth`. Success means in mode truth that
+    the judge found the correct side; in mode competitive that con did not win and all answers of pro were readable.
+
+    Raises ValueError if an option is out of range, two options contradict each other, or the endpoint cannot be used.
     """
 
     name: ClassVar[str] = "debate"
@@ -70,7 +72,7 @@ class Debate(Env):
         self.roles = roles(mode, self.seats, rounds, words, rendering == "compact")
         self._over = True
 
-    # ---- the contract
+    # ---- env interface
 
     def reset(self, seed: int) -> Step:
         self.topic = self._topic(seed)
@@ -80,7 +82,7 @@ class Debate(Env):
         return Step(self._observations(), info={"round": 1})
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
-        """Play one joint step; waits where an endpoint judges. Raises EndpointError where it gives no verdict."""
+        """Plays one joint step; awaits the endpoint if it judges. Raises EndpointError if that returns no verdict."""
         acting = self._acting()
         if self._over or actions.keys() != set(acting):
             raise ValueError(f"the actions are for {sorted(actions)}: {_whose(acting, self._over)}")
@@ -97,8 +99,9 @@ class Debate(Env):
         return await self._said(new, current)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
-        """What one who knows the evidence says at `seat` now: its own facts, an answer to the other side, and in search
-        of the truth the conclusion that is true. As a judge, the truth, or else the side that the rules find for."""
+        """Returns a good answer for `seat`: its own facts, a rebuttal, and a conclusion for its side (mode truth: for
+        the correct side). For the judge: in mode truth the correct side, else the rule judge's winner (pro on a draw).
+        """
         if seat == "judge":
             winner = self.topic.truth if self.mode == "truth" else self._by_rules().winner
             return self._verdict_text("con" if winner == "con" else "pro")
@@ -107,7 +110,7 @@ class Debate(Env):
         truth = self.topic.truth if self.mode == "truth" else None
         return argue(self.topic, side, heard, self.rounds, self.words, truth or side)
 
-    # ---- who speaks
+    # ---- turn order and observations
 
     def _topic(self, seed: int) -> Topic:
         if self.source == "drills":
@@ -137,7 +140,7 @@ class Debate(Env):
     def _verdict_text(self, side: Side) -> str:
         return side if self.rendering == "compact" else f"#### {side}"
 
-    # ---- what it earns
+    # ---- rewards
 
     async def _said(self, new: tuple[Speech, ...], current: int) -> Step:
         rewards = self._earned(new)
@@ -156,7 +159,7 @@ class Debate(Env):
         return self._end(verdict, rewards, info)
 
     def _earned(self, new: tuple[Speech, ...]) -> dict[Seat, float]:
-        """Dense rewards of answers; all are 0 where only the outcome pays."""
+        """Returns the dense rewards of the new speeches; all 0 with `reward: outcome`."""
         rewards: dict[Seat, float] = dict.fromkeys(SIDES, 0.0)
         for speech in new if self.reward == "dense" else ():
             worth = self._worth(speech)
@@ -166,8 +169,12 @@ class Debate(Env):
         return rewards
 
     def _worth(self, speech: Speech) -> float:
-        """In a competition by rules, what an answer adds to its side's score; another judge's verdict is paid when it
-        is given. In search of the truth, honesty and evidence."""
+        """Returns the dense reward of one speech.
+
+        Mode competitive: its contribution to the score under the rule judge, 0 under other judges (their verdict is
+        paid at the end). Mode truth: weighted honesty and evidence. Unreadable answers, except in a competition under
+        the rule judge: a penalty.
+        """
         if self.mode == "competitive" and self.judge == "rules":
             return speech.parts.worth
         if not speech.argument.readable:
@@ -177,7 +184,7 @@ class Debate(Env):
         return HONESTY * speech.parts.honesty + EVIDENCE * speech.parts.evidence
 
     def _ruled(self, answer: Any) -> Step:
-        """The seat's verdict; none where it cannot be read, and then nobody wins."""
+        """Ends the episode with the judge seat's verdict; an unreadable verdict is a draw."""
         found = read_verdict(answer)
         scores: dict[Side, float] = {side: 0.5 if found is None else float(side == found) for side in SIDES}
         rewards: dict[Seat, float] = {}
@@ -208,7 +215,7 @@ class Debate(Env):
         if self.reward == "outcome":
             pay = {"pro": WON, "con": -WON, "draw": 0.0}[verdict.winner]
         else:
-            pay = 0.0 if self.judge == "rules" else verdict.margin  # by rules it was paid as it came about
+            pay = 0.0 if self.judge == "rules" else verdict.margin  # the rule judge's scores were paid step by step
         for side, sign in zip(SIDES, (1, -1), strict=True):
             rewards[side] = rewards.get(side, 0.0) + sign * pay
         return Step({}, rewards, info=info | told | {"success": self._sound and verdict.winner != "con"})

@@ -1,4 +1,4 @@
-"""What one who knows the evidence says in a debate: each round some of its facts, and an answer to the other side."""
+"""Scripted debater: each round it states some of its facts and rebuts the other side."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from palestra.envs.text.arguments import STANCES, Argument, Fact, Point, Side, T
 
 
 def argue(topic: Topic, side: Side, heard: Sequence[Argument], rounds: int, longest: int, truth: Side) -> str:
-    """An answer for `side` that concludes for `truth`: `claim r1 because r7 against r3 so yes`, or the same in prose.
+    """Returns an answer of `side` that concludes for `truth`: `claim r1 because r7 against r3 so yes`, or in prose.
 
-    The side's facts are shared out over its rounds. Of those that there is no room for, the last are left out.
+    The side's facts are split over its rounds; the last ones are dropped if the answer exceeds `longest` words.
     """
     own = [a for a in heard if a.side == side]
     reply = _unanswered(own, [a for a in heard if a.side != side])
@@ -25,14 +25,14 @@ def argue(topic: Topic, side: Side, heard: Sequence[Argument], rounds: int, long
 
 
 def _turn(facts: Sequence[Fact], turn: int, rounds: int) -> list[Fact]:
-    """The facts of one turn: a fresh share; where there are more turns than facts, some turns show two again."""
+    """Returns the facts of one turn: new ones, or up to two repeated ones if there are more turns than facts."""
     fresh = list(facts[turn * len(facts) // rounds : (turn + 1) * len(facts) // rounds])
     start = turn % len(facts)
     return fresh or [*facts[start:], *facts[:start]][:2]
 
 
 def _unanswered(own: Sequence[Argument], others: Sequence[Argument]) -> Point | None:
-    """The first point of the other side that was not answered yet, facts before words."""
+    """Returns the first unanswered point of the other side, facts before other points; None without one."""
     points = [point for a in others for point in a.points]
     still = [point for point in points if not any(a.answers(point) for a in own)]
     facts = [point for point in still if point.id]
@@ -55,7 +55,7 @@ def _in_prose(
 
 
 def _told(fact: Fact, again: bool) -> str:
-    """A fact in its own words; when told again, which words it holds, so as not to repeat it."""
+    """Returns the fact's text, or its content words if it was cited before, which avoids the repetition penalty."""
     if again:
         return f"[{fact.id}] still stands, with its {' '.join(sorted(fact.words))}."
     return f"{fact.text.rstrip('.')} [{fact.id}]."

@@ -1,7 +1,7 @@
-"""What is said to debaters and judges: the roles, what each sees when it speaks, and what a judge is shown.
+"""Prompts and observations of the debate env, for debaters, judge seats and judge endpoints.
 
-Debaters see all the evidence. A judge sees what was said and, of the evidence, only what was cited: in search of the
-truth it knows what the debate has shown.
+Debaters see all the evidence. A judge sees the speeches and only the cited evidence, so in mode truth its knowledge is
+limited to what the debate has shown.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ENDPOINT = (
 
 
 def roles(mode: Mode, seats: Sequence[str], rounds: int, longest: int, compact: bool) -> dict[str, str]:
-    """What each seat is there for."""
+    """Returns the role prompt of each seat."""
     if compact:
         return {seat: f"{COMPACT[mode]} {seat}" for seat in seats}
     told: dict[str, str] = {"judge": JUDGE.format(asked=ASKED[mode])}
@@ -61,8 +61,10 @@ def roles(mode: Mode, seats: Sequence[str], rounds: int, longest: int, compact: 
 
 
 def compact_view(topic: Topic, seat: str, said: Sequence[Speech], left: int) -> str:
-    """`topic c3 pro r1 r7 con r3 r9 you con said pro r1 r7 so yes`, for a judge without the evidence; `left` answers of
-    this seat are to come, which is told where there is more than one round (0: it is not)."""
+    """Returns the compact observation `topic c3 pro r1 r7 con r3 r9 you con said pro r1 r7 so yes`.
+
+    The judge's omits the evidence. `left`: remaining answers of this seat; 0 omits it.
+    """
     shown = [] if seat == "judge" else [f"{side} {' '.join(f.id for f in topic.of(side))}" for side in SIDES]
     told = " ".join(map(compact_speech, said)) or "none"
     rest = f" left {left}" if left else ""
@@ -70,7 +72,7 @@ def compact_view(topic: Topic, seat: str, said: Sequence[Speech], left: int) -> 
 
 
 def compact_speech(speech: Speech) -> str:
-    """What was understood of an answer: facts cited, facts made up, facts argued against, conclusion."""
+    """Returns a parsed answer in compact form: facts cited, facts cited falsely, facts rebutted, conclusion."""
     heard = speech.argument
     parts = [("", heard.support), ("false", heard.false), ("against", heard.rebuts)]
     told = [" ".join([name, *ids]).strip() for name, ids in parts if ids]
@@ -78,7 +80,7 @@ def compact_speech(speech: Speech) -> str:
 
 
 def full_view(topic: Topic, side: Side, said: Sequence[Speech], current: int, rounds: int) -> str:
-    """The motion, all the evidence, and what was said."""
+    """Returns a debater's full observation: the motion, all the evidence and the transcript."""
     evidence = [
         f"Evidence for {side}:\n" + "\n".join(f"[{fact.id}] {fact.text}" for fact in topic.of(side)) for side in SIDES
     ]
@@ -87,7 +89,7 @@ def full_view(topic: Topic, side: Side, said: Sequence[Speech], current: int, ro
 
 
 def full_judge_view(topic: Topic, said: Sequence[Speech]) -> str:
-    """The motion, what was said, and the facts that were cited."""
+    """Returns the judge's full observation: the motion, the transcript and the cited facts."""
     facts = "\n".join(f"[{number}] {text}" for number, text in exhibits(topic, said).items()) or "none"
     return "\n\n".join(
         [f"Motion: {topic.text}", _transcript(said), f"Cited and in evidence:\n{facts}", "Your verdict: pro or con?"]
@@ -95,7 +97,7 @@ def full_judge_view(topic: Topic, said: Sequence[Speech]) -> str:
 
 
 def _transcript(said: Sequence[Speech]) -> str:
-    """What was said, each line marked, so that no speech can pass a part of itself off as another's."""
+    """Returns the transcript; every line of a speech is prefixed, so no speech can imitate another speaker."""
     return "\n\n".join(f"{s.side}, round {s.round}:\n{_marked(s.argument.text or '(nothing)')}" for s in said)
 
 
@@ -104,13 +106,13 @@ def _marked(text: str) -> str:
 
 
 def exhibits(topic: Topic, said: Sequence[Speech]) -> dict[str, str]:
-    """The facts that anybody named, by number."""
+    """Returns the texts of the facts named in any speech, by id."""
     named = {number for s in said for number in (*s.argument.support, *s.argument.rebuts, *s.argument.false)}
     return {fact.id: fact.text for fact in topic.facts if {fact.id, fact.id.lower()} & named}
 
 
 def endpoint_messages(topic: Topic, said: Sequence[Speech], mode: Mode, first: Side) -> list[Message]:
-    """The conversation that asks an endpoint for its verdict, `first` being A and listed first in each round."""
+    """Returns the messages that ask an endpoint for a verdict; side `first` is A and listed first in each round."""
     names = {first: "A"} | {side: "B" for side in SIDES if side != first}
     order = sorted(enumerate(said, start=1), key=lambda told: (told[1].round, names[told[1].side]))
     debate = {

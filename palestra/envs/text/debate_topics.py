@@ -1,4 +1,4 @@
-"""Where the topics of debates come from: those that ship, a file of the user's, or drills made of a few tokens."""
+"""Debate topics: the shipped file, a user's JSONL file, or synthetic topics of a few tokens."""
 
 from __future__ import annotations
 
@@ -17,29 +17,37 @@ from palestra.envs.text.judges import Mode
 from palestra.envs.text.splits import TRIES, Split, first_of_split, split_of_text
 
 SHIPPED = Path(__file__).parent / "data" / "debate_topics.jsonl"
-TOKENS = tuple(f"r{number}" for number in range(16))  # the facts of drills; the topics are c0 to c15
-MOST_FACTS = 7  # of a side in a drill: both sides together must fit into the 16 tokens
+TOKENS = tuple(f"r{number}" for number in range(16))  # facts of synthetic topics; the topics themselves are c0 to c15
+MOST_FACTS = 7  # per side of a synthetic topic: both sides must fit into the 16 tokens
 Text = Annotated[str, Field(min_length=1, max_length=2000)]
 
 
 class Line(Strict):
-    """A line of a file of topics: what is debated, the evidence of each side, and the side that is right, if known.
+    """One line of a topics file: the motion, the evidence of each side and, if known, the correct side.
 
     {"topic": "The bridge was shut in May.", "pro": ["The toll book ends on 30 April."], "con": ["..."], "truth": "pro"}
     """
 
     topic: Text
+    """The motion, 1 to 2,000 characters."""
     pro: Annotated[list[Text], Field(min_length=1, max_length=50)]
+    """Facts for the motion, 1 to 50 texts."""
     con: Annotated[list[Text], Field(min_length=1, max_length=50)]
+    """Facts against the motion, 1 to 50 texts."""
     truth: Side | None = None
+    """The correct side, "pro" or "con"; required by `mode: truth`."""
 
     def text(self) -> str:
-        """The same for the same topic, in whatever order its facts are told."""
+        """Returns a canonical text of the topic, independent of the order of its facts; it determines the split."""
         return json.dumps([self.topic, sorted(self.pro), sorted(self.con)])
 
 
 def from_file(path: Path | None, seed: int, split: Split | Literal["all"], mode: Mode) -> Topic:
-    """The topic that `seed` draws from those of `split`, its facts shuffled and then numbered: P1, P2, ..., C1, ..."""
+    """Returns the topic that `seed` draws from those of `split`; its facts are shuffled, then numbered P1, ..., C1, ...
+
+    `path` None reads the shipped file. Raises ValueError if the file cannot be read, holds an invalid line, or has no
+    topic of this split and mode.
+    """
     path = path or SHIPPED
     lines = _lines(path, _version(path), split, mode)
     rng = random.Random(f"topic {seed}")
@@ -52,7 +60,7 @@ def from_file(path: Path | None, seed: int, split: Split | Literal["all"], mode:
 
 
 def _version(path: Path) -> tuple[int, int]:
-    """Changes when the file does."""
+    """Returns modification time and size, which invalidate the cache of `_lines`."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -62,7 +70,7 @@ def _version(path: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=32)
 def _lines(path: Path, version: tuple[int, int], split: Split | Literal["all"], mode: Mode) -> Sequence[Line]:
-    """The topics of a split that can be debated in `mode`."""
+    """Returns the topics of a split that can be used in `mode`."""
     found = [line for line in _read(path) if mode == "competitive" or line.truth]
     if not found:
         raise ValueError(f'{path} has no topic with a "truth", which mode: truth needs: add "truth": "pro" or "con"')
@@ -94,12 +102,13 @@ def _parsed(path: Path, number: int, text: str) -> Line:
         ) from None
 
 
-@lru_cache(maxsize=16_384)  # tree search resets the same seed again and again
+@lru_cache(maxsize=16_384)  # tree search resets the same seed many times
 def drill(seed: int, split: Split | Literal["all"], mode: Mode, facts: int) -> Topic:
-    """A topic without words: tokens that are facts of one side or the other.
+    """Returns a synthetic topic, whose facts are single tokens.
 
-    In a competition each side has `facts` of them. In search of the truth the side that is right has 2 to `facts`, the
-    other at least one less. Which side has which tokens does not matter to the split, nor in what order they are told.
+    In mode competitive each side has `facts` facts. In mode truth the correct side has 2 to `facts`, the other at least
+    one less. The split depends on the two sets of tokens only, not on their order or on which side has which. Raises
+    ValueError if `TRIES` draws give no topic of the split.
     """
     rng = random.Random(f"drill {seed}")
     truth, parts = first_of_split(
@@ -113,7 +122,7 @@ def drill(seed: int, split: Split | Literal["all"], mode: Mode, facts: int) -> T
 
 
 def _dealt(rng: random.Random, mode: Mode, facts: int) -> tuple[Side, tuple[list[str], list[str]]]:
-    """The side that is right, and the tokens of pro and con."""
+    """Returns the correct side, and the tokens of pro and con."""
     truth: Side = rng.choice(SIDES)
     most = facts if mode == "competitive" else rng.randint(2, facts)
     least = facts if mode == "competitive" else rng.randint(1, most - 1)

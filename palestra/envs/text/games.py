@@ -1,7 +1,7 @@
-"""Card and board games in words: what a seat knows is told in full each time, and it answers with one word.
+"""Card and board games as text: each observation is the full information state, each action one word.
 
-The rules are those that exact solvers walk through (`palestra.envs.rules`), so that what a language agent does can be
-judged exactly: every information state is one observation.
+The rules are shared with the exact solvers (`palestra.envs.rules`) and every information state is one observation, so
+the play of a language agent can be evaluated exactly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from palestra.envs.text.grids import answer_words
 from palestra.envs.text.options import Rendering, Reward
 from palestra.types import Seat, Step
 
-DEPTH = 4  # moves that connect four's expert looks ahead
+DEPTH = 4  # search depth of connect four's expert, in moves
 ANSWER = (
     "Each time you are told what you know and the words that you may say now. Think briefly if you need to, then end "
     "your answer with #### and one of these words."
@@ -34,20 +34,22 @@ ANSWER = (
 
 
 class TextGame(Env):
-    """A game by `rules`. An answer counts if it is one of the words offered; any other has a word drawn for it, all
-    alike, and costs the seat `penalty`. Rewards are the game's returns, at its end; with `reward: outcome` there is no
-    other, and a bad answer costs only the choice. Nobody is on a team, so there is no `success`.
+    """Base class of games with exact `rules`.
 
-    Both renderings show the same information states. `compact` names the game to a seat and takes an answer letter for
-    letter, so that what a policy does is a table of word probabilities; `full` explains the rules, and takes the word
-    after the last "####" in either case.
+    An answer is valid if it is one of the legal words. An invalid answer is replaced by a uniformly drawn legal word
+    and costs the seat `penalty` (nothing with `reward: outcome`). Rewards are the game's returns, paid at its end.
+    There are no teams, hence no `success` in info.
 
-    `spoken` puts other words in place of the game's own, for models that know few: `{"pass": "no", "bet": "yes"}`.
-    Raises ValueError where two words would become one.
+    Both renderings show the same information states. `compact`: the role is the name of the game, and an answer must
+    equal a word exactly, so a policy is a table of word probabilities. `full`: the role explains the rules, and the
+    word after the last "####" counts, in upper or lower case.
+
+    `spoken` replaces the game's words, for models with a small vocabulary: `{"pass": "no", "bet": "yes"}`. Raises
+    ValueError if that maps two words to one.
     """
 
-    told: ClassVar[str] = ""  # the rules, for the full rendering
-    small: ClassVar[bool] = True  # enough for its states to be walked through
+    told: ClassVar[str] = ""  # rules in the full rendering's role prompt
+    small: ClassVar[bool] = True  # False where the states are too many to enumerate
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class TextGame(Env):
 
     @property
     def walkable(self) -> bool:
-        """Whether what a policy does is a table: every state can be met, and one answer alone means each word."""
+        """True if a policy is a table: the states can be enumerated, and each action is exactly one answer."""
         return self.small and self.rendering == "compact"
 
     def reset(self, seed: int) -> Step:
@@ -89,7 +91,7 @@ class TextGame(Env):
         return self._said({} if said else {seat: -self.penalty}, info)
 
     def fork(self) -> Self:
-        """Rules make a new state of an old one, so that only the source of chance is copied."""
+        """Returns an independent copy; states are immutable, so only the random generator is copied."""
         twin = copy.copy(self)
         twin.rng = copy.copy(self.rng)
         return twin
@@ -100,18 +102,18 @@ class TextGame(Env):
         return answer_words(answer) == answer_words(word)
 
     def _says(self, action: int) -> str:
-        """An answer that means this action."""
+        """Returns an answer that selects this action."""
         return self.words[action] if self.rendering == "compact" else f"#### {self.words[action]}"
 
     def asks(self, told: str, legal: list[int]) -> str:
-        """What a seat is shown that by the rules knows `told` and may do what is legal."""
+        """Returns the observation for information state `told` and the `legal` action indices."""
         return f"{self._in_its_words(told)} Say {' or '.join(self.words[action] for action in legal)}."
 
     def _in_its_words(self, told: str) -> str:
         return self._own_words.sub(lambda found: self.spoken[found[0]], told) if self._own_words else told
 
     def _said(self, rewards: dict[Seat, float], info: dict[str, Any]) -> Step:
-        """What is said once chance has done its part."""
+        """Samples pending chance moves, then returns the next step."""
         while (turn := self.rules.turn(self.state)) == CHANCE:
             actions, weights = zip(*self.rules.chances(self.state), strict=True)
             self.state = self.rules.next(self.state, self.rng.choices(actions, weights)[0])
@@ -125,7 +127,7 @@ class TextGame(Env):
 
 
 class TextKuhn(TextGame):
-    """Kuhn poker in words."""
+    """Kuhn poker as a text game, for 2 to 4 players."""
 
     name: ClassVar[str] = "text_kuhn"
     told = (
@@ -149,7 +151,7 @@ class TextKuhn(TextGame):
 
 
 class FixedGame(TextGame):
-    """A game whose rules have no options."""
+    """Base class of games whose rules have no options."""
 
     game: ClassVar[type[Rules[Any]]]
 
@@ -165,7 +167,7 @@ class FixedGame(TextGame):
 
 
 class TextLeduc(FixedGame):
-    """Leduc poker in words."""
+    """Leduc poker as a text game."""
 
     name: ClassVar[str] = "text_leduc"
     game = LeducRules
@@ -179,7 +181,7 @@ class TextLeduc(FixedGame):
 
 
 class TextLiarsDice(TextGame):
-    """Liar's dice in words."""
+    """Liar's dice as a text game."""
 
     name: ClassVar[str] = "text_liars_dice"
     told = (
@@ -203,7 +205,7 @@ class TextLiarsDice(TextGame):
 
 
 class TextTicTacToe(FixedGame):
-    """Tic-tac-toe in words."""
+    """Tic-tac-toe as a text game."""
 
     name: ClassVar[str] = "text_tic_tac_toe"
     game = TicTacToeRules
@@ -215,7 +217,7 @@ class TextTicTacToe(FixedGame):
     )
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
-        """Perfect play; of several moves that lead as fast to the best result, one at random."""
+        """Returns an optimal move; ties between equally fast moves are broken at random."""
         return self._says(rng.choice(_perfect(self.state)))
 
 
@@ -225,7 +227,7 @@ def _perfect(board: Board) -> tuple[int, ...]:
 
 
 class TextConnectFour(FixedGame):
-    """Connect four in words."""
+    """Connect four as a text game."""
 
     name: ClassVar[str] = "text_connect_four"
     game = ConnectFourRules
@@ -238,7 +240,7 @@ class TextConnectFour(FixedGame):
     )
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
-        """The best move as far as one sees `DEPTH` moves ahead, of several equal ones one at random."""
+        """Returns the best move of a search to depth `DEPTH`; ties are broken at random."""
         return self._says(rng.choice(_ahead(self.state)))
 
 
@@ -248,7 +250,7 @@ def _ahead(stones: Stones) -> tuple[int, ...]:
 
 
 class TextBargaining(TextGame):
-    """Two divide books, hats and balls whose worth to each only that one knows."""
+    """Bargaining as a text game: two players divide items, whose values are private."""
 
     name: ClassVar[str] = "text_bargaining"
     told = (

@@ -1,4 +1,4 @@
-"""Grids, how they are written down, and how moves are read: what Plan-Path and Sokoban share.
+"""Grid geometry, text formats of cells, and parsers of moves, shared by Plan-Path and Sokoban.
 
 A cell is one int, `row * size + column`; a direction is an index into `DIRECTIONS`. In the compact rendering a cell is
 two tokens, "r2 c3": small models learn such factorised coordinates far faster than one token per cell or a drawn board.
@@ -13,15 +13,15 @@ from functools import cache
 
 DIRECTIONS = ("up", "down", "left", "right")
 OPPOSITE = (1, 0, 3, 2)
-LARGEST = 16  # rows or columns: the cell names below reach r15 c15
-LONGEST_ANSWER = 4000  # characters read from the end of an answer: a runaway answer costs no more than a long one
+LARGEST = 16  # maximum rows or columns: the cell names reach r15 c15
+LONGEST_ANSWER = 4000  # characters read from the end of an answer: bounds the cost of runaway answers
 
 _INDEX = {word: index for index, word in enumerate(DIRECTIONS)}
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """A square of cells, some of them walls. `beside[cell][direction]` is the next cell, or -1 at a wall or the border.
+    """A square grid with walls. `beside[cell][direction]` is the neighbouring cell, or -1 at a wall or the border.
 
     Grid(size=2, walls=frozenset({3}), beside=((-1, 2, -1, 1), (-1, -1, 0, -1), (0, -1, -1, -1), (1, -1, 2, -1)))
     """
@@ -32,6 +32,7 @@ class Grid:
 
 
 def grid(size: int, walls: Iterable[int] = ()) -> Grid:
+    """Builds a grid of `size` rows and columns with walls at the given cells."""
     blocked = frozenset(walls)
 
     def beside(cell: int, down: int, right: int) -> int:
@@ -46,16 +47,17 @@ def grid(size: int, walls: Iterable[int] = ()) -> Grid:
 
 
 def manhattan(size: int, a: int, b: int) -> int:
+    """Returns the Manhattan distance between cells `a` and `b`."""
     return abs(a // size - b // size) + abs(a % size - b % size)
 
 
 def reachable(board: Grid, start: int, blocked: Collection[int] = ()) -> set[int]:
-    """The cells one can walk to from `start`, itself included, without entering `blocked`."""
+    """Returns the cells reachable from `start` (included) without entering `blocked`."""
     return set(distances(board, start, blocked))
 
 
 def distances(board: Grid, start: int, blocked: Collection[int] = ()) -> dict[int, int]:
-    """The least number of moves from `start` to each cell one can walk to without entering `blocked`."""
+    """Returns the shortest-path length, in moves, from `start` to each reachable cell, without entering `blocked`."""
     far, queue = {start: 0}, deque([start])
     while queue:
         at = queue.popleft()
@@ -68,7 +70,7 @@ def distances(board: Grid, start: int, blocked: Collection[int] = ()) -> dict[in
 
 @cache
 def symmetries(size: int) -> tuple[tuple[int, ...], ...]:
-    """The 8 rotations and mirrors of a square; each says where every cell goes."""
+    """Returns the 8 rotations and reflections of a square, each a tuple `image[cell]` of `size * size` cells."""
     last = size - 1
     images: list[Callable[[int, int], tuple[int, int]]] = [
         lambda r, c: (r, c),
@@ -86,34 +88,36 @@ def symmetries(size: int) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def cell_names(size: int) -> tuple[str, ...]:
+    """Returns the name of each cell, such as "r2 c3"."""
     return tuple(f"r{cell // size} c{cell % size}" for cell in range(size * size))
 
 
 def written(size: int, cells: Iterable[int]) -> str:
-    """ "r0 c1 r2 c2": the cells, in the order given."""
+    """Returns the cells as text in the given order: "r0 c1 r2 c2"."""
     names = cell_names(size)
     return " ".join([names[cell] for cell in cells])
 
 
 def drawn(size: int, glyphs: dict[int, str]) -> str:
-    """The board as lines of characters inside a border of '#'; cells without a glyph are '.'."""
+    """Returns the board as lines of characters inside a border of '#'; cells without a glyph are '.'."""
     border = "#" * (size + 2)
     rows = ("".join(glyphs.get(row * size + column, ".") for column in range(size)) for row in range(size))
     return "\n".join([border, *(f"#{row}#" for row in rows), border])
 
 
 def in_words(size: int, cell: int) -> str:
+    """Returns "row 2, column 3"."""
     return f"row {cell // size}, column {cell % size}"
 
 
 def answer_words(answer: object) -> list[str]:
-    """The lower-case words of an answer, from after its last "####" where it has one. Commas count as spaces."""
+    """Returns the lower-case words of an answer, after its last "####" if there is one. Commas count as spaces."""
     text = str(answer)[-LONGEST_ANSWER:].rpartition("####")[2]
     return text.replace(",", " ").lower().split()
 
 
 def parse_moves(answer: object, most: int) -> tuple[int, ...] | None:
-    """1 to `most` directions, or None where the whole answer is not just that."""
+    """Returns the 1 to `most` directions in an answer, None if it holds anything else."""
     words = answer_words(answer)
     if not 0 < len(words) <= most:
         return None
@@ -122,7 +126,7 @@ def parse_moves(answer: object, most: int) -> tuple[int, ...] | None:
 
 
 def parse_cells(answer: object, size: int, most: int) -> tuple[int, ...] | None:
-    """1 to `most` cells of the board ("r2 c3 r4 c3"), or None where the whole answer is not just that."""
+    """Returns the 1 to `most` cells in an answer ("r2 c3 r4 c3"), None if it holds anything else."""
     words = answer_words(answer)
     if not 0 < len(words) <= 2 * most or len(words) % 2:
         return None
@@ -132,7 +136,7 @@ def parse_cells(answer: object, size: int, most: int) -> tuple[int, ...] | None:
 
 
 def parse_pushes(answer: object, boxes: int, most: int) -> tuple[tuple[int, int], ...] | None:
-    """1 to `most` pushes (box, direction): "left up" with one box, "1 left 2 up" with several; else None."""
+    """Returns 1 to `most` pushes (box, direction): "left up" with one box, "1 left 2 up" with several; else None."""
     words = answer_words(answer)
     if boxes == 1:
         single = parse_moves(" ".join(words), most)
@@ -152,6 +156,6 @@ def _number(word: str, letter: str, below: int) -> int:
 
 
 def within(name: str, value: int | float, low: int | float, high: int | float) -> None:
-    """Raise ValueError where an option is out of its range."""
+    """Raises ValueError if option `name` is outside [low, high]."""
     if not low <= value <= high:
         raise ValueError(f"{name}={value} is out of range: give {low} to {high}")

@@ -1,6 +1,7 @@
-"""Guessing games: one seat asks, the rules or another seat answer, and every answer has a truth.
+"""Base class of guessing games, and the number guessing game.
 
-A question splits the secrets that are still possible; what it is worth is by how much.
+One seat asks, the rules or a second seat answer, and every question has one true answer. The dense reward of a question
+is its information gain over the remaining secrets.
 """
 
 from __future__ import annotations
@@ -17,35 +18,37 @@ from palestra.envs.text.options import Rendering, Reward
 from palestra.envs.text.splits import Split, split_of_text
 from palestra.types import Seat, Step
 
-FOUND = 1.0  # team, for finding the secret
-INVALID = 0.1  # off a seat's own reward for an answer that cannot be read
-LIE = 0.5  # off the answerer's, for a lie
+FOUND = 1.0  # team reward for finding the secret
+INVALID = 0.1  # subtracted from the seat's reward for an unreadable answer
+LIE = 0.5  # subtracted from the answerer's reward for a false answer
 Answers = Literal["rules", "seat"]
 Secret = int | str
 
 
 class Heard(NamedTuple):
-    """A question as it was understood, and the answer that the asker got."""
+    """A parsed question, and the answer shown to the asker."""
 
     asked: Any
     told: str
 
 
 class Guessing(Env):
-    """One who asks must find a secret in a number of questions; each question may be the guess that ends the game.
+    """The asker must find a secret within `questions` questions; a correct guess ends the game.
 
-    With `answers: seat` a second seat, the answerer, is told the secret and answers each question but the last, the
-    right guess. An answer of its that is not true is flagged (`info["lie"]`) and costs it 0.5; the asker hears the
-    truth instead where `corrected`, else the lie. Where an answer cannot be read, the asker hears the truth.
+    With `answers: seat` a second seat, the answerer, observes the secret and answers every question except the correct
+    guess. A false answer is flagged (`info["lie"]`) and costs the answerer 0.5; the asker sees the true answer instead
+    if `corrected`, else the false one. An unreadable answer is replaced by the true one.
 
-    Dense rewards: the asker is paid the share of the uncertainty, in bits, that true answers to its questions take
-    away, 1 in all; the team 1 for the secret. An answer that cannot be read costs its seat 0.1, and the asker a
-    question. With `reward: outcome` only the secret pays, and only the team.
+    Dense rewards: a question pays the asker its information gain under the true answer, as a share of the initial
+    entropy (at most 1 in total); finding the secret pays the team 1. An unreadable answer costs its seat 0.1, and the
+    asker one question. With `reward: outcome` only the team is paid, and only for the secret.
+
+    Raises ValueError if no secret belongs to `split`.
     """
 
     replaces_state = True
     asker: ClassVar[Seat]
-    word: ClassVar[str]  # the game's name in the compact roles
+    word: ClassVar[str]  # the game's name in compact role prompts
     counted: ClassVar[str] = "Questions"
 
     def __init__(
@@ -68,55 +71,55 @@ class Guessing(Env):
         self.roles = {seat: f"{self.word} {seat}" if is_compact else self.role(seat) for seat in self.seats}
         self._over = True
 
-    # ---- what a game supplies
+    # ---- implemented by each game
 
     @abstractmethod
     def content(self, secret: Secret) -> str:
-        """The instance in words: equal exactly where the same is to be found among the same."""
+        """Returns the instance as text, equal for equal secrets among equal candidates; it determines the split."""
 
     @abstractmethod
     def read(self, answer: Any) -> Any | None:
-        """The question or guess that an answer is, or None."""
+        """Parses an answer into a question or guess; None if it is unreadable."""
 
     @abstractmethod
     def truth(self, secret: Secret, asked: Any) -> str:
-        """The true answer; "right" to the guess that ends the game."""
+        """Returns the true answer to `asked`; "right" for a correct guess."""
 
     @abstractmethod
     def best(self, possible: Sequence[Secret], rng: random.Random) -> Any:
-        """The question to ask where these secrets, one or more, are possible."""
+        """Returns a good question when the secrets in `possible` (at least one) remain."""
 
     @abstractmethod
     def write(self, asked: Any) -> str:
-        """A question as the asker says it."""
+        """Returns the question in the form that `read` parses."""
 
     def spoken(self, asked: Any) -> str:
-        """A question as the full rendering quotes it."""
+        """Returns the question as quoted in the full rendering."""
         return self.write(asked)
 
     @abstractmethod
     def words(self) -> tuple[str, str]:
-        """The two words that an answerer can say."""
+        """Returns the two valid answers of the answerer."""
 
     @abstractmethod
     def compact(self, seat: Seat) -> str:
-        """What is known to a seat besides the questions and answers."""
+        """Returns the seat's compact context, without questions and answers."""
 
     @abstractmethod
     def full(self, seat: Seat) -> str:
-        """The same for the full rendering; "" where the role says it all."""
+        """Returns the seat's context in the full rendering; "" if the role prompt suffices."""
 
     @abstractmethod
     def role(self, seat: Seat) -> str:
-        """The rules, for the full rendering."""
+        """Returns the seat's role prompt in the full rendering: the rules."""
 
-    # ---- the contract
+    # ---- env interface
 
     def reset(self, seed: int) -> Step:
         self.secret: Secret = random.Random(seed).choice(self.drawn)
         self.heard: tuple[Heard, ...] = ()
-        self.possible = self.secrets  # by true answers
-        self.asked: Any = None  # the question that waits for an answer
+        self.possible = self.secrets  # consistent with the true answers
+        self.asked: Any = None  # the question waiting for an answer
         self._count, self._over = 0, False
         return self._step({}, {})
 
@@ -129,14 +132,14 @@ class Guessing(Env):
         return self._ask(actions[seat]) if seat == self.asker else self._answer(actions[seat])
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
-        """The asker halves what is possible by the answers that it heard; the answerer tells the truth."""
+        """Returns the best question given the answers seen by the asker; the answerer's is the true answer."""
         if seat == "answerer":
             said = self.truth(self.secret, self.asked)
         else:
             possible = self.secrets
             for asked, told in self.heard:
                 possible = tuple(secret for secret in possible if self.truth(secret, asked) == told)
-            said = self.write(self.best(possible or self.secrets, rng))  # nothing fits a lie
+            said = self.write(self.best(possible or self.secrets, rng))  # after a lie no secret may be left
         return said if self.rendering == "compact" else f"#### {said}"
 
     # ---- one answer
@@ -165,7 +168,7 @@ class Guessing(Env):
         cost = -INVALID if not readable else -LIE if lied else 0.0
         return self._step({"answerer": cost}, {"answerer": not readable}, {"lie": lied})
 
-    # ---- what the seats see
+    # ---- observations
 
     def _step(self, rewards: dict[Seat, float], invalid: dict[Seat, bool], more: Mapping[str, Any] = {}) -> Step:
         success = bool(self.heard) and self.truth(self.secret, self.heard[-1].asked) == "right"
@@ -191,7 +194,7 @@ class Guessing(Env):
 
 
 class GuessNumber(Guessing):
-    """Guess a number from `low` to `high` in `guesses` guesses (by default as many as halving needs at worst)."""
+    """Guess a number from `low` to `high` within `guesses` guesses (default: the worst case of binary search)."""
 
     name: ClassVar[str] = "guess_number"
     asker = "guesser"
@@ -231,7 +234,7 @@ class GuessNumber(Guessing):
         return "right" if secret == asked else "higher" if secret > asked else "lower"
 
     def best(self, possible: Sequence[Secret], rng: random.Random) -> int:
-        """The middle; of two, one at random."""
+        """Returns the median; of two, one at random."""
         middle = (len(possible) - 1) // 2
         return int(possible[middle + rng.randrange(2) if len(possible) % 2 == 0 else middle])
 

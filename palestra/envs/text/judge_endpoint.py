@@ -1,8 +1,7 @@
-"""A judge behind an OpenAI-compatible endpoint: asked with both side orders, and only once.
+"""Debate judge behind an OpenAI-compatible endpoint, asked once per debate in both side orders.
 
-A verdict that was given stays: it is kept in memory for the life of the process and, with `cache`, on the disk, by the
-SHA-256 of the model and what it was asked. So equal debates get equal verdicts, as an env owes its users, whatever the
-endpoint would say the second time.
+Verdicts are cached in memory for the life of the process and, with `cache`, on disk, by SHA-256 of model, request body
+and questions. Equal debates therefore get equal verdicts, which envs must guarantee and endpoints do not.
 """
 
 from __future__ import annotations
@@ -26,35 +25,37 @@ AGAIN = (
 )
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 _FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*)\n\s*```\s*\Z", re.DOTALL)
-_asking: WeakValueDictionary[tuple[int, str], asyncio.Lock] = WeakValueDictionary()  # by event loop and question
+_asking: WeakValueDictionary[tuple[int, str], asyncio.Lock] = WeakValueDictionary()  # by event loop and question digest
 
 
 class EndpointJudge(Endpoint):
-    """An endpoint that judges. `swap` asks twice, with each side shown first once, and takes the mean; `cache` is a
-    file that keeps verdicts. Answers are drawn at temperature 0, unless `body` says otherwise."""
+    """Config of a judge endpoint. Answers are sampled at temperature 0, unless `body` sets another temperature."""
 
     type: Literal["endpoint"] = "endpoint"
+    """Always "endpoint"."""
     cache: Path | None = None
+    """SQLite file that stores verdicts across runs. Default: verdicts are kept in memory only."""
     swap: bool = True
+    """Asks twice, with each side listed first once, and takes the mean, which removes position bias."""
 
     def check(self) -> None:
-        """Raises ValueError now where no debate could ever be judged: no httpx, no key, or no place for the cache."""
+        """Raises ValueError if no debate could be judged: httpx or the key is missing, or the cache is not writable."""
         super().check()
         if self.cache:
             open_cache(self.cache)
 
 
 async def ask(judge: EndpointJudge, questions: Sequence[list[Message]]) -> Scores:
-    """Pro's and con's scores in [0, 1]: the mean over `questions`, of which the first names pro A and the second con.
+    """Returns the scores of pro and con in [0, 1], averaged over `questions`: the first lists pro as A, the second con.
 
-    Raises EndpointError where the endpoint does not give a verdict within the judge's limits.
+    Raises EndpointError if the endpoint returns no verdict within the judge's limits.
     """
     questions = questions if judge.swap else questions[:1]
     key = _digest(judge, questions)
     lock = _asking.setdefault((id(asyncio.get_running_loop()), key), asyncio.Lock())
     faults: list[str] = []
     try:
-        async with asyncio.timeout(judge.limit), lock:  # the same debate is judged once, even by many episodes at once
+        async with asyncio.timeout(judge.limit), lock:  # concurrent episodes with the same debate share one verdict
             scores = await known(judge.cache, key)
             if scores is None:
                 scores = await remember(judge.cache, key, judge.model, await _mean(judge, questions, faults))
@@ -64,7 +65,7 @@ async def ask(judge: EndpointJudge, questions: Sequence[list[Message]]) -> Score
 
 
 async def _mean(judge: EndpointJudge, questions: Sequence[list[Message]], faults: list[str]) -> Scores:
-    """Both orders at once."""
+    """Asks all questions concurrently and returns the mean scores of pro and con."""
     async with line_to(judge, faults) as line:
         try:
             async with asyncio.TaskGroup() as group:
@@ -84,7 +85,7 @@ def _digest(judge: EndpointJudge, questions: Sequence[list[Message]]) -> str:
 
 
 async def _verdict(line: Line, question: list[Message]) -> Scores:
-    """A's and B's scores by one question; an answer that cannot be read is asked for once more."""
+    """Returns the scores of A and B for one question; an unreadable answer is retried once."""
     reply = await _reply(line, question)
     scores = read_scores(reply)
     if scores is None:
@@ -102,9 +103,9 @@ async def _reply(line: Line, messages: Sequence[Message]) -> str:
 
 
 def read_scores(reply: str) -> Scores | None:
-    """A's and B's scores in [0, 1], or None for anything but one JSON object with a winner or scores from 0 to 10.
+    """Returns the scores of A and B in [0, 1]; None unless the reply is a JSON object with a winner or scores 0 to 10.
 
-    A leading block of thoughts and a fence around the object are looked through. Where it holds both, they must agree.
+    A leading <think> block and a code fence are ignored. A winner and scores must agree if both are given.
     """
     text = _THINKING.sub("", reply)
     fenced = _FENCE.match(text)

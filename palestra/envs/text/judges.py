@@ -1,8 +1,8 @@
-"""A debate judged by rules: what an answer is worth given what was said before it, and who has won.
+"""Rule-based debate judge: scores each answer given the answers before it, and determines the winner.
 
-A side's score is the sum of what its answers are worth, between 0 and 1, so an answer's worth can be paid when it is
-given. Each answer has an equal share of structure and rebuttal; evidence is shared by all of a side's answers, since
-each fact counts once. Nothing is earned by length: what is too long, unread, repeated or made up takes away.
+A side's score is the sum of its answers' scores and lies in [0, 1], so each answer can be rewarded immediately. Each
+answer has an equal share of the structure and rebuttal scores; the evidence score is shared by all of a side's answers,
+since each fact counts once. Length earns nothing: text over the limit, repetition and false citations reduce the score.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from palestra.envs.text.arguments import SIDES, Argument, Point, Side, Topic
 
 Mode = Literal["competitive", "truth"]
 Winner = Literal["pro", "con", "draw"]
-GRAM = 3  # content words in a row that make a repetition
-CLOSE = 0.02  # scores nearer to each other than this are a draw: the rules are not as fine as that
+GRAM = 3  # n-gram size of the repetition measure, in content words
+CLOSE = 0.02  # a smaller score difference is a draw: the rules are not that precise
 
 
 class Weights(Strict):
-    """What the parts of a side's score count for. The first three are taken as shares of their sum; `repetition` is
-    what a side loses that says everything again."""
+    """Weights of the parts of a side's score. The first three are normalised to sum to 1."""
 
     structure: float = Field(1.0, ge=0)
+    """Weight of claim, reason and conclusion being present, at least 0."""
     evidence: float = Field(2.0, ge=0)
+    """Weight of the side's facts being cited, at least 0."""
     rebuttal: float = Field(1.0, ge=0)
+    """Weight of answering the other side's points, at least 0."""
     repetition: float = Field(0.25, ge=0)
+    """Score subtracted from a side that only repeats itself, at least 0; proportional to the repeated share."""
 
     @model_validator(mode="after")
     def _weighs_something(self) -> Self:
@@ -40,6 +43,7 @@ class Weights(Strict):
         return self
 
     def worth(self, structure: float, evidence: float, rebuttal: float, repetition: float) -> float:
+        """Returns the weighted score in [0, 1] of parts in [0, 1]; never below 0."""
         whole = self.structure + self.evidence + self.rebuttal
         earned = self.structure * structure + self.evidence * evidence + self.rebuttal * rebuttal
         return max(0.0, earned / whole - self.repetition * repetition)
@@ -47,10 +51,10 @@ class Weights(Strict):
 
 @dataclass(frozen=True)
 class Parts:
-    """What an answer, or a side's whole case, is worth, and why; each in [0, 1].
+    """Score of an answer, or of all answers of a side, by part; each in [0, 1].
 
-    `honesty` is the share of the facts named that exist, stand on the right side and were said where they are said to
-    have been; it scales the evidence. `worth` is the weighted whole.
+    `honesty`: share of the named facts that exist, belong to the claimed side and, if rebutted, were cited by the
+    opponent; it scales `evidence`. `worth`: the weighted total.
     """
 
     structure: float = 0.0
@@ -61,6 +65,7 @@ class Parts:
     worth: float = 0.0
 
     def shown(self) -> dict[str, float]:
+        """Returns the parts by name, rounded to 6 decimals, for a step's info."""
         return {name: round(value, 6) for name, value in asdict(self).items()}
 
     def __add__(self, other: Parts) -> Parts:
@@ -70,7 +75,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Speech:
-    """An answer that was given in `round`, and what it adds to its side's score."""
+    """An answer given in `round`, and its contribution to its side's score."""
 
     round: int
     argument: Argument
@@ -83,26 +88,27 @@ class Speech:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who won, and the scores in [0, 1] it rests on."""
+    """The winner, and each side's score in [0, 1]."""
 
     winner: Winner
     scores: dict[Side, float]
 
     @property
     def margin(self) -> float:
-        """Pro's score less con's, in [-1, 1]."""
+        """Pro's score minus con's, in [-1, 1]."""
         return self.scores["pro"] - self.scores["con"]
 
     def info(self) -> dict[str, Any]:
+        """Returns winner, scores and margin for a step's info."""
         return {"winner": self.winner, "scores": dict(self.scores), "margin": self.margin}
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The judge by rules, for one topic and a number of rounds.
+    """Rule-based judge for one topic and a number of rounds.
 
-    In a competition a side's evidence is measured by what it could have shown. In search of the truth both are measured
-    by the side that has more, so that more facts weigh more, and a side that concludes for the other has conceded.
+    In mode competitive a side's evidence is a share of its own facts. In mode truth both sides' evidence is a share of
+    the larger fact count, so more facts score more, and a side that concludes for the other has conceded.
     """
 
     topic: Topic
@@ -111,8 +117,10 @@ class Rules:
     weights: Weights = field(default_factory=Weights)
 
     def judge(self, argument: Argument, heard: Sequence[Argument]) -> Parts:
-        """What an answer adds to its side's score; `heard` is what its side had heard when it spoke, its own earlier
-        answers included. An answer that cannot be read adds nothing."""
+        """Returns an answer's contribution to its side's score; 0 in all parts for an unreadable answer.
+
+        `heard`: all answers visible to the side when it spoke, its own included.
+        """
         if not argument.readable:
             return Parts()
         own = [a for a in heard if a.side == argument.side]
@@ -126,18 +134,19 @@ class Rules:
         return Parts(structure, evidence, answered, repeated, honesty / self.rounds, worth)
 
     def _fresh(self, argument: Argument, own: Sequence[Argument]) -> float:
-        """The share of the evidence to be shown that this answer is the first to show."""
+        """Returns the share of the evidence that this answer is the first to cite."""
         shown = set(chain.from_iterable(a.support for a in own))
         sizes = {side: len(self.topic.of(side)) for side in SIDES}
         whole = max(sizes.values()) if self.mode == "truth" else sizes[argument.side]
         return len(set(argument.support) - shown) / whole
 
     def verdict(self, speeches: Sequence[Speech]) -> Verdict:
+        """Returns the winner by concession or by score, and the total scores."""
         totals = {side: total(speeches, side).worth for side in SIDES}
         return Verdict(self._conceded(speeches) or leader(totals), totals)
 
     def _conceded(self, speeches: Sequence[Speech]) -> Side | None:
-        """The side to which the other gives way by its last conclusion, unless both do."""
+        """Returns the side that the other conceded to in its last conclusion; None in competitions or if both did."""
         if self.mode == "competitive":
             return None
         last = {s.side: s.argument.stance for s in speeches if s.argument.stance}
@@ -146,11 +155,12 @@ class Rules:
 
 
 def total(speeches: Sequence[Speech], side: Side) -> Parts:
-    """A side's whole case so far."""
+    """Returns the summed score parts of one side."""
     return sum((s.parts for s in speeches if s.side == side), Parts())
 
 
 def leader(scores: dict[Side, float]) -> Winner:
+    """Returns the side with the higher score, "draw" if the difference is below `CLOSE`."""
     margin = scores["pro"] - scores["con"]
     if abs(margin) < CLOSE:
         return "draw"
@@ -158,23 +168,27 @@ def leader(scores: dict[Side, float]) -> Winner:
 
 
 def read_verdict(answer: object) -> Side | None:
-    """The side that a judge's answer names after its last `####`, or in all of it; None unless it names just one."""
+    """Returns the side named after the last `####`, or in the whole answer without one; None unless exactly one is."""
     said = set(re.findall(r"\b(pro|con)\b", str(answer).rpartition("####")[2].lower()))
     return next((side for side in SIDES if said == {side}), None)
 
 
 def honest(argument: Argument, made: Sequence[Point]) -> float:
-    """The share of the facts that an answer names which are what it takes them for; 0 where it names none."""
+    """Returns the share of the named facts that are used correctly; 0 if the answer names none.
+
+    `made`: the points that the other side has made.
+    """
     real = len(argument.support) + sum(number in _ids(made) for number in argument.rebuts)
     named = len(argument.support) + len(argument.rebuts) + len(argument.false)
     return real / named if named else 0.0
 
 
 def rebuttal(argument: Argument, own: Sequence[Argument], made: Sequence[Point]) -> float:
-    """How well an answer meets what the other side has said, in [0, 1].
+    """Returns the rebuttal score of an answer, in [0, 1].
 
-    1 where it answers at least one point that was not answered yet, less for arguing against facts that the other side
-    never cited. Where there is nothing left to answer, 1 for leaving it at that, and 0 for an opponent made up.
+    1 if it answers at least one point not answered before, less if it also argues against facts that the other side
+    never cited. If no point is open: 0 if it argues against facts never cited, or rebuts before the other side has made
+    any point; else 1.
     """
     invented = sum(number not in _ids(made) for number in argument.rebuts)
     still_open = [point for point in made if not any(a.answers(point) for a in own)]
@@ -189,7 +203,7 @@ def _ids(points: Sequence[Point]) -> set[str]:
 
 
 def repetition(words: Sequence[str], earlier: Sequence[Sequence[str]]) -> float:
-    """The share of an answer's runs of three words that its side had said before, in this answer or an earlier one."""
+    """Returns the share of an answer's word trigrams that its side used before, in this answer or an earlier one."""
     seen = set(chain.from_iterable(map(_grams, earlier)))
     again, grams = 0, _grams(words)
     for gram in grams:

@@ -1,7 +1,7 @@
-"""Math: a reasoner and a tool user solve one problem side by side until they agree, or one seat solves it alone.
+"""Math env: a reasoner and a tool user solve one problem in parallel until they agree, or one seat solves it alone.
 
-After the math workflow of Stronger-MAS (arXiv 2510.11062), with one difference: a seat's local reward is the change
-since its last turn, so that drawing out the talk earns nothing.
+Follows the math workflow of Stronger-MAS (arXiv 2510.11062), with one difference: a seat's local reward is the change
+since its last turn, so extra turns earn nothing by themselves.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from palestra.envs.text.splits import Split
 from palestra.sandbox import open_sandbox
 from palestra.types import Seat, Step
 
-FORMAT, RUNS, PARSES, CORRECT = 0.2, 0.1, 0.1, 0.8  # local; a reasoner's: FORMAT, CORRECT, a tool user's: the others
-SOLVED = 1.0  # team, for a final answer that is right
+FORMAT, RUNS, PARSES, CORRECT = 0.2, 0.1, 0.1, 0.8  # per seat: reasoner FORMAT, CORRECT; tool the others
+SOLVED = 1.0  # team reward for a correct final answer
 
 Team = Literal["solver_checker", "single"]
 SEATS: dict[Team, tuple[Seat, ...]] = {"solver_checker": ("reasoner", "tool"), "single": ("reasoner",)}
@@ -35,12 +35,14 @@ TURNS: dict[Team, int] = {"solver_checker": 4, "single": 1}
 
 
 class Math(Env):
-    """Solve a problem. The final answer is the reasoner's; a success is that it is right.
+    """Math problems for a reasoner and a tool user, or a reasoner alone. The final answer is the reasoner's.
 
-    Problems are generated (`kinds`, `difficulty`), or come from a file (`path`, `columns`), or from `reasoning` tasks.
-    Play ends when both answers agree, which takes no look at the right one, or alone when an answer stays the same;
-    else after `turns`, which is `truncated`. Every step's info has `success`, `turn` and by seat `answers`, `invalid`
-    and `unjudged` (its judgement ran out of time, so that it counts as wrong); the last one's also `gold` and `agreed`.
+    Problems are generated (`kinds`, `difficulty`), read from a file (`path`, `columns`), or `reasoning` tasks. The
+    episode ends when both answers agree (for one seat: when its answer repeats), independently of the correct answer;
+    otherwise after `turns`, as `truncated`. Info: `success` (the final answer is correct), `turn`, and by seat
+    `answers`, `invalid` and `unjudged` (grading timed out, counted as wrong); in the last step `gold` and `agreed`.
+
+    Raises ValueError if an option is out of range, or the problem source or the sandbox is unavailable.
     """
 
     name: ClassVar[str] = "math"
@@ -76,7 +78,7 @@ class Math(Env):
         self.sandbox = open_sandbox(unsafe) if "tool" in self.seats else None
         self._over = True
 
-    # ---- the contract
+    # ---- env interface
 
     def reset(self, seed: int) -> Step:
         self.problem = self.source.problem(seed)
@@ -102,7 +104,7 @@ class Math(Env):
         return Step(self._views(), rewards, SOLVED * success, truncated=truncated, info=info)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
-        """What one who knows the answer says at `seat`: it, or a program that prints it."""
+        """Returns a correct answer; for the tool seat a program that prints it."""
         problem = self.problem
         if seat == "tool":
             program = problem.program
@@ -116,7 +118,7 @@ class Math(Env):
         return f"{rng.choice(('So the answer is:', 'That makes:', 'Worked out:'))}\n#### {problem.answer}"
 
     def _form(self) -> str:
-        """The sentence about the form of an answer in the prompts of the seats."""
+        """Returns the sentence about the form of answers in the role prompts."""
         if self.source.generated:
             return EXACT
         return "" if self.source.reasoning is not None else FINAL
@@ -136,8 +138,10 @@ class Math(Env):
         return Reply(program, answer, await self._judged(answer), printed.error)
 
     def _found(self, text: str, *, bare: bool, last: bool = False) -> str | None:
-        """The answer in a text, or in its last line. In the compact rendering one to a problem of our own is a number
-        or a relation and no more: garbled words are none."""
+        """Returns the answer in a text, or in its last line; None if there is none.
+
+        In the compact rendering, answers to generated problems must be a number or a relation and nothing else.
+        """
         if self.problem.entry:
             return whole_answer(text, bare=bare)
         answer = final_answer(text.strip().rpartition("\n")[2] if last else text, bare=bare)
@@ -152,7 +156,7 @@ class Math(Env):
         return await judge(answer, problem.answer, question=problem.question, seconds=self.judge_seconds)
 
     async def _agreed(self, turn: Turn) -> bool:
-        """Whether the two answers are the same, or alone the last two. The right answer has no part in it."""
+        """True if both seats' answers agree, or a lone seat's last two. The correct answer is not used."""
         if len(self.seats) == 1 and not self.history:
             return False
         pair = (turn["reasoner"], turn["tool"] if len(self.seats) > 1 else self.history[-1]["reasoner"])
@@ -163,7 +167,7 @@ class Math(Env):
             return (at_once(mine, other) or WRONG).right
         return (await judge(mine, other, seconds=self.judge_seconds)).right
 
-    # ---- what it earns and what is shown
+    # ---- rewards and observations
 
     def _earned(self, seat: Seat, turn: Turn) -> float:
         if self.reward == "outcome":
@@ -186,7 +190,7 @@ class Math(Env):
 
 
 def _local(seat: Seat, reply: Reply) -> float:
-    """What an answer is worth on its own, in [0, 1]."""
+    """Returns the local score of a reply, in [0, 1]."""
     correct = CORRECT * reply.verdict.score
     if seat == "tool":
         return RUNS * (reply.error is None) + PARSES * reply.verdict.readable + correct

@@ -1,4 +1,4 @@
-"""Runs the tool user's Python: a program that prints an answer, or an expression for it."""
+"""Execution of the tool seat's Python: a program that prints an answer, or a single expression."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from palestra.envs.problems.expressions import evaluate
 from palestra.sandbox import Limits, Outcome, Sandbox
 
-LONGEST = 20_000  # characters of a program
+LONGEST = 20_000  # maximum characters of a program
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PLAIN = re.compile(r"[0-9+\-*/%(). ]{1,200}")
 
-# Like Python's own prompt: what is a single expression is worked out and shown.
+# Like Python's interactive prompt: the value of a single expression is printed.
 RUN = """
 source = open("program.py", encoding="utf-8").read().strip()
 names = {"__name__": "__main__"}
@@ -29,20 +29,20 @@ else:
 
 @dataclass(frozen=True)
 class Printed:
-    """What a program printed, and what went wrong in a line, None where nothing did."""
+    """Output of a program, and a one-line error, None on success."""
 
     text: str
     error: str | None = None
 
 
 def program_in(text: str) -> str:
-    """The last fenced block of Python in a text; all of it where there is none."""
+    """Returns the last fenced Python block of a text, or the whole text without one."""
     blocks = _FENCED.findall(text)
     return str(blocks[-1] if blocks else text).strip()
 
 
 async def run_program(source: str, sandbox: Sandbox, seconds: float) -> Printed:
-    """What `source` prints within so many seconds. Plain arithmetic is worked out here, as Python would."""
+    """Runs `source` in the sandbox for at most `seconds` of wall and CPU time. Arithmetic is evaluated in process."""
     if len(source) > LONGEST:
         return Printed("", f"the program is longer than {LONGEST} characters")
     if plain := plain_output(source):
@@ -53,7 +53,7 @@ async def run_program(source: str, sandbox: Sandbox, seconds: float) -> Printed:
 
 
 def plain_output(source: str) -> Printed | None:
-    """What an expression of numbers, or a print of one, prints or fails with; None for any other program."""
+    """Returns the output or error of an arithmetic expression, or of `print` of one; None for any other program."""
     text = source.strip()
     inner = text[len("print(") : -1] if text.startswith("print(") and text.endswith(")") else text
     if not _PLAIN.fullmatch(inner):
@@ -63,7 +63,7 @@ def plain_output(source: str) -> Printed | None:
     except ZeroDivisionError as error:
         return Printed("", f"ZeroDivisionError: {error}")
     except SyntaxError as error:
-        return Printed("", f"SyntaxError: {error.msg}") if inner is text else None  # "print(1)(2)" has another mistake
+        return Printed("", f"SyntaxError: {error.msg}") if inner is text else None  # "print(1)(2)" fails differently
     except ValueError:
         return None
 

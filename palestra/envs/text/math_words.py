@@ -1,4 +1,4 @@
-"""What the seats of the math env are told and shown, in full for language models and compact for tiny ones."""
+"""Prompts and observations of the math env: full ones for language models, compact ones for tiny models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from palestra.envs.problems.judging import Verdict
 from palestra.envs.problems.problem import Problem
 from palestra.types import Seat
 
-QUOTE = 2000  # characters of what a seat said that are shown again
-SHORT_QUOTE = 24  # of an answer in the compact rendering
+QUOTE = 2000  # maximum characters of a quoted reply
+SHORT_QUOTE = 24  # maximum characters of an answer in the compact rendering
 
 FORM = "End with #### and the final answer alone, for example #### 42, or put it in \\boxed{}."
 EXACT = "A number is an integer or a fraction in lowest terms, such as 7/2."
@@ -19,8 +19,10 @@ FINAL = "Work the answer out: a number is an integer, a decimal or a fraction in
 
 @dataclass(frozen=True)
 class Reply:
-    """What a seat said in a turn, the answer found in it, and what the judge makes of that. A tool user's `text` is its
-    program; `error` says in a line what went wrong when it ran."""
+    """A seat's reply in one turn, the answer extracted from it, and the grader's verdict.
+
+    For the tool seat, `text` is the program and `error` a one-line description of its failure.
+    """
 
     text: str
     answer: str | None
@@ -32,7 +34,7 @@ Turn = Mapping[Seat, Reply]
 
 
 def roles(seats: Sequence[Seat], turns: int, seconds: float, exact: str, compact: bool) -> dict[Seat, str]:
-    """The system message of each seat; `exact` is a sentence about the form of answers, or ""."""
+    """Returns the system message of each seat; `exact` is a sentence about the form of answers, or ""."""
     if compact:
         return {seat: f"math {seat}" for seat in seats}
     numbers = f" {exact}" if exact else ""
@@ -53,7 +55,7 @@ def roles(seats: Sequence[Seat], turns: int, seconds: float, exact: str, compact
 
 
 def view(problem: Problem, seat: Seat, turns: Sequence[Turn], most: int, compact: bool) -> str:
-    """What a seat is shown: the problem, and what was answered so far."""
+    """Returns the observation of a seat: the problem and the replies so far."""
     if compact:
         return " ".join([problem.short, *(_compact(turn, seat) for turn in turns)])
     told = [f"Problem: {problem.question}"]
@@ -64,7 +66,7 @@ def view(problem: Problem, seat: Seat, turns: Sequence[Turn], most: int, compact
 
 
 def _compact(turn: Turn, seat: Seat) -> str:
-    """ "tool 26 you 24": one's own answer last."""
+    """Returns one turn in compact form, the seat's own answer last: "tool 26 you 24"."""
     ordered = sorted(turn, key=lambda who: who == seat)
     return " ".join(f"{'you' if who == seat else who} {_brief(turn[who])}" for who in ordered)
 

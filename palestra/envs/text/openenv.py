@@ -1,7 +1,7 @@
-"""Environments that an OpenEnv server plays, over its WebSocket protocol: each game is a session of the server's own.
+"""Client env for OpenEnv servers, over their WebSocket protocol: one session per episode.
 
-Only the protocol is spoken (reset, step, close as JSON over `/ws`), so that OpenEnv itself, which brings web servers
-and user interfaces, need not be installed beside palestra.
+Only the protocol is implemented (reset, step, close as JSON over `/ws`), so the OpenEnv package, which depends on web
+servers and user interfaces, is not required.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from palestra.envs.text.options import Reward
 from palestra.types import Seat, Step
 
 INVALID = 0.1
-LARGEST = 64 * 2**20  # bytes of a message
-LEAVE = 5.0  # seconds that a server may take to end a session
+LARGEST = 64 * 2**20  # maximum bytes of a message
+LEAVE = 5.0  # seconds to wait for a server to end a session
 ROLE = (
     "You act in an environment that tells you what it shows after each of your actions. Think briefly if you need to, "
     "then end your answer with #### and your action{form}."
@@ -32,17 +32,19 @@ ROLE = (
 class OpenEnv(Env):
     """The env of the OpenEnv server at `url`, with one seat "agent".
 
-    What follows the last "####" of an answer is the action: a JSON object as it is, any other text as the action's
-    field `field`. An action that does not fit the server's schema is flagged, costs 0.1, and what was shown is shown
-    again with the server's complaint. The agent is shown the observation's fields, or those that `show` names.
+    The text after the last "####" of an answer is the action: a JSON object is sent as it is, any other text as the
+    action's field `field`. An action rejected by the server's schema is flagged and costs 0.1; the last observation is
+    repeated with the server's error. The agent observes all fields of the observation, or those listed in `show`.
 
-    The server's rewards are paid as they come, or with `reward: outcome` all in one at the end. A game is a success if
-    the server's metadata say `success`, or else from a total reward of `success` on; after `steps` actions it is cut
-    off. `reset` is sent along with the seed. A server that does not answer within `timeout` seconds, or that fails,
-    makes the episode a failed one.
+    The server's rewards are passed on per step, or with `reward: outcome` summed at the end. `success` is the server's
+    metadata field of that name, or else a total reward of at least `success` in a finished episode. After `steps`
+    actions the episode is truncated. `reset` holds extra fields of the reset message, beside the seed. If the server
+    fails, or does not answer within `timeout` seconds, the episode fails.
 
-    A fork is a new session that is told the same actions: the server must allow several (`max_concurrent_envs`), and
-    show the same for the same seed and actions.
+    A fork opens a new session and replays the actions: the server must allow several sessions (`max_concurrent_envs`)
+    and be deterministic given seed and actions.
+
+    Raises ValueError if an option is out of range, or `reset` finds no server at `url`.
     """
 
     name: ClassVar[str] = "openenv"
@@ -93,9 +95,9 @@ class OpenEnv(Env):
         return self._step(told, {"agent": False})
 
     async def fork(self) -> Self:
-        """Another session that the same actions have led to. Raises ValueError where it shows something else."""
+        """Replays the actions in a new session. Raises ValueError if the last observation differs."""
         twin = copy.copy(self)
-        vars(twin)["_session"] = None  # this one's stays open
+        vars(twin)["_session"] = None  # keeps the original's session open
         await twin.reset(self._seed)
         for action in self._said:
             await twin.step({"agent": json.dumps(action)})
@@ -109,12 +111,12 @@ class OpenEnv(Env):
         twin._total, twin._owed = self._total, self._owed
         return twin
 
-    async def close(self) -> None:  # whoever closes an env awaits what that returns
+    async def close(self) -> None:  # callers await the result of `Env.close`
         if self._session:
             session, self._session = self._session, None
             await session.close()
 
-    # ---- what was said, and what is shown
+    # ---- actions and observations
 
     def _action(self, said: str) -> dict[str, Any]:
         with contextlib.suppress(json.JSONDecodeError, RecursionError):
@@ -152,19 +154,19 @@ class OpenEnv(Env):
 
 
 class BadAction(Exception):
-    """What the server has against an action that does not fit its schema."""
+    """The server rejected an action that does not match its schema; the message holds the reason."""
 
 
 class _Session:
-    """One game's connection to a server."""
+    """The WebSocket session of one episode."""
 
     def __init__(self, url: str, timeout: float, socket: Any) -> None:
         self.url, self.timeout, self.socket, self.silent = url, timeout, socket, False
 
     @classmethod
     async def open(cls, url: str, timeout: float) -> _Session:
-        """Raises ValueError where nobody answers at `url`."""
-        proxy = None if _is_here(url) else True  # a proxy knows no servers on this machine
+        """Connects to `url`. Raises ValueError if no server answers."""
+        proxy = None if _is_here(url) else True  # a proxy cannot reach servers on this machine
         client = _websockets().asyncio.client
         try:
             socket = await client.connect(url, open_timeout=timeout, max_size=LARGEST, proxy=proxy)
@@ -173,12 +175,15 @@ class _Session:
         return cls(url, timeout, socket)
 
     async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """What the server says: observation, reward, done, metadata. Raises BadAction for an action that it refuses,
-        RuntimeError for whatever else it cannot do, TimeoutError for silence."""
+        """Sends a message and returns the reply's data: observation, reward, done, metadata.
+
+        Raises BadAction if the server rejects the action, RuntimeError on any other server error, TimeoutError if no
+        reply arrives within the timeout.
+        """
         closed = _websockets().exceptions.ConnectionClosed
         try:
             async with asyncio.timeout(self.timeout):
-                with contextlib.suppress(closed):  # a server that is full says so, and hangs up at once
+                with contextlib.suppress(closed):  # a server at capacity sends its error and disconnects immediately
                     await self.socket.send(json.dumps({"type": kind, "data": data}))
                 answer = json.loads(await self.socket.recv())
         except TimeoutError:
@@ -196,8 +201,7 @@ class _Session:
         raise RuntimeError(f"{self.url} failed at a {kind} with {code}: {why}{fix}")
 
     async def close(self) -> None:
-        """Ends the session, and waits until the server has done so, for its place may be wanted; not for one that has
-        fallen silent."""
+        """Ends the session and waits for the server to release it; capacity may be limited. No wait after a timeout."""
         with contextlib.suppress(TimeoutError, _websockets().exceptions.ConnectionClosed):
             async with asyncio.timeout(0 if self.silent else LEAVE):
                 await self.socket.send(json.dumps({"type": "close"}))
@@ -217,7 +221,7 @@ def _websockets() -> ModuleType:
 
 
 def _ws_url(url: str) -> str:
-    """The address of a server's sessions: http://host:8000 is ws://host:8000/ws."""
+    """Returns the WebSocket address of a server: http://host:8000 becomes ws://host:8000/ws."""
     scheme, mark, rest = url.rstrip("/").partition("://")
     known = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
     if not mark or scheme not in known or not rest:
@@ -234,7 +238,7 @@ def _is_here(url: str) -> bool:
 
 
 def _complaint(told: dict[str, Any]) -> str:
-    """The server's words for an error; for one in an action, field by field."""
+    """Returns the server's error message; for an invalid action one message per field."""
     errors = [one for one in told.get("errors") or () if isinstance(one, dict)]
     fields = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in errors]
     return "; ".join(fields) or str(told.get("message", "it does not say why"))

@@ -1,4 +1,4 @@
-"""Options that envs in words have in common: what is paid, and how things are said."""
+"""Option types shared by text envs: the reward mode and the text rendering."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Plan-Path: walk from a start to a goal round the walls, a few moves a turn.
+"""Plan-Path env: walk from a start to a goal around walls, a few moves per turn.
 
-After the game of the same name in Stronger-MAS (arXiv 2510.11062), with two differences: the prompt always shows where
-the walker stands now, and no reward reads the shortest path.
+Follows the game of the same name in Stronger-MAS (arXiv 2510.11062), with two differences: the prompt always shows the
+walker's current position, and the default rewards do not use the shortest path.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RULES = (
 
 @dataclass(eq=False)
 class PathLayout:
-    """One instance; `start` and `goal` are cells, `rest` the part of the compact rendering that never changes."""
+    """One instance; `start` and `goal` are cells, `rest` is the constant part of the compact observation."""
 
     grid: Grid
     start: int
@@ -52,11 +52,12 @@ class PathLayout:
 
     @property
     def groups(self) -> tuple[Any, ...]:
+        """The cells of the walls, the start and the goal."""
         return (self.grid.walls, (self.start,), (self.goal,))
 
     @cached_property
     def to_goal(self) -> dict[int, int]:
-        """The length of a shortest path from each cell to the goal."""
+        """Shortest-path length to the goal, in moves, of each cell that can reach it."""
         return distances(self.grid, self.goal)
 
     def solvable(self) -> bool:
@@ -64,11 +65,12 @@ class PathLayout:
 
 
 def path_layout(size: int, walls: tuple[int, ...], start: int, goal: int) -> PathLayout:
+    """Builds an instance from cells."""
     rest = f"goal {cell_names(size)[goal]}" + (f" walls {written(size, sorted(walls))}" if walls else "")
     return PathLayout(grid(size, walls), start, goal, rest)
 
 
-@lru_cache(maxsize=16_384)  # tree search resets the same seed again and again
+@lru_cache(maxsize=16_384)  # tree search resets the same seed many times
 def _instance(seed: int, size: int, density: float, split: Split) -> PathLayout:
     def propose(rng: np.random.Generator) -> PathLayout | None:
         blocked = rng.random(size * size) < density
@@ -82,10 +84,11 @@ def _instance(seed: int, size: int, density: float, split: Split) -> PathLayout:
 
 
 class PlanPath(GridGame):
-    """Reach the goal. The planner names up to `waypoints` cells, whoever moves makes up to `moves` moves an answer.
+    """Reach the goal. A plan has up to `waypoints` cells, an answer of a moving seat up to `moves` moves.
 
-    `density` is the share of walls. Dense rewards measure progress by Manhattan distance, a hint that leads into dead
-    ends, or with `shaping: path` by the shortest path, which is an oracle. A state is the walker's cell.
+    `density` is the probability that a cell is a wall. Dense rewards measure progress by Manhattan distance, which can
+    lead into dead ends, or with `shaping: path` by shortest-path length, which reveals the solution. A state is the
+    walker's cell. Raises ValueError if an option is out of range.
     """
 
     name: ClassVar[str] = "plan_path"
@@ -130,7 +133,7 @@ class PlanPath(GridGame):
         return [self.state, *self._stops(self.state, plan)][-1]
 
     def _stops(self, at: int, plan: tuple[int, ...]) -> list[int]:
-        """Where the plan's straight lines end, up to the first that a wall cuts short or the goal."""
+        """Returns the ends of the plan's straight lines, up to the first that stops at a wall or the goal."""
         stops: list[int] = []
         for waypoint in plan:
             stop = walk_straight(self.instance.grid, at, waypoint, self.instance.goal)
@@ -174,7 +177,8 @@ class PlanPath(GridGame):
 
 
 def walk_straight(board: Grid, start: int, to: int, goal: int) -> int:
-    """Where a straight walk from `start` to `to` ends: there, before a wall, on the goal, or at once if not in line."""
+    """Returns where a straight walk from `start` to `to` ends: at `to`, before a wall, at the goal, or at `start` if
+    the two are not in line."""
     (row, column), (to_row, to_column) = divmod(start, board.size), divmod(to, board.size)
     if row != to_row and column != to_column:
         return start

@@ -1,4 +1,4 @@
-"""Sokoban: push every box onto a goal, a few moves a turn. Boxes cannot be pulled, so a box in a corner is lost."""
+"""Sokoban env: push every box onto a goal, a few moves per turn. Boxes cannot be pulled out of corners."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RULES = (
 
 @dataclass(frozen=True, eq=False)
 class SokobanLayout:
-    """One instance; `rest` is the part of the compact rendering that never changes."""
+    """One instance; `rest` is the constant part of the compact observation."""
 
     grid: Grid
     goals: frozenset[int]
@@ -51,10 +51,11 @@ class SokobanLayout:
 
     @property
     def groups(self) -> tuple[Any, ...]:
+        """The cells of the walls, the goals, the boxes and the player."""
         return (self.grid.walls, self.goals, self.start[1], (self.start[0],))
 
     def solvable(self) -> bool:
-        """Whether a quick search solves it; the few hard layouts that take it longer are not drawn."""
+        """True if a greedy search over at most 2,000 states solves it; the few harder layouts are not drawn."""
         begun = self.goals.issuperset(self.start[1])
         return not begun and rules.solve(self.grid, self.start, self.goals, greed=5, most=2000) is not None
 
@@ -62,11 +63,12 @@ class SokobanLayout:
 def sokoban_layout(
     size: int, walls: tuple[int, ...], goals: tuple[int, ...], boxes: tuple[int, ...], player: int
 ) -> SokobanLayout:
+    """Builds an instance from cells; boxes are numbered in the given order."""
     rest = f"goal {written(size, sorted(goals))}" + (f" walls {written(size, sorted(walls))}" if walls else "")
     return SokobanLayout(grid(size, walls), frozenset(goals), (player, boxes), rest)
 
 
-@lru_cache(maxsize=16_384)  # tree search resets the same seed again and again
+@lru_cache(maxsize=16_384)  # tree search resets the same seed many times
 def _instance(seed: int, size: int, boxes: int, walls: int, split: Split) -> SokobanLayout:
     def propose(rng: np.random.Generator) -> SokobanLayout | None:
         cells = rng.permutation(size * size).tolist()
@@ -78,10 +80,10 @@ def _instance(seed: int, size: int, boxes: int, walls: int, split: Split) -> Sok
 
 
 class Sokoban(GridGame):
-    """Push the boxes home. The planner names up to `pushes` pushes, whoever moves makes up to `moves` moves an answer.
+    """Push all boxes onto goals. A plan has up to `pushes` pushes, an answer of a moving seat up to `moves` moves.
 
-    `size` is the playable area within the border; `walls` counts the walls inside it, by default one for 12 cells. A
-    state is (player, boxes).
+    `size` is the number of rows and columns inside the border; `walls` counts the walls inside it, by default one per
+    12 cells. A state is (player, boxes). Raises ValueError if an option is out of range.
     """
 
     name: ClassVar[str] = "sokoban"
@@ -132,7 +134,7 @@ class Sokoban(GridGame):
         board, wanted = self.instance.grid, self._milestones(states[0], plan)
         done, begun, last = 0, states[0], states[0]
         for state in states[1:]:
-            if state[1] != last[1]:  # a box moved: as planned, or else the plan is over
+            if state[1] != last[1]:  # a box moved: any unplanned push ends the plan
                 if done == len(wanted) or state[1] != wanted[done][1]:
                     return done / len(wanted) if wanted else 0.0
                 done, begun = done + 1, state
@@ -143,7 +145,7 @@ class Sokoban(GridGame):
         return (done + max(0, far - near) / (far + 1)) / len(wanted)
 
     def _milestones(self, state: State, plan: tuple[tuple[int, int], ...]) -> list[State]:
-        """The states after each push of the plan, as far as it can be carried out."""
+        """Returns the state after each push of the plan, up to the first that is impossible or follows the solution."""
         states: list[State] = []
         for box, direction in plan:
             after = rules.push(self.instance.grid, state, box, direction)

@@ -1,4 +1,4 @@
-"""The rules of Sokoban on a grid, and a solver: A* over pushes with the player's region as one state."""
+"""Rules of Sokoban on a grid, and a solver: A* over pushes, with all player positions of one region as one state."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import count, permutations
 
 from palestra.envs.text.grids import OPPOSITE, Grid, distances, manhattan, reachable
 
-State = tuple[int, tuple[int, ...]]  # the player's cell, and the boxes' cells in the order of their numbers
+State = tuple[int, tuple[int, ...]]  # the player's cell, and the boxes' cells by box number
 
 
 def move(board: Grid, state: State, direction: int) -> State | None:
-    """The state after one player move, pushing a box that is in the way; None where a wall or second box stops it."""
+    """Returns the state after one player move, which may push a box; None if a wall or a second box blocks it."""
     player, boxes = state
     target = board.beside[player][direction]
     if target < 0:
@@ -26,7 +26,7 @@ def move(board: Grid, state: State, direction: int) -> State | None:
 
 
 def push(board: Grid, state: State, box: int, direction: int) -> State | None:
-    """The state after walking behind box number `box` and pushing it once; None where either is not possible."""
+    """Returns the state after walking behind box number `box` and pushing it once; None if either is impossible."""
     player, boxes = state
     stand = board.beside[boxes[box]][OPPOSITE[direction]]
     if stand < 0 or stand in boxes or stand not in reachable(board, player, boxes):
@@ -35,7 +35,7 @@ def push(board: Grid, state: State, box: int, direction: int) -> State | None:
 
 
 def steps_to_push(board: Grid, state: State, box: int, direction: int) -> int:
-    """The least number of moves after which the player stands ready to push; raises ValueError where it never can."""
+    """Returns the minimum number of moves to the push position. Raises ValueError if it cannot be reached."""
     player, boxes = state
     stand = board.beside[boxes[box]][OPPOSITE[direction]]
     far = distances(board, player, boxes)
@@ -45,7 +45,7 @@ def steps_to_push(board: Grid, state: State, box: int, direction: int) -> int:
 
 
 def distance(size: int, boxes: Iterable[int], goals: Iterable[int]) -> int:
-    """The least sum of Manhattan distances over all ways to give each box its own goal."""
+    """Returns the minimum total Manhattan distance over all assignments of boxes to goals."""
     there = tuple(goals)
     here = tuple(boxes)
     if len(here) == 1:
@@ -56,10 +56,10 @@ def distance(size: int, boxes: Iterable[int], goals: Iterable[int]) -> int:
 def solve(
     board: Grid, state: State, goals: frozenset[int], *, greed: int = 1, most: int = 50_000
 ) -> list[tuple[int, int]] | None:
-    """A list of pushes (box number, direction) that solves the puzzle, or None where `most` states hold none.
+    """Returns pushes (box number, direction) that solve the puzzle; None if a search of `most` states finds none.
 
-    With `greed=1` none is shorter. A larger greed weighs the distance to the goals more than the pushes made: a
-    solution is then found much faster, but it may be longer.
+    With `greed=1` (A*) the solution has the fewest pushes. A larger `greed` (weighted A*) multiplies the distance
+    heuristic: the search is much faster, but the solution may be longer.
     """
     fresh = count()
     start = _key(board, state)
@@ -85,7 +85,7 @@ def solve(
 
 
 def live_cells(board: Grid, goals: Iterable[int]) -> set[int]:
-    """The cells from which a lone box can still be pushed to some goal, found by pulling boxes back from the goals."""
+    """Returns the cells from which a single box can be pushed to some goal, found by pulling boxes from the goals."""
     live, todo = set(goals), list(goals)
     while todo:
         cell = todo.pop()
@@ -98,7 +98,7 @@ def live_cells(board: Grid, goals: Iterable[int]) -> set[int]:
 
 
 def _key(board: Grid, state: State) -> tuple[int, tuple[int, ...]]:
-    """States that differ only in where the player stands within one region, or in the boxes' numbers, are one."""
+    """Returns the search key, equal for states that differ only in box numbers or the player's cell within a region."""
     return min(reachable(board, state[0], state[1])), tuple(sorted(state[1]))
 
 

@@ -1,9 +1,9 @@
-"""Which instances a model may train on: each belongs to exactly one split, whoever draws it and when.
+"""Data splits of problem instances: each instance belongs to exactly one split, by a hash of its content.
 
-Small boards recur: at 4x4 with one box a fresh seed often draws a layout already met. So the split is a property of the
-layout, not of the seed: the SHA-256 of its canonical form, the least of its 8 rotations and mirrors. A mirrored layout
-is therefore never "new". A state reached in play is not held to its episode's split: where that matters (collecting
-data for a base model), ask `split_of` about the state.
+Small boards recur: at 4x4 with one box a new seed often draws a known layout. The split is therefore a function of the
+layout, not of the seed: the SHA-256 of its canonical form, the smallest of its 8 rotations and reflections, so a
+reflected layout is never "new". A state reached during an episode may belong to another split than its instance: where
+that matters (collecting data for a base model), check it with `split_of`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Layout(Protocol):
-    """What `draw` needs to know of a puzzle: the groups of cells that make it up, and whether it can be solved."""
+    """Puzzle layout as required by `draw`: board size, groups of cells (walls, goals, ...), and a solvability test."""
 
     @property
     def size(self) -> int: ...
@@ -39,19 +39,18 @@ L = TypeVar("L", bound=Layout)
 
 
 def canonical(size: int, groups: tuple[Iterable[int], ...]) -> tuple[tuple[int, ...], ...]:
-    """The least of the 8 symmetric images. Each group (walls, goals, ...) is a set of cells: its order is ignored."""
+    """Returns the smallest of the 8 symmetric images. Each group (walls, goals, ...) is a set: its order is ignored."""
     kept = [tuple(group) for group in groups]
     return min(tuple(tuple(sorted([image[c] for c in group])) for group in kept) for image in symmetries(size))
 
 
 def split_of(size: int, groups: tuple[Iterable[int], ...]) -> Split:
-    """The one split that a layout and its mirror images belong to."""
+    """Returns the split of a layout, which all its symmetric images share."""
     return split_of_text(_text(size, groups))
 
 
 def split_of_text(text: str) -> Split:
-    """The one split that an instance belongs to whose whole content is `text`, in a form of its own: give what is the
-    same problem the same text."""
+    """Returns the split of an instance with content `text`. Equal problems must have equal text (a canonical form)."""
     digest = hashlib.sha256(text.encode()).digest()
     share = int.from_bytes(digest[:8], "big") / 2**64
     for split, width in SHARES.items():
@@ -68,8 +67,10 @@ def first_of_split(
     lacking: str,
     fits: Callable[[T], bool] = lambda drawn: True,
 ) -> T:
-    """The first of `draws` that belongs to `split` by its whole content, `text`, and `fits`; None is a draw that is
-    nothing at all. Raises ValueError, with what is `lacking`, where there is none."""
+    """Returns the first of `draws` that belongs to `split`, by its content `text`, and satisfies `fits`.
+
+    Draws of None are skipped. Raises ValueError with the message `lacking` if there is none.
+    """
     for drawn in draws:
         if drawn is not None and (split == "all" or split_of_text(text(drawn)) == split) and fits(drawn):
             return drawn
@@ -77,10 +78,10 @@ def first_of_split(
 
 
 def draw(seed: int, propose: Callable[[np.random.Generator], L | None], split: Split, what: str) -> L:
-    """The first solvable layout of `split` among those that `propose` draws from `seed`.
+    """Returns the first solvable layout of `split` among those that `propose` draws from `seed`.
 
-    `propose` returns None for a draw that is no puzzle at all. Raises ValueError, naming `what` was asked for, where
-    20,000 draws hold none: there are then too few such layouts.
+    `propose` returns None for an invalid draw. Raises ValueError, with the description `what`, if 20,000 draws give
+    none, as there are then too few such layouts.
     """
     rng = np.random.default_rng([seed])
     return first_of_split(

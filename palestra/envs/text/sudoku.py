@@ -1,7 +1,7 @@
-"""Sudoku: fill a grid so that every row, column and box holds each digit once. Clues stand; there is one solution.
+"""Sudoku env: fill a grid so that every row, column and box holds each digit once. The solution is unique.
 
-A turn is a proposer's answer and then a checker's, or one agent's. What the seats are shown needs no solution: the
-grid, and the rows, columns and boxes that hold a digit twice. Dense rewards read the solution.
+A turn is a proposer's answer followed by a checker's, or one agent's answer. Observations do not use the solution: they
+show the grid, and the rows, columns and boxes that hold a digit twice. Dense rewards use the solution.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from palestra.envs.text.sudoku_solver import BOXES, Board, certain, violations
 from palestra.envs.text.sudoku_words import Cells, cell_name, compact_grid, drawn_grid, read_cells, written
 from palestra.types import Seat, Step
 
-SOLVED = 1.0  # team
-INVALID = 0.1  # off the seat's own reward for an answer that sets nothing: unreadable, or against a clue
+SOLVED = 1.0  # team reward for the solution
+INVALID = 0.1  # subtracted from the seat's reward for an invalid answer, which sets no cell
 Team = Literal["proposer_checker", "single"]
 SEATS: dict[Team, tuple[Seat, ...]] = {"proposer_checker": ("proposer", "checker"), "single": ("agent",)}
 CLUES = {4: 7, 6: 16, 9: 36}
-FEWEST = {4: 4, 6: 9, 9: 24}  # with fewer, hardly any grid has a puzzle
+FEWEST = {4: 4, 6: 9, 9: 24}  # with fewer, hardly any grid has a puzzle with a unique solution
 CONFIRM = "ok"
 
 
 class Sudoku(Env):
     """A sudoku of `size` 4, 6 or 9 with `clues` clues (by default 7, 16, 36).
 
-    An answer sets at most `cells` cells (by default as many as a row has; all, for one agent): a list such as "r1 c2 4
-    r3 c1 2", or the whole grid, of which count the cells that it changes. "." empties a cell. The proposer's cells are
-    set only when the checker says "ok"; else the checker's own are.
+    An answer sets at most `cells` cells (default: the length of a row; for one agent, all): a list such as "r1 c2 4
+    r3 c1 2", or the whole grid, of which only changed cells count. "." empties a cell. The proposer's cells are set if
+    the checker answers "ok"; otherwise the checker's own cells are set.
 
-    Dense rewards: the team is paid what the board gained, as a share of the cells empty at first, right ones less wrong
-    ones, and 1 for the solution. The proposer is paid the same for the board as it would be, the checker what it
-    changed by not saying "ok". An answer that cannot be read, sets too many cells or contradicts a clue sets nothing,
-    is flagged and costs 0.1. With `reward: outcome` only the solution pays, and only the team.
+    Dense rewards: the team is paid the change of (correct minus wrong cells) as a share of the initially empty cells,
+    and 1 for the solution. The proposer is paid the same for the board with its proposal, the checker the difference
+    between the final board and the proposed one. An unreadable answer, one that sets too many cells, or one that
+    contradicts a clue sets nothing, is flagged and costs 0.1. With `reward: outcome` only the team is paid, and only
+    for the solution.
+
+    Raises ValueError if an option is out of range, or `turns` is too low to fill the grid.
     """
 
     name: ClassVar[str] = "sudoku"
@@ -73,7 +76,7 @@ class Sudoku(Env):
         self.roles: Mapping[Seat, str] = {seat: self._role(seat) for seat in self.seats}
         self._over = True
 
-    # ---- the contract
+    # ---- env interface
 
     def reset(self, seed: int) -> Step:
         self.instance: Puzzle = puzzle(seed, self.size, self.clues, self.split)
@@ -91,8 +94,8 @@ class Sudoku(Env):
         return self._propose(actions[seat]) if seat == "proposer" else self._fill(seat, actions[seat])
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
-        """Mistakes mended first, then cells that follow at once from the board, one after the other; where none does,
-        one that the solution tells. A checker confirms what is right."""
+        """Returns an answer that corrects wrong cells first, then fills cells that the board forces, or else random
+        cells from the solution. A checker confirms a correct proposal."""
         right = self.instance.solution
         if seat == "checker" and self.proposed and all(right[cell] == digit for cell, digit in self.proposed.items()):
             said = CONFIRM
@@ -124,7 +127,7 @@ class Sudoku(Env):
         return self._step(rewards, self._gain(before, self.board), {seat: invalid})
 
     def _read(self, answer: Any) -> tuple[Cells | None, str]:
-        """The cells that an answer sets, or None and why it sets none."""
+        """Returns the cells that an answer changes and "", or None and the reason why it is invalid."""
         cells = read_cells(answer, self.size)
         if cells is None:
             return None, "it could not be read"
@@ -141,7 +144,7 @@ class Sudoku(Env):
         return tuple(cells.get(cell, digit) for cell, digit in enumerate(self.board))
 
     def _gain(self, before: Board, after: Board) -> float:
-        """In dense rewards the share of the empty cells that is right, less that which is wrong, compared."""
+        """Returns the reward of a change: correct minus wrong cells as a share of the empty cells, and SOLVED."""
         solved = SOLVED * (after == self.instance.solution) - SOLVED * (before == self.instance.solution)
         if self.reward == "outcome":
             return solved
@@ -164,7 +167,7 @@ class Sudoku(Env):
             cells[cell] = board[cell] = right[cell]
         return cells
 
-    # ---- what the seats see
+    # ---- observations
 
     def _step(self, rewards: dict[Seat, float], team_reward: float, invalid: dict[Seat, bool]) -> Step:
         success = self.board == self.instance.solution

@@ -1,11 +1,11 @@
-"""Which sudokus are one and the same, and puzzles drawn from a seed.
+"""Canonical forms of sudokus under their symmetries, and puzzles drawn from a seed.
 
-Sudokus are the same where relabelling the digits, permuting the rows of a band, the columns of a stack, bands, stacks,
-and (where boxes are square) swapping rows and columns turn one into the other. At 4x4 and 6x6 a puzzle's canonical form
-is the least of its 128 or 3,456 images with the digits relabelled by first appearance. At 9x9 there are 3,359,232
-images, too many; but puzzles that are the same have solutions that are the same, and for a full grid the least image is
-found by its first two rows. There the form is that of the solution, so that not even two different puzzles with the
-same solution are ever in two splits.
+Two sudokus are equivalent if one becomes the other by relabelling the digits, permuting the rows of a band, the columns
+of a stack, the bands or the stacks, or (if boxes are square) transposing. At 4x4 and 6x6 the canonical form of a puzzle
+is the smallest of its 128 or 3,456 images, with the digits relabelled by first appearance. At 9x9 the 3,359,232 images
+are too many; but equivalent puzzles have equivalent solutions, and the smallest image of a full grid is determined from
+its first two rows. There the canonical form is that of the solution, so even different puzzles with the same solution
+are always in the same split.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ TRIES = 2000
 
 @dataclass(frozen=True)
 class Puzzle:
-    """The clues, and the one grid that they leave."""
+    """A puzzle: its clues and its unique solution."""
 
     clues: Board
     solution: Board
 
 
-@lru_cache(maxsize=4096)  # tree search resets the same seed again and again
+@lru_cache(maxsize=4096)  # tree search resets the same seed many times
 def puzzle(seed: int, size: int, clues: int, split: Split) -> Puzzle:
-    """The puzzle of `split` that the seed names. Raises ValueError where 2,000 random grids give none: so few clues are
-    then too hard to find, or the split has no such puzzle."""
+    """Returns the puzzle of `split` for `seed`.
+
+    Raises ValueError if 2,000 random grids give none: `clues` is too low, or the split has no such puzzle.
+    """
     rng = random.Random(seed)
     for _ in range(TRIES):
         solution = random_grid(size, rng)
@@ -50,7 +52,7 @@ def puzzle(seed: int, size: int, clues: int, split: Split) -> Puzzle:
 
 
 def text_of(size: int, board: Board) -> str:
-    """The canonical form in words: at 9x9 of a full grid, else of any board."""
+    """Returns the canonical form as text. Raises ValueError at 9x9 if the board has empty cells."""
     form = _least_grid(board) if size == 9 else _least_image(size, board)
     return f"sudoku {size} {' '.join(map(str, form))}"
 
@@ -60,7 +62,7 @@ def text_of(size: int, board: Board) -> str:
 
 @cache
 def images(size: int) -> np.ndarray:
-    """For each symmetry of the grid [I, cells] which cell comes to stand where."""
+    """Returns the symmetries as cell permutations [I, size * size], int64: `board[images[i]]` is image i."""
     high, wide = BOXES[size]
     cells = np.arange(size * size).reshape(size, size)
     rows, columns = line_orders(size, high), line_orders(size, wide)
@@ -71,14 +73,14 @@ def images(size: int) -> np.ndarray:
 
 
 def line_orders(size: int, group: int) -> list[list[int]]:
-    """The orders of rows (or columns) that keep each `group` of them together: those of a band (or stack)."""
+    """Returns the permutations of the rows (or columns) that keep each band (stack) of `group` lines together."""
     bands = [list(permutations(range(first, first + group))) for first in range(0, size, group)]
     return [[line for band in order for line in band] for chosen in product(*bands) for order in permutations(chosen)]
 
 
 def _least_image(size: int, board: Board) -> bytes:
     boards = np.array(board, np.uint8)[images(size)]
-    first = np.full((len(boards), size + 1), size * size)  # where each digit first stands; absent ones come last
+    first = np.full((len(boards), size + 1), size * size)  # first position of each digit; absent ones come last
     for digit in range(1, size + 1):
         is_there = boards == digit
         first[:, digit] = np.where(is_there.any(1), is_there.argmax(1), size * size)
@@ -91,7 +93,7 @@ def _least_image(size: int, board: Board) -> bytes:
 
 
 def _least_grid(board: Board) -> bytes:
-    """The least of the images of a full grid whose first row is 1 to 9."""
+    """Returns the smallest image of a full 9x9 grid whose first row is 1 to 9, as 81 bytes."""
     grid = np.array(board, np.uint8).reshape(9, 9)
     if not grid.all():
         raise ValueError("only a full grid has a canonical form at 9x9: give the puzzle's solution")
@@ -119,7 +121,7 @@ def _column_orders() -> np.ndarray:
 
 
 def _least_second_rows(top: np.ndarray, second: np.ndarray) -> list[tuple[bytes, np.ndarray]]:
-    """The least second row that any order of the columns gives where the first is 1 to 9, with each order that does."""
+    """Returns the smallest second row over all column orders with first row 1 to 9, with each order that gives it."""
     orders = _column_orders()
     label = np.zeros((len(orders), 10), np.uint8)
     np.put_along_axis(label, top[orders], np.arange(1, 10, dtype=np.uint8)[None], 1)
@@ -130,7 +132,7 @@ def _least_second_rows(top: np.ndarray, second: np.ndarray) -> list[tuple[bytes,
 
 
 def _completed(grid: np.ndarray, first: int, second: int, columns: np.ndarray) -> bytes:
-    """The least grid with these two rows on top and the columns in this order."""
+    """Returns the smallest grid with these two rows on top and the columns in this order."""
     label = np.zeros(10, np.uint8)
     label[grid[first, columns]] = np.arange(1, 10)
     rows = [label[row[columns]].tobytes() for row in grid]

@@ -1,6 +1,6 @@
-"""Sudoku, exactly: all that can be concluded from a board, whether one solution is the only one, and puzzles made so.
+"""Sudoku solver and generator: rule violations, solutions, forced cells, and puzzles with a unique solution.
 
-A board is a tuple of `size` * `size` digits, row by row, 0 where a cell is empty.
+A board is a tuple of `size` * `size` digits, row by row, 0 for an empty cell.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """The cells of each row, column and box (`units`, in this order, with their names), and of which each cell is."""
+    """The rows, columns and boxes of a board.
+
+    `units`: the cells of each row, then column, then box. `names`: their names. `units_of`: the indices of the row,
+    column and box of each cell.
+    """
 
     size: int
     units: tuple[tuple[int, ...], ...]
@@ -26,6 +30,7 @@ class Shape:
 
 @cache
 def shape(size: int) -> Shape:
+    """Returns the geometry of a board of size 4, 6 or 9."""
     high, wide = BOXES[size]
     lines = range(size)
     box_of = [r // high * (size // wide) + c // wide for r in lines for c in lines]
@@ -42,7 +47,7 @@ def shape(size: int) -> Shape:
 
 
 def violations(size: int, board: Board) -> list[str]:
-    """The names of the rows, columns and boxes that hold a digit twice."""
+    """Returns the names of the rows, columns and boxes that hold a digit twice."""
     form = shape(size)
     found = []
     for name, unit in zip(form.names, form.units, strict=True):
@@ -53,7 +58,7 @@ def violations(size: int, board: Board) -> list[str]:
 
 
 def solutions(size: int, board: Board, most: int = 2, rng: random.Random | None = None) -> list[Board]:
-    """The solutions of a board, at most `most` of them; with `rng` in a random order."""
+    """Returns at most `most` solutions of a board; with `rng` in random order."""
     if violations(size, board):
         return []
     found: list[Board] = []
@@ -65,12 +70,12 @@ def solutions(size: int, board: Board, most: int = 2, rng: random.Random | None 
 
 
 def _taken(size: int, board: Board) -> list[int]:
-    """For each unit the digits that it holds, as bits."""
+    """Returns the digits present in each unit, as a bit mask."""
     return [sum(1 << board[cell] for cell in unit if board[cell]) for unit in shape(size).units]
 
 
 def _solve(form: Shape, board: list[int], taken: list[int], rng: random.Random | None) -> Iterator[Board]:
-    """All solutions; the cell with the fewest digits left to it goes first."""
+    """Yields all solutions by backtracking; fills the cell with the fewest possible digits first."""
     best, fewest, choices = -1, form.size + 1, 0
     every = (2 << form.size) - 2
     for cell, digit in enumerate(board):
@@ -104,8 +109,8 @@ def _digits(bits: int) -> list[int]:
 
 
 def certain(size: int, board: Board) -> list[tuple[int, int]]:
-    """The cells (cell, digit) that follow at once: only one digit is left to the cell, or in a row, column or box only
-    this cell is left to the digit. In a board without mistakes they are right."""
+    """Returns forced cells as (cell, digit): naked singles (the cell has one possible digit) and hidden singles (the
+    digit has one possible cell in a row, column or box). They are correct if the board has no wrong cells."""
     form, taken = shape(size), _taken(size, board)
     every = (2 << size) - 2
     free = {
@@ -124,13 +129,15 @@ def certain(size: int, board: Board) -> list[tuple[int, int]]:
 
 
 def random_grid(size: int, rng: random.Random) -> Board:
-    """A full board that keeps the rules."""
+    """Returns a random complete valid board."""
     return solutions(size, (0,) * size**2, 1, rng)[0]
 
 
 def dig(size: int, solution: Board, clues: int, rng: random.Random) -> Board | None:
-    """A puzzle of `clues` clues whose only solution this is: cells are emptied in random order where another solution
-    does not come of it. None where no more can be emptied before so few are left."""
+    """Returns a puzzle of `clues` clues with `solution` as its unique solution; None if the random order finds none.
+
+    Cells are emptied in random order, except those that would allow another solution.
+    """
     board, left = solution, size * size
     for cell in _shuffled(range(size * size), rng):
         if left == clues:
@@ -142,7 +149,7 @@ def dig(size: int, solution: Board, clues: int, rng: random.Random) -> Board | N
 
 
 def _other(size: int, board: Board, cell: int, digit: int) -> bool:
-    """Whether the board has a solution with another digit in the cell."""
+    """True if the board has a solution with another digit in the cell."""
     others = (other for other in range(1, size + 1) if other != digit)
     return any(solutions(size, (*board[:cell], other, *board[cell + 1 :]), 1) for other in others)
 

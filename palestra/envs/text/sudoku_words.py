@@ -1,4 +1,4 @@
-"""Sudokus in words: boards as they are shown, and cells as they are answered. Rows and columns count from 1."""
+"""Text formats of sudoku boards and cells, and the parser of answers. Rows and columns count from 1."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import re
 from palestra.envs.text.grids import answer_words
 from palestra.envs.text.sudoku_solver import BOXES, Board
 
-Cells = dict[int, int]  # digits by cell, 0 to empty it
+Cells = dict[int, int]  # digit by cell, 0 empties the cell
 
 _CELL = re.compile(r"r ?([0-9]) ?c ?([0-9]) ?[=:]? ?([0-9.]) ?")
 _LIST = re.compile(rf"(?:{_CELL.pattern})+")
 
 
 def read_cells(answer: object, size: int) -> Cells | None:
-    """What an answer says of the cells, 0 for ".": a list "r1 c2 4", of which no cell twice, or the whole grid, where
-    lines and bars between the digits do not count ("_" too is an empty cell). None where it is neither."""
+    """Returns the digit by cell in an answer, 0 for "."; None if the answer cannot be parsed.
+
+    An answer is a list "r1 c2 4 r3 c1 2" without duplicate cells, or the whole grid, in which separators (lines, bars)
+    are ignored and "_" is an empty cell too.
+    """
     words = answer_words(answer)
     said = " ".join(words)
     if _LIST.fullmatch(said):
@@ -30,21 +33,23 @@ def read_cells(answer: object, size: int) -> Cells | None:
 
 
 def cell_name(size: int, cell: int) -> str:
+    """Returns a cell's name, such as "r1 c2"."""
     return f"r{cell // size + 1} c{cell % size + 1}"
 
 
 def written(size: int, cells: Cells) -> str:
+    """Returns cells and digits as text: "r1 c2 4 r3 c1 ."."""
     return " ".join(f"{cell_name(size, cell)} {digit or '.'}" for cell, digit in cells.items())
 
 
 def compact_grid(size: int, board: Board) -> str:
-    """ "r1 1 . . 4 r2 . 2 . .": the rows, each after its name."""
+    """Returns the rows, each after its name: "r1 1 . . 4 r2 . 2 . ."."""
     rows = [" ".join(str(digit or ".") for digit in board[at : at + size]) for at in range(0, size * size, size)]
     return " ".join(f"r{number + 1} {row}" for number, row in enumerate(rows))
 
 
 def drawn_grid(size: int, board: Board) -> str:
-    """The grid as lines, with the names of rows and columns and bars between the boxes."""
+    """Returns the grid as lines, with row and column names and bars between the boxes."""
     high, wide = BOXES[size]
 
     def line(name: str, parts: list[str]) -> str:

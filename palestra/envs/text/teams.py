@@ -1,7 +1,7 @@
-"""Who says what when, and what it earns: the part of a grid game that does not depend on its rules.
+"""Base class of grid games: seats, turn order, rewards and observations, independent of the game's rules.
 
-A turn is a planner's answer and then an executor's, or one answer for the other teams. Team and local rewards stay
-apart: the team is paid for what happens on the board, each seat for what it alone can mend.
+A turn is a planner's answer followed by an executor's, or one answer in the other teams. Team and local rewards are
+separate: the team reward is for changes of the board, a local reward for what only that seat controls.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from palestra.envs.text.grids import DIRECTIONS, parse_moves, within
 from palestra.envs.text.options import BoardRendering, Reward
 from palestra.types import Seat, Step
 
-SOLVED = 1.0  # team, for solving the puzzle; planner, for a plan that would
-FORMAT = 0.1  # local, for an answer that can be read
-ILLEGAL = 0.1  # local, off for moves that are not possible, times their share
-FOLLOW = 0.5  # executor, for the share of the plan that its moves carried out
+SOLVED = 1.0  # team reward for solving the puzzle; planner's reward for a plan that would solve it
+FORMAT = 0.1  # local reward for a readable answer
+ILLEGAL = 0.1  # local penalty, times the share of illegal moves
+FOLLOW = 0.5  # executor's reward, times the share of the plan it carried out
 
 Team = Literal["planner_executor", "alternating", "single"]
 SEATS: dict[Team, tuple[Seat, ...]] = {
@@ -26,19 +26,20 @@ SEATS: dict[Team, tuple[Seat, ...]] = {
     "alternating": ("first", "second"),
     "single": ("agent",),
 }
-LONGEST_QUOTE = 1000  # characters of the planner's own words shown to the executor in the ascii rendering
+LONGEST_QUOTE = 1000  # maximum characters of the planner's answer shown to the executor in the ascii rendering
 
 
 class GridGame(Env):
-    """A puzzle on a grid for a team of one or two. A game says what a state is and how moves and plans change it.
+    """A grid puzzle for a team of one or two. Subclasses define states, and how moves and plans change them.
 
-    Every step's info has `success`, `turn` (turns completed), `invalid` (the last answer could not be read, or held an
-    illegal move) and the last one also `steps` (moves made). Running out of turns is `truncated`. Between steps,
-    `instance` is the layout, `state` the game's state and `plan` what the planner last said, None where unreadable.
+    Info: `success`, `turn` (turns completed), `invalid` (the last answer was unreadable or held an illegal move), in
+    the last step `steps` (moves made). Running out of turns is `truncated`. Between steps, `instance` is the layout,
+    `state` the game's state, and `plan` the planner's last plan, None if unreadable. Raises ValueError if an option is
+    out of range.
     """
 
     replaces_state = True
-    word = ""  # the game's name in the compact roles
+    word = ""  # the game's name in compact role prompts
     plan_format = ""
     rules = ""
 
@@ -50,35 +51,37 @@ class GridGame(Env):
         self.roles: Mapping[Seat, str] = {seat: self._role(seat) for seat in self.seats}
         self._over = True
 
-    # ---- what a game supplies: states are immutable, so that a fork copies references only
+    # ---- implemented by each game; states are immutable, so a fork copies references only
 
     @abstractmethod
     def layout(self, seed: int) -> Any:
-        """The instance `seed` names, with its `start` (a state)."""
+        """Returns the instance for `seed`, with its initial state `start`."""
 
     @abstractmethod
     def parse_plan(self, answer: Any) -> tuple[Any, ...] | None:
-        """The planner's answer as data, or None where it cannot be read."""
+        """Parses the planner's answer; None if it is unreadable."""
 
     @abstractmethod
     def write_plan(self, plan: tuple[Any, ...]) -> str: ...
 
     @abstractmethod
     def simulate(self, plan: tuple[Any, ...]) -> Any:
-        """The state that a perfect executor would reach: the plan as far as it can be carried out."""
+        """Returns the state after executing the plan as far as possible."""
 
     @abstractmethod
     def followed(self, plan: tuple[Any, ...], states: Sequence[Any]) -> float:
-        """The share in [0, 1] of what can be carried out of `plan` that was, in order, on the way through `states` (the
-        first is where the executor began). The way to the next part counts for a fraction of it."""
+        """Returns the share, in [0, 1], of the feasible part of `plan` that `states` carry out in order.
+
+        The first of `states` is the executor's initial state. Progress towards the next part counts as a fraction.
+        """
 
     @abstractmethod
     def move(self, state: Any, direction: int) -> Any | None:
-        """The state after one move, or None where it is not possible."""
+        """Returns the state after one move, None if the move is illegal."""
 
     @abstractmethod
     def potential(self, state: Any) -> int:
-        """How far from solved, positive until then."""
+        """Returns a distance from the solution, positive until solved."""
 
     @abstractmethod
     def solved(self, state: Any) -> bool: ...
@@ -89,7 +92,7 @@ class GridGame(Env):
     @abstractmethod
     def ascii(self) -> str: ...
 
-    # ---- the contract
+    # ---- env interface
 
     def reset(self, seed: int) -> Step:
         self.instance = self.layout(seed)
@@ -144,8 +147,8 @@ class GridGame(Env):
         return self._step({seat: local}, self._gain(before, self.state), invalid=moves is None or illegal > 0)
 
     def _walk(self, moves: tuple[int, ...]) -> tuple[list[Any], int]:
-        """Make the moves until the puzzle is solved; returns the states passed through and how many moves were illegal,
-        and so skipped."""
+        """Makes the moves until the puzzle is solved; returns the states passed and the number of illegal moves, which
+        are skipped."""
         states, illegal = [], 0
         for direction in moves:
             after = self.move(self.state, direction)
@@ -160,11 +163,11 @@ class GridGame(Env):
         return states, illegal
 
     def _gain(self, before: Any, after: Any) -> float:
-        """Dense reward: the share of the first distance that was closed, which backward steps pay back, and SOLVED."""
+        """Returns the dense reward: the decrease of the potential as a share of the initial one, and SOLVED."""
         closed = (self.potential(before) - self.potential(after)) / self.far
         return closed + SOLVED * self.solved(after)
 
-    # ---- what the seats see
+    # ---- observations
 
     def _step(self, rewards: dict[Seat, float], team_reward: float, invalid: bool) -> Step:
         success = self.solved(self.state)

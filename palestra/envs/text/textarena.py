@@ -1,7 +1,7 @@
-"""The games of TextArena (Guertler et al., 2025), for one or more players, as envs of ours.
+"""Wrapper of TextArena games (Guertler et al., 2025) for one or more players.
 
-TextArena draws from Python's and NumPy's global generators. Here every game has states of its own for both, put in
-place for the length of each call: games side by side do not disturb each other, and equal seeds give equal games.
+TextArena draws from the global generators of Python and NumPy. Each game here keeps its own states of both and installs
+them during each call: concurrent games are independent, and equal seeds give equal games.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from palestra.envs.text.grids import LONGEST_ANSWER, within
 from palestra.envs.text.options import Reward
 from palestra.types import Seat, Step
 
-INVALID = 0.1  # off a seat's own reward for a move that the game calls invalid
+INVALID = 0.1  # subtracted from a seat's reward for a move that the game calls invalid
 ROLE = (
     "You are {seat} in a text game for {players}. The game tells you its rules and what has been said. Think briefly "
     "if you need to, then end your answer with #### and what you say to the game, in the form that it asks for."
 )
-_ONE_AT_A_TIME = threading.Lock()  # the global generators are one for all threads
+_ONE_AT_A_TIME = threading.Lock()  # the global generators are shared by all threads
 
 
 class Dice:
-    """The states of both global generators as one game left them."""
+    """One game's states of the global generators of Python and NumPy."""
 
     def __init__(self, seed: int) -> None:
         self.python, self.numpy = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
 
     @contextmanager
     def in_hand(self) -> Iterator[None]:
-        """The global generators go on from here; what they were before is put back."""
+        """Installs the states in the global generators; on exit saves them and restores the previous states."""
         with _ONE_AT_A_TIME:
             before = random.getstate(), np.random.get_state()
             random.setstate(self.python)
@@ -52,8 +52,11 @@ class Dice:
 
 
 class Out(list[int]):
-    """The players who are out. TextArena passes the turn on until it comes to one who is not, for ever where nobody is
-    left: then nobody is called out, and the game is ended here."""
+    """List of eliminated players that avoids an endless loop in TextArena.
+
+    TextArena passes the turn on until it reaches a player who is not eliminated, forever if all are. Once all are,
+    `in` is False for every player, and the wrapper ends the game.
+    """
 
     def __init__(self, players: int, out: Iterable[int] = ()) -> None:
         super().__init__(out)
@@ -61,6 +64,7 @@ class Out(list[int]):
 
     @property
     def everybody(self) -> bool:
+        """True if all players are eliminated."""
         return len(set(self)) >= self.players
 
     def __contains__(self, player: object) -> bool:
@@ -68,16 +72,16 @@ class Out(list[int]):
 
 
 class TextArena(Env):
-    """The game that TextArena registers as `game`, with `players` seats "player_0", ...; `options` are the game's own.
+    """The game registered in TextArena as `game`, with seats "player_0", ...; `options` are passed to the game.
 
-    "TicTacToe-v0" shows all that was said, "TicTacToe-v0-train" the rules and the board. What follows the last "####"
-    of an answer is said to the game. The game's rewards are paid at its end, to each seat its own. A move that the game
-    calls invalid is flagged and costs 0.1 (not with `reward: outcome`); the second in a row usually loses, and where
-    all players are out by them, each is paid -1. One player's game is a success if it pays 1. A game that has not ended
-    after `steps` answers is cut off and pays nothing.
+    "TicTacToe-v0" shows the whole dialogue, "TicTacToe-v0-train" the rules and the board. The action is the text after
+    the last "####" of an answer. The game's rewards are paid per seat at its end. A move that the game calls invalid is
+    flagged and costs 0.1 (nothing with `reward: outcome`); a second one in a row usually loses the game. If all players
+    are eliminated by invalid moves, each is paid -1. A one-player game is a success if its reward is at least 1. A game
+    that has not ended after `steps` answers is truncated and pays nothing.
 
-    Raises ValueError for a game that is not registered, does not take these options or this number of players, or wants
-    what is not here: some need a game master behind an API, some word lists that NLTK downloads.
+    Raises ValueError if the game is not registered, does not accept the options or the number of players, or needs
+    unavailable resources: some games need a model API, some need word lists that NLTK downloads.
     """
 
     name: ClassVar[str] = "textarena"
@@ -128,16 +132,16 @@ class TextArena(Env):
         return Step({}, rewards, truncated=not done, info=info | told)
 
     def fork(self) -> Self:
-        """A copy of the game; where it cannot be copied, another that the same answers have led to."""
+        """Returns a copy of the game; if it cannot be copied, a new game with the same answers replayed."""
         twin = copy.copy(self)
         twin._dice = copy.copy(self._dice)
         try:
             twin._arena = copy.deepcopy(self._arena)
-        except (TypeError, RecursionError):  # it holds what cannot be copied: a generator, a lock, a client
+        except (TypeError, RecursionError):  # it holds an uncopyable object: a generator, a lock, a client
             twin._again()
         return twin
 
-    # ---- the game of theirs
+    # ---- the TextArena game
 
     def _begin(self, seed: int) -> None:
         self._seed, self._dice = seed, Dice(seed)
@@ -154,7 +158,7 @@ class TextArena(Env):
             self._mover, self._shown = _seen_by_mover(self._arena)
 
     def _say(self, said: str) -> tuple[bool, bool]:
-        """Whether the game is over, and whether it calls the move invalid."""
+        """Plays one action; returns whether the game has ended and whether it called the move invalid."""
         self._said = (*self._said, said)
         with self._dice.in_hand(), _complaints(self._arena.state) as complaints:
             done, _ = self._arena.step(action=said)
@@ -177,12 +181,12 @@ class TextArena(Env):
             self._say(answer)
 
     def _ends(self) -> tuple[dict[int, float], dict[str, Any]]:
-        """What each player has won, and why the game ended."""
+        """Returns the reward of each player, and info with the reason why the game ended."""
         if self._all_out and not self._arena.state.done:
             return dict.fromkeys(range(self.players), -1.0), {"reason": "every player is out by invalid moves"}
         rewards, told = self._arena.close()
         reasons = {str(one["reason"]) for one in (told or {}).values() if isinstance(one, dict) and one.get("reason")}
-        # A few games put the reason of an invalid move where its reward belongs: that pays nothing.
+        # A few games put the reason of an invalid move in place of its reward: that pays nothing.
         paid = {int(number): float(won) for number, won in (rewards or {}).items() if isinstance(won, (int, float))}
         return paid, {"reason": "; ".join(sorted(reasons))} if reasons else {}
 
@@ -191,7 +195,7 @@ class TextArena(Env):
 
 
 def made(game: str, options: dict[str, Any]) -> Any:
-    """A new game of TextArena's by its name, not yet begun."""
+    """Makes a TextArena game by its name, before its reset. Raises ValueError if it cannot be made."""
     arena = _textarena()
     registry = arena.envs.registration.ENV_REGISTRY
     if game not in registry:
@@ -217,7 +221,7 @@ def _textarena() -> ModuleType:
 
 
 def _seen_by_mover(arena: Any) -> tuple[int, str]:
-    """The player who moves next and what it is shown; games without a wrapper ("-raw") show a list of messages."""
+    """Returns the player to move and its observation; unwrapped games ("-raw") observe a list of messages."""
     mover, seen = arena.get_observation()
     if not isinstance(seen, str):
         seen = "\n".join(str(message[1]) for message in seen)
@@ -226,7 +230,7 @@ def _seen_by_mover(arena: Any) -> tuple[int, str]:
 
 @contextmanager
 def _complaints(state: Any) -> Iterator[list[object]]:
-    """What a game's state is told of invalid moves meanwhile. Its own count starts anew when a player is out."""
+    """Records the game's reports of invalid moves; the game's own count is reset when a player is eliminated."""
     heard: list[object] = []
     tell = getattr(state, "set_invalid_move", None)
 

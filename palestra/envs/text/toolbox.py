@@ -1,4 +1,4 @@
-"""What a tool is: a Python function with type hints and a docstring. Models read it as OpenAI describes functions.
+"""Tools for agents: Python functions with type hints and docstrings, shown to models as OpenAI function schemas.
 
     def convert(kilometres: float) -> float:
         \"\"\"Converts kilometres to miles.
@@ -9,7 +9,7 @@
 
     Toolbox([convert])
 
-Whatever a model calls a tool with, something comes back that it can read.
+Every call returns a readable text result, whatever its arguments.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from palestra.chat import Call, Json
 from palestra.envs.tooling.running import Failed, in_time
 from palestra.envs.tooling.scratch import Scratch
 
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # what OpenAI allows
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # the names that OpenAI's API accepts
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call.
+    """A function that a model can call.
 
-    `parameters` is the model of its arguments: field p0, p1, ... for each that the schema shows, the name as its alias.
-    `hidden` is the parameter that takes the episode's scratch, if any. `ours` is true of tools that ship: they answer
-    at once or keep a time limit of their own, and what they raise, but for ValueError, is a fault of the house.
+    `parameters` is a pydantic model of the visible arguments: fields p0, p1, ... with the argument names as aliases.
+    `hidden` is the name of the parameter that receives the episode's `Scratch`, if any. `ours` marks built-in tools:
+    they return immediately or keep their own time limit, and any exception except ValueError is a bug in palestra.
     """
 
     function: Callable[..., Any]
@@ -54,14 +54,14 @@ class Tool:
 
     @cached_property
     def described(self) -> Json:
-        """OpenAI's function description."""
+        """The function schema in OpenAI's format."""
         schema = self.parameters.model_json_schema(schema_generator=_Untitled)
         del schema["title"]
         function = {"name": self.name, "description": self.description, "parameters": schema}
         return {"type": "function", "function": function}
 
     def valid(self, arguments: Json) -> Json:
-        """The arguments as the function takes them. Raises ValueError, saying what is wrong, where they are not."""
+        """Validates and converts the arguments of a call. Raises ValueError, with the reasons, if they are invalid."""
         try:
             valid = self.parameters.model_validate(arguments)
         except ValidationError as error:
@@ -73,8 +73,10 @@ class Tool:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a call: a text for the agent, whether the call was a good one, and the scratch as it is then.
-    `failure` says what went wrong where that was not the agent's mistake."""
+    """Result of a call: the text for the agent, `good` if the call was valid, and the scratch afterwards.
+
+    `failure`: the error if it was not the agent's mistake, else None.
+    """
 
     text: str
     good: bool
@@ -83,10 +85,10 @@ class Result:
 
 
 class Toolbox:
-    """Tools by name. A call has `time_limit` seconds; a result is cut to `longest` characters.
+    """Tools by name. A call is limited to `time_limit` seconds, a result to `longest` characters.
 
-    Functions of users' run on threads of their own, or as coroutines: one that hangs is left behind, and holds nobody
-    up. Raises ValueError for a function that is no tool, or a name that is taken.
+    User functions run on separate threads, or as coroutines; one that hangs is abandoned and does not block others.
+    Raises ValueError if a function is not a valid tool, or a name is used twice.
     """
 
     def __init__(
@@ -101,12 +103,13 @@ class Toolbox:
             self.tools[tool.name] = tool
 
     def described(self) -> tuple[Json, ...]:
+        """Returns the function schemas of all tools, in OpenAI's format."""
         return tuple(tool.described for tool in self.tools.values())
 
     async def call_all(self, calls: Sequence[Call], scratch: Scratch) -> list[Result]:
-        """The results of calls made in one answer, and the scratch after all of them in the last.
+        """Runs the calls of one answer; the last result holds the scratch after all of them.
 
-        Those that take the scratch are run in their order; the others meanwhile.
+        Calls that use the scratch run in order, the others concurrently.
         """
         apart = {i: asyncio.create_task(self.call(call, scratch)) for i, call in enumerate(calls) if self._apart(call)}
         results: list[Result] = []
@@ -121,7 +124,7 @@ class Toolbox:
         return results
 
     async def call(self, call: Call, scratch: Scratch) -> Result:
-        """What comes of a call; an error in words where the tool is unknown, its arguments are wrong, or it fails."""
+        """Runs a call. An unknown tool, invalid arguments or a failing tool give an error text as the result."""
         try:
             tool = self._find(call)
             arguments = tool.valid(call.arguments)
@@ -147,7 +150,7 @@ class Toolbox:
         return await value if inspect.isawaitable(value) else value
 
     def _result(self, text: str, scratch: Scratch, *, good: bool = True, failure: str | None = None) -> Result:
-        text = text.encode(errors="replace").decode()  # half a character could not be encoded later
+        text = text.encode(errors="replace").decode()  # replaces lone surrogates, which cannot be encoded later
         if len(text) > self.longest:
             text = f"{text[: self.longest]}\n[cut off: {len(text)} characters in all]"
         return Result(text, good, scratch, failure)
@@ -166,10 +169,13 @@ class Toolbox:
 
 
 def make_tool(function: Callable[..., Any], *, ours: bool = False) -> Tool:
-    """The tool that a function is. The docstring's first line describes it; a line `name: text` a parameter, as does
-    `Annotated[int, "text"]`. A parameter annotated `Scratch` is not shown: it gets the episode's state.
+    """Makes a tool of a function.
 
-    Raises ValueError where a name is not one of OpenAI's, or a parameter has no type that JSON can spell.
+    The docstring's first line is the tool's description; a line `name: text`, or `Annotated[int, "text"]`, describes a
+    parameter. A parameter annotated `Scratch` is not part of the schema: it receives the episode's state.
+
+    Raises ValueError if the name is not valid for OpenAI's API, the docstring is missing, or a parameter has no type
+    that JSON can represent.
     """
     name = getattr(function, "__name__", "")
     if not NAME.fullmatch(name):
@@ -190,7 +196,7 @@ def make_tool(function: Callable[..., Any], *, ours: bool = False) -> Tool:
 
 
 def load_tool(path: str) -> Tool:
-    """The tool that "module:function" names. Raises ValueError where there is none."""
+    """Loads the tool at "module:function". Raises ValueError if there is none."""
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
@@ -199,13 +205,13 @@ def load_tool(path: str) -> Tool:
     return function if isinstance(function, Tool) else _made(function)
 
 
-@lru_cache(maxsize=256)  # an env is made for each episode, and a schema takes a while
+@lru_cache(maxsize=256)  # an env is made for each episode, and building a schema is slow
 def _made(function: Callable[..., Any]) -> Tool:
     return make_tool(function)
 
 
 class _Untitled(GenerateJsonSchema):
-    """Titles only say names again."""
+    """JSON schema without titles, which only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

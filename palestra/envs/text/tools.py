@@ -1,7 +1,7 @@
-"""Questions that nobody can answer without tools: facts of a world that does not exist, long sums, files, programs.
+"""Tool-use env: questions that require tools, on facts of a fictional world, long sums, files and programs.
 
-A seat sees a whole conversation and answers with calls, whose results it sees next, or with its last word. What comes
-of an answer depends on the seed and the answers alone, as long as the user's own tools do.
+A seat observes the whole conversation and answers with tool calls, whose results it observes next, or with its final
+answer. Steps depend only on the seed and the answers, provided that the user's own tools are deterministic.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ from palestra.types import Seat, Step
 Team = Literal["single", "researcher_solver"]
 SEATS: dict[Team, tuple[Seat, ...]] = {"single": ("agent",), "researcher_solver": ("researcher", "solver")}
 
-SOLVED = 1.0  # team, for the right answer
-VALID = 0.05  # local, once, for the first answer whose calls are all good ones
-FOUND = 0.25  # local, for all that a seat must find or work out with tools; each thing pays its share once
-PASSED = 0.25  # researcher, for the share of the facts needed that its note holds
+SOLVED = 1.0  # team reward for the correct answer
+VALID = 0.05  # local reward, once, for the first answer whose calls are all valid
+FOUND = 0.25  # local reward for all facts that a seat must obtain with tools; each pays its share once
+PASSED = 0.25  # researcher's reward, times the share of the required facts in its note
 UNREADABLE = (
     'Error: a call could not be read. Write it as <tool_call>{"name": "...", "arguments": {...}}</tool_call>, in JSON.'
 )
-INVALID = 0.1  # off a seat's own, for calls that were not good ones, times their share; or for an unreadable answer
+INVALID = 0.1  # local penalty, times the share of invalid calls; or for an unreadable answer
 
 
 class Tools(Env):
-    """One seat that has all tools, or a researcher who may search and passes a note on to a solver who has the others.
+    """One agent with all tools, or a researcher with the search tools, which passes a note to a solver with the others.
 
-    A seat has `turns` answers, each with up to `calls` calls; one without a call is its last. A call has `time_limit`
-    seconds, a result `longest` characters, a search `results` documents.
+    A seat has `turns` answers, each with up to `calls` calls; an answer without a call is its last. A call is limited
+    to `time_limit` seconds, a result to `longest` characters, a search to `results` documents.
 
-    Tasks are of `kinds`, by default all that the `world` has: "corpus" asks about `documents` (a folder of .txt and .md
-    files, or a .jsonl with titles, texts and facts; by default those that ship), "drills" is a small world drawn anew
-    for each instance. `tasks` is a .jsonl with questions of a user's instead. `built_in` says which of our tools there
-    are, `tools` adds the user's ("module:function"), which the solver gets in a team. The python tool needs a sandbox,
+    Tasks are of `kinds`, by default all kinds of the `world`: "corpus" asks about `documents` (a folder of .txt and .md
+    files, or a .jsonl with titles, texts and facts; default: the shipped ones), "drills" is a small world generated for
+    each instance. `tasks`, a .jsonl with the user's questions, replaces them. `built_in` selects the built-in tools,
+    `tools` adds the user's ("module:function"), which in a team belong to the solver. The python tool needs a sandbox,
     or `unsafe`.
 
-    Dense rewards pay a seat for good calls and what they bring to light, and charge it for bad ones; the team gets 1
-    for the right answer, and with `reward: outcome` nothing else is paid.
+    Dense rewards pay a seat for valid calls and for the required facts in their results, and penalise invalid calls;
+    the team is paid 1 for the correct answer. With `reward: outcome` only that is paid.
+
+    Raises ValueError if an option is out of range, or a tool, document or task file cannot be loaded.
     """
 
     name: ClassVar[str] = "tools"
@@ -93,15 +95,15 @@ class Tools(Env):
         self.roles = {seat: prompts.role(seat, turns, self.is_compact) for seat in self.seats}
         self._over = True
 
-    # ---- the contract
+    # ---- env interface
 
     def reset(self, seed: int) -> Step:
         self.task = self.world.task(seed)
         self.needs = tuple(need for stage in self.task.needs for need in stage)
         self.scratch = Scratch(self.task.library or self.world.library, dict(self.task.files))
-        self.messages: tuple[Json, ...] = ()  # of the seat that acts
-        self.found: frozenset[int] = frozenset()  # of `needs`, by place
-        self._good: frozenset[Seat] = frozenset()  # seats that were paid for a good call
+        self.messages: tuple[Json, ...] = ()  # conversation of the seat to act
+        self.found: frozenset[int] = frozenset()  # indices into `needs`
+        self._good: frozenset[Seat] = frozenset()  # seats already paid VALID
         self._made, self._turn, self._over = 0, 0, False
         self._begin(self.seats[0], None)
         return self._step({}, {})
@@ -116,13 +118,12 @@ class Tools(Env):
         self.messages, self._turn = (*self.messages, message), self._turn + 1
         if not message.get("tool_calls") and not CALL.search(message["content"]):
             return self._said(seat, message["content"])
-        if self._turn >= self.turns:  # nobody would see what comes of the calls
+        if self._turn >= self.turns:  # no later turn could use the results
             return self._said(seat, "", late=True)
         return await self._call(seat, message)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
-        """Looks up what is needed, works out what follows from it, and answers; which it could from the beginning, and
-        does where its turns run out."""
+        """Returns the calls for the next missing facts, then the answer; the answer at once if turns run out."""
         left = self.turns - self._turn - 1
         for stage in self.task.needs if left else ():
             missing = [need for need in stage if self._must(seat, need) and not self._is_found(need)]
@@ -139,7 +140,7 @@ class Tools(Env):
     # ---- one answer
 
     async def _call(self, seat: Seat, message: Json) -> Step:
-        """Runs the calls of an answer and shows the seat what came of them."""
+        """Runs the calls of an answer and appends their results to the conversation."""
         calls = calls_of(message)
         results = await self.toolboxes[seat].call_all(calls[: self.calls], self.scratch)
         self.scratch = results[-1].scratch if results else self.scratch
@@ -150,7 +151,7 @@ class Tools(Env):
             for sent, call, result in zip(message.get("tool_calls", ()), calls, results, strict=True)
         ]
         unreadable = len(CALL.findall(message["content"]))
-        if unreadable:  # as the user's word: endpoints take a tool's only in answer to a call that they can read
+        if unreadable:  # as a user message: endpoints accept a tool message only as the reply to a parsed call
             told.append({"role": "user", "content": "error" if self.is_compact else UNREADABLE})
         self.messages = (*self.messages, *told)
         self._made += len(calls) + unreadable
@@ -167,7 +168,7 @@ class Tools(Env):
         return {"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": text}
 
     def _shown(self, seat: Seat, results: Sequence[Result]) -> float:
-        """Notes which needs of the seat's the results meet; returns their share of FOUND."""
+        """Records which of the seat's needs the results meet; returns their share of FOUND."""
         texts = [result.text for result in results if result.good and not result.failure]
         own = [i for i, need in enumerate(self.needs) if self._must(seat, need)]
         new = {i for i in own if i not in self.found and any(map(self.needs[i].met_by, texts))}
@@ -175,7 +176,7 @@ class Tools(Env):
         return FOUND * len(new) / len(own) if new else 0.0
 
     def _said(self, seat: Seat, said: str, *, late: bool = False) -> Step:
-        """The seat's last word: a researcher's is for the solver, any other's is the answer."""
+        """Handles a seat's final answer: the researcher's is the note for the solver, any other is graded."""
         if seat == "researcher":
             note = said[: prompts.LONGEST_NOTE]
             facts = [need for need in self.needs if need.note]
@@ -188,7 +189,7 @@ class Tools(Env):
         self._over = True
         return self._step({seat: 0.0 if readable else -INVALID}, {seat: not readable}, success=success, late=late)
 
-    # ---- what the seats see
+    # ---- observations
 
     def _begin(self, seat: Seat, note: str | None) -> None:
         system = [] if self.is_compact else [{"role": "system", "content": self.roles[seat]}]
@@ -210,7 +211,7 @@ class Tools(Env):
         seen = {} if self._over else {self._acting: Chat(self.messages, self.described[self._acting])}
         return Step(seen, rewards, SOLVED * success, truncated=late, info=info | {"failures": [*failures]})
 
-    # ---- what is needed, and whose it is to find
+    # ---- required facts and the seat that must obtain them
 
     def _must(self, seat: Seat, need: Need) -> bool:
         return len(self.seats) == 1 or (seat == "researcher") == bool(need.note)

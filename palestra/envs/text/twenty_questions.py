@@ -1,6 +1,6 @@
-"""Twenty questions: find out which thing is meant, by yes-or-no questions about its attributes.
+"""Twenty questions env: identify a secret thing by yes-or-no questions about its attributes.
 
-A table says which attributes each thing has, so that every answer can be checked.
+A table lists the attributes of each thing, so every answer can be verified.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ THINGS = Path(__file__).parent / "data" / "things.json"
 
 
 class Asked(NamedTuple):
-    """Whether the thing has an attribute, or, with `named`, whether it is this one."""
+    """A question: does the thing have attribute `word`, or with `named`, is it the thing `word`?"""
 
     word: str
     named: bool
 
 
 class Table(NamedTuple):
-    """What is asked about: a question for each attribute, and the attributes that each thing has."""
+    """The question text of each attribute, and the attributes of each thing."""
 
     attributes: dict[str, str]
     things: dict[str, frozenset[str]]
@@ -37,10 +37,10 @@ class Table(NamedTuple):
 
 @cache
 def read_table(file: Path) -> Table:
-    """The table in a JSON file: {"attributes": {"flies": "Can it fly?", ...}, "things": {"owl": ["flies"], ...}}.
+    """Reads a table from JSON: {"attributes": {"flies": "Can it fly?", ...}, "things": {"owl": ["flies"], ...}}.
 
-    Raises ValueError where it cannot be played: a thing has an attribute that is not listed, a name is not one word in
-    lower case, or one name stands for two.
+    Raises ValueError if the file is malformed, a thing has an unlisted attribute, a name is not a single lower-case
+    word, or a name is used twice.
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -60,10 +60,11 @@ def read_table(file: Path) -> Table:
 
 
 class TwentyQuestions(Guessing):
-    """Name the secret thing within `questions` questions; to name a wrong one is a question that is answered by no.
+    """Name the secret thing within `questions` questions; a wrong name counts as a question answered with no.
 
-    91 things with 43 attributes ship, of which `things: 30` takes the first 30; `file` is another table (`read_table`).
-    The asker is told the things and the attributes, the answerer also what is true of the secret one.
+    The shipped table has 91 things and 43 attributes; `things: 30` uses the first 30; `file` is another table (see
+    `read_table`). The asker's prompt lists the things and the attributes, the answerer observes the secret thing and
+    its attributes.
     """
 
     name: ClassVar[str] = "twenty_questions"
@@ -93,7 +94,7 @@ class TwentyQuestions(Guessing):
         return f"twenty_questions {secret}"
 
     def read(self, answer: Any) -> Asked | None:
-        """ "flies", "ask flies" or the question itself; "is owl", "owl" or "is it an owl"."""
+        """Parses "flies", "ask flies" or the question text; "is owl", "owl" or "is it an owl"."""
         words = _plain(answer)
         if words in self._questions:
             return Asked(self._questions[words], named=False)
@@ -109,7 +110,7 @@ class TwentyQuestions(Guessing):
         return "yes" if asked.word in self.table.things[str(secret)] else "no"
 
     def best(self, possible: Sequence[Secret], rng: random.Random) -> Asked:
-        """The attribute that halves them best, of several one at random; a name where that splits them as well."""
+        """Returns the attribute that splits `possible` most evenly, or a name if that is as good; ties at random."""
         has = [self.table.things[str(secret)] for secret in possible]
         larger = {
             attribute: max(yes, len(has) - yes)
@@ -140,7 +141,7 @@ class TwentyQuestions(Guessing):
         return f"The secret thing is: {self.secret}. The answer is yes to these questions, and no to all others: {true}"
 
     def _true(self) -> list[str]:
-        """The secret's attributes, in the table's order."""
+        """Returns the secret's attributes, in the table's order."""
         return [attribute for attribute in self.table.attributes if attribute in self.table.things[str(self.secret)]]
 
     def role(self, seat: Seat) -> str:
@@ -161,5 +162,5 @@ class TwentyQuestions(Guessing):
 
 
 def _plain(said: Any) -> tuple[str, ...]:
-    """The words of a question without its punctuation."""
+    """Returns the words of a question without punctuation."""
     return tuple(word for word in (part.strip("?.!:\"'*`") for part in answer_words(said)) if word)

@@ -1,7 +1,7 @@
-"""Verdicts that were paid for: kept in memory for the life of the process and, with a path, in an SQLite file.
+"""Cache of judge verdicts: in memory for the life of the process and, with a path, in an SQLite file.
 
-The file holds a row for each question, `key` (SHA-256 of model and question), `model`, and the scores of `pro` and
-`con`. Rows are only ever added, and the first verdict stands, so several processes may share it.
+The file has one row per question: `key` (SHA-256 of model, request body and question), `model`, scores `pro` and `con`.
+Rows are only added and the first verdict for a key is final, so several processes may share the file.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from contextlib import closing
 from pathlib import Path
 
 Scores = tuple[float, float]
-MOST = 100_000  # verdicts in memory; the oldest go first
-WAIT = 30.0  # seconds for another process to finish writing
+MOST = 100_000  # maximum verdicts in memory; the oldest are dropped first
+WAIT = 30.0  # seconds to wait for another process to finish writing
 _TABLE = "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, model TEXT, pro REAL, con REAL) WITHOUT ROWID"
 _memory: dict[str, Scores] = {}
 
 
 def open_cache(path: Path) -> None:
-    """Make the file if it is not there. Raises ValueError where it cannot be one."""
+    """Creates the file if it does not exist. Raises ValueError if SQLite cannot open it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _on_disk(path, lambda database: None)
 
 
 async def known(path: Path | None, key: str) -> Scores | None:
-    """The verdict for `key`, if there is one."""
+    """Returns the verdict for `key`, None if there is none. Raises ValueError if the file cannot be read."""
     if key not in _memory and path:
         row = await asyncio.to_thread(_on_disk, path, lambda database: _row(database, key))
         if row:
@@ -35,7 +35,10 @@ async def known(path: Path | None, key: str) -> Scores | None:
 
 
 async def remember(path: Path | None, key: str, model: str, scores: Scores) -> Scores:
-    """Keep a verdict; the one that stands, which is another process's where that was faster."""
+    """Stores a verdict and returns the final one, which may be an earlier one of another process.
+
+    Raises ValueError if the file cannot be written.
+    """
 
     def add(database: sqlite3.Connection) -> Scores | None:
         database.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?, ?)", (key, model, *scores))

@@ -1,8 +1,8 @@
-"""Environments of `verifiers` (Prime Intellect, its `verifiers.v1`) as envs of ours: each of its agents is a seat.
+"""Wrapper of environments of `verifiers` (Prime Intellect, `verifiers.v1`): each of its agents is a seat.
 
-verifiers runs an episode itself and asks models over HTTP. So an episode is an agent program like any other
-(`palestra.envs.text.workflow`): what its agents ask is observed, what policies say is answered, and the rewards that it
-records on its traces are paid.
+verifiers runs an episode itself and calls models over HTTP. An episode is therefore an agent program
+(`palestra.envs.text.workflow`): the agents' requests are observations, the policies' answers are the replies, and the
+rewards recorded on its traces are the rewards.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from palestra.envs.text.workflow import Play, Score, Workflow
 from palestra.types import Seat
 
 DIRECT = "palestra_direct"
-sys.modules[f"verifiers.v1.harnesses.{DIRECT}"] = sys.modules[__name__]  # where verifiers looks for a harness
-__all__ = ["Direct", "Verifiers"]  # verifiers takes the one harness that `__all__` names
+sys.modules[f"verifiers.v1.harnesses.{DIRECT}"] = sys.modules[__name__]  # verifiers imports harnesses from this path
+__all__ = ["Direct", "Verifiers"]  # verifiers uses the only harness listed in `__all__`
 
 
 class DirectConfig(vf.HarnessConfig):
+    """Config of the `Direct` harness."""
+
     id: str = DIRECT
 
 
 class Direct(vf.Harness[DirectConfig]):
-    """An agent without a program: each turn is one question to its model, asked from this process. Without tools."""
+    """Harness without a program or tools: each turn is one chat completion, requested from this process."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -69,16 +71,19 @@ class Direct(vf.Harness[DirectConfig]):
 
 
 class Verifiers(Workflow):
-    """Tasks of the taskset `taskset`, played by its env or by `env` ("best-of-n", ...); ids as verifiers knows them.
+    """Tasks of the taskset `taskset`, played by its env or by `env` ("best-of-n", ...); ids are those of verifiers.
 
-    `config` is the rest of verifiers' env block, roles included (`{"solver": {"max_turns": 4}}`). A role whose `model`
-    is given there is no seat: verifiers asks that model. `harness: direct` asks the seats' models from this process,
-    without tools or files; `own` runs the programs and runtimes that the env and `config` name (verifiers then wants
-    `uv`, or a container).
+    `config` is the rest of verifiers' env block, including roles (`{"solver": {"max_turns": 4}}`). A role with a
+    `model` there is not a seat: verifiers calls that model. `harness: direct` calls the seats' models from this
+    process, without tools or files; `own` runs the programs and runtimes named by the env and `config` (verifiers then
+    needs `uv`, or a container).
 
-    Rewards come at the end: to each seat the mean reward of its traces. An episode is a success from a mean of
-    `success` on. Tasks are drawn among the taskset's first `tasks`; a task's split is that of its content. An episode
-    that verifiers calls failed raises, and is recorded as such. `timeout` and `settle` are those of a workflow.
+    Rewards are paid at the end: each seat's is the mean reward of its traces. An episode is a success if the mean over
+    seats is at least `success`. Tasks are drawn from the taskset's first `tasks`; a task's split depends on its
+    content. An episode that verifiers reports as failed raises, and is recorded as failed. `timeout` and `settle` are
+    those of `Workflow`.
+
+    Raises ValueError if verifiers cannot make the taskset, no agent is left as a seat, or no task is in `split`.
     """
 
     name: ClassVar[str] = "verifiers"
@@ -114,7 +119,7 @@ class Verifiers(Workflow):
 
 
 async def play_episode(play: Play) -> Score:
-    """One episode of verifiers' on the task that the seed draws. Raises RuntimeError where verifiers says it failed."""
+    """Plays one verifiers episode on the task of the seed. Raises RuntimeError if verifiers reports a failure."""
     tasks, block = play.options["tasks"], play.options["env"]
     with _key_in_environment(play.api_key) as variable:
         client = vf.EvalClientConfig(base_url=play.base_url, api_key_var=variable)
@@ -143,8 +148,10 @@ def _score(episode: Any, seats: tuple[Seat, ...], success: float) -> Score:
 
 @contextmanager
 def _key_in_environment(key: str) -> Iterator[str]:
-    """The name of an environment variable that holds the key: verifiers reads keys from nowhere else. By its name it is
-    kept from the programs that verifiers starts."""
+    """Yields the name of an environment variable that holds the key: verifiers reads keys only from there.
+
+    The name ensures that verifiers does not pass it to the programs that it starts.
+    """
     variable = f"PALESTRA_API_KEY_{uuid.uuid4().hex}"
     os.environ[variable] = key
     try:
@@ -154,7 +161,7 @@ def _key_in_environment(key: str) -> Iterator[str]:
 
 
 def _block(taskset: str, env: str, config: Mapping[str, Any]) -> vf.EnvConfig:
-    """verifiers' env block; raises ValueError where it knows no such taskset, env or option."""
+    """Returns verifiers' env block. Raises ValueError if the taskset, env or an option is unknown."""
     told = config.get("taskset", {})
     try:
         return resolve_env_config({**config, "id": env, "taskset": {**told, "id": taskset}})
@@ -174,5 +181,5 @@ def _tasks(block: vf.EnvConfig, most: int, split: str) -> list[Any]:
 
 
 def _content(task: Any) -> str:
-    """What a task is about, whatever its place in the set."""
+    """Returns the content of a task as text, independent of its index in the set."""
     return f"verifiers {task_key(task.data.model_dump(mode='json', exclude_none=True, exclude={'idx'}))}"

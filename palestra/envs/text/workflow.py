@@ -1,8 +1,8 @@
-"""The user's own agent program as an env: each model that it asks is a seat, each call of a model a step.
+"""Runs a user's agent program as an env: each model that it calls is a seat, each model call a step.
 
-The program runs as it is, in whatever framework, and asks an endpoint on this machine. What it asks becomes the seat's
-observation, what the policy says becomes the endpoint's answer, and what the program returns are the rewards. Trees,
-credit, opponents, evaluation: all as in any other env.
+The program runs unchanged, in any framework, and calls a chat-completions endpoint on this machine. Its requests are
+the observations, the policies' answers are the endpoint's replies, and its return value holds the rewards. Tree
+rollouts, credit assignment, opponents and evaluation work as in any other env.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from palestra.types import Seat, Step
 from palestra.web.calls import Asked, Refused
 from palestra.web.endpoint import Session
 
-TAIL = 2000  # characters of a failed command's output that its error quotes
+TAIL = 2000  # characters of a failed command's output quoted in the error
 
 
 @dataclass(frozen=True)
 class Score:
-    """How an episode ended: rewards by seat, one for the team, whether it counts as a success, and what else is worth
-    keeping."""
+    """Result of an episode: rewards by seat, the team reward, success, and extra info."""
 
     rewards: Mapping[Seat, float] = field(default_factory=dict)
     team: float = 0.0
@@ -45,10 +44,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Play:
-    """What a program is told: the instance it is to play (`seed`, of `split`), and where its models are.
+    """Input of an agent program: the instance (`seed`, of `split`), and the address of its models.
 
-    `base_url` and `api_key` are for any client of OpenAI's chat completions; a model's name is its seat's. `reward`
-    pays a seat for what it did last, while the program goes on.
+    `base_url` and `api_key` configure any client of OpenAI's chat completions; the model names are the seats. `reward`
+    pays a seat for its last action while the program is running.
     """
 
     seed: int
@@ -61,16 +60,21 @@ class Play:
 
 
 class Workflow(Env):
-    """Plays `function` ("module:function", called with a `Play`; it may be a coroutine function) or `command` (a
-    program with its arguments, told by environment variables) once an episode.
+    """Runs `function` or `command` once per episode.
 
-    A function returns a `Score`, or rewards by seat. A command prints as its last line `{"rewards": {...}, "team": 0,
-    "success": true}`; it finds `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `PALESTRA_SEED`, `PALESTRA_SPLIT` and
-    `PALESTRA_OPTIONS` (JSON) in its environment. `timeout` is how many seconds may pass between an answer and what the
-    program does next; `settle` is how long calls that come at once are waited for, so that they make one step.
+    `function` is "module:function", called with a `Play`, plain or a coroutine function; it returns a `Score`, or
+    rewards by seat. `command` is a program with its arguments; its environment has `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
+    `PALESTRA_SEED`, `PALESTRA_SPLIT` and `PALESTRA_OPTIONS` (JSON), and its last output line must be `{"rewards":
+    {...}, "team": 0, "success": true}`.
 
-    The same seed and answers must lead to the same calls, or an episode cannot be forked: only then may an algorithm
-    branch at every turn. What cannot be so repeated can still branch at the root.
+    `timeout`: maximum seconds between an answer and the program's next call or its end. `settle`: seconds to wait for
+    further concurrent calls, which then form one joint step.
+
+    Forking requires that the same seed and answers lead to the same calls; only then can an algorithm branch at every
+    turn. Other programs can still branch at the root.
+
+    Raises ValueError if not exactly one of `function` and `command` is given, the function cannot be loaded, `seats`
+    are empty or repeated, or a time is out of range.
     """
 
     name: ClassVar[str] = "workflow"
@@ -113,12 +117,12 @@ class Workflow(Env):
         said = {seat: (asked, str(actions[seat])) for seat, asked in self._asked.items()}
         self._played.append(said)
         for asked, text in said.values():
-            if not asked.answer.done():  # else the program has hung up
+            if not asked.answer.done():  # else the program closed the connection
                 asked.answer.set_result(text)
         return await self._next()
 
     async def fork(self) -> Self:
-        """The program started anew and told the same answers. Raises ValueError where it does not ask the same."""
+        """Restarts the program and replays the answers. Raises ValueError if its requests differ."""
         twin = copy.copy(self)
         twin._running = None
         await twin.reset(self._seed)
@@ -133,7 +137,7 @@ class Workflow(Env):
             self._running = None
 
     async def _next(self) -> Step:
-        """What the program does next: asks somebody, or ends."""
+        """Waits for the program's next model calls, or its end, and returns the step."""
         assert self._running is not None
         running = self._running
         await running.news(self.timeout, self.settle)
@@ -158,7 +162,7 @@ class Workflow(Env):
 
 
 class _Running:
-    """A program under way on a thread of its own: what it asks and returns, as heard in the env's event loop."""
+    """A program running on its own thread; its calls and result are delivered to the env's event loop."""
 
     def __init__(self, env: Workflow, seed: int) -> None:
         self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
@@ -172,7 +176,7 @@ class _Running:
         threading.Thread(target=self._run, args=(env, play), name=f"workflow {seed}", daemon=True).start()
 
     async def news(self, timeout: float, settle: float) -> None:
-        """Returns when somebody is asked or the program has ended. Raises TimeoutError where neither comes."""
+        """Waits until a model is called or the program has ended. Raises TimeoutError after `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 while not self.ended.done() and not self._asking():
@@ -184,34 +188,35 @@ class _Running:
             await asyncio.sleep(settle)
 
     def _asking(self) -> bool:
-        """Whether anybody is asked who has not been hung up on."""
+        """True while a model call waits for an answer; drops calls whose client has disconnected."""
         for calls in self.waiting.values():
             while calls and calls[0].answer.done():
                 calls.popleft()
         return any(self.waiting.values())
 
     def take(self) -> dict[Seat, Asked]:
-        """The oldest call of each seat that has one."""
+        """Removes and returns the oldest waiting call of each seat."""
         self._asking()
         taken = {seat: calls.popleft() for seat, calls in self.waiting.items() if calls}
         self.unanswered = list(taken.values())
         return taken
 
     def take_rewards(self) -> dict[Seat, float]:
+        """Removes and returns the rewards paid since the last call, summed by seat."""
         paid, self.paid, found = self.paid, [], dict[Seat, float]()
         for seat, reward in paid:
             found[seat] = found.get(seat, 0.0) + reward
         return found
 
     def score(self) -> Score:
-        """Raises RuntimeError where the program failed."""
+        """Returns the result of the ended program. Raises RuntimeError if it failed."""
         error = self.ended.exception()
         if error:
             raise RuntimeError(f"the workflow failed with {type(error).__name__}: {error}") from error
         return self.ended.result()
 
     def close(self) -> None:
-        """Refuses what the program still asks; a command is killed."""
+        """Rejects the pending model calls and kills a running command."""
         self.session.close()
         for asked in [*self.unanswered, *(asked for calls in self.waiting.values() for asked in calls)]:
             if not asked.answer.done():
@@ -239,7 +244,7 @@ class _Running:
         try:
             result = self._command(env.command, play) if env.command else _called(env.program, play)
             self.ended.set_result(_score(result, env.seats))
-        except BaseException as error:  # whatever a user's program raises is the episode's failure, told in `score`
+        except BaseException as error:  # any error of the user's program fails the episode; `score` raises it
             self.ended.set_exception(error)
         self._tell(self.changed.set)
 

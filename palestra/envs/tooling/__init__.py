@@ -1,1 +1,1 @@
-"""The tools that ship and the tasks that need them: what the env in `palestra.envs.text.tools` is made of."""
+"""Built-in tools and the tasks that need them: the parts of the env in `palestra.envs.text.tools`."""

@@ -1,4 +1,4 @@
-"""A calculator for text from strangers: numbers, signs and functions, looked at one by one; nothing grows large."""
+"""A calculator for untrusted text: an allow-list of numbers, operators and functions, with bounded results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-LONGEST = 400  # characters
-MOST_BITS = 4096  # of a whole number: some 1,200 digits
-MOST_DIGITS = 100  # to round to
+LONGEST = 400  # characters of an expression
+MOST_BITS = 4096  # of an integer: about 1,200 digits
+MOST_DIGITS = 100  # of `round`
 
 Number = int | float
 
@@ -28,7 +28,7 @@ def calculator(expression: str) -> str:
 
 
 def evaluate(expression: str) -> Number:
-    """What the expression is worth. Raises ValueError, saying what is wrong, where it is worth nothing or too much."""
+    """Returns the value of the expression. Raises ValueError, with the reason, if it is invalid or too large."""
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters: give at most {LONGEST}")
     if "^" in expression:
@@ -46,7 +46,7 @@ def evaluate(expression: str) -> Number:
 
 
 def written(number: Number) -> str:
-    """A number as people write it: 3 for 3.0."""
+    """Returns a number as text, without a trailing .0: 3 for 3.0."""
     if isinstance(number, float) and number.is_integer() and abs(number) < 1e15:
         return str(int(number))
     return str(number)
@@ -93,14 +93,14 @@ def _power(base: Number, exponent: Number) -> Number | complex:
 
 
 def _rounded(number: Number, digits: int = 0) -> Number:
-    """Python's own takes time and memory for many digits."""
+    """Like `round`, with a limit on the digits: Python's own takes time and memory for many."""
     if abs(digits) > MOST_DIGITS:
         raise ValueError(f"at most {MOST_DIGITS} digits")
     return round(number, digits)
 
 
 def _divided(left: Number, right: Number) -> Number:
-    """Exact where both are whole and nothing is left over."""
+    """Returns the quotient, exact if both are integers and there is no remainder."""
     is_whole = isinstance(left, int) and isinstance(right, int) and right and left % right == 0
     return left // right if is_whole else left / right
 

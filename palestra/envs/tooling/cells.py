@@ -1,7 +1,7 @@
-"""The program that the python tool runs in the sandbox: earlier cells in silence, the last one aloud.
+"""The program that the python tool runs in the sandbox: replays earlier cells without output, then runs the last one.
 
-From stdin it reads JSON: `texts`, and for each of `cells` its `source` and its `files`, a path and a place in `texts`
-each. It needs the standard library alone.
+It reads JSON from stdin: `texts`, and for each of `cells` its `source` and its `files`, a mapping of paths to indices
+into `texts`. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from types import TracebackType
 
 
 def main() -> int:
+    """Runs the cells from stdin. Returns the exit status of the last one."""
     told = json.load(sys.stdin)
     random.seed(0)
     space: dict[str, object] = {"__name__": "__main__"}
@@ -32,7 +33,7 @@ def main() -> int:
 
 
 def place(files: dict[str, str]) -> None:
-    """Makes the folder hold just these files."""
+    """Makes the working folder hold exactly these files."""
     for folder, _, names in os.walk("."):
         for name in names:
             if os.path.relpath(os.path.join(folder, name)) not in files:
@@ -44,20 +45,21 @@ def place(files: dict[str, str]) -> None:
 
 
 def aloud(source: str, number: int, space: dict[str, object]) -> int:
-    """Runs a cell and shows the value of its last line, or what it raises. Returns 0 if it went well, else 1."""
+    """Runs a cell, and prints the value of its last line or its traceback. Returns 0 on success, else 1."""
     name = f"<cell {number}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     try:
         run(source, name, space)
     except SystemExit as end:
         return int(end.code not in (None, 0))
-    except BaseException as error:  # whatever a program raises is shown, as Python itself would
+    except BaseException as error:  # any exception of the program is printed, as Python does
         traceback.print_exception(type(error), error, own(error.__traceback__))
         return 1
     return 0
 
 
 def run(source: str, name: str, space: dict[str, object]) -> None:
+    """Executes a cell in the namespace `space`, and prints the `repr` of its last expression unless it is None."""
     tree = ast.parse(source, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec"), space)
@@ -68,7 +70,7 @@ def run(source: str, name: str, space: dict[str, object]) -> None:
 
 
 def own(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a trace that is the program's, not ours."""
+    """Returns the part of a traceback that belongs to the cell."""
     while trace and not trace.tb_frame.f_code.co_filename.startswith("<cell"):
         trace = trace.tb_next
     return trace

@@ -1,6 +1,6 @@
-"""A world for small models: thousands of places, and how many people live in each, drawn anew for every instance.
+"""A synthetic world for small models: thousands of places, each with a population drawn anew for every instance.
 
-Nothing in it can be remembered, and it is never built: a search works out the number of a place that it is asked about.
+Nothing in it can be memorised. It is never built: a search computes the number of the place in the query.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from palestra.envs.tooling.tasks import Kind, Need, Task
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aiou"]
 NAMES = frozenset(first + second for first in SYLLABLES for second in SYLLABLES)
 KINDS: tuple[Kind, ...] = ("lookup", "compute", "lookup_compute", "files")
-LOW, HIGH = 100, 999  # people of a place, and numbers to calculate with
+LOW, HIGH = 100, 999  # range of populations and operands
 
 
 class Places:
-    """The library of one instance. Equal salts make equal worlds."""
+    """The library of one instance. Equal salts give equal worlds."""
 
     def __init__(self, salt: int) -> None:
         self.salt = salt
@@ -36,12 +36,13 @@ class Places:
         return f"{name} {self.people(name)}" if name in NAMES else None
 
     def people(self, name: str) -> int:
+        """Returns the population of a place, a hash of `salt` and `name` in [`LOW`, `HIGH`]."""
         digest = hashlib.blake2b(f"{self.salt} {name}".encode(), digest_size=8).digest()
         return LOW + int.from_bytes(digest, "big") % (HIGH - LOW + 1)
 
 
 def drill(kind: Kind, rng: random.Random) -> Task | None:
-    """A task of that kind in a world of its own; None for a draw that is none."""
+    """Draws a task of that kind in a new world; None if the draw is invalid (two equal populations)."""
     if kind == "compute":
         return _compute(rng)
     if kind == "files":

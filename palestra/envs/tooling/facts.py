@@ -1,4 +1,4 @@
-"""Questions about what documents say: one fact, one fact by way of another, or two facts and what lies between them."""
+"""Questions about facts in documents: one fact, one via another document, or the sum or difference of two."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from palestra.chat import Call
 from palestra.envs.tooling.library import Document
 from palestra.envs.tooling.tasks import Need, Task, number
 
-BY_WAY = 0.25  # share of lookups that go by way of another document
+BY_WAY = 0.25  # share of lookups that are two-hop questions
 
 
 class Phrases(NamedTuple):
-    """How a fact of {a} is asked for, what it has more than {b}, and both together; "" where that makes no sense."""
+    """Templates for questions on a fact of {a}, its difference to {b}, and the sum of both; "" if meaningless."""
 
     one: str
     more: str = ""
@@ -84,19 +84,22 @@ ANY = Phrases(
 
 
 class Fact(NamedTuple):
+    """One fact: the document's title, the fact's name and its value."""
+
     title: str
     name: str
     value: str
 
     @property
     def need(self) -> Need:
+        """The requirement that a tool shows this fact."""
         search = Call("search", {"query": f"{self.title} {self.name}"})
         read = Call("read_document", {"title": self.title})
         return Need((self.title, self.value), (search, read), f"{self.title}: {self.name} {self.value}")
 
 
 class FactQuestions:
-    """Tasks made of what these documents state as facts. Raises ValueError where they state none."""
+    """Generates tasks from the facts of documents. Raises ValueError if they state none."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.facts = [Fact(d.title, name, value) for d in documents for name, value in d.facts.items()]
@@ -114,6 +117,7 @@ class FactQuestions:
         self.ways = [(f, on) for f in self.facts for name in self.numbers if (on := self.of.get((f.value, name)))]
 
     def lookup(self, rng: random.Random) -> Task:
+        """Draws a question for one fact, with probability `BY_WAY` via another document."""
         if self.ways and rng.random() < BY_WAY:
             return self._by_way(*rng.choice(self.ways))
         fact = rng.choice(self.facts)
@@ -122,7 +126,7 @@ class FactQuestions:
         return Task("lookup", question, short, fact.value, f"lookup {fact.title} {fact.name}", ((fact.need,),))
 
     def _by_way(self, first: Fact, then: Fact) -> Task:
-        """A fact of whatever another fact names: how many inhabitants the town has in which somebody was born."""
+        """Returns a two-hop question, such as the population of the town in which a person was born."""
         find = _phrases(first.name).one.format(a=first.title, fact=first.name)
         answer = _phrases(then.name).one.format(a="that one", fact=then.name)
         question = f"First find out this: {find} Then answer this: {answer}"
@@ -131,7 +135,7 @@ class FactQuestions:
         return Task("lookup", question, short, then.value, key, ((first.need,), (then.need,)))
 
     def lookup_compute(self, rng: random.Random) -> Task | None:
-        """How much more the one is than the other, or both together; None where they are equal."""
+        """Draws a question for the difference or sum of two facts; None if they are equal."""
         one, other = rng.sample(self.numbers[rng.choice(self.comparable)], 2)
         phrases = _phrases(one.name)
         values = [number(fact.value) or 0 for fact in (one, other)]

@@ -1,4 +1,4 @@
-"""Documents and a full-text index over them (SQLite's FTS5, ranked by BM25), built once in a process and only read."""
+"""Documents and a full-text index over them (SQLite FTS5, ranked by BM25), built once per process and read-only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 from palestra.envs.tooling.scratch import Found, Scratch
 
 OURS = Path(__file__).parent.parent / "text" / "data" / "corpus.jsonl"
-MOST_WORDS = 32  # of a query that are looked for
-TITLE_WEIGHT = 4.0  # a word of a title counts for so many of a text
+MOST_WORDS = 32  # of a query; the rest are ignored
+TITLE_WEIGHT = 4.0  # BM25 weight of the title; that of the text is 1
 _WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
 class Document:
-    """`facts` say in few words what the text holds: `{"inhabitants": "48,211"}`. Tasks are made of them."""
+    """A document. `facts` state its content in few words: `{"inhabitants": "48,211"}`; tasks are made from them."""
 
     title: str
     text: str
@@ -30,7 +30,7 @@ class Document:
 
 
 class Index:
-    """The library of these documents."""
+    """A full-text index over documents; implements `Library`. `snippet` is the length of snippets in tokens."""
 
     def __init__(self, documents: tuple[Document, ...], snippet: int = 24) -> None:
         self.documents, self.snippet = documents, snippet
@@ -42,7 +42,7 @@ class Index:
         self._table.execute("PRAGMA query_only = 1")
 
     def search(self, query: str, k: int) -> list[Found]:
-        """Documents with any of the query's words. Only its words count: nothing in it is read as FTS5's language."""
+        """Returns the best documents with any of the query's words. FTS5's query syntax is not interpreted."""
         words = _WORD.findall(query)[:MOST_WORDS]
         if not words:
             return []
@@ -62,15 +62,16 @@ class Index:
 
 @cache
 def open_index(path: Path) -> Index:
-    """The index over the documents at `path`, the same for all who ask in this process."""
+    """Returns the index over the documents at `path`, cached per process."""
     return Index(tuple(read_documents(path)))
 
 
 def read_documents(path: Path) -> list[Document]:
-    """The documents of a folder with .txt and .md files, whose titles are their paths without the ending, or of a
-    .jsonl file with a title, a text and, if tasks are to be made of them, facts in each line.
+    """Returns the documents of a folder or a .jsonl file.
 
-    Raises ValueError, saying what would do, where there are none. Of equal titles the second becomes "title (2)".
+    In a folder, .txt and .md files are documents, titled by their path without the suffix. In a .jsonl file each line
+    has a title, a text and optionally facts, from which tasks are generated. Of equal titles the second becomes "title
+    (2)". Raises ValueError if there are no documents.
     """
     if path.is_dir():
         found = [
@@ -88,7 +89,7 @@ def read_documents(path: Path) -> list[Document]:
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects in a .jsonl file with the numbers of their lines. Raises ValueError for a line that is none."""
+    """Yields the line number and the object of each line of a .jsonl file. Raises ValueError for any other line."""
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -102,7 +103,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def search_tool(k: int, is_short: bool) -> Callable[..., str]:
-    """A tool that shows `k` documents; in short, nothing but titles and what is found in them."""
+    """Returns a tool that shows the best `k` documents; with `is_short`, only titles and snippets."""
 
     def search(query: str, scratch: Scratch) -> str:
         """Searches the documents for words and shows the parts that fit best; read_document shows a whole document.

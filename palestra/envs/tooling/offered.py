@@ -1,4 +1,4 @@
-"""The tools that ship, by name, and which tasks cannot be done without which."""
+"""The built-in tools by name, and the tools that each kind of task requires."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEEDED: dict[Kind, tuple[BuiltIn, ...]] = {
 
 
 def check_offered(offered: Sequence[BuiltIn], kinds: Sequence[Kind]) -> None:
-    """Raises ValueError where a kind of tasks cannot be done with these tools."""
+    """Raises ValueError if a kind of task cannot be solved with these tools."""
     for kind in kinds:
         if missing := [name for name in NEEDED[kind] if name not in offered]:
             raise ValueError(
@@ -42,12 +42,14 @@ def check_offered(offered: Sequence[BuiltIn], kinds: Sequence[Kind]) -> None:
             )
 
 
-@lru_cache(maxsize=64)  # an env is made for each episode, and a schema takes a while
+@lru_cache(maxsize=64)  # an env is created per episode, and building a schema is slow
 def built_in_tools(
     offered: tuple[BuiltIn, ...], results: int, is_compact: bool, time_limit: float, unsafe: bool
 ) -> tuple[Tool, ...]:
-    """Those that are offered, in the order of their names here. Raises ValueError where python needs a sandbox and none
-    works."""
+    """Returns the tools named in `offered`, in a fixed order.
+
+    Raises ValueError if python is among them and no sandbox works.
+    """
     functions: dict[BuiltIn, Callable[..., Any]] = {
         "search": search_tool(results, is_compact),
         "read_document": read_document,
@@ -62,7 +64,9 @@ def built_in_tools(
 
 
 def held_by(seat: Seat, ours: Sequence[Tool], own: Sequence[Tool]) -> list[Tool]:
-    """The tools of a seat. Raises ValueError where a seat of a team has none."""
+    """Returns the tools of a seat: of the built-in ones and the user's own. Raises ValueError if a team's seat has
+    none.
+    """
     if seat == "agent":
         return [*ours, *own]
     tools = [tool for tool in ours if (tool.name in RESEARCH) == (seat == "researcher")]

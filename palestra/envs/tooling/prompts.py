@@ -1,4 +1,4 @@
-"""What the seats of the tools env are told."""
+"""Prompts of the tools env."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ EXAMPLE = ", for example: #### 1204"
 LOOK = "Facts that it asks for are in the documents, and nowhere else: look them up."
 WORK = "Numbers are too large for the head: have a tool do the sums."
 HINTS = {"agent": f"{LOOK} {WORK}", "researcher": LOOK, "solver": WORK}
-LONGEST_NOTE = 2000  # characters of a researcher's note that the solver is shown
+LONGEST_NOTE = 2000  # characters of the researcher's note that the solver receives
 
 
 def role(seat: Seat, turns: int, is_compact: bool) -> str:
-    """The system message; a compact conversation has none."""
+    """Returns the system message of a seat; in the compact rendering only the env and seat names."""
     if is_compact:
         return f"tools {seat}"
     end = ENDS[seat] + ("" if seat == "researcher" else EXAMPLE)
@@ -38,7 +38,7 @@ def role(seat: Seat, turns: int, is_compact: bool) -> str:
 
 
 def asked(task: Task, note: str | None, is_compact: bool) -> str:
-    """What a seat is asked; a solver with what the researcher wrote."""
+    """Returns the first user message of a seat; for a solver it includes the researcher's note."""
     if is_compact:
         return task.short if note is None else f"{task.short} note {note or 'none'}"
     files = f"\nFiles in the scratch folder: {', '.join(sorted(task.files))}" if task.files else ""

@@ -1,4 +1,4 @@
-"""Tasks without a library: sums that nobody does in the head, files to read and write, and work for a program."""
+"""Tasks without a library: large sums, files to read and write, and work for a program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ITEMS = (  # noqa: SIM905
 
 
 def compute(rng: random.Random) -> Task:
-    """Arithmetic with numbers of five to fifteen digits."""
+    """Draws arithmetic with large operands, most of them of five to nine digits."""
     a, b, c = (rng.randint(10 ** rng.randint(5, 7), 10**8) for _ in range(3))
     small, modulus = rng.randint(11, 60), rng.randint(10_000, 99_999)
     expression = rng.choice((
@@ -35,7 +35,9 @@ def compute(rng: random.Random) -> Task:
 
 
 def files(rng: random.Random) -> Task:
-    """Numbers that stand in files of the scratch folder: to be added, to be compared, or to be added into a file."""
+    """Draws a task on numbers in files of the scratch folder: sum them, find the largest, or write their sum to a
+    file.
+    """
     return rng.choice((_column, _most, _total))(rng)
 
 
@@ -80,7 +82,7 @@ def _total(rng: random.Random) -> Task:
 
 
 def program(rng: random.Random) -> Task:
-    """Something that takes hundreds of steps, each of them simple."""
+    """Draws a task of hundreds of simple steps."""
     question, short, source, answer = rng.choice((_primes, _digits, _iterated, _collatz))(rng)
     need = Need((str(answer),), (Call("python", {"code": source}),))
     return Task("program", question, short, str(answer), f"program {short}", ((need,),))
@@ -100,7 +102,7 @@ def _primes(rng: random.Random) -> Puzzle:
 
 @cache
 def _all_primes() -> list[int]:
-    """Those that are ever asked about; by Eratosthenes' sieve."""
+    """Returns all primes up to `MOST_PRIME`, by the sieve of Eratosthenes."""
     sieve = bytearray([1]) * (MOST_PRIME + 1)
     for n in range(2, math.isqrt(MOST_PRIME) + 1):
         if sieve[n]:
@@ -112,7 +114,7 @@ def _digits(rng: random.Random) -> Puzzle:
     base, power = rng.randint(3, 97), rng.randint(1500, 2500)
     source = f"import sys\nsys.set_int_max_str_digits(0)\nprint(sum(map(int, str({base}**{power}))))"
     total, rest = 0, base**power
-    while rest:  # in parts: Python refuses to write numbers of more than 4,300 digits
+    while rest:  # in parts: Python does not convert integers of more than 4,300 digits
         rest, part = divmod(rest, 10**1000)
         total += sum(map(int, str(part)))
     return (

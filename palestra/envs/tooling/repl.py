@@ -1,7 +1,7 @@
-"""A Python that goes on from call to call, though each call is a process of its own: the sandbox keeps nothing.
+"""A Python REPL that keeps state between calls, though each call is a separate process and the sandbox keeps nothing.
 
-What ran well before is run again, silently and with the files that it then had (`cells.py`), so that variables are as
-they were, and a fork of an episode copies no process. Random numbers and hashes are seeded; the clock is not.
+Earlier successful cells are replayed without output, with the files they had then (`cells.py`): variables are restored,
+and a fork of an episode copies no process. Random numbers and hashes are seeded; the clock is not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from palestra.envs.tooling.scratch import Cell, Scratch, check, clean
 from palestra.sandbox import Limits, Outcome, Sandbox
 
-MOST_CELLS = 32
-LONGEST_CODE = 20_000  # characters
+MOST_CELLS = 32  # programs in an episode
+LONGEST_CODE = 20_000  # characters of a program
 WHY = {
     "wall": "it took too long",
     "cpu": "it took too much computing time",
@@ -26,7 +26,7 @@ _PROGRAM = Path(__file__).with_name("cells.py").read_text(encoding="utf-8")
 
 
 def python_tool(sandbox: Sandbox, seconds: float) -> Callable[..., Awaitable[str]]:
-    """A tool that runs programs in this sandbox, each for so long, with what is run again before it."""
+    """Returns a tool that runs programs in this sandbox; `seconds` limits a call, including the replay before it."""
     limits = Limits(wall=seconds, cpu=seconds)
 
     async def python(code: str, scratch: Scratch) -> str:
@@ -52,7 +52,7 @@ def python_tool(sandbox: Sandbox, seconds: float) -> Callable[..., Awaitable[str
 
 
 def _packed(cells: Sequence[Cell]) -> str:
-    """What `cells.py` reads; equal texts are told once."""
+    """Returns the input of `cells.py` as JSON; equal texts are stored once."""
     places: dict[str, int] = {}
 
     def place(text: str) -> int:
@@ -63,12 +63,12 @@ def _packed(cells: Sequence[Cell]) -> str:
 
 
 def _keep(scratch: Scratch, files: Mapping[str, bytes]) -> str:
-    """Takes over what a program left in its folder; returns what the agent must know of what could not be kept."""
+    """Stores the files that a program left in its folder; returns a note to the agent on files it could not keep."""
     kept, lost = dict[str, str](), list[str]()
     for path, data in files.items():
         try:
             kept[clean(path)] = data.decode()
-        except ValueError:  # an odd name, or no UTF-8
+        except ValueError:  # an invalid name, or not UTF-8
             lost.append(path)
     try:
         check(kept)

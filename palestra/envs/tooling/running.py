@@ -1,4 +1,4 @@
-"""Calling functions of users' so that none of them holds anybody up, whatever it does or never does."""
+"""Calls users' functions with a time limit, so that none can block the caller."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-MOST_STUCK = 256  # calls that were given up and whose threads have not ended
-_running: set[asyncio.Task[Any]] = set()  # a loop keeps no tasks alive by itself
+MOST_STUCK = 256  # abandoned calls whose threads are still running
+_running: set[asyncio.Task[Any]] = set()  # strong references: an event loop holds only weak ones
 _stuck: set[Future[Any]] = set()
 
 
 class Failed(Exception):
-    """A call came to nothing, and not by the agent's fault."""
+    """A call failed for a reason that is not the agent's fault."""
 
 
 async def in_time(function: Callable[..., Any], arguments: Mapping[str, Any], seconds: float) -> Any:
-    """What a user's function returns. Raises ValueError where it does, Failed for all else that it may raise.
+    """Returns the result of a user's function. Raises ValueError if the function does, Failed for any other exception.
 
-    Failed too where it has not returned after `seconds`; a coroutine that does not let itself be cancelled is not
-    waited for either.
+    Also raises Failed if it has not returned after `seconds`; a coroutine that ignores cancellation is not awaited
+    further.
     """
     task = asyncio.ensure_future(_called(function, arguments))
     _running.add(task)
@@ -42,7 +42,7 @@ async def in_time(function: Callable[..., Any], arguments: Mapping[str, Any], se
 def _gone(task: asyncio.Task[Any]) -> None:
     _running.discard(task)
     if not task.cancelled():
-        task.exception()  # asyncio complains of those that nobody looks at
+        task.exception()  # asyncio warns about exceptions that are never retrieved
 
 
 async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -52,19 +52,19 @@ async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
         return await value if inspect.isawaitable(value) else value
     except (ValueError, Failed):
         raise
-    except (Exception, SystemExit) as error:  # foreign code: whatever it raises is what came of the call
+    except (Exception, SystemExit) as error:  # foreign code: any exception is the result of the call
         raise Failed(_told(error)) from error
 
 
 async def _on_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """What the function returns, on a thread of its own: a pool would be full once enough of them hang.
+    """Returns the function's result, from a new thread: a pool would be exhausted once enough calls hang.
 
-    Raises Failed where too many that were given up have not ended yet.
+    Raises Failed if too many abandoned calls are still running.
     """
     if len(_stuck) >= MOST_STUCK:
         raise Failed(f"was not called: {MOST_STUCK} earlier calls still hang; give the tool a time limit of its own")
     came = Future[Any]()
-    came.set_running_or_notify_cancel()  # giving up does not cancel it: a thread cannot be
+    came.set_running_or_notify_cancel()  # a timeout cannot cancel a thread
     threading.Thread(target=_settle, args=(came, function, arguments), name="tool", daemon=True).start()
     try:
         return await asyncio.wrap_future(came)
@@ -79,7 +79,7 @@ def _settle(came: Future[Any], function: Callable[..., Any], arguments: Mapping[
         came.set_result(function(**arguments))
     except ValueError as error:
         came.set_exception(error)
-    except BaseException as error:  # foreign too, and nobody else hears of what a thread dies of
+    except BaseException as error:  # foreign code too; an exception in a thread would be lost
         came.set_exception(Failed(_told(error)))
 
 

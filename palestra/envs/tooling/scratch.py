@@ -1,7 +1,7 @@
-"""What the tools of one episode share: its private files, the programs it ran, the documents it may search.
+"""State shared by the tools of one episode: its private files, the programs it ran, and the documents it may search.
 
-The files are a mapping, not a folder. A path never reaches a disk, so nothing leads out of it; only the sandbox writes
-the files down, in a folder of its own, and what comes back is held to the same limits.
+The files are a mapping, not a folder: paths never reach a disk, so none can escape. Only the sandbox writes the files
+to a folder of its own, and files that it returns are held to the same limits.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, Self
 
-LONGEST_PATH, LONGEST_PART = 200, 100  # characters of a path, and of a name in it
+LONGEST_PATH, LONGEST_PART = 200, 100  # characters of a path, and bytes of a name in it
 MOST_FILES = 64
 MOST_TEXT = 256 * 2**10  # characters in all files together
 _ODD = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
 class Found(NamedTuple):
-    """A document that a search found: its title, and the words in it that fit."""
+    """A search hit: the document's title, and the matching passage."""
 
     title: str
     snippet: str
 
 
 class Library(Protocol):
-    """Documents to search, which nobody changes."""
+    """Read-only documents to search."""
 
     def search(self, query: str, k: int) -> Sequence[Found]:
-        """At most `k` documents, best first; none where the query has no words."""
+        """Returns at most `k` hits, best first; none if the query has no words."""
 
     def read(self, title: str) -> str | None:
-        """The text of the document of that title, in whatever case; None where there is none."""
+        """Returns the text of the document with that title, ignoring case; None if there is none."""
 
 
 class Nothing:
@@ -45,7 +45,7 @@ class Nothing:
 
 
 class Cell(NamedTuple):
-    """A program that went well, and the files it began with."""
+    """A program that ran successfully, and the files at its start."""
 
     source: str
     files: Mapping[str, str]
@@ -53,10 +53,10 @@ class Cell(NamedTuple):
 
 @dataclass
 class Scratch:
-    """The state of an episode, as a tool with a parameter of this type gets it: a copy of its own, which counts if the
-    call succeeds in time. `notes` are for tools of a user's: give them values that nobody changes in place.
+    """The state of an episode. A tool with a parameter of this type receives a copy, which is kept if the call
+    succeeds in time. `notes` are for users' tools: store values that are never changed in place.
 
-    Raises ValueError, which tells the agent what it did wrong, for a path or a size that is not allowed.
+    Raises ValueError, whose message the agent receives, for a path or size that is not allowed.
     """
 
     library: Library = field(default_factory=Nothing)
@@ -65,9 +65,11 @@ class Scratch:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def fork(self) -> Self:
+        """Returns a copy with its own `files` and `notes` mappings."""
         return replace(self, files=dict(self.files), notes=dict(self.notes))
 
     def read(self, path: str) -> str:
+        """Returns the text of a file. Raises ValueError if there is none."""
         name = clean(path)
         if name not in self.files:
             there = ", ".join(sorted(self.files)) or "no files"
@@ -75,13 +77,17 @@ class Scratch:
         return self.files[name]
 
     def write(self, path: str, text: str) -> None:
+        """Writes a file. Raises ValueError for an invalid path or beyond a size limit."""
         files = {**self.files, clean(path): text}
         check(files)
         self.files = files
 
 
 def clean(path: str) -> str:
-    """The path as files are kept by it: "./a.txt" is "a.txt". Raises ValueError for one that leads out, or is odd."""
+    """Returns the normalised path under which a file is stored: "./a.txt" becomes "a.txt".
+
+    Raises ValueError if it leaves the scratch folder, is too long or holds invalid characters.
+    """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or ".." in parts:
         raise ValueError(
@@ -97,7 +103,7 @@ def clean(path: str) -> str:
 
 
 def check(files: Mapping[str, str]) -> None:
-    """Raises ValueError where these are too many files or too large, or a file stands where a folder must."""
+    """Raises ValueError if there are too many files, too much text, or a file where a folder must be."""
     if len(files) > MOST_FILES:
         raise ValueError(f"the scratch folder holds at most {MOST_FILES} files")
     size = sum(map(len, files.values()))

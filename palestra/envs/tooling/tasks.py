@@ -1,4 +1,4 @@
-"""What a task is that takes tools, when it is solved, and where tasks come from that nobody has to make up."""
+"""Tasks that need tools: their data, the check of answers, and tasks from files."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from palestra.envs.tooling.scratch import Library, check, clean
 
 Kind = Literal["lookup", "compute", "lookup_compute", "files", "program"]
 KINDS: tuple[Kind, ...] = ("lookup", "compute", "lookup_compute", "files", "program")
-TRIES = 2000
-LONGEST_ANSWER = 1000  # characters, from its end, that are read
-_EDGES = r"(?<!\w)(?<!\d,){}(?!\w|,\d)"  # "204" is no word of "1,204"
+TRIES = 2000  # draws per task
+LONGEST_ANSWER = 1000  # characters at the end of an answer that are read
+_EDGES = r"(?<!\w)(?<!\d,){}(?!\w|,\d)"  # so that "204" does not match in "1,204"
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a tool must show before the task can be solved: a result with all the words of `shown` in it.
+    """Something that a tool must show before the task can be solved: a result that contains all words in `shown`.
 
-    `calls` find it, each where those before it did not. `note` is how a researcher passes it on; "" if it is not looked
-    up but worked out.
+    `calls` obtain it, each tried if the ones before it did not. `note` is the text by which a researcher reports it; ""
+    if it is computed, not looked up.
     """
 
     shown: tuple[str, ...]
@@ -38,16 +38,17 @@ class Need:
     note: str = ""
 
     def met_by(self, text: str) -> bool:
+        """True if `text` contains all words of `shown`."""
         return all(re.search(_EDGES.format(re.escape(word)), text, re.IGNORECASE) for word in self.shown)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task: `question` in plain English, `short` in as few words as it takes; `key` decides its split.
+    """One task: `question` in plain English, `short` in as few words as possible; `key` decides its split.
 
-    `needs` are met one stage after the other. `files` is what the scratch folder holds at first. Where `writes` names a
-    file, that file must hold the answer in the end, and what is said does not count. `library` is for tasks that bring
-    their own.
+    `needs` are stages of requirements, met in order. `files` is the initial content of the scratch folder. If `writes`
+    names a file, that file must hold the answer at the end, and the reply does not count. `library` is for tasks with
+    documents of their own.
     """
 
     kind: str
@@ -61,15 +62,18 @@ class Task:
     library: Library | None = None
 
     def solved(self, said: str, files: Mapping[str, str]) -> bool:
+        """True if the reply, or the file `writes`, holds the answer."""
         return is_right(files.get(self.writes, "") if self.writes else said, self.answer)
 
     def readable(self, said: str) -> bool:
-        """Whether a last answer could be right at all."""
+        """True if the reply could be an answer at all: it holds a number if one is expected."""
         return bool(said) and (self.writes is not None or number(self.answer) is None or bool(_NUMBER.search(said)))
 
 
 def is_right(said: str, answer: str) -> bool:
-    """Whether the answer is said, and no other: one number of the same value, or the same words in whatever case."""
+    """True if `said` states the answer and no other: the only number in it has the same value, or the words are the
+    same, ignoring case.
+    """
     wanted = number(answer)
     if wanted is None:
         return _words(said) == _words(answer)
@@ -77,13 +81,15 @@ def is_right(said: str, answer: str) -> bool:
 
 
 def number(text: str) -> Fraction | None:
-    """The value of a text that is a number, "48,211" or "-3.5"; None of any other."""
+    """Returns the value of a text that is a number, "48,211" or "-3.5"; None for any other text."""
     return Fraction(text.replace(",", "")) if _NUMBER.fullmatch(text.strip()) else None
 
 
 def draw_task(seed: int, propose: Callable[[random.Random], Task | None], split: Split, what: str) -> Task:
-    """The first task of `split` among those that `propose` draws from `seed`. Raises ValueError where 2,000 draws hold
-    none."""
+    """Returns the first task of `split` among those that `propose` draws from `seed`.
+
+    Raises ValueError if 2,000 draws contain none.
+    """
     rng = random.Random(f"tools {seed}")
     lacking = f'no task of split "{split}" in {TRIES} draws of {what}: there are too few such tasks'
     return first_of_split((propose(rng) for _ in range(TRIES)), split, lambda task: task.key, lacking)
@@ -91,8 +97,11 @@ def draw_task(seed: int, propose: Callable[[random.Random], Task | None], split:
 
 @cache
 def read_tasks(path: Path) -> Mapping[Split, Sequence[Task]]:
-    """A user's tasks by split: a .jsonl file with a "question" and an "answer" in each line, and if need be "files"
-    ({path: text}) and a "split"; without one, the text of the task decides. Raises ValueError for other lines."""
+    """Returns a user's tasks by split, from a .jsonl file.
+
+    Each line has a "question" and an "answer", optionally "files" ({path: text}) and a "split"; without a split, the
+    text of the task decides. Raises ValueError for any other line.
+    """
     if path.suffix != ".jsonl" or not path.exists():
         raise ValueError(f"no tasks at {path}: give a .jsonl file with a question and an answer in each line")
     found: dict[Split, list[Task]] = {split: [] for split in SHARES}

@@ -1,4 +1,4 @@
-"""Where an env's tasks come from, and the documents that go with them."""
+"""The source of an env's tasks, and the documents that belong to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Propose = Callable[[random.Random], Task | None]
 
 @dataclass(frozen=True)
 class World:
-    """`task(seed)` is the instance that a seed names; `library` is searched where a task brings none of its own."""
+    """`task(seed)` returns the instance for a seed; `library` is searched if a task has none of its own."""
 
     kinds: tuple[Kind, ...]
     task: Callable[[int], Task]
@@ -32,7 +32,10 @@ class World:
 def open_world(
     name: WorldName, kinds: Sequence[Kind] | None, documents: Path | None, tasks: Path | None, split: Split
 ) -> World:
-    """Raises ValueError for what does not go together, and for a split without tasks."""
+    """Returns the source of tasks that the env's options select.
+
+    Raises ValueError for options that exclude each other, and for a split without tasks.
+    """
     if name == "drills" and (documents or tasks):
         raise ValueError("world: drills makes its own documents and tasks: leave documents and tasks out")
     if tasks and kinds:

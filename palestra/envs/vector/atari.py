@@ -1,4 +1,4 @@
-"""Two-player Atari: the games of the Arcade Learning Environment that several play at once."""
+"""Multi-player games of the Arcade Learning Environment, through PettingZoo."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ SIZE = 84
 
 
 def area(big: int, small: int) -> np.ndarray:
-    """Weights [small, big] that average `big` pixels in a row over `small` equal parts of it."""
+    """Returns averaging weights float32 [small, big] that resize a row of `big` pixels to `small` (area
+    interpolation)."""
     edges = np.linspace(0, big, small + 1)
     low, high = np.maximum(edges[:-1, None], np.arange(big)), np.minimum(edges[1:, None], np.arange(1, big + 1))
     return (np.clip(high - low, 0, None) * (small / big)).astype(np.float32)
 
 
 class AtariGame:
-    """One game, prepared as Mnih et al. (2015) do: an action is held for `skip` frames, of the last two the brighter
-    pixels are kept, made grey and 84 x 84, and the last `stack` such pictures are seen, the newest last. A game begins
-    with up to `noops` frames of nothing, drawn from its seed. All seats see one picture; with `tell_seat` one more
-    channel says whose it is (0 for the first seat, 255 for the last)."""
+    """One game with the preprocessing of Mnih et al. (2015). An action is repeated for `skip` frames; the pixelwise
+    maximum of the last two is turned to grey and resized to 84 x 84, and the last `stack` such pictures are the
+    observation uint8 [84, 84, stack], newest last. An episode begins with 0 to `noops` no-op frames, drawn from its
+    seed. All seats see the same picture; `tell_seat` adds a channel with the seat number (0 for the first seat, 255 for
+    the last).
+
+    Raises ValueError if the ROM is missing or PettingZoo cannot make the game.
+    """
 
     def __init__(
         self, game: str, options: dict[str, Any], *, skip: int, stack: int, noops: int, tell_seat: bool
@@ -73,7 +78,7 @@ class AtariGame:
         self.inner.close()
 
     def _screen(self, moment: Moment) -> np.ndarray:
-        """The screen as any seat sees it; the last one where none does any more."""
+        """Returns the screen as any seat sees it; the previous screen if no seat sees one."""
         return next((view[..., 0] for view in moment.views if view is not None), self.frames[1])
 
     def _picture(self) -> np.ndarray:
@@ -89,8 +94,10 @@ class AtariGame:
 
 
 class AtariEnv(Hosted):
-    """The multi-player game `game` of Atari ("pong", "boxing", "tennis", "space_invaders", ...), made by PettingZoo
-    with `options` ("max_cycles": frames until a game is cut off), from the ROMs that come with ale-py."""
+    """The multi-player Atari game `game` ("pong", "boxing", "tennis", "space_invaders", ...), made by PettingZoo with
+    `options` ("max_cycles": frames until a game is truncated), with the ROMs that ship with ale-py. `skip`, `stack`,
+    `noops` and `tell_seat` set the preprocessing (see `AtariGame`). Raises ValueError if `skip` or `stack` is below
+    1."""
 
     name: ClassVar[str] = "atari"
 

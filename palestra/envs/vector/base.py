@@ -1,7 +1,8 @@
-"""B games of one env, stepped in lock-step on arrays.
+"""Base class of vector envs: B games of one env, stepped in lock-step on arrays.
 
-Shapes: `B` games, `N` seats, `A` actions of the seat that has most, `S` numbers of global state. Seats whose views
-differ in length share one array: the shorter ones are padded with zeros at the end, `views` says how long each is.
+Shapes: `B` games, `N` seats, `A` actions of the seat with the most actions, `S` numbers of global state. Seats whose
+observations differ in length share one array: shorter observations are padded with zeros at the end, `views` has each
+seat's true shape.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Discrete:
-    """One of `n` actions, 0 to n-1."""
+    """Action space of one integer, 0 to n-1."""
 
     n: int
 
 
 @dataclass(frozen=True)
 class MultiDiscrete:
-    """Several choices at once, the i-th of `sizes[i]`."""
+    """Action space of several integers; the i-th is from 0 to `sizes[i] - 1`."""
 
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Continuous:
-    """Numbers between `low` and `high`, both of the length of the action."""
+    """Action space of numbers between `low` and `high`, both as long as the action."""
 
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -45,22 +46,24 @@ Space = Discrete | MultiDiscrete | Continuous
 
 @dataclass
 class Frame:
-    """What B games say after `reset` or `step`. The arrays are the env's own and change with its next step: copy what
-    is to stay.
+    """The result of `reset` or `step` for B games. The env owns the arrays and overwrites them in its next step: copy
+    what must be kept.
 
-    `obs [B, N, *view]` is what each seat sees now; where a game has just ended it is the first view of the next game
-    (Gymnasium's same-step auto-reset), and `final_obs`, `final_state` hold the last view of the one that ended; they
-    mean nothing elsewhere. `acting [B, N]` marks the seats that act next: all in simultaneous play, one in turn-based
-    play, none of a dead unit; the action of a seat that does not act is ignored. `legal [B, N, A]` is None where all
-    actions always are (and for continuous ones); an acting seat has at least one. `rewards [B, N]` are those of the
-    step just made, `terminated` and `truncated` [B] say that it ended the game, `success` [B] whether that end counts
-    as one (None where the env knows no success). After a reset rewards and ends are zero.
+    `obs [B, N, *view]` (float32 or uint8) is the current observation of each seat. If the step ended a game, it is the
+    first observation of the next game (Gymnasium's same-step autoreset), and `final_obs` and `final_state` hold the
+    last observation and state of the ended game; for all other games their content is undefined. `acting [B, N]` bool
+    is the agent mask, the seats that act next: all seats in simultaneous play, one in turn-based play, no dead unit.
+    Actions of other seats are ignored. `legal [B, N, A]` bool is the action mask; it is None if all actions are always
+    legal, and for continuous actions. A seat that acts has at least one legal action. `rewards [B, N]` float32 are the
+    rewards of this step; `terminated` and `truncated` [B] bool mark games that the step ended; `success` [B] bool marks
+    ended games that count as a success (None if the env does not define success). After a reset, rewards are zero and
+    no game is marked as ended.
 
-    `seat_terminated [B, N]` marks seats that terminated on their own, at this step or earlier in the same game: such a
-    seat does not act again, earns nothing after the step in which it is marked, and its future is worth 0 even where
-    the game is later truncated for the others. It is None where all seats end together. A game that is `terminated`
-    has terminated for every seat; one that is `truncated` was cut off for the seats that are not marked. A seat that
-    was cut off before the others keeps its last view until the game ends.
+    `seat_terminated [B, N]` bool marks seats that terminated on their own, in this step or earlier in the same game.
+    Such a seat does not act again, gets no reward after the step in which it is marked, and has a future value of 0
+    even if the game is later truncated for the other seats. It is None if all seats always end together. A `terminated`
+    game terminates every seat; a `truncated` game truncates the seats that are not marked. A seat that was truncated
+    before the others keeps its last observation until the game ends.
     """
 
     obs: np.ndarray  # float32 or uint8
@@ -77,16 +80,17 @@ class Frame:
 
     @property
     def over(self) -> np.ndarray:
-        """Games that the step ended [B]."""
+        """Games that this step ended, bool [B]."""
         return np.logical_or(self.terminated, self.truncated)
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
-        """A frame of changed arrays."""
+        """Returns a frame with `change` applied to every array; None stays None."""
         values = {part.name: getattr(self, part.name) for part in fields(self)}
         changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
         return type(self)(**changed)
 
     def copy(self) -> Self:
+        """Returns a frame with copies of all arrays."""
         return self.map(np.copy)
 
 
@@ -101,8 +105,9 @@ def empty_frame(
     deaths: bool = False,
     dtype: Any = np.float32,
 ) -> Frame:
-    """A frame of zeros in which every seat acts. `actions` asks for a mask of as many, all legal, `deaths` for
-    `seat_terminated`."""
+    """Returns a frame of zeros in which all seats act. Observations are of shape `view` and of `dtype`. `actions` adds
+    an action mask of that length with every action legal, `state` a global state of that length, `success` the array of
+    successes, `deaths` `seat_terminated`."""
     B, N = games, seats
     return Frame(
         obs=np.zeros((B, N, *view), dtype),
@@ -120,12 +125,12 @@ def empty_frame(
 
 
 class VectorEnv(ABC):
-    """B games (`games`) for the same `seats`; a deterministic function of the games' seeds and the actions.
+    """B parallel games (`games`) with the same `seats`; a deterministic function of the seeds and the actions.
 
-    A game is a stream: when it ends, the next begins at once, from the same seed's stream of random numbers. Games do
-    not influence each other: game b of B goes as it would alone. `views` and `actions` give, for each seat, the shape
-    of what it sees and what it may do; all seats have one kind of action. `scripts` names the scripted players that the
-    env offers (see `script`); who plays is the run's business.
+    Each game is a stream of episodes: when one ends, the next begins in the same step, from the same stream of random
+    numbers. Games are independent: game b of B plays exactly as it would alone. `views` holds the observation shape of
+    each seat, `actions` its action space; all seats have the same kind of action space. `state_size` is the length of
+    the global state (0: none). `scripts` names the scripted players that the env offers (see `script`).
     """
 
     name: ClassVar[str] = ""
@@ -138,26 +143,32 @@ class VectorEnv(ABC):
 
     @abstractmethod
     def reset(self, seeds: np.ndarray) -> Frame:
-        """Begins a stream of games in each place; `seeds [B]` are whole numbers from 0 on."""
+        """Starts a new stream of episodes in each game. `seeds [B]` are non-negative integers."""
 
     @abstractmethod
     def step(self, actions: np.ndarray) -> Frame:
-        """Plays one joint step in every game. `actions` is int32 [B, N] for discrete play, int32 [B, N, M] for
-        multi-discrete, float32 [B, N, D] for continuous (clipped to the bounds)."""
+        """Plays one joint step in every game. `actions` is int32 [B, N] for discrete actions, int32 [B, N, M] for
+        multi-discrete, float32 [B, N, D] for continuous ones (clipped to the bounds)."""
 
     def save(self) -> Arrays | None:
-        """Everything that `load` needs to go on exactly; None where the env cannot tell (its games are then begun
-        anew at every checkpoint)."""
+        """Returns everything that `load` needs to continue exactly, as arrays by name; None if the env cannot be saved
+        (its games then start anew when a run resumes from a checkpoint)."""
         return None
 
     def load(self, saved: Mapping[str, np.ndarray]) -> Frame:
-        """Goes on where `save` was; returns the frame of that moment."""
+        """Restores what `save` returned; returns the frame of that step.
+
+        Raises ValueError if the env cannot be saved.
+        """
         raise ValueError(f"{self.name or type(self).__name__} cannot save its games, so none can be loaded")
 
     def script(self, name: str, seat: int) -> np.ndarray:
-        """Actions [B] of the scripted player `name` at a seat, for the games as they stand."""
+        """Returns the actions int32 [B] of the scripted player `name` at seat number `seat` for the current frame.
+
+        Raises ValueError if the env has no such scripted player.
+        """
         known = ", ".join(self.scripts) or "none"
         raise ValueError(f'env "{self.name}" has no scripted player "{name}"; it has: {known}')
 
     def close(self) -> None:  # noqa: B027 - most envs hold nothing
-        """Releases what the env holds."""
+        """Releases the resources that the env holds."""

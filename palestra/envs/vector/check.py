@@ -1,4 +1,4 @@
-"""The check that proves a `VectorEnv` keeps the contract."""
+"""Contract check of `VectorEnv`, and random actions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 
 from palestra.envs.vector.base import Continuous, Discrete, Frame, MultiDiscrete, VectorEnv
 
-UNBOUNDED = 1e3  # what random play takes for an infinite bound
+UNBOUNDED = 1e3  # random play replaces infinite bounds by this
 Make = Callable[[int], VectorEnv]
 
 
 def check_vector_env(
     make_env: Make, *, games: int = 5, steps: int = 200, seed: int = 0, alone: bool = True, ends: bool = True
 ) -> None:
-    """Plays `make_env(games)` at random and raises ValueError, saying what broke and how to mend it, where it breaks
-    the contract.
+    """Plays `make_env(games)` at random; raises ValueError with the violation and its fix if the env violates the
+    contract.
 
-    Checked: shapes and types of every array; rewards and views finite; an acting seat has a legal action; equal seeds
-    and actions give equal frames, in a second instance and after a second reset; other seeds give other games; a game
-    goes on by itself after its end, and what it says then is not the last view of the old one; with `alone`, a game
-    goes as it would with no others beside it; what `save` kept goes on exactly after `load`; with `ends`, at least one
-    game ends within `steps`.
+    Checks: shape and dtype of every array; finite rewards, observations and state; a legal action for every seat that
+    acts; zero padding of observations and action masks; equal seeds and actions give equal frames, in a second instance
+    and after a second reset; other seeds give other games; an ended game continues with its next episode in the same
+    step; with `alone`, a game plays as it would alone; after `save` and `load` the games continue exactly; with `ends`,
+    at least one game ends within `steps`.
     """
     _Check(make_env, games, steps, seed).run(alone, ends)
 
@@ -87,7 +87,8 @@ class _Check:
         other.close()
 
     def other_seeds(self, env: VectorEnv, frames: list[Frame]) -> None:
-        """Where instances differ at all, another seed must give another one; a game of pure skill need not."""
+        """Fails if another seed gives the same first observations although the games differ from each other: games
+        without chance pass."""
         first = frames[0].obs
         if np.array_equal(first[0], first[1]):
             return
@@ -163,7 +164,8 @@ class _Check:
 
 
 def random_actions(env: VectorEnv, frame: Frame, rng: np.random.Generator) -> np.ndarray:
-    """Uniform legal actions for every seat, in the shape that `step` takes; also for seats that do not act."""
+    """Returns uniform legal actions for all seats, also for seats that do not act, in the shape and dtype that `step`
+    takes."""
     B, N = env.games, len(env.seats)
     first = env.actions[0]
     if isinstance(first, Discrete):

@@ -1,18 +1,19 @@
-"""Combat of small armies with the interface, views, state and rewards of SMAC (Samvelyan et al., 2019), fought here.
+"""Micromanagement combat with the interface, observations, state and rewards of SMAC (Samvelyan et al., 2019),
+simulated here without StarCraft II.
 
-StarCraft II itself is not needed. Its numbers (version 4.6, speed "faster") are kept for health, shields, armour,
-damage, range, reload time and speed of marines, stalkers and zealots, and SMAC's 8 game loops a step. What differs:
+Health, shields, armour, damage, range, reload time and speed of marines, stalkers and zealots are those of StarCraft II
+(version 4.6, speed "faster"), with SMAC's 8 game loops per step. Differences from SMAC:
 
-- Units are points: none blocks or pushes another, and they turn, speed up and aim in no time.
-- In a step a unit either shoots, waits until it can, or walks; it does not shoot and walk away within 8 loops. A unit
-  that stops holds its fire; StarCraft's idle units shoot who comes near.
-- Who shoots is settled by the positions at the start of a step; damage falls at once for all, then all walk.
-- Enemies follow a rule: each attacks the nearest of our units until that is dead or out of its weapon's reach, then the
-  nearest again, wherever that is. SMAC's built-in opponent marches on the place where the allies started.
-- Shields do not recover. The field is an open square, its border the only obstacle. Units start in columns 14 apart,
-  each up to `JITTER` off its place; in SMAC the map fixes them.
-- Cooldown in the state is a share of the reload time, in SMAC of a slightly longer one. Of the bits of unit type the
-  first means stalker on both sides, in SMAC zealot among enemies.
+- Units are points: they do not collide, and they turn, accelerate and aim instantly.
+- In one step a unit either shoots, waits until it can shoot, or walks; it cannot shoot and then walk within 8 loops. A
+  unit that stops does not shoot; idle units of StarCraft shoot at enemies in range.
+- Shots are determined by the positions at the start of a step; all damage is applied at once, then all units walk.
+- Enemies are scripted: each attacks the nearest ally until that ally is dead or out of weapon range, then again the
+  nearest, at any distance. SMAC's built-in opponent moves towards the allies' starting point.
+- Shields do not recover. The field is an open square without obstacles. Units start in columns 14 apart, each up to
+  `JITTER` from its place; in SMAC the map fixes the places.
+- Cooldown in the state is relative to the reload time; SMAC divides by a slightly longer time. The first unit-type bit
+  means stalker on both sides; in SMAC it means zealot for enemies.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ NOOP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
 HEALTH, SHIELD, X, Y, COOLDOWN = range(5)
 SIGHT, SHOOT = 9.0, 6.0
 JITTER = 0.25
-SCALE = 20.0  # what a game yields that is won
+SCALE = 20.0  # return of a won game
 
 
 class Board(NamedTuple):
-    """The arrays that kernels change: memory first, then those of the frame."""
+    """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
     rng: np.ndarray
-    units: np.ndarray  # [B, U, 5] health, shield, x, y, loops until the next shot; who has no health is dead
-    target: np.ndarray  # [B, E] whom each enemy attacks, -1 before it knows
-    last: np.ndarray  # [B, N] the last actions, -1 before the first
+    units: np.ndarray  # [B, U, 5] health, shield, x, y, loops until the next shot; a unit without health is dead
+    target: np.ndarray  # [B, E] unit that each enemy attacks, -1: none yet
+    last: np.ndarray  # [B, N] last actions, -1 before the first
     steps: np.ndarray  # [B]
     obs: np.ndarray
     legal: np.ndarray
@@ -57,7 +58,7 @@ class Board(NamedTuple):
 
 @kernel
 def _squared(units: np.ndarray, b: int, u: int, v: int) -> float:
-    """The squared distance of two units."""
+    """Returns the squared distance of units u and v."""
     x, y = units[b, u, X] - units[b, v, X], units[b, u, Y] - units[b, v, Y]
     return x * x + y * y
 
@@ -79,7 +80,8 @@ def _begin_game(g: Board, rules: Rules, b: int) -> None:
 
 @kernel
 def _write_legal(legal: np.ndarray, units: np.ndarray, b: int, n: int) -> None:
-    """The dead do nothing; the living stop, move where a half move stays on the field, attack living enemies near."""
+    """Action mask of unit n: dead units can only do nothing; living units can stop, move in directions where half a
+    move stays on the field, and attack living enemies within `SHOOT`."""
     alive, x, y = units[b, n, HEALTH] > 0, units[b, n, X], units[b, n, Y]
     legal[b, n, NOOP], legal[b, n, STOP] = not alive, alive
     legal[b, n, NORTH], legal[b, n, SOUTH] = alive and y + 1 < FIELD, alive and y >= 1
@@ -92,7 +94,7 @@ def _write_legal(legal: np.ndarray, units: np.ndarray, b: int, n: int) -> None:
 
 @kernel
 def _write_body(row: np.ndarray, at: int, shield: float, kind: int, shields: bool, bits: int) -> None:
-    """Writes shield (on a map where its side has such) and bits of kind at `at`."""
+    """Writes the shield (if this side has shields on this map) and the unit-type bits from index `at` on."""
     if shields:
         row[at] = shield
         at += 1
@@ -102,7 +104,8 @@ def _write_body(row: np.ndarray, at: int, shield: float, kind: int, shields: boo
 
 @kernel
 def _write_views(g: Board, rules: Rules, b: int) -> None:
-    """Where a seat may move, each enemy in sight, each other ally in sight, itself; all zero for the dead."""
+    """Writes the observations: possible moves of the unit, each enemy in sight, each other ally in sight, the unit
+    itself; zeros for dead units."""
     units, legal, allies = g.units, g.legal, rules.allies
     enemies = units.shape[1] - allies
     for n in range(allies):
@@ -133,7 +136,7 @@ def _write_views(g: Board, rules: Rules, b: int) -> None:
 
 @kernel
 def _write_state(g: Board, rules: Rules, b: int) -> None:
-    """All allies, all enemies (zero for the dead), then the last action of each ally as one of all."""
+    """Writes the global state: all allies, all enemies (zeros if dead), then the last action of each ally, one-hot."""
     row, at = g.state[b], 0
     row[:] = 0
     for u in range(g.units.shape[1]):
@@ -165,12 +168,12 @@ def _write(g: Board, rules: Rules, b: int) -> None:
 
 @kernel
 def _engage(units: np.ndarray, b: int, u: int, v: int, reach: float, speed: float, walk_U2: np.ndarray) -> int:
-    """Unit u attacks v: it walks until v is in reach. The target of its shot, -1 if its weapon is not ready within this
+    """Unit u attacks v: it walks until v is in range. Returns the target of its shot, -1 if it does not shoot in this
     step."""
     far = _distance(units, b, u, v)
     if far <= reach:
         return v if units[b, u, COOLDOWN] < LOOPS else -1
-    step = min(speed, far - reach + 1e-9) / far  # rounding must not leave it out of reach
+    step = min(speed, far - reach + 1e-9) / far  # the margin keeps rounding from leaving it out of range
     walk_U2[u, 0] = (units[b, v, X] - units[b, u, X]) * step
     walk_U2[u, 1] = (units[b, v, Y] - units[b, u, Y]) * step
     return -1
@@ -178,7 +181,7 @@ def _engage(units: np.ndarray, b: int, u: int, v: int, reach: float, speed: floa
 
 @kernel
 def _nearest(units: np.ndarray, b: int, u: int, start: int, stop: int) -> int:
-    """The living unit of those from start to stop that is nearest to u; -1 if none lives."""
+    """Returns the living unit in start..stop-1 that is nearest to u; -1 if none is alive."""
     nearest, least = -1, np.inf
     for v in range(start, stop):
         far = _squared(units, b, u, v)
@@ -189,7 +192,7 @@ def _nearest(units: np.ndarray, b: int, u: int, start: int, stop: int) -> int:
 
 @kernel
 def _order(g: Board, rules: Rules, b: int, actions: np.ndarray, walk_U2: np.ndarray, shot_U: np.ndarray) -> None:
-    """What every unit does in this step: a walk, a target (-1 for none), or nothing."""
+    """Sets the walk and the target (-1: none) of every unit for this step."""
     units, allies = g.units, rules.allies
     for u in range(units.shape[1]):
         walk_U2[u, 0], walk_U2[u, 1], shot_U[u] = 0.0, 0.0, -1
@@ -215,7 +218,7 @@ def _order(g: Board, rules: Rules, b: int, actions: np.ndarray, walk_U2: np.ndar
 
 @kernel
 def _hit(units: np.ndarray, b: int, v: int, damage: float, armour: float) -> float:
-    """Takes one hit from the shield of v and the rest, less its armour, from its health; returns all that it took."""
+    """Applies one hit to v: first to its shield, the rest less its armour to its health. Returns the damage done."""
     absorbed, wound = min(units[b, v, SHIELD], damage), 0.0
     if absorbed < damage:
         wound = min(units[b, v, HEALTH], max(damage - absorbed - armour, LEAST))
@@ -226,7 +229,8 @@ def _hit(units: np.ndarray, b: int, v: int, damage: float, armour: float) -> flo
 
 @kernel
 def _shoot(g: Board, rules: Rules, b: int, shot_U: np.ndarray) -> float:
-    """All shots of a step, also of those who die in it; returns damage to enemies plus `KILL` for each killed."""
+    """Applies all shots of a step, also of units that die in it. Returns the damage to enemies plus `KILL` for each
+    kill."""
     units, earned = g.units.shape[1], 0.0
     for u in range(units):
         wait = g.units[b, u, COOLDOWN] - LOOPS
@@ -251,7 +255,7 @@ def _walk(units: np.ndarray, b: int, walk_U2: np.ndarray) -> None:
 
 @kernel
 def _alive(units: np.ndarray, b: int, start: int, stop: int) -> bool:
-    for u in range(start, stop):  # noqa: SIM110 - the compiler knows no `any`
+    for u in range(start, stop):  # noqa: SIM110 - numba has no `any` of a generator
         if units[b, u, HEALTH] > 0:
             return True
     return False
@@ -259,7 +263,8 @@ def _alive(units: np.ndarray, b: int, start: int, stop: int) -> bool:
 
 @kernel
 def _keep_last(g: Board, b: int) -> None:
-    """Keeps the last view of a game that is over. In loops, which compile ten times as fast as assigned slices."""
+    """Copies the last observations and the state of an ended game to `final_obs` and `final_state`. Loops compile ten
+    times as fast as slice assignments."""
     for n in range(g.obs.shape[1]):
         for at in range(g.obs.shape[2]):
             g.final_obs[b, n, at] = g.obs[b, n, at]
@@ -300,7 +305,8 @@ def _step_all(g: Board, rules: Rules, actions: np.ndarray) -> None:
 
 @kernel
 def _weakest(g: Board, rules: Rules, b: int, n: int, left_U: np.ndarray) -> int:
-    """The attackable enemy with least left, one to be left alive before others; -1 if there is none."""
+    """Returns the attackable enemy with the least remaining health; enemies that will die anyway come last. -1 if there
+    is none."""
     weakest, least = -1, np.inf
     for v in range(rules.allies, g.units.shape[1]):
         if g.legal[b, n, ATTACK + v - rules.allies]:
@@ -312,7 +318,8 @@ def _weakest(g: Board, rules: Rules, b: int, n: int, left_U: np.ndarray) -> int:
 
 @kernel
 def _focus(g: Board, rules: Rules, seat: int, chosen: np.ndarray) -> None:
-    """Attacks the weakest enemy that the seats before will leave alive, or moves towards the nearest."""
+    """Writes the actions of the scripted player "focus" at `seat` to `chosen` int32 [B]: attack the weakest enemy that
+    survives the attacks of the seats before, else move towards the nearest."""
     units, left_U = g.units, np.zeros(g.units.shape[1])
     for b in range(len(chosen)):
         for v in range(rules.allies, len(left_U)):
@@ -334,23 +341,25 @@ def _focus(g: Board, rules: Rules, seat: int, chosen: np.ndarray) -> None:
 
 
 class Combat(NativeEnv):
-    """Defeat an army of scripted enemies; every seat is a unit of ours, and all earn the same.
+    """Defeat an army of scripted enemies. Every seat is an allied unit; all seats get the same reward.
 
-    A unit stops, moves north (y up), south, east (x up) or west as far as it gets in a step (a marine 1.1, of the 2
-    that SMAC orders), or attacks an enemy, legal within 6: one out of its weapon's reach it walks to. It sees 9 far.
-    No-op is for the dead, who do not act but earn with the others until the battle ends; a battle that is cut off is
-    truncated for them too. An action that is not legal stops the unit. `map` is one of
-    SMAC's with marines (m), stalkers (s) and zealots (z), `cycles` its limit of steps unless set. `success` is a battle
-    won.
+    Actions: stop; move north (y up), south, east (x up) or west as far as possible in one step (marines 1.1; SMAC
+    orders 2); attack an enemy, legal within distance 6. A unit walks to a target out of its weapon range. It sees up to
+    distance 9. No-op is only for dead units: they do not act but get the team reward until the game ends, and are
+    truncated with it. An illegal action stops the unit. `map` is one of SMAC's maps with marines (m), stalkers (s) and
+    zealots (z); `cycles` is the step limit (default: the map's). `success` is a won battle.
 
-    The reward is the damage to enemies, plus 10 for each killed and 200 for the battle won, scaled so that a won battle
-    yields 20. A view is SMAC's: may move north, south, east, west; of each enemy attackable, distance, x, y (in units
-    of sight), health; of each other ally the same, with visible for attackable; own health. Where the side has shields
-    they follow the health, where it has two kinds of units their bits follow: stalker, zealot. So is the state: of each
-    ally health, cooldown, x, y from the centre, of each enemy health, x, y, then the last actions.
+    The reward is the damage to enemies, plus 10 for each kill and 200 for a won battle, scaled so that a won battle
+    returns 20. Observations are SMAC's: can move north, south, east, west; for each enemy: attackable, distance, x, y
+    (in units of sight range), health; for each other ally the same with "visible" for "attackable"; own health. Shields
+    follow the health if the side has shields; unit-type bits (stalker, zealot) follow if the side has two types. The
+    state has for each ally health, cooldown, x, y from the centre, for each enemy health, x, y, then the last actions;
+    shields and type bits as above.
 
-    The scripted player "focus" attacks the weakest enemy within 6 that the seats before it leave alive, or goes for
-    the nearest.
+    The scripted player "focus" attacks the weakest enemy within 6 that survives the attacks of the seats before it, or
+    moves towards the nearest enemy.
+
+    Raises ValueError for an unknown map, or if `games` or `cycles` is below 1.
     """
 
     name: ClassVar[str] = "combat"

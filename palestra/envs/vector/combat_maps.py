@@ -1,4 +1,4 @@
-"""Maps and units of `combat`: who fights whom, in the numbers of StarCraft II."""
+"""Maps and unit types of `combat`, with the numbers of StarCraft II."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ MAPS: dict[str, tuple[str, str, int]] = {  # allies, enemies, steps
 }
 FIELD = 32.0
 START = (9.0, 23.0)  # x of the front columns
-LEAST = 0.5  # damage of a hit on health, whatever the armour
-LOOPS = 8.0  # game loops a step
+LEAST = 0.5  # minimum damage of a hit on health, for any armour
+LOOPS = 8.0  # game loops per step
 LOOPS_A_SECOND = 22.4
-KILL, WIN = 10.0, 200.0  # what they earn, in units of damage
+KILL, WIN = 10.0, 200.0  # rewards, in units of damage
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of unit in StarCraft's numbers: `hits` of `damage` (and `bonus` against armoured) a shot, `reload` in
-    seconds, `speed` a second, `range` from edge to edge of units of a `radius`."""
+    """A unit type in StarCraft's numbers: `hits` hits per shot of `damage` (plus `bonus` against armoured units),
+    `reload` in seconds, `speed` per second, `range` between the edges of two units, each with its `radius`."""
 
     health: float
     shield: float
@@ -68,12 +68,12 @@ NUMBERED = "sz"  # the order of the bits of unit type
 
 
 class Rules(NamedTuple):
-    """A map in numbers; U are all units, allies first. `damage_UU` is that of each hit of a shot, `reach_UU` goes from
-    centre to centre."""
+    """A map as numbers, for the kernels. U is all units, allies first. `damage_UU` is the damage of each hit of a shot,
+    `reach_UU` the weapon range from centre to centre."""
 
     allies: int
     cycles: int
-    most: float  # reward of a game that is won, before it is scaled
+    most: float  # total reward of a won game, before scaling
     bits: int
     ally_shields: bool
     enemy_shields: bool
@@ -90,7 +90,7 @@ class Rules(NamedTuple):
 
 
 def _army(text: str) -> list[str]:
-    """The kinds of "2s3z", one for each unit."""
+    """Returns the unit types of an army such as "2s3z", one letter per unit."""
     kinds: list[str] = []
     count = ""
     for letter in text:
@@ -102,7 +102,8 @@ def _army(text: str) -> list[str]:
 
 
 def _columns(size: int, front: float, back: float) -> list[tuple[float, float]]:
-    """Places of an army: columns of up to nine, one apart, the first in front."""
+    """Returns the starting places (x, y) of an army: columns of up to nine units, one apart, the first column in
+    front."""
     places = []
     for i in range(size):
         column, row = divmod(i, 9)
@@ -112,7 +113,7 @@ def _columns(size: int, front: float, back: float) -> list[tuple[float, float]]:
 
 
 def rules_of(name: str, cycles: int | None) -> Rules:
-    """The map `name`, cut off after `cycles` steps, or after its own number of them."""
+    """Returns the parameters of map `name`, with a limit of `cycles` steps (None: the map's own limit)."""
     allies, enemies = _army(MAPS[name][0]), _army(MAPS[name][1])
     letters = allies + enemies
     kinds = [KINDS[letter] for letter in letters]

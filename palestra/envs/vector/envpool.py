@@ -1,4 +1,4 @@
-"""The environments of EnvPool: batches stepped by its own threads."""
+"""EnvPool environments, stepped in batches by EnvPool's own threads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from palestra.envs.vector.loop import GameSpec, at_least_one, game_seed, within
 
 
 class EnvPoolEnv(VectorEnv):
-    """The env `id` of EnvPool, made with `options` (`num_threads` among them).
+    """The EnvPool env `id`, made with `options` (among them `num_threads`).
 
-    Its envs come in four kinds. Of those with several players the rows are theirs ("player_0", ...): in turn where the
-    info says whose turn it is (board and card games, with masks), else all at once (multi-agent intersections). One
-    integer for each of several agents (Jumanji's foraging, warehouse, connector) makes as many seats ("agent_0", ...)
-    that share one reward. All others have the seat "agent".
+    EnvPool has four kinds of env. With several players per game, each player is a seat ("player_0", ...): they take
+    turns if the info has `current_player` (board and card games, with action masks), else they act simultaneously
+    (multi-agent intersections). Envs that take one integer per agent (Jumanji's foraging, warehouse, connector) have
+    one seat per agent ("agent_0", ...); these share one reward. All other envs have the one seat "agent".
 
-    EnvPool begins the next game a step late; here games that end are reset in the same step. Resetting a part of a
-    pool whose games have several players never returns, so such games have a pool each. EnvPool seeds its games when it
-    makes them, so `reset` makes them anew; the seeds of later games are its own. It cannot be saved.
+    EnvPool starts the next episode one step late; here ended games are reset in the same step. A partial reset of a
+    pool whose games have several players never returns, so such games have one pool each. EnvPool seeds its games when
+    it makes them, so `reset` makes the pools anew; EnvPool itself derives the seeds of later episodes. The env cannot
+    be saved.
+
+    Raises ValueError if EnvPool cannot make the env.
     """
 
     name: ClassVar[str] = "envpool"
@@ -30,7 +33,7 @@ class EnvPoolEnv(VectorEnv):
     def __init__(self, games: int = 64, *, id: str = "Pong-v5", options: dict[str, Any] | None = None) -> None:
         at_least_one("games", games)
         self.games, self.id, self.options = games, id, options or {}
-        self.pools: list[tuple[Any, np.ndarray]] = []  # with the places of their games
+        self.pools: list[tuple[Any, np.ndarray]] = []  # each with the indices of its games
         pool = self._made([0])
         obs, info = pool.reset()
         choice = choice_of(pool.action_space, id).space
@@ -85,7 +88,7 @@ class EnvPoolEnv(VectorEnv):
         self.pools = []
 
     def _given(self, actions: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The actions of the games `rows` as EnvPool takes them."""
+        """Converts the actions of the games `rows` to EnvPool's layout."""
         if self.turns:
             return actions[np.arange(len(rows)), self.frame.acting[rows].argmax(1)]
         return actions if self.joint else actions.reshape(-1, *actions.shape[2:])
@@ -98,7 +101,7 @@ class EnvPoolEnv(VectorEnv):
             raise ValueError(f'EnvPool cannot make "{self.id}" with {options}: {error}') from error
 
     def _show(self, rows: np.ndarray, obs: Any, info: dict[str, Any]) -> None:
-        """Writes what the games `rows` show into the frame."""
+        """Writes observations, agent mask and action mask of the games `rows` into the frame."""
         self.frame.obs[rows] = self._views(obs, len(rows))
         mask = self._masks(obs, info)
         if self.turns:
@@ -108,7 +111,8 @@ class EnvPoolEnv(VectorEnv):
             self.frame.legal[rows] = mask
 
     def _views(self, obs: Any, rows: int) -> np.ndarray:
-        """What each seat sees [rows, N, *view]: its own part where the env shows parts, else all that is shown."""
+        """Returns the observations [rows, N, *view]: each seat's own part if the env returns one per seat, else the
+        whole observation for every seat."""
         if self._view is not None:
             seen = self._view.read(obs)
             return seen.reshape(rows, len(self.seats), *seen.shape[1:])
@@ -119,7 +123,7 @@ class EnvPoolEnv(VectorEnv):
         return np.broadcast_to(whole, (rows, len(self.seats), whole.shape[2]))
 
     def _masks(self, obs: Any, info: dict[str, Any]) -> np.ndarray | None:
-        """Legal actions [rows, N, A], or None where the env does not say them for these actions."""
+        """Returns the action mask [rows, N, A], or None if the env has none of the shape of its actions."""
         mask = obs.get("action_mask") if isinstance(obs, dict) else info.get("legal_action_mask")
         if mask is None or not isinstance(self.actions[0], Discrete):
             return None

@@ -1,7 +1,7 @@
-"""Level-based foraging: agents of different strength load food, some of which needs several of them at once.
+"""Level-based foraging: agents of different levels load food; some food needs several agents at once.
 
-The game of lbforaging 2.0 (Papoudakis et al., 2021): the same seed gives the same games, one after the other, and what
-a seat sees, may do and earns are that package's numbers, its peculiarities included.
+The game of lbforaging 2.0 (Papoudakis et al., 2021): the same seed gives the same sequence of games; observations,
+action masks and rewards are that package's numbers, including its quirks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from palestra.envs.vector.native import NativeEnv
 from palestra.envs.vector.rng import WORDS, below, next32
 
 ACTIONS = ("none", "north", "south", "west", "east", "load")
-ATTEMPTS = 1000  # to find a cell by chance, as in the package
+ATTEMPTS = 1000  # random tries to find a free cell, as in the package
 ROW, COLUMN, LEVEL = 0, 1, 2
 
 
 class Rules(NamedTuple):
-    """The options in numbers. `high_food` is 0 where the strongest food is that which the three weakest can load."""
+    """The options as numbers, for the kernels. `high_food` is 0 if the highest food level is what the three weakest
+    agents can load together."""
 
     size: int
     sight: int
@@ -37,12 +38,13 @@ class Rules(NamedTuple):
 
 
 class Board(NamedTuple):
-    """The arrays that kernels change: memory first, then those of the frame. Levels of 0 mean: eaten, never placed."""
+    """The arrays that the kernels change: first the env's own state, then the arrays of the frame. Level 0 means eaten
+    or never placed."""
 
     rng: np.ndarray
     agents: np.ndarray  # [B, N, 3] row, column, level
-    food: np.ndarray  # [B, F, 3], by row and column
-    total: np.ndarray  # [B] levels of all food at the start
+    food: np.ndarray  # [B, F, 3] row, column, level; sorted by row and column
+    total: np.ndarray  # [B] sum of the levels of all food at the start
     steps: np.ndarray  # [B]
     obs: np.ndarray
     legal: np.ndarray
@@ -57,10 +59,10 @@ class Board(NamedTuple):
 
 @kernel
 def _skip_permutation(row: np.ndarray, n: int) -> None:
-    """Draws what `Generator.permutation(n)` draws: the package shuffles bounds that are all the same.
+    """Advances the random stream as `Generator.permutation(n)` does: the package shuffles a list of equal bounds.
 
-    For each place but the first, from the last on, 32 bits masked to the place's own length, until they name a place
-    before it or itself.
+    For each position from the last to the second, 32 bits are masked to the bit length of the position, until the
+    result is a position up to it.
     """
     for last in range(n - 1, 0, -1):
         mask = 1
@@ -72,7 +74,7 @@ def _skip_permutation(row: np.ndarray, n: int) -> None:
 
 @kernel
 def _taken(agents: np.ndarray, b: int, row: int, column: int) -> bool:
-    for n in range(agents.shape[1]):  # noqa: SIM110 - the compiler knows no `any`
+    for n in range(agents.shape[1]):  # noqa: SIM110 - numba has no `any` of a generator
         if agents[b, n, ROW] == row and agents[b, n, COLUMN] == column:
             return True
     return False
@@ -80,7 +82,7 @@ def _taken(agents: np.ndarray, b: int, row: int, column: int) -> bool:
 
 @kernel
 def _near_food(food: np.ndarray, b: int, row: int, column: int) -> bool:
-    """Whether food lies in one of the eight cells around, or two cells off in the same row or column."""
+    """True if food lies in one of the eight neighbouring cells, or two cells away in the same row or column."""
     for f in range(food.shape[1]):
         if food[b, f, LEVEL] > 0:
             rows, columns = abs(food[b, f, ROW] - row), abs(food[b, f, COLUMN] - column)
@@ -91,8 +93,8 @@ def _near_food(food: np.ndarray, b: int, row: int, column: int) -> bool:
 
 @kernel
 def _place_agents(g: Board, rules: Rules, b: int) -> None:
-    """Places one agent after the other. Those not yet placed hold the cells where the last game left them, as in the
-    package."""
+    """Places one agent after the other. As in the package, agents that are not placed yet still block the cells of the
+    last game."""
     stream, agents = g.rng[b], g.agents.shape[1]
     _skip_permutation(stream, agents)
     for n in range(agents):
@@ -106,7 +108,7 @@ def _place_agents(g: Board, rules: Rules, b: int) -> None:
 
 @kernel
 def _three_weakest(g: Board, b: int) -> int:
-    """The sum of the three lowest levels of agents."""
+    """Returns the sum of the three lowest agent levels."""
     agents, total = g.agents.shape[1], 0
     for n in range(agents):
         level, weaker = g.agents[b, n, LEVEL], 0
@@ -120,7 +122,7 @@ def _three_weakest(g: Board, b: int) -> int:
 
 @kernel
 def _insert_food(g: Board, b: int, count: int, row: int, column: int, level: int) -> None:
-    """Adds food to the `count` there are, in order of row and column: the order in which seats see it."""
+    """Inserts food into the first `count` entries, sorted by row and column: the order in the observations."""
     at = count
     while at > 0 and (g.food[b, at - 1, ROW], g.food[b, at - 1, COLUMN]) > (row, column):
         for part in range(3):
@@ -131,7 +133,7 @@ def _insert_food(g: Board, b: int, count: int, row: int, column: int, level: int
 
 @kernel
 def _place_food(g: Board, rules: Rules, b: int) -> None:
-    """Places food off the border and apart; less of it where chance finds no room."""
+    """Places food off the border and apart; less food than asked for if random search finds no cell."""
     stream, most = g.rng[b], g.food.shape[1]
     high = rules.high_food if rules.high_food > 0 else _three_weakest(g, b)
     low = high if rules.cooperative else rules.low_food
@@ -165,11 +167,11 @@ def _put(row: np.ndarray, at: int, y: float, x: float, level: float) -> int:
 
 @kernel
 def _write_view(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, sight: int) -> None:
-    """What seat n sees: food, itself, the others, each as row, column and level, counted from the corner of its sight;
-    -1, -1, 0 in place of what it does not see.
+    """Writes the observation of seat n: food, the agent itself, other agents, each as row, column and level, relative
+    to the top left corner of its field of view; -1, -1, 0 for what it cannot see.
 
-    Close to the north and west border that corner is the board's, and what the border hides of the sight is added on
-    the other side for agents, though not for food (as in the package).
+    Near the north and west border this corner is that of the board, and the hidden part of the field of view is added
+    on the opposite side for agents but not for food (as in the package).
     """
     y, x, at = agents[b, n, ROW], agents[b, n, COLUMN], 0
     top, left = max(y - sight, 0), max(x - sight, 0)
@@ -190,7 +192,7 @@ def _write_view(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n
 
 @kernel
 def _write_legal(legal: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, size: int) -> None:
-    """An agent may not leave the board nor walk over food, and loads only beside food."""
+    """Action mask of seat n: agents cannot leave the board or walk onto food, and can load only beside food."""
     y, x, load = agents[b, n, ROW], agents[b, n, COLUMN], False
     north, south, west, east = y > 0, y < size - 1, x > 0, x < size - 1
     for f in range(food.shape[1]):
@@ -225,7 +227,8 @@ def _write(g: Board, rules: Rules, b: int) -> None:
 
 @kernel
 def _move(agents: np.ndarray, b: int, chosen_N: np.ndarray, to_N2: np.ndarray) -> None:
-    """Moves all at once. Of agents that want to be in one cell (who stays wants its own) none moves."""
+    """Moves all agents at once. If several agents want the same cell (an agent that stays wants its own), none of them
+    moves."""
     N = agents.shape[1]
     for n in range(N):
         action = chosen_N[n]
@@ -247,7 +250,8 @@ def _beside(agents: np.ndarray, food: np.ndarray, b: int, n: int, f: int) -> boo
 
 @kernel
 def _load(g: Board, rules: Rules, b: int, chosen_N: np.ndarray) -> int:
-    """Pays those who load, and returns how much food is left. No agent stands beside two foods: they lie apart."""
+    """Writes the rewards of loading and returns how much food is left. No agent is beside two foods: foods lie
+    apart."""
     agents, left = g.agents.shape[1], 0
     for f in range(g.food.shape[1]):
         level, strength = g.food[b, f, LEVEL], 0
@@ -269,7 +273,8 @@ def _load(g: Board, rules: Rules, b: int, chosen_N: np.ndarray) -> int:
 
 @kernel
 def _keep_last(g: Board, b: int) -> None:
-    """Keeps the last view of a game that is over. In loops, which compile ten times as fast as assigned slices."""
+    """Copies the last observations and the state of an ended game to `final_obs` and `final_state`. Loops compile ten
+    times as fast as slice assignments."""
     for n in range(g.obs.shape[1]):
         for at in range(g.obs.shape[2]):
             g.final_obs[b, n, at] = g.obs[b, n, at]
@@ -307,17 +312,19 @@ def _step_all(g: Board, rules: Rules, actions: np.ndarray) -> None:
 
 
 class Foraging(NativeEnv):
-    """Walk to food and load it together: each seat does nothing, goes north, south, west or east, or loads.
+    """Walk to food and load it together. Actions of each seat: nothing, north, south, west, east, load.
 
-    Food is eaten when the levels of those who load it in one step add up to its own. Each of them then earns its level
-    times that of the food, with `normalize` such that all rewards of a game sum up to 1; a failed attempt costs
-    `penalty`. `cooperative` gives all food the highest level, by default (`max_food_level` none) that which the three
-    weakest agents have together. A seat sees `sight` cells far (none: the whole board). An action that is not legal
-    does nothing. `success` is that all food was eaten.
+    Food is eaten if the levels of the agents that load it in the same step sum to at least its level. Each of them then
+    gets its own level times that of the food as reward; with `normalize` the rewards of a game sum to 1. A failed
+    attempt costs `penalty`. With `cooperative` all food has the highest level; by default (`max_food_level` None) this
+    is the sum of the levels of the three weakest agents. A seat sees `sight` cells far (None: the whole board). An
+    illegal action does nothing. `success`: all food was eaten. `cycles` is the step limit.
 
-    A view is row, column and level of each food in sight, of the seat itself and of the others in sight; -1, -1, 0 in
-    place of what is not. The state is row, column (0 to 1) and level (of the highest possible) of all agents, then of
-    all food (0, 0, 0 once eaten), then the share of `cycles` that is over.
+    An observation is row, column and level of each food in sight, of the agent itself and of each other agent in sight;
+    -1, -1, 0 for those out of sight. The state is row, column (0 to 1) and level (relative to the highest possible) of
+    all agents, then of all food (0, 0, 0 once eaten), then the elapsed share of `cycles`.
+
+    Raises ValueError for sizes, levels and limits with which no game can be played.
     """
 
     name: ClassVar[str] = "foraging"

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium, and how its spaces read as ours and ours as its."""
+"""Gymnasium environments as vector envs, and conversion of spaces in both directions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
 from palestra.envs.vector.loop import GameSpec, Moment
 from palestra.envs.vector.processes import Hosted
 
-PICTURE = 36  # pixels at least, each way: what is smaller is a board, and read as numbers
+PICTURE = 36  # pixels per side at least; smaller grids are boards, read as numbers
 
 
 class View(NamedTuple):
-    """What one seat sees: the shape, whether it is pixels of uint8, and how a value of the space becomes the array.
-    Several values at once, in dimensions before their own, become as many (but not dictionaries or tuples)."""
+    """Observation encoder of one seat: the observation shape, whether it is uint8 pixels, and `read`, the function from
+    a value of the Gymnasium space to the array. `read` also takes batches, with leading dimensions (not for
+    dictionaries and tuples)."""
 
     shape: tuple[int, ...]
     pixels: bool
@@ -27,17 +28,18 @@ class View(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What one seat may do, and how our action becomes one of the space."""
+    """Action decoder of one seat: its action space, and `write`, the function from an action array to a value of the
+    Gymnasium space."""
 
     space: Space
     write: Callable[[np.ndarray], Any]
 
 
 def view_of(space: spaces.Space, where: str) -> View:
-    """A space of observations as a view. Pictures (36 x 36 and larger, channels first or last) stay pictures, channels
-    last; all else becomes one row of numbers, choices one-hot, bytes divided by 255.
+    """Returns the encoder of an observation space. Images (at least 36 x 36 pixels, channels first or last) stay images
+    with channels last; anything else becomes one row float32: discrete values one-hot, uint8 divided by 255.
 
-    Raises ValueError for spaces without a fixed size.
+    `where` names the seat in errors. Raises ValueError for spaces without a fixed size.
     """
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         shape, pixels = space.shape, space.dtype == np.uint8 and isinstance(space, spaces.Box)
@@ -67,7 +69,8 @@ def _flat(space: spaces.Space, value: Any) -> np.ndarray:
 
 
 def choice_of(space: spaces.Space, where: str) -> Choice:
-    """A space of actions as ours. Raises ValueError for what is neither choices nor bounded numbers."""
+    """Returns the decoder of an action space; `where` names the seat in errors. Raises ValueError for spaces other than
+    Discrete, MultiDiscrete, MultiBinary and bounded Box."""
     if isinstance(space, spaces.Discrete):
         return Choice(Discrete(int(space.n)), partial(_index, start=int(space.start)))
     if isinstance(space, spaces.MultiDiscrete):
@@ -96,25 +99,25 @@ def _box(action: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def box_for(view: tuple[int, ...], pixels: bool) -> spaces.Box:
-    """The space of one of our views."""
+    """Returns the Gymnasium space of observations of shape `view`: uint8 if `pixels`, else unbounded float32."""
     return spaces.Box(0, 255, view, np.uint8) if pixels else spaces.Box(-np.inf, np.inf, view, np.float32)
 
 
 def masked(view: spaces.Space, actions: int) -> spaces.Dict:
-    """A view with a mask of legal actions beside it, as PettingZoo has it."""
+    """Returns a Dict space of `observation` and `action_mask` (int8 [actions]), as in PettingZoo."""
     return spaces.Dict({"observation": view, "action_mask": spaces.Box(0, 1, (actions,), np.int8)})
 
 
 def unmasked(space: spaces.Space) -> tuple[spaces.Space, bool]:
-    """The view alone, and whether a mask stood beside it."""
+    """Returns the observation space without its action mask, and whether it had one."""
     if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
         return space["observation"], True
     return space, False
 
 
 def heeded(given: bool, actions: Sequence[Space], several: bool, where: str) -> bool:
-    """True where masks are `given` and can be heeded: for single choices, and not where one mask is given for `several`
-    seats at once. Raises ValueError for other masks: actions that they forbid would be taken."""
+    """True if the env's action masks are `given` and can be used: one Discrete action per seat, and not one mask for
+    `several` seats. Raises ValueError for masks that cannot be used, since forbidden actions would then be taken."""
     if given and (several or not all(isinstance(space, Discrete) for space in actions)):
         fix = "wrap the env so that its actions are Discrete, or so that it takes any action and gives no action_mask"
         raise ValueError(f"{where} gives an action_mask, which is only heeded for one Discrete action of a seat: {fix}")
@@ -122,17 +125,17 @@ def heeded(given: bool, actions: Sequence[Space], several: bool, where: str) -> 
 
 
 def row_of(space: Any) -> int:
-    """How many numbers a space holds in one row; 0 for any other space, and for None."""
+    """Returns the length of a one-dimensional Box; 0 for any other space and for None."""
     return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
 
 
 def nothing_of(space: spaces.Space) -> np.ndarray:
-    """Zeros in the shape of an action."""
+    """Returns an action of zeros."""
     return np.zeros(space.shape or (), space.dtype or np.int32)
 
 
 def space_for(space: Space) -> spaces.Space:
-    """Our space of actions as one of Gymnasium."""
+    """Returns the Gymnasium space of an action space."""
     if isinstance(space, Discrete):
         return spaces.Discrete(space.n)
     if isinstance(space, MultiDiscrete):
@@ -141,16 +144,19 @@ def space_for(space: Space) -> spaces.Space:
 
 
 def parts_of(space: spaces.Space) -> list[spaces.Space]:
-    """The seats' spaces: the parts of a tuple, or one."""
+    """Returns the spaces of the seats: the parts of a Tuple space, or the space itself as one."""
     return list(space.spaces) if isinstance(space, spaces.Tuple) else [space]
 
 
 class GymnasiumGame:
-    """One env of Gymnasium. Where actions are a tuple, each part is a seat ("agent_0", ...); else the one is "agent".
-    A single reward is everyone's, one of a list each seat's own; so are ends, and a seat whose game ended before the
-    others' acts no more, earns nothing more and keeps its last view. A seat that is terminated and truncated at once
-    has terminated. `action_mask` and `is_success` of the info are heeded where the first info
-    has them."""
+    """One Gymnasium env. If its action space is a Tuple, each part is a seat ("agent_0", ...); else the one seat is
+    "agent".
+
+    A scalar reward goes to every seat, a list has one entry per seat; likewise for `terminated` and `truncated`. A seat
+    that ends before the others does not act again, gets no further reward and keeps its last observation. A seat that
+    is terminated and truncated in one step counts as terminated. `action_mask` and `is_success` of the info are used if
+    the info of the first reset has them.
+    """
 
     def __init__(self, make: Callable[[], gymnasium.Env]) -> None:
         self.env = make()
@@ -191,13 +197,14 @@ class GymnasiumGame:
         return moment
 
     def rewards(self, reward: Any, info: dict[str, Any]) -> Sequence[float]:
+        """Returns the rewards of all seats for one step."""
         return [float(part) for part in np.broadcast_to(reward, len(self.choices))]
 
     def close(self) -> None:
         self.env.close()
 
     def _moment(self, seen: Any, info: dict[str, Any], gone: np.ndarray) -> Moment:
-        """Writes the observations of all seats but those that were `gone` before."""
+        """Encodes the observations of all seats except those that had ended before (`gone`)."""
         parts = zip(self.views, seen if self.several else [seen], gone, strict=True)
         return Moment(
             [None if left else view.read(part) for view, part, left in parts],
@@ -208,7 +215,8 @@ class GymnasiumGame:
 
 
 def made(id: str, options: dict[str, Any] | None = None) -> gymnasium.Env:
-    """`gymnasium.make` without its checks; raises ValueError where Gymnasium cannot."""
+    """Returns `gymnasium.make(id, **options)` without the env checker. Raises ValueError if Gymnasium cannot make the
+    env."""
     try:
         return gymnasium.make(id, disable_env_checker=True, **(options or {}))
     except (gymnasium.error.Error, ImportError, TypeError) as error:
@@ -216,7 +224,7 @@ def made(id: str, options: dict[str, Any] | None = None) -> gymnasium.Env:
 
 
 class GymnasiumEnv(Hosted):
-    """The env `id` of Gymnasium ("module:id" imports what registers it), made with `options`."""
+    """The Gymnasium env `id` ("module:id" imports the module that registers it), made with `options`."""
 
     name: ClassVar[str] = "gymnasium"
 

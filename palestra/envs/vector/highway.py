@@ -1,4 +1,4 @@
-"""Driving in highway-env, several vehicles at once."""
+"""highway-env with several controlled vehicles."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from palestra.envs.vector.processes import Hosted
 
 
 class HighwayGame(GymnasiumGame):
-    """One road. Each vehicle is a seat, with its own reward where the env has one for each (the intersections), else
-    with the reward that the env gives to all."""
+    """One road. Each controlled vehicle is a seat. Rewards are per vehicle if the env has them (the intersections),
+    else the env's one reward goes to every seat."""
 
     def __init__(self, id: str, vehicles: int, config: dict[str, Any]) -> None:
         super().__init__(partial(driven, id, vehicles, config))
@@ -25,7 +25,8 @@ class HighwayGame(GymnasiumGame):
 
 
 def driven(id: str, vehicles: int, config: dict[str, Any]) -> Any:
-    """The env of highway-env in which `vehicles` act and see, each as the env's only one would."""
+    """Returns the highway-env env with `vehicles` controlled vehicles, each with the action and observation of the
+    single-vehicle env."""
     first: Any = made(id, {"config": config})
     alone = first.unwrapped.config
     first.close()
@@ -42,10 +43,11 @@ def _several(kind: str, key: str, each: dict[str, Any]) -> dict[str, Any]:
 
 
 class HighwayEnv(Hosted):
-    """The env `id` of highway-env ("highway-fast-v0", "merge-v1", "roundabout-v1", "intersection-multi-agent-v2", ...)
-    with as many `vehicles` as seats; `config` is highway-env's own. It is slow: spread it over `processes`.
+    """The highway-env env `id` ("highway-fast-v0", "merge-v1", "roundabout-v1", "intersection-multi-agent-v2", ...)
+    with `vehicles` seats; `config` is passed to highway-env. It is slow: use several `processes`.
 
-    Outside the intersections the shared reward is what highway-env computes for the first vehicle.
+    Except in the intersections, the shared reward is the one that highway-env computes for the first vehicle. Raises
+    ValueError if `vehicles` is below 1 or Gymnasium cannot make the env.
     """
 
     name: ClassVar[str] = "highway"

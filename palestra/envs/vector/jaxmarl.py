@@ -1,4 +1,4 @@
-"""The environments of JaxMARL: all games in one compiled step on JAX's device."""
+"""JaxMARL environments: all games in one compiled step on JAX's device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jaxmarl.environments.smax import map_name_to_scenario
 from palestra.envs.vector.base import Arrays, Continuous, Discrete, Frame, MultiDiscrete, Space, VectorEnv
 from palestra.envs.vector.loop import GameSpec, at_least_one, game_seed, within
 
-CLOCKED = ("MPE_", "overcooked", "coin_game", "storm")  # games that only their clock ends
+CLOCKED = ("MPE_", "overcooked", "coin_game", "storm")  # envs that end only by their time limit
 
 
 class Rules:
-    """One game as pure functions, compiled for any number of them: `reset(keys)` and `step(carried, actions)`.
+    """One env as pure functions, vectorised and compiled: `reset(keys)` and `step(carried, actions)`.
 
-    A game carries on its key, its state and the number of its steps; what it shows is a dictionary of parts of a frame.
+    The carry of a game is its key, its state and its step count; its output is a dictionary of frame arrays.
     """
 
     def __init__(self, id: str, env: Any) -> None:
         self.id, self.env, self.seats = id, env, tuple(env.agents)
         self.units = hasattr(env, "num_allies")
-        self.enemies = self.units and id != "SMAX"  # one side is the env's own
-        self.deaths = len(self.seats) > 1 and not self.units  # dead units go on earning with the living
+        self.enemies = self.units and id != "SMAX"  # the env plays one side
+        self.deaths = len(self.seats) > 1 and not self.units  # dead units share the reward of the living
         self.actions = tuple(_space_of(env.action_space(seat)) for seat in self.seats)
         self.masks = _masks(env) if isinstance(self.actions[0], Discrete) else None
         carried, shown = jax.eval_shape(self.begin, jax.random.PRNGKey(0))
@@ -46,13 +46,14 @@ class Rules:
         self.reset, self.step = jax.jit(jax.vmap(self.begin)), jax.jit(jax.vmap(self.play))
 
     def begin(self, key: Any) -> tuple[Any, dict[str, Any]]:
-        """The game that a key names: what it carries on, and what it shows."""
+        """Starts an episode from a key; returns its carry and its output."""
         key, here = jax.random.split(key)
         obs, state = self.env.reset(here)
         return (key, state, jnp.int32(0)), self.shown(obs, state, {})
 
     def play(self, carried: Any, actions: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """One joint step: what is carried on and shown (of the next game, where this one ended), what came of it."""
+        """Plays one joint step; returns the carry and output (of the next episode if this one ended), and the results
+        of the step: rewards, ends and final observations."""
         key, state, steps = carried
         key, here = jax.random.split(key)
         given = {seat: self._given(n, actions[n]) for n, seat in enumerate(self.seats)}
@@ -73,6 +74,7 @@ class Rules:
         return carried, shown, came
 
     def shown(self, obs: Any, state: Any, done: Any) -> dict[str, Any]:
+        """Returns observations, agent mask, action mask and global state as frame arrays."""
         rows = [jnp.asarray(obs[seat], jnp.float32).reshape(-1) for seat in self.seats]
         self.sizes = [len(row) for row in rows]
         live = [~jnp.asarray(done.get(seat, False), bool).reshape(()) for seat in self.seats]
@@ -81,7 +83,7 @@ class Rules:
             masks = self.masks(state)
             shown["legal"] = _padded([masks[seat] for seat in self.seats]).astype(bool)
         if self.id == "hanabi":
-            shown["acting"] = ~shown["legal"][:, -1]  # the others may only do nothing, the last action
+            shown["acting"] = ~shown["legal"][:, -1]  # the other players can only take the last action, no-op
         if "world_state" in obs:
             shown["state"] = jnp.asarray(obs["world_state"], jnp.float32)
         return shown
@@ -93,17 +95,17 @@ class Rules:
         return action[: len(space.low if isinstance(space, Continuous) else space.sizes)]
 
     def _dead(self, done: Any, over: Any, cut: Any) -> Any:
-        """The seats that have terminated: those done before the game is over, unless the clock ended it."""
+        """Returns the seats that have terminated: those done before the game is over, unless it was truncated."""
         gone = jnp.stack([jnp.asarray(done.get(seat, False), bool).reshape(()) for seat in self.seats])
         return jnp.where(over, ~cut, gone)
 
     def _alive(self, state: Any) -> tuple[Any, Any]:
-        """Whether any ally and any enemy of SMAX stands."""
+        """Returns whether any ally and any enemy of SMAX is alive."""
         alive = (state.state if self.enemies else state).unit_alive
         return alive[: self.env.num_allies].any(), alive[self.env.num_allies :].any()
 
     def _by_clock(self, state: Any, steps: Any) -> Any:
-        """Whether a game that is over was cut off by its clock."""
+        """True if a game that is over was truncated by its time limit."""
         if self.units:
             ours, theirs = self._alive(state)
             return ours & theirs
@@ -111,13 +113,15 @@ class Rules:
 
 
 class JaxMarlEnv(VectorEnv):
-    """The env `id` of JaxMARL, made with `options`. `map` names a scenario of SMAX or a layout of Overcooked. Rewards
-    are multiplied by `scale`: those of a won game of SMAX add up to 2, where SMAC's add up to 20.
+    """The JaxMARL env `id`, made with `options`. `map` is the name of an SMAX scenario or an Overcooked layout. `scale`
+    multiplies the rewards: a won game of SMAX returns 2, one of SMAC 20.
 
-    JaxMARL says only that a game is done: one that its clock ends counts as truncated, any other as terminated. With
-    `clock: ends` both are terminated, as learners of JaxMARL's own have it: then nothing is to be hoped for after.
-    Against SMAX's heuristic enemy a game is a success where all enemies fell and an ally stands; dead units do not
-    act. The state is SMAX's world state. In Hanabi exactly the player to move acts. `save` keeps everything.
+    JaxMARL reports only that a game is done: games that end by their time limit count as truncated, all others as
+    terminated. With `clock: ends` both are terminated, as in JaxMARL's own learners: the value after the limit is then
+    0. Against SMAX's heuristic enemy, `success` means that all enemies fell and an ally survived; dead units do not
+    act. The state is SMAX's world state. In Hanabi exactly the player to move acts. `save` is exact.
+
+    Raises ValueError if JaxMARL cannot make the env.
     """
 
     name: ClassVar[str] = "jaxmarl"
@@ -174,11 +178,11 @@ class JaxMarlEnv(VectorEnv):
         return self.frame
 
 
-_RULES: dict[str, Rules] = {}  # by what they were made from: compiling takes longer than playing
+_RULES: dict[str, Rules] = {}  # by id, map and options: compilation takes longer than play
 
 
 def rules_of(id: str, map: str | None, options: dict[str, Any]) -> Rules:
-    """The rules of an env. Raises ValueError where JaxMARL has none such."""
+    """Returns the compiled functions of an env, cached. Raises ValueError if JaxMARL cannot make the env."""
     key = repr((id, map, sorted(options.items())))
     if key not in _RULES:
         try:
@@ -190,7 +194,7 @@ def rules_of(id: str, map: str | None, options: dict[str, Any]) -> Rules:
 
 
 def _mapped(id: str, map: str) -> dict[str, Any]:
-    """The option that a map stands for."""
+    """Returns the env option that `map` stands for."""
     try:
         if "SMAX" in id:
             return {"scenario": map_name_to_scenario(map)}
@@ -204,7 +208,7 @@ def _mapped(id: str, map: str) -> dict[str, Any]:
 
 
 def _masks(env: Any) -> Any:
-    """The env's function from a state to masks of legal actions; None where it has none."""
+    """Returns the env's function from a state to action masks; None if it has none."""
     masks = getattr(env, "get_legal_moves", env.get_avail_actions)
     try:
         jax.eval_shape(masks, jax.eval_shape(env.reset, jax.random.PRNGKey(0))[1])
@@ -214,7 +218,7 @@ def _masks(env: Any) -> Any:
 
 
 def _padded(rows: list[Any]) -> Any:
-    """Rows of different lengths in one array, zeros behind the shorter ones."""
+    """Stacks rows of different lengths into one array, padded with zeros."""
     most = max(len(row) for row in rows)
     return jnp.stack([jnp.pad(row, (0, most - len(row))) for row in rows])
 

@@ -1,4 +1,4 @@
-"""Kuhn poker (Kuhn, 1950) for two or more players, as OpenSpiel plays it; and what our card games share."""
+"""Kuhn poker (Kuhn, 1950) for two to four players, as in OpenSpiel; and kernels shared by the card games."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MOST_PLAYERS = 4
 
 
 class Table(NamedTuple):
-    """The arrays that kernels change: memory first, then those of the frame."""
+    """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
     rng: np.ndarray
-    cards: np.ndarray  # [B, P + 1] the deck: a card for each player in turn, then the one nobody has
+    cards: np.ndarray  # [B, P + 1] the deck: a card for each player in turn, then the unused card
     stakes: np.ndarray  # [B, P]
-    moves: np.ndarray  # [B] made so far
-    first_bet: np.ndarray  # [B] which move it was, -1 before
+    moves: np.ndarray  # [B] number of moves made
+    first_bet: np.ndarray  # [B] index of the move, -1: no bet yet
     obs: np.ndarray
     acting: np.ndarray
     state: np.ndarray
@@ -34,7 +34,7 @@ class Table(NamedTuple):
 
 @kernel
 def deal(stream: np.ndarray, deck: np.ndarray, count: int) -> None:
-    """Moves `count` cards of a deck to its front, drawn without replacement (Fisher and Yates)."""
+    """Moves `count` random cards to the front of `deck`, without replacement (Fisher-Yates)."""
     for at in range(count):
         other = at + int(below(stream, len(deck) - at))
         deck[at], deck[other] = deck[other], deck[at]
@@ -42,7 +42,7 @@ def deal(stream: np.ndarray, deck: np.ndarray, count: int) -> None:
 
 @kernel
 def blank(obs: np.ndarray, state: np.ndarray, chosen: np.ndarray) -> None:
-    """Empties views and state of the chosen games. In loops, which compile ten times as fast as assigned slices."""
+    """Zeroes observations and state of the chosen games. Loops compile ten times as fast as slice assignments."""
     for b in range(len(chosen)):
         if chosen[b]:
             for n in range(obs.shape[1]):
@@ -56,7 +56,7 @@ def blank(obs: np.ndarray, state: np.ndarray, chosen: np.ndarray) -> None:
 def keep_last(
     obs: np.ndarray, final_obs: np.ndarray, state: np.ndarray, final_state: np.ndarray, chosen: np.ndarray
 ) -> None:
-    """Keeps the last views and state of the chosen games."""
+    """Copies observations and state of the chosen games to `final_obs` and `final_state`."""
     for b in range(len(chosen)):
         if chosen[b]:
             for n in range(obs.shape[1]):
@@ -66,13 +66,13 @@ def keep_last(
                 final_state[b, at] = state[b, at]
 
 
-# Each part of a step goes through all games: to hand the table from function to function for every game would cost
-# more than the moves.
+# Each part of a step loops over all games: passing the tuple of arrays to a function for every game would cost more
+# than the moves.
 
 
 @kernel
 def _begin_games(t: Table, chosen: np.ndarray) -> None:
-    """Deals, takes antes and writes the first views of the chosen games."""
+    """Deals, takes antes and writes the first observations of the chosen games."""
     rng, cards, stakes, moves, first_bet = t.rng, t.cards, t.stakes, t.moves, t.first_bet
     obs, acting, state = t.obs, t.acting, t.state
     players, deck = stakes.shape[1], cards.shape[1]
@@ -90,8 +90,8 @@ def _begin_games(t: Table, chosen: np.ndarray) -> None:
 
 @kernel
 def _move(t: Table, actions: np.ndarray) -> None:
-    """Makes the move of the player whose turn it is; whether it was the last one. Once a bet is made, each of the
-    others answers it; who passes then is out."""
+    """Makes the move of the player to move and marks the games that it ended. After a bet, each other player answers
+    once; a player that passes then is out."""
     obs, acting, state, over = t.obs, t.acting, t.state, t.terminated
     stakes, moves, first_bet = t.stakes, t.moves, t.first_bet
     games, players = stakes.shape
@@ -113,7 +113,7 @@ def _move(t: Table, actions: np.ndarray) -> None:
 
 @kernel
 def _pay(t: Table) -> None:
-    """Rewards of all games. The highest card of those who bet (of all, if nobody did) takes the pot."""
+    """Writes the rewards. The highest card of the players that bet (of all players if none bet) wins the pot."""
     cards, stakes, first_bet, rewards, over = t.cards, t.stakes, t.first_bet, t.rewards, t.terminated
     games, players = stakes.shape
     for b in range(games):
@@ -135,12 +135,15 @@ def _step(t: Table, actions: np.ndarray) -> None:
 
 
 class KuhnPoker(NativeEnv):
-    """One card each from a deck of one more than there are players; an ante of 1 and at most one bet of 1.
+    """Kuhn poker: one card each from a deck of one more card than players; an ante of 1 and at most one bet of 1.
 
-    In turn each player passes (0) or bets (1), until all have passed or all others have answered the bet. Rewards, at
-    the end, are chips won or lost. An action out of range is a pass. A view is OpenSpiel's information state: who the
-    seat is, its card (both one-hot), then for each move so far whether it was a pass or a bet (one-hot). The state is
-    the card of every player, then the moves in the same form. `memory["cards"]` are the players' cards in turn.
+    In turn each player passes (0) or bets (1), until all players have passed or all others have answered the bet.
+    Rewards, at the end of the game, are chips won or lost. An action out of range is a pass. An observation is
+    OpenSpiel's information state: the seat number and its card (both one-hot), then for each move so far pass or bet
+    (one-hot). The state is the card of every player, then the moves in the same form. `memory["cards"]` (int8 [B,
+    players + 1]) are the players' cards in turn order.
+
+    Raises ValueError if `games` is below 1 or `players` is not 2 to `MOST_PLAYERS`.
     """
 
     name: ClassVar[str] = "kuhn_poker"

@@ -1,4 +1,4 @@
-"""Leduc poker (Southey et al., 2005) for two players, as OpenSpiel plays it."""
+"""Leduc poker (Southey et al., 2005) for two players, as in OpenSpiel."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from palestra.envs.vector.rng import WORDS
 
 FOLD, CALL, RAISE = 0, 1, 2
 CARDS = 6  # card // 2 is its rank
-PUBLIC = 2  # where in the deck the public card lies, after those of the players
-ROUND, TURN, MOVES, RAISES, ACTION = range(5)  # of `play`; moves and raises are those of the round
+PUBLIC = 2  # index of the public card in the deck, after the players' cards
+ROUND, TURN, MOVES, RAISES, ACTION = range(5)  # columns of `play`; moves and raises count within the round
 MOST_MOVES, MOST_RAISES = 4, 2  # in a round
 VIEW = 2 + 2 * CARDS + 2 * 2 * MOST_MOVES
 STATE = 3 * CARDS + 2 * 2 * MOST_MOVES
 
 
 class Table(NamedTuple):
-    """The arrays that kernels change: memory first, then those of the frame."""
+    """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
     rng: np.ndarray
     cards: np.ndarray  # [B, 6] the deck: a card for each player, the public card, the rest
-    play: np.ndarray  # [B, 5] round, whose turn it is, moves, raises, the last action
+    play: np.ndarray  # [B, 5] round, player to move, moves, raises, last action
     stakes: np.ndarray  # [B, 2]
     obs: np.ndarray
     legal: np.ndarray
@@ -40,7 +40,7 @@ class Table(NamedTuple):
 
 @kernel
 def _begin_games(t: Table, chosen: np.ndarray) -> None:
-    """Deals, takes antes and writes the first views of the chosen games."""
+    """Deals, takes antes and writes the first observations of the chosen games."""
     rng, cards, play, stakes, obs, state = t.rng, t.cards, t.play, t.stakes, t.obs, t.state
     blank(obs, state, chosen)
     for b in range(len(chosen)):
@@ -55,7 +55,8 @@ def _begin_games(t: Table, chosen: np.ndarray) -> None:
 
 @kernel
 def _choose(t: Table, actions: np.ndarray) -> None:
-    """Takes the legal action of the player whose turn it is, and writes it into the history; folds are not written."""
+    """Reads the action of the player to move (call if it is illegal) and writes it to the history; folds are not
+    written."""
     play, legal, obs, state = t.play, t.legal, t.obs, t.state
     for b in range(len(play)):
         turn = play[b, TURN]
@@ -71,7 +72,7 @@ def _choose(t: Table, actions: np.ndarray) -> None:
 
 @kernel
 def _move(t: Table) -> None:
-    """Makes the chosen move, and says whether it ended the game. A call ends the round, unless it is the round's first
+    """Makes the chosen move and marks the games that it ended. A call ends the round unless it is the round's first
     move."""
     play, stakes, over = t.play, t.stakes, t.terminated
     for b in range(len(play)):
@@ -91,8 +92,8 @@ def _move(t: Table) -> None:
 
 @kernel
 def _pay(t: Table) -> None:
-    """Rewards of all games. The player who is left takes the other's stake, or who has the better hand (a pair beats
-    any single card); equal hands split."""
+    """Writes the rewards. The remaining player wins the other's stake, or the better hand does (a pair beats any single
+    card); equal hands split."""
     cards, play, stakes, rewards, over = t.cards, t.play, t.stakes, t.rewards, t.terminated
     for b in range(len(play)):
         rewards[b, 0], rewards[b, 1] = 0, 0
@@ -111,7 +112,7 @@ def _pay(t: Table) -> None:
 
 @kernel
 def _write(t: Table) -> None:
-    """The public card, whose turn it is, and what may be done: both seats are shown the moves of the one that acts."""
+    """Writes the public card, the player to move and the action mask; both seats get the mask of the player to move."""
     cards, play, stakes, obs, state = t.cards, t.play, t.stakes, t.obs, t.state
     acting, legal = t.acting, t.legal
     for b in range(len(play)):
@@ -137,14 +138,17 @@ def _step(t: Table, actions: np.ndarray) -> None:
 
 
 class LeducPoker(NativeEnv):
-    """Six cards (three ranks, two suits), an ante of 1, two rounds of bets of 2 and of 4, one public card between.
+    """Leduc poker: six cards (three ranks, two suits), an ante of 1, two betting rounds with raises of 2 and 4, one
+    public card between them.
 
-    In turn a player folds (0; legal where there is a bet to answer), calls or checks (1), or raises (2; at most twice
-    a round). A pair with the public card wins, else the higher rank. Rewards, at the end, are chips won or lost. An
-    action that is not legal is a call. A view is OpenSpiel's information state: who the seat is, its card, the public
-    card (one-hot, zeros before), then for each of four moves of both rounds whether it was a call or a raise. The state
-    is the card of both players, the public card, then the moves in the same form. `memory["cards"]` are the players'
-    cards and then the public one, which lies ready from the start.
+    In turn a player folds (0; legal if there is a bet to answer), calls or checks (1), or raises (2; at most twice per
+    round). A pair with the public card wins, else the higher rank. Rewards, at the end of the game, are chips won or
+    lost. An illegal action is a call. An observation is OpenSpiel's information state: the seat number, its card, the
+    public card (one-hot, zeros before it is shown), then for each of four moves of both rounds call or raise. The state
+    is the card of both players, the public card, then the moves in the same form. `memory["cards"]` (int8 [B, 6]) are
+    the players' cards, then the public card, already drawn at the start.
+
+    Raises ValueError if `games` is below 1.
     """
 
     name: ClassVar[str] = "leduc_poker"

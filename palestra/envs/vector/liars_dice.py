@@ -1,4 +1,4 @@
-"""Liar's dice for two players, as OpenSpiel plays it."""
+"""Liar's dice for two players, as in OpenSpiel."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from palestra.envs.vector.rng import WORDS, below
 
 
 class Table(NamedTuple):
-    """The arrays that kernels change: memory first, then those of the frame."""
+    """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
     rng: np.ndarray
-    dice: np.ndarray  # [B, 2, D] faces from 0 on, each player's in order
+    dice: np.ndarray  # [B, 2, D] faces from 0, sorted for each player
     turn: np.ndarray  # [B]
-    bid: np.ndarray  # [B] the last one, -1 before the first
+    bid: np.ndarray  # [B] last bid, -1 before the first
     obs: np.ndarray
     legal: np.ndarray
     acting: np.ndarray
@@ -32,7 +32,7 @@ class Table(NamedTuple):
 
 @kernel
 def _roll(stream: np.ndarray, dice: np.ndarray, faces: int) -> None:
-    """Rolls a player's dice and puts them in order."""
+    """Rolls a player's dice and sorts them."""
     for count in range(len(dice)):
         face, at = int(below(stream, faces)), count
         while at > 0 and dice[at - 1] > face:
@@ -43,7 +43,7 @@ def _roll(stream: np.ndarray, dice: np.ndarray, faces: int) -> None:
 
 @kernel
 def _begin_games(t: Table, faces: int, chosen: np.ndarray) -> None:
-    """Rolls and writes the first views of the chosen games."""
+    """Rolls the dice and writes the first observations of the chosen games."""
     rng, dice, turn, bid, obs, legal, state = t.rng, t.dice, t.turn, t.bid, t.obs, t.legal, t.state
     most, liar = dice.shape[2], legal.shape[2] - 1
     blank(obs, state, chosen)
@@ -63,8 +63,9 @@ def _begin_games(t: Table, faces: int, chosen: np.ndarray) -> None:
 
 @kernel
 def _move(t: Table, faces: int, actions: np.ndarray) -> None:
-    """Takes the legal action of the player whose turn it is and writes it into the history. After a bid only higher
-    ones are legal, and to call it a lie, which ends the game. Both seats are shown the moves of the one that acts."""
+    """Plays the action of the player to move (the lowest legal one if it is illegal) and writes it to the history.
+    After a bid, only higher bids and the call are legal; the call ends the game. Both seats get the action mask of the
+    player to move."""
     turn, bid, obs, legal, state, over = t.turn, t.bid, t.obs, t.legal, t.state, t.terminated
     own, liar = t.dice.shape[2] * faces, legal.shape[2] - 1
     for b in range(len(turn)):
@@ -83,7 +84,7 @@ def _move(t: Table, faces: int, actions: np.ndarray) -> None:
 
 @kernel
 def _pay(t: Table, faces: int) -> None:
-    """Rewards of all games. A bid is true if at least so many dice show its face or the highest one, which is wild."""
+    """Writes the rewards. A bid is true if at least that many dice show its face or the highest face, which is wild."""
     dice, turn, bid, rewards, over = t.dice, t.turn, t.bid, t.rewards, t.terminated
     for b in range(len(turn)):
         rewards[b, 0], rewards[b, 1] = 0, 0
@@ -112,14 +113,17 @@ def _step(t: Table, faces: int, actions: np.ndarray) -> None:
 
 
 class LiarsDice(NativeEnv):
-    """Each player rolls `dice` dice of `faces` faces in secret; bids on all dice go up until one is called a lie.
+    """Liar's dice: each player rolls `dice` dice of `faces` faces in secret; bids on all dice rise until one is called
+    a lie.
 
-    Bid `(quantity - 1) * faces + face` (faces count from 0) says that at least so many dice show that face; the highest
-    face is wild and counts as any. A bid must be above the last one; the last action, legal after the first bid, calls
-    that one a lie. Who is right wins 1, the other loses 1. An action that is not legal is the lowest one that is. A
-    view is OpenSpiel's information state: who the seat is, its dice in order (one-hot each), then for every bid, and
-    for the call, whether it was made. The state is the dice of both players, then the bids in the same form.
-    `memory["dice"]` are the faces.
+    Bid `(quantity - 1) * faces + face` (faces count from 0) claims that at least `quantity` dice show that face; the
+    highest face is wild and counts as any. A bid must be higher than the last one; the last action, legal after the
+    first bid, calls the last bid a lie. The player who is right gets 1, the other -1. An illegal action becomes the
+    lowest legal one. An observation is OpenSpiel's information state: the seat number, the sorted dice (one-hot each),
+    then for every bid and for the call whether it was made. The state is the dice of both players, then the bids in the
+    same form. `memory["dice"]` (int64 [B, 2, dice]) are the faces.
+
+    Raises ValueError if `games` or `dice` is below 1 or `faces` below 2.
     """
 
     name: ClassVar[str] = "liars_dice"

@@ -1,7 +1,7 @@
-"""Games that a package plays one at a time, played in lock-step: one after the other, in this process.
+"""Vector env of single games that are stepped one after the other, in this process.
 
-A package's game becomes a `OneGame`: it says once what it is (`GameSpec`) and after every step what it shows
-(`Moment`). `Loop` holds B of them and writes what they show into the arrays of a `Frame`.
+A package's env is adapted to `OneGame`: `GameSpec` describes it, `Moment` is the result of its `reset` and `step`.
+`Loop` holds B of them and writes their results into the arrays of a `Frame`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from palestra.types import Seat
 
 @dataclass(frozen=True)
 class GameSpec:
-    """What all games of an env have in common. `views` and `actions` are those of `VectorEnv`; `pixels` asks for views
-    of uint8, `masks` for an array of legal actions, `success` for one of successes, `deaths` for one of seats that
-    terminated before their game ended."""
+    """What all games of an env have in common. `views` and `actions` are those of `VectorEnv`. `pixels`: observations
+    are uint8, else float32; `masks`: there are action masks; `success`: games report success; `deaths`: seats can
+    terminate before their game ends.
+
+    Raises ValueError if the seats have different kinds of action spaces, or observation shapes that do not fit in one
+    array.
+    """
 
     seats: tuple[Seat, ...]
     views: tuple[tuple[int, ...], ...]
@@ -47,7 +51,7 @@ class GameSpec:
             raise ValueError(f"the views {self.views} do not fit in one array: only views of one dimension may differ")
 
     def frame(self, games: int) -> Frame:
-        """An empty frame of as many games."""
+        """Returns a frame of zeros for this many games."""
         view = tuple(max(sizes) for sizes in zip(*self.views, strict=True))
         return empty_frame(
             games,
@@ -61,7 +65,7 @@ class GameSpec:
         )
 
     def blank_actions(self, games: int) -> np.ndarray:
-        """Zeros in the shape and type of the actions of as many games."""
+        """Returns actions of zeros for this many games, in the shape and dtype that `VectorEnv.step` takes."""
         first = self.actions[0]
         if isinstance(first, Discrete):
             return np.zeros((games, len(self.seats)), np.int32)
@@ -73,9 +77,9 @@ class GameSpec:
 
 @dataclass
 class Moment:
-    """What one game says after `reset` or `step`, by seat: `views` (None: the seat still sees what it saw), who acts
-    next (None: all), rewards (None: zero), masks of legal actions (None: what it was), which have terminated in this
-    game so far (None: those for which `terminated` ends it)."""
+    """The result of `reset` or `step` of one game, by seat: `views` are the observations (None: unchanged), `acting`
+    the agent mask (None: all seats act), `rewards` (None: zero), `legal` the action masks (None: unchanged),
+    `seat_terminated` the seats that have terminated in this game so far (None: all if `terminated`, else none)."""
 
     views: Sequence[np.ndarray | None]
     acting: Sequence[bool] | np.ndarray | None = None
@@ -89,31 +93,33 @@ class Moment:
 
 
 class OneGame(Protocol):
-    """One game of a package. Its actions `[N, ...]` arrive within bounds and legal."""
+    """One game of a package. `actions [N, ...]` are already legal and within bounds."""
 
     spec: GameSpec
 
     def reset(self, seed: int) -> Moment:
-        """Begins the game that a seed below 2**31 names."""
+        """Starts the episode of `seed`, an integer below 2**31."""
 
     def step(self, actions: np.ndarray) -> Moment:
-        """Plays one joint step; the actions of seats that do not act mean nothing."""
+        """Plays one joint step; actions of seats that do not act are undefined."""
 
     def close(self) -> None:
-        """Releases what the game holds."""
+        """Releases the resources that the game holds."""
 
 
 MakeGame = Callable[[], OneGame]
-REPLAYED = 100_000  # steps: playing more of them again would take longer than beginning anew is worth
+REPLAYED = 100_000  # steps; replaying longer episodes would take longer than starting anew is worth
 
 
 class Loop(VectorEnv):
     """B games stepped one after the other in this process.
 
-    The first game of a stream is the one that its seed names, as the package would play it; the seeds of later ones
-    follow from it (`game_seed`). What a package keeps to itself cannot be saved, so `save` keeps each game's seed and
-    actions and `load` plays them again: exact where the game repeats from its seed. It says None where a game has
-    gone on for more than `REPLAYED` steps.
+    The first episode of a game has the game's own seed, so that it equals the package's episode of that seed; later
+    seeds derive from it (`game_seed`). The internal state of a package cannot be saved, so `save` returns each game's
+    seed and actions, and `load` plays them again: exact if the game is a deterministic function of its seed. `save`
+    returns None if an episode is longer than `REPLAYED` steps.
+
+    Raises ValueError if `games` is below 1.
     """
 
     def __init__(self, make: MakeGame, games: int) -> None:
@@ -123,7 +129,7 @@ class Loop(VectorEnv):
         self.seats, self.views, self.actions = self.spec.seats, self.spec.views, self.spec.actions
         self.state_size, self.frame = self.spec.state_size, self.spec.frame(games)
         self._seeds, self._played = np.zeros(games, np.int64), np.zeros(games, np.int64)
-        self._made = np.zeros(games, np.int64)  # steps of the games as they stand, and the actions of these steps
+        self._made = np.zeros(games, np.int64)  # steps of the running episodes; `_moves` are their actions
         self._moves = np.stack([self.spec.blank_actions(games)] * 64, 1)
 
     def reset(self, seeds: np.ndarray) -> Frame:
@@ -182,7 +188,7 @@ class Loop(VectorEnv):
         return {name: array for name, array in vars(self.frame).items() if array is not None}
 
     def _note(self, actions: np.ndarray) -> None:
-        """Keeps the actions of this step, in arrays that double as games grow longer than any before."""
+        """Records the actions of this step, in arrays that double in length when they are full."""
         kept = np.flatnonzero(self._made < REPLAYED)
         if len(kept) and self._made[kept].max() == self._moves.shape[1]:
             self._moves = np.concatenate([self._moves, np.zeros_like(self._moves)], 1)
@@ -190,7 +196,7 @@ class Loop(VectorEnv):
         self._made += 1
 
     def _end(self, b: int) -> None:
-        """Keeps the last view of the game in place b and begins the next one there."""
+        """Copies the last observations of game b to `final_obs` and starts its next episode."""
         frame = self.frame
         frame.final_obs[b] = frame.obs[b]
         if frame.state is not None and frame.final_state is not None:
@@ -206,7 +212,7 @@ class Loop(VectorEnv):
         self._show(b, self.hosted[b].reset(game_seed(int(self._seeds[b]), int(self._played[b]))))
 
     def _show(self, b: int, moment: Moment) -> None:
-        """Writes what game b shows into the frame."""
+        """Writes observations, masks and state of game b into the frame."""
         frame = self.frame
         for row, view in zip(frame.obs[b], moment.views, strict=True):
             if view is not None:
@@ -221,8 +227,9 @@ class Loop(VectorEnv):
 
 
 def within(spaces: Sequence[Space], actions: np.ndarray, legal: np.ndarray | None = None) -> np.ndarray:
-    """The actions [B, N, ...] moved within their spaces: whole numbers to the nearest that exists, an illegal one to
-    the first that is legal (0 where none is), numbers to the bounds (0, moved likewise, for nan)."""
+    """Returns the actions [B, N, ...] moved into their spaces, same dtype: integers to the nearest valid one, illegal
+    actions to the first legal one (0 if none is), numbers to the bounds (nan becomes 0, then clipped). `legal` is the
+    action mask [B, N, A]."""
     if isinstance(spaces[0], Discrete):
         inside = np.clip(actions, 0, np.array([space.n for space in spaces if isinstance(space, Discrete)]) - 1)
         if legal is None:
@@ -244,15 +251,17 @@ def _wide(spaces: Sequence[Space]) -> list[MultiDiscrete | Continuous]:
 
 
 def game_seed(stream: int, number: int) -> int:
-    """The seed, below 2**31, of game `number` of a stream: for the first the stream's own, if that is small enough."""
+    """Returns the seed, below 2**31, of episode `number` of a stream: for the first one `stream` itself if it is below
+    2**31."""
     return stream if number == 0 and stream < 2**31 else derived_seed(stream, number)
 
 
 def derived_seed(*parts: int) -> int:
-    """A number below 2**31 that follows from whole numbers, equal ones giving equal ones."""
+    """Returns an integer below 2**31, a deterministic function of the integers `parts`."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
 
 
 def at_least_one(option: str, value: int) -> None:
+    """Raises ValueError if `value` is below 1; `option` names it."""
     if value < 1:
         raise ValueError(f"{option} is {value}: at least one is needed")

@@ -1,4 +1,4 @@
-"""Games whose payoffs are tables: one-shot games, once or again and again, and the two-step game of QMIX."""
+"""Matrix games, one-shot or repeated, and the two-step game of QMIX."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ Game = Literal[
     "climbing",
     "penalty",
 ]
-# Rows are the actions of player_0. A number is what both get. The first five are OpenSpiel's (prisoners cooperate, then
-# defect; hunters go for the stag, then the hare), the last two from Claus and Boutilier (1998), with k = -100.
+# Rows are the actions of player_0. A single number is the payoff of both seats. The first five are OpenSpiel's
+# (prisoners cooperate, then defect; hunters hunt the stag, then the hare), the last two are from Claus and Boutilier
+# (1998), with k = -100.
 PAYOFFS: dict[str, list[Any]] = {
     "rock_paper_scissors": [[(0, 0), (-1, 1), (1, -1)], [(1, -1), (0, 0), (-1, 1)], [(-1, 1), (1, -1), (0, 0)]],
     "matching_pennies": [[(1, -1), (-1, 1)], [(-1, 1), (1, -1)]],
@@ -35,12 +36,12 @@ PAYOFFS: dict[str, list[Any]] = {
     "penalty": [[10, 0, -100], [0, 2, 0], [-100, 0, 10]],
 }
 SEATS = ("player_0", "player_1")
-START, CERTAIN, RISKY = 0, 1, 2  # where a two-step game stands
-TWO_STEP = np.array([[[0, 0], [0, 0]], [[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float64)  # by place
+START, CERTAIN, RISKY = 0, 1, 2  # states of the two-step game
+TWO_STEP = np.array([[[0, 0], [0, 0]], [[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float64)  # by state
 
 
 class Table(NamedTuple):
-    """The arrays that kernels change: memory first, then those of the frame."""
+    """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
     place: np.ndarray  # [B] rounds played; in the two-step game START, CERTAIN or RISKY
     obs: np.ndarray
@@ -53,7 +54,8 @@ class Table(NamedTuple):
 
 @kernel
 def _play_round(t: Table, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
-    """Pays, and writes the last joint action, one-hot: each seat's own first, in the state that of player_0."""
+    """Writes the rewards and the last joint action, one-hot: each seat's own action first; in the state that of
+    player_0 first."""
     place, obs, state, rewards, over = t.place, t.obs, t.state, t.rewards, t.terminated
     rows, columns = payoff.shape[0], payoff.shape[1]
     for b in range(len(place)):
@@ -105,7 +107,7 @@ def _step_two(t: Table, actions: np.ndarray) -> None:
 
 
 class _Tabular(NativeEnv):
-    """Two seats that act at once; nothing is drawn, so all games go alike."""
+    """Two seats that act simultaneously; without chance, so all games are alike."""
 
     seats = SEATS
 
@@ -127,13 +129,16 @@ class _Tabular(NativeEnv):
 
 
 class MatrixGame(_Tabular):
-    """Both choose at once and get what a table says, `rounds` times over.
+    """Both seats choose simultaneously and get the payoffs of a matrix, `rounds` times.
 
-    `game` names the table (rock_paper_scissors if nothing is said), or `payoff` is one: for each action of player_0 a
-    row, with an entry for each action of player_1: a number, which both get, or two, one for each. Rewards fall in
-    every round. A view is the joint action of the last round, one-hot, the seat's own first; zeros in the first round.
-    The state is the same, player_0's action first, then the share of `rounds` that is over. An action out of range
-    is the nearest one.
+    `game` names the matrix (default rock_paper_scissors), or `payoff` is one: a row for each action of player_0 with an
+    entry for each action of player_1, either one number for both seats or a pair. There are rewards in every round. An
+    observation is the joint action of the last round, one-hot, the seat's own first; zeros in the first round. The
+    state is the same with player_0's action first, then the elapsed share of `rounds`. An action out of range becomes
+    the nearest one.
+
+    Raises ValueError if both `game` and `payoff` are given, for an unknown game, an invalid matrix, or `rounds` below
+    1.
     """
 
     name: ClassVar[str] = "matrix"
@@ -157,11 +162,12 @@ class MatrixGame(_Tabular):
 
 
 class TwoStepGame(_Tabular):
-    """The cooperative game by which Rashid et al. (2018) show what a sum of values cannot represent.
+    """The cooperative two-step game of Rashid et al. (2018), whose action values a sum of per-agent values cannot
+    represent.
 
-    In the first step the action of player_0 alone counts: after 0 any joint action of the second step earns 7, after 1
-    it earns [[0, 1], [1, 8]]. Each seat gets the whole reward; the best return is 8. Everybody sees which of the three
-    states the game is in (one-hot), and that is the state. An action out of range is 0.
+    In the first step only the action of player_0 counts: after 0 every joint action of the second step earns 7, after 1
+    the second step earns [[0, 1], [1, 8]]. Each seat gets the whole reward; the best return is 8. Observation of both
+    seats and state: which of the three states the game is in, one-hot. An action out of range is 0.
     """
 
     name: ClassVar[str] = "two_step"
@@ -178,12 +184,12 @@ class TwoStepGame(_Tabular):
 
 
 def _padded(choices: tuple[int, int]) -> int | None:
-    """How long the mask must be: none is needed where both seats have as many actions."""
+    """Returns the length of the action mask; None if both seats have equally many actions."""
     return None if choices[0] == choices[1] else max(choices)
 
 
 def _table(payoff: list[Any]) -> np.ndarray:
-    """What each seat gets, [A, A, 2], from rows of numbers or pairs."""
+    """Returns the payoffs of each seat, float64 [A, A, 2], from rows of numbers or pairs."""
     rows = [row if isinstance(row, Sequence) and not isinstance(row, str) else [] for row in payoff]
     if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
         raise ValueError(

@@ -1,11 +1,11 @@
 """Four games of MPE, the multi-agent particle environments (Lowe et al., 2017), with the numbers of `mpe2` 1.1.
 
-Seats, views, rewards and random numbers are those of `simple_spread_v3`, `simple_adversary_v3`, `simple_tag_v3` and
-`simple_speaker_listener_v4`: from the same seed and actions, the same games. What is left out of those: their
-curricula, ends before the last step, and views of the nearest only. A game is cut off (truncated) after `cycles` steps.
+Seats, observations, rewards and random numbers are those of `simple_spread_v3`, `simple_adversary_v3`, `simple_tag_v3`
+and `simple_speaker_listener_v4`: the same seed and actions give the same games. Not implemented: their curricula, ends
+before the last step, and observations of only the nearest entities. A game is truncated after `cycles` steps.
 
-A discrete action is to do nothing, or to push left, right, down or up (0 to 4; anything else does nothing). A
-continuous one says, from 0 to 1, how hard to push each way (its first number does nothing).
+Discrete actions: nothing, or a push left, right, down or up (0 to 4; any other number does nothing). Continuous
+actions: the strength of the push in each of these directions, 0 to 1 (the first number has no effect).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOVES = 5  # nothing, left, right, down, up
 
 @dataclass(frozen=True)
 class Cast:
-    """Who plays in a world and what it is made of; tuples are by seat, but for `radius` (see `World`)."""
+    """Seats and entities of one game; tuples are by seat, except `radius` (see `World`)."""
 
     seats: tuple[Seat, ...]
     widths: tuple[int, ...]
@@ -52,7 +52,7 @@ class Cast:
 
 
 class _Particles(NativeEnv):
-    """What the four games share: seats, arrays, and actions in one shape."""
+    """Base class of the four games: seats, arrays, and actions in one shape."""
 
     def __init__(self, games: int, cast: Cast, cycles: int, continuous: bool) -> None:
         _at_least("games", games, 1)
@@ -85,10 +85,12 @@ class _Particles(NativeEnv):
 
 
 class SimpleSpread(_Particles):
-    """As many agents as landmarks: together they are to cover them all, without touching each other.
+    """As many agents as landmarks: together they must cover all landmarks without touching each other.
 
-    The team loses, for each landmark, how far the nearest agent is; an agent loses 1 for each other that it touches.
-    `local_ratio` weighs the latter, the rest the former.
+    The team reward is minus the distance from each landmark to the nearest agent, summed; an agent's own reward is -1
+    for each other agent that it touches. `local_ratio` is the weight of the own reward; the team reward has the rest.
+
+    Raises ValueError if `agents` is below 1 or `local_ratio` is not from 0 to 1.
     """
 
     name: ClassVar[str] = "simple_spread"
@@ -127,9 +129,11 @@ class SimpleSpread(_Particles):
 
 
 class SimpleAdversary(_Particles):
-    """`agents` friends know which of as many landmarks is the goal; one adversary sees them and is to find out.
+    """`agents` cooperating agents see which of as many landmarks is the goal; one adversary sees only the agents and
+    landmarks and must find the goal.
 
-    The adversary loses how far it is from the goal; each friend gets that, less how far the nearest friend is.
+    The adversary's reward is minus its distance from the goal; each agent gets the adversary's distance minus that of
+    the nearest agent.
     """
 
     name: ClassVar[str] = "simple_adversary"
@@ -154,10 +158,10 @@ class SimpleAdversary(_Particles):
 
 
 class SimpleTag(_Particles):
-    """`adversaries` hunt `good` agents, who are faster, between `obstacles`.
+    """`adversaries` chase `good` agents, which are faster, between `obstacles`.
 
-    Every adversary gets 10 for each touch between a hunter and a prey; a prey loses 10 for each hunter that touches it,
-    and more and more as it leaves the square from -0.9 to 0.9 (at most 10 for each axis).
+    Every adversary gets 10 for each contact of an adversary with a good agent; a good agent loses 10 for each adversary
+    that touches it, and an increasing penalty outside the square from -0.9 to 0.9 (at most 10 per axis).
     """
 
     name: ClassVar[str] = "simple_tag"
@@ -197,10 +201,11 @@ class SimpleTag(_Particles):
 
 
 class SimpleSpeakerListener(_Particles):
-    """The speaker sees which of three landmarks is the goal and cannot move; the listener hears its word and moves.
+    """The speaker sees which of three landmarks is the goal and cannot move; the listener receives its message and
+    moves.
 
-    Both lose the square of how far the listener is from the goal. The speaker says one of three words (out of range:
-    the first); with `continuous` it says a strength from 0 to 1 for each, and the last two numbers of its row of
+    Both lose the squared distance of the listener from the goal. The speaker sends one of three words (out of range:
+    the first). With `continuous` it sends a strength from 0 to 1 for each word, and the last two numbers of its row of
     actions are ignored.
     """
 

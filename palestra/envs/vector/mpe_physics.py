@@ -1,9 +1,9 @@
-"""The particle world of MPE (Lowe et al., 2017): discs that are pushed, collide and slow down.
+"""The particle physics of MPE (Lowe et al., 2017): discs that are pushed, collide and slow down.
 
-Everything is reckoned in float64 and in the order of the `mpe2` package, so that what is shown, in float32, is its own
-to the last bit. Kernels with a `World` play all games in one call, and those for one game index whole arrays: to hand
-over a world, or to cut a slice, for each game would cost more than the physics. Shapes: `B` games, `N` seats, `E`
-entities (the agents, then the landmarks), `D` numbers of an action, `W` words.
+All arithmetic is float64 in the order of the `mpe2` package, so that observations (float32) are bit-identical to its
+own. Kernels that take a `World` process all games in one call, and kernels for one game index whole arrays: passing a
+world, or slicing, for each game would cost more than the physics. Shapes: `B` games, `N` seats, `E` entities (the
+agents, then the landmarks), `D` numbers of an action, `W` words.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from palestra.envs.vector.base import Arrays, Frame
 from palestra.envs.vector.rng import WORDS, below, uniform
 
 _STEP = 0.1  # seconds
-_KEPT = 1 - 0.25  # of the velocity, from one step to the next
+_KEPT = 1 - 0.25  # share of the velocity that is kept per step
 _FORCE = 100.0
-_MARGIN = 0.001  # how softly discs touch
+_MARGIN = 0.001  # softness of contacts
 _REACH = 200 * _MARGIN  # beyond this gap the force is less than 1e-87: lost in any velocity that float32 can show
 _LOG2 = math.log(2)
 
 
 class World(NamedTuple):
-    """B worlds as kernels see them. `radius` is that of the entities that collide, which come first; `accel` is what a
-    full push weighs (0 for who cannot move), `top` the highest speed. Landmarks begin within `reach` of the middle on
-    either axis; where `goals` is set, each game draws one of them as its `goal`."""
+    """B worlds for the kernels. `radius` is that of the entities that collide, which come first; `accel` is the force
+    of a full push (0: cannot move), `top` the maximum speed. Landmarks start within `reach` of the centre on both axes;
+    if `goals`, each game draws one of them as its `goal`."""
 
     rng: np.ndarray  # uint64 [B, WORDS]
     pos: np.ndarray  # float64 [B, E, 2]
     vel: np.ndarray  # float64 [B, N, 2]
     goal: np.ndarray  # int64 [B]
-    word: np.ndarray  # float32 [B, W]: what seat 0 has said in this step
+    word: np.ndarray  # float32 [B, W]: message of seat 0 in this step
     age: np.ndarray  # int64 [B]: steps of the game so far
-    force: np.ndarray  # float64 [N, 2], of the game at hand
+    force: np.ndarray  # float64 [N, 2], of the current game
     radius: np.ndarray
     accel: np.ndarray  # [N]
     top: np.ndarray  # [N]
@@ -45,7 +45,7 @@ class World(NamedTuple):
 
 
 class View(NamedTuple):
-    """The arrays of a frame as kernels see them; `widths [N]` are the lengths of the seats' views."""
+    """The arrays of a frame for the kernels; `widths` int64 [N] are the observation lengths of the seats."""
 
     obs: np.ndarray
     final_obs: np.ndarray
@@ -57,7 +57,7 @@ class View(NamedTuple):
 
 
 def world_memory(games: int, agents: int, landmarks: int, words: int) -> Arrays:
-    """What B worlds must remember, all zero."""
+    """Returns the state arrays of B worlds, all zero."""
     return {
         "rng": np.zeros((games, WORDS), np.uint64),
         "pos": np.zeros((games, agents + landmarks, 2)),
@@ -69,13 +69,14 @@ def world_memory(games: int, agents: int, landmarks: int, words: int) -> Arrays:
 
 
 def world_of(memory: Arrays, **fixed: Any) -> World:
-    """The worlds of a memory, and what is `fixed` about them: `radius`, `accel`, `top`, `reach`, `goals`."""
+    """Builds a `World` on the arrays of `memory` (not copies) and its constants `fixed`: `radius`, `accel`, `top`,
+    `reach`, `goals`."""
     arrays: dict[str, Any] = {**memory, "force": np.zeros(memory["vel"].shape[1:])}
     return World(**arrays, **fixed)
 
 
 def view_of(frame: Frame, widths: tuple[int, ...]) -> View:
-    """The arrays of a frame that has a global state, not copies of them."""
+    """Returns the arrays (not copies) of a frame that has a global state."""
     state, final = frame.state, frame.final_state
     assert state is not None and final is not None
     return View(frame.obs, frame.final_obs, state, final, frame.rewards, frame.truncated, np.array(widths, np.int64))
@@ -83,7 +84,7 @@ def view_of(frame: Frame, widths: tuple[int, ...]) -> View:
 
 @kernel
 def scatter(world: World, new_B: np.ndarray) -> None:
-    """Begins the games marked: everything at rest and silent, where chance puts it."""
+    """Starts the games marked in `new_B`: all entities at random places, at rest, without messages."""
     agents, entities = world.vel.shape[1], world.pos.shape[1]
     for b in range(len(new_B)):
         if new_B[b]:
@@ -101,7 +102,7 @@ def scatter(world: World, new_B: np.ndarray) -> None:
 
 @kernel
 def move(world: World, actions_BND: np.ndarray, continuous: bool) -> None:
-    """One step of the physics: pushes, collisions, motion."""
+    """Applies one step of physics: pushes, collisions, motion."""
     force = world.force
     for b in range(len(world.pos)):
         for i in range(len(force)):
@@ -113,7 +114,7 @@ def move(world: World, actions_BND: np.ndarray, continuous: bool) -> None:
 
 @kernel
 def _pushed(actions_BND: np.ndarray, b: int, i: int, continuous: bool) -> tuple:
-    """The direction in which an action pushes: of nothing, left, right, down, up."""
+    """Returns the push (x, y) of an action: nothing, left, right, down, up."""
     if continuous:
         # The differences are rounded to float32, as mpe2's are.
         right = clipped(actions_BND[b, i, 2]) - clipped(actions_BND[b, i, 1])
@@ -124,7 +125,7 @@ def _pushed(actions_BND: np.ndarray, b: int, i: int, continuous: bool) -> tuple:
 
 @kernel
 def clipped(x: float) -> np.float32:
-    """x between 0 and 1; 0 where it is not a number."""
+    """Returns x clipped to 0..1, float32; 0 for nan."""
     if x >= 1:
         return np.float32(1)
     return np.float32(x) if x > 0 else np.float32(0)
@@ -132,7 +133,7 @@ def clipped(x: float) -> np.float32:
 
 @inline
 def _collide(pos: np.ndarray, force: np.ndarray, radius: np.ndarray, b: int) -> None:
-    """Adds the forces between discs that touch; landmarks stay where they are."""
+    """Adds the forces between touching discs; landmarks do not move."""
     agents, solid = len(force), len(radius)
     for i in range(min(agents, solid)):
         for e in range(i + 1, solid):
@@ -152,7 +153,7 @@ def _collide(pos: np.ndarray, force: np.ndarray, radius: np.ndarray, b: int) -> 
 
 @kernel
 def _depth(gap: float) -> float:
-    """How far two discs are in each other, softly: `numpy.logaddexp(0, -gap / margin) * margin`."""
+    """Returns the soft penetration depth of two discs: `numpy.logaddexp(0, -gap / margin) * margin`."""
     y = -gap / _MARGIN
     if y > 0:
         return (y + math.log1p(math.exp(-y))) * _MARGIN
@@ -165,7 +166,7 @@ def _depth(gap: float) -> float:
 
 @inline
 def _drift(pos: np.ndarray, vel: np.ndarray, force: np.ndarray, top: np.ndarray, b: int) -> None:
-    """Moves the agents by their velocities, then changes those by the forces."""
+    """Moves the agents by their velocities, then updates the velocities by the forces."""
     for i in range(len(force)):
         pos[b, i, 0] += vel[b, i, 0] * _STEP
         pos[b, i, 1] += vel[b, i, 1] * _STEP
@@ -179,14 +180,14 @@ def _drift(pos: np.ndarray, vel: np.ndarray, force: np.ndarray, top: np.ndarray,
 
 @inline
 def apart(pos: np.ndarray, b: int, i: int, e: int) -> tuple:
-    """From entity e to entity i of game b: right, up, and the square of the straight line."""
+    """Returns the vector from entity e to entity i of game b (x, y) and its squared length."""
     x, y = pos[b, i, 0] - pos[b, e, 0], pos[b, i, 1] - pos[b, e, 1]
     return x, y, x * x + y * y
 
 
 @inline
 def nearest(pos: np.ndarray, b: int, first: int, last: int, e: int) -> float:
-    """How far entity e of game b is from the nearest of the agents from `first` up to `last`."""
+    """Returns the distance of entity e of game b from the nearest of the agents `first` to `last - 1`."""
     least = math.inf
     for i in range(first, last):
         least = min(least, apart(pos, b, i, e)[2])
@@ -195,21 +196,21 @@ def nearest(pos: np.ndarray, b: int, first: int, last: int, e: int) -> float:
 
 @inline
 def touch(pos: np.ndarray, radius: np.ndarray, b: int, i: int, e: int) -> bool:
-    """Whether two discs of game b overlap."""
+    """True if discs i and e of game b overlap."""
     return math.sqrt(apart(pos, b, i, e)[2]) < radius[i] + radius[e]
 
 
 @inline
 def put_pair(obs: np.ndarray, b: int, i: int, at: int, pairs_BE2: np.ndarray, e: int) -> int:
-    """Writes into seat i's view the place or velocity of entity e; returns where the view goes on."""
+    """Writes the position or velocity of entity e to index `at` of seat i's observation; returns the next index."""
     obs[b, i, at], obs[b, i, at + 1] = pairs_BE2[b, e, 0], pairs_BE2[b, e, 1]
     return at + 2
 
 
 @inline
 def put_relative(obs: np.ndarray, b: int, i: int, at: int, pos: np.ndarray, first: int, last: int) -> int:
-    """Writes into seat i's view where the entities from `first` up to `last`, but for itself, stand as it sees them;
-    returns where the view goes on."""
+    """Writes the positions, relative to seat i, of the entities `first` to `last - 1` except i to its observation;
+    returns the next index."""
     for e in range(first, last):
         if e != i:
             obs[b, i, at] = pos[b, e, 0] - pos[b, i, 0]
@@ -220,7 +221,7 @@ def put_relative(obs: np.ndarray, b: int, i: int, at: int, pos: np.ndarray, firs
 
 @inline
 def join(obs: np.ndarray, state: np.ndarray, widths: np.ndarray, b: int) -> None:
-    """Writes the global state of game b: the views of all seats, one after the other."""
+    """Writes the global state of game b: the concatenated observations of all seats."""
     at = 0
     for i in range(len(widths)):
         for k in range(widths[i]):
@@ -230,7 +231,8 @@ def join(obs: np.ndarray, state: np.ndarray, widths: np.ndarray, b: int) -> None
 
 @kernel
 def count(world: World, view: View, cycles: int) -> None:
-    """Counts a step; where it was the game's last, keeps the last views."""
+    """Counts a step; for games that it truncates, copies the last observations and state to `final_obs` and
+    `final_state`."""
     for b in range(len(world.age)):
         world.age[b] += 1
         view.truncated[b] = world.age[b] >= cycles

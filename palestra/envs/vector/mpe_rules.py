@@ -1,7 +1,7 @@
-"""What the four games of MPE reward and show, compiled; in the order of the `mpe2` package.
+"""Rewards and observations of the four MPE games, compiled; in the order of the `mpe2` package.
 
-Of each game: `reward_*` writes the rewards of the step, `show_*` the views of the games marked, `begin_*` begins the
-games marked, `advance_*` plays a whole step. Shapes: `B` games, `N` seats, `D` numbers of an action.
+For each game, `reward_*` writes the rewards of the step, `show_*` the observations of the marked games, `begin_*`
+starts the marked games, `advance_*` plays a whole step. Shapes: `B` games, `N` seats, `D` numbers of an action.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def advance_spread(
 
 @kernel
 def reward_spread(world: World, view: View, own: float) -> None:
-    """`own` is the share of the agent's own reward, minus 1 for each other that it touches."""
+    """Writes the rewards; `own` is the weight of the agent's own reward, -1 for each other agent that it touches."""
     pos, rewards, agents = world.pos, view.rewards, world.vel.shape[1]
     for b in range(len(pos)):
         team = 0.0
@@ -64,7 +64,8 @@ def reward_spread(world: World, view: View, own: float) -> None:
 
 @kernel
 def show_spread(world: World, view: View, which_B: np.ndarray) -> None:
-    """Own velocity and place, landmarks, others; the others' words, which follow, are always zero."""
+    """Writes own velocity and position, landmarks, other agents; the other agents' messages, which follow, are always
+    zero."""
     pos, vel, obs, agents = world.pos, world.vel, view.obs, world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
@@ -107,7 +108,7 @@ def reward_adversary(world: World, view: View) -> None:
 
 @kernel
 def show_adversary(world: World, view: View, which_B: np.ndarray) -> None:
-    """The goal (not for the adversary), landmarks, others."""
+    """Writes the goal (not for the adversary), landmarks, other agents."""
     pos, obs, agents = world.pos, view.obs, world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
@@ -153,7 +154,7 @@ def reward_tag(world: World, view: View, hunters: int) -> None:
 
 @kernel
 def _outside(x: float) -> float:
-    """What a prey loses for where it stands on one axis."""
+    """Returns the penalty of a good agent for its position on one axis."""
     x = abs(x)
     if x < 0.9:
         return 0.0
@@ -164,7 +165,7 @@ def _outside(x: float) -> float:
 
 @kernel
 def show_tag(world: World, view: View, which_B: np.ndarray, hunters: int) -> None:
-    """Own velocity and place, obstacles, others, the velocities of the other prey."""
+    """Writes own velocity and position, obstacles, other agents, velocities of the other good agents."""
     pos, vel, obs, agents = world.pos, world.vel, view.obs, world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
@@ -199,7 +200,7 @@ def advance_speaker_listener(
 
 @kernel
 def say(world: World, actions_BND: np.ndarray, continuous: bool) -> None:
-    """What seat 0 says: its numbers, or a 1 at the word that it chose."""
+    """Writes the message of seat 0: its action if continuous, else the chosen word one-hot."""
     words = world.word.shape[1]
     for b in range(len(world.word)):
         choice = int(actions_BND[b, 0, 0])
@@ -216,7 +217,7 @@ def reward_speaker_listener(world: World, view: View) -> None:
 
 @kernel
 def show_speaker_listener(world: World, view: View, which_B: np.ndarray) -> None:
-    """The speaker sees the colour of the goal; the listener its own velocity, the landmarks, and the word."""
+    """Writes the colour of the goal for the speaker; own velocity, landmarks and the message for the listener."""
     pos, obs, words = world.pos, view.obs, world.word.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:

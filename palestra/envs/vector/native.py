@@ -1,4 +1,4 @@
-"""What the games of ours share: arrays made once, which kernels change in place."""
+"""Base class of the built-in vector envs: preallocated arrays that compiled kernels change in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from palestra.envs.vector.rng import seeded
 
 
 class NativeEnv(VectorEnv):
-    """A game of ours, whose kernels write into arrays made once.
+    """A built-in vector env whose kernels write into preallocated arrays.
 
-    A subclass fills `frame` and `memory` (whatever else the game must remember, `[B, ...]` each) in `__init__`, and
-    writes `_begin` and `_advance`, which change them in place. `memory["rng"]` holds each game's random numbers.
+    A subclass fills `frame` and `memory` (all other state of the games, arrays `[B, ...]`) in `__init__`, and
+    implements `_begin` and `_advance`, which change them in place. `memory["rng"]` holds the random number streams,
+    uint64 [B, WORDS] (see `rng.seeded`).
     """
 
     frame: Frame
@@ -38,11 +39,11 @@ class NativeEnv(VectorEnv):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Begins a game in every place, from its random numbers, and writes the first frame."""
+        """Starts an episode in every game from its random number stream and writes the first frame."""
 
     @abstractmethod
     def _advance(self, actions: np.ndarray) -> None:
-        """Plays one joint step in every game and writes the frame; games that end begin anew."""
+        """Plays one joint step in every game and writes the frame; games that end start their next episode."""
 
     def save(self) -> Arrays:
         return {name: array.copy() for name, array in self._arrays().items()}

@@ -1,4 +1,5 @@
-"""The games of OpenSpiel: in turn or simultaneous, of perfect or imperfect information, with or without chance."""
+"""OpenSpiel games, turn-based or simultaneous, of perfect or imperfect information, with or without chance, as vector
+envs and as rules."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ Tensor = Literal["information_state", "observation"]
 
 
 class OpenSpielGame:
-    """One game by its string ("leduc_poker", "goofspiel(num_cards=4,points_order=descending)"). Chance draws from
-    `numpy.random.default_rng(seed)`. Only the seats that act are shown anew; rewards are those of the step in which
-    they fall."""
+    """One game by its OpenSpiel string ("leduc_poker", "goofspiel(num_cards=4,points_order=descending)"). Chance
+    outcomes are drawn from `numpy.random.default_rng(seed)`. Only seats that act get new observations; rewards are
+    those of the step in which they occur.
+
+    Raises ValueError for unknown games, mean-field games, and games without the tensor `view`.
+    """
 
     def __init__(self, game: str, view: Tensor | None) -> None:
         self.game = _loaded(game)
@@ -56,10 +60,10 @@ class OpenSpielGame:
         return moment
 
     def _draw(self) -> None:
-        """Lets chance move until a player must."""
+        """Samples chance outcomes until a player must act."""
         while self.state.is_chance_node():
             outcomes, left = self.state.chance_outcomes(), self.rng.random()
-            drawn = outcomes[-1][0]  # where rounding leaves the sum of chances below the number drawn
+            drawn = outcomes[-1][0]  # if rounding leaves the sum of probabilities below the number drawn
             for outcome, chance in outcomes:
                 left -= chance
                 if left < 0:
@@ -103,10 +107,11 @@ def _has(game: Any, view: str) -> bool:
 
 
 class OpenSpielEnv(Hosted):
-    """The game that OpenSpiel's string `game` names. `view` chooses between the tensors of all a player knows
-    ("information_state", the default where the game has it) and of what it sees now ("observation").
+    """The OpenSpiel game of the string `game`. `view` is the observation tensor: "information_state" (all that a player
+    knows; the default if the game has it) or "observation" (what it sees now).
 
-    A game ends where OpenSpiel says so, never by being cut off; `final_obs` is then what each seat saw last.
+    Games are only terminated, as OpenSpiel reports, never truncated; `final_obs` is then each seat's last observation.
+    Raises ValueError if OpenSpiel cannot load the game or it has no such tensor.
     """
 
     name: ClassVar[str] = "openspiel"
@@ -118,7 +123,7 @@ class OpenSpielEnv(Hosted):
 
 
 class SpielState:
-    """A state of OpenSpiel's that is never changed; equal where the histories are."""
+    """An immutable OpenSpiel state; states with equal histories are equal."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -132,10 +137,13 @@ class SpielState:
 
 
 class SpielRules(Rules[SpielState]):
-    """The rules of a game of OpenSpiel's that is played in turn. Views are information states, or, in games that have
-    none, observations; the words for actions are their numbers. Raises ValueError for games with simultaneous moves,
-    where chance cannot be listed, and where players are shown nothing; and by `view`, where the tensor of information
-    states says less than OpenSpiel's strings do: what is exact of the tensors would be of a coarser game."""
+    """Rules of a turn-based OpenSpiel game. `view` is the information state tensor, or the observation tensor if the
+    game has none; the texts of actions are their numbers.
+
+    Raises ValueError for games with simultaneous moves, with chance outcomes that cannot be enumerated, or without
+    tensors. `view` raises ValueError if the information state tensor is the same for two different information state
+    strings: exact values on the tensors would then be those of a coarser game.
+    """
 
     def __init__(self, game: str) -> None:
         self.name, self.game = game, _loaded(game)
@@ -183,17 +191,18 @@ class SpielRules(Rules[SpielState]):
 
 
 def _line(words: str) -> str:
-    """Words in one line."""
+    """Joins lines into one."""
     return " / ".join(words.splitlines())
 
 
 def spiel_rules(game: str) -> SpielRules | None:
-    """The rules of OpenSpiel's `game`, or None where it cannot be walked through. Raises ValueError for no game."""
+    """Returns the rules of OpenSpiel's `game`, or None if it cannot be enumerated. Raises ValueError if OpenSpiel
+    cannot load it."""
     return None if _no_rules(_loaded(game)) else SpielRules(game)
 
 
 def _no_rules(game: Any) -> str:
-    """Why a game cannot be walked through, "" where it can."""
+    """Returns the reason why a game cannot be enumerated, "" if it can."""
     kind = game.get_type()
     if kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
         return "its players move at once (turn_based_simultaneous_game(game=...) makes them take turns)"

@@ -1,4 +1,4 @@
-"""PettingZoo, both ways: its environments as ours, and ours as its."""
+"""PettingZoo in both directions: its envs as vector envs, and vector envs as its envs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from palestra.envs.vector.gymnasium import (
 from palestra.envs.vector.loop import GameSpec, Moment
 from palestra.envs.vector.processes import Hosted
 
-# ---- its environments as ours
+# ---- PettingZoo envs as vector envs
 
-CHECKS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)  # of what `Loop` sees to: actions in bounds, reset first
+# Redundant with the checks of `Loop`: actions in bounds, reset first.
+CHECKS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
 
 
 class _Game:
-    """What parallel and turn-based envs share. A view is the `observation` of a dictionary with an `action_mask`, which
-    may also stand in the info; with `state` the global state is the env's, where that is one row of numbers."""
+    """Base of parallel and turn-based envs. If an observation is a dictionary with an `action_mask`, its `observation`
+    is used; the mask may also be in the info. With `state` the env's global state is used if it is one-dimensional."""
 
     def __init__(self, env: Any, infos: dict[Any, dict[str, Any]], state: bool) -> None:
         self.env = env
@@ -56,12 +57,12 @@ class _Game:
             masks=heeded(said, [choice.space for choice in self.choices], False, str(env)),
             deaths=len(self.agents) > 1,
         )
-        self.dead: set[Any] = set()  # the agents that have terminated in the game under way, and those cut off
+        self.dead: set[Any] = set()  # agents terminated in the current episode; `cut`: those truncated
         self.cut: set[Any] = set()
-        self.plain = not any(self.dictionaries) and not self.spec.masks  # a view is what the env says, and no more
+        self.plain = not any(self.dictionaries) and not self.spec.masks  # the env's observations need no unpacking
 
     def read(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        """View and mask of one seat."""
+        """Returns observation and action mask (None if the env has no masks) of one seat."""
         view = self.views[seat].read(seen["observation"] if self.dictionaries[seat] else seen)
         space = self.spec.actions[seat]
         if not self.spec.masks or not isinstance(space, Discrete):
@@ -73,18 +74,19 @@ class _Game:
         return np.asarray(self.env.state(), np.float32) if self.spec.state_size else None
 
     def begun(self) -> None:
-        """Forgets who had ended in the game before."""
+        """Clears the agents that ended in the last game."""
         self.dead.clear()
         self.cut.clear()
 
     def ended(self, terminated: dict[Any, bool], truncated: dict[Any, bool]) -> None:
-        """Notes the agents that end with a step; one that the env terminates and truncates at once has terminated."""
+        """Records the agents that a step ended; agents that the env terminates and truncates at once count as
+        terminated."""
         self.cut.update(agent for agent, flag in truncated.items() if flag and agent not in self.dead)
         self.dead.update(agent for agent, flag in terminated.items() if flag)
         self.cut -= self.dead
 
     def settle(self, moment: Moment, over: bool) -> None:
-        """Writes which agents have terminated, and how a game that is `over` ended."""
+        """Writes which agents have terminated and, if the game is `over`, whether it was terminated or truncated."""
         moment.seat_terminated = [agent in self.dead for agent in self.agents] if self.dead else None
         moment.truncated = over and bool(self.cut)
         moment.terminated = over and not self.cut
@@ -94,8 +96,8 @@ class _Game:
 
 
 class ParallelGame(_Game):
-    """An env whose agents act all at once. An agent that ended, terminated or truncated, acts no more and earns nothing
-    more; one whose step says both has terminated. The game is over with the last agent, and truncated if any agent
+    """A parallel env. An agent that was terminated or truncated does not act again and gets no further reward; if a
+    step reports both, it was terminated. The game is over when the last agent has ended, and truncated if any agent
     was."""
 
     def __init__(self, env: Any, state: bool = False) -> None:
@@ -120,8 +122,8 @@ class ParallelGame(_Game):
         return moment
 
     def _moment(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: set[Any]) -> Moment:
-        """What all see; `live` are those that act next. Written for speed: it stands beside every step of an env that
-        may take no longer itself."""
+        """Builds the result of a step; `live` are the agents that act next. Optimised: it runs after every step of envs
+        that may themselves be as fast."""
         self.live = live
         views: list[np.ndarray | None] = [None] * len(self.agents)
         legal: list[np.ndarray | None] = [None] * len(self.agents)
@@ -137,8 +139,8 @@ class ParallelGame(_Game):
 
 
 class TurnGame(_Game):
-    """An env whose agents act in turn. Only the one that acts is shown anew, all of them at the end. Rewards are those
-    of the step in which they fall, whoever's turn it is."""
+    """A turn-based (AEC) env. Only the agent that acts gets a new observation, and all agents at the end of the game.
+    Rewards are those of the step in which they occur, for all agents."""
 
     def __init__(self, env: Any, state: bool = False) -> None:
         env.reset(seed=0)
@@ -156,7 +158,7 @@ class TurnGame(_Game):
         self.ended(env.terminations, env.truncations)
         over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
         while not over and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
-            env.step(None)  # takes an agent that ended out of the game
+            env.step(None)  # removes an agent that has ended
         moment = self._moment(list(env.agents) if over else [env.agent_selection])
         moment.rewards = rewards
         self.settle(moment, over)
@@ -173,8 +175,8 @@ class TurnGame(_Game):
 
 
 def game_of(path: str, options: dict[str, Any] | None = None, state: bool = False) -> ParallelGame | TurnGame:
-    """The game that a factory "module:function" makes with `options`, with its global state if `state`; raises
-    ValueError where it makes none."""
+    """Returns the game that the factory "module:function" makes with `options`; `state` adds its global state. Raises
+    ValueError if the factory fails or makes no PettingZoo env."""
     module, _, factory = path.partition(":")
     try:
         env = getattr(importlib.import_module(module), factory)(**(options or {}))
@@ -188,8 +190,8 @@ def game_of(path: str, options: dict[str, Any] | None = None, state: bool = Fals
 
 
 class Rounds(aec_to_parallel_wrapper):
-    """A turn-based env in which all act in every round, as PettingZoo's wrapper plays it; that asks each agent, before
-    its turn, for a view that nobody reads, which is an eighth of the time of a small env's step."""
+    """PettingZoo's parallel wrapper of turn-based envs in which all agents act in every round, without the unused
+    observation that the wrapper computes before each turn: an eighth of the time of a step of a small env."""
 
     def __init__(self, env: aec_to_parallel_wrapper) -> None:
         super().__init__(unchecked(env.aec_env))
@@ -206,25 +208,25 @@ class Rounds(aec_to_parallel_wrapper):
         said = {**env.terminations}, {**env.truncations}, {**env.infos}
         seen = {agent: env.observe(agent) for agent in env.agents}
         while env.agents and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
-            env.step(None)  # takes an agent that ended out of the game
+            env.step(None)  # removes an agent that has ended
         self.agents = env.agents
         return seen, rewards, *said
 
 
 def unchecked(env: Any) -> Any:
-    """The turn-based `env` without its outer wrappers that only check: every attribute that is read passes them, which
-    is a third of the time of a small env's step."""
+    """Returns the turn-based `env` without its outer wrappers that only check: every attribute access passes through
+    them, which takes a third of the time of a step of a small env."""
     while type(env) in CHECKS:
         env = env.env
     return env
 
 
 class PettingZooEnv(Hosted):
-    """The env that the factory `env` ("module:function") makes with `options`, parallel or turn-based. The factory
-    "pettingzoo:make" with the options `env_type` and `id` makes one of PettingZoo's registry. With `state` its global
-    state is what central critics see, at the price of asking for it in every step; else they see all views.
+    """The PettingZoo env that the factory `env` ("module:function") makes with `options`, parallel or turn-based. The
+    factory "pettingzoo:make" with the options `env_type` and `id` makes an env of PettingZoo's registry. With `state`,
+    central critics get the env's global state, computed in every step; else they get all observations.
 
-    Games repeat as far as the env's own `reset(seed)` sets everything anew; that of knights_archers_zombies does not.
+    Games repeat exactly only if the env's own `reset(seed)` resets everything; knights_archers_zombies does not.
     """
 
     name: ClassVar[str] = "pettingzoo"
@@ -241,25 +243,25 @@ class PettingZooEnv(Hosted):
         super().__init__(partial(game_of, env, options, state), games, processes)
 
 
-# ---- our environments as its
+# ---- vector envs as PettingZoo envs
 
 Make = Callable[[int], VectorEnv]
 
 
 def to_parallel(make: Make) -> pettingzoo.ParallelEnv:
-    """One game of `make(1)` as a ParallelEnv. Every agent is asked at every step; the actions of those that do not act
-    are ignored. Views have an `action_mask` beside them where our env has masks; a game's end says `success` in the
-    info where our env does."""
+    """Returns one game of `make(1)` as a ParallelEnv. Every agent gives an action at every step; actions of agents that
+    do not act are ignored. Observations are dictionaries with an `action_mask` if the env has masks; the last info has
+    `success` if the env reports it."""
     return _Parallel(make(1))
 
 
 def to_aec(make: Make) -> pettingzoo.AECEnv:
-    """One game of `make(1)` as an AECEnv: exactly the seats that act are asked, one after the other."""
+    """Returns one game of `make(1)` as an AECEnv: exactly the seats that act take turns."""
     return _Turns(make(1))
 
 
 class _Ours:
-    """One game of ours: its spaces, and what it shows in PettingZoo's words."""
+    """One game of a vector env: its spaces and step results in PettingZoo's form."""
 
     render_mode: ClassVar[None] = None
 
@@ -280,7 +282,7 @@ class _Ours:
         return masked(view, space.n) if self.frame.legal is not None and isinstance(space, Discrete) else view
 
     def begin(self, seed: int | None) -> None:
-        """Begins the game of a seed; without one, the next of those that follow from the last seed given."""
+        """Starts the episode of `seed`; for None, the next seed derived from the last one given."""
         if seed is not None:
             self._seeds = np.random.default_rng(seed)
         number = seed if seed is not None else int(self._seeds.integers(2**31))
@@ -310,7 +312,8 @@ class _Ours:
         return {"observation": view, "action_mask": self.frame.legal[0, n, : space.n].astype(np.int8)}
 
     def ends(self) -> tuple[dict[str, bool], dict[str, bool]]:
-        """Which agents the step terminated, and which it truncated: none before the game is over for all."""
+        """Returns the agents that the step terminated and those that it truncated: none before the game is over for
+        all."""
         frame, marked = self.frame, self.frame.seat_terminated
         dead = np.zeros(len(self.possible_agents), bool) if marked is None or not self._over else marked[0]
         terminated = (dead | frame.terminated[0]).tolist()
@@ -366,7 +369,7 @@ class _Turns(_Ours, pettingzoo.AECEnv):
         self._ask()
 
     def _ask(self) -> None:
-        """Begins a round in which those that act are asked in turn."""
+        """Starts a round in which the agents that act are selected one after the other."""
         self._waiting = [agent for n, agent in enumerate(self.agents) if self.frame.acting[0, n]]
         self._given: dict[str, Any] = {}
         self.agent_selection = self._waiting[0]

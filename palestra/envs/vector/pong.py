@@ -1,9 +1,9 @@
-"""Two-player Pong on pixels, in the shape of multi-agent Atari: four 84 x 84 pictures, four frames a step.
+"""Two-player Pong on pixels, in the format of multi-agent Atari: four stacked 84 x 84 pictures, four frames per step.
 
-Rules, seats, actions and rewards are those of PettingZoo's `pong`; the console is not emulated: physics and picture are
-ours. A step redraws only what moved, so that pictures cost little more than numbers.
+Rules, seats, actions and rewards are those of PettingZoo's `pong`; physics and pictures are not an emulation of the
+console. A step redraws only what moved, so that pixels cost little more than numbers.
 
-Lengths are in pixels, speeds in pixels a frame; x grows to the right, y down. `first_0` has the right paddle.
+Lengths are in pixels, speeds in pixels per frame; x grows to the right, y down. `first_0` has the right paddle.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from palestra.envs.vector.native import NativeEnv
 from palestra.envs.vector.rng import WORDS, below, uniform
 
 SIZE, WALL = 84, 2
-FRAMES = 4  # of a step, and of a view
-BALL, PADDLE, THICK = 2, 10, 2  # ball and paddle from edge to edge; the paddle is `THICK` wide
-COLUMNS = (78, 4)  # where the paddles of the two seats stand
-FRONTS = (77.0, 7.0)  # where the centre of the ball meets them
+FRAMES = 4  # frames per step, and pictures per observation
+BALL, PADDLE, THICK = 2, 10, 2  # edge lengths of ball and paddle; width of the paddle
+COLUMNS = (78, 4)  # left column of each seat's paddle
+FRONTS = (77.0, 7.0)  # x at which the centre of the ball meets each paddle
 REACH = (PADDLE + BALL) / 2
-SERVE, RISE, TOP_SPEED = 1.0, 0.05, 2.0  # the ball's speed to the side: at first, more with each hit, at most
-STEEP = 0.75  # its speed up or down where the end of a paddle hits it, for each of its speed to the side
+SERVE, RISE, TOP_SPEED = 1.0, 0.05, 2.0  # horizontal speed of the ball: at the serve, gain per hit, maximum
+STEEP = 0.75  # vertical over horizontal speed after a hit with the end of a paddle
 PADDLE_SPEED = 1.0
-UPPER, LOWER = WALL + BALL / 2, SIZE - WALL - BALL / 2  # where its centre bounces
+UPPER, LOWER = WALL + BALL / 2, SIZE - WALL - BALL / 2  # y at which its centre bounces
 PADDLE_UPPER, PADDLE_LOWER = WALL + PADDLE / 2, SIZE - WALL - PADDLE / 2
 X, Y, SPEED_X, SPEED_Y = range(4)
-SLACK = 2.0  # how far off the tracker lets its paddle be
-MOVES = ((0, -1, 1), (0, 0, -1, 1, -1, 1))  # what an action does to y: minimal; no-op, fire, right, left, both firing
-GRAY = np.uint32(0x80808080)  # in all four pictures
-REMEMBERED = FRAMES + 1  # drawn moments: the four in the view, and before them the one that just left it
+SLACK = 2.0  # deviation that the tracker tolerates
+MOVES = ((0, -1, 1), (0, 0, -1, 1, -1, 1))  # change of y per action: minimal; no-op, fire, right, left, both firing
+GRAY = np.uint32(0x80808080)  # grey in all four pictures
+REMEMBERED = FRAMES + 1  # drawn frames: the four in the observation, and the one that just left it
 
 
 class Board(NamedTuple):
-    """The arrays that kernels change. `words` are the views with the four pictures of a pixel in one number, the
-    oldest in its lowest byte: the compiler's machines are all little-endian."""
+    """The arrays that the kernels change. `words` are the observations as uint32, the four stacked pictures of a pixel
+    in one number, the oldest in the lowest byte: all platforms of numba are little-endian."""
 
     rng: np.ndarray
     ball: np.ndarray  # [B, 4] centre and speed
     paddles: np.ndarray  # [B, 2] y of the centres
     scores: np.ndarray  # [B, 2]
-    hits: np.ndarray  # [B] since the serve
+    hits: np.ndarray  # [B] hits since the serve
     steps: np.ndarray  # [B]
     drawn: np.ndarray  # [B, REMEMBERED, 4] left column and top row of the ball, top rows of the paddles; newest last
     words: np.ndarray  # [B, 2, 84, 84]
@@ -58,7 +58,7 @@ class Board(NamedTuple):
 
 @kernel
 def _serve(rng: np.ndarray, ball: np.ndarray, hits: np.ndarray, b: int) -> None:
-    """Puts the ball in the middle, on its way to either side."""
+    """Puts the ball in the middle, moving to a random side."""
     stream = rng[b]
     ball[b, X], ball[b, Y] = SIZE / 2, uniform(stream, SIZE / 4, SIZE * 3 / 4)
     ball[b, SPEED_X] = SERVE if below(stream, 2) == 0 else -SERVE
@@ -68,7 +68,7 @@ def _serve(rng: np.ndarray, ball: np.ndarray, hits: np.ndarray, b: int) -> None:
 
 @kernel
 def _fly(ball: np.ndarray, paddles: np.ndarray, hits: np.ndarray, b: int) -> int:
-    """Moves the ball by a frame; returns the seat that scores, or -1."""
+    """Moves the ball by one frame; returns the seat that scores, or -1."""
     before, x, y = ball[b, X], ball[b, X] + ball[b, SPEED_X], ball[b, Y] + ball[b, SPEED_Y]
     if y < UPPER or y > LOWER:
         y = 2 * (UPPER if y < UPPER else LOWER) - y
@@ -90,7 +90,7 @@ def _fly(ball: np.ndarray, paddles: np.ndarray, hits: np.ndarray, b: int) -> int
 
 @kernel
 def _play(g: Board, b: int, moves_2: np.ndarray, points: int) -> None:
-    """The frames of a step, fewer where a point decides the game."""
+    """Plays the frames of a step; stops when a point decides the game."""
     g.rewards[b, 0], g.rewards[b, 1] = 0, 0
     for _ in range(FRAMES):
         for seat in range(2):
@@ -108,7 +108,7 @@ def _play(g: Board, b: int, moves_2: np.ndarray, points: int) -> None:
 
 @kernel
 def _remember(drawn: np.ndarray, ball: np.ndarray, paddles: np.ndarray, b: int) -> None:
-    """Adds the present moment to those drawn, in whole pixels."""
+    """Appends the current positions, in whole pixels, to those drawn."""
     for moment in range(REMEMBERED - 1):
         for part in range(4):
             drawn[b, moment, part] = drawn[b, moment + 1, part]
@@ -120,13 +120,13 @@ def _remember(drawn: np.ndarray, ball: np.ndarray, paddles: np.ndarray, b: int) 
 
 @kernel
 def _in_picture(picture: int) -> np.uint32:
-    """White in one of the four pictures."""
+    """Returns a white pixel in one of the four pictures."""
     return np.uint32(0xFF << (8 * picture))
 
 
 @kernel
 def _draw_paddle(words: np.ndarray, drawn: np.ndarray, b: int, view: int, seat: int, column: int) -> None:
-    """Writes the rows where the paddle stood at any moment remembered: white in the pictures in which it did."""
+    """Rewrites all rows in which the paddle was in any remembered frame: white in the pictures that show it there."""
     first, last = drawn[b, 0, 2 + seat], drawn[b, 0, 2 + seat]
     for moment in range(1, REMEMBERED):
         first, last = min(first, drawn[b, moment, 2 + seat]), max(last, drawn[b, moment, 2 + seat])
@@ -141,7 +141,7 @@ def _draw_paddle(words: np.ndarray, drawn: np.ndarray, b: int, view: int, seat: 
 
 @kernel
 def _draw_ball(words: np.ndarray, drawn: np.ndarray, b: int, view: int, mirrored: bool, erase: bool) -> None:
-    """Erases the ball of all moments remembered, or draws it into the four pictures."""
+    """Erases the ball of all remembered positions, or draws it into the four pictures."""
     for moment in range(0 if erase else 1, REMEMBERED):
         column, top = drawn[b, moment, 0], drawn[b, moment, 1]
         if mirrored:
@@ -153,8 +153,7 @@ def _draw_ball(words: np.ndarray, drawn: np.ndarray, b: int, view: int, mirrored
 
 @kernel
 def _draw(words: np.ndarray, drawn: np.ndarray, b: int, mirror: bool) -> None:
-    """Changes both views of a game from the moment before to this one. The ball goes first and comes last: it may have
-    been, or be, where a paddle is."""
+    """Updates both observations of a game. The ball is erased first and drawn last, since it can overlap a paddle."""
     for view in range(2):
         mirrored = mirror and view == 1
         _draw_ball(words, drawn, b, view, mirrored, True)
@@ -176,7 +175,7 @@ def _write_state(g: Board, b: int, points: int, cycles: int) -> None:
 
 @kernel
 def _begin_game(g: Board, b: int, mirror: bool) -> None:
-    """Begins a game on an empty picture, which all four moments of the view show."""
+    """Starts a game on an empty picture, in all four pictures of the observation."""
     for view in range(2):
         for row in range(WALL, SIZE - WALL):
             for x in range(SIZE):
@@ -192,7 +191,8 @@ def _begin_game(g: Board, b: int, mirror: bool) -> None:
 
 @kernel
 def _keep_last(g: Board, b: int) -> None:
-    """Keeps the last view of a game that is over. In loops, which compile ten times as fast as assigned slices."""
+    """Copies the last observations and the state of an ended game to `final_obs` and `final_state`. Loops compile ten
+    times as fast as slice assignments."""
     for view in range(2):
         for row in range(SIZE):
             for x in range(SIZE):
@@ -234,19 +234,22 @@ def _step_all(g: Board, points: int, cycles: int, mirror: bool, actions: np.ndar
 
 
 class Pong(NativeEnv):
-    """Return the ball; a point earns 1 and costs the other seat 1. `points` win the game, `success` is that `first_0`
-    won it; `cycles` steps cut it off.
+    """Return the ball; a point gives 1 to the scorer and -1 to the other seat. `points` win the game; `success` means
+    that `first_0` won; `cycles` is the step limit.
 
-    A step is four frames of one action: `minimal` ones are stay, up and down; without, Atari's six are no-op, fire,
-    right (up), left (down), right and fire, left and fire, of which firing does nothing (the ball serves itself). An
-    action out of range stays. The ball gets faster with every hit, and steeper the closer to its end a paddle hits it.
+    A step is four frames of one action: with `minimal` stay, up, down; else Atari's six actions no-op, fire, right
+    (up), left (down), right and fire, left and fire, of which firing has no effect (the ball serves itself). An action
+    out of range stays. The ball gets faster with every hit, and its angle steeper the closer to its end a paddle hits
+    it.
 
-    A view is the last four pictures, one a step, oldest first: 84 x 84 pixels, walls 128, ball and paddles 255, without
-    the score. With `mirror` every seat sees its own paddle on the right, as `first_0` does anyway. The state is x, y
-    (-1 to 1) and speed of the ball, y of both paddles, both scores and the time, as shares of their limits.
+    An observation is the last four pictures, one per step, oldest first, uint8 [84, 84, 4]: walls 128, ball and paddles
+    255, no score. With `mirror` every seat sees its own paddle on the right, as `first_0` always does. The state is x,
+    y (-1 to 1) and velocity of the ball, y of both paddles, both scores and the time, each relative to its maximum.
 
-    The scripted player "tracker" follows the coming ball as it was one step ago, and waits for it in the middle: fast
+    The scripted player "tracker" follows the approaching ball as it was one step ago, else waits in the middle: fast
     and steep balls get past it.
+
+    Raises ValueError if `games`, `points` or `cycles` is below 1.
     """
 
     name: ClassVar[str] = "pong"

@@ -1,7 +1,7 @@
-"""Games that a package plays one at a time, spread over processes that share their arrays.
+"""Vector env of single games, spread over subprocesses that share its arrays.
 
-Each process runs a `Loop` over its part of the games, whose frame lies in shared memory. A step sends every process one
-small message and waits for as many; no view passes through a pipe.
+Each process runs a `Loop` over its part of the games, whose frame lies in shared memory. A step sends each process one
+small message and waits for one answer; observations are not sent through pipes.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from palestra.envs.vector.loop import GameSpec, Loop, MakeGame, at_least_one, de
 from palestra.roll import start_shielded
 
 CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-TRIES = 3  # how often the games of a process may fail without one whole step between
-STARTING = 300.0  # seconds that a process may take to load its package and make its games
-LINE = 64  # bytes: arrays begin on lines of the cache
+TRIES = 3  # failures of a process without a complete step in between
+STARTING = 300.0  # seconds for a process to import its package and make its games
+LINE = 64  # bytes; arrays are aligned to cache lines
 
 
 class _Memory(SharedMemory):
     def __del__(self) -> None:
-        with suppress(BufferError):  # an array in some traceback still shows it, and frees it when it goes
+        with suppress(BufferError):  # an array in a traceback still refers to it and frees it later
             super().__del__()
 
 
 class Shared:
-    """A frame of all games and their next actions in shared memory: a new one, or that of a given name."""
+    """A frame of all games and their next actions in shared memory: a new block, or the existing block `name`."""
 
     def __init__(self, spec: GameSpec, games: int, name: str | None = None) -> None:
         frame, actions = spec.frame(games), spec.blank_actions(games)
@@ -48,13 +48,14 @@ class Shared:
         self.actions: np.ndarray | None = self._placed(actions)
 
     def _placed(self, array: np.ndarray) -> np.ndarray:
-        """An array of the same shape and type, in the memory behind those placed before."""
+        """Returns an array of the same shape and dtype in the next free part of the memory."""
         placed = np.ndarray(array.shape, array.dtype, self.memory.buf, self._used)
         self._used += -(-array.nbytes // LINE) * LINE
         return placed
 
     def close(self) -> None:
-        self.frame = self.actions = None  # memory that an array shows cannot be given back
+        """Detaches from the shared memory."""
+        self.frame = self.actions = None  # memory with live array views cannot be released
         with suppress(BufferError):
             self.memory.close()
 
@@ -63,10 +64,10 @@ class Shared:
 
 
 def _work(pipe: Connection, make: bytes, part: slice, games: int) -> None:
-    """Plays the games `part` of `games`: says their spec, hears the memory's name, then does what it is told. Where
-    something fails it says the traceback and ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, which then closes the pipe
-    with suppress(EOFError, ConnectionError):  # the parent closed the pipe, or is gone
+    """Process main: plays the games `part` of `games`. Sends their spec, receives the name of the memory, then executes
+    commands. If one fails, sends the traceback and ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then closes the pipe
+    with suppress(EOFError, ConnectionError):  # the parent closed the pipe or ended
         try:
             _play(pipe, Loop(pickle.loads(make), part.stop - part.start), part, games)
         except (EOFError, ConnectionError):
@@ -90,7 +91,7 @@ def _play(pipe: Connection, loop: Loop, part: slice, games: int) -> None:
 
 
 def _done(loop: Loop, what: str, value: Any) -> Arrays | None:
-    """Does one thing with a loop. Frames stay in the shared memory; only what `save` keeps is answered."""
+    """Executes one command. Frames stay in shared memory; only the result of `save` is returned."""
     if what == "save":
         return loop.save()
     getattr(loop, what)(value)
@@ -101,11 +102,11 @@ def _done(loop: Loop, what: str, value: Any) -> Arrays | None:
 
 
 class _Failed(Exception):
-    """A process ended; says why."""
+    """A process ended; the message is the reason."""
 
 
 class _Worker:
-    """One process and its `part` of the games. `failures` counts those since its last whole step."""
+    """One process and its `part` of the games. `failures` counts failures since its last complete step."""
 
     def __init__(self, make: bytes, part: slice, games: int, patience: float) -> None:
         self.part, self.patience, self.failures = part, patience, 0
@@ -116,14 +117,14 @@ class _Worker:
         self.pipe, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=_work, args=(theirs, *self._job), daemon=True)
         start_shielded(self.process)
-        theirs.close()  # so that the pipe ends with the process
+        theirs.close()  # so that the pipe closes when the process ends
 
     def tell(self, what: str, value: Any = None) -> None:
-        with suppress(ConnectionError):  # an ended process is met where its answer is awaited
+        with suppress(ConnectionError):  # `answer` reports an ended process
             self.pipe.send((what, value))
 
     def answer(self, starting: bool = False) -> Any:
-        """What the process says next; raises _Failed where it failed, ended or was silent for too long."""
+        """Returns the next answer of the process; raises _Failed if it failed, ended or did not answer in time."""
         patience = max(STARTING, self.patience) if starting else self.patience
         try:
             if not self.pipe.poll(patience):
@@ -138,7 +139,7 @@ class _Worker:
         return answer
 
     def stop(self, patience: float) -> None:
-        """Closes the pipe, which ends the process; kills it where it does not end in time."""
+        """Closes the pipe, which ends the process; kills it if it has not ended after `patience` seconds."""
         self.pipe.close()
         self.process.join(patience)
         if self.process.is_alive():
@@ -160,12 +161,14 @@ def _release(workers: list[_Worker], memory: list[Shared]) -> None:
 
 
 class Processes(VectorEnv):
-    """B games spread over K processes, several each; `make` must be picklable.
+    """B games spread over K processes, several games each; `make` must be picklable.
 
-    Games go as in a `Loop`. A process that dies, fails or is silent for `patience` seconds is replaced and its games
-    begin anew from fresh seeds: the step says that these games were `truncated`, at the last known view, with no
-    reward, and `restarts` counts it. The other games do not notice. Raises ValueError with the process's own traceback
-    where games cannot be made, or fail `TRIES` times without one whole step between.
+    Games play as in a `Loop`. A process that dies, fails or does not answer for `patience` seconds is replaced, and its
+    games start anew from new seeds: the step reports these games as `truncated`, with the last known observation and no
+    reward, and `restarts` counts it. Other games are not affected.
+
+    Raises ValueError, with the traceback of the process, if games cannot be made, or fail `TRIES` times without a
+    complete step in between; and if `games` or `processes` is below 1.
     """
 
     def __init__(self, make: MakeGame, games: int, processes: int, *, patience: float = 300.0) -> None:
@@ -199,7 +202,7 @@ class Processes(VectorEnv):
         workers = self._open()
         self._memory[0].actions[:] = actions  # type: ignore[index]
         marked = self.frame.seat_terminated
-        dead = np.zeros(0, bool) if marked is None else marked & ~self.frame.over[:, None]  # in the games under way
+        dead = np.zeros(0, bool) if marked is None else marked & ~self.frame.over[:, None]  # in the running episodes
         with _closed_on_error(self):
             for worker in workers:
                 worker.tell("step")
@@ -219,7 +222,7 @@ class Processes(VectorEnv):
                 worker.tell("save")
             parts = list(self._heard().values())
         if any(part is None or isinstance(part, _Failed) for part in parts):
-            return None  # a process that ended is met by the next step
+            return None  # the next step handles a process that ended
         kept = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return kept | {f"frame.{name}": array.copy() for name, array in _arrays(self.frame)}
 
@@ -246,7 +249,7 @@ class Processes(VectorEnv):
         return self._workers
 
     def _heard(self) -> dict[_Worker, Any]:
-        """What every process answers; a _Failed for those that failed."""
+        """Returns the answer of every process; a _Failed for those that failed."""
         heard: dict[_Worker, Any] = {}
         for worker in self._workers:
             try:
@@ -256,7 +259,8 @@ class Processes(VectorEnv):
         return heard
 
     def _mend(self, failed: dict[_Worker, str]) -> None:
-        """Replaces what failed and takes over what all games show; of lost ones the view before becomes the last."""
+        """Replaces failed processes and gathers the frame; the last observations of lost games become their final
+        ones."""
         for worker, why in failed.items():
             self.frame.final_obs[worker.part] = self.frame.obs[worker.part]
             if self.frame.state is not None and self.frame.final_state is not None:
@@ -265,7 +269,7 @@ class Processes(VectorEnv):
         self._gather()
 
     def _replace(self, worker: _Worker, why: str) -> None:
-        """Begins the games of a failed process in a new one, as often as it takes."""
+        """Starts the games of a failed process in a new one, with retries."""
         part, begun = worker.part, False
         while not begun:
             worker.failures += 1
@@ -285,14 +289,14 @@ class Processes(VectorEnv):
                 why = str(error)
 
     def _meet(self, worker: _Worker) -> GameSpec:
-        """The spec of the games that a process made."""
+        """Returns the spec of the games that a process made."""
         try:
             return worker.answer(starting=True)
         except _Failed as error:
             raise ValueError(f"the games cannot be made in a process of their own: {error}") from None
 
     def _gather(self) -> None:
-        """Copies the shared frame: its own arrays may be half-written by a process that dies, and end with `close`."""
+        """Copies the shared frame: a dying process may leave its arrays half-written, and they end with `close`."""
         shared, own = self._memory[0].frame, self.frame
         assert shared is not None
         over = shared.over
@@ -311,7 +315,7 @@ def _failures(heard: dict[_Worker, Any]) -> dict[_Worker, str]:
 
 @contextmanager
 def _closed_on_error(env: Processes) -> Iterator[None]:
-    """Closes the env where the block fails or is interrupted: answers left in the pipes match no later message."""
+    """Closes the env if the block fails or is interrupted: answers left in the pipes would not match later messages."""
     try:
         yield
     except BaseException:
@@ -328,7 +332,11 @@ def _pickled(make: MakeGame) -> bytes:
 
 
 class Hosted(VectorEnv):
-    """B games of a package that plays one at a time: in this process (`processes` 0), or spread over `processes`."""
+    """B games of a package whose envs play one game at a time: in this process (`processes` 0) or in `processes`
+    subprocesses.
+
+    Raises ValueError if `processes` is negative or `games` below 1.
+    """
 
     def __init__(self, make: MakeGame, games: int, processes: int) -> None:
         if processes < 0:
@@ -339,7 +347,7 @@ class Hosted(VectorEnv):
 
     @property
     def restarts(self) -> int:
-        """How often a process was replaced."""
+        """How often a subprocess was replaced."""
         return self.inner.restarts if isinstance(self.inner, Processes) else 0
 
     def reset(self, seeds: np.ndarray) -> Frame:

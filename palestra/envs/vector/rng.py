@@ -1,8 +1,8 @@
-"""NumPy's own random numbers inside kernels: the stream of `numpy.random.default_rng(seed)`, one for each game.
+"""NumPy's random numbers inside compiled kernels: the stream of `numpy.random.default_rng(seed)`, one per game.
 
-PCG64 (O'Neill, 2014; 128 bits of state, XSL-RR output). A game that draws as another library's env does, from the same
-seed, thus sees the same numbers. A row holds state and increment (high word, low word), then a half-used 64-bit word
-and whether there is one.
+PCG64 (O'Neill, 2014; 128-bit state, XSL-RR output). A game that draws in the same order as another library's env gets
+the same numbers from the same seed. A row, uint64 [WORDS], holds state and increment (high word, low word each), the
+unused half of the last 64-bit word, and a flag for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def seeded(seeds: np.ndarray) -> np.ndarray:
-    """The streams of `default_rng(seed)` for every seed, uint64 [B, WORDS]."""
+    """Returns the streams of `default_rng(seed)` for all `seeds` [B], uint64 [B, WORDS]."""
     rows = np.zeros((len(seeds), WORDS), np.uint64)
     for row, seed in zip(rows, seeds, strict=True):
         state = np.random.PCG64(int(seed)).state["state"]
@@ -31,7 +31,7 @@ def seeded(seeds: np.ndarray) -> np.ndarray:
 
 @kernel
 def _multiply(a: np.uint64, b: np.uint64) -> tuple:
-    """The 128 bits of a * b, as high and low word."""
+    """Returns the 128-bit product a * b as (high word, low word)."""
     a_low, a_high, b_low, b_high = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
     low = a_low * b_low
     middle = a_high * b_low + (low >> _HALF)
@@ -41,7 +41,7 @@ def _multiply(a: np.uint64, b: np.uint64) -> tuple:
 
 @kernel
 def next64(row: np.ndarray) -> np.uint64:
-    """The next 64 random bits of a stream."""
+    """Returns the next 64 random bits of a stream and advances it."""
     high, low = _multiply(row[1], _MULTIPLIER_LOW)
     high = high + row[0] * _MULTIPLIER_LOW + row[1] * _MULTIPLIER_HIGH
     sum_low = low + row[3]
@@ -53,7 +53,7 @@ def next64(row: np.ndarray) -> np.uint64:
 
 @kernel
 def next32(row: np.ndarray) -> np.uint64:
-    """The next 32 random bits: the lower half of a word, then its upper half."""
+    """Returns the next 32 random bits: first the lower half of a 64-bit word, then its upper half."""
     if row[5] != np.uint64(0):
         row[5] = np.uint64(0)
         return row[4]
@@ -64,13 +64,14 @@ def next32(row: np.ndarray) -> np.uint64:
 
 @kernel
 def uniform(row: np.ndarray, low: float, high: float) -> float:
-    """`Generator.uniform(low, high)`."""
+    """Returns the next number of `Generator.uniform(low, high)`, float64."""
     return low + (high - low) * (float(next64(row) >> np.uint64(11)) * (1.0 / 9007199254740992.0))
 
 
 @kernel
 def below(row: np.ndarray, n: int) -> int:
-    """`Generator.integers(n)`: a whole number from 0 to n-1, n at most 2**32 - 1 (Lemire, 2019)."""
+    """Returns the next number of `Generator.integers(n)`: an integer from 0 to n-1, for n up to 2**32 - 1 (Lemire,
+    2019)."""
     if n <= 1:
         return 0
     size = np.uint64(n)

@@ -1,4 +1,4 @@
-"""Seats that change places from game to game, for populations whose members play every seat."""
+"""Vector env with seats permuted at random in every game, for populations whose members play every seat."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from palestra.compiled import kernel
 from palestra.envs.vector.base import Arrays, Frame, VectorEnv
 from palestra.envs.vector.rng import WORDS, below, seeded
 
-APART = 0x5EA75  # keeps the stream of places apart from the game's own
+APART = 0x5EA75  # makes the seeds of the permutations differ from those of the games
 
 
 class Rotated(VectorEnv):
-    """The same games, but in each a seat plays at a place drawn anew: seat n at `places[b, n]`, any order as likely. So
-    who learns at one seat learns to play every place. What belongs to no seat (`state`) stays as the env says it.
+    """The same env, with a random permutation of the seats in each game: seat n plays the env's seat `places[b, n]`
+    (int64 [B, N]), each permutation equally likely. A learner at one seat thus learns all seats. The global state is
+    not permuted.
 
-    Raises ValueError where seats differ in what they see or may do.
+    Raises ValueError if seats differ in observation shape or action space.
     """
 
     name: ClassVar[str] = "rotated"
@@ -54,7 +55,8 @@ class Rotated(VectorEnv):
         return np.arange(self.games)[:, None]
 
     def _seen(self, frame: Frame) -> Frame:
-        """What the env said, by seat: rewards and last views by the places of the game that they belong to."""
+        """Returns the frame by seat: rewards and final observations by the permutation of the game that they belong
+        to."""
 
         def by(places: np.ndarray, array: np.ndarray) -> np.ndarray:
             found: np.ndarray = array[self._rows, places]
@@ -95,7 +97,7 @@ class Rotated(VectorEnv):
 
 @kernel
 def _shuffle(rng: np.ndarray, places: np.ndarray, chosen: np.ndarray) -> None:
-    """Draws the places of the chosen games (Fisher and Yates)."""
+    """Draws new permutations for the chosen games (Fisher-Yates)."""
     for b in range(len(places)):
         if chosen[b]:
             for last in range(places.shape[1] - 1, 0, -1):

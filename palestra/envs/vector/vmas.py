@@ -1,4 +1,4 @@
-"""The scenarios of VMAS: continuous worlds stepped as tensors."""
+"""VMAS scenarios: continuous worlds stepped as tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from palestra.envs.vector.loop import GameSpec, at_least_one, derived_seed, with
 
 
 class VmasEnv(VectorEnv):
-    """The `scenario` of VMAS ("balance", "navigation", "football", ...), cut off after `steps`, made with `options`:
-    those of `vmas.make_env` ("continuous_actions": False for discrete ones) and of the scenario ("n_agents": 4).
+    """The VMAS `scenario` ("balance", "navigation", "football", ...), truncated after `steps`, made with `options`:
+    those of `vmas.make_env` ("continuous_actions": False for discrete actions) and of the scenario ("n_agents": 4).
 
-    VMAS draws from one stream for all its games. Games that end together begin anew by one draw, others one by one;
-    what a scenario draws in play is drawn for all. So a run is a function of the seeds and the actions, but a game does
-    not go as it would alone. It cannot be saved.
+    VMAS draws from one random stream for all games. If all games end together, one draw starts the next episodes, else
+    each game draws its own; draws during play are for all games. A rollout is thus a function of the seeds and the
+    actions, but a game does not play as it would alone. The env cannot be saved.
+
+    Raises ValueError if VMAS cannot make the scenario, or if `games` or `steps` is below 1.
     """
 
     name: ClassVar[str] = "vmas"
@@ -49,7 +51,7 @@ class VmasEnv(VectorEnv):
 
     def step(self, actions: np.ndarray) -> Frame:
         frame, given = self.frame, within(self.actions, actions)
-        self.env.seed(self._next_seed())  # the stream is shared by all envs of the process: take it for this step
+        self.env.seed(self._next_seed())  # all envs of the process share the stream: reseed it for this step
         seen, rewards, terminated, truncated, _ = self.env.step(
             [self._given(n, given[:, n]) for n in range(len(self.seats))]
         )
@@ -65,7 +67,7 @@ class VmasEnv(VectorEnv):
         return frame
 
     def _begin(self, over: np.ndarray) -> None:
-        """Begins the next game in the places `over`."""
+        """Starts the next episode of the games `over`."""
         if len(over) == self.games:
             self._write(self.frame.obs, self.env.reset())
             return
@@ -79,7 +81,7 @@ class VmasEnv(VectorEnv):
         return derived_seed(self._seed, self._drawn)
 
     def _given(self, n: int, actions: np.ndarray) -> np.ndarray:
-        """The actions of one seat [B, size], as VMAS takes them."""
+        """Returns the actions of one seat [B, size] in VMAS's form."""
         space = self.actions[n]
         if isinstance(space, Discrete):
             return actions[:, None]
@@ -99,7 +101,7 @@ def _made(scenario: str, games: int, steps: int, options: dict[str, Any]) -> Any
 
 
 def _row(view: Any, games: int) -> np.ndarray:
-    """What one agent sees in all games [B, size]; the parts of a dictionary one after the other."""
+    """Returns the observations of one agent in all games [B, size]; dictionary entries are concatenated."""
     parts = view.values() if isinstance(view, dict) else [view]
     return np.concatenate([part.detach().numpy().reshape(games, -1) for part in parts], 1)
 

@@ -1,5 +1,8 @@
-"""Alpha-rank (Omidshafiei et al., 2019): populations of which one at a time tries another member, and how often each
-profile is where they sit."""
+"""Alpha-rank (Omidshafiei et al., 2019): the stationary distribution of a process in which one population at a time
+switches to another member.
+
+Shapes: `E` deviations.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ import numpy as np
 
 from palestra.populations.normal_form.tables import Payoff
 
-MOST = 6000  # profiles: the chain's matrix has their square, here 288 MB
-LEAST = 1e-100  # probability of fixation: what keeps a chain of very strong selection in one piece
-RTOL, ATOL = 1e-5, 1e-8  # as in OpenSpiel: when two chains of a sweep are taken to be alike
+MOST = 6000  # profiles: the chain's matrix has their square of entries, here 288 MB
+LEAST = 1e-100  # lower bound of fixation probabilities: keeps the chain irreducible under very strong selection
+RTOL, ATOL = 1e-5, 1e-8  # as in OpenSpiel: tolerances at which a sweep counts as converged
 BLOCK = 64
 
 
 class Moves(NamedTuple):
-    """Every change of one player's member: from profile to profile, what that player gains, and each profile's number
-    of moves; a move is tried as often as any other."""
+    """All deviations of a single player: start and end profile and that player's gain [E] each, the number of profiles,
+    and the number of deviations from each profile (`each`), which are tried equally often."""
 
     start_E: np.ndarray
     end_E: np.ndarray
@@ -28,13 +31,14 @@ class Moves(NamedTuple):
 
 
 def alpha_rank(payoffs: Payoff, *, alpha: float | Literal["infinite", "sweep"] = "infinite", m: int = 50) -> np.ndarray:
-    """How often each profile [m_0, ..., m_n-1] is played in the long run: the stationary distribution of the chain in
-    which a player's population of `m` takes on another member with the probability of fixation under selection of
-    intensity `alpha` (eq. 2 and 3 of the paper).
+    """Returns the stationary distribution over profiles, float64 [m_0, ..., m_n-1].
 
-    `infinite` takes every move that gains and, in the limit of rare mistakes, those that lose (Rowland et al., 2019,
-    sec. 2); it does not depend on the payoffs' units. `sweep` doubles alpha until the distribution stays. Raises
-    ValueError for a table of more than 6000 profiles.
+    In the chain, a player's population of `m` individuals switches to another member with the probability of fixation
+    under selection of intensity `alpha` (eq. 2 and 3 of the paper).
+
+    `infinite` takes every deviation that gains and, in the limit of rare mistakes, those that lose (Rowland et al.,
+    2019, sec. 2); it does not depend on the payoffs' units. `sweep` doubles alpha until the distribution no longer
+    changes. Raises ValueError for a table of more than 6000 profiles.
     """
     return _rank(_moves(payoffs), alpha, m).reshape(payoffs[0].shape)
 
@@ -70,7 +74,7 @@ def _rank(moves: Moves, alpha: float | str, m: int) -> np.ndarray:
 
 
 def _limit(moves: Moves, chances: Iterable[np.ndarray]) -> np.ndarray:
-    """The stationary distribution of the first chain that is like the one before it; the last one's otherwise."""
+    """Returns the stationary distribution of the first chain that agrees with the one before it; else of the last."""
     share = np.zeros(0)
     for chance_E in chances:
         before, chain = share, np.zeros((moves.profiles, moves.profiles))
@@ -87,16 +91,19 @@ def _taken(gain_E: np.ndarray, mistake: float) -> np.ndarray:
 
 
 def _fixation(gain_E: np.ndarray, alpha: float, m: int) -> np.ndarray:
-    """(1 - e^-u) / (1 - e^-mu), u = alpha gain; written so that large losses do not overflow."""
+    """Returns (1 - e^-u) / (1 - e^-mu) [E], u = alpha gain, written so that large losses do not overflow."""
     size = np.maximum(alpha * np.abs(gain_E), 1e-14)
     chance = np.expm1(-size) / np.expm1(-m * size)
     return np.maximum(np.where(gain_E < 0, chance * np.exp(-(m - 1) * size), chance), LEAST)
 
 
 def stationary(chain: np.ndarray) -> np.ndarray:
-    """The stationary distribution [N] of an irreducible chain [N, N], whose diagonal is not read and whose contents
-    are used up. By elimination without subtraction (Grassmann, Taksar & Heyman, 1985): exact to rounding, relative to
-    each probability, however rare some of the chain's moves; in blocks, for speed."""
+    """Returns the stationary distribution float64 [N] of an irreducible chain [N, N], which is overwritten; its
+    diagonal is not read.
+
+    Elimination without subtraction (Grassmann, Taksar & Heyman, 1985): each probability is exact to relative rounding
+    error, however rare some transitions are. Computed in blocks for speed.
+    """
     size = len(chain)
     for stop in range(size, 0, -BLOCK):
         first = max(stop - BLOCK, 0)

@@ -1,8 +1,10 @@
-"""The convex programs behind equilibria: linear ones, and the most random distribution that meets constraints.
+"""Convex programs behind equilibria: linear programs, and the most random distribution under linear constraints.
 
-A distribution is returned only after a check of its constraints. It is first looked for by Newton's method on the
-dual, which is fast and exact but fails on degenerate tables: near ties, zero-sum games. What that does not settle is
-left to a method whose every step is a mean of solutions of linear programs, so that it never leaves the constraints.
+A distribution is returned only after its constraints were checked. It is first computed by Newton's method on the dual,
+which is fast and accurate but fails on degenerate tables (near ties, zero-sum games). If that fails, a second method is
+used, each step of which is a mean of solutions of linear programs, so that it always meets the constraints.
+
+Shapes: `R` rows (constraints), `N` entries of the distribution, `K` points. All arrays are float64.
 """
 
 from __future__ import annotations
@@ -14,27 +16,27 @@ from scipy.optimize import linprog, nnls
 
 Objective = Literal["gini", "entropy"]
 
-TOLERANCE = 1e-8  # by how much a distribution that is returned may break a constraint, in units of the largest entry
-SHORT = 1e-4  # by how much it may be less random than the most random one: nats, or Gini impurity
+TOLERANCE = 1e-8  # allowed violation of a constraint, relative to the largest entry of all rows
+SHORT = 1e-4  # allowed distance from the largest randomness: nats, or Gini impurity
 
-UNKNOWN = 4  # the status of a program that rounding keeps HiGHS from solving; another method or bound often does
+UNKNOWN = 4  # linprog status: numerical difficulties; another method or tolerance often succeeds
 ATTEMPTS = (("highs-ds", 1e-10), ("highs-ds", 1e-7), ("highs-ipm", 1e-7), ("highs-ipm", 1e-10))
 
-ROUNDS = 100  # of Newton's method; it takes about ten
-EXACT = 1e-10  # when it ends, in units of a row's largest entry
-SMALL = 1e-9  # an entry that is rounding, in units of its row's largest
-LARGE = 1e6  # how much likelier than another an entry may be that is sure to be kept
+ROUNDS = 100  # iterations of Newton's method; about ten are typical
+EXACT = 1e-10  # Newton's method ends at this error, relative to a row's largest entry
+SMALL = 1e-9  # entries below this count as rounding errors, relative to their row's largest
+LARGE = 1e6  # ratio of probabilities up to which an entry is certain to stay in the support
 
-FAINT = 1e-9  # an entry that HiGHS takes for zero
-SLACK = 2e-9  # what linear programs allow, so that entries taken for zero leave them a solution
-CLOSE = 1e-7  # what the second method aims at in place of `SHORT`
-CORNERS = 150  # linear programs that it solves at most
-BLENDS = 50  # steps between two of them
+FAINT = 1e-9  # HiGHS treats smaller entries as zero
+SLACK = 2e-9  # slack of linear programs, so that they stay feasible when entries are treated as zero
+CLOSE = 1e-7  # target of the second method, in place of `SHORT`
+CORNERS = 150  # maximum number of linear programs in the second method
+BLENDS = 50  # maximum number of steps between two linear programs
 
 
 def linear_program(cost: np.ndarray, **constraints: object) -> np.ndarray:
-    """The x that minimises cost @ x; constraints as `scipy.optimize.linprog` takes them. Raises ValueError where there
-    is none."""
+    """Returns the x [N] that minimises cost @ x; constraints as for `scipy.optimize.linprog`. Raises ValueError if no
+    solution is found."""
     for method, dual in ATTEMPTS:
         tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": dual}
         found = linprog(cost, method=method, options=tight, **constraints)
@@ -46,11 +48,13 @@ def linear_program(cost: np.ndarray, **constraints: object) -> np.ndarray:
 
 
 def most_random(rows_RN: np.ndarray, objective: Objective) -> np.ndarray:
-    """The distribution x [N] with rows @ x <= 0 that has the largest entropy, or Gini impurity 1 - x @ x: there is one.
+    """Returns the distribution x [N] with rows_RN @ x <= 0 and the largest entropy, or Gini impurity 1 - x @ x; it is
+    unique.
 
-    What is returned breaks no row by more than `TOLERANCE` of the largest entry of all rows. Its randomness is short of
-    the largest by `SHORT` at most, except where the second method ends after `CORNERS` programs or rounding stops it:
-    then it is within the constraints and may be less random. Raises ValueError where nothing meets the constraints.
+    No row is violated by more than `TOLERANCE`, relative to the largest entry of all rows. The randomness is within
+    `SHORT` of the largest, unless the second method stops after `CORNERS` programs or because of rounding: then the
+    constraints hold, but the distribution may be less random. Raises ValueError if no distribution meets the
+    constraints.
     """
     size = np.abs(rows_RN).max(initial=0.0)
     rows = rows_RN / size if size > 0 else rows_RN
@@ -64,14 +68,15 @@ def most_random(rows_RN: np.ndarray, objective: Objective) -> np.ndarray:
 
 
 def broken(rows: np.ndarray, share: np.ndarray) -> float:
-    """By how much a distribution breaks a row; infinity for what is no distribution."""
+    """Returns the largest violation of a row [R, N] by a distribution [N]; infinity if `share` is not a
+    distribution."""
     if not np.isfinite(share).all() or (share < 0).any() or abs(share.sum() - 1) > 1e-9:
         return float("inf")
     return float((rows @ share).max(initial=0.0))
 
 
 def _settled(rows: np.ndarray, share: np.ndarray, objective: Objective) -> bool:
-    """True if a distribution meets the constraints and its randomness is the largest, to the tolerance."""
+    """True if a distribution meets the constraints and its randomness is the largest, both within tolerance."""
     if broken(rows, share) > TOLERANCE:
         return False
     corner = _corner(np.where(np.abs(rows) < FAINT, 0.0, rows), _slope(share, objective))
@@ -79,17 +84,20 @@ def _settled(rows: np.ndarray, share: np.ndarray, objective: Objective) -> bool:
 
 
 def _gain(share: np.ndarray, corner: np.ndarray, objective: Objective) -> float:
-    """At most how much more random than `share` a distribution can be, if `corner` costs least by its slope."""
+    """Upper bound on how much more random than `share` a distribution can be, given the `corner` with the lowest cost
+    by its slope."""
     return float(_slope(share, objective) @ (share - corner))
 
 
-# ---- by means of corners
+# ---- second method: means of corners
 
 
 def _by_corners(rows: np.ndarray, near: np.ndarray | None, objective: Objective) -> np.ndarray:
-    """The most random mean of corners of the constraints, found by simplicial decomposition (von Hohenbalken, 1977): a
-    linear program says which corner would raise randomness most, and the mean of the corners so far is blended anew,
-    until none would raise it by more than `CLOSE` (the gap of Frank & Wolfe, 1956)."""
+    """Returns the most random mean of corners of the constraints, by simplicial decomposition (von Hohenbalken, 1977).
+
+    A linear program finds the corner that would increase randomness most, and the weights of all corners so far are
+    optimised again, until the gap (Frank & Wolfe, 1956) is at most `CLOSE`.
+    """
     uniform = np.full(rows.shape[1], 1 / rows.shape[1])
     rows = np.where(np.abs(rows) < FAINT, 0.0, rows)
     starts = [uniform] if near is None or not np.isfinite(near).all() else [near, uniform]
@@ -107,8 +115,11 @@ def _by_corners(rows: np.ndarray, near: np.ndarray | None, objective: Objective)
 
 
 def _blended(points: np.ndarray, weights: np.ndarray, objective: Objective) -> np.ndarray:
-    """The weights [K] of points [N, K] whose mean is most random: Newton's steps, each by non-negative least squares.
-    The last point may be new: the first step goes towards it."""
+    """Returns the weights [K] of points [N, K] whose mean is most random: Newton steps, each by non-negative least
+    squares.
+
+    The last point may be new: the first step goes towards it.
+    """
     toward = np.eye(len(weights))[-1]
     for number in range(BLENDS):
         before = _lack(points @ weights, objective)
@@ -120,7 +131,8 @@ def _blended(points: np.ndarray, weights: np.ndarray, objective: Objective) -> n
 
 
 def _model(points: np.ndarray, share: np.ndarray, objective: Objective) -> np.ndarray:
-    """The weights whose mean is most random by the quadratic model at `share`; for Gini impurity that is exact."""
+    """Returns the weights [K] whose mean is most random under the quadratic model at `share`, which is exact for Gini
+    impurity; empty if the solver does not converge."""
     bend, aim = np.ones_like(share), np.zeros_like(share)
     if objective == "entropy":
         kept = np.maximum(share, 1e-12)
@@ -137,7 +149,7 @@ def _model(points: np.ndarray, share: np.ndarray, objective: Objective) -> np.nd
 
 
 def _better(points: np.ndarray, weights: np.ndarray, toward: np.ndarray, objective: Objective) -> np.ndarray:
-    """The most random of the means between two, by golden section; the first where nothing is gained."""
+    """Returns the most random weights between two, by golden-section search; `weights` if nothing is gained."""
     if not len(toward):
         return weights
     here, there = points @ weights, points @ toward
@@ -156,19 +168,20 @@ def _better(points: np.ndarray, weights: np.ndarray, toward: np.ndarray, objecti
 
 
 def _lack(share: np.ndarray, objective: Objective) -> float:
-    """The randomness that a distribution lacks, up to a constant."""
+    """Returns negative randomness, up to a constant: the objective to minimise."""
     if objective == "gini":
         return float(share @ share)
     return float(share @ np.log(np.maximum(share, 1e-300)))
 
 
 def _slope(share: np.ndarray, objective: Objective) -> np.ndarray:
-    """The gradient of `_lack`."""
+    """Returns the gradient [N] of `_lack`."""
     return 2 * share if objective == "gini" else np.log(np.maximum(share, 1e-12)) + 1
 
 
 def _corner(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | None:
-    """The distribution within the constraints that costs least; None where rounding hides it."""
+    """Returns the distribution [N] with the lowest cost under the constraints; None if the linear program fails
+    numerically."""
     ones, slack = np.ones((1, len(cost))), np.full(len(rows), SLACK)
     try:
         return _distribution(linear_program(cost, A_ub=rows, b_ub=slack, A_eq=ones, b_eq=[1.0], bounds=(0, None)))
@@ -177,7 +190,7 @@ def _corner(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | None:
 
 
 def _nearest(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """The distribution within the constraints that differs least from `share` in sum."""
+    """Returns the distribution [N] under the constraints with the smallest L1 distance to `share`."""
     count, eye = len(share), np.eye(len(share))
     found = linear_program(  # entries, then how much each lies above or below
         np.r_[np.zeros(count), np.ones(2 * count)],
@@ -195,11 +208,11 @@ def _distribution(found: np.ndarray) -> np.ndarray:
     return share / share.sum()
 
 
-# ---- by Newton's method
+# ---- first method: Newton's method on the dual
 
 
 def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
-    """The most random distribution, or None where Newton's method does not find it."""
+    """Returns the most random distribution [N], or None if Newton's method does not find it."""
     size = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     rows = np.where(np.abs(rows) > SMALL * size, rows, 0.0) / np.where(size > 0, size, 1.0)
     try:
@@ -219,10 +232,12 @@ def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
 
 
 def _support(rows: np.ndarray) -> np.ndarray:
-    """Which entries of x [N] are positive in some solution of rows @ x <= 0, x >= 0. Solutions form a cone, so one
-    that has them all is as large as it needs to be: maximise the sum of t <= x, t <= 1."""
+    """Returns bool [N]: which entries are positive in some solution of rows @ x <= 0, x >= 0.
+
+    Solutions form a cone, so a solution with all these entries can be scaled up: maximise the sum of t <= x, t <= 1.
+    """
     alive = np.ones(rows.shape[1], bool)
-    while True:  # what a row without a negative entry forbids: members dominated, mostly
+    while True:  # a row without negative entries forces its positive ones to 0: mostly dominated members
         barred = rows[(rows[:, alive] >= 0).all(axis=1)] > 0
         dead = barred.any(axis=0) & alive
         if not dead.any():
@@ -243,8 +258,11 @@ def _support(rows: np.ndarray) -> np.ndarray:
 
 
 def _priced(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
-    """The most random distribution [N] with rows @ x <= 0, by a damped Newton's method on its dual over prices >= 0 of
-    the rows; prices at 0 that want to fall are held (Bertsekas, 1982, eq. 32 to 37). None where it takes too long."""
+    """Returns the most random distribution [N] with rows @ x <= 0, by a damped Newton's method on its dual over
+    multipliers (`prices`) >= 0; None if it does not converge.
+
+    Multipliers at 0 whose gradient points below 0 are held fixed (Bertsekas, 1982, eq. 32 to 37).
+    """
     here, damping = _Dual.at(np.zeros(len(rows)), rows, objective), 1e-12
     for _ in range(ROUNDS):
         if here.error <= EXACT:
@@ -263,11 +281,12 @@ def _priced(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
 
 
 class _Dual(NamedTuple):
-    """Prices [R] of the rows, what they make of uniform play up to its sum, and the dual's value and slope there.
+    """A point of the dual: multipliers [R], the primal x [N] that they imply (not normalised for Gini), and value and
+    gradient [R] of the dual.
 
-    For entropy x ~ exp(-prices @ rows), the value being the logarithm of the sum (Ortiz et al., 2007). For Gini
-    x ~ [1 - prices @ rows]+, the value being half its square: x points where the projection of the ones onto the cone
-    rows @ x <= 0, x >= 0 does.
+    For entropy x ~ exp(-prices @ rows), and the value is the logarithm of the sum (Ortiz et al., 2007). For Gini x ~ [1
+    - prices @ rows]+, and the value is half its square: x has the direction of the projection of the vector of ones
+    onto the cone rows @ x <= 0, x >= 0.
     """
 
     prices: np.ndarray
@@ -290,14 +309,17 @@ class _Dual(NamedTuple):
 
     @property
     def error(self) -> float:
-        """By how much the distribution breaks a row, or a price is paid for one that does not bind."""
+        """Largest violation of a row or of complementary slackness, relative to the sum of x."""
         total = self.share.sum()
         return float(np.abs(np.minimum(self.prices, self.slope)).max() / total) if total > 0 else np.inf
 
     def step(self, rows: np.ndarray, objective: Objective, damping: float) -> np.ndarray:
+        """Returns the damped Newton step [R]."""
         free = ~((self.prices <= min(1e-3, self.error)) & (self.slope > 0))
         bend = self._curvature(rows[free], objective)
-        bend[np.diag_indices_from(bend)] += damping * max(np.trace(bend) / len(bend), 1e-300)  # rows may be dependent
+        bend[np.diag_indices_from(bend)] += damping * max(
+            np.trace(bend) / len(bend), 1e-300
+        )  # rows may be linearly dependent
         step = -self.slope
         step[free] = np.linalg.solve(bend, step[free])
         return step
@@ -310,8 +332,8 @@ class _Dual(NamedTuple):
         return (rows * self.share) @ rows.T - np.outer(mean, mean)
 
     def worse_than(self, other: _Dual) -> bool:
-        """Whether the step from here to `other` lowers the value as the slope promises or, where rounding hides that,
-        the error."""
+        """True if the step to `other` lowers the value sufficiently (Armijo) or, where rounding hides that, lowers the
+        error."""
         promised = 1e-4 * float(self.slope @ (self.prices - other.prices))
         alike = abs(other.value - self.value) <= 1e-13 * (1 + abs(self.value))
         return 0 < promised <= self.value - other.value or (alike and other.error < 0.9 * self.error)

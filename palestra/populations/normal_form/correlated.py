@@ -1,7 +1,8 @@
-"""Correlated equilibria of any number of players: a joint distribution from which each is told its own member.
+"""Correlated equilibria for any number of players: joint distributions from which each player is recommended its
+member.
 
-There are many; the one that leaves most to chance is unique, keeps every member in play that it can, and treats
-players and members alike (Marris et al., 2021: JPSRO).
+There are many. The most random one is unique, has the largest support, and treats players and members alike (Marris et
+al., 2021: JPSRO).
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import numpy as np
 from palestra.populations.normal_form.convex import Objective, most_random
 from palestra.populations.normal_form.tables import Payoff, coarse_gains, switch_gains
 
-MOST = 10**9  # bytes
+MOST = 10**9  # bytes of the constraint matrices
 
 
 def correlated_equilibrium(payoffs: Payoff, *, objective: Objective = "gini", epsilon: float = 0.0) -> np.ndarray:
-    """The correlated equilibrium [m_0, ..., m_n-1] of largest Gini impurity (Marris et al., 2021, sec. 4) or entropy
-    (Ortiz et al., 2007): told its member, a player gains at most `epsilon` by another (weighed by how often it is
-    told)."""
+    """Returns the correlated equilibrium, float64 [m_0, ..., m_n-1], of largest Gini impurity (Marris et al., 2021,
+    sec. 4) or entropy (Ortiz et al., 2007).
+
+    Given its recommendation, a player gains at most `epsilon` by another member, weighted by the probability of the
+    recommendation. Raises ValueError if the table is too large.
+    """
     _bound("ce", payoffs, sum(members * (members - 1) for members in payoffs[0].shape))
     return most_random(switch_gains(payoffs) - epsilon, objective).reshape(payoffs[0].shape)
 
@@ -25,14 +29,17 @@ def correlated_equilibrium(payoffs: Payoff, *, objective: Objective = "gini", ep
 def coarse_correlated_equilibrium(
     payoffs: Payoff, *, objective: Objective = "gini", epsilon: float = 0.0
 ) -> np.ndarray:
-    """The coarse correlated equilibrium [m_0, ..., m_n-1] of largest Gini impurity or entropy: a player gains at most
-    `epsilon` by a member that it fixes before it is told one (Moulin & Vial, 1978)."""
+    """Returns the coarse correlated equilibrium, float64 [m_0, ..., m_n-1], of largest Gini impurity or entropy.
+
+    A player gains at most `epsilon` by a member chosen before recommendations (Moulin & Vial, 1978). Raises ValueError
+    if the table is too large.
+    """
     _bound("cce", payoffs, sum(payoffs[0].shape))
     return most_random(coarse_gains(payoffs) - epsilon, objective).reshape(payoffs[0].shape)
 
 
 def _bound(solver: str, payoffs: Payoff, rows: int) -> None:
-    """Raises ValueError where the constraints, and the matrices of their rows, would take more than `MOST` bytes."""
+    """Raises ValueError if the constraints and the matrix over their rows would take more than `MOST` bytes."""
     size = 8 * rows * (rows + payoffs[0].size)
     if size > MOST:
         shape = " x ".join(map(str, payoffs[0].shape))

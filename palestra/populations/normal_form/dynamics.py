@@ -1,7 +1,8 @@
-"""Meta-solvers that play the table over and over: any number of players, any sums of payoffs.
+"""Iterative meta-solvers for any number of players and general-sum payoffs.
 
-What they return is an average over rounds. In two-player zero-sum tables it nears a Nash equilibrium; elsewhere it need
-not: the average of regret matching's joint play is what nears a coarse correlated equilibrium, not its marginals.
+They return averages over rounds. In two-player zero-sum tables these approach a Nash equilibrium; in other games they
+need not: for regret matching, the average of the joint play approaches a coarse correlated equilibrium, not its
+marginals.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from palestra.populations.normal_form.tables import Payoff, fronted, values
 
 Strategies = list[np.ndarray]
 
-FIRST_REGRET = 1e-6  # of every member, as in OpenSpiel: round one is uniform
+FIRST_REGRET = 1e-6  # initial regret of every member, as in OpenSpiel: round one is uniform
 
 
 def uniform(payoffs: Payoff) -> Strategies:
-    """Every member alike."""
+    """Returns the uniform distribution float64 [m_i] for each player."""
     return [np.full(members, 1 / members) for members in payoffs[0].shape]
 
 
 def fictitious_play(payoffs: Payoff, *, iterations: int = 10_000) -> Strategies:
-    """How often each member was the best answer to the others' averages so far (Brown, 1951). Players answer at once,
-    first to uniform play; of equals the oldest member answers."""
+    """Returns how often each member was the best response to the others' averages (Brown, 1951), float64 [m_i] for each
+    player.
+
+    Players respond simultaneously, at first to uniform play; of equal responses, the oldest member is taken.
+    """
     fronts, averages = fronted(payoffs), uniform(payoffs)
     counts = [np.zeros_like(average) for average in averages]
     for rounds in range(1, iterations + 1):
@@ -35,8 +39,11 @@ def fictitious_play(payoffs: Payoff, *, iterations: int = 10_000) -> Strategies:
 
 
 def regret_matching(payoffs: Payoff, *, iterations: int = 10_000, gamma: float = 1e-6) -> Strategies:
-    """The average over rounds in which each member is played in proportion to its positive regret (Hart & Mas-Colell,
-    2000, sec. 3, against expected payoffs as in OpenSpiel), a share `gamma` of uniform play mixed in."""
+    """Returns average strategies, float64 [m_i] for each player, when members are played in proportion to their
+    positive regret (Hart & Mas-Colell, 2000, sec. 3, with expected payoffs as in OpenSpiel).
+
+    A share `gamma` of uniform play is mixed in.
+    """
     regrets = [np.full(members, FIRST_REGRET) for members in payoffs[0].shape]
 
     def step(strategies: Strategies, earned: Strategies) -> Strategies:
@@ -57,11 +64,11 @@ def _matched(regret: np.ndarray, gamma: float) -> np.ndarray:
 def projected_replicator(
     payoffs: Payoff, *, iterations: int = 50_000, dt: float = 1e-3, gamma: float = 1e-6
 ) -> Strategies:
-    """The average along projected replicator dynamics (Lanctot et al., 2017, sec. 3.2), from uniform play by Euler
-    steps `dt`; `gamma` is every member's least probability.
+    """Returns the average along projected replicator dynamics (Lanctot et al., 2017, sec. 3.2), float64 [m_i] for each
+    player.
 
-    Payoffs count in their own units: the larger they are, the smaller a `dt` they need. Raises ValueError where
-    `gamma` leaves no distribution.
+    Starts from uniform play, with Euler steps `dt`; `gamma` is the lower bound of every probability. Larger payoffs
+    need a smaller `dt`. Raises ValueError if `gamma` is too large for a distribution.
     """
     if gamma * max(payoffs[0].shape) > 1:
         raise ValueError(f"{max(payoffs[0].shape)} members of probability at least {gamma} are no distribution")
@@ -70,13 +77,16 @@ def projected_replicator(
         moved = [
             strategy * (1 + dt * (value - value @ strategy)) for strategy, value in zip(strategies, earned, strict=True)
         ]
-        return [one if one.min() >= gamma else project(one, gamma) for one in moved]  # replicators keep their sum
+        return [
+            one if one.min() >= gamma else project(one, gamma) for one in moved
+        ]  # replicator steps preserve the sum
 
     return _average(payoffs, step, iterations)
 
 
 def project(point: np.ndarray, gamma: float = 0.0) -> np.ndarray:
-    """The nearest distribution whose every probability is at least `gamma` (Duchi et al., 2008, fig. 1)."""
+    """Returns the Euclidean projection of a point [m] on the distributions with all probabilities at least `gamma`
+    (Duchi et al., 2008, fig. 1)."""
     mass = 1 - gamma * len(point)
     above = np.sort(point - gamma)[::-1]
     levels = (above.cumsum() - mass) / np.arange(1, len(point) + 1)
@@ -85,7 +95,7 @@ def project(point: np.ndarray, gamma: float = 0.0) -> np.ndarray:
 
 
 def _average(payoffs: Payoff, step: Callable[[Strategies, Strategies], Strategies], iterations: int) -> Strategies:
-    """The average of uniform play and of the rounds that follow from it."""
+    """Returns the average over uniform play and the rounds that follow."""
     fronts, strategies = fronted(payoffs), uniform(payoffs)
     totals = [strategy.copy() for strategy in strategies]
     for _ in range(iterations):

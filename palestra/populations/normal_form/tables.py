@@ -1,6 +1,7 @@
-"""What strategies earn in a table, and how much a player could gain by leaving them.
+"""Payoff tensors: expected returns of strategies, and gains by deviation.
 
-A strategy is a distribution over a player's members; a joint distribution, over who is whose [m_0, ..., m_n-1].
+A strategy is a distribution [m_i] over a player's members; a joint distribution is over member profiles [m_0, ...,
+m_n-1].
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ Payoff = Sequence[np.ndarray]  # one array [m_0, ..., m_n-1] for each player
 
 
 def checked(payoffs: Payoff) -> list[np.ndarray]:
-    """The payoffs as arrays of floats. Raises ValueError where they are not one array for each axis, of one shape, or
-    not all finite."""
+    """Returns the payoffs as float64 arrays. Raises ValueError unless there is one array for each axis, all of one
+    shape, not empty and finite."""
     tables = [np.asarray(table, float) for table in payoffs]
     if not tables or any(table.shape != tables[0].shape for table in tables) or tables[0].ndim != len(tables):
         shapes = [table.shape for table in tables]
@@ -29,7 +30,8 @@ def checked(payoffs: Payoff) -> list[np.ndarray]:
 
 
 def joint_of(strategies: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-    """The joint distribution of players who choose independently; one that is joint already stays as it is."""
+    """Returns the joint distribution [m_0, ..., m_n-1] of independent strategies [m_i]; a joint array is returned
+    unchanged."""
     if isinstance(strategies, np.ndarray):
         return strategies
     joint = np.ones(())
@@ -39,18 +41,19 @@ def joint_of(strategies: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
 
 
 def marginals(joint: np.ndarray) -> list[np.ndarray]:
-    """Each player's own distribution under a joint one."""
+    """Returns each player's marginal [m_i] of a joint distribution."""
     axes = range(joint.ndim)
     return [joint.sum(axis=tuple(other for other in axes if other != player)) for player in axes]
 
 
 def fronted(payoffs: Payoff) -> list[np.ndarray]:
-    """The payoffs, each player's own members along its first axis: what `values` reads."""
+    """Returns the payoffs with each player's own members along the first axis, as `values` expects."""
     return [np.ascontiguousarray(np.moveaxis(table, player, 0)) for player, table in enumerate(payoffs)]
 
 
 def values(fronts: Sequence[np.ndarray], strategies: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What each member [m_i] of each player earns against the others' strategies; of `fronted` payoffs."""
+    """Returns the expected return of each member [m_i] of each player against the others' strategies; `fronts` from
+    `fronted`."""
     earned = []
     for player, value in enumerate(fronts):
         for other in reversed([*strategies[:player], *strategies[player + 1 :]]):
@@ -60,8 +63,10 @@ def values(fronts: Sequence[np.ndarray], strategies: Sequence[np.ndarray]) -> li
 
 
 def coarse_gains(payoffs: Payoff) -> np.ndarray:
-    """What a player gains by committing to a member beforehand: [rows, cells], a row for each player and member. A
-    joint distribution [cells] is a coarse correlated equilibrium where every row's mean is at most 0."""
+    """Returns gains from committing to a member in advance, float64 [rows, cells]: one row for each player and member.
+
+    A joint distribution [cells] is a coarse correlated equilibrium if every row's expected value is at most 0.
+    """
     rows = []
     for player, table in enumerate(payoffs):
         for member in range(table.shape[player]):
@@ -70,8 +75,11 @@ def coarse_gains(payoffs: Payoff) -> np.ndarray:
 
 
 def switch_gains(payoffs: Payoff) -> np.ndarray:
-    """What a player gains by another member where it is told one: [rows, cells], a row for each player and pair. A
-    joint distribution [cells] is a correlated equilibrium where every row's mean is at most 0 (Aumann, 1974)."""
+    """Returns gains from playing another member than the one recommended, float64 [rows, cells]: one row for each
+    player and pair of members.
+
+    A joint distribution [cells] is a correlated equilibrium if every row's expected value is at most 0 (Aumann, 1974).
+    """
     rows = [np.zeros((0, payoffs[0].size))]
     for player, table in enumerate(payoffs):
         told = np.indices(table.shape)[player]

@@ -1,4 +1,4 @@
-"""Nash equilibria of two players whose payoffs add up to a constant."""
+"""Nash equilibria of two-player constant-sum games."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from palestra.populations.normal_form.tables import Payoff
 
 
 def nash(payoffs: Payoff, *, ties: Literal["vertex", "entropy"] = "vertex") -> list[np.ndarray]:
-    """A Nash equilibrium, by linear programming (von Neumann, 1928; Dantzig, 1951).
+    """Returns a Nash equilibrium, float64 [m_i] for each player, by linear programming (von Neumann, 1928; Dantzig,
+    1951).
 
-    Where there are several, `vertex` gives the one the simplex method ends at, which is always the same but treats
-    equal members unlike; `entropy` gives each player its most random one, which does not. Raises ValueError unless two
-    play and their payoffs add up to a constant.
+    If there are several, `vertex` returns the one at which the simplex method ends: deterministic, but equal members
+    may get different probabilities; `entropy` returns each player's most random strategy, which treats equal members
+    alike. Raises ValueError unless there are two players and their payoffs add up to a constant.
     """
     if len(payoffs) != 2:
         raise ValueError(f"nash is for two players, this table has {len(payoffs)}: take prd, alpha_rank, ce or cce")
@@ -34,18 +35,18 @@ def nash(payoffs: Payoff, *, ties: Literal["vertex", "entropy"] = "vertex") -> l
     return strategies
 
 
-TOLERANCE = 1e-7  # the NashConv that a solution may have, in units of the largest payoff
+TOLERANCE = 1e-7  # largest NashConv of a solution, relative to the largest payoff
 
 
 def value(table: np.ndarray) -> float:
-    """What the row player is worth in a zero-sum game [rows, columns] of its payoffs."""
+    """Returns the value for the row player of a zero-sum game with its payoffs [rows, columns]."""
     return float((maximin(table) @ table).min())
 
 
 def maximin(table: np.ndarray, ties: Literal["vertex", "entropy"] = "vertex") -> np.ndarray:
-    """The strategy [rows] whose worst column [rows, columns] is best for the row player."""
+    """Returns the row player's maximin strategy, float64 [rows], for payoffs [rows, columns]."""
     rows, columns = table.shape
-    found = linear_program(  # the last variable is the value, which no column may fall below
+    found = linear_program(  # the last variable is the value, a lower bound on every column
         np.r_[np.zeros(rows), -1.0],
         A_ub=np.c_[-table.T, np.ones(columns)],
         b_ub=np.zeros(columns),

@@ -1,4 +1,4 @@
-"""Weights as files: archives and single files to download at signed addresses, and archives that come in."""
+"""Routes for downloading weights, as archives or single files at signed URLs, and for uploading archives."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from palestra.service.wire import BadRequest
 
 router = APIRouter()
 ARCHIVE = "archive.tar.gz"
-LIFE = 3600  # seconds that an address is good for
+LIFE = 3600  # seconds for which a URL is valid
 
 
 @router.get(f"{ONE}/archive", status_code=302)
 def archive(run: str, kind: str, name: str, request: Request, ctx: Ctx, owner: Owner) -> Response:
-    """Leads to the archive's address, which needs no key."""
+    """Redirects to the signed URL of the archive, which needs no API key."""
     row = ctx.checkpoint(owner, path_of(run, kind, name))
     expires = int(time.time()) + LIFE
     when = format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)
@@ -48,6 +48,7 @@ def archive(run: str, kind: str, name: str, request: Request, ctx: Ctx, owner: O
 def external_weights_urls(
     run: str, kind: str, name: str, request: Request, ctx: Ctx, owner: Owner
 ) -> ExternalWeightsUrlsResponse:
+    """Returns signed URLs of all files of a checkpoint."""
     row = ctx.checkpoint(owner, path_of(run, kind, name))
     expires = int(time.time()) + LIFE
     urls = {path.name: _address(request, ctx, row, path.name, expires) for path in _files(ctx, row)}
@@ -75,7 +76,8 @@ def download(
     expires: Annotated[int, Query(ge=0, le=2**40)],
     signature: Annotated[str, Query(max_length=200)],
 ) -> Response:
-    """Good until it expires, and only for the very weights it was given for."""
+    """Sends a file at a signed URL, which is valid until it expires and only for the weights for which it was
+    issued."""
     row = ctx.store.get(checkpoints, str(TinkerPath.parse(path_of(run, kind, name))))
     good = row is not None and ctx.keys.signed(f"{run}/{kind}/{name}/{file} {row.folder} {expires}", signature)
     if row is None or not good or expires < time.time():
@@ -95,8 +97,8 @@ def _packed(files: list[Path]) -> Iterator[bytes]:
 
 @router.post("/checkpoints/upload")
 async def upload(request: Request, ctx: Ctx, owner: Owner) -> dict[str, str]:
-    """Takes an adapter as PEFT saves it (tar.gz, multipart field `file`), of the base that its config names, or that
-    the field `base_model` does. It is a sampler's checkpoint: other clients' optimizers are not read."""
+    """Accepts an adapter as PEFT saves it (tar.gz, multipart field `file`), for the base in its config or in the field
+    `base_model`. It becomes a checkpoint for sampling: optimizers of other clients are not read."""
     async with _bounded(request, ctx.limits.upload).form(max_files=1, max_fields=10) as form:
         file, named = form.get("file"), form.get("base_model")
         if not isinstance(file, UploadFile):
@@ -106,7 +108,7 @@ async def upload(request: Request, ctx: Ctx, owner: Owner) -> dict[str, str]:
 
 
 def _bounded(request: Request, limit: int) -> Request:
-    """The same request, which raises BadRequest (413) once more than `limit` bytes of its body have come."""
+    """Returns the request with a body limit: raises BadRequest (413) once more than `limit` bytes have arrived."""
     left = limit
 
     async def receive() -> Message:
@@ -140,7 +142,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _base_of(ctx: Context, folder: Path) -> BaseInfo:
-    """The base that an adapter's config names, as a name of ours or as a folder."""
+    """Returns the base that the adapter's config gives as a name or as a folder."""
     name = str(read_config(folder).get("base_model_name_or_path"))
     for base in ctx.bases.values():
         if base.path == name:

@@ -1,4 +1,4 @@
-"""Weights that stay: saving and loading them, lists of runs and checkpoints, and what may be done to one."""
+"""Routes for checkpoints: saving, loading, lists of runs and checkpoints, and changes of one checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from palestra.service.wire_weights import (
 
 router = APIRouter()
 ONE = "/training_runs/{run}/checkpoints/{kind}/{name}"  # a checkpoint's id, "weights/step-10", has a slash
-BARE = "/training_runs/{run}/checkpoints/{id}"  # refused: weights for training and for sampling may share a name
+BARE = "/training_runs/{run}/checkpoints/{id}"  # rejected: training and sampling weights may share a name
 
 
 # -- saving and loading ------------------------------------------------------------------------------------------------
@@ -49,7 +49,8 @@ BARE = "/training_runs/{run}/checkpoints/{id}"  # refused: weights for training 
 
 @router.post("/save_weights")
 def save_weights(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
-    """Older clients, which send no `overwrite`, replace what has the name; newer ones do if they say so."""
+    """Queues a checkpoint with optimizer state. Older clients, which send no `overwrite`, replace an existing one;
+    newer ones only with `overwrite` true."""
     with queue.numbered(owner, "save", body):
         call = parse(SaveWeightsRequest, body)
         overwrite = call.overwrite if "overwrite" in call.model_fields_set else None
@@ -60,6 +61,7 @@ def save_weights(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAP
 
 @router.post("/save_weights_for_sampler")
 def save_weights_for_sampler(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    """Queues a checkpoint or a sampler of the current weights."""
     with queue.numbered(owner, "save", body):
         call = parse(SaveWeightsForSamplerRequest, body)
         if call.kind != "snapshot":
@@ -74,6 +76,7 @@ def save_weights_for_sampler(body: Body, ctx: Ctx, owner: Owner, queue: Queued) 
 
 @router.post("/save_weights_external")
 def save_weights_external(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    """Queues a checkpoint for download."""
     with queue.numbered(owner, "save", body):
         call = parse(SaveWeightsExternalRequest, body)
         if call.age_encryption_recipients:
@@ -101,7 +104,7 @@ def _save_job(
 
 @router.post("/load_weights")
 def load_weights(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
-    """Into a model that is there, or, as the newest clients ask, into one that is made for them."""
+    """Queues loading into an existing model, or, for the newest clients, into one that is created by the call."""
     with queue.numbered(owner, "load", body):
         call = parse(LoadWeightsRequest, body)
         if call.model_id is None:
@@ -121,6 +124,7 @@ def _check_same_shape(path: str, model: sql.Row, source: sql.Row) -> None:
 
 @router.post("/weights_info")
 def weights_info(call: Json[WeightsInfoRequest], ctx: Ctx, owner: Owner) -> WeightsInfoResponse:
+    """Returns base and adapter settings of a checkpoint."""
     row = ctx.checkpoint(owner, call.tinker_path)
     return WeightsInfoResponse(
         base_model=named(ctx, row),
@@ -139,6 +143,7 @@ def weights_info(call: Json[WeightsInfoRequest], ctx: Ctx, owner: Owner) -> Weig
 def training_runs(
     ctx: Ctx, owner: Owner, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
 ) -> TrainingRunsResponse:
+    """Lists the owner's training runs, newest first."""
     mine = [models.c.owner == owner]
     if project_id is not None:
         project = sessions.c.info["project"].as_string()
@@ -150,7 +155,7 @@ def training_runs(
 
 @router.get("/training_runs/{run}")
 def training_run(run: str, ctx: Ctx, owner: Owner) -> TrainingRun:
-    """An unloaded model's run is still there, for its checkpoints."""
+    """Returns one run. The run of an unloaded model remains, for its checkpoints."""
     return _run(ctx, _own_run(ctx, owner, run))
 
 
@@ -182,6 +187,7 @@ def _run(ctx: Context, row: sql.Row) -> TrainingRun:
 
 @router.get("/training_runs/{run}/checkpoints")
 def run_checkpoints(run: str, ctx: Ctx, owner: Owner) -> CheckpointsListResponse:
+    """Lists the checkpoints of a run."""
     _own_run(ctx, owner, run)
     return CheckpointsListResponse(
         checkpoints=[_shown(row) for row in ctx.store.find(checkpoints, checkpoints.c.run == run, _alive())]
@@ -190,6 +196,7 @@ def run_checkpoints(run: str, ctx: Ctx, owner: Owner) -> CheckpointsListResponse
 
 @router.get("/checkpoints")
 def all_checkpoints(ctx: Ctx, owner: Owner, limit: Limit = 100, offset: Offset = 0) -> CheckpointsListResponse:
+    """Lists the owner's checkpoints, newest first."""
     mine = (checkpoints.c.owner == owner, _alive())
     rows = ctx.store.find(checkpoints, *mine, limit=limit, offset=offset)
     cursor = Cursor(offset=offset, limit=limit, total_count=ctx.store.count(checkpoints, *mine))
@@ -221,6 +228,7 @@ def _time(seconds: float) -> datetime:
 
 
 def path_of(run: str, kind: str, name: str) -> str:
+    """Returns the tinker:// path of a checkpoint; `kind` is its wire name, such as "weights"."""
     return f"tinker://{run}/{kind}/{name}"
 
 
@@ -229,13 +237,14 @@ def path_of(run: str, kind: str, name: str) -> str:
 @router.post(f"{BARE}/publish")
 @router.put(f"{BARE}/ttl")
 def without_kind(run: str, id: str, owner: Owner) -> Response:
-    """Raises BadRequest: hosted services, too, want the kind in a checkpoint's id."""
+    """Raises BadRequest: like hosted services, this server requires the kind in a checkpoint's id."""
     id = id[:200]
     raise BadRequest(f'checkpoint id "{id}" has no kind: say "weights/{id}" or "sampler_weights/{id}"')
 
 
 @router.delete(ONE, status_code=204)
 def delete(run: str, kind: str, name: str, ctx: Ctx, owner: Owner) -> Response:
+    """Deletes a checkpoint."""
     row = ctx.checkpoint(owner, path_of(run, kind, name), to_change=True)
     ctx.store.apply([Change.drop(checkpoints, row.path)])
     return Response(status_code=204)
@@ -243,18 +252,19 @@ def delete(run: str, kind: str, name: str, ctx: Ctx, owner: Owner) -> Response:
 
 @router.post(f"{ONE}/publish", status_code=204)
 def publish(run: str, kind: str, name: str, ctx: Ctx, owner: Owner) -> Response:
-    """From now on everybody may read it."""
+    """Makes a checkpoint readable for every API key."""
     return _change(ctx, owner, path_of(run, kind, name), public=True)
 
 
 @router.delete(f"{ONE}/publish", status_code=204)
 def unpublish(run: str, kind: str, name: str, ctx: Ctx, owner: Owner) -> Response:
-    """From now on only the owner may read it; an address that was signed before is good until it expires."""
+    """Makes a checkpoint readable for its owner only. URLs signed before stay valid until they expire."""
     return _change(ctx, owner, path_of(run, kind, name), public=False)
 
 
 @router.put(f"{ONE}/ttl", status_code=204)
 def set_ttl(run: str, kind: str, name: str, call: Json[TtlRequest], ctx: Ctx, owner: Owner) -> Response:
+    """Sets a checkpoint's time to live."""
     return _change(ctx, owner, path_of(run, kind, name), expires=_expires(call.ttl_seconds))
 
 
@@ -272,8 +282,8 @@ def _change(ctx: Context, owner: str, path: str, **values: Any) -> Response:
 def copy_weights(
     call: Json[CopyWeightsRequest], ctx: Ctx, owner: Owner, x_idempotency_key: Annotated[str, Header()] = ""
 ) -> CopyWeightsResponse:
-    """A copy of the caller's own, under a run of its own, of weights that the caller may read. The files are shared.
-    A request that comes twice makes one copy."""
+    """Copies weights that the caller may read to a new run of the caller's. The files are shared. A repeated request
+    makes one copy."""
     source = ctx.checkpoint(owner, call.source_path)
     if call.session_id is not None:
         ctx.session(owner, call.session_id)

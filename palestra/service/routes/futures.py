@@ -1,4 +1,5 @@
-"""Answers to long calls: held until they are there, then as often as they are asked for."""
+"""Routes for retrieving the results of long calls. A poll is held open until the result exists; results can be read
+repeatedly."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from palestra.service.wire import INT64, BadRequest, CancelFutureRequest, Future
 
 router = APIRouter()
 PROTOBUF = "application/x-protobuf"
-ALL = 100_000  # answers that one batch poll may name
-CLONE = 10**9  # sequence numbers that each copy of a sampling client has for itself
+ALL = 100_000  # completions in one batch poll, at most
+CLONE = 10**9  # sequence numbers reserved for each copy of a sampling client
 
 
 @router.post("/retrieve_future")
@@ -33,9 +34,9 @@ async def retrieve_future(
     queue: Queued,
     accept: Annotated[str, Header()] = "*/*",
 ) -> Response:
-    """The answer; after `limits.poll` seconds without one, 408, upon which clients ask again.
+    """Returns the result; after `limits.poll` seconds without one, 408, upon which clients poll again.
 
-    An id that is not there is 410: newer clients then send their sample again, and all others say what was lost.
+    An unknown id gives 410: newer clients then repeat their sampling request, all others report the loss.
     """
     row = await asyncio.to_thread(_request, ctx, owner, call.request_id)
     if row.finished is None and await _answered_or_gone(request, [call.request_id], ctx.limits.poll):
@@ -53,7 +54,8 @@ def _request(ctx: Context, owner: str, id: str) -> sql.Row:
 
 
 async def _answered_or_gone(request: Request, ids: Sequence[str], seconds: float) -> bool:
-    """Whether one of the requests `ids` has its answer within `seconds`. Ends early where the client hangs up."""
+    """Waits up to `seconds` and returns whether one of the requests `ids` has an answer. Returns early if the client
+    disconnects."""
     waiter: Waiter = request.app.state.waiter
     answered = asyncio.create_task(waiter.wait(ids, seconds))
     gone = asyncio.create_task(_hung_up(request))
@@ -94,7 +96,7 @@ def _try_again(ctx: Context, queue: Queue, row: sql.Row) -> Response:
 async def retrieve_futures(
     call: Json[FuturesRetrieveRequest], request: Request, ctx: Ctx, owner: Owner
 ) -> FuturesRetrieveResponse:
-    """The samples of one sampling client that were answered after `prev_cursor`, as soon as there is one."""
+    """Returns the samples of one sampling client that were answered after `prev_cursor`, as soon as there is one."""
     await asyncio.to_thread(ctx.sampler, owner, call.target.sampling_session_id)
     seconds = ctx.limits.poll if call.timeout is None else min(call.timeout, ctx.limits.poll)
     found, pending = await asyncio.to_thread(_completions, ctx, owner, call)
@@ -105,7 +107,7 @@ async def retrieve_futures(
 
 
 def _completions(ctx: Context, owner: str, call: FuturesRetrieveRequest) -> tuple[FuturesRetrieveResponse, list[str]]:
-    """What was answered after the cursor, which is a time in microseconds, and the ids of what is not answered yet."""
+    """Returns the requests answered after the cursor, a time in microseconds, and the ids of unanswered ones."""
     first = call.target.cloned_sampler_id * CLONE
     if first > INT64 - CLONE:
         raise BadRequest("target.cloned_sampler_id is too large: it is seq_id // 1000000000")
@@ -129,5 +131,5 @@ def _completion(row: sql.Row) -> FutureCompletion:
 
 @router.post("/cancel_future")
 def cancel_future(call: Json[CancelFutureRequest], ctx: Ctx, owner: Owner) -> dict[str, bool]:
-    """Only a sample that has not begun is cancelled; one under way shares its batch with others and runs to its end."""
+    """Cancels a sample that has not started; a running one shares its batch with others and is completed."""
     return {"cancelled": ctx.store.cancel(owner, call.request_id)}

@@ -1,4 +1,4 @@
-"""What MinT's clients call beyond Tinker's wire."""
+"""Routes of MinT's clients that Tinker's API does not have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def interpolate(
     queue: Queued,
     x_idempotency_key: Annotated[str, Header(max_length=200)] = "",
 ) -> UntypedAPIFuture:
-    """A weighted sum of adapters of one base and one shape, as a sampler's checkpoint."""
+    """Queues a weighted sum of adapters with the same base and shape, saved as a checkpoint for sampling."""
     rows = [ctx.checkpoint(owner, path) for path in call.source_paths]
     if any(shape(row) != shape(rows[0]) for row in rows):
         raise BadRequest("source_paths differ in base, rank, scale or layers: only adapters of one shape can be mixed")
@@ -46,7 +46,7 @@ def interpolate(
 
 
 def _output(ctx: Context, owner: str, wanted: str | None) -> TinkerPath:
-    """Where the mixture goes: a run of its own, or a path in one of the owner's runs."""
+    """Returns the path of the result: in a new run, or a given path in one of the owner's runs."""
     if wanted is None:
         return TinkerPath(f"mix-{uuid.uuid4().hex[:16]}", "sampler", "mixed")
     path = TinkerPath.parse(wanted)
@@ -64,10 +64,10 @@ def reverse_kl(
     queue: Queued,
     x_idempotency_key: Annotated[str, Header(max_length=200)] = "",
 ) -> UntypedAPIFuture:
-    """Gradients of KL(model || reference) over the whole vocabulary, at each token of answers to two prompts.
+    """Queues the gradient of KL(model || reference) over the whole vocabulary, at each token of answers to two prompts.
 
-    A request without a number, as MinT's client sends it, runs after all that came before it, once for each
-    idempotency key.
+    A request without a number, as MinT's client sends it, runs after all earlier ones, and once for each idempotency
+    key.
     """
     with queue.numbered(owner, "reverse_kl", body):
         call = parse(ReverseKLRequest, body)
@@ -85,7 +85,8 @@ def reverse_kl(
 
 
 def _reference(ctx: Context, owner: str, name: str, base: BaseInfo) -> str | None:
-    """The folder of the weights that a call names; None where it names the bare base."""
+    """Returns the folder of the reference's weights, or None for the bare base. Raises BadRequest if its base
+    differs."""
     path, public = (name, None) if "://" in name else (None, name)
     source = source_of(ctx, owner, path, public)
     if source.base.name != base.name:
@@ -95,7 +96,7 @@ def _reference(ctx: Context, owner: str, name: str, base: BaseInfo) -> str | Non
 
 @router.delete("/models/{id}", status_code=204)
 def delete_model(id: str, ctx: Ctx, owner: Owner, queue: Queued) -> Response:
-    """Its checkpoints stay."""
+    """Unloads a model; its checkpoints remain."""
     ctx.model(owner, id)
     queue.train(owner, "unload", b"{}", id, None)
     return Response(status_code=204)

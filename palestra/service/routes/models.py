@@ -1,4 +1,4 @@
-"""Models that clients train: making them, their gradients and steps."""
+"""Routes for models: creation, gradients and optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from palestra.service.wire import BadRequest, CreateModelRequest, ModelRequest, 
 from palestra.service.wire_weights import LoadWeightsRequest
 
 router = APIRouter()
-GONE = 600.0  # seconds without a heartbeat after which a session's models no longer count as alive
+GONE = 600.0  # seconds without a heartbeat after which a session's models do not count as alive
 
 
 @router.post("/create_model")
 def create_model(call: Json[CreateModelRequest], ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    """Creates a model with a new adapter."""
     if call.rollout_correction_config:
         raise BadRequest("rollout_correction_config is not served here: correct with loss inputs, such as weights")
     base = ctx.base(call.base_model)
@@ -38,7 +39,8 @@ def create_model(call: Json[CreateModelRequest], ctx: Ctx, owner: Owner, queue: 
 
 
 def create_from(call: LoadWeightsRequest, ctx: Context, owner: str, queue: Queue) -> UntypedAPIFuture:
-    """A model that a checkpoint shapes: loading it is its first request."""
+    """Creates a model from a checkpoint; loading it is its first request. Raises BadRequest if `base_model` contradicts
+    the checkpoint."""
     assert call.session_id is not None and call.model_seq_id is not None
     source = ctx.checkpoint(owner, call.path)
     base = ctx.base_of(source)
@@ -53,13 +55,16 @@ def create_from(call: LoadWeightsRequest, ctx: Context, owner: str, queue: Queue
 
 
 def load_job(call: LoadWeightsRequest, source: Any) -> LoadJob:
+    """Returns the job that loads the checkpoint row `source`. Raises BadRequest if an optimizer is requested that it
+    does not have."""
     if call.optimizer and source.kind != "training":
         raise BadRequest(f"{call.path} holds no optimizer: load it without, or name a path of {source.run}/weights")
     return LoadJob(folder=source.folder, path=call.path, optimizer=call.optimizer)
 
 
 def _slot(ctx: Context, owner: str, session: str, number: int, base: BaseInfo, lora: Lora, info: dict[str, Any]) -> str:
-    """The id of model `number` of a session, whose row is there now. The same call again finds the same row."""
+    """Returns the id of model `number` of a session, inserting its row if it is new. A repeated call returns the same
+    row. Raises BadRequest if it exists with other settings."""
     id, now = f"{session}:train:{number}", time.time()
     row = ctx.store.get(models, id)
     if row is None:
@@ -82,14 +87,14 @@ def _room_for_one_more(ctx: Context, owner: str) -> None:
 
 
 def shape(row: Any) -> dict[str, Any]:
-    """What two adapters have in common where the weights of one fit the other."""
+    """Returns the settings that must be equal for the weights of one adapter to fit another."""
     return {"base": row.base, **Lora.model_validate(row.lora).model_dump(exclude={"seed"})}
 
 
 @router.post("/get_info")
 def get_info(call: Json[ModelRequest], ctx: Ctx, owner: Owner) -> GetInfoResponse:
-    """The tokenizer is named by the base's folder, which a client on this machine (or one that shares its disk) loads
-    as it is; where clients cannot see it, the base's public name is in `model_name`."""
+    """Returns a model's metadata. `tokenizer_id` is the base's folder, which a client on this machine (or on a shared
+    disk) can load directly; `model_name` is the base's public name, for other clients."""
     model = ctx.model(owner, call.model_id)
     base, name = ctx.base_of(model), named(ctx, model)
     data = ModelData(arch=base.arch, model_name=name, tokenizer_id=base.path)
@@ -98,17 +103,18 @@ def get_info(call: Json[ModelRequest], ctx: Ctx, owner: Owner) -> GetInfoRespons
 
 
 def named(ctx: Context, row: Any) -> str:
-    """What clients call the base of a model or checkpoint: as its own client did."""
+    """Returns the name of the base of a model or checkpoint that its client used."""
     return str(row.info.get("base_model") or (title(ctx.bases[row.base]) if row.base in ctx.bases else row.base))
 
 
 def title(base: BaseInfo) -> str:
-    """A name of the base by which a client finds its tokenizer."""
+    """Returns a name of the base with which a client finds its tokenizer."""
     return base.public[0] if base.public else base.path
 
 
 @router.post("/unload_model")
 def unload_model(call: Json[ModelRequest], ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    """Queues the removal of a model."""
     ctx.model(owner, call.model_id)
     request = queue.train(owner, "unload", b"{}", call.model_id, None)
     return UntypedAPIFuture(request_id=request, model_id=call.model_id)
@@ -116,6 +122,7 @@ def unload_model(call: Json[ModelRequest], ctx: Ctx, owner: Owner, queue: Queued
 
 @router.post("/forward")
 def forward(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    """Queues a forward pass."""
     with queue.numbered(owner, "forward", body):
         return _gradients(codec.train_call_from_json(body, forward_only=True), ctx, owner, queue)
 
@@ -124,6 +131,7 @@ def forward(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFutu
 def forward_backward(
     body: Body, ctx: Ctx, owner: Owner, queue: Queued, content_type: Annotated[str, Header()] = "application/json"
 ) -> UntypedAPIFuture:
+    """Queues a gradient pass, given as JSON or as protobuf."""
     if content_type.partition(";")[0].strip().lower() == "application/x-protobuf":
         call = codec.train_call_from_proto(body)
         with queue.numbered(owner, "forward_backward", (call.model_id, call.seq_id)):
@@ -133,7 +141,7 @@ def forward_backward(
 
 
 def _gradients(call: wire_pb2.ForwardBackwardRequest, ctx: Context, owner: str, queue: Queue) -> UntypedAPIFuture:
-    """Checks the call against its model's base and queues it as the worker reads it."""
+    """Validates the call against its model's base and queues it in the worker's form."""
     base = ctx.base_of(ctx.model(owner, call.model_id))
     sizes = {"vocab": base.vocab, "max_length": base.max_length, "max_tokens": ctx.limits.batch_tokens}
     data = check_call(codec.data_of(call), call.loss_fn, codec.options_of(call), **sizes)
@@ -145,6 +153,7 @@ def _gradients(call: wire_pb2.ForwardBackwardRequest, ctx: Context, owner: str, 
 
 @router.post("/optim_step")
 def optim_step(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    """Queues an optimizer step."""
     with queue.numbered(owner, "optim_step", body):
         call = parse(OptimStepRequest, body)
         ctx.model(owner, call.model_id)
@@ -155,4 +164,5 @@ def optim_step(body: Body, ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIF
 
 @router.post("/train_step")
 async def train_step(owner: Owner) -> None:
+    """Rejects the call: it is not supported here."""
     raise BadRequest("train_step is for vision-language-action models, which are not served here", 404)

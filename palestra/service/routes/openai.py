@@ -1,7 +1,8 @@
-"""Plain inference in OpenAI's style, so that other frameworks can talk to a trained agent.
+"""OpenAI-compatible inference routes, so that other frameworks can use a trained agent.
 
-`model` is a path of weights (tinker://...), or a name of a base. An answer ends at the model's end token, or at a
-string of `stop`, which is cut off. With `stream` it comes in pieces once it is whole, since answers share their batch.
+`model` is a path of weights (tinker://...) or a base's name. A completion ends at the model's end token, or at a string
+in `stop`, which is cut off. With `stream` it is sent in pieces after it is complete, since completions share their
+batch.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from palestra.service.wire import BadRequest
 from palestra.service.wire_openai import ChatCompletionRequest, Completing, CompletionRequest
 
 router = APIRouter()
-PATIENCE = 600.0  # seconds that a call is held
+PATIENCE = 600.0  # seconds that a call may wait for its answer
 PIECE = 16  # characters of a streamed piece
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer: its text, and its tokens with their log-probabilities."""
+    """One completion: its text, and its tokens with their log-probabilities."""
 
     index: int
     text: str
@@ -47,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Answer:
-    """All answers to a call, and what was counted."""
+    """All completions of a call, with token counts."""
 
     id: str
     model: str
@@ -57,17 +58,19 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
+        """Token counts in OpenAI's format."""
         sampled = sum(len(choice.ids) for choice in self.choices)
         total = self.prompt_tokens + sampled
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
 
     def head(self, kind: str) -> dict[str, Any]:
+        """Returns the fields common to all response objects; `kind` is the object type."""
         return {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
 
 
 @router.get("/models")
 def list_models(ctx: Ctx, owner: Owner) -> dict[str, Any]:
-    """The bases, by every name they have. Sampler checkpoints are models too, but not listed."""
+    """Lists the bases under all their names. Checkpoints for sampling are models too, but not listed."""
     names = [name for base in ctx.bases.values() for name in (base.name, *base.public)]
     data = [{"id": name, "object": "model", "created": 0, "owned_by": "palestra"} for name in names]
     return {"object": "list", "data": data}
@@ -77,6 +80,7 @@ def list_models(ctx: Ctx, owner: Owner) -> dict[str, Any]:
 async def completions(
     call: Json[CompletionRequest], request: Request, ctx: Ctx, owner: Owner, queue: Queued
 ) -> Response:
+    """Answers `/completions`."""
     if call.echo:
         raise BadRequest("echo is not served here: the prompt is yours already")
     _at_most_the_sampled(call.logprobs)
@@ -93,7 +97,8 @@ async def completions(
 async def chat_completions(
     call: Json[ChatCompletionRequest], request: Request, ctx: Ctx, owner: Owner, queue: Queued
 ) -> Response:
-    """`tools` are given to the base's chat template; what the model makes of them is in the text of its answer."""
+    """Answers `/chat/completions`. `tools` are passed to the base's chat template; tool calls are returned in the text
+    of the answer."""
     _at_most_the_sampled(call.top_logprobs)
     source = await run_in_threadpool(_source, ctx, owner, call)
     prompt = await run_in_threadpool(_chat_prompt, call, source)
@@ -120,7 +125,8 @@ def _source(ctx: Context, owner: str, call: Completing) -> Source:
 
 
 def _prompts(prompt: Any, source: Source) -> list[list[int]]:
-    """The token ids of each prompt: a text, several, token ids, or several lists of them. Raises BadRequest."""
+    """Returns the token ids of each prompt, given as a text, several texts, token ids, or several lists of token ids.
+    Raises BadRequest if a text is too long."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     for one in prompt:
@@ -131,7 +137,7 @@ def _prompts(prompt: Any, source: Source) -> list[list[int]]:
 
 
 def _check_text(text: str, source: Source) -> None:
-    """Raises BadRequest for a text that cannot fit, whatever its tokens: to find these may take seconds."""
+    """Raises BadRequest if a text is too long however it is tokenized; tokenizing it may take seconds."""
     base = source.base
     if len(text) > base.max_length * base.longest_token:
         raise BadRequest(
@@ -155,7 +161,8 @@ def _chat_prompt(call: ChatCompletionRequest, source: Source) -> list[int]:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content in one text: templates of text models read no parts."""
+    """Returns the message with its content as one string, since chat templates of text models read no parts. Raises
+    BadRequest for parts that are not text."""
     parts = message.get("content") or ""
     if isinstance(parts, str):
         return {**message, "content": parts}
@@ -173,7 +180,7 @@ async def _answer(
     owner: str,
     queue: Queue,
 ) -> Answer:
-    """Samples for each prompt and waits for all. Raises BadRequest where one fails or takes too long."""
+    """Samples for each prompt and waits for all results. Raises BadRequest if one fails or takes too long."""
     if not prompts:
         raise BadRequest("there is no prompt: send one")
     jobs = [_job(call, prompt, source, limit) for prompt in prompts]
@@ -244,7 +251,7 @@ def _delta(text: str) -> dict[str, Any]:
 
 
 def _streamed(answer: Answer, kind: str, shown: Callable[[str], dict[str, Any]]) -> Response:
-    """The answers as server-sent events: pieces of text, then why each ended, the usage, and [DONE]."""
+    """Returns the completions as server-sent events: pieces of text, then each finish reason, the usage, and [DONE]."""
     head = answer.head(kind)
 
     def events() -> Iterator[dict[str, Any]]:

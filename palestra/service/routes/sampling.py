@@ -1,7 +1,7 @@
-"""Samplers and samples.
+"""Routes for samplers and sampling.
 
-An answer ends at the model's end tokens and at whatever `stop` lists, strings or ids; `stop` [] ends it at nothing but
-its length. What ended it is part of it.
+A completion ends at the model's end tokens and at the strings or ids in `stop`; with `stop` [] only its length ends it.
+The token that ends it is part of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ router = APIRouter()
 
 
 class Source(NamedTuple):
-    """What is sampled from: a base, and weights in the vault (None: the bare base) that a client calls `path`."""
+    """Weights to sample from: a base, and a folder of the weight store (None: the bare base) that the client calls
+    `path`."""
 
     base: BaseInfo
     folder: str | None
@@ -47,7 +48,8 @@ class Source(NamedTuple):
 
 
 def source_of(ctx: Context, owner: str, model_path: str | None, base_model: str | None) -> Source:
-    """What the two names, of which one may be missing, mean. Raises BadRequest where they contradict each other."""
+    """Resolves a path of weights, a base name, or both. Raises BadRequest if they contradict each other or are
+    unknown."""
     if model_path is None:
         return Source(ctx.base(base_model), None, None)
     row = ctx.checkpoint(owner, model_path)
@@ -60,7 +62,7 @@ def source_of(ctx: Context, owner: str, model_path: str | None, base_model: str 
 def create_sampling_session(
     call: Json[CreateSamplingSessionRequest], ctx: Ctx, owner: Owner
 ) -> CreateSamplingSessionResponse:
-    """The sampler keeps the weights that stand at the path now, whatever is saved there later."""
+    """Creates a sampler with the weights that are at the path now; later saves to the path do not change it."""
     source = source_of(ctx, owner, call.model_path, call.base_model)
     used_session(ctx, owner, call.session_id)
     id = f"{call.session_id}:sample:{call.sampling_session_seq_id}"
@@ -76,13 +78,15 @@ def create_sampling_session(
 def join_sampling_session(
     call: Json[JoinSamplingSessionRequest], ctx: Ctx, owner: Owner
 ) -> JoinSamplingSessionResponse:
-    """A number for a copy of a sampling client, which begins its sequence numbers there; the first client has 0."""
+    """Returns a number for a copy of a sampling client, from which its sequence numbers start; the first client has
+    0."""
     ctx.sampler(owner, call.sampling_session_id)
     return JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(10**9 - 1))
 
 
 @router.get("/samplers/{id}")
 def get_sampler(id: str, ctx: Ctx, owner: Owner) -> GetSamplerResponse:
+    """Returns the base and weights of a sampler."""
     row = ctx.sampler(owner, id)
     source = ctx.store.get(checkpoints, row.path) if row.path else None
     name = named(ctx, source) if source else title(ctx.base_of(row))
@@ -91,6 +95,7 @@ def get_sampler(id: str, ctx: Ctx, owner: Owner) -> GetSamplerResponse:
 
 @router.post("/asample")
 def asample(call: Json[SampleRequest], ctx: Ctx, owner: Owner, queue: Queued) -> UntypedAPIFuture:
+    """Queues a sampling request."""
     if call.sampling_session_id is not None:
         row = ctx.sampler(owner, call.sampling_session_id)
         source = Source(ctx.base_of(row), row.folder, row.path)
@@ -104,7 +109,8 @@ def asample(call: Json[SampleRequest], ctx: Ctx, owner: Owner, queue: Queued) ->
 
 
 def sample_job(call: SampleRequest, source: Source) -> SampleJob:
-    """The call as the worker reads it, its seed drawn where it has none. Raises BadRequest for what is not served."""
+    """Converts the call to the worker's form, with a random seed if it has none. Raises BadRequest for options that are
+    not supported or a prompt that does not fit."""
     if call.prompt_alt_tokens_k or call.record_stability_info:
         raise BadRequest("prompt_alt_tokens_k and record_stability_info are not served here: leave them out")
     tokens = codec.tokens_of(call.prompt).tolist()
@@ -125,7 +131,7 @@ def sample_job(call: SampleRequest, source: Source) -> SampleJob:
 
 
 def check_size(jobs: Sequence[SampleJob], limits: Limits) -> None:
-    """Raises BadRequest where the answer to one call may be larger than the limit."""
+    """Raises BadRequest if the answer to one call may exceed `limits.answer_tokens`."""
     size, most = sum(job.size for job in jobs), limits.answer_tokens
     if size > most:
         raise BadRequest(
@@ -135,7 +141,7 @@ def check_size(jobs: Sequence[SampleJob], limits: Limits) -> None:
 
 
 def check_prompt(tokens: list[int], base: BaseInfo) -> None:
-    """Raises BadRequest for a prompt that the base cannot read, or after which there is no room for a token."""
+    """Raises BadRequest if the prompt is empty, has unknown ids, or leaves no position for a token."""
     if not tokens:
         raise BadRequest("the prompt is empty: send at least one token")
     if len(tokens) >= base.max_length:
@@ -150,7 +156,8 @@ def check_prompt(tokens: list[int], base: BaseInfo) -> None:
 
 
 def room(max_tokens: int | None, prompt: int, base: BaseInfo) -> int:
-    """How many tokens may be sampled after a prompt of `prompt`: as many as fit where none are said."""
+    """Returns the number of tokens to sample after `prompt` tokens: `max_tokens`, or as many as fit if it is None.
+    Raises BadRequest if it exceeds the base's positions."""
     fit = base.max_length - prompt
     if max_tokens is not None and max_tokens > fit:
         raise BadRequest(
@@ -161,7 +168,7 @@ def room(max_tokens: int | None, prompt: int, base: BaseInfo) -> int:
 
 
 def drawn(seed: int | None) -> int:
-    """Seeds count modulo 2**64, as in the sampler."""
+    """Returns the seed modulo 2**64, as the sampler uses it, or a random one for None."""
     return secrets.randbits(63) if seed is None else seed % 2**64
 
 
@@ -179,7 +186,8 @@ def _sampling(params: SamplingParams, base: BaseInfo, prompt: int) -> Sampling:
 
 
 def _targets(call: SampleRequest, prompt: int, vocab: int) -> list[list[int]] | None:
-    """The ids [P-1][K] whose log-probabilities are asked for; -1 where none is."""
+    """Returns the ids [P-1][K] whose log-probabilities are requested, with -1 for none. Raises BadRequest if their
+    shape, dtype or range is wrong."""
     if call.target_prompt_logprobs is None:
         return None
     targets = codec.array_of(call.target_prompt_logprobs, pad=-1)

@@ -1,7 +1,7 @@
-"""Finding sessions again, and putting them into projects.
+"""Routes for searching sessions and assigning them to projects.
 
-A project is a word that a client chooses: it groups sessions and needs no making. Whatever a search names, it finds the
-asking key's own sessions alone.
+A project is a label that the client chooses; it groups sessions and needs no creation. A search only ever returns the
+sessions of the requesting API key.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from palestra.service.wire_search import AssignProjectRequest, SessionSearchRequ
 
 router = APIRouter()
 ALL = 1_000_000
-NO_PROJECT = "default"  # what the wire calls the project of a session that is in none
+NO_PROJECT = "default"  # project id on the wire of a session without a project
 
 
 @router.put("/sessions/{id}/project")
 def assign_project(id: str, call: Json[AssignProjectRequest], ctx: Ctx, owner: Owner) -> Response:
+    """Assigns a session to a project."""
     session = ctx.session(owner, id)
     ctx.store.change(sessions, id, info={**session.info, "project": call.project_id})
     return Response(status_code=204)
@@ -34,7 +35,8 @@ def assign_project(id: str, call: Json[AssignProjectRequest], ctx: Ctx, owner: O
 
 @router.post("/sessions/search")
 def search_sessions(call: Json[SessionSearchRequest], ctx: Ctx, owner: Owner) -> SessionSearchResponse:
-    """A page, newest first. `session_id` and `display_name` are alternatives; all else must hold."""
+    """Returns a page of sessions, newest first. `session_id` and `display_name` are alternatives; all other conditions
+    must hold."""
     if call.owner.owner_urns is not None and owner not in call.owner.owner_urns:
         return SessionSearchResponse(sessions=[])
     mine = ctx.store.find(sessions, sessions.c.owner == owner, limit=ALL)
@@ -51,7 +53,7 @@ def search_sessions(call: Json[SessionSearchRequest], ctx: Ctx, owner: Owner) ->
 
 
 def _place(row: sql.Row) -> tuple[float, str]:
-    """Where a session stands in the order, in the precision with which a cursor comes back."""
+    """Returns the sort key of a session, with the precision in which a cursor is returned."""
     return datetime.fromtimestamp(row.created, UTC).timestamp(), row.id
 
 
@@ -73,7 +75,8 @@ def _project(row: sql.Row) -> str:
 
 
 def _status(row: sql.Row) -> dict[str, Any] | None:
-    """None for a session that nobody finished and nobody uses. Sessions neither fail nor are cancelled here."""
+    """Returns the status of a session; None if it is neither finished nor in use. Sessions never fail and are never
+    cancelled here."""
     if row.finished is not None:
         said = row.info.get("finish") or {}
         reason = {"type": said.get("reason", "success")}

@@ -1,4 +1,4 @@
-"""Bootstrap, sessions, telemetry: what clients call before and beside their work."""
+"""Routes for bootstrap, sessions and telemetry."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from palestra.service.tables import models, samplers, sessions
 from palestra.service.wire import BadRequest, CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
 
 router = APIRouter()
-# SDKs that ask for archives' addresses. pyqwest follows the redirect that they want to read, so they are to do without.
+# SDK versions that read the redirect to an archive's URL. pyqwest would follow it, so they must not use pyqwest.
 ARCHIVERS = tuple(f"0.{minor}." for minor in range(18, 36))
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31)]
@@ -35,13 +35,14 @@ Offset = Annotated[int, Query(ge=0, le=2**31)]
 
 @router.get("/healthz")
 async def healthz() -> HealthResponse:
+    """Health check; needs no API key."""
     return HealthResponse()
 
 
 @router.post("/client/config")
 async def client_config(request: Request) -> ClientConfigResponse:
-    """Clients with a key of MinT's ("sk-...") are told to trade it for a token: they refuse to send it as it is. The
-    body is not read, since nobody has yet said who asks."""
+    """Returns the client's feature flags. Clients with a MinT key ("sk-...") must exchange it for a token, since
+    they refuse to send it directly. The body is not read, because the request is not authenticated."""
     key, version = (request.headers.get(name, "") for name in ("x-api-key", "x-stainless-package-version"))
     return ClientConfigResponse(
         pjwt_auth_enabled=key.startswith("sk-"), use_pyqwest_transport=not version.startswith(ARCHIVERS)
@@ -50,22 +51,25 @@ async def client_config(request: Request) -> ClientConfigResponse:
 
 @router.post("/client/dynamic_config")
 async def dynamic_config() -> ClientDynamicConfigResponse:
+    """Returns the feature flags that clients refresh while they run."""
     return ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
 
 @router.post("/auth/token")
 async def auth_token(ctx: Ctx, owner: Owner) -> AuthTokenResponse:
+    """Issues a token for the API key."""
     return AuthTokenResponse(jwt=ctx.keys.token(owner))
 
 
 @router.post("/telemetry")
 async def telemetry(owner: Owner) -> TelemetryResponse:
-    """Accepted unread: nothing here keeps it."""
+    """Accepts telemetry and discards it."""
     return TelemetryResponse()
 
 
 @router.get("/get_server_capabilities")
 async def capabilities(ctx: Ctx, owner: Owner) -> GetServerCapabilitiesResponse:
+    """Lists the base models under all their names."""
     named = [(name, base.max_length) for base in ctx.bases.values() for name in (base.name, *base.public)]
     return GetServerCapabilitiesResponse(
         supported_models=[SupportedModel(model_name=name, max_context_length=length) for name, length in named]
@@ -74,6 +78,7 @@ async def capabilities(ctx: Ctx, owner: Owner) -> GetServerCapabilitiesResponse:
 
 @router.post("/create_session")
 def create_session(call: Json[CreateSessionRequest], ctx: Ctx, owner: Owner) -> CreateSessionResponse:
+    """Creates a session."""
     info: dict[str, Any] = {"tags": call.tags, "display_name": call.display_name, "project": call.project_id}
     info["user_metadata"] = said(call.user_metadata)
     id = f"s{uuid.uuid4().hex[:16]}"
@@ -82,7 +87,8 @@ def create_session(call: Json[CreateSessionRequest], ctx: Ctx, owner: Owner) -> 
 
 
 def used_session(ctx: Context, owner: str, id: str) -> None:
-    """Notes that a session is in use; one that nobody created begins now, since scripts name their own."""
+    """Records that a session is in use; creates it if it does not exist, since scripts choose their own ids. Raises
+    BadRequest if it belongs to another owner."""
     if not _begin(ctx, owner, id, {}):
         ctx.session(owner, id)
         ctx.store.change(sessions, id, seen=time.time(), finished=None)
@@ -95,7 +101,7 @@ def _begin(ctx: Context, owner: str, id: str, info: dict[str, Any]) -> bool:
 
 @router.post("/session_heartbeat")
 def heartbeat(call: Json[SessionHeartbeatRequest], ctx: Ctx, owner: Owner) -> SessionHeartbeatResponse:
-    """410, upon which clients stop calling, is only for a session that was finished."""
+    """Keeps a session alive. Answers 410, upon which clients stop calling, only if the session was finished."""
     session = ctx.session(owner, call.session_id)
     if session.finished is not None:
         raise BadRequest(f"session {call.session_id} was finished: create a new one", 410)
@@ -105,6 +111,7 @@ def heartbeat(call: Json[SessionHeartbeatRequest], ctx: Ctx, owner: Owner) -> Se
 
 @router.post("/sessions/{id}/finish")
 def finish_session(id: str, call: Json[FinishSessionRequest], ctx: Ctx, owner: Owner) -> dict[str, str]:
+    """Marks a session as finished."""
     session = ctx.session(owner, id)
     info = {**session.info, "finish": {"reason": call.reason.type, "detail": call.detail}}
     ctx.store.change(sessions, id, finished=time.time(), info=info)
@@ -113,12 +120,14 @@ def finish_session(id: str, call: Json[FinishSessionRequest], ctx: Ctx, owner: O
 
 @router.get("/sessions")
 def list_sessions(ctx: Ctx, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> ListSessionsResponse:
+    """Lists the owner's sessions, newest first."""
     found = ctx.store.find(sessions, sessions.c.owner == owner, limit=limit, offset=offset)
     return ListSessionsResponse(sessions=[row.id for row in found])
 
 
 @router.get("/sessions/{id}")
 def get_session(id: str, ctx: Ctx, owner: Owner) -> GetSessionResponse:
+    """Returns the models and samplers of a session."""
     session = ctx.session(owner, id)
     return GetSessionResponse(
         training_run_ids=[row.id for row in ctx.store.find(models, models.c.session == id)],
