@@ -29,8 +29,8 @@ import yaml
 from palestra.config import load
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
-from palestra.evaluate import evaluate_run
-from palestra.rollouts.figures import member
+from palestra.evaluation.evaluate import evaluate_run
+from palestra.rollouts.metrics import member_name
 from palestra.runs import read_lines
 from palestra.types import Episode, Sample
 
@@ -89,7 +89,7 @@ class Method:
 
 
 def group(**options: Any) -> dict[str, Any]:
-    return {"type": "grpo", "at": "root", "k": 8, "entropy": 0.01} | options
+    return {"type": "grpo", "branch_at": "root", "group_size": 8, "entropy_coef": 0.01} | options
 
 
 def turns(**options: Any) -> dict[str, Any]:
@@ -109,12 +109,14 @@ METHODS = [
     Method("AT-GRPO", turns(), tasks=("sums",)),
     Method("counterfactual", turns(credit="counterfactual")),
     Method("Shapley", turns(credit="shapley")),
-    Method("PPO", {"type": "ppo", "entropy": 0.01, "lam": 1.0}, lines=1),
-    Method("PPO, KL", {"type": "ppo", "entropy": 0.01, "lam": 1.0, "kl": 0.05, "kl_target": 0.1}, lines=1),
-    Method("online DPO", {"type": "dpo", "at": "root", "k": 8, "beta": 0.1}),
-    Method("online IPO", {"type": "dpo", "at": "root", "k": 8, "beta": 0.1, "kind": "ipo"}),
-    Method("SFT, own successes", {"type": "sft", "k": 8}, tasks=("sums",)),
-    Method("SFT, own wins", {"type": "sft", "k": 8, "imitate": "all", "least": 0.5}, tasks=("duel",)),
+    Method("PPO", {"type": "ppo", "entropy_coef": 0.01, "gae_lambda": 1.0}, lines=1),
+    Method(
+        "PPO, KL", {"type": "ppo", "entropy_coef": 0.01, "gae_lambda": 1.0, "kl_coef": 0.05, "kl_target": 0.1}, lines=1
+    ),
+    Method("online DPO", {"type": "dpo", "branch_at": "root", "group_size": 8, "beta": 0.1}),
+    Method("online IPO", {"type": "dpo", "branch_at": "root", "group_size": 8, "beta": 0.1, "loss_type": "ipo"}),
+    Method("SFT, own successes", {"type": "sft", "group_size": 8}, tasks=("sums",)),
+    Method("SFT, own wins", {"type": "sft", "group_size": 8, "imitate": "all", "min_return": 0.5}, tasks=("duel",)),
     Method("SFT, expert", {"type": "sft", "imitate": "all"}, 1, {"policies": BOTH}, ("sums",)),
     Method(
         "SFT, expert", {"type": "sft", "imitate": "all"}, 1, {"policies": {"speaker": {"teacher": "expert"}}}, ("duel",)
@@ -189,7 +191,7 @@ def examine(task: Task, run: Path, episodes: int) -> dict[str, float]:
         scored = asyncio.run(
             evaluate_run(run, {}, dict(seats), swap=False, episodes=episodes, sampling={}, step=None, seed=0)
         )
-        scores.append(task.score(side, scored.figures))
+        scores.append(task.score(side, scored.metrics))
         answers += samples(scored.episodes, task.learners)
     base = Trainer(Engine.load(task.base), None).logprobs(answers)
     own = np.concatenate([sample.logprobs for sample in answers])
@@ -202,7 +204,9 @@ def examine(task: Task, run: Path, episodes: int) -> dict[str, float]:
 
 def samples(episodes: Sequence[Episode], learners: Sequence[str]) -> list[Sample]:
     """What learners said."""
-    found = [a for e in episodes for node in e.nodes for a in node.answers.values() if member(a.policy) in learners]
+    found = [
+        a for e in episodes for node in e.nodes for a in node.answers.values() if member_name(a.policy) in learners
+    ]
     return [
         Sample(a.prompt_ids, a.token_ids, a.logprobs, np.zeros(len(a.token_ids))) for a in found if len(a.token_ids)
     ]
@@ -249,7 +253,7 @@ def untrained(task: Task, quick: bool) -> float:
                 evaluate_run(
                     run, {}, everywhere, swap=False, episodes=10 if quick else 1000, sampling={}, step=None, seed=0
                 )
-            ).figures
+            ).metrics
             for _ in task.sides
         ]
         have[task.name] = float(np.mean([task.score(side, f) for side, f in zip(task.sides, figures, strict=True)]))

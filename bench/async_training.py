@@ -30,13 +30,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
-from palestra.envs.text.plan_path import PlanPath
-from palestra.recipe import Config
+from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.runs import Run, read_lines
-from palestra.setup import build
-from palestra.train import Watcher, now
-from palestra.train_async import run_training
+from palestra.training.async_loop import run_training
+from palestra.training.loop import Callback, read_clocks
 from palestra.types import Metrics, Step
 
 STALENESS = (0, 1, 2)
@@ -52,7 +52,7 @@ class SlowPath(PlanPath):
     blocking = True
 
     def __init__(self, *, seconds: float = 0.05, split: str = "train") -> None:
-        super().__init__(size=5, density=0.1, turns=4, split=split)  # type: ignore[arg-type]
+        super().__init__(size=5, wall_density=0.1, max_turns=4, split=split)  # type: ignore[arg-type]
         self.seconds = seconds
 
     def step(self, actions: dict[str, Any]) -> Step:
@@ -60,30 +60,30 @@ class SlowPath(PlanPath):
         return super().step(actions)
 
 
-class Stopwatch(Watcher):
+class Stopwatch(Callback):
     """Wall and CPU seconds from the end of the first exam to that of the last step."""
 
     def __init__(self) -> None:
         self.start = self.end = (0.0, 0.0)
 
-    def exam(self, step: int, name: str, metrics: Metrics) -> None:
+    def on_eval(self, step: int, name: str, metrics: Metrics) -> None:
         if step < 0:
-            self.start = now()
+            self.start = read_clocks()
 
-    def step(self, step: int, metrics: Metrics) -> None:
-        self.end = now()
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        self.end = read_clocks()
 
     @property
     def seconds(self) -> dict[str, float]:
         return {"wall": self.end[0] - self.start[0], "cpu": self.end[1] - self.start[1]}
 
 
-def config(staleness: int, seed: int, steps: int) -> Config:
+def config(staleness: int, seed: int, steps: int) -> TextConfig:
     """Eight episodes a step, of up to eight joint steps each, in which three answers are tried."""
-    policy = {"type": "lora", "base": "tiny", "lr": 2e-3, "schedule": "linear", "sampling": {"max_tokens": 9}}
+    policy = {"type": "lora", "base": "tiny", "lr": 2e-3, "lr_schedule": "linear", "sampling": {"max_tokens": 9}}
     exam = {"episodes": EXAM, "env": {"split": "test", "seconds": 0.0}}
     return validate(
-        Config,
+        TextConfig,
         {
             "seed": seed,
             "steps": steps,
@@ -91,8 +91,8 @@ def config(staleness: int, seed: int, steps: int) -> Config:
             "staleness": staleness,
             "env": {"type": "async_training:SlowPath"},
             "policies": {"planner": policy, "executor": policy},
-            "algorithm": {"type": "grpo", "k": 3, "scale": "none", "entropy": 0.03},
-            "exams": {"test": exam},
+            "algorithm": {"type": "grpo", "group_size": 3, "scale": "none", "entropy_coef": 0.03},
+            "evals": {"test": exam},
             "checkpoint_every": 1000,
         },
     )

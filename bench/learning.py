@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from palestra.config import load
-from palestra.runs import Checkpoint, checkpoints, read_lines
+from palestra.runs import Checkpoint, list_checkpoints, read_lines
 
 ROOT = Path("runs/learning")
 LEDGER, QUICK = Path("bench/measured/learning.jsonl"), ROOT / "quick.jsonl"  # a line for each run
@@ -82,7 +82,7 @@ def held_out(key: str, scale: float = 1.0, shift: float = 0.0) -> Callable[[Path
 def exploitability(run: Path) -> Curve:
     """Half the NashConv of two policies in Kuhn poker (OpenSpiel's measure) at every checkpoint that was kept."""
     each = sweep(run)
-    return [((checkpoint.step + 1) * each, exploitability_at(checkpoint)) for checkpoint in checkpoints(run)]
+    return [((checkpoint.step + 1) * each, exploitability_at(checkpoint)) for checkpoint in list_checkpoints(run)]
 
 
 def exploitability_at(checkpoint: Checkpoint) -> float:
@@ -93,10 +93,10 @@ def exploitability_at(checkpoint: Checkpoint) -> float:
     from open_spiel.python.algorithms import exploitability as spiel
 
     from palestra.envs.vector.kuhn import KuhnPoker
-    from palestra.learners.nets import read_member
+    from palestra.learners.nets import read_policy
 
     game, env = pyspiel.load_game("kuhn_poker"), KuhnPoker(1)
-    players = [read_member(checkpoint.path / f"player_{seat}", env, [seat]) for seat in (0, 1)]
+    players = [read_policy(checkpoint.path / f"player_{seat}", env, [seat]) for seat in (0, 1)]
     table = spiel_policy.TabularPolicy(game)
     for i, state in enumerate(table.states):
         view = torch.tensor(state.information_state_tensor()).view(1, 1, -1)

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import AdamConfig, Trainer
 from palestra.losses.policy import clipped_policy_loss
 from palestra.types import Sample
@@ -58,11 +58,11 @@ class Ours:
         self.sampler.batch.end_ids = np.array([], np.int64)
 
     def adapters(self, n: int) -> list[Adapter]:
-        return [Adapter(self.engine.linears, LoraConfig(rank=RANK), seed=seed) for seed in range(n)]
+        return [Adapter(self.engine.linear_layers, LoraConfig(rank=RANK), seed=seed) for seed in range(n)]
 
     def sample(self, prompts: Sequence[np.ndarray], k: int, new: int, snapshots: Sequence[Snapshot]) -> list[list]:
         requests = [
-            Request(prompt, k, Sampling(max_tokens=new), snapshots[i % len(snapshots)], seed=i)
+            Request(prompt, k, SamplingConfig(max_tokens=new), snapshots[i % len(snapshots)], seed=i)
             for i, prompt in enumerate(prompts)
         ]
         return self.sampler.sample_all(requests)
@@ -158,7 +158,7 @@ def sampling(ours: Ours, path: str, *, quick: bool) -> dict[str, float]:
 
 
 def base_request(prompt: np.ndarray, seed: int) -> Request:
-    return Request(prompt, K, Sampling(max_tokens=NEW), seed=seed)
+    return Request(prompt, K, SamplingConfig(max_tokens=NEW), seed=seed)
 
 
 def growth(ours: Ours, *, quick: bool) -> dict[str, float]:

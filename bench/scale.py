@@ -45,10 +45,10 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.envs.base import Env
-from palestra.remote import SERVICE
-from palestra.remote import envs_pb2 as pb
-from palestra.remote.envs import env_maker
-from palestra.remote.values import encoded, pairs, step_of
+from palestra.remote.envs import SERVICE
+from palestra.remote.envs import envs_pb2 as pb
+from palestra.remote.envs.remote_env import env_factory
+from palestra.remote.envs.serialization import encode_mapping, encode_value, read_step
 from palestra.types import Step
 
 ROOT = Path(__file__).parent.parent
@@ -108,7 +108,7 @@ async def episode(make: Callable[[], Any], seed: int, until: float, took: list[f
     while time.perf_counter() < until:
         env = make()
         step: Step = await settled(env.reset(seed))
-        while not step.over:
+        while not step.done:
             ((seat, legal),) = (step.legal or {}).items()
             start = time.perf_counter()
             step = await settled(env.step({seat: rng.choice(legal)}))
@@ -141,13 +141,13 @@ class Calling(Env):
         self.call, self.session = call, next(numbers)
 
     async def reset(self, seed: int) -> Step:
-        asked = pb.Open(kind=pb.Kind(type=GAME), seed=encoded(seed))
+        asked = pb.Open(kind=pb.Kind(type=GAME), seed=encode_value(seed))
         reply = await self.call(pb.Request(id=1, session=self.session, open=asked), timeout=10)
-        return step_of(reply.opened.steps[0])
+        return read_step(reply.opened.steps[0])
 
     async def step(self, actions: dict[str, Any]) -> Step:
-        reply = await self.call(pb.Request(id=1, session=self.session, step=pairs(actions)), timeout=10)
-        return step_of(reply.step)
+        reply = await self.call(pb.Request(id=1, session=self.session, step=encode_mapping(actions)), timeout=10)
+        return read_step(reply.step)
 
     async def close(self) -> None:
         await self.call(pb.Request(id=1, session=self.session, close=pb.Close()), timeout=10)
@@ -171,11 +171,11 @@ def envs(quick: bool) -> tuple[Table, dict[str, float]]:
         table.add_row(way, str(episodes), *speed.row())
 
     for n in EPISODES:
-        note("in process", n, asyncio.run(measure(env_maker({"type": GAME}), n, seconds, [])))
+        note("in process", n, asyncio.run(measure(env_factory({"type": GAME}), n, seconds, [])))
     for number in SERVERS:
         way = f"{number} server{'s' * (number > 1)}"
         with servers(number) as there:
-            make = env_maker({"type": GAME, "at": [process.address for process in there]})  # type: ignore[attr-defined]
+            make = env_factory({"type": GAME, "at": [process.address for process in there]})  # type: ignore[attr-defined]
             for n in EPISODES:
                 note(way, n, asyncio.run(measure(make, n, seconds, there)))
             if number == 1:

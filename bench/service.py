@@ -43,14 +43,14 @@ from rich.table import Table
 from service_load import beside_heavy, memory_after_burst, worker_of
 
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import AdamConfig
-from palestra.learners.lm import LoraPolicyConfig, Resident, Weights
+from palestra.learners.lm import LocalWeights, LoraPolicyConfig, Weights
 from palestra.losses.policy import clipped_policy_loss
-from palestra.policies.lm import Samples
-from palestra.service.client import RemoteSampler, RemoteWeights
-from palestra.service.connection import Connection
-from palestra.service.keys import add_key
+from palestra.policies.lm import SamplerProtocol
+from palestra.service.api.api_keys import add_key
+from palestra.service.client.client import RemoteSampler, RemoteWeights
+from palestra.service.client.connection import ServiceConnection
 from palestra.types import Sample
 
 PROMPT, NEW, K, GROUPS = 96, 16, 8, 64
@@ -69,13 +69,13 @@ class Client:
     """Somebody with an adapter, here or on a server."""
 
     weights: Weights
-    sampler: Samples
+    sampler: SamplerProtocol
     seconds: dict[str, float]
 
     async def round(self, prompts: Sequence[np.ndarray]) -> None:
         start = time.perf_counter()
         adapter = self.weights.snapshot("bench")
-        sampling = Sampling(max_tokens=NEW, end=False)
+        sampling = SamplingConfig(max_tokens=NEW, stop_at_eos=False)
         asked = [self.sampler.sample(Request(p, K, sampling, adapter, seed=i)) for i, p in enumerate(prompts)]
         answers = await asyncio.gather(*asked)
         self._note("sampling", start)
@@ -98,11 +98,11 @@ def credited(prompts: Sequence[np.ndarray], answers: Sequence[list]) -> Iterator
 
 def in_process() -> Client:
     engine = Engine.load("tiny", device="cpu")
-    return Client(Resident(CONFIG, engine, seed=0), Sampler(engine), {})
+    return Client(LocalWeights(CONFIG, engine, seed=0), Sampler(engine), {})
 
 
 def remote(url: str, seed: int) -> Client:
-    connection = Connection(url)
+    connection = ServiceConnection(url)
 
     return Client(RemoteWeights(connection, CONFIG, seed=seed), RemoteSampler(connection, ""), {})
 

@@ -15,9 +15,9 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 
-from palestra.envs.problems.expressions import evaluate
+from palestra.envs.text.adapters.workflow import WorkflowContext, WorkflowResult
+from palestra.envs.text.math.expressions import evaluate
 from palestra.envs.text.splits import split_of_text
-from palestra.envs.text.workflow import Play, Score
 
 
 class State(TypedDict, total=False):
@@ -60,7 +60,7 @@ def worth(expression: str) -> str:
     return "error" if value is None else str(value)
 
 
-def question(play: Play) -> str:
+def question(play: WorkflowContext) -> str:
     """A sum of three numbers, the same for the same instance, and in no other split."""
     rng = random.Random(f"sum {play.seed}")
     while True:
@@ -70,7 +70,7 @@ def question(play: Play) -> str:
             return text
 
 
-def episode(play: Play) -> Score:
+def episode(play: WorkflowContext) -> WorkflowResult:
     coder, reasoner = (
         ChatOpenAI(model=seat, base_url=play.base_url, api_key=play.api_key, max_retries=0) for seat in play.seats
     )
@@ -78,4 +78,4 @@ def episode(play: Play) -> Score:
     truth = worth(asked)
     end = graph(coder, reasoner).compile().invoke({"question": asked})
     right = end["answer"].strip() == truth
-    return Score({"coder": float(end["found"] == truth)}, team=float(right), success=right)
+    return WorkflowResult({"coder": float(end["found"] == truth)}, team_reward=float(right), success=right)

@@ -13,5 +13,5 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """`load_run`, which is loaded when it is first asked for (PEP 562)."""
     if name == "load_run":
-        return import_module("palestra.notebook").load_run
+        return import_module("palestra.report.notebook").load_run
     raise AttributeError(f"module 'palestra' has no attribute {name!r}")

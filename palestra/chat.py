@@ -16,17 +16,25 @@ from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
-UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories that a terminal interprets instead of displaying
-SHOWN = "\n\t\u200c\u200d"  # exceptions: line ends, tabs, and joiners inside words and emoji
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+ESCAPED_CATEGORIES = (
+    "Cc",
+    "Cf",
+    "Cs",
+    "Zl",
+    "Zp",
+)  # Unicode categories that a terminal interprets instead of displaying
+UNESCAPED_CHARS = "\n\t\u200c\u200d"  # exceptions: line ends, tabs, and joiners inside words and emoji
+TOOL_CALL_PATTERN = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def visible(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """Returns `text` with control characters (ANSI escapes, bidi controls, surrogates) replaced by escapes such as
     `\\x1b`."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(_escaped(c) if unicodedata.category(c) in UNSEEN and c not in SHOWN else c for c in text)
+    return "".join(
+        _escaped(c) if unicodedata.category(c) in ESCAPED_CATEGORIES and c not in UNESCAPED_CHARS else c for c in text
+    )
 
 
 def _escaped(character: str) -> str:
@@ -45,28 +53,28 @@ class Chat:
     tools: tuple[Json, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(f"{message['role']}: {said(message)}" for message in self.messages)
+        return "\n".join(f"{message['role']}: {render_message(message)}" for message in self.messages)
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A tool call: the name of the tool and its arguments."""
 
     name: str
     arguments: Json
 
 
-def assistant(text: str) -> Json:
+def parse_assistant_message(text: str) -> Json:
     """Parses a model's answer `text` into an assistant message in OpenAI's format. Valid tool calls become
     `tool_calls`; all other text stays in `content`."""
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
 
     def take(found: re.Match[str]) -> str:
-        call = read_call(found[1])
+        call = parse_tool_call(found[1])
         calls.extend([call] if call else [])
         return "" if call else found[0]
 
-    content = CALL.sub(take, text).strip()
+    content = TOOL_CALL_PATTERN.sub(take, text).strip()
     message: Json = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -76,7 +84,7 @@ def assistant(text: str) -> Json:
     return message
 
 
-def read_call(text: str) -> Call | None:
+def parse_tool_call(text: str) -> ToolCall | None:
     """Parses a tool call from JSON; returns None if `text` is not a valid call."""
     try:
         found = json.loads(text)
@@ -85,44 +93,46 @@ def read_call(text: str) -> Call | None:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None
     arguments = found.get("arguments", {})
-    return Call(found["name"], arguments) if isinstance(arguments, dict) else None
+    return ToolCall(found["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def calls_of(message: Json) -> list[Call]:
+def tool_calls_of(message: Json) -> list[ToolCall]:
     """Returns the tool calls of a message. Calls whose arguments are not a mapping are left out."""
-    found = [read_call(json.dumps(_function(call))) for call in message.get("tool_calls") or ()]
+    found = [parse_tool_call(json.dumps(_function(call))) for call in message.get("tool_calls") or ()]
     return [call for call in found if call]
 
 
-def said(message: Json) -> str:
+def render_message(message: Json) -> str:
     """Renders a message as model text: its content, then its tool calls."""
     parts = [_text(message.get("content"))]
-    parts += [spelled(**_function(call)) for call in message.get("tool_calls") or ()]
+    parts += [render_tool_call(**_function(call)) for call in message.get("tool_calls") or ()]
     return "\n".join(part for part in parts if part)
 
 
-def spelled(name: Any, arguments: Any) -> str:
+def render_tool_call(name: Any, arguments: Any) -> str:
     """Renders a tool call as model text."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def same(one: Json, other: Json) -> bool:
+def same_message(one: Json, other: Json) -> bool:
     """Returns whether two messages have equal role, content and tool calls. Extra fields, call ids, and null instead of
     empty text are ignored, since agent programs change them."""
 
     def kernel(message: Json) -> tuple[Any, ...]:
-        calls = [(c.name, json.dumps(c.arguments, sort_keys=True)) for c in calls_of(message)]
+        calls = [(c.name, json.dumps(c.arguments, sort_keys=True)) for c in tool_calls_of(message)]
         return (message.get("role"), _text(message.get("content")).strip(), calls)
 
     return kernel(one) == kernel(other)
 
 
-def goes_on(chat: Chat, earlier: Chat, answer: str) -> tuple[Json, ...] | None:
+def messages_after(chat: Chat, earlier: Chat, answer: str) -> tuple[Json, ...] | None:
     """Returns the messages of `chat` after `earlier` and the `answer` to it; None if `chat` does not continue them."""
     n = len(earlier.messages)
     if len(chat.messages) <= n + 1 or chat.tools != earlier.tools:
         return None
-    if not all(map(same, chat.messages, earlier.messages)) or not same(chat.messages[n], assistant(answer)):
+    if not all(map(same_message, chat.messages, earlier.messages)) or not same_message(
+        chat.messages[n], parse_assistant_message(answer)
+    ):
         return None
     return chat.messages[n + 1 :]
 
@@ -133,7 +143,7 @@ def with_system(messages: Sequence[Json], system: str) -> list[Json]:
     return [{"role": "system", "content": system}, *rest]
 
 
-def templated(message: Json) -> Json:
+def to_template_message(message: Json) -> Json:
     """Converts a message for chat templates of `transformers`: content as one string, tool-call arguments as
     mappings."""
     calls = [{"type": "function", "function": _function(call)} for call in message.get("tool_calls") or ()]

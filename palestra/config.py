@@ -20,15 +20,15 @@ Tree = dict[str, Any]
 Loc = tuple[int | str, ...]  # location of a pydantic error: field names, keys, indices and union tags
 
 
-LISTED = 20  # errors in one message
-LONGEST_NAME = 100  # characters of a run's or policy's name
-LONGEST = 1_000_000  # characters of a config
-DEEPEST = 64  # levels of nesting
-MOST = 20_000  # values, with aliases followed
-TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map"))
+MAX_ERRORS_SHOWN = 20  # errors in one message
+MAX_NAME_CHARS = 100  # characters of a run's or policy's name
+MAX_CONFIG_CHARS = 1_000_000  # characters of a config
+MAX_DEPTH = 64  # levels of nesting
+MAX_VALUES = 20_000  # values, with aliases followed
+ALLOWED_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map"))
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Base of every config model: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(
@@ -43,31 +43,31 @@ class Strict(BaseModel):
 M = TypeVar("M", bound=BaseModel)
 
 
-def folder_name(name: str) -> str:
+def check_folder_name(name: str) -> str:
     """Returns `name` unchanged. Raises ValueError if it cannot be the name of a folder."""
-    if not name or len(name) > LONGEST_NAME or not name.isprintable() or "/" in name or name.startswith("."):
+    if not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or "/" in name or name.startswith("."):
         raise ValueError(
             f"{_short(name)} cannot be the name of a run: use a plain folder name, without / and control characters, "
-            f"not starting with a point, of at most {LONGEST_NAME} characters"
+            f"not starting with a point, of at most {MAX_NAME_CHARS} characters"
         )
     return name
 
 
-def policy_names(names: Iterable[str], *taken: str) -> None:
+def check_policy_names(names: Iterable[str], *reserved: str) -> None:
     """Checks the names of policies.
 
     Raises ValueError if a name cannot be a folder, a log entry and a part of RUN:NAME and NAME@VERSION, or is one of
-    the reserved names `taken`.
+    the reserved names `reserved`.
     """
     for name in names:
-        if len(name) > LONGEST_NAME or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in taken:
+        if len(name) > MAX_NAME_CHARS or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in reserved:
             raise ValueError(
-                f'a policy cannot be called "{_short(name)[1:-1]}": use at most {LONGEST_NAME} letters, digits, "_", '
-                f'"-" and ".", and not {" or ".join(taken)}, which have another meaning'
+                f'a policy cannot be called "{_short(name)[1:-1]}": use at most {MAX_NAME_CHARS} letters, digits, "_", '
+                f'"-" and ".", and not {" or ".join(reserved)}, which have another meaning'
             )
 
 
-RunName = Annotated[str, AfterValidator(folder_name)]
+RunName = Annotated[str, AfterValidator(check_folder_name)]
 
 
 def load(path: str | Path) -> Tree:
@@ -86,8 +86,8 @@ def load(path: str | Path) -> Tree:
 def parse(text: str, source: str = "config") -> Tree:
     """Returns the tree of YAML text: mappings, lists, strings, numbers, booleans and nulls.
 
-    Raises ValueError with `source` and line if the text is not valid, or exceeds the limits `LONGEST`, `DEEPEST` and
-    `MOST`.
+    Raises ValueError with `source` and line if the text is not valid, or exceeds the limits `MAX_CONFIG_CHARS`,
+    `MAX_DEPTH` and `MAX_VALUES`.
     """
     try:
         tree = _read(text)
@@ -130,8 +130,8 @@ def validate(model: type[M], tree: Tree) -> M:
         lines = list(faults)
         if len(lines) == 1:
             raise ValueError(lines[0]) from None
-        shown = [f"  {line}" for line in lines[:LISTED]]
-        shown += [f"  ... and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
+        shown = [f"  {line}" for line in lines[:MAX_ERRORS_SHOWN]]
+        shown += [f"  ... and {len(lines) - MAX_ERRORS_SHOWN} more"] if len(lines) > MAX_ERRORS_SHOWN else []
         raise ValueError("\n".join([f"{len(lines)} faults in the config:", *shown])) from None
 
 
@@ -144,8 +144,8 @@ def dump(config: BaseModel) -> str:
 
 def _read(text: str) -> Any:
     """Returns the data in YAML text. Raises YAMLError or ValueError if it is not plain data of a bounded size."""
-    if len(text) > LONGEST:
-        raise ValueError(f"a config has at most {LONGEST:,} characters, and this one {len(text):,}")
+    if len(text) > MAX_CONFIG_CHARS:
+        raise ValueError(f"a config has at most {MAX_CONFIG_CHARS:,} characters, and this one {len(text):,}")
     _check_events(text)
     value = yaml.load(text, _Loader)
     _check_data(value)
@@ -157,10 +157,10 @@ def _check_events(text: str) -> None:
     depth = 0
     for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise _marked(f"nested deeper than {DEEPEST} levels, and no config is", event.start_mark)
+        if depth > MAX_DEPTH:
+            raise _marked(f"nested deeper than {MAX_DEPTH} levels, and no config is", event.start_mark)
         tag = getattr(event, "tag", None)
-        if tag is not None and tag not in TAGS:
+        if tag is not None and tag not in ALLOWED_TAGS:
             raise _marked(f"tag {tag!r} is not allowed, a config is plain data: remove the tag", event.start_mark)
 
 
@@ -174,10 +174,10 @@ def _check_data(value: Any) -> None:
     while waiting:
         part, depth = waiting.pop()
         seen += 1
-        if depth > DEEPEST:
-            raise ValueError(f"nested deeper than {DEEPEST} levels: an alias (*) stands inside what it names")
-        if seen > MOST:
-            raise ValueError(f"more than {MOST:,} values once its aliases (*) are followed: use fewer of them")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels: an alias (*) stands inside what it names")
+        if seen > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values once its aliases (*) are followed: use fewer of them")
         if isinstance(part, dict):
             waiting += [(inner, depth + 1) for pair in part.items() for inner in pair]
         elif isinstance(part, list):
@@ -206,9 +206,10 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
-        if len(node.value) > MOST:
+        if len(node.value) > MAX_VALUES:
             raise yaml.MarkedYAMLError(
-                problem=f"merges (<<) make more than {MOST:,} keys: use fewer of them", problem_mark=node.start_mark
+                problem=f"merges (<<) make more than {MAX_VALUES:,} keys: use fewer of them",
+                problem_mark=node.start_mark,
             )
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -401,7 +402,7 @@ def _keys(annotation: Any) -> list[str]:
     return list(_fields(annotation))
 
 
-def kinds(model: type[BaseModel], field: str) -> list[str]:
+def type_choices(model: type[BaseModel], field: str) -> list[str]:
     """Values that `type:` may take in a field that holds one of several config types, or a mapping of names to them."""
     waiting, found = [model.model_fields[field].annotation], list[str]()
     while waiting:

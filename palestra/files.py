@@ -17,13 +17,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-TEMPORARY = ".tmp-"  # prefix of unfinished files and folders; after a crash they can be removed
-LONGEST_NAME = 255  # bytes of one path component
-EDITED = "was the file edited? Bring it back from a copy, or remove that line"
-SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}$')  # end of a line with a checksum
+TEMPORARY_PREFIX = ".tmp-"  # prefix of unfinished files and folders; after a crash they can be removed
+MAX_NAME_BYTES = 255  # bytes of one path component
+EDITED_HINT = "was the file edited? Bring it back from a copy, or remove that line"
+CHECKSUM_PATTERN = re.compile(rb', "checksum": "([0-9a-f]{16})"\}$')  # end of a line with a checksum
 
 
-class Damaged(ValueError):
+class DamagedFile(ValueError):
     """Raised if files differ from what was written, or paths lead where they must not: a fault of the disk, of a copy
     or of the sender, not of the user's input."""
 
@@ -36,28 +36,28 @@ def atomic_write(path: str | Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(_temporary(path), path)
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
 def _temporary(path: Path) -> Path:
     """Returns the path at which a file is written before its rename. A symbolic link found there is removed."""
-    temporary = path.with_name(TEMPORARY + path.name)
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     if temporary.is_symlink():
         temporary.unlink()
     return temporary
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replacing_file(path: Path) -> Iterator[Path]:
     """Context that yields a temporary path for a file of any size. It replaces `path` if the block succeeds and is
     deleted if not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
         yield temporary
-        sync(temporary)
+        fsync_path(temporary)
         os.replace(temporary, path)
-        sync(path.parent)
+        fsync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -66,36 +66,38 @@ def atomic_folder(
     path: Path,
     write: Callable[[Path], None],
     *,
-    synced: bool = True,
+    durable: bool = True,
     commit: Callable[[Path], None] = lambda folder: None,
 ) -> dict[str, int]:
-    """Lets `write` fill a folder that appears at `path` once it is complete and, if `synced`, on disk.
+    """Lets `write` fill a folder that appears at `path` once it is complete and, if `durable`, on disk.
 
     An existing folder at `path` is replaced. `commit` is called with the complete folder just before its rename.
     Returns the sizes of its files in bytes, by relative path.
     """
-    temporary = path.with_name(TEMPORARY + path.name)
-    remove(temporary)
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    remove_path(temporary)
     temporary.mkdir(parents=True)
     write(temporary)
-    if synced:
+    if durable:
         _sync_tree(temporary)
-    sizes = {str(file.relative_to(temporary)): size(file) for file in sorted(temporary.rglob("*")) if file.is_file()}
+    sizes = {
+        str(file.relative_to(temporary)): file_size(file) for file in sorted(temporary.rglob("*")) if file.is_file()
+    }
     commit(temporary)
-    remove(path)
+    remove_path(path)
     os.rename(temporary, path)
-    if synced:
-        sync(path.parent)
+    if durable:
+        fsync_path(path.parent)
     return sizes
 
 
-def remove(folder: Path) -> None:
+def remove_path(folder: Path) -> None:
     """Removes a folder, file or symbolic link if it exists; of a link, never its target. A folder is renamed first, so
     that a half-deleted one never passes for a complete one."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     elif folder.exists():
-        doomed = folder.with_name(f"{TEMPORARY}old-{folder.name.removeprefix(TEMPORARY)}")
+        doomed = folder.with_name(f"{TEMPORARY_PREFIX}old-{folder.name.removeprefix(TEMPORARY_PREFIX)}")
         if doomed.is_symlink() or doomed.is_file():
             doomed.unlink()
         shutil.rmtree(doomed, ignore_errors=True)
@@ -103,7 +105,7 @@ def remove(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Calls fsync on a file, or on a folder to persist the names in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -123,12 +125,14 @@ def path_inside(root: str | Path, relative: str) -> Path:
     path = Path(root, *names) if names and all(map(_plain_name, names)) else None
     if path is None or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         shown = repr(relative) if len(repr(relative)) < 80 else f"{repr(relative)[:80]}..."
-        raise Damaged(f"{shown} is not a path inside {root}: it must name something there, without links that leave")
+        raise DamagedFile(
+            f"{shown} is not a path inside {root}: it must name something there, without links that leave"
+        )
     return path
 
 
 def _plain_name(name: str) -> bool:
-    return name not in ("", ".", "..") and "\0" not in name and len(name.encode(errors="replace")) <= LONGEST_NAME
+    return name not in ("", ".", "..") and "\0" not in name and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
 
 
 def check_folder(root: str | Path) -> None:
@@ -143,13 +147,15 @@ def check_folder(root: str | Path) -> None:
             for entry in entries:
                 if entry.is_symlink():
                     if not Path(os.path.realpath(entry.path)).is_relative_to(inside):
-                        raise Damaged(
+                        raise DamagedFile(
                             f"{entry.path} is a link that leads out of {root}: remove it, or copy in its target"
                         )
                 elif entry.is_dir():
                     folders.append(entry.path)
                 elif not entry.is_file():
-                    raise Damaged(f"{entry.path} is neither a file nor a folder: remove it, or copy the folder anew")
+                    raise DamagedFile(
+                        f"{entry.path} is neither a file nor a folder: remove it, or copy the folder anew"
+                    )
 
 
 def checksums(folder: Path) -> dict[str, dict[str, Any]]:
@@ -164,26 +170,27 @@ def checksum(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns a message on the first of `files` (a result of `checksums`) that is missing or differs; "" if none does.
+def find_damage(folder: Path, expected: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns a message on the first of `expected` (a result of `checksums`) that is missing or differs; "" if none
+    does.
 
     Files whose size differs are reported without reading any.
     """
-    for name in sorted(files, key=lambda name: size(path_inside(folder, name)) == files[name]["bytes"]):
+    for name in sorted(expected, key=lambda name: file_size(path_inside(folder, name)) == expected[name]["bytes"]):
         path = path_inside(folder, name)
         if not path.is_file():
             return f"{path} is missing"
-        if checksum(path) != files[name]:
+        if checksum(path) != expected[name]:
             return f"{path} is damaged: it has another checksum than when it was written"
     return ""
 
 
-def size(path: Path) -> int:
+def file_size(path: Path) -> int:
     """Returns the size of a file in bytes; 0 if it does not exist."""
     return path.stat().st_size if path.exists() else 0
 
 
-def lock(path: Path, what: str) -> BinaryIO:
+def acquire_lock(path: Path, what: str) -> BinaryIO:
     """Returns a file that holds an exclusive lock while it is open. The system releases it when the process dies.
 
     Raises ValueError, naming the process that holds the lock and `what` it is writing, if it is taken.
@@ -205,34 +212,34 @@ def lock(path: Path, what: str) -> BinaryIO:
     return file
 
 
-class Log:
+class JsonlWriter:
     """A .jsonl file open for appending whole lines, unbuffered. An incomplete last line is removed on opening."""
 
     def __init__(self, path: Path) -> None:
         new = not path.exists()
         data = b"" if new else path.read_bytes()
-        self.bytes = data.rfind(b"\n") + 1
-        self._sum = hashlib.sha256(memoryview(data)[: self.bytes])
-        if len(data) > self.bytes:
-            os.truncate(path, self.bytes)
+        self.num_bytes = data.rfind(b"\n") + 1
+        self._sum = hashlib.sha256(memoryview(data)[: self.num_bytes])
+        if len(data) > self.num_bytes:
+            os.truncate(path, self.num_bytes)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (held until close)
         if new:
-            sync(path.parent)
+            fsync_path(path.parent)
 
     def write(self, line: bytes) -> None:
         """Appends a line, which must end with a newline. Raises OSError if it cannot be written completely."""
         left = memoryview(line)
         while left:  # on a full disk a write is partial before the next one fails
             left = left[self._file.write(left) :]
-        self.bytes += len(line)
+        self.num_bytes += len(line)
         self._sum.update(line)
 
     @property
     def checksum(self) -> dict[str, Any]:
         """Same as the function `checksum`, for the whole file, without reading it."""
-        return {"bytes": self.bytes, "sha256": self._sum.hexdigest()}
+        return {"bytes": self.num_bytes, "sha256": self._sum.hexdigest()}
 
-    def sync(self) -> None:
+    def fsync(self) -> None:
         """Calls fsync on the file."""
         os.fsync(self._file.fileno())
 
@@ -240,35 +247,35 @@ class Log:
         self._file.close()
 
 
-def to_line(values: Mapping[str, Any]) -> bytes:
+def to_json_line(values: Mapping[str, Any]) -> bytes:
     """Returns one line of JSON with a newline. NumPy and torch values become Python values; NaN and infinity become
     null."""
     return json.dumps(_plain(values), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` with a checksum of their line as last entry, which `read_sealed` verifies."""
-    return {**values, "checksum": _seal(to_line(values)[:-1])}
+def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `values` with a checksum of their line as last entry, which `read_checksummed` verifies."""
+    return {**values, "checksum": _seal(to_json_line(values)[:-1])}
 
 
-def read_sealed(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a .jsonl file that were written with `sealed`, without the checksums. An incomplete last
-    line is ignored.
+def read_checksummed(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a .jsonl file that were written with `with_checksum`, without the checksums. An incomplete
+    last line is ignored.
 
     Raises OSError if there is no such file, and Damaged with the line number if a line differs from what was written.
     """
-    lines = plain_file(path).read_bytes().split(b"\n")[:-1]
+    lines = check_is_file(path).read_bytes().split(b"\n")[:-1]
     return [_unsealed(path, number, line) for number, line in enumerate(lines, start=1)]
 
 
 def _unsealed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    found = SEAL.search(line)
+    found = CHECKSUM_PATTERN.search(line)
     bare = line[: found.start()] + b"}" if found else b""
     if not found or _seal(bare) != found[1].decode():
-        raise Damaged(
+        raise DamagedFile(
             f"{path}, line {number} is not as it was written: the file was edited or damaged; bring it back from a copy"
         )
-    return parsed_line(path, number, bare, EDITED)
+    return parse_line(path, number, bare, EDITED_HINT)
 
 
 def _seal(line: bytes) -> str:
@@ -281,40 +288,40 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     Raises Damaged with the line number if a line is not a JSON object.
     """
     path = Path(path)
-    lines = plain_file(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines = check_is_file(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
     try:
-        return [parsed_line(path, number, line, EDITED) for number, line in enumerate(lines, start=1)]
+        return [parse_line(path, number, line, EDITED_HINT) for number, line in enumerate(lines, start=1)]
     except ValueError as error:
-        raise Damaged(str(error)) from error
+        raise DamagedFile(str(error)) from error
 
 
-def plain_file(path: Path) -> Path:
+def check_is_file(path: Path) -> Path:
     """Returns `path`. Raises Damaged if it exists and is not a file: reading a pipe would block forever."""
     if path.exists() and not path.is_file():
-        raise Damaged(f"{path} is not a file: remove it, or bring the file back from a copy")
+        raise DamagedFile(f"{path} is not a file: remove it, or bring the file back from a copy")
     return path
 
 
-def parsed_line(path: Path, number: int, line: bytes, guess: str) -> dict[str, Any]:
+def parse_line(path: Path, number: int, line: bytes, hint: str) -> dict[str, Any]:
     """Returns the JSON object of line `number` of a .jsonl file.
 
-    Raises ValueError, with `guess` as the likely cause, if the line is not a JSON object.
+    Raises ValueError, with `hint` as the likely cause, if the line is not a JSON object.
     """
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number} is not a JSON object: {error}; {guess}") from error
+        raise ValueError(f"{path}, line {number} is not a JSON object: {error}; {hint}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path}, line {number} is not a JSON object, but {type(found).__name__}; {guess}")
+        raise ValueError(f"{path}, line {number} is not a JSON object, but {type(found).__name__}; {hint}")
     return found
 
 
-def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrites a .jsonl file without the lines for which `wanted` is false and without an incomplete last one."""
+def filter_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrites a .jsonl file without the lines for which `keep` is false and without an incomplete last one."""
     if path.exists():
         old = path.read_bytes()
         pairs = zip(old.split(b"\n"), read_lines(path), strict=False)
-        new = b"".join(raw + b"\n" for raw, line in pairs if wanted(line))
+        new = b"".join(raw + b"\n" for raw, line in pairs if keep(line))
         if new != old:
             atomic_write(path, new)
 
@@ -331,7 +338,7 @@ def _plain(value: Any) -> Any:
 
 def _sync_tree(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        sync(path)
+        fsync_path(path)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

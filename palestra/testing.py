@@ -12,7 +12,7 @@ from palestra.policies.scripted import ScriptedPolicy
 
 __all__ = ["ScriptedPolicy", "check_env", "tiny_lm", "tiny_tokenizer"]
 
-SPECIALS = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+SPECIAL_TOKENS = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -23,12 +23,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a byte-level tokenizer with the chat template of the shipped base model. It encodes any text and needs no
     download."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", additional_special_tokens=SPECIALS[1:4]
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=SPECIAL_TOKENS[1:4],
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

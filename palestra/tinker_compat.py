@@ -28,9 +28,9 @@ except ImportError as error:
     raise ImportError("palestra.tinker_compat stands on the official client: pip install tinker") from error
 
 types = tinker.types
-PREFIX = "tml-"
-ACCEPTED = (PREFIX, "eyJ")  # prefixes of keys, and of tokens that newer clients accept
-VERBS = (
+KEY_PREFIX = "tml-"
+ACCEPTED_PREFIXES = (KEY_PREFIX, "eyJ")  # prefixes of keys, and of tokens that newer clients accept
+WRAPPED_METHODS = (
     "forward",
     "forward_backward",
     "optim_step",
@@ -73,7 +73,7 @@ class Future:
         return self.result_async().__await__()
 
 
-class Sent(Future):
+class AsyncFuture(Future):
     """Return value of an `..._async` method; as in the official client, awaiting it gives the future."""
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -89,9 +89,9 @@ class TrainingClient:
 
     def __getattr__(self, name: str) -> Any:
         verb = name.removesuffix("_async")
-        if verb not in VERBS:
+        if verb not in WRAPPED_METHODS:
             return getattr(self._official, name)
-        kind = Future if name == verb else Sent
+        kind = Future if name == verb else AsyncFuture
         return partial(_sent, kind, getattr(self._official, verb))
 
 
@@ -102,8 +102,8 @@ class ServiceClient:
         for option in ("base_url", "api_key"):
             if (given := os.environ.get(f"MINT_{option.upper()}")) and options.get(option) is None:
                 options[option] = given
-        if (key := options.get("api_key")) and not key.startswith(ACCEPTED):
-            options["api_key"] = PREFIX + key
+        if (key := options.get("api_key")) and not key.startswith(ACCEPTED_PREFIXES):
+            options["api_key"] = KEY_PREFIX + key
         self._official = tinker.ServiceClient(**options)
 
     def __getattr__(self, name: str) -> Any:

@@ -22,8 +22,8 @@ class Step:
 
     `observations` holds exactly the seats that act next: one seat in turn-based play, all seats in simultaneous play,
     none when the episode has ended. The rewards are those of this step: `rewards` per seat (local), `team_reward`
-    shared by all seats. `legal` lists the legal actions of each seat (None: not restricted), `state` is the global
-    state for central critics, `truncated` marks an episode cut off by a limit.
+    shared by all seats. `legal` lists the legal actions of each seat (None: not restricted), `state` is the
+    global state for central critics, `truncated` marks an episode cut off by a limit.
 
         Step({"executor": "you r2 c3 ..."}, rewards={"planner": 0.4}, team_reward=0.0)
     """
@@ -37,7 +37,7 @@ class Step:
     info: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """True if the episode has ended."""
         return not self.observations
 
@@ -56,7 +56,7 @@ class Answer:
     prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    stop: str = "stop"
+    stop_reason: str = "stop"
     temperature: float = 1.0
 
 
@@ -86,7 +86,7 @@ class Node:
         """Returns the mixed reward of `seat` for this step: alpha * team reward + local reward."""
         return alpha * self.team_reward + self.rewards.get(seat, 0.0)
 
-    def invalid(self, seat: Seat) -> bool | None:
+    def is_invalid(self, seat: Seat) -> bool | None:
         """Returns whether the env flagged this seat's answer as invalid; None if the env sets no flag.
         `info["invalid"]` is a bool for the whole step, a mapping from seat to bool, or a list of seats."""
         flag = self.info.get("invalid")
@@ -120,7 +120,7 @@ class Episode:
         """Returns the last nodes of the trajectories that were played to the end, in the order of their creation."""
         return [node for node in self.nodes if node.over]
 
-    def line(self, leaf: Node) -> list[Node]:
+    def trajectory(self, leaf: Node) -> list[Node]:
         """Returns the trajectory to `leaf`: the nodes from the root to `leaf`."""
         nodes = [leaf]
         while nodes[-1].parent is not None:
@@ -141,8 +141,8 @@ class Sample:
     `prompt_ids [P]` and `token_ids [T]` are integers; `logprobs` (of the sampling policy) and `advantages` are floats
     `[T]`. Supervised losses use `advantages` as token weights. `weight` is the weight of each token in the batch mean.
     Samples of one `group` (-1: none) are adjacent and are never split over micro-batches: their loss compares them.
-    Some losses need more, [T] each: `reference`, log-probabilities of the reference policy of a KL penalty; `values`,
-    the critic's value of the state before each token; `returns`, the value target.
+    Some losses need more, [T] each: `reference_logprobs`, log-probabilities of the reference policy of a KL penalty;
+    `values`, the critic's value of the state before each token; `returns`, the value target.
     """
 
     prompt_ids: np.ndarray
@@ -152,7 +152,7 @@ class Sample:
     temperature: float = 1.0
     weight: float = 1.0
     group: int = -1
-    reference: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
 
@@ -168,55 +168,57 @@ class Datum:
 
 
 @dataclass
-class Batch:
+class RolloutBatch:
     """A rollout of T joint steps of B parallel games with N seats.
 
-    `obs [T+1, B, N, *view]` (float32 or uint8), `acting [T+1, B, N]` bool (agent mask), `legal [T+1, B, N, A]` bool
-    (action mask) and `state [T+1, B, S]` float32 have one more step: the result of the last action. If step t ended a
-    game (`terminated` or `truncated`, bool [T, B]), index t+1 is the first step of the next game; the last observations
-    of ended games are in `final_obs [F, N, *view]` and `final_state [F, S]`, for step `ends[0]` and game `ends[1]`
-    (integers [F] each). `seat_terminated [T, B, N]` bool is None if all seats end together. `actions [T, B, N, ...]`
-    (int32 or float32), `logp [T, B, N]` (of the acting policy; 0 if it has none) and `rewards [T, B, N]` float32.
-    `fresh [T+1, B]` bool marks the first step of a game. `memory` holds the recurrent state at index 0 by player;
-    `games` the statistics of every game that ended, one entry per game. `source` is the number of the rollout worker;
-    `notes` are metrics of the rollout itself.
+    `obs [T+1, B, N, *view]` (float32 or uint8), `agent_mask [T+1, B, N]` bool (agent mask), `action_mask [T+1, B, N,
+    A]` bool (action mask) and `state [T+1, B, S]` float32 have one more step: the result of the last action. If step t
+    ended a game (`terminated` or `truncated`, bool [T, B]), index t+1 is the first step of the next game; the last
+    observations of ended games are in `final_obs [F, N, *view]` and `final_state [F, S]`, for step `end_index[0]` and
+    game `end_index[1]` (integers [F] each). `seat_terminated [T, B, N]` bool is None if all seats end together.
+    `actions [T, B, N, ...]` (int32 or float32), `logp [T, B, N]` (of the acting policy; 0 if it has none) and `rewards
+    [T, B, N]` float32. `is_first [T+1, B]` bool marks the first step of a game. `recurrent_state` holds the recurrent
+    state at index 0 by player; `episode_stats` the statistics of every game that ended, one entry per game. `worker` is
+    the number of the rollout worker; `rollout_metrics` are metrics of the rollout itself.
     """
 
     obs: np.ndarray
-    acting: np.ndarray
+    agent_mask: np.ndarray
     actions: np.ndarray
     logp: np.ndarray
     rewards: np.ndarray
     terminated: np.ndarray
     truncated: np.ndarray
-    fresh: np.ndarray
-    ends: tuple[np.ndarray, np.ndarray]
+    is_first: np.ndarray
+    end_index: tuple[np.ndarray, np.ndarray]
     final_obs: np.ndarray
-    legal: np.ndarray | None = None
+    action_mask: np.ndarray | None = None
     state: np.ndarray | None = None
     final_state: np.ndarray | None = None
     seat_terminated: np.ndarray | None = None
-    memory: dict[str, Any] = field(default_factory=dict)
-    games: dict[str, np.ndarray] = field(default_factory=dict)
-    source: int = 0
-    notes: dict[str, float] = field(default_factory=dict)
+    recurrent_state: dict[str, Any] = field(default_factory=dict)
+    episode_stats: dict[str, np.ndarray] = field(default_factory=dict)
+    worker: int = 0
+    rollout_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
-    def over(self) -> np.ndarray:
+    def done(self) -> np.ndarray:
         """Games that step t ended, bool [T, B]."""
         return np.logical_or(self.terminated, self.truncated)
 
     @property
-    def terminated_seats(self) -> np.ndarray:
+    def seats_terminated(self) -> np.ndarray:
         """Seats that terminated at step t or earlier in the same game, bool [T, B, N]: their future value is 0."""
         whole = np.repeat(self.terminated[..., None], self.rewards.shape[2], 2)
         return whole if self.seat_terminated is None else whole | self.seat_terminated
 
     @property
-    def over_seats(self) -> np.ndarray:
+    def seats_done(self) -> np.ndarray:
         """Seats without a further decision in the same game after step t, bool [T, B, N]."""
-        return self.terminated_seats | self.over[..., None]
+        return self.seats_terminated | self.done[..., None]
 
 
 Metrics = dict[str, float]
-Memory = dict[str, Any]  # state that an algorithm or a curriculum keeps between steps; must be JSON-serialisable
+AlgorithmState = dict[
+    str, Any
+]  # state that an algorithm or a curriculum keeps between steps; must be JSON-serialisable

@@ -1,6 +1,6 @@
 """Write the corpus of the tools env: short articles about Halvane, a country of islands that does not exist.
 
-    python scripts/make_corpus.py palestra/envs/text/data/corpus.jsonl
+    python scripts/make_corpus.py palestra/envs/text/tools/data/corpus.jsonl
 
 Names are chosen by hand, numbers are drawn: nobody can know them, and each stands in one article. An article's `facts`
 repeat what its text says, letter for letter; the tasks are made of them. One seed, always the same bytes.

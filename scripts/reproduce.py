@@ -32,12 +32,12 @@ from typing import Any
 import yaml
 from reproduce_report import write_report
 
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, load, override, validate
-from palestra.evaluate import evaluate_run
-from palestra.recipe import Config
+from palestra.evaluation.evaluate import evaluate_run
 from palestra.runs import Run, read_lines
-from palestra.setup import build
-from palestra.train import Watcher, examine, restore, run_training
+from palestra.training.loop import Callback, restore_checkpoint, run_evals, run_training
 
 ROOT = Path("runs/reproduce")
 LEDGER, QUICK = Path("bench/measured/reproduce.jsonl"), ROOT / "quick.jsonl"  # a line for each job
@@ -51,9 +51,9 @@ RATES = (1e-3, 3e-3, 6e-3)
 TEAM = {"env.team": "planner_executor"}
 # A lone agent answers once where a team answers twice: twice the episodes a step make the samples equal.
 ALONE = {"env.team": "single", "episodes": 64}
-ONE_TURN = {"env.team": "single", "env.turns": 1, "env.moves": 24, "policies.agent.sampling.max_tokens": 26}
-LINES = {"algorithm.at": "root"}
-TURNS = {"algorithm.at": "turn", "algorithm.keep": "best"}
+ONE_TURN = {"env.team": "single", "env.max_turns": 1, "env.max_moves": 24, "policies.agent.sampling.max_tokens": 26}
+LINES = {"algorithm.branch_at": "root"}
+TURNS = {"algorithm.branch_at": "turn", "algorithm.continue_from": "best"}
 SHARED = {"seats": {"planner": "agent", "executor": "agent"}}
 
 # What each method changes in configs/reproduce/GAME.yaml. A method that is not trained has no algorithm.
@@ -68,11 +68,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "team + AT-GRPO, shared": TEAM | TURNS | SHARED,
     "team + AT-GRPO, per role": TEAM | TURNS,
     "AT-GRPO, outcome reward only": TEAM | TURNS | {"env.reward": "outcome"},
-    "AT-GRPO, random continuation": TEAM | TURNS | {"algorithm.keep": "random"},
+    "AT-GRPO, random continuation": TEAM | TURNS | {"algorithm.continue_from": "random"},
     "planner trained alone": TEAM | TURNS | {"seats": {"executor": "untrained"}},
     "executor trained alone": TEAM | TURNS | {"seats": {"planner": "untrained"}},
 }
-UNTRAINED = [name for name in METHODS if "algorithm.at" not in METHODS[name]]
+UNTRAINED = [name for name in METHODS if "algorithm.branch_at" not in METHODS[name]]
 TRAINED = [name for name in METHODS if name not in UNTRAINED]
 EQUAL_CPU = "team + GRPO, equal CPU"
 JOINED, SWAPPED = "trained alone, then joined", "AT-GRPO, roles swapped"
@@ -100,11 +100,11 @@ class Job:
         return f"{words}-{self.phase}-{self.seed}-{self.rate:g}"
 
 
-def config_of(job: Job, quick: bool) -> Config:
+def config_of(job: Job, quick: bool) -> TextConfig:
     """The job's config: the game's file with the method's changes."""
     tree = load(Path("configs/reproduce") / f"{job.game}.yaml")
     changes = METHODS[job.method] | {"seed": job.seed}
-    if changes.get("env.turns") == 1:  # as many answers as a lone agent gives in all its turns
+    if changes.get("env.max_turns") == 1:  # as many answers as a lone agent gives in all its turns
         changes["episodes"] = ALONE["episodes"] * tree["env"]["turns"]
     tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
     for policy in tree["policies"].values():
@@ -116,7 +116,7 @@ def config_of(job: Job, quick: bool) -> Config:
         else {"episodes": 200, "env": {"split": "dev"}}
     )
     tree["exams"] = {job.phase: exam | ({"episodes": 20} if quick else {})}
-    return validate(Config, override(tree, ["steps=2"] if quick else []))
+    return validate(TextConfig, override(tree, ["steps=2"] if quick else []))
 
 
 def run(job: Job, quick: bool) -> dict[str, Any]:
@@ -127,12 +127,14 @@ def run(job: Job, quick: bool) -> dict[str, Any]:
     if job.method in UNTRAINED:
         setup.steps, setup.learners = 0, {}
     with Run.create(ROOT, dump(config), job.folder, {"seed": job.seed}) as run:
-        restore(setup, run)
+        restore_checkpoint(setup, run)
         start = time.process_time()
-        done = run_training(setup, run, stop=lambda: job.cpu is not None and time.process_time() - start > job.cpu)
+        done = run_training(
+            setup, run, should_stop=lambda: job.cpu is not None and time.process_time() - start > job.cpu
+        )
         cpu = time.process_time() - start
         if not done:
-            asyncio.run(examine(setup, run, run.next_step - 1, Watcher(), last=True))
+            asyncio.run(run_evals(setup, run, run.next_step - 1, Callback(), last=True))
     return asdict(job) | outcome(ROOT / job.folder) | {"cpu": cpu, "folder": job.folder}
 
 
@@ -170,9 +172,9 @@ def joined(game: str, seed: int, results: list[dict], quick: bool) -> Iterable[d
             "seed": seed,
             "phase": "test",
             "rate": None,
-            "success": scored.figures["success"],
-            "episodes": scored.figures["episodes"],
-            "turns": scored.figures["steps_per_episode"],
+            "success": scored.metrics["success"],
+            "episodes": scored.metrics["episodes"],
+            "turns": scored.metrics["steps_per_episode"],
         }
 
 

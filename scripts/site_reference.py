@@ -24,7 +24,7 @@ from pydantic_core import PydanticUndefined
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the reference is of this tree, whatever is installed
 
-from palestra.config import Strict  # noqa: E402
+from palestra.config import StrictModel  # noqa: E402
 
 NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "anything", NoneType: "null"}
 WRITTEN = {kind.__name__: words for kind, words in NAMES.items()} | {"Any": "anything", "None": "null", "Path": "path"}
@@ -42,7 +42,7 @@ EXAMPLE = re.compile(r"(?:^    .*\n+)+", re.MULTILINE)
 
 def commands() -> str:
     """Every command: what it does, its examples, its arguments and options."""
-    from palestra.cli import app
+    from palestra.cli.main import app
 
     root = typer.main.get_command(app)
     return "\n\n".join(_command(command, context) for command, context in _walk(root, _context(root, "palestra", None)))
@@ -88,13 +88,13 @@ def _cell(text: str) -> str:
 
 def configs() -> str:
     """The config of each kind of run, and of all that it holds."""
-    from palestra.recipe import Config
-    from palestra.setup_games import GamesConfig
-    from palestra.setup_population import PopulationConfig
+    from palestra.builders.text_config import TextConfig
+    from palestra.builders.vector import VectorConfig
+    from palestra.launch.population import PopulationConfig
 
     titles = {
-        Config: "Runs of language agents",
-        GamesConfig: "Runs in vectorised games",
+        TextConfig: "Runs of language agents",
+        VectorConfig: "Runs in vectorised games",
         PopulationConfig: "Runs of populations",
     }
     return "\n\n".join(_tree(model, title) for model, title in titles.items())
@@ -147,7 +147,7 @@ def _bound(metadata: Any) -> Iterator[tuple[str, float]]:
 
 def _prose(model: type[BaseModel]) -> str:
     """A class's docstring, and those of the configs that it builds on."""
-    told = [inspect.getdoc(cls) for cls in model.__mro__ if issubclass(cls, Strict) and cls is not Strict]
+    told = [inspect.getdoc(cls) for cls in model.__mro__ if issubclass(cls, StrictModel) and cls is not StrictModel]
     return "\n\n".join(dict.fromkeys(filter(None, told))).replace("<", "&lt;")
 
 
@@ -189,10 +189,10 @@ def _default(field: Any) -> str:
 
 def envs() -> str:
     """Every env that has a name, with the options that `env:` takes."""
-    from palestra.envs import BUILT_IN, GAMES
+    from palestra.envs import TEXT_ENVS, VECTOR_ENVS
 
-    text = "\n\n".join(_env(name, path) for name, path in BUILT_IN.items())
-    games = "\n\n".join(_env(name, path) for name, path in GAMES.items())
+    text = "\n\n".join(_env(name, path) for name, path in TEXT_ENVS.items())
+    games = "\n\n".join(_env(name, path) for name, path in VECTOR_ENVS.items())
     return f"## Envs in words\n\n{text}\n\n## Vectorised games\n\n{games}"
 
 

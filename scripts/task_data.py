@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from palestra.chat import Chat, said
+from palestra.chat import Chat, render_message
 from palestra.envs import make_env
 
 BLIND = 0.15  # share of answers that would be right elsewhere
@@ -130,7 +130,7 @@ def written(role: str, seen: Any) -> str:
     if not isinstance(seen, Chat):
         system = f"<|system|>{role}<|end|>" if role else ""
         return f"{system}<|user|>{seen}<|end|><|assistant|>"
-    return "".join(f"<|{m['role']}|>{said(m)}<|end|>" for m in seen.messages) + "<|assistant|>"
+    return "".join(f"<|{m['role']}|>{render_message(m)}<|end|>" for m in seen.messages) + "<|assistant|>"
 
 
 # ---- getting it wrong

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from palestra.envs.text.grids import DIRECTIONS, OPPOSITE, cell_names, manhattan, written
-from palestra.envs.text.plan_path import PlanPath, walk_straight
-from palestra.envs.text.sokoban import Sokoban
-from palestra.envs.text.splits import Split, split_of
-from palestra.envs.text.teams import GridGame
+from palestra.envs.text.grid.grid import DIRECTIONS, OPPOSITE, cell_names, format_cells, manhattan
+from palestra.envs.text.grid.grid_game import GridGame
+from palestra.envs.text.grid.plan_path import PlanPath, walk_straight
+from palestra.envs.text.grid.sokoban import Sokoban
+from palestra.envs.text.splits import Split, split_of_layout
 
 RANDOM = 0.3  # share of answers given by a player that does not look at the board
 NOISE = 0.35  # share of a mediocre player's single decisions made at random
@@ -175,8 +175,8 @@ def end(env: GridGame, rng: Random) -> Example:
         after = env.move(state, direction)
         state = state if after is None else after
     if isinstance(env, PlanPath):
-        return question(env, "end", moves, written(env.size, [state]))
-    return question(env, "end", moves, f"{written(env.size, [state[0]])} box {written(env.size, state[1])}")
+        return question(env, "end", moves, format_cells(env.size, [state]))
+    return question(env, "end", moves, f"{format_cells(env.size, [state[0]])} box {format_cells(env.size, state[1])}")
 
 
 def legal(env: GridGame, rng: Random) -> Example:
@@ -195,7 +195,7 @@ def stand(env: Sokoban, rng: Random) -> Example:
             break
         cells.append(beside[OPPOSITE[direction]])
         boxes[box] = beside[direction]
-    said = written(env.size, cells) + ("" if len(cells) == len(plan) else " none")
+    said = format_cells(env.size, cells) + ("" if len(cells) == len(plan) else " none")
     return about_plan(env, "stand", plan, said.strip())
 
 
@@ -206,17 +206,17 @@ def line(env: PlanPath, rng: Random) -> Example:
     for waypoint in plan:
         at = walk_straight(env.instance.grid, at, waypoint, -1)
         ends.append(at)
-    return about_plan(env, "line", plan, written(env.size, ends))
+    return about_plan(env, "line", plan, format_cells(env.size, ends))
 
 
 def question(env: GridGame, what: str, moves: list[int], said: str) -> Example:
     asked = f" moves {' '.join(DIRECTIONS[d] for d in moves)}" if moves else ""
-    return Example(f"{env.name} {what}", f"{env.word} {what}", env.compact() + asked, said)
+    return Example(f"{env.name} {what}", f"{env.compact_name} {what}", env.compact_observation() + asked, said)
 
 
 def about_plan(env: GridGame, what: str, plan: list, said: str) -> Example:
-    asked = f"{env.compact()} plan {env.write_plan(plan)}"
-    return Example(f"{env.name} {what}", f"{env.word} {what}", asked, said)
+    asked = f"{env.compact_observation()} plan {env.write_plan(plan)}"
+    return Example(f"{env.name} {what}", f"{env.compact_name} {what}", asked, said)
 
 
 SOKOBAN_QUESTIONS: list[Callable[..., Example]] = [trace, trace, end, stand, legal]
@@ -231,10 +231,10 @@ def play(game: str, rng: Random, split: Split = "base") -> Iterator[list[Example
     seat that acts, and now and then questions of one kind."""
     env = new_env(game, rng, split)
     step = env.reset(rng.randrange(2**31))
-    while not step.over:
+    while not step.done:
         ((seat, observation),) = step.observations.items()
         said = [answer(env, seat, rng) for _ in range(ANSWERS)]
-        if split_of(env.size, groups_now(env)) == split:
+        if split_of_layout(env.size, groups_now(env)) == split:
             yield [Example(f"{game} {seat}", env.roles[seat], observation, text) for text in said]
             if rng.random() < ASKED:
                 ask = rng.choice(SOKOBAN_QUESTIONS if isinstance(env, Sokoban) else PATH_QUESTIONS)
@@ -246,7 +246,7 @@ def new_env(game: str, rng: Random, split: Split) -> GridGame:
     team = pick(rng, TEAMS)
     if game == "plan_path":
         density = rng.choice((0.1, 0.22, 0.22))
-        return PlanPath(size=pick(rng, PATH_SIZES), density=density, split=split, team=team)
+        return PlanPath(size=pick(rng, PATH_SIZES), wall_density=density, split=split, team=team)
     size = pick(rng, SOKOBAN_SIZES)
     boxes = 2 if size > 4 and rng.random() < 0.2 else 1
     return Sokoban(size=size, boxes=boxes, walls=rng.randint(0, max(1, size - 3)), split=split, team=team)

@@ -19,7 +19,7 @@ from tiny_data import Example, play
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from palestra.envs import make_env
-from palestra.envs.text.grids import parse_moves
+from palestra.envs.text.grid.grid import parse_moves
 
 GAMES = {
     "sokoban 4x4": ("sokoban", {"size": 4}),

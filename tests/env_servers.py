@@ -15,12 +15,12 @@ from typing import Any
 
 import grpc
 
-from palestra.remote import SERVICE
-from palestra.remote import envs_pb2 as pb
-from palestra.remote.lanes import metadata
-from palestra.remote.place import place_of
+from palestra.remote.envs import SERVICE
+from palestra.remote.envs import envs_pb2 as pb
+from palestra.remote.envs.address import parse_env_servers
+from palestra.remote.envs.connection import auth_metadata
 
-PALESTRA = [sys.executable, "-c", "from palestra.cli import app; app()"]
+PALESTRA = [sys.executable, "-c", "from palestra.cli.main import app; app()"]
 
 
 class EnvServer:
@@ -74,7 +74,7 @@ def describe(address: str, **kind: Any) -> pb.Description:
     """What any gRPC client is told."""
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(f"/{SERVICE}/Describe", pb.Kind.SerializeToString, pb.Description.FromString)
-        told: pb.Description = call(pb.Kind(**kind), timeout=10, metadata=metadata(place_of([address])))
+        told: pb.Description = call(pb.Kind(**kind), timeout=10, metadata=auth_metadata(parse_env_servers([address])))
         return told
 
 

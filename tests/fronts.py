@@ -10,17 +10,17 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from palestra.service.app import create_app
-from palestra.service.context import Context
-from palestra.service.store import Done
-from palestra.service.tables import Change, checkpoints, requests
-from palestra.service.vault import TinkerPath
+from palestra.service.api.app import create_app
+from palestra.service.api.state import ServiceContext
+from palestra.service.storage.store import StoredAnswer
+from palestra.service.storage.tables import RowUpdate, checkpoints, requests
+from palestra.service.storage.weight_store import TinkerPath
 
 
 class Front:
     """A front end that is asked in process, by the holder of `key`."""
 
-    def __init__(self, context: Context, root_path: str = "") -> None:
+    def __init__(self, context: ServiceContext, root_path: str = "") -> None:
         self.context, self.app = context, create_app(context, root_path=root_path)
         self.keys: dict[str, str] = {}
 
@@ -42,7 +42,7 @@ class Front:
 
     def take(self) -> Any:
         """The one request that waits for the worker."""
-        (row,) = self.context.store.take()
+        (row,) = self.context.store.take_queued()
         return row
 
     def row(self, request_id: str) -> Any:
@@ -50,7 +50,7 @@ class Front:
         return row
 
     def answer(self, row: Any, **values: Any) -> None:
-        self.context.store.finish([Done.json(row.id, **values)])
+        self.context.store.write_answers([StoredAnswer.json(row.id, **values)])
 
     def model(self, session: str = "mine", number: int = 0, of: str = "", **lora: Any) -> str:
         """The id of a new model, whose creation is answered."""
@@ -67,12 +67,12 @@ class Front:
             (folder / "adapter_config.json").write_text('{"r": 4}')
             (folder / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 10)
 
-        folder, size = self.context.vault.write(fill)
+        folder, size = self.context.weight_store.write(fill)
         path = TinkerPath(model, kind, name)
         lora = {"rank": 4, "seed": None, "train_mlp": True, "train_attn": True, "train_unembed": True}
         values = {"path": str(path), "owner": of, "run": model, "kind": kind, "base": "tiny", "lora": lora}
         values |= {"folder": folder, "size": size, "created": 1.0, "expires": None, "public": False, "info": {}}
-        self.context.store.apply(Change.put(checkpoints, values))
+        self.context.store.apply_updates(RowUpdate.upsert(checkpoints, values))
         return str(path)
 
 

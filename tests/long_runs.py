@@ -53,13 +53,15 @@ def _log(run: Run, rng: random.Random, step: int, solved: float) -> None:
             "grad_norm": rng.random(),
             "loss": rng.gauss(0, 0.1),
         }
-        run.log(step, seat, figures)
-        run.time(step, seat, {"rollout_s": 1.0, "train_s": 0.5, "tokens_per_s": 3000 + 100 * rng.random()})
+        run.log_metrics(step, seat, figures)
+        run.log_timings(step, seat, {"rollout_s": 1.0, "train_s": 0.5, "tokens_per_s": 3000 + 100 * rng.random()})
     success = min(1.0, max(0.0, rng.gauss(solved, 0.1)))
-    run.log(step, TEAM, {"success": success, "steps_per_episode": 2.0, "team_return": 2 * success, "episodes": 10.0})
-    run.time(step, TEAM, {"rollout_s": 1.0, "train_s": 1.0, "tokens_per_s": 6000 + 100 * rng.random()})
+    run.log_metrics(
+        step, TEAM, {"success": success, "steps_per_episode": 2.0, "team_return": 2 * success, "episodes": 10.0}
+    )
+    run.log_timings(step, TEAM, {"rollout_s": 1.0, "train_s": 1.0, "tokens_per_s": 6000 + 100 * rng.random()})
     if step % 500 == 0:
-        run.eval(step, "dev", {"success": solved, "episodes": 100.0, "steps_per_episode": 2.0})
+        run.log_eval(step, "dev", {"success": solved, "episodes": 100.0, "steps_per_episode": 2.0})
 
 
 def _episode(rng: random.Random, seed: int, step: int, solved: float) -> Episode:

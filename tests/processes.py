@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PALESTRA = [sys.executable, "-c", "from palestra.cli import app; app()"]
+PALESTRA = [sys.executable, "-c", "from palestra.cli.main import app; app()"]
 PUBLIC = "Qwen/Qwen3-0.6B"
 
 

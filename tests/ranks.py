@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from palestra.engine.checkpoints import load_trainer, save_trainer
+from palestra.engine.distributed import ProcessGroup, join_process_group, leave_process_group
+from palestra.engine.fsdp import full_tensor, local_shard, shard_engine
 from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.ranks import Ranks, here, leave
-from palestra.engine.sharded import full, own, shard
-from palestra.engine.trainer import MIXED, AdamConfig, Trainer
+from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Trainer
 from palestra.losses.policy import actor_critic_loss
 from palestra.testing import tiny_lm
 from palestra.types import Sample
 
-ADAM = AdamConfig(lr=1e-3, grad_clip=0.5)
+ADAM = AdamConfig(lr=1e-3, max_grad_norm=0.5)
 
 
 def together(count: int, work: str, *arguments: object, timeout: float = 240) -> str:
@@ -70,15 +70,21 @@ def batch(seed: int, groups: int = 5) -> list[Sample]:
 
 
 def trainer(
-    kind: str, mode: str, ranks: Ranks, *, precision="auto", checkpointing=False, tied=True, **shape
+    kind: str, mode: str, ranks: ProcessGroup, *, precision="auto", checkpointing=False, tied=True, **shape
 ) -> Trainer:
     """A trainer with a critic on a small model whose sizes do not divide by the number of ranks."""
     engine = tiny_lm(1, initializer_range=0.2, intermediate_size=101, vocab_size=271, tie_word_embeddings=tied, **shape)
-    if mode == "fsdp" and ranks.size > 1:
-        shard(engine, ranks, "cpu", train=kind == "full", mixed=MIXED.get(precision) if kind == "full" else None)
-    adapter = None if kind == "full" else Adapter(engine.linears, LoraConfig(rank=4), seed=3)
+    if mode == "fsdp" and ranks.world_size > 1:
+        shard_engine(
+            engine,
+            ranks,
+            "cpu",
+            train=kind == "full",
+            autocast_dtype=AUTOCAST_DTYPES.get(precision) if kind == "full" else None,
+        )
+    adapter = None if kind == "full" else Adapter(engine.linear_layers, LoraConfig(rank=4), seed=3)
     return Trainer(
-        engine, adapter, pack_tokens=60, precision=precision, checkpointing=checkpointing, critic=True, ranks=ranks
+        engine, adapter, pack_tokens=60, precision=precision, checkpointing=checkpointing, critic=True, group=ranks
     )
 
 
@@ -95,7 +101,7 @@ def train(learner: Trainer, steps: range, groups: int = 5) -> list[dict[str, flo
 
 def state(learner: Trainer, figures: list[dict[str, float]]) -> dict[str, np.ndarray]:
     """What was learned: the weights, what they say of other samples, and the figures of the way there."""
-    weights = {f"weight {i}": full(own(p), p).detach().numpy() for i, p in enumerate(learner.parameters)}
+    weights = {f"weight {i}": full_tensor(local_shard(p), p).detach().numpy() for i, p in enumerate(learner.parameters)}
     logps, values = learner.logprobs(batch(99)), learner.values(batch(99))
     told = {f"{name} {i}": np.array(value) for i, line in enumerate(figures) for name, value in line.items()}
     return weights | told | {"logps": np.concatenate(logps), "values": np.concatenate(values)}
@@ -105,7 +111,7 @@ def kept_bytes(learner: Trainer) -> int:
     """Bytes of all weights (the base's too) and of the optimizer's state that this rank keeps."""
     weights = {id(p): p for p in [*learner.engine.model.parameters(), *learner.parameters]}.values()
     slots = [t for one in learner.optimizer.state.values() for t in one.values()]
-    return sum(t.numel() * t.element_size() for t in [*(own(w) for w in weights), *slots])
+    return sum(t.numel() * t.element_size() for t in [*(local_shard(w) for w in weights), *slots])
 
 
 # ---- what ranks do
@@ -113,33 +119,33 @@ def kept_bytes(learner: Trainer) -> int:
 
 def steps(out: str, count: str, groups: str, *cases: str) -> None:
     """Trains each case (`kind,mode,checkpointing,tied`) and leaves what came of it in OUT/CASE.npz."""
-    ranks = here()
+    ranks = join_process_group()
     for case in cases:
         kind, mode, checkpointing, tied = case.split(",")
         learner = trainer(kind, mode, ranks, checkpointing=checkpointing == "again", tied=tied == "tied")
         found = state(learner, train(learner, range(int(count)), int(groups)))
-        if ranks.first:
+        if ranks.is_rank_zero:
             np.savez(Path(out) / f"{case}.npz", **found)
 
 
 def half(out: str, *cases: str) -> None:
     """As `steps`, in half precision: each case is `kind,mode,precision`."""
-    ranks = here()
+    ranks = join_process_group()
     for case in cases:
         kind, mode, precision = case.split(",")
         learner = trainer(kind, mode, ranks, precision=precision)
-        if learner.scale:
-            learner.scale.value = 2.0**10  # the first one does not fit, on this model
+        if learner.loss_scale:
+            learner.loss_scale.value = 2.0**10  # the first one does not fit, on this model
         found = state(learner, train(learner, range(3)))
-        assert {leaf.dtype for leaf in learner.leaves} == {torch.float32}
-        if learner.scale:  # one rank's gradients do not fit: all leave the step out
-            before = [own(p).detach().clone() for p in learner.parameters]
-            learner.scale.value = 2.0**40 if ranks.rank == ranks.size - 1 else 1.0
+        assert {leaf.dtype for leaf in learner.local_parameters} == {torch.float32}
+        if learner.loss_scale:  # one rank's gradients do not fit: all leave the step out
+            before = [local_shard(p).detach().clone() for p in learner.parameters]
+            learner.loss_scale.value = 2.0**40 if ranks.rank == ranks.world_size - 1 else 1.0
             learner.forward_backward(batch(5), actor_critic_loss)
-            learner.scale.value = 2.0**40
+            learner.loss_scale.value = 2.0**40
             assert learner.optim_step(ADAM)["skipped"] == 1.0
-            assert all(torch.equal(own(p), b) for p, b in zip(learner.parameters, before, strict=True))
-        if ranks.first:
+            assert all(torch.equal(local_shard(p), b) for p, b in zip(learner.parameters, before, strict=True))
+        if ranks.is_rank_zero:
             np.savez(Path(out) / f"{case}.npz", **found)
 
 
@@ -147,34 +153,34 @@ def save(folder: str, *cases: str) -> None:
     """Three steps of each case (`kind,mode`), and a checkpoint in FOLDER/KIND-MODE."""
     for case in cases:
         kind, mode = case.split(",")
-        learner = trainer(kind, mode, here())
+        learner = trainer(kind, mode, join_process_group())
         train(learner, range(3))
         save_trainer(Path(folder) / f"{kind}-{mode}", learner)
 
 
 def go_on(folder: str, out: str, *cases: str) -> None:
     """Two more steps from the checkpoint of each case (`kind,mode,mode that saved it`)."""
-    ranks = here()
+    ranks = join_process_group()
     for case in cases:
         kind, mode, saved = case.split(",")
         learner = trainer(kind, mode, ranks)
         load_trainer(Path(folder) / f"{kind}-{saved}", learner)
         found = state(learner, train(learner, range(3, 5)))
-        if ranks.first:
+        if ranks.is_rank_zero:
             np.savez(Path(out) / f"{case}.npz", **found)
 
 
 def memory(*kinds: str) -> None:
     """Prints the most bytes that a rank keeps of each kind, sharded."""
-    ranks = here()
+    ranks = join_process_group()
     for kind in kinds:
         learner = trainer(kind, "fsdp", ranks)
         train(learner, range(1))
-        kept = max(ranks.gather(kept_bytes(learner)))
-        if ranks.first:
+        kept = max(ranks.all_gather(kept_bytes(learner)))
+        if ranks.is_rank_zero:
             print(kind, kept)
 
 
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
-    leave()
+    leave_process_group()

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from palestra.algorithms.vector.off_policy import OffPolicy, OffPolicyConfig
+from palestra.algorithms.vector.off_policy import OffPolicyConfig, OffPolicyLearner
 from palestra.envs.vector.base import Discrete, VectorEnv
 from palestra.learners.nets import NetPolicyConfig
 from palestra.nets.layers import Net
-from palestra.nets.replay import Moves
+from palestra.nets.replay import TransitionBatch
 
 SMALL = NetPolicyConfig(hidden=[16], activation="relu")
 UP = 100.0  # keeps what a hidden unit passes on above zero
@@ -25,8 +25,10 @@ def made(
 ) -> Any:
     """A learner; one policy "p" at all seats unless `seats` says otherwise."""
     seats = seats or {"p": list(range(len(env.seats)))}
-    learner = config.learner(env, seats, dict.fromkeys(seats, policy), {name: i + 1 for i, name in enumerate(seats)})
-    assert isinstance(learner, OffPolicy)
+    learner = config.build_learner(
+        env, seats, dict.fromkeys(seats, policy), {name: i + 1 for i, name in enumerate(seats)}
+    )
+    assert isinstance(learner, OffPolicyLearner)
     return learner
 
 
@@ -34,23 +36,23 @@ def noise(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def moments(env: VectorEnv, rows: int, **changes: torch.Tensor) -> Moves:
+def moments(env: VectorEnv, rows: int, **changes: torch.Tensor) -> TransitionBatch:
     """Moments of the env's shapes in which all seats act, zeros but for `changes`."""
-    N, space = len(env.seats), env.actions[0]
+    N, space = len(env.seats), env.action_spaces[0]
     zeros, discrete = torch.zeros(rows, N), isinstance(space, Discrete)
     fields: dict[str, Any] = {
-        "obs": torch.zeros(rows, N, *env.views[0]),
+        "obs": torch.zeros(rows, N, *env.observation_shapes[0]),
         "actions": zeros.long() if discrete else zeros[..., None],
         "rewards": zeros,
         "discounts": zeros,
         "weight": torch.ones(rows, N),
-        "acting": torch.ones(rows, N, dtype=torch.bool),
-        "legal": torch.ones(rows, N, space.n, dtype=torch.bool) if isinstance(space, Discrete) else None,
+        "agent_mask": torch.ones(rows, N, dtype=torch.bool),
+        "action_mask": torch.ones(rows, N, space.n, dtype=torch.bool) if isinstance(space, Discrete) else None,
         "state": torch.zeros(rows, env.state_size) if env.state_size else None,
         "index": torch.arange(rows),
     }
-    following = {f"next_{name}": fields[name] for name in ("obs", "acting", "legal", "state")}
-    return Moves(**fields | following | changes)
+    following = {f"next_{name}": fields[name] for name in ("obs", "agent_mask", "action_mask", "state")}
+    return TransitionBatch(**fields | following | changes)
 
 
 def constant(net: Net, outputs: Sequence[Sequence[float]]) -> None:

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from palestra.builders.text_config import TextConfig
 from palestra.config import validate
-from palestra.engine.checkpoints import load_full
+from palestra.engine.checkpoints import load_full_model
 from palestra.engine.models import Engine
-from palestra.recipe import Config
-from palestra.runs import checkpoints, read_lines
+from palestra.runs import list_checkpoints, read_lines
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-SHORT = ["steps=4", "episodes=6", "checkpoint_every=1", "exams.dev.episodes=6", "exams.dev.every=2"]
-SHORT += ["exams.test.episodes=5", "algorithm.k=4"]
-FULL = {"planner": "{type: full, base: tiny, lr: 1e-4, batch: 40, pack_tokens: 900, sampling: {max_tokens: 9}}"}
+SHORT = ["steps=4", "episodes=6", "checkpoint_every=1", "evals.dev.episodes=6", "evals.dev.every=2"]
+SHORT += ["evals.test.episodes=5", "algorithm.group_size=4"]
+FULL = {
+    "planner": "{type: full, base: tiny, lr: 1e-4, batch_size: 40, micro_batch_tokens: 900, sampling: {max_tokens: 9}}"
+}
 
 
 def start(folder, ranks, *arguments):
@@ -112,7 +114,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on(tmp_path, whole):
     began = time.monotonic()
     assert process.wait(timeout=120) != 0 and time.monotonic() - began < 60
     process.communicate()
-    assert checkpoints(run)
+    assert list_checkpoints(run)
     finish(start(tmp_path, 4, "--resume", run))
     assert_same_run(run, whole)
 
@@ -124,8 +126,8 @@ def test_full_models_train_in_parts_and_are_read_whole(tmp_path):
     finish(start(tmp_path, 2, *demo(*changes, "parallel=fsdp", name="parted")))
     run = tmp_path / "runs" / "parted"
     assert_same_run(run, tmp_path / "runs" / "one")
-    engine, folder = Engine.load("tiny", device="cpu"), checkpoints(run)[-1].path / "planner"
-    load_full(folder, engine)
+    engine, folder = Engine.load("tiny", device="cpu"), list_checkpoints(run)[-1].path / "planner"
+    load_full_model(folder, engine)
     said = subprocess.run(
         [sys.executable, "-m", "palestra", "eval", str(run), "--episodes", "4"],
         cwd=tmp_path,
@@ -149,4 +151,4 @@ def test_what_all_ranks_find_wrong_one_says(tmp_path):
 def test_ranks_share_no_run_that_plays_ahead_or_trains_elsewhere(line):
     policies = {"default": {"type": "lora"}}
     with pytest.raises(ValueError, match="parallel: ddp"):
-        validate(Config, {"env": {"type": "plan_path"}, "policies": policies, "parallel": "ddp"} | line)
+        validate(TextConfig, {"env": {"type": "plan_path"}, "policies": policies, "parallel": "ddp"} | line)

@@ -9,15 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import palestra
-from palestra.chat import assistant, templated
+from palestra.builders.engines import Engines
+from palestra.builders.text import make_episode_runner, make_policy
+from palestra.builders.text_config import TextConfig
+from palestra.chat import parse_assistant_message, to_template_message
 from palestra.config import validate
-from palestra.engines import Engines
 from palestra.envs import make_env
-from palestra.envs.text.grids import DIRECTIONS
-from palestra.recipe import Config
-from palestra.rollouts.figures import summary
-from palestra.setup import make_arena, make_policy
-from palestra.train import evaluate
+from palestra.envs.text.grid.grid import DIRECTIONS
+from palestra.rollouts.metrics import episode_metrics
+from palestra.training.loop import evaluate
 
 TINY = Path(palestra.__file__).parent / "bases" / "tiny"
 WORDS = [*DIRECTIONS, "size", "you", "box", "goal", "walls", "plan", "none", "sokoban", "path", "planner", "executor"]
@@ -79,7 +79,7 @@ SPOKEN = {  # what an expert says, in tokens at the most, and the longest that i
     "math": ({"kinds": ["arithmetic"], "difficulty": 2}, 12, 40),
     "code": ({"source": "drills"}, 40, 40),
     "debate": ({"source": "drills", "rounds": 1}, 24, 60),
-    "tools": ({"world": "drills"}, 60, 40),
+    "tools": ({"task_source": "drills"}, 60, 40),
     "sudoku": ({"size": 4}, 30, 60),
     "guess_number": ({}, 6, 20),
 }
@@ -105,10 +105,10 @@ def test_a_call_is_written_as_it_is_read(words):
     said_by_hand = '<tool_call>{"name": "search", "arguments": {"query": "arle"}}</tool_call>'
     chat = [
         {"role": "user", "content": "arle people"},
-        assistant(said_by_hand),
+        parse_assistant_message(said_by_hand),
         {"role": "tool", "tool_call_id": "call_0", "content": "arle 512"},
     ]
-    prompt = words.apply_chat_template(list(map(templated, chat)), add_generation_prompt=True, tokenize=False)
+    prompt = words.apply_chat_template(list(map(to_template_message, chat)), add_generation_prompt=True, tokenize=False)
     assert prompt == f"<|user|>arle people<|end|><|assistant|>{said_by_hand}<|end|><|tool|>arle 512<|end|><|assistant|>"
     assert words.decode(words.encode(said_by_hand), skip_special_tokens=True) == said_by_hand
 
@@ -117,11 +117,11 @@ def test_the_base_for_tasks_is_small_and_takes_part():
     assert sum(file.stat().st_size for file in TASKS.iterdir()) <= 8_000_000
     config = {"env": {"type": "math", "kinds": ["arithmetic"], "difficulty": 1, "team": "single", **COMPACT}}
     config["policies"] = {"reasoner": {"type": "frozen", "base": "tasks", "sampling": {"max_tokens": 8}}}
-    setup = validate(Config, config)
+    setup = validate(TextConfig, config)
     arena, seats = (
-        make_arena(setup.env, "dev"),
+        make_episode_runner(setup.env, "dev"),
         {"reasoner": make_policy("r", setup.policies["reasoner"], Engines("cpu", 64))},
     )
     played = asyncio.run(evaluate(arena, seats, 60, 0))
-    assert summary(played)["failed"] == 0
-    assert sum(bool(node.invalid("reasoner")) for episode in played for node in episode.nodes) < 20
+    assert episode_metrics(played)["failed"] == 0
+    assert sum(bool(node.is_invalid("reasoner")) for episode in played for node in episode.nodes) < 20

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.chat import (
-    Call,
     Chat,
-    assistant,
-    calls_of,
-    goes_on,
-    read_call,
-    said,
-    same,
-    spelled,
-    templated,
+    ToolCall,
+    messages_after,
+    parse_assistant_message,
+    parse_tool_call,
+    render_message,
+    render_tool_call,
+    same_message,
+    to_template_message,
+    tool_calls_of,
     with_system,
 )
 
@@ -27,27 +27,29 @@ ADD = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
 
 def test_a_call_is_read_as_openai_has_it():
-    message = assistant(f"let me see {ADD}")
+    message = parse_assistant_message(f"let me see {ADD}")
     assert message["content"] == "let me see"
     (call,) = message["tool_calls"]
     assert call["type"] == "function" and call["function"]["name"] == "add"
     assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": 3}
-    assert calls_of(message) == [Call("add", {"a": 2, "b": 3})]
+    assert tool_calls_of(message) == [ToolCall("add", {"a": 2, "b": 3})]
 
 
 @pytest.mark.parametrize("text", ["plain", "<tool_call>", "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>"])
 def test_what_is_no_call_stays_text(text):
-    assert assistant(text) == {"role": "assistant", "content": text}
+    assert parse_assistant_message(text) == {"role": "assistant", "content": text}
 
 
 def test_a_call_may_lack_its_end():
     """Where sampling stops at the closing tag, the tag is cut off."""
-    assert calls_of(assistant(ADD.removesuffix("</tool_call>"))) == [Call("add", {"a": 2, "b": 3})]
+    assert tool_calls_of(parse_assistant_message(ADD.removesuffix("</tool_call>"))) == [
+        ToolCall("add", {"a": 2, "b": 3})
+    ]
 
 
 @pytest.mark.parametrize("text", ['{"arguments": {}}', '{"name": 3}', '{"name": "x", "arguments": 3}', "[" * 10_000])
 def test_calls_that_are_none(text):
-    assert read_call(text) is None
+    assert parse_tool_call(text) is None
 
 
 NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1)
@@ -56,32 +58,32 @@ VALUES = st.dictionaries(NAMES, st.one_of(st.integers(), st.text(), st.booleans(
 
 @given(st.lists(st.tuples(NAMES, VALUES), max_size=3))
 def test_saying_and_reading_are_inverse(calls):
-    message = assistant("\n".join(spelled(*call) for call in calls))
-    assert calls_of(message) == [Call(*call) for call in calls]
-    assert same(assistant(said(message)), message)
+    message = parse_assistant_message("\n".join(render_tool_call(*call) for call in calls))
+    assert tool_calls_of(message) == [ToolCall(*call) for call in calls]
+    assert same_message(parse_assistant_message(render_message(message)), message)
 
 
 def test_the_same_message_in_a_programs_own_words():
-    ours = assistant(ADD)
+    ours = parse_assistant_message(ADD)
     theirs = ours | {"content": None, "refusal": None, "tool_calls": [{**ours["tool_calls"][0], "id": "call_abc"}]}
-    assert same(ours, theirs)
-    assert not same(ours, assistant(ADD.replace("3", "4")))
-    assert not same(ASK, {"role": "system", "content": "2 + 3?"})
-    assert same(ASK, {"role": "user", "content": [{"type": "text", "text": "2 + 3?"}]})
+    assert same_message(ours, theirs)
+    assert not same_message(ours, parse_assistant_message(ADD.replace("3", "4")))
+    assert not same_message(ASK, {"role": "system", "content": "2 + 3?"})
+    assert same_message(ASK, {"role": "user", "content": [{"type": "text", "text": "2 + 3?"}]})
 
 
 def test_a_conversation_goes_on_from_an_answer():
     first, result = Chat((ASK,)), {"role": "tool", "tool_call_id": "call_0", "content": "5"}
-    later = Chat((ASK, assistant(ADD), result))
-    assert goes_on(later, first, ADD) == (result,)
-    assert goes_on(later, first, "5") is None
-    assert goes_on(Chat((ASK, assistant(ADD))), first, ADD) is None
-    assert goes_on(Chat(later.messages, ({"type": "function"},)), first, ADD) is None
-    assert goes_on(Chat(({"role": "user", "content": "?"}, *later.messages[1:])), first, ADD) is None
+    later = Chat((ASK, parse_assistant_message(ADD), result))
+    assert messages_after(later, first, ADD) == (result,)
+    assert messages_after(later, first, "5") is None
+    assert messages_after(Chat((ASK, parse_assistant_message(ADD))), first, ADD) is None
+    assert messages_after(Chat(later.messages, ({"type": "function"},)), first, ADD) is None
+    assert messages_after(Chat(({"role": "user", "content": "?"}, *later.messages[1:])), first, ADD) is None
 
 
 def test_templates_read_arguments_as_mappings():
-    shown = templated(assistant(ADD) | {"content": None, "refusal": None})
+    shown = to_template_message(parse_assistant_message(ADD) | {"content": None, "refusal": None})
     assert shown["content"] == "" and "refusal" not in shown
     assert shown["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
 

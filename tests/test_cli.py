@@ -11,9 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from palestra.cli import app
+from palestra.cli.main import app
 from palestra.config import parse, validate
-from palestra.runs import Run, checkpoints, read_lines
+from palestra.runs import Run, list_checkpoints, read_lines
 
 SCRIPT = Path(sys.executable).parent / "palestra"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -38,8 +38,8 @@ def write_config(folder, base, **changes):
         "episodes": 4,
         "env": {"type": "toys:Whisper"},
         "policies": {"guide": speech, "walker": speech},
-        "algorithm": {"type": "grpo", "k": 3},
-        "exams": {"dev": {"episodes": 5}},
+        "algorithm": {"type": "grpo", "group_size": 3},
+        "evals": {"dev": {"episodes": 5}},
     }
     path = folder / "short.yaml"
     path.write_text(yaml.safe_dump(tree | changes))
@@ -73,7 +73,7 @@ def test_help_lists_the_commands():
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys, palestra.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, palestra.cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -106,7 +106,7 @@ def test_brackets_in_a_message_are_not_markup(base, tmp_path):
     config = write_config(tmp_path, base)
     message = refused("train", config, "--set", "policies.guide.base=/models/[/red][bold]x")
     assert "/models/[/red][bold]x" in message
-    assert "'gate_proj'" in refused("train", config, "--set", "policies.guide.targets=gate")
+    assert "'gate_proj'" in refused("train", config, "--set", "policies.guide.target_modules=gate")
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_dry_run_prints_the_resolved_config_and_leaves_nothing(base, tmp_path):
     set_system = f"policies.guide.system={json.dumps(system, ensure_ascii=False)}"
     done = palestra("train", config, "--dry-run", "--root", tmp_path / "runs", "--set", "steps=7", "--set", set_system)
     assert done.exit_code == 0 and not (tmp_path / "runs").exists()
-    from palestra.recipe import Config
+    from palestra.builders.text_config import TextConfig
 
-    resolved = validate(Config, parse(done.stdout))
+    resolved = validate(TextConfig, parse(done.stdout))
     assert resolved.steps == 7 and resolved.policies["guide"].system == system
     assert resolved.policies["walker"].rank == 8  # defaults are written out
     assert "rank: 8" in done.stdout
@@ -178,13 +178,13 @@ def test_training_leaves_a_picture_a_table_and_the_logs(run):
     assert {line["policy"] for line in read_lines(path / "metrics.jsonl")} == {"guide", "walker", "team"}
     timed = [(line["step"], line["policy"]) for line in read_lines(path / "timings.jsonl")]
     assert timed == [(step, who) for step in range(3) for who in ("guide", "walker", "team")]
-    assert checkpoints(path)[-1].step == 2
+    assert list_checkpoints(path)[-1].step == 2
     meta = json.loads((path / "meta.json").read_text())
     assert meta["seed"] == 0 and meta["palestra"]
 
 
 def test_settings_are_part_of_the_runs_config(base, tmp_path):
-    config = write_config(tmp_path, base, exams={})
+    config = write_config(tmp_path, base, evals={})
     for name in ("mine", "mine-2"):  # a name taken is not written over
         settings = ("--set", "steps=1", "--set", "seed=5", "--name", "mine", "--root", tmp_path)
         assert palestra("train", config, *settings).exit_code == 0
@@ -222,7 +222,7 @@ def test_a_failure_is_shown_as_it_is_and_training_goes_on(base, tmp_path, monkey
 def test_the_installed_command_finds_an_env_beside_the_config(base, tmp_path):
     """A real process, in the user's folder, with the user's own env."""
     shutil.copy(Path(__file__).parent / "toys.py", tmp_path / "my_envs.py")
-    write_config(tmp_path, base, env={"type": "my_envs:Whisper"}, steps=1, exams={})
+    write_config(tmp_path, base, env={"type": "my_envs:Whisper"}, steps=1, evals={})
     done = subprocess.run([SCRIPT, "train", "short.yaml"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs" / "short" / "curves.png").exists()

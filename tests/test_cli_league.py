@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from palestra.cli import app
-from palestra.population_reports import read_record
+from palestra.cli.main import app
+from palestra.report.population_data import read_record
 from palestra.runs import read_lines
 
 CONFIG = Path(__file__).parent.parent / "configs/populations/rps_league.yaml"
-SMALL = ["slices=2", "least=1", "most=1", "env_steps=1024", "league_exploiters=0", "games=0"]
+SMALL = ["slices=2", "min_slices=1", "max_slices=1", "env_steps=1024", "league_exploiters=0", "games_per_cell=0"]
 
 
 def palestra(*arguments):

@@ -9,9 +9,9 @@ import yaml
 from test_cli import plain
 from typer.testing import CliRunner
 
-from palestra.cli import app
-from palestra.episodes import load_episodes, read_episodes
-from palestra.web.endpoint import Session
+from palestra.cli.main import app
+from palestra.runs.episodes import load_episodes, read_episodes
+from palestra.web.chat_server import ChatSession
 
 WHISPER = "toys:Whisper"
 
@@ -33,7 +33,7 @@ def config(base, tmp_path_factory):
 @pytest.fixture
 def server():
     """An endpoint that answers every call with the last letter it was asked."""
-    session = Session(["echo"], lambda asked: asked.answer.set_result(asked.chat.messages[-1]["content"][-1]))
+    session = ChatSession(["echo"], lambda asked: asked.answer.set_result(asked.chat.messages[-1]["content"][-1]))
     yield session
     session.close()
 

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, field_validator
 
-from palestra.config import Strict, dump, load, override, parse, validate
+from palestra.config import StrictModel, dump, load, override, parse, validate
 
 
-class Ppo(Strict):
+class Ppo(StrictModel):
     type: Literal["ppo"] = "ppo"
     clip: float = 0.2
     epochs: int = Field(4, ge=1)
 
 
-class Grpo(Strict):
+class Grpo(StrictModel):
     type: Literal["grpo"] = "grpo"
     group: int = 8
     keep: Literal["best", "all"] = "all"
@@ -35,18 +35,18 @@ class Grpo(Strict):
 AnyAlgorithm = Annotated[Ppo | Grpo, Field(discriminator="type")]
 
 
-class Lora(Strict):
+class Lora(StrictModel):
     rank: int = 8
     targets: list[str] = ["q", "v"]
 
 
-class Member(Strict):
+class Member(StrictModel):
     lora: Lora = Lora()
     model_path: str | None = None
     algorithm: AnyAlgorithm | None = None
 
 
-class Config(Strict):
+class Config(StrictModel):
     steps: int
     lr: float = 1e-4
     algorithm: AnyAlgorithm = Ppo()

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from palestra.cli import app
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
+from palestra.builders.vector import VectorConfig, build_vector_run, run_vector_training
+from palestra.cli.main import app
 from palestra.config import dump, load, override, parse, validate
 from palestra.envs import make_env
-from palestra.envs.text.splits import split_of
+from palestra.envs.text.splits import split_of_layout
+from palestra.launch.population import PopulationConfig, build_population, run_population
 from palestra.populations import scheduler
-from palestra.recipe import Config
 from palestra.runs import Run, read_lines
-from palestra.setup import build
-from palestra.setup_games import GamesConfig, build_games, run_games
-from palestra.setup_population import PopulationConfig, build_population, run_population
-from palestra.train import Watcher, run_training
+from palestra.training.loop import Callback, run_training
 
 ROOT = Path(__file__).parent.parent
 GAMES = sorted((ROOT / "configs/games").rglob("*.yaml"))
@@ -24,17 +24,17 @@ POPULATIONS = sorted((ROOT / "configs/populations").rglob("*.yaml"))
 CONFIGS = sorted({*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")} - {*GAMES, *POPULATIONS})
 ABSENT = {"jaxmarl"}  # envs of packages that have a venv of their own: `make test-envs`
 SHORT = {  # of a plan, as little as shows all of it
-    "psro": {"iterations": 2, "env_steps": 1, "slices": 1, "games": 8, "adaptive": 0},
-    "xdo": {"iterations": 2, "env_steps": 1, "rounds": 10, "stop": 0.0},
-    "self_play": {"slices": 2, "env_steps": 1, "games": 8},
-    "league": {"slices": 1, "env_steps": 1, "games": 8},
+    "psro": {"iterations": 2, "env_steps": 1, "slices": 1, "games_per_cell": 8, "adaptive_games": 0},
+    "xdo": {"iterations": 2, "env_steps": 1, "cfr_iterations": 10, "stop_nash_conv": 0.0},
+    "self_play": {"slices": 2, "env_steps": 1, "games_per_cell": 8},
+    "league": {"slices": 1, "env_steps": 1, "games_per_cell": 8},
     "pbt": {"slices": 1, "env_steps": 1},
 }
 
 
 def success(folder, settings=()):
     """(before, after) on the config's test layouts."""
-    config = validate(Config, override(load(ROOT / "configs/demo.yaml"), settings))
+    config = validate(TextConfig, override(load(ROOT / "configs/demo.yaml"), settings))
     with Run.create(folder, dump(config), "demo") as run:
         assert run_training(build(config), run)
     scores = [line["success"] for line in read_lines(folder / "demo/evals.jsonl") if line["name"] == "test"]
@@ -43,8 +43,8 @@ def success(folder, settings=()):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_config_builds(path):
-    config = validate(Config, load(path))
-    assert build(config).learners and validate(Config, load(path)) == config
+    config = validate(TextConfig, load(path))
+    assert build(config).learners and validate(TextConfig, load(path)) == config
 
 
 def playable(path):
@@ -68,17 +68,17 @@ def shown(path, folder, monkeypatch):
 @pytest.mark.parametrize("path", list(map(playable, GAMES)), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_game_trains(path, tmp_path, monkeypatch):
     """Two sweeps, and what is learned from them; the exams before and after."""
-    config = validate(GamesConfig, load(path))
+    config = validate(VectorConfig, load(path))
     settings = shown(path, tmp_path, monkeypatch)
-    sweep = config.algorithm.horizon * config.env["games"]
-    settings += [f"env_steps={2 * sweep}", *(f"exams.{name}.episodes=4" for name in config.exams)]
-    settings += ["algorithm.warmup=1"] if hasattr(config.algorithm, "warmup") else []
-    changed = validate(GamesConfig, override(load(path), settings))
-    setup = build_games(changed)
+    sweep = config.algorithm.rollout_length * config.env["num_envs"]
+    settings += [f"env_steps={2 * sweep}", *(f"evals.{name}.episodes=4" for name in config.evals)]
+    settings += ["algorithm.learning_starts=1"] if hasattr(config.algorithm, "learning_starts") else []
+    changed = validate(VectorConfig, override(load(path), settings))
+    setup = build_vector_run(changed)
     with Run.create(tmp_path, dump(changed), "game") as run:
-        assert run_games(setup, run, Watcher())
+        assert run_vector_training(setup, run, Callback())
     exams = read_lines(tmp_path / "game/evals.jsonl")
-    assert [line["step"] for line in exams if line["name"] == next(iter(config.exams))] == [-1, setup.steps - 1]
+    assert [line["step"] for line in exams if line["name"] == next(iter(config.evals))] == [-1, setup.steps - 1]
     figures = [line for line in read_lines(tmp_path / "game/metrics.jsonl") if line["policy"] != "team"]
     assert all(any(key.endswith(("loss", "nll")) for key in line) for line in figures)
 
@@ -95,13 +95,13 @@ def test_every_population_trains(path, tmp_path):
         config = validate(PopulationConfig, override(tree, [*short, "backend={type: inline}"]))
         setup = build_population(config)
         with Run.create(tmp_path, dump(config), "population") as run:
-            assert run_population(setup, run, scheduler.Watcher())
+            assert run_population(setup, run, scheduler.PlanCallback())
         assert setup.plan.summary()["members"] >= 3
 
 
 def test_the_demos_team_learns_in_a_few_steps(tmp_path):
     """A fifth of the demo: 16 of its steps, fewer episodes."""
-    settings = ["steps=16", "episodes=24", "exams.dev.episodes=1", "exams.dev.every=0", "exams.test.episodes=150"]
+    settings = ["steps=16", "episodes=24", "evals.dev.episodes=1", "evals.dev.every=0", "evals.test.episodes=150"]
     before, after = success(tmp_path, settings)
     assert before <= 0.30 and after >= before + 0.25, (before, after)
 
@@ -120,7 +120,7 @@ def test_the_demos_layouts_are_apart():
         env = make_env(**(options | {"split": split}))
         for seed in range(100):
             env.reset(seed)
-            assert split_of(env.size, env.instance.groups) == split
+            assert split_of_layout(env.size, env.instance.groups) == split
             seen.setdefault(split, set()).add(env.instance.groups)
     train = seen["train"]
     assert not train & seen["test"] and not train & seen["dev"] and not seen["base"] & seen["test"]

@@ -39,21 +39,21 @@ from damages import (
 )
 from typer.testing import CliRunner
 
-from palestra.cli import app
+from palestra.builders.vector import VectorConfig, build_vector_run, run_vector_training
+from palestra.cli.main import app
 from palestra.config import parse, validate
-from palestra.drill import restore
-from palestra.reports import plot_run
+from palestra.report.run_report import plot_run
 from palestra.runs import Run, check_config, explain_disk_errors
-from palestra.runs.checkpoints import listed
-from palestra.setup_games import GamesConfig, build_games, run_games
-from palestra.train import Watcher
+from palestra.runs.checkpoints import list_all_checkpoints
+from palestra.training.loop import Callback
+from palestra.training.vector_loop import restore_checkpoint
 
 TREE: dict[str, Any] = {
     "name": "tiny",
-    "env": {"type": "kuhn_poker", "games": 4},
+    "env": {"type": "kuhn_poker", "num_envs": 4},
     "policies": {"agent": {"type": "net", "hidden": [4]}},
-    "algorithm": {"type": "ppo", "horizon": 4, "epochs": 1, "minibatches": 1},
-    "exams": {"held_out": {"episodes": 4, "every": 32}},
+    "algorithm": {"type": "ppo", "rollout_length": 4, "epochs": 1, "minibatches": 1},
+    "evals": {"held_out": {"episodes": 4, "every": 32}},
     "env_steps": 128,
     "log_every": 1,
     "checkpoint_every": 32,
@@ -68,22 +68,22 @@ class Case(NamedTuple):
     refusal: str = ""  # the start of a line that tells why, or "" where the run must end as if untouched
 
 
-class StopAfter(Watcher):
+class StopAfter(Callback):
     """Asks for a stop after some steps."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
 
-    def step(self, step: int, metrics: object) -> None:
+    def on_step(self, step: int, metrics: object) -> None:
         self.left -= 1
 
 
 def train(run: Run, stop_after: int = 1000) -> None:
     """From where the run stands."""
-    setup = build_games(validate(GamesConfig, parse(run.config)))
+    setup = build_vector_run(validate(VectorConfig, parse(run.config)))
     watcher = StopAfter(stop_after)
-    restore(setup, run)
-    run_games(setup, run, watcher, stop=lambda: watcher.left <= 0)
+    restore_checkpoint(setup, run)
+    run_vector_training(setup, run, watcher, should_stop=lambda: watcher.left <= 0)
 
 
 def new_run(root: Path, steps: int, **changes: object) -> Path:
@@ -332,7 +332,9 @@ def test_the_command_refuses_in_one_line(copied: Path) -> None:
     forge(path=f"{OUT}")(copied)
     code, out = resume_by_command(copied)
     assert code == 1 and len(out.splitlines()) == 1 and UNTRUSTED in out
-    assert len(listed(copied.parent / "foreign")) == 3 and (copied.parent / "outside" / "precious").exists()
+    assert (
+        len(list_all_checkpoints(copied.parent / "foreign")) == 3 and (copied.parent / "outside" / "precious").exists()
+    )
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from palestra.cli import app, kind_of
+from palestra.cli.main import app, run_kind
 from palestra.config import load, override, validate
 
 GROUP: Any = typer.main.get_command(app)
@@ -195,7 +195,7 @@ def understood(words: list[str]) -> None:
     given = command.make_context(name, words, parent=context).params
     if name == "train" and given["config"] and (ROOT / given["config"]).exists():
         tree = override(load(ROOT / given["config"]), given["settings"] or [])
-        validate(kind_of(tree).config, tree)
+        validate(run_kind(tree).config, tree)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)

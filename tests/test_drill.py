@@ -16,7 +16,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from palestra.cli import app
+from palestra.cli.main import app
 from palestra.runs import read_lines
 
 SCRIPT = Path(sys.executable).parent / "palestra"
@@ -28,10 +28,10 @@ def config(**changes: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "name": "spread",
         "env_steps": 16 * 5 * 40,
-        "env": {"type": "simple_spread", "games": 16, "cycles": 7},
-        "policies": {"agent": {"type": "net", "hidden": [16], "memory": 8, "normalise": True}},
-        "algorithm": {"type": "ppo", "horizon": 5, "epochs": 1, "critic": "central", "value_norm": True},
-        "exams": {"held_out": {"episodes": 8, "every": 16 * 5 * 8}},
+        "env": {"type": "simple_spread", "num_envs": 16, "cycles": 7},
+        "policies": {"agent": {"type": "net", "hidden": [16], "gru_units": 8, "normalize_observations": True}},
+        "algorithm": {"type": "ppo", "rollout_length": 5, "epochs": 1, "critic": "central", "value_norm": True},
+        "evals": {"held_out": {"episodes": 8, "every": 16 * 5 * 8}},
         "log_every": 1,
         "checkpoint_every": 16 * 5 * 4,
     }
@@ -101,12 +101,12 @@ def kill_at_random(folder: Path, tree: dict[str, Any], kills: int) -> Path:
 def test_a_run_learns_and_can_be_looked_at(tmp_path: Path) -> None:
     tree = config(
         env_steps=250_000,
-        env={"type": "simple_spread", "games": 64},
+        env={"type": "simple_spread", "num_envs": 64},
         policies={"agent": {"type": "net", "lr": 2e-3}},
-        algorithm={"type": "ppo", "horizon": 25, "critic": "central", "value_norm": True},
-        exams={
+        algorithm={"type": "ppo", "rollout_length": 25, "critic": "central", "value_norm": True},
+        evals={
             "held_out": {"episodes": 64},
-            "drawn": {"episodes": 64, "best": False},
+            "drawn": {"episodes": 64, "greedy": False},
             "random": {"episodes": 64, "seats": {"agent_*": "chance"}},
         },
         log_every=0,
@@ -149,7 +149,7 @@ def test_a_run_killed_twenty_times_ends_as_if_never_touched(tmp_path: Path) -> N
 
 
 def test_processes_train_one_network(tmp_path: Path) -> None:
-    tree = config(processes=2, name="two")
+    tree = config(num_processes=2, name="two")
     run = train(tmp_path, tree)
     line = read_lines(run / "metrics.jsonl")[-1]
     assert line["env_steps"] == tree["env_steps"]
@@ -165,7 +165,7 @@ def test_processes_train_one_network(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
-    tree = config(processes=2, env_steps=16 * 5 * 4000)
+    tree = config(num_processes=2, env_steps=16 * 5 * 4000)
     process = launch(tmp_path, write(tmp_path, tree))
     run = tmp_path / "runs" / "spread"
     while not (run / "checkpoints.jsonl").exists() or not read_lines(run / "checkpoints.jsonl"):
@@ -180,7 +180,7 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
-    tree = config(policies={"agent": {"type": "net", "hidden": [16], "lr": 1e6, "clip": 1e30}})
+    tree = config(policies={"agent": {"type": "net", "hidden": [16], "lr": 1e6, "max_grad_norm": 1e30}})
     process = launch(tmp_path, write(tmp_path, tree))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -192,7 +192,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"env": {"type": "simple_spred"}}, 'did you mean "simple_spread"'),
-        ({"env": {"type": "simple_spread", "gams": 4}}, 'no option "gams"; did you mean "games"?'),
+        ({"env": {"type": "simple_spread", "num_env": 4}}, 'no option "num_env"; did you mean "num_envs"?'),
         ({"policies": {"a": {"type": "random"}}}, "no policy learns"),
         ({"policies": {"a": {"type": "net"}, "b": {"type": "random"}}}, 'seat "agent_0" has no policy'),
         ({"seats": {"adversary_*": "agent"}}, 'seats names "adversary_*"'),
@@ -204,15 +204,15 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
             'no policy "x" in the run nowhere',
         ),
         ({"seats": {"*": "nobody"}}, 'gives "*" to "nobody"'),
-        ({"algorithm": {"type": "ppo", "horizn": 3}}, "did you mean horizon"),
+        ({"algorithm": {"type": "ppo", "rollout_lenght": 3}}, "did you mean rollout_length"),
         ({"algorithm": {"type": "pppo"}}, "did you mean ppo"),
-        ({"processes": 3}, "16 games cannot be shared by 3 processes"),
-        ({"exams": {"x": {"env": {"agents": 5}}}}, "changes who plays or what they see"),
+        ({"num_processes": 3}, "16 games cannot be shared by 3 processes"),
+        ({"evals": {"x": {"env": {"agents": 5}}}}, "changes who plays or what they see"),
     ],
 )
 def test_mistakes_are_explained(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    if "exams" not in changes:
-        changes = changes | {"exams": {}}
+    if "evals" not in changes:
+        changes = changes | {"evals": {}}
     path = write(tmp_path, config(**changes))
     done = runner.invoke(app, ["train", str(path), "--dry-run"])
     assert done.exit_code == 2 and message in done.stderr, done.output
@@ -224,10 +224,10 @@ def test_play_is_recorded_and_imitated(tmp_path: Path, monkeypatch: pytest.Monke
     tree = config(
         name="clone",
         env_steps=8 * 16 * 40,
-        env={"type": "combat", "map": "3m", "games": 8},
-        policies={"unit": {"type": "net", "lr": 3e-3, "seat_id": True}},
-        algorithm={"type": "bc", "demonstrations": "focus.npz", "updates": 60},
-        exams={"held_out": {"episodes": 50}},
+        env={"type": "combat", "map": "3m", "num_envs": 8},
+        policies={"unit": {"type": "net", "lr": 3e-3, "seat_one_hot": True}},
+        algorithm={"type": "bc", "demonstrations": "focus.npz", "gradient_steps": 60},
+        evals={"held_out": {"episodes": 50}},
         log_every=0,
     )
     path = write(tmp_path, tree)

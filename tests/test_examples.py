@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from processes import serving
 
-from palestra.reports import wilson
+from palestra.report.run_report import wilson_interval
 from palestra.runs import read_lines
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -80,6 +80,6 @@ def test_an_example_learns_more_than_noise(path: Path, tmp_path: Path) -> None:
 def interval(exam: dict[str, Any]) -> tuple[float, float]:
     """95 % of successes; in a game, which has none, of what the first player wins."""
     if "success" in exam:
-        return wilson(exam["success"] * exam["episodes"], exam["episodes"])
+        return wilson_interval(exam["success"] * exam["episodes"], exam["episodes"])
     mean, half = exam["returns"]["player_0"], exam["returns_half"]["player_0"]
     return mean - half, mean + half

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from palestra.cli import app
-from palestra.episodes import load_episodes
-from palestra.runs import checkpoints, read_lines
+from palestra.cli.main import app
+from palestra.runs import list_checkpoints, read_lines
+from palestra.runs.episodes import load_episodes
 
 DEEPEST = 'return nothing["boom'  # the line of toys_failing.py that raises
 
@@ -37,7 +37,7 @@ def text_config(folder, base, **changes):
         "episodes": 4,
         "env": {"type": "toys_failing:Cracks"},
         "policies": {"guide": speech, "walker": speech},
-        "algorithm": {"type": "grpo", "k": 3},
+        "algorithm": {"type": "grpo", "group_size": 3},
     }
     return written(folder, tree | changes)
 
@@ -46,9 +46,9 @@ def game_config(folder, **changes):
     tree = {
         "name": "failing",
         "env_steps": 256,
-        "env": {"type": "toys_failing:Breaks", "games": 4},
+        "env": {"type": "toys_failing:Breaks", "num_envs": 4},
         "policies": {"all": {"type": "net", "hidden": [8]}},
-        "algorithm": {"type": "ppo", "horizon": 8},
+        "algorithm": {"type": "ppo", "rollout_length": 8},
     }
     return written(folder, tree | changes)
 
@@ -105,7 +105,7 @@ def test_a_mended_run_goes_on_as_if_it_had_never_failed(base, tmp_path, stalenes
     assert palestra("train", config, "--root", tmp_path, "--name", "cut", "--set", "steps=2").exit_code == 0
     mended.unlink()
     assert "step 3: 4 of 4 episodes failed" in plain(failed("train", "--resume", tmp_path / "cut", "--set", "steps=4"))
-    assert checkpoints(tmp_path / "cut")[-1].step == 1
+    assert list_checkpoints(tmp_path / "cut")[-1].step == 1
     mended.touch()
     done = palestra("train", "--resume", tmp_path / "cut")
     assert done.exit_code == 0, done.output
@@ -131,12 +131,12 @@ def test_a_failure_between_checkpoints_loses_no_finished_step(base, tmp_path):
     finally:
         sys.path.remove(str(tmp_path))
     assert "step 4: 4 of 4 episodes failed" in plain(said) and "ConnectionError: endpoint gone" in said
-    assert [c.step for c in checkpoints(tmp_path / "failing")] == [2]
+    assert [c.step for c in list_checkpoints(tmp_path / "failing")] == [2]
 
 
 def test_an_exam_that_fails_ends_the_run_and_is_no_score_of_zero(base, tmp_path):
     exam = {"episodes": 5, "env": {"type": "toys_failing:Cracks"}}
-    config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, exams={"dev": exam})
+    config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, evals={"dev": exam})
     said = failed("train", config, "--root", tmp_path)
     assert "exam dev: 5 of 5 episodes failed" in plain(said) and DEEPEST in said
     assert read_lines(tmp_path / "failing/evals.jsonl") == []
@@ -152,7 +152,7 @@ def test_a_run_without_an_update_says_so(base, tmp_path):
     config = text_config(tmp_path, base, env={"type": "toys_failing:Flat"})
     said = plain(failed("train", config, "--root", tmp_path))
     assert "no update was made in 3 steps: in 100% of the groups all answers earn the same" in said
-    assert "algorithm.k" in said and len(checkpoints(tmp_path / "failing")) == 1
+    assert "algorithm.group_size" in said and len(list_checkpoints(tmp_path / "failing")) == 1
     longer = palestra("train", "--resume", tmp_path / "failing", "--set", "steps=4")
     assert longer.exit_code == 1 and "no update was made in 4 steps" in plain(longer.stderr)
 
@@ -202,7 +202,7 @@ def test_a_traceback_is_bounded(tmp_path, base):
 
 @pytest.mark.parametrize("how", ["raise", "value"])
 def test_a_game_that_raises_ends_the_run_with_its_traceback(tmp_path, how):
-    said = failed("train", game_config(tmp_path, env={"type": "toys_failing:Breaks", "games": 4, "how": how}),
+    said = failed("train", game_config(tmp_path, env={"type": "toys_failing:Breaks", "num_envs": 4, "how": how}),
                   "--root", tmp_path)  # fmt: skip
     assert f'env "breaks" failed in step: {"KeyError" if how == "raise" else "ValueError: no such move"}' in plain(said)
     assert "Traceback" in said and "toys_failing.py" in said
@@ -218,16 +218,16 @@ def test_a_game_that_raises_ends_the_run_with_its_traceback(tmp_path, how):
     ],
 )
 def test_what_a_game_pays_or_shows_that_is_no_number_is_named(tmp_path, how, message):
-    env = {"type": "toys_failing:Breaks", "games": 4, "how": how}
-    algorithm = {"type": "ppo", "horizon": 8, "normalise": False}
+    env = {"type": "toys_failing:Breaks", "num_envs": 4, "how": how}
+    algorithm = {"type": "ppo", "rollout_length": 8, "normalize_advantages": False}
     said = plain(failed("train", game_config(tmp_path, env=env, algorithm=algorithm), "--root", tmp_path))
     assert message in said and "learning rate" not in said
 
 
 @pytest.mark.slow
 def test_a_game_that_raises_in_an_actor_ends_the_run_with_its_traceback(tmp_path):
-    algorithm = {"type": "ppo", "horizon": 8, "correct": "vtrace"}
-    config = game_config(tmp_path, algorithm=algorithm, actors=2)
+    algorithm = {"type": "ppo", "rollout_length": 8, "off_policy_correction": "vtrace"}
+    config = game_config(tmp_path, algorithm=algorithm, num_actors=2)
     said = failed("train", config, "--root", tmp_path)
     assert 'env "breaks" failed in step: KeyError' in plain(said) and "toys_failing.py" in said
 
@@ -239,10 +239,10 @@ def test_a_game_that_raises_in_an_actor_ends_the_run_with_its_traceback(tmp_path
 def test_a_population_whose_game_raises_ends_with_its_traceback(tmp_path, backend):
     tree = {
         "name": "failing",
-        "env": {"type": "toys_failing:Breaks", "games": 4},
+        "env": {"type": "toys_failing:Breaks", "num_envs": 4},
         "symmetric": True,
-        "population": {"type": "league", "slices": 1, "env_steps": 64, "games": 8},
-        "oracle": {"type": "net", "policy": {"hidden": [8]}, "algorithm": {"type": "ppo", "horizon": 8}},
+        "population": {"type": "league", "slices": 1, "env_steps": 64, "games_per_cell": 8},
+        "oracle": {"type": "net", "policy": {"hidden": [8]}, "algorithm": {"type": "ppo", "rollout_length": 8}},
     }
     said = failed("train", written(tmp_path, tree), "--root", tmp_path, "--backend", backend, "--workers", "1")
     assert "failed: env " in plain(said) and "KeyError: 'boom'" in said and "toys_failing.py" in said
@@ -253,12 +253,12 @@ def test_a_population_of_language_agents_whose_games_fail_ends_with_their_traceb
     tree = {
         "name": "failing",
         "env": {"type": "toys_failing:CrackedCards"},
-        "population": {"type": "psro", "iterations": 1, "steps": 1, "games": 4, "assess": 0},
+        "population": {"type": "psro", "iterations": 1, "train_steps": 1, "games_per_cell": 4, "nash_conv_every": 0},
         "oracle": {
             "type": "language",
             "policy": {"base": str(base), "sampling": {"max_tokens": 2}},
             "episodes": 2,
-            "teach": 1,
+            "imitation_steps": 1,
         },
     }
     said = failed("train", written(tmp_path, tree), "--root", tmp_path, "--backend", "inline")

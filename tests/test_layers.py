@@ -1,4 +1,4 @@
-"""The house stands: imports point down, nothing runs in a circle, and what must start fast does not load torch."""
+"""Imports point down the layers, without a cycle, and modules that must start fast do not load torch."""
 
 from __future__ import annotations
 
@@ -15,69 +15,48 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "palestra"
 
-# Bottom to top; the longest prefix of a module's name decides its room. Rooms of one row may not import each other.
-ROOMS = [
-    {
-        "palestra",
-        "palestra.types",
-        "palestra.config",
-        "palestra.files",
-        "palestra.roll",
-        "palestra.compiled",
-        "palestra.tinker_compat",
-    },
+# Bottom to top; the longest prefix of a module's name decides its layer. Packages of one row may not import each other.
+LAYERS = [
+    {"palestra", "palestra.types", "palestra.config", "palestra.files", "palestra.jit", "palestra.tinker_compat"},
     {"palestra.chat", "palestra.sandbox"},
-    {"palestra.web"},
-    {"palestra.envs", "palestra.policies.base", "palestra.policies.scripted", "palestra.losses"},
-    {"palestra.engine", "palestra.exact", "palestra.nets"},
+    {"palestra.web", "palestra.runs.worker_stats"},
+    {"palestra.envs", "palestra.losses", "palestra.policies.base", "palestra.policies.scripted"},
+    {"palestra.engine", "palestra.tabular", "palestra.nets"},
     {"palestra.policies"},
-    {"palestra.rollouts", "palestra.learners", "palestra.episodes", "palestra.runs"},
+    {"palestra.runs"},
+    {"palestra.rollouts", "palestra.learners"},
     {"palestra.algorithms", "palestra.populations"},
-    {"palestra.train", "palestra.train_async", "palestra.followers"},
-    {"palestra.drill", "palestra.replicas", "palestra.backends", "palestra.abreast"},
+    {"palestra.training"},
+    {"palestra.backends"},
     {"palestra.service", "palestra.remote"},
     {"palestra.sinks"},
-    {"palestra.recipe", "palestra.longer"},
-    {"palestra.engines"},
-    {"palestra.setup", "palestra.setup_games"},
-    {"palestra.oracles"},
-    {"palestra.setup_population", "palestra.setup_backends"},
-    {"palestra.terminal"},
-    {"palestra.evaluate", "palestra.progress", "palestra.reports", "palestra.population_reports"},
-    {
-        "palestra.evaluate_games",
-        "palestra.crossplay",
-        "palestra.exploit",
-        "palestra.compare",
-        "palestra.population_plots",
-    },
-    {"palestra.collect", "palestra.dashboard", "palestra.agents"},
-    {"palestra.model_card"},
-    {"palestra.publish", "palestra.serve_agent", "palestra.report", "palestra.plot"},
-    {"palestra.notebook"},
-    {
-        "palestra.cli_agents",
-        "palestra.cli_dashboard",
-        "palestra.cli_envs",
-        "palestra.cli_league",
-        "palestra.cli_play",
-        "palestra.cli_report",
-        "palestra.cli_serve",
-    },
-    {"palestra.cli", "palestra.__main__"},
+    {"palestra.builders"},
+    {"palestra.workers"},
+    {"palestra.launch"},
+    {"palestra.report"},
+    {"palestra.evaluation"},
+    {"palestra.dashboard", "palestra.agents"},
+    {"palestra.cli"},
+    {"palestra.__main__"},
     {"palestra.testing"},
 ]
-NEIGHBOURS = {  # within a row, the few that build on each other
-    ("palestra.policies.scripted", "palestra.policies.base"),
-    ("palestra.runs", "palestra.episodes"),
-    ("palestra.runs.run", "palestra.episodes"),
-    ("palestra.rollouts.records", "palestra.episodes"),
-    ("palestra.rollouts.buffer", "palestra.episodes"),
-    ("palestra.train_async", "palestra.train"),
-    ("palestra.__main__", "palestra.cli"),
-}
-LIGHT = ("palestra.types", "palestra.rollouts.play", "palestra.populations", "palestra.train", "palestra.train_async")
-UNASKED = ("palestra.cli", "palestra.setup", "palestra.evaluate", "palestra.reports", "palestra.train", "palestra.envs")
+WITHIN_ROW = {("palestra.policies.scripted", "palestra.policies.base")}
+MAX_ROOT_MODULES = 12
+LIGHT = (
+    "palestra.types",
+    "palestra.rollouts.tree_rollout",
+    "palestra.populations",
+    "palestra.training.loop",
+    "palestra.training.async_loop",
+)
+WITHOUT_EXTRAS = (
+    "palestra.cli.main",
+    "palestra.builders.text",
+    "palestra.evaluation.evaluate",
+    "palestra.report.run_report",
+    "palestra.training.loop",
+    "palestra.envs",
+)
 HEAVY = (
     "torch",
     "transformers",
@@ -91,7 +70,7 @@ HEAVY = (
     "urllib.request",
 )
 # Not in `dependencies`: at most one module of ours may import each, but for those of the `service` extra, which belong
-# to the whole room and to nothing outside it. The dashboard shares its web server with it.
+# to the whole package and to nothing outside it. The dashboard shares its web server.
 SERVICE = {
     "fastapi",
     "google",
@@ -104,17 +83,17 @@ SERVICE = {
     "zstandard",
 }
 WEB = {"starlette", "uvicorn"}
-ROOMY = ("palestra.backends.ray",)  # a room that stands for the one module
-GRPC = {"grpc", "grpc_health", "grpc_reflection"}  # likewise of the room `palestra.remote`
+WHOLE_PACKAGES = ("palestra.backends.ray",)  # packages that count as one module
+GRPC = {"grpc", "grpc_health", "grpc_reflection"}  # likewise of the package `palestra.remote`
 TALKS_HTTP = (
-    "palestra.service.connection",
+    "palestra.service.client.connection",
     "palestra.web.completions",
     "palestra.web.server",
-    "palestra.web.client",
-    "palestra.remote.vllm",
-    "palestra.remote.sampler_server",
+    "palestra.web.chat_client",
+    "palestra.remote.samplers.vllm",
+    "palestra.remote.samplers.server",
 )
-SERVERS = {"palestra.serve_agent"}  # loaded by the command that it is, alone
+SERVERS = {"palestra.agents.serve"}  # loaded by the command that it is, alone
 OPTIONAL = (
     SERVICE
     | GRPC
@@ -223,20 +202,20 @@ def ours() -> list[Import]:
 def level(module: str) -> int:
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
-        for number, room in enumerate(ROOMS):
-            if ".".join(parts[:end]) in room and (end > 1 or len(parts) == 1):
+        for number, layer in enumerate(LAYERS):
+            if ".".join(parts[:end]) in layer and (end > 1 or len(parts) == 1):
                 return number
-    raise AssertionError(f"{module} is in no room: add it to ROOMS, at the height its imports allow")
+    raise AssertionError(f"{module} is in no layer: add it to LAYERS, at the height its imports allow")
 
 
-def room(module: str) -> str:
-    return max((name for name in ROOMS[level(module)] if f"{module}.".startswith(f"{name}.")), key=len)
+def package_of(module: str) -> str:
+    return max((name for name in LAYERS[level(module)] if f"{module}.".startswith(f"{name}.")), key=len)
 
 
 def allowed(found: Import) -> bool:
     above, below = level(found.importer), level(found.target)
     pair = (found.importer, found.target)
-    return below < above or room(found.importer) == room(found.target) or pair in NEIGHBOURS
+    return below < above or package_of(found.importer) == package_of(found.target) or pair in WITHIN_ROW
 
 
 def reached(start: str) -> dict[str, list[str]]:
@@ -261,6 +240,10 @@ def _with_parents(target: str) -> list[str]:
 
 def test_every_import_of_ours_exists() -> None:
     assert [str(found) for found in ours() if found.target not in modules()] == []
+
+
+def test_the_package_root_has_few_modules() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_MODULES
 
 
 def test_imports_point_down() -> None:
@@ -306,8 +289,8 @@ def test_an_optional_dependency_is_imported_by_one_module() -> None:
 
 
 def _whole(module: str) -> str:
-    """The room that a module is a part of, where one room may share a dependency."""
-    return next((room for room in ROOMY if module.startswith(f"{room}.")), module)
+    """Returns the package that counts as one module for optional dependencies, or the module itself."""
+    return next((name for name in WHOLE_PACKAGES if module.startswith(f"{name}.")), module)
 
 
 def test_the_service_keeps_its_dependencies_to_itself() -> None:
@@ -316,7 +299,7 @@ def test_the_service_keeps_its_dependencies_to_itself() -> None:
     assert [str(found) for found in users if found.importer not in ("palestra.testing", *TALKS_HTTP)] == []
 
 
-def test_grpc_stays_in_its_room() -> None:
+def test_only_remote_imports_grpc() -> None:
     users = [found for found in imports() if found.target.split(".")[0] in GRPC]
     assert [str(found) for found in users if not found.importer.startswith("palestra.remote.")] == []
 
@@ -340,18 +323,18 @@ def test_extras_are_not_loaded_with_the_package() -> None:
 
 
 def _talking() -> set[str]:
-    """The modules of the room `palestra.remote` that cannot be loaded without an extra."""
+    """Returns the modules of `palestra.remote` that cannot be loaded without an extra."""
     own = [name for name in modules() if name.startswith("palestra.remote.")]
     return {name for name in own if {target.split(".")[0] for target in reached(name)} & OPTIONAL}
 
 
 def test_nothing_compiled_is_loaded_unasked() -> None:
-    assert compiled() & set(UNASKED) == set()
+    assert compiled() & set(WITHOUT_EXTRAS) == set()
 
 
 def compiled() -> set[str]:
     """The modules that cannot be loaded without a compiler."""
-    return {name for name in modules() if "palestra.compiled" in reached(name)}
+    return {name for name in modules() if "palestra.jit" in reached(name)}
 
 
 def test_functions_import_only_extras_and_what_the_command_line_delays() -> None:
@@ -360,9 +343,9 @@ def test_functions_import_only_extras_and_what_the_command_line_delays() -> None
 
 
 def _may_delay(found: Import) -> bool:
-    """From `engines` up, rooms are loaded when named (`--help` does not wait for torch); leaves over an extra too. What
+    """From `builders` up, modules are loaded when used (`--help` does not wait for torch); leaves over an extra too. What
     runs inside a sandbox loads as little as it can."""
     if found.importer.startswith("palestra.sandbox."):
         return True
     over_an_extra = any(below.extra for below in imports() if below.importer == found.target)
-    return over_an_extra or level(found.importer) >= level("palestra.engines")
+    return over_an_extra or level(found.importer) >= level("palestra.builders")

@@ -21,10 +21,13 @@ import typer
 import yaml
 from malformed import KINDS, Case, changed_cases, raw_cases
 
-from palestra import abreast, setup, setup_backends, setup_games, setup_population
-from palestra.cli import train
+from palestra.builders import text, vector
+from palestra.cli.main import train
+from palestra.launch import distributed as launch_distributed
+from palestra.launch import population
+from palestra.training import distributed
 
-LOADED = (abreast, setup, setup_backends, setup_games, setup_population)  # what a first case would wait for
+LOADED = (launch_distributed, text, distributed, vector, population)  # what a first case would wait for
 LONGEST = 10.0  # seconds of one case; most take some hundredths, but the first of a game compiles it
 PLACE: dict[str, Any] = {"settings": None, "resume": None, "name": None, "engine": None, "address": None}
 SHORT = {  # of runs that are built: as little as shows that they train
@@ -126,12 +129,12 @@ def test_the_configs_that_are_changed_are_valid(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "setting", "message"),
     [
-        ("games", "env.games=1000000000", "needs at least"),
-        ("games", "algorithm.horizon=1000000000", "lower algorithm.horizon or env.games"),
-        ("replay", "algorithm.capacity=1000000000000", "lower algorithm.capacity"),
+        ("games", "env.num_envs=1000000000", "needs at least"),
+        ("games", "algorithm.rollout_length=1000000000", "lower algorithm.rollout_length or env.num_envs"),
+        ("replay", "algorithm.buffer_size=1000000000000", "lower algorithm.buffer_size"),
         ("games", "policies.all.hidden=[65536, 65536]", "make policies' hidden layers smaller"),
-        ("population", "env.games=1000000000", "needs at least"),
-        ("games", "threads=100000000", "threads: should be less than or equal to 1024"),
+        ("population", "env.num_envs=1000000000", "needs at least"),
+        ("games", "torch_threads=100000000", "threads: should be less than or equal to 1024"),
         ("text", "episodes=1000000000000", "episodes: should be less than or equal to 1000000"),
         ("text", "policies.planner.rank=1000000000", "rank: should be less than or equal to 4096"),
         ("text", "policies.planner.lr=1e300", "lr: should be less than or equal to 1000000"),
@@ -143,7 +146,7 @@ def test_the_configs_that_are_changed_are_valid(tmp_path):
         ("text", "env.at=127.0.0.1:1", "no env server says what env"),
         (
             "text",
-            "env={type: kuhn_poker, games: 4}",
+            "env={type: kuhn_poker, num_envs: 4}",
             'env "kuhn_poker" is a vectorised game, which small networks play',
         ),
         ("games", "env={type: plan_path}", 'env "plan_path" is an env in words, which language agents play'),

@@ -36,32 +36,38 @@ NUMPY = {"np", "numpy"}  # whose load unpickles where it is asked to
 REVIEWED = {
     ("__init__.py", "import_module"): (1, "a fixed name"),
     ("backends/local.py", "pickle.loads"): (1, "the worker that the parent process sent to its own child"),
-    ("backends/slices.py", "pickle.loads"): (1, "episodes that a worker of this run left in its temporary folder"),
+    ("backends/episode_tasks.py", "pickle.loads"): (
+        1,
+        "episodes that a worker of this run left in its temporary folder",
+    ),
     ("config.py", "yaml.load"): (1, "by a loader derived from SafeLoader"),
     ("envs/__init__.py", "import_module"): (1, "an env's module from our own table or an entry point"),
-    ("envs/problems/checker.py", "eval"): (1, "runs in the sandbox"),
-    ("envs/problems/checker.py", "exec"): (2, "runs in the sandbox"),
-    ("envs/problems/checker.py", "compile"): (2, "runs in the sandbox"),
-    ("envs/problems/harness.py", "eval"): (5, "runs in the sandbox"),
-    ("envs/problems/harness.py", "exec"): (2, "runs in the sandbox"),
-    ("envs/problems/harness.py", "compile"): (2, "runs in the sandbox"),
-    ("envs/problems/program_files.py", "Unpickler"): (1, "refuses every class: plain values only"),
-    ("envs/problems/trials.py", "compile"): (1, "compiles our own file harness.py and runs nothing"),
-    ("envs/text/toolbox.py", "import_module"): (1, "tools named by the config"),
-    ("envs/text/workflow.py", "import_module"): (1, "a workflow named by the config"),
-    ("envs/tooling/cells.py", "eval"): (1, "runs in the sandbox"),
-    ("envs/tooling/cells.py", "exec"): (1, "runs in the sandbox"),
-    ("envs/tooling/cells.py", "compile"): (2, "runs in the sandbox"),
+    ("envs/text/code/checker.py", "eval"): (1, "runs in the sandbox"),
+    ("envs/text/code/checker.py", "exec"): (2, "runs in the sandbox"),
+    ("envs/text/code/checker.py", "compile"): (2, "runs in the sandbox"),
+    ("envs/text/code/harness.py", "eval"): (5, "runs in the sandbox"),
+    ("envs/text/code/harness.py", "exec"): (2, "runs in the sandbox"),
+    ("envs/text/code/harness.py", "compile"): (2, "runs in the sandbox"),
+    ("envs/text/code/files.py", "Unpickler"): (1, "refuses every class: plain values only"),
+    ("envs/text/code/test_runner.py", "compile"): (1, "compiles our own file harness.py and runs nothing"),
+    ("envs/text/tools/toolbox.py", "import_module"): (1, "tools named by the config"),
+    ("envs/text/adapters/workflow.py", "import_module"): (1, "a workflow named by the config"),
+    ("envs/text/tools/repl_driver.py", "eval"): (1, "runs in the sandbox"),
+    ("envs/text/tools/repl_driver.py", "exec"): (1, "runs in the sandbox"),
+    ("envs/text/tools/repl_driver.py", "compile"): (2, "runs in the sandbox"),
     ("envs/vector/pettingzoo.py", "import_module"): (1, "an env named by the config"),
-    ("envs/vector/processes.py", "pickle.loads"): (1, "the env maker that the parent process sent to its own child"),
-    ("recipe.py", "import_module"): (1, "an algorithm from our own table"),
+    ("envs/vector/subproc_vector.py", "pickle.loads"): (
+        1,
+        "the env maker that the parent process sent to its own child",
+    ),
+    ("builders/text_config.py", "import_module"): (1, "an algorithm from our own table"),
     ("sandbox/boot.py", "exec"): (1, "runs in the sandbox"),
     ("sandbox/boot.py", "compile"): (1, "runs in the sandbox"),
     ("sandbox/boot.py", "marshal.loads"): (1, "orders from the parent process, before the program starts"),
     ("sandbox/program.py", "compile"): (1, "compiles our own file boot.py and runs nothing"),
 }
 # Programs kept as text, which `ast` sees as a string: all of them are run in the sandbox.
-PROGRAMS = {"envs/text/math_tool.py": 2, "sandbox/program.py": 1, "envs/problems/trials.py": 1}
+PROGRAMS = {"envs/text/math/tool.py": 2, "sandbox/program.py": 1, "envs/text/code/test_runner.py": 1}
 
 
 def evaluating_call(node: ast.AST) -> str | None:

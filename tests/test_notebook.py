@@ -16,10 +16,10 @@ from palestra.types import Answer, Episode, Node
 def path(tmp_path):
     node = Node(0, None, 0, {"a": "<b>see</b>"}, {"a": Answer("<script>up</script>", "a@0")}, {"a": 0.5}, over=True)
     with Run.create(tmp_path, "name: a\nseed: 3\n", "a", {"seed": 3}) as run:
-        run.eval(-1, "test", {"success": 0.25, "episodes": 4, "returns": {"a": 1}})
-        run.eval(1, "test", {"success": 0.75, "episodes": 4, "returns": {"a": 2.5}, "deviation": 0.0})
+        run.log_eval(-1, "test", {"success": 0.25, "episodes": 4, "returns": {"a": 1}})
+        run.log_eval(1, "test", {"success": 0.75, "episodes": 4, "returns": {"a": 2.5}, "deviation": 0.0})
         for step in range(2):
-            run.log(step, "a", {"loss": None if step == 0 else 0.5})
+            run.log_metrics(step, "a", {"loss": None if step == 0 else 0.5})
             run.write_episodes(step, [Episode("maze", step, {"a": "a@0"}, [node])])
     return run.path
 

@@ -9,12 +9,12 @@ import yaml
 from toys import Whisper
 from typer.testing import CliRunner
 
-from palestra.cli import app
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
+from palestra.cli.main import app
 from palestra.config import dump, parse, validate
-from palestra.recipe import Config
-from palestra.runs import Run, checkpoints, load_episodes, read_lines
-from palestra.setup import build
-from palestra.train import restore, run_training
+from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
+from palestra.training.loop import restore_checkpoint, run_training
 
 
 def palestra(*arguments):
@@ -49,11 +49,11 @@ GUESSER = {
     "env": {"type": "guess_number", "rendering": "compact"},
     "data": "expert.parquet",
     "policies": {
-        "guesser": {"type": "lora", "base": "tiny", "lr": 3e-3, "schedule": "linear", "sampling": {"max_tokens": 12}}
+        "guesser": {"type": "lora", "base": "tiny", "lr": 3e-3, "lr_schedule": "linear", "sampling": {"max_tokens": 12}}
     },
     "algorithm": {"type": "sft"},
-    "exams": {"test": {"episodes": 100, "env": {"split": "test"}}},
-    "record_every": 10,
+    "evals": {"test": {"episodes": 100, "env": {"split": "test"}}},
+    "save_episodes_every": 10,
 }
 
 
@@ -92,7 +92,7 @@ def test_the_run_records_what_was_learned_as_its_own(cloned):
 def test_a_run_is_data_for_the_next(cloned, tmp_path):
     """Its folder stands for its episodes, whose tokens are taken as they are."""
     path, _, _ = cloned
-    tree = GUESSER | {"data": {"path": str(path)}, "steps": 1, "exams": {}, "name": "next"}
+    tree = GUESSER | {"data": {"path": str(path)}, "steps": 1, "evals": {}, "name": "next"}
     palestra("train", write(tmp_path / "next.yaml", tree), "--root", tmp_path)
     (line,) = (line for line in read_lines(tmp_path / "next" / "metrics.jsonl") if line["policy"] == "guesser")
     assert line["samples"] == line["answers"] > 64
@@ -116,9 +116,9 @@ def test_data_that_does_not_fit_is_refused_before_anything_runs(cloned, tmp_path
     )
     assert "names no file" in with_("data=nowhere/*.parquet")
     assert "this config names no env" in with_("env={}")
-    assert "add env: as it was played" in with_("env={}", "exams={}")
+    assert "add env: as it was played" in with_("env={}", "evals={}")
     assert 'seat "guesser" has no policy: the data has answers of guesser' in with_(
-        "env={}", "exams={}", "policies={other: {type: lora}}"
+        "env={}", "evals={}", "policies={other: {type: lora}}"
     )
     rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "q", "completion": "a"}])
     assert "say whose its answers are, seat: NAME" in with_(
@@ -158,7 +158,7 @@ def test_preferences_from_a_file_are_learned(base, tmp_path):
             {"steps": 10, "data": {"path": demos, "seat": guide}, "algorithm": {"type": "sft"}},
             {"steps": 40, "data": {"path": prefer, "seat": guide}, "algorithm": {"type": "dpo", "beta": 0.3}},
         ],
-        "exams": {"test": {"episodes": 200, "every": 10, "env": {"split": "test"}}},
+        "evals": {"test": {"episodes": 200, "every": 10, "env": {"split": "test"}}},
     }
     palestra("train", write(tmp_path / "p.yaml", tree), "--root", tmp_path)
     lines = read_lines(tmp_path / "preferred" / "metrics.jsonl")
@@ -184,8 +184,8 @@ def test_without_an_env_the_only_policy_says_what_a_table_says(base, tmp_path):
 
 def table_run(base, data):
     """Nine rows, four a step: epochs begin in the midst of steps."""
-    tree = {"name": "table", "steps": 6, "episodes": 4, "data": data, "policies": {"talker": speech(base, batch=3)}}
-    return validate(Config, tree | {"algorithm": {"type": "sft"}})
+    tree = {"name": "table", "steps": 6, "episodes": 4, "data": data, "policies": {"talker": speech(base, batch_size=3)}}
+    return validate(TextConfig, tree | {"algorithm": {"type": "sft"}})
 
 
 def test_a_stopped_run_goes_on_as_if_it_never_stopped(base, tmp_path):
@@ -195,20 +195,20 @@ def test_a_stopped_run_goes_on_as_if_it_never_stopped(base, tmp_path):
         assert run_training(build(config), whole)
     with Run.create(tmp_path, dump(config), "stopped") as stopped:
         asked = iter([False, True])
-        assert not run_training(build(config), stopped, stop=lambda: next(asked))
+        assert not run_training(build(config), stopped, should_stop=lambda: next(asked))
     with Run.open(stopped.path) as again:
-        setup = build(validate(Config, parse(again.config)))
-        assert restore(setup, again) == 2 and run_training(setup, again)
+        setup = build(validate(TextConfig, parse(again.config)))
+        assert restore_checkpoint(setup, again) == 2 and run_training(setup, again)
     files = [file for part in ("checkpoints", "episodes") for file in (whole.path / part).rglob("*") if file.is_file()]
     for file in [whole.path / "metrics.jsonl", *files]:
         other = stopped.path / file.relative_to(whole.path)
         assert other.read_bytes() == file.read_bytes(), file
-    assert checkpoints(whole.path)[-1].step == checkpoints(stopped.path)[-1].step == 5
+    assert list_checkpoints(whole.path)[-1].step == list_checkpoints(stopped.path)[-1].step == 5
     seen = [e.seed for step in range(6) for e in load_episodes(whole.path / "episodes" / f"step-{step:06d}.parquet")]
     assert sorted(seen[:9]) == sorted(seen[9:18]) == list(range(9)) and seen[:9] != seen[9:18]
     write_lines(tmp_path / "a.jsonl", rows[1:])
     with Run.open(stopped.path) as again:
         setup = build(config.model_copy(update={"steps": 7}))
-        restore(setup, again)
+        restore_checkpoint(setup, again)
         with pytest.raises(ValueError, match="has changed since the run began"):
             run_training(setup, again)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from trained import palestra, refused
 
-from palestra.plot import Figure, aligned, band_of, bundled, differences
+from palestra.report.plot import FigureSpec, align_curves, band_bounds, config_labels, group_by_config
 from palestra.runs import Run
 
 
@@ -14,10 +14,10 @@ def a_run(root, name, seed, k=4, rise=0.1):
     config = f"name: {name}\nseed: {seed}\nalgorithm: {{type: grpo, k: {k}, scale: none}}\n"
     with Run.create(root, config, name) as run:
         for step in range(5):
-            run.log(step, "team", {"success": rise * step + 0.01 * seed})
-            run.log(step, "planner", {"entropy": 1.0 - 0.1 * step})
+            run.log_metrics(step, "team", {"success": rise * step + 0.01 * seed})
+            run.log_metrics(step, "planner", {"entropy": 1.0 - 0.1 * step})
         for step in (-1, 4):
-            run.eval(step, "test", {"success": 0.5, "returns": {"a": float(step)}})
+            run.log_eval(step, "test", {"success": 0.5, "returns": {"a": float(step)}})
     return run.path
 
 
@@ -27,7 +27,7 @@ def runs(tmp_path):
 
 
 def test_seeds_of_one_config_are_one_curve(runs):
-    four, eight = bundled(runs, Figure(), "success")
+    four, eight = group_by_config(runs, FigureSpec(), "success")
     assert (four.label, eight.label) == ("k=4", "k=8") and four.y.shape == (3, 5)
     assert four.x.tolist() == [1, 2, 3, 4, 5] and four.y.mean(0).tolist() == pytest.approx(
         [0.01, 0.11, 0.21, 0.31, 0.41]
@@ -35,27 +35,27 @@ def test_seeds_of_one_config_are_one_curve(runs):
 
 
 def test_labels_name_what_differs():
-    assert differences([{"a": {"k": 1, "x": 0}}, {"a": {"k": 2, "x": 0}}]) == ["k=1", "k=2"]
-    assert differences([{"a": {"k": 1}, "b": {"k": 1}}, {"a": {"k": 2}, "b": {"k": 1}}]) == ["k=1", "k=2"]
-    both = differences([{"a": {"k": 1}, "b": {"k": 1}}, {"a": {"k": 2}, "b": {"k": 3}}])
+    assert config_labels([{"a": {"k": 1, "x": 0}}, {"a": {"k": 2, "x": 0}}]) == ["k=1", "k=2"]
+    assert config_labels([{"a": {"k": 1}, "b": {"k": 1}}, {"a": {"k": 2}, "b": {"k": 1}}]) == ["k=1", "k=2"]
+    both = config_labels([{"a": {"k": 1}, "b": {"k": 1}}, {"a": {"k": 2}, "b": {"k": 3}}])
     assert both == ["a.k=1, b.k=1", "a.k=2, b.k=3"]
 
 
 def test_the_band_by_known_answers():
     """Of 1, 2 and 3: standard deviation 1, and Student's 95 % interval of the mean is 4.303 / sqrt(3) wide each way."""
     y = np.array([[1.0], [2.0], [3.0]])
-    assert band_of(y, "sd") == (pytest.approx([1.0]), pytest.approx([3.0]))
-    assert band_of(y, "ci")[1] == pytest.approx([2 + 4.303 / 3**0.5], abs=1e-3)
-    assert band_of(y, "range") == (pytest.approx([1.0]), pytest.approx([3.0]))
+    assert band_bounds(y, "sd") == (pytest.approx([1.0]), pytest.approx([3.0]))
+    assert band_bounds(y, "ci")[1] == pytest.approx([2 + 4.303 / 3**0.5], abs=1e-3)
+    assert band_bounds(y, "range") == (pytest.approx([1.0]), pytest.approx([3.0]))
 
 
 def test_curves_that_end_apart_are_compared_where_both_are():
-    x, y = aligned(
+    x, y = align_curves(
         [(np.array([0.0, 2.0, 4.0]), np.array([0.0, 2.0, 4.0])), (np.array([1.0, 3.0]), np.array([1.0, 3.0]))], 1
     )
     assert x.tolist() == [2.0] and y.tolist() == [[2.0], [2.0]]
     with pytest.raises(ValueError, match="no step in common"):
-        aligned([(np.array([0.0, 1.0]), np.zeros(2)), (np.array([5.0, 6.0]), np.zeros(2))], 1)
+        align_curves([(np.array([0.0, 1.0]), np.zeros(2)), (np.array([5.0, 6.0]), np.zeros(2))], 1)
 
 
 def test_the_command_draws_vectors_that_are_the_same_each_time(runs, tmp_path):

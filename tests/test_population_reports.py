@@ -7,16 +7,22 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from palestra.population_plots import best_answers, distances, mixtures, plot_population, searched
-from palestra.population_reports import (
+from palestra.populations.population import Member, Population
+from palestra.report.population_data import (
     crossplay_table,
+    cyclicity_warning,
     read_record,
     standings,
     standings_csv,
     standings_table,
-    warning,
 )
-from palestra.populations.population import Member, Population
+from palestra.report.population_plots import (
+    best_responses,
+    mixtures_by_player,
+    nash_conv_points,
+    plot_population,
+    searched_settings,
+)
 from palestra.runs import Run
 
 
@@ -54,10 +60,10 @@ def made_run(folder, tasks, members=None, metrics=()):
     """A run directory as the scheduler leaves it."""
     with Run.create(folder, "") as run:
         for number, task in enumerate(tasks):
-            run.record("tasks.jsonl", task)
-            run.time(number, "team", {"task": task["task"], "seconds": 1.0, "elapsed_s": 2.0 * number})
+            run.append_line("tasks.jsonl", task)
+            run.log_timings(number, "team", {"task": task["task"], "seconds": 1.0, "elapsed_s": 2.0 * number})
         for step, policy, figures in metrics:
-            run.log(step, policy, figures)
+            run.log_metrics(step, policy, figures)
     if members:
         (run.path / "population.json").write_text(json.dumps(members.to_json()))
     return run.path
@@ -98,10 +104,12 @@ def test_a_ladder_is_ranked_and_nothing_is_hidden(tmp_path):
     record = read_record(ladder(tmp_path))
     rows = standings(record)
     assert [row.name for row in rows] == ["c", "b", "a", "uniform"]
-    assert rows[0].win_rate == pytest.approx(0.8) and rows[0].worst == pytest.approx(0.8) and rows[0].games == 300
-    assert rows[1].worst == pytest.approx(0.2) and rows[1].nemesis == "c"
+    assert (
+        rows[0].win_rate == pytest.approx(0.8) and rows[0].worst_win_rate == pytest.approx(0.8) and rows[0].games == 300
+    )
+    assert rows[1].worst_win_rate == pytest.approx(0.2) and rows[1].worst_opponent == "c"
     assert [row.skill.mu for row in rows] == sorted((row.skill.mu for row in rows), reverse=True)
-    assert warning(record) == ""
+    assert cyclicity_warning(record) == ""
     text = text_of(standings_table(record))
     assert "c" in text and "80.0%" in text and "OpenSkill" in text
 
@@ -111,10 +119,10 @@ def test_a_cycle_has_equal_ratings_and_a_warning(tmp_path):
     rows = {row.name: row for row in standings(record)}
     three = [rows[name] for name in ("rock", "paper", "scissors")]
     assert np.ptp([row.elo for row in three]) < 1e-6
-    assert {row.name: row.nemesis for row in three} == {"rock": "paper", "paper": "scissors", "scissors": "rock"}
-    assert all(row.worst == pytest.approx(0.1) for row in three)
+    assert {row.name: row.worst_opponent for row in three} == {"rock": "paper", "paper": "scissors", "scissors": "rock"}
+    assert all(row.worst_win_rate == pytest.approx(0.1) for row in three)
     assert rows["uniform"].win_rate == pytest.approx(0.45)  # draws count half
-    assert "cycles" in warning(record) and "rock" in warning(record)
+    assert "cycles" in cyclicity_warning(record) and "rock" in cyclicity_warning(record)
     lines = standings_csv(record).splitlines()
     assert lines[0].startswith("member,elo,") and len(lines) == 5 and lines[-1].startswith("uniform,")
 
@@ -126,7 +134,7 @@ def test_the_table_shows_both_sides_of_a_pair_and_who_has_not_met(tmp_path):
     text = text_of(crossplay_table(record))
     assert "+0.60" in text and "-0.60" in text
     with Run.open(path) as run:
-        run.record("crossplay.jsonl", cell("a", "b", 80, 20))  # 100 games more, the other way round
+        run.append_line("crossplay.jsonl", cell("a", "b", 80, 20))  # 100 games more, the other way round
     assert read_record(path).payoffs.cell(("a", "b")).mean[0] == pytest.approx(0.0)
     lonely = made_run(
         tmp_path, [trained("x"), trained("y"), played("x", cell("x", "uniform", 1, 0))], symmetric("x", "y")
@@ -173,7 +181,7 @@ def test_two_populations_have_a_side_of_the_table_each(tmp_path):
         "row": ["uniform", "row-1", "row-2"],
         "column": ["uniform", "column-1", "column-2"],
     }
-    names, answers = best_answers(record)
+    names, answers = best_responses(record)
     after = {names[i]: names[j] for i, j in answers}
     assert after == {"row-1": "column-2", "column-2": "row-2", "row-2": "column-1", "column-1": "row-1"}
     with pytest.raises(ValueError, match="played no games"):
@@ -181,13 +189,13 @@ def test_two_populations_have_a_side_of_the_table_each(tmp_path):
 
 
 def test_best_answers_in_a_symmetric_game_go_round_the_cycle(tmp_path):
-    names, answers = best_answers(read_record(cycle(tmp_path)))
+    names, answers = best_responses(read_record(cycle(tmp_path)))
     after = {names[i]: names[j] for i, j in answers}
     assert (after["rock"], after["paper"], after["scissors"]) == ("paper", "scissors", "rock")
 
 
 def test_how_far_from_an_equilibrium_by_steps_games_and_time(tmp_path):
-    assert distances(read_record(two_players(tmp_path))) == [
+    assert nash_conv_points(read_record(two_players(tmp_path))) == [
         {"nash_conv": 2.0, "env_steps": 100, "games": 5, "seconds": 2.0},
         {"nash_conv": 0.5, "env_steps": 300, "games": 50, "seconds": 8.0},
     ]
@@ -198,18 +206,20 @@ def test_a_measurement_that_counts_for_itself_is_believed(tmp_path):
         (0, "team", {"iteration": 1, "members": 2, "games": 0, "env_steps": 700}),
         (1, "team", {"iteration": 1, "nash_conv": 1.5, "env_steps": 70, "games": 7}),
     ]
-    (point,) = distances(read_record(made_run(tmp_path, [trained("a"), trained("b")], symmetric("a"), metrics)))
+    (point,) = nash_conv_points(read_record(made_run(tmp_path, [trained("a"), trained("b")], symmetric("a"), metrics)))
     assert point == {"nash_conv": 1.5, "env_steps": 70, "games": 7, "seconds": 2.0}
 
 
 def test_mixtures_are_meta_strategies_or_whom_main_agents_met(tmp_path):
-    assert mixtures(read_record(two_players(tmp_path)))["row"] == [{"row-1": 0.25, "row-2": 0.75}]
+    assert mixtures_by_player(read_record(two_players(tmp_path)))["row"] == [{"row-1": 0.25, "row-2": 0.75}]
     order = {"opponents": {"agent": {"uniform": 0.5, "a": 0.5}}, "self_play": 0.4}
     tasks = [
         trained("main_0-1", learner="main_0", **order),
         trained("main_exploiter_0-1", learner="main_exploiter_0", **order),
     ]
-    assert mixtures(read_record(made_run(tmp_path, tasks))) == {"main_0": [{"itself": 0.4, "uniform": 0.3, "a": 0.3}]}
+    assert mixtures_by_player(read_record(made_run(tmp_path, tasks))) == {
+        "main_0": [{"itself": 0.4, "uniform": 0.3, "a": 0.3}]
+    }
 
 
 def league_like(folder):
@@ -227,7 +237,7 @@ def test_every_run_can_be_drawn(tmp_path, make):
 
 
 def test_settings_that_evolve_are_found(tmp_path):
-    assert searched(read_record(league_like(tmp_path))) == ["lr"]
+    assert searched_settings(read_record(league_like(tmp_path))) == ["lr"]
 
 
 def test_a_run_of_no_population_is_refused(tmp_path):

@@ -14,12 +14,12 @@ from peft import PeftModel
 from trained import palestra, refused, two_agents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from palestra.agents import find_agents, load_policy
+from palestra.agents.trained_agent import find_agents, load_policy
+from palestra.builders.engines import Engines
 from palestra.engine.checkpoints import save_adapter
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampling
-from palestra.engines import Engines
+from palestra.engine.sampler import Request, SamplingConfig
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(5, 250, (1, 24)))
 
@@ -45,7 +45,7 @@ def test_peft_loads_what_is_published_and_says_what_our_engine_says(run, base, t
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "guide")
     (agent,) = find_agents(tmp_path / "guide")
     policy = load_policy(agent, Engines("cpu", 8))
-    request = Request(IDS[0].numpy().astype(np.int32), 1, Sampling(max_tokens=1, temperature=0), policy.adapter)
+    request = Request(IDS[0].numpy().astype(np.int32), 1, SamplingConfig(max_tokens=1, temperature=0), policy.adapter)
     ((ours,),) = policy.sampler.sample_all([request])
     expected = torch.log_softmax(logits(theirs)[0, -1], -1)
     assert ours.token_ids[0] == expected.argmax() and ours.logprobs[0] == pytest.approx(float(expected.max()), abs=1e-5)
@@ -114,7 +114,9 @@ def test_what_cannot_be_published_is_told(run, tmp_path):
 def test_an_adapter_on_a_shared_output_layer_is_not_merged(base, run, tmp_path):
     engine = Engine.load(str(base), device="cpu")
     tied = engine.model.config.tie_word_embeddings
-    save_adapter(tmp_path / "h", Adapter(engine.linears, LoraConfig(targets=["lm_head"]), seed=0), str(base))
+    save_adapter(
+        tmp_path / "h", Adapter(engine.linear_layers, LoraConfig(target_modules=["lm_head"]), seed=0), str(base)
+    )
     if tied:
         assert "shares its weights" in refused("publish", tmp_path / "h", "--to", tmp_path / "x", "--merge")
         assert not (tmp_path / "x").exists()
@@ -132,7 +134,7 @@ def test_full_models_and_members_of_populations(base, tmp_path):
     assert moved.abs().max() > 1e-3
     assert "only an adapter is merged" in refused("publish", path, "--to", tmp_path / "x", "--merge")
     (published,) = find_agents(tmp_path / "full")
-    query = Request(IDS[0].numpy().astype(np.int32), 1, Sampling(max_tokens=1, temperature=0))
+    query = Request(IDS[0].numpy().astype(np.int32), 1, SamplingConfig(max_tokens=1, temperature=0))
     sampler = load_policy(published, Engines("cpu", 8)).sampler
     (sampled,) = asyncio.run(sampler.sample(query))
     assert sampled.token_ids[0] == logits(merged)[0, -1].argmax()
@@ -151,6 +153,6 @@ def test_networks_and_members_of_a_population(tmp_path):
     head, text = card_of(tmp_path / "net")
     assert {"kuhn_poker", "psro"} <= set(head["tags"]) and "path: net" in text
     policies = {"player_0": {"type": "frozen", "path": str(tmp_path / "net")}, "player_1": {"type": "net"}}
-    config = {"env": {"type": "kuhn_poker", "games": 4}, "env_steps": 64, "name": "against", "policies": policies}
+    config = {"env": {"type": "kuhn_poker", "num_envs": 4}, "env_steps": 64, "name": "against", "policies": policies}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     palestra("train", tmp_path / "c.yaml", "--root", tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from processes import finish, start
 
-from palestra.runs import checkpoints, read_lines
+from palestra.runs import list_checkpoints, read_lines
 
 LOGS = ("metrics.jsonl", "evals.jsonl")
 STEPS = 20
@@ -25,9 +25,9 @@ def config(base, steps):
         "steps": steps,
         "episodes": 6,
         "env": {"type": "toys:Whisper", "turns": 2},
-        "policies": {"guide": speech | {"memory": "conversation"}, "walker": speech | {"batch": 10}},
-        "algorithm": {"type": "grpo", "k": 4},
-        "exams": {"dev": {"episodes": 4, "every": 3}},
+        "policies": {"guide": speech | {"history": "conversation"}, "walker": speech | {"batch_size": 10}},
+        "algorithm": {"type": "grpo", "group_size": 4},
+        "evals": {"dev": {"episodes": 4, "every": 3}},
         "checkpoint_every": 2,
     }
 
@@ -68,8 +68,8 @@ def kill_in_training(run, process, rng, step_bytes):
     while not is_training(run, process):
         assert process.poll() is None, process.communicate()
         time.sleep(0.002)
-    kept = checkpoints(run)
-    target = (kept[-1].line["logs"]["metrics.jsonl"]["bytes"] if kept else 0) + rng.uniform(0, 3 * step_bytes)
+    kept = list_checkpoints(run)
+    target = (kept[-1].entry["logs"]["metrics.jsonl"]["bytes"] if kept else 0) + rng.uniform(0, 3 * step_bytes)
     while size(run) < target and process.poll() is None:
         time.sleep(0.002)
     time.sleep(rng.uniform(0, 0.06))
@@ -80,7 +80,7 @@ def kill_in_training(run, process, rng, step_bytes):
 
 def kill_again_and_again(folder, base, whole, kills):
     """A run like `whole`, killed `kills` times on its way."""
-    steps = checkpoints(whole)[-1].step + 1
+    steps = list_checkpoints(whole)[-1].step + 1
     rng, done = random.Random(kills), 0
     process, run = new_run(folder, base, steps)
     while kill_in_training(run, process, rng, size(whole) / steps):
@@ -136,7 +136,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(base, whole, tmp_path)
     os.kill(process.pid, signal.SIGINT)
     out = finish(process)
     assert "stopping after this step" in out
-    steps = checkpoints(run)[-1].step + 1
+    steps = list_checkpoints(run)[-1].step + 1
     assert 0 < steps < STEPS and len(read_lines(run / "metrics.jsonl")) == 3 * steps
     (hint,) = (line for line in out.splitlines() if "palestra train --resume" in line)
     resumed = start(tmp_path / "a folder", "--resume", hint.rsplit("--resume ", 1)[1].strip("'"))
@@ -150,7 +150,7 @@ def test_a_run_that_is_over_goes_on_for_longer(base, whole, tmp_path):
     finish(process)
     out = finish(start(tmp_path / "a", "--resume", run, "--set", f"steps={STEPS}"))
     assert f"going on after step {steps}" in out
-    shutil.rmtree(checkpoints(run)[0].path)  # what would have been the end is kept, too
+    shutil.rmtree(list_checkpoints(run)[0].path)  # what would have been the end is kept, too
     assert_same(run, whole(STEPS))
     assert yaml.safe_load((run / "config.yaml").read_text())["steps"] == STEPS
     (change,) = json.loads((run / "meta.json").read_text())["changed"]

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palestra.files import Log, atomic_write, checksum, keep_lines
-from palestra.runs import Run, checkpoints, list_runs, load_episodes, read_episodes, read_lines
+from palestra.files import JsonlWriter, atomic_write, checksum, filter_lines
+from palestra.runs import Run, list_checkpoints, list_runs, load_episodes, read_episodes, read_lines
 from palestra.types import Answer, Episode, Node
 
 ROOT = Path(__file__).parent.parent
@@ -34,10 +34,10 @@ def train(run: Run, steps: int) -> None:
     """Steps whose every byte follows from the step, as a seeded training's do."""
     for step in range(run.next_step, steps):
         for policy in ("planner", "coder"):
-            run.log(step, policy, {"loss": 1 / (step + 1), "tokens": step * 3})
-        run.time(step, "planner", {"seconds": 0.5})
+            run.log_metrics(step, policy, {"loss": 1 / (step + 1), "tokens": step * 3})
+        run.log_timings(step, "planner", {"seconds": 0.5})
         run.write_episodes(step, [episode(step)])
-        run.eval(step, "held-out", {"success": step / 100})
+        run.log_eval(step, "held-out", {"success": step / 100})
         run.checkpoint(step, lambda folder, step=step: write_weights(folder, step), {"names": {"coder": "a"}})
 
 
@@ -146,7 +146,9 @@ def test_create_never_writes_over_a_run(tmp_path: Path) -> None:
 
 def test_metrics_take_numpy_and_have_no_nan(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
-        run.log(0, "a", {"loss": np.float32(0.5), "kl": float("nan"), "counts": np.arange(2), "deep": {"x": [1e999]}})
+        run.log_metrics(
+            0, "a", {"loss": np.float32(0.5), "kl": float("nan"), "counts": np.arange(2), "deep": {"x": [1e999]}}
+        )
     line = (run.path / "metrics.jsonl").read_text()
     assert line == '{"step": 0, "policy": "a", "loss": 0.5, "kl": null, "counts": [0, 1], "deep": {"x": [null]}}\n'
 
@@ -162,7 +164,7 @@ def test_pruning_leaves_the_newest_two_and_the_kept(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         for step in range(6):
             run.checkpoint(step, save(str(step)), keep=step == 1)  # type: ignore[arg-type]
-        assert [c.step for c in checkpoints(run.path)] == [1, 4, 5]
+        assert [c.step for c in list_checkpoints(run.path)] == [1, 4, 5]
     assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == [
         "step-000001",
         "step-000004",
@@ -176,9 +178,9 @@ def test_resume_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         train(run, 3)
         before = (run.path / "metrics.jsonl").read_bytes()
-        run.log(3, "planner", {"loss": 1})
-        run.eval(3, "held-out", {"success": 1})
-        run.eval(2, "by hand", {"success": 1})
+        run.log_metrics(3, "planner", {"loss": 1})
+        run.log_eval(3, "held-out", {"success": 1})
+        run.log_eval(2, "by hand", {"success": 1})
         run.write_episodes(3, [episode(3)])
     for name in ("metrics.jsonl", "evals.jsonl", "checkpoints.jsonl"):
         with open(run.path / name, "ab") as file:
@@ -206,7 +208,7 @@ def test_resume_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
         resumed = run.resume()
         assert resumed and resumed.step == 1 and run.next_step == 2
         train(run, 3)
-        assert run.next_step == 3 and checkpoints(run.path)[-1].step == 2
+        assert run.next_step == 3 and list_checkpoints(run.path)[-1].step == 2
     with new_run(tmp_path, "whole") as whole:
         train(whole, 3)
     assert (run.path / "metrics.jsonl").read_bytes() == (whole.path / "metrics.jsonl").read_bytes()
@@ -214,8 +216,8 @@ def test_resume_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
 
 def test_resume_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
-        run.log(0, "planner", {"loss": 1})
-        run.eval(-1, "held-out", {"success": 0})
+        run.log_metrics(0, "planner", {"loss": 1})
+        run.log_eval(-1, "held-out", {"success": 0})
         run.write_episodes(0, [episode(0)])
         assert run.resume() is None
         assert run.next_step == 0 and not list((run.path / "episodes").iterdir())
@@ -235,11 +237,11 @@ def test_lines_survive_tearing_but_not_editing(tmp_path: Path) -> None:
     assert read_lines(path) == []
     path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a":')
     assert read_lines(path) == [{"a": 1}, {"a": 2}]
-    log = Log(path)
+    log = JsonlWriter(path)
     log.write(b'{"a": 3}\n')
     assert log.checksum == checksum(path)
     log.close()
-    keep_lines(path, lambda line: line["a"] != 2)
+    filter_lines(path, lambda line: line["a"] != 2)
     assert path.read_bytes() == b'{"a": 1}\n{"a": 3}\n'
     path.write_bytes(b'{"a": 1}\nnonsense\n{"a": 2}\n')
     with pytest.raises(ValueError, match=r"x\.jsonl, line 2 is not a JSON object"):
@@ -255,18 +257,18 @@ def test_atomic_write_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None
 
 def test_a_log_of_ones_own_is_recorded_and_rewritten(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
-        run.rewrite("tasks.jsonl", [])
+        run.rewrite_log("tasks.jsonl", [])
         assert not (run.path / "tasks.jsonl").exists()
-        run.record("tasks.jsonl", {"a": 1})
+        run.append_line("tasks.jsonl", {"a": 1})
         with open(run.path / "tasks.jsonl", "ab") as file:
             file.write(b'{"a": 2')  # torn
-        run.rewrite("tasks.jsonl", [{"a": 1}])
-        run.record("tasks.jsonl", {"a": 3})
+        run.rewrite_log("tasks.jsonl", [{"a": 1}])
+        run.append_line("tasks.jsonl", {"a": 3})
         assert (run.path / "tasks.jsonl").read_bytes() == b'{"a": 1}\n{"a": 3}\n'
         same = (run.path / "tasks.jsonl").stat().st_ino
-        run.rewrite("tasks.jsonl", [{"a": 1}, {"a": 3}])
+        run.rewrite_log("tasks.jsonl", [{"a": 1}, {"a": 3}])
         assert (run.path / "tasks.jsonl").stat().st_ino == same
-        run.rewrite("tasks.jsonl", [])
+        run.rewrite_log("tasks.jsonl", [])
         assert (run.path / "tasks.jsonl").read_bytes() == b""
 
 
@@ -320,7 +322,7 @@ def kill_at(root: Path, deadly: int) -> bool:
         train(run, 1)
     process = train_in_another_process(run.path, 4, deadly)
     died = process.wait() == -signal.SIGKILL
-    for checkpoint in checkpoints(run.path):
+    for checkpoint in list_checkpoints(run.path):
         assert len(list(checkpoint.path.rglob("*.bin"))) == 2
     with Run.open(run.path) as again:
         assert again.resume()  # the first checkpoint at least
@@ -349,7 +351,7 @@ def test_a_run_killed_again_and_again_ends_as_if_it_never_was(tmp_path: Path) ->
     steps, chance, kills = 150, random.Random(0), 0
     new_run(tmp_path, "killed").close()
     path = tmp_path / "killed"
-    while not (checkpoints(path) and checkpoints(path)[-1].step == steps - 1):
+    while not (list_checkpoints(path) and list_checkpoints(path)[-1].step == steps - 1):
         process = train_in_another_process(path, steps)
         time.sleep(chance.uniform(0.2, 0.6) + kills / 50)  # longer and longer: the end comes on a slow machine too
         process.kill()

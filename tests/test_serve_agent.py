@@ -19,7 +19,7 @@ import raw
 from processes import PALESTRA
 from trained import palestra, refused, two_agents
 
-from palestra.web.completions import LIMITS
+from palestra.web.completions import HTTP_LIMITS
 
 pytestmark = pytest.mark.slow  # a process that loads torch, on a machine that has other things to do
 
@@ -138,7 +138,7 @@ def test_a_text_that_cannot_fit_holds_up_nobody(served, client, size):
         ask(client)
         assert time.monotonic() - began < 20  # 61 s where it was tokenised first
         reply = large.result()
-    assert reply.status == (400 if size < LIMITS.body else 413)
+    assert reply.status == (400 if size < HTTP_LIMITS.max_body_bytes else 413)
     assert reply.status == 413 or "does not fit the" in reply.json()["error"]["message"]
 
 

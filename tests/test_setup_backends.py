@@ -9,12 +9,12 @@ import pytest
 from toy_loops import assert_same, config, here, killed, run_of
 from typer.testing import CliRunner
 
-from palestra import setup
-from palestra.cli import app
+from palestra.builders import text
+from palestra.cli.main import app
 from palestra.config import dump, parse
-from palestra.runs import checkpoints, read_lines
-from palestra.setup_backends import build
-from palestra.train import Setup, Watcher
+from palestra.launch.distributed import build
+from palestra.runs import list_checkpoints, read_lines
+from palestra.training.loop import Callback, Setup
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,12 +31,12 @@ def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_in_one_slice_is_the_run_without_any(base: Path, tmp_path: Path) -> None:
     asked = config(base, backend={"type": "local", "slices": 1})
-    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(setup.build(asked), tmp_path, asked))
+    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
 
 
 def test_more_slices_differ_by_less_than_floats_do(base: Path, whole: Path, tmp_path: Path) -> None:
     """Sums over other batches differ in their last bits; what is sampled is the same."""
-    one = run_of(setup.build(asked := config(base)), tmp_path, asked)
+    one = run_of(text.build(asked := config(base)), tmp_path, asked)
     lines, others = read_lines(one / "metrics.jsonl"), read_lines(whole / "metrics.jsonl")
     assert len(lines) == len(others) == 9
     for line, other in zip(lines, others, strict=True):
@@ -57,7 +57,7 @@ def test_stages_data_teachers_and_fixed_policies_are_as_in_one_process(base: Pat
             "old": {"type": "frozen", "base": str(base), "sampling": {"max_tokens": 1}},
         },
         "env": {"type": "toys:Whisper"},
-        "exams": {"old": {"episodes": 4, "seats": {"walker": "old"}}},
+        "evals": {"old": {"episodes": 4, "seats": {"walker": "old"}}},
         "backend": {"type": "local", "slices": 1},
         "steps": 1,
         "stages": [
@@ -67,11 +67,11 @@ def test_stages_data_teachers_and_fixed_policies_are_as_in_one_process(base: Pat
     }
     del tree["policies"]["base"]
     first = run_of(build(asked := config(base, **tree), here), tmp_path, asked)
-    assert_same(first, run_of(setup.build(asked), tmp_path, asked))
+    assert_same(first, run_of(text.build(asked), tmp_path, asked))
     data = [{"path": str(first / "episodes" / "step-000000.parquet")}]
     tree["stages"].insert(0, {"name": "read", "data": data, "algorithm": {"type": "sft", "imitate": "all"}})
     asked = config(base, **tree)
-    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(setup.build(asked), tmp_path, asked))
+    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
 
 
 def test_a_full_model_and_a_critic_travel_too(base: Path, tmp_path: Path) -> None:
@@ -79,29 +79,29 @@ def test_a_full_model_and_a_critic_travel_too(base: Path, tmp_path: Path) -> Non
     lora = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
     backend = {"type": "local", "slices": 1}
     asked = config(base, policies={"guide": full, "walker": lora}, algorithm={"type": "ppo"}, backend=backend)
-    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(setup.build(asked), tmp_path, asked))
+    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
 
 
-class Weighed(Watcher):
+class Weighed(Callback):
     """Notes after each step which members are still kept."""
 
     def __init__(self, made: Setup) -> None:
-        self.troupe = made.stages[0].source.troupe  # type: ignore[attr-defined]
+        self.troupe = made.stages[0].source.dispatcher  # type: ignore[attr-defined]
         self.most = 0
 
-    def step(self, step: int, metrics: Any) -> None:
-        self.most = max(self.most, len(self.troupe.shared))
+    def on_step(self, step: int, metrics: Any) -> None:
+        self.most = max(self.most, len(self.troupe.published))
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_old_members_are_let_go(base: Path, tmp_path: Path, staleness: int) -> None:
-    asked = config(base, steps=6, staleness=staleness, exams={}, policies={"default": config(base).policies["guide"]})
+    asked = config(base, steps=6, staleness=staleness, evals={}, policies={"default": config(base).policies["guide"]})
     made = build(asked, here)
     watcher = Weighed(made)
     run_of(made, tmp_path, asked, watcher)
     assert 1 <= watcher.most <= staleness + 2
-    for folder in {folder.parent for folder in watcher.troupe.shared.values()}:
-        assert {path.name for path in folder.iterdir()} == set(watcher.troupe.shared)
+    for folder in {folder.parent for folder in watcher.troupe.published.values()}:
+        assert {path.name for path in folder.iterdir()} == set(watcher.troupe.published)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_the_command_line_says_where(base: Path, tmp_path: Path) -> None:
 
 
 def test_an_episode_that_cannot_be_sent_is_explained(base: Path, tmp_path: Path) -> None:
-    asked = config(base, env={"type": "toys_mortal:Odd"}, exams={}, policies={"default": {"type": "random"}})
+    asked = config(base, env={"type": "toys_mortal:Odd"}, evals={}, policies={"default": {"type": "random"}})
     with pytest.raises(ValueError, match=r"(?s)task slice-\d failed: .*an episode cannot be sent to another process"):
         run_of(build(asked, here), tmp_path, asked)
 
@@ -164,7 +164,7 @@ def test_a_driver_killed_and_resumed_ends_as_if_it_never_was(base: Path, tmp_pat
     asked = config(base, steps=8, staleness=staleness)
     run = killed(tmp_path, asked, 13)
     other = run_of(build(asked, here), tmp_path, asked)
-    assert [checkpoint.step for checkpoint in checkpoints(run)] == [5, 7]
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [5, 7]
     if staleness == 0:
         assert_same(run, other)
     else:  # what had not been finished is played by the weights of the resume, and may be younger

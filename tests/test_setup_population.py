@@ -13,11 +13,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from palestra.cli import app
+from palestra.cli.main import app
 from palestra.config import dump, override, parse, validate
-from palestra.populations.scheduler import Watcher
+from palestra.launch.population import PopulationConfig, build_population, run_population
+from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run, read_lines
-from palestra.setup_population import PopulationConfig, build_population, run_population
 
 SCRIPT = Path(sys.executable).parent / "palestra"
 EXACT = {
@@ -30,23 +30,23 @@ EXACT = {
 NET = {
     "type": "net",
     "policy": {"hidden": [8]},
-    "algorithm": {"type": "ppo", "horizon": 4, "epochs": 1, "minibatches": 1, "gamma": 1.0},
+    "algorithm": {"type": "ppo", "rollout_length": 4, "epochs": 1, "minibatches": 1, "gamma": 1.0},
 }
-LEARNED = EXACT | {"oracle": NET, "env": {"type": "kuhn_poker", "games": 8}}
+LEARNED = EXACT | {"oracle": NET, "env": {"type": "kuhn_poker", "num_envs": 8}}
 TALK = {
     "type": "language",
-    "policy": {"rank": 4, "lr": 3e-3, "batch": 64, "sampling": {"max_tokens": 2}},
-    "algorithm": {"type": "grpo", "at": "root", "k": 2, "scale": "none"},
+    "policy": {"rank": 4, "lr": 3e-3, "batch_size": 64, "sampling": {"max_tokens": 2}},
+    "algorithm": {"type": "grpo", "branch_at": "root", "group_size": 2, "scale": "none"},
     "episodes": 4,
-    "teach": 8,
+    "imitation_steps": 8,
     "payoffs": "exact",
 }
 SPOKEN = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
 PLANS = {
-    "psro": {"iterations": 2, "env_steps": 64, "games": 20, "adaptive": 40},
+    "psro": {"iterations": 2, "env_steps": 64, "games_per_cell": 20, "adaptive_games": 40},
     "self_play": {"slices": 3, "env_steps": 64, "matchmaker": {"type": "pfsp"}},
-    "league": {"slices": 2, "env_steps": 64, "games": 20, "main_exploiters": 1, "league_exploiters": 1},
-    "pbt": {"learners": 2, "slices": 3, "env_steps": 64, "every": 1},
+    "league": {"slices": 2, "env_steps": 64, "games_per_cell": 20, "main_exploiters": 1, "league_exploiters": 1},
+    "pbt": {"num_learners": 2, "slices": 3, "env_steps": 64, "select_every": 1},
 }
 
 
@@ -58,7 +58,7 @@ def trained(folder, tree):
     config = checked(tree)
     setup = build_population(config)
     with Run.create(folder, dump(config), config.name) as run:
-        assert run_population(setup, run, Watcher())
+        assert run_population(setup, run, PlanCallback())
     return setup.plan, folder / config.name
 
 
@@ -95,7 +95,9 @@ def test_every_plan_trains_networks(plan, tmp_path):
 def test_every_plan_trains_language_agents(plan, tmp_path):
     """The same plans, over LoRA adapters on one base that play poker in words: a member is a name and its weights."""
     env = {"type": "text_kuhn", "spoken": SPOKEN}
-    shape = {key: value for key, value in PLANS[plan].items() if key not in ("env_steps", "adaptive")} | {"steps": 2}
+    shape = {key: value for key, value in PLANS[plan].items() if key not in ("env_steps", "adaptive_games")} | {
+        "train_steps": 2
+    }
     made, run = trained(tmp_path, EXACT | {"env": env, "oracle": TALK, "population": {"type": plan, **shape}})
     learned = set(made.population.members) - {"uniform"}
     assert len(learned) >= 2
@@ -134,16 +136,16 @@ def test_a_config_printed_is_the_same_config():
     [
         (["population.type=psr"], "did you mean psro"),
         (["population.iterations=0"], "population.iterations: should be greater"),
-        (["population.solver.type=cce", "population.levels=2"], "levels: must be 1"),
+        (["population.meta_solver.type=cce", "population.pipeline_levels=2"], "pipeline_levels: must be 1"),
         (["oracle.env={type: leduc_poker}"], "stands at the top"),
         (["oracle.type=nett"], "did you mean net"),
         (["oracle.type=language"], "its oracles are of type net or exact"),
         (["env.type=kuhn"], 'unknown env "kuhn"'),
-        (["env.gams=3"], 'did you mean "games"'),
+        (["env.num_env=3"], 'did you mean "num_envs"'),
         (["env={type: pong}"], "no rules here, so no best response"),
-        (["env={type: pong, games: 2}", "oracle={type: net}"], "say population.assess: 0"),
+        (["env={type: pong, num_envs: 2}", "oracle={type: net}"], "say population.nash_conv_every: 0"),
         (["env={type: text_kuhn}"], "its oracles are of type language"),
-        (["env.players=3"], "solver nash is for two seats"),
+        (["env.players=3"], "meta_solver nash is for two seats"),
         (["backend.address=auto"], "address is for backend type ray"),
         (["backend={type: local, placement: {train: {workers: 1}}}"], "placement is for backend type ray"),
     ],
@@ -172,7 +174,7 @@ def test_where_tasks_are_done_may_change_when_a_run_goes_on(tmp_path):
     assert parse(shown.output)["backend"] == {
         "type": "local",
         "workers": 3,
-        "threads": 1,
+        "torch_threads": 1,
         "address": None,
         "placement": {},
         "as_completed": False,
@@ -247,7 +249,10 @@ def assert_same(run, whole):
     assert all(file.read_bytes() == theirs[name].read_bytes() for name, file in ours.items())
 
 
-LONGER = {**LEARNED, "population": {"type": "psro", "iterations": 3, "env_steps": 160, "games": 50, "adaptive": 50}}
+LONGER = {
+    **LEARNED,
+    "population": {"type": "psro", "iterations": 3, "env_steps": 160, "games_per_cell": 50, "adaptive_games": 50},
+}
 
 
 def kill(process, run, tasks):
@@ -287,7 +292,7 @@ def test_a_run_of_two_workers_killed_ends_as_one_of_one_worker(whole, tmp_path):
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "populations"
 SHORT = {
-    "kuhn_psro": ["population.iterations=3", "population.env_steps=4000", "population.games=200"],
+    "kuhn_psro": ["population.iterations=3", "population.env_steps=4000", "population.games_per_cell=200"],
     "kuhn_self_play": ["population.slices=3", "population.env_steps=4000"],
     "kuhn_league": ["population.slices=3", "population.env_steps=8192"],
     "rps_league": ["population.slices=3"],

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from toy_loops import actor_of, assert_same, on_ray, run_of, whole
 
-from palestra.setup_backends import build
-from palestra.train import Setup, Watcher
+from palestra.launch.distributed import build
+from palestra.training.loop import Callback, Setup
 from palestra.types import Episode
 
 ray = pytest.importorskip("ray")
@@ -28,18 +28,18 @@ def cluster() -> Iterator[Cluster]:
         yield nodes
 
 
-class Murder(Watcher):
+class Murder(Callback):
     """Kills the actor of a learner in the middle of the second step's play, and once more after that step."""
 
     def __init__(self, made: Setup) -> None:
         self.made, self.episodes = made, 0
 
-    def played(self, episode: Episode) -> None:
+    def on_episode(self, episode: Episode) -> None:
         self.episodes += 1
         if self.episodes == 8:
             ray.kill(actor_of(self.made, "guide"))
 
-    def step(self, step: int, metrics: Any) -> None:
+    def on_step(self, step: int, metrics: Any) -> None:
         if step == 1:
             ray.kill(actor_of(self.made, "walker"))
 
@@ -53,14 +53,17 @@ def test_a_run_outlives_its_workers_and_its_learners(cluster: Cluster, base: Pat
     made = build(asked)
     run = run_of(made, tmp_path, asked, Murder(made))
     assert (tmp_path / "mark").exists()
-    benches = {made.learners[name].weights.bench for name in ("guide", "walker")}  # type: ignore[attr-defined]
-    assert [bench.losses for bench in benches] == ([2] if actors == 1 else [1, 1])
+    benches = {made.learners[name].weights.trainer for name in ("guide", "walker")}  # type: ignore[attr-defined]
+    assert [bench.num_losses for bench in benches] == ([2] if actors == 1 else [1, 1])
     assert_same(run, whole(tmp_path, asked))
     assert ray.available_resources()["CPU"] == 4  # nobody is left
 
 
 def test_play_ahead_and_stages_are_the_same_on_ray(cluster: Cluster, base: Path, tmp_path: Path) -> None:
-    stages = [{"steps": 2}, {"steps": 2, "algorithm": {"type": "ppo", "k": 2}, "policies": {"guide": {"lr": 1e-4}}}]
+    stages = [
+        {"steps": 2},
+        {"steps": 2, "algorithm": {"type": "ppo", "group_size": 2}, "policies": {"guide": {"lr": 1e-4}}},
+    ]
     asked = on_ray(base, staleness=1, stages=stages)
     assert_same(run_of(build(asked), tmp_path, asked), whole(tmp_path, asked))
 

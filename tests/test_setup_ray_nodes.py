@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from toy_loops import actor_of, assert_same, killed, on_ray, run_of, whole
 
-from palestra.setup_backends import build
-from palestra.train import Setup, Watcher
+from palestra.launch.distributed import build
+from palestra.training.loop import Callback, Setup
 
 ray = pytest.importorskip("ray")
 
@@ -19,13 +19,13 @@ from ray.cluster_utils import Cluster  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-class LoseNode(Watcher):
+class LoseNode(Callback):
     """Takes the node of a learner from the cluster, by killing its processes, after the first step."""
 
     def __init__(self, made: Setup, nodes: Cluster) -> None:
         self.made, self.nodes, self.lost = made, nodes, ""
 
-    def step(self, step: int, metrics: Any) -> None:
+    def on_step(self, step: int, metrics: Any) -> None:
         if step == 0:
             actor = actor_of(self.made, "guide")
             self.lost = ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
@@ -48,7 +48,7 @@ def test_a_run_outlives_the_node_that_trains_and_plays(base: Path, tmp_path: Pat
 def test_a_learner_that_has_no_place_is_explained(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from palestra.backends.ray import cluster as clusters
 
-    monkeypatch.setattr(clusters, "PATIENCE", 3.0)
+    monkeypatch.setattr(clusters, "PLACEMENT_TIMEOUT_S", 3.0)
     asked = on_ray(base, {"placement": {"train": {"resources": {"moon": 1}}}})
     with (
         ray_cluster.cluster({"num_cpus": 3}),

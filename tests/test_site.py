@@ -14,12 +14,12 @@ from urllib.parse import unquote
 
 import pytest
 
-from palestra.cli import app
-from palestra.config import kinds
-from palestra.envs import BUILT_IN, GAMES
-from palestra.recipe import Config
-from palestra.setup_games import GamesConfig
-from palestra.setup_population import PopulationConfig
+from palestra.builders.text_config import TextConfig
+from palestra.builders.vector import VectorConfig
+from palestra.cli.main import app
+from palestra.config import type_choices
+from palestra.envs import TEXT_ENVS, VECTOR_ENVS
+from palestra.launch.population import PopulationConfig
 
 ROOT = Path(__file__).parent.parent
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
@@ -104,12 +104,12 @@ def test_the_reference_has_all_there_is(site: Path) -> None:
         *(c.name for c in app.registered_commands if c.name),
     ]:
         assert f"palestra {name}" in commands
-    for model, field in ((Config, "policies"), (Config, "algorithm"), (GamesConfig, "policies")):
-        assert all(f"{field}, type: {kind}" in config for kind in kinds(model, field))
-    assert all(f"algorithm, type: {kind}" in config for kind in kinds(GamesConfig, "algorithm"))
-    assert all(f"population, type: {kind}" in config for kind in kinds(PopulationConfig, "population"))
-    assert all(f'id="{name}"' in envs for name in [*BUILT_IN, *GAMES])
-    assert all(f'id="palestra.{name}"' in python for name in ("types.Episode", "envs.base.Env", "train.run_training"))
+    for model, field in ((TextConfig, "policies"), (TextConfig, "algorithm"), (VectorConfig, "policies")):
+        assert all(f"{field}, type: {kind}" in config for kind in type_choices(model, field))
+    assert all(f"algorithm, type: {kind}" in config for kind in type_choices(VectorConfig, "algorithm"))
+    assert all(f"population, type: {kind}" in config for kind in type_choices(PopulationConfig, "population"))
+    assert all(f'id="{name}"' in envs for name in [*TEXT_ENVS, *VECTOR_ENVS])
+    assert all(f'id="palestra.{name}"' in python for name in ("types.Episode", "envs.base.Env", "training.loop.run_training"))
 
 
 def test_files_of_the_repository_are_pages(site: Path) -> None:

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from palestra.algorithms.text.grpo import GRPO
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, override, parse, validate
-from palestra.recipe import Config
-from palestra.runs import Run, checkpoints, load_episodes, read_lines
-from palestra.setup import build
-from palestra.train import TEAM, restore, run_training
+from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
+from palestra.training.loop import TEAM, restore_checkpoint, run_training
 
 STAGES = [
     {"name": "copy", "steps": 3, "algorithm": {"type": "sft"}, "policies": {"walker": {"teacher": "expert"}}},
     {"name": "play", "steps": 4, "episodes": 6, "env": {"turns": 2}, "policies": {"guide": {"lr": 0.0}}},
-    {"name": "hold", "steps": 3, "algorithm": {"type": "grpo", "k": 4, "kl": 0.1, "at": "root"}},
+    {"name": "hold", "steps": 3, "algorithm": {"type": "grpo", "group_size": 4, "kl_coef": 0.1, "branch_at": "root"}},
 ]
 
 
@@ -30,23 +30,23 @@ def config(base, *settings, **tree):
         "episodes": 8,
         "env": {"type": "toys:Whisper"},
         "policies": {"guide": dict(speech), "walker": dict(speech), "expert": {"type": "expert"}},
-        "algorithm": {"type": "grpo", "k": 4},
+        "algorithm": {"type": "grpo", "group_size": 4},
         "checkpoint_every": 2,
     }
-    return validate(Config, override(whole | tree, settings))
+    return validate(TextConfig, override(whole | tree, settings))
 
 
 def run_of(config, root, stop=lambda: False):
     setup = build(config)
     with Run.create(root, dump(config), config.name) as run:
-        run_training(setup, run, stop=stop)
+        run_training(setup, run, should_stop=stop)
         return run.path, setup
 
 
 def resumed(config, path):
-    setup = build(validate(Config, parse((path / "config.yaml").read_text())))
+    setup = build(validate(TextConfig, parse((path / "config.yaml").read_text())))
     with Run.open(path) as run:
-        restore(setup, run)
+        restore_checkpoint(setup, run)
         assert run_training(setup, run)
     return setup
 
@@ -56,7 +56,7 @@ def logged(path, policy):
 
 
 def adapter(path, name, step=-1):
-    return load_file(checkpoints(path)[step].path / name / "adapter_model.safetensors")
+    return load_file(list_checkpoints(path)[step].path / name / "adapter_model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_weights_are_carried_on_and_the_reference_is_where_a_stage_began(staged)
     path, _ = staged
     walker = logged(path, "walker")
     assert walker[7]["kl_ref"] == pytest.approx(0, abs=1e-6) and walker[9]["kl_ref"] > 1e-6
-    reference = load_file(checkpoints(path)[-1].path / "walker" / "reference" / "adapter_model.safetensors")
+    reference = load_file(list_checkpoints(path)[-1].path / "walker" / "reference" / "adapter_model.safetensors")
     began = adapter(path, "walker", 6)
     assert reference.keys() == began.keys() and all(torch.equal(reference[key], began[key]) for key in began)
     still, before = adapter(path, "guide", 6), adapter(path, "guide", 2)
@@ -117,15 +117,15 @@ def test_a_run_stopped_in_any_stage_or_between_two_goes_on_as_if_it_never_was(st
 
 def test_a_stage_says_only_what_differs(base):
     whole = config(base, stages=STAGES, steps=7)
-    copy, play, hold = whole.parts()
+    copy, play, hold = whole.stage_configs()
     assert (copy.steps, play.steps, copy.episodes, play.episodes) == (3, 4, 8, 6)
-    assert play.algorithm == GRPO(k=4) and hold.algorithm == GRPO(k=4, kl=0.1, at="root")
+    assert play.algorithm == GRPO(group_size=4) and hold.algorithm == GRPO(group_size=4, kl_coef=0.1, branch_at="root")
     assert play.env["turns"] == 2 and "turns" not in hold.env
     assert play.policies["walker"] == whole.policies["walker"] and play.policies["guide"].lr == 0
-    (only,) = config(base, steps=7).parts()
+    (only,) = config(base, steps=7).stage_configs()
     assert only.steps == 7
-    (unsaid,) = config(base, stages=[{}], steps=7).parts()
-    assert unsaid.steps == 7 and unsaid.algorithm == GRPO(k=4)
+    (unsaid,) = config(base, stages=[{}], steps=7).stage_configs()
+    assert unsaid.steps == 7 and unsaid.algorithm == GRPO(group_size=4)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_stage_says_only_what_differs(base):
         ),
         ({"policies": {"guide": {"lrr": 0.1}}}, "lrr"),
         ({"step": 3}, "step"),
-        ({"algorithm": {"type": "grpo", "k": 1}}, "k"),
+        ({"algorithm": {"type": "grpo", "group_size": 1}}, "group_size"),
     ],
 )
 def test_a_stage_that_does_not_fit_is_heard_before_anything_is_loaded(base, stage, message):
@@ -154,20 +154,20 @@ SEVERAL = {"env": {}, "envs": ENVS, "steps": 8, "mix": {"curriculum": "frontier"
 
 
 def test_several_envs_train_one_team_and_success_decides_what_is_played(base, tmp_path):
-    exams = {name: {"of": name, "episodes": 5, "env": {"split": "test"}} for name in ENVS}
-    path, setup = run_of(config(base, exams=exams, **SEVERAL), tmp_path)
+    exams = {name: {"base_env": name, "episodes": 5, "env": {"split": "test"}} for name in ENVS}
+    path, setup = run_of(config(base, evals=exams, **SEVERAL), tmp_path)
     lines = logged(path, TEAM)
     for step, line in enumerate(lines):
         episodes = load_episodes(path / "episodes" / f"step-{step:06d}.parquet")
         for name, turns in (("short", 1), ("long", 3)):
             own = [e for e in episodes if e.env == name]
-            assert all(len(e.line(leaf)) == 2 * turns for e in own for leaf in e.leaves() if leaf.chosen)
+            assert all(len(e.trajectory(leaf)) == 2 * turns for e in own for leaf in e.leaves() if leaf.chosen)
             if own:
                 assert line[f"{name}.success"] == pytest.approx(sum(e.success for e in own) / len(own))
         assert line["short.share"] + line["long.share"] == pytest.approx(1)
     assert any(one["short.share"] != other["short.share"] for one, other in pairwise(lines))
-    memory = json.loads((checkpoints(path)[-1].path / "memory.json").read_text())
-    assert memory["success"] == setup.memory["success"] and set(memory["success"]) == {"short", "long"}
+    memory = json.loads((list_checkpoints(path)[-1].path / "memory.json").read_text())
+    assert memory["success"] == setup.algorithm_state["success"] and set(memory["success"]) == {"short", "long"}
     assert {line["name"] for line in read_lines(path / "evals.jsonl")} == {"short", "long"}
 
 
@@ -189,7 +189,7 @@ def test_a_curriculum_goes_on_where_it_was(base, tmp_path):
             {"env": {}, "envs": ENVS, "mix": {"weights": {"middle": 1}}},
             'no env called "middle": envs: names short, long',
         ),
-        ({"env": {}, "envs": ENVS, "exams": {"dev": {"of": "wide"}}}, 'no env called "wide"'),
+        ({"env": {}, "envs": ENVS, "evals": {"dev": {"base_env": "wide"}}}, 'no env called "wide"'),
         ({"env": {}, "envs": ENVS, "seats": {"nobody": "guide"}}, 'seats names "nobody"'),
     ],
 )

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from palestra.chat import visible
-from palestra.cli import app
+from palestra.chat import escape_control_chars
+from palestra.cli.main import app
 
 HOSTILE = (
     "a:fire:b :moon: [red]x[/red] [/] [link=https://a.example]y[/link] "
@@ -58,9 +58,13 @@ def config(tmp_path):
 
 
 def test_visible_escapes_what_is_obeyed_and_keeps_the_rest():
-    assert visible(HOSTILE).endswith(f"{TOLD} \\u2066i\\u2069")
+    assert escape_control_chars(HOSTILE).endswith(f"{TOLD} \\u2066i\\u2069")
     kept = "plain\ttext\nשלום 你好 \N{FIRE} \N{WOMAN}\u200d\N{PERSONAL COMPUTER} e\u0301"
-    assert visible(kept) == kept and visible("\ud800") == "\\ud800" and visible("a\u2028b") == "a\\u2028b"
+    assert (
+        escape_control_chars(kept) == kept
+        and escape_control_chars("\ud800") == "\\ud800"
+        and escape_control_chars("a\u2028b") == "a\\u2028b"
+    )
 
 
 def test_eval_shows_answers_as_they_are(config):

@@ -10,14 +10,14 @@ from rich.console import Console
 from safetensors.torch import load_file
 from toys import Whisper
 
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, override, parse, validate
-from palestra.evaluate import evaluate_run
-from palestra.recipe import Config
-from palestra.reports import learned_table, plot_run
-from palestra.rollouts.figures import member
-from palestra.runs import Run, checkpoints, load_episodes, read_lines
-from palestra.setup import build
-from palestra.train import TEAM, Exam, Watcher, restore, run_training
+from palestra.evaluation.evaluate import evaluate_run
+from palestra.report.run_report import plot_run, summary_table
+from palestra.rollouts.metrics import member_name
+from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
+from palestra.training.loop import TEAM, Callback, Evaluation, restore_checkpoint, run_training
 
 BAR = 0.85  # held-out success of a trained pair; one in four by chance
 
@@ -30,10 +30,10 @@ def whisper(base, *settings, steps=20, **tree):
         "steps": steps,
         "env": {"type": "toys:Whisper"},
         "policies": {"guide": dict(speech), "walker": dict(speech)},
-        "algorithm": {"type": "grpo", "k": 8},
-        "exams": {"test": {"episodes": 200, "env": {"split": "test"}}},
+        "algorithm": {"type": "grpo", "group_size": 8},
+        "evals": {"test": {"episodes": 200, "env": {"split": "test"}}},
     }
-    return validate(Config, override(config | tree, settings))
+    return validate(TextConfig, override(config | tree, settings))
 
 
 def run_of(config, root, setup=None):
@@ -45,8 +45,8 @@ def run_of(config, root, setup=None):
 
 def matches(setup, step):
     """Those of a step, in its only env."""
-    moment = setup.at(step)
-    return [match for _, match in moment.stage.source.matches(moment.numbers, setup.memory)]
+    moment = setup.position_of(step)
+    return [match for _, match in moment.stage.source.episode_specs(moment.episode_numbers, setup.algorithm_state)]
 
 
 def arena_of(setup):
@@ -58,7 +58,7 @@ def scores(path):
 
 
 def adapter_weights(path, name):
-    return load_file(checkpoints(path)[-1].path / name / "adapter_model.safetensors")
+    return load_file(list_checkpoints(path)[-1].path / name / "adapter_model.safetensors")
 
 
 def weights_of(setup, name):
@@ -124,7 +124,7 @@ def test_instances_are_never_played_twice_and_exams_are_held_out(learned):
     trained = {Whisper().reset(seed).observations["guide"] for seed in seeds}
     examined = {env.reset(seed).observations["guide"] for seed in range(200)}
     assert not trained & examined
-    assert setup.exams[0].arena.make_env().split == "test" and arena_of(setup).make_env().split == "train"
+    assert setup.evals[0].arena.make_env().split == "test" and arena_of(setup).make_env().split == "train"
 
 
 def examine(path, seats=None, *, swap=False, sampling=None, step=None, episodes=200, env=None):
@@ -168,7 +168,7 @@ def test_one_shared_policy_learns_both_seats(base, tmp_path):
 
 
 def test_whole_lines_from_the_root_teach_too(base, tmp_path):
-    path, _ = run_of(whisper(base, "algorithm.at=root", "algorithm.entropy=0.02", steps=30), tmp_path)
+    path, _ = run_of(whisper(base, "algorithm.branch_at=root", "algorithm.entropy_coef=0.02", steps=30), tmp_path)
     before, after = scores(path)
     assert before < 0.5 and after > BAR
 
@@ -186,7 +186,7 @@ def test_a_full_model_learns_and_moves(base, tmp_path):
     assert lines[-1]["local_reward"] > 0.9 > 0.7 > lines[0]["local_reward"]
     after = weights_of(setup, "guide")
     assert all(not torch.equal(before[key], after[key]) for key in before)
-    saved = load_file(checkpoints(path)[-1].path / "guide" / "model.safetensors")
+    saved = load_file(list_checkpoints(path)[-1].path / "guide" / "model.safetensors")
     assert all(torch.equal(saved[key], after[key]) for key in saved)
     who, figures = examine(path)
     assert who == {"guide": setup.learners["guide"].policy().name, "walker": "walker"}
@@ -206,9 +206,9 @@ def test_pupils_imitate_their_teachers(base, tmp_path):
     lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide"]
     assert lines[-1]["nll"] < 0.1 < 1 < lines[0]["nll"] and lines[0]["imitated"] == 1.0
     assert list(setup.learners) == ["guide", "walker"]
-    seats = setup.exams[0].seats()  # in exams the pupil speaks for itself
-    episodes = asyncio.run(setup.exams[0].arena.play_all(matches(setup, 0), setup.stages[0].algorithm.branching))
-    assert member(seats["guide"].name) == "guide" and episodes[0].error is None
+    seats = setup.evals[0].seat_policies()  # in exams the pupil speaks for itself
+    episodes = asyncio.run(setup.evals[0].arena.play_all(matches(setup, 0), setup.stages[0].algorithm.branching))
+    assert member_name(seats["guide"].name) == "guide" and episodes[0].error is None
     spoken = asyncio.run(seats["guide"].act(query("g", "hhhhhh1", n=20)))
     assert [a.text for a in spoken].count("1") >= 17
 
@@ -220,7 +220,7 @@ def query(role, observation, n):
 
 
 def test_only_successes_are_imitated(base, tmp_path):
-    config = whisper(base, algorithm={"type": "sft", "k": 4}, steps=1, exams={})
+    config = whisper(base, algorithm={"type": "sft", "group_size": 4}, steps=1, evals={})
     path, _ = run_of(config, tmp_path)
     episodes = load_episodes(path / "episodes" / "step-000000.parquet")
     leaves = [leaf for e in episodes for leaf in e.leaves()]
@@ -230,7 +230,7 @@ def test_only_successes_are_imitated(base, tmp_path):
     assert line["imitated"] == len(wins) / 128 and line["samples"] == len(wins)
     taught = [n.id for e in episodes for n in e.nodes if n.advantages]
     expected = [
-        n.id for e in episodes for n in e.nodes if any(n in e.line(leaf) for leaf in e.leaves() if leaf in wins)
+        n.id for e in episodes for n in e.nodes if any(n in e.trajectory(leaf) for leaf in e.leaves() if leaf in wins)
     ]
     assert taught == expected
 
@@ -240,7 +240,7 @@ def test_only_successes_are_imitated(base, tmp_path):
 
 def test_frozen_and_scripted_seats_play_and_do_not_learn(base, learned, tmp_path):
     path, _, _ = learned
-    folder = checkpoints(path)[-1].path / "guide"
+    folder = list_checkpoints(path)[-1].path / "guide"
     frozen = {"type": "frozen", "base": str(base), "path": str(folder), "sampling": {"max_tokens": 1}}
     config = whisper(base, policies={"guide": frozen, "walker": whisper(base).policies["walker"].model_dump()}, steps=4)
     setup = build(config)
@@ -255,7 +255,7 @@ def test_frozen_and_scripted_seats_play_and_do_not_learn(base, learned, tmp_path
     )
     assert (folder / "adapter_model.safetensors").read_bytes() == bytes_before
     assert {line["policy"] for line in read_lines(new / "metrics.jsonl")} == {"walker", TEAM}
-    assert [p.name for p in checkpoints(new)[-1].path.iterdir() if p.is_dir()] == ["walker"]
+    assert [p.name for p in list_checkpoints(new)[-1].path.iterdir() if p.is_dir()] == ["walker"]
     episodes = load_episodes(new / "episodes" / "step-000003.parquet")
     assert {a.policy for e in episodes for n in e.nodes for a in n.answers.values()} == {"guide", "walker@3"}
 
@@ -265,18 +265,18 @@ def test_a_random_partner_needs_no_model(base, tmp_path):
         "guide": whisper(base).policies["guide"].model_dump(),
         "walker": {"type": "random", "words": ["0", "1"]},
     }
-    path, setup = run_of(whisper(base, policies=policies, steps=2, exams={}), tmp_path)
+    path, setup = run_of(whisper(base, policies=policies, steps=2, evals={}), tmp_path)
     assert list(setup.learners) == ["guide"] and len(read_lines(path / "metrics.jsonl")) == 4
 
 
 def test_policies_may_stand_on_different_bases(base, other_base, tmp_path):
-    config = whisper(base, f"policies.walker.base={other_base}", "policies.walker.rank=3", steps=2, exams={})
+    config = whisper(base, f"policies.walker.base={other_base}", "policies.walker.rank=3", steps=2, evals={})
     path, setup = run_of(config, tmp_path)
     guide, walker = setup.learners["guide"], setup.learners["walker"]
     assert guide.sampler.engine is not walker.sampler.engine
     assert (guide.sampler.engine.name, walker.sampler.engine.name) == (str(base), str(other_base))
     for name, where, rank in (("guide", base, 8), ("walker", other_base, 3)):
-        about = json.loads((checkpoints(path)[-1].path / name / "adapter_config.json").read_text())
+        about = json.loads((list_checkpoints(path)[-1].path / name / "adapter_config.json").read_text())
         assert about["base_model_name_or_path"] == str(where) and about["r"] == rank
     who, _ = examine(path, episodes=5)
     assert who == {"guide": "guide@2", "walker": "walker@2"}
@@ -285,17 +285,17 @@ def test_policies_may_stand_on_different_bases(base, other_base, tmp_path):
 def test_a_policy_without_samples_stays_as_it_is(base, tmp_path):
     """The walker's team reward never differs where the guide is always wrong: no groups, no update, and no crash."""
     policies = {"guide": {"type": "scripted", "answers": [""]}, "walker": whisper(base).policies["walker"].model_dump()}
-    path, setup = run_of(whisper(base, policies=policies, steps=2, exams={}), tmp_path)
+    path, setup = run_of(whisper(base, policies=policies, steps=2, evals={}), tmp_path)
     assert setup.learners["walker"].version == 0
     line = read_lines(path / "metrics.jsonl")[0]
     assert line["samples"] == line["updates"] == 0 and line["zero_variance"] == 1
     with Run.open(path) as run:
-        again = build(whisper(base, policies=policies, steps=2, exams={}))
-        assert restore(again, run) == 2 and again.learners["walker"].version == 0
+        again = build(whisper(base, policies=policies, steps=2, evals={}))
+        assert restore_checkpoint(again, run) == 2 and again.learners["walker"].version == 0
 
 
 def test_batches_and_epochs_are_optimizer_steps(base, tmp_path):
-    config = whisper(base, "policies.guide.batch=50", "policies.guide.epochs=2", steps=1, exams={})
+    config = whisper(base, "policies.guide.batch_size=50", "policies.guide.epochs=2", steps=1, evals={})
     path, setup = run_of(config, tmp_path)
     line = read_lines(path / "metrics.jsonl")[0]
     assert line["updates"] == 2 * -(-line["samples"] // 50) == setup.learners["guide"].version
@@ -303,8 +303,8 @@ def test_batches_and_epochs_are_optimizer_steps(base, tmp_path):
 
 
 def test_the_learning_rate_follows_its_schedule(base, tmp_path):
-    linear = ("policies.guide.schedule=linear", "policies.walker.warmup=0.5")
-    path, _ = run_of(whisper(base, *linear, "episodes=4", steps=4, exams={}), tmp_path)
+    linear = ("policies.guide.lr_schedule=linear", "policies.walker.warmup_ratio=0.5")
+    path, _ = run_of(whisper(base, *linear, "episodes=4", steps=4, evals={}), tmp_path)
     lr = {
         name: [x["lr"] for x in read_lines(path / "metrics.jsonl") if x["policy"] == name]
         for name in ("guide", "walker")
@@ -314,15 +314,15 @@ def test_the_learning_rate_follows_its_schedule(base, tmp_path):
 
 
 def test_exams_may_sample_otherwise(base):
-    setup = build(whisper(base, "exam_sampling.temperature=0"))
-    assert setup.exams[0].seats()["guide"].sampling.temperature == 0
+    setup = build(whisper(base, "eval_sampling.temperature=0"))
+    assert setup.evals[0].seat_policies()["guide"].sampling.temperature == 0
     assert setup.stages[0].source.seats()["guide"].sampling.temperature == 1
 
 
 def test_exams_come_before_after_and_in_between():
-    due = [step for step in range(-1, 10) if Exam("x", None, None, 1, every=4).due(step, 10)]
+    due = [step for step in range(-1, 10) if Evaluation("x", None, None, 1, every=4).is_due(step, 10)]
     assert due == [-1, 3, 7, 9]
-    assert [step for step in range(-1, 10) if Exam("x", None, None, 1).due(step, 10)] == [-1, 9]
+    assert [step for step in range(-1, 10) if Evaluation("x", None, None, 1).is_due(step, 10)] == [-1, 9]
 
 
 # ---- determinism, stopping, failing
@@ -334,7 +334,7 @@ def lines(path):
 
 def small(base, *settings, **tree):
     exams = {"test": {"episodes": 10, "env": {"split": "test"}, "every": 2}}
-    return whisper(base, "algorithm.k=3", *settings, **({"steps": 4, "episodes": 4, "exams": exams} | tree))
+    return whisper(base, "algorithm.group_size=3", *settings, **({"steps": 4, "episodes": 4, "evals": exams} | tree))
 
 
 def test_a_seed_fixes_a_run_and_another_is_another(base, tmp_path):
@@ -362,19 +362,19 @@ def resumed_after(config, root, steps):
     with Run.create(root, dump(config), config.name) as run:
         played = []
         done = run_training(build(config), run, Noted(played), lambda: len(played) == steps)
-        assert not done and len(played) == steps and checkpoints(run.path)[-1].step == steps - 1
+        assert not done and len(played) == steps and list_checkpoints(run.path)[-1].step == steps - 1
     with Run.open(run.path) as run:
-        setup = build(validate(Config, parse(run.config)))
-        assert restore(setup, run) == steps
+        setup = build(validate(TextConfig, parse(run.config)))
+        assert restore_checkpoint(setup, run) == steps
         assert run_training(setup, run)
     return run.path
 
 
-class Noted(Watcher):
+class Noted(Callback):
     def __init__(self, steps):
         self.steps = steps
 
-    def step(self, step, metrics):
+    def on_step(self, step, metrics):
         self.steps.append(step)
 
 
@@ -383,11 +383,11 @@ MIXES = {
     "a full model": {"policies.walker.type": "full", "policies.walker.lr": 1e-4},
     "a conversation": {
         "env.turns": 3,
-        "policies.guide.memory": "conversation",
-        "policies.walker.memory": "conversation",
+        "policies.guide.history": "conversation",
+        "policies.walker.history": "conversation",
     },
-    "batches": {"policies.guide.batch": 5, "policies.guide.epochs": 2, "policies.guide.schedule": "cosine"},
-    "whole lines": {"algorithm.at": "root"},
+    "batches": {"policies.guide.batch_size": 5, "policies.guide.epochs": 2, "policies.guide.lr_schedule": "cosine"},
+    "whole lines": {"algorithm.branch_at": "root"},
 }
 
 
@@ -397,23 +397,23 @@ def test_a_stopped_run_goes_on_as_if_it_never_stopped(base, tmp_path, changes):
     whole, _ = run_of(config, tmp_path)
     stopped = resumed_after(config, tmp_path, 1)
     assert lines(whole) == lines(stopped)
-    for file in checkpoints(whole)[-1].path.rglob("*.safetensors"):
+    for file in list_checkpoints(whole)[-1].path.rglob("*.safetensors"):
         assert (
             file.read_bytes()
-            == (checkpoints(stopped)[-1].path / file.relative_to(checkpoints(whole)[-1].path)).read_bytes()
+            == (list_checkpoints(stopped)[-1].path / file.relative_to(list_checkpoints(whole)[-1].path)).read_bytes()
         )
 
 
 def test_a_run_with_scripted_and_frozen_memories_goes_on_as_if_it_never_stopped(base, other_base, tmp_path):
     """Neither a script's place nor what a frozen model's sampler keeps may hang on the steps before."""
     policies = {
-        "guide": {"type": "frozen", "base": str(other_base), "memory": "conversation", "sampling": {"max_tokens": 2}},
+        "guide": {"type": "frozen", "base": str(other_base), "history": "conversation", "sampling": {"max_tokens": 2}},
         "walker": whisper(base).policies["walker"].model_dump(),
     }
     env = {"type": "toys:Chant", "turns": 4}
-    config = small(base, policies=policies, env=env, exams={}, steps=6, seats={"herald": "guide", "caller": "script"})
+    config = small(base, policies=policies, env=env, evals={}, steps=6, seats={"herald": "guide", "caller": "script"})
     config = validate(
-        Config,
+        TextConfig,
         config.model_dump() | {"policies": policies | {"script": {"type": "scripted", "answers": ["a", "b", "c"]}}},
     )
     whole, _ = run_of(config, tmp_path)
@@ -433,7 +433,7 @@ def test_failed_episodes_do_not_stop_a_run(base, tmp_path, monkeypatch):
         "        return super().step(actions)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    path, _ = run_of(whisper(base, env={"type": "shaky:Shaky"}, steps=2, exams={}), tmp_path)
+    path, _ = run_of(whisper(base, env={"type": "shaky:Shaky"}, steps=2, evals={}), tmp_path)
     team = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == TEAM]
     assert all(0 < line["failed"] < 32 and line["episodes"] == 32 for line in team)
     episodes = load_episodes(path / "episodes" / "step-000001.parquet")
@@ -466,23 +466,23 @@ WRONG = [
     ({"env.type": "whisper"}, 'unknown env "whisper"'),
     ({"env.type": "toys:Nothing"}, "cannot be loaded from toys:Nothing"),
     ({"env.type": "toys:Spoken"}, "no subclass"),
-    ({"exams.test.env.splt": "x"}, 'has no option "splt"; did you mean "split"'),
-    ({"exam_sampling.temprature": 0}, "exam_sampling: unknown key temprature: did you mean temperature"),
+    ({"evals.test.env.splt": "x"}, 'has no option "splt"; did you mean "split"'),
+    ({"eval_sampling.temprature": 0}, "eval_sampling: unknown key temprature: did you mean temperature"),
     ({"policies.guide.base": "tinny"}, 'cannot load the base "tinny"'),
     ({"policies.guide.base": "/nowhere"}, "no model at /nowhere"),
-    ({"policies.guide.targets": "q_porj"}, "LoRA target 'q_porj' matches no linear layer"),
+    ({"policies.guide.target_modules": "q_porj"}, "LoRA target 'q_porj' matches no linear layer"),
     ({"policies.guide.teacher": "master"}, 'teacher is "master", which must be one of'),
     ({"policies.guide.teacher": "walker"}, "algorithm: {type: sft}"),
     ({"policies.guide.dtype": "float23"}, "policies.guide.dtype"),
-    ({"algorithm.kl": 0.1, "policies.guide": {"type": "full", "base": "BASE"}}, "the algorithm holds policies"),
+    ({"algorithm.kl_coef": 0.1, "policies.guide": {"type": "full", "base": "BASE"}}, "the algorithm holds policies"),
     ({"policies.team": {"type": "random"}}, 'cannot be called "team"'),
     ({"policies.base": {"type": "random"}}, 'cannot be called "base"'),
     ({"policies.a/b": {"type": "random"}}, 'cannot be called "a/b"'),
     ({"policies.a@b": {"type": "random"}}, 'cannot be called "a@b"'),
     ({"policies.a:b": {"type": "random"}}, 'cannot be called "a:b"'),
     ({"policies.guide": {"type": "frozen", "base": "BASE", "path": "/nowhere"}}, "no model at /nowhere"),
-    ({"algorithm.k": 1}, "algorithm: k: 1 leaves an answer no sibling"),
-    ({"algorithm.keep": "bst"}, "algorithm.keep"),
+    ({"algorithm.group_size": 1}, "algorithm: group_size: 1 leaves an answer no sibling"),
+    ({"algorithm.continue_from": "bst"}, "algorithm.continue_from"),
 ]
 
 
@@ -499,14 +499,14 @@ def test_a_seat_nobody_plays_says_what_to_add(base):
     with pytest.raises(
         ValueError, match=r'seat "walker" has no policy.*Add policies\.walker, or set policies\.default'
     ):
-        build(validate(Config, tree))
+        build(validate(TextConfig, tree))
 
 
 def test_a_misspelt_policy_beside_default_is_heard(base):
     tree = whisper(base).model_dump()
     tree["policies"] = {"default": tree["policies"]["guide"], "giude": tree["policies"]["walker"]}
     with pytest.raises(ValueError, match=r"policies\.giude plays nowhere.*did you mean policies\.guide"):
-        build(validate(Config, tree))
+        build(validate(TextConfig, tree))
 
 
 def test_an_exam_may_seat_others(base, tmp_path):
@@ -516,38 +516,38 @@ def test_an_exam_may_seat_others(base, tmp_path):
         "one": {"episodes": 20, "seats": {"guide": "expert"}},
         "none": {"episodes": 20},
     }
-    path, _ = run_of(whisper(base, "policies.expert.type=expert", steps=1, exams=exams), tmp_path)
+    path, _ = run_of(whisper(base, "policies.expert.type=expert", steps=1, evals=exams), tmp_path)
     success = {line["name"]: line["success"] for line in read_lines(path / "evals.jsonl") if line["step"] == -1}
     assert success["both"] == 1.0 and 0.2 < success["one"] < 0.8 and success["none"] < success["both"]
 
 
 @pytest.mark.parametrize(
     ("seats", "message"),
-    [({"nobody": "guide"}, 'exams.dev.seats names "nobody"'), ({"guide": "who"}, 'an exam seats "who"')],
+    [({"nobody": "guide"}, 'evals.dev.seats names "nobody"'), ({"guide": "who"}, 'an exam seats "who"')],
 )
 def test_an_exam_that_seats_nobody_is_heard(base, seats, message):
     with pytest.raises(ValueError, match=message):
-        build(whisper(base, exams={"dev": {"seats": seats}}))
+        build(whisper(base, evals={"dev": {"seats": seats}}))
 
 
 def test_an_exam_with_other_seats_than_training_needs_policies_for_them(base):
     exams = {"dev": {"episodes": 2, "env": {"type": "toys:Chant"}}}
     with pytest.raises(ValueError, match='seat "caller" has no policy: exam dev is of env "toys:Chant"'):
-        build(whisper(base, exams=exams))
-    setup = build(whisper(base, "policies.default.type=random", exams=exams))
-    assert set(setup.exams[0].seats()) == {"caller", "herald", "walker"}
+        build(whisper(base, evals=exams))
+    setup = build(whisper(base, "policies.default.type=random", evals=exams))
+    assert set(setup.evals[0].seat_policies()) == {"caller", "herald", "walker"}
 
 
 def test_a_game_that_nobody_succeeds_in_is_reported_by_what_each_seat_wins(base, tmp_path):
     speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 1}}
     tree = {"env": {"type": "text_kuhn"}, "policies": {"player": speech, "other": {"type": "random"}}}
-    tree |= {"seats": {"player_0": "player", "player_1": "other"}, "exams": {"dev": {"episodes": 20}}}
-    config = whisper(base, steps=1, **tree, algorithm={"type": "grpo", "at": "root", "k": 4})
+    tree |= {"seats": {"player_0": "player", "player_1": "other"}, "evals": {"dev": {"episodes": 20}}}
+    config = whisper(base, steps=1, **tree, algorithm={"type": "grpo", "branch_at": "root", "group_size": 4})
     path, _ = run_of(config, tmp_path)
     for line in read_lines(path / "evals.jsonl"):
         assert "success" not in line and sum(line["returns"].values()) <= 0  # zero-sum, but for penalties
     assert "success" not in read_lines(path / "metrics.jsonl")[-1]
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(learned_table(path))
+    console.print(summary_table(path))
     assert "dev: return of player_0" in (shown := console.export_text()) and "success" not in shown
     assert plot_run(path).stat().st_size > 10_000

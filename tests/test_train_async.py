@@ -19,21 +19,21 @@ from processes import finish, start
 from toys import Spoken, Whisper
 
 from palestra.algorithms.text.sft import SFT
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, override, parse, validate
-from palestra.engine.sampler import Request, Sampler, Sampling
-from palestra.engine.trainer import packs
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.trainer import micro_batches
 from palestra.envs.base import Env
-from palestra.learners.lm import LanguageLearner, LoraPolicyConfig, Resident
+from palestra.learners.lm import LanguageLearner, LocalWeights, LoraPolicyConfig
 from palestra.losses.policy import clipped_policy_loss
-from palestra.recipe import Config
-from palestra.rollouts.play import Arena
-from palestra.rollouts.sources import Games
-from palestra.runs import Run, checkpoints, load_episodes, read_lines
-from palestra.setup import build
+from palestra.rollouts.sources import EnvSource
+from palestra.rollouts.tree_rollout import EpisodeRunner
+from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
 from palestra.testing import tiny_lm
-from palestra.train import TEAM, Exam, Setup, Stage, Watcher, restore
-from palestra.train import run_training as train_in_turn
-from palestra.train_async import run_training, train
+from palestra.training.async_loop import run_training, train
+from palestra.training.loop import TEAM, Callback, Evaluation, Setup, Stage, restore_checkpoint
+from palestra.training.loop import run_training as train_in_turn
 from palestra.types import Sample
 
 
@@ -75,7 +75,7 @@ class Tally:
         self.version += 1
         return {}
 
-    def begin(self):
+    def start_stage(self):
         pass
 
     def policy(self):
@@ -117,8 +117,8 @@ def toy(staleness, stages, gates, *, during=None, began=None, **options):
     """A run of stages (steps, episodes), in which an instance waits for `gates(number)`."""
     learners = {name: Tally(name, during if name == "guide" else None) for name in Whisper.seats}
     began = [] if began is None else began
-    games = Games(
-        {"whisper": Arena(lambda: Halting(gates, began), "whisper")},
+    games = EnvSource(
+        {"whisper": EpisodeRunner(lambda: Halting(gates, began), "whisper")},
         lambda: {name: learner.policy() for name, learner in learners.items()},
         seed=0,
     )
@@ -179,10 +179,10 @@ def test_episodes_are_played_while_training_goes_on(tmp_path):
     would."""
     done = asyncio.Event()
 
-    class Watch(Watcher):
+    class Watch(Callback):
         count = 0
 
-        def played(self, episode):
+        def on_episode(self, episode):
             self.count += 1
             done.set()
 
@@ -245,7 +245,7 @@ def test_what_goes_wrong_in_training_is_heard_as_it_is_and_nothing_plays_on(tmp_
 
 def test_exams_come_when_they_are_due(tmp_path):
     setup = toy(2, [(5, 2)], at_once)
-    setup.exams = [Exam("dev", Arena(Whisper, "dev"), setup.stages[0].source.seats, 3, every=2)]
+    setup.evals = [Evaluation("dev", EpisodeRunner(Whisper, "dev"), setup.stages[0].source.seats, 3, every=2)]
     path = run_toy(setup, tmp_path)
     assert [line["step"] for line in read_lines(path / "evals.jsonl")] == [-1, 1, 3, 4]
 
@@ -254,8 +254,8 @@ def test_the_buffer_holds_what_a_checkpoint_may_still_need_and_a_finished_run_ha
     """Checkpoints after steps 1, 3, 5, ...: a run may go on from the newest two."""
     kept = {}
 
-    class Look(Watcher):
-        def step(self, step, metrics):
+    class Look(Callback):
+        def on_step(self, step, metrics):
             names = (file.name for file in (run.path / "buffer").glob("episode-*"))
             kept[step] = min(int(name[8:14]) for name in names)
 
@@ -268,17 +268,17 @@ def test_the_buffer_holds_what_a_checkpoint_may_still_need_and_a_finished_run_ha
 def test_a_stopped_run_has_kept_all_it_had_begun_and_plays_none_of_it_again(tmp_path):
     told: list[int] = []
 
-    class Count(Watcher):
-        def played(self, episode):
+    class Count(Callback):
+        def on_episode(self, episode):
             told.append(episode.seed)
 
     with Run.create(tmp_path, "x: 1") as run:
-        assert not asyncio.run(train(toy(2, [(6, 3)], at_once), run, Count(), stop=lambda: len(told) >= 9))
-        path, step = run.path, checkpoints(run.path)[-1].step
+        assert not asyncio.run(train(toy(2, [(6, 3)], at_once), run, Count(), should_stop=lambda: len(told) >= 9))
+        path, step = run.path, list_checkpoints(run.path)[-1].step
         assert sorted(told) == list(range(3 * (step + 3))) and run.next_step == step + 1
     with Run.open(path) as run:
         again = toy(2, [(6, 3)], at_once)
-        assert restore(again, run) == step + 1 and again.learners["guide"].version == step + 1
+        assert restore_checkpoint(again, run) == step + 1 and again.learners["guide"].version == step + 1
         assert asyncio.run(train(again, run, Count()))
     assert sorted(told) == [e.seed for episodes in recorded(path) for e in episodes] == list(range(18))
 
@@ -294,11 +294,11 @@ def config(base, *changes, **tree):
         "episodes": 6,
         "staleness": 2,
         "env": {"type": "toys:Whisper", "turns": 2},
-        "policies": {"guide": speech | {"memory": "conversation"}, "walker": speech | {"batch": 10}},
-        "algorithm": {"type": "grpo", "k": 4},
+        "policies": {"guide": speech | {"history": "conversation"}, "walker": speech | {"batch_size": 10}},
+        "algorithm": {"type": "grpo", "group_size": 4},
         "checkpoint_every": 3,
     }
-    return validate(Config, override(whole | tree, changes))
+    return validate(TextConfig, override(whole | tree, changes))
 
 
 def played(config, folder, watcher=None):
@@ -308,9 +308,9 @@ def played(config, folder, watcher=None):
 
 
 def resume(path):
-    setup = build(validate(Config, parse((path / "config.yaml").read_text())))
+    setup = build(validate(TextConfig, parse((path / "config.yaml").read_text())))
     with Run.open(path) as run:
-        first = restore(setup, run)
+        first = restore_checkpoint(setup, run)
         assert run_training(setup, run)
     return first
 
@@ -321,7 +321,7 @@ def test_a_pair_learns_from_episodes_that_are_a_step_old(base, tmp_path):
     whole = {"staleness": 1, "steps": 30, "episodes": 32, "env": {"type": "toys:Whisper"}, "checkpoint_every": 100}
     exams = {"test": {"episodes": 200, "env": {"split": "test"}}}
     policies = {"guide": speech, "walker": speech}
-    path = played(config(base, "algorithm.k=8", policies=policies, exams=exams, **whole), tmp_path)
+    path = played(config(base, "algorithm.group_size=8", policies=policies, evals=exams, **whole), tmp_path)
     before, after = (line["success"] for line in read_lines(path / "evals.jsonl"))
     assert before < 0.5 and after > 0.85
     ages = [line["staleness"] for line in read_lines(path / "metrics.jsonl") if line["policy"] == "walker"]
@@ -335,8 +335,8 @@ MIXES = {
         "envs": {"short": {"type": "toys:Whisper"}, "long": {"type": "toys:Whisper", "turns": 2}},
         "mix": {"curriculum": "frontier"},
     },
-    "stages": {"stages": [{"steps": 4}, {"steps": 5, "episodes": 4, "algorithm": {"type": "sft", "k": 2}}]},
-    "corrected": {"algorithm": {"type": "grpo", "k": 4, "correction": 2.0}},
+    "stages": {"stages": [{"steps": 4}, {"steps": 5, "episodes": 4, "algorithm": {"type": "sft", "group_size": 2}}]},
+    "corrected": {"algorithm": {"type": "grpo", "group_size": 4, "importance_cap": 2.0}},
 }
 
 
@@ -345,14 +345,14 @@ def test_steps_trained_again_after_a_kill_are_the_same_bit_for_bit(base, tmp_pat
     """Killed after step 7 was trained, three steps beyond its checkpoint, with some of later steps in the buffer."""
     whole = config(base, keep_every=3, **changes)
 
-    class Freezes(Watcher):
-        def step(self, step, metrics):
+    class Freezes(Callback):
+        def on_step(self, step, metrics):
             if step == 7:
                 (live,) = (tmp_path / "whole").iterdir()
                 shutil.copytree(live, tmp_path / "killed", ignore=shutil.ignore_patterns(".tmp-*"))
 
     path, killed = played(whole, tmp_path / "whole", Freezes()), tmp_path / "killed"
-    assert len(read_lines(killed / "metrics.jsonl")) == 8 * 3 and checkpoints(killed)[-1].step == 5
+    assert len(read_lines(killed / "metrics.jsonl")) == 8 * 3 and list_checkpoints(killed)[-1].step == 5
     finished = {f.name: f.read_bytes() for f in (killed / "buffer").glob("episode-*")}
     assert resume(killed) == 6
     theirs = read_lines(path / "metrics.jsonl")
@@ -367,9 +367,9 @@ def test_steps_trained_again_after_a_kill_are_the_same_bit_for_bit(base, tmp_pat
 
 def assert_trained(path, finished):
     """Every finished episode was trained as it lay in the buffer, token for token."""
-    setup = build(validate(Config, parse((path / "config.yaml").read_text())))
+    setup = build(validate(TextConfig, parse((path / "config.yaml").read_text())))
     trained = dict(enumerate(e for episodes in recorded(path) for e in episodes))
-    assert [e.seed for e in trained.values()] == list(range(setup.at(setup.steps - 1).numbers.stop))
+    assert [e.seed for e in trained.values()] == list(range(setup.position_of(setup.steps - 1).episode_numbers.stop))
     scratch = path.parent / "one.parquet"
     for name, data in finished.items():
         scratch.write_bytes(data)
@@ -392,7 +392,7 @@ def said(episode):
 
 def test_half_of_the_games_may_wait(base, tmp_path):
     setup = build(config(base, steps=4))
-    setup.stages[0].source.arenas["train"] = Arena(Slow, "train")
+    setup.stages[0].source.arenas["train"] = EpisodeRunner(Slow, "train")
     with Run.create(tmp_path, "", "slow") as run:
         assert run_training(setup, run)
         steps = recorded(run.path)
@@ -405,14 +405,14 @@ def test_half_of_the_games_may_wait(base, tmp_path):
 def test_the_loop_that_waits_says_which_one_does_not(base, tmp_path):
     with (
         Run.create(tmp_path, "", "waits") as run,
-        pytest.raises(ValueError, match=r"staleness: \d lets play go on .* palestra\.train_async\.run_training"),
+        pytest.raises(ValueError, match=r"staleness: \d lets play go on .* palestra\.training\.async_loop\.run_training"),
     ):
         train_in_turn(build(config(base, steps=1)), run)
 
 
 def test_a_full_model_cannot_be_played_while_it_is_trained(base):
     with pytest.raises(ValueError, match="staleness: 2 plays while weights are trained, but walker is a full model"):
-        config(base, "policies.walker.type=full", "policies.walker.batch=null")
+        config(base, "policies.walker.type=full", "policies.walker.batch_size=null")
 
 
 # ---- one engine for both
@@ -425,18 +425,20 @@ def samples(count, seed=0):
 
 
 def learner_of(engine, sampler=None):
-    policy = LoraPolicyConfig(pack_tokens=40)
-    return LanguageLearner("a", policy, Resident(policy, engine, seed=1), sampler or Sampler(engine), engine.tokenizer)
+    policy = LoraPolicyConfig(micro_batch_tokens=40)
+    return LanguageLearner(
+        "a", policy, LocalWeights(policy, engine, seed=1), sampler or Sampler(engine), engine.tokenizer
+    )
 
 
 def asked(seed, adapter=None, keep=False, n=3):
     prompt = np.random.default_rng(seed).integers(5, 250, 8).astype(np.int32)
-    return Request(prompt, n, Sampling(max_tokens=12, end=False), adapter, seed, keep)
+    return Request(prompt, n, SamplingConfig(max_tokens=12, stop_at_eos=False), adapter, seed, keep)
 
 
 def test_gradients_are_the_same_whoever_samples_between_them():
     engine, batch = tiny_lm(3), samples(16)
-    assert len(packs(batch, 40)) > 4
+    assert len(micro_batches(batch, 40)) > 4
     alone = learner_of(engine)
     figures = alone.weights.trainer.forward_backward(batch, clipped_policy_loss)
     busy = learner_of(engine)
@@ -496,9 +498,9 @@ def test_what_is_under_way_does_not_mind_when_the_sampler_forgets(keep):
             outcomes = [None] * len(requests)
             for i, request in enumerate(requests):
                 sampler.submit(request, lambda outcome, i=i, outcomes=outcomes: outcomes.__setitem__(i, outcome))
-            while sampler.advance():
+            while sampler.step():
                 if forgets:
-                    sampler.forget()
+                    sampler.clear_cache()
             results += [answer for outcome in outcomes for answer in outcome]
             requests = [
                 Request(
@@ -542,7 +544,7 @@ def kill_again_and_again(folder, base, kills, steps):
         while not (run / ".lock").exists() or (run / ".lock").read_text() != f"process {process.pid}":
             assert process.poll() is None, process.communicate()
             time.sleep(0.002)
-        kept = checkpoints(run)
+        kept = list_checkpoints(run)
         target = 3 * (kept[-1].step + 1 if kept else 0) + rng.uniform(0, 3 * 4)
         while lines_of(run) < target and process.poll() is None:
             time.sleep(0.002)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from palestra.algorithms.text.base import TextAlgorithm, sample_of
+from palestra.algorithms.text.base import TextAlgorithm, build_sample
 from palestra.losses.policy import importance_sampling_loss
-from palestra.rollouts.figures import member
+from palestra.rollouts.metrics import member_name
 
 
 class Reinforce(TextAlgorithm):
@@ -20,15 +20,15 @@ class Reinforce(TextAlgorithm):
     def loss(self):
         return importance_sampling_loss
 
-    def samples(self, episodes, policy, memory=None):
+    def build_samples(self, episodes, policy, memory=None):
         found = []
         for episode in (episode for episode in episodes if episode.error is None):
             worth = sum(node.team_reward for node in episode.nodes) - self.baseline
             for node in episode.nodes:
                 for seat, answer in node.answers.items():
-                    if member(answer.policy) == policy:
+                    if member_name(answer.policy) == policy:
                         node.advantages[seat] = worth
-                        found.append(sample_of(answer, np.full(len(answer.token_ids), worth, np.float32)))
+                        found.append(build_sample(answer, np.full(len(answer.token_ids), worth, np.float32)))
         return found, {"worth": float(np.mean([sample.advantages[0] for sample in found]))}
 
 

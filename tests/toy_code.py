@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from palestra.envs.text.code import CoderTester
+from palestra.envs.text.code.env import CoderTester
 from palestra.types import Step
 
 ADD = {  # a problem of our own shape

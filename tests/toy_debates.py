@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from palestra.envs.text.debate import Debate
+from palestra.envs.text.debate.env import Debate
 from palestra.types import Step
 
 Talk = Callable[[str, Any, Debate], str]  # seat, observation, env -> answer
@@ -29,7 +29,7 @@ def play(env: Debate, seed: int = 0, **talks: Talk | str) -> tuple[list[Step], d
 
 async def playing(env: Debate, seed: int = 0, **talks: Talk | str) -> tuple[list[Step], dict[str, float]]:
     steps, earned = [env.reset(seed)], dict.fromkeys((*env.seats, "team"), 0.0)
-    while not steps[-1].over:
+    while not steps[-1].done:
         answers = {
             seat: _said(talks.get(seat, expert), seat, view, env) for seat, view in steps[-1].observations.items()
         }

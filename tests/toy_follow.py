@@ -11,9 +11,9 @@ from pathlib import Path
 
 from toy_tasks import Adder, Sums
 
-from palestra.backends.inline import Inline
-from palestra.backends.local import Local
-from palestra.populations.scheduler import follow
+from palestra.backends.inline import InlineBackend
+from palestra.backends.local import LocalBackend
+from palestra.populations.scheduler import run_plan
 from palestra.runs import Run
 
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.move")
@@ -24,17 +24,17 @@ def new_run(root: Path, name: str = "demo") -> Run:
 
 
 def done_run(root: Path, leaves: int = 8, name: str = "demo") -> tuple[Path, Sums]:
-    plan, backend = Sums(leaves), Inline(Adder)
+    plan, backend = Sums(leaves), InlineBackend(Adder)
     with new_run(root, name) as run:
-        assert follow(plan, backend, run)
+        assert run_plan(plan, backend, run)
     backend.close()
     return run.path, plan
 
 
 def go_on(path: Path, leaves: int = 8) -> Sums:
-    plan, backend = Sums(leaves), Inline(Adder)
+    plan, backend = Sums(leaves), InlineBackend(Adder)
     with Run.open(path) as run:
-        assert follow(plan, backend, run)
+        assert run_plan(plan, backend, run)
     backend.close()
     return plan
 
@@ -60,10 +60,10 @@ def main(path: str, backend: str, leaves: str, deadly: str = "-1", seconds: str 
     stopped: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: stopped.append(number))
     make = partial(Adder, float(seconds))
-    workers = Local(make, 2) if backend == "local" else Inline(make)
+    workers = LocalBackend(make, 2) if backend == "local" else InlineBackend(make)
     with Run.open(path) as run:
         sys.addaudithook(hook)
-        follow(Sums(int(leaves)), workers, run, stop=lambda: bool(stopped))
+        run_plan(Sums(int(leaves)), workers, run, stop=lambda: bool(stopped))
     workers.close()
 
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from palestra.envs.vector.base import Discrete
-from palestra.envs.vector.loop import GameSpec, Moment
+from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec
 
 
 class Counting:
@@ -17,16 +17,22 @@ class Counting:
     terminates after 3 steps; a game ends after 5 to 9 steps, at odd lengths cut off. Action 3 is only legal at even
     times."""
 
-    spec = GameSpec(
-        ("wide", "long"), ((3,), (2,)), (Discrete(4), Discrete(3)), state_size=1, masks=True, success=True, deaths=True
+    spec = VectorEnvSpec(
+        ("wide", "long"),
+        ((3,), (2,)),
+        (Discrete(4), Discrete(3)),
+        state_size=1,
+        has_action_mask=True,
+        reports_success=True,
+        has_seat_terminated=True,
     )
 
-    def reset(self, seed: int) -> Moment:
+    def reset(self, seed: int) -> SingleStep:
         self.seed, self.time, self.sum = seed, 0, 0
         self.limit = 5 + seed % 5
         return self.moment()
 
-    def step(self, actions: np.ndarray) -> Moment:
+    def step(self, actions: np.ndarray) -> SingleStep:
         self.time += 1
         self.sum += int(actions.sum())
         moment = self.moment()
@@ -37,10 +43,10 @@ class Counting:
         moment.seat_terminated = [moment.terminated, self.time >= 3]
         return moment
 
-    def moment(self) -> Moment:
+    def moment(self) -> SingleStep:
         views = [np.array([self.seed % 2**20, self.time, self.sum]), np.array([self.seed % 2**20, self.time])]
         legal = [np.array([1, 1, 1, self.time % 2 == 0], bool), np.ones(3, bool)]
-        return Moment(views, [True, self.time < 3], legal=legal, state=np.array([self.sum]))
+        return SingleStep(views, [True, self.time < 3], action_mask=legal, state=np.array([self.sum]))
 
     def close(self) -> None:
         pass
@@ -52,7 +58,7 @@ class Falls(Counting):
     def __init__(self, how: str, at: int = 0, every: int = 1) -> None:
         self.how, self.at, self.every = how, at, every
 
-    def moment(self) -> Moment:
+    def moment(self) -> SingleStep:
         if self.time == self.at and self.seed % self.every == 0:
             if self.how == "error":
                 raise RuntimeError("the fifth wheel came off")

@@ -10,44 +10,44 @@ from typing import Any
 
 from processes import finish, start
 
-from palestra.backends.inline import Inline
-from palestra.backends.places import LoopConfig
+from palestra.backends.config import RolloutBackendConfig
+from palestra.backends.inline import InlineBackend
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
-from palestra.populations.tasks import Backend, MakeWorker
-from palestra.recipe import Config
+from palestra.launch.distributed import build
+from palestra.populations.tasks import Backend, WorkerFactory
 from palestra.runs import Run, read_lines
-from palestra.setup_backends import build
-from palestra.train import Setup, Watcher, restore
-from palestra.train_async import run_training
+from palestra.training.async_loop import run_training
+from palestra.training.loop import Callback, Setup, restore_checkpoint
 
 SAME = ("metrics.jsonl", "evals.jsonl")
 
 
-def config(base: Path, **changes: Any) -> Config:
+def config(base: Path, **changes: Any) -> TextConfig:
     """Two adapters, one of which remembers, and an exam; a step takes some hundredths of a second."""
     speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 3}, "lr": 1e-3}
     tree = {
         "steps": 3,
         "episodes": 6,
         "env": {"type": "toys:Whisper", "turns": 2},
-        "policies": {"guide": speech | {"memory": "conversation"}, "walker": speech | {"batch": 10}},
-        "algorithm": {"type": "grpo", "k": 4},
-        "exams": {"dev": {"episodes": 4, "every": 2}},
-        "exam_sampling": {"temperature": 0.5},
+        "policies": {"guide": speech | {"history": "conversation"}, "walker": speech | {"batch_size": 10}},
+        "algorithm": {"type": "grpo", "group_size": 4},
+        "evals": {"dev": {"episodes": 4, "every": 2}},
+        "eval_sampling": {"temperature": 0.5},
         "checkpoint_every": 2,
         "backend": {"type": "local", "workers": 2, "slices": 3},
     }
-    return validate(Config, tree | changes)
+    return validate(TextConfig, tree | changes)
 
 
-def here(_: LoopConfig, make: MakeWorker) -> Backend:
+def here(_: RolloutBackendConfig, make: WorkerFactory) -> Backend:
     """A worker in this process."""
-    return Inline(make)
+    return InlineBackend(make)
 
 
-def run_of(made: Setup, root: Path, config: Config, watcher: Watcher | None = None) -> Path:
+def run_of(made: Setup, root: Path, config: TextConfig, watcher: Callback | None = None) -> Path:
     with Run.create(root, dump(config)) as run:
-        restore(made, run)
+        restore_checkpoint(made, run)
         assert run_training(made, run, watcher)
         return run.path
 
@@ -64,7 +64,7 @@ def assert_same(run: Path, other: Path) -> None:
         assert file.is_dir() or file.read_bytes() == theirs[name].read_bytes(), name
 
 
-def killed(folder: Path, asked: Config, lines: int) -> Path:
+def killed(folder: Path, asked: TextConfig, lines: int) -> Path:
     """A run of the command line, killed once it has logged so many lines, and resumed to its end."""
     (folder / "run.yaml").write_text(dump(asked))
     process, run = start(folder, "run.yaml"), folder / "runs" / "run"
@@ -77,15 +77,15 @@ def killed(folder: Path, asked: Config, lines: int) -> Path:
     return run
 
 
-def on_ray(base: Path, backend: dict[str, Any] | None = None, **changes: Any) -> Config:
+def on_ray(base: Path, backend: dict[str, Any] | None = None, **changes: Any) -> TextConfig:
     return config(base, backend={"type": "ray", "workers": 2, "slices": 3} | (backend or {}), **changes)
 
 
-def whole(root: Path, asked: Config) -> Path:
+def whole(root: Path, asked: TextConfig) -> Path:
     """The same run, whose slices one worker in this process plays."""
     alone = asked.model_copy(update={"backend": asked.backend.model_copy(update={"type": "local", "placement": {}})})
     return run_of(build(alone, here), root, alone)
 
 
 def actor_of(made: Setup, learner: str) -> Any:
-    return made.learners[learner].weights.bench._holder._actor  # type: ignore[attr-defined]
+    return made.learners[learner].weights.trainer._holder._actor  # type: ignore[attr-defined]

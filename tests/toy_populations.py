@@ -8,11 +8,11 @@ from functools import cache
 
 import numpy as np
 
-from palestra.exact.responses import best_response_to_joint, nash_conv
-from palestra.exact.tree import Tree, tree_of, uniform, values
-from palestra.oracles.exact import Exact, answer
-from palestra.oracles.members import rules_of
 from palestra.populations.population import Member, Population
+from palestra.tabular.best_response import best_response_to_joint, nash_conv
+from palestra.tabular.game_tree import GameTree, build_game_tree, expected_returns, uniform_policy
+from palestra.workers.exact import ExactSolver, exact_response_result
+from palestra.workers.member_loader import rules_of_env
 
 
 def population(*players):
@@ -25,68 +25,68 @@ def drive(plan, do, rng=None, stop=lambda: False):
     """Does a plan's tasks, the oldest first or, with `rng`, in any order; the (task, result, notes) in their order.
 
     Members that a task asks for must have been made by tasks done before, and names never come twice."""
-    open_, log, made, seen = list(plan.begin()), [], set(), set()
+    open_, log, made, seen = list(plan.initial_tasks()), [], set(), set()
     while open_ and not stop():
         assert not {task.name for task in open_} & seen
         task = open_.pop(rng.randrange(len(open_)) if rng else 0)
         seen.add(task.name)
         assert {*task.members} <= made, (task, made)
         result = json.loads(json.dumps(do(task)))
-        made |= {task.makes} - {""}
-        open_ += plan.finished(task, result)
-        log.append((task, result, plan.notes(task, result)))
+        made |= {task.output_member} - {""}
+        open_ += plan.on_result(task, result)
+        log.append((task, result, plan.task_metrics(task, result)))
     assert stop() or not open_
     return log
 
 
 def retold(plan, log):
     """A new plan that is told a log: it names each task before it is done, and says the same of it."""
-    known = {task.name: task for task in plan.begin()}
+    known = {task.name: task for task in plan.initial_tasks()}
     for task, result, notes in log:
         assert known.pop(task.name) == task
-        known |= {new.name: new for new in plan.finished(task, result)}
-        assert plan.notes(task, result) == notes
+        known |= {new.name: new for new in plan.on_result(task, result)}
+        assert plan.task_metrics(task, result) == notes
     return known
 
 
 @cache
-def tree(name, **options) -> Tree:
-    return tree_of(rules_of({"type": name, **options}))
+def tree(name, **options) -> GameTree:
+    return build_game_tree(rules_of_env({"type": name, **options}))
 
 
 class ExactGame:
     """The exact oracle of a game, with its members in memory."""
 
     def __init__(self, tree, players):
-        self.exact, self.tree = Exact(tree, players), tree
-        self.policies = {"uniform": uniform(tree)}
+        self.exact, self.tree = ExactSolver(tree, players), tree
+        self.policies = {"uniform": uniform_policy(tree)}
 
     def __call__(self, task):
         if task.kind == "solve":
-            policy, allowed = self.exact.solve(task.order, self.policies.__getitem__)
-            self.policies[task.makes] = policy
+            policy, allowed = self.exact.solve(task.payload, self.policies.__getitem__)
+            self.policies[task.output_member] = policy
             return {"allowed": allowed}
         if task.kind != "train":
-            return self.exact.do(task, self.policies.__getitem__, None)
-        policy, value = self.exact.respond(task.order, self.policies.__getitem__)
-        self.policies[task.makes] = policy
-        return {"env_steps": 10, "against": {}, "metrics": {}, **answer(policy, value)}
+            return self.exact.run_task(task, self.policies.__getitem__, None)
+        policy, value = self.exact.respond(task.payload, self.policies.__getitem__)
+        self.policies[task.output_member] = policy
+        return {"env_steps": 10, "against": {}, "metrics": {}, **exact_response_result(policy, value)}
 
     def nash_conv(self, mixes):
-        return nash_conv(self.tree, self.exact.mixed(mixes, self.policies.__getitem__))
+        return nash_conv(self.tree, self.exact.mixture_policy(mixes, self.policies.__getitem__))
 
     def coarse_gap(self, meta):
         """What all seats could gain by leaving a joint distribution for a policy fixed beforehand, summed."""
         cells = [(index, p) for index, p in np.ndenumerate(meta.joint) if p > 0]
         lineups = [self._lineup(meta, index) for index, _ in cells]
         chances = [p for _, p in cells]
-        earned = np.array(chances) @ [values(self.tree, lineup) for lineup in lineups]
-        best = [best_response_to_joint(self.tree, lineups, chances, seat)[1] for seat in range(self.tree.players)]
+        earned = np.array(chances) @ [expected_returns(self.tree, lineup) for lineup in lineups]
+        best = [best_response_to_joint(self.tree, lineups, chances, seat)[1] for seat in range(self.tree.num_players)]
         return float(np.sum(best - earned))
 
     def _lineup(self, meta, index):
         names = [own[place] for own, place in zip(meta.names, index, strict=True)]
-        return self.exact.lineup(dict(zip(meta.seats, names, strict=True)), self.policies.__getitem__)
+        return self.exact.profile_policy(dict(zip(meta.seats, names, strict=True)), self.policies.__getitem__)
 
 
 class Matrix:
@@ -106,15 +106,15 @@ class Matrix:
         return {"train": self.train, "play": self.play, "assess": self.assess}[task.kind](task)
 
     def train(self, task):
-        order, seat = task.order, self.players.index(task.order["player"])
+        order, seat = task.payload, self.players.index(task.payload["player"])
         if "joint" in order:
             joint = sum(
                 p * self.outer({q: self.mixture(q, m) for q, m in members.items()}) for members, p in order["joint"]
             )
         else:
             joint = self.outer({q: self.mixed(q, mix) for q, mix in order["opponents"].items()})
-        worth = np.moveaxis(self.payoffs[seat], seat, 0).reshape(self.actions[task.order["player"]], -1) @ joint
-        self.chosen[task.makes] = int(worth.argmax())
+        worth = np.moveaxis(self.payoffs[seat], seat, 0).reshape(self.actions[task.payload["player"]], -1) @ joint
+        self.chosen[task.output_member] = int(worth.argmax())
         return {"env_steps": order["env_steps"], "return": float(worth.max()), "against": {}, "metrics": {}}
 
     def outer(self, choices):
@@ -134,9 +134,9 @@ class Matrix:
 
     def play(self, task):
         cells = []
-        for members in task.order["cells"]:
+        for members in task.payload["cells"]:
             mean = self.worth([self.mixture(q, m) for q, m in zip(self.players, members, strict=True)])
-            games = task.order["games"]
+            games = task.payload["games"]
             known = {"exact": True} if not self.noise else {}
             cells.append(
                 {"members": members, "games": games, "mean": mean, "m2": [games * self.noise] * len(mean), **known}
@@ -144,7 +144,7 @@ class Matrix:
         return {"cells": cells}
 
     def assess(self, task):
-        gap = self.nash_conv(task.order["strategies"])
+        gap = self.nash_conv(task.payload["strategies"])
         return {"nash_conv": gap, "exploitability": gap / len(self.players), "values": []}
 
     def nash_conv(self, mixes):

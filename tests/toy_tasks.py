@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from palestra.populations.tasks import Result, Task
-from palestra.rollouts.play import derive
+from palestra.populations.tasks import ResultDict, Task
+from palestra.rollouts.tree_rollout import derive_seed
 
 
 class Sums:
@@ -24,26 +24,31 @@ class Sums:
     def __init__(self, leaves: int) -> None:
         self.leaves, self.total = leaves, None
         self.made: set[str] = set()
-        self.heard: list[tuple[str, Result]] = []
+        self.heard: list[tuple[str, ResultDict]] = []
 
-    def begin(self) -> Sequence[Task]:
+    def initial_tasks(self) -> Sequence[Task]:
         return [self._make(i, i + 1) for i in range(self.leaves)]
 
-    def finished(self, task: Task, result: Result) -> Sequence[Task]:
+    def on_result(self, task: Task, result: ResultDict) -> Sequence[Task]:
         self.heard.append((task.name, result))
         if task.kind == "assess":
             self.total = result["value"]
         if task.kind != "train":
             return []
-        low, high = task.order["low"], task.order["high"]
-        self.made.add(task.makes)
+        low, high = task.payload["low"], task.payload["high"]
+        self.made.add(task.output_member)
         last = high - low == self.leaves
-        look = Task(f"{'assess' if last else 'play'}/{task.makes}", "assess" if last else "play", {}, (task.makes,))
+        look = Task(
+            f"{'assess' if last else 'play'}/{task.output_member}",
+            "assess" if last else "play",
+            {},
+            (task.output_member,),
+        )
         whole = self._above(low, high)
         return [look, *([whole] if not last and {*whole.members} <= self.made else [])]
 
-    def notes(self, task: Task, result: Result) -> Mapping[str, Mapping[str, float]]:
-        return {"team": {"made": len(self.made)}} if task.makes else {}
+    def task_metrics(self, task: Task, result: ResultDict) -> Mapping[str, Mapping[str, float]]:
+        return {"team": {"made": len(self.made)}} if task.output_member else {}
 
     def _above(self, low: int, high: int) -> Task:
         """The task that adds this member to its neighbour."""
@@ -62,7 +67,7 @@ def expected(leaves: int) -> int:
 
 
 def leaf(task: str) -> int:
-    return derive(7, task) % 1000
+    return derive_seed(7, task) % 1000
 
 
 @dataclass
@@ -79,7 +84,7 @@ class Adder:
     bad: str = ""
     begun: str = ""
 
-    def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
         if self.begun:
             Path(self.begun, f"{task.name.replace('/', ' ')}.{os.getpid()}").touch()
         time.sleep(self.seconds + self.slow.get(task.name, 0.0))
@@ -94,24 +99,24 @@ class Adder:
         return {"value": value}
 
     def _die(self, task: Task) -> None:
-        died = len(list(Path(self.bodies).glob(f"{task.makes}.*"))) if task.name in self.fatal else 0
+        died = len(list(Path(self.bodies).glob(f"{task.output_member}.*"))) if task.name in self.fatal else 0
         if died < self.fatal.get(task.name, 0):
-            (Path(self.bodies) / f"{task.makes}.{died}").touch()
+            (Path(self.bodies) / f"{task.output_member}.{died}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Odd:
     """A worker whose results JSON has other names for, or cannot tell."""
 
-    def do(self, task: Task, *_: object) -> Result:
+    def run_task(self, task: Task, *_: object) -> ResultDict:
         return {"pair": (1, 2), 3: float("nan"), "thing": object() if task.name == "bad" else None}
 
 
 class Teller:
     """A worker that says which process it is, and whose, and how many threads it is to use."""
 
-    def do(self, task: Task, *_: object) -> Result:
-        time.sleep(task.order.get("seconds", 0.0))
+    def run_task(self, task: Task, *_: object) -> ResultDict:
+        time.sleep(task.payload.get("seconds", 0.0))
         return {"pid": os.getpid(), "parent": os.getppid(), "threads": os.environ.get("OMP_NUM_THREADS")}
 
 

@@ -15,15 +15,15 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 
-from palestra.envs.text.workflow import Play, Score
+from palestra.envs.text.adapters.workflow import WorkflowContext, WorkflowResult
 
 
-def secret(play: Play) -> str:
+def secret(play: WorkflowContext) -> str:
     """The word of an instance."""
     return random.Random(f"{play.split} {play.seed}").choice(("red", "green", "blue"))
 
 
-def ask(play: Play, model: str, text: str, **more: object) -> httpx.Response:
+def ask(play: WorkflowContext, model: str, text: str, **more: object) -> httpx.Response:
     """One call by plain HTTP."""
     body = {"model": model, "messages": [{"role": "user", "content": text}], **more}
     headers = {"Authorization": f"Bearer {play.api_key}"}
@@ -34,14 +34,14 @@ def said(response: httpx.Response) -> str:
     return str(response.raise_for_status().json()["choices"][0]["message"]["content"])
 
 
-def relay(play: Play) -> Score:
+def relay(play: WorkflowContext) -> WorkflowResult:
     """Plain HTTP: a guide says a word, a walker repeats it; each is paid for its own part, the team for both."""
     word = secret(play)
     hint = said(ask(play, "guide", f"say {word}"))
-    play.reward("guide", float(hint == word))
+    play.add_reward("guide", float(hint == word))
     heard = said(ask(play, "walker", f"repeat {hint}"))
-    return Score(
-        {"walker": float(heard == hint)}, team=float(heard == word), success=heard == word, info={"word": word}
+    return WorkflowResult(
+        {"walker": float(heard == hint)}, team_reward=float(heard == word), success=heard == word, info={"word": word}
     )
 
 
@@ -51,7 +51,7 @@ class State(TypedDict):
     heard: str
 
 
-def graph(play: Play) -> Score:
+def graph(play: WorkflowContext) -> WorkflowResult:
     """The same in LangGraph, whose nodes are two models of LangChain's."""
     models = {
         seat: ChatOpenAI(model=seat, base_url=play.base_url, api_key=play.api_key, timeout=30) for seat in play.seats
@@ -63,7 +63,7 @@ def graph(play: Play) -> Score:
     flow.add_edge("guide", "walker")
     flow.add_edge("walker", END)
     end = flow.compile().invoke({"word": secret(play), "hint": "", "heard": ""})
-    return Score(team=float(end["heard"] == end["word"]), success=end["heard"] == end["word"])
+    return WorkflowResult(team_reward=float(end["heard"] == end["word"]), success=end["heard"] == end["word"])
 
 
 @tool
@@ -72,7 +72,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def sums(play: Play) -> dict[str, float]:
+async def sums(play: WorkflowContext) -> dict[str, float]:
     """A tool-calling agent, asynchronous: two and three are to be added by the tool."""
     model = ChatOpenAI(model="agent", base_url=play.base_url, api_key=play.api_key, streaming=True).bind_tools([add])
     messages: list = [("user", "what is 2 + 3?")]
@@ -84,14 +84,14 @@ async def sums(play: Play) -> dict[str, float]:
     return {"agent": float(last.content == "5")}
 
 
-def restless(play: Play) -> dict[str, float]:
+def restless(play: WorkflowContext) -> dict[str, float]:
     """Asks something else each time that it is played."""
     ask(play, "agent", f"{random.random()}")
     ask(play, "agent", "and now?")
     return {"agent": 1.0}
 
 
-def hanging(play: Play) -> dict[str, float]:
+def hanging(play: WorkflowContext) -> dict[str, float]:
     """One episode in ten never comes back."""
     if play.seed % 10 == 0:
         threading.Event().wait()
@@ -104,9 +104,9 @@ def hanging(play: Play) -> dict[str, float]:
     return {"agent": float(answer == "yes")}
 
 
-def broken(play: Play) -> dict[str, float]:
+def broken(play: WorkflowContext) -> dict[str, float]:
     raise KeyError("no such thing")
 
 
-def silly(play: Play) -> dict[str, float]:
+def silly(play: WorkflowContext) -> dict[str, float]:
     return {"nobody": 1.0}

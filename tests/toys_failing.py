@@ -8,7 +8,7 @@ import numpy as np
 from toys import Whisper
 from vector_toys import Countdown
 
-from palestra.envs.text.games import TextKuhn
+from palestra.envs.text.board_games import TextKuhn
 from palestra.types import Step
 
 
@@ -49,8 +49,8 @@ class Breaks(Countdown):
 
     name = "breaks"
 
-    def __init__(self, games: int = 4, *, how: str = "raise", after: int = 3) -> None:
-        super().__init__(games)
+    def __init__(self, num_envs: int = 4, *, how: str = "raise", after: int = 3) -> None:
+        super().__init__(num_envs)
         self.how, self.left = how, after
 
     def step(self, actions: np.ndarray):

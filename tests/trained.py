@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from typer.testing import CliRunner
 
-from palestra.cli import app
+from palestra.cli.main import app
 
 
 def palestra(*arguments: object) -> str:
@@ -34,8 +34,8 @@ def two_agents(base: Path, root: Path, name: str = "two", **changes: object) -> 
         "episodes": 4,
         "env": {"type": "toys:Whisper"},
         "policies": {"guide": speech, "walker": speech},
-        "algorithm": {"type": "grpo", "k": 3},
-        "exams": {"dev": {"episodes": 5}},
+        "algorithm": {"type": "grpo", "group_size": 3},
+        "evals": {"dev": {"episodes": 5}},
     }
     config = root / f"{name}.yaml"
     config.write_text(yaml.safe_dump(tree | changes))

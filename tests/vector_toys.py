@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from palestra.envs.vector.base import Arrays, Continuous, Discrete, Frame, Space, VectorEnv, empty_frame
+from palestra.envs.vector.base import Arrays, Continuous, Discrete, Space, VectorEnv, VectorStep, empty_step
 from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import WORDS, below, uniform
-from palestra.policies.vector import Player
-from palestra.rollouts.sweep import Sweeper
-from palestra.types import Batch
+from palestra.envs.vector.rng import RNG_WORDS, random_below, uniform
+from palestra.policies.vector import VectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.types import RolloutBatch
 
 
 class Countdown(VectorEnv):
@@ -24,38 +24,43 @@ class Countdown(VectorEnv):
     name = "countdown"
 
     def __init__(self, games: int = 4, *, turns: bool = False, space: Space = Discrete(3), seats: int = 2) -> None:
-        self.games, self.turns, self.space = games, turns, space
+        self.num_envs, self.turns, self.space = games, turns, space
         self.seats = tuple(f"seat{i}" for i in range(seats))
-        self.views, self.actions, self.state_size = ((4,),) * seats, (space,) * seats, 2
+        self.observation_shapes, self.action_spaces, self.state_size = ((4,),) * seats, (space,) * seats, 2
         masks = space.n if isinstance(space, Discrete) else None
-        self.frame = empty_frame(games, seats, (4,), actions=masks, state=2, success=True)
+        self.vector_step = empty_step(games, seats, (4,), num_actions=masks, state_size=2, reports_success=True)
         self.seeds, self.number, self.time = (np.zeros(games, np.int64) for _ in range(3))
         self.total = np.zeros(games)
 
-    def reset(self, seeds: np.ndarray) -> Frame:
+    def reset(self, seeds: np.ndarray) -> VectorStep:
         self.seeds[:], self.number[:], self.time[:], self.total[:] = seeds, 0, 0, 0
-        for array in (self.frame.rewards, self.frame.terminated, self.frame.truncated, self.frame.success):
+        for array in (
+            self.vector_step.rewards,
+            self.vector_step.terminated,
+            self.vector_step.truncated,
+            self.vector_step.success,
+        ):
             array[:] = 0
-        self.show(self.frame.obs, self.frame.state)
-        return self.frame
+        self.show(self.vector_step.obs, self.vector_step.state)
+        return self.vector_step
 
     def length(self) -> np.ndarray:
         return 2 + (self.seeds + self.number) % 4
 
     def show(self, obs: np.ndarray, state: np.ndarray) -> None:
         for n in range(len(self.seats)):
-            obs[:, n] = np.stack([self.seeds % 7 + self.number, self.time, np.full(self.games, n), self.total], 1)
+            obs[:, n] = np.stack([self.seeds % 7 + self.number, self.time, np.full(self.num_envs, n), self.total], 1)
         state[:] = np.stack([self.total, self.time], 1)
-        self.frame.acting[:] = True
+        self.vector_step.agent_mask[:] = True
         if self.turns:
-            self.frame.acting[:] = np.arange(len(self.seats)) == (self.time % len(self.seats))[:, None]
-        if self.frame.legal is not None:
-            self.frame.legal[:] = True
-            self.frame.legal[self.number % 2 == 1, :, -1] = False
+            self.vector_step.agent_mask[:] = np.arange(len(self.seats)) == (self.time % len(self.seats))[:, None]
+        if self.vector_step.action_mask is not None:
+            self.vector_step.action_mask[:] = True
+            self.vector_step.action_mask[self.number % 2 == 1, :, -1] = False
 
-    def step(self, actions: np.ndarray) -> Frame:
-        frame = self.frame
-        moved = actions.reshape(self.games, len(self.seats), -1).sum(2) * frame.acting
+    def step(self, actions: np.ndarray) -> VectorStep:
+        frame = self.vector_step
+        moved = actions.reshape(self.num_envs, len(self.seats), -1).sum(2) * frame.agent_mask
         frame.rewards[:] = moved * (np.arange(len(self.seats)) + 1)
         self.total += moved.sum(1)
         self.time += 1
@@ -71,16 +76,16 @@ class Countdown(VectorEnv):
 
     def save(self) -> Any:
         own = {"seeds": self.seeds, "number": self.number, "time": self.time, "total": self.total}
-        kept = {key: value for key, value in vars(self.frame).items() if value is not None}
+        kept = {key: value for key, value in vars(self.vector_step).items() if value is not None}
         return {key: value.copy() for key, value in (own | kept).items()}
 
-    def load(self, saved: Mapping[str, np.ndarray]) -> Frame:
+    def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
         for key in ("seeds", "number", "time", "total"):
             getattr(self, key)[:] = saved[key]
-        for key, value in vars(self.frame).items():
+        for key, value in vars(self.vector_step).items():
             if value is not None:
                 value[:] = saved[key]
-        return self.frame
+        return self.vector_step
 
 
 class Cues(NativeEnv):
@@ -104,42 +109,42 @@ class Cues(NativeEnv):
         team: bool = False,
         turns: bool = False,
     ) -> None:
-        self.games, self.steps, self.fleeting, self.team, self.turns = games, steps, fleeting, team, turns
+        self.num_envs, self.steps, self.fleeting, self.team, self.turns = games, steps, fleeting, team, turns
         self.seats = tuple(f"seat{i}" for i in range(seats))
-        self.views, self.actions = ((4,),) * seats, (Discrete(3),) * seats
+        self.observation_shapes, self.action_spaces = ((4,),) * seats, (Discrete(3),) * seats
         self.length = steps * seats if turns else steps
         self.state_size = 4
-        self.frame = empty_frame(games, seats, (4,), state=4, success=True)
-        self.memory: Arrays = {
-            "rng": np.zeros((games, WORDS), np.uint64),
+        self.vector_step = empty_step(games, seats, (4,), state_size=4, reports_success=True)
+        self.internal_state: Arrays = {
+            "rng": np.zeros((games, RNG_WORDS), np.uint64),
             "cue": np.zeros(games, np.int64),
             "time": np.zeros(games, np.int64),
             "right": np.zeros((games, seats), bool),
         }
 
     def _begin(self) -> None:
-        self.memory["time"][:] = 0
-        self.draw(np.arange(self.games))
-        self.show(self.frame.obs, self.frame.state)
+        self.internal_state["time"][:] = 0
+        self.draw(np.arange(self.num_envs))
+        self.show(self.vector_step.obs, self.vector_step.state)
 
     def draw(self, games: np.ndarray) -> None:
         for b in games:
-            self.memory["cue"][b] = below(self.memory["rng"][b], 3)
+            self.internal_state["cue"][b] = random_below(self.internal_state["rng"][b], 3)
 
     def show(self, obs: np.ndarray, state: np.ndarray | None) -> None:
         assert state is not None
-        time, N = self.memory["time"], len(self.seats)
+        time, N = self.internal_state["time"], len(self.seats)
         rounds = time // N if self.turns else time
         seen = (rounds == 0) | (not self.fleeting)
-        state[:, :3], state[:, 3] = np.eye(3)[self.memory["cue"]], 1 - rounds / self.steps
+        state[:, :3], state[:, 3] = np.eye(3)[self.internal_state["cue"]], 1 - rounds / self.steps
         obs[..., :3] = (state[:, :3] * seen[:, None])[:, None]
         obs[..., 3] = state[:, None, 3]
-        self.frame.acting[:] = (np.arange(N) == (time % N)[:, None]) | (not self.turns)
+        self.vector_step.agent_mask[:] = (np.arange(N) == (time % N)[:, None]) | (not self.turns)
 
     def _advance(self, actions: np.ndarray) -> None:
-        frame, memory = self.frame, self.memory
+        frame, memory = self.vector_step, self.internal_state
         asked = (memory["cue"][:, None] + np.arange(len(self.seats))) % 3
-        memory["right"][:] = np.where(frame.acting, actions == asked, memory["right"])
+        memory["right"][:] = np.where(frame.agent_mask, actions == asked, memory["right"])
         memory["time"] += 1
         over = memory["time"] == self.length
         paid = memory["right"].astype(np.float32)
@@ -159,26 +164,26 @@ class Track(NativeEnv):
     name = "track"
 
     def __init__(self, games: int = 32, *, steps: int = 20) -> None:
-        self.games, self.steps, self.seats = games, steps, ("cart",)
-        self.views, self.actions = ((2,),), (Continuous((-1.0,), (1.0,)),)
-        self.frame = empty_frame(games, 1, (2,))
-        self.memory: Arrays = {
-            "rng": np.zeros((games, WORDS), np.uint64),
+        self.num_envs, self.steps, self.seats = games, steps, ("cart",)
+        self.observation_shapes, self.action_spaces = ((2,),), (Continuous((-1.0,), (1.0,)),)
+        self.vector_step = empty_step(games, 1, (2,))
+        self.internal_state: Arrays = {
+            "rng": np.zeros((games, RNG_WORDS), np.uint64),
             "cart": np.zeros((games, 2)),
             "time": np.zeros(games, np.int64),
         }
 
     def _begin(self) -> None:
-        self.memory["time"][:] = 0
-        self.place(np.arange(self.games))
-        self.frame.obs[:, 0] = self.memory["cart"]
+        self.internal_state["time"][:] = 0
+        self.place(np.arange(self.num_envs))
+        self.vector_step.obs[:, 0] = self.internal_state["cart"]
 
     def place(self, games: np.ndarray) -> None:
         for b in games:
-            self.memory["cart"][b] = uniform(self.memory["rng"][b], -1.0, 1.0), 0
+            self.internal_state["cart"][b] = uniform(self.internal_state["rng"][b], -1.0, 1.0), 0
 
     def _advance(self, actions: np.ndarray) -> None:
-        frame, memory, cart = self.frame, self.memory, self.memory["cart"]
+        frame, memory, cart = self.vector_step, self.internal_state, self.internal_state["cart"]
         cart[:, 1] = 0.7 * cart[:, 1] + 0.3 * np.clip(actions[:, 0, 0], -1, 1)
         cart[:, 0] = np.clip(cart[:, 0] + cart[:, 1], -2, 2)
         frame.rewards[:, 0] = -(cart[:, 0] ** 2)
@@ -196,36 +201,38 @@ class Push(NativeEnv):
     name = "push"
 
     def __init__(self, games: int, spaces: tuple[Space, ...]) -> None:
-        self.games, self.seats = games, tuple(f"seat{i}" for i in range(len(spaces)))
-        self.views, self.actions = ((1,),) * len(spaces), spaces
-        self.frame = empty_frame(games, len(spaces), (1,))
-        self.memory = {"rng": np.zeros((games, WORDS), np.uint64)}
+        self.num_envs, self.seats = games, tuple(f"seat{i}" for i in range(len(spaces)))
+        self.observation_shapes, self.action_spaces = ((1,),) * len(spaces), spaces
+        self.vector_step = empty_step(games, len(spaces), (1,))
+        self.internal_state = {"rng": np.zeros((games, RNG_WORDS), np.uint64)}
 
     def _begin(self) -> None:
-        self.frame.obs[:] = 1
+        self.vector_step.obs[:] = 1
 
     def _advance(self, actions: np.ndarray) -> None:
-        self.frame.rewards[:] = actions.sum(2)
+        self.vector_step.rewards[:] = actions.sum(2)
 
 
 class Learner(Protocol):
-    def players(self, progress: float) -> Sequence[Player]: ...
-    def greedy(self) -> Sequence[Player]: ...
-    def update(self, batch: Batch, progress: float) -> dict[str, dict[str, float]]: ...
+    def rollout_policies(self, progress: float) -> Sequence[VectorPolicy]: ...
+    def greedy_policies(self) -> Sequence[VectorPolicy]: ...
+    def update(self, batch: RolloutBatch, progress: float) -> dict[str, dict[str, float]]: ...
 
 
-def train(learner: Learner, sweeper: Sweeper, horizon: int, updates: int, others: Sequence[Player] = ()) -> Any:
+def train(
+    learner: Learner, sweeper: VectorRollout, horizon: int, updates: int, others: Sequence[VectorPolicy] = ()
+) -> Any:
     """Sweeps and updates; returns the figures of the last one."""
     figures: Any = None
     for i in range(updates):
         progress = i / updates
-        figures = learner.update(sweeper.sweep([*learner.players(progress), *others], horizon, i), progress)
+        figures = learner.update(sweeper.collect([*learner.rollout_policies(progress), *others], horizon, i), progress)
     return figures
 
 
-def mean_return(env: VectorEnv, players: Sequence[Player], steps: int, seed: int = 10_000) -> np.ndarray:
+def mean_return(env: VectorEnv, players: Sequence[VectorPolicy], steps: int, seed: int = 10_000) -> np.ndarray:
     """Mean return of each seat [N] over the games that end within `steps`."""
-    batch = Sweeper(env, np.arange(env.games) + seed).sweep(players, steps, seed)
-    assert len(batch.games["returns"])
-    mean: np.ndarray = batch.games["returns"].mean(0)
+    batch = VectorRollout(env, np.arange(env.num_envs) + seed).collect(players, steps, seed)
+    assert len(batch.episode_stats["returns"])
+    mean: np.ndarray = batch.episode_stats["returns"].mean(0)
     return mean

@@ -20,9 +20,9 @@ import torch
 from peers import zoo
 from peers.timing import CYCLES, Spec, measure, tell, told
 
+from palestra.builders.vector import VectorConfig, check_vector_run
 from palestra.config import validate
-from palestra.policies.vector import Uniform
-from palestra.setup_games import GamesConfig, check_games
+from palestra.policies.vector import UniformVectorPolicy
 
 FOREVER = 10**12
 
@@ -38,14 +38,14 @@ def env_of(spec: Spec) -> dict[str, Any]:
 def config(spec: Spec, games: int) -> dict[str, Any]:
     """Independent PPO, one policy for all seats."""
     return {
-        "env": env_of(spec) | {"games": games},
+        "env": env_of(spec) | {"num_envs": games},
         "env_steps": FOREVER,
         "log_every": 1,
         "checkpoint_every": FOREVER,
         "policies": {"agent": {"type": "net", "hidden": list(spec.hidden), "activation": "tanh"}},
         "algorithm": {
             "type": "ppo",
-            "horizon": spec.horizon,
+            "rollout_length": spec.horizon,
             "epochs": spec.epochs,
             "minibatches": spec.minibatches,
             "critic": "own",
@@ -57,7 +57,10 @@ def train(spec: Spec) -> dict[str, float]:
     """Joint steps per second of a run, by its own timings."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        file, settings = folder / "spread.yaml", [f"processes={spec.workers}", f"log_every={max(spec.batch, 12_000)}"]
+        file, settings = (
+            folder / "spread.yaml",
+            [f"num_processes={spec.workers}", f"log_every={max(spec.batch, 12_000)}"],
+        )
         file.write_text(json.dumps(config(spec, spec.games)))  # JSON is YAML
         command = [str(Path(sys.executable).parent / "palestra"), "train", str(file), "--root", name]
         command += [part for setting in settings for part in ("--set", setting)]
@@ -92,13 +95,13 @@ def follow(run: subprocess.Popen, timings: Path, seconds: float) -> list[dict[st
 
 def play(spec: Spec) -> dict[str, float]:
     """Joint steps per second of one process's share of the games, in sweeps."""
-    setup = check_games(validate(GamesConfig, config(spec, spec.games // spec.workers)))
-    sweeper, numbers = setup.sweeper, iter(range(FOREVER))
-    random = [Uniform(sweeper.env, range(len(sweeper.env.seats)))]
-    players = random if spec.what == "random" else setup.learner.players(0.0)
+    setup = check_vector_run(validate(VectorConfig, config(spec, spec.games // spec.workers)))
+    sweeper, numbers = setup.rollout, iter(range(FOREVER))
+    random = [UniformVectorPolicy(sweeper.env, range(len(sweeper.env.seats)))]
+    players = random if spec.what == "random" else setup.learner.rollout_policies(0.0)
 
     def advance() -> int:
-        return sweeper.sweep(players, spec.horizon, next(numbers)).terminated.size
+        return sweeper.collect(players, spec.horizon, next(numbers)).terminated.size
 
     return measure(advance, spec.seconds, warmup=3)
 

@@ -8,13 +8,13 @@ from peers import zoo
 from peers.timing import measure, tell, told
 from pettingzoo.utils.conversions import aec_to_parallel_wrapper
 
-from palestra.envs.vector.pettingzoo import unchecked
+from palestra.envs.vector.pettingzoo import strip_check_wrappers
 
 spec = told()
 env = zoo.make(spec.env)
 notes = "one process, random actions, nothing learns"
 if spec.what == "unchecked" and type(env) is aec_to_parallel_wrapper:
-    env.aec_env, notes = unchecked(env.aec_env), f"{notes}; without PettingZoo's checks"
+    env.aec_env, notes = strip_check_wrappers(env.aec_env), f"{notes}; without PettingZoo's checks"
 env.reset(seed=0)
 choices = env.action_space(env.agents[0]).n
 drawn = np.random.default_rng(0).integers(0, choices, (4000, zoo.SEATS[spec.env])).tolist()

@@ -17,12 +17,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from palestra.envs.rules import rules_of
-from palestra.exact.double_oracle import Members, MetaSolver, anytime_psro, psro, xdo
-from palestra.exact.regret import CFR, FictitiousPlay, Solver
-from palestra.exact.responses import best_response, nash_conv, payoffs_of
-from palestra.exact.tree import Tree, tree_of, uniform
+from palestra.envs.rules import rules_for_env
 from palestra.populations.solvers import Nash, Uniform
+from palestra.tabular.best_response import best_response, nash_conv, payoffs_from_end_probs
+from palestra.tabular.cfr import CFRSolver, TabularSolver, XFPSolver
+from palestra.tabular.double_oracle import MemberPolicies, MetaSolverFn, anytime_psro, psro, xdo
+from palestra.tabular.game_tree import GameTree, build_game_tree, uniform_policy
 
 # NashConv, but for XDO's curve, published as exploitability and doubled here.
 PSRO_NASH = {
@@ -34,10 +34,10 @@ PSRO_UNIFORM = {
     "leduc_poker": {1: 5.21, 5: 3.39, 10: 2.35, 20: 1.55, 30: 1.09, 38: 0.91},
 }
 XDO_LEDUC = [3.39, 2.92, 2.46, 1.76, 0.92, 0.42, 0.25, 0.090, 0.047, 0.030, 0.019, 0.015, 0.008, 0.004, 0.002, 0.001]
-SOLVERS: dict[str, tuple[Callable[[Tree], Solver], dict[int, float]]] = {
-    "CFR": (CFR, {10: 1.777, 100: 0.1914, 1000: 0.0236}),
-    "CFR+": (lambda tree: CFR(tree, plus=True), {10: 1.221, 100: 0.0268, 1000: 0.00051}),
-    "fictitious play": (FictitiousPlay, {10: 2.348, 50: 0.796, 100: 0.500}),
+SOLVERS: dict[str, tuple[Callable[[GameTree], TabularSolver], dict[int, float]]] = {
+    "CFR": (CFRSolver, {10: 1.777, 100: 0.1914, 1000: 0.0236}),
+    "CFR+": (lambda tree: CFRSolver(tree, plus=True), {10: 1.221, 100: 0.0268, 1000: 0.00051}),
+    "fictitious play": (XFPSolver, {10: 2.348, 50: 0.796, 100: 0.500}),
 }
 TARGETS = {
     "kuhn_nash_10": 0.016,
@@ -53,39 +53,42 @@ Curve = dict[int, float]
 console = Console(width=120)
 
 
-def tree(env_type: str) -> Tree:
-    rules = rules_of(env_type)
+def tree(env_type: str) -> GameTree:
+    rules = rules_for_env(env_type)
     assert rules is not None
-    return tree_of(rules)
+    return build_game_tree(rules)
 
 
 def curve(stages: Iterator[float], last: int) -> Curve:
     return dict(enumerate(islice(stages, last + 1)))
 
 
-def psro_curve(game: Tree, solve: MetaSolver, last: int) -> Curve:
+def psro_curve(game: GameTree, solve: MetaSolverFn, last: int) -> Curve:
     return curve((stage.nash_conv for stage in psro(game, solve)), last)
 
 
-def noisy_psro(game: Tree, seed: int, last: int, games: int = 1000) -> Iterator[float]:
+def noisy_psro(game: GameTree, seed: int, last: int, games: int = 1000) -> Iterator[float]:
     """NashConv of PSRO with Nash on payoffs that are estimated once each, from so many games."""
     draws = np.random.default_rng(seed).normal(size=(last + 1, last + 1)) / np.sqrt(games)
-    members, squared = Members(game, uniform(game)), replace(game, returns=game.returns**2)
+    members, squared = MemberPolicies(game, uniform_policy(game)), replace(game, returns=game.returns**2)
     while True:
-        mean, square = members.payoffs()[0], payoffs_of(squared, [np.array(rows) for rows in members.reached])[0]
+        mean, square = (
+            members.payoffs()[0],
+            payoffs_from_end_probs(squared, [np.array(rows) for rows in members.end_probs])[0],
+        )
         rows, columns = mean.shape
         seen = mean + draws[:rows, :columns] * np.sqrt(np.maximum(square - mean**2, 0))
-        stage = members.stage(Nash().solve([seen, -seen]))
+        stage = members.build_iterate(Nash().solve([seen, -seen]))
         yield stage.nash_conv
         for player in (0, 1):
-            members.add(player, best_response(game, stage.policy, player)[0])
+            members.add_policy(player, best_response(game, stage.policy, player)[0])
 
 
-def solver_curve(solver: Solver, game: Tree, marks: Sequence[int]) -> Curve:
+def solver_curve(solver: TabularSolver, game: GameTree, marks: Sequence[int]) -> Curve:
     found, done = {}, 0
     for mark in marks:
         solver.run(mark - done)
-        found[mark], done = nash_conv(game, solver.average()), mark
+        found[mark], done = nash_conv(game, solver.average_policy()), mark
     return found
 
 
@@ -125,7 +128,7 @@ def psro_tables(env_type: str, last: int, seeds: int) -> dict[str, Curve]:
     return {"nash": nash, "anytime": anytime}
 
 
-def xdo_table(game: Tree, last: int = 16) -> Curve:
+def xdo_table(game: GameTree, last: int = 16) -> Curve:
     """Prints XDO's curve on Leduc poker in exploitability, which it gives."""
     found = curve((stage.nash_conv / 2 for stage in xdo(game)), last)
     rows = [("XDO", found), ("XDO, its authors", dict(enumerate(XDO_LEDUC, 1)))]
@@ -133,7 +136,7 @@ def xdo_table(game: Tree, last: int = 16) -> Curve:
     return found
 
 
-def solver_table(game: Tree, most: int) -> None:
+def solver_table(game: GameTree, most: int) -> None:
     rows, marks = [], [mark for mark in (10, 50, 100, 1000) if mark <= most]
     for name, (make, known) in SOLVERS.items():
         rows += [(name, solver_curve(make(game), game, marks)), (f"{name}, OpenSpiel", known)]
@@ -155,6 +158,6 @@ def figures(quick: bool = False) -> dict[str, float]:
         "xdo_leduc_exploitability_8": half[8],
         "xdo_leduc_exploitability_16": half[16],
         "leduc_tree_cpu_s": timed(lambda: tree("leduc_poker"), 3),
-        "leduc_nash_conv_cpu_ms": 1e3 * timed(lambda: nash_conv(game, uniform(game)), 20),
-        "leduc_cfr_plus_1000_cpu_s": timed(lambda: CFR(game, plus=True).run(1000)),
+        "leduc_nash_conv_cpu_ms": 1e3 * timed(lambda: nash_conv(game, uniform_policy(game)), 20),
+        "leduc_cfr_plus_1000_cpu_s": timed(lambda: CFRSolver(game, plus=True).run(1000)),
     }

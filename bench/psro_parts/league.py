@@ -22,17 +22,24 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from palestra.builders.vector import make_vector_env
 from palestra.config import dump, validate
-from palestra.learners.nets import read_frozen
+from palestra.launch.population import PopulationConfig, build_population, run_population
+from palestra.learners.nets import read_frozen_member
 from palestra.populations.population import Member
-from palestra.populations.scheduler import Watcher
+from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
-from palestra.setup_games import make_games
-from palestra.setup_population import PopulationConfig, build_population, run_population
 
 ACTIONS = 5
 SLICES = 60
-PLAN = {"type": "league", "league_exploiters": 1, "env_steps": 5_120, "least": 1, "most": 2, "games": 0}
+PLAN = {
+    "type": "league",
+    "league_exploiters": 1,
+    "env_steps": 5_120,
+    "min_slices": 1,
+    "max_slices": 2,
+    "games_per_cell": 0,
+}
 SELF_PLAY = {"main_exploiters": 0, "league_exploiters": 0, "priority": 0.0, "verify": 0.0, "explore": 0.0}
 TARGETS = {"league_worst_case": 0.45}
 AT_LEAST = {"league_worst_case"}
@@ -51,12 +58,19 @@ def config(seed: int, slices: int, **plan: Any) -> PopulationConfig:
     tree = {
         "name": "league",
         "seed": seed,
-        "env": {"type": "matrix", "payoff": np.stack([wins, -wins], -1).tolist(), "games": 512},
+        "env": {"type": "matrix", "payoff": np.stack([wins, -wins], -1).tolist(), "num_envs": 512},
         "population": PLAN | {"slices": slices} | plan,
         "oracle": {
             "type": "net",
             "policy": {"hidden": [32], "lr": 1e-3},
-            "algorithm": {"type": "ppo", "horizon": 1, "epochs": 2, "minibatches": 1, "entropy": 0.02, "gamma": 1.0},
+            "algorithm": {
+                "type": "ppo",
+                "rollout_length": 1,
+                "epochs": 2,
+                "minibatches": 1,
+                "entropy_coef": 0.02,
+                "gamma": 1.0,
+            },
         },
         "backend": {"type": "inline"},
     }
@@ -67,7 +81,7 @@ def strategies(made: PopulationConfig) -> tuple[str, dict[str, np.ndarray]]:
     """Trains; the name of the last main agent, and the mixed strategy [A] of every frozen member."""
     setup = build_population(made)
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(made)) as run:
-        run_population(setup, run, Watcher())
+        run_population(setup, run, PlanCallback())
         members = list(setup.plan.population)
         mains = [member.name for member in members if member.info.get("role") == "main"]
         return mains[-1], {member.name: strategy(made, run.path, member) for member in members}
@@ -75,12 +89,17 @@ def strategies(made: PopulationConfig) -> tuple[str, dict[str, np.ndarray]]:
 
 def strategy(made: PopulationConfig, path: Path, member: Member) -> np.ndarray:
     """A member's probabilities of actions [A]: it sees nothing but zeros in a game of one round."""
-    env = make_games(made.env, 1)
+    env = make_vector_env(made.env, 1)
     if not member.weights:
         return np.full(ACTIONS, 1 / ACTIONS)
-    player, _ = read_frozen(path / member.weights, env, [0])
+    player, _ = read_frozen_member(path / member.weights, env, [0])
     with torch.no_grad():
-        return torch.softmax(player.net(torch.zeros(1, 1, *env.views[0])), -1).numpy().reshape(-1).astype(float)
+        return (
+            torch.softmax(player.net(torch.zeros(1, 1, *env.observation_shapes[0])), -1)
+            .numpy()
+            .reshape(-1)
+            .astype(float)
+        )
 
 
 def worst(own: np.ndarray, others: dict[str, np.ndarray]) -> tuple[float, str]:

@@ -26,17 +26,17 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.config import dump, validate
-from palestra.exact.double_oracle import psro
-from palestra.exact.responses import best_response
-from palestra.exact.tree import Tree, values
 from palestra.files import read_lines
-from palestra.oracles.members import write_table
-from palestra.oracles.nets import NetOracle, NetWorker
-from palestra.populations.scheduler import Watcher
+from palestra.launch.population import PopulationConfig, build_population, run_population
+from palestra.populations.scheduler import PlanCallback
 from palestra.populations.solvers import Nash
 from palestra.populations.tasks import Task
 from palestra.runs import Run
-from palestra.setup_population import PopulationConfig, build_population, run_population
+from palestra.tabular.best_response import best_response
+from palestra.tabular.double_oracle import psro
+from palestra.tabular.game_tree import GameTree, expected_returns
+from palestra.workers.member_loader import write_table
+from palestra.workers.net_oracle import NetOracle, NetWorker
 
 TARGETS = {"wall_vs_openspiel": 30.0, "leduc_exploitability": 0.15}
 AT_LEAST = {"wall_vs_openspiel"}
@@ -44,15 +44,15 @@ SECONDS = {"xdo": 300.0, "psro": 200.0, "openspiel": 1800.0}
 ENV_STEPS = {"xdo": 1_200_000, "psro": 400_000}  # of a response: what XDO solves is as good as they are everywhere
 SEEDS = range(3)
 SEATS = ("player_0", "player_1")
-ENV = {"type": "leduc_poker", "games": 256}
+ENV = {"type": "leduc_poker", "num_envs": 256}
 POLICY = {"hidden": [64, 64], "activation": "relu", "lr": 3e-3, "schedule": "linear"}
 DQN = {
     "type": "dqn",
-    "horizon": 16,
-    "updates": 16,
-    "batch": 1024,
-    "warmup": 5000,
-    "capacity": 200_000,
+    "rollout_length": 16,
+    "gradient_steps": 16,
+    "batch_size": 1024,
+    "learning_starts": 5000,
+    "buffer_size": 200_000,
     "gamma": 1.0,
     "epsilon_end": 0.1,
     "epsilon_share": 0.8,
@@ -60,12 +60,12 @@ DQN = {
 }
 PPO = {  # its critic sees both hands, so that the deal is no noise
     "type": "ppo",
-    "horizon": 16,
+    "rollout_length": 16,
     "epochs": 2,
     "minibatches": 2,
     "gamma": 1.0,
-    "lam": 0.9,
-    "entropy": 0.02,
+    "gae_lambda": 0.9,
+    "entropy_coef": 0.02,
     "critic": "central",
 }
 console = Console(width=120)
@@ -81,7 +81,7 @@ def config(seed: int, plan: str, workers: int = 2) -> PopulationConfig:
         "seed": seed,
         "env": ENV,
         "population": {"type": plan, "iterations": 1000, "env_steps": ENV_STEPS[plan]},
-        "oracle": {"type": "net", "policy": POLICY, "algorithm": DQN, "best": True, "payoffs": "exact"},
+        "oracle": {"type": "net", "policy": POLICY, "algorithm": DQN, "greedy": True, "payoffs": "exact"},
         "backend": {"type": "local", "workers": workers},
     }
     return validate(PopulationConfig, tree)
@@ -92,7 +92,7 @@ def ours(seconds: float, seed: int = 0, plan: str = "psro") -> Curve:
     made, start = config(seed, plan), time.perf_counter()
     setup = build_population(made)
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(made)) as kept:
-        run_population(setup, kept, Watcher(), lambda: time.perf_counter() - start > seconds)
+        run_population(setup, kept, PlanCallback(), lambda: time.perf_counter() - start > seconds)
         return curve_of(kept.path)
 
 
@@ -119,8 +119,8 @@ def responses(stages: Sequence[int] = (0, 10, 40), seeds: int = 1) -> Table:
         for algorithm in (DQN, PPO):
             tree = {"env": ENV, "policy": POLICY, "algorithm": algorithm, "env_steps": steps, "best": True}
             worker = NetWorker(NetOracle.model_validate(tree), SEATS)
-            assert worker.reader.tree is not None
-            for stage, policy in stages_of(worker.reader.tree, stages).items():
+            assert worker.loader.tree is not None
+            for stage, policy in stages_of(worker.loader.tree, stages).items():
                 found = [response(worker, policy, seat, seed) for seat in (0, 1) for seed in range(seeds)]
                 won, exact, before, cpu = np.array(found).mean(0)
                 gain, share = (won - before) / (exact - before), won / exact
@@ -136,7 +136,7 @@ def responses(stages: Sequence[int] = (0, 10, 40), seeds: int = 1) -> Table:
     return shown
 
 
-def stages_of(tree: Tree, wanted: Sequence[int]) -> dict[int, np.ndarray]:
+def stages_of(tree: GameTree, wanted: Sequence[int]) -> dict[int, np.ndarray]:
     """The policies [I, A] of exact PSRO after some iterations."""
     found: dict[int, np.ndarray] = {}
     for number, stage in enumerate(psro(tree, Nash().solve)):
@@ -149,7 +149,7 @@ def stages_of(tree: Tree, wanted: Sequence[int]) -> dict[int, np.ndarray]:
 
 def response(worker: NetWorker, policy: np.ndarray, seat: int, seed: int) -> tuple[float, float, float, float]:
     """What a learned response to `policy` wins, what an exact one does, what `policy` itself does, and CPU seconds."""
-    tree = worker.reader.tree
+    tree = worker.loader.tree
     assert tree is not None
     with tempfile.TemporaryDirectory() as root:
         met, name = f"met-{hash(policy.tobytes())}", f"{seed}-{hash(policy.tobytes())}-{seat}"
@@ -158,12 +158,12 @@ def response(worker: NetWorker, policy: np.ndarray, seat: int, seed: int) -> tup
         members[name].mkdir()
         order = {"player": SEATS[seat], "opponents": {SEATS[1 - seat]: {met: 1.0}}}
         start = time.process_time()
-        worker.do(Task(f"train/{name}", "train", order, makes=name), members, members[name])
+        worker.run_task(Task(f"train/{name}", "train", order, output_member=name), members, members[name])
         spent = time.process_time() - start
-        joined, own = policy.copy(), tree.of(seat)
-        joined[own] = worker.reader.policy(name, members)[own]
+        joined, own = policy.copy(), tree.player_rows(seat)
+        joined[own] = worker.loader.policy(name, members)[own]
     exact = best_response(tree, policy, seat)[1]
-    return float(values(tree, joined)[seat]), exact, float(values(tree, policy)[seat]), spent
+    return float(expected_returns(tree, joined)[seat]), exact, float(expected_returns(tree, policy)[seat]), spent
 
 
 # ---- beside OpenSpiel

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import ray
 
-from palestra.backends.inline import Inline
-from palestra.backends.local import Local
+from palestra.backends.inline import InlineBackend
+from palestra.backends.local import LocalBackend
 from palestra.backends.ray.workers import RayBackend
-from palestra.oracles.nets import NetOracle, NetWorker
-from palestra.populations.scheduler import follow
-from palestra.populations.tasks import Backend, MakeWorker, Result, Task
+from palestra.populations.scheduler import run_plan
+from palestra.populations.tasks import Backend, ResultDict, Task, WorkerFactory
 from palestra.runs import Run
+from palestra.workers.net_oracle import NetOracle, NetWorker
 
 SEATS = ("player_0", "player_1")
 
@@ -43,29 +43,29 @@ class Chain:
         self.times.append(time.perf_counter())
         return [self._task(0)]
 
-    def finished(self, task: Task, result: Result) -> Sequence[Task]:
+    def finished(self, task: Task, result: ResultDict) -> Sequence[Task]:
         self.times.append(time.perf_counter())
         number = len(self.times) - 1
         return [self._task(number)] if number < self.length else []
 
     def _task(self, number: int) -> Task:
-        return Task(f"{self.kind}/{number}", self.kind, makes=f"m-{number}" if self.kind == "train" else "")
+        return Task(f"{self.kind}/{number}", self.kind, output_member=f"m-{number}" if self.kind == "train" else "")
 
 
 class Nothing:
     """A worker that does nothing; a member that it makes has the size of a small network."""
 
-    def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
+    def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
         if out:
             (out / "policy.safetensors").write_bytes(b"x" * 50_000)
         return {"value": 0.0}
 
 
-def overhead(make: Callable[[MakeWorker], Backend], kind: str = "play", tasks: int = 100) -> float:
+def overhead(make: Callable[[WorkerFactory], Backend], kind: str = "play", tasks: int = 100) -> float:
     """Median milliseconds from one task told to the next, where the task itself takes none."""
     plan = Chain(tasks, kind)
     with tempfile.TemporaryDirectory() as root, Run.create(root, "") as run, closing(make(Nothing)) as backend:
-        follow(plan, backend, run)
+        run_plan(plan, backend, run)
     gaps = [after - before for before, after in zip(plan.times[1:], plan.times[2:], strict=False)]
     return 1e3 * statistics.median(gaps)
 
@@ -83,9 +83,9 @@ def fsync(times: int = 50) -> float:
     return 1e3 * statistics.median(taken)
 
 
-def leduc(games: int = 512) -> MakeWorker:
+def leduc(games: int = 512) -> WorkerFactory:
     """What makes a worker for Leduc poker."""
-    oracle = NetOracle(env={"type": "leduc_poker", "games": games}, env_steps=games * 32)
+    oracle = NetOracle(env={"type": "leduc_poker", "num_envs": games}, env_steps=games * 32)
     return partial(NetWorker, oracle, SEATS)
 
 
@@ -97,7 +97,7 @@ def some_members(folder: Path, each: int = 3) -> list[list[str]]:
         for name in names[seat]:
             order = {"player": seat, "opponents": {other: {"uniform": 1.0}}}
             (folder / name).mkdir()
-            worker.do(Task(f"train/{name}", "train", order, makes=name), {}, folder / name)
+            worker.run_task(Task(f"train/{name}", "train", order, output_member=name), {}, folder / name)
     return [[one, two] for one in names[SEATS[0]] for two in names[SEATS[1]]]
 
 
@@ -107,7 +107,7 @@ def warm(backend: Backend, task: Task) -> None:
     while busy < backend.workers:
         for _ in range(backend.workers):
             backend.submit(task)
-        busy = backend.withdraw()
+        busy = backend.cancel_pending()
         for _ in range(max(busy, 1)):
             backend.wait(None if busy else 1.0)
 
@@ -116,7 +116,7 @@ def games_per_s(backend: Backend, folder: Path, cells: list[list[str]], tasks: i
     """How fast a backend, whose workers have started, plays `games` of each cell in each of `tasks`."""
     members = tuple(sorted({name for cell in cells for name in cell}))
     for name in members:
-        backend.share(name, folder / name)
+        backend.add_member(name, folder / name)
     warm(backend, Task("play/warm", "play", {"cells": cells, "games": 10}, members))
     start = time.perf_counter()
     for number in range(tasks):
@@ -145,12 +145,12 @@ AT_LEAST = {"ray_2_vs_1"}
 
 def figures(quick: bool = False) -> dict[str, float]:
     """All of them."""
-    local = partial(Local, workers=1)
+    local = partial(LocalBackend, workers=1)
     return {
         "fsync_ms": fsync(),
-        "overhead_inline_ms": overhead(Inline),
+        "overhead_inline_ms": overhead(InlineBackend),
         "overhead_local_ms": overhead(local),
-        "overhead_inline_member_ms": overhead(Inline, "train"),
+        "overhead_inline_member_ms": overhead(InlineBackend, "train"),
         "overhead_local_member_ms": overhead(local, "train"),
         **ray_speedup(2 if quick else 5),
     }

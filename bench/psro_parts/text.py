@@ -1,7 +1,7 @@
 """PSRO over LoRA adapters on the tiny base, in Kuhn poker in words: how far NashConv falls.
 
     cd bench; python -m psro_parts.text 0                       the curve of one seed, kept for the page
-    cd bench; python -m psro_parts.text 100 population.steps=40 with other settings, not kept
+    cd bench; python -m psro_parts.text 100 population.train_steps=40 with other settings, not kept
 
 NashConv is exact, from the probabilities that agents give the words of every information state; uniform play has
 11/12. The run is `configs/populations/text_kuhn_psro.yaml`, which ends once NashConv is low enough; iteration 0 is
@@ -24,9 +24,9 @@ from rich.table import Table
 
 from palestra.config import dump, load, override, validate
 from palestra.files import read_lines
-from palestra.populations.scheduler import Watcher
+from palestra.launch.population import PopulationConfig, build_population, run_population
+from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
-from palestra.setup_population import PopulationConfig, build_population, run_population
 
 CONFIG = Path(__file__).parents[2] / "configs/populations/text_kuhn_psro.yaml"
 TARGETS = {"text_kuhn_nashconv": 0.25}
@@ -39,7 +39,7 @@ def curve(seed: int, settings: list[str]) -> tuple[list[float], float]:
     config = validate(PopulationConfig, override(load(CONFIG), [f"seed={seed}", *settings]))
     start = time.process_time()
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(config)) as kept:
-        run_population(build_population(config), kept, Watcher())
+        run_population(build_population(config), kept, PlanCallback())
         lines = read_lines(kept.path / "metrics.jsonl")
     return [line["nash_conv"] for line in lines if "nash_conv" in line], time.process_time() - start
 
@@ -60,7 +60,7 @@ def show(curves: Mapping[int, tuple[list[float], float]]) -> None:
 
 def figures(quick: bool = False) -> dict[str, float]:
     """The last NashConv, a mean over seeds."""
-    settings = ["population.iterations=2", "population.steps=10", "oracle.teach=20"] if quick else []
+    settings = ["population.iterations=2", "population.train_steps=10", "oracle.imitation_steps=20"] if quick else []
     curves = {0: curve(0, settings)} if quick else {seed: measured(seed) for seed in range(SEEDS)}
     show(curves)
     return {"text_kuhn_nashconv": float(np.mean([values[-1] for values, _ in curves.values()]))}

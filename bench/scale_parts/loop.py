@@ -35,13 +35,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from palestra.backends.slices import Sliced
+from palestra.backends.episode_tasks import DistributedSource
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
-from palestra.recipe import Config
+from palestra.launch.distributed import build
 from palestra.runs import Run, read_lines
-from palestra.setup_backends import build
-from palestra.train import Setup, Watcher
-from palestra.train_async import run_training
+from palestra.training.async_loop import run_training
+from palestra.training.loop import Callback, Setup
 from palestra.types import TEAM, Metrics
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -54,36 +54,36 @@ WAYS: dict[str, dict[str, Any]] = {
 FIGURES = ("step_s", "rollout_s", "train_s", "driver_s", "worker_s", "busy", "start_s")
 
 
-def config(backend: dict[str, Any], quick: bool, staleness: int = 0) -> Config:
-    speech = {"type": "lora", "base": "tiny", "batch": 256, "sampling": {"max_tokens": 9}}
+def config(backend: dict[str, Any], quick: bool, staleness: int = 0) -> TextConfig:
+    speech = {"type": "lora", "base": "tiny", "batch_size": 256, "sampling": {"max_tokens": 9}}
     tree = {
         "steps": 4 if quick else 8,
         "episodes": 16 if quick else 32,
-        "env": {"type": "plan_path", "size": 7, "density": 0.1, "team": "planner_executor", "turns": 4},
+        "env": {"type": "plan_path", "size": 7, "wall_density": 0.1, "team": "planner_executor", "max_turns": 4},
         "policies": {"planner": speech, "executor": speech},
-        "algorithm": {"type": "grpo", "at": "turn", "keep": "best", "k": 8, "scale": "none"},
+        "algorithm": {"type": "grpo", "branch_at": "turn", "continue_from": "best", "group_size": 8, "scale": "none"},
         "checkpoint_every": 1000,
         "staleness": staleness,
         "backend": backend,
     }
-    return validate(Config, tree)
+    return validate(TextConfig, tree)
 
 
-class Stopwatch(Watcher):
+class Stopwatch(Callback):
     """When each step was over, and for how long workers had played until then."""
 
     def __init__(self, setup: Setup) -> None:
         source = setup.stages[0].source
-        self.troupe = source.troupe if isinstance(source, Sliced) else None
+        self.troupe = source.dispatcher if isinstance(source, DistributedSource) else None
         self.start = time.perf_counter()
         self.ends: list[float] = []
         self.wall: list[float] = []
         self.cpu: list[float] = []
 
-    def step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Metrics) -> None:
         self.ends.append(time.perf_counter() - self.start)
-        self.wall.append(self.troupe.wall if self.troupe else 0.0)
-        self.cpu.append(self.troupe.cpu if self.troupe else 0.0)
+        self.wall.append(self.troupe.wall_s if self.troupe else 0.0)
+        self.cpu.append(self.troupe.cpu_s if self.troupe else 0.0)
 
 
 def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, float]:
@@ -95,7 +95,7 @@ def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, f
         watcher = Stopwatch(setup)
         run_training(setup, run, watcher)
         lines = [line for line in read_lines(run.path / "timings.jsonl") if line["policy"] == TEAM][1:]
-    workers = max(1, described.backend.count)
+    workers = max(1, described.backend.num_workers)
     waits = "rollout_s" if staleness == 0 else "wait_s"
     shares = [own / (workers * line[waits]) for own, line in zip(between(watcher.wall), lines, strict=True)]
     return {

@@ -30,17 +30,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, Sampling
-from palestra.policies.lm import Samples
-from palestra.recipe import Config
-from palestra.remote.apart import Elsewhere
-from palestra.remote.sampler_config import ProcessesConfig
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.policies.lm import SamplerProtocol
+from palestra.remote.samplers.config import SamplerProcessesConfig
+from palestra.remote.samplers.remote_samplers import RemoteSamplers
 from palestra.runs import Run
-from palestra.setup import build
-from palestra.train_async import run_training
+from palestra.training.async_loop import run_training
 
 COUNTS = (1, 2)
 SIBLINGS, PROMPT, ANSWER = 8, 32, 32
@@ -48,9 +48,9 @@ SIBLINGS, PROMPT, ANSWER = 8, 32, 32
 
 def measure(quick: bool = False) -> dict[str, float]:
     engine = Engine.load("tiny", device="cpu")
-    ways: dict[str, Samples] = {"here": Sampler(engine)}
-    openings = {n: Elsewhere(ProcessesConfig(count=n)).open("tiny", **PLACE) for n in COUNTS}
-    ways |= {f"apart_{n}": opening.ready() for n, opening in openings.items()}
+    ways: dict[str, SamplerProtocol] = {"here": Sampler(engine)}
+    openings = {n: RemoteSamplers(SamplerProcessesConfig(count=n)).open("tiny", **PLACE) for n in COUNTS}
+    ways |= {f"apart_{n}": opening.wait_ready() for n, opening in openings.items()}
     figures = _throughput(engine, ways, requests=16 if quick else 64, rounds=2 if quick else 5)
     figures["added_ms_per_request"] = _added(engine, ways, times=30 if quick else 200)
     for sampler in ways.values():
@@ -61,7 +61,7 @@ def measure(quick: bool = False) -> dict[str, float]:
 PLACE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_rows": 512}
 
 
-def _throughput(engine: Engine, ways: dict[str, Samples], *, requests: int, rounds: int) -> dict[str, float]:
+def _throughput(engine: Engine, ways: dict[str, SamplerProtocol], *, requests: int, rounds: int) -> dict[str, float]:
     adapters = [_adapter(engine, f"agent_{i}", i) for i in range(2)]
     asked = [_request(engine, seed, SIBLINGS, ANSWER, adapters[seed % 2]) for seed in range(requests)]
     best = dict.fromkeys(ways, 0.0)
@@ -72,17 +72,17 @@ def _throughput(engine: Engine, ways: dict[str, Samples], *, requests: int, roun
     return figures | {f"tokens_ratio_{n}": best[f"apart_{n}"] / best["here"] for n in COUNTS}
 
 
-async def _speed(sampler: Samples, requests: list[Request]) -> float:
+async def _speed(sampler: SamplerProtocol, requests: list[Request]) -> float:
     """Tokens a second over all `requests`, asked at once."""
     start = time.perf_counter()
     found = await asyncio.gather(*(sampler.sample(request) for request in requests))
     return sum(len(answer.token_ids) for each in found for answer in each) / (time.perf_counter() - start)
 
 
-def _added(engine: Engine, ways: dict[str, Samples], *, times: int) -> float:
+def _added(engine: Engine, ways: dict[str, SamplerProtocol], *, times: int) -> float:
     """Milliseconds that a request of one token takes longer by one sampler process."""
 
-    async def taken(sampler: Samples) -> list[float]:
+    async def taken(sampler: SamplerProtocol) -> list[float]:
         seconds = []
         for seed in range(times):
             start = time.perf_counter()
@@ -112,12 +112,12 @@ def _seconds(folder: Path, name: str, sampler: dict[str, Any] | None, steps: int
         "staleness": 1,
         "sampler": sampler,
         "device": "cpu",
-        "env": {"type": "plan_path", "size": 7, "team": "planner_executor", "turns": 4},
+        "env": {"type": "plan_path", "size": 7, "team": "planner_executor", "max_turns": 4},
         "policies": {"planner": policy, "executor": policy},
-        "algorithm": {"type": "grpo", "k": 8},
+        "algorithm": {"type": "grpo", "group_size": 8},
         "checkpoint_every": 1000,
     }
-    config = validate(Config, tree)
+    config = validate(TextConfig, tree)
     setup = build(config)
     with Run.create(folder, dump(config), name) as run:
         start = time.perf_counter()
@@ -127,11 +127,11 @@ def _seconds(folder: Path, name: str, sampler: dict[str, Any] | None, steps: int
 
 def _request(engine: Engine, seed: int, n: int, tokens: int, adapter: Snapshot | None) -> Request:
     prompt = np.random.default_rng(seed).integers(5, engine.model.config.vocab_size, PROMPT).astype(np.int32)
-    return Request(prompt, n, Sampling(max_tokens=tokens, end=False), adapter, seed)
+    return Request(prompt, n, SamplingConfig(max_tokens=tokens, stop_at_eos=False), adapter, seed)
 
 
 def _adapter(engine: Engine, name: str, seed: int) -> Snapshot:
-    adapter = Adapter(engine.linears, LoraConfig(rank=8), seed=seed)
+    adapter = Adapter(engine.linear_layers, LoraConfig(rank=8), seed=seed)
     with torch.no_grad():
         for _, b in adapter.weights.values():
             b.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))

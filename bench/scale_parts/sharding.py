@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from palestra.engine.checkpoints import save_trainer
+from palestra.engine.distributed import ProcessGroup, join_process_group, leave_process_group
+from palestra.engine.fsdp import local_shard, shard_engine
 from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.ranks import Ranks, here, leave
-from palestra.engine.sharded import own, shard
 from palestra.engine.trainer import AdamConfig, Trainer
 from palestra.losses.policy import policy_gradient_loss
 from palestra.testing import tiny_lm
@@ -45,24 +45,24 @@ def samples(groups: int) -> list[Sample]:
     return found
 
 
-def trainer(kind: str, mode: str, ranks: Ranks) -> Trainer:
+def trainer(kind: str, mode: str, ranks: ProcessGroup) -> Trainer:
     engine = tiny_lm(0, **SHAPE)
-    if mode == "fsdp" and ranks.size > 1:
-        shard(engine, ranks, "cpu", train=kind == "full")
-    adapter = None if kind == "full" else Adapter(engine.linears, LoraConfig(rank=8), seed=0)
-    return Trainer(engine, adapter, pack_tokens=2048, ranks=ranks)
+    if mode == "fsdp" and ranks.world_size > 1:
+        shard_engine(engine, ranks, "cpu", train=kind == "full")
+    adapter = None if kind == "full" else Adapter(engine.linear_layers, LoraConfig(rank=8), seed=0)
+    return Trainer(engine, adapter, pack_tokens=2048, group=ranks)
 
 
 def kept(learner: Trainer) -> int:
     """Bytes of weights and of the optimizer's state that this rank keeps."""
     weights = {id(p): p for p in [*learner.engine.model.parameters(), *learner.parameters]}.values()
     slots = [t for one in learner.optimizer.state.values() for t in one.values()]
-    return sum(t.numel() * t.element_size() for t in [*(own(w) for w in weights), *slots])
+    return sum(t.numel() * t.element_size() for t in [*(local_shard(w) for w in weights), *slots])
 
 
 def work(kind: str, mode: str, steps: int, groups: int) -> None:
     """What one rank does; the first prints the figures of all."""
-    ranks = here()
+    ranks = join_process_group()
     learner, batch, seconds = trainer(kind, mode, ranks), samples(groups), []
     for _ in range(steps + 1):
         start = time.perf_counter()
@@ -75,11 +75,11 @@ def work(kind: str, mode: str, steps: int, groups: int) -> None:
     saved = time.perf_counter() - start
     tokens = sum(len(s.prompt_ids) + len(s.token_ids) for s in batch)
     mine = {"kept": kept(learner), "rss": peak_memory()}
-    everyone = ranks.gather(mine)
-    if ranks.first:
+    everyone = ranks.all_gather(mine)
+    if ranks.is_rank_zero:
         most = {name: max(one[name] for one in everyone) for name in mine}
         print(json.dumps(most | {"tokens_per_s": tokens / min(seconds[1:]), "save_s": saved}))
-    leave()
+    leave_process_group()
 
 
 def together(count: int, kind: str, mode: str, steps: int, groups: int) -> dict[str, float]:

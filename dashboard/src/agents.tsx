@@ -20,10 +20,10 @@ export function Agents({ run, tick }: { run: string; tick: number }) {
           <Policies policies={data.policies} base={base} />
         </section>
       )}
-      {data.exams.length > 0 && (
+      {data.evals.length > 0 && (
         <section>
           <h2>Exams, by who sits where</h2>
-          <Exams exams={data.exams} />
+          <Exams exams={data.evals} />
         </section>
       )}
       {data.members.length > 0 && (
@@ -81,7 +81,7 @@ function score(exam: Exam): string {
   return Object.entries(exam.returns ?? {}).map(([seat, own]) => `${seat} ${num(own)}`).join(", ");
 }
 
-function Exams({ exams }: { exams: AgentsData["exams"] }) {
+function Exams({ exams }: { exams: AgentsData["evals"] }) {
   return (
     <div class="wide">
       <table class="list">

@@ -32,7 +32,7 @@ export function Head({ run, live, tab }: { run: RunDetail; live: boolean; tab: s
         {run.success != null && <Figure name="success">{percent(run.success)}</Figure>}
         {run.return != null && <Figure name="return">{num(run.return)}</Figure>}
         {run.nash_conv != null && <Figure name="NashConv">{num(run.nash_conv)}</Figure>}
-        {Object.entries(run.exams).map(([name, exam]) => (
+        {Object.entries(run.evals).map(([name, exam]) => (
           <Figure name={`exam ${name}`}>{exam.success != null ? percent(exam.success) : num(exam.return)}</Figure>
         ))}
         {run.status === "running" && run.left != null && <Figure name="left, about">{duration(run.left)}</Figure>}

@@ -24,7 +24,7 @@ const COLUMNS: Column[] = [
 ];
 
 function examOf(run: RunLine): [string, string] {
-  const [name, exam] = Object.entries(run.exams).at(-1) ?? ["", {}];
+  const [name, exam] = Object.entries(run.evals).at(-1) ?? ["", {}];
   if (run.nash_conv != null) return ["NashConv", num(run.nash_conv)];
   return [name, exam.success != null ? percent(exam.success) : exam.return != null ? num(exam.return) : ""];
 }

@@ -25,7 +25,7 @@ export interface RunLine {
   success: Num;
   return: Num;
   nash_conv: Num;
-  exams: Record<string, Exam>;
+  evals: Record<string, Exam>;
   changed: number;
 }
 
@@ -226,7 +226,7 @@ export interface Member {
 export interface AgentsData {
   policies: Policy[];
   members: Member[];
-  exams: { name: string; seats: Record<string, string>; first: Exam; last: Exam; count: number }[];
+  evals: { name: string; seats: Record<string, string>; first: Exam; last: Exam; count: number }[];
 }
 
 export interface SystemData {

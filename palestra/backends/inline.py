@@ -10,43 +10,43 @@ import tempfile
 import weakref
 from pathlib import Path
 
-from palestra.backends.waiting import Members, Waiting, failed, timed
-from palestra.populations.tasks import Done, MakeWorker, Task
-from palestra.rollouts.failures import fault_of
+from palestra.backends.task_queue import MemberFolders, TaskQueue, run_timed, task_error
+from palestra.populations.tasks import Task, TaskResult, WorkerFactory
+from palestra.rollouts.failures import describe_error
 
 
-class Inline:
+class InlineBackend:
     """Runs tasks in submission order, each inside `wait`, whose timeout is ignored."""
 
     workers = 1
 
-    def __init__(self, make_worker: MakeWorker) -> None:
+    def __init__(self, make_worker: WorkerFactory) -> None:
         self._worker = make_worker()
-        self._waiting, self._members = Waiting(), Members()
+        self._waiting, self._members = TaskQueue(), MemberFolders()
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._release = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
 
-    def share(self, name: str, folder: Path) -> None:
+    def add_member(self, name: str, folder: Path) -> None:
         self._members[name] = folder
 
-    def forget(self, name: str) -> None:
+    def remove_member(self, name: str) -> None:
         del self._members[name]
 
     def submit(self, task: Task) -> None:
         self._waiting.add(task)
 
-    def wait(self, timeout: float | None = None) -> Done | None:
-        if (task := self._waiting.next()) is None:
+    def wait(self, timeout: float | None = None) -> TaskResult | None:
+        if (task := self._waiting.pop()) is None:
             return None
-        out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.makes else None
-        members = self._members.of(task)
+        out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.output_member else None
+        members = self._members.folders_for(task)
         try:
-            result, seconds = timed(self._worker, task, members, out)
+            result, seconds = run_timed(self._worker, task, members, out)
         except Exception as error:
-            raise failed(task, fault_of(error)) from error
-        return Done(task, result, out, seconds)
+            raise task_error(task, describe_error(error)) from error
+        return TaskResult(task, result, out, seconds)
 
-    def withdraw(self) -> int:
+    def cancel_pending(self) -> int:
         self._waiting.clear()
         return 0
 

@@ -19,13 +19,21 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed, unmade, unsendable
-from palestra.populations.tasks import Done, MakeWorker, Task
-from palestra.roll import here, roll, start_shielded
-from palestra.rollouts.failures import Fault, fault_of
+from palestra.backends.task_queue import (
+    MAX_ATTEMPTS,
+    MemberFolders,
+    TaskQueue,
+    pickling_error,
+    run_or_fault,
+    task_error,
+    worker_start_error,
+)
+from palestra.populations.tasks import Task, TaskResult, WorkerFactory
+from palestra.rollouts.failures import ErrorText, describe_error
+from palestra.runs.worker_stats import process_label, start_without_sigint, worker_stats
 
-KIND = "local worker"
-CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+WORKER_KIND = "local worker"
+SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
 
 
 # ---- in the worker's process
@@ -40,13 +48,13 @@ def _work(pipe: Connection, make: bytes, threads: int, scratch: str) -> None:
         try:
             worker = pickle.loads(make)()
         except Exception as error:
-            pipe.send(fault_of(error))
+            pipe.send(describe_error(error))
             return
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(threads)
         pipe.send(None)
         while True:
-            pipe.send(attempt(worker, *pipe.recv()))
+            pipe.send(run_or_fault(worker, *pipe.recv()))
 
 
 def _end_with_parent(scratch: str) -> None:
@@ -67,11 +75,11 @@ class _Process:
         self.ready = False
         self.task: Task | None = None
         self.out: Path | None = None
-        self.pipe, theirs = CONTEXT.Pipe()
+        self.pipe, theirs = SPAWN_CONTEXT.Pipe()
         # Not a daemon: its envs may start processes of their own.
-        self.process = CONTEXT.Process(target=_work, args=(theirs, make, threads, scratch))
-        start_shielded(self.process)
-        self.where = here(self.process.pid)
+        self.process = SPAWN_CONTEXT.Process(target=_work, args=(theirs, make, threads, scratch))
+        start_without_sigint(self.process)
+        self.where = process_label(self.process.pid)
         theirs.close()  # so that the pipe ends with the process
 
     def end(self, patience: float) -> None:
@@ -82,7 +90,7 @@ class _Process:
         self.process.join()
 
 
-class Local:
+class LocalBackend:
     """Backend with `workers` processes of `threads` threads each.
 
     `make_worker` must be picklable; each process calls it once. A process that dies is replaced, and its task goes to
@@ -90,29 +98,29 @@ class Local:
     `workers` is below 1 or `make_worker` cannot be pickled.
     """
 
-    def __init__(self, make_worker: MakeWorker, workers: int, threads: int = 1) -> None:
+    def __init__(self, make_worker: WorkerFactory, workers: int, threads: int = 1) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}: at least one is needed to do the tasks")
         self.workers = workers
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._job = (_pickled(make_worker), threads, self._scratch)
-        self._waiting, self._members = Waiting(), Members()
+        self._waiting, self._members = TaskQueue(), MemberFolders()
         self._stillborn = 0  # workers in a row that died before they were ready
         self._pool: list[_Process] = []
         self._release = Finalize(self, _release, (self._pool, self._scratch), exitpriority=10)
         self._pool += [_Process(*self._job) for _ in range(workers)]
 
-    def share(self, name: str, folder: Path) -> None:
+    def add_member(self, name: str, folder: Path) -> None:
         self._members[name] = folder.absolute()
 
-    def forget(self, name: str) -> None:
+    def remove_member(self, name: str) -> None:
         del self._members[name]
 
     def submit(self, task: Task) -> None:
         self._waiting.add(task)
         self._hand_out()
 
-    def wait(self, timeout: float | None = None) -> Done | None:
+    def wait(self, timeout: float | None = None) -> TaskResult | None:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())
@@ -125,7 +133,7 @@ class Local:
                     return done
             self._hand_out()
 
-    def withdraw(self) -> int:
+    def cancel_pending(self) -> int:
         self._waiting.clear()
         return sum(process.task is not None for process in self._pool)
 
@@ -134,29 +142,29 @@ class Local:
 
     def _hand_out(self) -> None:
         for process in self._pool:
-            if process.ready and process.task is None and (task := self._waiting.next()):
-                members = self._members.of(task)
+            if process.ready and process.task is None and (task := self._waiting.pop()):
+                members = self._members.folders_for(task)
                 process.task = task
-                process.out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.makes else None
+                process.out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.output_member else None
                 with suppress(ConnectionError):  # the worker died: `_hear` will find its pipe closed
                     process.pipe.send((task, members, process.out))
 
-    def _hear(self, process: _Process) -> Done | None:
+    def _hear(self, process: _Process) -> TaskResult | None:
         """Reads a worker's message: a finished task, "ready" (None), or the end of its pipe, if it died."""
         try:
             answer = process.pipe.recv()
         except (EOFError, OSError):
             self._replace(process)
             return None
-        if isinstance(answer, Fault):
-            raise failed(process.task, answer) if process.task else unmade(answer)
+        if isinstance(answer, ErrorText):
+            raise task_error(process.task, answer) if process.task else worker_start_error(answer)
         self._stillborn = 0
         if answer is None:
             process.ready = True
             return None
         assert process.task is not None
-        roll.note(KIND, process.where, done=1, seconds=answer[1])
-        done = Done(process.task, answer[0], process.out, answer[1])
+        worker_stats.count(WORKER_KIND, process.where, done=1, seconds=answer[1])
+        done = TaskResult(process.task, answer[0], process.out, answer[1])
         process.task = process.out = None
         return done
 
@@ -164,16 +172,17 @@ class Local:
         """Starts a new worker in place of a dead one and puts its task at the front of the queue."""
         process.end(1.0)
         why = f"its process ended with exit code {process.process.exitcode}"
-        roll.note(KIND, process.where, why, lost=1)
+        worker_stats.count(WORKER_KIND, process.where, why, lost=1)
         if process.out:
             shutil.rmtree(process.out)
         if process.task:
-            self._waiting.again(process.task, why)
+            self._waiting.retry(process.task, why)
         elif not process.ready:
             self._stillborn += 1
-            if self._stillborn >= TRIES:
+            if self._stillborn >= MAX_ATTEMPTS:
                 raise ValueError(
-                    f"{TRIES} workers in a row died before they were ready, the last so: {why}; what it said itself is "
+                    f"{MAX_ATTEMPTS} workers in a row died before they were ready, the last so: {why}; what it said "
+                    "itself is "
                     'above. A script must start workers below `if __name__ == "__main__":`, which their processes skip'
                 )
         self._pool[self._pool.index(process)] = _Process(*self._job)
@@ -189,8 +198,8 @@ def _release(pool: list[_Process], scratch: str) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _pickled(make: MakeWorker) -> bytes:
+def _pickled(make: WorkerFactory) -> bytes:
     try:
         return pickle.dumps(make)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise unsendable(error) from error
+        raise pickling_error(error) from error

@@ -9,23 +9,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from palestra.dashboard.library import Absent, OpenRun, read_json
-from palestra.files import read_lines, size
-from palestra.runs import Checkpoint, checkpoints
+from palestra.dashboard.catalog import NotFound, OpenRun, read_json
+from palestra.files import file_size, read_lines
+from palestra.runs import Checkpoint, list_checkpoints
 
-STATE = ("optimizer.safetensors", "training.safetensors")  # training state: left out of downloads and sizes
-PIECE = 1 << 20  # bytes
+STATE_FILES = ("optimizer.safetensors", "training.safetensors")  # training state: left out of downloads and sizes
+CHUNK_BYTES = 1 << 20  # bytes
 
 
-def agents(run: OpenRun) -> dict[str, Any]:
+def agents_view(run: OpenRun) -> dict[str, Any]:
     """Returns policies with their checkpoints, members with their lineage, and evaluations, ready for JSON."""
-    return {"policies": policies(run), "members": members(run), "exams": exams(run)}
+    return {"policies": policy_rows(run), "members": member_rows(run), "evals": eval_rows(run)}
 
 
-def policies(run: OpenRun) -> list[dict[str, Any]]:
+def policy_rows(run: OpenRun) -> list[dict[str, Any]]:
     """Returns one dict per policy of the config or of a checkpoint: type, base, seats, and the checkpoints that contain
     it, newest first."""
-    kept = checkpoints(run.path) if run.file("checkpoints.jsonl").exists() else []
+    kept = list_checkpoints(run.path) if run.file("checkpoints.jsonl").exists() else []
     configs = run.config.get("policies") or {}
     names = dict.fromkeys([*configs, *(name for checkpoint in kept for name in checkpoint.names)])
     seats = {str(seat): str(who) for seat, who in (run.config.get("seats") or {}).items()}
@@ -34,11 +34,11 @@ def policies(run: OpenRun) -> list[dict[str, Any]]:
             "name": name,
             "type": str((configs.get(name) or {}).get("type", "")),
             "base": str((configs.get(name) or {}).get("base") or ""),
-            "seats": [seat for seat, who in seats.items() if who == name] or _unsaid(name, seats),
+            "seats": [seat for seat, who in seats.items() if who == name] or _implicit_seats(name, seats),
             "checkpoints": [
                 {
                     "step": one.step,
-                    "keep": bool(one.line.get("keep")),
+                    "keep": bool(one.entry.get("keep")),
                     "bytes": _bytes(_folder(run, one, name)),
                     "version": read_json(_member_json(run, one, name)).get("version"),
                 }
@@ -50,7 +50,7 @@ def policies(run: OpenRun) -> list[dict[str, Any]]:
     ]
 
 
-def members(run: OpenRun) -> list[dict[str, Any]]:
+def member_rows(run: OpenRun) -> list[dict[str, Any]]:
     """Returns the frozen members of a population, oldest first: name, player, parent, info, and size in bytes."""
     path = run.file("population.json")
     if not path.exists():
@@ -65,10 +65,10 @@ def members(run: OpenRun) -> list[dict[str, Any]]:
     ]
 
 
-def exams(run: OpenRun) -> list[dict[str, Any]]:
+def eval_rows(run: OpenRun) -> list[dict[str, Any]]:
     """Returns the first and the newest result of each evaluation with its seat assignment, so that results in other
     seats can be compared."""
-    configs = run.config.get("exams") or {}
+    configs = run.config.get("evals") or {}
     lines: dict[str, list[dict[str, Any]]] = {}
     for line in read_lines(run.file("evals.jsonl")):
         lines.setdefault(str(line.get("name")), []).append(line)
@@ -84,13 +84,13 @@ def exams(run: OpenRun) -> list[dict[str, Any]]:
     ]
 
 
-def weights(run: OpenRun, step: int, policy: str) -> Path:
+def policy_folder(run: OpenRun, step: int, policy: str) -> Path:
     """Returns the folder of a policy in the checkpoint of `step` (counted from 0). Raises Absent if no checkpoint has
     it."""
-    for checkpoint in checkpoints(run.path):
+    for checkpoint in list_checkpoints(run.path):
         if checkpoint.step == step and policy in checkpoint.names:
             return _folder(run, checkpoint, policy)
-    raise Absent(f"no checkpoint after step {step + 1} holds {policy}")
+    raise NotFound(f"no checkpoint after step {step + 1} holds {policy}")
 
 
 def _folder(run: OpenRun, checkpoint: Checkpoint, policy: str) -> Path:
@@ -101,27 +101,27 @@ def _member_json(run: OpenRun, checkpoint: Checkpoint, policy: str) -> Path:
     return run.file(str((_folder(run, checkpoint, policy) / "member.json").relative_to(run.path)))
 
 
-def member_weights(run: OpenRun, name: str) -> Path:
+def member_weights_folder(run: OpenRun, name: str) -> Path:
     """Returns the weight folder of a member. Raises Absent if there is no such member or it has no weights."""
     for one in read_json_list(run.file("population.json")):
         if one["name"] == name and one.get("weights"):
             return run.file(str(one["weights"]))
-    raise Absent(f"there are no weights of a member {name}")
+    raise NotFound(f"there are no weights of a member {name}")
 
 
-def zipped(folder: Path) -> Iterator[bytes]:
+def stream_zip(folder: Path) -> Iterator[bytes]:
     """Yields a folder's files as an uncompressed zip archive, in chunks of bytes; leaves out training state and
     symbolic links."""
     pipe = _Pipe()
     with zipfile.ZipFile(pipe, "w", zipfile.ZIP_STORED) as archive:
         for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
-            if path.name in STATE:
+            if path.name in STATE_FILES:
                 continue
             with path.open("rb") as file, archive.open(_entry(path, folder), "w", force_zip64=True) as target:
-                while piece := file.read(PIECE):
+                while piece := file.read(CHUNK_BYTES):
                     target.write(piece)
-                    yield pipe.taken()
-    yield pipe.taken()
+                    yield pipe.take_bytes()
+    yield pipe.take_bytes()
 
 
 def _entry(path: Path, folder: Path) -> zipfile.ZipInfo:
@@ -129,8 +129,8 @@ def _entry(path: Path, folder: Path) -> zipfile.ZipInfo:
 
 
 class _Pipe(io.RawIOBase):
-    """The write end of the archive: a buffer that `zipped` empties. It cannot seek, so the archive is written in one
-    pass."""
+    """The write end of the archive: a buffer that `stream_zip` empties. It cannot seek, so the archive is written in
+    one pass."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -142,7 +142,7 @@ class _Pipe(io.RawIOBase):
         self.pieces.append(bytes(data))
         return len(data)
 
-    def taken(self) -> bytes:
+    def take_bytes(self) -> bytes:
         """Returns the bytes written since the last call."""
         data = b"".join(self.pieces)
         self.pieces.clear()
@@ -158,7 +158,7 @@ def read_json_list(path: Path) -> list[Mapping[str, Any]]:
     return [one for one in found if isinstance(one, dict) and "name" in one] if isinstance(found, list) else []
 
 
-def _unsaid(name: str, seats: dict[str, str]) -> list[str]:
+def _implicit_seats(name: str, seats: dict[str, str]) -> list[str]:
     """Returns the seats of a policy that `seats` does not name: without `seats`, the seat of its own name; for
     "default", all others."""
     if name == "default":
@@ -169,4 +169,4 @@ def _unsaid(name: str, seats: dict[str, str]) -> list[str]:
 def _bytes(folder: Path) -> int:
     """Returns the bytes of a weight folder, without training state."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    return sum(size(path) for path in files if path.name not in STATE)
+    return sum(file_size(path) for path in files if path.name not in STATE_FILES)

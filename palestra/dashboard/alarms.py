@@ -1,8 +1,9 @@
 """Alarms: rules that detect common training failures in logged metrics, each with the numbers that triggered it.
 
 Rules read the metrics of policies as they are logged: policy -> key -> array [T] float64, one value per log line. They
-compare the mean of the newest `NEWEST` lines (at most half of all) with that of the first `FIRST` (at most a quarter),
-and report nothing if there are fewer than `LEAST` lines. An alarm is a hint where to look, not a verdict.
+compare the mean of the newest `NEWEST_LINES` lines (at most half of all) with that of the first `FIRST_LINES` (at most
+a quarter), and report nothing if there are fewer than `MIN_LINES` lines. An alarm is a hint where to look, not a
+verdict.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import numpy as np
 
 from palestra.populations.ratings import Cyclicity
 
-Figures = Mapping[str, Mapping[str, np.ndarray]]
+MetricsByName = Mapping[str, Mapping[str, np.ndarray]]
 
-LEAST, FIRST, NEWEST = 10, 5, 20
-SOLVED = 0.95  # a task with this success rate raises no alarm
-LOW_ENTROPY, ENTROPY_LEFT = 0.1, 0.1  # nats; share of the first entropy
-SAME, DIFFERENT = 0.9, 0.5  # shares of groups in which all answers earn the same
-CARRIES = 0.9  # share of the policies' own rewards
-LONGER, RISEN, NO_BETTER = 1.5, 0.1, 0.02  # factor of tokens; rise in reward; rise in success rate
-REFUSED_BEFORE, REFUSED_NOW = 0.2, 0.02  # shares of invalid answers
-FAILED, CUT_OFF = 0.05, 0.3  # shares of episodes; of answers
+MIN_LINES, FIRST_LINES, NEWEST_LINES = 10, 5, 20
+SOLVED_SUCCESS = 0.95  # a task with this success rate raises no alarm
+LOW_ENTROPY, LOW_ENTROPY_SHARE = 0.1, 0.1  # nats; share of the first entropy
+HIGH_ZERO_VARIANCE, LOW_ZERO_VARIANCE = 0.9, 0.5  # shares of groups in which all answers earn the same
+DOMINANT_REWARD_SHARE = 0.9  # share of the policies' own rewards
+LENGTH_FACTOR, MIN_REWARD_RISE, MAX_SUCCESS_RISE = (
+    1.5,
+    0.1,
+    0.02,
+)  # factor of tokens; rise in reward; rise in success rate
+INVALID_BEFORE, INVALID_NOW = 0.2, 0.02  # shares of invalid answers
+MAX_FAILED_SHARE, MAX_CUT_OFF_SHARE = 0.05, 0.3  # shares of episodes; of answers
 
 
 @dataclass(frozen=True)
@@ -40,138 +45,142 @@ class Alarm:
         return asdict(self)
 
 
-def alarms(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> list[Alarm]:
+def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> list[Alarm]:
     """Returns the alarms of a run of language agents or networks. `team` holds the metrics of all policies together
-    (key -> [T]), `exams` those of each evaluation."""
-    rules = (lazy_seat, entropy_collapse, longer_for_reward, form_for_reward, one_carries, no_signal, cut_off)
-    return [alarm for rule in rules for alarm in rule(policies, team, exams)] + list(failing(team))
+    (key -> [T]), `evals` those of each evaluation."""
+    rules = (lazy_seat, entropy_collapse, longer_for_reward, format_for_reward, one_seat_carries, no_signal, cut_off)
+    return [alarm for rule in rules for alarm in rule(policies, team, evals)] + list(failing_episodes(team))
 
 
-def lazy_seat(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
     """Alarm if nearly all groups of one policy have equal returns while another policy's differ."""
-    shares = {name: now for name, own in policies.items() if (now := newest(own, "zero_variance")) is not None}
-    success = newest(team, "success")
-    if len(shares) < 2 or (success is not None and success > SOLVED):
+    shares = {name: now for name, own in policies.items() if (now := newest_mean(own, "zero_variance")) is not None}
+    success = newest_mean(team, "success")
+    if len(shares) < 2 or (success is not None and success > SOLVED_SUCCESS):
         return
     for name, share in shares.items():
         others = min(other for who, other in shares.items() if who != name)
-        if share >= SAME and others <= DIFFERENT:
+        if share >= HIGH_ZERO_VARIANCE and others <= LOW_ZERO_VARIANCE:
             yield Alarm(
                 "lazy seat",
                 name,
                 f"{share:.0%} of its groups have answers that all earn the same, and {others:.0%} of another policy's",
-                f"whatever a policy says makes no difference: at least {SAME:.0%} of its groups are without any over "
-                f"the newest {NEWEST} lines, while another policy has at most {DIFFERENT:.0%}; the task is not solved",
+                f"whatever a policy says makes no difference: at least {HIGH_ZERO_VARIANCE:.0%} of its groups are "
+                "without any over "
+                f"the newest {NEWEST_LINES} lines, while another policy has at most {LOW_ZERO_VARIANCE:.0%}; the task "
+                "is not solved",
             )
 
 
-def entropy_collapse(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
     """Alarm if a policy's entropy is near zero and far below its initial value, and the task is not solved."""
-    success = newest(team, "success")
+    success = newest_mean(team, "success")
     for name, own in policies.items():
-        before, now = oldest(own, "entropy"), newest(own, "entropy")
-        if before is None or now is None or (success is not None and success > SOLVED):
+        before, now = first_mean(own, "entropy"), newest_mean(own, "entropy")
+        if before is None or now is None or (success is not None and success > SOLVED_SUCCESS):
             continue
-        if now <= LOW_ENTROPY and now <= ENTROPY_LEFT * before:
+        if now <= LOW_ENTROPY and now <= LOW_ENTROPY_SHARE * before:
             yield Alarm(
                 "entropy collapse",
                 name,
                 f"entropy {now:.3g} nats, from {before:.3g}"
                 + (f", at a success of {success:.0%}" if success is not None else ""),
-                f"a policy has stopped trying: its entropy is at most {LOW_ENTROPY} nats and {ENTROPY_LEFT:.0%} of "
-                f"what it was, and success is not above {SOLVED:.0%}",
+                f"a policy has stopped trying: its entropy is at most {LOW_ENTROPY} nats and {LOW_ENTROPY_SHARE:.0%} "
+                f"of what it was, and success is not above {SOLVED_SUCCESS:.0%}",
             )
 
 
-def longer_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
     """Alarm if answers became much longer and reward rose, but success did not."""
     for name, own in policies.items():
-        change = rewarded(own, "tokens", improvement(team, exams))
-        if change and change.now >= LONGER * change.before > 0:
+        change = change_while_rewarded(own, "tokens", success_rise(team, exams))
+        if change and change.after >= LENGTH_FACTOR * change.before > 0:
             yield Alarm(
                 "reward hacking by length?",
                 name,
-                f"answers of {change.now:.3g} tokens, from {change.before:.3g}; {change.said}",
-                f"answers are {LONGER} times as long as at first and earn at least {RISEN} more each, but success "
-                f"(of exams where there are any) has not risen by {NO_BETTER:.0%}",
+                f"answers of {change.after:.3g} tokens, from {change.before:.3g}; {change.summary}",
+                f"answers are {LENGTH_FACTOR} times as long as at first and earn at least {MIN_REWARD_RISE} more each, "
+                f"but success (of exams where there are any) has not risen by {MAX_SUCCESS_RISE:.0%}",
             )
 
 
-def form_for_reward(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
     """Alarm if invalid answers vanished and reward rose, but success did not."""
     for name, own in policies.items():
-        change = rewarded(own, "invalid", improvement(team, exams))
-        if change and change.before >= REFUSED_BEFORE and change.now <= REFUSED_NOW:
+        change = change_while_rewarded(own, "invalid", success_rise(team, exams))
+        if change and change.before >= INVALID_BEFORE and change.after <= INVALID_NOW:
             yield Alarm(
                 "reward hacking by format?",
                 name,
-                f"invalid answers {change.now:.1%}, from {change.before:.1%}; {change.said}",
+                f"invalid answers {change.after:.1%}, from {change.before:.1%}; {change.summary}",
                 f"a policy has learned the form and not the task: invalid answers fell from at least "
-                f"{REFUSED_BEFORE:.0%} to at most {REFUSED_NOW:.0%}, reward rose by at least {RISEN}, and success "
-                f"did not rise by {NO_BETTER:.0%}",
+                f"{INVALID_BEFORE:.0%} to at most {INVALID_NOW:.0%}, reward rose by at least {MIN_REWARD_RISE}, and "
+                f"success did not rise by {MAX_SUCCESS_RISE:.0%}",
             )
 
 
-def one_carries(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
     """Alarm if one policy earns nearly all of the policies' own rewards."""
     # In envs with a team reward only, a seat without own reward means nothing: skip it.
     paid = {name: own for name, own in policies.items() if np.any(own.get("local_reward", np.zeros(0)) != 0)}
-    own = {name: now for name, figures in paid.items() if (now := newest(figures, "local_reward")) is not None}
+    own = {name: now for name, figures in paid.items() if (now := newest_mean(figures, "local_reward")) is not None}
     total = sum(max(0.0, value) for value in own.values())
     if len(own) < 2 or total < 0.05:
         return
     for name, value in own.items():
-        if value / total >= CARRIES:
+        if value / total >= DOMINANT_REWARD_SHARE:
             yield Alarm(
                 "one seat carries the team",
                 name,
                 f"{value / total:.0%} of what all policies earn for themselves is its own",
-                f"over the newest {NEWEST} lines, at least {CARRIES:.0%} of the policies' own rewards are of one, and "
-                "another has earned some too",
+                f"over the newest {NEWEST_LINES} lines, at least {DOMINANT_REWARD_SHARE:.0%} of the policies' own "
+                "rewards are of one, and another has earned some too",
             )
 
 
-def no_signal(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
     """Alarm if nearly all groups of every policy have equal returns, so that there is no gradient, and the task is not
     solved."""
-    shares = [now for own in policies.values() if (now := newest(own, "zero_variance")) is not None]
-    success = newest(team, "success")
-    if shares and min(shares) >= SAME and success is not None and success < SOLVED:
+    shares = [now for own in policies.values() if (now := newest_mean(own, "zero_variance")) is not None]
+    success = newest_mean(team, "success")
+    if shares and min(shares) >= HIGH_ZERO_VARIANCE and success is not None and success < SOLVED_SUCCESS:
         yield Alarm(
             "nothing to learn from",
             "",
             f"{min(shares):.0%} of the groups of every policy are without differences, at a success of {success:.0%}",
-            f"at least {SAME:.0%} of every policy's groups have answers that all earn the same, so they give no "
-            "gradient, and the task is not solved",
+            f"at least {HIGH_ZERO_VARIANCE:.0%} of every policy's groups have answers that all earn the same, so they "
+            "give no gradient, and the task is not solved",
         )
 
 
-def cut_off(policies: Figures, team: Mapping[str, np.ndarray], exams: Figures) -> Iterator[Alarm]:
+def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
     """Alarm if many answers of a policy end at the token limit."""
     for name, own in policies.items():
-        share = newest(own, "cut_off")
-        if share is not None and share >= CUT_OFF:
+        share = newest_mean(own, "cut_off")
+        if share is not None and share >= MAX_CUT_OFF_SHARE:
             yield Alarm(
                 "answers are cut off",
                 name,
                 f"{share:.0%} of its answers ran into the token limit",
-                f"at least {CUT_OFF:.0%} of a policy's answers over the newest {NEWEST} lines ended at max_tokens",
+                f"at least {MAX_CUT_OFF_SHARE:.0%} of a policy's answers over the newest {NEWEST_LINES} lines ended at "
+                "max_tokens",
             )
 
 
-def failing(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
+def failing_episodes(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
     """Alarm if many of the newest episodes failed."""
-    failed, played = newest(team, "failed"), newest(team, "episodes")
-    if failed is not None and played and failed / played >= FAILED:
+    failed, played = newest_mean(team, "failed"), newest_mean(team, "episodes")
+    if failed is not None and played and failed / played >= MAX_FAILED_SHARE:
         yield Alarm(
             "episodes fail",
             "",
             f"{failed / played:.0%} of the newest episodes ended with an error",
-            f"at least {FAILED:.0%} of the episodes of the newest {NEWEST} lines failed; what failed is under Episodes",
+            f"at least {MAX_FAILED_SHARE:.0%} of the episodes of the newest {NEWEST_LINES} lines failed; what failed "
+            "is under Episodes",
         )
 
 
-def cyclic(found: Cyclicity) -> list[Alarm]:
+def cyclic_alarms(found: Cyclicity) -> list[Alarm]:
     """Alarm if the payoffs of a population contain a cycle; [] otherwise."""
     if not found.groups:
         return []
@@ -183,42 +192,49 @@ def cyclic(found: Cyclicity) -> list[Alarm]:
 
 
 @dataclass(frozen=True)
-class Change:
-    """A metric's mean at the start (`before`) and in the newest lines (`now`), with the rise in reward per answer
-    (`paid`) and in success (`better`)."""
+class MetricChange:
+    """A metric's mean at the start (`before`) and in the newest lines (`after`), with the rise in reward per answer
+    (`reward_rise`) and in success (`success_rise`)."""
 
     before: float
-    now: float
-    paid: float
-    better: float
+    after: float
+    reward_rise: float
+    success_rise: float
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """The rise in reward and success, as text."""
-        return f"reward {self.paid:+.2g}, success {self.better:+.1%}"
+        return f"reward {self.reward_rise:+.2g}, success {self.success_rise:+.1%}"
 
 
-def rewarded(own: Mapping[str, np.ndarray], key: str, better: float | None) -> Change | None:
-    """Returns how a policy's metric changed while its reward rose by at least `RISEN` and success by at most
-    `NO_BETTER`; None if that is not so or a value is missing."""
-    before, now, paid = oldest(own, key), newest(own, key), risen(own)
-    if before is None or now is None or paid is None or better is None or paid < RISEN or better > NO_BETTER:
+def change_while_rewarded(own: Mapping[str, np.ndarray], key: str, better: float | None) -> MetricChange | None:
+    """Returns how a policy's metric changed while its reward rose by at least `MIN_REWARD_RISE` and success by at most
+    `MAX_SUCCESS_RISE`; None if that is not so or a value is missing."""
+    before, now, paid = first_mean(own, key), newest_mean(own, key), reward_rise(own)
+    if (
+        before is None
+        or now is None
+        or paid is None
+        or better is None
+        or paid < MIN_REWARD_RISE
+        or better > MAX_SUCCESS_RISE
+    ):
         return None
-    return Change(before, now, paid, better)
+    return MetricChange(before, now, paid, better)
 
 
-def newest(own: Mapping[str, np.ndarray], key: str) -> float | None:
-    """Returns the mean of a metric's newest `NEWEST` lines, at most half of all; None if there are fewer than
-    `LEAST`."""
+def newest_mean(own: Mapping[str, np.ndarray], key: str) -> float | None:
+    """Returns the mean of a metric's newest `NEWEST_LINES` lines, at most half of all; None if there are fewer than
+    `MIN_LINES`."""
     values = own.get(key, np.zeros(0))
-    return _mean(values[-min(NEWEST, len(values) // 2) :]) if len(values) >= LEAST else None
+    return _mean(values[-min(NEWEST_LINES, len(values) // 2) :]) if len(values) >= MIN_LINES else None
 
 
-def oldest(own: Mapping[str, np.ndarray], key: str) -> float | None:
-    """Returns the mean of a metric's first `FIRST` lines, at most a quarter of all; None if there are fewer than
-    `LEAST`."""
+def first_mean(own: Mapping[str, np.ndarray], key: str) -> float | None:
+    """Returns the mean of a metric's first `FIRST_LINES` lines, at most a quarter of all; None if there are fewer than
+    `MIN_LINES`."""
     values = own.get(key, np.zeros(0))
-    return _mean(values[: min(FIRST, len(values) // 4)]) if len(values) >= LEAST else None
+    return _mean(values[: min(FIRST_LINES, len(values) // 4)]) if len(values) >= MIN_LINES else None
 
 
 def _mean(values: np.ndarray) -> float:
@@ -226,15 +242,15 @@ def _mean(values: np.ndarray) -> float:
     return round(float(np.mean(values)), 9)
 
 
-def risen(own: Mapping[str, np.ndarray]) -> float | None:
+def reward_rise(own: Mapping[str, np.ndarray]) -> float | None:
     """Returns the rise in reward per answer since the start, own and team reward together; None if neither is known."""
-    parts = [(oldest(own, key), newest(own, key)) for key in ("local_reward", "team_reward")]
+    parts = [(first_mean(own, key), newest_mean(own, key)) for key in ("local_reward", "team_reward")]
     known = [now - before for before, now in parts if before is not None and now is not None]
     return sum(known) if known else None
 
 
-def improvement(team: Mapping[str, np.ndarray], exams: Figures) -> float | None:
+def success_rise(team: Mapping[str, np.ndarray], exams: MetricsByName) -> float | None:
     """Returns the rise in success: of the evaluation that rose most, else of training; None if neither is known."""
     found = [float(own["success"][-1] - own["success"][0]) for own in exams.values() if len(own.get("success", ())) > 1]
-    before, now = oldest(team, "success"), newest(team, "success")
+    before, now = first_mean(team, "success"), newest_mean(team, "success")
     return max(found) if found else now - before if now is not None and before is not None else None

@@ -10,7 +10,7 @@ import numpy as np
 Curve = tuple[np.ndarray, np.ndarray]  # x [T] ascending, y [T], both float64
 
 
-def smoothed(y: np.ndarray, window: int) -> np.ndarray:
+def moving_mean(y: np.ndarray, window: int) -> np.ndarray:
     """Returns the centred moving mean [T] of y [T] over `window` points, over fewer at the ends; NaN values are
     skipped. [0, 3, 6] with window 3 gives [1.5, 3, 4.5]."""
     if window <= 1 or len(y) < 2:
@@ -23,7 +23,7 @@ def smoothed(y: np.ndarray, window: int) -> np.ndarray:
     return (sums[last] - sums[first]) / np.maximum(known[last] - known[first], 1)
 
 
-def within(curve: Curve, low: float | None, high: float | None) -> Curve:
+def clip_x(curve: Curve, low: float | None, high: float | None) -> Curve:
     """Returns the part of a curve with low <= x <= high, with one more point at either side so that lines reach the
     border."""
     x, y = curve
@@ -32,7 +32,7 @@ def within(curve: Curve, low: float | None, high: float | None) -> Curve:
     return x[first:last], y[first:last]
 
 
-def thinned(curve: Curve, points: int) -> Curve:
+def downsample(curve: Curve, points: int) -> Curve:
     """Returns a curve of about `points` points at most: the minimum and maximum of each bucket, so that no spike is
     lost."""
     x, y = curve
@@ -48,7 +48,7 @@ def thinned(curve: Curve, points: int) -> Curve:
     return x[order], y[order]
 
 
-def band(curves: Sequence[Curve], points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def mean_band(curves: Sequence[Curve], points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns x, mean, minimum and maximum over several curves (each [K] float64, K <= `points`), on the x range that
     all of them cover."""
     curves = [curve for curve in curves if len(curve[0])]

@@ -20,19 +20,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from palestra.dashboard.columns import Columns
-from palestra.dashboard.digest import digest
-from palestra.dashboard.logs import FOREIGN
-from palestra.files import replaced
+from palestra.dashboard.episode_columns import EpisodeColumns
+from palestra.dashboard.episode_summary import summarize_episodes
+from palestra.dashboard.logs import PARSE_ERRORS
+from palestra.files import replacing_file
 
-CHUNK = 64  # files read at once
-PATIENCE, BRIEF = 0.2, 0.02  # seconds: wait while nothing is known; wait when there are rows to show
-TICK = 50_000_000  # nanoseconds: an upper bound on the resolution of file modification times
-FORM = 1  # format version of the cached table; increase it to rebuild caches
-NAME = re.compile(r"step-(\d+)\.parquet")
-UNFIT = (ValueError, *FOREIGN, pa.ArrowException)  # errors of files that palestra did not write
-STAMP = "stamp"  # column with the version of the row's file
-EMPTY = pa.table({"step": pa.array([], pa.int32()), STAMP: pa.array([], pa.int64())})
+CHUNK_FILES = 64  # files read at once
+FIRST_WAIT_S, NEXT_WAIT_S = 0.2, 0.02  # seconds: wait while nothing is known; wait when there are rows to show
+CLOCK_RESOLUTION_NS = 50_000_000  # nanoseconds: an upper bound on the resolution of file modification times
+CACHE_FORMAT = 1  # format version of the cached table; increase it to rebuild caches
+FILE_NAME = re.compile(r"step-(\d+)\.parquet")
+READ_ERRORS = (ValueError, *PARSE_ERRORS, pa.ArrowException)  # errors of files that palestra did not write
+VERSION_COLUMN = "stamp"  # column with the version of the row's file
+EMPTY_TABLE = pa.table({"step": pa.array([], pa.int32()), VERSION_COLUMN: pa.array([], pa.int64())})
 
 
 class EpisodeIndex:
@@ -41,8 +41,8 @@ class EpisodeIndex:
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
         self.folder, self.cache = folder, cache
-        self.broken: dict[int, str] = {}  # step -> why its file cannot be read
-        self._columns: Columns | None = None  # None before the first scan
+        self.unreadable: dict[int, str] = {}  # step -> why its file cannot be read
+        self._columns: EpisodeColumns | None = None  # None before the first scan
         self._known: dict[int, int] = {}  # step -> version of its file in the table
         self._missing: dict[int, int] = {}
         self._took = 0.0  # seconds that the last scan took
@@ -53,21 +53,27 @@ class EpisodeIndex:
         self._settled.set()
         self._worker: threading.Thread | None = None
 
-    def table(self, patience: float | None = None) -> tuple[pa.Table, int]:
+    def table(self, timeout_s: float | None = None) -> tuple[pa.Table, int]:
         """Returns the rows known so far, by step and episode, and the number of files not yet included."""
-        columns, missing = self.columns(patience)
+        columns, missing = self.columns(timeout_s)
         return columns.table, missing
 
-    def columns(self, patience: float | None = None) -> tuple[Columns, int]:
-        """Returns the same as arrays. Waits up to `patience` seconds for missing files, so that a few files are always
+    def columns(self, timeout_s: float | None = None) -> tuple[EpisodeColumns, int]:
+        """Returns the same as arrays. Waits up to `timeout_s` seconds for missing files, so that a few files are always
         included. By default it waits longer while nothing is known, and not at all if the last scan took longer than
         the wait."""
         self._begin()
-        if patience is None:
-            patience = PATIENCE if not (self._columns and len(self._columns)) else BRIEF if self._took < BRIEF else 0.0
-        settled = self._settled.wait(patience)
+        if timeout_s is None:
+            timeout_s = (
+                FIRST_WAIT_S
+                if not (self._columns and len(self._columns))
+                else NEXT_WAIT_S
+                if self._took < NEXT_WAIT_S
+                else 0.0
+            )
+        settled = self._settled.wait(timeout_s)
         with self._lock:
-            return self._columns or Columns(EMPTY), max(len(self._missing), int(not settled))
+            return self._columns or EpisodeColumns(EMPTY_TABLE), max(len(self._missing), int(not settled))
 
     def _begin(self) -> None:
         """Starts the worker thread if the folder changed: scanning 10,000 files takes longer than a sort."""
@@ -90,7 +96,7 @@ class EpisodeIndex:
                 fresh += len(chunk)
         finally:
             self._settled.set()
-        if fresh >= CHUNK:
+        if fresh >= CHUNK_FILES:
             self._keep()
 
     def _look(self) -> None:
@@ -99,35 +105,35 @@ class EpisodeIndex:
             self._recall()
         changed, start = self._changed(), time.monotonic()
         # Another change within the clock's resolution would go unnoticed: scan again later.
-        late = time.time_ns() - changed > TICK
-        now = versions(self.folder)
+        late = time.time_ns() - changed > CLOCK_RESOLUTION_NS
+        now = file_versions(self.folder)
         stale = [step for step, stamp in self._known.items() if now.get(step) != stamp]
-        table = without(self._table, stale) if stale else self._table
+        table = drop_steps(self._table, stale) if stale else self._table
         with self._lock:
             self._seen = changed if late else -1
             for step in stale:
                 del self._known[step]
             self._missing = {step: stamp for step, stamp in now.items() if step not in self._known}
-            self.broken = {step: why for step, why in self.broken.items() if step in self._known}
-            self._columns = self._columns if self._columns and not stale else Columns(table)
+            self.unreadable = {step: why for step, why in self.unreadable.items() if step in self._known}
+            self._columns = self._columns if self._columns and not stale else EpisodeColumns(table)
         self._took = time.monotonic() - start
 
     @property
     def _table(self) -> pa.Table:
-        return self._columns.table if self._columns else EMPTY
+        return self._columns.table if self._columns else EMPTY_TABLE
 
     def _next(self) -> dict[int, int]:
         """Returns the newest missing files: 8 if nothing is known, so that there is a first result soon, else
-        `CHUNK`."""
+        `CHUNK_FILES`."""
         with self._lock:
-            size = CHUNK if self._known else 8
+            size = CHUNK_FILES if self._known else 8
             return dict(sorted(self._missing.items(), reverse=True)[:size])
 
     def _read(self, chunk: dict[int, int]) -> tuple[list[pa.Table], dict[int, str]]:
         """Returns the tables of the files, and by step the error of each unreadable one."""
         try:
             return [self._stamped(sorted(chunk), chunk)], {}
-        except UNFIT:  # one of them is broken, or gone: one by one
+        except READ_ERRORS:  # one of them is broken, or gone: one by one
             return self._read_each(chunk)
 
     def _read_each(self, chunk: dict[int, int]) -> tuple[list[pa.Table], dict[int, str]]:
@@ -135,20 +141,22 @@ class EpisodeIndex:
         for step in sorted(chunk):
             try:
                 found.append(self._stamped([step], chunk))
-            except UNFIT as error:
+            except READ_ERRORS as error:
                 broken[step] = str(error)
         return found, broken
 
     def _stamped(self, steps: list[int], stamps: dict[int, int]) -> pa.Table:
-        """Returns the summaries of the files of these steps, with their versions in the column `STAMP`."""
-        table = digest([self.folder / f"step-{step:06d}.parquet" for step in steps])
-        return table.append_column(STAMP, pa.array([stamps[step] for step in table["step"].to_pylist()], pa.int64()))
+        """Returns the summaries of the files of these steps, with their versions in the column `VERSION_COLUMN`."""
+        table = summarize_episodes([self.folder / f"step-{step:06d}.parquet" for step in steps])
+        return table.append_column(
+            VERSION_COLUMN, pa.array([stamps[step] for step in table["step"].to_pylist()], pa.int64())
+        )
 
     def _take(self, chunk: dict[int, int], found: list[pa.Table], broken: dict[int, str]) -> None:
-        columns = Columns(in_order([self._table, *found]))
+        columns = EpisodeColumns(merge_sorted([self._table, *found]))
         with self._lock:
             self._columns = columns
-            self.broken |= broken
+            self.unreadable |= broken
             for step, stamp in chunk.items():
                 self._known[step] = stamp
                 self._missing.pop(step, None)
@@ -160,28 +168,28 @@ class EpisodeIndex:
                 table = pq.read_table(self.cache)
             except (OSError, pa.ArrowInvalid):
                 return  # rebuild instead
-            pairs = table.select(["step", STAMP]).group_by(["step", STAMP]).aggregate([])
+            pairs = table.select(["step", VERSION_COLUMN]).group_by(["step", VERSION_COLUMN]).aggregate([])
             with self._lock:
-                self._columns = Columns(table.combine_chunks())
-                self._known = dict(zip(pairs["step"].to_pylist(), pairs[STAMP].to_pylist(), strict=True))
+                self._columns = EpisodeColumns(table.combine_chunks())
+                self._known = dict(zip(pairs["step"].to_pylist(), pairs[VERSION_COLUMN].to_pylist(), strict=True))
 
     def _keep(self) -> None:
         """Writes the cache file; a failure disables the cache."""
         with self._keeping:  # another worker may have started and finish soon
             if self.cache:
                 try:
-                    with replaced(self.cache) as temporary:
+                    with replacing_file(self.cache) as temporary:
                         pq.write_table(self._table, temporary, compression="zstd")
                 except OSError:
                     self.cache = None  # full or read-only disk: continue without a cache
 
 
-def without(table: pa.Table, steps: list[int]) -> pa.Table:
+def drop_steps(table: pa.Table, steps: list[int]) -> pa.Table:
     """Returns the rows of `table` that are of none of these steps."""
     return table.filter(pc.invert(pc.is_in(table["step"], value_set=pa.array(steps, pa.int32()))))
 
 
-def versions(folder: Path) -> dict[int, int]:
+def file_versions(folder: Path) -> dict[int, int]:
     """Returns step -> version (a number that changes when the file does) of the episode files in a folder."""
     if not folder.is_dir():
         return {}
@@ -191,7 +199,7 @@ def versions(folder: Path) -> dict[int, int]:
 
 
 def _step(name: str) -> int:
-    found = NAME.fullmatch(name)
+    found = FILE_NAME.fullmatch(name)
     return int(found[1]) if found else -1
 
 
@@ -204,10 +212,10 @@ def _version(file: os.DirEntry[str]) -> int | None:
     return stat.st_mtime_ns ^ stat.st_size << 1
 
 
-def in_order(tables: Sequence[pa.Table]) -> pa.Table:
+def merge_sorted(tables: Sequence[pa.Table]) -> pa.Table:
     """Returns one table sorted by step and episode from tables that are each sorted; columns missing in some are null
     there."""
-    filled = [table for table in tables if len(table)] or [EMPTY]
+    filled = [table for table in tables if len(table)] or [EMPTY_TABLE]
     whole = pa.concat_tables(filled, promote_options="default")
     ends = [(table["step"][0].as_py(), table["step"][-1].as_py()) for table in filled if len(table)]
     if any(after[0] <= before[1] for before, after in pairwise(ends)):  # a growing run's new rows are last already
@@ -219,4 +227,4 @@ def cache_file(folder: Path) -> Path:
     """Returns the path of the cached index of the episodes in `folder`."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
-    return root / "palestra" / "dashboard" / f"{name}-{FORM}.parquet"
+    return root / "palestra" / "dashboard" / f"{name}-{CACHE_FORMAT}.parquet"

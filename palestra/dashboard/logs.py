@@ -16,27 +16,27 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from palestra.files import size
+from palestra.files import file_size
 
-MARK = 256  # bytes before the read position that are compared: if they differ, the log was rewritten
+MARK_BYTES = 256  # bytes before the read position that are compared: if they differ, the log was rewritten
 # Exceptions, besides ValueError, that reading files not written by palestra may raise.
-FOREIGN = (KeyError, IndexError, TypeError, AttributeError, ArithmeticError, RecursionError)
-PIECE = 2**22  # bytes read at once
-LOOK = 2**28  # bytes that one `look` reads; the next one continues there
-LONGEST = 2**22  # bytes of a line; longer ones are skipped
-WIDEST = 20_000  # columns of a log, over all names; further ones are dropped
+PARSE_ERRORS = (KeyError, IndexError, TypeError, AttributeError, ArithmeticError, RecursionError)
+CHUNK_BYTES = 2**22  # bytes read at once
+MAX_READ_BYTES = 2**28  # bytes that one `refresh` reads; the next one continues there
+MAX_LINE_BYTES = 2**22  # bytes of a line; longer ones are skipped
+MAX_COLUMNS = 20_000  # columns of a log, over all names; further ones are dropped
 
 Column = tuple["array[float]", "array[float]"]  # steps and values
 
 
-class Log:
+class MetricLog:
     """A .jsonl file whose lines each belong to a name (of a policy, an evaluation, a worker), found under `key`.
     `version` changes when the file does. Thread-safe."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
         self.version = 0
-        self.torn = 0  # lines that could not be parsed
+        self.num_unparsed = 0  # lines that could not be parsed
         self._lock = threading.Lock()
         self._begin()
 
@@ -46,11 +46,11 @@ class Log:
         self._width = 0  # number of columns over all names
         self._last: dict[str, dict[str, Any]] = {}
 
-    def look(self) -> None:
-        """Reads lines added since the last call, at most about `LOOK` bytes; reads everything again if the file was
-        truncated or rewritten."""
+    def refresh(self) -> None:
+        """Reads lines added since the last call, at most about `MAX_READ_BYTES` bytes; reads everything again if the
+        file was truncated or rewritten."""
         with self._lock:
-            stat = (size(self.path), self.path.stat().st_mtime_ns if self.path.exists() else 0)
+            stat = (file_size(self.path), self.path.stat().st_mtime_ns if self.path.exists() else 0)
             if stat == self._stat:
                 return
             self.version += 1
@@ -59,10 +59,10 @@ class Log:
                 self._stat = stat
                 return
             with open(self.path, "rb") as file:
-                self._go_to_the_end_of_what_is_known(file, stat[0])
+                self._seek_to_read_position(file, stat[0])
                 self._stat = stat if self._read(file) else (-1, -1)
 
-    def _go_to_the_end_of_what_is_known(self, file: BinaryIO, length: int) -> None:
+    def _seek_to_read_position(self, file: BinaryIO, length: int) -> None:
         """Seeks to the end of what was read; to the start, forgetting everything, if the bytes before that point
         changed."""
         file.seek(self._offset - len(self._mark))
@@ -71,16 +71,16 @@ class Log:
             file.seek(0)
 
     def _read(self, file: BinaryIO) -> bool:
-        """Reads whole lines, at most about `LOOK` bytes; returns whether the end was reached."""
-        rest, left = b"", LOOK
+        """Reads whole lines, at most about `MAX_READ_BYTES` bytes; returns whether the end was reached."""
+        rest, left = b"", MAX_READ_BYTES
         while left > 0:
-            piece = file.read(PIECE)
+            piece = file.read(CHUNK_BYTES)
             if not piece:
                 return True
             left -= len(piece)
             data = rest + piece
             whole = data.rfind(b"\n") + 1
-            if not whole and len(data) > LONGEST:  # inside an overlong line, whose end is read later
+            if not whole and len(data) > MAX_LINE_BYTES:  # inside an overlong line, whose end is read later
                 self._advance(data)
                 rest = b""
                 continue
@@ -93,17 +93,17 @@ class Log:
 
     def _advance(self, data: bytes) -> None:
         self._offset += len(data)
-        self._mark = (self._mark + data)[-MARK:]
+        self._mark = (self._mark + data)[-MARK_BYTES:]
 
     def _add(self, raw: bytes) -> None:
         try:
-            line: dict[str, Any] = json.loads(raw if len(raw) <= LONGEST else b"")
+            line: dict[str, Any] = json.loads(raw if len(raw) <= MAX_LINE_BYTES else b"")
             name, step = line[self.key], float(line["step"])
             if not isinstance(name, str):
                 raise TypeError(f"{self.key} is no text")
             self._append(name, step, line)
-        except (ValueError, *FOREIGN):
-            self.torn += 1
+        except (ValueError, *PARSE_ERRORS):
+            self.num_unparsed += 1
             return
         self._last[name] = line
 
@@ -120,7 +120,7 @@ class Log:
 
     def _put(self, columns: dict[str, Column], key: str, step: float, value: float) -> None:
         if key not in columns:
-            if self._width >= WIDEST:
+            if self._width >= MAX_COLUMNS:
                 return
             self._width += 1
             columns[key] = (array("d"), array("d"))
@@ -135,7 +135,7 @@ class Log:
         with self._lock:
             return list(self._columns)
 
-    def keys(self) -> dict[str, list[str]]:
+    def metric_keys(self) -> dict[str, list[str]]:
         """Returns name -> the metrics that it has."""
         with self._lock:
             return {
@@ -149,24 +149,24 @@ class Log:
             steps, values = self._columns.get(name, {}).get(key, ((), ()))
             return np.array(steps, float), np.array(values, float)
 
-    def last(self) -> Mapping[str, dict[str, Any]]:
+    def last_by_name(self) -> Mapping[str, dict[str, Any]]:
         """Returns the newest line of each name."""
         with self._lock:
             return dict(self._last)
 
 
-def last_lines(path: Path, key: str, length: int = 1 << 16) -> dict[str, dict[str, Any]]:
-    """Returns the newest line of each name within the last `length` bytes of a log, for runs that are not opened."""
+def last_lines(path: Path, key: str, max_bytes: int = 1 << 16) -> dict[str, dict[str, Any]]:
+    """Returns the newest line of each name within the last `max_bytes` bytes of a log, for runs that are not opened."""
     if not path.exists():
         return {}
     with open(path, "rb") as file:
-        file.seek(max(0, size(path) - length))
+        file.seek(max(0, file_size(path) - max_bytes))
         lines = file.read().split(b"\n")[:-1]
     found: dict[str, dict[str, Any]] = {}
-    for line in lines if size(path) <= length else lines[1:]:
+    for line in lines if file_size(path) <= max_bytes else lines[1:]:
         try:
             values = json.loads(line)
             found[values[key]] = values
-        except (ValueError, *FOREIGN):
+        except (ValueError, *PARSE_ERRORS):
             continue
     return found

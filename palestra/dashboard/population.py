@@ -8,43 +8,43 @@ from typing import Any
 
 import numpy as np
 
-from palestra.dashboard.figures import listed
-from palestra.dashboard.library import OpenRun
-from palestra.population_plots import best_answers, distances, mixtures
-from palestra.population_reports import CROSSPLAY, Record, read_record
-from palestra.populations.payoffs import Payoffs
+from palestra.dashboard.catalog import OpenRun
+from palestra.dashboard.curve_queries import json_numbers
+from palestra.populations.payoffs import PayoffTable
 from palestra.populations.ratings import cyclicity, fit_elo
-from palestra.populations.scheduler import TASKS
+from palestra.populations.scheduler import TASKS_FILE
+from palestra.report.population_data import CROSSPLAY_FILE, PopulationRecord, read_record
+from palestra.report.population_plots import best_responses, mixtures_by_player, nash_conv_points
 from palestra.runs import read_lines
 
-EXPLOITS = "exploits.jsonl"  # written by `palestra league exploit`
-SHOWN = 40  # newest members of each side of the payoff table that are sent by default
+EXPLOITS_FILE = "exploits.jsonl"  # written by `palestra league exploit`
+DEFAULT_MEMBERS = 40  # newest members of each side of the payoff table that are sent by default
 
 
-def record_of(run: OpenRun) -> Record:
+def load_record(run: OpenRun) -> PopulationRecord:
     """Returns the population record from the run's files. Raises ValueError if the run trains no population or has not
     started."""
-    for name in (TASKS, "population.json", CROSSPLAY, "metrics.jsonl", "timings.jsonl", EXPLOITS):
+    for name in (TASKS_FILE, "population.json", CROSSPLAY_FILE, "metrics.jsonl", "timings.jsonl", EXPLOITS_FILE):
         run.file(name)
     return read_record(run.path)
 
 
-def population(run: OpenRun, record: Record, last: int = SHOWN) -> dict[str, Any]:
+def population_view(run: OpenRun, record: PopulationRecord, last: int = DEFAULT_MEMBERS) -> dict[str, Any]:
     """Returns all that the page draws, ready for JSON. Tables hold the `last` newest members; the full counts are
     included."""
     return {
         "members": len(record.members),
-        "payoffs": payoffs(record, last),
-        "responses": responses(record, last),
-        "mixtures": [mixture(player, rows, last) for player, rows in mixtures(record).items()],
-        "ratings": ratings(record),
-        "distance": distances(record),
-        "exploits": read_lines(run.file(EXPLOITS)),
-        "timeline": timeline(record),
+        "payoffs": payoff_view(record, last),
+        "responses": response_view(record, last),
+        "mixtures": [mixture_view(player, rows, last) for player, rows in mixtures_by_player(record).items()],
+        "ratings": rating_view(record),
+        "distance": nash_conv_points(record),
+        "exploits": read_lines(run.file(EXPLOITS_FILE)),
+        "timeline": timeline_view(record),
     }
 
 
-def payoffs(record: Record, last: int) -> dict[str, Any] | None:
+def payoff_view(record: PopulationRecord, last: int) -> dict[str, Any] | None:
     """Returns the payoffs of the newest members at the first seat against those at the second; None unless the game has
     two players."""
     table = record.payoffs
@@ -58,35 +58,35 @@ def payoffs(record: Record, last: int) -> dict[str, Any] | None:
         "of": [len(table.members[seat]) for seat in table.seats],
         "rows": rows,
         "columns": columns,
-        "mean": [listed(np.array([c.mean[0] if c.games or c.known else np.nan for c in line])) for line in cells],
+        "mean": [json_numbers(np.array([c.mean[0] if c.games or c.known else np.nan for c in line])) for line in cells],
         "games": [[int(cell.games) for cell in line] for line in cells],
     }
 
 
-def responses(record: Record, last: int) -> dict[str, Any] | None:
+def response_view(record: PopulationRecord, last: int) -> dict[str, Any] | None:
     """Returns the newest members, and by index an edge from each to the member that earns most against it; None unless
     the game has two players and payoffs are known."""
     table = record.payoffs
     if len(table.seats) != 2 or np.isnan(table.mean()[0]).all():
         return None
-    names, edges = best_answers(record if last >= max(table.shape) else newest(record, last))
+    names, edges = best_responses(record if last >= max(table.shape) else keep_newest(record, last))
     return {"names": names, "edges": edges}
 
 
-def newest(record: Record, last: int) -> Record:
+def keep_newest(record: PopulationRecord, last: int) -> PopulationRecord:
     """Returns the record restricted to the newest members of each player."""
-    table = Payoffs(record.payoffs.seats)
+    table = PayoffTable(record.payoffs.seats)
     for player, names in record.payoffs.members.items():
         for name in names[-last:]:
             table.add_member(player, name)
     for key in table.cells():
         cell = record.payoffs.cell(key)
         if cell.known or cell.games:
-            table.know(key, cell.mean)
+            table.set_exact(key, cell.mean)
     return replace(record, payoffs=table)
 
 
-def mixture(player: str, rows: Sequence[dict[str, float]], last: int) -> dict[str, Any]:
+def mixture_view(player: str, rows: Sequence[dict[str, float]], last: int) -> dict[str, Any]:
     """Returns the probabilities of members over time, of the `last` members with the largest sums."""
     total: dict[str, float] = {}
     for row in rows:
@@ -97,11 +97,11 @@ def mixture(player: str, rows: Sequence[dict[str, float]], last: int) -> dict[st
     return {"player": player, "names": names, "shares": [[row.get(name, 0.0) for name in names] for row in rows]}
 
 
-def ratings(record: Record) -> dict[str, Any]:
+def rating_view(record: PopulationRecord) -> dict[str, Any]:
     """Returns Elo ratings with standard errors, best first, and a warning about cycles; the reason under `why` if no
     rating is possible."""
     try:
-        names, points = record.payoffs.points()
+        names, points = record.payoffs.pairwise_scores()
         kept = np.flatnonzero((points + points.T).sum(1) > 0)
         if not len(kept):
             raise ValueError("no games were counted yet")
@@ -119,7 +119,7 @@ def ratings(record: Record) -> dict[str, Any]:
     return {"rows": rows, "why": "", "warning": cyclicity(names, points).warning}
 
 
-def timeline(record: Record) -> list[dict[str, Any]]:
+def timeline_view(record: PopulationRecord) -> list[dict[str, Any]]:
     """Returns each training task: its learner, start and duration in seconds, and result."""
     clocks = {line["task"]: line for line in record.timings if "task" in line}
     return [_stretch(task, clocks.get(task["task"], {})) for task in record.tasks if task["kind"] == "train"]

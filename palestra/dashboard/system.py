@@ -8,16 +8,16 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from palestra.dashboard.facts import disk, held_locks, phases
-from palestra.dashboard.library import OpenRun
-from palestra.dashboard.logs import Log
-from palestra.roll import FIGURES
+from palestra.dashboard.catalog import OpenRun
+from palestra.dashboard.logs import MetricLog
+from palestra.dashboard.run_status import disk_usage, held_locks, phase_keys
+from palestra.runs.worker_stats import COUNTERS
 from palestra.types import TEAM
 
-SHOWN = 20  # distinct errors that are listed, the most frequent first
+MAX_ERRORS = 20  # distinct errors that are listed, the most frequent first
 
 
-def system(run: OpenRun) -> dict[str, Any]:
+def system_status(run: OpenRun) -> dict[str, Any]:
     """Returns local processes, workers, queues, newest timings, failures, disk use in bytes, and the machine of the
     start."""
     lock = run.file(".lock")
@@ -25,33 +25,37 @@ def system(run: OpenRun) -> dict[str, Any]:
     table, missing = run.episodes.table()
     return {
         "process": pid,
-        "workers": [process(child) for child in [pid, *descendants(pid)]] if pid else [],
-        "roll": roll_of(run.workers),
-        "queues": queues(run),
-        "timings": {name: _seconds(line) for name, line in run.timings.last().items()},
-        "phases": phases(run.timings),
-        "failures": failures(table),
+        "workers": [process_info(child) for child in [pid, *descendant_pids(pid)]] if pid else [],
+        "roll": worker_rows(run.workers),
+        "queues": queue_metrics(run),
+        "timings": {name: _seconds(line) for name, line in run.timings.last_by_name().items()},
+        "phases": phase_keys(run.timings),
+        "failures": failure_counts(table),
         "unread": missing,
-        "broken": {str(step): why for step, why in run.episodes.broken.items()},
-        "torn": {log.path.name: log.torn for log in (run.metrics, run.timings, run.evals, run.workers) if log.torn},
-        "disk": disk(run.path),
+        "broken": {str(step): why for step, why in run.episodes.unreadable.items()},
+        "torn": {
+            log.path.name: log.num_unparsed
+            for log in (run.metrics, run.timings, run.evals, run.workers)
+            if log.num_unparsed
+        },
+        "disk": disk_usage(run.path),
         "meta": {key: value for key, value in run.meta.items() if key != "command"},
         "command": [str(word) for word in run.meta.get("command") or []],
     }
 
 
-def roll_of(log: Log) -> list[dict[str, Any]]:
+def worker_rows(log: MetricLog) -> list[dict[str, Any]]:
     """Returns one dict per worker: sums of its counters over the whole run, when it last finished something (`seen`,
     Unix time in seconds, None for never), and the reason of its last loss."""
     return [
         {
             "kind": str(last.get("kind", "")),
             "where": str(last.get("where", name)),
-            **{key: float(log.column(name, key)[1].sum()) for key in FIGURES},
+            **{key: float(log.column(name, key)[1].sum()) for key in COUNTERS},
             "seen": float(seen.max()) if len(seen := log.column(name, "seen")[1]) else None,
             "why": str(last.get("why", ""))[:2000],
         }
-        for name, last in log.last().items()
+        for name, last in log.last_by_name().items()
     ]
 
 
@@ -59,21 +63,21 @@ def _seconds(line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if key != "policy"}
 
 
-def queues(run: OpenRun) -> dict[str, float]:
+def queue_metrics(run: OpenRun) -> dict[str, float]:
     """Returns the number of buffered episodes, their staleness, and the seconds that training waited."""
     found: dict[str, float] = {}
     buffer = run.path / "buffer"
     if buffer.is_dir():
         found["episodes played ahead"] = float(sum(1 for path in buffer.rglob("*") if path.is_file()))
-    for line in run.metrics.last().values():
+    for line in run.metrics.last_by_name().values():
         for key in ("staleness", "staleness_max"):
             if key in line:
                 found[key] = max(found.get(key, 0.0), float(line[key]))
-    waited = run.timings.last().get(TEAM, {}).get("wait_s")
+    waited = run.timings.last_by_name().get(TEAM, {}).get("wait_s")
     return found | ({"wait_s": float(waited)} if waited is not None else {})
 
 
-def failures(table: Any) -> list[dict[str, Any]]:
+def failure_counts(table: Any) -> list[dict[str, Any]]:
     """Returns the most frequent errors of failed episodes, with count and the latest occurrence."""
     if "error" not in table.column_names:
         return []
@@ -82,11 +86,11 @@ def failures(table: Any) -> list[dict[str, Any]]:
     newest = {row["error"]: row for row in failed}
     return [
         {"error": error[:2000], "count": count, "step": newest[error]["step"], "episode": newest[error]["episode"]}
-        for error, count in counts.most_common(SHOWN)
+        for error, count in counts.most_common(MAX_ERRORS)
     ]
 
 
-def process(pid: int) -> dict[str, Any]:
+def process_info(pid: int) -> dict[str, Any]:
     """Returns name, resident memory (bytes) and number of threads of a process from /proc; only the pid without
     /proc."""
     found: dict[str, Any] = {"pid": pid}
@@ -100,7 +104,7 @@ def process(pid: int) -> dict[str, Any]:
     return found | {"threads": int(rows.get("Threads", "1"))}
 
 
-def descendants(pid: int | None) -> list[int]:
+def descendant_pids(pid: int | None) -> list[int]:
     """Returns the ids of all child processes, recursively, at most about 256."""
     found: list[int] = []
     waiting = [pid] if pid else []

@@ -18,8 +18,8 @@ from tokenizers.decoders import DecodeStream
 
 import palestra
 
-SHIPPED = Path(palestra.__file__).parent / "bases"
-PLAIN = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+SHIPPED_BASES = Path(palestra.__file__).parent / "bases"
+BASE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
 class Vocabulary:
@@ -30,12 +30,12 @@ class Vocabulary:
 
     @classmethod
     @lru_cache(maxsize=8)
-    def of(cls, base: str) -> Self | None:
+    def load(cls, base: str) -> Self | None:
         """Returns the vocabulary of a base by its name; None if it is not on this machine."""
         path = next((path for path in _places(base) if path.is_file()), None)
         return cls(path) if path else None
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Returns one text per id; joined they are the whole text. "" for a token that ends inside a multi-byte
         character."""
         stream = DecodeStream(skip_special_tokens=False)
@@ -43,10 +43,10 @@ class Vocabulary:
 
 
 def _places(base: str) -> list[Path]:
-    if not PLAIN.fullmatch(base):
+    if not BASE_NAME.fullmatch(base):
         return []
     if "/" not in base:
-        return [SHIPPED / base / "tokenizer.json"]
+        return [SHIPPED_BASES / base / "tokenizer.json"]
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     folder = home / "hub" / f"models--{base.replace('/', '--')}" / "snapshots"
     return sorted(folder.glob("*/tokenizer.json"))

@@ -11,17 +11,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from palestra.dashboard.library import Absent
+from palestra.dashboard.catalog import NotFound
 from palestra.dashboard.tokens import Vocabulary
-from palestra.episodes import to_table
-from palestra.rollouts.figures import member
+from palestra.rollouts.metrics import member_name
+from palestra.runs.episodes import to_table
 from palestra.types import Episode
 
-BONES = ["node", "parent", "depth", "chosen", "over", "truncated", "seat", "reward", "team_reward", "advantage"]
-FLAGS = ["success", "invalid", "draw"]
-WORDS = ["node", "parent", "seat", "policy", "observation", "observation_json", "answer", "stop", "reward"]
-NODES = 4000  # nodes of a tree that are sent: a screen cannot resolve more
-LONGEST = 60_000  # characters sent of one text
+STRUCTURE_COLUMNS = [
+    "node",
+    "parent",
+    "depth",
+    "chosen",
+    "over",
+    "truncated",
+    "seat",
+    "reward",
+    "team_reward",
+    "advantage",
+]
+FLAG_COLUMNS = ["success", "invalid", "draw"]
+TEXT_COLUMNS = ["node", "parent", "seat", "policy", "observation", "observation_json", "answer", "stop", "reward"]
+MAX_NODES = 4000  # nodes of a tree that are sent: a screen cannot resolve more
+MAX_TEXT_CHARS = 60_000  # characters sent of one text
 Row = dict[str, Any]
 
 
@@ -32,16 +43,16 @@ def read_rows(path: Path, episode: int, columns: list[str] | None = None) -> lis
             known = [name for name in columns or file.schema_arrow.names if name in file.schema_arrow.names]
             table = file.read(columns=list(dict.fromkeys(["episode", *known])))
     except (OSError, pa.ArrowInvalid) as error:
-        raise Absent(f"there are no episodes in {path.name}: {error}") from error
+        raise NotFound(f"there are no episodes in {path.name}: {error}") from error
     rows: list[Row] = table.filter(pc.equal(table["episode"], episode)).to_pylist()
     if not rows:
-        raise Absent(f"{path.name} has no episode {episode}")
+        raise NotFound(f"{path.name} has no episode {episode}")
     return rows
 
 
-def tree(path: Path, episode: int) -> dict[str, Any]:
-    """Returns the nodes with rewards and flags by seat; `left_out` counts the nodes beyond `NODES`."""
-    rows = read_rows(path, episode, ["env", "seed", "seats", "error", *BONES, *FLAGS])
+def tree_view(path: Path, episode: int) -> dict[str, Any]:
+    """Returns the nodes with rewards and flags by seat; `left_out` counts the nodes beyond `MAX_NODES`."""
+    rows = read_rows(path, episode, ["env", "seed", "seats", "error", *STRUCTURE_COLUMNS, *FLAG_COLUMNS])
     nodes: dict[int, Row] = {}
     for row in rows:
         if row["node"] is not None:
@@ -51,7 +62,7 @@ def tree(path: Path, episode: int) -> dict[str, Any]:
                     key: row[key] for key in ("reward", "advantage", "invalid", "draw") if row.get(key) is not None
                 }
     head = {key: rows[0][key] for key in ("env", "seed", "error")} | {"seats": json.loads(rows[0]["seats"])}
-    return head | {"nodes": list(nodes.values())[:NODES], "left_out": max(0, len(nodes) - NODES)}
+    return head | {"nodes": list(nodes.values())[:MAX_NODES], "left_out": max(0, len(nodes) - MAX_NODES)}
 
 
 def _bone(row: Row) -> Row:
@@ -59,24 +70,24 @@ def _bone(row: Row) -> Row:
     return {"id": row["node"], **{key: row[key] for key in keys}, "team": row["team_reward"], "seats": {}}
 
 
-def last_played(nodes: list[Row]) -> int:
+def last_played_node(nodes: list[Row]) -> int:
     """Returns the id of the node where the first finished trajectory ended, else of the last played node, else of the
     root."""
     played = [node for node in nodes if node["chosen"]]
     return int(next((node for node in played if node["over"]), [*nodes[:1], *played][-1])["id"])
 
 
-def words(path: Path, episode: int, node: int) -> list[Row]:
+def path_texts(path: Path, episode: int, node: int) -> list[Row]:
     """Returns observations and answers on the path from the root to `node`, one entry per joint step; of a conversation
     only the messages new to the seat. Raises Absent if there is no such node, ValueError if the parents form a
     cycle."""
-    rows = read_rows(path, episode, [*WORDS, "team_reward", "advantage", "info"])
+    rows = read_rows(path, episode, [*TEXT_COLUMNS, "team_reward", "advantage", "info"])
     if all(row["node"] != node for row in rows):
-        raise Absent(f"the episode has no node {node}")
+        raise NotFound(f"the episode has no node {node}")
     return _line(rows, node)
 
 
-def told(episode: Episode) -> list[Row]:
+def episode_texts(episode: Episode) -> list[Row]:
     """Returns the same for an episode in memory, up to its newest node."""
     return _line(to_table(0, [episode]).to_pylist(), episode.nodes[-1].id) if episode.nodes else []
 
@@ -108,18 +119,18 @@ def _joint(rows: list[Row], seen: dict[str, Any]) -> Row:
 def _turn(row: Row, seen: dict[str, Any]) -> Row:
     turn = {key: row[key] for key in ("seat", "policy", "stop", "reward", "advantage") if row[key] is not None}
     if row["observation"] is not None:
-        turn["sees"] = _news(shown(row), seen.get(row["seat"]))
-        seen[row["seat"]] = shown(row)
+        turn["sees"] = _news(parse_observation(row), seen.get(row["seat"]))
+        seen[row["seat"]] = parse_observation(row)
     if row["answer"] is not None:
-        turn["says"] = cut(row["answer"])
+        turn["says"] = truncate_text(row["answer"])
     return turn
 
 
-def shown(row: Row) -> Any:
-    """Returns an observation: a text (cut at `LONGEST`), or the parsed JSON."""
+def parse_observation(row: Row) -> Any:
+    """Returns an observation: a text (cut at `MAX_TEXT_CHARS`), or the parsed JSON."""
     if row["observation_json"]:
         return json.loads(row["observation"])
-    return cut(row["observation"])
+    return truncate_text(row["observation"])
 
 
 def _news(now: Any, before: Any) -> Any:
@@ -135,12 +146,16 @@ def _is_chat(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("messages"), list)
 
 
-def cut(text: str) -> str:
-    """Returns `text`, cut at `LONGEST` characters with a note."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … {len(text) - LONGEST:,} characters more"
+def truncate_text(text: str) -> str:
+    """Returns `text`, cut at `MAX_TEXT_CHARS` characters with a note."""
+    return (
+        text
+        if len(text) <= MAX_TEXT_CHARS
+        else f"{text[:MAX_TEXT_CHARS]} … {len(text) - MAX_TEXT_CHARS:,} characters more"
+    )
 
 
-def tokens(path: Path, episode: int, node: int, bases: dict[str, str]) -> list[Row]:
+def node_tokens(path: Path, episode: int, node: int, bases: dict[str, str]) -> list[Row]:
     """Returns the tokens of a node's answers with their log-probabilities (nats), by seat. `bases` maps policies to
     base models; without a known tokenizer, `texts` is None."""
     columns = ["node", "seat", "policy", "token_ids", "logprobs", "advantage", "temperature", "prompt_ids", "answer"]
@@ -150,7 +165,7 @@ def tokens(path: Path, episode: int, node: int, bases: dict[str, str]) -> list[R
 
 def _said(row: Row, bases: dict[str, str]) -> Row:
     ids, logprobs = row["token_ids"] or [], row["logprobs"] or []
-    vocabulary = Vocabulary.of(bases.get(member(row["policy"] or ""), ""))
+    vocabulary = Vocabulary.load(bases.get(member_name(row["policy"] or ""), ""))
     return {
         "seat": row["seat"],
         "policy": row["policy"],
@@ -158,7 +173,7 @@ def _said(row: Row, bases: dict[str, str]) -> Row:
         "temperature": row["temperature"],
         "prompt": len(row["prompt_ids"] or []),
         "ids": ids,
-        "texts": vocabulary.pieces(ids) if vocabulary else None,
+        "texts": vocabulary.token_texts(ids) if vocabulary else None,
         "logprobs": [round(value, 4) for value in _finite(logprobs)],
     }
 

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from palestra.engine.cache import Pool, Slot
+from palestra.engine.kv_cache import CachePool, CacheSlot
 
-WASTE = 1.5  # maximum ratio of computed to needed query-key pairs of a part of a prefill;
-SMALL = 2**22  # parts with fewer pairs are always merged, since each part has a fixed cost
+MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed query-key pairs of a part of a prefill;
+MIN_SPLIT_PAIRS = 2**22  # parts with fewer pairs are always merged, since each part has a fixed cost
 
 
 class PrefillLayout:
     """Attention layout of a prefill: new prompt tokens are written to their slots and attend to all earlier tokens
     there, including reused ones."""
 
-    def __init__(self, slots: Sequence[Slot], starts_N: np.ndarray) -> None:
+    def __init__(self, slots: Sequence[CacheSlot], starts_N: np.ndarray) -> None:
         """`slots` are those of the prompts, with the full prompt length; `starts_N` counts the tokens already
         stored."""
         self.slots, self.device = slots, slots[0].pool.kv.device
@@ -43,7 +43,7 @@ class PrefillLayout:
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.as_tensor(values, device=self.device)
 
-    def _writes(self) -> Iterator[tuple[Pool, Tensor, Tensor, Tensor]]:
+    def _writes(self) -> Iterator[tuple[CachePool, Tensor, Tensor, Tensor]]:
         """Yields, for each pool, the tokens of the flat row that belong there, with their slot indices and
         positions."""
         index_N = np.array([slot.index for slot in self.slots])
@@ -77,7 +77,7 @@ class PrefillLayout:
                     self._tensor(mask_nQP)[:, None],
                 )
             )
-        self.back_M = self._tensor(back_M)
+        self.output_index_M = self._tensor(back_M)
 
     def narrow(self, keep_M: Tensor) -> PrefillLayout:
         """Returns the layout in which only the tokens `keep_M` (flat indices, rising) have queries."""
@@ -98,10 +98,10 @@ class PrefillLayout:
             k, v = (kept[:, :, :keys][index_n] for kept in pool.kv[layer])
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
             outs.append(out.transpose(1, 2).flatten(0, 1))
-        return _joined(outs)[self.back_M]
+        return _joined(outs)[self.output_index_M]
 
 
-def _similar(slots: Sequence[Slot], asked_N: np.ndarray) -> Iterator[np.ndarray]:
+def _similar(slots: Sequence[CacheSlot], asked_N: np.ndarray) -> Iterator[np.ndarray]:
     """Yields indices of `slots` that have queries, in groups of one pool and of similar shape."""
     pools = {pool: number for number, pool in enumerate(dict.fromkeys(slot.pool for slot in slots))}
     order = sorted(np.flatnonzero(asked_N).tolist(), key=lambda i: (pools[slots[i].pool], int(asked_N[i])))
@@ -110,7 +110,10 @@ def _similar(slots: Sequence[Slot], asked_N: np.ndarray) -> Iterator[np.ndarray]
     for i in order:
         q, k = int(asked_N[i]), slots[i].length
         padded = q * max(keys, k) * (len(part) + 1)
-        if part and (slots[i].pool is not slots[part[0]].pool or padded > max(SMALL, WASTE * (need + q * k))):
+        if part and (
+            slots[i].pool is not slots[part[0]].pool
+            or padded > max(MIN_SPLIT_PAIRS, MAX_PADDING_RATIO * (need + q * k))
+        ):
             yield np.array(part)
             part, need, keys = [], 0, 0
         part.append(i)
@@ -126,13 +129,13 @@ class DecodeLayout:
     FlashAttention (Dao et al., 2022).
     """
 
-    def __init__(self, prompts: Sequence[Slot], answers: Sequence[Slot]) -> None:
+    def __init__(self, prompts: Sequence[CacheSlot], answers: Sequence[CacheSlot]) -> None:
         """`prompts` and `answers` are the two sequences of each row [R]; the new token is the last of the answer."""
-        self.prompts, self.answers = Parts(prompts), Parts(answers)
+        self.prompts, self.answers = PooledAttention(prompts), PooledAttention(answers)
         self.writes = [self._write(pool, answers) for pool in self.answers.pools]
 
     @staticmethod
-    def _write(pool: Pool, answers: Sequence[Slot]) -> tuple[Pool, Tensor, Tensor]:
+    def _write(pool: CachePool, answers: Sequence[CacheSlot]) -> tuple[CachePool, Tensor, Tensor]:
         """Returns the rows whose answers are in `pool`, and the flat index of each row's new token per head."""
         _, _, _, h, room, _ = pool.kv.shape
         row_M = np.array([r for r, slot in enumerate(answers) if slot.pool is pool])
@@ -152,28 +155,28 @@ class DecodeLayout:
                 kept.view(-1, width).index_copy_(0, at_Mh, mine.reshape(-1, width))
         q_RHD = (q_HSD.transpose(0, 1) * scale).reshape(rows, -1)
         sums = [parts.attend(layer, q_RHD, h, width) for parts in (self.answers, self.prompts)]
-        most = torch.maximum(sums[0].top, sums[1].top)
-        shares = [(one.top - most).exp() for one in sums]
+        most = torch.maximum(sums[0].max_score, sums[1].max_score)
+        shares = [(one.max_score - most).exp() for one in sums]
         total = sum(one.total * share for one, share in zip(sums, shares, strict=True))
         out = sums[0].values * (shares[0] / total)[..., None]
         return out.addcmul_(sums[1].values, (shares[1] / total)[..., None]).to(q_HSD.dtype)
 
 
-class Sums(NamedTuple):
+class PartialSoftmax(NamedTuple):
     """An unnormalised softmax for each row and head: values weighted by exp(score - top) [R, H, D], the sum of these
     weights [R, H] float32, and the maximum score [R, H] float32."""
 
     values: Tensor
     total: Tensor
-    top: Tensor
+    max_score: Tensor
 
 
-class Parts:
+class PooledAttention:
     """Attention of one query per row to one sequence per row, computed pool by pool."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[CacheSlot]) -> None:
         """`slots` are the rows' sequences [R]; several rows may share one."""
-        rows: dict[Pool, list[int]] = defaultdict(list)
+        rows: dict[CachePool, list[int]] = defaultdict(list)
         for r, slot in enumerate(slots):
             rows[slot.pool].append(r)
         self.pools = list(rows)
@@ -195,14 +198,14 @@ class Parts:
             self.parts.append((pool, first, _picked(row_nQ, len(slots), pool.kv.device), hide))
         self.place_R = _picked(places, offset, self.pools[0].kv.device)
 
-    def attend(self, layer: int, q_RHD: Tensor, h: int, width: int) -> Sums:
+    def attend(self, layer: int, q_RHD: Tensor, h: int, width: int) -> PartialSoftmax:
         """Returns the unnormalised attention of the scaled queries `q_RHD` [R, H*D] over one layer."""
         found = [
             self._part(pool.kv[layer, :, first:], _at(q_RHD, row_nQ), hide, h)
             for pool, first, row_nQ, hide in self.parts
         ]
         values, total, top = (_at(_joined(list(column)), self.place_R) for column in zip(*found, strict=True))
-        return Sums(values.view(len(values), -1, width), total, top)
+        return PartialSoftmax(values.view(len(values), -1, width), total, top)
 
     @staticmethod
     def _part(kv: Tensor, q: Tensor, hide: Tensor, h: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,14 +19,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from palestra.engine.fsdp import full_tensor, is_sharded, local_rows, local_shard
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot, Weights
 from palestra.engine.models import Engine
-from palestra.engine.sharded import full, is_shard, own, rows
 from palestra.engine.trainer import Trainer
 
-REFERENCE = "reference"  # subfolder of the reference adapter
-CRITIC = "critic.safetensors"
-PREFIX = "base_model.model."
+REFERENCE_DIR = "reference"  # subfolder of the reference adapter
+CRITIC_FILE = "critic.safetensors"
+PEFT_PREFIX = "base_model.model."
 
 
 def save_adapter(folder: Path, adapter: Adapter, base: str) -> None:
@@ -43,8 +43,8 @@ def _save_pairs(folder: Path, weights: Weights, rank: int, alpha: float, base: s
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a, b) in weights.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
+        tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
+        tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
@@ -66,19 +66,21 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
     if not (folder / "adapter_config.json").exists():
         raise ValueError(f"no adapter at {folder}: it holds no adapter_config.json. Name a checkpoint's policy folder.")
     config = json.loads((folder / "adapter_config.json").read_text())
-    check_plain(config, folder)
+    check_plain_lora(config, folder)
     pairs = _pairs(load_file(folder / "adapter_model.safetensors"), folder)
-    missing = sorted(set(pairs) - set(engine.linears))
+    missing = sorted(set(pairs) - set(engine.linear_layers))
     if missing:
         raise ValueError(f"the adapter at {folder} has weights for {missing[0]}, which {engine.name} has not.")
     targets = list(pairs)
-    adapter = Adapter(engine.linears, LoraConfig(rank=config["r"], alpha=config["lora_alpha"], targets=targets), seed=0)
+    adapter = Adapter(
+        engine.linear_layers, LoraConfig(rank=config["r"], alpha=config["lora_alpha"], target_modules=targets), seed=0
+    )
     for name, pair in pairs.items():
         _copy(name, adapter.weights[name], pair)
     return adapter
 
 
-def check_plain(config: dict[str, Any], folder: Path) -> None:
+def check_plain_lora(config: dict[str, Any], folder: Path) -> None:
     """Raises ValueError if the PEFT config at `folder` is not plain LoRA (for example DoRA, rsLoRA, PiSSA or trained
     biases)."""
     options = ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
@@ -98,11 +100,11 @@ def check_plain(config: dict[str, Any], folder: Path) -> None:
 
 def _pairs(tensors: dict[str, Tensor], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     ends = (".lora_A.weight", ".lora_B.weight")
-    names = [key[len(PREFIX) : -len(ends[0])] for key in tensors if key.endswith(ends[0])]
-    other = sorted(set(tensors) ^ {f"{PREFIX}{name}{end}" for name in names for end in ends})
+    names = [key[len(PEFT_PREFIX) : -len(ends[0])] for key in tensors if key.endswith(ends[0])]
+    other = sorted(set(tensors) ^ {f"{PEFT_PREFIX}{name}{end}" for name in names for end in ends})
     if other:
         raise ValueError(f"the adapter at {folder} is not pairs of A and B on linear layers: see {other[0]}.")
-    return {n: (tensors[f"{PREFIX}{n}{ends[0]}"], tensors[f"{PREFIX}{n}{ends[1]}"]) for n in names}
+    return {n: (tensors[f"{PEFT_PREFIX}{n}{ends[0]}"], tensors[f"{PEFT_PREFIX}{n}{ends[1]}"]) for n in names}
 
 
 def _copy(name: str, into: tuple[Tensor, Tensor], source: tuple[Tensor, Tensor]) -> None:
@@ -119,16 +121,16 @@ def save_trainer(folder: Path, trainer: Trainer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {} if trainer.adapter else _gathered(trainer.engine.model.state_dict(keep_vars=True), trainer)
     slots = _optimizer_state(trainer)
-    if not trainer.ranks.first:
+    if not trainer.group.is_rank_zero:
         return
     if trainer.reference:
-        save_adapter(folder / REFERENCE, trainer.reference, trainer.engine.name)
+        save_adapter(folder / REFERENCE_DIR, trainer.reference, trainer.engine.name)
     if trainer.critic:
-        save_file(trainer.critic.state_dict(), folder / CRITIC)
+        save_file(trainer.critic.state_dict(), folder / CRITIC_FILE)
     _write_weights(folder, trainer, weights)
     about = {"steps": str(trainer.steps)}
-    if trainer.scale:
-        about |= {"loss_scale": str(trainer.scale.value), "well": str(trainer.scale.well)}
+    if trainer.loss_scale:
+        about |= {"loss_scale": str(trainer.loss_scale.value), "well": str(trainer.loss_scale.good_steps)}
     save_file(slots, folder / "optimizer.safetensors", metadata=about)
 
 
@@ -150,14 +152,14 @@ def _write_weights(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -
 def _gathered(state: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
     """Returns `state` with full tensors in the CPU memory of rank 0, and empty tensors on other ranks. Tied tensors
     stay one tensor."""
-    if not trainer.engine.shards:
+    if not trainer.engine.sharded_params:
         return {name: tensor.detach() for name, tensor in state.items()}
     found: dict[str, Tensor] = {}
     known: dict[int, Tensor] = {}
     for name, tensor in state.items():
         if id(tensor) not in known:
-            whole = full(own(tensor), tensor)
-            known[id(tensor)] = whole.cpu() if trainer.ranks.first else whole.new_empty(0)
+            whole = full_tensor(local_shard(tensor), tensor)
+            known[id(tensor)] = whole.cpu() if trainer.group.is_rank_zero else whole.new_empty(0)
         found[name] = known[id(tensor)]
     return found
 
@@ -167,8 +169,8 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
     found = {}
     for i, slots in trainer.optimizer.state_dict()["state"].items():
         for slot, value in slots.items():
-            whole = full(value, trainer.parameters[i])
-            if trainer.ranks.first:
+            whole = full_tensor(value, trainer.parameters[i])
+            if trainer.group.is_rank_zero:
                 found[f"{i}.{slot}"] = whole.cpu().contiguous()
     return found
 
@@ -177,9 +179,11 @@ def load_trainer(folder: Path, trainer: Trainer) -> None:
     """Restores weights and optimizer state from `folder` into a trainer of the same shape. Raises ValueError if they do
     not fit."""
     load_weights(folder, trainer)
-    trainer.reference = load_adapter(folder / REFERENCE, trainer.engine) if (folder / REFERENCE).exists() else None
+    trainer.reference = (
+        load_adapter(folder / REFERENCE_DIR, trainer.engine) if (folder / REFERENCE_DIR).exists() else None
+    )
     if trainer.critic:
-        _load_critic(folder / CRITIC, trainer.critic)
+        _load_critic(folder / CRITIC_FILE, trainer.critic)
     _load_optimizer(folder / "optimizer.safetensors", trainer)
 
 
@@ -194,7 +198,7 @@ def load_weights(folder: Path, trainer: Trainer) -> None:
         for name, pair in saved.weights.items():
             _copy(name, trainer.adapter.weights[name], pair)
     else:
-        load_full(folder, trainer.engine)
+        load_full_model(folder, trainer.engine)
 
 
 def _load_critic(path: Path, critic: nn.Linear) -> None:
@@ -207,7 +211,7 @@ def _shape(adapter: Adapter) -> tuple[list[str], int, float]:
     return list(adapter.weights), adapter.config.rank, adapter.scale
 
 
-def load_full(folder: Path, engine: Engine) -> None:
+def load_full_model(folder: Path, engine: Engine) -> None:
     """Loads full weights from `folder` into the engine's model. Raises ValueError if the folder holds no model, or if a
     weight is missing, unexpected or of another shape."""
     files = sorted(folder.glob("model*.safetensors"))  # one file, or the shards of a large model
@@ -215,8 +219,8 @@ def load_full(folder: Path, engine: Engine) -> None:
         raise ValueError(
             f"no model at {folder}: it holds no model.safetensors. Name a folder that save_pretrained wrote."
         )
-    if engine.shards:
-        engine.shards.part()
+    if engine.sharded_params:
+        engine.sharded_params.reshard()
     model = engine.model
     mine = model.state_dict()
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
@@ -229,7 +233,7 @@ def load_full(folder: Path, engine: Engine) -> None:
             raise ValueError(f"the weights at {folder} are not of this model: see {(missing or misfits)[0]}")
         with torch.no_grad():
             for name, file in stored.items():
-                own(mine[name]).copy_(_part(file, name, mine[name]))
+                local_shard(mine[name]).copy_(_part(file, name, mine[name]))
 
 
 def _shape_in(file: Any, name: str) -> list[int]:
@@ -240,8 +244,8 @@ def _shape_in(file: Any, name: str) -> list[int]:
 def _part(file: Any, name: str, like: Tensor) -> Tensor:
     """Returns the rows of a stored tensor that this rank holds of `like`; the whole tensor if `like` is not sharded or
     has another shape."""
-    whole = not is_shard(like) or _shape_in(file, name) != list(like.shape)
-    part: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[rows(like)]
+    whole = not is_sharded(like) or _shape_in(file, name) != list(like.shape)
+    part: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[local_rows(like)]
     return part
 
 
@@ -256,7 +260,7 @@ def _load_optimizer(path: Path, trainer: Trainer) -> None:
             part = _part(file, key, trainer.parameters[int(index)])
             state.setdefault(int(index), {})[slot] = part
     trainer.steps = int(about["steps"])
-    if trainer.scale and "loss_scale" in about:
-        trainer.scale.value, trainer.scale.well = float(about["loss_scale"]), int(about["well"])
+    if trainer.loss_scale and "loss_scale" in about:
+        trainer.loss_scale.value, trainer.loss_scale.good_steps = float(about["loss_scale"]), int(about["well"])
     groups = trainer.optimizer.state_dict()["param_groups"]
     trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.engine.attention import TreeLayout, plant
-from palestra.engine.joint import Predicted
-from palestra.engine.lora import Snapshot, Stack, Stacked
+from palestra.engine.lora import AdapterStack, MultiAdapterRoute, Snapshot
 from palestra.engine.models import Engine
-from palestra.losses.policy import Figures
+from palestra.engine.multi_adapter import JobLossInputs
+from palestra.engine.tree_attention import TreeLayout, build_forest
+from palestra.losses.policy import TensorMetrics
 from palestra.types import Datum
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """An `answer` [T] (int) with token `weights` [T] (float), after the `student` prompt and after the `reference`
-    prompt (int token ids). Neither prompt nor answer may be empty."""
+class DistillExample:
+    """An `answer` [T] (int) with token `weights` [T] (float), after the `student_prompt` prompt and after the
+    `reference_prompt` prompt (int token ids). Neither prompt nor answer may be empty."""
 
-    student: np.ndarray
-    reference: np.ndarray
+    student_prompt: np.ndarray
+    reference_prompt: np.ndarray
     answer: np.ndarray
     weights: np.ndarray
 
@@ -45,49 +45,53 @@ def reverse_kl(student_AV: Tensor, reference_AV: Tensor, temperature: float) -> 
 
 class ReverseKL:
     """The loss of a job on `data`: the weighted sum of the reverse KL of each answer token. Gradients flow to the
-    student only. `sums` (float64) holds the loss of each example; it is overwritten rather than accumulated, since a
-    job processes its data in parts and may repeat a part."""
+    student only. `example_losses` (float64) holds the loss of each example; it is overwritten rather than accumulated,
+    since a job processes its data in parts and may repeat a part."""
 
     def __init__(
-        self, engine: Engine, reference: Snapshot | None, lessons: Sequence[Lesson], *, temperature: float
+        self, engine: Engine, reference: Snapshot | None, examples: Sequence[DistillExample], *, temperature: float
     ) -> None:
-        self.engine, self.reference, self.lessons, self.temperature = engine, reference, lessons, temperature
-        self.sums = torch.zeros(len(lessons), dtype=torch.float64)
+        self.engine, self.reference, self.examples, self.temperature = engine, reference, examples, temperature
+        self.example_losses = torch.zeros(len(examples), dtype=torch.float64)
 
     @property
     def data(self) -> list[Datum]:
         """Training sequences of the student: prompt and answer, with the example's index at the answer tokens and -1
         before."""
-        return [_datum(number, lesson) for number, lesson in enumerate(self.lessons)]
+        return [_datum(number, lesson) for number, lesson in enumerate(self.examples)]
 
-    def __call__(self, predicted: Predicted) -> tuple[Tensor, Figures]:
+    def __call__(self, predicted: JobLossInputs) -> tuple[Tensor, TensorMetrics]:
         asked_A = (predicted.inputs["lesson"] >= 0).nonzero()[:, 0]
         lesson_A = predicted.inputs["lesson"][asked_A].long()
         numbers = lesson_A.unique_consecutive()
-        reference_AV = _reference_logits(self.engine, self.reference, [self.lessons[i] for i in numbers.tolist()])
+        reference_AV = _reference_logits(self.engine, self.reference, [self.examples[i] for i in numbers.tolist()])
         kl_A = reverse_kl(predicted.logits_MV().index_select(0, asked_A), reference_AV, self.temperature)
         loss_A = kl_A * predicted.inputs["weights"][asked_A]
-        sums = torch.zeros_like(self.sums).index_add_(0, lesson_A.cpu(), loss_A.detach().double().cpu())
+        sums = torch.zeros_like(self.example_losses).index_add_(0, lesson_A.cpu(), loss_A.detach().double().cpu())
         seen = lesson_A.unique().cpu()  # assigned, not accumulated: a failed pass is repeated
-        self.sums[seen] = sums[seen]
+        self.example_losses[seen] = sums[seen]
         return loss_A.sum(), {}
 
 
-def _datum(number: int, lesson: Lesson) -> Datum:
-    tokens = np.concatenate([lesson.student, lesson.answer]).astype(np.int64)
-    before = np.zeros(len(lesson.student) - 1, np.float32)
+def _datum(number: int, lesson: DistillExample) -> Datum:
+    tokens = np.concatenate([lesson.student_prompt, lesson.answer]).astype(np.int64)
+    before = np.zeros(len(lesson.student_prompt) - 1, np.float32)
     weights = np.concatenate([before, lesson.weights]).astype(np.float32)
     numbers = np.concatenate([before - 1, np.full(len(lesson.answer), number, np.float32)])
     return Datum(tokens[:-1], tokens[1:], {"weights": weights, "lesson": numbers})
 
 
 @torch.no_grad()
-def _reference_logits(engine: Engine, reference: Snapshot | None, lessons: Sequence[Lesson]) -> Tensor:
+def _reference_logits(engine: Engine, reference: Snapshot | None, lessons: Sequence[DistillExample]) -> Tensor:
     """Returns the reference's logits [A, V] at the answer tokens, example by example."""
-    forest = plant([np.concatenate([x.reference, x.answer[:-1]]).astype(np.int64) for x in lessons])
-    rows_A = np.concatenate([path[len(x.reference) - 1 :] for x, path in zip(lessons, forest.paths, strict=True)])
+    forest = build_forest([np.concatenate([x.reference_prompt, x.answer[:-1]]).astype(np.int64) for x in lessons])
+    rows_A = np.concatenate(
+        [path[len(x.reference_prompt) - 1 :] for x, path in zip(lessons, forest.paths, strict=True)]
+    )
     keep, row_A = np.unique(rows_A, return_inverse=True)
-    route = Stacked(Stack([reference], engine.linears), [len(forest.ids_S)]) if reference else None
+    route = (
+        MultiAdapterRoute(AdapterStack([reference], engine.linear_layers), [len(forest.ids_S)]) if reference else None
+    )
     ids_S, positions_S = engine.tensor(forest.ids_S), engine.tensor(forest.positions_S)
     layout = TreeLayout(forest, engine.device)
     logits = engine.logits(ids_S, positions_S, layout, route, engine.tensor(keep)).float()

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Shares:
+class WorkCounters:
     """Work counters of the clients."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Shares:
         self._level = 0.0  # counter of the client that was served last
         self._turns = 0
 
-    def order(self, waiting: Iterable[str]) -> list[str]:
+    def service_order(self, waiting: Iterable[str]) -> list[str]:
         """Returns the waiting clients, lowest counter first; ties go to the client served least recently."""
         now = list(waiting)
         least = min((self._work[client] for client in now if client in self._waited), default=self._level)
@@ -34,7 +34,7 @@ class Shares:
         self._waited = set(now)
         return sorted(now, key=lambda client: (self._work[client], self._turn.get(client, 0)))
 
-    def charge(self, client: str, work: float) -> None:
+    def add_work(self, client: str, work: float) -> None:
         """Adds `work` (in any one unit) to the counter of a client."""
         self._turns += 1
         self._level = self._work.get(client, self._level)
@@ -42,10 +42,10 @@ class Shares:
 
 
 class FairQueue(Generic[T]):
-    """A queue of items per client, in order of arrival; `shares` decides which client is next."""
+    """A queue of items per client, in order of arrival; `work_counters` decides which client is next."""
 
     def __init__(self) -> None:
-        self.shares = Shares()
+        self.work_counters = WorkCounters()
         self._items: dict[str, deque[T]] = {}  # never holds an empty deque
 
     def __len__(self) -> int:
@@ -62,11 +62,11 @@ class FairQueue(Generic[T]):
         """Appends an item to the client's queue."""
         self._items.setdefault(client, deque()).append(item)
 
-    def clients(self) -> list[str]:
+    def next_clients(self) -> list[str]:
         """Returns the clients with items, in the order in which they are to be served."""
-        return self.shares.order(self._items)
+        return self.work_counters.service_order(self._items)
 
-    def first(self, client: str) -> T:
+    def peek(self, client: str) -> T:
         """Returns the client's oldest item without removing it."""
         return self._items[client][0]
 

@@ -2,7 +2,8 @@
 
 An `Adapter` holds trainable weights: for each target linear layer a pair `A [rank, in]`, `B [out, rank]`, float32,
 which adds `(alpha / rank) * B A x`. A `Snapshot` is a frozen copy used by samplers, so that sampling is not affected by
-further training. Rows of several snapshots, and of the bare base, share one forward pass through a `Stacked` route.
+further training. Rows of several snapshots, and of the bare base, share one forward pass through a `MultiAdapterRoute`
+route.
 
 Shapes: `R` rows of the flat row, `n` adapters, `r` the largest rank among them.
 """
@@ -21,22 +22,22 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from palestra.config import Strict
-from palestra.engine.memory import must_fit
+from palestra.config import StrictModel
+from palestra.engine.malloc import check_fits_memory
 
 _ids = itertools.count(1)
 Weights = dict[str, tuple[Tensor, Tensor]]
-MERGE = 2**18  # layers with at most this many weights are merged: a copy costs little memory
+MAX_MERGED_WEIGHTS = 2**18  # layers with at most this many weights are merged: a copy costs little memory
 
 
-class LoraConfig(Strict):
+class LoraConfig(StrictModel):
     """Rank, scale and target layers of an adapter."""
 
     rank: int = Field(8, ge=1)
     """Rank of the low-rank matrices, at least 1."""
     alpha: float = Field(16.0, gt=0)
     """Scale of the adapter: its output is multiplied by alpha / rank."""
-    targets: str | list[str] = "all-linear"
+    target_modules: str | list[str] = "all-linear"
     """Linear layers with an adapter: "all-linear" (all linear layers of the decoder layers, without the head), or name
     suffixes such as "q_proj" and "lm_head"."""
 
@@ -52,9 +53,11 @@ class Adapter:
         self.config = config
         generator = torch.Generator().manual_seed(seed)
         self.weights: Weights = {}
-        names = target_names(linears, config.targets)
+        names = target_names(linears, config.target_modules)
         trained = config.rank * sum(sum(linears[name].weight.shape) for name in names)
-        must_fit(16 * trained, f"an adapter of rank {config.rank}, with gradients and Adam's moments,", "lower rank")
+        check_fits_memory(
+            16 * trained, f"an adapter of rank {config.rank}, with gradients and Adam's moments,", "lower rank"
+        )
         for name in names:
             base = linears[name].weight
             bound = 1 / math.sqrt(base.shape[1])  # kaiming_uniform with a = sqrt(5), as PEFT initialises A
@@ -71,7 +74,7 @@ class Adapter:
         """Returns all tensors A and B, in layer order."""
         return [w for pair in self.weights.values() for w in pair]
 
-    def apart(self) -> Adapter:
+    def with_separate_grads(self) -> Adapter:
         """Returns an adapter that shares the memory of these weights and has separate gradients."""
         twin = copy.copy(self)
         twin.weights = {
@@ -79,7 +82,7 @@ class Adapter:
         }
         return twin
 
-    def take(self, other: Adapter) -> None:
+    def copy_from(self, other: Adapter) -> None:
         """Copies the weights of `other`. Raises ValueError if it has another rank, scale or other targets."""
         if (list(self.weights), self.config.rank, self.scale) != (list(other.weights), other.config.rank, other.scale):
             raise ValueError("that adapter has another rank, scale or other targets than this one")
@@ -97,7 +100,7 @@ def weighted_sum(adapters: Sequence[Adapter], coefficients: Sequence[float], lin
     sum of their ranks: concatenating the factors makes the sum exact, adding the factors would not."""
     names = [name for name in linears if any(name in adapter.weights for adapter in adapters)]
     rank = sum(adapter.config.rank for adapter in adapters)
-    total = Adapter(linears, LoraConfig(rank=rank, alpha=rank, targets=names), seed=0)
+    total = Adapter(linears, LoraConfig(rank=rank, alpha=rank, target_modules=names), seed=0)
     with torch.no_grad():
         for name, (a, b) in total.weights.items():
             a.zero_()
@@ -130,7 +133,7 @@ class Snapshot:
         return max(a.shape[0] for a, _ in self.weights.values())
 
 
-class Single:
+class SingleAdapterRoute:
     """The route of a single-adapter training pass: every row uses the adapter, and gradients flow into it."""
 
     def __init__(self, adapter: Adapter) -> None:
@@ -146,7 +149,7 @@ class Single:
         a, b = (w.to(x.dtype) for w in pair)
         return F.linear(x, layer.weight, layer.bias) + self.adapter.scale * F.linear(F.linear(x, a), b)
 
-    def narrow(self, keep_M: Tensor) -> Single:
+    def narrow(self, keep_M: Tensor) -> SingleAdapterRoute:
         return self
 
 
@@ -176,13 +179,13 @@ class MergedLinear(torch.autograd.Function):
         return grad_x, None, None, grad_a.mul_(ctx.scale), grad_b.mul(ctx.scale), None
 
 
-def kept(counts: Sequence[int], keep_M: Tensor) -> list[int]:
+def count_kept_rows(counts: Sequence[int], keep_M: Tensor) -> list[int]:
     """Returns how many of the rows `keep_M` (rising indices) lie in each of consecutive blocks of `counts` rows."""
     ends: list[int] = np.diff(np.searchsorted(keep_M.cpu().numpy(), np.cumsum(counts)), prepend=0).tolist()
     return ends
 
 
-class Stacked:
+class MultiAdapterRoute:
     """The route of a sampling pass: block i of `counts[i]` rows uses snapshot i, the rows after the last block use the
     bare base.
 
@@ -191,7 +194,7 @@ class Stacked:
     adapters need as many kernel calls as one.
     """
 
-    def __init__(self, stack: Stack, counts: Sequence[int]) -> None:
+    def __init__(self, stack: AdapterStack, counts: Sequence[int]) -> None:
         self.stack, self.counts = stack, list(counts)
         self.rows, self.width = sum(counts), max(counts, default=0)
         even = all(c == self.width for c in counts)
@@ -206,14 +209,18 @@ class Stacked:
             start += count
         return torch.tensor(rows, device=device), torch.tensor(places, device=device)
 
-    def narrow(self, keep_M: Tensor) -> Stacked:
-        return Stacked(self.stack, kept(self.counts, keep_M))
+    def narrow(self, keep_M: Tensor) -> MultiAdapterRoute:
+        return MultiAdapterRoute(self.stack, count_kept_rows(self.counts, keep_M))
 
     def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
-        if len(self.counts) == 1 and self.rows == x.shape[-2] and (merged := self.stack.merged(name)) is not None:
+        if (
+            len(self.counts) == 1
+            and self.rows == x.shape[-2]
+            and (merged := self.stack.merged_weight(name)) is not None
+        ):
             return F.linear(x, merged, layer.bias)
         y = F.linear(x, layer.weight, layer.bias)
-        pair = self.stack.pair(name)
+        pair = self.stack.stacked_pair(name)
         if pair is None:
             return y
         a_nir, b_nro = pair
@@ -230,7 +237,7 @@ class Stacked:
         return y
 
 
-class Stack:
+class AdapterStack:
     """Several snapshots, stacked: for each linear layer `A [n, in, r]` and `B [n, r, out]` in the base's dtype,
     zero-padded for snapshots without weights or with a smaller rank."""
 
@@ -240,15 +247,15 @@ class Stack:
         self._pairs: dict[str, tuple[Tensor, Tensor] | None] = {}
         self._merged: dict[str, Tensor | None] = {}
 
-    def merged(self, name: str) -> Tensor | None:
+    def merged_weight(self, name: str) -> Tensor | None:
         """Returns the layer's weight with the only snapshot added; None for layers that are large or not in float32."""
         if name not in self._merged:
             weight, pair = self.linears[name].weight, self.snapshots[0].weights.get(name)
-            fits = pair is not None and weight.dtype == torch.float32 and weight.numel() <= MERGE
+            fits = pair is not None and weight.dtype == torch.float32 and weight.numel() <= MAX_MERGED_WEIGHTS
             self._merged[name] = torch.addmm(weight, pair[1], pair[0]) if pair is not None and fits else None
         return self._merged[name]
 
-    def pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+    def stacked_pair(self, name: str) -> tuple[Tensor, Tensor] | None:
         """Returns the stacked A and B of a layer; None if no snapshot adapts it."""
         if name not in self._pairs:
             self._pairs[name] = self._build(name)
@@ -269,8 +276,8 @@ class Stack:
 
 
 def target_names(linears: Iterable[str], targets: str | list[str]) -> list[str]:
-    """Returns the names of the linear layers selected by `targets`, in model order. Raises ValueError if a target
-    matches none."""
+    """Returns the names of the linear layers selected by `targets`, in model order. Raises ValueError if a
+    target matches none."""
     names = list(linears)
     if targets == "all-linear":
         return [name for name in names if any(part.isdigit() for part in name.split("."))]

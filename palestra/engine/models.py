@@ -1,10 +1,10 @@
 """A base model in memory, of an architecture that supported.py accepts, run on flat rows of tokens.
 
 Every pass, in sampling and in training, runs the model on one row `[1, S]` that holds the tokens of many sequences end
-to end, so linear layers never process padding. A *layout* (attention.py for training, cached_attention.py for sampling)
-defines which tokens each token attends to; the model passes it to our attention function. A *route* (lora.py) defines
-which adapter each row uses; the linear layers call it. The last decoder layer computes keys and values of all rows, but
-continues only with the rows whose logits are kept, since the others are not used.
+to end, so linear layers never process padding. A *layout* (tree_attention.py for training, cached_attention.py for
+sampling) defines which tokens each token attends to; the model passes it to our attention function. A *route* (lora.py)
+defines which adapter each row uses; the linear layers call it. The last decoder layer computes keys and values of all
+rows, but continues only with the rows whose logits are kept, since the others are not used.
 
 Shapes: `S` tokens of a flat row, `M` rows whose logits are kept, `V` vocabulary, `H` heads, `D` head width.
 """
@@ -24,15 +24,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from palestra.engine.memory import keep_freed_memory
+from palestra.engine.malloc import keep_freed_memory
 from palestra.engine.norms import fuse_norms
 from palestra.engine.supported import check_supported
 
-BASES = Path(__file__).parent.parent / "bases"
-LONGEST_BASE = 4096  # maximum characters of a name or a path
+SHIPPED_BASES_DIR = Path(__file__).parent.parent / "bases"
+MAX_BASE_NAME_LENGTH = 4096  # maximum characters of a name or a path
 
 
-class Layout(Protocol):
+class AttentionLayout(Protocol):
     """Defines which tokens each token of a flat row attends to.
 
     A layout of a pass that keeps fewer rows than it has also implements `narrow(keep_M)`, which returns the layout in
@@ -45,14 +45,14 @@ class Layout(Protocol):
         ...
 
 
-class Route(Protocol):
+class AdapterRoute(Protocol):
     """Defines which adapter each row of a flat row uses."""
 
     def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
         """Returns `layer(x)` plus the output of the rows' adapters at the linear layer `name`."""
         ...
 
-    def narrow(self, keep_M: Tensor) -> Route:
+    def narrow(self, keep_M: Tensor) -> AdapterRoute:
         """Returns the route of the rows `keep_M` (rising indices) only."""
         ...
 
@@ -67,53 +67,53 @@ def _attention(
 AttentionInterface.register("palestra", _attention)
 
 
-class Parts(Protocol):
-    """Weights that are sharded over the ranks (sharded.py)."""
+class ShardedParams(Protocol):
+    """Weights that are sharded over the ranks (fsdp.py)."""
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which all weights are gathered on this rank."""
         ...
 
-    def part(self) -> None:
+    def reshard(self) -> None:
         """Drops all weights but this rank's own shard."""
         ...
 
 
-class KeysKnown(Exception):
+class StopAfterKV(Exception):
     """Stops the first of the two passes of the last layer."""
 
 
-class TwoPasses:
+class KVFirstLayout:
     """The layout of the last layer: a first pass of all rows up to keys and values, and a second pass of the kept rows
     to the end."""
 
-    def __init__(self, kept: Layout) -> None:
-        self.kept = kept
+    def __init__(self, kept: AttentionLayout) -> None:
+        self.kept_layout = kept
         self.kv_HSD: tuple[Tensor, Tensor] | None = None
 
     def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
         if self.kv_HSD is None:
             self.kv_HSD = k_HSD, v_HSD
-            raise KeysKnown
-        return self.kept.attend(layer, q_HSD, *self.kv_HSD, scale)
+            raise StopAfterKV
+        return self.kept_layout.attend(layer, q_HSD, *self.kv_HSD, scale)
 
 
 class Engine:
     """A base model with its tokenizer, shared by adapters (lora.py), samplers and trainers.
 
-    `dtype` is the dtype of keys and values; `mixed` is the autocast dtype if it differs from that of the weights (else
-    None); `shards` gathers the weights if they are sharded over ranks.
+    `dtype` is the dtype of keys and values; `autocast_dtype` is the autocast dtype if it differs from that of the
+    weights (else None); `sharded_params` gathers the weights if they are sharded over ranks.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
-        self.mixed: torch.dtype | None = None
-        self.shards: Parts | None = None
-        self.linears: dict[str, nn.Linear] = {}
-        self._route: Route | None = None
-        self._kept: Route | None = None
+        self.autocast_dtype: torch.dtype | None = None
+        self.sharded_params: ShardedParams | None = None
+        self.linear_layers: dict[str, nn.Linear] = {}
+        self._route: AdapterRoute | None = None
+        self._kept: AdapterRoute | None = None
         self._features: Tensor | None = None
         self._recompute = False
         fuse_norms(model)
@@ -131,7 +131,7 @@ class Engine:
         torch.set_num_threads(threads)
         keep_freed_memory()
         disable_progress_bar()  # transformers shows one for each file
-        device = device_name(device)
+        device = resolve_device(device)
         dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
         torch_dtype = getattr(torch, dtype)
         path = resolve_base(base)
@@ -139,7 +139,7 @@ class Engine:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation="palestra")
             tokenizer = AutoTokenizer.from_pretrained(path)
         except OSError as error:
-            shipped = ", ".join(sorted(p.parent.name for p in BASES.glob("*/config.json"))) or "none"
+            shipped = ", ".join(sorted(p.parent.name for p in SHIPPED_BASES_DIR.glob("*/config.json"))) or "none"
             raise ValueError(
                 f'cannot load the base "{base}": it is not a shipped one ({shipped}), and transformers says: {error}'
             ) from error
@@ -150,7 +150,7 @@ class Engine:
         head = self.model.get_output_embeddings()
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Linear):
-                self.linears[name] = module
+                self.linear_layers[name] = module
                 setattr(module, "forward", self._forward_of(name, module, module is head))  # noqa: B010 (mypy: a method)
 
     def _forward_of(self, name: str, layer: nn.Linear, is_head: bool) -> Any:
@@ -173,11 +173,11 @@ class Engine:
         def forward(hidden: Tensor, *args: Any, keep_M: Tensor | None = None, **kwargs: Any) -> Any:
             if keep_M is None:
                 return whole(hidden, *args, **kwargs)
-            kwargs["layout"] = TwoPasses(kwargs["layout"].narrow(keep_M))
-            with contextlib.suppress(KeysKnown):
+            kwargs["layout"] = KVFirstLayout(kwargs["layout"].narrow(keep_M))
+            with contextlib.suppress(StopAfterKV):
                 whole(hidden, *args, **kwargs)
-            args, kwargs = _rows(((hidden, *args), kwargs), keep_M, hidden.shape[1])
-            with self.routed(self._kept):
+            args, kwargs = _select_rows(((hidden, *args), kwargs), keep_M, hidden.shape[1])
+            with self.use_route(self._kept):
                 return whole(*args, **kwargs)
 
         last.forward = forward
@@ -189,7 +189,7 @@ class Engine:
 
     def _recomputed(self, whole: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a layer's forward `whole` with gradient checkpointing, which is active inside
-        `computing(recompute=True)`."""
+        `precision_context(recompute=True)`."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (self._recompute and torch.is_grad_enabled()):
@@ -209,29 +209,29 @@ class Engine:
         return forward
 
     @contextlib.contextmanager
-    def computing(self, mixed: torch.dtype | None, *, recompute: bool = False) -> Iterator[None]:
-        """Context in which passes are computed in the dtype `mixed` (None: the engine's default). With `recompute`,
-        backward passes recompute each decoder layer instead of keeping its activations."""
-        before = self.mixed, self._recompute
-        self.mixed, self._recompute = mixed or self.mixed, recompute
+    def precision_context(self, autocast_dtype: torch.dtype | None, *, recompute: bool = False) -> Iterator[None]:
+        """Context in which passes are computed in the dtype `autocast_dtype` (None: the engine's default). With
+        `recompute`, backward passes recompute each decoder layer instead of keeping its activations."""
+        before = self.autocast_dtype, self._recompute
+        self.autocast_dtype, self._recompute = autocast_dtype or self.autocast_dtype, recompute
         try:
             yield
         finally:
-            self.mixed, self._recompute = before
+            self.autocast_dtype, self._recompute = before
 
     @contextlib.contextmanager
-    def playing(self) -> Iterator[None]:
+    def rollout_context(self) -> Iterator[None]:
         """Context of a rollout: gathers sharded weights, or casts the weights to the autocast dtype, once instead of
         for every token."""
         with contextlib.ExitStack() as stack:
-            if self.shards:
-                stack.enter_context(self.shards.whole())
-            elif self.mixed:
-                stack.enter_context(_cast(list(self.model.parameters()), self.mixed))
+            if self.sharded_params:
+                stack.enter_context(self.sharded_params.gathered())
+            elif self.autocast_dtype:
+                stack.enter_context(_cast(list(self.model.parameters()), self.autocast_dtype))
             yield
 
     @contextlib.contextmanager
-    def routed(self, route: Route | None, keep_M: Tensor | None = None) -> Iterator[None]:
+    def use_route(self, route: AdapterRoute | None, keep_M: Tensor | None = None) -> Iterator[None]:
         """Context in which every linear layer uses `route`. If only the rows `keep_M` continue to the end, the head
         uses the route of those."""
         before = self._route, self._kept
@@ -241,19 +241,21 @@ class Engine:
         finally:
             self._route, self._kept = before
 
-    def logits(self, ids_S: Tensor, positions_S: Tensor, layout: Layout, route: Route | None, keep_M: Tensor) -> Tensor:
+    def logits(
+        self, ids_S: Tensor, positions_S: Tensor, layout: AttentionLayout, route: AdapterRoute | None, keep_M: Tensor
+    ) -> Tensor:
         """Returns next-token logits [M, V] at the flat indices `keep_M` int64, which must rise. `ids_S` and
         `positions_S` are int64."""
         return self.logits_and_features(ids_S, positions_S, layout, route, keep_M)[0]
 
     def logits_and_features(
-        self, ids_S: Tensor, positions_S: Tensor, layout: Layout, route: Route | None, keep_M: Tensor
+        self, ids_S: Tensor, positions_S: Tensor, layout: AttentionLayout, route: AdapterRoute | None, keep_M: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns next-token logits [M, V] at the flat indices `keep_M` int64, which must rise, and the inputs [M,
         width] of the model's output head."""
         fewer = len(keep_M) < len(ids_S)
         narrow = self._narrows and fewer
-        with self.routed(route, keep_M if fewer else None), self._autocast():
+        with self.use_route(route, keep_M if fewer else None), self._autocast():
             out = self.model(
                 input_ids=ids_S[None],
                 position_ids=positions_S[None],
@@ -267,7 +269,9 @@ class Engine:
         return out.logits[0], features[0]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.mixed or torch.bfloat16, enabled=self.mixed is not None)
+        return torch.autocast(
+            self.device.type, self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None
+        )
 
     def tensor(self, values: Any, dtype: torch.dtype = torch.long) -> Tensor:
         """Converts `values` to a tensor on the engine's device (default: int64)."""
@@ -287,18 +291,18 @@ def _cast(parameters: list[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
             parameter.data = data
 
 
-def _rows(value: Any, keep_M: Tensor, size: int) -> Any:
+def _select_rows(value: Any, keep_M: Tensor, size: int) -> Any:
     """Returns `value` with every tensor `[1, size, ...]` in it reduced to the rows `keep_M`."""
     if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == size:
         return value.index_select(1, keep_M)
     if isinstance(value, tuple):
-        return tuple(_rows(v, keep_M, size) for v in value)
+        return tuple(_select_rows(v, keep_M, size) for v in value)
     if isinstance(value, dict):
-        return {k: _rows(v, keep_M, size) for k, v in value.items()}
+        return {k: _select_rows(v, keep_M, size) for k, v in value.items()}
     return value
 
 
-def device_name(device: str) -> str:
+def resolve_device(device: str) -> str:
     """Resolves "auto" to cuda if available, else cpu. Raises ValueError if the device is unknown or not available."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -318,10 +322,10 @@ def device_name(device: str) -> str:
 def resolve_base(base: str) -> str:
     """Returns the folder of a shipped base or a local folder; anything else is returned as a hub name. Raises
     ValueError for an invalid name, a folder without a model, and a name similar to that of a shipped base."""
-    shipped = sorted(path.parent.name for path in BASES.glob("*/config.json"))
+    shipped = sorted(path.parent.name for path in SHIPPED_BASES_DIR.glob("*/config.json"))
     if base in shipped:
-        return str(BASES / base)
-    if not base.isprintable() or not base or len(base) > LONGEST_BASE:
+        return str(SHIPPED_BASES_DIR / base)
+    if not base.isprintable() or not base or len(base) > MAX_BASE_NAME_LENGTH:
         raise ValueError(f"{base!r:.40} is no base: write the name of a shipped one, a local folder or a hub name")
     if "/" not in base and (near := difflib.get_close_matches(base, shipped, n=1, cutoff=0.7)):
         raise ValueError(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 # `model_type` in config.json. In mixtures of experts LoRA adapts attention only: experts are stacked tensors.
 # fmt: off
-COMPARED = frozenset({
+SUPPORTED_MODEL_TYPES = frozenset({
     "apertus", "arcee", "bitnet", "cohere", "dots1", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe",
     "gpt_neox", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minimax_m2",
     "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2",
@@ -32,13 +32,14 @@ def check_supported(model: PreTrainedModel, base: str) -> None:
     if reasons := list(_reasons(model)):
         raise ValueError(
             f"cannot run {base!r} ({type(model).__name__}): {'; '.join(reasons)}. Log-probabilities would be wrong "
-            f"without a word. Use one of the architectures compared with transformers: {', '.join(sorted(COMPARED))}."
+            "without a word. Use one of the architectures compared with transformers: "
+            f"{', '.join(sorted(SUPPORTED_MODEL_TYPES))}."
         )
 
 
 def _reasons(model: PreTrainedModel) -> Iterator[str]:
     config = model.config.get_text_config()
-    if config.model_type not in COMPARED:
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
         yield f"architecture {config.model_type!r} has not been compared with transformers' own forward"
     if not getattr(model, "_supports_attention_backend", False):
         yield "its code does not take an attention function"

@@ -1,8 +1,8 @@
 """Gradients for one adapter or a whole model, from samples that share the computation of common prefixes.
 
-Samples become a forest (attention.py): a prompt once with its K answers, a conversation once with its later turns.
-Large batches are cut into micro-batches of at most `pack_tokens`; their gradients add up, since every token is weighted
-by its share of the batch mean. The gradients equal those of unpacked samples up to floating-point tolerance.
+Samples become a forest (tree_attention.py): a prompt once with its K answers, a conversation once with its later turns.
+Large batches are cut into micro-batches of at most `micro_batch_tokens`; their gradients add up, since every token is
+weighted by its share of the batch mean. The gradients equal those of unpacked samples up to floating-point tolerance.
 
 Shapes: `S` tokens of a forest, `M` trained tokens, `H` width of the model, `V` vocabulary.
 """
@@ -19,43 +19,43 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.config import Strict
-from palestra.engine.attention import Forest, TreeLayout, plant
-from palestra.engine.lora import Adapter, Single
+from palestra.config import StrictModel
+from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup
+from palestra.engine.fsdp import is_sharded, local_shard
+from palestra.engine.lora import Adapter, SingleAdapterRoute
 from palestra.engine.loss_scale import LossScale
 from palestra.engine.models import Engine
-from palestra.engine.ranks import ALONE, Ranks
-from palestra.engine.sharded import is_shard, own
-from palestra.losses.policy import Figures, Scored
+from palestra.engine.tree_attention import Forest, TreeLayout, build_forest
+from palestra.losses.policy import LossInputs, TensorMetrics
 from palestra.types import Metrics, Sample
 
 Precision = Literal["auto", "float32", "bf16", "fp16"]
-MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
-NO_REFERENCE = "a full model in training has no reference to hold to: train an adapter (type: lora)"
-Loss = Callable[..., tuple[Tensor, Figures]]
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NO_REFERENCE_MESSAGE = "a full model in training has no reference to hold to: train an adapter (type: lora)"
+LossFunction = Callable[..., tuple[Tensor, TensorMetrics]]
 
 
-class AdamConfig(Strict):
+class AdamConfig(StrictModel):
     """AdamW (Loshchilov & Hutter, 2019) with clipping of the gradient norm."""
 
     lr: float = Field(1e-3, ge=0, le=1_000_000)
     """Learning rate, at least 0."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    adam_betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of Adam's first and second moment."""
-    eps: float = 1e-8
+    adam_eps: float = 1e-8
     """Constant added to Adam's denominator."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
-    grad_clip: float | None = Field(1.0, gt=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)
     """Maximum norm of the gradient; null for no clipping."""
 
 
 @dataclass(frozen=True)
-class Pack:
+class MicroBatch:
     """The samples of one micro-batch, and the weight of each token of each sample in the batch mean."""
 
     samples: list[Sample]
-    shares: list[float]
+    token_weights: list[float]
 
 
 class Trainer:
@@ -64,8 +64,8 @@ class Trainer:
 
     `reference` is the adapter of KL penalties (None: the bare base). `precision` is the dtype of the products; the
     trained weights keep their dtype. `checkpointing` recomputes each decoder layer in the backward pass. With several
-    `ranks`, each rank gets all samples of a batch and processes its part; gradients are summed before the optimizer
-    step, which then equals that of one process.
+    ranks in `group`, each rank gets all samples of a batch and processes its part; gradients are summed before the
+    optimizer step, which then equals that of one process.
     """
 
     def __init__(
@@ -77,70 +77,74 @@ class Trainer:
         precision: Precision = "auto",
         checkpointing: bool = False,
         critic: bool = False,
-        ranks: Ranks = ALONE,
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self.engine, self.adapter, self.pack_tokens, self.ranks = engine, adapter, pack_tokens, ranks
+        self.engine, self.adapter, self.pack_tokens, self.group = engine, adapter, pack_tokens, group
         # a sharded model in training is gathered in that dtype: autocast would keep a second copy
-        self.mixed = None if engine.shards and adapter is None else MIXED.get(precision)
+        self.autocast_dtype = None if engine.sharded_params and adapter is None else AUTOCAST_DTYPES.get(precision)
         self.checkpointing = checkpointing
-        self.scale = LossScale() if precision == "fp16" else None
+        self.loss_scale = LossScale() if precision == "fp16" else None
         if adapter is None:
             engine.model.requires_grad_(True)
         self.critic = value_head(engine) if critic else None
         self.parameters = adapter.parameters() if adapter else list(engine.model.parameters())
         self.parameters += list(self.critic.parameters()) if self.critic else []
         self.reference: Adapter | None = None
-        self.begin()
+        self.reset_optimizer()
 
-    def begin(self) -> None:
+    def reset_optimizer(self) -> None:
         """Creates a new optimizer for this rank's part of the parameters, and sets the step count to 0."""
-        self.leaves = [own(parameter) for parameter in self.parameters]
-        self.optimizer = torch.optim.AdamW(self.leaves, lr=1e-3)
+        self.local_parameters = [local_shard(parameter) for parameter in self.parameters]
+        self.optimizer = torch.optim.AdamW(self.local_parameters, lr=1e-3)
         self.steps = 0
 
-    def anchor(self) -> None:
+    def set_reference(self) -> None:
         """Makes a copy of the current adapter the reference. Raises ValueError for a full model."""
         if self.adapter is None:
-            raise ValueError(NO_REFERENCE)
+            raise ValueError(NO_REFERENCE_MESSAGE)
         self.reference = copy.deepcopy(self.adapter)
 
-    def forward_backward(self, samples: Sequence[Sample], loss: Loss, **options: float) -> Metrics:
+    def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: float) -> Metrics:
         """Adds the gradient of `loss` over `samples` to the parameters; returns the loss and its metrics."""
-        return [{}, *self.passes(samples, loss, **options)][-1]
+        return [{}, *self.iter_forward_backward(samples, loss, **options)][-1]
 
-    def passes(self, samples: Sequence[Sample], loss: Loss, **options: float) -> Iterator[Metrics]:
+    def iter_forward_backward(
+        self, samples: Sequence[Sample], loss: LossFunction, **options: float
+    ) -> Iterator[Metrics]:
         """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each, so that other work
         can run in between. The last metrics are those of all ranks."""
         total: Metrics = {}
-        parts = self._parts(samples)
-        for pack in parts[self.ranks.rank]:
-            value, figures = loss(self._score(pack, bonus=bool(options.get("entropy"))), **options)
+        parts = self._micro_batches_by_rank(samples)
+        for pack in parts[self.group.rank]:
+            value, figures = loss(self._loss_inputs(pack, bonus=bool(options.get("entropy"))), **options)
             self._backward(value)
             for name, figure in {"loss": value.detach(), **figures}.items():
                 total[name] = total.get(name, 0.0) + float(figure)
-            if self.ranks.size == 1:
+            if self.group.world_size == 1:
                 yield total
-        for pack in self._idle(parts):
-            self._backward(_nothing(self._score(pack)))
-        if self.ranks.size > 1 and samples:
-            yield _added(self.ranks.gather(total))
+        for pack in self._dummy_micro_batches(parts):
+            self._backward(_zero_loss(self._loss_inputs(pack)))
+        if self.group.world_size > 1 and samples:
+            yield _sum_metrics(self.group.all_gather(total))
 
-    def _parts(self, samples: Sequence[Sample]) -> list[list[Pack]]:
+    def _micro_batches_by_rank(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         """Returns the micro-batches of each rank."""
-        share = share_of_one(samples)
-        return [packs(hand, self.pack_tokens, share) for hand in hands(samples, self.ranks.size)]
+        share = token_weight(samples)
+        return [
+            micro_batches(hand, self.pack_tokens, share) for hand in split_over_ranks(samples, self.group.world_size)
+        ]
 
-    def _idle(self, parts: Sequence[Sequence[Pack]]) -> list[Pack]:
+    def _dummy_micro_batches(self, parts: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
         """Returns dummy micro-batches of weight 0, so that this rank makes as many passes as the rank with the most:
         passes of a sharded model are collective."""
         most = max(map(len, parts))
-        if not self.engine.shards or not most:
+        if not self.engine.sharded_params or not most:
             return []
         shortest = min((pack.samples[:1] for part in parts for pack in part), key=lambda s: len(s[0].prompt_ids))
-        return [Pack(shortest, [0.0])] * (most - len(parts[self.ranks.rank]))
+        return [MicroBatch(shortest, [0.0])] * (most - len(parts[self.group.rank]))
 
     def _backward(self, value: Tensor) -> None:
-        (value * self.scale.value if self.scale else value).backward()
+        (value * self.loss_scale.value if self.loss_scale else value).backward()
 
     def optim_step(self, adam: AdamConfig, *, lr: float | None = None) -> Metrics:
         """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping.
@@ -150,19 +154,22 @@ class Trainer:
         """
         for group in self.optimizer.param_groups:
             group.update(
-                lr=adam.lr if lr is None else lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay
+                lr=adam.lr if lr is None else lr,
+                betas=adam.adam_betas,
+                eps=adam.adam_eps,
+                weight_decay=adam.weight_decay,
             )
         norm = self._gather_gradients()
         fits = bool(torch.isfinite(norm))
         if fits:
-            torch.nn.utils.clip_grads_with_norm_(self.leaves, adam.grad_clip or torch.inf, norm)
+            torch.nn.utils.clip_grads_with_norm_(self.local_parameters, adam.max_grad_norm or torch.inf, norm)
             self.optimizer.step()
             self.steps += 1
-        for tensor in [*self.parameters, *self.leaves]:
+        for tensor in [*self.parameters, *self.local_parameters]:
             tensor.grad = None
-        if not fits and not self.scale:
+        if not fits and not self.loss_scale:
             raise ValueError(f"the gradient's norm is {float(norm)}. Lower the learning rate, or look for bad rewards.")
-        figures = self.scale.note(fits) if self.scale else {}
+        figures = self.loss_scale.update(fits) if self.loss_scale else {}
         return {"grad_norm": float(norm) if fits else 0.0, **figures}
 
     def _gather_gradients(self) -> Tensor:
@@ -171,30 +178,30 @@ class Trainer:
         Not done by DistributedDataParallel: that needs a module whose passes all ranks make together, while an adapter
         is no module of the model and ranks make different numbers of passes. Sharded gradients are already reduced.
         """
-        if self.engine.shards:
-            self.engine.shards.part()
-        alike = [p for p in self.parameters if not is_shard(p)]
-        if self.ranks.size > 1:
+        if self.engine.sharded_params:
+            self.engine.sharded_params.reshard()
+        alike = [p for p in self.parameters if not is_sharded(p)]
+        if self.group.world_size > 1:
             for parameter in alike:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self.ranks.sum([p.grad for p in alike if p.grad is not None])
-        for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
+            self.group.all_reduce([p.grad for p in alike if p.grad is not None])
+        for leaf, parameter in zip(self.local_parameters, self.parameters, strict=True):
             if leaf is not parameter and parameter.grad is not None:
-                leaf.grad = own(parameter.grad)
-        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
-        if self.scale:
-            torch._foreach_mul_(gradients, 1 / self.scale.value)
+                leaf.grad = local_shard(parameter.grad)
+        gradients = [leaf.grad for leaf in self.local_parameters if leaf.grad is not None]
+        if self.loss_scale:
+            torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
         if len(alike) == len(self.parameters):
             return torch.nn.utils.get_total_norm(gradients)
         return self._norm_of_shards()
 
     def _norm_of_shards(self) -> Tensor:
         """Returns the norm of all gradients if each rank has only its rows of some."""
-        pairs = list(zip(self.leaves, self.parameters, strict=True))
-        parted = [leaf.grad for leaf, p in pairs if is_shard(p) and leaf.grad is not None]
-        alike = [leaf.grad for leaf, p in pairs if not is_shard(p) and leaf.grad is not None]
+        pairs = list(zip(self.local_parameters, self.parameters, strict=True))
+        parted = [leaf.grad for leaf, p in pairs if is_sharded(p) and leaf.grad is not None]
+        alike = [leaf.grad for leaf, p in pairs if not is_sharded(p) and leaf.grad is not None]
         square = torch.nn.utils.get_total_norm(parted).square()
-        self.ranks.sum([square])
+        self.group.all_reduce([square])
         return (square + torch.nn.utils.get_total_norm(alike).square()).sqrt()
 
     @torch.no_grad()
@@ -202,7 +209,7 @@ class Trainer:
         """Returns log-probabilities [T] float32 of each sample's answer tokens under the current weights, or under the
         reference. Raises ValueError for the reference of a full model."""
         if reference and self.adapter is None:
-            raise ValueError(NO_REFERENCE)
+            raise ValueError(NO_REFERENCE_MESSAGE)
         adapter = self.reference if reference else self.adapter
         return self._each(samples, lambda rows: self._read(rows, adapter).logp_M)
 
@@ -212,37 +219,37 @@ class Trainer:
         ValueError without a critic."""
         return self._each(samples, lambda rows: self._value(self._read(rows, self.adapter)))
 
-    def _each(self, samples: Sequence[Sample], read: Callable[[Rows], Tensor]) -> list[np.ndarray]:
+    def _each(self, samples: Sequence[Sample], read: Callable[[PackedBatch], Tensor]) -> list[np.ndarray]:
         found: list[np.ndarray] = []
-        parts = self._parts(samples)
-        for pack in parts[self.ranks.rank]:
-            flat = read(Rows.lay(pack.samples, self.engine)).float().cpu().numpy()
+        parts = self._micro_batches_by_rank(samples)
+        for pack in parts[self.group.rank]:
+            flat = read(PackedBatch.pack(pack.samples, self.engine)).float().cpu().numpy()
             found += np.split(flat, np.cumsum([len(s.token_ids) for s in pack.samples])[:-1])
-        for pack in self._idle(parts):
-            read(Rows.lay(pack.samples, self.engine))
-        return [each for part in self.ranks.gather(found) for each in part]
+        for pack in self._dummy_micro_batches(parts):
+            read(PackedBatch.pack(pack.samples, self.engine))
+        return [each for part in self.group.all_gather(found) for each in part]
 
-    def _read(self, rows: Rows, adapter: Adapter | None, *, bonus: bool = False) -> Reading:
-        with self.engine.computing(self.mixed, recompute=self.checkpointing):
-            return rows.of(self.engine, adapter, bonus=bonus)
+    def _read(self, rows: PackedBatch, adapter: Adapter | None, *, bonus: bool = False) -> TokenOutputs:
+        with self.engine.precision_context(self.autocast_dtype, recompute=self.checkpointing):
+            return rows.run_model(self.engine, adapter, entropy_grad=bonus)
 
-    def _value(self, read: Reading) -> Tensor:
+    def _value(self, read: TokenOutputs) -> Tensor:
         if self.critic is None:
             raise ValueError("this policy has no critic: it was built for an algorithm without one")
         return self.critic(read.features_MH.float())[:, 0]
 
-    def _score(self, pack: Pack, *, bonus: bool = False) -> Scored:
+    def _loss_inputs(self, pack: MicroBatch, *, bonus: bool = False) -> LossInputs:
         """Returns the loss inputs of `pack`; with `bonus`, the entropy has gradients."""
-        read = self._read(Rows.lay(pack.samples, self.engine), self.adapter, bonus=bonus)
-        return scored(pack, read.logp_M, read.entropy_M, self._value(read) if self.critic else None)
+        read = self._read(PackedBatch.pack(pack.samples, self.engine), self.adapter, bonus=bonus)
+        return build_loss_inputs(pack, read.logp_M, read.entropy_M, self._value(read) if self.critic else None)
 
 
-def _nothing(tokens: Scored) -> Tensor:
+def _zero_loss(tokens: LossInputs) -> Tensor:
     """Returns a loss of zero with zero gradients."""
     return 0.0 * (tokens.logp_M.sum() + (0.0 if tokens.value_M is None else tokens.value_M.sum()))
 
 
-def _added(parts: Sequence[Metrics]) -> Metrics:
+def _sum_metrics(parts: Sequence[Metrics]) -> Metrics:
     """Returns the sum of each metric over all parts."""
     total: Metrics = {}
     for part in parts:
@@ -251,7 +258,7 @@ def _added(parts: Sequence[Metrics]) -> Metrics:
     return total
 
 
-class Reading(NamedTuple):
+class TokenOutputs(NamedTuple):
     """Model outputs for `M` answer tokens: log-probabilities [M] and entropies [M], float32, and the features [M, H]
     from which the logits were computed."""
 
@@ -261,7 +268,7 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedBatch:
     """Samples packed for a pass: the flat rows that predict the `M` answer tokens (int64), the tokens (int64), and the
     temperatures (float32)."""
 
@@ -272,17 +279,17 @@ class Rows:
     temperature_M: np.ndarray
 
     @classmethod
-    def lay(cls, samples: Sequence[Sample], engine: Engine) -> Rows:
+    def pack(cls, samples: Sequence[Sample], engine: Engine) -> PackedBatch:
         """Packs `samples`."""
-        forest, rows_M, targets_M = lay_out(samples)
+        forest, rows_M, targets_M = pack_samples(samples)
         temperature_M = _spread([s.temperature or 1.0 for s in samples], samples)
         return cls(forest, TreeLayout(forest, engine.device), rows_M, targets_M, temperature_M)
 
-    def of(self, engine: Engine, adapter: Adapter | None, *, bonus: bool = False) -> Reading:
-        """Computes the outputs of the model with `adapter`. Each distinct row of logits is computed once; with `bonus`,
-        entropies have gradients."""
+    def run_model(self, engine: Engine, adapter: Adapter | None, *, entropy_grad: bool = False) -> TokenOutputs:
+        """Computes the outputs of the model with `adapter`. Each distinct row of logits is computed once; with
+        `entropy_grad`, entropies have gradients."""
         keep, of_token_M = np.unique(self.rows_M, return_inverse=True)
-        tensor, route = engine.tensor, Single(adapter) if adapter else None
+        tensor, route = engine.tensor, SingleAdapterRoute(adapter) if adapter else None
         logits, features = engine.logits_and_features(
             tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
         )
@@ -291,10 +298,10 @@ class Rows:
         if (self.temperature_M != 1).any():
             logits_MV = logits_MV / tensor(self.temperature_M, torch.float32)[:, None]
         logp_MV = torch.log_softmax(logits_MV, -1)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and bonus):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
             entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
         logp_M = logp_MV.gather(1, tensor(self.targets_M)[:, None])[:, 0]
-        return Reading(logp_M, entropy_M, features.index_select(0, index_M))
+        return TokenOutputs(logp_M, entropy_M, features.index_select(0, index_M))
 
 
 def value_head(engine: Engine) -> nn.Linear:
@@ -305,42 +312,42 @@ def value_head(engine: Engine) -> nn.Linear:
     return head
 
 
-def lay_out(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndarray]:
+def pack_samples(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndarray]:
     """Returns the forest of `samples`, the flat row that predicts each of the `M` answer tokens, and the tokens, both
     int64 [M]."""
     sequences = [np.concatenate([s.prompt_ids, s.token_ids[:-1]]).astype(np.int64) for s in samples]
-    forest = plant(sequences)
+    forest = build_forest(sequences)
     rows = [path[len(s.prompt_ids) - 1 :] for s, path in zip(samples, forest.paths, strict=True)]
     return forest, np.concatenate(rows), np.concatenate([s.token_ids for s in samples]).astype(np.int64)
 
 
-def share_of_one(samples: Sequence[Sample]) -> float:
+def token_weight(samples: Sequence[Sample]) -> float:
     """Returns the weight of a token in the mean over all answer tokens of `samples` (Yu et al., 2025, eq. 12), for a
     sample weight of 1."""
     return 1.0 / (sum(s.weight * len(s.token_ids) for s in samples) or 1.0)
 
 
-def packs(samples: Sequence[Sample], tokens: int, share: float | None = None) -> list[Pack]:
+def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None = None) -> list[MicroBatch]:
     """Splits `samples`, in order, into micro-batches of at most `tokens` tokens counted before sharing (a single group
-    may exceed it). `share` is the weight of a token (None: these samples are a whole batch)."""
-    share = share_of_one(samples) if share is None else share
-    result: list[Pack] = []
+    may exceed it). `weight` is the weight of a token (None: these samples are a whole batch)."""
+    weight = token_weight(samples) if weight is None else weight
+    result: list[MicroBatch] = []
     part: list[Sample] = []
     size = 0
-    for group in together(samples):
+    for group in by_group(samples):
         length = _length(group)
         if part and size + length > tokens:
-            result.append(Pack(part, [share * s.weight for s in part]))
+            result.append(MicroBatch(part, [weight * s.weight for s in part]))
             part, size = [], 0
         part += group
         size += length
-    return [*result, Pack(part, [share * s.weight for s in part])] if part else result
+    return [*result, MicroBatch(part, [weight * s.weight for s in part])] if part else result
 
 
-def hands(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
+def split_over_ranks(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
     """Splits `samples` into `count` consecutive runs of similar numbers of tokens. Samples of one group stay together;
     most samples with a common prompt do."""
-    groups = together(samples)
+    groups = by_group(samples)
     ends = np.cumsum([_length(group) for group in groups])
     result: list[list[Sample]] = [[] for _ in range(count)]
     for group, end in zip(groups, ends.tolist(), strict=True):
@@ -353,7 +360,7 @@ def _length(group: Sequence[Sample]) -> int:
     return sum(len(s.prompt_ids) + len(s.token_ids) for s in group)
 
 
-def scored(pack: Pack, logp_M: Tensor, entropy_M: Tensor, value_M: Tensor | None = None) -> Scored:
+def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value_M: Tensor | None = None) -> LossInputs:
     """Builds the loss inputs of a micro-batch from the model's outputs at its answer tokens, on the device of `logp_M`.
     `entropy_M` and `value_M` are [M] too."""
     samples, lengths = pack.samples, [len(s.token_ids) for s in pack.samples]
@@ -367,13 +374,13 @@ def scored(pack: Pack, logp_M: Tensor, entropy_M: Tensor, value_M: Tensor | None
     def given(field: str) -> Tensor | None:
         return None if any(getattr(s, field) is None for s in samples) else joined(field)
 
-    return Scored(
+    return LossInputs(
         logp_M,
         entropy_M,
         joined("logprobs"),
-        given("reference"),
+        given("reference_logprobs"),
         joined("advantages"),
-        tensor(_spread(pack.shares, samples)),
+        tensor(_spread(pack.token_weights, samples)),
         tensor(np.repeat(np.arange(len(samples)), lengths), torch.long),
         tensor(np.repeat(_numbers(samples), lengths), torch.long),
         value_M,
@@ -382,7 +389,7 @@ def scored(pack: Pack, logp_M: Tensor, entropy_M: Tensor, value_M: Tensor | None
     )
 
 
-def together(samples: Sequence[Sample]) -> list[list[Sample]]:
+def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Splits `samples` into units that must not be separated: neighbours of one group, or a single sample without a
     group."""
     groups: list[list[Sample]] = []
@@ -396,7 +403,7 @@ def together(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 def _numbers(samples: Sequence[Sample]) -> np.ndarray:
     """Returns the index of each sample's group."""
-    groups = together(samples)
+    groups = by_group(samples)
     return np.repeat(np.arange(len(groups)), [len(group) for group in groups])
 
 

@@ -21,41 +21,41 @@ from palestra.envs.vector.base import VectorEnv
 from palestra.envs.vector.check import check_vector_env
 
 __all__ = [
-    "BUILT_IN",
-    "ENTRY_POINTS",
-    "GAMES",
+    "ENTRY_POINT_GROUP",
+    "TEXT_ENVS",
+    "VECTOR_ENVS",
     "Env",
     "VectorEnv",
     "check_env",
-    "env_class",
-    "env_options",
     "known_envs",
+    "load_env_class",
     "make_env",
+    "validate_env_options",
 ]
 
-ENTRY_POINTS = "palestra.envs"
-BUILT_IN: dict[str, str] = {
-    "plan_path": "palestra.envs.text.plan_path:PlanPath",
-    "sokoban": "palestra.envs.text.sokoban:Sokoban",
-    "math": "palestra.envs.text.math:Math",
-    "code": "palestra.envs.text.code:CoderTester",
-    "debate": "palestra.envs.text.debate:Debate",
-    "tools": "palestra.envs.text.tools:Tools",
-    "workflow": "palestra.envs.text.workflow:Workflow",
-    "sudoku": "palestra.envs.text.sudoku:Sudoku",
-    "guess_number": "palestra.envs.text.guessing:GuessNumber",
-    "twenty_questions": "palestra.envs.text.twenty_questions:TwentyQuestions",
-    "textarena": "palestra.envs.text.textarena:TextArena",
-    "verifiers": "palestra.envs.text.verifiers:Verifiers",
-    "openenv": "palestra.envs.text.openenv:OpenEnv",
-    "text_kuhn": "palestra.envs.text.games:TextKuhn",
-    "text_leduc": "palestra.envs.text.games:TextLeduc",
-    "text_liars_dice": "palestra.envs.text.games:TextLiarsDice",
-    "text_tic_tac_toe": "palestra.envs.text.games:TextTicTacToe",
-    "text_connect_four": "palestra.envs.text.games:TextConnectFour",
-    "text_bargaining": "palestra.envs.text.games:TextBargaining",
+ENTRY_POINT_GROUP = "palestra.envs"
+TEXT_ENVS: dict[str, str] = {
+    "plan_path": "palestra.envs.text.grid.plan_path:PlanPath",
+    "sokoban": "palestra.envs.text.grid.sokoban:Sokoban",
+    "math": "palestra.envs.text.math.env:Math",
+    "code": "palestra.envs.text.code.env:CoderTester",
+    "debate": "palestra.envs.text.debate.env:Debate",
+    "tools": "palestra.envs.text.tools.env:Tools",
+    "workflow": "palestra.envs.text.adapters.workflow:Workflow",
+    "sudoku": "palestra.envs.text.sudoku.env:Sudoku",
+    "guess_number": "palestra.envs.text.guessing.env:GuessNumber",
+    "twenty_questions": "palestra.envs.text.guessing.twenty_questions:TwentyQuestions",
+    "textarena": "palestra.envs.text.adapters.textarena:TextArena",
+    "verifiers": "palestra.envs.text.adapters.verifiers:Verifiers",
+    "openenv": "palestra.envs.text.adapters.openenv:OpenEnv",
+    "text_kuhn": "palestra.envs.text.board_games:TextKuhn",
+    "text_leduc": "palestra.envs.text.board_games:TextLeduc",
+    "text_liars_dice": "palestra.envs.text.board_games:TextLiarsDice",
+    "text_tic_tac_toe": "palestra.envs.text.board_games:TextTicTacToe",
+    "text_connect_four": "palestra.envs.text.board_games:TextConnectFour",
+    "text_bargaining": "palestra.envs.text.board_games:TextBargaining",
 }
-GAMES: dict[str, str] = {  # vector envs
+VECTOR_ENVS: dict[str, str] = {  # vector envs
     "simple_spread": "palestra.envs.vector.mpe:SimpleSpread",
     "simple_adversary": "palestra.envs.vector.mpe:SimpleAdversary",
     "simple_tag": "palestra.envs.vector.mpe:SimpleTag",
@@ -77,7 +77,7 @@ GAMES: dict[str, str] = {  # vector envs
     "atari": "palestra.envs.vector.atari:AtariEnv",
     "highway": "palestra.envs.vector.highway:HighwayEnv",
 }
-EXTRAS = (  # envs that need the extra of the same name
+ENVS_WITH_EXTRA = (  # envs that need the extra of the same name
     *("pettingzoo", "gymnasium", "openspiel", "envpool", "jaxmarl", "vmas", "atari", "highway"),
     *("textarena", "verifiers", "openenv"),
 )
@@ -101,28 +101,28 @@ def make_env(type: str, **options: Any) -> Any:
 
     Raises ValueError for an unknown name or option, with the nearest spelling.
     """
-    cls = env_class(type)
-    return cls(**env_options(cls, options))
+    cls = load_env_class(type)
+    return cls(**validate_env_options(cls, options))
 
 
 def is_vectorised(type: Any) -> bool:
     """True if `type` names a `VectorEnv`: many copies of a game at once, on arrays."""
-    return isinstance(type, str) and bool(type) and issubclass(env_class(type), VectorEnv)
+    return isinstance(type, str) and bool(type) and issubclass(load_env_class(type), VectorEnv)
 
 
 def known_envs() -> dict[str, str]:
     """Returns the import path ("module:Class") of every named env: entry points, built-in text and vector envs."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | BUILT_IN | GAMES
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)} | TEXT_ENVS | VECTOR_ENVS
 
 
-def env_class(type: str) -> type[Env] | type[VectorEnv]:
+def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
     """Returns the class that `type` names: a built-in env, an entry point of group "palestra.envs", or "module:Class".
 
     Raises ValueError if the name is unknown, cannot be imported, or is no subclass of `Env` or `VectorEnv`.
     """
     if not isinstance(type, str):
         raise ValueError(f"the type of an env is its name, as text, not {type!r:.40}: `palestra info` lists the envs")
-    named = BUILT_IN | GAMES
+    named = TEXT_ENVS | VECTOR_ENVS
     if type not in named:
         named = known_envs()  # slow: scans all installed packages
     path = named.get(type, type)
@@ -133,14 +133,14 @@ def env_class(type: str) -> type[Env] | type[VectorEnv]:
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        extra = f"; it needs more packages: pip install 'palestra[{type}]'" if type in EXTRAS else ""
+        extra = f"; it needs more packages: pip install 'palestra[{type}]'" if type in ENVS_WITH_EXTRA else ""
         raise ValueError(f'env "{type}" cannot be loaded from {path}: {error}{extra}') from error
     if not (inspect.isclass(cls) and issubclass(cls, Env | VectorEnv)):
         raise ValueError(f'env "{type}" is {path}, which is no subclass of palestra.envs.Env or VectorEnv')
     return cls
 
 
-def env_options(cls: type[Env] | type[VectorEnv], options: dict[str, Any]) -> dict[str, Any]:
+def validate_env_options(cls: type[Env] | type[VectorEnv], options: dict[str, Any]) -> dict[str, Any]:
     """Returns `options` checked and coerced against the keyword arguments of `cls.__init__`; defaults are left out.
 
     Raises ValueError that lists every unknown or ill-typed option, an unknown one with the nearest spelling.

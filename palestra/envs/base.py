@@ -58,7 +58,7 @@ class Env(ABC):
 # ---- the conformance check
 
 Act = Callable[[Seat, Any, random.Random], Any]
-WORDS = ("up", "down", "left", "right", "yes", "no", "0", "1", "2", "a", "b", "####", "hello", "r1 c1")
+RANDOM_WORDS = ("up", "down", "left", "right", "yes", "no", "0", "1", "2", "a", "b", "####", "hello", "r1 c1")
 BAD_ACTIONS = ("", "\x00 ;DROP TABLE \U0001f9e8 {[(<", "up " * 50_000)
 
 
@@ -77,9 +77,9 @@ def check_env(
         for seed in seeds:
             check = _Check(make_env, seed, act, max_steps, runner)
             game = check.play()
-            check.replay(game)
-            check.forks(game)
-            check.bad_actions()
+            check.check_second_instance(game)
+            check.check_forks(game)
+            check.check_bad_actions()
 
 
 @dataclass
@@ -101,28 +101,28 @@ class _Check:
     def play(self) -> _Game:
         """Plays one game, checks every step and a second reset, and returns the game."""
         env, rng = self.make_env(), random.Random(self.seed)
-        game = _Game([self.valid(env, self.call(env.reset, self.seed))], [])
-        while not game.steps[-1].over:
+        game = _Game([self.check_seats(env, self.call(env.reset, self.seed))], [])
+        while not game.steps[-1].done:
             if len(game.actions) == self.max_steps:
                 self.fail(f"did not end within {self.max_steps} steps", "give it a limit, or raise max_steps")
-            game.actions.append(self.draw(game.steps[-1], rng))
-            game.steps.append(self.valid(env, self.call(env.step, game.actions[-1])))
+            game.actions.append(self.sample_actions(game.steps[-1], rng))
+            game.steps.append(self.check_seats(env, self.call(env.step, game.actions[-1])))
         if any("success" in step.info for step in game.steps) and "success" not in game.steps[-1].info:
             self.fail('says "success" in a step but not in the last one', 'put "success" into the last step\'s info')
         again = self.call(env.reset, self.seed)
-        self.equal(again, game.steps[0], "a second reset with the same seed", "reset must set every field anew")
+        self.check_equal(again, game.steps[0], "a second reset with the same seed", "reset must set every field anew")
         self.call(env.close)
         return game
 
-    def replay(self, game: _Game) -> None:
+    def check_second_instance(self, game: _Game) -> None:
         """Checks that a second instance gives the same steps for the same seed and actions."""
         env = self.make_env()
         fix = "draw all randomness from the seed, and share no state between instances"
-        self.equal(self.call(env.reset, self.seed), game.steps[0], "reset in a second instance", fix)
-        self.follow(env, game, 0, "the same actions in a second instance", fix)
+        self.check_equal(self.call(env.reset, self.seed), game.steps[0], "reset in a second instance", fix)
+        self.replay_from(env, game, 0, "the same actions in a second instance", fix)
         self.call(env.close)
 
-    def forks(self, game: _Game) -> None:
+    def check_forks(self, game: _Game) -> None:
         """Forks half-way and plays both to the end, the original first, then again with the fork first."""
         half = len(game.actions) // 2
         fix = "fork must copy whatever step changes"
@@ -134,40 +134,40 @@ class _Check:
             twin = self.call(env.fork)
             order = [(twin, "a fork"), (env, "the original of a fork")]
             for player, who in order if fork_first else order[::-1]:
-                self.follow(player, game, half, f"{who} (forks play {'first' if fork_first else 'last'})", fix)
+                self.replay_from(player, game, half, f"{who} (forks play {'first' if fork_first else 'last'})", fix)
             self.call(env.close)
             self.call(twin.close)
 
-    def bad_actions(self, most: int = 5) -> None:
+    def check_bad_actions(self, most: int = 5) -> None:
         """Checks that invalid actions do not raise."""
         for bad in BAD_ACTIONS:
             env = self.make_env()
             step = self.call(env.reset, self.seed)
             for _ in range(most):
-                if step.over:
+                if step.done:
                     break
                 try:
                     step = self.result(env.step, dict.fromkeys(step.observations, bad))
                 except Exception as error:  # whatever a user's env raises here is the finding
                     self.fail(f"raised {error!r} at the action {bad[:20]!r}", "let a bad action cost reward instead")
-                self.valid(env, step)
+                self.check_seats(env, step)
             self.call(env.close)
 
-    def draw(self, step: Step, rng: random.Random) -> dict[Seat, Any]:
+    def sample_actions(self, step: Step, rng: random.Random) -> dict[Seat, Any]:
         def one(seat: Seat, observation: Any) -> Any:
             if self.act:
                 return self.act(seat, observation, rng)
             if step.legal and step.legal.get(seat):
                 return rng.choice(step.legal[seat])
-            return " ".join(rng.choices(WORDS[: rng.choice((4, len(WORDS)))], k=rng.randint(1, 6)))
+            return " ".join(rng.choices(RANDOM_WORDS[: rng.choice((4, len(RANDOM_WORDS)))], k=rng.randint(1, 6)))
 
         return {seat: one(seat, observation) for seat, observation in step.observations.items()}
 
-    def follow(self, env: Env, game: _Game, start: int, where: str, fix: str) -> None:
+    def replay_from(self, env: Env, game: _Game, start: int, where: str, fix: str) -> None:
         for action, expected in zip(game.actions[start:], game.steps[start + 1 :], strict=True):
-            self.equal(self.call(env.step, action), expected, where, fix)
+            self.check_equal(self.call(env.step, action), expected, where, fix)
 
-    def valid(self, env: Env, step: Step) -> Step:
+    def check_seats(self, env: Env, step: Step) -> Step:
         """Returns `step`; fails if it names unknown seats or holds a reward that is not finite."""
         for what, named in (("observes", step.observations), ("rewards", step.rewards), ("lists moves of", step.legal)):
             if unknown := set(named or {}) - set(env.seats):
@@ -177,7 +177,7 @@ class _Check:
                 self.fail(f"pays {who} {reward}", "rewards must be finite numbers")
         return step
 
-    def equal(self, step: Step, expected: Step, where: str, fix: str) -> None:
+    def check_equal(self, step: Step, expected: Step, where: str, fix: str) -> None:
         for part in fields(Step):
             got, want = getattr(step, part.name), getattr(expected, part.name)
             if not _same(got, want):
@@ -195,19 +195,19 @@ class _Check:
     def result(self, method: Callable[..., Any], *arguments: Any) -> Any:
         result = method(*arguments)
         result = self.runner.run(result) if inspect.iscoroutine(result) else result
-        return checked_step(result, method.__name__) if method.__name__ in ("reset", "step") else result
+        return require_step(result, method.__name__) if method.__name__ in ("reset", "step") else result
 
     def fail(self, what: str, fix: str) -> None:
         raise ValueError(f"env {type(self.make_env()).__name__}, seed {self.seed}: {what}. Fix: {fix}.")
 
 
-def checked_step(said: Any, method: str) -> Step:
-    """Returns `said`, the return value of an env's `reset` or `step`. Raises ValueError if it is no `Step`."""
-    if isinstance(said, Step):
-        return said
-    hint = ", as in Gymnasium" if isinstance(said, tuple) else ""
+def require_step(result: Any, method: str) -> Step:
+    """Returns `result`, the return value of an env's `reset` or `step`. Raises ValueError if it is no `Step`."""
+    if isinstance(result, Step):
+        return result
+    hint = ", as in Gymnasium" if isinstance(result, tuple) else ""
     raise ValueError(
-        f"{method} must return a palestra.types.Step, and returned a {type(said).__name__}{hint}: "
+        f"{method} must return a palestra.types.Step, and returned a {type(result).__name__}{hint}: "
         "write return Step({seat: observation}, rewards={seat: reward})"
     )
 

@@ -28,14 +28,14 @@ class Learner(Protocol):
 
     async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
         """Returns the log-probabilities [T] float32 of each sample's tokens under the current weights, or under the
-        reference: the weights at the last call of `begin`, else the initial ones."""
+        reference: the weights at the last call of `start_stage`, else the initial ones."""
         ...
 
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Returns the critic's values [T] float32 of the states before each of a sample's tokens."""
         ...
 
-    def begin(self) -> None:
+    def start_stage(self) -> None:
         """Starts a new training stage: a new optimizer, and the current weights become the reference."""
         ...
 

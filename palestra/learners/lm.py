@@ -16,57 +16,57 @@ import torch
 from pydantic import Field
 
 from palestra.engine.checkpoints import load_trainer, load_weights, save_trainer, save_weights
+from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
-from palestra.engine.ranks import ALONE, Ranks
-from palestra.engine.sampler import Sampler, Sampling
-from palestra.engine.trainer import MIXED, AdamConfig, Precision, Trainer, packs, together
-from palestra.policies.lm import ChatEncoder, LanguagePolicy, Memory, Samples
+from palestra.engine.sampler import Sampler, SamplingConfig
+from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Precision, Trainer, by_group, micro_batches
+from palestra.policies.lm import ChatEncoder, HistoryMode, LanguagePolicy, SamplerProtocol
 from palestra.types import Metrics, Sample
 
 
-class SpeechConfig(AdamConfig):
+class LMPolicyConfig(AdamConfig):
     """Options common to all language model policies: base model, sampling and prompt."""
 
     base: str = "tiny"
     """Base model: the name of a shipped one ("tiny"), a local folder, or a Hugging Face hub name."""
-    sampling: Sampling = Sampling()
+    sampling: SamplingConfig = SamplingConfig()
     """Sampling parameters."""
     system: str | None = None
     """System prompt, which replaces the env's role text. null: the env's role text."""
-    memory: Memory = "none"
+    history: HistoryMode = "none"
     """History in the prompt: "none" shows the current observation only, "conversation" also the model's own earlier
     turns."""
-    template: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = {}
     """Options of the tokenizer's chat template, for example `enable_thinking: false`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. "auto": bfloat16 on CUDA and float32 on CPU; float32 for a full model in training."""
 
 
-class LearnerConfig(SpeechConfig):
+class LMLearnerConfig(LMPolicyConfig):
     """Options of a language model policy in training: batches, learning-rate schedule, memory and precision."""
 
-    batch: int | None = Field(None, ge=1)
+    batch_size: int | None = Field(None, ge=1)
     """Number of samples per optimizer step. null: all samples of a training step at once."""
     epochs: int = Field(1, ge=1)
     """Number of passes over the samples of a training step."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to 0 at the end of the run, linearly or as a cosine."""
-    warmup: float = Field(0.0, ge=0, lt=1)
+    warmup_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of the run, in [0, 1), over which the learning rate rises from 0."""
-    pack_tokens: int = Field(16384, ge=1)
+    micro_batch_tokens: int = Field(16384, ge=1)
     """Maximum number of tokens of a micro-batch, counted before prefixes are shared. Lower it if memory runs out."""
     precision: Precision = "auto"
     """Dtype of the matrix products of training passes. "auto": bf16 for a full model on CUDA, whose weights are then
     kept in float32; otherwise the dtype of the weights."""
-    checkpointing: bool = False
+    gradient_checkpointing: bool = False
     """Gradient checkpointing: recomputes each decoder layer in the backward pass instead of keeping its activations.
     Saves memory, costs time."""
     seed: int | None = None
     """Seed of the adapter's initialisation. null: derived from the seed of the run."""
 
 
-class LoraPolicyConfig(LearnerConfig):
+class LoraPolicyConfig(LMLearnerConfig):
     """A trained LoRA adapter on a base that other policies may share."""
 
     type: Literal["lora"] = "lora"
@@ -75,16 +75,16 @@ class LoraPolicyConfig(LearnerConfig):
     """Rank of the adapter's matrices, 1 to 4096."""
     alpha: float = Field(16.0, gt=0)
     """Scale of the adapter: its output is multiplied by alpha / rank."""
-    targets: str | list[str] = "all-linear"
+    target_modules: str | list[str] = "all-linear"
     """Linear layers with an adapter: "all-linear" (all of the decoder layers, without the head), or name suffixes such
     as "q_proj"."""
 
     @property
     def lora(self) -> LoraConfig:
-        return LoraConfig(rank=self.rank, alpha=self.alpha, targets=self.targets)
+        return LoraConfig(rank=self.rank, alpha=self.alpha, target_modules=self.target_modules)
 
 
-class FullPolicyConfig(LearnerConfig):
+class FullPolicyConfig(LMLearnerConfig):
     """A full model with all weights trained, on its own copy of the base."""
 
     type: Literal["full"] = "full"
@@ -93,10 +93,10 @@ class FullPolicyConfig(LearnerConfig):
     """Learning rate, above 0."""
 
 
-def mixed_type(config: FullPolicyConfig, device: str) -> torch.dtype | None:
+def autocast_dtype(config: FullPolicyConfig, device: str) -> torch.dtype | None:
     """Returns the autocast dtype of a full model's passes; None if it is that of its weights."""
     auto = "bf16" if device.startswith("cuda") and config.dtype == "auto" else "float32"
-    return MIXED.get(auto if config.precision == "auto" else config.precision)
+    return AUTOCAST_DTYPES.get(auto if config.precision == "auto" else config.precision)
 
 
 class Weights(Protocol):
@@ -106,22 +106,22 @@ class Weights(Protocol):
     def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics: ...
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]: ...
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]: ...
-    def begin(self) -> None: ...
+    def start_stage(self) -> None: ...
     def snapshot(self, name: str) -> Snapshot | None: ...
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
 
 
 @runtime_checkable
-class Publishing(Protocol):
+class Exportable(Protocol):
     """Weights that can be exported for sampling in other processes."""
 
-    def publish(self, folder: Path) -> None:
+    def export(self, folder: Path) -> None:
         """Writes the current adapter in PEFT's format, or the model, without optimizer state."""
         ...
 
 
-class Resident:
+class LocalWeights:
     """`Weights` in this process: a new adapter on an engine's base, or its whole model.
 
     A full model has no snapshots: its policy samples from the weights in training, which change only between rollouts.
@@ -134,27 +134,27 @@ class Resident:
         *,
         seed: int,
         critic: bool = False,
-        ranks: Ranks = ALONE,
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         adapter = None
         if isinstance(config, LoraPolicyConfig):
-            adapter = Adapter(engine.linears, config.lora, seed=seed if config.seed is None else config.seed)
+            adapter = Adapter(engine.linear_layers, config.lora, seed=seed if config.seed is None else config.seed)
         self.trainer = Trainer(
             engine,
             adapter,
-            pack_tokens=config.pack_tokens,
+            pack_tokens=config.micro_batch_tokens,
             precision=config.precision,
-            checkpointing=config.checkpointing,
+            checkpointing=config.gradient_checkpointing,
             critic=critic,
-            ranks=ranks,
+            group=group,
         )
 
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
         return self.trainer.forward_backward(samples, loss, **options)
 
-    def passes(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Iterator[Metrics]:
+    def iter_forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Iterator[Metrics]:
         """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each."""
-        return self.trainer.passes(samples, loss, **options)
+        return self.trainer.iter_forward_backward(samples, loss, **options)
 
     def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics:
         return self.trainer.optim_step(adam, lr=lr)
@@ -165,10 +165,10 @@ class Resident:
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return self.trainer.values(samples)
 
-    def begin(self) -> None:
-        self.trainer.begin()
+    def start_stage(self) -> None:
+        self.trainer.reset_optimizer()
         if self.trainer.adapter:
-            self.trainer.anchor()
+            self.trainer.set_reference()
 
     def snapshot(self, name: str) -> Snapshot | None:
         adapter = self.trainer.adapter
@@ -180,11 +180,11 @@ class Resident:
     def load(self, folder: Path) -> None:
         load_trainer(folder, self.trainer)
 
-    def publish(self, folder: Path) -> None:
+    def export(self, folder: Path) -> None:
         """Writes the adapter or the model for sampling in other processes."""
         save_weights(folder, self.trainer)
 
-    def take(self, folder: Path) -> None:
+    def load_exported(self, folder: Path) -> None:
         """Loads weights that another process published, for sampling."""
         load_weights(folder, self.trainer)
 
@@ -197,22 +197,22 @@ class LanguageLearner:
         name: str,
         config: LoraPolicyConfig | FullPolicyConfig,
         weights: Weights,
-        sampler: Samples,
+        sampler: SamplerProtocol,
         tokenizer: Any,
     ) -> None:
         self.name, self.config, self.weights, self.sampler = name, config, weights, sampler
         self.version = 0
-        self.encoder = ChatEncoder(tokenizer, config.template)
+        self.encoder = ChatEncoder(tokenizer, config.chat_template_kwargs)
         self._policy: LanguagePolicy | None = None
 
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Splits `samples` into batches of about `config.batch` for one optimizer step each, repeated for
+        """Splits `samples` into batches of about `config.batch_size` for one optimizer step each, repeated for
         `config.epochs`. Samples are distributed round-robin, so that each batch has samples of every prompt; those of
         one group stay together."""
         if not samples:
             return []
-        hands = together(samples)
-        count = min(len(hands), math.ceil(len(samples) / (self.config.batch or len(samples))))
+        hands = by_group(samples)
+        count = min(len(hands), math.ceil(len(samples) / (self.config.batch_size or len(samples))))
         dealt = [[sample for hand in hands[i::count] for sample in hand] for i in range(count)]
         return [list(batch) for _ in range(self.config.epochs) for batch in dealt]
 
@@ -220,21 +220,21 @@ class LanguageLearner:
         """Adds the gradient of `loss`; returns its metrics. Other coroutines run between micro-batches."""
         # With a server or with remote samplers, training runs in a thread, so that the rollout continues.
         # Weights change only in `optim_step`.
-        if not isinstance(self.weights, Resident) or not isinstance(self.sampler, Sampler):
+        if not isinstance(self.weights, LocalWeights) or not isinstance(self.sampler, Sampler):
             return await asyncio.to_thread(self.weights.forward_backward, samples, loss, **options)
         total: Metrics = {}
         start = time.perf_counter()
-        for so_far in self.weights.passes(samples, loss, **options):
+        for so_far in self.weights.iter_forward_backward(samples, loss, **options):
             total = so_far
-            await self._turn(time.perf_counter() - start)
+            await self._yield_to_others(time.perf_counter() - start)
             start = time.perf_counter()
         return total
 
-    async def _turn(self, seconds: float) -> None:
+    async def _yield_to_others(self, seconds: float) -> None:
         """Lets other coroutines run; while the sampler has requests, for up to `seconds`."""
         until = time.perf_counter() + seconds
         await asyncio.sleep(0)
-        while isinstance(self.sampler, Sampler) and self.sampler.busy and time.perf_counter() < until:
+        while isinstance(self.sampler, Sampler) and self.sampler.has_requests and time.perf_counter() < until:
             await asyncio.sleep(0)
 
     async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
@@ -247,33 +247,33 @@ class LanguageLearner:
         self, samples: Sequence[Sample], read: Callable[[Sequence[Sample]], list[np.ndarray]]
     ) -> list[np.ndarray]:
         """Applies `read` to the samples, one micro-batch at a time, as in `forward_backward`."""
-        if not isinstance(self.weights, Resident) or not isinstance(self.sampler, Sampler):
+        if not isinstance(self.weights, LocalWeights) or not isinstance(self.sampler, Sampler):
             return await asyncio.to_thread(read, samples)
         found: list[np.ndarray] = []
         trainer = self.weights.trainer
-        if trainer.ranks.size > 1:
+        if trainer.group.world_size > 1:
             return read(samples)  # the trainer distributes them over the ranks
-        for pack in packs(samples, trainer.pack_tokens):
+        for pack in micro_batches(samples, trainer.pack_tokens):
             start = time.perf_counter()
             found += read(pack.samples)
-            await self._turn(time.perf_counter() - start)
+            await self._yield_to_others(time.perf_counter() - start)
         return found
 
-    def adopt(self, config: LoraPolicyConfig | FullPolicyConfig) -> None:
+    def set_config(self, config: LoraPolicyConfig | FullPolicyConfig) -> None:
         """Replaces the config, for training and sampling."""
         self.config, self._policy = config, None
 
-    def begin(self) -> None:
-        self.weights.begin()
+    def start_stage(self) -> None:
+        self.weights.start_stage()
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
-        lr = self.config.lr * schedule(progress, self.config.schedule, self.config.warmup)
-        if isinstance(self.weights, Resident):
+        lr = self.config.lr * lr_factor(progress, self.config.lr_schedule, self.config.warmup_ratio)
+        if isinstance(self.weights, LocalWeights):
             metrics = self.weights.optim_step(self.config, lr=lr)
         else:
             metrics = await asyncio.to_thread(self.weights.optim_step, self.config, lr=lr)
         self.version, self._policy = self.version + 1, None
-        self.sampler.forget()
+        self.sampler.clear_cache()
         return metrics | {"lr": lr}
 
     def policy(self) -> LanguagePolicy:
@@ -281,21 +281,21 @@ class LanguageLearner:
             name, config = f"{self.name}@{self.version}", self.config
             adapter = self.weights.snapshot(name)
             self._policy = LanguagePolicy(
-                name, self.sampler, self.encoder, config.sampling, adapter, system=config.system, memory=config.memory
+                name, self.sampler, self.encoder, config.sampling, adapter, system=config.system, history=config.history
             )
         return self._policy
 
-    def publish(self, folder: Path) -> None:
-        """Exports the current weights for `take` in another process."""
-        assert isinstance(self.weights, Publishing)  # weights on a server are sampled there
-        self.weights.publish(folder)
+    def export(self, folder: Path) -> None:
+        """Exports the current weights for `load_exported` in another process."""
+        assert isinstance(self.weights, Exportable)  # weights on a server are sampled there
+        self.weights.export(folder)
 
-    def take(self, folder: Path, version: int) -> None:
+    def load_exported(self, folder: Path, version: int) -> None:
         """Loads weights that were published as `version`, for sampling."""
-        assert isinstance(self.weights, Resident)
-        self.weights.take(folder)
+        assert isinstance(self.weights, LocalWeights)
+        self.weights.load_exported(folder)
         self.version, self._policy = version, None
-        self.sampler.forget()
+        self.sampler.clear_cache()
 
     def save(self, folder: Path) -> None:
         self.weights.save(folder)
@@ -306,11 +306,12 @@ class LanguageLearner:
         self.weights.load(folder)
         self.version = json.loads((folder / "member.json").read_text())["version"]
         self._policy = None
-        self.sampler.forget()
+        self.sampler.clear_cache()
 
 
-def schedule(progress: float, kind: str, warmup: float) -> float:
-    """Returns the learning-rate factor at `progress` in [0, 1]: rising over `warmup`, then constant or falling to 0."""
+def lr_factor(progress: float, kind: str, warmup: float) -> float:
+    """Returns the learning-rate factor at `progress` in [0, 1]: rising over `warmup`, then constant or falling to
+    0."""
     if progress < warmup:
         return (progress + 1e-9) / warmup
     rest = (progress - warmup) / (1 - warmup)

@@ -1,6 +1,6 @@
 """Losses and targets of critics, and policy losses that ascend a critic: pure functions.
 
-Shapes: `K` critics, `P` members of a stack, `R` rows, `A` discrete actions; all tensors are float32. `share` [P, R] is
+Shapes: `K` critics, `P` members of a stack, `R` rows, `A` discrete actions; all tensors are float32. `weight` [P, R] is
 the weight of a row in the mean; a loss is [P], one per member, and losses of parts add up. Gradients do not flow
 through targets.
 """
@@ -16,14 +16,14 @@ def td_target(reward: Tensor, discount: Tensor, value: Tensor) -> Tensor:
     return reward + discount * value
 
 
-def value_loss(value: Tensor, target: Tensor, share: Tensor) -> Tensor:
+def value_loss(value: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """Half the weighted mean squared error of state values, a scalar; all arguments have the same shape."""
-    return 0.5 * (share * (value - target).square()).sum()
+    return 0.5 * (weight * (value - target).square()).sum()
 
 
-def critic_loss(q_KPR: Tensor, target_PR: Tensor, share_PR: Tensor) -> Tensor:
+def critic_loss(q_KPR: Tensor, target_PR: Tensor, weight_PR: Tensor) -> Tensor:
     """Half the mean squared error of action values [P], summed over the critics."""
-    return 0.5 * (share_PR * (q_KPR - target_PR.detach()).square()).sum((0, 2))
+    return 0.5 * (weight_PR * (q_KPR - target_PR.detach()).square()).sum((0, 2))
 
 
 def soft_value(q_PR: Tensor, logp_PR: Tensor, alpha_P1: Tensor) -> Tensor:
@@ -32,23 +32,23 @@ def soft_value(q_PR: Tensor, logp_PR: Tensor, alpha_P1: Tensor) -> Tensor:
     return q_PR - alpha_P1 * logp_PR
 
 
-def soft_value_of_all(q_PRA: Tensor, logp_PRA: Tensor, alpha_P1: Tensor) -> Tensor:
+def expected_soft_value(q_PRA: Tensor, logp_PRA: Tensor, alpha_P1: Tensor) -> Tensor:
     """Expectation of `soft_value` over discrete actions [P, R] (Christodoulou, 2019, eq. 10). Illegal actions must have
     probability 0 and a finite log-probability."""
     return (logp_PRA.exp() * (q_PRA - alpha_P1[..., None] * logp_PRA)).sum(-1)
 
 
-def ascent_loss(value_PR: Tensor, share_PR: Tensor) -> Tensor:
+def actor_loss(value_PR: Tensor, weight_PR: Tensor) -> Tensor:
     """Negative mean value of the policy's actions [P].
 
     With values of deterministic actions this is the deterministic policy gradient (Silver et al., 2014); with soft
     values it is SAC's policy loss (Haarnoja et al., 2018, eq. 7; Christodoulou, 2019, eq. 12).
     """
-    return -(share_PR * value_PR).sum(-1)
+    return -(weight_PR * value_PR).sum(-1)
 
 
-def temperature_loss(log_alpha_P1: Tensor, entropy_PR: Tensor, wanted_PR: Tensor, share_PR: Tensor) -> Tensor:
+def temperature_loss(log_alpha_P1: Tensor, entropy_PR: Tensor, target_PR: Tensor, weight_PR: Tensor) -> Tensor:
     """Loss [P] that raises the entropy temperature where the entropy is below the target and lowers it where it is
     above (Haarnoja et al., 2018b, eq. 18). It uses the log temperature, so that steps do not shrink with the
     temperature."""
-    return (log_alpha_P1 * share_PR * (entropy_PR - wanted_PR).detach()).sum(-1)
+    return (log_alpha_P1 * weight_PR * (entropy_PR - target_PR).detach()).sum(-1)

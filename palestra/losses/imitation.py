@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from palestra.losses.policy import Figures
+from palestra.losses.policy import TensorMetrics
 
-Reward = Literal["positive", "logit"]
+ImitationReward = Literal["positive", "logit"]
 
 
-def discriminator_loss(expert_PM: Tensor, policy_PM: Tensor) -> tuple[Tensor, Figures]:
+def discriminator_loss(expert_PM: Tensor, policy_PM: Tensor) -> tuple[Tensor, TensorMetrics]:
     """Binary cross-entropy [P] of the discriminator: -log D of the expert's transitions and -log(1 - D) of the
     policy's, each averaged (Ho & Ermon, 2016, eq. 15, with the two classes exchanged). It is 2 log 2 if the
     discriminator cannot separate them. The metric `told_apart` is the share of correctly classified transitions."""
@@ -27,16 +27,18 @@ def discriminator_loss(expert_PM: Tensor, policy_PM: Tensor) -> tuple[Tensor, Fi
     return loss, {"discriminator_loss": loss.detach(), "told_apart": right / 2}
 
 
-def gradient_penalty(judge: Callable[[Tensor], Tensor], expert: Tensor, policy: Tensor, mix_PM1: Tensor) -> Tensor:
+def gradient_penalty(
+    discriminator: Callable[[Tensor], Tensor], expert: Tensor, policy: Tensor, mix_PM1: Tensor
+) -> Tensor:
     """Squared distance from 1 of the norm of the logit's gradient [P], between expert and policy transitions [P, M, D]
     (Gulrajani et al., 2017, eq. 3; for imitation discriminators: Kostrikov et al., 2019). `mix_PM1` [P, M, 1] in [0, 1]
     is the expert's share in the interpolation."""
     between = (mix_PM1 * expert + (1 - mix_PM1) * policy).detach().requires_grad_()
-    (slope,) = torch.autograd.grad(judge(between).sum(), between, create_graph=True)
+    (slope,) = torch.autograd.grad(discriminator(between).sum(), between, create_graph=True)
     return (slope.norm(dim=-1) - 1).square().mean(1)
 
 
-def imitation_reward(logit: Tensor, kind: Reward) -> Tensor:
+def imitation_reward(logit: Tensor, kind: ImitationReward) -> Tensor:
     """Reward of a transition, in the shape of `logit`: "positive" is -log(1 - D), always positive (Ho & Ermon, 2016);
     "logit" is log D - log(1 - D), of either sign (Fu et al., 2018)."""
     return softplus(logit) if kind == "positive" else logit

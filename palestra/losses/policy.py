@@ -1,9 +1,9 @@
 """Token losses: pure functions with one signature, collected by name in `LOSSES`.
 
-Each takes a `Scored` with the data of `M` trained tokens; it returns a scalar to minimise, and metrics as plain sums.
-`weight_M` is a token's share of the mean; the weights of a whole optimizer batch sum to one, so that losses and metrics
-of its micro-batches add up. With weights of one the losses are sums over tokens, as in a training service (Tinker
-documentation, Thinking Machines Lab, 2025, "Loss functions").
+Each takes a `LossInputs` with the data of `M` trained tokens; it returns a scalar to minimise, and metrics as plain
+sums. `weight_M` is a token's share of the mean; the weights of a whole optimizer batch sum to one, so that losses and
+metrics of its micro-batches add up. With weights of one the losses are sums over tokens, as in a training service
+(Tinker documentation, Thinking Machines Lab, 2025, "Loss functions").
 
 Ratio means exp(logp - old_logp). A clipping bound is a number, or a tensor [M] with one bound per token.
 """
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Figures = dict[str, Tensor]
+TensorMetrics = dict[str, Tensor]
 Bound = float | Tensor
 
 
-class Scored(NamedTuple):
+class LossInputs(NamedTuple):
     """Loss inputs of the trained tokens, each [M] (float32; `sequence_M` and `group_M` int64).
 
     Log-probability and entropy under the trained policy; log-probability under the policy that sampled the tokens and
@@ -43,28 +43,30 @@ class Scored(NamedTuple):
 
 
 def clipped_policy_loss(
-    tokens: Scored,
+    tokens: LossInputs,
     *,
     clip: Bound = 0.2,
     clip_high: Bound | None = None,
     dual_clip: float | None = None,
     kl: float = 0.0,
     entropy: float = 0.0,
-) -> tuple[Tensor, Figures]:
+) -> tuple[Tensor, TensorMetrics]:
     """PPO's clipped surrogate (Schulman et al., 2017, eq. 7), negated, with optional KL penalty and entropy bonus.
 
     `clip_high` widens the upper bound only (DAPO, Yu et al., 2025). `dual_clip`, above 1, limits the loss of a token
     with negative advantage to that many times its advantage (Ye et al., 2020, eq. 5). For `kl` and `entropy` see
-    `held`. The metric `clip_share` is the share of tokens whose gradient is removed by clipping.
+    `add_kl_and_entropy`. The metric `clip_share` is the share of tokens whose gradient is removed by clipping.
 
     Raises ValueError for a KL penalty without `ref_logp_M`.
     """
     high = 1 + (clip if clip_high is None else clip_high)
-    loss, figures = _pessimistic(tokens, _ratio(tokens), 1 - clip, high, dual_clip)
-    return held(tokens, loss, figures, kl, entropy)
+    loss, figures = _clipped_surrogate(tokens, _ratio(tokens), 1 - clip, high, dual_clip)
+    return add_kl_and_entropy(tokens, loss, figures, kl, entropy)
 
 
-def held(tokens: Scored, loss: Tensor, figures: Figures, kl: float, entropy: float) -> tuple[Tensor, Figures]:
+def add_kl_and_entropy(
+    tokens: LossInputs, loss: Tensor, metrics: TensorMetrics, kl: float, entropy: float
+) -> tuple[Tensor, TensorMetrics]:
     """Adds a KL penalty and an entropy bonus to a loss.
 
     `kl` weights the estimate exp(ref - logp) - (ref - logp) - 1 of KL(policy || reference) (Schulman, 2020, k3),
@@ -75,14 +77,14 @@ def held(tokens: Scored, loss: Tensor, figures: Figures, kl: float, entropy: flo
             raise ValueError("a KL penalty needs log-probabilities of the reference")
         gap = tokens.ref_logp_M - tokens.logp_M
         penalty = (tokens.weight_M * (torch.exp(gap) - gap - 1)).sum()
-        loss, figures = loss + kl * penalty, figures | {"kl_ref": penalty.detach()}
+        loss, metrics = loss + kl * penalty, metrics | {"kl_ref": penalty.detach()}
     if entropy:
         loss = loss - entropy * (tokens.weight_M * tokens.entropy_M).sum()
-    return loss, figures
+    return loss, metrics
 
 
 def actor_critic_loss(
-    tokens: Scored,
+    tokens: LossInputs,
     *,
     clip: Bound = 0.2,
     clip_high: Bound | None = None,
@@ -90,7 +92,7 @@ def actor_critic_loss(
     value_coef: float = 0.5,
     value_clip: float | None = None,
     entropy: float = 0.0,
-) -> tuple[Tensor, Figures]:
+) -> tuple[Tensor, TensorMetrics]:
     """PPO's clipped surrogate plus `value_coef` times half the squared error of values against returns (Schulman et
     al., 2017, eq. 9).
 
@@ -114,33 +116,33 @@ def actor_critic_loss(
     return loss + value_coef * value_loss, figures | {"value_loss": value_loss.detach()}
 
 
-def policy_gradient_loss(tokens: Scored) -> tuple[Tensor, Figures]:
+def policy_gradient_loss(tokens: LossInputs) -> tuple[Tensor, TensorMetrics]:
     """Plain policy gradient loss, -logp * advantage (Williams, 1992; Sutton et al., 2000)."""
     loss = -(tokens.weight_M * tokens.logp_M * tokens.advantage_M).sum()
     return loss, {"entropy": (tokens.weight_M * tokens.entropy_M).sum().detach()}
 
 
-def cross_entropy_loss(tokens: Scored) -> tuple[Tensor, Figures]:
+def cross_entropy_loss(tokens: LossInputs) -> tuple[Tensor, TensorMetrics]:
     """Negative log-likelihood, each token weighted by its advantage: any real number, 1 for plain imitation."""
     loss = -(tokens.weight_M * tokens.advantage_M * tokens.logp_M).sum()
     return loss, {"nll": -(tokens.weight_M * tokens.logp_M).sum().detach()}
 
 
-def importance_sampling_loss(tokens: Scored) -> tuple[Tensor, Figures]:
+def importance_sampling_loss(tokens: LossInputs) -> tuple[Tensor, TensorMetrics]:
     """Policy gradient loss with importance sampling, -ratio * advantage (as in Schulman et al., 2017, eq. 6): unbiased
     for tokens of another policy, and unbounded."""
     loss = -(tokens.weight_M * _ratio(tokens) * tokens.advantage_M).sum()
-    return loss, _drift(tokens)
+    return loss, _policy_drift(tokens)
 
 
 def cispo_loss(
-    tokens: Scored,
+    tokens: LossInputs,
     *,
     clip_low_threshold: Bound = 0.0,
     clip_high_threshold: Bound = 4.0,
     kl: float = 0.0,
     entropy: float = 0.0,
-) -> tuple[Tensor, Figures]:
+) -> tuple[Tensor, TensorMetrics]:
     """CISPO (MiniMax-M1, Chen et al., 2025, eq. 4), negated: logp * advantage * clipped ratio, without a gradient
     through the ratio.
 
@@ -152,11 +154,11 @@ def cispo_loss(
     ratio = _ratio(tokens).detach()
     limited = _between(ratio, clip_low_threshold, clip_high_threshold)
     loss = -(tokens.weight_M * limited * tokens.logp_M * tokens.advantage_M).sum()
-    figures = {"clip_share": (tokens.weight_M * (limited != ratio)).sum(), **_drift(tokens)}
-    return held(tokens, loss, figures, kl, entropy)
+    figures = {"clip_share": (tokens.weight_M * (limited != ratio)).sum(), **_policy_drift(tokens)}
+    return add_kl_and_entropy(tokens, loss, figures, kl, entropy)
 
 
-def dro_loss(tokens: Scored, *, beta: float = 0.05) -> tuple[Tensor, Figures]:
+def dro_loss(tokens: LossInputs, *, beta: float = 0.05) -> tuple[Tensor, TensorMetrics]:
     """Direct reward optimisation (Richemond et al., 2024; token by token as in Kimi k1.5, 2025), negated: logp *
     advantage - beta / 2 * (logp - old_logp)^2. The second term keeps the policy near the one that sampled.
 
@@ -164,18 +166,18 @@ def dro_loss(tokens: Scored, *, beta: float = 0.05) -> tuple[Tensor, Figures]:
     """
     penalty = 0.5 * beta * (tokens.weight_M * (tokens.logp_M - tokens.old_logp_M).square()).sum()
     loss = penalty - (tokens.weight_M * tokens.logp_M * tokens.advantage_M).sum()
-    return loss, {"penalty": penalty.detach(), **_drift(tokens)}
+    return loss, {"penalty": penalty.detach(), **_policy_drift(tokens)}
 
 
 def gspo_loss(
-    tokens: Scored,
+    tokens: LossInputs,
     *,
     clip_low_threshold: Bound = 0.8,
     clip_high_threshold: Bound = 1.2,
     sequence_ratio_mask: Tensor | None = None,
     kl: float = 0.0,
     entropy: float = 0.0,
-) -> tuple[Tensor, Figures]:
+) -> tuple[Tensor, TensorMetrics]:
     """GSPO-token (Zheng et al., 2025, eq. 13 and 14), negated: PPO's clipped surrogate in which each token's ratio has
     the value of its sequence's ratio, the geometric mean, and the gradient of its own.
 
@@ -188,11 +190,11 @@ def gspo_loss(
         raise ValueError("gspo needs the number of each token's sequence")
     own = tokens.logp_M - tokens.logp_M.detach()  # zero, with the gradient of logp
     ratio = torch.exp(_sequence_gap(tokens, tokens.sequence_M, sequence_ratio_mask) + own)
-    loss, figures = _pessimistic(tokens, ratio, clip_low_threshold, clip_high_threshold)
-    return held(tokens, loss, figures, kl, entropy)
+    loss, figures = _clipped_surrogate(tokens, ratio, clip_low_threshold, clip_high_threshold)
+    return add_kl_and_entropy(tokens, loss, figures, kl, entropy)
 
 
-def _sequence_gap(tokens: Scored, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:
+def _sequence_gap(tokens: LossInputs, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:
     """Returns the mean of logp - old_logp over the masked tokens of each token's sequence [M], without gradients."""
     gap_M = (tokens.logp_M - tokens.old_logp_M).detach()
     marked_M = torch.ones_like(gap_M) if mask_M is None else (mask_M != 0).to(gap_M.dtype)
@@ -203,7 +205,7 @@ def _sequence_gap(tokens: Scored, sequence_M: Tensor, mask_M: Tensor | None) -> 
     return (sums / marks.clamp(min=1))[sequence_M]
 
 
-def _ratio(tokens: Scored) -> Tensor:
+def _ratio(tokens: LossInputs) -> Tensor:
     return torch.exp(tokens.logp_M - tokens.old_logp_M)
 
 
@@ -212,21 +214,21 @@ def _between(ratio: Tensor, low: Bound, high: Bound) -> Tensor:
     return ratio.clamp(min=low).clamp(max=high)
 
 
-def _pessimistic(
-    tokens: Scored, ratio: Tensor, low: Bound, high: Bound, most: float | None = None
-) -> tuple[Tensor, Figures]:
-    """Returns the loss -min(ratio * advantage, clipped ratio * advantage) and its metrics. `most` limits the loss of a
-    token with negative advantage to that many times its advantage."""
+def _clipped_surrogate(
+    tokens: LossInputs, ratio: Tensor, low: Bound, high: Bound, dual_clip: float | None = None
+) -> tuple[Tensor, TensorMetrics]:
+    """Returns the loss -min(ratio * advantage, clipped ratio * advantage) and its metrics. `dual_clip` limits the loss
+    of a token with negative advantage to that many times its advantage."""
     plain, clipped = ratio * tokens.advantage_M, _between(ratio, low, high) * tokens.advantage_M
     worth, silenced = torch.minimum(plain, clipped), clipped < plain
-    if most is not None:
-        floor = torch.where(tokens.advantage_M < 0, most * tokens.advantage_M, -torch.inf)
+    if dual_clip is not None:
+        floor = torch.where(tokens.advantage_M < 0, dual_clip * tokens.advantage_M, -torch.inf)
         worth, silenced = torch.maximum(worth, floor), silenced | (worth < floor)
     loss = -(tokens.weight_M * worth).sum()
-    return loss, {"clip_share": (tokens.weight_M * silenced).sum(), **_drift(tokens)}
+    return loss, {"clip_share": (tokens.weight_M * silenced).sum(), **_policy_drift(tokens)}
 
 
-def _drift(tokens: Scored) -> Figures:
+def _policy_drift(tokens: LossInputs) -> TensorMetrics:
     """Returns the KL divergence from the sampling policy (k3 of the inverse ratio), and the entropy."""
     with torch.no_grad():
         gap = tokens.logp_M - tokens.old_logp_M
@@ -236,7 +238,7 @@ def _drift(tokens: Scored) -> Figures:
         }
 
 
-LOSSES: dict[str, Callable[..., tuple[Tensor, Figures]]] = {
+LOSSES: dict[str, Callable[..., tuple[Tensor, TensorMetrics]]] = {
     "clipped_policy": clipped_policy_loss,
     "actor_critic": actor_critic_loss,
     "cross_entropy": cross_entropy_loss,

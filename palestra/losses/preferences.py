@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from palestra.losses.policy import Figures, Scored
+from palestra.losses.policy import LossInputs, TensorMetrics
 
-Kind = Literal["sigmoid", "hinge", "ipo"]
+PreferenceKind = Literal["sigmoid", "hinge", "ipo"]
 
 
 def preference_loss(
-    tokens: Scored,
+    tokens: LossInputs,
     *,
-    kind: Kind = "sigmoid",
+    kind: PreferenceKind = "sigmoid",
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     reference_free: bool = False,
-) -> tuple[Tensor, Figures]:
+) -> tuple[Tensor, TensorMetrics]:
     """Preference loss of each pair's margin m, averaged over pairs.
 
     `kind` "sigmoid" is DPO, -log sigmoid(beta m) (Rafailov et al., 2023, eq. 7); "hinge" is max(0, 1 - beta m) (SLiC,
@@ -53,7 +53,7 @@ def preference_loss(
     if not (summed(chosen_M) * summed(rejected_M)).all():
         raise ValueError("a pair needs tokens with advantages above and below 0: its chosen and its rejected side")
     share, margin = summed(tokens.weight_M), summed(tokens.advantage_M * _log_ratio(tokens, reference_free))
-    loss = (share * _distance(margin, kind, beta, label_smoothing)).sum()
+    loss = (share * _pair_loss(margin, kind, beta, label_smoothing)).sum()
     logp_M = tokens.logp_M.detach()
     return loss, {
         "margin": (share * beta * margin.detach()).sum(),
@@ -63,7 +63,7 @@ def preference_loss(
     }
 
 
-def _log_ratio(tokens: Scored, reference_free: bool) -> Tensor:
+def _log_ratio(tokens: LossInputs, reference_free: bool) -> Tensor:
     """Returns the log-probability minus that of the reference [M]."""
     if reference_free:
         return tokens.logp_M
@@ -72,7 +72,7 @@ def _log_ratio(tokens: Scored, reference_free: bool) -> Tensor:
     return tokens.logp_M - tokens.ref_logp_M
 
 
-def _distance(margin: Tensor, kind: Kind, beta: float, label_smoothing: float) -> Tensor:
+def _pair_loss(margin: Tensor, kind: PreferenceKind, beta: float, label_smoothing: float) -> Tensor:
     """Returns the loss of each pair's margin."""
     if kind == "ipo":
         return (margin - 1 / (2 * beta)).square()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
 
-NEVER = -1e9  # logit of masked actions: finite, so that products with a zero probability are not nan
+MASKED_LOGIT = -1e9  # logit of masked actions: finite, so that products with a zero probability are not nan
 
 
 class Head(ABC):
@@ -25,15 +25,15 @@ class Head(ABC):
     width: int
 
     @abstractmethod
-    def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Returns sampled actions and their log-probabilities."""
 
     @abstractmethod
-    def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
+    def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
         """Returns the most likely actions."""
 
     @abstractmethod
-    def score(self, out: Tensor, action: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(self, out: Tensor, action: Tensor, action_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities of given actions, and entropies (nats)."""
 
 
@@ -45,24 +45,24 @@ class CategoricalHead(Head):
     def __init__(self, space: Discrete) -> None:
         self.outputs = space.n
 
-    def logits(self, out: Tensor, legal: Tensor | None) -> Tensor:
+    def logits(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
         """Returns normalised log-probabilities [..., n]."""
-        if legal is not None:
-            out = out.masked_fill(~legal[..., : self.outputs], NEVER)
+        if action_mask is not None:
+            out = out.masked_fill(~action_mask[..., : self.outputs], MASKED_LOGIT)
         out = out - out.detach().amax(-1, keepdim=True)
         return out - out.exp().sum(-1, keepdim=True).log()  # four times as fast as log_softmax over so few numbers
 
-    def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        logp = self.logits(out, legal)
+    def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        logp = self.logits(out, action_mask)
         race = torch.empty_like(logp).exponential_(generator=generator)  # exponential clocks: the first is a sample
         action = torch.argmax(logp.exp() / race, -1)
         return action, logp.gather(-1, action[..., None])[..., 0]
 
-    def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
-        return torch.argmax(self.logits(out, legal), -1)
+    def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
+        return torch.argmax(self.logits(out, action_mask), -1)
 
-    def score(self, out: Tensor, action: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
-        logp = self.logits(out, legal)
+    def evaluate_actions(self, out: Tensor, action: Tensor, action_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        logp = self.logits(out, action_mask)
         return logp.gather(-1, action[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
 
 
@@ -76,15 +76,15 @@ class MultiCategoricalHead(Head):
     def _parts(self, out: Tensor) -> list[tuple[CategoricalHead, Tensor]]:
         return list(zip(self.parts, out.split([part.outputs for part in self.parts], -1), strict=True))
 
-    def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         drawn = [part.sample(x, None, generator) for part, x in self._parts(out)]
         return torch.stack([action for action, _ in drawn], -1), torch.stack([logp for _, logp in drawn]).sum(0)
 
-    def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
+    def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
         return torch.stack([part.mode(x, None) for part, x in self._parts(out)], -1)
 
-    def score(self, out: Tensor, action: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
-        scores = [part.score(x, action[..., i], None) for i, (part, x) in enumerate(self._parts(out))]
+    def evaluate_actions(self, out: Tensor, action: Tensor, action_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores = [part.evaluate_actions(x, action[..., i], None) for i, (part, x) in enumerate(self._parts(out))]
         return torch.stack([logp for logp, _ in scores]).sum(0), torch.stack([entropy for _, entropy in scores]).sum(0)
 
 
@@ -92,7 +92,7 @@ class GaussianHead(Head):
     """Independent Gaussians in half-widths of the space (1 around 0 where it is unbounded); the env clips actions
     outside."""
 
-    LOG_STD = (-5.0, 2.0)
+    LOG_STD_BOUNDS = (-5.0, 2.0)
 
     def __init__(self, space: Continuous) -> None:
         self.width = len(space.low)
@@ -100,25 +100,25 @@ class GaussianHead(Head):
         low, high = torch.tensor(space.low), torch.tensor(space.high)
         bounded = torch.isfinite(high - low)
         self.middle = torch.where(bounded, (low + high) / 2, 0.0)
-        self.half = torch.where(bounded, (high - low) / 2, 1.0)
+        self.half_width = torch.where(bounded, (high - low) / 2, 1.0)
 
-    def parts(self, out: Tensor) -> tuple[Tensor, Tensor]:
+    def mean_and_log_std(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean and log standard deviation [..., D], both in half-widths."""
         mean, log_std = out.chunk(2, -1)
-        return mean, log_std.clamp(*self.LOG_STD)
+        return mean, log_std.clamp(*self.LOG_STD_BOUNDS)
 
-    def sample(self, out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.parts(out)
+    def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        mean, log_std = self.mean_and_log_std(out)
         noise = torch.empty_like(mean).normal_(generator=generator)
         raw = mean + noise * log_std.exp()
-        return self.middle + self.half * raw, self._logp(noise, log_std)
+        return self.middle + self.half_width * raw, self._logp(noise, log_std)
 
-    def mode(self, out: Tensor, legal: Tensor | None) -> Tensor:
-        return self.middle + self.half * self.parts(out)[0]
+    def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
+        return self.middle + self.half_width * self.mean_and_log_std(out)[0]
 
-    def score(self, out: Tensor, action: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
-        mean, log_std = self.parts(out)
-        noise = ((action - self.middle) / self.half - mean) / log_std.exp()
+    def evaluate_actions(self, out: Tensor, action: Tensor, action_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        mean, log_std = self.mean_and_log_std(out)
+        noise = ((action - self.middle) / self.half_width - mean) / log_std.exp()
         return self._logp(noise, log_std), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
     def _logp(self, noise: Tensor, log_std: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class GaussianHead(Head):
         return (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
-def head_for(space: Space) -> Head:
+def make_head(space: Space) -> Head:
     """Returns the distribution for an action space."""
     if isinstance(space, Discrete):
         return CategoricalHead(space)

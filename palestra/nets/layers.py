@@ -15,21 +15,21 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.config import Strict
+from palestra.config import StrictModel
 
 Activation = Literal["tanh", "relu"]
 GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}
 
 
-class NetConfig(Strict):
-    """Shape of a network: convolutions for pixel observations, fully connected layers, then a GRU if `memory` is
+class NetConfig(StrictModel):
+    """Shape of a network: convolutions for pixel observations, fully connected layers, then a GRU if `gru_units` is
     set."""
 
     hidden: list[Annotated[int, Field(ge=1, le=65_536)]] = Field([64, 64], min_length=1, max_length=64)
     """Units of each hidden layer."""
     activation: Activation = "tanh"
     """Activation function of the hidden layers."""
-    memory: int = Field(0, ge=0, le=65_536)
+    gru_units: int = Field(0, ge=0, le=65_536)
     """Units of a GRU after the hidden layers; 0 for a feed-forward network."""
     convolutions: Literal["nature", "small"] = "nature"
     """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or `small` (Mnih et al.,
@@ -89,7 +89,7 @@ class Linear(nn.Module):
         return out
 
 
-class Mlp(nn.Module):
+class MLP(nn.Module):
     """P multilayer perceptrons [P, R, in] -> [P, R, out]: every layer has the activation, except an optional last one
     of `outputs`."""
 
@@ -125,14 +125,14 @@ class Convolutions(nn.Module):
 
     def __init__(
         self,
-        view: tuple[int, ...],
+        observation_shape: tuple[int, ...],
         generators: Sequence[torch.Generator],
         small: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.dtype = dtype
-        height, width, channels = view
+        height, width, channels = observation_shape
         self.layers: tuple[tuple[int, int, int], ...] = self.SMALL if small else self.LAYERS
         self.units = 256 if small else 512
         self.kernels, self.biases = nn.ParameterList(), nn.ParameterList()
@@ -143,7 +143,8 @@ class Convolutions(nn.Module):
         if height < 1 or width < 1:
             least = 20 if small else 36
             raise ValueError(
-                f"pixels of {view[0]} x {view[1]} are too few for the convolutions: {least} x {least} at least"
+                f"pixels of {observation_shape[0]} x {observation_shape[1]} are too few for the convolutions: {least} "
+                f"x {least} at least"
             )
         self.last = Linear(height * width * channels, self.units, GAIN["relu"], generators)
 
@@ -161,9 +162,9 @@ class Convolutions(nn.Module):
         return x.flatten(1)
 
 
-class Gru(nn.Module):
+class GRU(nn.Module):
     """P gated recurrent units (Cho et al., 2014, in PyTorch's variant): inputs [P, T, R, in] and recurrent state [P, R,
-    H] -> recurrent states after each step [P, T, R, H]. Where `fresh [P, T, R]` (bool) is set, a game begins and the
+    H] -> recurrent states after each step [P, T, R, H]. Where `is_first [P, T, R]` (bool) is set, a game begins and the
     recurrent state is zeroed before that step."""
 
     def __init__(self, inputs: int, units: int, generators: Sequence[torch.Generator]) -> None:
@@ -172,47 +173,47 @@ class Gru(nn.Module):
         self.inputs = Linear(inputs, 3 * units, 1.0, generators)
         self.recurrent = Linear(units, 3 * units, 1.0, generators)
 
-    def forward(self, x: Tensor, memory: Tensor, fresh: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, recurrent_state: Tensor, is_first: Tensor | None) -> Tensor:
         P, T, R, _ = x.shape
         given = self.inputs(x.reshape(P, T * R, -1)).view(P, T, R, -1)
         outputs = []
         for t in range(T):
-            if fresh is not None:
-                memory = memory.masked_fill(fresh[:, t, :, None], 0.0)
+            if is_first is not None:
+                recurrent_state = recurrent_state.masked_fill(is_first[:, t, :, None], 0.0)
             reset_x, update_x, new_x = given[:, t].chunk(3, -1)
-            reset_h, update_h, new_h = self.recurrent(memory).chunk(3, -1)
+            reset_h, update_h, new_h = self.recurrent(recurrent_state).chunk(3, -1)
             update = torch.sigmoid(update_x + update_h)
             new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
-            memory = new + update * (memory - new)
-            outputs.append(memory)
+            recurrent_state = new + update * (recurrent_state - new)
+            outputs.append(recurrent_state)
         return torch.stack(outputs, 1)
 
 
 class Net(nn.Module):
     """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial weights: small for
-    policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `judges` a second last layer outputs a
-    value."""
+    policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `with_value_head` a second last layer
+    outputs a value."""
 
     def __init__(
         self,
-        view: tuple[int, ...],
+        observation_shape: tuple[int, ...],
         outputs: int,
         config: NetConfig,
         generators: Sequence[torch.Generator],
         gain: float = 1.0,
-        judges: bool = False,
+        with_value_head: bool = False,
     ) -> None:
         super().__init__()
-        self.view, self.memory_units = view, config.memory
+        self.observation_shape, self.gru_units = observation_shape, config.gru_units
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         small = config.convolutions == "small"
-        self.pixels = Convolutions(view, generators, small, dtype) if len(view) == 3 else None
-        inputs = self.pixels.units if self.pixels else math.prod(view)
-        self.body = Mlp(inputs, config.hidden, config.activation, generators)
-        self.gru = Gru(config.hidden[-1], config.memory, generators) if config.memory else None
-        features = config.memory or config.hidden[-1]
+        self.pixels = Convolutions(observation_shape, generators, small, dtype) if len(observation_shape) == 3 else None
+        inputs = self.pixels.units if self.pixels else math.prod(observation_shape)
+        self.body = MLP(inputs, config.hidden, config.activation, generators)
+        self.gru = GRU(config.hidden[-1], config.gru_units, generators) if config.gru_units else None
+        features = config.gru_units or config.hidden[-1]
         self.head = Linear(features, outputs, gain, generators)
-        self.judge = Linear(features, 1, 1.0, generators) if judges else None
+        self.judge = Linear(features, 1, 1.0, generators) if with_value_head else None
 
     def forward(self, obs: Tensor) -> Tensor:
         """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs], for feed-forward networks."""
@@ -220,28 +221,30 @@ class Net(nn.Module):
         return out
 
     def unroll(
-        self, obs: Tensor, memory: Tensor | None = None, fresh: Tensor | None = None
+        self, obs: Tensor, recurrent_state: Tensor | None = None, is_first: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs over time, [P, T, R, *view] -> [P, T, R, outputs], and the recurrent state after each step
         [P, T, R, H] (None for feed-forward networks)."""
-        features, memories = self.features(obs, memory, fresh)
+        features, memories = self.features(obs, recurrent_state, is_first)
         return _rowwise(self.head, features), memories
 
-    def unroll_judged(
-        self, obs: Tensor, memory: Tensor | None = None, fresh: Tensor | None = None
+    def unroll_with_values(
+        self, obs: Tensor, recurrent_state: Tensor | None = None, is_first: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `judges`)."""
-        features, _ = self.features(obs, memory, fresh)
+        """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `with_value_head`)."""
+        features, _ = self.features(obs, recurrent_state, is_first)
         return _rowwise(self.head, features), None if self.judge is None else _rowwise(self.judge, features)[..., 0]
 
-    def features(self, obs: Tensor, memory: Tensor | None, fresh: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def features(
+        self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the inputs of the last layers [P, T, R, H], and the recurrent state after each step (None for
         feed-forward networks)."""
         P, T, R = obs.shape[:3]
         x = self._seen(obs.reshape(P, T * R, *obs.shape[3:])).view(P, T, R, -1)
         if self.gru is None:
             return x, None
-        x = self.gru(x, self.empty(P, R) if memory is None else memory, fresh)
+        x = self.gru(x, self.initial_state(P, R) if recurrent_state is None else recurrent_state, is_first)
         return x, x
 
     def _seen(self, obs: Tensor) -> Tensor:
@@ -250,9 +253,9 @@ class Net(nn.Module):
         seen: Tensor = self.body(x)
         return seen
 
-    def empty(self, members: int, rows: int) -> Tensor:
+    def initial_state(self, members: int, rows: int) -> Tensor:
         """Returns the recurrent state at the start of a game, zeros [P, R, H]."""
-        return torch.zeros(members, rows, self.memory_units)
+        return torch.zeros(members, rows, self.gru_units)
 
 
 def _rowwise(layer: Linear, x: Tensor) -> Tensor:
@@ -261,18 +264,18 @@ def _rowwise(layer: Linear, x: Tensor) -> Tensor:
     return out
 
 
-def generators(seeds: Sequence[int]) -> list[torch.Generator]:
+def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:
     """Returns a random generator for each member's weights."""
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-def member_of(module: nn.Module, p: int) -> dict[str, Tensor]:
+def member_weights(module: nn.Module, p: int) -> dict[str, Tensor]:
     """Returns the weights of one member of a stack, without the member dimension."""
     return {name: parameter.detach()[p].clone() for name, parameter in module.named_parameters()}
 
 
-def put_member(module: nn.Module, p: int, weights: dict[str, Any]) -> None:
-    """Sets the weights of one member of a stack to those that `member_of` returned. Raises ValueError if names or
+def set_member_weights(module: nn.Module, p: int, weights: dict[str, Any]) -> None:
+    """Sets the weights of one member of a stack to those that `member_weights` returned. Raises ValueError if names or
     shapes do not match."""
     for name, parameter in module.named_parameters():
         if name not in weights or tuple(weights[name].shape) != tuple(parameter.shape[1:]):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from palestra.nets.layers import Mlp, generators
+from palestra.nets.layers import MLP, make_generators
 
 
-class Total(nn.Module):
+class VDNMixer(nn.Module):
     """Value decomposition networks (Sunehag et al., 2018): the sum of the seats' values."""
 
     def forward(self, q: Tensor, state: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ class Total(nn.Module):
         return q.sum(-1)
 
 
-class Monotone(nn.Module):
+class QMIXMixer(nn.Module):
     """QMIX mixer (Rashid et al., 2018, section 4): a network with one hidden layer of `units` ELUs whose weights are
     generated from the state. The weights are nonnegative, so the team value never decreases in a seat's value and each
     seat's best action is the team's. Biases may be any number; the last one comes from a ReLU layer.
@@ -30,10 +30,10 @@ class Monotone(nn.Module):
     def __init__(self, seats: int, state: int, units: int, seed: int) -> None:
         super().__init__()
         self.seats, self.units = seats, units
-        own = generators([seed])
-        self.weights = nn.ModuleList([Mlp(state, [], "relu", own, seats * units), Mlp(state, [], "relu", own, units)])
-        self.bias = Mlp(state, [], "relu", own, units)
-        self.last = Mlp(state, [units], "relu", own, 1)
+        own = make_generators([seed])
+        self.weights = nn.ModuleList([MLP(state, [], "relu", own, seats * units), MLP(state, [], "relu", own, units)])
+        self.bias = MLP(state, [], "relu", own, units)
+        self.last = MLP(state, [units], "relu", own, 1)
 
     def forward(self, q: Tensor, state: Tensor) -> Tensor:
         """Returns team values: [R, J], state [R, S] -> [R]."""

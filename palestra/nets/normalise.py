@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-Sum = Callable[[Tensor], Tensor]  # sums a tensor over all training processes
+SumOverProcesses = Callable[[Tensor], Tensor]  # sums a tensor over all training processes
 
 
 class RunningNorm(nn.Module):
@@ -27,7 +27,7 @@ class RunningNorm(nn.Module):
         self.count: Tensor
 
     @torch.no_grad()
-    def see(self, rows: Tensor, weight: Tensor, total: Sum = lambda x: x) -> None:
+    def update(self, rows: Tensor, weight: Tensor, total: SumOverProcesses = lambda x: x) -> None:
         """Adds rows [P, R, D] with weights [P, R]; `total` sums statistics over processes."""
         rows, weight = rows.double(), weight.double()[..., None]
         size = rows.shape[-1]
@@ -41,7 +41,7 @@ class RunningNorm(nn.Module):
         self.square += share * (square / here - self.square)
         self.count.copy_(count)
 
-    def deviation(self) -> Tensor:
+    def std(self) -> Tensor:
         """Returns the standard deviation [P, D] float64, at least 1e-4; 1 before the first row."""
         variance = (self.square - self.mean.square()).clamp(min=1e-8)
         return torch.where(self.count > 0, variance.sqrt(), 1.0)
@@ -49,13 +49,13 @@ class RunningNorm(nn.Module):
     def normalise(self, x: Tensor) -> Tensor:
         """Returns x [P, ..., D] in deviations from the mean, clamped to `clip`."""
         x = x if x.is_floating_point() else x.float()
-        mean, deviation = self._like(self.mean, x), self._like(self.deviation(), x)
+        mean, deviation = self._like(self.mean, x), self._like(self.std(), x)
         found = (x - mean) / deviation
         return found if self.clip == math.inf else found.clamp(-self.clip, self.clip)
 
-    def restore(self, x: Tensor) -> Tensor:
+    def denormalise(self, x: Tensor) -> Tensor:
         """Returns denormalised values, the inverse of `normalise` without clipping."""
-        return x * self._like(self.deviation(), x) + self._like(self.mean, x)
+        return x * self._like(self.std(), x) + self._like(self.mean, x)
 
     @staticmethod
     def _like(statistic: Tensor, x: Tensor) -> Tensor:

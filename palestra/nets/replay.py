@@ -1,12 +1,12 @@
 """Transition replay buffer with n-step returns, counted in each seat's own decisions.
 
-As in `palestra.nets.returns`, the steps of others between two of a seat's actions cost no discount, and rewards in
+As in `palestra.nets.advantages`, the steps of others between two of a seat's actions cost no discount, and rewards in
 between belong to the earlier action. A row enters the ring buffer at once; a seat's part of it gets weight once its
 next own decision, or the end of the game, is known, which may be many batches later. So no transition is lost between
 two batches, however short they are.
 
 Shapes: `T` steps, `B` parallel games, `N` seats, `A` actions, `S` numbers of state, `M` transitions sampled, `C` rows
-of the ring buffer, `F` ended games, `E` events, `n` decisions of lookahead.
+of the ring buffer, `F` ended games, `E` events, `n_step` decisions of lookahead.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.compiled import kernel
 from palestra.envs.vector.base import Arrays
-from palestra.nets.ring import Ring
-from palestra.types import Batch
+from palestra.jit import jit
+from palestra.nets.ring_buffer import RingBuffer
+from palestra.types import RolloutBatch
 
-ALL = -1  # as a seat number: all seats
+ALL_SEATS = -1  # as a seat number: all seats
 
 
 @dataclass
-class Credited:
+class ReplayBatch:
     """Fields shared by sampled transitions and sequences; one entry per decision.
 
     `rewards [M, N]` is the discounted sum over the next n decisions, `discounts [M, N]` the factor of the value after
     them: gamma ** n, with a smaller exponent if the game was truncated earlier, 0 if it terminated. `weight [M, N]` is
     0 for a seat that did not act or whose credit is not known yet, otherwise its importance weight (1 without
-    priorities). Agent mask `acting [M, N]` (bool). `next_acting`, `next_legal [M, N, A]` (bool) and `next_state [M, S]`
-    belong to each seat's own next decision; for a seat that did not act, and in `next_state`, to the first of these.
-    Where a game was truncated, action masks are those of a seat's last decision, and the seats of the last step act
-    unless they have terminated. `index [M]` (int64) is for `prioritise`. Floats are float32.
+    priorities). Agent mask `agent_mask [M, N]` (bool). `next_agent_mask`, `next_action_mask [M, N, A]` (bool) and
+    `next_state [M, S]` belong to each seat's own next decision; for a seat that did not act, and in `next_state`, to
+    the first of these. Where a game was truncated, action masks are those of a seat's last decision, and the seats of
+    the last step act unless they have terminated. `index [M]` (int64) is for `update_priorities`. Floats are float32.
     """
 
     actions: Tensor  # int64 or float32
     rewards: Tensor
     discounts: Tensor
     weight: Tensor
-    acting: Tensor
-    next_acting: Tensor
-    legal: Tensor | None
-    next_legal: Tensor | None
+    agent_mask: Tensor
+    next_agent_mask: Tensor
+    action_mask: Tensor | None
+    next_action_mask: Tensor | None
     state: Tensor | None
     next_state: Tensor | None
     index: Tensor
 
 
 @dataclass
-class Moves(Credited):
+class TransitionBatch(ReplayBatch):
     """M joint transitions sampled from a `Replay`: `obs [M, N, *view]`, and `next_obs` of each seat's own next
     decision, or the final observation of its game."""
 
@@ -63,65 +63,75 @@ class Moves(Credited):
 
 
 class Replay:
-    """Replay buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all). `n` is the
+    """Replay buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all). `n_step` is the
     number of decisions in n-step returns, `priority` the exponent of TD errors in prioritised sampling, 0 for uniform.
 
-    With `joint` every step of the env counts as a decision of every seat, for algorithms that evaluate all seats at
-    once. The seats of a `team` share one future, which is worth 0 only once the last of them has terminated. Raises
-    ValueError for `n` or `capacity` below 1 or a negative `priority`.
+    With `count_env_steps` every step of the env counts as a decision of every seat, for algorithms that evaluate all
+    seats at once. The seats of a `team` share one future, which is worth 0 only once the last of them has terminated.
+    Raises ValueError for `n_step` or `capacity` below 1 or a negative `priority`.
     """
 
     def __init__(
         self,
         capacity: int,
         *,
-        n: int = 1,
+        n_step: int = 1,
         gamma: float = 0.99,
         priority: float = 0.0,
         seats: Sequence[int] | None = None,
-        joint: bool = False,
+        count_env_steps: bool = False,
         team: Sequence[int] = (),
     ) -> None:
-        self.ring, self.seats, self.joint, self.team = Ring(capacity, priority), seats, joint, team
-        self.powers = powers(gamma, n)
+        self.ring, self.seats, self.count_env_steps, self.team = (
+            RingBuffer(capacity, priority),
+            seats,
+            count_env_steps,
+            team,
+        )
+        self.powers = powers(gamma, n_step)
         self.clock = 0  # env steps added
-        self.open = np.zeros((0, 0, n), np.int64)  # [B, N, n] numbers of rows with incomplete credit, newest first
+        self.open = np.zeros((0, 0, n_step), np.int64)  # [B, N, n] numbers of rows with incomplete credit, newest first
         self.masks = np.zeros((0, 0, 0), bool)  # [B, N, A] at each seat's last decision
 
     def __len__(self) -> int:
         return len(self.ring)
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: RolloutBatch) -> None:
         """Adds a batch that continues the previous one or starts all games anew."""
         if not self.clock:
-            B, N = batch.acting.shape[1:]
+            B, N = batch.agent_mask.shape[1:]
             self.open = np.full((B, N, len(self.powers) - 1), -1, np.int64)
-            self.masks = np.ones((B, N, 0 if batch.legal is None else batch.legal.shape[-1]), bool)
+            self.masks = np.ones((B, N, 0 if batch.action_mask is None else batch.action_mask.shape[-1]), bool)
         number = self._numbers(batch)
         self._write(batch, number)
-        after, self.masks = aftermath(batch, self.masks)
+        after, self.masks = next_values(batch, self.masks)
         after["next_obs"] = (batch.obs, batch.final_obs)
-        book = Book(self.open, *(self.ring.columns[name] for name in Book._fields[1:]))
-        course = course_of(batch, number, self.joint, self.team)
-        events = settled(book, course, self.powers, max(0, self.ring.total - self.ring.capacity), self.clock)
+        book = CreditColumns(self.open, *(self.ring.columns[name] for name in CreditColumns._fields[1:]))
+        course = rollout_arrays(batch, number, self.count_env_steps, self.team)
+        events = assign_credit(book, course, self.powers, max(0, self.ring.total - self.ring.capacity), self.clock)
         write_next(self.ring.columns, after, events, batch)
-        self.ring.admit(events.row[events.seat == ALL])
+        self.ring.set_max_priority(events.row[events.seat == ALL_SEATS])
         self.clock += len(batch.rewards)
 
-    def _numbers(self, batch: Batch) -> np.ndarray:
+    def _numbers(self, batch: RolloutBatch) -> np.ndarray:
         """Returns the row number of each step [T, B], -1 where no row is stored."""
         T, B = batch.rewards.shape[:2]
         kept: np.ndarray = np.ones((T, B), bool)
-        if self.seats is not None and not self.joint:
-            kept[:] = batch.acting[:-1][..., list(self.seats)].any(-1)
+        if self.seats is not None and not self.count_env_steps:
+            kept[:] = batch.agent_mask[:-1][..., list(self.seats)].any(-1)
         return np.where(kept, self.ring.total + np.cumsum(kept).reshape(T, B) - 1, -1)
 
-    def _write(self, batch: Batch, number: np.ndarray) -> None:
+    def _write(self, batch: RolloutBatch, number: np.ndarray) -> None:
         """Writes the columns that are known without the next step."""
         kept = number >= 0
-        seen = {"obs": batch.obs, "acting": batch.acting, "legal": batch.legal, "state": batch.state}
+        seen = {
+            "obs": batch.obs,
+            "agent_mask": batch.agent_mask,
+            "action_mask": batch.action_mask,
+            "state": batch.state,
+        }
         values = {name: array[:-1][kept] for name, array in seen.items() if array is not None}
-        rows, N = int(kept.sum()), batch.acting.shape[2]
+        rows, N = int(kept.sum()), batch.agent_mask.shape[2]
         empty = {
             "actions": batch.actions[kept],
             "rewards": np.zeros((rows, N), np.float32),
@@ -135,18 +145,20 @@ class Replay:
             for name in values:
                 self.ring.columns[f"next_{name}"] = np.zeros_like(self.ring.columns[name])
 
-    def sample(self, count: int, generator: np.random.Generator, beta: float = 1.0) -> Moves:
+    def sample(self, count: int, generator: np.random.Generator, beta: float = 1.0) -> TransitionBatch:
         """Returns `count` transitions sampled with replacement. `beta` is the exponent of the importance weights in
         `weight`; 1 corrects prioritised sampling fully. Raises ValueError if nothing can be sampled yet."""
-        places, worth = self.ring.draw(count, generator, beta)
-        tensors: dict[str, Any] = dict.fromkeys(("legal", "next_legal", "state", "next_state"))
-        tensors |= {name: taken(column, places) for name, column in self.ring.columns.items() if name != "when"}
+        places, worth = self.ring.sample(count, generator, beta)
+        tensors: dict[str, Any] = dict.fromkeys(("action_mask", "next_action_mask", "state", "next_state"))
+        tensors |= {
+            name: rows_as_tensor(column, places) for name, column in self.ring.columns.items() if name != "when"
+        }
         weight = tensors.pop("known").float() * torch.from_numpy(worth).float()[:, None]
-        return Moves(**tensors, weight=weight, index=torch.from_numpy(places))
+        return TransitionBatch(**tensors, weight=weight, index=torch.from_numpy(places))
 
-    def prioritise(self, index: Tensor, td_errors: Tensor) -> None:
+    def update_priorities(self, index: Tensor, td_errors: Tensor) -> None:
         """Sets the priorities of sampled transitions from their TD errors [M], of any sign."""
-        self.ring.prioritise(index.numpy(), td_errors.detach().numpy())
+        self.ring.update_priorities(index.numpy(), td_errors.detach().numpy())
 
     def arrays(self) -> Arrays:
         """Returns everything that `load` needs to continue exactly. The arrays are views that change with `add`: copy
@@ -160,7 +172,7 @@ class Replay:
         self.open, self.masks = arrays["open"].copy(), arrays["masks"].copy()
 
 
-def taken(column: np.ndarray, places: np.ndarray) -> Tensor:
+def rows_as_tensor(column: np.ndarray, places: np.ndarray) -> Tensor:
     """Returns rows of a column as a tensor; int32 actions become int64, as torch indexing needs."""
     rows = torch.from_numpy(column[places])
     return rows.long() if rows.dtype == torch.int32 else rows
@@ -169,17 +181,17 @@ def taken(column: np.ndarray, places: np.ndarray) -> Tensor:
 def powers(gamma: float, n: int) -> np.ndarray:
     """Returns gamma ** k for k from 0 to n, float64 [n+1]. Raises ValueError for `n` below 1."""
     if n < 1:
-        raise ValueError(f"n: looking {n} decisions ahead sees no reward, use 1 or more")
+        raise ValueError(f"n_step: looking {n} decisions ahead sees no reward, use 1 or more")
     return gamma ** np.arange(n + 1)
 
 
 # ---- credit
 
 
-class Book(NamedTuple):
+class CreditColumns(NamedTuple):
     """Arrays that credit is written to: numbers of open rows [B, N, n] int64, and columns of the ring buffer."""
 
-    open: np.ndarray
+    open_rows: np.ndarray
     rewards: np.ndarray  # [C, N]
     discounts: np.ndarray  # [C, N]
     known: np.ndarray  # [C, N]
@@ -188,63 +200,67 @@ class Book(NamedTuple):
     )  # [C] the first moment at which some of it was known: 2 * steps, odd for the end of a game; -1: none
 
 
-class CourseOfGames(NamedTuple):
+class RolloutArrays(NamedTuple):
     """Arrays of a batch that credit is computed from. `number [T, B]` is the row of each step or -1, `deciding [T+1, B,
     N]` marks decisions that count, `terminated [T, B, N]` seats whose future is worth 0, `over [T, B]` the last steps
-    of games, `fresh [T+1, B]` the first."""
+    of games, `is_first [T+1, B]` the first."""
 
     number: np.ndarray
     deciding: np.ndarray
     rewards: np.ndarray
     terminated: np.ndarray
-    over: np.ndarray
-    fresh: np.ndarray
+    done: np.ndarray
+    is_first: np.ndarray
 
 
-class Events(NamedTuple):
+class CreditEvents(NamedTuple):
     """Next steps that have become known, [E] int64 each: row of the columns, seat (or ALL), time in the batch (T + 1 +
     t: the final observation of the game that step t ended), and game."""
 
     row: np.ndarray
     seat: np.ndarray
-    moment: np.ndarray
+    time: np.ndarray
     game: np.ndarray
 
 
-def course_of(batch: Batch, number: np.ndarray, joint: bool, team: Sequence[int] = ()) -> CourseOfGames:
+def rollout_arrays(
+    batch: RolloutBatch, number: np.ndarray, count_env_steps: bool, team: Sequence[int] = ()
+) -> RolloutArrays:
     """Returns the arrays of a batch that credit is computed from; with `team` a seat's future ends when the last team
     member terminates."""
-    deciding = np.ones_like(batch.acting) if joint else batch.acting
-    terminated = batch.terminated_seats
+    deciding = np.ones_like(batch.agent_mask) if count_env_steps else batch.agent_mask
+    terminated = batch.seats_terminated
     if len(team):
         terminated = np.repeat(terminated[..., list(team)].all(-1, keepdims=True), terminated.shape[2], 2)
-    return CourseOfGames(number, deciding, batch.rewards, terminated, batch.over, batch.fresh)
+    return RolloutArrays(number, deciding, batch.rewards, terminated, batch.done, batch.is_first)
 
 
-def settled(book: Book, course: CourseOfGames, power: np.ndarray, oldest: int, clock: int) -> Events:
+def assign_credit(
+    book: CreditColumns, course: RolloutArrays, power: np.ndarray, oldest: int, clock: int
+) -> CreditEvents:
     """Writes the credit of a batch to `book`; returns the next steps that have become known. Rows numbered below
     `oldest` have been overwritten; `clock` is the number of env steps before the batch."""
     T, B, N = course.rewards.shape
-    most = T * B * N + book.open.size  # each seat's part of a row becomes known at most once
-    events = Events(*(np.empty(most, np.int64) for _ in Events._fields))
-    count = _settle_batch(book, course, events, power, oldest, clock)
-    return Events(*(array[:count] for array in events))
+    most = T * B * N + book.open_rows.size  # each seat's part of a row becomes known at most once
+    events = CreditEvents(*(np.empty(most, np.int64) for _ in CreditEvents._fields))
+    count = _assign_credit(book, course, events, power, oldest, clock)
+    return CreditEvents(*(array[:count] for array in events))
 
 
-@kernel
-def _settle(book: Book, events: Events, count: int, where: tuple, discount: float, at: tuple) -> int:
+@jit
+def _close_slot(book: CreditColumns, events: CreditEvents, count: int, where: tuple, discount: float, at: tuple) -> int:
     """Closes slot k of seat s in game b; returns the new number of events."""
     b, s, k = where
     when, moment, oldest = at
-    number = book.open[b, s, k]
-    book.open[b, s, k] = -1
+    number = book.open_rows[b, s, k]
+    book.open_rows[b, s, k] = -1
     if number < oldest:
         return count
     row = number % len(book.when)
     book.discounts[row, s], book.known[row, s] = discount, True
     if book.when[row] == when:  # another seat has recorded the same next step
         return count
-    events.row[count], events.moment[count], events.game[count] = row, moment, b
+    events.row[count], events.time[count], events.game[count] = row, moment, b
     events.seat[count] = s
     if book.when[row] < 0:
         book.when[row] = when
@@ -252,8 +268,10 @@ def _settle(book: Book, events: Events, count: int, where: tuple, discount: floa
     return count + 1
 
 
-@kernel
-def _settle_batch(book: Book, course: CourseOfGames, events: Events, power: np.ndarray, oldest: int, clock: int) -> int:
+@jit
+def _assign_credit(
+    book: CreditColumns, course: RolloutArrays, events: CreditEvents, power: np.ndarray, oldest: int, clock: int
+) -> int:
     steps, games, seats = course.rewards.shape
     n, capacity, count = len(power) - 1, len(book.when), 0
     for b in range(games):
@@ -261,68 +279,70 @@ def _settle_batch(book: Book, course: CourseOfGames, events: Events, power: np.n
             now = 2 * (clock + t)
             for s in range(seats):
                 for k in range(n):
-                    if course.fresh[t, b]:  # rows still open belong to an abandoned game
-                        book.open[b, s, k] = -1
+                    if course.is_first[t, b]:  # rows still open belong to an abandoned game
+                        book.open_rows[b, s, k] = -1
                 if course.deciding[t, b, s]:
-                    count = _settle(book, events, count, (b, s, n - 1), power[n], (now, t, oldest))
+                    count = _close_slot(book, events, count, (b, s, n - 1), power[n], (now, t, oldest))
                     if t < steps:  # the last step comes again, as the first of the next batch
                         for k in range(n - 1, 0, -1):
-                            book.open[b, s, k] = book.open[b, s, k - 1]
-                        book.open[b, s, 0] = course.number[t, b]
+                            book.open_rows[b, s, k] = book.open_rows[b, s, k - 1]
+                        book.open_rows[b, s, 0] = course.number[t, b]
             if t == steps:
                 continue
-            over = course.over[t, b]
+            over = course.done[t, b]
             at = (now + 1, steps + 1 + t, oldest) if over else (now + 2, t + 1, oldest)
             for s in range(seats):
                 dead = course.terminated[t, b, s]
                 for k in range(n):
-                    number = book.open[b, s, k]
+                    number = book.open_rows[b, s, k]
                     if number >= oldest:
                         book.rewards[number % capacity, s] += power[k] * course.rewards[t, b, s]
                     if over or dead:
-                        count = _settle(book, events, count, (b, s, k), 0.0 if dead else power[k + 1], at)
+                        count = _close_slot(book, events, count, (b, s, k), 0.0 if dead else power[k + 1], at)
     return count
 
 
 # ---- next observations, masks and states
 
-After = dict[
+NextValues = dict[
     str, tuple[np.ndarray, np.ndarray]
 ]  # by column: values at every step [T+1, B, ...] and at ends of games [F, ...]
 
 
-def aftermath(batch: Batch, masks: np.ndarray) -> tuple[After, np.ndarray]:
+def next_values(batch: RolloutBatch, masks: np.ndarray) -> tuple[NextValues, np.ndarray]:
     """Returns next agent masks, action masks and states, at every step and at the ends of games, and the action masks
     of each seat's last decision [B, N, A]. `masks` are the latter before the batch."""
-    times, games = batch.ends
-    after: After = {"next_acting": (batch.acting, batch.acting[times, games] & ~batch.terminated_seats[times, games])}
+    times, games = batch.end_index
+    after: NextValues = {
+        "next_agent_mask": (batch.agent_mask, batch.agent_mask[times, games] & ~batch.seats_terminated[times, games])
+    }
     if batch.state is not None and batch.final_state is not None:
         after["next_state"] = (batch.state, batch.final_state)
-    if batch.legal is not None:
+    if batch.action_mask is not None:
         T, B, N = batch.rewards.shape
-        last = np.maximum.accumulate(np.where(batch.acting[:-1], np.arange(T)[:, None, None], -1), 0)  # [T, B, N]
+        last = np.maximum.accumulate(np.where(batch.agent_mask[:-1], np.arange(T)[:, None, None], -1), 0)  # [T, B, N]
 
         def of(time: np.ndarray, game: np.ndarray) -> np.ndarray:
             """Returns the action masks of the last decisions up to given steps [F, N, A]."""
-            assert batch.legal is not None
+            assert batch.action_mask is not None
             at = last[time, game]
-            own = batch.legal[at, game[:, None], np.arange(N)]
+            own = batch.action_mask[at, game[:, None], np.arange(N)]
             return np.where((at < 0)[..., None], masks[game], own)
 
-        after["next_legal"] = (batch.legal, of(times, games))
+        after["next_action_mask"] = (batch.action_mask, of(times, games))
         masks = of(np.full(B, T - 1), np.arange(B))
     return after, masks
 
 
-def write_next(columns: Mapping[str, np.ndarray], after: After, events: Events, batch: Batch) -> None:
+def write_next(columns: Mapping[str, np.ndarray], after: NextValues, events: CreditEvents, batch: RolloutBatch) -> None:
     """Writes next values to columns [C, ...]: first events of all seats, then events of single seats, which come
     later."""
     T, B = batch.rewards.shape[:2]
     end = np.zeros((T, B), np.int64)
-    end[batch.ends] = np.arange(len(batch.ends[0]))
+    end[batch.end_index] = np.arange(len(batch.end_index[0]))
     for everyone in (True, False):
         for over in (False, True):
-            chosen = ((events.seat == ALL) == everyone) & ((events.moment > T) == over)
+            chosen = ((events.seat == ALL_SEATS) == everyone) & ((events.time > T) == over)
             if not chosen.any():
                 continue
             row, seat, moment, game = (array[chosen] for array in events)

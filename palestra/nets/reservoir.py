@@ -33,7 +33,7 @@ class Reservoir:
             self.columns[name][places[kept]] = values[kept]
         self.seen += count
 
-    def draw(self, count: int, rng: np.random.Generator) -> Arrays:
+    def sample(self, count: int, rng: np.random.Generator) -> Arrays:
         """Returns rows sampled with replacement, [count, ...] of each column."""
         places = rng.integers(0, len(self), count)
         return {name: column[places] for name, column in self.columns.items()}

@@ -18,9 +18,9 @@ class Query:
     """A request to a policy: `n` independent answers to one observation.
 
     `role` is the env's description of the seat's role; `seed` determines the answers; `history` holds this seat's
-    earlier (observation, answer) pairs of the trajectory, oldest first, for policies with a history. `legal` lists the
-    legal actions (None: not restricted). `expert`, if the env has one, returns the action of an expert that knows the
-    solution; for an env on another machine it is awaitable.
+    earlier (observation, answer) pairs of the trajectory, oldest first, for policies with a history. `legal_actions`
+    lists the legal actions (None: not restricted). `expert`, if the env has one, returns the action of an expert that
+    knows the solution; for an env on another machine it is awaitable.
     """
 
     role: str
@@ -28,7 +28,7 @@ class Query:
     n: int = 1
     seed: int = 0
     history: tuple[tuple[Any, Answer], ...] = field(default=())
-    legal: list[Any] | None = None
+    legal_actions: list[Any] | None = None
     expert: Callable[[random.Random], str | Awaitable[str]] | None = None
 
 
@@ -42,7 +42,7 @@ class Policy(Protocol):
         ...
 
 
-def chat(query: Query, system: str | None = None) -> list[Message]:
+def chat_messages(query: Query, system: str | None = None) -> list[Message]:
     """Returns the chat messages of `query`: role as system message, earlier turns, observation."""
     role = query.role if system is None else system
     messages = [{"role": "system", "content": role}] if role else []

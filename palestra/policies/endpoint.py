@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from palestra.chat import Chat, Json, said, with_system
-from palestra.policies.base import Query, chat
+from palestra.chat import Chat, Json, render_message, with_system
+from palestra.policies.base import Query, chat_messages
 from palestra.types import Answer
-from palestra.web.client import Endpoint, complete
+from palestra.web.chat_client import Endpoint, complete
 
 
 class EndpointConfig(Endpoint):
@@ -27,7 +27,7 @@ class EndpointConfig(Endpoint):
     """Nucleus sampling: total probability of the tokens to keep, in (0, 1]. 1 keeps all tokens."""
     system: str | None = None
     """System prompt, which replaces the env's role text. null: the env's role text."""
-    memory: Literal["none", "conversation"] = "none"
+    history: Literal["none", "conversation"] = "none"
     """History in the prompt: "none" shows the current observation only, "conversation" also the model's own earlier
     turns."""
 
@@ -43,7 +43,7 @@ class EndpointPolicy:
     async def act(self, query: Query) -> list[Answer]:
         """Returns `query.n` answers, requested concurrently, each with its own seed."""
         asked = [self._ask(query, i) for i in range(query.n)]
-        return [Answer(said(message), self.name) for message in await asyncio.gather(*asked)]
+        return [Answer(render_message(message), self.name) for message in await asyncio.gather(*asked)]
 
     async def _ask(self, query: Query, i: int) -> Json:
         config = self.config
@@ -60,8 +60,8 @@ class EndpointPolicy:
     def _messages(self, query: Query) -> list[Json]:
         seen = query.observation
         if not isinstance(seen, Chat):
-            history = query.history if self.config.memory == "conversation" else ()
-            return list(chat(Query(query.role, seen, history=history), self.config.system))
+            history = query.history if self.config.history == "conversation" else ()
+            return list(chat_messages(Query(query.role, seen, history=history), self.config.system))
         if self.config.system is None:
             return list(seen.messages)
         return with_system(seen.messages, self.config.system)

@@ -15,89 +15,95 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.compiled import inline, kernel
-from palestra.envs.vector.base import Frame, VectorEnv
+from palestra.envs.vector.base import VectorEnv, VectorStep
 from palestra.envs.vector.check import random_actions
+from palestra.jit import jit, jit_inline
 from palestra.nets.heads import Head
 from palestra.nets.layers import Net
 from palestra.nets.normalise import RunningNorm
-from palestra.nets.seating import Seating
+from palestra.nets.seat_mapping import SeatMapping
 
-LEAST = 8  # minimum rows of a block: fewer rows cost as much
-MINUS_ZERO = -(2**31)  # bits of the float32 -0.0, read as an int32
+MIN_BLOCK_ROWS = 8  # minimum rows of a block: fewer rows cost as much
+NEGATIVE_ZERO_BITS = -(2**31)  # bits of the float32 -0.0, read as an int32
 
 
 @dataclass(frozen=True)
 class NetMember:
-    """A saved network, for seats of the shape of `seating`'s. `best` plays the most likely actions instead of sampling.
-    `live` marks a network that is still in training; every call uses its current weights."""
+    """A saved network, for seats of the shape of `seat_mapping`'s. `greedy` plays the most likely actions instead of
+    sampling. `live` marks a network that is still in training; every call uses its current weights."""
 
-    seating: Seating
+    seat_mapping: SeatMapping
     net: Net
     head: Head
     norm: RunningNorm | None = None
-    best: bool = False
+    greedy: bool = False
     live: bool = False
 
     @property
-    def shape(self) -> object:
+    def group_key(self) -> object:
         """Equal for members that can be evaluated in one batch."""
         if self.live:
             return id(self.net)
         sizes = tuple((name, tuple(p.shape[1:])) for name, p in self.net.named_parameters())
-        seen = (self.seating.view, self.seating.space, self.seating.seat_id, self.norm is None)
-        return sizes, self.net.body.activation, type(self.head), self.best, seen
+        seen = (
+            self.seat_mapping.observation_shape,
+            self.seat_mapping.action_space,
+            self.seat_mapping.seat_id,
+            self.norm is None,
+        )
+        return sizes, self.net.body.activation, type(self.head), self.greedy, seen
 
 
 @dataclass(frozen=True)
 class TableMember:
     """A tabular policy: action probabilities [I, A] at the information states of `views`."""
 
-    views: Views
+    index: InfoStateIndex
     table: np.ndarray
 
     @property
-    def shape(self) -> object:
-        return id(self.views)
+    def group_key(self) -> object:
+        return id(self.index)
 
 
 @dataclass(frozen=True)
 class UniformMember:
     """Plays uniformly random legal actions."""
 
-    shape: object = "uniform"
+    group_key: object = "uniform"
 
 
 FrozenMember = NetMember | TableMember | UniformMember
 
 
 @dataclass
-class Rows:
-    """Rows [R] that a group acts for: seat `seats[r]` of game `games[r]`, played by the group's member `members[r]`
-    (int64 each). `memory` [R, H] float32 is the recurrent state; `fresh` [R] bool marks the first step of a game."""
+class ActBatch:
+    """Rows [R] that a group acts for: seat `seat_index[r]` of game `env_index[r]`, played by the group's member
+    `member_index[r]` (int64 each). `memory` [R, H] float32 is the recurrent state; `is_first` [R] bool marks the first
+    step of a game."""
 
-    frame: Frame
-    games: np.ndarray
-    seats: np.ndarray
-    members: np.ndarray
-    memory: Tensor  # [R, H]
-    fresh: np.ndarray
+    frame: VectorStep
+    env_index: np.ndarray
+    seat_index: np.ndarray
+    member_index: np.ndarray
+    recurrent_state: Tensor  # [R, H]
+    is_first: np.ndarray
     rng: np.random.Generator
     generator: torch.Generator
 
 
-class Group(Protocol):
+class MemberGroup(Protocol):
     """Members that are evaluated together. A recurrent group (`memory` > 0 units) acts for all rows at every step, to
     update their states."""
 
     @property
-    def memory(self) -> int: ...
-    def act(self, rows: Rows) -> tuple[np.ndarray, Tensor | None]:
+    def recurrent_units(self) -> int: ...
+    def act(self, rows: ActBatch) -> tuple[np.ndarray, Tensor | None]:
         """Returns actions [R, ...] (int or float32) and the new recurrent states [R, H] (None without)."""
         ...
 
 
-def group_of(env: VectorEnv, members: Sequence[FrozenMember]) -> Group:
+def build_group(env: VectorEnv, members: Sequence[FrozenMember]) -> MemberGroup:
     """Returns the group that plays `members`, which must have the same shape."""
     if nets := [member for member in members if isinstance(member, NetMember)]:
         return NetGroup(nets)
@@ -108,13 +114,13 @@ def group_of(env: VectorEnv, members: Sequence[FrozenMember]) -> Group:
 class UniformGroup:
     """Plays uniformly random legal actions."""
 
-    memory = 0
+    recurrent_units = 0
 
     def __init__(self, env: VectorEnv) -> None:
         self.env = env
 
-    def act(self, rows: Rows) -> tuple[np.ndarray, None]:
-        return random_actions(self.env, rows.frame, rows.rng)[rows.games, rows.seats], None
+    def act(self, rows: ActBatch) -> tuple[np.ndarray, None]:
+        return random_actions(self.env, rows.frame, rows.rng)[rows.env_index, rows.seat_index], None
 
 
 # ---- networks
@@ -126,45 +132,49 @@ class NetGroup:
 
     def __init__(self, members: Sequence[NetMember]) -> None:
         first = members[0]
-        self.seating, self.head, self.best, self.norm = first.seating, first.head, first.best, first.norm
-        self.memory, self.alone = first.net.memory_units, len(members) == 1
+        self.seat_mapping, self.head, self.greedy, self.norm = first.seat_mapping, first.head, first.greedy, first.norm
+        self.recurrent_units, self.single_member = first.net.gru_units, len(members) == 1
         self.net = first.net
-        if not self.alone:
+        if not self.single_member:
             self.net = copy.deepcopy(first.net).requires_grad_(False)
             parts = [dict(member.net.named_parameters()) for member in members]
             self.weights = {name: torch.cat([own[name].detach() for own in parts]) for name in parts[0]}
             norms = [member.norm for member in members if member.norm]
-            known = zip(*[(norm.mean, norm.deviation()) for norm in norms], strict=True)
+            known = zip(*[(norm.mean, norm.std()) for norm in norms], strict=True)
             self.scales = [torch.cat(kept).float() for kept in known]
 
     @torch.no_grad()
-    def act(self, rows: Rows) -> tuple[np.ndarray, Tensor | None]:
-        who, place, width = blocks(rows.members)
+    def act(self, rows: ActBatch) -> tuple[np.ndarray, Tensor | None]:
+        who, place, width = assign_blocks(rows.member_index)
         shape = (len(who), width)
         x = _put(self._views(rows), place, shape)
-        if not self.alone:
+        if not self.single_member:
             self._become(torch.from_numpy(who))
         x = self._normalised(x, who)
-        if self.memory:
-            anew = _put(torch.from_numpy(rows.fresh), place, shape)[:, None]
-            unrolled, memories = self.net.unroll(x[:, None], _put(rows.memory, place, shape), anew)
+        if self.recurrent_units:
+            anew = _put(torch.from_numpy(rows.is_first), place, shape)[:, None]
+            unrolled, memories = self.net.unroll(x[:, None], _put(rows.recurrent_state, place, shape), anew)
             assert memories is not None
             out, memory = unrolled[:, 0], memories[:, 0].flatten(0, 1)[place]
         else:
             out, memory = self.net(x), None
-        legal = None if rows.frame.legal is None else torch.from_numpy(rows.frame.legal[rows.games, rows.seats])
+        legal = (
+            None
+            if rows.frame.action_mask is None
+            else torch.from_numpy(rows.frame.action_mask[rows.env_index, rows.seat_index])
+        )
         out = out.flatten(0, 1)[place]
-        chosen = self.head.mode(out, legal) if self.best else self.head.sample(out, legal, rows.generator)[0]
+        chosen = self.head.mode(out, legal) if self.greedy else self.head.sample(out, legal, rows.generator)[0]
         return chosen.numpy(), memory
 
-    def _views(self, rows: Rows) -> Tensor:
+    def _views(self, rows: ActBatch) -> Tensor:
         """Returns the networks' inputs [R, *inputs]."""
-        obs = torch.from_numpy(rows.frame.obs[rows.games, rows.seats])
-        if len(self.seating.view) == 1:
-            obs = obs[:, : self.seating.view[0]]
-        if not self.seating.seat_id:
+        obs = torch.from_numpy(rows.frame.obs[rows.env_index, rows.seat_index])
+        if len(self.seat_mapping.observation_shape) == 1:
+            obs = obs[:, : self.seat_mapping.observation_shape[0]]
+        if not self.seat_mapping.seat_id:
             return obs
-        return torch.cat([obs, torch.eye(self.seating.of)[torch.from_numpy(rows.seats)]], -1)
+        return torch.cat([obs, torch.eye(self.seat_mapping.num_seats)[torch.from_numpy(rows.seat_index)]], -1)
 
     def _become(self, who: Tensor) -> None:
         """Sets the weights of the network to those of the member of each block."""
@@ -174,17 +184,17 @@ class NetGroup:
     def _normalised(self, x: Tensor, who: np.ndarray) -> Tensor:
         if self.norm is None:
             return x
-        if self.alone:
+        if self.single_member:
             return self.norm.normalise(x)
         mean, deviation = (scale[who][:, None] for scale in self.scales)
         return (x.float() - mean) / deviation
 
 
-def blocks(members: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+def assign_blocks(members: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """Assigns rows [R] to blocks of one member each; returns the member of each block [K], each row's index [R] in the
-    concatenated blocks, and the rows per block: the average number of rows of a member, at least `LEAST`."""
+    concatenated blocks, and the rows per block: the average number of rows of a member, at least `MIN_BLOCK_ROWS`."""
     counts = np.bincount(members)
-    width = max(LEAST, -(-len(members) // int(np.count_nonzero(counts))))
+    width = max(MIN_BLOCK_ROWS, -(-len(members) // int(np.count_nonzero(counts))))
     order = np.argsort(members, kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(len(members)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -203,13 +213,13 @@ def _put(x: Tensor, place: np.ndarray, shape: tuple[int, int]) -> Tensor:
 # ---- tables
 
 
-class Views:
+class InfoStateIndex:
     """An index of information states by observation: `views` [I, V] float32, all distinct. Raises ValueError for a
     duplicate."""
 
     def __init__(self, views: np.ndarray) -> None:
-        self.views = np.ascontiguousarray(views, np.float32)
-        self.bits = self.views.view(np.int32)
+        self.observations = np.ascontiguousarray(views, np.float32)
+        self.bits = self.observations.view(np.int32)
         self.slots = np.full(1 << (2 * len(views)).bit_length(), -1, np.int64)
         if (twice := _fill(self.slots, self.bits)) >= 0:
             raise ValueError(f"information state {twice} looks like an earlier one, so no table can tell them apart")
@@ -223,32 +233,32 @@ class Views:
 class TableGroup:
     """Tabular policies over the same information states. Looking up a row costs about as much as a step of the env."""
 
-    memory = 0
+    recurrent_units = 0
 
     def __init__(self, members: Sequence[TableMember]) -> None:
-        self.views = members[0].views
+        self.index = members[0].index
         self.tables = np.stack([np.asarray(member.table, np.float32) for member in members])
 
-    def act(self, rows: Rows) -> tuple[np.ndarray, None]:
+    def act(self, rows: ActBatch) -> tuple[np.ndarray, None]:
         """Returns actions [R] int32. Raises ValueError if an observation is not in the tables."""
-        where, obs = (rows.games, rows.seats, rows.members), rows.frame.obs.view(np.int32)
-        actions = np.empty(len(rows.games), np.int32)
-        lost = _draw(self.views.slots, self.views.bits, self.tables, obs, where, rows.rng.random(len(actions)), actions)
+        where, obs = (rows.env_index, rows.seat_index, rows.member_index), rows.frame.obs.view(np.int32)
+        actions = np.empty(len(rows.env_index), np.int32)
+        lost = _draw(self.index.slots, self.index.bits, self.tables, obs, where, rows.rng.random(len(actions)), actions)
         if lost >= 0:
             raise ValueError(
-                f"a member is a table that does not know what seat {rows.seats[lost]} sees: it is of another game, or "
-                "of other options of this one"
+                f"a member is a table that does not know what seat {rows.seat_index[lost]} sees: it is of another "
+                "game, or of other options of this one"
             )
         return actions, None
 
 
-@inline
+@jit_inline
 def _word(bits: int) -> int:
     """Returns the bits of a float32, with -0 mapped to 0."""
-    return 0 if bits == MINUS_ZERO else bits
+    return 0 if bits == NEGATIVE_ZERO_BITS else bits
 
 
-@kernel
+@jit
 def _slot(bits: np.ndarray, slots: np.ndarray) -> int:
     """Returns the first hash slot of an observation."""
     code = np.uint64(14695981039346656037)  # FNV-1a
@@ -257,7 +267,7 @@ def _slot(bits: np.ndarray, slots: np.ndarray) -> int:
     return np.int64((code ^ (code >> np.uint64(32))) & np.uint64(len(slots) - 1))  # type: ignore[return-value]
 
 
-@kernel
+@jit
 def _find(slots: np.ndarray, views: np.ndarray, bits: np.ndarray) -> int:
     """Returns the index of an observation, or -1."""
     at = _slot(bits, slots)
@@ -273,7 +283,7 @@ def _find(slots: np.ndarray, views: np.ndarray, bits: np.ndarray) -> int:
     return -1
 
 
-@kernel
+@jit
 def _fill(slots: np.ndarray, views: np.ndarray) -> int:
     """Inserts all observations; returns the index of a duplicate, or -1."""
     for number in range(len(views)):
@@ -286,7 +296,7 @@ def _fill(slots: np.ndarray, views: np.ndarray) -> int:
     return -1
 
 
-@kernel
+@jit
 def _draw(
     slots: np.ndarray,
     views: np.ndarray,

@@ -7,12 +7,12 @@ import inspect
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
-from palestra.chat import visible
+from palestra.chat import escape_control_chars
 from palestra.policies.base import Query
 from palestra.types import Answer
 
 Script = Callable[[Query, random.Random], str | Awaitable[str]]
-Ask = Callable[[Query], Awaitable[str]]  # shows the query to a person and returns the answer
+AskPerson = Callable[[Query], Awaitable[str]]  # shows the query to a person and returns the answer
 
 
 class ScriptedPolicy:
@@ -37,8 +37,8 @@ class RandomPolicy(ScriptedPolicy):
 
     def __init__(self, vocabulary: Sequence[str] = ("up", "down", "left", "right"), length: int = 3) -> None:
         def script(query: Query, rng: random.Random) -> str:
-            if query.legal:
-                return str(rng.choice(query.legal))
+            if query.legal_actions:
+                return str(rng.choice(query.legal_actions))
             return " ".join(rng.choices(list(vocabulary), k=rng.randint(1, length)))
 
         super().__init__(script, "random")
@@ -57,20 +57,20 @@ class ExpertPolicy(ScriptedPolicy):
         super().__init__(script, name)
 
 
-async def at_terminal(query: Query) -> str:
+async def ask_at_terminal(query: Query) -> str:
     """Asks a person at the terminal. Raises EOFError at the end of input (Ctrl-D)."""
     role = f"\n[{query.role}]" if query.role and not query.history else ""
-    choices = f"\n({', '.join(map(str, query.legal))})" if query.legal else ""
-    return await asyncio.to_thread(input, visible(f"{role}\n{query.observation}{choices}\n> "))
+    choices = f"\n({', '.join(map(str, query.legal_actions))})" if query.legal_actions else ""
+    return await asyncio.to_thread(input, escape_control_chars(f"{role}\n{query.observation}{choices}\n> "))
 
 
 class HumanPolicy:
-    """A person, asked by `ask` at the terminal or in a browser (`palestra.dashboard.game`). An exception of `ask`, such
-    as the end of input, fails the episode."""
+    """A person, asked by `ask` at the terminal or in a browser (`palestra.dashboard.play_session`). An exception of
+    `ask`, such as the end of input, fails the episode."""
 
     name = "human"
 
-    def __init__(self, ask: Ask = at_terminal) -> None:
+    def __init__(self, ask: AskPerson = ask_at_terminal) -> None:
         self._ask = ask
 
     async def act(self, query: Query) -> list[Answer]:

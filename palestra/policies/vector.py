@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from palestra.envs.vector.base import Frame, VectorEnv
+from palestra.envs.vector.base import VectorEnv, VectorStep
 from palestra.envs.vector.check import random_actions
 
 
-class Player(Protocol):
+class VectorPolicy(Protocol):
     """Plays the seat numbers `seats` of a vector env. `names` are the policies that play, with their versions."""
 
     @property
@@ -21,38 +21,40 @@ class Player(Protocol):
     @property
     def seats(self) -> Sequence[int]: ...
 
-    def begin(self, seed: int) -> None:
+    def reset_rng(self, seed: int) -> None:
         """Seeds all random numbers until the next call."""
         ...
 
-    def empty(self, games: int) -> Any:
-        """Returns the recurrent state before the first step of `games` games; None for a player without one."""
+    def initial_state(self, num_envs: int) -> Any:
+        """Returns the recurrent state before the first step of `num_envs` games; None for a player without one."""
         ...
 
-    def act(self, frame: Frame, memory: Any, fresh: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, Any]:
+    def act(
+        self, frame: VectorStep, recurrent_state: Any, is_first: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None, Any]:
         """Returns actions [B, S, ...] (int32 or float32) for its S seats, their log-probabilities [B, S] float32 (None
-        if unknown), and the new recurrent state. `fresh` [B] bool marks games at their first step: their recurrent
+        if unknown), and the new recurrent state. `is_first` [B] bool marks games at their first step: their recurrent
         state belongs to an earlier game and must be reset."""
         ...
 
 
-class Uniform:
+class UniformVectorPolicy:
     """Plays uniformly random legal actions."""
 
     def __init__(self, env: VectorEnv, seats: Sequence[int], name: str = "random") -> None:
         self.env, self.seats, self.name, self.names = env, list(seats), name, [name]
 
-    def begin(self, seed: int) -> None:
+    def reset_rng(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def empty(self, games: int) -> None:
+    def initial_state(self, num_envs: int) -> None:
         return None
 
-    def act(self, frame: Frame, memory: Any, fresh: np.ndarray) -> tuple[np.ndarray, None, None]:
+    def act(self, frame: VectorStep, recurrent_state: Any, is_first: np.ndarray) -> tuple[np.ndarray, None, None]:
         return random_actions(self.env, frame, self.rng)[:, self.seats], None, None
 
 
-class Scripted:
+class ScriptedVectorPolicy:
     """Plays a script of the env (by name), or any function from an env and a seat number to actions [B, ...]. Raises
     ValueError if the env has no script of that name."""
 
@@ -64,17 +66,19 @@ class Scripted:
         name: str = "scripted",
     ) -> None:
         self.env, self.seats, self.name, self.names = env, list(seats), name, [name]
-        if isinstance(script, str) and script not in env.scripts:
-            env.script(script, 0)  # raises an error that lists the available scripts
+        if isinstance(script, str) and script not in env.scripted_policies:
+            env.scripted_actions(script, 0)  # raises an error that lists the available scripts
         self.script = script
 
-    def begin(self, seed: int) -> None:
+    def reset_rng(self, seed: int) -> None:
         pass
 
-    def empty(self, games: int) -> None:
+    def initial_state(self, num_envs: int) -> None:
         return None
 
-    def act(self, frame: Frame, memory: Any, fresh: np.ndarray) -> tuple[np.ndarray, None, None]:
+    def act(self, frame: VectorStep, recurrent_state: Any, is_first: np.ndarray) -> tuple[np.ndarray, None, None]:
         script = self.script
-        moves = [self.env.script(script, s) if isinstance(script, str) else script(self.env, s) for s in self.seats]
+        moves = [
+            self.env.scripted_actions(script, s) if isinstance(script, str) else script(self.env, s) for s in self.seats
+        ]
         return np.stack(moves, 1), None, None

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from palestra.populations.league_rules import LeagueConfig, Learner, Rules
+from palestra.populations.league_rules import LeagueConfig, LeagueLearner, LeagueLogic
 from palestra.populations.population import Member, Player, Population
-from palestra.populations.tasks import Result, Task
-from palestra.populations.win_rates import blend
-from palestra.rollouts.play import derive
+from palestra.populations.tasks import ResultDict, Task
+from palestra.populations.win_rates import combine_mixes
+from palestra.rollouts.tree_rollout import derive_seed
 from palestra.types import TEAM, Metrics
 
 __all__ = ["League", "LeagueConfig"]
@@ -45,25 +45,27 @@ class League:
             )
         self.config, self.population, self.seed = config, population, seed
         self.seats = tuple(seats) or population.players * 2
-        self.origin = next((member.name for member in population if member.weights), "")
-        self.rules = Rules(config, list(self._learners()), population)
-        self.learners, self.rates = self.rules.learners, self.rules.rates
+        self.initial_member = next((member.name for member in population if member.weights), "")
+        self.logic = LeagueLogic(config, list(self._learners()), population)
+        self.learners, self.win_rates = self.logic.learners, self.logic.win_rates
         self.games = self.env_steps = 0
         self._notes: dict[str, Metrics] = {}
         self.opponents: dict[
             str, dict[str, list[str]]
         ] = {}  # by task and opponent member: the names whose win rates it counts for
 
-    def _learners(self) -> Iterable[Learner]:
+    def _learners(self) -> Iterable[LeagueLearner]:
         roles = self.config.roles()
         for number, role in enumerate(roles):
-            yield Learner(f"{role}_{number - roles.index(role)}", role, start=self.origin, parent=self.origin)
+            yield LeagueLearner(
+                f"{role}_{number - roles.index(role)}", role, start=self.initial_member, parent=self.initial_member
+            )
 
-    def begin(self) -> list[Task]:
+    def initial_tasks(self) -> list[Task]:
         """Returns the first slice of each learner."""
         return [self._slice(learner) for learner in self.learners.values()]
 
-    def finished(self, task: Task, result: Result) -> list[Task]:
+    def on_result(self, task: Task, result: ResultDict) -> list[Task]:
         """Records a result; returns the learner's next slice, and the games of a copy that was frozen."""
         self._notes = {}
         if task.kind == "train":
@@ -71,11 +73,11 @@ class League:
         if task.kind == "play":
             self.games += sum(int(cell["games"]) for cell in result["cells"])
         else:
-            counts = {key: task.order[key] for key in ("iteration", "env_steps", "games")}
+            counts = {key: task.payload[key] for key in ("iteration", "env_steps", "games")}
             self._notes = {TEAM: {**counts, **{key: result[key] for key in ("nash_conv", "exploitability")}}}
         return []
 
-    def notes(self, task: Task, result: Result) -> dict[str, Metrics]:
+    def task_metrics(self, task: Task, result: ResultDict) -> dict[str, Metrics]:
         """Metrics of a slice: the learner's mean and lowest win rate against the opponents that decide whether it is
         frozen."""
         return self._notes
@@ -86,20 +88,22 @@ class League:
         counts = {"members": len(self.population), "games": self.games, "env_steps": self.env_steps}
         return {"iteration": done, "iterations": self.config.slices * len(self.learners), **counts}
 
-    def _trained(self, task: Task, result: Result) -> list[Task]:
-        learner = self.learners[task.order["learner"]]
+    def _trained(self, task: Task, result: ResultDict) -> list[Task]:
+        learner = self.learners[task.payload["learner"]]
         self.env_steps += int(result["env_steps"])
         self._note(learner, task, result)
         over = learner.slices == self.config.slices
-        played = self._freeze(learner) if over or self.rules.ready(learner) else []
+        played = self._freeze(learner) if over or self.logic.should_freeze(learner) else []
         return played if over else [*played, self._slice(learner)]
 
-    def _slice(self, learner: Learner) -> Task:
-        makes, mix = f"{learner.name}-{learner.slices + 1}", self.rules.mixture(learner)
+    def _slice(self, learner: LeagueLearner) -> Task:
+        makes, mix = f"{learner.name}-{learner.slices + 1}", self.logic.mixture(learner)
         self_play = mix.pop(learner.name, 0.0)
         rest = sum(mix.values())
         names = {name: self.learners[name].latest if name in self.learners else name for name in mix}
-        members = blend(*((p / rest, {names[name]: 1.0}) for name, p in mix.items())) or {self.rules.first[0]: 1.0}
+        members = combine_mixes(*((p / rest, {names[name]: 1.0}) for name, p in mix.items())) or {
+            self.logic.initial_members[0]: 1.0
+        }
         stands_for = {member: [name for name in names if names[name] == member] for member in members}
         self.opponents[f"train/{makes}"] = stands_for
         order = {
@@ -108,7 +112,7 @@ class League:
             "opponents": {self.population.players[0]: members},
             "self_play": self_play,
             "start": learner.start or None,
-            **({"steps": self.config.steps} if self.config.steps else {"env_steps": self.config.env_steps}),
+            **({"steps": self.config.train_steps} if self.config.train_steps else {"env_steps": self.config.env_steps}),
         }
         return Task(f"train/{makes}", "train", order, self._files([*members, learner.start]), makes)
 
@@ -117,53 +121,53 @@ class League:
         members = self.population.members
         return tuple(name for name in dict.fromkeys(names) if name and (name not in members or members[name].weights))
 
-    def _note(self, learner: Learner, task: Task, result: Result) -> None:
+    def _note(self, learner: LeagueLearner, task: Task, result: ResultDict) -> None:
         for member, names in self.opponents.pop(task.name).items():
             if (tally := result["against"].get(member)) is None:
                 continue
             for name in names:
-                self.rates.add(learner.name, name, tally["games"], tally["wins"] + tally["draws"] / 2)
+                self.win_rates.add(learner.name, name, tally["games"], tally["wins"] + tally["draws"] / 2)
         learner.slices += 1
-        learner.since += 1
-        learner.start = learner.latest = task.makes
-        rates = self.rules.against(learner, self.rules.judges(learner))
+        learner.slices_since_freeze += 1
+        learner.start = learner.latest = task.output_member
+        rates = self.logic.win_rates_against(learner, self.logic.judges(learner))
         figures = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result["return"]}
         self._notes = {learner.name: {**figures, "win_rate": float(np.mean(rates)), "worst_win_rate": min(rates)}}
 
-    def _freeze(self, learner: Learner) -> list[Task]:
+    def _freeze(self, learner: LeagueLearner) -> list[Task]:
         """Adds the last slice's member to the history; returns its games against the earlier members and its
         assessment."""
-        before, name = self.rules.history(), learner.latest
+        before, name = self.logic.history(), learner.latest
         info = {"learner": learner.name, "role": learner.role, "slices": learner.slices}
         self.population.add(Member(name, self.population.players[0], f"members/{name}", learner.parent or None, info))
-        learner.past.append(name)
-        learner.since, learner.parent = 0, name
+        learner.frozen_copies.append(name)
+        learner.slices_since_freeze, learner.parent = 0, name
         if self._begins_anew(learner):
-            learner.start = learner.parent = self.origin
+            learner.start = learner.parent = self.initial_member
             learner.latest = ""
-            self.rates.forget(learner.name)
+            self.win_rates.remove(learner.name)
         self._notes[TEAM] = self.summary()
-        return [*(self._play(name, before) if self.config.games else []), *self._assessment(learner)]
+        return [*(self._play(name, before) if self.config.games_per_cell else []), *self._assessment(learner)]
 
-    def _assessment(self, learner: Learner) -> list[Task]:
-        every, copies = self.config.assess, len(learner.past)
+    def _assessment(self, learner: LeagueLearner) -> list[Task]:
+        every, copies = self.config.nash_conv_every, len(learner.frozen_copies)
         if learner.role != "main" or not every or copies % every:
             return []
-        mixes = {self.population.players[0]: {learner.past[-1]: 1.0}}
+        mixes = {self.population.players[0]: {learner.frozen_copies[-1]: 1.0}}
         order = {"iteration": copies, "strategies": mixes, "env_steps": self.env_steps, "games": self.games}
-        return [Task(f"assess/{learner.past[-1]}", "assess", order, self._files(learner.past[-1:]))]
+        return [Task(f"assess/{learner.frozen_copies[-1]}", "assess", order, self._files(learner.frozen_copies[-1:]))]
 
     def _play(self, name: str, others: Sequence[str]) -> list[Task]:
         tasks: list[Task] = []
-        for i in range(0, len(others), self.config.cells):
-            some = others[i : i + self.config.cells]
+        for i in range(0, len(others), self.config.cells_per_task):
+            some = others[i : i + self.config.cells_per_task]
             cells = [[name, *[other] * (len(self.seats) - 1)] for other in some]
-            order = {"cells": cells, "games": self.config.games}
+            order = {"cells": cells, "games": self.config.games_per_cell}
             tasks.append(Task(f"play/{name}/{len(tasks)}", "play", order, self._files([name, *some])))
         return tasks
 
-    def _begins_anew(self, learner: Learner) -> bool:
+    def _begins_anew(self, learner: LeagueLearner) -> bool:
         if learner.role == "league_exploiter":
-            drawn = np.random.default_rng(derive(self.seed, "reset", learner.name, learner.slices)).random()
-            return bool(drawn < self.config.reset)
+            drawn = np.random.default_rng(derive_seed(self.seed, "reset", learner.name, learner.slices)).random()
+            return bool(drawn < self.config.reset_probability)
         return learner.role == "main_exploiter"

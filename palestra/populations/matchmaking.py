@@ -14,13 +14,13 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from palestra.config import Strict
+from palestra.config import StrictModel
 from palestra.populations.population import Mix
 
-Weighting = Literal["squared", "variance", "linear", "capped"]
+PFSPWeighting = Literal["squared", "variance", "linear", "capped"]
 
 
-def latest(names: Sequence[str]) -> Mix:
+def latest_mix(names: Sequence[str]) -> Mix:
     """Returns the mixture of the newest member alone. Raises ValueError if `names` is empty."""
     return {_some(names)[-1]: 1.0}
 
@@ -36,7 +36,7 @@ def delta_uniform(names: Sequence[str], delta: float) -> Mix:
     return dict.fromkeys(newest, 1 / len(newest))
 
 
-def pfsp(win_rates: np.ndarray, weighting: Weighting = "squared") -> np.ndarray:
+def pfsp(win_rates: np.ndarray, weighting: PFSPWeighting = "squared") -> np.ndarray:
     """Returns opponent probabilities of prioritised fictitious self-play, float64 [opponents], from the learner's win
     rates [opponents] (Vinyals et al., 2019, "Matchmaking"); uniform if all weights are 0.
 
@@ -57,7 +57,7 @@ def _some(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-class Matchmaker(Strict):
+class Matchmaker(StrictModel):
     """Computes a learner's mixture of opponents."""
 
     @abstractmethod
@@ -69,16 +69,16 @@ class Matchmaker(Strict):
         """
 
 
-class Latest(Matchmaker):
+class LatestMatchmaker(Matchmaker):
     """The newest member alone: plain self-play."""
 
     type: Literal["latest"] = "latest"
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        return latest(names)
+        return latest_mix(names)
 
 
-class History(Matchmaker):
+class HistoryMatchmaker(Matchmaker):
     """Uniform over the newest members; by default over all, which is fictitious self-play."""
 
     type: Literal["history"] = "history"
@@ -89,23 +89,23 @@ class History(Matchmaker):
         return delta_uniform(names, self.delta)
 
 
-class PFSP(Matchmaker):
+class PFSPMatchmaker(Matchmaker):
     """Prioritised fictitious self-play: opponents weighted by the learner's win rate against them."""
 
     type: Literal["pfsp"] = "pfsp"
-    weighting: Weighting = "squared"
+    weighting: PFSPWeighting = "squared"
     """Weight of an opponent at win rate p: `squared` (1 - p)^2, `variance` p (1 - p), `linear` 1 - p, `capped` min(0.5,
     1 - p)."""
-    unplayed: ClassVar[float] = 0.5
+    unplayed_win_rate: ClassVar[float] = 0.5
     """Win rate assumed against opponents without games."""
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        rates = np.array([win_rates.get(name, self.unplayed) for name in _some(names)])
+        rates = np.array([win_rates.get(name, self.unplayed_win_rate) for name in _some(names)])
         shares = pfsp(rates, self.weighting)
         return {name: float(share) for name, share in zip(names, shares, strict=True) if share > 0}
 
 
-class Solution(Matchmaker):
+class MetaSolverMatchmaker(Matchmaker):
     """The meta-solver's mixture, for example a Nash equilibrium."""
 
     type: Literal["solution"] = "solution"
@@ -117,4 +117,6 @@ class Solution(Matchmaker):
         return solution
 
 
-MatchmakerConfig = Annotated[Latest | History | PFSP | Solution, Field(discriminator="type")]
+MatchmakerConfig = Annotated[
+    LatestMatchmaker | HistoryMatchmaker | PFSPMatchmaker | MetaSolverMatchmaker, Field(discriminator="type")
+]

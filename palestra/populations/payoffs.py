@@ -3,9 +3,9 @@
     payoffs = Payoffs(["player_0", "player_1"])
     payoffs.add_member("player_0", "uniform")
     ...
-    payoffs.record({"members": ["uniform", "uniform"], "games": 100, "mean": [0.1, -0.1], "m2": [210.0, 210.0]})
+    payoffs.add_games({"members": ["uniform", "uniform"], "games": 100, "mean": [0.1, -0.1], "m2": [210.0, 210.0]})
     strategies = Nash().solve(payoffs.mean())
-    for members, games in payoffs.where_next(strategies, 1000).items(): ...
+    for members, games in payoffs.allocate_games(strategies, 1000).items(): ...
 
 A cell is one member for each seat. If one population plays several seats, the game is taken to be symmetric in them:
 cells that differ only in the order of its members are one cell, whose numbers follow the members.
@@ -21,14 +21,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from palestra.populations.cells import Cell, empty
-from palestra.populations.normal_form.tables import joint_of
+from palestra.populations.normal_form.payoff_tensors import joint_distribution
+from palestra.populations.payoff_cell import PayoffCell, empty_cell
 from palestra.populations.population import Player
 
-Members = tuple[str, ...]  # the member at each seat
+MemberProfile = tuple[str, ...]  # the member at each seat
 
 
-class Payoffs:
+class PayoffTable:
     """Payoffs of an n-player, general-sum game between members; `seats` names the player (population) at each seat."""
 
     def __init__(self, seats: Sequence[Player]) -> None:
@@ -37,7 +37,7 @@ class Payoffs:
             raise ValueError("a payoff table needs the player at each seat, for example Payoffs(['red', 'blue'])")
         self.seats = tuple(seats)
         self.members: dict[Player, list[str]] = {player: [] for player in self.seats}
-        self._cells: dict[Members, Cell] = {}  # by members in canonical order
+        self._cells: dict[MemberProfile, PayoffCell] = {}  # by members in canonical order
         self._place: dict[tuple[Player, str], int] = {}  # index of a member in its player's list
 
     # ---- adding members and games
@@ -51,14 +51,14 @@ class Payoffs:
         self._place[player, name] = len(self.members[player])
         self.members[player].append(name)
 
-    def record(self, games: Mapping[str, Any]) -> None:
+    def add_games(self, games: Mapping[str, Any]) -> None:
         """Adds games: `{"members": [...], "games": n, "mean": [...], "m2": [...], "wins": [...], "draws": d}`, lists by
         seat.
 
         `wins` and `draws` are optional. Raises ValueError if a member is unknown or the numbers do not fit the seats.
         """
         seats = len(self.seats)
-        cell = Cell(
+        cell = PayoffCell(
             int(games["games"]),
             tuple(map(float, games["mean"])),
             tuple(map(float, games["m2"])),
@@ -69,21 +69,21 @@ class Payoffs:
             raise ValueError(f"{dict(games)} are no games of {seats} seats: mean, m2 and wins need a number for each")
         self._add(games["members"], cell)
 
-    def know(self, members: Sequence[str], mean: Sequence[float]) -> None:
+    def set_exact(self, members: Sequence[str], mean: Sequence[float]) -> None:
         """Sets exact payoffs, by seat. Raises ValueError if a member is unknown or the number of payoffs is wrong."""
         if len(mean) != len(self.seats):
             raise ValueError(f"{len(mean)} payoffs for {len(self.seats)} seats")
         zeros = tuple(0.0 for _ in self.seats)
-        self._add(members, Cell(0, tuple(map(float, mean)), zeros, tuple(0 for _ in self.seats), known=True))
+        self._add(members, PayoffCell(0, tuple(map(float, mean)), zeros, tuple(0 for _ in self.seats), known=True))
 
-    def _add(self, members: Sequence[str], cell: Cell) -> None:
+    def _add(self, members: Sequence[str], cell: PayoffCell) -> None:
         key, order = self._canonical(members)
         who = list(zip(self.seats, key, strict=True))
         alike = [[seat for seat, one in enumerate(who) if one == other] for other in dict.fromkeys(who)]
-        cell = cell.seated(order).evened(alike)
-        self._cells[key] = self._cells[key].merged(cell) if key in self._cells else cell
+        cell = cell.permute_seats(order).average_seats(alike)
+        self._cells[key] = self._cells[key].merge(cell) if key in self._cells else cell
 
-    def _canonical(self, members: Sequence[str]) -> tuple[Members, tuple[int, ...]]:
+    def _canonical(self, members: Sequence[str]) -> tuple[MemberProfile, tuple[int, ...]]:
         """Returns the members in the order under which their cell is stored, and the seat from which each was taken."""
         if len(members) != len(self.seats):
             raise ValueError(f"{list(members)} are {len(members)} members for {len(self.seats)} seats")
@@ -103,14 +103,14 @@ class Payoffs:
 
     # ---- cells
 
-    def cell(self, members: Sequence[str]) -> Cell:
+    def cell(self, members: Sequence[str]) -> PayoffCell:
         """Returns the statistics of these members, by seat; a cell with 0 games if they never met. Raises ValueError if
         a member is unknown."""
         key, order = self._canonical(members)
         back = [order.index(seat) for seat in range(len(order))]
-        return self._cells[key].seated(back) if key in self._cells else empty(len(self.seats))
+        return self._cells[key].permute_seats(back) if key in self._cells else empty_cell(len(self.seats))
 
-    def cells(self) -> Iterator[Members]:
+    def cells(self) -> Iterator[MemberProfile]:
         """Yields each cell of the table once, in canonical order."""
         seen = set()
         for index in np.ndindex(self.shape):
@@ -119,7 +119,7 @@ class Payoffs:
                 seen.add(key)
                 yield key
 
-    def lacking(self, games: int = 1) -> list[Members]:
+    def cells_below(self, games: int = 1) -> list[MemberProfile]:
         """Returns the cells with fewer than `games` games, without exact ones."""
         return [key for key in self.cells() if not self.cell(key).known and self.cell(key).games < games]
 
@@ -128,7 +128,7 @@ class Payoffs:
         """Number of members [m_0, ..., m_n-1] by seat."""
         return tuple(len(self.members[player]) for player in self.seats)
 
-    def _at(self, index: Sequence[int]) -> Members:
+    def _at(self, index: Sequence[int]) -> MemberProfile:
         return tuple(self.members[player][number] for player, number in zip(self.seats, index, strict=True))
 
     # ---- tables
@@ -147,13 +147,13 @@ class Payoffs:
         """Returns the number of games, int64 [m_0, ..., m_n-1]."""
         return self._tables(lambda cell: [cell.games] * len(self.seats))[0].astype(int)
 
-    def _tables(self, of: Callable[[Cell], Sequence[float]]) -> list[np.ndarray]:
+    def _tables(self, of: Callable[[PayoffCell], Sequence[float]]) -> list[np.ndarray]:
         rows = np.array([of(self.cell(self._at(index))) for index in np.ndindex(self.shape)], float)
         return [column.reshape(self.shape) for column in rows.reshape(-1, len(self.seats)).T]
 
-    def points(self) -> tuple[list[str], np.ndarray]:
-        """Returns the members' names and `points` float64 [M, M]: how often the row's member beat the column's, a draw
-        counting half.
+    def pairwise_scores(self) -> tuple[list[str], np.ndarray]:
+        """Returns the members' names and `pairwise_scores` float64 [M, M]: how often the row's member beat the
+        column's, a draw counting half.
 
         Ratings are computed from it. Games of a member against itself are left out. Raises ValueError unless there are
         two seats.
@@ -171,9 +171,9 @@ class Payoffs:
 
     # ---- where to play
 
-    def where_next(
+    def allocate_games(
         self, strategies: Sequence[np.ndarray] | np.ndarray, games: int, chunk: int = 1
-    ) -> dict[Members, int]:
+    ) -> dict[MemberProfile, int]:
         """Returns how to distribute `games` new games over cells, `chunk` at a time.
 
         Each chunk goes where it most lowers the total variance of what members earn against the others' meta-strategy:
@@ -188,7 +188,7 @@ class Payoffs:
         gains = self._gains(strategies)
         queue = [(-gain * _drop(played, chunk), key) for key, (gain, played) in gains.items() if gain > 0]
         heapq.heapify(queue)
-        given: dict[Members, int] = {}
+        given: dict[MemberProfile, int] = {}
         for left in range(games, 0, -chunk):
             if not queue:
                 break
@@ -198,19 +198,19 @@ class Payoffs:
             heapq.heappush(queue, (-gain * _drop(played + given[key], chunk), key))
         return given
 
-    def _gains(self, strategies: Sequence[np.ndarray] | np.ndarray) -> dict[Members, tuple[float, int]]:
+    def _gains(self, strategies: Sequence[np.ndarray] | np.ndarray) -> dict[MemberProfile, tuple[float, int]]:
         """Returns for each cell that is not exact: squared weights times variances, summed over seats, and its
         games."""
-        joint = joint_of(strategies)
+        joint = joint_distribution(strategies)
         if joint.shape != self.shape:
             raise ValueError(f"strategies over {joint.shape} members; there are {self.shape}")
         others = [joint.sum(axis=seat, keepdims=True) for seat in range(joint.ndim)]
         weights = [np.broadcast_to(share**2, self.shape) for share in others]
         prior = self._pooled_variance()
-        gains: dict[Members, tuple[float, int]] = {}
+        gains: dict[MemberProfile, tuple[float, int]] = {}
         for index in np.ndindex(self.shape):
             key, order = self._canonical(self._at(index))
-            cell = self._cells.get(key, empty(len(self.seats)))
+            cell = self._cells.get(key, empty_cell(len(self.seats)))
             if not cell.known:
                 variance = [(m2 + prior) / max(cell.games, 1) for m2 in cell.m2]
                 gain = sum(float(weights[seat][index]) * variance[place] for place, seat in enumerate(order))
@@ -242,7 +242,9 @@ class Payoffs:
                 table.add_member(player, name)
         for entry in tree["cells"]:
             mean, m2, wins = (tuple(entry[name]) for name in ("mean", "m2", "wins"))
-            table._cells[tuple(entry["members"])] = Cell(entry["games"], mean, m2, wins, entry["draws"], entry["known"])
+            table._cells[tuple(entry["members"])] = PayoffCell(
+                entry["games"], mean, m2, wins, entry["draws"], entry["known"]
+            )
         return table
 
     def to_csv(self) -> str:

@@ -15,83 +15,83 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.config import Strict
+from palestra.config import StrictModel
 from palestra.populations.population import Member, Mix, Population
-from palestra.populations.tasks import Result, Task
+from palestra.populations.tasks import ResultDict, Task
 from palestra.populations.win_rates import WinRates
-from palestra.rollouts.play import derive
+from palestra.rollouts.tree_rollout import derive_seed
 from palestra.types import Metrics
 
 
-class Searched(Strict):
+class SearchSpace(StrictModel):
     """Range of a setting that is searched for."""
 
     low: float
     """Smallest value."""
     high: float
     """Largest value."""
-    log: bool = True
+    log_scale: bool = True
     """Draw log-uniformly (needs `low` above 0); else uniformly."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Searched:
+    def _fits(self) -> SearchSpace:
         if self.low > self.high:
             raise ValueError(f"low: {self.low:g} is above high: {self.high:g}; swap them")
-        if self.log and self.low <= 0:
-            raise ValueError(f"low: {self.low:g} has no logarithm; use a positive one, or log: false")
+        if self.log_scale and self.low <= 0:
+            raise ValueError(f"low: {self.low:g} has no logarithm; use a positive one, or log_scale: false")
         return self
 
-    def draw(self, rng: np.random.Generator) -> float:
+    def sample(self, rng: np.random.Generator) -> float:
         """Draws a value from the whole range."""
-        if not self.log:
+        if not self.log_scale:
             return float(rng.uniform(self.low, self.high))
-        return self.inside(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
+        return self.clip(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
 
-    def inside(self, value: float) -> float:
+    def clip(self, value: float) -> float:
         """Clips `value` to the range."""
         return min(max(value, self.low), self.high)
 
 
-class PBTConfig(Strict):
+class PBTConfig(StrictModel):
     """Population-based training: number of learners and slices, the searched settings, and the rules of selection."""
 
     type: Literal["pbt"] = "pbt"
-    learners: int = Field(8, ge=2, le=10_000)
+    num_learners: int = Field(8, ge=2, le=10_000)
     """Policies that train in parallel."""
     slices: int = Field(20, ge=1)
     """Slices that each learner trains."""
     env_steps: int = Field(20_000, ge=1)
     """Env steps of each slice."""
-    steps: int = Field(0, ge=0)
+    train_steps: int = Field(0, ge=0)
     """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
-    search: dict[str, Searched] = {"lr": Searched(low=1e-4, high=1e-2)}
+    search: dict[str, SearchSpace] = {"lr": SearchSpace(low=1e-4, high=1e-2)}
     """Settings to search for and their ranges: names of settings of the algorithm or the policy."""
-    rated: Literal["wins", "return"] = "wins"
+    rating: Literal["wins", "return"] = "wins"
     """`wins`: mean win rate against the other learners (decayed, 0.5 where unknown). `return`: mean return at the end
     of the last slice."""
-    every: int = Field(2, ge=1)
+    select_every: int = Field(2, ge=1)
     """Selection takes place after every so many slices of a learner."""
-    share: float = Field(0.2, gt=0, le=0.5)
+    truncation: float = Field(0.2, gt=0, le=0.5)
     """Share of the learners that counts as the worst, and as the best."""
-    gap: float = Field(0.0, ge=0)
+    min_rating_gap: float = Field(0.0, ge=0)
     """A learner copies a better one only if that one's rating is higher by more than this."""
     perturb: tuple[float, float] = (0.8, 1.2)
     """Factors, one of which, drawn at random, multiplies each copied setting."""
-    resample: float = Field(0.0, ge=0, le=1)
+    resample_probability: float = Field(0.0, ge=0, le=1)
     """Probability that a copied setting is drawn anew from its range instead of perturbed."""
     self_play: float = Field(0.2, ge=0, le=1)
     """Share of a learner's games against its own current weights; the others are against the other learners' latest
     members."""
-    decay: float = Field(0.99, gt=0, le=1)
+    win_rate_decay: float = Field(0.99, gt=0, le=1)
     """Factor by which a pair's earlier results are weighted down with each game; 1: all games count alike."""
 
 
 @dataclass
-class Learner:
+class PBTLearner:
     """A policy in training.
 
-    `copied` names the learner from which its next slice takes over ("": it continues its own weights); `tried` is True
-    once it has trained with its current settings.
+    `copied` names the learner from which its next slice takes over ("": it continues its own weights); `has_trained` is
+    True once it has trained with its current settings.
     """
 
     name: str
@@ -99,8 +99,8 @@ class Learner:
     latest: str = ""
     slices: int = 0
     score: float = 0.0
-    copied: str = ""
-    tried: bool = False
+    copied_from: str = ""
+    has_trained: bool = False
 
 
 class PBT:
@@ -117,33 +117,33 @@ class PBT:
                 f"for example uniform; this one has players {', '.join(population.players)}, {len(population)} members"
             )
         self.config, self.population, self.seed = config, population, seed
-        self.rates = WinRates(config.decay)
-        names = [f"learner_{number}" for number in range(config.learners)]
-        self.learners = {name: Learner(name, self._drawn(self._rng(name, 0))) for name in names}
+        self.win_rates = WinRates(config.win_rate_decay)
+        names = [f"learner_{number}" for number in range(config.num_learners)]
+        self.learners = {name: PBTLearner(name, self._drawn(self._rng(name, 0))) for name in names}
         self.env_steps = 0
         self.opponents: dict[str, dict[str, str]] = {}  # by task: from opponent member to the learner that made it
 
-    def begin(self) -> list[Task]:
+    def initial_tasks(self) -> list[Task]:
         """Returns the first slice of each learner."""
         return [self._slice(learner) for learner in self.learners.values()]
 
-    def finished(self, task: Task, result: Result) -> list[Task]:
+    def on_result(self, task: Task, result: ResultDict) -> list[Task]:
         """Records a slice's result, applies selection if it is due, and returns the learner's next slice."""
-        learner = self.learners[task.order["learner"]]
+        learner = self.learners[task.payload["learner"]]
         self.env_steps += int(result["env_steps"])
         self._note(learner, task, result)
         if learner.slices == self.config.slices:
             self._keep(learner)
             return []
-        if learner.slices % self.config.every == 0:
+        if learner.slices % self.config.select_every == 0:
             self._evolve(learner)
         return [self._slice(learner)]
 
-    def notes(self, task: Task, result: Result) -> dict[str, Metrics]:
+    def task_metrics(self, task: Task, result: ResultDict) -> dict[str, Metrics]:
         """Metrics of a slice: the learner's return, its rating, and the settings it was trained with."""
-        learner = self.learners[task.order["learner"]]
+        learner = self.learners[task.payload["learner"]]
         figures = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result["return"]}
-        return {learner.name: {**figures, "rating": self.rating(learner), **task.order["settings"]}}
+        return {learner.name: {**figures, "rating": self.rating(learner), **task.payload["settings"]}}
 
     def summary(self) -> Metrics:
         """Progress: slices done and in all, members, env steps."""
@@ -151,7 +151,7 @@ class PBT:
         whole = self.config.slices * len(self.learners)
         return {"iteration": done, "iterations": whole, "members": len(self.population), "env_steps": self.env_steps}
 
-    def _slice(self, learner: Learner) -> Task:
+    def _slice(self, learner: PBTLearner) -> Task:
         player = self.population.players[0]
         mix, self_play = self._mixture(learner)
         makes = f"{learner.name}-{learner.slices + 1}"
@@ -164,17 +164,17 @@ class PBT:
             "opponents": {player: mix},
             "self_play": self_play,
             "start": learner.latest or None,
-            **({"steps": self.config.steps} if self.config.steps else {"env_steps": self.config.env_steps}),
+            **({"steps": self.config.train_steps} if self.config.train_steps else {"env_steps": self.config.env_steps}),
             "settings": dict(learner.settings),
-            "copied": learner.copied,
+            "copied": learner.copied_from,
         }
         start = [learner.latest] if learner.latest else []
-        learner.copied = ""
+        learner.copied_from = ""
         known = self.population.members
         files = [name for name in dict.fromkeys([*mix, *start]) if name not in known or known[name].weights]
         return Task(f"train/{makes}", "train", order, tuple(files), makes)
 
-    def _mixture(self, learner: Learner) -> tuple[Mix, float]:
+    def _mixture(self, learner: PBTLearner) -> tuple[Mix, float]:
         others = [other.latest for other in self.learners.values() if other is not learner and other.latest]
         others = [name for name in dict.fromkeys(others) if name != learner.latest]
         if not others or self.config.self_play == 1:
@@ -183,55 +183,60 @@ class PBT:
             }, 1.0  # with self_play 1 the opponent never plays, but an order must name one
         return {name: 1 / len(others) for name in others}, self.config.self_play
 
-    def _note(self, learner: Learner, task: Task, result: Result) -> None:
+    def _note(self, learner: PBTLearner, task: Task, result: ResultDict) -> None:
         for member, name in self.opponents.pop(task.name).items():
             if tally := result["against"].get(member):
-                self.rates.add(learner.name, name, tally["games"], tally["wins"] + tally["draws"] / 2)
+                self.win_rates.add(learner.name, name, tally["games"], tally["wins"] + tally["draws"] / 2)
         learner.slices += 1
-        learner.latest, learner.tried = task.makes, True
+        learner.latest, learner.has_trained = task.output_member, True
         if result["return"] is not None:  # no game may have ended
             learner.score = float(result["return"])
 
     # ---- exploit and explore
 
-    def rating(self, learner: Learner) -> float:
-        """Returns a learner's current rating: a win rate from 0 to 1 or a mean return, by `PBTConfig.rated`."""
-        if self.config.rated == "return":
+    def rating(self, learner: PBTLearner) -> float:
+        """Returns a learner's current rating: a win rate from 0 to 1 or a mean return, by `PBTConfig.rating`."""
+        if self.config.rating == "return":
             return learner.score
         others = [other.name for other in self.learners.values() if other is not learner]
-        return float(np.mean([self.rates.rate(learner.name, other) for other in others]))
+        return float(np.mean([self.win_rates.rate(learner.name, other) for other in others]))
 
-    def _evolve(self, learner: Learner) -> None:
+    def _evolve(self, learner: PBTLearner) -> None:
         """Truncation selection, once all learners have trained: if `learner` is among the worst, it may take over from
         one of the best."""
         ranked = sorted(self.learners.values(), key=self.rating)  # stable: equals stay in the order of their numbers
-        ends = min(math.ceil(self.config.share * len(ranked)), len(ranked) // 2)
-        best = [other for other in ranked[-ends:] if other.tried]
+        ends = min(math.ceil(self.config.truncation * len(ranked)), len(ranked) // 2)
+        best = [other for other in ranked[-ends:] if other.has_trained]
         if learner not in ranked[:ends] or not best or not all(other.slices for other in ranked):
             return
         rng = self._rng(learner.name, learner.slices)
         chosen = best[int(rng.integers(len(best)))]
-        if self.rating(chosen) - self.rating(learner) > self.config.gap:
+        if self.rating(chosen) - self.rating(learner) > self.config.min_rating_gap:
             self._take_over(learner, chosen, rng)
 
-    def _take_over(self, learner: Learner, best: Learner, rng: np.random.Generator) -> None:
-        learner.latest, learner.score, learner.copied, learner.tried = best.latest, best.score, best.name, False
+    def _take_over(self, learner: PBTLearner, best: PBTLearner, rng: np.random.Generator) -> None:
+        learner.latest, learner.score, learner.copied_from, learner.has_trained = (
+            best.latest,
+            best.score,
+            best.name,
+            False,
+        )
         learner.settings = {name: self._explored(name, value, rng) for name, value in best.settings.items()}
-        self.rates.forget(learner.name)
+        self.win_rates.remove(learner.name)
 
     def _explored(self, name: str, value: float, rng: np.random.Generator) -> float:
         searched = self.config.search[name]
-        if rng.random() < self.config.resample:
-            return searched.draw(rng)
-        return searched.inside(value * self.config.perturb[int(rng.integers(2))])
+        if rng.random() < self.config.resample_probability:
+            return searched.sample(rng)
+        return searched.clip(value * self.config.perturb[int(rng.integers(2))])
 
     def _drawn(self, rng: np.random.Generator) -> dict[str, float]:
-        return {name: searched.draw(rng) for name, searched in self.config.search.items()}
+        return {name: searched.sample(rng) for name, searched in self.config.search.items()}
 
     def _rng(self, learner: str, slices: int) -> np.random.Generator:
-        return np.random.default_rng(derive(self.seed, "pbt", learner, slices))
+        return np.random.default_rng(derive_seed(self.seed, "pbt", learner, slices))
 
-    def _keep(self, learner: Learner) -> None:
+    def _keep(self, learner: PBTLearner) -> None:
         info = {"learner": learner.name, "settings": dict(learner.settings), "rating": self.rating(learner)}
         name = learner.latest
         self.population.add(Member(name, self.population.players[0], f"members/{name}", None, info))

@@ -43,7 +43,7 @@ class Population:
         self.members[member.name] = member
         return member
 
-    def of(self, player: Player) -> list[str]:
+    def names_of(self, player: Player) -> list[str]:
         """Returns the names of a player's members, oldest first."""
         return [name for name, member in self.members.items() if member.player in ("", player)]
 

@@ -3,7 +3,7 @@
 Ratings order members; if each member of a group is beaten by another, there is no order. `cyclicity` measures the share
 of the payoff table that no rating can explain; Nash averaging and relative performance weight members by the opponents
 that matter instead. `points_MM[a, b]` float64 counts how often `a` has beaten `b`, a draw counting half;
-`Payoffs.points` computes it.
+`PayoffTable.points` computes it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.populations.normal_form.zero_sum import maximin, value
-from palestra.populations.payoffs import Payoffs
+from palestra.populations.normal_form.zero_sum import game_value, maximin
+from palestra.populations.payoffs import PayoffTable
 
-ELO = 400 / np.log(10)  # Elo points per unit of log-odds
+ELO_PER_LOG_ODDS = 400 / np.log(10)  # Elo points per unit of log-odds
 
 
 class Ratings(NamedTuple):
@@ -26,7 +26,7 @@ class Ratings(NamedTuple):
     stderr_M: np.ndarray
 
 
-class Skill(NamedTuple):
+class SkillRating(NamedTuple):
     """Normal distribution of a member's skill (OpenSkill). `mu - 3 * sigma` is a conservative estimate."""
 
     mu: float
@@ -47,23 +47,23 @@ class Cyclicity(NamedTuple):
     warning: str
 
 
-def elo_update(one: float, other: float, score: float, k: float = 32.0) -> tuple[float, float]:
+def elo_update(elo_a: float, elo_b: float, score: float, k_factor: float = 32.0) -> tuple[float, float]:
     """Returns both players' Elo after a game in which the first scored `score`: 1 for a win, 0.5 for a draw (Elo,
     1978)."""
-    gain = k * (score - 1 / (1 + 10 ** ((other - one) / 400)))
-    return one + gain, other - gain
+    gain = k_factor * (score - 1 / (1 + 10 ** ((elo_b - elo_a) / 400)))
+    return elo_a + gain, elo_b - gain
 
 
-def fit_elo(points_MM: np.ndarray, *, mean: float = 1200.0, prior: float = 1.0) -> Ratings:
+def fit_elo(points_MM: np.ndarray, *, mean: float = 1200.0, prior_draws: float = 1.0) -> Ratings:
     """Returns the maximum-likelihood Elo ratings of mean `mean`, independent of the order of games (Bradley & Terry,
     1952).
 
-    `points_MM` is float64 [M, M]. Each pair that met gets `prior` additional drawn games, which keeps ratings of
+    `points_MM` is float64 [M, M]. Each pair that met gets `prior_draws` additional drawn games, which keeps ratings of
     unbeaten members finite. Standard errors are of the difference to the mean. Raises ValueError if games do not link
     all members, or, without prior, if some group never lost to the rest.
     """
     met = points_MM + points_MM.T
-    points = points_MM + np.where(met > 0, prior / 2, 0)
+    points = points_MM + np.where(met > 0, prior_draws / 2, 0)
     if len(_groups(points > 0)) > 1:
         raise ValueError(
             "these games rate only members of one group at a time: some never met the rest, or never lost to them. "
@@ -78,23 +78,25 @@ def fit_elo(points_MM: np.ndarray, *, mean: float = 1200.0, prior: float = 1.0) 
         worth += np.clip(step, -2, 2)  # far from the optimum the likelihood is almost linear, and Newton steps too long
         if np.abs(step).max(initial=0) < 1e-10:
             break
-    return Ratings(mean + ELO * (worth - worth.mean()), ELO * np.sqrt(np.maximum(bend.diagonal(), 0)))
+    return Ratings(
+        mean + ELO_PER_LOG_ODDS * (worth - worth.mean()), ELO_PER_LOG_ODDS * np.sqrt(np.maximum(bend.diagonal(), 0))
+    )
 
 
-def log_odds(points_MM: np.ndarray, prior: float = 1.0) -> np.ndarray:
-    """Returns the log-odds float64 [M, M] of a win, antisymmetric, with `prior` additional drawn games; 0 for pairs
-    that never met."""
+def log_odds(points_MM: np.ndarray, prior_draws: float = 1.0) -> np.ndarray:
+    """Returns the log-odds float64 [M, M] of a win, antisymmetric, with `prior_draws` additional drawn games; 0 for
+    pairs that never met."""
     met = points_MM + points_MM.T > 0
-    smooth = np.where(met, points_MM + prior / 2, 1)
+    smooth = np.where(met, points_MM + prior_draws / 2, 1)
     return np.where(met, np.log(smooth) - np.log(smooth.T), 0)
 
 
-def cyclicity(names: Sequence[str], points_MM: np.ndarray, *, sure: float = 2.0) -> Cyclicity:
+def cyclicity(names: Sequence[str], points_MM: np.ndarray, *, z_threshold: float = 2.0) -> Cyclicity:
     """Returns how far the results [M, M] are from any order: the share of the squared log-odds, weighted by games, that
     remains after the best rating is subtracted (Jiang et al., 2011: HodgeRank, eq. 28).
 
-    Sampling errors count as cycles in `share`. `groups` use only wins that are more than `sure` standard errors from
-    even.
+    Sampling errors count as cycles in `share`. `groups` use only wins that are more than `z_threshold` standard errors
+    from even.
     """
     games = points_MM + points_MM.T
     flow = log_odds(points_MM)
@@ -102,7 +104,7 @@ def cyclicity(names: Sequence[str], points_MM: np.ndarray, *, sure: float = 2.0)
     left = flow - (worth[:, None] - worth[None, :])
     total = float((games * flow**2).sum())
     share = float((games * left**2).sum()) / total if total > 0 else 0.0
-    beats = points_MM - points_MM.T > sure * np.sqrt(games)
+    beats = points_MM - points_MM.T > z_threshold * np.sqrt(games)
     groups = [[names[one] for one in group] for group in _groups(beats) if len(group) > 1]
     return Cyclicity(share, groups, _warning(share, groups))
 
@@ -130,23 +132,23 @@ def _laplacian(weight_MM: np.ndarray) -> np.ndarray:
     return np.diag(weight_MM.sum(axis=1)) - weight_MM
 
 
-def openskill(games: Iterable[tuple[Sequence[str], Sequence[float]]]) -> dict[str, Skill]:
+def openskill_ratings(games: Iterable[tuple[Sequence[str], Sequence[float]]]) -> dict[str, SkillRating]:
     """Returns skills after `games`, in order; each is the members and their scores (higher is better), for any number
     of members.
 
-    Method of Weng & Lin (2011), by the `openskill` package's PlackettLuce. Games of a member against itself are
+    Method of Weng & Lin (2011), by the `openskill_ratings` package's PlackettLuce. Games of a member against itself are
     skipped.
     """
     from openskill.models import PlackettLuce
 
     model = PlackettLuce()
-    skills: dict[str, Skill] = {}
+    skills: dict[str, SkillRating] = {}
     for names, scores in games:
         if len(set(names)) == len(names):
-            known = (skills.get(name, Skill(model.mu, model.sigma)) for name in names)
+            known = (skills.get(name, SkillRating(model.mu, model.sigma)) for name in names)
             teams = [[model.rating(mu=skill.mu, sigma=skill.sigma)] for skill in known]
             for name, (after,) in zip(names, model.rate(teams, scores=list(scores)), strict=True):
-                skills[name] = Skill(after.mu, after.sigma)
+                skills[name] = SkillRating(after.mu, after.sigma)
     return skills
 
 
@@ -163,7 +165,7 @@ def nash_averaging(table_MM: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return strategy, table_MM @ strategy
 
 
-def cross_play(payoffs: Payoffs, rows: Sequence[str], columns: Sequence[str]) -> np.ndarray:
+def cross_play(payoffs: PayoffTable, rows: Sequence[str], columns: Sequence[str]) -> np.ndarray:
     """Returns mean returns, float64 [rows, columns], of members at the first of two seats against others at the second;
     NaN for pairs that never met."""
     cells = [[payoffs.cell((row, column)) for column in columns] for row in rows]
@@ -173,4 +175,4 @@ def cross_play(payoffs: Payoffs, rows: Sequence[str], columns: Sequence[str]) ->
 def relative_performance(table: np.ndarray) -> float:
     """Returns the value of the zero-sum table [rows, columns] of the first population's payoffs against the second's
     (Balduzzi et al., 2019, def. 3). Above 0, the first is ahead."""
-    return value(table)
+    return game_value(table)

@@ -16,19 +16,19 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from palestra.config import Strict
-from palestra.populations.matches import Matches
-from palestra.populations.matchmaking import Latest, MatchmakerConfig
-from palestra.populations.opponents import Meta, members_of, normal
-from palestra.populations.payoffs import Payoffs
+from palestra.config import StrictModel
+from palestra.populations.match_tasks import MatchQueue
+from palestra.populations.matchmaking import LatestMatchmaker, MatchmakerConfig
+from palestra.populations.meta_strategy import MetaStrategy, drop_negligible, opponent_names
+from palestra.populations.payoffs import PayoffTable
 from palestra.populations.population import Member, Mix, Player, Population
-from palestra.populations.solvers import Nash, SolverConfig
-from palestra.populations.tasks import Result, Task
+from palestra.populations.solvers import MetaSolverConfig, Nash
+from palestra.populations.tasks import ResultDict, Task
 from palestra.populations.win_rates import WinRates
 from palestra.types import TEAM, Metrics
 
 
-class SelfPlayConfig(Strict):
+class SelfPlayConfig(StrictModel):
     """Self-play with a pool of earlier members: slices, choice of opponents, and evaluation."""
 
     type: Literal["self_play"] = "self_play"
@@ -36,39 +36,44 @@ class SelfPlayConfig(Strict):
     """Slices that each player trains."""
     env_steps: int = Field(20_000, ge=1)
     """Env steps of each slice."""
-    steps: int = Field(0, ge=0)
+    train_steps: int = Field(0, ge=0)
     """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
-    matchmaker: MatchmakerConfig = Latest()
+    matchmaker: MatchmakerConfig = LatestMatchmaker()
     """Computes the mixture of opponents."""
-    pool: int = Field(0, ge=0)
+    pool_size: int = Field(0, ge=0)
     """Opponents are the newest so many members; 0: all."""
     self_play: float = Field(0.0, ge=0, le=1)
     """Probability that a game's opponents are the learner's own current weights; needs `symmetric: true`."""
     start: Literal["last", "fresh"] = "last"
     """A slice continues the `last` one, or starts with `fresh` weights."""
-    games: int = Field(0, ge=0)
+    games_per_cell: int = Field(0, ge=0)
     """Games of each new copy against each earlier one, for the payoff table; 0: none. Needed by matchmaker
     `solution`."""
-    cells: int = Field(16, ge=1)
+    cells_per_task: int = Field(16, ge=1)
     """Payoff cells of one task of games."""
-    solver: SolverConfig = Nash()
+    meta_solver: MetaSolverConfig = Nash()
     """Meta-solver for matchmaker `solution`."""
-    decay: float = Field(0.99, gt=0, le=1)
+    win_rate_decay: float = Field(0.99, gt=0, le=1)
     """Factor by which earlier results against an opponent are weighted down with each game; 1: all games count
     alike."""
-    assess: int = Field(1, ge=0)
+    nash_conv_every: int = Field(1, ge=0)
     """NashConv is measured every so many slices; 0: never. Needs a game with exact rules."""
-    assessed: Literal["average", "latest"] = "average"
+    nash_conv_of: Literal["average", "latest"] = "average"
     """NashConv is that of the uniform mixture over all members (`average`), or of the `latest`."""
-    stop: float = Field(0.0, ge=0)
+    stop_nash_conv: float = Field(0.0, ge=0)
     """The run ends once NashConv is at most this; 0: never."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.matchmaker.type == "solution" and not self.games:
-            raise ValueError("matchmaker solution reads the payoff table, which games: 0 leaves empty; say games: 200")
-        if self.matchmaker.type == "solution" and self.solver.joint:
-            raise ValueError(f"matchmaker solution needs a mixture for each player; solver {self.solver.type} has none")
+        if self.matchmaker.type == "solution" and not self.games_per_cell:
+            raise ValueError(
+                "matchmaker solution reads the payoff table, which games_per_cell: 0 leaves empty; say games_per_cell: "
+                "200"
+            )
+        if self.matchmaker.type == "solution" and self.meta_solver.is_joint:
+            raise ValueError(
+                f"matchmaker solution needs a mixture for each player; meta_solver {self.meta_solver.type} has none"
+            )
         return self
 
 
@@ -79,39 +84,39 @@ class SelfPlay:
         """Raises ValueError if a player has no member, or if `self_play` is above 0 with several players."""
         self.config, self.population = config, population
         self.seats = tuple(seats) or population.players
-        if empty := [player for player in population.players if not population.of(player)]:
+        if empty := [player for player in population.players if not population.names_of(player)]:
             raise ValueError(f'player "{empty[0]}" has no member to begin with: add one, for example uniform')
         if config.self_play and len(population.players) > 1:
             raise ValueError(
                 "self_play: a policy of one seat cannot sit at another; only a population that plays every seat "
                 "(symmetric: true) meets its own current weights"
             )
-        self.matches = Matches(population, self.seats, max(config.games, 1), config.cells)
-        self.first = {player: len(population.of(player)) for player in population.players}
-        self.done = dict.fromkeys(population.players, 0)
-        self.busy: set[Player] = set()
-        self.rates = WinRates(config.decay)
+        self.matches = MatchQueue(population, self.seats, max(config.games_per_cell, 1), config.cells_per_task)
+        self.num_initial = {player: len(population.names_of(player)) for player in population.players}
+        self.slices_done = dict.fromkeys(population.players, 0)
+        self.in_training: set[Player] = set()
+        self.win_rates = WinRates(config.win_rate_decay)
         self.nash_convs: dict[int, float] = {}
         self.env_steps = 0
-        self.over = False
+        self.is_done = False
         self._notes: dict[str, Metrics] = {}
 
-    def begin(self) -> list[Task]:
-        """Returns the games among the initial members, if `games` is above 0, and the first slices."""
-        return [*(self.matches.first() if self.config.games else []), *self._slices()]
+    def initial_tasks(self) -> list[Task]:
+        """Returns the games among the initial members, if `games_per_cell` is above 0, and the first slices."""
+        return [*(self.matches.initial_tasks() if self.config.games_per_cell else []), *self._slices()]
 
-    def finished(self, task: Task, result: Result) -> list[Task]:
+    def on_result(self, task: Task, result: ResultDict) -> list[Task]:
         """Records a result; returns the games, assessments and slices that it makes possible."""
         self._notes, new = {}, []
         if task.kind == "train":
             new = self._trained(task, result)
         elif task.kind == "play":
-            self.matches.finished(task, result)
+            self.matches.record_result(task, result)
         else:
             self._assessed(task, result)
         return [*new, *self._slices()]
 
-    def notes(self, task: Task, result: Result) -> dict[str, Metrics]:
+    def task_metrics(self, task: Task, result: ResultDict) -> dict[str, Metrics]:
         """Metrics of a slice or of NashConv, with counts once all players have trained equally many slices."""
         return self._notes
 
@@ -121,27 +126,27 @@ class SelfPlay:
         return {"iteration": self._round(), "iterations": self.config.slices, **self._counts(), **last}
 
     @property
-    def payoffs(self) -> Payoffs:
-        """Payoff table of the frozen members; empty if `games` is 0."""
-        return self.matches.game.payoffs
+    def payoffs(self) -> PayoffTable:
+        """Payoff table of the frozen members; empty if `games_per_cell` is 0."""
+        return self.matches.empirical_game.payoffs
 
     def _counts(self) -> Metrics:
-        return {"members": len(self.population), "games": self.matches.played, "env_steps": self.env_steps}
+        return {"members": len(self.population), "games": self.matches.num_games, "env_steps": self.env_steps}
 
     def _round(self) -> int:
         """Number of slices that every player has done."""
-        return min(self.done.values())
+        return min(self.slices_done.values())
 
     # ---- results
 
-    def _trained(self, task: Task, result: Result) -> list[Task]:
-        player, before = task.order["player"], self._round()
+    def _trained(self, task: Task, result: ResultDict) -> list[Task]:
+        player, before = task.payload["player"], self._round()
         for member, tally in result["against"].items():
-            self.rates.add(player, member, tally["games"], tally["wins"] + tally["draws"] / 2)
-        self.busy.remove(player)
-        self.done[player] += 1
+            self.win_rates.add(player, member, tally["games"], tally["wins"] + tally["draws"] / 2)
+        self.in_training.remove(player)
+        self.slices_done[player] += 1
         self.env_steps += int(result["env_steps"])
-        figures = {"iteration": self.done[player], "env_steps": self.env_steps, "return": result["return"]}
+        figures = {"iteration": self.slices_done[player], "env_steps": self.env_steps, "return": result["return"]}
         self._notes = {player: figures}
         new = self._keep(task)
         if self._round() > before:
@@ -151,81 +156,87 @@ class SelfPlay:
 
     def _keep(self, task: Task) -> list[Task]:
         """Adds the frozen copy; returns its games."""
-        player, name = task.order["player"], task.makes
-        info = {"iteration": self.done[player]}
-        member = Member(name, player, f"members/{name}", task.order["start"], info)
-        if self.config.games:
-            return self.matches.join(member)
+        player, name = task.payload["player"], task.output_member
+        info = {"iteration": self.slices_done[player]}
+        member = Member(name, player, f"members/{name}", task.payload["start"], info)
+        if self.config.games_per_cell:
+            return self.matches.add_member(member)
         self.population.add(member)
         return []
 
     def _assessment(self, number: int) -> list[Task]:
-        every, last = self.config.assess, number == self.config.slices
+        every, last = self.config.nash_conv_every, number == self.config.slices
         if not every or (number % every and not last):
             return []
         names = self._names(number)
         mixes = {player: dict.fromkeys(own, 1 / len(own)) for player, own in names.items()}
-        if self.config.assessed == "latest":
+        if self.config.nash_conv_of == "latest":
             mixes = {player: {own[-1]: 1.0} for player, own in names.items()}
-        files = self.matches.files(name for mix in mixes.values() for name in mix)
+        files = self.matches.names_with_files(name for mix in mixes.values() for name in mix)
         return [Task(f"assess/{number}", "assess", {"iteration": number, "strategies": mixes}, files)]
 
-    def _assessed(self, task: Task, result: Result) -> None:
-        number, measured = int(task.order["iteration"]), float(result["nash_conv"])
+    def _assessed(self, task: Task, result: ResultDict) -> None:
+        number, measured = int(task.payload["iteration"]), float(result["nash_conv"])
         self.nash_convs[number] = measured
-        self.over |= measured <= self.config.stop > 0
+        self.is_done |= measured <= self.config.stop_nash_conv > 0
         self._notes = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result["exploitability"]}}
 
     # ---- slices
 
     def _slices(self) -> list[Task]:
         """Returns a slice for every player that can start one."""
-        return [] if self.over else [self._slice(player) for player in self.population.players if self._ready(player)]
+        return (
+            [] if self.is_done else [self._slice(player) for player in self.population.players if self._ready(player)]
+        )
 
     def _ready(self, player: Player) -> bool:
-        done = self.done[player]
-        if player in self.busy or done == self.config.slices or self._round() < done:
+        done = self.slices_done[player]
+        if player in self.in_training or done == self.config.slices or self._round() < done:
             return False
         names = self._pool(done)
         return self.config.matchmaker.type != "solution" or all(
-            map(self.matches.game.knows, product(*(names[seat] for seat in self.seats)))
+            map(self.matches.empirical_game.has_payoffs, product(*(names[seat] for seat in self.seats)))
         )
 
     def _slice(self, player: Player) -> Task:
-        number = self.done[player]
+        number = self.slices_done[player]
         name, own = f"{player}-{number + 1}", self._names(number)[player]
-        start = own[-1] if self.config.start == "last" and self.matches.files(own[-1:]) else None
+        start = own[-1] if self.config.start == "last" and self.matches.names_with_files(own[-1:]) else None
         order: dict[str, Any] = {"player": player, "opponents": self._opponents(player), "start": start}
-        order |= {"steps": self.config.steps} if self.config.steps else {"env_steps": self.config.env_steps}
+        order |= {"steps": self.config.train_steps} if self.config.train_steps else {"env_steps": self.config.env_steps}
         order["self_play"] = self.config.self_play
-        self.busy.add(player)
-        files = self.matches.files([*members_of(order), *([start] if start else [])])
+        self.in_training.add(player)
+        files = self.matches.names_with_files([*opponent_names(order), *([start] if start else [])])
         return Task(f"train/{name}", "train", order, files, name)
 
     def _opponents(self, player: Player) -> dict[Player, Mix]:
         """Returns the mixture of opponents of a player's next slice, by player."""
-        names = self._pool(self.done[player])
+        names = self._pool(self.slices_done[player])
         others = [other for other in names if other != player] or [player]
         return {
-            other: normal(self.config.matchmaker.mix(names[other], self._rates(player, names[other]), solution))
+            other: drop_negligible(
+                self.config.matchmaker.mix(names[other], self._rates(player, names[other]), solution)
+            )
             for other, solution in self._solution(names, others).items()
         }
 
     def _rates(self, player: Player, names: Sequence[str]) -> dict[str, float]:
-        return {name: self.rates.rate(player, name) for name in names}
+        return {name: self.win_rates.rate(player, name) for name in names}
 
     def _solution(self, names: dict[Player, list[str]], others: Sequence[Player]) -> dict[Player, Mix]:
         """Returns the meta-strategy of each player if the matchmaker uses it; else empty mixtures."""
         if self.config.matchmaker.type != "solution":
             return {other: {} for other in others}
         seated = [names[player] for player in self.seats]
-        strategies = self.config.solver.solve(self.matches.game.tables(seated))
-        meta = Meta.independent(self.seats, seated, strategies)
-        return {other: meta.mix(other) for other in others}
+        strategies = self.config.meta_solver.solve(self.matches.empirical_game.payoff_tensors(seated))
+        meta = MetaStrategy.independent(self.seats, seated, strategies)
+        return {other: meta.marginal(other) for other in others}
 
     def _names(self, number: int) -> dict[Player, list[str]]:
         """Returns the members of each player after `number` slices."""
-        return {player: self.population.of(player)[: first + number] for player, first in self.first.items()}
+        return {
+            player: self.population.names_of(player)[: first + number] for player, first in self.num_initial.items()
+        }
 
     def _pool(self, number: int) -> dict[Player, list[str]]:
-        return {player: names[-self.config.pool :] for player, names in self._names(number).items()}
+        return {player: names[-self.config.pool_size :] for player, names in self._names(number).items()}

@@ -2,7 +2,7 @@
 
 Every solver has both forms: `solve` returns one distribution for each player, `solve_joint` a joint distribution over
 member profiles. For solvers with independent players the joint distribution is their product; for solvers that
-correlate them (`joint`) the distributions are its marginals, which may not be an equilibrium.
+correlate them (`is_joint`) the distributions are its marginals, which may not be an equilibrium.
 """
 
 from __future__ import annotations
@@ -13,76 +13,81 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from palestra.config import Strict
+from palestra.config import StrictModel
 from palestra.populations.normal_form.alpha_rank import alpha_rank
 from palestra.populations.normal_form.convex import Objective
 from palestra.populations.normal_form.correlated import coarse_correlated_equilibrium, correlated_equilibrium
-from palestra.populations.normal_form.dynamics import fictitious_play, projected_replicator, regret_matching, uniform
-from palestra.populations.normal_form.tables import Payoff, checked, joint_of, marginals
+from palestra.populations.normal_form.iterative_solvers import (
+    fictitious_play,
+    projected_replicator,
+    regret_matching,
+    uniform_strategies,
+)
+from palestra.populations.normal_form.payoff_tensors import PayoffTensors, check_payoffs, joint_distribution, marginals
 from palestra.populations.normal_form.zero_sum import nash
 
 
-class Solver(Strict):
+class MetaSolver(StrictModel):
     """Computes strategies from mean payoffs, one array [m_0, ..., m_n-1] for each player. Strategies are float64."""
 
-    joint: ClassVar[bool] = False
+    is_joint: ClassVar[bool] = False
 
     @abstractmethod
-    def solve(self, payoffs: Payoff) -> list[np.ndarray]:
+    def solve(self, payoffs: PayoffTensors) -> list[np.ndarray]:
         """Returns a distribution [m_i] for each player. Raises ValueError if the solver cannot handle the table."""
 
-    def solve_joint(self, payoffs: Payoff) -> np.ndarray:
+    def solve_joint(self, payoffs: PayoffTensors) -> np.ndarray:
         """Returns a joint distribution over member profiles [m_0, ..., m_n-1]."""
-        return joint_of(self.solve(payoffs))
+        return joint_distribution(self.solve(payoffs))
 
 
-class JointSolver(Solver):
+class JointMetaSolver(MetaSolver):
     """A solver whose joint distribution correlates the players."""
 
-    joint: ClassVar[bool] = True
+    is_joint: ClassVar[bool] = True
 
     @abstractmethod
-    def solve_joint(self, payoffs: Payoff) -> np.ndarray:
+    def solve_joint(self, payoffs: PayoffTensors) -> np.ndarray:
         """Returns a joint distribution over member profiles [m_0, ..., m_n-1]."""
 
-    def solve(self, payoffs: Payoff) -> list[np.ndarray]:
+    def solve(self, payoffs: PayoffTensors) -> list[np.ndarray]:
         """Returns the marginals [m_i] of the joint distribution."""
         return marginals(self.solve_joint(payoffs))
 
 
-class Uniform(Solver):
+class Uniform(MetaSolver):
     """Uniform over each player's members. PSRO with it is fictitious play over members."""
 
     type: Literal["uniform"] = "uniform"
 
-    def solve(self, payoffs: Payoff) -> list[np.ndarray]:
-        return uniform(checked(payoffs))
+    def solve(self, payoffs: PayoffTensors) -> list[np.ndarray]:
+        return uniform_strategies(check_payoffs(payoffs))
 
 
-class Nash(Solver):
+class Nash(MetaSolver):
     """Nash equilibrium of a two-player constant-sum table, by linear programming."""
 
     type: Literal["nash"] = "nash"
-    ties: Literal["vertex", "entropy"] = "vertex"
+    tie_break: Literal["vertex", "entropy"] = "vertex"
     """Choice among several equilibria: `vertex`, the first that the simplex method finds, or `entropy`, the most
     random."""
 
-    def solve(self, payoffs: Payoff) -> list[np.ndarray]:
-        return nash(checked(payoffs), ties=self.ties)
+    def solve(self, payoffs: PayoffTensors) -> list[np.ndarray]:
+        return nash(check_payoffs(payoffs), ties=self.tie_break)
 
 
-class FictitiousPlay(Solver):
+class FictitiousPlay(MetaSolver):
     """Fictitious play: each player's average over rounds of best responses to the others' averages."""
 
     type: Literal["fictitious_play"] = "fictitious_play"
     iterations: int = Field(10_000, ge=1)
     """Rounds."""
 
-    def solve(self, payoffs: Payoff) -> list[np.ndarray]:
-        return fictitious_play(checked(payoffs), iterations=self.iterations)
+    def solve(self, payoffs: PayoffTensors) -> list[np.ndarray]:
+        return fictitious_play(check_payoffs(payoffs), iterations=self.iterations)
 
 
-class RegretMatching(Solver):
+class RegretMatching(MetaSolver):
     """Each player's average over rounds of regret matching."""
 
     type: Literal["regret_matching"] = "regret_matching"
@@ -91,11 +96,11 @@ class RegretMatching(Solver):
     gamma: float = Field(1e-6, ge=0, le=1)
     """Share of uniform play in every round."""
 
-    def solve(self, payoffs: Payoff) -> list[np.ndarray]:
-        return regret_matching(checked(payoffs), iterations=self.iterations, gamma=self.gamma)
+    def solve(self, payoffs: PayoffTensors) -> list[np.ndarray]:
+        return regret_matching(check_payoffs(payoffs), iterations=self.iterations, gamma=self.gamma)
 
 
-class ProjectedReplicator(Solver):
+class ProjectedReplicator(MetaSolver):
     """Each player's average along projected replicator dynamics, PSRO's original solver (Lanctot et al., 2017)."""
 
     type: Literal["prd"] = "prd"
@@ -106,24 +111,24 @@ class ProjectedReplicator(Solver):
     gamma: float = Field(1e-6, ge=0)
     """Lower bound of every member's probability."""
 
-    def solve(self, payoffs: Payoff) -> list[np.ndarray]:
-        return projected_replicator(checked(payoffs), iterations=self.iterations, dt=self.dt, gamma=self.gamma)
+    def solve(self, payoffs: PayoffTensors) -> list[np.ndarray]:
+        return projected_replicator(check_payoffs(payoffs), iterations=self.iterations, dt=self.dt, gamma=self.gamma)
 
 
-class AlphaRank(JointSolver):
+class AlphaRank(JointMetaSolver):
     """Alpha-rank: the stationary distribution of an evolutionary process over profiles; any number of players."""
 
     type: Literal["alpha_rank"] = "alpha_rank"
     alpha: float | Literal["infinite", "sweep"] = "infinite"
     """Intensity of selection; `sweep` doubles it until the distribution no longer changes."""
-    m: int = Field(50, ge=2)
+    population_size: int = Field(50, ge=2)
     """Individuals in each population; not used with infinite `alpha`."""
 
-    def solve_joint(self, payoffs: Payoff) -> np.ndarray:
-        return alpha_rank(checked(payoffs), alpha=self.alpha, m=self.m)
+    def solve_joint(self, payoffs: PayoffTensors) -> np.ndarray:
+        return alpha_rank(check_payoffs(payoffs), alpha=self.alpha, m=self.population_size)
 
 
-class CorrelatedEquilibrium(JointSolver):
+class CorrelatedEquilibrium(JointMetaSolver):
     """The most random correlated equilibrium: no player gains by another member than the one recommended."""
 
     type: Literal["ce"] = "ce"
@@ -132,11 +137,11 @@ class CorrelatedEquilibrium(JointSolver):
     epsilon: float = Field(0.0, ge=0)
     """Gain by deviation that is allowed, in units of return."""
 
-    def solve_joint(self, payoffs: Payoff) -> np.ndarray:
-        return correlated_equilibrium(checked(payoffs), objective=self.objective, epsilon=self.epsilon)
+    def solve_joint(self, payoffs: PayoffTensors) -> np.ndarray:
+        return correlated_equilibrium(check_payoffs(payoffs), objective=self.objective, epsilon=self.epsilon)
 
 
-class CoarseCorrelatedEquilibrium(JointSolver):
+class CoarseCorrelatedEquilibrium(JointMetaSolver):
     """The most random coarse correlated equilibrium: no player gains by a member chosen before recommendations."""
 
     type: Literal["cce"] = "cce"
@@ -145,11 +150,11 @@ class CoarseCorrelatedEquilibrium(JointSolver):
     epsilon: float = Field(0.0, ge=0)
     """Gain by deviation that is allowed, in units of return."""
 
-    def solve_joint(self, payoffs: Payoff) -> np.ndarray:
-        return coarse_correlated_equilibrium(checked(payoffs), objective=self.objective, epsilon=self.epsilon)
+    def solve_joint(self, payoffs: PayoffTensors) -> np.ndarray:
+        return coarse_correlated_equilibrium(check_payoffs(payoffs), objective=self.objective, epsilon=self.epsilon)
 
 
-SolverConfig = Annotated[
+MetaSolverConfig = Annotated[
     Uniform
     | Nash
     | FictitiousPlay

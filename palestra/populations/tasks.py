@@ -12,34 +12,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-Result = dict[str, Any]  # JSON: a worker's result of a task
+ResultDict = dict[str, Any]  # JSON: a worker's result of a task
 
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work. `name` is unique in a run; `order` (JSON) is its input.
+    """A piece of work. `name` is unique in a run; `payload` (JSON) is its input.
 
     Task("train/player_0-3", "train", {"player": "player_0", "opponents": {"player_1": {"player_1-2": 1.0}}},
-         members=("player_1-2",), makes="player_0-3")
+         members=("player_1-2",), output_member="player_0-3")
     """
 
     name: str
     kind: str  # train, play, assess, solve
-    order: Mapping[str, Any] = field(default_factory=dict)
+    payload: Mapping[str, Any] = field(default_factory=dict)
     members: tuple[str, ...] = ()
     """Members whose files the worker needs."""
-    makes: str = ""
+    output_member: str = ""
     """Name of the member whose folder the task fills; "": none."""
 
 
 class Plan(Protocol):
     """Determines the tasks of a run. It must be deterministic in the sequence of finished tasks."""
 
-    def begin(self) -> Sequence[Task]:
+    def initial_tasks(self) -> Sequence[Task]:
         """Returns the tasks that need no results."""
         ...
 
-    def finished(self, task: Task, result: Result) -> Sequence[Task]:
+    def on_result(self, task: Task, result: ResultDict) -> Sequence[Task]:
         """Takes the result of `task`; returns the tasks that this makes possible."""
         ...
 
@@ -47,7 +47,7 @@ class Plan(Protocol):
 class Worker(Protocol):
     """Runs tasks, one at a time, in a process of its own or in the current one."""
 
-    def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
         """Runs `task` and returns its result.
 
         `members` are the folders of their files (read-only); `out`, if the task produces a member, is an empty folder
@@ -56,15 +56,15 @@ class Worker(Protocol):
         ...
 
 
-MakeWorker = Callable[[], Worker]  # must be picklable: a backend calls it in the worker's process
+WorkerFactory = Callable[[], Worker]  # must be picklable: a backend calls it in the worker's process
 
 
 @dataclass(frozen=True)
-class Done:
+class TaskResult:
     """A finished task. `result` is the worker's after a round trip through JSON; `seconds` is the worker's time."""
 
     task: Task
-    result: Result
+    result: ResultDict
     folder: Path | None
     """Files of the member that the task produced, or None; the receiver owns the folder."""
     seconds: float
@@ -78,11 +78,11 @@ class Backend(Protocol):
         """Number of tasks that run at once."""
         ...
 
-    def share(self, name: str, folder: Path) -> None:
+    def add_member(self, name: str, folder: Path) -> None:
         """Registers a member, so that tasks that name it in `members` find its files."""
         ...
 
-    def forget(self, name: str) -> None:
+    def remove_member(self, name: str) -> None:
         """Removes a member that no pending task needs; its folder may then be deleted."""
         ...
 
@@ -90,12 +90,12 @@ class Backend(Protocol):
         """Adds a task to the queue."""
         ...
 
-    def wait(self, timeout: float | None = None) -> Done | None:
+    def wait(self, timeout: float | None = None) -> TaskResult | None:
         """Returns the next finished task, or None after `timeout` seconds. Raises ValueError, with the task's name, if
         its worker raised, or died repeatedly."""
         ...
 
-    def withdraw(self) -> int:
+    def cancel_pending(self) -> int:
         """Removes tasks that have not started; returns the number of running ones."""
         ...
 
@@ -104,7 +104,7 @@ class Backend(Protocol):
         ...
 
 
-def done_by(backend: Backend, tasks: Sequence[Task]) -> Iterator[Done]:
+def run_tasks(backend: Backend, tasks: Sequence[Task]) -> Iterator[TaskResult]:
     """Runs tasks without a plan; yields each as it finishes."""
     for task in tasks:
         backend.submit(task)

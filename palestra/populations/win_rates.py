@@ -18,23 +18,23 @@ class WinRates:
         games, wins = self.counts.get((home, away), (0.0, 0.0))
         return min(wins / games, 1.0) if games else 0.5  # rounding may exceed 1
 
-    def add(self, home: str, away: str, games: int, wins: float) -> None:
-        """Adds `games` games, of which `home` won `wins` (a draw is half of one), as if wins were spread evenly over
+    def add(self, home: str, away: str, games: int, points: float) -> None:
+        """Adds `games` games, of which `home` won `points` (a draw is half of one), as if wins were spread evenly over
         them."""
         if not games:
             return
         kept = self.decay**games
         fresh = float(games) if self.decay == 1 else (1 - kept) / (1 - self.decay)
-        for pair, share in (((home, away), wins / games), ((away, home), 1 - wins / games)):
+        for pair, share in (((home, away), points / games), ((away, home), 1 - points / games)):
             old = self.counts.get(pair, (0.0, 0.0))
             self.counts[pair] = (old[0] * kept + fresh, old[1] * kept + share * fresh)
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Removes all results of `name`."""
         self.counts = {pair: count for pair, count in self.counts.items() if name not in pair}
 
 
-def blend(*parts: tuple[float, Mix]) -> Mix:
+def combine_mixes(*parts: tuple[float, Mix]) -> Mix:
     """Returns the mixture of mixtures, each with its weight; names with probability 0 are left out."""
     whole: Mix = {}
     for weight, mix in parts:

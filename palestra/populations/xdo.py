@@ -14,13 +14,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from palestra.config import Strict
+from palestra.config import StrictModel
 from palestra.populations.population import Member, Player, Population
-from palestra.populations.tasks import Result, Task
+from palestra.populations.tasks import ResultDict, Task
 from palestra.types import TEAM, Metrics
 
 
-class XDOConfig(Strict):
+class XDOConfig(StrictModel):
     """Extensive-form double oracle: iterations, responses, and the solution of the restricted game."""
 
     type: Literal["xdo"] = "xdo"
@@ -28,11 +28,11 @@ class XDOConfig(Strict):
     """Iterations, each with one response for each player."""
     env_steps: int = Field(100_000, ge=1)
     """Env steps of each response."""
-    rounds: int = Field(1000, ge=1)
+    cfr_iterations: int = Field(1000, ge=1)
     """Iterations of CFR+ on the restricted game."""
-    assess: int = Field(1, ge=0)
+    nash_conv_every: int = Field(1, ge=0)
     """NashConv is measured every so many iterations; 0: never."""
-    stop: float = Field(0.0, ge=0)
+    stop_nash_conv: float = Field(0.0, ge=0)
     """The run ends once NashConv is at most this; 0: never."""
 
 
@@ -52,59 +52,63 @@ class XDO:
             raise ValueError("xdo has no member to begin with: add one, for example uniform")
         self.solution = next(iter(population)).name
         self.responses: dict[Player, list[str]] = {player: [] for player in self.players}
-        self.number, self.env_steps, self.allowed = 0, 0, 0
+        self.iteration, self.env_steps, self.num_allowed = 0, 0, 0
         self.nash_convs: dict[int, float] = {}
-        self.over = False
+        self.is_done = False
         self._notes: dict[str, Metrics] = {}
 
-    def begin(self) -> list[Task]:
+    def initial_tasks(self) -> list[Task]:
         """Returns both players' first responses."""
         return self._responses()
 
-    def finished(self, task: Task, result: Result) -> list[Task]:
+    def on_result(self, task: Task, result: ResultDict) -> list[Task]:
         """Records a result; returns the next responses, the solve task or the assessment."""
         self._notes = {}
         if task.kind == "assess":
             self._assessed(task, result)
             return []
-        if self.over:
-            return []  # tasks that were running when NashConv fell to `stop`
+        if self.is_done:
+            return []  # tasks that were running when NashConv fell to `stop_nash_conv`
         return self._trained(task, result) if task.kind == "train" else self._solved(task, result)
 
-    def notes(self, task: Task, result: Result) -> dict[str, Metrics]:
+    def task_metrics(self, task: Task, result: ResultDict) -> dict[str, Metrics]:
         """Metrics of a response, of a solution or of NashConv. `allowed` counts actions over all information states."""
         return self._notes
 
     def summary(self) -> dict[str, float]:
         """Progress: iterations done and in all, members, env steps, allowed actions, and the latest NashConv."""
         last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
-        return {"iteration": self.number, "iterations": self.config.iterations, **self._counts(), **last}
+        return {"iteration": self.iteration, "iterations": self.config.iterations, **self._counts(), **last}
 
     def _counts(self) -> Metrics:
-        return {"members": len(self.population), "games": 0, "env_steps": self.env_steps, "allowed": self.allowed}
+        return {"members": len(self.population), "games": 0, "env_steps": self.env_steps, "allowed": self.num_allowed}
 
     # ---- results
 
-    def _trained(self, task: Task, result: Result) -> list[Task]:
-        player, number = task.order["player"], self.number + 1
-        self.responses[player].append(task.makes)
-        self.population.add(Member(task.makes, player, f"members/{task.makes}", None, {"iteration": number}))
+    def _trained(self, task: Task, result: ResultDict) -> list[Task]:
+        player, number = task.payload["player"], self.iteration + 1
+        self.responses[player].append(task.output_member)
+        self.population.add(
+            Member(task.output_member, player, f"members/{task.output_member}", None, {"iteration": number})
+        )
         self.env_steps += int(result["env_steps"])
         self._notes = {player: {"iteration": number, "env_steps": self.env_steps, "return": result["return"]}}
         return [self._solve(number)] if all(len(own) == number for own in self.responses.values()) else []
 
-    def _solved(self, task: Task, result: Result) -> list[Task]:
-        self.number, self.solution, self.allowed = self.number + 1, task.makes, int(result["allowed"])
-        self.population.add(Member(task.makes, "", f"members/{task.makes}", None, {"iteration": self.number}))
-        mixed: Metrics = {"iteration": self.number, f"mix/{task.makes}": 1.0}
-        self._notes = {TEAM: {"iteration": self.number, **self._counts()}, **dict.fromkeys(self.players, mixed)}
-        self.over |= self.number == self.config.iterations
-        return [*self._assessment(), *([] if self.over else self._responses())]
+    def _solved(self, task: Task, result: ResultDict) -> list[Task]:
+        self.iteration, self.solution, self.num_allowed = self.iteration + 1, task.output_member, int(result["allowed"])
+        self.population.add(
+            Member(task.output_member, "", f"members/{task.output_member}", None, {"iteration": self.iteration})
+        )
+        mixed: Metrics = {"iteration": self.iteration, f"mix/{task.output_member}": 1.0}
+        self._notes = {TEAM: {"iteration": self.iteration, **self._counts()}, **dict.fromkeys(self.players, mixed)}
+        self.is_done |= self.iteration == self.config.iterations
+        return [*self._assessment(), *([] if self.is_done else self._responses())]
 
-    def _assessed(self, task: Task, result: Result) -> None:
-        number, measured = int(task.order["iteration"]), float(result["nash_conv"])
+    def _assessed(self, task: Task, result: ResultDict) -> None:
+        number, measured = int(task.payload["iteration"]), float(result["nash_conv"])
         self.nash_convs[number] = measured
-        self.over |= measured <= self.config.stop > 0
+        self.is_done |= measured <= self.config.stop_nash_conv > 0
         self._notes = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result["exploitability"]}}
 
     # ---- tasks
@@ -115,24 +119,24 @@ class XDO:
         return [self._response(first, second), self._response(second, first)]
 
     def _response(self, player: Player, other: Player) -> Task:
-        makes = f"{player}-{self.number + 1}"
+        makes = f"{player}-{self.iteration + 1}"
         order = {"player": player, "opponents": {other: {self.solution: 1.0}}, "env_steps": self.config.env_steps}
         return Task(f"train/{makes}", "train", order, self._files([self.solution]), makes)
 
     def _solve(self, number: int) -> Task:
         makes = f"solution-{number}"
         responses = {player: list(own) for player, own in self.responses.items()}
-        order = {"iteration": number, "responses": responses, "rounds": self.config.rounds}
+        order = {"iteration": number, "responses": responses, "rounds": self.config.cfr_iterations}
         files = tuple(name for own in self.responses.values() for name in own)
         return Task(f"solve/{number}", "solve", order, files, makes)
 
     def _assessment(self) -> list[Task]:
-        every, last = self.config.assess, self.number == self.config.iterations
-        if not every or (self.number % every and not last):
+        every, last = self.config.nash_conv_every, self.iteration == self.config.iterations
+        if not every or (self.iteration % every and not last):
             return []
         strategies = {player: {self.solution: 1.0} for player in self.players}
-        order = {"iteration": self.number, "strategies": strategies}
-        return [Task(f"assess/{self.number}", "assess", order, self._files([self.solution]))]
+        order = {"iteration": self.iteration, "strategies": strategies}
+        return [Task(f"assess/{self.iteration}", "assess", order, self._files([self.solution]))]
 
     def _files(self, names: Sequence[str]) -> tuple[str, ...]:
         """Returns those of the members that have files."""

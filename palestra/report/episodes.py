@@ -8,16 +8,16 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from palestra.report.parts import details, pre, text
-from palestra.rollouts.transcript import new_to
+from palestra.report.html import details, escape_text, preformatted
+from palestra.rollouts.transcript import new_text
 from palestra.types import Episode, Node, Seat
 
-TURNS = 120  # joint steps shown of a trajectory
-TRIED = 16  # siblings shown of a step
-LINES = 4  # further trajectories shown of an episode
+MAX_STEPS = 120  # joint steps shown of a trajectory
+MAX_SIBLINGS = 16  # siblings shown of a step
+MAX_BRANCHES = 4  # further trajectories shown of an episode
 
 
-def returned(episode: Episode) -> float:
+def episode_return(episode: Episode) -> float:
     """Returns the return of an episode: team reward plus the mean of the seats' own rewards, averaged over the played
     trajectories."""
     nodes = [node for node in episode.nodes if node.chosen]
@@ -26,10 +26,10 @@ def returned(episode: Episode) -> float:
     return sum(node.team_reward + sum(node.rewards.values()) / seats for node in nodes) / lines
 
 
-def samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tuple[str, Episode]]:
+def pick_samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tuple[str, Episode]]:
     """Returns at most `count` labelled episodes: the best, the worst, a failed one if any, and others drawn with
     `seed`."""
-    sound = sorted((e for e in episodes if e.error is None), key=returned, reverse=True)
+    sound = sorted((e for e in episodes if e.error is None), key=episode_return, reverse=True)
     failed = [e for e in episodes if e.error is not None]
     found = [("the best", sound[0])] if sound else []
     found += [("the worst", sound[-1])] if len(sound) > 1 else []
@@ -41,30 +41,30 @@ def samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tuple[st
 
 def episode_html(episode: Episode, label: str = "") -> str:
     """Returns an episode as an HTML article; all texts are escaped."""
-    lines = [episode.line(leaf) for leaf in episode.leaves() if leaf.chosen]
+    lines = [episode.trajectory(leaf) for leaf in episode.leaves() if leaf.chosen]
     lines = lines or [[node for node in episode.nodes if node.chosen]]
     seen: dict[Seat, Any] = {}
-    parts = [_turn(episode, node, seen) for node in lines[0][:TURNS]]
-    if len(lines[0]) > TURNS:
-        parts.append(f"<p class=soft>{len(lines[0]) - TURNS} further steps</p>")
+    parts = [_turn(episode, node, seen) for node in lines[0][:MAX_STEPS]]
+    if len(lines[0]) > MAX_STEPS:
+        parts.append(f"<p class=soft>{len(lines[0]) - MAX_STEPS} further steps</p>")
     shown = {node.id for node in lines[0]}
-    for line in lines[1 : 1 + LINES]:
+    for line in lines[1 : 1 + MAX_BRANCHES]:
         new = [node for node in line if node.id not in shown]
         shown |= {node.id for node in new}
-        inside = "".join(_turn(episode, node, {}) for node in new[:TURNS])
+        inside = "".join(_turn(episode, node, {}) for node in new[:MAX_STEPS])
         parts.append(details(f"another line of play, from step {new[0].depth + 1} on", inside) if new else "")
-    failure = f'<p class="bad">failed: {text(episode.error)}</p>' if episode.error is not None else ""
+    failure = f'<p class="bad">failed: {escape_text(episode.error)}</p>' if episode.error is not None else ""
     return f"<article>{_head(episode, label, lines)}{''.join(parts)}{failure}</article>"
 
 
 def _head(episode: Episode, label: str, lines: list[list[Node]]) -> str:
-    seats = ", ".join(f"{text(seat)}: {text(policy)}" for seat, policy in episode.seats.items())
+    seats = ", ".join(f"{escape_text(seat)}: {escape_text(policy)}" for seat, policy in episode.seats.items())
     known = any("success" in line[-1].info for line in lines if line)
     won = f"{'success' if episode.success == 1 else f'{episode.success:.0%} success'}, " if known else ""
     more = f", {len(lines)} lines of play" if len(lines) > 1 else ""
-    facts = f"{won}return {returned(episode):.3g}{more} · {len(episode.nodes)} joint steps tried · {seats}"
-    title = f"{text(label)}: " if label else ""
-    return f"<h3>{title}{text(episode.env)}, instance {episode.seed}</h3><p class=soft>{facts}</p>"
+    facts = f"{won}return {episode_return(episode):.3g}{more} · {len(episode.nodes)} joint steps tried · {seats}"
+    title = f"{escape_text(label)}: " if label else ""
+    return f"<h3>{title}{escape_text(episode.env)}, instance {episode.seed}</h3><p class=soft>{facts}</p>"
 
 
 def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
@@ -74,44 +74,46 @@ def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
         parts.append(f"<p class=soft>team {_signed(node.team_reward)}</p>")
     others = [other for other in episode.children(node.parent) if other is not node and not other.chosen]
     if others:
-        rows = "".join(f"<li>{_tried(other)}</li>" for other in others[:TRIED])
-        left = f"<p class=soft>{len(others) - TRIED} more</p>" if len(others) > TRIED else ""
+        rows = "".join(f"<li>{_tried(other)}</li>" for other in others[:MAX_SIBLINGS])
+        left = f"<p class=soft>{len(others) - MAX_SIBLINGS} more</p>" if len(others) > MAX_SIBLINGS else ""
         parts.append(details(f"{len(others)} tried beside it", f"<ul>{rows}</ul>{left}"))
     if node.over:
         end = "the end, cut off" if node.truncated else "the end"
-        parts.append(f"<p class=soft>{end}: {text(json.dumps(node.info, default=str, ensure_ascii=False), 600)}</p>")
+        parts.append(
+            f"<p class=soft>{end}: {escape_text(json.dumps(node.info, default=str, ensure_ascii=False), 600)}</p>"
+        )
     return f'<div class="turn">{"".join(parts)}</div>'
 
 
 def _seat(node: Node, seat: Seat, seen: dict[Seat, Any]) -> str:
     answer = node.answers[seat]
-    shown = new_to(node.observations[seat], seen.get(seat)) if seat in node.observations else ""
+    shown = new_text(node.observations[seat], seen.get(seat)) if seat in node.observations else ""
     seen[seat] = node.observations.get(seat)
     notes = " · ".join(_notes(node, seat))
-    head = f'<span class="who">{text(seat)}</span> <span class="soft">step {node.depth + 1} · {notes}</span>'
-    saw = details("what it saw", pre(shown)) if len(shown) > 400 else pre(shown)
-    return f"<div>{head}{saw if shown else ''}{pre(answer.text, 'said')}</div>"
+    head = f'<span class="who">{escape_text(seat)}</span> <span class="soft">step {node.depth + 1} · {notes}</span>'
+    saw = details("what it saw", preformatted(shown)) if len(shown) > 400 else preformatted(shown)
+    return f"<div>{head}{saw if shown else ''}{preformatted(answer.text, 'said')}</div>"
 
 
 def _notes(node: Node, seat: Seat) -> Iterator[str]:
     answer = node.answers[seat]
-    yield text(answer.policy)
+    yield escape_text(answer.policy)
     if seat in node.rewards:
         yield f"reward {_signed(node.rewards[seat])}"
     if seat in node.advantages:
         yield f"advantage {_signed(node.advantages[seat])}"
     if len(answer.token_ids):
         yield f"{len(answer.token_ids)} tokens"
-    if node.invalid(seat):
+    if node.is_invalid(seat):
         yield '<span class="bad">invalid</span>'
-    if answer.stop == "length":
+    if answer.stop_reason == "length":
         yield '<span class="bad">cut off</span>'
 
 
 def _tried(node: Node) -> str:
     """A sibling as one list item."""
     said = "; ".join(
-        f"{text(seat)}: <q>{text(answer.text, 200)}</q> {' · '.join(_notes(node, seat))}"
+        f"{escape_text(seat)}: <q>{escape_text(answer.text, 200)}</q> {' · '.join(_notes(node, seat))}"
         for seat, answer in node.answers.items()
     )
     return said + (f" · team {_signed(node.team_reward)}" if node.team_reward else "")

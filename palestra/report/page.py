@@ -12,16 +12,16 @@ import yaml
 
 from palestra.config import load
 from palestra.files import atomic_write
-from palestra.report.episodes import episode_html, samples
-from palestra.report.figures import Logs, charts, exam_table, policy_table, time_table
-from palestra.report.parts import details, pre, section, table, text
+from palestra.report.charts import RunLogs, eval_table, metric_charts, policy_table, time_table
+from palestra.report.episodes import episode_html, pick_samples
+from palestra.report.html import details, escape_text, html_table, preformatted, section
 from palestra.report.population import population_sections
+from palestra.report.run_report import wilson_interval
 from palestra.report.style import STYLE
-from palestra.reports import wilson
-from palestra.runs import checkpoints, load_episodes
+from palestra.runs import list_checkpoints, load_episodes
 
 # Second line of defence after escaping: blocks all requests and scripts.
-NOTHING_ELSE = "default-src 'none'; style-src 'unsafe-inline'"
+CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step: int | None = None) -> Path:
@@ -41,33 +41,34 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
     ValueError as `write_report` does."""
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
-    tree, logs = load(run / "config.yaml"), Logs(run)
+    tree, logs = load(run / "config.yaml"), RunLogs(run)
     meta = json.loads((run / "meta.json").read_text(encoding="utf-8")) if (run / "meta.json").exists() else {}
     population = population_sections(run)
-    curves = "" if population else charts(logs)
+    curves = "" if population else metric_charts(logs)
     parts = [
-        f"<header><h1>{text(run.resolve().name)}</h1><p class=soft>{text(_what(tree, meta))}</p></header>",
-        tiles(logs, tree),
-        section("What was learned", exam_table(logs)),
+        f"<header><h1>{escape_text(run.resolve().name)}</h1><p "
+        f"class=soft>{escape_text(_what(tree, meta))}</p></header>",
+        metric_tiles(logs, tree),
+        section("What was learned", eval_table(logs)),
         section("Curves", curves),
         *population,
-        sampled(run, episodes, step, int(tree.get("seed") or 0)),
+        sample_section(run, episodes, step, int(tree.get("seed") or 0)),
         section("Where the time went", time_table(logs)),
         section("Figures of each policy", _unfolded("at the start and at the end", policy_table(logs))),
-        section("How to have it again", facts(run, meta, tree), _unfolded("the whole config", _config(run))),
+        section("How to have it again", facts_table(run, meta, tree), _unfolded("the whole config", _config(run))),
     ]
     body = "\n".join(part for part in parts if part)
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{NOTHING_ELSE}">'
-        f"<title>{text(run.resolve().name)}</title><style>{STYLE}</style>"
+        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
+        f"<title>{escape_text(run.resolve().name)}</title><style>{STYLE}</style>"
     )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body class="palestra">\n{body}\n</body></html>\n'
 
 
 def _unfolded(summary: str, inside: str) -> str:
     """A section that is collapsed on screen and expanded in print."""
-    return details(text(summary), inside).replace("<details>", '<details class="printed">', 1) if inside else ""
+    return details(escape_text(summary), inside).replace("<details>", '<details class="printed">', 1) if inside else ""
 
 
 def _what(tree: dict[str, Any], meta: dict[str, Any]) -> str:
@@ -77,13 +78,13 @@ def _what(tree: dict[str, Any], meta: dict[str, Any]) -> str:
     return f"{', '.join(dict.fromkeys(envs)) or 'data'} by {learns}, seed {tree.get('seed', 0)}{begun}"
 
 
-def tiles(logs: Logs, tree: dict[str, Any]) -> str:
+def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
     """Returns the headline metrics as HTML: up to three evaluations, progress, NashConv."""
     found = []
-    for name, lines in list(logs.exams.items())[:3]:
+    for name, lines in list(logs.evals.items())[:3]:
         last = lines[-1]
         if "success" in last:
-            low, high = wilson(last["success"] * last["episodes"], last["episodes"])
+            low, high = wilson_interval(last["success"] * last["episodes"], last["episodes"])
             found.append(
                 (f"{last['success']:.1%}", f"{name}: success of {last['episodes']:.0f} [{low:.0%}, {high:.0%}]")
             )
@@ -96,11 +97,14 @@ def tiles(logs: Logs, tree: dict[str, Any]) -> str:
         found.append((counted, "training steps" if whole else "joint steps" if "env_steps" in last else "tasks"))
         if last.get("nash_conv") is not None:
             found.append((f"{last['nash_conv']:.3f}", "NashConv"))
-    shown = "".join(f'<div class="tile"><b>{text(figure)}</b><span>{text(what)}</span></div>' for figure, what in found)
+    shown = "".join(
+        f'<div class="tile"><b>{escape_text(figure)}</b><span>{escape_text(what)}</span></div>'
+        for figure, what in found
+    )
     return f'<div class="tiles">{shown}</div>' if shown else ""
 
 
-def sampled(run: Path, count: int, step: int | None, seed: int) -> str:
+def sample_section(run: Path, count: int, step: int | None, seed: int) -> str:
     """Returns sample episodes of a training step as HTML: best, worst, failed, random. Raises ValueError if `step`
     (counted from 1) was not recorded."""
     kept = {int(path.stem.removeprefix("step-")): path for path in sorted((run / "episodes").glob("step-*.parquet"))}
@@ -111,7 +115,7 @@ def sampled(run: Path, count: int, step: int | None, seed: int) -> str:
         return ""
     number = max(kept) if step is None else step - 1
     episodes = load_episodes(kept[number])
-    chosen = samples(episodes, count, seed)
+    chosen = pick_samples(episodes, count, seed)
     told = (
         f"<p class=soft>{len(chosen)} of the {len(episodes)} of training step {number + 1}, as they were sampled.</p>"
     )
@@ -119,7 +123,7 @@ def sampled(run: Path, count: int, step: int | None, seed: int) -> str:
     return shown.replace("<section>", '<section class="page">', 1)
 
 
-def facts(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
+def facts_table(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
     """Returns a table of seed, versions, command line and checkpoints, as HTML."""
     rows = [("seed", meta.get("seed", tree.get("seed", 0)))]
     rows += [(name, meta[name]) for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
@@ -127,13 +131,13 @@ def facts(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
     rows += (
         [("begun", datetime.fromisoformat(meta["created"]).isoformat(" ", "seconds"))] if meta.get("created") else []
     )
-    kept = checkpoints(run)
+    kept = list_checkpoints(run)
     rows += [("checkpoints", "after " + ", ".join(str(one.step + 1) for one in kept))] if kept else []
-    return table(["", ""], rows, kind="facts")
+    return html_table(["", ""], rows, css_class="facts")
 
 
 def _config(run: Path) -> str:
     """The resolved config without empty values."""
     tree = load(run / "config.yaml")
     short = {key: value for key, value in tree.items() if value not in (None, [], {}, "")}
-    return pre(yaml.safe_dump(short, sort_keys=False, allow_unicode=True), "config")
+    return preformatted(yaml.safe_dump(short, sort_keys=False, allow_unicode=True), "config")

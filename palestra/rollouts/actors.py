@@ -24,69 +24,81 @@ import torch
 from torch import Tensor
 
 from palestra.envs.vector.base import Arrays, VectorEnv
-from palestra.policies.vector import Player
-from palestra.roll import start_shielded
+from palestra.policies.vector import VectorPolicy
 from palestra.rollouts.failures import RunFailed
-from palestra.rollouts.play import derive
-from palestra.rollouts.sweep import Sweeper, empty_batch
-from palestra.types import Batch
+from palestra.rollouts.tree_rollout import derive_seed
+from palestra.rollouts.vector_rollout import VectorRollout, empty_batch
+from palestra.runs.worker_stats import start_without_sigint
+from palestra.types import RolloutBatch
 
-CONTEXT = multiprocessing.get_context("spawn")
-SLOTS = 3  # one to write, one to read, one in between
-TRIES = 3  # consecutive deaths of an actor without a batch
-LINE = 64  # bytes of a cache line; arrays are aligned to it
-SMALL = ("ends", "final_obs", "final_state", "memory", "games")  # sent with the message: their sizes vary
+SPAWN_CONTEXT = multiprocessing.get_context("spawn")
+SLOTS_PER_ACTOR = 3  # one to write, one to read, one in between
+MAX_ACTOR_FAILURES = 3  # consecutive deaths of an actor without a batch
+CACHE_LINE_BYTES = 64  # bytes of a cache line; arrays are aligned to it
+VARIABLE_SIZE_FIELDS = (
+    "end_index",
+    "final_obs",
+    "final_state",
+    "recurrent_state",
+    "episode_stats",
+)  # sent with the message: their sizes vary
 
 
-class Cast(Protocol):
-    """What an actor plays with: its envs, and players whose weights are the tensors that `acting` lists."""
+class ActorSpec(Protocol):
+    """What an actor plays with: its envs, and players whose weights are the tensors that `acting_tensors` lists."""
 
     env: VectorEnv
 
-    def players(self, progress: float) -> Sequence[Player]: ...
-    def acting(self) -> list[Tensor]: ...
+    def players(self, progress: float) -> Sequence[VectorPolicy]: ...
+    def acting_tensors(self) -> list[Tensor]: ...
 
 
-class Shelf:
+class SharedBuffers:
     """Weights and batch slots of one actor in shared memory, created new or attached by name. Access is guarded by a
     lock.
 
-    `marks [SLOTS]` int64: the number of the batch in a slot, 0 for none, -1 while it is read or written. `weights` is
-    float32.
+    `slot_marks [SLOTS_PER_ACTOR]` int64: the number of the batch in a slot, 0 for none, -1 while it is read or written.
+    `weights` is float32.
     """
 
-    def __init__(self, weights: int, batch: Batch, name: str | None = None) -> None:
-        arrays = {part.name: getattr(batch, part.name) for part in fields(Batch) if part.name not in SMALL}
-        self.kinds = {k: (a.shape, a.dtype) for k, a in arrays.items() if isinstance(a, np.ndarray)}
-        space = 4 * LINE + 4 * weights + LINE
-        space += SLOTS * sum(int(np.prod(shape)) * dtype.itemsize + LINE for shape, dtype in self.kinds.values())
-        self.memory = SharedMemory(name, create=name is None, size=space)
+    def __init__(self, weights: int, batch: RolloutBatch, name: str | None = None) -> None:
+        arrays = {
+            part.name: getattr(batch, part.name)
+            for part in fields(RolloutBatch)
+            if part.name not in VARIABLE_SIZE_FIELDS
+        }
+        self.array_specs = {k: (a.shape, a.dtype) for k, a in arrays.items() if isinstance(a, np.ndarray)}
+        space = 4 * CACHE_LINE_BYTES + 4 * weights + CACHE_LINE_BYTES
+        space += SLOTS_PER_ACTOR * sum(
+            int(np.prod(shape)) * dtype.itemsize + CACHE_LINE_BYTES for shape, dtype in self.array_specs.values()
+        )
+        self.shared_memory = SharedMemory(name, create=name is None, size=space)
         self._used = 0
-        self.marks = self._array((SLOTS,), np.dtype(np.int64))
+        self.slot_marks = self._array((SLOTS_PER_ACTOR,), np.dtype(np.int64))
         self.version = self._array((1,), np.dtype(np.int64))  # of the weights: counts the learner's publications
         self.weights = self._array((weights,), np.dtype(np.float32))
-        self.slots = [{k: self._array(*kind) for k, kind in self.kinds.items()} for _ in range(SLOTS)]
+        self.slots = [{k: self._array(*kind) for k, kind in self.array_specs.items()} for _ in range(SLOTS_PER_ACTOR)]
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        array: np.ndarray = np.ndarray(shape, dtype, self.memory.buf, self._used)
-        self._used += -(-array.nbytes // LINE) * LINE
+        array: np.ndarray = np.ndarray(shape, dtype, self.shared_memory.buf, self._used)
+        self._used += -(-array.nbytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         return array
 
     def close(self) -> None:
-        del self.marks, self.version, self.weights, self.slots
+        del self.slot_marks, self.version, self.weights, self.slots
         with suppress(BufferError):
-            self.memory.close()
+            self.shared_memory.close()
 
 
-def _act(pipe: Connection, lock: Any, make: Callable[[], Cast], horizon: int, seed: int, name: str) -> None:
+def _actor_main(pipe: Connection, lock: Any, make: Callable[[], ActorSpec], horizon: int, seed: int, name: str) -> None:
     """Main loop of an actor: plays until the pipe closes or the learner is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner handles Ctrl-C
     torch.set_num_threads(1)
     cast, parent = make(), os.getppid()
-    first = derive(seed, "games") >> 1 | 1 << 33  # evaluations have seeds below 2**32
-    sweeper = Sweeper(cast.env, first + np.arange(cast.env.games))
-    weights = cast.acting()
-    shelf = Shelf(sum(w.numel() for w in weights), empty_batch(cast.env, sweeper.frame, horizon), name)
+    first = derive_seed(seed, "games") >> 1 | 1 << 33  # evaluations have seeds below 2**32
+    sweeper = VectorRollout(cast.env, first + np.arange(cast.env.num_envs))
+    weights = cast.acting_tensors()
+    shelf = SharedBuffers(sum(w.numel() for w in weights), empty_batch(cast.env, sweeper.vector_step, horizon), name)
     number = 0
     with suppress(BrokenPipeError, EOFError, ConnectionError):
         while os.getppid() == parent and not pipe.poll():
@@ -96,19 +108,21 @@ def _act(pipe: Connection, lock: Any, make: Callable[[], Cast], horizon: int, se
                 flat = torch.from_numpy(shelf.weights.copy())
             _spread(flat, weights)
             try:
-                batch = sweeper.sweep(cast.players(0.0), horizon, derive(seed, number))
+                batch = sweeper.collect(cast.players(0.0), horizon, derive_seed(seed, number))
             except RunFailed as error:
                 pipe.send(error)
                 return
             with lock:  # the oldest that is not being read; free ones (0) come first
-                slot = min((i for i in range(SLOTS) if shelf.marks[i] >= 0), key=lambda i: shelf.marks[i])
-                dropped = bool(shelf.marks[slot])
-                shelf.marks[slot] = -1
+                slot = min(
+                    (i for i in range(SLOTS_PER_ACTOR) if shelf.slot_marks[i] >= 0), key=lambda i: shelf.slot_marks[i]
+                )
+                dropped = bool(shelf.slot_marks[slot])
+                shelf.slot_marks[slot] = -1
             for key, array in shelf.slots[slot].items():
                 array[...] = getattr(batch, key)
             with lock:
-                shelf.marks[slot] = number
-            pipe.send((slot, number, version, dropped, {key: getattr(batch, key) for key in SMALL}))
+                shelf.slot_marks[slot] = number
+            pipe.send((slot, number, version, dropped, {key: getattr(batch, key) for key in VARIABLE_SIZE_FIELDS}))
 
 
 def _spread(flat: Tensor, into: Sequence[Tensor]) -> None:
@@ -118,29 +132,29 @@ def _spread(flat: Tensor, into: Sequence[Tensor]) -> None:
             tensor.copy_(part.view_as(tensor))
 
 
-class Actors:
-    """Drop-in for a `Sweeper` that plays in other processes: `sweep` publishes the current weights to all actors and
-    returns the next batch.
+class ActorPool:
+    """Drop-in for a `VectorRollout` that plays in other processes: `collect` publishes the current weights to all
+    actors and returns the next batch.
 
-    `cast` is the learner's own; `make(i)` builds actor i's in its process, with as many games. `batch.notes` has the
-    batch's age in updates (`lag`), the number of batches overwritten unread (`dropped`), and the number of actor
-    replacements (`restarts`).
+    `cast` is the learner's own; `make(i)` builds actor i's in its process, with as many games. `batch.rollout_metrics`
+    has the batch's age in updates (`lag`), the number of batches overwritten unread (`dropped`), and the number of
+    actor replacements (`restarts`).
     """
 
-    def __init__(self, cast: Cast, make: Sequence[Callable[[], Cast]], horizon: int, seed: int) -> None:
+    def __init__(self, cast: ActorSpec, make: Sequence[Callable[[], ActorSpec]], horizon: int, seed: int) -> None:
         self.cast, self.env, self.make, self.horizon, self.seed = cast, cast.env, make, horizon, seed
         self.version, self.restarts = 0, 0
-        self.weights = cast.acting()
-        frame = cast.env.reset(np.arange(cast.env.games))
+        self.weights = cast.acting_tensors()
+        frame = cast.env.reset(np.arange(cast.env.num_envs))
         self.batch = empty_batch(cast.env, frame, horizon)
-        self.shelves = [Shelf(sum(w.numel() for w in self.weights), self.batch) for _ in make]
+        self.shelves = [SharedBuffers(sum(w.numel() for w in self.weights), self.batch) for _ in make]
         self.locks: list[Any] = [None for _ in make]
         self.pipes: list[Any] = [None for _ in make]
         self.processes: list[Any] = [None for _ in make]
         self.failures = [0 for _ in make]
         self._release = weakref.finalize(self, _release, self.pipes, self.processes, self.shelves)
 
-    def sweep(self, players: Sequence[Player], steps: int, seed: int) -> Batch:
+    def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
         """Returns the next batch, which is valid until the next call; ignores `players`, `steps` and `seed`, which the
         actors choose themselves. Raises RunFailed if an actor's env failed, and ValueError if an actor dies
         repeatedly."""
@@ -149,7 +163,7 @@ class Actors:
         while True:
             ready = wait([*self.pipes, *(process.sentinel for process in self.processes)])
             for step in range(1, len(self.make) + 1):  # round robin: a fast actor must not starve the others
-                i = (self.batch.source + step) % len(self.make)
+                i = (self.batch.worker + step) % len(self.make)
                 if self.pipes[i] in ready and (got := self._receive(i)) is not None:
                     slot, number, version, overwrote, small = got
                     dropped += overwrote
@@ -158,8 +172,8 @@ class Actors:
                         for key, value in small.items():
                             setattr(self.batch, key, value)
                         notes = {"lag": self.version - version, "dropped": dropped, "restarts": self.restarts}
-                        self.batch.notes = {key: float(value) for key, value in notes.items()}
-                        self.batch.source = i
+                        self.batch.rollout_metrics = {key: float(value) for key, value in notes.items()}
+                        self.batch.worker = i
                         return self.batch
                 elif not self.processes[i].is_alive() and not self.pipes[i].poll():
                     self._replace(i)
@@ -177,22 +191,23 @@ class Actors:
                     shelf.weights[:], shelf.version[:] = flat, self.version
 
     def _start(self, i: int) -> None:
-        self.shelves[i].marks[:] = 0
-        self.locks[i] = CONTEXT.Lock()
-        self.pipes[i], theirs = CONTEXT.Pipe()
-        seed = derive(self.seed, "actor", i, self.restarts)
-        name = self.shelves[i].memory.name
+        self.shelves[i].slot_marks[:] = 0
+        self.locks[i] = SPAWN_CONTEXT.Lock()
+        self.pipes[i], theirs = SPAWN_CONTEXT.Pipe()
+        seed = derive_seed(self.seed, "actor", i, self.restarts)
+        name = self.shelves[i].shared_memory.name
         job = (theirs, self.locks[i], self.make[i], self.horizon, seed, name)
-        self.processes[i] = CONTEXT.Process(target=_act, args=job, daemon=True)
-        start_shielded(self.processes[i])
+        self.processes[i] = SPAWN_CONTEXT.Process(target=_actor_main, args=job, daemon=True)
+        start_without_sigint(self.processes[i])
         theirs.close()
 
     def _replace(self, i: int) -> None:
         """Starts a new actor in place of a dead one, with a new lock: the old one may have died holding it."""
         self.failures[i] += 1
-        if self.failures[i] >= TRIES:
+        if self.failures[i] >= MAX_ACTOR_FAILURES:
             raise ValueError(
-                f"actor {i} died {TRIES} times without one batch between (exit code {self.processes[i].exitcode}): "
+                f"actor {i} died {MAX_ACTOR_FAILURES} times without one batch between (exit code "
+                f"{self.processes[i].exitcode}): "
                 "its own message is above; asynchronous: null plays in this process, where errors are seen whole"
             )
         self.restarts += 1
@@ -215,13 +230,13 @@ class Actors:
         """Copies a slot into the batch; returns False if the slot was overwritten since."""
         shelf = self.shelves[i]
         with self.locks[i]:
-            if shelf.marks[slot] != number:
+            if shelf.slot_marks[slot] != number:
                 return False
-            shelf.marks[slot] = -1
+            shelf.slot_marks[slot] = -1
         for key, array in shelf.slots[slot].items():
             getattr(self.batch, key)[...] = array
         with self.locks[i]:
-            shelf.marks[slot] = 0
+            shelf.slot_marks[slot] = 0
         return True
 
     def restart(self, seeds: np.ndarray) -> None:
@@ -230,7 +245,7 @@ class Actors:
     def save(self) -> None:
         """Saves nothing: games start anew after a resume."""
 
-    def load(self, saved: Arrays, players: Sequence[Player]) -> None:
+    def load(self, saved: Arrays, players: Sequence[VectorPolicy]) -> None:
         """Does nothing: nothing was saved."""
 
     def close(self) -> None:
@@ -238,7 +253,7 @@ class Actors:
         self._release()
 
 
-def _release(pipes: list[Any], processes: list[Any], shelves: list[Shelf]) -> None:
+def _release(pipes: list[Any], processes: list[Any], shelves: list[SharedBuffers]) -> None:
     for pipe in pipes:
         pipe and pipe.close()
     for process in processes:
@@ -248,6 +263,6 @@ def _release(pipes: list[Any], processes: list[Any], shelves: list[Shelf]) -> No
             process.join()
     for shelf in shelves:
         with suppress(FileNotFoundError):
-            shelf.memory.unlink()
+            shelf.shared_memory.unlink()
         shelf.close()
     shelves.clear()

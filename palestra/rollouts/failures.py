@@ -11,11 +11,11 @@ from typing import NamedTuple, Self
 from palestra.files import atomic_write
 from palestra.types import Episode
 
-ERROR = "error.txt"  # in a run's folder: the error that ended it, with traceback
+ERROR_FILE = "error.txt"  # in a run's folder: the error that ended it, with traceback
 
-LONGEST_MESSAGE = 2000  # characters
-LONGEST_TRACEBACK = 8000  # characters; the end is always kept
-FRAMES = 16  # innermost stack frames kept
+MAX_MESSAGE_CHARS = 2000  # characters
+MAX_TRACEBACK_CHARS = 8000  # characters; the end is always kept
+TRACEBACK_FRAMES = 16  # innermost stack frames kept
 
 
 class RunFailed(ValueError):
@@ -23,7 +23,7 @@ class RunFailed(ValueError):
     command line exits with code 1, not with 2 as for a config error."""
 
     @classmethod
-    def caused(cls, message: str, trace: str | None) -> Self:
+    def from_traceback(cls, message: str, trace: str | None) -> Self:
         """Returns the error with the traceback `trace` as a note."""
         error = cls(message)
         if trace:
@@ -31,21 +31,23 @@ class RunFailed(ValueError):
         return error
 
 
-class Fault(NamedTuple):
+class ErrorText(NamedTuple):
     """An exception as text: type and message, and traceback. Both are bounded in length and can be sent to other
     processes."""
 
     message: str
-    trace: str
+    traceback: str
 
 
-def fault_of(error: BaseException) -> Fault:
+def describe_error(error: BaseException) -> ErrorText:
     """Returns the text of an exception; of an exception group, that of its first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     said = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
-    trace = "".join(traceback.format_exception(error, limit=-FRAMES))
-    return Fault(_bounded(said, LONGEST_MESSAGE, LONGEST_MESSAGE // 2), _bounded(trace, LONGEST_TRACEBACK, 1000))
+    trace = "".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES))
+    return ErrorText(
+        _bounded(said, MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2), _bounded(trace, MAX_TRACEBACK_CHARS, 1000)
+    )
 
 
 def check_failures(episodes: Sequence[Episode], most: float, where: str) -> None:
@@ -60,7 +62,7 @@ def check_failures(episodes: Sequence[Episode], most: float, where: str) -> None
         )
 
 
-def check_any(episodes: Sequence[Episode], where: str) -> None:
+def check_not_all_failed(episodes: Sequence[Episode], where: str) -> None:
     """Raises RunFailed, with the first failure and its traceback, if there are episodes and all of them failed."""
     if episodes and all(episode.error is not None for episode in episodes):
         raise failure(episodes, where, "Mend the env or the policy")
@@ -71,21 +73,21 @@ def failure(episodes: Sequence[Episode], where: str, fix: str) -> RunFailed:
     failed = [episode for episode in episodes if episode.error is not None]
     first = f'the first (instance {failed[0].seed} of env "{failed[0].env}") with {failed[0].error}'
     message = f"{where}: {len(failed)} of {len(episodes)} episodes failed, {first}. {fix}"
-    return RunFailed.caused(message, failed[0].traceback)
+    return RunFailed.from_traceback(message, failed[0].traceback)
 
 
 @contextmanager
-def kept_in(folder: Path) -> Iterator[None]:
+def write_error_file(folder: Path) -> Iterator[None]:
     """Context in which an exception is also written to error.txt in `folder`. Removes the file of an earlier
     attempt."""
-    (folder / ERROR).unlink(missing_ok=True)
+    (folder / ERROR_FILE).unlink(missing_ok=True)
     try:
         yield
     except Exception as error:
-        message, trace = fault_of(error)
+        message, trace = describe_error(error)
         if isinstance(error, RunFailed):  # its notes hold the traceback of the cause
             trace = "\n".join(getattr(error, "__notes__", []))
-        atomic_write(folder / ERROR, f"{message}\n\n{trace}\n".encode(errors="backslashreplace"))
+        atomic_write(folder / ERROR_FILE, f"{message}\n\n{trace}\n".encode(errors="backslashreplace"))
         raise
 
 

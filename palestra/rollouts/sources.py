@@ -12,97 +12,99 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from palestra.policies.base import Policy
-from palestra.rollouts.figures import summary
-from palestra.rollouts.play import Arena, Branching, Match, derive
-from palestra.types import Episode, Memory, Metrics, Seat
+from palestra.rollouts.metrics import episode_metrics
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec, derive_seed
+from palestra.types import AlgorithmState, Episode, Metrics, Seat
 
 Curriculum = Literal["fixed", "frontier"]
-Told = Callable[[Episode], None] | None
-MEASURED = "success"  # key in `memory`: the running success of each env
+EpisodeCallback = Callable[[Episode], None] | None
+SUCCESS_KEY = "success"  # key in `memory`: the running success of each env
 
 
-class Source(Protocol):
+class EpisodeSource(Protocol):
     """Provides the episodes of a step by number, and updates its state from the results."""
 
     async def play(
-        self, numbers: Sequence[int], branching: Branching, memory: Memory, told: Told = None
+        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
-        """Returns the episodes of these numbers, in order; calls `told` with each one when it ends."""
+        """Returns the episodes of these numbers, in order; calls `on_episode` with each one when it ends."""
         ...
 
-    def observe(self, episodes: Sequence[Episode], memory: Memory) -> Metrics:
+    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
         """Updates `memory` from the results of a step's episodes; returns metrics."""
         ...
 
 
 @dataclass
-class Games:
-    """Episodes played now, each in one of `arenas`. `seats` returns the current policy of each seat; `plays` lists the
-    seats of an env (default: all).
+class EnvSource:
+    """Episodes played now, each in one of `arenas`. `seats` returns the current policy of each seat; `env_seats` lists
+    the seats of an env (default: all).
 
     Envs are drawn by their `weights` (default: equal); with `curriculum: frontier` times s(1 - s), s being the env's
     running success: most at s = 1/2, as in sampling for learnability (Rutherford et al., 2024, eq. 1). `floor` is the
     share drawn by weight alone. The running success is an exponential average over about 1 / `rate` steps.
     """
 
-    arenas: Mapping[str, Arena]
+    arenas: Mapping[str, EpisodeRunner]
     seats: Callable[[], dict[Seat, Policy]]
     seed: int
     weights: Mapping[str, float] = field(default_factory=dict)
     curriculum: Curriculum = "fixed"
     floor: float = 0.1
     rate: float = 0.2
-    plays: Mapping[str, Sequence[Seat]] = field(default_factory=dict)
+    env_seats: Mapping[str, Sequence[Seat]] = field(default_factory=dict)
 
     async def play(
-        self, numbers: Sequence[int], branching: Branching, memory: Memory, told: Told = None
+        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
         """Returns the episodes of these numbers, in order; all of one step have the same policies."""
-        matches = self.matches(numbers, memory)
+        matches = self.episode_specs(numbers, memory)
         own = {name: [match for kind, match in matches if kind == name] for name in self.arenas}
         played = await asyncio.gather(
-            *(self.arenas[name].play_all(part, branching, told) for name, part in own.items())
+            *(self.arenas[name].play_all(part, branching, on_episode) for name, part in own.items())
         )
         each = {name: iter(episodes) for name, episodes in zip(own, played, strict=True)}
         return [next(each[name]) for name, _ in matches]
 
-    def matches(self, numbers: Sequence[int], memory: Memory) -> list[tuple[str, Match]]:
+    def episode_specs(self, numbers: Sequence[int], memory: AlgorithmState) -> list[tuple[str, EpisodeSpec]]:
         """Returns the episode specs of these numbers, each with the name of its runner. Runs of different seeds have
         different instances."""
         seats = self.seats()
-        return [self.match(number, seats, memory) for number in numbers]
+        return [self.episode_spec(number, seats, memory) for number in numbers]
 
-    def match(self, number: int, seats: Mapping[Seat, Policy], memory: Memory) -> tuple[str, Match]:
+    def episode_spec(
+        self, number: int, seats: Mapping[Seat, Policy], memory: AlgorithmState
+    ) -> tuple[str, EpisodeSpec]:
         """Returns one episode spec and the name of its runner."""
-        shares = self.shares(memory)
-        rng = random.Random(derive(self.seed, "env", number))
+        shares = self.env_probabilities(memory)
+        rng = random.Random(derive_seed(self.seed, "env", number))
         name = rng.choices(list(shares), list(shares.values()))[0]
-        own = {seat: seats[seat] for seat in self.plays.get(name, seats)}
-        return name, Match((self.seed % 2**31 << 32) + number, own, derive(self.seed, "play", number))
+        own = {seat: seats[seat] for seat in self.env_seats.get(name, seats)}
+        return name, EpisodeSpec((self.seed % 2**31 << 32) + number, own, derive_seed(self.seed, "play", number))
 
-    def shares(self, memory: Memory) -> dict[str, float]:
+    def env_probabilities(self, memory: AlgorithmState) -> dict[str, float]:
         """Returns the current probability of each env."""
         plain = _normal({name: self.weights.get(name, 1.0) for name in self.arenas})
         if self.curriculum == "fixed":
             return plain
-        measured = memory.get(MEASURED, {})
+        measured = memory.get(SUCCESS_KEY, {})
         open_ = {name: s * (1 - s) for name, s in ((name, measured.get(name, 0.5)) for name in self.arenas)}
         aimed = _normal({name: plain[name] * open_[name] for name in self.arenas})
         return {name: self.floor * plain[name] + (1 - self.floor) * aimed[name] for name in self.arenas}
 
-    def observe(self, episodes: Sequence[Episode], memory: Memory) -> Metrics:
+    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
         """Updates the running success of each env that was played; with several envs, returns each one's success in
         this step and its probability in the next."""
         if len(self.arenas) == 1:
             return {}
         figures: Metrics = {}
-        running = memory.setdefault(MEASURED, {})
+        running = memory.setdefault(SUCCESS_KEY, {})
         for name in self.arenas:
             if own := [episode for episode in episodes if episode.env == name and episode.error is None]:
-                success = summary(own).get("success", 0.0)
+                success = episode_metrics(own).get("success", 0.0)
                 running[name] = running.get(name, success) + self.rate * (success - running.get(name, success))
                 figures[f"{name}.success"] = success
-        return figures | {f"{name}.share": share for name, share in self.shares(memory).items()}
+        return figures | {f"{name}.share": share for name, share in self.env_probabilities(memory).items()}
 
 
 def _normal(values: Mapping[str, float]) -> dict[str, float]:

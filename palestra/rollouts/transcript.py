@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.types import Episode, Node
 
-SHORT = 60  # characters of text that stays on the line of its heading
+MAX_INLINE_CHARS = 60  # characters of text that stays on the line of its heading
 
 
 def transcript(episode: Episode) -> str:
@@ -24,13 +24,13 @@ def transcript(episode: Episode) -> str:
 
 def _turn(node: Node, seat: str, seen: dict[str, Any]) -> Iterator[str]:
     yield ""
-    yield _block(f"{seat} sees", new_to(node.observations[seat], seen.get(seat)))
+    yield _block(f"{seat} sees", new_text(node.observations[seat], seen.get(seat)))
     seen[seat] = node.observations[seat]
     answer = node.answers[seat]
-    yield _block(f"{seat} says", answer.text + (" [cut off]" if answer.stop == "length" else ""))
+    yield _block(f"{seat} says", answer.text + (" [cut off]" if answer.stop_reason == "length" else ""))
 
 
-def new_to(shown: Any, before: Any) -> str:
+def new_text(shown: Any, before: Any) -> str:
     """Returns an observation as text; of a continued conversation only the messages after the previous observation and
     the seat's own answer."""
     messages = getattr(shown, "messages", None)
@@ -52,6 +52,6 @@ def _came(node: Node) -> Iterator[str]:
 
 
 def _block(head: str, text: str) -> str:
-    if "\n" not in text and len(text) <= SHORT + len(head):
+    if "\n" not in text and len(text) <= MAX_INLINE_CHARS + len(head):
         return f"{head}: {text}"
     return f"{head}:\n" + "\n".join(f"    {line}" for line in text.split("\n"))

@@ -17,22 +17,22 @@ whose checksums match, and deterministic training reproduces the rest.
 
 from __future__ import annotations
 
-from palestra.episodes import load_episodes, read_episodes
+from palestra.runs.episodes import load_episodes, read_episodes
 from palestra.files import read_lines
-from palestra.runs.checkpoints import KEPT, Checkpoint, checkpoints
+from palestra.runs.checkpoints import NUM_KEPT, Checkpoint, list_checkpoints
 from palestra.runs.disk import explain_disk_errors
 from palestra.runs.listing import RunSummary, list_runs
 from palestra.runs.run import Run
-from palestra.runs.settings import changed_settings, check_config
+from palestra.runs.settings import diff_settings, check_config
 
 __all__ = [
-    "KEPT",
+    "NUM_KEPT",
     "Checkpoint",
     "Run",
     "RunSummary",
-    "changed_settings",
+    "diff_settings",
     "check_config",
-    "checkpoints",
+    "list_checkpoints",
     "explain_disk_errors",
     "list_runs",
     "load_episodes",

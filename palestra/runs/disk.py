@@ -11,8 +11,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from palestra.files import Damaged
-from palestra.runs.settings import CONFIG
+from palestra.files import DamagedFile
+from palestra.runs.settings import CONFIG_FILE
 
 REMEDIES = {
     errno.ENOSPC: "free some space on that disk",
@@ -27,7 +27,7 @@ REMEDIES = {
     errno.EISDIR: "remove that folder",
     errno.ENOTDIR: "remove that file",
 }
-NUMBER = re.compile(r"os error (\d+)|code: (\d+)")  # errno in error messages of safetensors
+ERRNO_PATTERN = re.compile(r"os error (\d+)|code: (\d+)")  # errno in error messages of safetensors
 
 
 @contextmanager
@@ -41,12 +41,12 @@ def explain_disk_errors(run: Path | None = None) -> Iterator[None]:
             raise
         file = error.filename if isinstance(error, OSError) else None
         what = f"cannot use {file}" if file else f"cannot write {run or 'the run'}"
-        again = f", then go on with: palestra train --resume {run}" if run and (run / CONFIG).exists() else ""
-        raise Damaged(f"{what}: {os.strerror(number)}; {REMEDIES[number]}{again}") from error
+        again = f", then go on with: palestra train --resume {run}" if run and (run / CONFIG_FILE).exists() else ""
+        raise DamagedFile(f"{what}: {os.strerror(number)}; {REMEDIES[number]}{again}") from error
 
 
 def _number(error: OSError | SafetensorError) -> int:
     if isinstance(error, OSError):
         return error.errno or 0
-    found = NUMBER.search(str(error))
+    found = ERRNO_PATTERN.search(str(error))
     return int(found[1] or found[2]) if found else 0

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.files import plain_file, read_lines
-from palestra.runs.checkpoints import Checkpoint, checkpoints
-from palestra.runs.settings import META
+from palestra.files import check_is_file, read_lines
+from palestra.runs.checkpoints import Checkpoint, list_checkpoints
+from palestra.runs.settings import META_FILE
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ def list_runs(root: str | Path) -> list[RunSummary]:
 
 def _summary(folder: Path) -> RunSummary:
     try:
-        created = str(_meta(folder / META).get("created", ""))
+        created = str(_meta(folder / META_FILE).get("created", ""))
         last = next(iter(read_lines(folder / "metrics.jsonl")[::-1]), {"step": -1}).get("step")
-        newest = next(iter(checkpoints(folder)[::-1]), None)
+        newest = next(iter(list_checkpoints(folder)[::-1]), None)
         evals = read_lines(folder / "evals.jsonl")
     except (ValueError, OSError) as error:
         return RunSummary(folder, "", 0, None, [], damage=str(error))
@@ -45,5 +45,5 @@ def _summary(folder: Path) -> RunSummary:
 
 
 def _meta(path: Path) -> dict[str, Any]:
-    found = json.loads(plain_file(path).read_text(encoding="utf-8")) if path.exists() else {}
+    found = json.loads(check_is_file(path).read_text(encoding="utf-8")) if path.exists() else {}
     return found if isinstance(found, dict) else {}

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -16,39 +17,39 @@ from typing import Any, Self
 
 import pyarrow.parquet as pq
 
-from palestra.episodes import to_table
+from palestra.runs.episodes import to_table
 from palestra.files import (
-    EDITED,
-    TEMPORARY,
-    Damaged,
-    Log,
+    EDITED_HINT,
+    TEMPORARY_PREFIX,
+    DamagedFile,
+    JsonlWriter,
     atomic_folder,
     atomic_write,
     check_folder,
     checksum,
     checksums,
-    keep_lines,
-    lock,
+    filter_lines,
+    acquire_lock,
     path_inside,
-    remove,
-    sealed,
-    to_line,
+    remove_path,
+    with_checksum,
+    to_json_line,
 )
-from palestra.roll import PAUSE, roll
+from palestra.runs.worker_stats import REPORT_INTERVAL_S, worker_stats
 from palestra.runs.checkpoints import (
-    CHECKPOINTS,
-    CUT,
-    FOLDER,
-    KEPT,
-    LOGS,
+    CHECKPOINTS_FILE,
+    TRUNCATED_LOGS,
+    CHECKPOINTS_FOLDER,
+    NUM_KEPT,
+    CHECKSUMMED_LOGS,
     Checkpoint,
-    after,
-    checkpoints,
-    finish_newest,
-    newest_intact,
+    is_after,
+    list_checkpoints,
+    finish_newest_rename,
+    find_newest_intact,
     step_name,
 )
-from palestra.runs.settings import CONFIG, META, check_config, read_meta
+from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, read_meta
 from palestra.types import Episode
 
 
@@ -56,7 +57,7 @@ class Run:
     """The only writer of a run directory; a lock keeps other processes out. Use it as a context manager, or call
     `close`.
 
-    `next_step` is the step after the newest complete checkpoint, 0 if there is none. `passed_over` holds a message on
+    `next_step` is the step after the newest complete checkpoint, 0 if there is none. `skipped_checkpoints` holds a message on
     each damaged checkpoint that the last `resume` skipped. Raises ValueError if the lock is taken, and Damaged if the
     folder or its list of checkpoints is damaged.
     """
@@ -64,13 +65,13 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         check_folder(path)  # must be first: from here on files are opened and removed without checks
-        self._lock = lock(path / ".lock", f"the run {path}")
-        self._logs: dict[str, Log] = {}
-        self.passed_over: list[str] = []
+        self._lock = acquire_lock(path / ".lock", f"the run {path}")
+        self._logs: dict[str, JsonlWriter] = {}
+        self.skipped_checkpoints: list[str] = []
         self._called = -1  # step of the last worker report
-        roll.lines(0.0)  # resets counts from before this run
+        worker_stats.take_report(0.0)  # resets counts from before this run
         try:
-            self.next_step = max((c.step + 1 for c in checkpoints(path)), default=0)
+            self.next_step = max((c.step + 1 for c in list_checkpoints(path)), default=0)
         except ValueError:
             self._lock.close()
             raise
@@ -91,9 +92,9 @@ class Run:
         path_inside(root, name)
         run = cls(_fresh_folder(Path(root), name))
         facts = {**_facts(), **(meta or {}), "config": config_yaml}
-        atomic_write(run.path / META, (json.dumps(facts, indent=2) + "\n").encode())
-        atomic_write(run.path / CHECKPOINTS, b"")  # so that a missing file means a lost one
-        atomic_write(run.path / CONFIG, config_yaml.encode())  # last: a folder with a config counts as a run
+        atomic_write(run.path / META_FILE, (json.dumps(facts, indent=2) + "\n").encode())
+        atomic_write(run.path / CHECKPOINTS_FILE, b"")  # so that a missing file means a lost one
+        atomic_write(run.path / CONFIG_FILE, config_yaml.encode())  # last: a folder with a config counts as a run
         return run
 
     @classmethod
@@ -104,7 +105,7 @@ class Run:
         Raises ValueError if `path` is not a run, or another process is writing it.
         """
         path = Path(path)
-        if not (path / CONFIG).is_file():
+        if not (path / CONFIG_FILE).is_file():
             raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
         return cls(path)
 
@@ -117,7 +118,7 @@ class Run:
     def close(self) -> None:
         """Writes everything to disk and releases the lock, even if the disk is full."""
         try:
-            self.roll_call(self._called, 0.0)
+            self.log_workers(self._called, 0.0)
             self.sync()
         finally:
             self._close_logs()
@@ -126,45 +127,45 @@ class Run:
     @property
     def config(self) -> str:
         """The resolved config, as YAML."""
-        return (self.path / CONFIG).read_text(encoding="utf-8")
+        return (self.path / CONFIG_FILE).read_text(encoding="utf-8")
 
-    def go_on_with(self, config_yaml: str) -> None:
+    def replace_config(self, config_yaml: str) -> None:
         """Replaces the run's config. meta.json keeps the old one, with the command line and the step of the change."""
         if config_yaml == self.config:
             return
         meta = read_meta(self.path)
         change = {"step": self.next_step - 1, "command": sys.argv, "config": self.config}
         meta |= {"changed": [*meta.get("changed", []), change], "config": config_yaml}
-        atomic_write(self.path / META, (json.dumps(meta, indent=2) + "\n").encode())
-        atomic_write(self.path / CONFIG, config_yaml.encode())
+        atomic_write(self.path / META_FILE, (json.dumps(meta, indent=2) + "\n").encode())
+        atomic_write(self.path / CONFIG_FILE, config_yaml.encode())
 
-    def log(self, step: int, policy: str, metrics: Mapping[str, Any]) -> None:
+    def log_metrics(self, step: int, policy: str, metrics: Mapping[str, Any]) -> None:
         """Appends a line to metrics.jsonl. Only values that the seed determines belong here: no seconds, paths or
         dates."""
         self._append("metrics.jsonl", {"step": step, "policy": policy, **metrics})
 
-    def time(self, step: int, policy: str, figures: Mapping[str, Any]) -> None:
+    def log_timings(self, step: int, policy: str, metrics: Mapping[str, Any]) -> None:
         """Appends a line to timings.jsonl: seconds, tokens per second, bytes of memory."""
-        self._append("timings.jsonl", {"step": step, "policy": policy, **figures})
+        self._append("timings.jsonl", {"step": step, "policy": policy, **metrics})
 
-    def roll_call(self, step: int, pause: float = PAUSE) -> None:
-        """Appends worker counters since the last report to workers.jsonl, if it is `pause` seconds old."""
+    def log_workers(self, step: int, min_interval_s: float = REPORT_INTERVAL_S) -> None:
+        """Appends worker counters since the last report to workers.jsonl, if it is `min_interval_s` seconds old."""
         self._called = step
-        for line in roll.lines(pause):
+        for line in worker_stats.take_report(min_interval_s):
             self._append("workers.jsonl", {"step": step, **line})
 
-    def eval(self, step: int, name: str, figures: Mapping[str, Any]) -> None:
+    def log_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         """Appends a line to evals.jsonl: the metrics of evaluation `name` after `step` (-1: before training)."""
-        self._append("evals.jsonl", {"step": step, "name": name, **figures})
+        self._append("evals.jsonl", {"step": step, "name": name, **metrics})
 
-    def record(self, name: str, line: Mapping[str, Any]) -> None:
+    def append_line(self, name: str, line: Mapping[str, Any]) -> None:
         """Appends a line to the log file `name`. On disk on return."""
         self._append(name, line)
-        self._logs[name].sync()
+        self._logs[name].fsync()
 
-    def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+    def rewrite_log(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Atomically replaces the lines of the log file `name`. Does nothing if they are unchanged."""
-        path, data = self.path / name, b"".join(map(to_line, lines))
+        path, data = self.path / name, b"".join(map(to_json_line, lines))
         if (path.read_bytes() if path.exists() else b"") != data:
             self._close_logs()
             atomic_write(path, data)
@@ -181,7 +182,7 @@ class Run:
     def sync(self) -> None:
         """Calls fsync on all logs. The training loop calls it once per step; readers see every line at once."""
         for log in self._logs.values():
-            log.sync()
+            log.fsync()
 
     def checkpoint(
         self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
@@ -191,16 +192,16 @@ class Run:
         `info` is added to the line of checkpoints.jsonl; its "names" become `Checkpoint.names`. Older checkpoints are
         then pruned: the newest two remain, and those saved with `keep`.
         """
-        folder = self.path / FOLDER / step_name(step)
+        folder = self.path / CHECKPOINTS_FOLDER / step_name(step)
         for name in (info or {}).get("names", {}).values():
             path_inside(folder, name)
-        line: dict[str, Any] = {"step": step, "path": f"{FOLDER}/{folder.name}", "keep": keep, **(info or {})}
+        line: dict[str, Any] = {"step": step, "path": f"{CHECKPOINTS_FOLDER}/{folder.name}", "keep": keep, **(info or {})}
 
         def commit(complete: Path) -> None:
             self.sync()  # the log lines that the checksums cover must be on disk first
-            line["logs"] = {log: self._checksum(log) for log in LOGS}
+            line["logs"] = {log: self._checksum(log) for log in CHECKSUMMED_LOGS}
             line["files"] = checksums(complete)
-            self.record(CHECKPOINTS, sealed(line))
+            self.append_line(CHECKPOINTS_FILE, with_checksum(line))
 
         atomic_folder(folder, write, commit=commit)
         self.next_step = step + 1
@@ -216,25 +217,25 @@ class Run:
         """
         check_config(self.path)
         self._close_logs()
-        finish_newest(self.path)
-        newest, self.passed_over = newest_intact(self.path)
+        finish_newest_rename(self.path)
+        newest, self.skipped_checkpoints = find_newest_intact(self.path)
         step = newest.step if newest else -1
         _remove_temporary(self.path)
         evals = self.path / "evals.jsonl"
-        keep_lines(evals, lambda line: newest is not None and _step_of(evals, line) <= step)
-        for log in CUT:
+        filter_lines(evals, lambda line: newest is not None and _step_of(evals, line) <= step)
+        for log in TRUNCATED_LOGS:
             if (self.path / log).exists():
-                os.truncate(self.path / log, newest.line["logs"][log]["bytes"] if newest else 0)
+                os.truncate(self.path / log, newest.entry["logs"][log]["bytes"] if newest else 0)
         _remove_after(self.path, step)
-        keep_lines(self.path / CHECKPOINTS, lambda line: line["step"] <= step)  # after removing their folders
+        filter_lines(self.path / CHECKPOINTS_FILE, lambda line: line["step"] <= step)  # after removing their folders
         self._prune()  # the process may have died between the checkpoint and its pruning
         self.next_step = step + 1
         return newest
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         if name not in self._logs:
-            self._logs[name] = Log(self.path / name)
-        self._logs[name].write(to_line(line))
+            self._logs[name] = JsonlWriter(self.path / name)
+        self._logs[name].write(to_json_line(line))
 
     def _checksum(self, name: str) -> dict[str, Any]:
         """Checksum of a log in its current state."""
@@ -248,9 +249,9 @@ class Run:
         self._logs.clear()
 
     def _prune(self) -> None:
-        for old in checkpoints(self.path)[:-KEPT]:
-            if not old.line["keep"]:
-                remove(old.path)
+        for old in list_checkpoints(self.path)[:-NUM_KEPT]:
+            if not old.entry["keep"]:
+                remove_path(old.path)
 
 
 def _fresh_folder(root: Path, name: str) -> Path:
@@ -281,21 +282,21 @@ def _version(distribution: str) -> str | None:
 def _remove_after(run: Path, step: int) -> None:
     """Removes the episodes and checkpoints after `step`."""
     for file in (run / "episodes").glob("step-*.parquet"):
-        if after(file, step):
-            remove(file)
-    for folder in (run / FOLDER).glob("step-*"):
-        if after(folder, step):
-            remove(folder)
+        if is_after(file, step):
+            remove_path(file)
+    for folder in (run / CHECKPOINTS_FOLDER).glob("step-*"):
+        if is_after(folder, step):
+            remove_path(folder)
 
 
 def _remove_temporary(run: Path) -> None:
     """Removes unfinished files of a process that died."""
-    for leftover in [*run.glob(f"{TEMPORARY}*"), *run.glob(f"*/{TEMPORARY}*")]:
-        remove(leftover)
+    for leftover in [*run.glob(f"{TEMPORARY_PREFIX}*"), *run.glob(f"*/{TEMPORARY_PREFIX}*")]:
+        remove_path(leftover)
 
 
 def _step_of(path: Path, line: Mapping[str, Any]) -> int:
     step = line.get("step")
     if not isinstance(step, int):
-        raise Damaged(f"{path} has a line whose step is {step!r}, not a number; {EDITED}")
+        raise DamagedFile(f"{path} has a line whose step is {step!r}, not a number; {EDITED_HINT}")
     return step

@@ -7,7 +7,7 @@ outcome.stdout  # "42\\n"
 
 from __future__ import annotations
 
-from palestra.sandbox.base import Limits, Outcome, SandboxError
+from palestra.sandbox.base import ResourceLimits, RunResult, SandboxError
 from palestra.sandbox.client import Sandbox, open_sandbox
 
-__all__ = ["Limits", "Outcome", "Sandbox", "SandboxError", "open_sandbox"]
+__all__ = ["ResourceLimits", "RunResult", "Sandbox", "SandboxError", "open_sandbox"]

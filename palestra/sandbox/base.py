@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-Ended = Literal["exit", "signal", "wall", "cpu", "memory", "output"]
-PLACE = "/work"  # path of the program's folder as shown to programs and in their output
-PREFIX = 8  # bytes of the big-endian length before each message
+EndReason = Literal["exit", "signal", "wall", "cpu", "memory", "output"]
+WORKDIR = "/work"  # path of the program's folder as shown to programs and in their output
+LENGTH_BYTES = 8  # bytes of the big-endian length before each message
 
 
 class SandboxError(RuntimeError):
@@ -19,7 +19,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ResourceLimits:
     """Resource limits of a program.
 
     `wall` and `cpu` in seconds; `memory`, `output` (each of stdout and stderr) and `disk` (its folder) in bytes. `cpu`,
@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """The result of a run.
 
     `ended`: the reason, "exit", "signal" or the limit that was exceeded; "memory" also means too many processes,
@@ -51,7 +51,7 @@ class Outcome:
     stdout: str
     stderr: str
     code: int | None
-    ended: Ended
+    ended: EndReason
     seconds: float
     files: dict[str, bytes] = field(default_factory=dict)
 
@@ -60,20 +60,20 @@ class Outcome:
         """True if the program exited by itself with status 0."""
         return self.ended == "exit" and self.code == 0
 
-    def packed(self) -> bytes:
-        return pack(asdict(self) | {"files": _text(self.files)})
+    def to_bytes(self) -> bytes:
+        return encode_message(asdict(self) | {"files": _text(self.files)})
 
     @staticmethod
-    def unpacked(body: bytes) -> Outcome:
-        """Parses a message of `packed`. Raises SandboxError if it reports a failure of the sandbox."""
+    def from_bytes(body: bytes) -> RunResult:
+        """Parses a message of `to_bytes`. Raises SandboxError if it reports a failure of the sandbox."""
         message = json.loads(body)
         if "error" in message:
             raise SandboxError(message["error"])
-        return Outcome(**message | {"files": _bytes(message["files"])})
+        return RunResult(**message | {"files": _bytes(message["files"])})
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """A request for one run.
 
     `keep`: True returns all files that the program leaves; a mapping returns the named files, at most the given number
@@ -84,7 +84,7 @@ class Request:
     source: str
     stdin: str
     files: Mapping[str, bytes]
-    limits: Limits
+    limits: ResourceLimits
     keep: bool | Mapping[str, int]
 
     def __post_init__(self) -> None:
@@ -96,19 +96,21 @@ class Request:
             if "/" in name or name in ("", ".", ".."):
                 raise ValueError(f"keep: {name!r} is no file of the program's folder itself: give a plain name")
 
-    def packed(self) -> bytes:
-        return pack(asdict(self) | {"files": _text(self.files)})
+    def to_bytes(self) -> bytes:
+        return encode_message(asdict(self) | {"files": _text(self.files)})
 
     @staticmethod
-    def unpacked(body: bytes) -> Request:
+    def from_bytes(body: bytes) -> RunRequest:
         message = json.loads(body)
-        return Request(**message | {"files": _bytes(message["files"]), "limits": Limits(**message["limits"])})
+        return RunRequest(
+            **message | {"files": _bytes(message["files"]), "limits": ResourceLimits(**message["limits"])}
+        )
 
 
-def pack(message: Mapping[str, Any]) -> bytes:
+def encode_message(message: Mapping[str, Any]) -> bytes:
     """Serializes a message: its length in PREFIX bytes, then JSON."""
     body = json.dumps(message).encode()
-    return len(body).to_bytes(PREFIX, "big") + body
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def _text(files: Mapping[str, bytes]) -> dict[str, str]:

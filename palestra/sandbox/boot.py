@@ -14,8 +14,8 @@ TYPE_CHECKING = False  # importing `typing` would take longer than all of this m
 if TYPE_CHECKING:
     from types import TracebackType
 
-PROGRAM = "main.py"  # file name of the program in tracebacks; no such file exists
-FATAL = 127  # exit status if the restrictions could not be applied
+PROGRAM_NAME = "main.py"  # file name of the program in tracebacks; no such file exists
+FAILURE_EXIT_CODE = 127  # exit status if the restrictions could not be applied
 
 
 def boot() -> None:
@@ -25,15 +25,15 @@ def boot() -> None:
         _give_up(user, limits, rules)
     except (OSError, ValueError, ImportError) as error:
         os.write(2, f"the sandbox could not be closed: {error!r}".encode())
-        os._exit(FATAL)
-    sys.argv, sys.path = [PROGRAM], ["", *sys.path]
+        os._exit(FAILURE_EXIT_CODE)
+    sys.argv, sys.path = [PROGRAM_NAME], ["", *sys.path]
     sys.excepthook = _complain
     for word in ("exit", "quit"):  # normally made by `site`, which is not loaded
         setattr(builtins, word, sys.exit)
     main = type(sys)("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
-    exec(compile(source, PROGRAM, "exec"), main.__dict__)
+    exec(compile(source, PROGRAM_NAME, "exec"), main.__dict__)
 
 
 def _give_up(user: int, limits: list[tuple[int, int]], rules: bytes) -> None:
@@ -69,7 +69,7 @@ def _filter(rules: bytes) -> None:
 
 def _complain(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
     """Prints the usual traceback without the frames of this file."""
-    while trace and trace.tb_frame.f_code.co_filename != PROGRAM:
+    while trace and trace.tb_frame.f_code.co_filename != PROGRAM_NAME:
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
@@ -80,7 +80,7 @@ def _read(size: int) -> bytes:
     while len(data) < size:
         piece = os.read(0, size - len(data))
         if not piece:
-            os._exit(FATAL)
+            os._exit(FAILURE_EXIT_CODE)
         data += piece
     return data
 

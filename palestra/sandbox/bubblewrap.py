@@ -16,14 +16,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from palestra.sandbox import scratch
-from palestra.sandbox.base import PLACE, Request
-from palestra.sandbox.filters import rules
-from palestra.sandbox.program import DEVICES, Program, command, environment, orders, readable
+from palestra.sandbox import workdir
+from palestra.sandbox.base import WORKDIR, RunRequest
+from palestra.sandbox.program import (
+    DEVICES,
+    RunningProgram,
+    boot_message,
+    environment,
+    interpreter_command,
+    readable_paths,
+)
+from palestra.sandbox.seccomp import seccomp_filter
 
 FIX = "install bubblewrap (apt-get install bubblewrap, dnf install bubblewrap)"
-NOBODY = 65534
-USERS = 1_000_000_000  # first user id of runs started by root; real users have smaller ones
+NOBODY_UID = 65534
+FIRST_RUN_UID = 1_000_000_000  # first user id of runs started by root; real users have smaller ones
 CAP_SYS_ADMIN = 21
 
 
@@ -36,19 +43,19 @@ def missing() -> str | None:
 
 def load() -> None:
     """Checks that the seccomp filter exists for this machine. Raises ValueError if not."""
-    rules(mounts=True)
+    seccomp_filter(mounts=True)
 
 
-def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, bytes]:
+def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningProgram, bytes]:
     """Starts the program in its own namespaces; returns it and the boot message for its stdin.
 
     `mounts`: its folder is a separate file system, mounted noexec.
     """
-    user = USERS + os.getpid() if _is_admin() else 0
+    user = FIRST_RUN_UID + os.getpid() if _is_admin() else 0
     if user:
-        scratch.own(folder, user)
+        workdir.change_owner(folder, user)
     process = subprocess.Popen(
-        [*_wrapped(folder, bool(user)), *command()],
+        [*_wrapped(folder, bool(user)), *interpreter_command()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -63,8 +70,10 @@ def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, byt
         return 128 - code if code > 128 else code  # bwrap returns 128 + n if signal n ended the program
 
     tasks = request.limits.processes + (not user)  # bwrap's init process counts in the user namespace
-    program = Program(process.pid, process.stdin, process.stdout, process.stderr, end, PLACE, own=2)
-    return program, orders(request, rules(mounts=mounts), user=user, tasks=tasks)
+    program = RunningProgram(
+        process.pid, process.stdin, process.stdout, process.stderr, end, WORKDIR, num_backend_processes=2
+    )
+    return program, boot_message(request, seccomp_filter(mounts=mounts), user=user, tasks=tasks)
 
 
 def _wrapped(folder: Path, root: bool) -> Iterator[str]:
@@ -73,17 +82,17 @@ def _wrapped(folder: Path, root: bool) -> Iterator[str]:
     if root:
         yield from ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
     else:
-        yield from ("--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY))
+        yield from ("--unshare-user", "--uid", str(NOBODY_UID), "--gid", str(NOBODY_UID))
     yield "--clearenv"
-    for name, value in environment(PLACE).items():
+    for name, value in environment(WORKDIR).items():
         yield from ("--setenv", name, value)
-    for path in _parents(readable()):
+    for path in _parents(readable_paths()):
         yield from ("--perms", "0755", "--dir", path)
-    for path in readable():
+    for path in readable_paths():
         yield from ("--symlink", os.readlink(path), path) if os.path.islink(path) else ("--ro-bind", path, path)
     for device in filter(os.path.exists, DEVICES):
         yield from ("--dev-bind", device, device)
-    yield from ("--bind", str(folder), PLACE, "--remount-ro", "/", "--chdir", PLACE, "--")
+    yield from ("--bind", str(folder), WORKDIR, "--remount-ro", "/", "--chdir", WORKDIR, "--")
 
 
 def _parents(paths: tuple[str, ...]) -> list[str]:

@@ -14,15 +14,15 @@ from functools import cache
 from types import ModuleType
 
 from palestra.sandbox import bubblewrap, sandlock
-from palestra.sandbox.base import PREFIX, Limits, Outcome, Request, SandboxError
+from palestra.sandbox.base import LENGTH_BYTES, ResourceLimits, RunRequest, RunResult, SandboxError
 
-NO_LIMITS: Limits = Limits()
-PATIENCE = 10.0  # seconds until a stopped fork server is killed
-FIRST_TO_LAST: dict[str, ModuleType] = {"sandlock": sandlock, "bubblewrap": bubblewrap}
-DIED = "the sandbox's keeper died before it answered; what it said is on stderr"
+DEFAULT_LIMITS: ResourceLimits = ResourceLimits()
+STOP_TIMEOUT_S = 10.0  # seconds until a stopped fork server is killed
+BACKENDS_BY_PREFERENCE: dict[str, ModuleType] = {"sandlock": sandlock, "bubblewrap": bubblewrap}
+SUPERVISOR_DIED = "the sandbox's keeper died before it answered; what it said is on stderr"
 
 # The trial program: each attempt must fail, writing a file in its folder must succeed.
-PROBE = """
+TRIAL_PROGRAM = """
 import os, socket
 for attempt in (
     lambda: open("../palestra-was-here", "w"),
@@ -52,12 +52,12 @@ class Sandbox:
         *,
         stdin: str = "",
         files: Mapping[str, str | bytes] = {},
-        limits: Limits = NO_LIMITS,
+        limits: ResourceLimits = DEFAULT_LIMITS,
         keep: bool | Mapping[str, int] = False,
-    ) -> Outcome:
+    ) -> RunResult:
         """Runs the Python program `source` in a new folder with `files` and returns its result.
 
-        `keep=True` returns all final files of the folder in `Outcome.files`; `keep={"a": 100}` returns at most the
+        `keep=True` returns all final files of the folder in `RunResult.files`; `keep={"a": 100}` returns at most the
         first 100 bytes of "a" and no other file. Names that are missing or no regular file are left out.
 
         Never raises for what the program does. Raises SandboxError if the sandbox itself fails, ValueError for names
@@ -68,14 +68,14 @@ class Sandbox:
             name: text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
             for name, text in files.items()
         }
-        request = Request(self.name, source, stdin, data, limits, keep if isinstance(keep, bool) else dict(keep))
-        reader, writer = await asyncio.open_connection(sock=_warden().connect())
+        request = RunRequest(self.name, source, stdin, data, limits, keep if isinstance(keep, bool) else dict(keep))
+        reader, writer = await asyncio.open_connection(sock=_fork_server().connect())
         try:
-            writer.write(request.packed())
-            size = int.from_bytes(await reader.readexactly(PREFIX), "big")
-            return Outcome.unpacked(await reader.readexactly(size))
+            writer.write(request.to_bytes())
+            size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+            return RunResult.from_bytes(await reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise SandboxError(DIED) from error
+            raise SandboxError(SUPERVISOR_DIED) from error
         finally:
             writer.close()
 
@@ -87,10 +87,10 @@ def open_sandbox(unsafe: bool = False) -> Sandbox:
     the fix for each backend, if none works.
     """
     reasons: list[str] = []
-    for name in FIRST_TO_LAST:
-        if (reason := why_not(name)) is None:
+    for name in BACKENDS_BY_PREFERENCE:
+        if (reason := backend_problem(name)) is None:
             return Sandbox(name)
-        reasons.append(f"{name}: {reason} (fix: {FIRST_TO_LAST[name].FIX})")
+        reasons.append(f"{name}: {reason} (fix: {BACKENDS_BY_PREFERENCE[name].FIX})")
     if unsafe:
         return Sandbox("unsafe")
     raise ValueError(
@@ -100,12 +100,12 @@ def open_sandbox(unsafe: bool = False) -> Sandbox:
 
 
 @cache
-def why_not(name: str) -> str | None:
+def backend_problem(name: str) -> str | None:
     """Returns why the backend `name` does not work here, or None if it works. Cached per process."""
-    if reason := FIRST_TO_LAST[name].missing():
+    if reason := BACKENDS_BY_PREFERENCE[name].missing():
         return str(reason)
     try:
-        outcome = _ask(Request(name, PROBE, "", {}, NO_LIMITS, keep=False))
+        outcome = _ask(RunRequest(name, TRIAL_PROGRAM, "", {}, DEFAULT_LIMITS, keep=False))
     except SandboxError as error:
         return str(error)
     if outcome.ok and outcome.stdout == "alive\n":
@@ -113,67 +113,67 @@ def why_not(name: str) -> str | None:
     return f"a trial program was not contained or did not run: {outcome.stdout}{outcome.stderr[-500:]}".strip()
 
 
-def _ask(request: Request) -> Outcome:
+def _ask(request: RunRequest) -> RunResult:
     """Runs a request synchronously. Raises SandboxError if the sandbox fails."""
-    with _warden().connect() as connection, connection.makefile("rb") as stream:
-        connection.sendall(request.packed())
-        body = stream.read(int.from_bytes(stream.read(PREFIX), "big"))
+    with _fork_server().connect() as connection, connection.makefile("rb") as stream:
+        connection.sendall(request.to_bytes())
+        body = stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big"))
     if not body:
-        raise SandboxError(DIED)
-    return Outcome.unpacked(body)
+        raise SandboxError(SUPERVISOR_DIED)
+    return RunResult.from_bytes(body)
 
 
-class _Warden:
-    """Client side of this process's fork server (warden.py)."""
+class _ForkServerClient:
+    """Client side of this process's fork server (fork_server.py)."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from palestra.sandbox.warden import main; main()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from palestra.sandbox.fork_server import main; main()"
         with theirs:  # own session: Ctrl-C must not stop it before it has cleaned up
             self.process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno(), start_new_session=True)
-        self.owner, self.door = os.getpid(), ours
+        self.owner_pid, self.control_socket = os.getpid(), ours
 
     def connect(self) -> socket.socket:
         """Returns a socket to a new supervisor process. Raises SandboxError if the fork server is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self.door, [b"+"], [theirs.fileno()])
+                socket.send_fds(self.control_socket, [b"+"], [theirs.fileno()])
             except OSError as error:
                 ours.close()
                 raise SandboxError("the sandbox's warden is gone; what it said is on stderr") from error
         return ours
 
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Returns False if the fork server has died, or if this process is a fork of the one that started it."""
-        return self.owner == os.getpid() and self.process.poll() is None
+        return self.owner_pid == os.getpid() and self.process.poll() is None
 
     def close(self) -> None:
         """Stops the fork server; kills it after PATIENCE seconds."""
-        self.door.close()
-        if self.owner == os.getpid():
+        self.control_socket.close()
+        if self.owner_pid == os.getpid():
             try:
-                self.process.wait(PATIENCE)
+                self.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
 
 
-_held: list[_Warden] = []
+_held: list[_ForkServerClient] = []
 _lock = threading.Lock()
 
 
-def _warden() -> _Warden:
+def _fork_server() -> _ForkServerClient:
     """Returns the fork server of this process, starting it if needed."""
     with _lock:
-        if _held and not _held[0].usable():
+        if _held and not _held[0].is_usable():
             _held.pop().close()
         if not _held:
-            _held.append(_Warden())
-            atexit.register(close)
+            _held.append(_ForkServerClient())
+            atexit.register(stop_fork_server)
         return _held[0]
 
 
-def close() -> None:
+def stop_fork_server() -> None:
     """Stops this process's fork server and all its runs. The next run starts a new one."""
     with _lock:
         while _held:

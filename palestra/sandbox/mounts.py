@@ -13,12 +13,12 @@ import os
 import sys
 from pathlib import Path
 
-NEW_MOUNTS, NEW_USER = 0x2_0000, 0x1000_0000  # CLONE_NEWNS, CLONE_NEWUSER
-SUBTREE_FOLLOWS = 0x4000 | 0x8_0000  # MS_REC | MS_SLAVE
-NO_PRIVILEGES = 2 | 4 | 8  # MS_NOSUID | MS_NODEV | MS_NOEXEC
+CLONE_NEWNS, CLONE_NEWUSER = 0x2_0000, 0x1000_0000  # CLONE_NEWNS, CLONE_NEWUSER
+RECURSIVE_SLAVE = 0x4000 | 0x8_0000  # MS_REC | MS_SLAVE
+NOSUID_NODEV_NOEXEC = 2 | 4 | 8  # MS_NOSUID | MS_NODEV | MS_NOEXEC
 
 
-def works(root: Path) -> bool:
+def is_supported(root: Path) -> bool:
     """Returns True if `mount` works in a child process and further namespaces can be created in it."""
     if sys.platform != "linux":
         return False
@@ -36,17 +36,17 @@ def works(root: Path) -> bool:
 def mount(root: Path, size: int, files: int) -> None:
     """Mounts a tmpfs of at most `size` bytes and `files` inodes over `root`. Raises OSError if that is not allowed."""
     _new_namespaces()
-    _mount(None, "/", None, SUBTREE_FOLLOWS, "")  # the mount must not propagate to the parent namespace
+    _mount(None, "/", None, RECURSIVE_SLAVE, "")  # the mount must not propagate to the parent namespace
     options = f"size={size},nr_inodes={files},mode=0755,huge=never"
     try:
-        _mount("palestra", str(root), "tmpfs", NO_PRIVILEGES, options)
+        _mount("palestra", str(root), "tmpfs", NOSUID_NODEV_NOEXEC, options)
     except OSError:  # a kernel without huge pages rejects the last option
-        _mount("palestra", str(root), "tmpfs", NO_PRIVILEGES, options.removesuffix(",huge=never"))
+        _mount("palestra", str(root), "tmpfs", NOSUID_NODEV_NOEXEC, options.removesuffix(",huge=never"))
 
 
 def _new_namespaces() -> None:
     user, group = os.geteuid(), os.getegid()
-    _call("unshare", NEW_MOUNTS | (NEW_USER if user else 0))
+    _call("unshare", CLONE_NEWNS | (CLONE_NEWUSER if user else 0))
     if user:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path(f"/proc/self/{name}").write_text(text, encoding="ascii")

@@ -13,12 +13,21 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from palestra.sandbox.base import Request
+from palestra.sandbox.base import RunRequest
 
-HEADROOM = 4  # RLIMIT_DATA as a multiple of the memory limit: threads and allocators reserve unused space
-OPEN_FILES = 64
-SIGNALS = 1024  # pending signals of all the user's processes
-SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+ADDRESS_SPACE_FACTOR = 4  # RLIMIT_DATA as a multiple of the memory limit: threads and allocators reserve unused space
+MAX_OPEN_FILES = 64
+MAX_PENDING_SIGNALS = 1024  # pending signals of all the user's processes
+SYSTEM_PATHS = (
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+)
 DEVICES = (
     "/dev/null",
     "/dev/full",
@@ -38,23 +47,23 @@ exec(marshal.loads(read(int.from_bytes(read(8), "big"))))
 
 
 @dataclass
-class Program:
+class RunningProgram:
     """A started program.
 
-    `end`: kills it if it still runs, and returns its exit status (negative signal number after a signal). `folder`: its
-    folder as the program sees it. `own`: number of its descendants that belong to the backend.
+    `stop`: kills it if it still runs, and returns its exit status (negative signal number after a signal). `folder`:
+    its folder as the program sees it. `num_backend_processes`: number of its descendants that belong to the backend.
     """
 
     pid: int
     stdin: IO[bytes]
     stdout: IO[bytes]
     stderr: IO[bytes]
-    end: Callable[[], int]
+    stop: Callable[[], int]
     folder: str
-    own: int = 0
+    num_backend_processes: int = 0
 
 
-def command() -> list[str]:
+def interpreter_command() -> list[str]:
     """Returns the interpreter's command line: standard library only, no site packages.
 
     Not `-I`, which would also ignore PYTHONHASHSEED in the environment that palestra sets.
@@ -70,7 +79,7 @@ def environment(folder: str) -> dict[str, str]:
     return {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}
 
 
-def orders(request: Request, rules: bytes, *, user: int = 0, tasks: int = 0) -> bytes:
+def boot_message(request: RunRequest, rules: bytes, *, user: int = 0, tasks: int = 0) -> bytes:
     """Returns the boot message: code of boot.py, then user id, hard limits, seccomp filter and source of the program.
 
     `user`: user id to switch to (0: none). `tasks`: RLIMIT_NPROC (0: unset).
@@ -78,13 +87,17 @@ def orders(request: Request, rules: bytes, *, user: int = 0, tasks: int = 0) -> 
     limits = request.limits
     most = {
         resource.RLIMIT_CPU: math.ceil(limits.cpu) + 1,
-        resource.RLIMIT_DATA: HEADROOM * limits.memory,
+        resource.RLIMIT_DATA: ADDRESS_SPACE_FACTOR * limits.memory,
         resource.RLIMIT_FSIZE: limits.disk,
-        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
         resource.RLIMIT_CORE: 1,  # with 0, Linux still hands the memory to a program that collects crashes
     }
     if sys.platform == "linux":
-        most |= {resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_MEMLOCK: 0, resource.RLIMIT_SIGPENDING: SIGNALS}
+        most |= {
+            resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_SIGPENDING: MAX_PENDING_SIGNALS,
+        }
     if tasks:
         most[resource.RLIMIT_NPROC] = tasks
     return _boot() + _sized(marshal.dumps((user, list(most.items()), rules, request.source)))
@@ -97,11 +110,11 @@ def interpreter() -> str:
 
 
 @cache
-def readable() -> tuple[str, ...]:
+def readable_paths() -> tuple[str, ...]:
     """Paths that a program may read: the interpreter, its library and the system's shared libraries."""
     bases = (sys.base_prefix, sys.base_exec_prefix)
     libraries = [os.path.join(base, name) for base in bases for name in ("lib", "lib64")]
-    paths = dict.fromkeys([interpreter(), *libraries, *SYSTEM])
+    paths = dict.fromkeys([interpreter(), *libraries, *SYSTEM_PATHS])
     return tuple(path for path in paths if os.path.exists(path))
 
 

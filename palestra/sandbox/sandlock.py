@@ -15,9 +15,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from palestra.sandbox.base import Request
-from palestra.sandbox.filters import rules
-from palestra.sandbox.program import DEVICES, Program, command, environment, orders, readable
+from palestra.sandbox.base import RunRequest
+from palestra.sandbox.program import (
+    DEVICES,
+    RunningProgram,
+    boot_message,
+    environment,
+    interpreter_command,
+    readable_paths,
+)
+from palestra.sandbox.seccomp import seccomp_filter
 
 FIX = "pip install 'palestra[sandbox]' (it needs Linux 6.12 or newer)"
 
@@ -34,7 +41,7 @@ def load() -> None:
     _library().landlock_abi_version()
 
 
-def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, bytes]:
+def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningProgram, bytes]:
     """Starts the program confined; returns it and the boot message for its stdin.
 
     `mounts`: its folder is a separate file system, mounted noexec.
@@ -43,7 +50,7 @@ def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, byt
     _drop_capabilities()
     place = str(folder)
     box = sandlock.Sandbox(
-        fs_readable=[*readable(), *filter(os.path.exists, DEVICES)],
+        fs_readable=[*readable_paths(), *filter(os.path.exists, DEVICES)],
         fs_writable=[place, "/dev/null"],
         cwd=place,
         clean_env=True,
@@ -51,7 +58,7 @@ def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, byt
         max_processes=request.limits.processes,
     )
     piped = sandlock.StdioMode.PIPED
-    process = box.popen(command(), stdin=piped, stdout=piped, stderr=piped)
+    process = box.popen(interpreter_command(), stdin=piped, stdout=piped, stderr=piped)
 
     def end() -> int:
         process.kill()
@@ -60,8 +67,8 @@ def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, byt
             return int(result.exit_code)
         return -(result.signal if result.signal > 0 else signal.SIGKILL)
 
-    program = Program(process.pid, process.stdin, process.stdout, process.stderr, end, place)
-    return program, orders(request, rules(mounts=mounts))
+    program = RunningProgram(process.pid, process.stdin, process.stdout, process.stderr, end, place)
+    return program, boot_message(request, seccomp_filter(mounts=mounts))
 
 
 def _library() -> Any:

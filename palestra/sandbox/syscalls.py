@@ -157,7 +157,7 @@ ALLOWED: dict[str, Numbers] = {
 }
 # Return success without effect: libraries call them without need, they must not change outside files, and locks would
 # be visible to other runs.
-PRETENDED: dict[str, Numbers] = {
+FAKED: dict[str, Numbers] = {
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),

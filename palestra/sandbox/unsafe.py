@@ -8,8 +8,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from palestra.sandbox.base import Request
-from palestra.sandbox.program import Program, command, environment, orders
+from palestra.sandbox.base import RunRequest
+from palestra.sandbox.program import RunningProgram, boot_message, environment, interpreter_command
 
 
 def missing() -> str | None:
@@ -22,11 +22,11 @@ def load() -> None:
     pass
 
 
-def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, bytes]:
+def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningProgram, bytes]:
     """Starts the program without isolation; returns it and the boot message for its stdin."""
     place = str(folder)
     process = subprocess.Popen(
-        command(),
+        interpreter_command(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -41,4 +41,6 @@ def start(request: Request, folder: Path, *, mounts: bool) -> tuple[Program, byt
         process.kill()
         return process.wait()
 
-    return Program(process.pid, process.stdin, process.stdout, process.stderr, end, place), orders(request, b"")
+    return RunningProgram(process.pid, process.stdin, process.stdout, process.stderr, end, place), boot_message(
+        request, b""
+    )

@@ -23,28 +23,28 @@ from pydantic import BaseModel
 from transformers import AutoConfig, AutoTokenizer
 
 from palestra.engine.models import resolve_base
-from palestra.files import TEMPORARY, lock
-from palestra.service.app import create_app
-from palestra.service.bell import Bell
-from palestra.service.context import BaseInfo, Context, Limits
-from palestra.service.keys import Keys
-from palestra.service.store import Store
-from palestra.service.vault import Vault
-from palestra.service.worker import Settings, work
-from palestra.web.door import bracketed, listening
-from palestra.web.origins import Origins
-from palestra.web.server import stoppable
+from palestra.files import TEMPORARY_PREFIX, acquire_lock
+from palestra.service.api.api_keys import ApiKeys
+from palestra.service.api.app import create_app
+from palestra.service.api.state import BaseInfo, ClientLimits, ServiceContext
+from palestra.service.engine.worker import WorkerSettings, run_worker
+from palestra.service.storage.store import Store
+from palestra.service.storage.wakeup import WakeupSocket
+from palestra.service.storage.weight_store import WeightStore
+from palestra.web.listen import open_listener, url_host
+from palestra.web.origin_middleware import OriginPolicy
+from palestra.web.server import build_server
 
-STEADY = 60.0  # seconds after which a worker counts as started successfully
-LONGEST = 30.0  # longest pause in seconds before a restart of the worker
-FINISH = 300.0  # seconds for the worker to complete its work on shutdown
-DRAIN = 10  # seconds for open requests to end on shutdown
-JOINED = 4  # characters that a tokenizer's normaliser may merge into one
+STABLE_AFTER_S = 60.0  # seconds after which a worker counts as started successfully
+MAX_RESTART_PAUSE_S = 30.0  # longest pause in seconds before a restart of the worker
+WORKER_STOP_TIMEOUT_S = 300.0  # seconds for the worker to complete its work on shutdown
+DRAIN_TIMEOUT_S = 10  # seconds for open requests to end on shutdown
+MAX_MERGED_CHARS = 4  # characters that a tokenizer's normaliser may merge into one
 
 Say = Callable[[str], None]
 
 
-class Options(BaseModel):
+class ServeOptions(BaseModel):
     """Options of `palestra serve`."""
 
     bases: dict[str, str] = {"tiny": "tiny"}
@@ -75,36 +75,36 @@ class Options(BaseModel):
     """CPU threads of the worker."""
     max_rows: int = 512
     """Sequences that the worker samples in one batch, at most."""
-    limits: Limits = Limits()
+    limits: ClientLimits = ClientLimits()
     """Limits on what one client may request."""
 
 
-def serve(options: Options, say: Say = print) -> None:
+def serve(options: ServeOptions, say: Say = print) -> None:
     """Serves until SIGTERM or SIGINT, then completes running work, saves every model, and returns.
 
     Raises ValueError if the data folder or the database belongs to another server (or, with `front_only`, to none), the
     port is taken, or a base or key file does not exist.
     """
     _check_aliases(options)
-    origins = Origins.of(options.host, options.allow_origins)
+    origins = OriginPolicy.for_host(options.host, options.allow_origins)
     with _hold(options):
         url = options.store or f"sqlite:///{(options.data / 'store.sqlite').resolve()}"
         context = _context(options, url)
         same = {"data", "bases", "device", "dtype", "threads", "max_rows"}
-        settings = Settings(store=url, **options.model_dump(include=same))
+        settings = WorkerSettings(store=url, **options.model_dump(include=same))
         worker = None if options.front_only else WorkerProcess(settings, context, say)
-        with listening(options.host, options.port) as door:
+        with open_listener(options.host, options.port) as door:
             app = create_app(context, root_path=options.root_path, origins=origins)
             asyncio.run(_serve(options, app, worker, door, say))
         context.store.close()
 
 
-def _hold(options: Options) -> AbstractContextManager[Any]:
+def _hold(options: ServeOptions) -> AbstractContextManager[Any]:
     """Locks the data folder while serving: one server with a worker at a time, and any number of front ends without
     one."""
     if not options.front_only:
         options.data.mkdir(parents=True, exist_ok=True)
-        return lock(options.data / "server.lock", f"the server's data in {options.data}")
+        return acquire_lock(options.data / "server.lock", f"the server's data in {options.data}")
     if not (options.data / "secret").exists():
         raise ValueError(
             f"a front end alone joins a server on its data folder, but no server has been on {options.data}: start one "
@@ -113,29 +113,31 @@ def _hold(options: Options) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _context(options: Options, url: str) -> Context:
-    bell, _ = Bell.pair()  # replaced when a worker starts
-    keys = Keys(options.auth, _secret(options.data / "secret"))
+def _context(options: ServeOptions, url: str) -> ServiceContext:
+    bell, _ = WakeupSocket.pair()  # replaced when a worker starts
+    keys = ApiKeys(options.auth, _secret(options.data / "secret"))
     store = Store.open(url)
-    store.belong(keys.sign("data folder"))
-    return Context(
+    store.bind_data_folder(keys.sign("data folder"))
+    return ServiceContext(
         store=store,
-        vault=Vault(options.data / "weights"),
+        weight_store=WeightStore(options.data / "weights"),
         keys=keys,
-        bases={name: describe(name, path, options.aliases) for name, path in options.bases.items()},
-        bell=bell,
+        bases={name: load_base_info(name, path, options.aliases) for name, path in options.bases.items()},
+        wakeup=bell,
         limits=options.limits,
     )
 
 
-async def _serve(options: Options, app: FastAPI, worker: WorkerProcess | None, door: socket.socket, say: Say) -> None:
-    server = stoppable(
+async def _serve(
+    options: ServeOptions, app: FastAPI, worker: WorkerProcess | None, door: socket.socket, say: Say
+) -> None:
+    server = build_server(
         app,
-        drain=DRAIN,
+        drain=DRAIN_TIMEOUT_S,
         keep_alive=75,  # longer than clients keep connections: otherwise they would write to closed ones
-        closing=app.state.waiter.close,  # clients repeat their polls to the next server
-        more=FINISH if worker else 0.0,
-        at_once=worker.kill if worker else lambda: None,
+        on_shutdown=app.state.waiter.close,  # clients repeat their polls to the next server
+        extra_s=WORKER_STOP_TIMEOUT_S if worker else 0.0,
+        on_second_signal=worker.kill if worker else lambda: None,
     )
     watch = asyncio.create_task(worker.keep_alive()) if worker else None
     say(_how_to_connect(options, door.getsockname()[1]))
@@ -150,33 +152,33 @@ async def _serve(options: Options, app: FastAPI, worker: WorkerProcess | None, d
 class WorkerProcess:
     """The engine worker's process, restarted whenever it dies."""
 
-    def __init__(self, settings: Settings, context: Context, say: Say) -> None:
+    def __init__(self, settings: WorkerSettings, context: ServiceContext, say: Say) -> None:
         self.settings, self.context, self.say = settings, context, say
         self.process: BaseProcess | None = None
 
     def start(self) -> BaseProcess:
         """Starts a new process with a new wake-up socket."""
-        self.context.bell, theirs = Bell.pair()  # readers of the old socket release it soon
-        process = multiprocessing.get_context("spawn").Process(target=work, args=(self.settings, theirs))
+        self.context.wakeup, theirs = WakeupSocket.pair()  # readers of the old socket release it soon
+        process = multiprocessing.get_context("spawn").Process(target=run_worker, args=(self.settings, theirs))
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; `stop` ends the worker
         process.start()
         signal.signal(signal.SIGINT, before)
-        theirs.end.close()  # the worker has a copy; this one would keep the socket open after its death
+        theirs.sock.close()  # the worker has a copy; this one would keep the socket open after its death
         self.process = process
         return process
 
     async def keep_alive(self) -> None:
-        """Starts the worker and restarts it when it dies; the pause doubles while it dies within `STEADY` seconds of
-        its start."""
+        """Starts the worker and restarts it when it dies; the pause doubles while it dies within `STABLE_AFTER_S`
+        seconds of its start."""
         pause, loop = 1.0, asyncio.get_running_loop()
         while True:
             began, process = loop.time(), self.start()
             await _ended(process)
             process.join()
-            pause = 1.0 if loop.time() - began > STEADY else pause
+            pause = 1.0 if loop.time() - began > STABLE_AFTER_S else pause
             self.say(f"the engine's worker died (exit code {process.exitcode}); starting it again in {pause:.0f} s")
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST)
+            pause = min(2 * pause, MAX_RESTART_PAUSE_S)
 
     def kill(self) -> None:
         """Kills the process without saving."""
@@ -184,13 +186,13 @@ class WorkerProcess:
             self.process.kill()
 
     def stop(self) -> None:
-        """Lets the worker complete its work and save its models; kills it after `FINISH` seconds."""
+        """Lets the worker complete its work and save its models; kills it after `WORKER_STOP_TIMEOUT_S` seconds."""
         if self.process is None or not self.process.is_alive():
             return
         self.process.terminate()
-        self.process.join(FINISH)
+        self.process.join(WORKER_STOP_TIMEOUT_S)
         if self.process.is_alive():
-            self.say(f"the engine's worker has not ended within {FINISH:.0f} s: killed")
+            self.say(f"the engine's worker has not ended within {WORKER_STOP_TIMEOUT_S:.0f} s: killed")
             self.process.kill()
             self.process.join()
 
@@ -204,7 +206,7 @@ async def _ended(process: BaseProcess) -> None:
         loop.remove_reader(process.sentinel)
 
 
-def describe(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
+def load_base_info(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
     """Returns the metadata of a base model. Raises ValueError if it cannot be read."""
     where = resolve_base(path)
     try:
@@ -215,16 +217,16 @@ def describe(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
     return BaseInfo(
         name=name,
         path=where,
-        public=tuple(alias for alias, target in aliases.items() if target == name),
-        arch=(config.architectures or [config.model_type])[0],
-        vocab=text.vocab_size,
+        public_names=tuple(alias for alias, target in aliases.items() if target == name),
+        architecture=(config.architectures or [config.model_type])[0],
+        vocab_size=text.vocab_size,
         max_length=text.max_position_embeddings,
-        longest_token=JOINED * max(map(len, tokenizer.get_vocab())),
+        max_token_chars=MAX_MERGED_CHARS * max(map(len, tokenizer.get_vocab())),
         tokenizer=tokenizer,
     )
 
 
-def _check_aliases(options: Options) -> None:
+def _check_aliases(options: ServeOptions) -> None:
     for alias, name in options.aliases.items():
         if name not in options.bases:
             raise ValueError(f'alias "{alias}" means base "{name}", but there are only {", ".join(options.bases)}')
@@ -234,7 +236,7 @@ def _secret(path: Path) -> str:
     """Returns the secret that signs tokens and URLs, created if necessary and kept, so that these survive a restart.
     The file is written atomically, since other processes may read it."""
     if not path.exists():
-        new = path.with_name(f"{TEMPORARY}{path.name}")
+        new = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
@@ -242,10 +244,10 @@ def _secret(path: Path) -> str:
     return path.read_text()
 
 
-def _how_to_connect(options: Options, port: int) -> str:
+def _how_to_connect(options: ServeOptions, port: int) -> str:
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
     key = "tml-..." if options.auth else "tml-anything"
     inside = options.auth or options.host in ("127.0.0.1", "localhost", "::1")
     warning = "" if inside else "  (without --auth, everybody who reaches this machine may use it)"
-    url = f"http://{bracketed(host)}:{port}{options.root_path.rstrip('/')}"
+    url = f"http://{url_host(host)}:{port}{options.root_path.rstrip('/')}"
     return f"serving; point a client here with TINKER_BASE_URL={url} TINKER_API_KEY={key}{warning}"

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BeforeValidator, Field
 
-from palestra.config import Strict
+from palestra.config import StrictModel
 
-LOGS = {
+LOG_PREFIXES = {
     "metrics.jsonl": "",
     "timings.jsonl": "time/",
     "evals.jsonl": "eval/",
 }  # prefix of the metric names, by log file
-Figures = dict[str, float]
+Metrics = dict[str, float]
 
 
 class Sink(Protocol):
@@ -24,14 +24,14 @@ class Sink(Protocol):
     raise the tracker's own exceptions.
     """
 
-    def write(self, step: int, figures: Figures) -> None: ...
+    def write(self, step: int, metrics: Metrics) -> None: ...
     def flush(self) -> None:
         """Sends everything written so far."""
 
     def close(self) -> None: ...
 
 
-class TensorBoard(Strict):
+class TensorBoardConfig(StrictModel):
     """TensorBoard event files."""
 
     type: Literal["tensorboard"] = "tensorboard"
@@ -40,7 +40,7 @@ class TensorBoard(Strict):
     """Folder of the event files. Null: sinks/tensorboard in the run's folder."""
 
 
-class Wandb(Strict):
+class WandbConfig(StrictModel):
     """Weights & Biases."""
 
     type: Literal["wandb"] = "wandb"
@@ -57,7 +57,7 @@ class Wandb(Strict):
     """`offline` writes to sinks/wandb in the run's folder, for a later `wandb sync`."""
 
 
-class MLflow(Strict):
+class MLflowConfig(StrictModel):
     """MLflow."""
 
     type: Literal["mlflow"] = "mlflow"
@@ -68,7 +68,7 @@ class MLflow(Strict):
     """URI of a tracking server, a database or a folder. Null: the environment variable MLFLOW_TRACKING_URI."""
 
 
-class Trackio(Strict):
+class TrackioConfig(StrictModel):
     """Trackio."""
 
     type: Literal["trackio"] = "trackio"
@@ -83,18 +83,18 @@ def _typed(value: Any) -> Any:
     return [{"type": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
 
 
-SinkConfig = Annotated[TensorBoard | Wandb | MLflow | Trackio, Field(discriminator="type")]
-Sinks = Annotated[list[SinkConfig], BeforeValidator(_typed)]
+SinkConfig = Annotated[TensorBoardConfig | WandbConfig | MLflowConfig | TrackioConfig, Field(discriminator="type")]
+SinkConfigs = Annotated[list[SinkConfig], BeforeValidator(_typed)]
 
 
-class SinksConfig(Strict):
+class SinksConfig(StrictModel):
     """The sinks of a run."""
 
-    sinks: Sinks = []
+    sinks: SinkConfigs = []
     """Destinations of the metrics, by name (`[tensorboard]`) or with settings (`[{type: wandb, project: games}]`)."""
 
 
-def figures_of(log: str, line: Mapping[str, Any]) -> tuple[int, Figures]:
+def metrics_of_line(log: str, line: Mapping[str, Any]) -> tuple[int, Metrics]:
     """Converts a line of the log file `log` to the number of completed steps and its metrics.
 
     Metric names are paths: "planner/loss", "time/team/rollout_s", "eval/test/returns/planner". Values that are not
@@ -102,7 +102,7 @@ def figures_of(log: str, line: Mapping[str, Any]) -> tuple[int, Figures]:
     """
     whose = line.get("policy", line.get("name", "run"))
     rest = {key: value for key, value in line.items() if key not in ("step", "policy", "name")}
-    return int(line["step"]) + 1, dict(_flat(f"{LOGS[log]}{whose}", rest))
+    return int(line["step"]) + 1, dict(_flat(f"{LOG_PREFIXES[log]}{whose}", rest))
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -113,12 +113,12 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-def flat_config(tree: Mapping[str, Any], name: str = "") -> dict[str, str]:
+def flatten_config(tree: Mapping[str, Any], name: str = "") -> dict[str, str]:
     """Flattens a config to text by dotted path: {"policies.planner.lr": "0.001"}. None, "" and [] are left out."""
     found: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= flat_config(value, f"{name}{key}.")
+            found |= flatten_config(value, f"{name}{key}.")
         elif value not in (None, [], ""):
             found[f"{name}{key}"] = str(value)
     return found

@@ -11,27 +11,27 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from palestra.sinks.base import Figures, TensorBoard
+from palestra.sinks.base import Metrics, TensorBoardConfig
 
 
 class TensorBoardSink:
     """Writes scalars and the config as text. A resumed run marks earlier events of repeated steps as obsolete."""
 
-    def __init__(self, config: TensorBoard, run: Path, folder: Path) -> None:
+    def __init__(self, config: TensorBoardConfig, run: Path, folder: Path) -> None:
         self.folder = Path(config.folder) if config.folder else folder
         began = not list(self.folder.glob("events.out.tfevents.*"))
         self.writer = EventFileWriter(str(self.folder))
-        self.new = True
+        self.is_first_write = True
         if began:
             self._add(0, Summary(value=[_text("config", f"```yaml\n{(run / 'config.yaml').read_text()}\n```")]))
 
-    def write(self, step: int, figures: Figures) -> None:
-        trained = not any(name.startswith(("time/", "eval/")) for name in figures)
-        if self.new and trained:  # TensorBoard drops events of an earlier process from this step on
+    def write(self, step: int, metrics: Metrics) -> None:
+        trained = not any(name.startswith(("time/", "eval/")) for name in metrics)
+        if self.is_first_write and trained:  # TensorBoard drops events of an earlier process from this step on
             restart = Event(step=step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
             self.writer.add_event(restart)
-            self.new = False
-        self._add(step, Summary(value=[Summary.Value(tag=name, simple_value=x) for name, x in figures.items()]))
+            self.is_first_write = False
+        self._add(step, Summary(value=[Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()]))
 
     def _add(self, step: int, summary: Summary) -> None:
         self.writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))

@@ -11,31 +11,31 @@ from pathlib import Path
 import trackio
 
 from palestra.config import load
-from palestra.sinks.base import Figures, Trackio, flat_config
+from palestra.sinks.base import Metrics, TrackioConfig, flatten_config
 
-ID = "id"
+ID_FILE = "id"
 
 
 class TrackioSink:
     """Writes metrics by step, and the config."""
 
-    def __init__(self, config: Trackio, run: Path, folder: Path) -> None:
-        known = folder / ID
+    def __init__(self, config: TrackioConfig, run: Path, folder: Path) -> None:
+        known = folder / ID_FILE
         if not known.exists():
             known.write_text(f"{run.name}-{secrets.token_hex(3)}")
         self.run = trackio.init(
             project=config.project,
             name=known.read_text(),
             space_id=config.space,
-            config=flat_config(load(run / "config.yaml")),
+            config=flatten_config(load(run / "config.yaml")),
             resume="allow",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
 
-    def write(self, step: int, figures: Figures) -> None:
-        self.run.log(figures, step=step)
+    def write(self, step: int, metrics: Metrics) -> None:
+        self.run.log(metrics, step=step)
 
     def flush(self) -> None:
         """Does nothing: Trackio writes from its own thread."""

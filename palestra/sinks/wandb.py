@@ -8,17 +8,17 @@ from pathlib import Path
 import wandb
 
 from palestra.config import load
-from palestra.sinks.base import Figures, Wandb
+from palestra.sinks.base import Metrics, WandbConfig
 
-ID = "id"
-STEP = "training_step"  # own axis: W&B's step must increase, and evaluations are logged after later steps
+ID_FILE = "id"
+STEP_METRIC = "training_step"  # own axis: W&B's step must increase, and evaluations are logged after later steps
 
 
 class WandbSink:
     """Writes metrics by step, and the config. In offline mode, `wandb sync` sends sinks/wandb/wandb of the run."""
 
-    def __init__(self, config: Wandb, run: Path, folder: Path) -> None:
-        known = folder / ID
+    def __init__(self, config: WandbConfig, run: Path, folder: Path) -> None:
+        known = folder / ID_FILE
         if not known.exists():
             known.write_text(secrets.token_hex(4))
         self.run = wandb.init(
@@ -34,11 +34,11 @@ class WandbSink:
             config=load(run / "config.yaml"),
             settings=wandb.Settings(silent=True, console="off", init_timeout=30, login_timeout=10),
         )
-        self.run.define_metric(STEP, hidden=True)
-        self.run.define_metric("*", step_metric=STEP)
+        self.run.define_metric(STEP_METRIC, hidden=True)
+        self.run.define_metric("*", step_metric=STEP_METRIC)
 
-    def write(self, step: int, figures: Figures) -> None:
-        self.run.log({STEP: step, **figures})
+    def write(self, step: int, metrics: Metrics) -> None:
+        self.run.log({STEP_METRIC: step, **metrics})
 
     def flush(self) -> None:
         """Does nothing: W&B sends from its own process."""

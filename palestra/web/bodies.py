@@ -6,12 +6,12 @@ import json
 import math
 from typing import Any, NoReturn
 
-DEEPEST = 64  # nested containers
+MAX_DEPTH = 64  # nested containers
 
 
 def read_json(body: bytes) -> Any:
     """Parses `body`. Raises ValueError if it is not UTF-8 JSON, or contains NaN, an infinity, a lone surrogate, or
-    containers nested more than `DEEPEST` levels deep."""
+    containers nested more than `MAX_DEPTH` levels deep."""
     try:
         value = json.loads(body.decode(), parse_constant=_no_number)
     except RecursionError:
@@ -31,7 +31,7 @@ def _check(value: Any) -> None:
             if not math.isfinite(value):
                 _no_number(str(value))
         elif isinstance(value, (dict, list)):
-            if depth > DEEPEST:
+            if depth > MAX_DEPTH:
                 raise _too_deep()
             inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
             waiting.extend((each, depth + 1) for each in inner)
@@ -49,4 +49,4 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _too_deep() -> ValueError:
-    return ValueError(f"the JSON is nested more than {DEEPEST} deep: send a flatter one")
+    return ValueError(f"the JSON is nested more than {MAX_DEPTH} deep: send a flatter one")

@@ -11,40 +11,40 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palestra.chat import Chat
 
-ANYBODY = ""  # key of a session that accepts any key
-SETTINGS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "stop")
+ANY_KEY = ""  # key of a session that accepts any key
+SAMPLING_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "stop")
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call was refused for the given reason; the client gets an HTTP error."""
 
 
 @dataclass(frozen=True)
-class Said:
+class ChatReply:
     """A completion: whether it was cut off at its length limit, and the number of (prompt, completion) tokens, None if
     unknown."""
 
     text: str
-    cut_off: bool = False
-    tokens: tuple[int, int] | None = None
+    hit_length_limit: bool = False
+    token_counts: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One call: the model, the chat, the sampling settings (a subset of `SETTINGS`, as received), and the future of its
-    answer."""
+class ChatCall:
+    """One call: the model, the chat, the sampling settings (a subset of `SAMPLING_KEYS`, as received), and the future
+    of its answer."""
 
     model: str
     chat: Chat
-    settings: dict[str, Any] = field(default_factory=dict)
-    answer: Future[str | Said] = field(default_factory=Future)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    answer: Future[str | ChatReply] = field(default_factory=Future)
 
 
-class Listens(Protocol):
+class SessionProtocol(Protocol):
     """A session of the chat server: the names of its models, and the handler of their calls."""
 
     models: tuple[str, ...]
-    deliver: Callable[[Asked], None]
+    deliver: Callable[[ChatCall], None]
 
 
 class _Open(BaseModel):
@@ -79,7 +79,7 @@ class _Conversation(_Open):
     tools: list[dict[str, Any]] | None = None
 
 
-def read_call(body: Any, models: Sequence[str]) -> tuple[Asked, bool]:
+def parse_call(body: Any, models: Sequence[str]) -> tuple[ChatCall, bool]:
     """Parses a request's JSON. Returns the call, and whether its answer is to be streamed. Raises ValueError if it is
     invalid or names an unknown model."""
     if not isinstance(body, dict):
@@ -95,8 +95,8 @@ def read_call(body: Any, models: Sequence[str]) -> tuple[Asked, bool]:
     if any(_has_pictures(message.get("content")) for message in messages):
         raise ValueError("messages of text only are answered here: send parts of type text")
     _check(messages, tools)
-    settings = {key: body[key] for key in SETTINGS if body.get(key) is not None}
-    return Asked(name, Chat(tuple(messages), tuple(tools)), settings), bool(body.get("stream"))
+    settings = {key: body[key] for key in SAMPLING_KEYS if body.get(key) is not None}
+    return ChatCall(name, Chat(tuple(messages), tuple(tools)), settings), bool(body.get("stream"))
 
 
 def _has_pictures(content: Any) -> bool:

@@ -17,38 +17,38 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from palestra.chat import assistant
+from palestra.chat import parse_assistant_message
 from palestra.web.bodies import read_json
-from palestra.web.calls import ANYBODY, Asked, Listens, Refused, Said, read_call
-from palestra.web.door import bracketed, listening
-from palestra.web.gate import MIB, Gate, Limits, bearer, unless_gone
-from palestra.web.origins import Origins
-from palestra.web.server import Server as HttpServer
+from palestra.web.calls import ANY_KEY, CallRefused, ChatCall, ChatReply, SessionProtocol, parse_call
+from palestra.web.limits import MIB, AdmissionMiddleware, HttpLimits, bearer_token, cancel_on_disconnect
+from palestra.web.listen import open_listener, url_host
+from palestra.web.origin_middleware import OriginPolicy
+from palestra.web.server import HttpServer as HttpServer
 from palestra.web.server import run_in_thread
 
-LIMITS = Limits(body=16 * MIB)
-DRAIN = 2  # seconds for running calls to end on shutdown
+HTTP_LIMITS = HttpLimits(max_body_bytes=16 * MIB)
+DRAIN_TIMEOUT_S = 2  # seconds for running calls to end on shutdown
 _numbers = itertools.count()
 
 
-class Server:
+class ChatServer:
     """Serves the calls of its sessions at `host` and `port` (0: any free port), under loopback names and `hosts`.
     Raises ValueError if it cannot listen."""
 
     def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, *, hosts: Collection[str] = (), limits: Limits = LIMITS
+        self, host: str = "127.0.0.1", port: int = 0, *, hosts: Collection[str] = (), limits: HttpLimits = HTTP_LIMITS
     ) -> None:
-        self.sessions: dict[str, Listens] = {}
-        door = listening(host, port)
-        self.url = f"http://{bracketed(host)}:{door.getsockname()[1]}/v1"
-        origins = Origins.of(host, hosts=hosts, pages=False)
-        app = Gate(self._app(), origins, limits, admit=self._admit, shape=_fault)
-        self._http = HttpServer(app, DRAIN, 75)
+        self.sessions: dict[str, SessionProtocol] = {}
+        door = open_listener(host, port)
+        self.url = f"http://{url_host(host)}:{door.getsockname()[1]}/v1"
+        origins = OriginPolicy.for_host(host, hosts=hosts, pages=False)
+        app = AdmissionMiddleware(self._app(), origins, limits, auth_check=self._admit, error_body=_fault)
+        self._http = HttpServer(app, DRAIN_TIMEOUT_S, 75)
         self._thread = threading.Thread(target=run_in_thread, args=(self._http, door), name="endpoint", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stops the server after the running calls, at most `DRAIN` seconds later."""
+        """Stops the server after the running calls, at most `DRAIN_TIMEOUT_S` seconds later."""
         self._http.stop()
         self._thread.join()
 
@@ -57,17 +57,17 @@ class Server:
         return Starlette(routes=routes, exception_handlers={HTTPException: _told})
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> str | None:
-        known = self._find(bearer(headers))
+        known = self._find(bearer_token(headers))
         return None if known else "this key is not, or no longer, one of an episode that is being played"
 
-    def _find(self, key: str) -> Listens | None:
+    def _find(self, key: str) -> SessionProtocol | None:
         for known, session in list(self.sessions.items()):
-            if known == ANYBODY or secrets.compare_digest(known.encode(), key.encode(errors="replace")):
+            if known == ANY_KEY or secrets.compare_digest(known.encode(), key.encode(errors="replace")):
                 return session
         return None
 
-    def _session(self, request: Request) -> Listens:
-        session = self._find(bearer(request.headers))
+    def _session(self, request: Request) -> SessionProtocol:
+        session = self._find(bearer_token(request.headers))
         if session is None:  # closed since the request was admitted
             raise HTTPException(410, "the episode is over")
         return session
@@ -83,14 +83,14 @@ class Server:
         try:
             asked, stream = await asyncio.to_thread(_read, body, session.models)
             session.deliver(asked)
-            answer = await unless_gone(request.receive, asyncio.wrap_future(asked.answer))
-        except Refused as error:
+            answer = await cancel_on_disconnect(request.receive, asyncio.wrap_future(asked.answer))
+        except CallRefused as error:
             raise HTTPException(410, str(error)) from None
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
-        said = Said(answer) if isinstance(answer, str) else answer
-        message = assistant(said.text)
-        finish = "tool_calls" if "tool_calls" in message else "length" if said.cut_off else "stop"
+        said = ChatReply(answer) if isinstance(answer, str) else answer
+        message = parse_assistant_message(said.text)
+        finish = "tool_calls" if "tool_calls" in message else "length" if said.hit_length_limit else "stop"
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
         if stream:
             return _streamed(head, message, finish)
@@ -98,8 +98,8 @@ class Server:
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], **_usage(said)})
 
 
-def _read(body: bytes, models: tuple[str, ...]) -> tuple[Asked, bool]:
-    return read_call(read_json(body), models)
+def _read(body: bytes, models: tuple[str, ...]) -> tuple[ChatCall, bool]:
+    return parse_call(read_json(body), models)
 
 
 def _streamed(head: dict[str, Any], message: dict[str, Any], finish: str) -> Response:
@@ -116,10 +116,10 @@ def _events(head: dict[str, Any], message: dict[str, Any], finish: str) -> Itera
     yield "[DONE]"
 
 
-def _usage(said: Said) -> dict[str, Any]:
-    if said.tokens is None:
+def _usage(said: ChatReply) -> dict[str, Any]:
+    if said.token_counts is None:
         return {}
-    read, written = said.tokens
+    read, written = said.token_counts
     return {"usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}}
 
 

@@ -16,38 +16,41 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from palestra.web.gate import App
+from palestra.web.limits import AsgiApp
 
-CONNECTIONS = 4096  # at most; fewer if the limit of open files is lower
-SPARE = 128  # open files reserved for other uses than connections
-HEAD = 64 * 1024  # bytes of the request line and headers, at most
-HEAD_SECONDS = 20.0  # seconds in which the headers must arrive
-LATE = 5.0  # seconds after the grace period until the process is ended
+MAX_CONNECTIONS = 4096  # at most; fewer if the limit of open files is lower
+RESERVED_FILES = 128  # open files reserved for other uses than connections
+MAX_HEADER_BYTES = 64 * 1024  # bytes of the request line and headers, at most
+HEADER_TIMEOUT_S = 20.0  # seconds in which the headers must arrive
+FORCED_EXIT_DELAY_S = 5.0  # seconds after the grace period until the process is ended
 
 
-def stoppable(
-    app: App,
+def build_server(
+    app: AsgiApp,
     *,
     drain: int,
     keep_alive: int = 75,
-    closing: Callable[[], None] = lambda: None,
-    more: float = 0.0,
-    at_once: Callable[[], None] = lambda: None,
-) -> Server:
+    on_shutdown: Callable[[], None] = lambda: None,
+    extra_s: float = 0.0,
+    on_second_signal: Callable[[], None] = lambda: None,
+) -> HttpServer:
     """Returns a server of `app` that stops on signals; call it on the main thread, then `server.run(sockets=[...])`.
 
-    The first SIGTERM or SIGINT calls `closing` and gives running requests `drain` seconds to end; the process exits at
-    most `more` + `LATE` seconds after that. A second signal calls `at_once` and ends the process immediately.
+    The first SIGTERM or SIGINT calls `on_shutdown` and gives running requests `drain` seconds to end; the process exits
+    at most `extra_s` + `FORCED_EXIT_DELAY_S` seconds after that. A second signal calls `on_second_signal` and ends the
+    process immediately.
     """
-    server = Server(app, drain, keep_alive, closing)
-    on_stop(server.stop, drain + more + LATE, at_once)
+    server = HttpServer(app, drain, keep_alive, on_shutdown)
+    on_stop(server.stop, drain + extra_s + FORCED_EXIT_DELAY_S, on_second_signal)
     return server
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn server that is stopped by `stop` and leaves signals to `on_stop`."""
 
-    def __init__(self, app: App, drain: int, keep_alive: int, closing: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, app: AsgiApp, drain: int, keep_alive: int, on_shutdown: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -61,14 +64,14 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=drain,
             )
         )
-        self.closing = closing
+        self.on_shutdown = on_shutdown
 
     def stop(self) -> None:
         """Stops the server after the running requests. May be called from any thread and from signal handlers."""
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.closing()
+        self.on_shutdown()
         await super().shutdown(sockets)
 
     @contextmanager
@@ -76,16 +79,16 @@ class Server(uvicorn.Server):
         yield
 
 
-def on_stop(begin: Callable[[], object], seconds: float, at_once: Callable[[], None] = lambda: None) -> None:
+def on_stop(begin: Callable[[], object], seconds: float, on_second_signal: Callable[[], None] = lambda: None) -> None:
     """Installs signal handlers: the first SIGTERM or SIGINT calls `begin` and ends the process `seconds` later if it
-    still runs, with the stack of every thread on standard error. A second signal calls `at_once` and ends it
+    still runs, with the stack of every thread on standard error. A second signal calls `on_second_signal` and ends it
     immediately."""
     told = False
 
     def hear(number: int, frame: Any) -> None:
         nonlocal told
         if told:
-            at_once()
+            on_second_signal()
             os._exit(128 + number)
         told = True
         # runs on a C thread, even while the GIL is held
@@ -102,20 +105,20 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head = 0  # bytes since the headers began
-        self._timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_SECONDS, transport.close)
-        if len(self.connections) > most_connections():
+        self._timer: asyncio.TimerHandle | None = self.loop.call_later(HEADER_TIMEOUT_S, transport.close)
+        if len(self.connections) > connection_limit():
             self._answer("429 Too Many Requests", "too many connections: try again in a second", "Retry-After: 1\r\n")
 
     def data_received(self, data: bytes) -> None:
-        if self._timer and self._head > HEAD:
-            return self._answer("431 Request Header Fields Too Large", f"headers may have {HEAD:,} bytes")
+        if self._timer and self._head > MAX_HEADER_BYTES:
+            return self._answer("431 Request Header Fields Too Large", f"headers may have {MAX_HEADER_BYTES:,} bytes")
         self._head += len(data)
         super().data_received(data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head = 0
-        self._timer = self._timer or self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._timer = self._timer or self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
 
     def on_headers_complete(self) -> None:
         self._in_time()
@@ -136,12 +139,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def most_connections() -> int:
+def connection_limit() -> int:
     """Returns the number of connections that this process can hold at once."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(CONNECTIONS, files - SPARE)) if files != resource.RLIM_INFINITY else CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, files - RESERVED_FILES)) if files != resource.RLIM_INFINITY else MAX_CONNECTIONS
 
 
-def run_in_thread(server: Server, door: socket.socket) -> None:
+def run_in_thread(server: HttpServer, listener: socket.socket) -> None:
     """Serves until `server.stop()`; the target of a thread."""
-    asyncio.run(server.serve(sockets=[door]))
+    asyncio.run(server.serve(sockets=[listener]))

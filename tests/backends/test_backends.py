@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from toy_tasks import Adder, Odd, Sums, Teller, cannot, dies, expected
 
-from palestra.backends.inline import Inline
-from palestra.backends.local import Local
-from palestra.populations.scheduler import follow
-from palestra.populations.tasks import Backend, Done, Task
+from palestra.backends.inline import InlineBackend
+from palestra.backends.local import LocalBackend
+from palestra.populations.scheduler import run_plan
+from palestra.populations.tasks import Backend, Task, TaskResult
 from palestra.runs import Run, read_lines
 
 pytest.importorskip("ray")
@@ -26,7 +26,11 @@ import ray_cluster
 
 from palestra.backends.ray.workers import RayBackend
 
-KINDS: dict[str, Callable[..., Any]] = {"inline": lambda make, _: Inline(make), "local": Local, "ray": RayBackend}
+KINDS: dict[str, Callable[..., Any]] = {
+    "inline": lambda make, _: InlineBackend(make),
+    "local": LocalBackend,
+    "ray": RayBackend,
+}
 Open = Callable[..., Backend]
 
 
@@ -68,7 +72,7 @@ def others(request: pytest.FixtureRequest) -> Iterator[Open]:
 def run_sums(root: Path, backend: Backend, leaves: int = 8) -> Sums:
     plan = Sums(leaves)
     with Run.create(root, "leaves: 8\n") as run:
-        assert follow(plan, backend, run)
+        assert run_plan(plan, backend, run)
     assert plan.total == expected(leaves)
     return plan
 
@@ -76,10 +80,10 @@ def run_sums(root: Path, backend: Backend, leaves: int = 8) -> Sums:
 def make_member(backend: Backend, folder: Path) -> None:
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "number").write_text("11")
-    backend.share(folder.name, folder)
+    backend.add_member(folder.name, folder)
 
 
-def done(backend: Backend, seconds: float = 60.0) -> Done:
+def done(backend: Backend, seconds: float = 60.0) -> TaskResult:
     found = backend.wait(seconds)
     assert found is not None
     return found
@@ -92,7 +96,7 @@ def test_a_plan_is_done(backend: Open, tmp_path: Path) -> None:
 
 def test_what_a_task_makes_is_the_callers(backend: Open) -> None:
     open_backend = backend()
-    open_backend.submit(Task("train/a", "train", makes="a"))
+    open_backend.submit(Task("train/a", "train", output_member="a"))
     found = done(open_backend)
     assert found.task.name == "train/a" and found.seconds >= 0 and found.folder
     assert (found.folder / "deep" / "number").read_text() == str(found.result["value"])
@@ -112,11 +116,11 @@ def test_a_member_that_is_forgotten_is_gone_everywhere(backend: Open, tmp_path: 
     for name, number in (("x", "11"), ("y", "22")):
         (tmp_path / name / "deep").mkdir(parents=True)
         (tmp_path / name / "deep" / "number").write_text(number)
-        open_backend.share("x", tmp_path / name)
+        open_backend.add_member("x", tmp_path / name)
         for i in range(6):
             open_backend.submit(Task(f"play/{name}-{i}", "play", members=("x",)))
         assert [done(open_backend).result for _ in range(6)] == [{"value": int(number)}] * 6
-        open_backend.forget("x")
+        open_backend.remove_member("x")
     with pytest.raises(ValueError, match="needs x: no finished task made"):
         for _ in range(3):
             open_backend.submit(Task("play/late", "play", members=("x",)))
@@ -152,8 +156,8 @@ def test_tasks_withdrawn_are_forgotten(backend: Open) -> None:
     for i in range(8):
         open_backend.submit(Task(f"play/{i}", "play"))
     first = done(open_backend)
-    busy = open_backend.withdraw()
-    assert busy <= open_backend.workers and (busy > 0) != isinstance(open_backend, Inline)
+    busy = open_backend.cancel_pending()
+    assert busy <= open_backend.workers and (busy > 0) != isinstance(open_backend, InlineBackend)
     rest = [done(open_backend) for _ in range(busy)]
     assert open_backend.wait(0.5) is None
     assert len({found.task.name for found in [first, *rest]}) == busy + 1
@@ -163,10 +167,10 @@ def test_a_stop_waits_for_what_is_under_way_and_a_resume_does_the_rest(backend: 
     slow = partial(Adder, seconds=0.1)
     with Run.create(tmp_path, "") as run:
         plan = Sums(8)
-        assert not follow(plan, backend(slow), run, stop=lambda: len(plan.heard) >= 3)
+        assert not run_plan(plan, backend(slow), run, stop=lambda: len(plan.heard) >= 3)
         assert 3 <= len(plan.heard) <= 5
         again = Sums(8)
-        assert follow(again, backend(), run)
+        assert run_plan(again, backend(), run)
     assert again.heard[: len(plan.heard)] == plan.heard and again.total == expected(8)
 
 
@@ -180,14 +184,14 @@ def heard(root: Path, backend: Backend, as_completed: bool) -> list[str]:
     """Names of the tasks in the order in which the plan got their results."""
     plan = Sums(4)
     with Run.create(root, "", f"{as_completed}") as run:
-        assert follow(plan, backend, run, as_completed=as_completed)
+        assert run_plan(plan, backend, run, as_completed=as_completed)
     return [name for name, _ in plan.heard]
 
 
 def test_results_come_in_the_order_of_tasks_however_uneven_the_workers(others: Open, tmp_path: Path) -> None:
     backend = others(partial(Adder, slow=SLOW))
     assert backend.workers > 1
-    alone = heard(tmp_path / "alone", Inline(Adder), as_completed=False)
+    alone = heard(tmp_path / "alone", InlineBackend(Adder), as_completed=False)
     assert heard(tmp_path / "others", backend, as_completed=False) == alone
 
 
@@ -224,7 +228,7 @@ def test_a_task_whose_worker_is_killed_is_done_by_another(others: Open, tmp_path
 
 def test_a_task_that_kills_every_worker_is_given_up(others: Open, tmp_path: Path) -> None:
     backend = others(partial(Adder, fatal={"train/a": 9}, bodies=str(tmp_path)))
-    backend.submit(Task("train/a", "train", makes="a"))
+    backend.submit(Task("train/a", "train", output_member="a"))
     with pytest.raises(ValueError, match="3 workers died at task train/a"):
         done(backend)
     assert len(list(tmp_path.iterdir())) == 3

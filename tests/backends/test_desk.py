@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from toy_tasks import Adder, leaf
 
-from palestra.backends.desk import Desk
-from palestra.backends.inline import Inline
-from palestra.backends.local import Local
+from palestra.backends.async_backend import AsyncBackend
+from palestra.backends.inline import InlineBackend
+from palestra.backends.local import LocalBackend
 from palestra.populations.tasks import Task
 
 
 def test_many_wait_for_their_own_tasks_while_others_go_on() -> None:
-    desk = Desk(lambda: Inline(partial(Adder, 0.02)))
+    desk = AsyncBackend(lambda: InlineBackend(partial(Adder, 0.02)))
 
     async def ticks() -> int:
         count, end = 0, time.monotonic() + 0.2
@@ -27,7 +27,7 @@ def test_many_wait_for_their_own_tasks_while_others_go_on() -> None:
         return count
 
     async def both() -> tuple[list[int], int]:
-        tasks = [desk.do(Task(f"train/sum-{i}-{i + 1}", "train")) for i in range(10)]
+        tasks = [desk.run_task(Task(f"train/sum-{i}-{i + 1}", "train")) for i in range(10)]
         count = asyncio.create_task(ticks())
         return [done.result["value"] for done in await asyncio.gather(*tasks)], await count
 
@@ -38,46 +38,46 @@ def test_many_wait_for_their_own_tasks_while_others_go_on() -> None:
 
 
 def test_members_are_known_before_the_tasks_that_need_them(tmp_path: Path) -> None:
-    desk = Desk(lambda: Inline(Adder))
+    desk = AsyncBackend(lambda: InlineBackend(Adder))
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "number").write_text("11")
-    desk.share("x", tmp_path)
-    assert asyncio.run(desk.do(Task("play/1", "play", members=("x",)))).result == {"value": 11}
-    desk.forget("x")
+    desk.add_member("x", tmp_path)
+    assert asyncio.run(desk.run_task(Task("play/1", "play", members=("x",)))).result == {"value": 11}
+    desk.remove_member("x")
     with pytest.raises(ValueError, match="task play/2 needs x: no finished task made"):
-        asyncio.run(desk.do(Task("play/2", "play", members=("x",))))
+        asyncio.run(desk.run_task(Task("play/2", "play", members=("x",))))
     desk.close()
 
 
 def test_a_failure_reaches_all_who_wait_and_all_who_come_later() -> None:
-    desk = Desk(lambda: Inline(partial(Adder, bad="bad")))
+    desk = AsyncBackend(lambda: InlineBackend(partial(Adder, bad="bad")))
 
     async def all_at_once() -> list[object]:
-        tasks = [desk.do(Task(name, "play")) for name in ("bad", "good", "better")]
+        tasks = [desk.run_task(Task(name, "play")) for name in ("bad", "good", "better")]
         return list(await asyncio.gather(*tasks, return_exceptions=True))
 
     assert ["task bad failed: RuntimeError" in str(error) for error in asyncio.run(all_at_once())] == [True] * 3
     with pytest.raises(ValueError, match="task bad failed"):
-        asyncio.run(desk.do(Task("late", "play")))
+        asyncio.run(desk.run_task(Task("late", "play")))
     desk.close()
 
 
 def test_a_backend_that_cannot_begin_says_why() -> None:
-    desk = Desk(lambda: Local(Adder, 0))
+    desk = AsyncBackend(lambda: LocalBackend(Adder, 0))
     with pytest.raises(ValueError, match="workers is 0"):
-        asyncio.run(desk.do(Task("play/1", "play")))
+        asyncio.run(desk.run_task(Task("play/1", "play")))
     desk.close()
 
 
 def test_who_waits_no_more_disturbs_nobody() -> None:
     """A task whose coroutine is cancelled, and whose loop has ended, is done all the same."""
-    desk = Desk(lambda: Inline(partial(Adder, 0.1)))
+    desk = AsyncBackend(lambda: InlineBackend(partial(Adder, 0.1)))
 
     async def impatient() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(desk.do(Task("play/1", "play")), 0.02)
+            await asyncio.wait_for(desk.run_task(Task("play/1", "play")), 0.02)
 
     asyncio.run(impatient())
-    assert asyncio.run(desk.do(Task("play/2", "play"))).result == {"value": leaf("play/2")}
+    assert asyncio.run(desk.run_task(Task("play/2", "play"))).result == {"value": leaf("play/2")}
     desk.close()
     desk.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from toy_tasks import Adder, Teller
 
-from palestra.backends.local import Local
+from palestra.backends.local import LocalBackend
 from palestra.populations.tasks import Task
 from palestra.runs import Run, read_lines
 
@@ -71,7 +71,7 @@ def test_ctrl_c_is_the_parents_to_hear(tmp_path: Path) -> None:
 
 def test_what_is_abandoned_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    backend = Local(Teller, 2)
+    backend = LocalBackend(Teller, 2)
     backend.submit(Task("play/1", "play"))
     found = backend.wait(60.0)
     backend.submit(Task("play/2", "play", {"seconds": 1e3}))
@@ -81,4 +81,4 @@ def test_what_is_abandoned_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_backend_has_a_worker() -> None:
     with pytest.raises(ValueError, match="workers is 0: at least one"):
-        Local(Adder, 0)
+        LocalBackend(Adder, 0)

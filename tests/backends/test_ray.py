@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from toy_tasks import Adder, Sums, Teller, expected
 
-from palestra.populations.scheduler import Watcher, follow
-from palestra.populations.tasks import Done, Task
+from palestra.populations.scheduler import PlanCallback, run_plan
+from palestra.populations.tasks import Task, TaskResult
 from palestra.runs import Run, read_lines
 
 ray = pytest.importorskip("ray")
@@ -49,13 +49,13 @@ def start(backend: RayBackend, begun: Path) -> None:
         file.unlink()
 
 
-class LoseNode(Watcher):
+class LoseNode(PlanCallback):
     """Takes the other node from the cluster, by killing its processes, once some members are made."""
 
     def __init__(self, nodes: Cluster, log: Path) -> None:
         self.nodes, self.log, self.before = nodes, log, b""
 
-    def done(self, number: int, done: Done, lines: Mapping[str, object]) -> None:
+    def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, object]) -> None:
         if number == 6:
             self.before = self.log.read_bytes()
             away = next(node for node in self.nodes.list_all_nodes() if not node.is_head())
@@ -73,7 +73,7 @@ def test_a_run_outlives_a_node(cluster: Cluster, tmp_path: Path) -> None:
     with Run.create(tmp_path, "") as run, closing(RayBackend(make, 4)) as backend:
         start(backend, begun)
         watcher = LoseNode(cluster, run.path / "tasks.jsonl")
-        assert follow(plan, backend, run, watcher=watcher)
+        assert run_plan(plan, backend, run, callback=watcher)
     assert plan.total == expected(16)
     assert watcher.before.count(b"\n") == 7
     assert (run.path / "tasks.jsonl").read_bytes().startswith(watcher.before)
@@ -105,7 +105,7 @@ def test_kinds_of_task_are_placed_where_placement_says(cluster: Cluster, tmp_pat
 
 @pytest.mark.slow
 def test_a_worker_that_has_no_place_is_explained(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "PATIENCE", 3.0)
+    monkeypatch.setattr(clusters, "PLACEMENT_TIMEOUT_S", 3.0)
     with closing(RayBackend(Teller, 0, placement={"train": {"resources": {"moon": 1}}})) as backend:
         with pytest.raises(ValueError, match=r"no worker for task train/1 in 3 s: one needs .*moon.*nodes have .*away"):
             told(backend, Task("train/1", "train"))

@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.backends.folders import packed
-from palestra.backends.weights import Bench, Call, Distant, Lost, Shop
+from palestra.backends.file_bundle import pack_folder
+from palestra.backends.recoverable_trainer import (
+    ProcessLost,
+    RecoverableTrainer,
+    RemoteWeights,
+    WeightHost,
+    WeightsCall,
+)
 from palestra.engine.trainer import AdamConfig
-from palestra.learners.lm import LoraPolicyConfig, Resident
+from palestra.launch.distributed import LearnerArgs, open_weight_host
+from palestra.learners.lm import LocalWeights, LoraPolicyConfig
 from palestra.losses.policy import clipped_policy_loss
-from palestra.setup_backends import Spec, open_shop
 from palestra.types import Sample
 
 ADAM = AdamConfig()
@@ -26,23 +32,23 @@ class Fragile:
     """A shop in this process, that is lost at the calls of these numbers: before they do anything, or (`late`) with
     what came of them."""
 
-    def __init__(self, make: Callable[[], Shop], lost: set[int], late: bool = False) -> None:
+    def __init__(self, make: Callable[[], WeightHost], lost: set[int], late: bool = False) -> None:
         self.make, self.lost, self.late = make, lost, late
         self.calls = self.starts = 0
 
     def start(self) -> None:
         self.starts += 1
-        self.shop: Shop | None = self.make()
+        self.shop: WeightHost | None = self.make()
 
-    def ask(self, verb: str, *arguments: Any) -> Any:
+    def call(self, verb: str, *arguments: Any) -> Any:
         self.calls += 1
         if self.shop is None or (self.calls in self.lost and not self.late):
             self.shop = None
-            raise Lost("out of memory")
+            raise ProcessLost("out of memory")
         found = getattr(self.shop, verb)(*arguments)
         if self.calls in self.lost:
             self.shop = None
-            raise Lost("out of memory")
+            raise ProcessLost("out of memory")
         return found
 
     def close(self) -> None:
@@ -65,7 +71,7 @@ def samples(seed: int) -> list[Sample]:
 def lesson(weights: Any, step: int) -> list[Any]:
     """A step in two gradients, with what is asked in between; a new stage begins in the middle of all."""
     if step == 2:
-        weights.begin()
+        weights.start_stage()
     return [
         weights.forward_backward(samples(step), clipped_policy_loss, clip=0.2),
         [row.tolist() for row in weights.logprobs(samples(7), reference=True)],
@@ -74,15 +80,15 @@ def lesson(weights: Any, step: int) -> list[Any]:
     ]
 
 
-def specs(base: Path) -> dict[str, Spec]:
+def specs(base: Path) -> dict[str, LearnerArgs]:
     config = LoraPolicyConfig(base=str(base), rank=4)
-    return {"guide": Spec(config, 1, False), "walker": Spec(config, 2, True)}
+    return {"guide": LearnerArgs(config, 1, False), "walker": LearnerArgs(config, 2, True)}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(base: Path) -> tuple[dict[str, list[Any]], dict[str, dict[str, bytes]]]:
     """What comes of four steps of both, and what they then are."""
-    weights: dict[str, Resident] = dict(open_shop("cpu", 8, specs(base)).weights)
+    weights: dict[str, LocalWeights] = dict(open_weight_host("cpu", 8, specs(base)).weights)
     told = {name: [lesson(own, step) for step in range(4)] for name, own in weights.items()}
     return told, {name: written(own) for name, own in weights.items()}
 
@@ -90,27 +96,27 @@ def undisturbed(base: Path) -> tuple[dict[str, list[Any]], dict[str, dict[str, b
 def written(weights: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         weights.save(Path(folder))
-        return {name: data.tobytes() for name, data in packed(Path(folder)).items()}
+        return {name: data.tobytes() for name, data in pack_folder(Path(folder)).items()}
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("copy_every", [1, 3])
 def test_a_loss_at_any_call_changes_nothing(base: Path, undisturbed: Any, copy_every: int, late: bool) -> None:
     """Now and then, at one verb and another, and while the past is told again."""
-    holder = Fragile(partial(open_shop, "cpu", 8, specs(base)), set(range(2, 400, 17)), late)
-    bench = Bench(lambda: holder, copy_every)
-    both = {name: Distant(bench, name) for name in ("guide", "walker")}
+    holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(2, 400, 17)), late)
+    bench = RecoverableTrainer(lambda: holder, copy_every)
+    both = {name: RemoteWeights(bench, name) for name in ("guide", "walker")}
     told: dict[str, list[Any]] = {name: [] for name in both}
     for step in range(4):
         for name, weights in both.items():
             told[name].append(lesson(weights, step))
     assert (told, {name: written(weights) for name, weights in both.items()}) == undisturbed
-    assert bench.losses >= 2 and holder.starts == bench.losses + 1
+    assert bench.num_losses >= 2 and holder.starts == bench.num_losses + 1
 
 
 def test_a_checkpoint_is_taken_up_and_is_the_past_from_then_on(base: Path, undisturbed: Any, tmp_path: Path) -> None:
-    holder = Fragile(partial(open_shop, "cpu", 8, specs(base)), set())
-    weights = Distant(Bench(lambda: holder), "guide")
+    holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set())
+    weights = RemoteWeights(RecoverableTrainer(lambda: holder), "guide")
     lesson(weights, 0)
     weights.save(tmp_path)
     lesson(weights, 1)
@@ -121,15 +127,15 @@ def test_a_checkpoint_is_taken_up_and_is_the_past_from_then_on(base: Path, undis
 
 
 def test_a_call_that_kills_every_process_is_given_up(base: Path) -> None:
-    holder = Fragile(partial(open_shop, "cpu", 8, specs(base)), set(range(1, 99)))
+    holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(1, 99)))
     with pytest.raises(ValueError, match="3 processes in a row died that train guide, the last so: out of memory"):
-        Distant(Bench(lambda: holder), "guide").forward_backward(samples(0), clipped_policy_loss)
+        RemoteWeights(RecoverableTrainer(lambda: holder), "guide").forward_backward(samples(0), clipped_policy_loss)
 
 
 def test_what_the_weights_raise_is_raised_here(base: Path) -> None:
-    bench = Bench(lambda: Fragile(partial(open_shop, "cpu", 8, specs(base)), set()))
+    bench = RecoverableTrainer(lambda: Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set()))
     with pytest.raises(ValueError, match="this policy has no critic"):
-        Distant(bench, "guide").values(samples(0))
+        RemoteWeights(bench, "guide").values(samples(0))
     with pytest.raises(ValueError, match="are in another process"):
-        Distant(bench, "guide").snapshot("guide@0")
-    assert bench.losses == 0 and bench.ask("walker", Call("values", (samples(0),)))
+        RemoteWeights(bench, "guide").snapshot("guide@0")
+    assert bench.num_losses == 0 and bench.call("walker", WeightsCall("values", (samples(0),)))

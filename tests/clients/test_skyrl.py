@@ -35,7 +35,7 @@ given = dict(zip(sys.argv, sys.argv[1:]))
 data = os.path.dirname(given["--database-url"].removeprefix("sqlite:///"))
 command = ["serve", "--port", given["--port"], "--data", os.path.join(data, "palestra")]
 os.environ.pop("PYTHONPATH")
-os.execv("{python}", ["{python}", "-c", "from palestra.cli import app; app()", *command, "--base", "rand={base}",
+os.execv("{python}", ["{python}", "-c", "from palestra.cli.main import app; app()", *command, "--base", "rand={base}",
     "--alias", given["--base-model"] + "=rand"])
 """
 

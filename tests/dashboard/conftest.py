@@ -8,7 +8,7 @@ import pytest
 from long_runs import write_long_run
 from starlette.testclient import TestClient
 
-from palestra.dashboard.app import dashboard
+from palestra.dashboard.app import build_dashboard
 
 HERE = "http://127.0.0.1"
 
@@ -32,4 +32,4 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(root: Path) -> TestClient:
-    return TestClient(dashboard(root), base_url=HERE)
+    return TestClient(build_dashboard(root), base_url=HERE)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from palestra.dashboard.alarms import alarms, cyclic
+from palestra.dashboard.alarms import cyclic_alarms, find_alarms
 from palestra.populations.ratings import cyclicity
 
 FLAT = np.full(40, 0.5)
@@ -14,9 +14,10 @@ def line(start, end, n=40):
     return np.concatenate([np.full(n // 2, float(start)), np.full(n - n // 2, float(end))])
 
 
-def names(policies, team=None, exams=None):
+def names(policies, team=None, evals=None):
     return [
-        (alarm.name, alarm.who) for alarm in alarms(policies, {"success": FLAT} if team is None else team, exams or {})
+        (alarm.name, alarm.who)
+        for alarm in find_alarms(policies, {"success": FLAT} if team is None else team, exams or {})
     ]
 
 
@@ -78,12 +79,12 @@ def test_few_lines_say_nothing():
 
 
 def test_each_says_what_it_saw_and_its_rule():
-    (alarm,) = alarms({"red": {"entropy": line(1.5, 0.05)}}, {"success": FLAT}, {})
+    (alarm,) = find_alarms({"red": {"entropy": line(1.5, 0.05)}}, {"success": FLAT}, {})
     assert "0.05" in alarm.says and "1.5" in alarm.says and "50%" in alarm.says and "0.1 nats" in alarm.rule
 
 
 def test_a_cyclic_population():
     wins = np.array([[0.0, 90, 10], [10, 0, 90], [90, 10, 0]])
-    (alarm,) = cyclic(cyclicity(["rock", "paper", "scissors"], wins))
+    (alarm,) = cyclic_alarms(cyclicity(["rock", "paper", "scissors"], wins))
     assert alarm.name == "cyclic population" and "rock" in alarm.who and "100%" in alarm.says
-    assert cyclic(cyclicity(["good", "fair", "poor"], np.array([[0.0, 90, 99], [10, 0, 90], [1, 10, 0]]))) == []
+    assert cyclic_alarms(cyclicity(["good", "fair", "poor"], np.array([[0.0, 90, 99], [10, 0, 90], [1, 10, 0]]))) == []

@@ -10,8 +10,8 @@ from long_runs import write_long_run
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
-from palestra.cli import app as palestra
-from palestra.dashboard.app import dashboard
+from palestra.cli.main import app as palestra
+from palestra.dashboard.app import build_dashboard
 from palestra.runs import Run, read_lines
 
 HERE = "http://127.0.0.1"
@@ -32,7 +32,7 @@ def test_the_list_of_runs(client):
     more = found["runs"][0]
     assert (more["env"], more["algorithm"], more["kind"], more["seed"]) == ("plan_path", "grpo", "language", 0)
     assert (more["done"], more["total"], more["status"], more["steps"]) == (30, 60, "stopped", 30)
-    assert found["runs"][1]["status"] == "done" and "success" in found["runs"][1]["exams"]["dev"]
+    assert found["runs"][1]["status"] == "done" and "success" in found["runs"][1]["evals"]["dev"]
 
 
 def test_what_somebody_writes_is_running(client, root):
@@ -188,12 +188,12 @@ def test_who_has_an_answer_already_hears_only_that(client):
 
 def test_it_follows_a_run_that_goes_on(tmp_path):
     path = write_long_run(tmp_path, "live", steps=12, total=20)
-    client = TestClient(dashboard(tmp_path), base_url=HERE)
+    client = TestClient(build_dashboard(tmp_path), base_url=HERE)
     assert get(client, "runs/live")["done"] == 12 and get(client, "runs/live/alarms")["alarms"] == []
     with Run.open(path) as run:
         for step in range(12, 40):
-            run.log(step, "planner", {"entropy": 0.01})
-        run.log(12, "team", {"success": 0.5})
+            run.log_metrics(step, "planner", {"entropy": 0.01})
+        run.log_metrics(12, "team", {"success": 0.5})
     run = get(client, "runs/live")
     assert run["done"] == 13
     assert [(alarm["name"], alarm["who"]) for alarm in run["alarms"]] == [("entropy collapse", "planner")]
@@ -213,7 +213,7 @@ def test_checkpoints_can_be_had_without_what_only_training_needs(tmp_path):
 
     with Run.open(path) as run:
         run.checkpoint(0, write, {"names": {"red": "red"}})
-    client = TestClient(dashboard(tmp_path), base_url=HERE)
+    client = TestClient(build_dashboard(tmp_path), base_url=HERE)
     (red,) = [policy for policy in get(client, "runs/kept/agents")["policies"] if policy["checkpoints"]]
     assert red["name"] == "red" and red["checkpoints"][0]["version"] == 12
     answer = client.get("/api/runs/kept/checkpoints/0/red.zip")
@@ -234,7 +234,7 @@ def test_policies_are_shown_with_their_seats(tmp_path, seats, shown):
     config = f"name: x\nsteps: 1\npolicies: {{planner: {{type: lora}}, default: {{type: lora}}}}\nseats: {seats}\n"
     with Run.create(tmp_path, config, "x"):
         pass
-    policies = get(TestClient(dashboard(tmp_path), base_url=HERE), "runs/x/agents")["policies"]
+    policies = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/x/agents")["policies"]
     assert {policy["name"]: policy["seats"] for policy in policies} == shown
 
 
@@ -256,14 +256,14 @@ def test_a_cyclic_population(tmp_path):
         for number, name in enumerate(names):
             order = {"player": "agent", "learner": "main_0", "opponents": {"agent": {"rock": 1.0}}, "self_play": 0.5}
             train = {"task": f"train/{name}", "kind": "train", "makes": name, "order": order, "result": {"return": 0.1}}
-            run.record("tasks.jsonl", train)
-            run.time(number, "team", {"task": f"train/{name}", "seconds": 2.0, "elapsed_s": 2.0 * number + 2})
+            run.append_line("tasks.jsonl", train)
+            run.log_timings(number, "team", {"task": f"train/{name}", "seconds": 2.0, "elapsed_s": 2.0 * number + 2})
         cells = [cell("rock", "paper", 10, 90), cell("paper", "scissors", 10, 90), cell("scissors", "rock", 10, 90)]
         order = {"cells": [one["members"] for one in cells]}
-        run.record(
+        run.append_line(
             "tasks.jsonl", {"task": "play", "kind": "play", "makes": "", "order": order, "result": {"cells": cells}}
         )
-    client = TestClient(dashboard(tmp_path), base_url=HERE)
+    client = TestClient(build_dashboard(tmp_path), base_url=HERE)
     page = get(client, "runs/rps/population")
     assert page["payoffs"]["mean"][0] == [None, -0.8, 0.8] and page["payoffs"]["rows"] == names
     edges = {names[one]: names[best] for one, best in page["responses"]["edges"]}
@@ -277,8 +277,8 @@ def test_a_cyclic_population(tmp_path):
 
 def test_files_that_palestra_did_not_write_are_said_to_be_so(tmp_path):
     with Run.create(tmp_path, "population: {type: psro}\n", "odd") as run:
-        run.record("tasks.jsonl", {"kind": "train"})
-    client = TestClient(dashboard(tmp_path), base_url=HERE)
+        run.append_line("tasks.jsonl", {"kind": "train"})
+    client = TestClient(build_dashboard(tmp_path), base_url=HERE)
     answer = client.get("/api/runs/odd/population")
     assert answer.status_code == 422 and "not as palestra writes them" in answer.json()["error"]
     assert client.get("/api/runs").json()["of"] == 1
@@ -300,7 +300,7 @@ def population(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_population(population):
-    client = TestClient(dashboard(population), base_url=HERE)
+    client = TestClient(build_dashboard(population), base_url=HERE)
     (run,) = get(client, "runs")["runs"]
     assert run["kind"] == "population" and (run["done"], run["total"], run["status"]) == (4, 4, "done")
     page = get(client, "runs/kuhn/population")

@@ -21,7 +21,7 @@ from processes import PALESTRA
 from typer.testing import CliRunner
 
 from palestra.chat import Chat
-from palestra.cli import app
+from palestra.cli.main import app
 from palestra.envs import make_env
 from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
@@ -46,9 +46,9 @@ def evil(where: str) -> str:
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    demo = ["--set", "steps=4", "--set", "episodes=12", "--set", "exams={dev: {episodes: 20, every: 2}}"]
-    duel = ["--set", "steps=2", "--set", "episodes=8", "--set", "record_every=1"]
-    wide = ["--set", "env_steps=40000", "--set", "exams={held_out: {episodes: 40, every: 20000}}"]
+    demo = ["--set", "steps=4", "--set", "episodes=12", "--set", "evals={dev: {episodes: 20, every: 2}}"]
+    duel = ["--set", "steps=2", "--set", "episodes=8", "--set", "save_episodes_every=1"]
+    wide = ["--set", "env_steps=40000", "--set", "evals={held_out: {episodes: 40, every: 20000}}"]
     for config, settings in (
         ("demo.yaml", demo),
         ("demo.yaml", [*demo, "--set", "seed=1"]),
@@ -100,7 +100,7 @@ def write_pictures(root: Path) -> None:
         for name, shown in seen.items()
     ]
     with Run.create(root, "name: pictures\nenv: {type: code}\n", "pictures") as run:
-        run.log(0, "team", {"success": 1.0})
+        run.log_metrics(0, "team", {"success": 1.0})
         run.write_episodes(0, episodes)
 
 
@@ -125,26 +125,26 @@ def write_hostile(root: Path) -> None:
     ]
     config = json.dumps({"name": evil("config"), "env": {"type": evil("env")}, "algorithm": {"type": evil("algorithm")},
                          "policies": {evil("policy"): {"type": evil("type"), "base": evil("base")}},
-                         "exams": {evil("exam"): {"seats": {evil("s"): evil("w")}}}, "steps": 12})  # fmt: skip
+                         "evals": {evil("exam"): {"seats": {evil("s"): evil("w")}}}, "steps": 12})  # fmt: skip
     with Run.create(root, config, EVIL_NAME, {"seed": evil("seed"), "command": [evil("command")]}) as run:
         for step in range(12):
-            run.log(step, evil("policy"), {"entropy": 1.5 if step < 5 else 0.001, evil("figure"): 1.0})
-            run.log(step, "team", {"success": 0.5})
-            run.time(step, "team", {"elapsed_s": step + 1.0, "rollout_s": 1.0, evil("phase") + "_s": 1.0})
-        run.eval(3, evil("exam"), {"success": 0.5, "returns": {evil("seat"): 1.0}})
+            run.log_metrics(step, evil("policy"), {"entropy": 1.5 if step < 5 else 0.001, evil("figure"): 1.0})
+            run.log_metrics(step, "team", {"success": 0.5})
+            run.log_timings(step, "team", {"elapsed_s": step + 1.0, "rollout_s": 1.0, evil("phase") + "_s": 1.0})
+        run.log_eval(3, evil("exam"), {"success": 0.5, "returns": {evil("seat"): 1.0}})
         seats = {seat: evil("policy"), other: "b@1"}
         run.write_episodes(0, [Episode(evil("env"), 1, seats, nodes), Episode("x", 2, seats, error=evil("error"))])
         for number, name in enumerate((evil("rock"), evil("paper"))):
             order = {"player": "agent", "learner": evil("learner"), "opponents": {"agent": {evil("rock"): 1.0}}}
-            run.record("tasks.jsonl", {"task": f"train/{number}", "kind": "train", "makes": name,
+            run.append_line("tasks.jsonl", {"task": f"train/{number}", "kind": "train", "makes": name,
                                        "order": order | {"self_play": 0.5}, "result": {"return": 0.1}})  # fmt: skip
         cell = {"members": [evil("rock"), evil("paper")], "games": 10, "mean": [0.5, -0.5], "m2": [1.0, 1.0],
                 "wins": [7, 2], "draws": 1}  # fmt: skip
-        run.record("tasks.jsonl", {"task": "play", "kind": "play", "makes": "",
+        run.append_line("tasks.jsonl", {"task": "play", "kind": "play", "makes": "",
                                    "order": {"cells": [cell["members"]]}, "result": {"cells": [cell]}})  # fmt: skip
         worker = {"worker": evil("worker"), "kind": evil("kind"), "where": evil("where"), "why": evil("why")}
-        run.record("workers.jsonl", {"step": 0, **worker, "lost": 1, "seen": 1.0})
-        run.record("exploits.jsonl", {"player": evil("player"), "wins": 1.0, "mixtures": {}})
+        run.append_line("workers.jsonl", {"step": 0, **worker, "lost": 1, "seen": 1.0})
+        run.append_line("exploits.jsonl", {"player": evil("player"), "wins": 1.0, "mixtures": {}})
 
 
 def write_alarming(root: Path) -> None:
@@ -152,11 +152,11 @@ def write_alarming(root: Path) -> None:
         root, "name: alarming\nsteps: 40\nenv: {type: relay}\nalgorithm: {type: grpo}\n", "alarming"
     ) as run:
         for step in range(40):
-            run.log(
+            run.log_metrics(
                 step, "lazy", {"zero_variance": 0.97, "entropy": max(0.001, 1.5 - 0.1 * step), "local_reward": 0.01}
             )
-            run.log(step, "busy", {"zero_variance": 0.2, "entropy": 1.2, "local_reward": 0.6})
-            run.log(step, "team", {"success": 0.4, "episodes": 20.0, "failed": 2.0})
+            run.log_metrics(step, "busy", {"zero_variance": 0.2, "entropy": 1.2, "local_reward": 0.6})
+            run.log_metrics(step, "team", {"success": 0.4, "episodes": 20.0, "failed": 2.0})
 
 
 # ---- the browser
@@ -328,7 +328,7 @@ def test_a_run_that_goes_on_is_followed(look, runs):
     expect(page.locator(".live")).to_be_visible()
     expect(page.locator("dl.facts")).to_contain_text("300 of 400")
     with Run.open(runs / "steady") as run:
-        run.log(300, "team", {"success": 1.0})
+        run.log_metrics(300, "team", {"success": 1.0})
         expect(page.locator("dl.facts")).to_contain_text("301 of 400")
         expect(page.locator("h1 .status")).to_contain_text("running")
         expect(page.locator("dl.facts")).to_contain_text("left, about")

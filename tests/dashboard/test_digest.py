@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from palestra.dashboard.digest import digest
+from palestra.dashboard.episode_summary import summarize_episodes
 from palestra.runs import Run, load_episodes
 from palestra.types import Answer, Episode, Node
 
@@ -52,7 +52,7 @@ def path(tmp_path):
 
 
 def test_by_hand(path):
-    rows = digest([path]).to_pylist()
+    rows = summarize_episodes([path]).to_pylist()
     first = rows[0]
     assert (first["step"], first["episode"], first["seed"], first["nodes"], first["turns"]) == (3, 0, 7, 5, 2)
     assert first["success"] == 0.5 and first["team"] == 0.5  # means over the two lines
@@ -65,7 +65,7 @@ def test_by_hand(path):
 
 def test_it_agrees_with_the_episodes_of_a_run(root):
     paths = sorted((root / "more" / "episodes").glob("*.parquet"))
-    rows = digest(paths).to_pylist()
+    rows = summarize_episodes(paths).to_pylist()
     episodes = [episode for path in paths for episode in load_episodes(path)]
     assert len(rows) == len(episodes) == 60
     for row, episode in zip(rows, episodes, strict=True):
@@ -74,7 +74,7 @@ def test_it_agrees_with_the_episodes_of_a_run(root):
         assert row["team"] == pytest.approx(sum(n.team_reward for n in line))
         for seat in episode.seats:
             assert row[f"return/{seat}"] == pytest.approx(sum(n.rewards.get(seat, 0.0) for n in line))
-        assert row["invalid"] == sum(bool(n.invalid(seat)) for n in line for seat in n.answers)
+        assert row["invalid"] == sum(bool(n.is_invalid(seat)) for n in line for seat in n.answers)
     assert np.unique([row["step"] for row in rows]).tolist() == list(range(30))
 
 
@@ -82,4 +82,4 @@ def test_other_files_are_refused(tmp_path):
     other = tmp_path / "step-000000.parquet"
     other.write_bytes(b"not parquet")
     with pytest.raises(ValueError, match="cannot read episodes"):
-        digest([other])
+        summarize_episodes([other])

@@ -6,11 +6,11 @@ import pytest
 from long_runs import write_long_run
 from starlette.testclient import TestClient
 
-from palestra.dashboard.app import dashboard
-from palestra.dashboard.library import Absent, Library
-from palestra.files import sealed, to_line
-from palestra.runs.checkpoints import LOGS
-from palestra.web.origins import Origins
+from palestra.dashboard.app import build_dashboard
+from palestra.dashboard.catalog import NotFound, RunCatalog
+from palestra.files import to_json_line, with_checksum
+from palestra.runs.checkpoints import CHECKSUMMED_LOGS
+from palestra.web.origin_middleware import OriginPolicy
 
 HERE = "http://127.0.0.1"
 SECRET = "for nobody's eyes"
@@ -59,13 +59,15 @@ def root(tmp_path_factory):
 
 def checkpoint_line(path, name):
     """A line of checkpoints.jsonl, whole and with its checksum, that leads to such a folder."""
-    logs = {log: {"bytes": 0, "sha256": "0" * 64} for log in LOGS}
-    return to_line(sealed({"step": 0, "path": path, "names": {"red": name}, "files": {}, "logs": logs, "keep": True}))
+    logs = {log: {"bytes": 0, "sha256": "0" * 64} for log in CHECKSUMMED_LOGS}
+    return to_json_line(
+        with_checksum({"step": 0, "path": path, "names": {"red": name}, "files": {}, "logs": logs, "keep": True})
+    )
 
 
 @pytest.fixture
 def client(root):
-    return TestClient(dashboard(root), base_url=HERE)
+    return TestClient(build_dashboard(root), base_url=HERE)
 
 
 def test_only_runs_that_are_really_in_the_folder_are_listed(client):
@@ -73,11 +75,11 @@ def test_only_runs_that_are_really_in_the_folder_are_listed(client):
 
 
 def test_names_as_they_arrive(root):
-    library = Library(root)
+    library = RunCatalog(root)
     for name in ("", ".", "..", "/", "../outside", "good/../../outside", "linked", "sly", "notarun", "good\0", "a\\b"):
-        with pytest.raises(Absent):
+        with pytest.raises(NotFound):
             library.run(name)
-    with pytest.raises(Absent):
+    with pytest.raises(NotFound):
         library.run("good").file("../half/config.yaml")
 
 
@@ -116,7 +118,7 @@ def test_names_in_checkpoints_lead_nowhere(tmp_path, name):
     folder.mkdir(parents=True)
     (folder / "link").symlink_to(outside)
     (run / "checkpoints.jsonl").write_bytes(checkpoint_line("checkpoints/step-000000", name))
-    client = TestClient(dashboard(tmp_path / "runs"), base_url=HERE)
+    client = TestClient(build_dashboard(tmp_path / "runs"), base_url=HERE)
     for page in ("agents", "checkpoints/0/red.zip"):
         answer = client.get(f"/api/runs/sly/{page}")
         assert answer.status_code == 400 and "bytes" not in answer.text
@@ -155,8 +157,8 @@ def test_every_answer_forbids_what_a_page_need_not_do(client):
     ],
 )
 def test_other_names_than_ours_are_not_answered_to(root, host, ours):
-    assert Origins(hosts=frozenset({"box"})).is_called(host) == ours
-    client = TestClient(dashboard(root, hosts={"box"}), base_url=HERE)
+    assert OriginPolicy(allowed_hosts=frozenset({"box"})).accepts_host(host) == ours
+    client = TestClient(build_dashboard(root, hosts={"box"}), base_url=HERE)
     assert client.get("/api/runs", headers={"Host": host}).status_code == (200 if ours else 421)
 
 
@@ -165,7 +167,7 @@ def test_other_names_than_ours_are_not_answered_to(root, host, ours):
 
 @pytest.fixture
 def locked(root):
-    return TestClient(dashboard(root, token="open sesame"), base_url=HERE, follow_redirects=False)
+    return TestClient(build_dashboard(root, token="open sesame"), base_url=HERE, follow_redirects=False)
 
 
 def test_without_the_token_nothing_is_told(locked):
@@ -189,7 +191,7 @@ def test_the_token_as_a_bearer(locked):
 
 
 def test_with_a_token_any_name_will_do(root):
-    client = TestClient(dashboard(root, token="t"), base_url="http://runs.example.org")
+    client = TestClient(build_dashboard(root, token="t"), base_url="http://runs.example.org")
     assert client.get("/api/runs", headers={"Authorization": "Bearer t"}).status_code == 200
 
 

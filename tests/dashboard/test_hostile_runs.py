@@ -21,8 +21,8 @@ import pytest
 from long_runs import write_long_run
 from starlette.testclient import TestClient
 
-from palestra.dashboard.app import STREAMS, dashboard
-from palestra.dashboard.logs import LONGEST, Log
+from palestra.dashboard.app import MAX_STREAMS, build_dashboard
+from palestra.dashboard.logs import MAX_LINE_BYTES, MetricLog
 
 HERE = "http://127.0.0.1"
 METRICS = '{"step": 0, "policy": "team", "success": 0.5}\n'
@@ -38,7 +38,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(root: Path) -> TestClient:
-    return TestClient(dashboard(root), base_url=HERE)
+    return TestClient(build_dashboard(root), base_url=HERE)
 
 
 def deep(opening: str, closing: str = "", depth: int = 50_000) -> str:
@@ -140,25 +140,25 @@ def test_a_log_without_lines_takes_no_memory(tmp_path: Path) -> None:
         file.truncate(2**27)
     with open(path, "ab") as file:
         file.write(b"\n" + METRICS.encode())
-    log = Log(path, "policy")
+    log = MetricLog(path, "policy")
     tracemalloc.start()
-    log.look()
+    log.refresh()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 8 * LONGEST and log.column("team", "success")[1].tolist() == [0.5]
+    assert peak < 8 * MAX_LINE_BYTES and log.column("team", "success")[1].tolist() == [0.5]
 
 
 def test_a_log_of_too_many_keys_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     line = {"step": 0, "policy": "team"}
     path.write_text("".join(json.dumps(line | {f"{i}-{j}": 1 for j in range(9_000)}) + "\n" for i in range(3)))
-    log = Log(path, "policy")
-    log.look()
-    assert len(log.keys()["team"]) < 20_001
+    log = MetricLog(path, "policy")
+    log.refresh()
+    assert len(log.metric_keys()["team"]) < 20_001
 
 
 def start(root: Path) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-c", "from palestra.cli import app; app()", "dashboard", str(root), "--port", "0"]
+    command = [sys.executable, "-c", "from palestra.cli.main import app; app()", "dashboard", str(root), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -195,7 +195,7 @@ def test_many_listeners_over_many_runs_leave_pages_their_turn(root: Path) -> Non
                     return
 
     try:
-        threads = [threading.Thread(target=listen, daemon=True) for _ in range(STREAMS + 50)]
+        threads = [threading.Thread(target=listen, daemon=True) for _ in range(MAX_STREAMS + 50)]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + 120

@@ -15,7 +15,7 @@ def run(tmp_path):
 
 
 def steps(index):
-    table, missing = index.table(patience=30)
+    table, missing = index.table(timeout_s=30)
     assert missing == 0
     return table["step"].to_pylist()
 
@@ -37,7 +37,7 @@ def test_a_broken_file_is_named_and_the_rest_is_there(run):
     (run / "episodes" / "step-000005.parquet").write_bytes(b"torn")
     index = EpisodeIndex(run / "episodes")
     assert set(steps(index)) == set(range(70)) - {5}
-    assert "step-000005" in index.broken[5]
+    assert "step-000005" in index.unreadable[5]
 
 
 def test_links_are_not_followed(run, tmp_path):
@@ -53,7 +53,7 @@ def test_the_next_server_begins_where_this_one_ended(run, cache):
 
     before = files()
     first = EpisodeIndex(run / "episodes", cache_file(run / "episodes"))
-    whole, _ = first.table(patience=30)
+    whole, _ = first.table(timeout_s=30)
     assert files() == before  # the run is untouched
     assert first._worker is not None
     first._worker.join()
@@ -63,7 +63,7 @@ def test_the_next_server_begins_where_this_one_ended(run, cache):
             file.write_bytes(b"0" * file.stat().st_size)
             os.utime(file, ns=(changed, changed))
     second = EpisodeIndex(run / "episodes", cache_file(run / "episodes"))
-    table, missing = second.table(patience=30)
+    table, missing = second.table(timeout_s=30)
     assert missing == 0 and table.equals(whole)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from palestra.dashboard.logs import Log, last_lines
+from palestra.dashboard.logs import MetricLog, last_lines
 
 
 @pytest.fixture
@@ -22,24 +22,24 @@ def row(step, value, policy="red"):
 
 
 def values(log, key="entropy", name="red"):
-    log.look()
+    log.refresh()
     steps, found = log.column(name, key)
     return dict(zip(steps.tolist(), found.tolist(), strict=True))
 
 
 def test_lines_are_added(path):
-    log = Log(path, "policy")
+    log = MetricLog(path, "policy")
     assert values(log) == {}
     add(path, row(0, 1.5), row(0, 2.5, "blue"))
     assert values(log) == {0: 1.5} and values(log, name="blue") == {0: 2.5}
     add(path, row(1, 1.25))
     assert values(log) == {0: 1.5, 1: 1.25} and values(log, "returns/a") == {0: 2.5, 1: 2.25}
-    assert log.keys() == {"red": ["entropy", "returns/a"], "blue": ["entropy", "returns/a"]}
-    assert log.last()["red"]["step"] == 1
+    assert log.metric_keys() == {"red": ["entropy", "returns/a"], "blue": ["entropy", "returns/a"]}
+    assert log.last_by_name()["red"]["step"] == 1
 
 
 def test_half_a_line_waits_for_its_end(path):
-    log = Log(path, "policy")
+    log = MetricLog(path, "policy")
     add(path, row(0, 1.0))
     whole = json.dumps(row(1, 2.0))
     with path.open("a") as file:
@@ -51,7 +51,7 @@ def test_half_a_line_waits_for_its_end(path):
 
 
 def test_a_resumed_run_is_read_anew_even_if_its_log_grew_past_the_point_reached(path):
-    log = Log(path, "policy")
+    log = MetricLog(path, "policy")
     add(path, row(0, 1.0), row(1, 2.0))
     assert values(log) == {0: 1.0, 1: 2.0}
     path.write_text("")
@@ -62,12 +62,12 @@ def test_a_resumed_run_is_read_anew_even_if_its_log_grew_past_the_point_reached(
 def test_what_is_no_line_is_counted(path):
     path.write_text('nonsense\n[1]\n{"step": null, "policy": "red"}\n')
     add(path, row(0, 1.0))
-    log = Log(path, "policy")
-    assert values(log) == {0: 1.0} and log.torn == 3
+    log = MetricLog(path, "policy")
+    assert values(log) == {0: 1.0} and log.num_unparsed == 3
 
 
 def test_the_end_of_a_log_alone(path):
     add(path, *(row(step, float(step), name) for step in range(200) for name in ("red", "blue")))
-    found = last_lines(path, "policy", length=600)
+    found = last_lines(path, "policy", max_bytes=600)
     assert found["red"]["step"] == found["blue"]["step"] == 199
     assert last_lines(path.with_name("none"), "policy") == {}

@@ -12,16 +12,16 @@ import uvicorn
 from processes import playing
 from starlette.testclient import TestClient
 
-from palestra.dashboard.game import Games, OutOfTurn, Setting
-from palestra.dashboard.play import LIMITS, page
+from palestra.dashboard.play_server import LIMITS, build_play_app
+from palestra.dashboard.play_session import GameSetup, OutOfTurn, PlaySessions
 from palestra.envs import make_env
 from palestra.envs.base import Env
 from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
-from palestra.rollouts.play import Arena, Branching, Match
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.types import Step
-from palestra.web.calls import ANYBODY
-from palestra.web.door import listening
-from palestra.web.endpoint import Session
+from palestra.web.calls import ANY_KEY
+from palestra.web.chat_server import ChatSession
+from palestra.web.listen import open_listener
 
 KUHN = """
 env: {type: text_kuhn, rendering: full}
@@ -142,7 +142,7 @@ def test_other_pages_may_not_play(client):
         (b"\xff", 400),
         (b"[" * 100_000, 400),
         (b'{"turn": 0, "text": "\\ud800"}', 400),
-        (b'{"turn": 0, "text": "' + b"x" * LIMITS.body + b'"}', 413),
+        (b'{"turn": 0, "text": "' + b"x" * LIMITS.max_body_bytes + b'"}', 413),
     ],
 )
 def test_what_is_no_answer_is_said(client, body, status):
@@ -179,25 +179,25 @@ class AtOnce(Env):
 
 def games(alone=60.0, other=None, say=print, env=lambda: make_env("text_tic_tac_toe")):
     """Games in this process."""
-    arena = Arena(env, "test")
+    arena = EpisodeRunner(env, "test")
 
     async def play(seed, ask):
         team = {"player_0": HumanPolicy(ask), "player_1": other or RandomPolicy()}
-        return await arena.play(Match(seed, team, seed), Branching())
+        return await arena.play(EpisodeSpec(seed, team, seed), Branching())
 
-    setting = Setting("text_tic_tac_toe", {"player_0": "human", "player_1": "other"}, "player_0", "three in a row")
-    return Games(play, setting, first=5, say=say, alone=alone)
+    setting = GameSetup("text_tic_tac_toe", {"player_0": "human", "player_1": "other"}, "player_0", "three in a row")
+    return PlaySessions(play, setting, first_instance=5, print_line=say, idle_timeout_s=alone)
 
 
 def test_a_game_that_no_page_looks_at_ends():
     async def left():
         table = games(alone=0.05)
-        game = table.begin()
-        while not game.changes:
+        game = table.start()
+        while not game.state_version:
             await asyncio.sleep(0)
         assert game.state()["rules"] == "three in a row"
         await asyncio.sleep(0.2)
-        assert table.find(game.id) is None and game.left
+        assert table.find(game.id) is None and game.closed
         with pytest.raises(OutOfTurn):
             game.answer(0, "a1")
         assert len(asyncio.all_tasks()) == 1
@@ -207,8 +207,8 @@ def test_a_game_that_no_page_looks_at_ends():
 
 def test_a_page_that_is_closed_ends_its_game():
     async def closed():
-        table, door = games(alone=0.5), listening("127.0.0.1", 0)
-        server = uvicorn.Server(uvicorn.Config(page(table), log_level="warning"))
+        table, door = games(alone=0.5), open_listener("127.0.0.1", 0)
+        server = uvicorn.Server(uvicorn.Config(build_play_app(table), log_level="warning"))
         serving = asyncio.create_task(server.serve(sockets=[door]))
         async with httpx.AsyncClient(base_url=f"{HERE}:{door.getsockname()[1]}", timeout=20) as client:
             name = (await client.post("/api/games")).json()["id"]
@@ -216,7 +216,7 @@ def test_a_page_that_is_closed_ends_its_game():
                 lines = events.aiter_lines()
                 assert await anext(lines) == "event: change"
                 await asyncio.sleep(0.7)
-                assert table.find(name).pages == 1  # as long as it is looked at
+                assert table.find(name).num_viewers == 1  # as long as it is looked at
             for _ in range(200):
                 await asyncio.sleep(0.02)
                 if table.find(name) is None:
@@ -232,9 +232,9 @@ def test_there_are_only_so_many_games():
     async def many():
         table = games()
         for _ in range(32):
-            table.begin()
+            table.start()
         with pytest.raises(ValueError, match="32 games are open"):
-            table.begin()
+            table.start()
         table.close()
 
     asyncio.run(many())
@@ -248,7 +248,7 @@ def test_why_a_game_failed_is_for_the_terminal():
 
     async def failing():
         table = games(other=ScriptedPolicy(broken), say=told.append)
-        game = table.begin()
+        game = table.start()
         while game.state()["now"] != "over":
             if game.state()["now"] == "asked":
                 game.answer(0, "b2")
@@ -267,7 +267,7 @@ def test_a_game_that_fails_while_the_person_is_asked_leaves_nothing_behind():
 
     async def failing():
         table = games(other=ScriptedPolicy(broken), say=lambda _: None, env=AtOnce)
-        game = table.begin()
+        game = table.start()
         while game.state()["now"] != "over":
             await asyncio.sleep(0.02)
         assert game.state()["end"]["failed"] and game.state()["legal"] == []
@@ -281,7 +281,7 @@ def test_a_game_that_fails_while_the_person_is_asked_leaves_nothing_behind():
 
 
 def test_elsewhere_asks_for_a_token():
-    locked = TestClient(page(games(), "sesame"), base_url=HERE, follow_redirects=False)
+    locked = TestClient(build_play_app(games(), "sesame"), base_url=HERE, follow_redirects=False)
     assert locked.post("/api/games").status_code == 401
     assert locked.get("/play?token=sesame").headers["location"] == "/play"
     assert locked.get("/play").status_code == 200  # the client keeps cookies
@@ -294,7 +294,7 @@ def test_elsewhere_asks_for_a_token():
 def test_an_endpoint_keeps_its_address_and_key_and_ctrl_c_is_no_traceback(monkeypatch):
     """Its answers count; nothing of how it is reached is on the page, and who listens is let go."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-hidden")
-    session = Session(["big"], lambda one: one.answer.set_result("bet"), key=ANYBODY)
+    session = ChatSession(["big"], lambda one: one.answer.set_result("bet"), key=ANY_KEY)
     with playing("text_kuhn", "--seats", f"player_1={session.url}#big") as (process, address):
         with httpx.Client(base_url=address.removesuffix("/play"), timeout=20) as client:
             game, seen = begin(client), []

@@ -6,9 +6,9 @@ import random
 import pyarrow as pa
 import pytest
 
-from palestra.dashboard.columns import Columns
-from palestra.dashboard.index import EMPTY
-from palestra.dashboard.queries import Query, matching, page, spread
+from palestra.dashboard.episode_columns import EpisodeColumns
+from palestra.dashboard.episode_filter import EpisodeFilter, matching_rows, page_rows, return_histogram
+from palestra.dashboard.index import EMPTY_TABLE
 
 RNG = random.Random(0)
 
@@ -34,7 +34,7 @@ def row(step, episode):
 
 
 ROWS = [row(step, episode) for step in range(12) for episode in range(5)]
-COLUMNS = Columns(pa.Table.from_pylist(ROWS))
+COLUMNS = EpisodeColumns(pa.Table.from_pylist(ROWS))
 
 FITS = {
     (): lambda one: True,
@@ -59,17 +59,21 @@ def test_what_fits_in_the_order_asked_for(asked, sort, ascending):
     if sort != "step":
         sign = 1 if ascending else -1
         fits.sort(key=lambda one: (one[sort] is None, sign * (one[sort] or 0.0)))
-    found = matching(COLUMNS, Query(sort=sort, ascending=ascending, **dict(asked)))
-    assert [(one["step"], one["episode"]) for one in page(COLUMNS, found)] == [
+    found = matching_rows(COLUMNS, EpisodeFilter(sort=sort, ascending=ascending, **dict(asked)))
+    assert [(one["step"], one["episode"]) for one in page_rows(COLUMNS, found)] == [
         (one["step"], one["episode"]) for one in fits
     ]
-    assert sum(spread(COLUMNS, found)["counts"]) == len(fits)
+    assert sum(return_histogram(COLUMNS, found)["counts"]) == len(fits)
 
 
 def test_there_may_be_nothing():
-    nothing = Columns(EMPTY)
-    found = matching(nothing, Query(outcome="error", sort="total"))
-    assert len(found) == 0 and page(nothing, found) == [] and spread(nothing, found) == {"edges": [], "counts": []}
+    nothing = EpisodeColumns(EMPTY_TABLE)
+    found = matching_rows(nothing, EpisodeFilter(outcome="error", sort="total"))
+    assert (
+        len(found) == 0
+        and page_rows(nothing, found) == []
+        and return_histogram(nothing, found) == {"edges": [], "counts": []}
+    )
 
 
 def test_the_words_that_are_shown_first_come_with_the_tree(client):

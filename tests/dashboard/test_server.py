@@ -12,7 +12,7 @@ from long_runs import write_long_run
 from processes import PALESTRA
 from typer.testing import CliRunner
 
-from palestra.cli import app as palestra
+from palestra.cli.main import app as palestra
 from palestra.runs import Run
 
 
@@ -53,7 +53,7 @@ def test_it_serves_says_what_is_new_and_ends(runs, start):
             assert answer.headers["Content-Type"].startswith("text/event-stream")
             assert [next(lines) for _ in range(3)] == ["event: change", "data: []", ""]
             with Run.open(runs / "one") as run:
-                run.log(2, "planner", {"entropy": 1.0})
+                run.log_metrics(2, "planner", {"entropy": 1.0})
             assert [next(lines) for _ in range(2)] == ["event: change", 'data: ["one"]']
             process.send_signal(signal.SIGINT)
             assert list(lines)[1:] == []  # whoever listens is let go

@@ -6,20 +6,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.engine.cache import Cache
-from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.engine.kv_cache import KVCache
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.testing import tiny_lm
 
 TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of a token of tiny_lm: layers, keys and values, heads, width, float32
 
 
 def cache():
-    return Cache(2, 2, 16, torch.device("cpu"), torch.float32)
+    return KVCache(2, 2, 16, torch.device("cpu"), torch.float32)
 
 
 def request(seed, n, tokens, prompt=8, **given):
     ids = np.random.default_rng(seed).integers(5, 250, prompt).astype(np.int32)
-    return Request(ids, n, Sampling(max_tokens=tokens, end=False), seed=seed, **given)
+    return Request(ids, n, SamplingConfig(max_tokens=tokens, stop_at_eos=False), seed=seed, **given)
 
 
 def peak(sampler, requests):
@@ -27,7 +27,7 @@ def peak(sampler, requests):
     needed = held = 0
     for r in requests:
         sampler.submit(r, lambda outcome: None)
-    while sampler.advance():
+    while sampler.step():
         prompts = {group.prompt.slot for group in sampler.batch.groups if group.prompt}
         live = [*prompts, *(row.slot for row in sampler.batch.rows)]
         needed = max(needed, sum(max(16, slot.length) for slot in live) * TOKEN)
@@ -47,7 +47,7 @@ def test_a_burst_of_many_small_requests_after_a_large_one_takes_little_memory(en
     assert peak(sampler, [request(i, 1, 8) for i in range(120)]) < 5
     assert peak(sampler, [request(1, 64, 8)]) < 5
     assert peak(sampler, [request(0, 128, 8), *(request(i, 1, 8) for i in range(120))]) < 5
-    sampler.rest()
+    sampler.release_memory()
     assert sampler.batch.cache.bytes == 0
 
 
@@ -63,7 +63,7 @@ def test_more_answers_than_rows_are_drawn_some_at_a_time_and_the_same(engine):
     sampler, outcome = Sampler(engine, max_rows=7), []
     sampler.submit(request(3, 40, 12), outcome.extend)
     most = 0
-    while sampler.advance():
+    while sampler.step():
         most = max(most, len(sampler.batch.rows))
     assert most == 7
     assert [a.token_ids.tolist() for a in outcome] == [a.token_ids.tolist() for a in whole]
@@ -72,10 +72,10 @@ def test_more_answers_than_rows_are_drawn_some_at_a_time_and_the_same(engine):
 
 def test_answers_that_split_are_remembered_for_a_later_turn(engine):
     sampler = Sampler(engine, max_rows=2)
-    first = sampler.sample_all([request(5, 5, 6, keep=True)])[0]
+    first = sampler.sample_all([request(5, 5, 6, keep_kv=True)])[0]
     for answer in first:
         on = np.concatenate([request(5, 1, 6).prompt_ids, answer.token_ids, [9]]).astype(np.int32)
-        later = Request(on, 1, Sampling(max_tokens=5, end=False), seed=1)
+        later = Request(on, 1, SamplingConfig(max_tokens=5, stop_at_eos=False), seed=1)
         (warm,), (cold,) = sampler.sample_all([later])[0], Sampler(engine).sample_all([later])[0]
         assert warm.token_ids.tolist() == cold.token_ids.tolist()
     assert sampler.batch.counts["reused_tokens"] >= 5 * 12
@@ -88,7 +88,7 @@ def test_places_keep_what_was_written_to_them(steps):
     pools, slots, written, number = cache(), [], {}, 0
     for verb, size in steps:
         if verb <= 1 or not slots:
-            new = pools.answers([size]) if verb == 0 else pools.prompts([size], [1 + size % 30])
+            new = pools.allocate_answers([size]) if verb == 0 else pools.allocate_prompts([size], [1 + size % 30])
             new[0].length = size
             number += 1
             new[0].kv_L2hTD[:] = number
@@ -102,11 +102,11 @@ def test_places_keep_what_was_written_to_them(steps):
             pools.regroup(slots, [1 + (size * i) % 70 for i in range(len(slots))])
         else:
             pools.grow(slots)
-            assert all(slot.length < slot.pool.room for slot in slots)
+            assert all(slot.length < slot.pool.capacity for slot in slots)
         for slot in slots:
             value, length = written[slot]
             assert slot.kv_L2hTD.shape[-2] == length and bool((slot.kv_L2hTD == value).all())
             assert slot.pool.slots[slot.index] is slot
     pools.free(slots)
-    pools.trim()
+    pools.free_empty_pools()
     assert pools.bytes == 0

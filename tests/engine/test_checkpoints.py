@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from palestra.engine.checkpoints import load_adapter, load_full, load_trainer, save_adapter, save_trainer
+from palestra.engine.checkpoints import load_adapter, load_full_model, load_trainer, save_adapter, save_trainer
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.trainer import AdamConfig, Trainer
@@ -21,7 +21,7 @@ IDS = np.random.default_rng(0).integers(5, 250, 24).astype(np.int32)
 
 
 def random_adapter(engine, config, seed=1):
-    adapter = Adapter(engine.linears, config, seed=seed)
+    adapter = Adapter(engine.linear_layers, config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, b in adapter.weights.values():
@@ -32,7 +32,7 @@ def random_adapter(engine, config, seed=1):
 def our_logprobs(engine, adapter):
     sample = Sample(IDS[:4], IDS[4:], np.zeros(20, np.float32), np.ones(20, np.float32))
     if adapter is None:
-        adapter = Adapter(engine.linears, LoraConfig(), seed=0)  # B = 0: the base
+        adapter = Adapter(engine.linear_layers, LoraConfig(), seed=0)  # B = 0: the base
     return Trainer(engine, adapter).logprobs([sample])[0]
 
 
@@ -51,9 +51,9 @@ def their_logprobs(model):
     [
         LoraConfig(rank=1, alpha=1),
         LoraConfig(rank=8, alpha=16),
-        LoraConfig(rank=5, alpha=2.5, targets="q_proj"),
-        LoraConfig(rank=3, targets=["k_proj", "down_proj"]),
-        LoraConfig(rank=2, targets=["model.layers.1.mlp.up_proj", "o_proj"]),
+        LoraConfig(rank=5, alpha=2.5, target_modules="q_proj"),
+        LoraConfig(rank=3, target_modules=["k_proj", "down_proj"]),
+        LoraConfig(rank=2, target_modules=["model.layers.1.mlp.up_proj", "o_proj"]),
     ],
     ids=str,
 )
@@ -95,7 +95,7 @@ def test_we_load_what_peft_saves(base, tmp_path, options):
 
 def test_the_config_names_the_base_and_vllms_wants(base, tmp_path):
     engine = Engine.load(str(base), device="cpu")
-    save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig(targets="q_proj")), str(base))
+    save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig(target_modules="q_proj")), str(base))
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base) and config["peft_type"] == "LORA"
     assert config["r"] == 8 and config["lora_alpha"] == 16 and config["bias"] == "none"
@@ -172,7 +172,7 @@ def test_a_folder_without_an_adapter_is_refused(base, tmp_path):
 def test_a_full_model_comes_back(tmp_path, tied):
     first, second = tiny_lm(1, tie_word_embeddings=tied), tiny_lm(2, tie_word_embeddings=tied)
     first.model.save_pretrained(tmp_path / "m")
-    load_full(tmp_path / "m", second)
+    load_full_model(tmp_path / "m", second)
     for (name, a), b in zip(first.model.named_parameters(), second.model.parameters(), strict=True):
         assert torch.equal(a, b), name
 
@@ -181,7 +181,7 @@ def test_a_full_model_in_several_files_comes_back(tmp_path):
     first, second = tiny_lm(1), tiny_lm(2)
     first.model.save_pretrained(tmp_path / "m", max_shard_size="100KB")
     assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 1
-    load_full(tmp_path / "m", second)
+    load_full_model(tmp_path / "m", second)
     assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
 
 
@@ -202,7 +202,7 @@ def test_a_full_model_that_does_not_fit_is_refused(tmp_path, fault):
     engine = tiny_lm(2)
     before = [w.clone() for w in engine.model.parameters()]
     with pytest.raises(ValueError, match="no model at" if fault == "none" else r"up_proj\.weight"):
-        load_full(tmp_path, engine)
+        load_full_model(tmp_path, engine)
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))  # untouched
 
 
@@ -227,7 +227,7 @@ def batches(n):
 
 def trainer_on(full, seed=0):
     engine = tiny_lm(4)
-    return Trainer(engine, None if full else Adapter(engine.linears, LoraConfig(rank=4), seed=seed))
+    return Trainer(engine, None if full else Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed))
 
 
 def teach(trainer, parts):
@@ -279,9 +279,9 @@ def test_saving_twice_writes_the_same_bytes(tmp_path):
 def test_a_trainer_of_another_shape_is_refused(tmp_path):
     save_trainer(tmp_path / "t", trainer_on(full=False))
     engine = tiny_lm(4)
-    for config in (LoraConfig(rank=8), LoraConfig(rank=4, targets="q_proj"), LoraConfig(rank=4, alpha=4)):
+    for config in (LoraConfig(rank=8), LoraConfig(rank=4, target_modules="q_proj"), LoraConfig(rank=4, alpha=4)):
         with pytest.raises(ValueError, match="another rank, scale or other targets"):
-            load_trainer(tmp_path / "t", Trainer(engine, Adapter(engine.linears, config, seed=0)))
+            load_trainer(tmp_path / "t", Trainer(engine, Adapter(engine.linear_layers, config, seed=0)))
 
 
 def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path):

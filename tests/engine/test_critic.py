@@ -23,7 +23,7 @@ VALUE_ONLY = {"value_coef": 1.0}
 def trainer_on(*, full=False, critic=True, seed=0, taught=True, engine=None, **options):
     """A trainer whose adapter and head, where `taught`, are not zero any more."""
     engine = engine or tiny_lm(4, initializer_range=0.2)
-    adapter = None if full else Adapter(engine.linears, LoraConfig(rank=4), seed=seed)
+    adapter = None if full else Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed)
     trainer = Trainer(engine, adapter, critic=critic, **options)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -215,7 +215,7 @@ def test_a_trainer_with_a_critic_goes_on_bit_for_bit(tmp_path, full):
     whole = trainer_on(full=full)
     teach(whole, 2)
     if not full:
-        whole.anchor()
+        whole.set_reference()
     teach(whole, 2, first=2)
     save_trainer(tmp_path / "t", whole)
     resumed = trainer_on(full=full, seed=9)  # another start, which loading must wipe out
@@ -243,7 +243,7 @@ def test_a_critic_that_nobody_trained_yet_goes_on(tmp_path):
 def test_the_reference_is_what_the_weights_were_at_the_anchor(tmp_path):
     trainer, samples = trainer_on(), talk()
     bare = trainer.logprobs(samples, reference=True)
-    trainer.anchor()
+    trainer.set_reference()
     then = trainer.logprobs(samples)
     teach(trainer, 2)
     for logprobs, expected in zip(trainer.logprobs(samples, reference=True), then, strict=True):
@@ -256,7 +256,7 @@ def test_a_checkpoint_from_before_the_anchor_has_the_base_for_reference(tmp_path
     trainer, samples = trainer_on(), talk()
     save_trainer(tmp_path / "t", trainer)
     bare = trainer.logprobs(samples, reference=True)
-    trainer.anchor()
+    trainer.set_reference()
     load_trainer(tmp_path / "t", trainer)
     assert trainer.reference is None
     for logprobs, expected in zip(trainer.logprobs(samples, reference=True), bare, strict=True):

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.engine.attention import TreeLayout, plant
-from palestra.engine.distill import Lesson, ReverseKL, reverse_kl
-from palestra.engine.joint import Job, Outcome, train_together
-from palestra.engine.lora import Adapter, LoraConfig, Single
+from palestra.engine.distill import DistillExample, ReverseKL, reverse_kl
+from palestra.engine.lora import Adapter, LoraConfig, SingleAdapterRoute
 from palestra.engine.models import Engine
+from palestra.engine.multi_adapter import Job, JobResult, train_jobs
 from palestra.engine.trainer import AdamConfig, Trainer
+from palestra.engine.tree_attention import TreeLayout, build_forest
 from palestra.testing import tiny_lm
 
 LESSONS = [
-    Lesson(np.array([5, 6, 7]), np.array([9, 8, 7, 6, 5]), np.array([11, 12, 13]), np.array([1.0, 0.5, 0.0])),
-    Lesson(np.array([5, 6]), np.array([4]), np.array([20]), np.array([2.0])),
+    DistillExample(np.array([5, 6, 7]), np.array([9, 8, 7, 6, 5]), np.array([11, 12, 13]), np.array([1.0, 0.5, 0.0])),
+    DistillExample(np.array([5, 6]), np.array([4]), np.array([20]), np.array([2.0])),
 ]
 
 
@@ -54,7 +54,7 @@ def test_temperature_divides_both_logits() -> None:
 
 def trainer(engine: Engine, seed: int, bent: float = 0.0) -> Trainer:
     """A trainer of a new adapter; with `bent` it does not start as the base."""
-    adapter = Adapter(engine.linears, LoraConfig(rank=4), seed=seed)
+    adapter = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, b in adapter.weights.values():
@@ -62,22 +62,22 @@ def trainer(engine: Engine, seed: int, bent: float = 0.0) -> Trainer:
     return Trainer(engine, adapter)
 
 
-def run(trainer: Trainer, loss: ReverseKL, pack_tokens: int = 1000) -> Outcome:
-    passes = train_together(trainer.engine, [Job(trainer, loss.data, loss)], pack_tokens)
+def run(trainer: Trainer, loss: ReverseKL, pack_tokens: int = 1000) -> JobResult:
+    passes = train_jobs(trainer.engine, [Job(trainer, loss.data, loss)], pack_tokens)
     while True:
         try:
             next(passes)
         except StopIteration as end:
             (outcome,) = end.value
-            assert isinstance(outcome, Outcome), outcome
+            assert isinstance(outcome, JobResult), outcome
             return outcome
 
 
-def logits(engine: Engine, adapter: Adapter | None, lesson: Lesson, prompt: np.ndarray) -> torch.Tensor:
+def logits(engine: Engine, adapter: Adapter | None, lesson: DistillExample, prompt: np.ndarray) -> torch.Tensor:
     """Logits at the answer's tokens, one sequence at a time, by the trainer's own layout."""
-    forest = plant([np.concatenate([prompt, lesson.answer[:-1]])])
+    forest = build_forest([np.concatenate([prompt, lesson.answer[:-1]])])
     keep = engine.tensor(np.arange(len(prompt) - 1, len(forest.ids_S)))
-    layout, route = TreeLayout(forest, engine.device), Single(adapter) if adapter else None
+    layout, route = TreeLayout(forest, engine.device), SingleAdapterRoute(adapter) if adapter else None
     return engine.logits(engine.tensor(forest.ids_S), engine.tensor(forest.positions_S), layout, route, keep)
 
 
@@ -89,16 +89,16 @@ def test_lessons_in_any_packs_come_to_the_plain_sum(engine: Engine, pack_tokens:
     reference = None if of_base else teacher.adapter
     expected = []
     for lesson in LESSONS:
-        theirs = logits(engine, reference, lesson, lesson.reference).detach()
-        kl = reverse_kl(logits(engine, student.adapter, lesson, lesson.student), theirs, 1.5)
+        theirs = logits(engine, reference, lesson, lesson.reference_prompt).detach()
+        kl = reverse_kl(logits(engine, student.adapter, lesson, lesson.student_prompt), theirs, 1.5)
         expected.append((kl * torch.tensor(lesson.weights)).sum())
     torch.stack(expected).sum().backward()
     gradients = [p.grad for p in student.parameters]
     student.optimizer.zero_grad(set_to_none=True)
     loss = ReverseKL(engine, reference.snapshot() if reference else None, LESSONS, temperature=1.5)
     outcome = run(student, loss, pack_tokens)
-    assert outcome.figures["loss"] == pytest.approx(sum(e.item() for e in expected), rel=1e-4)
-    assert loss.sums.tolist() == pytest.approx([e.item() for e in expected], rel=1e-4)
+    assert outcome.metrics["loss"] == pytest.approx(sum(e.item() for e in expected), rel=1e-4)
+    assert loss.example_losses.tolist() == pytest.approx([e.item() for e in expected], rel=1e-4)
     for parameter, gradient in zip(student.parameters, gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
     assert all(p.grad is None for p in teacher.parameters)
@@ -110,6 +110,6 @@ def test_the_student_comes_to_speak_as_a_reference_that_reads_more(engine: Engin
     losses = []
     for _ in range(30):
         loss = ReverseKL(engine, teacher.adapter.snapshot(), LESSONS, temperature=1.0)
-        losses.append(run(student, loss).figures["loss"])
+        losses.append(run(student, loss).metrics["loss"])
         student.optim_step(AdamConfig(lr=1e-2))
     assert losses[-1] < 0.1 * losses[0]

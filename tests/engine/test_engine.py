@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.engine.attention import plant
-from palestra.engine.draw import choose, uniform
-from palestra.engine.lora import Adapter, LoraConfig, Single
+from palestra.engine.lora import Adapter, LoraConfig, SingleAdapterRoute
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, Sampling
-from palestra.engine.trainer import Trainer, lay_out
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.sampling import counter_uniform, sample_tokens
+from palestra.engine.trainer import Trainer, pack_samples
+from palestra.engine.tree_attention import build_forest
 from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
 from palestra.testing import tiny_lm
 from palestra.types import Sample
@@ -19,7 +19,7 @@ from palestra.types import Sample
 
 def randomised(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
     """An adapter whose B is not zero, so that it changes what the base says."""
-    adapter = Adapter(engine.linears, config, seed=seed)
+    adapter = Adapter(engine.linear_layers, config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, b in adapter.weights.values():
@@ -49,7 +49,7 @@ def plain_logits(engine: Engine, ids: list[int]) -> torch.Tensor:
 
 def test_plant_shares_prefixes_and_keeps_every_path():
     sequences = [np.array(s) for s in ([1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4], [7, 8], [1, 2])]
-    forest = plant(sequences)
+    forest = build_forest(sequences)
     for sequence, path in zip(sequences, forest.paths, strict=True):
         assert forest.ids_S[path].tolist() == sequence.tolist()
         assert forest.positions_S[path].tolist() == list(range(len(sequence)))
@@ -61,7 +61,7 @@ def test_packed_logprobs_equal_transformers_one_by_one():
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 250, n).tolist() for n in (9, 5, 17)]
     samples = [sample(p, rng.integers(5, 250, int(n)).tolist()) for p in prompts for n in rng.integers(1, 7, 4)]
-    packed = Trainer(engine, Adapter(engine.linears, LoraConfig(), seed=0)).logprobs(samples)
+    packed = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs(samples)
     for s, logp in zip(samples, packed, strict=True):
         ids = [*s.prompt_ids.tolist(), *s.token_ids.tolist()]
         expected = torch.log_softmax(plain_logits(engine, ids[:-1]), -1)[len(s.prompt_ids) - 1 :]
@@ -74,7 +74,7 @@ def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
     engine = tiny_lm(2)
     adapters = [
         randomised(engine, LoraConfig(rank=4), 1),
-        randomised(engine, LoraConfig(rank=9, alpha=3, targets=["q_proj", "down_proj"]), 2),
+        randomised(engine, LoraConfig(rank=9, alpha=3, target_modules=["q_proj", "down_proj"]), 2),
         None,
     ]
     rng = np.random.default_rng(1)
@@ -83,7 +83,7 @@ def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
     for i in range(24):
         owner = adapters[i % 3]
         prompt = rng.integers(5, 250, int(rng.integers(3, 30))).astype(np.int32)
-        sampling = Sampling(max_tokens=int(rng.integers(1, 12)))
+        sampling = SamplingConfig(max_tokens=int(rng.integers(1, 12)))
         requests.append(Request(prompt, int(rng.integers(1, 6)), sampling, owner.snapshot() if owner else None, seed=i))
         owners.append(owner)
     # snapshots of one adapter are one snapshot, as a policy has it
@@ -95,7 +95,7 @@ def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
             (r, a) for r, o, answers in zip(requests, owners, results, strict=True) if o is adapter for a in answers
         ]
         samples = [sample(r.prompt_ids, a.token_ids, a.logprobs) for r, a in mine]
-        trainer = Trainer(engine, adapter or Adapter(engine.linears, LoraConfig(), seed=0))  # B = 0: the base
+        trainer = Trainer(engine, adapter or Adapter(engine.linear_layers, LoraConfig(), seed=0))  # B = 0: the base
         for (_, a), logp in zip(mine, trainer.logprobs(samples), strict=True):
             np.testing.assert_allclose(a.logprobs, logp, atol=1e-4)
     assert [len(r) for r in results] == [r.n for r in requests]
@@ -116,7 +116,8 @@ def test_what_is_sampled_does_not_depend_on_the_company():
     engine = tiny_lm(4)
     rng = np.random.default_rng(3)
     requests = [
-        Request(rng.integers(5, 250, 4 + i).astype(np.int32), 3, Sampling(max_tokens=6), seed=100 + i) for i in range(8)
+        Request(rng.integers(5, 250, 4 + i).astype(np.int32), 3, SamplingConfig(max_tokens=6), seed=100 + i)
+        for i in range(8)
     ]
     together = Sampler(engine).sample_all(requests)
     alone = [Sampler(engine).sample_all([r])[0] for r in requests]
@@ -128,9 +129,9 @@ def test_a_later_turn_reuses_the_earlier_one_and_says_the_same():
     engine = tiny_lm(5)
     prompt = np.arange(10, 40, dtype=np.int32)
     sampler = Sampler(engine)
-    first = sampler.sample_all([Request(prompt, 3, Sampling(max_tokens=5), seed=1, keep=True)])[0]
+    first = sampler.sample_all([Request(prompt, 3, SamplingConfig(max_tokens=5), seed=1, keep_kv=True)])[0]
     later = np.concatenate([prompt, first[1].token_ids, np.array([50, 51, 52], np.int32)])
-    request = Request(later, 2, Sampling(max_tokens=5), seed=2)
+    request = Request(later, 2, SamplingConfig(max_tokens=5), seed=2)
     warm = sampler.sample_all([request])[0]
     cold = Sampler(engine).sample_all([request])[0]
     assert sampler.batch.counts["reused_tokens"] == len(prompt) + len(first[1].token_ids) - 1
@@ -143,7 +144,7 @@ def gradients(engine, adapter, samples, **options):
     trainer = Trainer(engine, adapter, pack_tokens=options.pop("pack_tokens", 8192))
     if options.get("kl"):
         references = trainer.logprobs(samples, reference=True)
-        samples = [replace(s, reference=logprobs) for s, logprobs in zip(samples, references, strict=True)]
+        samples = [replace(s, reference_logprobs=logprobs) for s, logprobs in zip(samples, references, strict=True)]
     metrics = trainer.forward_backward(samples, clipped_policy_loss, **options)
     result = [w.grad.clone() for w in trainer.parameters]
     for w in trainer.parameters:
@@ -197,14 +198,14 @@ def test_gradient_of_the_packed_pass_is_that_of_plain_transformers():
 
 
 def test_lay_out_names_the_row_before_each_token():
-    forest, rows, targets = lay_out([sample([5, 6], [7, 8]), sample([5, 6], [9])])
+    forest, rows, targets = pack_samples([sample([5, 6], [7, 8]), sample([5, 6], [9])])
     assert forest.ids_S.tolist() == [5, 6, 7]
     assert [(int(forest.ids_S[r]), int(t)) for r, t in zip(rows, targets, strict=True)] == [(6, 7), (7, 8), (6, 9)]
 
 
 def test_training_raises_the_probability_of_what_is_rewarded():
     engine = tiny_lm(8)
-    adapter = Adapter(engine.linears, LoraConfig(), seed=0)
+    adapter = Adapter(engine.linear_layers, LoraConfig(), seed=0)
     trainer = Trainer(engine, adapter)
     good, bad = sample([10, 11, 12], [20, 4]), sample([10, 11, 12], [30, 4], advantage=-1.0)
     from palestra.engine.trainer import AdamConfig
@@ -220,31 +221,31 @@ def test_training_raises_the_probability_of_what_is_rewarded():
 
 def test_choose_matches_the_distribution_and_cuts():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
-    u = uniform(np.arange(4000, dtype=np.uint64), np.zeros(4000, np.uint64), np.zeros(4000, np.uint64))
-    tokens, logps = choose(logits, [Sampling()] * 4000, u)
+    u = counter_uniform(np.arange(4000, dtype=np.uint64), np.zeros(4000, np.uint64), np.zeros(4000, np.uint64))
+    tokens, logps = sample_tokens(logits, [SamplingConfig()] * 4000, u)
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 4000, [0.5, 0.3, 0.15, 0.05], atol=0.03)
     np.testing.assert_allclose(np.exp(logps), np.array([0.5, 0.3, 0.15, 0.05])[tokens], atol=1e-5)
-    assert set(choose(logits, [Sampling(top_k=2)] * 4000, u)[0]) == {0, 1}
-    assert set(choose(logits, [Sampling(top_p=0.81)] * 4000, u)[0]) == {0, 1, 2}
-    assert set(choose(logits, [Sampling(temperature=0)] * 4000, u)[0]) == {0}
+    assert set(sample_tokens(logits, [SamplingConfig(top_k=2)] * 4000, u)[0]) == {0, 1}
+    assert set(sample_tokens(logits, [SamplingConfig(top_p=0.81)] * 4000, u)[0]) == {0, 1, 2}
+    assert set(sample_tokens(logits, [SamplingConfig(temperature=0)] * 4000, u)[0]) == {0}
 
 
 def test_stop_strings_end_an_answer():
     engine = tiny_lm(9)
-    request = Request(np.array([40, 41, 42], np.int32), 8, Sampling(max_tokens=200, stop=("e",)), seed=5)
+    request = Request(np.array([40, 41, 42], np.int32), 8, SamplingConfig(max_tokens=200, stop=("e",)), seed=5)
     answers = Sampler(engine).sample_all([request])[0]
-    ended = [a.token_ids for a in answers if a.stop == "stop" and a.token_ids[-1] != 4]
+    ended = [a.token_ids for a in answers if a.stop_reason == "stop" and a.token_ids[-1] != 4]
     texts = [engine.tokenizer.decode(ids, skip_special_tokens=True) for ids in ended]
     assert texts and all(t.endswith("e") and t.count("e") == 1 for t in texts)
 
 
 def test_a_prompt_beyond_the_base_is_an_error_with_the_fix():
     with pytest.raises(ValueError, match="512 positions"):
-        Sampler(tiny_lm()).sample_all([Request(np.ones(510, np.int32), 1, Sampling(max_tokens=8))])
+        Sampler(tiny_lm()).sample_all([Request(np.ones(510, np.int32), 1, SamplingConfig(max_tokens=8))])
 
 
 def test_single_route_leaves_other_layers_alone():
     engine = tiny_lm()
-    route = Single(Adapter(engine.linears, LoraConfig(targets="q_proj"), seed=0))
-    x, layer = torch.ones(1, 2, 64), engine.linears["model.layers.0.mlp.up_proj"]
+    route = SingleAdapterRoute(Adapter(engine.linear_layers, LoraConfig(target_modules="q_proj"), seed=0))
+    x, layer = torch.ones(1, 2, 64), engine.linear_layers["model.layers.0.mlp.up_proj"]
     torch.testing.assert_close(route.linear("model.layers.0.mlp.up_proj", x, layer), x @ layer.weight.T)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.engine.fair_queue import FairQueue, Shares
-from palestra.engine.sampler import allowance
+from palestra.engine.fair_queue import FairQueue, WorkCounters
+from palestra.engine.sampler import row_allowance
 
 
 def filled(**items):
@@ -19,9 +19,9 @@ def filled(**items):
 def served(queue, cost=lambda item: 1):
     """All items in the order in which they are served, one at a time."""
     order = []
-    while clients := queue.clients():
+    while clients := queue.next_clients():
         item = queue.pop(clients[0])
-        queue.shares.charge(clients[0], cost(item))
+        queue.work_counters.add_work(clients[0], cost(item))
         order.append(item)
     return order
 
@@ -38,8 +38,8 @@ def test_work_counts_and_not_the_number_of_items():
 def test_a_pause_earns_no_credit():
     queue = filled(bob=range(100))
     for _ in range(50):
-        queue.shares.charge("bob", 1)
-        queue.pop(queue.clients()[0])
+        queue.work_counters.add_work("bob", 1)
+        queue.pop(queue.next_clients()[0])
     for item in "abcdef":
         queue.push("ada", item)
     order = served(queue)[:12]
@@ -59,17 +59,17 @@ def test_none_starves_and_shares_are_equal_while_all_wait(items, arrivals):
     while left or len(queue):
         if left and (not len(queue) or next(arrivals, True)):
             client, cost = left.pop(0)
-            if client not in queue.clients():
+            if client not in queue.next_clients():
                 work = {}  # since when the same clients have waited
             queue.push(client, (client, cost))
             continue
-        waiting = queue.clients()
+        waiting = queue.next_clients()
         client = waiting[0]
         item = queue.pop(client)
-        queue.shares.charge(client, item[1])
+        queue.work_counters.add_work(client, item[1])
         order.append(item)
         work[client] = work.get(client, 0) + item[1]
-        if all(other in queue.clients() for other in waiting):
+        if all(other in queue.next_clients() for other in waiting):
             done = [work.get(other, 0) for other in waiting]
             assert max(done) - min(done) <= 2 * 50
         else:
@@ -82,26 +82,26 @@ def test_none_starves_and_shares_are_equal_while_all_wait(items, arrivals):
 def test_removed_items_are_not_served():
     queue = filled(bob=[1, 2], ada=[3])
     queue.remove(3)
-    assert 3 not in queue and len(queue) == 2 and list(queue) == [1, 2] and queue.clients() == ["bob"]
+    assert 3 not in queue and len(queue) == 2 and list(queue) == [1, 2] and queue.next_clients() == ["bob"]
     assert served(queue) == [1, 2]
 
 
 def test_equals_take_turns():
-    shares = Shares()
+    shares = WorkCounters()
     order = []
     for _ in range(6):
-        first = shares.order("abc")[0]
-        shares.charge(first, 1)
+        first = shares.service_order("abc")[0]
+        shares.add_work(first, 1)
         order.append(first)
     assert order == list("abcabc")
 
 
 @pytest.mark.parametrize("most", [1, 2, 6, 64, 512])
 def test_one_client_alone_gets_all_its_rows_and_others_find_some_free(most):
-    assert allowance(0, 0, most) == most
+    assert row_allowance(0, 0, most) == most
     held = [most]
-    while (more := allowance(0, sum(held), most)) > 0:
+    while (more := row_allowance(0, sum(held), most)) > 0:
         held.append(more)
     assert len(held) >= 2 and sum(held) == most + -(-most // 8)
-    assert allowance(held[0], sum(held) - 1, most) <= 0  # what becomes free goes to those who have less
-    assert allowance(0, sum(held) - 1, most) == 1
+    assert row_allowance(held[0], sum(held) - 1, most) <= 0  # what becomes free goes to those who have less
+    assert row_allowance(0, sum(held) - 1, most) == 1

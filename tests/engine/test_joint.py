@@ -14,25 +14,25 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from palestra.engine.checkpoints import load_adapter, save_adapter
-from palestra.engine.joint import Job, JointLoss, Outcome, Predicted, train_together
 from palestra.engine.lora import Adapter, LoraConfig, weighted_sum
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, Sampling
-from palestra.engine.scoring import Question, score
+from palestra.engine.multi_adapter import Job, JobLossFunction, JobLossInputs, JobResult, train_jobs
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.scoring import ScoreRequest, score_prompts
 from palestra.engine.trainer import Trainer
 from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
-from palestra.service.losses import wire_loss
+from palestra.service.engine.losses import build_loss
 from palestra.testing import tiny_lm
 from palestra.types import Datum, Sample
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPES = [
     LoraConfig(rank=4),
-    LoraConfig(rank=7, alpha=3, targets=["q_proj", "down_proj"]),
-    LoraConfig(rank=2, targets=[*LINEAR, "lm_head"]),
-    LoraConfig(rank=3, targets=["lm_head"]),
+    LoraConfig(rank=7, alpha=3, target_modules=["q_proj", "down_proj"]),
+    LoraConfig(rank=2, target_modules=[*LINEAR, "lm_head"]),
+    LoraConfig(rank=3, target_modules=["lm_head"]),
 ]
-NLL = wire_loss("cross_entropy", {})
+NLL = build_loss("cross_entropy", {})
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def engine() -> Engine:
 
 
 def trainer(engine: Engine, config: LoraConfig, seed: int) -> Trainer:
-    adapter = Adapter(engine.linears, config, seed=seed)
+    adapter = Adapter(engine.linear_layers, config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, b in adapter.weights.values():
@@ -68,18 +68,18 @@ def datums(seed: int, count: int = 4) -> list[Datum]:
     return data
 
 
-def run(engine: Engine, jobs: Sequence[Job], pack_tokens: int = 10_000) -> list[Outcome | Exception]:
-    passes = train_together(engine, jobs, pack_tokens)
+def run(engine: Engine, jobs: Sequence[Job], pack_tokens: int = 10_000) -> list[JobResult | Exception]:
+    passes = train_jobs(engine, jobs, pack_tokens)
     while True:
         try:
             next(passes)
         except StopIteration as end:
-            outcomes: list[Outcome | Exception] = end.value
+            outcomes: list[JobResult | Exception] = end.value
             return outcomes
 
 
-def good(outcome: Outcome | Exception) -> Outcome:
-    assert isinstance(outcome, Outcome), outcome
+def good(outcome: JobResult | Exception) -> JobResult:
+    assert isinstance(outcome, JobResult), outcome
     return outcome
 
 
@@ -97,17 +97,17 @@ def assert_close(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], t
 
 @pytest.mark.parametrize("pack_tokens", [10_000, 40, 1])
 def test_adapters_of_all_shapes_learn_together_what_each_learns_alone(engine: Engine, pack_tokens: int) -> None:
-    loss = wire_loss("ppo", {})
+    loss = build_loss("ppo", {})
     together, alone = trainers(engine), trainers(engine)
     outcomes = run(engine, [Job(t, datums(i), loss) for i, t in enumerate(together)], pack_tokens)
     for i, (t, outcome) in enumerate(zip(alone, outcomes, strict=True)):
         (wanted,) = run(engine, [Job(t, datums(i), loss)])
         assert_close(grads(together[i]), grads(t))
-        for ours, theirs, datum in zip(good(outcome).logps, good(wanted).logps, datums(i), strict=True):
+        for ours, theirs, datum in zip(good(outcome).logprobs, good(wanted).logprobs, datums(i), strict=True):
             assert ours.shape == datum.targets.shape
             np.testing.assert_allclose(ours, theirs, atol=1e-4)
-        for name, figure in good(wanted).figures.items():
-            assert good(outcome).figures[name] == pytest.approx(figure, abs=1e-4)
+        for name, figure in good(wanted).metrics.items():
+            assert good(outcome).metrics[name] == pytest.approx(figure, abs=1e-4)
 
 
 @pytest.mark.parametrize("ours", [clipped_policy_loss, cross_entropy_loss])
@@ -129,9 +129,9 @@ def test_it_is_the_trainers_gradient(engine: Engine, ours: Any) -> None:
         data.append(Datum(ids[:-1], ids[1:], inputs))
     wanted = one.forward_backward(samples, ours)
     name = "ppo" if ours is clipped_policy_loss else "cross_entropy"
-    (outcome,) = run(engine, [Job(other, data, wire_loss(name, {}))])
+    (outcome,) = run(engine, [Job(other, data, build_loss(name, {}))])
     assert_close(grads(other), grads(one), 1e-6)
-    assert good(outcome).figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+    assert good(outcome).metrics["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
 
 
 def test_gradients_gather_over_calls_and_several_jobs_of_one_adapter(engine: Engine) -> None:
@@ -149,9 +149,9 @@ def test_a_pass_that_only_looks_leaves_no_gradients(engine: Engine) -> None:
     (learnt,) = run(engine, [Job(alone, datums(0), NLL)])
     assert all(w.grad is None for w in looks.parameters)
     assert all(w.grad is not None for w in learns.parameters)
-    assert good(outcomes[0]).figures == pytest.approx(good(learnt).figures, abs=1e-4)
+    assert good(outcomes[0]).metrics == pytest.approx(good(learnt).metrics, abs=1e-4)
     (quiet,) = run(engine, [Job(looks, datums(0), NLL, backward=False)])
-    assert good(quiet).figures == pytest.approx(good(learnt).figures, abs=1e-4)
+    assert good(quiet).metrics == pytest.approx(good(learnt).metrics, abs=1e-4)
 
 
 def test_targets_of_two_dimensions(engine: Engine) -> None:
@@ -164,7 +164,7 @@ def test_targets_of_two_dimensions(engine: Engine) -> None:
     columns = [Datum(tokens, targets[:, k], {"weights": weights[:, k]}) for k in range(3)]
     (theirs,) = run(engine, [Job(rows, columns, NLL)])
     assert_close(grads(matrix), grads(rows))
-    np.testing.assert_allclose(good(ours).logps[0], np.stack(good(theirs).logps, 1), atol=1e-5)
+    np.testing.assert_allclose(good(ours).logprobs[0], np.stack(good(theirs).logprobs, 1), atol=1e-5)
 
 
 def half_weighted(datum: Datum) -> Datum:
@@ -184,29 +184,29 @@ def test_what_has_no_weight_may_be_left_out(engine: Engine, pack_tokens: int) ->
     ours, its = run(engine, jobs, pack_tokens)
     theirs, alone = run(engine, [Job(whole, [*data, silent], NLL), Job(trainers(engine)[2], datums(2), NLL)])
     assert_close(grads(sparse), grads(whole))
-    for datum, logps, full in zip(data, good(ours).logps, good(theirs).logps, strict=False):
+    for datum, logps, full in zip(data, good(ours).logprobs, good(theirs).logprobs, strict=False):
         heard = datum.inputs["weights"] != 0
         np.testing.assert_allclose(logps, np.where(heard, full, 0), atol=1e-5)
-    for logps, full in zip(good(its).logps, good(alone).logps, strict=True):
+    for logps, full in zip(good(its).logprobs, good(alone).logprobs, strict=True):
         np.testing.assert_allclose(logps, full, atol=1e-5)
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 
-def refuses(predicted: Predicted) -> Any:
+def refuses(predicted: JobLossInputs) -> Any:
     raise ValueError("not this")
 
 
-def breaks(predicted: Predicted) -> Any:
+def breaks(predicted: JobLossInputs) -> Any:
     raise RuntimeError("out of memory, say")
 
 
-def not_a_number(predicted: Predicted) -> Any:
+def not_a_number(predicted: JobLossInputs) -> Any:
     return predicted.logp_M.sum() * torch.nan, {}
 
 
-def fails_backward(predicted: Predicted) -> Any:
+def fails_backward(predicted: JobLossInputs) -> Any:
     loss = predicted.logp_M.sum()
     loss.register_hook(breaks)
     return loss, {}
@@ -214,7 +214,7 @@ def fails_backward(predicted: Predicted) -> Any:
 
 @pytest.mark.parametrize("loss", [refuses, breaks, not_a_number, fails_backward])
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_job_that_fails_leaves_all_gradients_as_they_were(engine: Engine, loss: JointLoss, place: int) -> None:
+def test_a_job_that_fails_leaves_all_gradients_as_they_were(engine: Engine, loss: JobLossFunction, place: int) -> None:
     bad, fine, alone = (trainer(engine, SHAPES[0], seed) for seed in (1, 2, 2))
     run(engine, [Job(bad, datums(5), NLL)])
     before = [grad.clone() for grad in grads(bad)]
@@ -225,15 +225,15 @@ def test_a_job_that_fails_leaves_all_gradients_as_they_were(engine: Engine, loss
     (wanted,) = run(engine, [Job(alone, datums(0), NLL)])
     assert_close(grads(fine), grads(alone))
     assert all(map(torch.equal, grads(bad), before))
-    assert good(outcomes[1 - place]).figures == pytest.approx(good(wanted).figures, abs=1e-4)
-    assert len(good(outcomes[1 - place]).logps) == 4
+    assert good(outcomes[1 - place]).metrics == pytest.approx(good(wanted).metrics, abs=1e-4)
+    assert len(good(outcomes[1 - place]).logprobs) == 4
 
 
 def test_a_job_that_fails_in_its_second_half_leaves_nothing_of_the_first(engine: Engine) -> None:
     bad = trainer(engine, SHAPES[0], 1)
     calls = []
 
-    def second(predicted: Predicted) -> Any:
+    def second(predicted: JobLossInputs) -> Any:
         calls.append(1)
         return NLL(predicted) if len(calls) == 1 else refuses(predicted)
 
@@ -274,8 +274,8 @@ def judged(name: str, options: dict[str, float], **inputs: list[float]) -> tuple
     if name != "cross_entropy":  # `check.py` leaves only what a loss reads
         given |= {"logprobs": OLD.tolist(), "advantages": ADVANTAGE}
     tensors = {key: torch.tensor(values) for key, values in given.items()}
-    predicted = Predicted(logp, tensors, torch.tensor(SEQUENCE), lambda: torch.zeros(3, 4))
-    loss, figures = wire_loss(name, options)(predicted)
+    predicted = JobLossInputs(logp, tensors, torch.tensor(SEQUENCE), lambda: torch.zeros(3, 4))
+    loss, figures = build_loss(name, options)(predicted)
     loss.backward()
     assert logp.grad is not None
     return float(loss), logp.grad.tolist(), {key: float(value) for key, value in figures.items()}
@@ -328,22 +328,22 @@ def test_a_wire_loss_is_the_sum_worked_by_hand(
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", SHAPES, ids=lambda config: f"{config.rank} on {config.targets}")
+@pytest.mark.parametrize("config", SHAPES, ids=lambda config: f"{config.rank} on {config.target_modules}")
 def test_sampler_scores_and_trainer_agree(engine: Engine, config: LoraConfig) -> None:
     learner = trainer(engine, config, 1)
     assert learner.adapter is not None
     snapshot = learner.adapter.snapshot("x")
     prompt = np.arange(5, 17, dtype=np.int32)
-    answers = Sampler(engine).sample_all([Request(prompt, 3, Sampling(max_tokens=8), snapshot, seed=4)])[0]
+    answers = Sampler(engine).sample_all([Request(prompt, 3, SamplingConfig(max_tokens=8), snapshot, seed=4)])[0]
     whole = [np.concatenate([prompt, answer.token_ids]).astype(np.int64) for answer in answers]
-    scores = score(engine, [Question(ids, snapshot) for ids in whole])
+    scores = score_prompts(engine, [ScoreRequest(ids, snapshot) for ids in whole])
     data = [Datum(ids[:-1], ids[1:], {"weights": np.ones(len(ids) - 1, np.float32)}) for ids in whole]
     (outcome,) = run(engine, [Job(learner, data, NLL)])
-    bare = score(engine, [Question(ids) for ids in whole])
-    for answer, scored, trained, base in zip(answers, scores, good(outcome).logps, bare, strict=True):
-        np.testing.assert_allclose(trained, scored.logps, atol=1e-4)
+    bare = score_prompts(engine, [ScoreRequest(ids) for ids in whole])
+    for answer, scored, trained, base in zip(answers, scores, good(outcome).logprobs, bare, strict=True):
+        np.testing.assert_allclose(trained, scored.logprobs, atol=1e-4)
         np.testing.assert_allclose(answer.logprobs, trained[len(prompt) - 1 :], atol=1e-4)
-        assert np.abs(base.logps - scored.logps).max() > 0.01
+        assert np.abs(base.logprobs - scored.logprobs).max() > 0.01
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word:UserWarning", "ignore:Setting `save_embedding:UserWarning")
@@ -359,7 +359,7 @@ def test_an_adapter_on_the_head_is_pefts(base: Path, tmp_path: Path) -> None:
         theirs = torch.log_softmax(model(input_ids=torch.tensor(ids[None, :-1])).logits[0], -1)
     (outcome,) = run(engine, [Job(learner, [Datum(ids[:-1], ids[1:], {"weights": np.ones(19, np.float32)})], NLL)])
     wanted = theirs.gather(1, torch.tensor(ids[1:, None]))[:, 0].numpy()
-    np.testing.assert_allclose(good(outcome).logps[0], wanted, atol=1e-4)
+    np.testing.assert_allclose(good(outcome).logprobs[0], wanted, atol=1e-4)
     back = load_adapter(tmp_path / "a", engine)
     assert list(back.weights) == list(learner.adapter.weights)
     assert all(map(torch.equal, back.parameters(), learner.adapter.parameters()))
@@ -368,7 +368,7 @@ def test_an_adapter_on_the_head_is_pefts(base: Path, tmp_path: Path) -> None:
 def test_a_weighted_sum_of_adapters_is_exact(engine: Engine) -> None:
     sources = [trainer(engine, config, i).adapter for i, config in enumerate(SHAPES)]
     adapters, coefficients = [a for a in sources if a], [0.5, -2.0, 1.0, 3.0]
-    mixed = weighted_sum(adapters, coefficients, engine.linears)
+    mixed = weighted_sum(adapters, coefficients, engine.linear_layers)
     for name in mixed.weights:
         wanted = sum(
             c * a.scale * (a.weights[name][1] @ a.weights[name][0])
@@ -384,11 +384,11 @@ def test_an_adapter_takes_over_weights_of_its_own_shape_only(engine: Engine) -> 
     ours, theirs = (trainer(engine, SHAPES[0], seed).adapter for seed in (1, 2))
     assert ours and theirs
     leaves = ours.parameters()
-    ours.take(theirs)
+    ours.copy_from(theirs)
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
     assert all(a is b and a.requires_grad for a, b in zip(ours.parameters(), leaves, strict=True))
     for other in (SHAPES[1], LoraConfig(rank=4, alpha=5)):
         adapter = trainer(engine, other, 3).adapter
         assert adapter
         with pytest.raises(ValueError, match="another rank, scale or other targets"):
-            ours.take(adapter)
+            ours.copy_from(adapter)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from palestra.engine.attention import TreeLayout, plant
-from palestra.engine.cache import Cache
 from palestra.engine.cached_attention import PrefillLayout
-from palestra.engine.lora import Adapter, LoraConfig, Single, Stack, Stacked
+from palestra.engine.kv_cache import KVCache
+from palestra.engine.lora import Adapter, AdapterStack, LoraConfig, MultiAdapterRoute, SingleAdapterRoute
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
+from palestra.engine.tree_attention import TreeLayout, build_forest
 from palestra.losses.policy import cross_entropy_loss
 from palestra.testing import tiny_lm, tiny_tokenizer
 from palestra.types import Sample
@@ -60,12 +60,12 @@ def conversations() -> list[Sample]:
 
 
 def forest_inputs(engine: Engine) -> tuple[torch.Tensor, torch.Tensor, TreeLayout]:
-    forest = plant([np.concatenate([s.prompt_ids, s.token_ids]) for s in conversations()])
+    forest = build_forest([np.concatenate([s.prompt_ids, s.token_ids]) for s in conversations()])
     return engine.tensor(forest.ids_S), engine.tensor(forest.positions_S), TreeLayout(forest, engine.device)
 
 
 def randomised(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
-    adapter = Adapter(engine.linears, config, seed=seed)
+    adapter = Adapter(engine.linear_layers, config, seed=seed)
     with torch.no_grad():
         for _, b in adapter.weights.values():
             b.normal_(0, 0.05, generator=torch.Generator().manual_seed(seed))
@@ -96,7 +96,7 @@ def test_kept_rows_have_the_logits_and_gradients_they_have_among_all(layers):
     keep_M = torch.randperm(len(ids_S), generator=torch.Generator().manual_seed(0))[:7].sort().values
     found = []
     for kept, asked in ((keep_M, slice(None)), (torch.arange(len(ids_S)), keep_M)):
-        logits_MV = engine.logits(ids_S, positions_S, layout, Single(adapter), kept)[asked]
+        logits_MV = engine.logits(ids_S, positions_S, layout, SingleAdapterRoute(adapter), kept)[asked]
         found.append((logits_MV, *torch.autograd.grad(logits_MV.square().sum(), adapter.parameters())))
     for narrow, whole in zip(*found, strict=True):
         torch.testing.assert_close(narrow, whole, atol=2e-5, rtol=1e-4)
@@ -106,7 +106,7 @@ def test_only_keys_and_values_of_the_last_layer_see_every_row():
     engine = tiny_lm(2)
     ids_S, positions_S, layout = forest_inputs(engine)
     rows: dict[str, list[int]] = {}
-    for name, module in engine.linears.items():
+    for name, module in engine.linear_layers.items():
         seen = rows.setdefault(name, [])
         module.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0].shape[1]))
     engine.logits(ids_S, positions_S, layout, None, torch.tensor([3, 9]))
@@ -119,26 +119,34 @@ def test_only_keys_and_values_of_the_last_layer_see_every_row():
 def test_a_prefill_keeps_each_groups_last_row_under_its_own_adapter():
     """Two adapters, one of them twice, and the bare base; one prompt's first tokens are already in the cache."""
     engine = tiny_lm(3)
-    adapters = [randomised(engine, LoraConfig(rank=2), 1), randomised(engine, LoraConfig(rank=5, targets="q_proj"), 2)]
+    adapters = [
+        randomised(engine, LoraConfig(rank=2), 1),
+        randomised(engine, LoraConfig(rank=5, target_modules="q_proj"), 2),
+    ]
     owners = [adapters[0], adapters[1], adapters[1], None]
     rng = np.random.default_rng(2)
     prompts = [rng.integers(5, 250, n) for n in (9, 4, 13, 6)]
-    stack = Stack([adapter.snapshot() for adapter in adapters], engine.linears)
-    cache = Cache(2, 2, 16, engine.device, engine.dtype)
-    slots = cache.prompts([len(prompt) for prompt in prompts], [1, 1, 9, 1])  # in two pools
+    stack = AdapterStack([adapter.snapshot() for adapter in adapters], engine.linear_layers)
+    cache = KVCache(2, 2, 16, engine.device, engine.dtype)
+    slots = cache.allocate_prompts([len(prompt) for prompt in prompts], [1, 1, 9, 1])  # in two pools
 
     def prefill(starts: list[int], ends: list[int], counts: list[int]) -> torch.Tensor:
         for slot, end in zip(slots, ends, strict=True):
             slot.length = end
         layout = PrefillLayout(slots, np.array(starts))
         ids = np.concatenate([prompt[a:b] for prompt, a, b in zip(prompts, starts, ends, strict=True)])
-        return engine.logits(engine.tensor(ids), layout.positions, layout, Stacked(stack, counts), layout.last_N)
+        return engine.logits(
+            engine.tensor(ids), layout.positions, layout, MultiAdapterRoute(stack, counts), layout.last_N
+        )
 
     with torch.no_grad():
         prefill([0, 0, 0, 0], [1, 1, 5, 1], [1, 6])
         found = prefill([0, 0, 5, 0], [9, 4, 13, 6], [9, 12])
         for prompt, owner, logits_V in zip(prompts, owners, found, strict=True):
             ids_S, every = engine.tensor(prompt), torch.arange(len(prompt))
-            layout, route = TreeLayout(plant([prompt]), engine.device), Single(owner) if owner else None
+            layout, route = (
+                TreeLayout(build_forest([prompt]), engine.device),
+                SingleAdapterRoute(owner) if owner else None,
+            )
             expected = engine.logits(ids_S, every, layout, route, every)[-1]
             torch.testing.assert_close(logits_V, expected, atol=2e-5, rtol=1e-4)

@@ -7,15 +7,15 @@ import torch
 from ranks import batch, kept_bytes, state, together, train, trainer
 
 from palestra.engine.checkpoints import load_trainer, save_trainer
-from palestra.engine.ranks import ALONE, here
-from palestra.engine.trainer import hands, packs, share_of_one
+from palestra.engine.distributed import SINGLE_PROCESS, join_process_group
+from palestra.engine.trainer import micro_batches, split_over_ranks, token_weight
 from palestra.losses.policy import actor_critic_loss, clipped_policy_loss
 from palestra.testing import tiny_lm
 from palestra.types import Sample
 
 
 def alone(kind, steps, *, groups=5, tied=True, precision="auto"):
-    learner = trainer(kind, "none", ALONE, tied=tied, precision=precision)
+    learner = trainer(kind, "none", SINGLE_PROCESS, tied=tied, precision=precision)
     return state(learner, train(learner, range(steps), groups))
 
 
@@ -62,13 +62,13 @@ def test_what_some_ranks_saved_others_go_on_from(tmp_path):
     together(4, "save", tmp_path / "four", *four)
     one = {}
     for kind in ("lora", "full"):
-        one[kind] = trainer(kind, "none", ALONE)
+        one[kind] = trainer(kind, "none", SINGLE_PROCESS)
         train(one[kind], range(3))
         save_trainer(tmp_path / "one" / f"{kind}-none", one[kind])
     whole = {kind: state(learner, train(learner, range(3, 5))) for kind, learner in one.items()}
     for case in four:
         kind, mode = case.split(",")
-        learner = trainer(kind, "none", ALONE)
+        learner = trainer(kind, "none", SINGLE_PROCESS)
         load_trainer(tmp_path / "four" / f"{kind}-{mode}", learner)
         np.savez(tmp_path / f"{case}.npz", **state(learner, train(learner, range(3, 5))))
         assert_close(tmp_path / f"{case}.npz", whole[kind])
@@ -84,12 +84,12 @@ def test_what_some_ranks_saved_others_go_on_from(tmp_path):
 @pytest.mark.slow
 def test_four_ranks_keep_about_a_quarter_each():
     lines = dict(line.split() for line in together(4, "memory", "full", "lora").splitlines())
-    whole = trainer("full", "none", ALONE)
+    whole = trainer("full", "none", SINGLE_PROCESS)
     train(whole, range(1))
     ratio = int(lines["full"]) / kept_bytes(whole)
     print(f"parameters and optimizer of a rank of 4: {ratio:.3f} of a single process's")
     assert 0.25 <= ratio <= 0.35
-    adapted = trainer("lora", "none", ALONE)
+    adapted = trainer("lora", "none", SINGLE_PROCESS)
     train(adapted, range(1))
     assert int(lines["lora"]) < kept_bytes(adapted)  # the base is parted, the adapter is not
 
@@ -112,33 +112,37 @@ def test_half_precision_on_two_ranks_stays_near_one_process(tmp_path):
 
 
 def test_one_process_is_alone_where_torchrun_did_not_start_it():
-    assert here() == ALONE
-    assert ALONE.gather("x") == ["x"] and ALONE.told("x") == "x" and not ALONE.any(False)
+    assert join_process_group() == SINGLE_PROCESS
+    assert (
+        SINGLE_PROCESS.all_gather("x") == ["x"]
+        and SINGLE_PROCESS.broadcast("x") == "x"
+        and not SINGLE_PROCESS.any_rank(False)
+    )
 
 
 def test_hands_part_samples_evenly_keep_groups_whole_and_lose_none():
     samples = batch(0, groups=12)
     for count in (1, 2, 3, 4, 64):
-        dealt = hands(samples, count)
+        dealt = split_over_ranks(samples, count)
         assert len(dealt) == count and [id(s) for hand in dealt for s in hand] == [id(s) for s in samples]
         holders = [{i for i, hand in enumerate(dealt) for s in hand if s.group == g} for g in range(1, 12, 2)]
         assert all(len(who) == 1 for who in holders)
-    sizes = [sum(len(s.prompt_ids) + len(s.token_ids) for s in hand) for hand in hands(samples, 3)]
+    sizes = [sum(len(s.prompt_ids) + len(s.token_ids) for s in hand) for hand in split_over_ranks(samples, 3)]
     assert max(sizes) < 2 * min(sizes)
 
 
 def test_shares_of_hands_are_those_of_the_whole_batch():
     samples = batch(1)
-    share = share_of_one(samples)
-    dealt = [pack for hand in hands(samples, 3) for pack in packs(hand, 60, share)]
-    whole = [s for pack in packs(samples, 10**6) for s in pack.shares]
-    assert np.concatenate([pack.shares for pack in dealt]).tolist() == whole
+    share = token_weight(samples)
+    dealt = [pack for hand in split_over_ranks(samples, 3) for pack in micro_batches(hand, 60, share)]
+    whole = [s for pack in micro_batches(samples, 10**6) for s in pack.token_weights]
+    assert np.concatenate([pack.token_weights for pack in dealt]).tolist() == whole
     assert sum(s * len(sample.token_ids) for s, sample in zip(whole, samples, strict=True)) == pytest.approx(1)
 
 
 def gradients(kind, checkpointing):
     """A batch's gradients, and the bytes that were kept for the backward passes."""
-    learner = trainer(kind, "none", ALONE, checkpointing=checkpointing, num_hidden_layers=6)
+    learner = trainer(kind, "none", SINGLE_PROCESS, checkpointing=checkpointing, num_hidden_layers=6)
     learner.pack_tokens = 10**6
     kept = 0
 
@@ -161,41 +165,41 @@ def test_layers_computed_again_give_the_same_gradients_and_keep_less(kind):
 
 
 def test_a_step_whose_gradient_does_not_fit_is_left_out_and_counted():
-    learner = trainer("lora", "none", ALONE, precision="fp16")
+    learner = trainer("lora", "none", SINGLE_PROCESS, precision="fp16")
     before = [p.detach().clone() for p in learner.parameters]
-    learner.scale.value = 2.0**60
+    learner.loss_scale.value = 2.0**60
     learner.forward_backward(batch(0), clipped_policy_loss)
     figures = learner.optim_step(program.ADAM)
     assert figures == {"grad_norm": 0.0, "loss_scale": 2.0**60, "skipped": 1.0}
     assert all(torch.equal(p, b) for p, b in zip(learner.parameters, before, strict=True))
-    assert learner.scale.value == 2.0**59 and learner.steps == 0
-    learner.scale.value = 2.0**10
+    assert learner.loss_scale.value == 2.0**59 and learner.steps == 0
+    learner.loss_scale.value = 2.0**10
     learner.forward_backward(batch(0), clipped_policy_loss)
     assert learner.optim_step(program.ADAM)["skipped"] == 0.0 and learner.steps == 1
 
 
 def test_the_loss_scale_grows_after_steps_that_went_well_and_comes_back(tmp_path):
-    learner = trainer("lora", "none", ALONE, precision="fp16")
-    learner.scale.value, learner.scale.patience = 2.0**8, 2
+    learner = trainer("lora", "none", SINGLE_PROCESS, precision="fp16")
+    learner.loss_scale.value, learner.loss_scale.growth_interval = 2.0**8, 2
     train(learner, range(3))
-    assert (learner.scale.value, learner.scale.well) == (2.0**9, 1)
+    assert (learner.loss_scale.value, learner.loss_scale.good_steps) == (2.0**9, 1)
     save_trainer(tmp_path, learner)
-    other = trainer("lora", "none", ALONE, precision="fp16")
+    other = trainer("lora", "none", SINGLE_PROCESS, precision="fp16")
     load_trainer(tmp_path, other)
-    assert (other.scale.value, other.scale.well) == (2.0**9, 1)
+    assert (other.loss_scale.value, other.loss_scale.good_steps) == (2.0**9, 1)
 
 
 def test_weights_in_another_type_stand_in_for_those_in_training_while_games_are_played():
     engine = tiny_lm(0)
-    engine.mixed = torch.bfloat16
+    engine.autocast_dtype = torch.bfloat16
     weight = engine.model.get_input_embeddings().weight
     kept = weight.data_ptr()
-    with engine.playing():
+    with engine.rollout_context():
         assert weight.dtype == torch.bfloat16
     assert weight.dtype == torch.float32 and weight.data_ptr() == kept
 
 
 def test_an_empty_batch_is_read_as_nothing():
-    learner = trainer("lora", "none", ALONE)
+    learner = trainer("lora", "none", SINGLE_PROCESS)
     none: list[Sample] = []
     assert learner.logprobs(none) == [] and learner.forward_backward(none, clipped_policy_loss) == {}

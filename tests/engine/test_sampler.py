@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from palestra.engine import batch as batch_module
 from palestra.engine import sampler as sampler_module
-from palestra.engine.draw import StopStrings, uniform
 from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.sampler import Request, Sampler, Sampling
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.sampling import StopStringMatcher, counter_uniform
 from palestra.testing import tiny_lm, tiny_tokenizer
 
 END = 4  # tiny_lm's end token
@@ -26,15 +26,15 @@ def prompt(seed=0, length=6):
 
 
 def ask(seed=0, n=3, *, adapter=None, top=0, **sampling):
-    return Request(prompt(seed), n, Sampling(**{"max_tokens": 8} | sampling), adapter, seed, top_logprobs=top)
+    return Request(prompt(seed), n, SamplingConfig(**{"max_tokens": 8} | sampling), adapter, seed, top_logprobs=top)
 
 
 def drive(sampler, requests):
-    """Outcomes by `submit` and `advance`."""
+    """Outcomes by `submit` and `step`."""
     outcomes = [None] * len(requests)
     for i, request in enumerate(requests):
         sampler.submit(request, partial(outcomes.__setitem__, i))
-    while sampler.advance():
+    while sampler.step():
         pass
     return outcomes
 
@@ -45,7 +45,7 @@ def tokens(answers):
 
 def trained(engine, seed):
     """A snapshot that is not the base's twin."""
-    adapter = Adapter(engine.linears, LoraConfig(rank=2), seed=seed)
+    adapter = Adapter(engine.linear_layers, LoraConfig(rank=2), seed=seed)
     with torch.no_grad():
         for _, b in adapter.weights.values():
             b.normal_(0, 0.3)
@@ -64,22 +64,22 @@ def test_stop_ids_end_an_answer_and_are_part_of_it(engine):
     free = Sampler(engine).sample_all([ask(n=8, max_tokens=60)])[0]
     stop_ids = (free[0].token_ids[3].item(), free[1].token_ids[5].item())
     for plain, cut in zip(
-        free, Sampler(engine).sample_all([ask(n=8, max_tokens=60, stop_ids=stop_ids)])[0], strict=True
+        free, Sampler(engine).sample_all([ask(n=8, max_tokens=60, stop_token_ids=stop_ids)])[0], strict=True
     ):
         hits = np.flatnonzero(np.isin(plain.token_ids, stop_ids))
         length = hits[0] + 1 if len(hits) else len(plain.token_ids)
         assert cut.token_ids.tolist() == plain.token_ids[:length].tolist()
-        assert cut.stop == ("stop" if len(hits) else plain.stop) and len(cut.logprobs) == length
+        assert cut.stop_reason == ("stop" if len(hits) else plain.stop_reason) and len(cut.logprobs) == length
 
 
 def test_the_models_end_tokens_can_be_ignored(engine):
     ends = Sampler(engine).sample_all([ask(n=32, max_tokens=150)])[0]
-    goes_on = Sampler(engine).sample_all([ask(n=32, max_tokens=150, end=False)])[0]
-    ended = [(a, b) for a, b in zip(ends, goes_on, strict=True) if a.stop == "stop"]
+    goes_on = Sampler(engine).sample_all([ask(n=32, max_tokens=150, stop_at_eos=False)])[0]
+    ended = [(a, b) for a, b in zip(ends, goes_on, strict=True) if a.stop_reason == "stop"]
     assert ended and all(a.token_ids[-1] == END for a, _ in ended)
-    assert all(b.stop == "length" and len(b.token_ids) == 150 for b in goes_on)
+    assert all(b.stop_reason == "length" and len(b.token_ids) == 150 for b in goes_on)
     assert all(a.token_ids.tolist() == b.token_ids[: len(a.token_ids)].tolist() for a, b in ended)
-    stopped = Sampler(engine).sample_all([ask(n=32, max_tokens=150, end=False, stop_ids=(END,))])[0]
+    stopped = Sampler(engine).sample_all([ask(n=32, max_tokens=150, stop_at_eos=False, stop_token_ids=(END,))])[0]
     assert tokens(stopped) == tokens(ends)
 
 
@@ -93,8 +93,8 @@ def first_hit(tokenizer, ids, stops):
 
 
 def found_after(tokenizer, ids, stops):
-    finder, tail = StopStrings(tokenizer), StopStrings.tail(stops)
-    return next((n for n, token in enumerate(ids, 1) if finder.found(stops, tail, token)), None)
+    finder, tail = StopStringMatcher(tokenizer), StopStringMatcher.empty_tail(stops)
+    return next((n for n, token in enumerate(ids, 1) if finder.append_and_match(stops, tail, token)), None)
 
 
 def llama_like_tokenizer():
@@ -178,14 +178,14 @@ def test_the_check_decodes_no_more_the_longer_the_answer():
 
 
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string(engine):
-    free = Sampler(engine).sample_all([ask(n=6, max_tokens=80, end=False)])[0]
+    free = Sampler(engine).sample_all([ask(n=6, max_tokens=80, stop_at_eos=False)])[0]
     stops = ("ab", engine.tokenizer.decode(free[2].token_ids[10:14], skip_special_tokens=True))
-    cut = Sampler(engine).sample_all([ask(n=6, max_tokens=80, end=False, stop=stops)])[0]
+    cut = Sampler(engine).sample_all([ask(n=6, max_tokens=80, stop_at_eos=False, stop=stops)])[0]
     for plain, answer in zip(free, cut, strict=True):
         hit = first_hit(engine.tokenizer, plain.token_ids.tolist(), stops)
         assert answer.token_ids.tolist() == plain.token_ids[:hit].tolist()
-        assert answer.stop == ("stop" if hit else "length")
-    assert cut[2].stop == "stop"
+        assert answer.stop_reason == ("stop" if hit else "length")
+    assert cut[2].stop_reason == "stop"
 
 
 # ---- the loop
@@ -207,12 +207,12 @@ def test_submit_and_advance_sample_what_the_others_do(engine):
 
 def test_advance_samples_one_token_and_says_when_there_was_nothing_to_do(engine):
     sampler, outcomes = Sampler(engine), []
-    assert not sampler.advance() and not sampler.busy
-    sampler.submit(ask(max_tokens=4, end=False), outcomes.append)
+    assert not sampler.step() and not sampler.has_requests
+    sampler.submit(ask(max_tokens=4, stop_at_eos=False), outcomes.append)
     steps = 0
-    while sampler.advance():
+    while sampler.step():
         steps += 1
-    assert steps == 3 and not sampler.busy  # the prompt's step samples the first token and the second
+    assert steps == 3 and not sampler.has_requests  # the prompt's step samples the first token and the second
     assert [len(a.token_ids) for a in outcomes[0]] == [4, 4, 4]
 
 
@@ -220,9 +220,9 @@ def test_requests_join_while_others_are_being_served(engine):
     sampler, outcomes = Sampler(engine), {}
     sampler.submit(ask(1, max_tokens=20), partial(outcomes.__setitem__, 1))
     for _ in range(5):
-        sampler.advance()
+        sampler.step()
     sampler.submit(ask(2), lambda outcome: sampler.submit(ask(3), partial(outcomes.__setitem__, 3)))  # from its `done`
-    while sampler.advance():
+    while sampler.step():
         pass
     assert tokens(outcomes[1]) == tokens(Sampler(engine).sample_all([ask(1, max_tokens=20)])[0])
     assert tokens(outcomes[3]) == tokens(Sampler(engine).sample_all([ask(3)])[0])
@@ -234,7 +234,14 @@ def test_prompts_that_are_equal_are_computed_once(engine):
     adapters = [None, *(trained(engine, seed) for seed in (1, 2))]
     asked = [(prompt_, adapter, seed) for seed in range(4) for adapter in adapters for prompt_ in (5, 6)]
     requests = [
-        Request(prompt(which, which), 1 + seed % 3, Sampling(max_tokens=5, end=False), adapter, seed, keep=True)
+        Request(
+            prompt(which, which),
+            1 + seed % 3,
+            SamplingConfig(max_tokens=5, stop_at_eos=False),
+            adapter,
+            seed,
+            keep_kv=True,
+        )
         for which, adapter, seed in asked
     ]
     sampler = Sampler(engine)
@@ -247,7 +254,7 @@ def test_prompts_that_are_equal_are_computed_once(engine):
     assert sampler.batch.counts["reused_tokens"] == 3 * len(adapters) * (5 + 6)
     said = Sampler(engine).sample_all(requests[:1])[0][0].token_ids
     on = np.concatenate([requests[0].prompt_ids, said, [7]])
-    went_on = Request(on, 1, Sampling(max_tokens=5, end=False), None, 9)
+    went_on = Request(on, 1, SamplingConfig(max_tokens=5, stop_at_eos=False), None, 9)
     assert tokens(sampler.sample_all([went_on])[0]) == tokens(Sampler(engine).sample_all([went_on])[0])
     assert sampler.batch.counts["prefill_tokens"] == len(adapters) * (5 + 6) + 2
 
@@ -256,18 +263,18 @@ def test_prompts_that_are_equal_are_computed_once(engine):
 def test_a_cancelled_request_is_gone_and_the_others_do_not_notice(engine, steps):
     sampler, outcomes = Sampler(engine, max_rows=9), {}
     groups = {
-        seed: sampler.submit(ask(seed, max_tokens=12, end=False), partial(outcomes.__setitem__, seed))
+        seed: sampler.submit(ask(seed, max_tokens=12, stop_at_eos=False), partial(outcomes.__setitem__, seed))
         for seed in range(4)
     }
     for _ in range(steps):
-        sampler.advance()
+        sampler.step()
     sampler.cancel(groups[0])  # live, unless it waits still
     sampler.cancel(groups[3])  # waits: three groups of three rows fill the sampler
-    while sampler.advance():
+    while sampler.step():
         pass
-    assert sorted(outcomes) == [1, 2] and not sampler.busy
+    assert sorted(outcomes) == [1, 2] and not sampler.has_requests
     for seed, outcome in outcomes.items():
-        assert tokens(outcome) == tokens(Sampler(engine).sample_all([ask(seed, max_tokens=12, end=False)])[0])
+        assert tokens(outcome) == tokens(Sampler(engine).sample_all([ask(seed, max_tokens=12, stop_at_eos=False)])[0])
     sampler.cancel(groups[1])  # has ended: nothing happens
     assert tokens(sampler.sample_all([ask(7)])[0]) == tokens(Sampler(engine).sample_all([ask(7)])[0])
 
@@ -275,7 +282,7 @@ def test_a_cancelled_request_is_gone_and_the_others_do_not_notice(engine, steps)
 def test_a_coroutine_that_is_cancelled_frees_its_rows(engine):
     async def main():
         sampler = Sampler(engine)
-        task = asyncio.create_task(sampler.sample(ask(1, max_tokens=400, end=False)))
+        task = asyncio.create_task(sampler.sample(ask(1, max_tokens=400, stop_at_eos=False)))
         other = asyncio.create_task(sampler.sample(ask(2)))
         while not sampler.batch.groups:
             await asyncio.sleep(0)
@@ -284,7 +291,7 @@ def test_a_coroutine_that_is_cancelled_frees_its_rows(engine):
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.sleep(0)
-        return answers, sampler.busy
+        return answers, sampler.has_requests
 
     answers, busy = asyncio.run(main())
     assert tokens(answers) == tokens(Sampler(engine).sample_all([ask(2)])[0]) and not busy
@@ -297,7 +304,7 @@ def alien(engine):
     """A snapshot whose shapes are another base's."""
     other = tiny_lm(0, hidden_size=32)
     torch.manual_seed(0)
-    return Adapter(other.linears, LoraConfig(), seed=0).snapshot("alien")
+    return Adapter(other.linear_layers, LoraConfig(), seed=0).snapshot("alien")
 
 
 def test_a_request_that_fails_leaves_the_others_alone(engine):
@@ -313,7 +320,7 @@ def test_a_request_that_fails_leaves_the_others_alone(engine):
 def test_a_failure_half_way_leaves_the_others_alone(engine):
     """Here the tail's decoder fails on one request's text, at its fourth token."""
     sampler, requests = Sampler(engine), [ask(0), ask(1, stop=("never",)), ask(2)]
-    found, calls = sampler.batch._stop_strings.found, []
+    found, calls = sampler.batch._stop_strings.append_and_match, []
 
     def failing(*args):
         calls.append(args)
@@ -321,19 +328,19 @@ def test_a_failure_half_way_leaves_the_others_alone(engine):
             raise RuntimeError("no such text")
         return found(*args)
 
-    sampler.batch._stop_strings.found = failing
+    sampler.batch._stop_strings.append_and_match = failing
     outcomes = drive(sampler, requests)
     assert str(outcomes[1]) == "no such text"
     for i in (0, 2):
         assert tokens(outcomes[i]) == tokens(Sampler(engine).sample_all([requests[i]])[0])
-    assert not sampler.busy
+    assert not sampler.has_requests
 
 
 def test_when_nobody_can_be_told_apart_all_hear_of_it(engine, monkeypatch):
     sampler = Sampler(engine)
     monkeypatch.setattr(sampler, "_retire", lambda: 1 / 0)
     outcomes = drive(sampler, [ask(0), ask(1)])
-    assert all(isinstance(outcome, ZeroDivisionError) for outcome in outcomes) and not sampler.busy
+    assert all(isinstance(outcome, ZeroDivisionError) for outcome in outcomes) and not sampler.has_requests
 
     async def main():
         await asyncio.gather(sampler.sample(ask(0)), sampler.sample(ask(1)))
@@ -345,11 +352,11 @@ def test_when_nobody_can_be_told_apart_all_hear_of_it(engine, monkeypatch):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(np.zeros(0, np.int32), 1, Sampling()), "at least one token"),
-        (Request(prompt(), 0, Sampling()), "n of at least 1"),
-        (Request(np.array([5, 272]), 1, Sampling()), "from 0 to 271"),
-        (Request(np.array([-1]), 1, Sampling()), "from 0 to 271"),
-        (Request(prompt(), 1, Sampling(), top_logprobs=273), "0 to 272"),
+        (Request(np.zeros(0, np.int32), 1, SamplingConfig()), "at least one token"),
+        (Request(prompt(), 0, SamplingConfig()), "n of at least 1"),
+        (Request(np.array([5, 272]), 1, SamplingConfig()), "from 0 to 271"),
+        (Request(np.array([-1]), 1, SamplingConfig()), "from 0 to 271"),
+        (Request(prompt(), 1, SamplingConfig(), top_logprobs=273), "0 to 272"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused_at_once(engine, request_, message):
@@ -358,7 +365,7 @@ def test_requests_that_cannot_be_served_are_refused_at_once(engine, request_, me
         sampler.submit(request_, print)
     with pytest.raises(ValueError, match=message):
         sampler.sample_all([ask(0), request_])
-    assert not sampler.busy
+    assert not sampler.has_requests
 
 
 # ---- what else was likely, seeds, long answers
@@ -371,13 +378,13 @@ def test_top_logprobs_are_of_the_tempered_distribution(engine):
     for request, answers in zip(requests, results, strict=True):
         for answer in answers:
             if not request.top_logprobs:
-                assert answer.top_ids is None and answer.top_logps is None
+                assert answer.top_ids is None and answer.top_logprobs is None
                 continue
-            assert answer.top_ids.shape == answer.top_logps.shape == (len(answer.token_ids), request.top_logprobs)
+            assert answer.top_ids.shape == answer.top_logprobs.shape == (len(answer.token_ids), request.top_logprobs)
             ids = np.concatenate([request.prompt_ids, answer.token_ids])
             logps = tempered(engine, ids, request.sampling.temperature or 1.0)[len(request.prompt_ids) - 1 : -1]
-            np.testing.assert_allclose(answer.top_logps, -np.sort(-logps, 1)[:, : request.top_logprobs], atol=2e-5)
-            np.testing.assert_allclose(np.take_along_axis(logps, answer.top_ids, 1), answer.top_logps, atol=2e-5)
+            np.testing.assert_allclose(answer.top_logprobs, -np.sort(-logps, 1)[:, : request.top_logprobs], atol=2e-5)
+            np.testing.assert_allclose(np.take_along_axis(logps, answer.top_ids, 1), answer.top_logprobs, atol=2e-5)
             if request.sampling.temperature == 0:
                 assert answer.top_ids[:, 0].tolist() == answer.token_ids.tolist()
     assert tokens(results[0]) == tokens(Sampler(engine).sample_all([ask(0, n=2, temperature=1.0)])[0])
@@ -396,26 +403,26 @@ def tempered(engine, ids, temperature):
 
 def test_seeds_of_64_bits_are_taken_with_and_without_sign(engine):
     def answers(seed):
-        return tokens(Sampler(engine).sample_all([Request(prompt(), 2, Sampling(max_tokens=6), seed=seed)])[0])
+        return tokens(Sampler(engine).sample_all([Request(prompt(), 2, SamplingConfig(max_tokens=6), seed=seed)])[0])
 
     assert answers(-1) == answers(2**64 - 1) == answers(np.int64(-1)) == answers(np.uint64(2**64 - 1))
     assert answers(-(2**63)) == answers(2**63) != answers(0)
     assert answers(2**64 - 1) != answers(2**63)
     zero, one = np.zeros(1, np.uint64), np.ones(1, np.uint64)
-    assert uniform(zero, zero, one) != uniform(one, zero, zero)
+    assert counter_uniform(zero, zero, one) != counter_uniform(one, zero, zero)
 
 
 def test_the_cache_grows_with_answers_that_may_be_long(engine, monkeypatch):
     """Room for many tokens is not taken before it is needed, and what is sampled does not depend on it."""
-    whole = Sampler(engine).sample_all([ask(i, max_tokens=40, end=False) for i in range(2)])
-    monkeypatch.setattr(batch_module, "ANSWER", 4)
+    whole = Sampler(engine).sample_all([ask(i, max_tokens=40, stop_at_eos=False) for i in range(2)])
+    monkeypatch.setattr(batch_module, "INITIAL_ANSWER_CAPACITY", 4)
     sampler = Sampler(engine)
-    assert [tokens(a) for a in sampler.sample_all([ask(i, max_tokens=40, end=False) for i in range(2)])] == [
+    assert [tokens(a) for a in sampler.sample_all([ask(i, max_tokens=40, stop_at_eos=False) for i in range(2)])] == [
         tokens(a) for a in whole
     ]
     short = Sampler(engine)
-    short.sample_all([ask(max_tokens=400, stop_ids=tuple(range(272)))])  # ends at once
-    short.rest()
+    short.sample_all([ask(max_tokens=400, stop_token_ids=tuple(range(272)))])  # ends at once
+    short.release_memory()
     assert not short.batch.cache.bytes
 
 
@@ -426,21 +433,23 @@ def test_a_light_client_is_served_beside_a_heavy_one(engine):
     """Ada comes when bob fills all rows and has more waiting: her rows are admitted at once, and get passes of their
     own. What is sampled is what it is alone, and bob's answers come too."""
     sampler, outcomes = Sampler(engine, max_rows=64), {}
-    heavy = [Request(prompt(i), 48, Sampling(max_tokens=40, end=False), seed=i, client="bob") for i in range(4)]
+    heavy = [
+        Request(prompt(i), 48, SamplingConfig(max_tokens=40, stop_at_eos=False), seed=i, client="bob") for i in range(4)
+    ]
     for i, request in enumerate(heavy):
         sampler.submit(request, partial(outcomes.__setitem__, i))
     for _ in range(3):
-        sampler.advance()
+        sampler.step()
     assert len(sampler.batch.rows) == 64
-    light = Request(prompt(9), 2, Sampling(max_tokens=10, end=False), seed=9, client="ada")
+    light = Request(prompt(9), 2, SamplingConfig(max_tokens=10, stop_at_eos=False), seed=9, client="ada")
     sampler.submit(light, partial(outcomes.__setitem__, "ada"))
     steps = 0
     while "ada" not in outcomes:
-        sampler.advance()
+        sampler.step()
         steps += 1
     assert steps == 2 and len(outcomes) == 1
     assert len(sampler.batch.rows) == 64  # at most so many are one client's
-    while sampler.advance():
+    while sampler.step():
         pass
     for answers, request in [(outcomes["ada"], light), (outcomes[0], heavy[0]), (outcomes[3], heavy[3])]:
         assert tokens(answers) == tokens(Sampler(engine).sample_all([request])[0])
@@ -452,26 +461,26 @@ def test_passes_are_short_while_a_light_client_is_here(engine, monkeypatch):
     sampler, outcomes, passes = Sampler(engine, max_rows=64), {}, []
     decode = sampler.batch.decode
     monkeypatch.setattr(sampler.batch, "decode", lambda rows: (passes.append([*rows]), decode(rows)))
-    heavy = [Request(prompt(i), 48, Sampling(max_tokens=30), seed=i, client="bob") for i in range(4)]
+    heavy = [Request(prompt(i), 48, SamplingConfig(max_tokens=30), seed=i, client="bob") for i in range(4)]
     for i, request in enumerate(heavy):
         sampler.submit(request, partial(outcomes.__setitem__, i))
-    sampler.advance()
+    sampler.step()
     assert len(passes[-1]) == 64
-    light = Request(prompt(9), 1, Sampling(max_tokens=5, end=False), seed=9, client="ada")
+    light = Request(prompt(9), 1, SamplingConfig(max_tokens=5, stop_at_eos=False), seed=9, client="ada")
     sampler.submit(light, partial(outcomes.__setitem__, "ada"))
-    monkeypatch.setattr(sampler_module, "RECENT", 3600.0)
+    monkeypatch.setattr(sampler_module, "LIGHT_CLIENT_WINDOW_S", 3600.0)
     passes.clear()
     for _ in range(6):
-        sampler.advance()
+        sampler.step()
     assert outcomes.keys() == {"ada"} and [len(rows) for rows in passes[:4]] == [1] * 4
     assert all(0 < len(rows) <= 16 for rows in passes[4:])
-    lengths = [len(row.token_ids) for row in sampler.batch.rows if row.group.begun == 48]
+    lengths = [len(row.token_ids) for row in sampler.batch.rows if row.group.num_started == 48]
     assert max(lengths) - min(lengths) <= 2
     sampler._light_until = 0.0
     passes.clear()
-    sampler.advance()
+    sampler.step()
     assert len(passes[0]) > 32
-    while sampler.advance():
+    while sampler.step():
         pass
     for key, request in [("ada", light), *enumerate(heavy)]:
         assert tokens(outcomes[key]) == tokens(Sampler(engine).sample_all([request])[0])
@@ -481,9 +490,9 @@ def test_a_clients_requests_keep_their_order_and_two_heavy_ones_share_the_rows(e
     sampler, order = Sampler(engine, max_rows=32), []
     for i in range(6):
         for client in ("bob", "eve"):
-            request = Request(prompt(i), 32, Sampling(max_tokens=6, end=False), seed=i, client=client)
+            request = Request(prompt(i), 32, SamplingConfig(max_tokens=6, stop_at_eos=False), seed=i, client=client)
             sampler.submit(request, lambda outcome, who=client, i=i: order.append((who, i)))
-    while sampler.advance():
+    while sampler.step():
         held = [sum(row.group.request.client == who for row in sampler.batch.rows) for who in ("bob", "eve")]
         assert sum(held) <= 36
     for who in ("bob", "eve"):

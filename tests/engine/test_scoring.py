@@ -8,15 +8,15 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from palestra.engine import scoring
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, Sampling
-from palestra.engine.scoring import Question, score
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.scoring import ScoreRequest, score_prompts
 from palestra.engine.trainer import Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
 from palestra.types import Sample
 
 
 def randomised(engine, config, seed):
-    adapter = Adapter(engine.linears, config, seed=seed)
+    adapter = Adapter(engine.linear_layers, config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, b in adapter.weights.values():
@@ -51,8 +51,8 @@ def engine():
 def adapters(engine):
     configs = [
         LoraConfig(rank=4),
-        LoraConfig(rank=9, alpha=3, targets=["q_proj", "down_proj"]),
-        LoraConfig(rank=1, targets="v_proj"),
+        LoraConfig(rank=9, alpha=3, target_modules=["q_proj", "down_proj"]),
+        LoraConfig(rank=1, target_modules="v_proj"),
     ]
     return [randomised(engine, config, i) for i, config in enumerate(configs)]
 
@@ -61,62 +61,68 @@ def test_scores_of_the_base_are_those_of_transformers(engine):
     ids = prompts(2)[1]
     targets = np.random.default_rng(1).integers(0, 272, (len(ids) - 1, 3))
     targets[2, 1] = targets[0, :] = -1
-    (scores,) = score(engine, [Question(ids, top=5, targets=targets)])
+    (scores,) = score_prompts(engine, [ScoreRequest(ids, top_logprobs=5, targets=targets)])
     plain = plain_logps(engine, ids)[:-1]
     row = np.arange(len(ids) - 1)
-    np.testing.assert_allclose(scores.logps, plain[row, ids[1:]], atol=2e-5)
+    np.testing.assert_allclose(scores.logprobs, plain[row, ids[1:]], atol=2e-5)
     assert (scores.top_ids == np.argsort(-plain, 1)[:, :5]).all()
-    np.testing.assert_allclose(scores.top_logps, -np.sort(-plain, 1)[:, :5], atol=2e-5)
+    np.testing.assert_allclose(scores.top_logprobs, -np.sort(-plain, 1)[:, :5], atol=2e-5)
     expected = np.where(targets < 0, 0, plain[row[:, None], targets])
-    np.testing.assert_allclose(scores.target_logps, expected, atol=2e-5)
-    assert scores.target_logps.shape == (len(ids) - 1, 3) and scores.logps.dtype == scores.target_logps.dtype
+    np.testing.assert_allclose(scores.target_logprobs, expected, atol=2e-5)
+    assert scores.target_logprobs.shape == (len(ids) - 1, 3) and scores.logprobs.dtype == scores.target_logprobs.dtype
 
 
 @pytest.mark.parametrize(("pack_tokens", "logits"), [(16384, 2**26), (40, 272 * 7), (1, 1)])
 def test_mixed_adapters_in_one_call_score_as_each_trainer_does(engine, adapters, monkeypatch, pack_tokens, logits):
     """However the prompts are cut into passes and the passes into rows; the same prompts under several adapters."""
-    monkeypatch.setattr(scoring, "LOGITS", logits)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", logits)
     owners = [*adapters, None]
     snapshots = [a.snapshot(f"a{i}") if a else None for i, a in enumerate(owners)]
     asked = [(ids, i % 4) for i, ids in enumerate(prompts(12))] + [
         (ids, (i + 1) % 4) for i, ids in enumerate(prompts(12))
     ]
-    found = score(engine, [Question(ids, snapshots[o]) for ids, o in asked], pack_tokens=pack_tokens)
+    found = score_prompts(engine, [ScoreRequest(ids, snapshots[o]) for ids, o in asked], pack_tokens=pack_tokens)
     for o, adapter in enumerate(owners):
         mine = [(ids, scores) for (ids, owner), scores in zip(asked, found, strict=True) if owner == o]
         zeros = [np.zeros(len(ids) - 1, np.float32) for ids, _ in mine]
         samples = [Sample(ids[:1], ids[1:], z, z) for (ids, _), z in zip(mine, zeros, strict=True)]
-        trainer = Trainer(engine, adapter or Adapter(engine.linears, LoraConfig(), seed=0))  # B = 0: the base
+        trainer = Trainer(engine, adapter or Adapter(engine.linear_layers, LoraConfig(), seed=0))  # B = 0: the base
         for (_, scores), logps in zip(mine, trainer.logprobs(samples), strict=True):
-            np.testing.assert_allclose(scores.logps, logps, atol=1e-4)
+            np.testing.assert_allclose(scores.logprobs, logps, atol=1e-4)
 
 
 def test_scores_are_the_samplers_log_probabilities(engine, adapters):
     rng = np.random.default_rng(3)
     snapshots = [*(a.snapshot() for a in adapters), None]
     requests = [
-        Request(rng.integers(5, 250, 9 + i).astype(np.int32), 2, Sampling(max_tokens=7), s, seed=i, top_logprobs=3)
+        Request(
+            rng.integers(5, 250, 9 + i).astype(np.int32), 2, SamplingConfig(max_tokens=7), s, seed=i, top_logprobs=3
+        )
         for i, s in enumerate(snapshots)
     ]
     sampled = [
         (r, a) for r, answers in zip(requests, Sampler(engine).sample_all(requests), strict=True) for a in answers
     ]
-    questions = [Question(np.concatenate([r.prompt_ids, a.token_ids]), r.adapter, top=3) for r, a in sampled]
-    for (request, answer), scores in zip(sampled, score(engine, questions), strict=True):
+    questions = [
+        ScoreRequest(np.concatenate([r.prompt_ids, a.token_ids]), r.adapter, top_logprobs=3) for r, a in sampled
+    ]
+    for (request, answer), scores in zip(sampled, score_prompts(engine, questions), strict=True):
         first = len(request.prompt_ids) - 1
-        np.testing.assert_allclose(scores.logps[first:], answer.logprobs, atol=1e-4)
-        np.testing.assert_allclose(scores.top_logps[first:], answer.top_logps, atol=1e-4)
+        np.testing.assert_allclose(scores.logprobs[first:], answer.logprobs, atol=1e-4)
+        np.testing.assert_allclose(scores.top_logprobs[first:], answer.top_logprobs, atol=1e-4)
         assert (scores.top_ids[first:] == answer.top_ids).mean() > 0.9  # but for near ties
 
 
 def test_each_question_gets_what_it_asked_and_no_more(engine):
     ids = prompts(2)[0]
-    plain, top, single = score(engine, [Question(ids), Question(ids, top=2), Question(ids[:1], top=2)])
-    assert plain.top_ids.shape == plain.top_logps.shape == (len(ids) - 1, 0) and plain.target_logps is None
+    plain, top, single = score_prompts(
+        engine, [ScoreRequest(ids), ScoreRequest(ids, top_logprobs=2), ScoreRequest(ids[:1], top_logprobs=2)]
+    )
+    assert plain.top_ids.shape == plain.top_logprobs.shape == (len(ids) - 1, 0) and plain.target_logprobs is None
     assert top.top_ids.shape == (len(ids) - 1, 2)
-    np.testing.assert_allclose(plain.logps, top.logps)
-    assert single.logps.shape == (0,) and single.top_ids.shape == (0, 2)  # nothing stands before the first token
-    assert score(engine, []) == []
+    np.testing.assert_allclose(plain.logprobs, top.logprobs)
+    assert single.logprobs.shape == (0,) and single.top_ids.shape == (0, 2)  # nothing stands before the first token
+    assert score_prompts(engine, []) == []
 
 
 def test_what_follows_the_head_is_part_of_the_logits():
@@ -127,23 +133,23 @@ def test_what_follows_the_head_is_part_of_the_logits():
     model = GraniteForCausalLM(GraniteConfig(**shape, attn_implementation="palestra")).eval().requires_grad_(False)
     ids, engine = prompts(2)[0], Engine(model, tiny_tokenizer(), "granite")
     expected = plain_logps(engine, ids)[np.arange(len(ids) - 1), ids[1:]]
-    np.testing.assert_allclose(score(engine, [Question(ids)])[0].logps, expected, atol=2e-5)
+    np.testing.assert_allclose(score_prompts(engine, [ScoreRequest(ids)])[0].logprobs, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        (Question(np.zeros(0, np.int32)), "at least one token"),
-        (Question(np.array([1, 272])), "ids from 0 to 271"),
-        (Question(np.array([-1, 2])), "ids from 0 to 271"),
-        (Question(np.ones(513, np.int32)), "512 positions"),
-        (Question(np.ones(3, np.int32), top=273), "0 to 272"),
-        (Question(np.ones(3, np.int32), targets=np.ones((3, 1), np.int64)), "targets of 3x1"),
-        (Question(np.ones(3, np.int32), targets=np.ones(2, np.int64)), "targets of 2"),
-        (Question(np.ones(3, np.int32), targets=np.full((2, 1), 272)), "or -1 for none"),
-        (Question(np.ones(3, np.int32), targets=np.full((2, 1), -2)), "or -1 for none"),
+        (ScoreRequest(np.zeros(0, np.int32)), "at least one token"),
+        (ScoreRequest(np.array([1, 272])), "ids from 0 to 271"),
+        (ScoreRequest(np.array([-1, 2])), "ids from 0 to 271"),
+        (ScoreRequest(np.ones(513, np.int32)), "512 positions"),
+        (ScoreRequest(np.ones(3, np.int32), top_logprobs=273), "0 to 272"),
+        (ScoreRequest(np.ones(3, np.int32), targets=np.ones((3, 1), np.int64)), "targets of 3x1"),
+        (ScoreRequest(np.ones(3, np.int32), targets=np.ones(2, np.int64)), "targets of 2"),
+        (ScoreRequest(np.ones(3, np.int32), targets=np.full((2, 1), 272)), "or -1 for none"),
+        (ScoreRequest(np.ones(3, np.int32), targets=np.full((2, 1), -2)), "or -1 for none"),
     ],
 )
 def test_questions_that_cannot_be_asked_say_why(engine, question, message):
     with pytest.raises(ValueError, match=message):
-        score(engine, [Question(np.ones(3, np.int32)), question])
+        score_prompts(engine, [ScoreRequest(np.ones(3, np.int32)), question])

@@ -11,8 +11,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextC
 
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, Sampling
-from palestra.engine.supported import COMPARED, check_supported
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.supported import SUPPORTED_MODEL_TYPES, check_supported
 from palestra.engine.trainer import Trainer
 from palestra.losses.policy import cross_entropy_loss
 from palestra.testing import tiny_tokenizer
@@ -80,10 +80,10 @@ def play(engine: Engine) -> list[Sample]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 250, n).astype(np.int32) for n in (9, 40, 120)]
     sampler = Sampler(engine)
-    requests = [Request(p, 3, Sampling(max_tokens=12), seed=len(p), keep=True) for p in prompts]
+    requests = [Request(p, 3, SamplingConfig(max_tokens=12), seed=len(p), keep_kv=True) for p in prompts]
     answers = sampler.sample_all(requests)
     later = np.concatenate([prompts[-1], answers[-1][1].token_ids, rng.integers(5, 250, 5)]).astype(np.int32)
-    requests.append(Request(later, 2, Sampling(max_tokens=6), seed=3))
+    requests.append(Request(later, 2, SamplingConfig(max_tokens=6), seed=3))
     answers += sampler.sample_all(requests[-1:])
     assert sampler.batch.counts["reused_tokens"]
     return [
@@ -94,7 +94,7 @@ def play(engine: Engine) -> list[Sample]:
 
 
 @pytest.mark.filterwarnings("ignore:.*xIELU.*")
-@pytest.mark.parametrize("kind", sorted(COMPARED))
+@pytest.mark.parametrize("kind", sorted(SUPPORTED_MODEL_TYPES))
 def test_packed_and_cached_passes_equal_transformers(kind: str):
     model = random_model(kind)
     plain = copy.deepcopy(model)
@@ -103,7 +103,7 @@ def test_packed_and_cached_passes_equal_transformers(kind: str):
     engine = Engine(model, tiny_tokenizer(), kind)
     samples = play(engine)
     expected = [expected_logprobs(plain, s.prompt_ids, s.token_ids) for s in samples]
-    trained = Trainer(engine, Adapter(engine.linears, LoraConfig(), seed=0)).logprobs(samples)
+    trained = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs(samples)
     for sample, packed, own in zip(samples, trained, expected, strict=True):
         np.testing.assert_allclose(sample.logprobs, own.detach(), atol=2e-5, err_msg="sampled, from the cache")
         np.testing.assert_allclose(packed, own.detach(), atol=2e-5, err_msg="trained, packed")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.envs import BUILT_IN, check_env, make_env
-from palestra.envs.text.games import TextGame
-from palestra.exact.tree import tree_of
+from palestra.envs import TEXT_ENVS, check_env, make_env
+from palestra.envs.text.board_games import TextGame
+from palestra.tabular.game_tree import build_game_tree
 
-GAMES = [name for name in BUILT_IN if name.startswith("text_")]
+GAMES = [name for name in TEXT_ENVS if name.startswith("text_")]
 
 
 @pytest.mark.parametrize("name", GAMES)
@@ -20,12 +20,12 @@ def play(env: TextGame, seed: int, words: list[str]) -> tuple[dict[str, float], 
     """Returns and infos of a game in which these words are said in turn."""
     step, returns, infos = env.reset(seed), dict.fromkeys(env.seats, 0.0), []
     for word in words:
-        assert not step.over
+        assert not step.done
         step = env.step(dict.fromkeys(step.observations, word))
         infos.append(step.info)
         for seat, reward in step.rewards.items():
             returns[seat] += reward
-    assert step.over
+    assert step.done
     return returns, infos
 
 
@@ -61,12 +61,15 @@ def test_any_other_answer_has_a_word_drawn_for_it_and_costs() -> None:
 @pytest.mark.parametrize("name", ["text_kuhn", "text_leduc", "text_bargaining"])
 def test_observations_are_the_information_states(name: str) -> None:
     env = make_env(name)
-    tree = tree_of(env.rules)
-    known = {env.asks(told, legal.nonzero()[0].tolist()) for told, legal in zip(tree.words, tree.legal, strict=True)}
-    assert len(known) == len(tree.words)
+    tree = build_game_tree(env.rules)
+    known = {
+        env.format_observation(told, legal.nonzero()[0].tolist())
+        for told, legal in zip(tree.info_state_texts, tree.action_mask, strict=True)
+    }
+    assert len(known) == len(tree.info_state_texts)
     for seed in range(50):
         step = env.reset(seed)
-        while not step.over:
+        while not step.done:
             ((seat, observation),) = step.observations.items()
             assert observation in known
             step = env.step({seat: env.rng.choice(step.legal[seat])})

@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.envs import check_env, make_env
-from palestra.envs.text import plan_path
-from palestra.envs.text.grids import reachable
-from palestra.envs.text.plan_path import PlanPath, path_layout
+from palestra.envs.text.grid import plan_path
+from palestra.envs.text.grid.grid import reachable
+from palestra.envs.text.grid.plan_path import PlanPath, make_path_layout
 
 
 def game(monkeypatch, size, walls, start, goal, **options) -> PlanPath:
     """An env whose every instance is the given board; cells are (row, column)."""
     cells = [row * size + column for row, column in walls]
-    layout = path_layout(size, tuple(cells), start[0] * size + start[1], goal[0] * size + goal[1])
+    layout = make_path_layout(size, tuple(cells), start[0] * size + start[1], goal[0] * size + goal[1])
     monkeypatch.setattr(plan_path, "_instance", lambda *_: layout)
     return PlanPath(size=size, **options)
 
@@ -44,13 +44,13 @@ def test_a_turn_worked_by_hand(monkeypatch):
 
 
 def test_backward_steps_pay_back_and_the_goal_pays_one(monkeypatch):
-    env = corner(monkeypatch, team="single", turns=2)
+    env = corner(monkeypatch, team="single", max_turns=2)
     env.reset(0)
     assert env.step({"agent": "right"}).team_reward == pytest.approx(1 / 4)
     assert env.fork().step({"agent": "left"}).team_reward == pytest.approx(-1 / 4)
     last = env.step({"agent": "up right up left"})  # the goal is reached on the third move: the fourth is not made
     assert last.team_reward == pytest.approx(3 / 4 + 1)
-    assert last.over and not last.truncated
+    assert last.done and not last.truncated
     assert last.info == {"success": True, "turn": 2, "invalid": False, "steps": 4}
 
 
@@ -102,10 +102,10 @@ def test_an_unreadable_plan_is_shown_as_none(monkeypatch, answer):
 
 
 def test_running_out_of_turns_is_truncation(monkeypatch):
-    env = corner(monkeypatch, team="single", turns=1)
+    env = corner(monkeypatch, team="single", max_turns=1)
     env.reset(0)
     step = env.step({"agent": "up"})
-    assert step.over and step.truncated
+    assert step.done and step.truncated
     with pytest.raises(ValueError, match="over"):
         env.step({"agent": "up"})
 
@@ -129,11 +129,11 @@ def test_the_drawn_board_and_its_instructions(monkeypatch):
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), size=st.integers(4, 9), split=st.sampled_from(["base", "train", "dev", "test"]))
 def test_every_instance_is_solvable_and_named_by_its_seed(seed, size, split):
-    layout = PlanPath(size=size, split=split).layout(seed)
+    layout = PlanPath(size=size, split=split).make_layout(seed)
     assert layout.start != layout.goal
     assert layout.goal in reachable(layout.grid, layout.start)
     plan_path._instance.cache_clear()
-    assert PlanPath(size=size, split=split).layout(seed).groups == layout.groups
+    assert PlanPath(size=size, split=split).make_layout(seed).cell_groups == layout.cell_groups
 
 
 @pytest.mark.parametrize("team", ["planner_executor", "alternating", "single"])

@@ -5,9 +5,9 @@ import types
 
 import pytest
 
-from palestra.envs import env_class, env_options, make_env
+from palestra.envs import load_env_class, make_env, validate_env_options
 from palestra.envs.base import Env
-from palestra.envs.text.sokoban import Sokoban
+from palestra.envs.text.grid.sokoban import Sokoban
 
 
 def test_built_in_names_and_defaults():
@@ -18,7 +18,7 @@ def test_built_in_names_and_defaults():
 
 
 def test_options_are_coerced_and_defaults_left_out():
-    assert env_options(Sokoban, {"size": "4", "team": "single"}) == {"size": 4, "team": "single"}
+    assert validate_env_options(Sokoban, {"size": "4", "team": "single"}) == {"size": 4, "team": "single"}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_class_by_its_path(monkeypatch):
 
     module.Theirs = Theirs
     monkeypatch.setitem(sys.modules, "their_envs", module)
-    assert env_class("their_envs:Theirs") is Theirs
+    assert load_env_class("their_envs:Theirs") is Theirs
     env = make_env("their_envs:Theirs", level="2", colour="red")
     assert (env.level, env.more) == (2, {"colour": "red"})
     with pytest.raises(ValueError, match='option "level"'):

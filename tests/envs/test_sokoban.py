@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.envs import check_env, make_env
-from palestra.envs.text import sokoban
-from palestra.envs.text.grids import grid
-from palestra.envs.text.sokoban import Sokoban, sokoban_layout
-from palestra.envs.text.sokoban_solver import distance, live_cells, push, solve
+from palestra.envs.text.grid import sokoban
+from palestra.envs.text.grid.grid import make_grid
+from palestra.envs.text.grid.sokoban import Sokoban, make_sokoban_layout
+from palestra.envs.text.grid.sokoban_solver import box_goal_distance, live_cells, push, solve
 
 
 def game(monkeypatch, drawing: str, **options) -> Sokoban:
@@ -17,7 +17,7 @@ def game(monkeypatch, drawing: str, **options) -> Sokoban:
     cells = {(r, c): glyph for r, row in enumerate(rows) for c, glyph in enumerate(row)}
     where = lambda glyphs: tuple(r * len(rows) + c for (r, c), glyph in cells.items() if glyph in glyphs)  # noqa: E731
     boxes = tuple(where(str(n))[0] for n in range(1, 5) if where(str(n)))
-    layout = sokoban_layout(len(rows), where("#"), where("o"), boxes, where("@")[0])
+    layout = make_sokoban_layout(len(rows), where("#"), where("o"), boxes, where("@")[0])
     monkeypatch.setattr(sokoban, "_instance", lambda *_: layout)
     return Sokoban(size=len(rows), boxes=len(boxes), walls=0, **options)
 
@@ -38,7 +38,7 @@ def test_a_turn_worked_by_hand(monkeypatch):
     assert step.observations == {"planner": "size 4 you r1 c1 box r1 c0 goal r0 c0 walls r3 c3"}
     env.step({"planner": "up"})
     step = env.step({"executor": "down down left left up up"})  # round by (3, 0), once into the border, and the push
-    assert step.over and step.info == {"success": True, "turn": 2, "invalid": True, "steps": 8}
+    assert step.done and step.info == {"success": True, "turn": 2, "invalid": True, "steps": 8}
     assert step.rewards == {"executor": pytest.approx(0.1 - 0.1 / 6 + 0.5)}
     assert step.team_reward == pytest.approx(1 / 2 + 1)
 
@@ -80,7 +80,7 @@ def test_the_executor_is_paid_for_the_share_of_the_plan_it_followed(monkeypatch,
 
 
 def test_a_push_needs_a_way_to_the_cell_behind_the_box():
-    board = grid(3, walls=[1, 4])  # the wall in column 1 leaves only row 2 open
+    board = make_grid(3, walls=[1, 4])  # the wall in column 1 leaves only row 2 open
     assert push(board, (0, (3,)), 0, 3) is None  # pushing right: nothing stands left of column 0
     assert push(board, (8, (7,)), 0, 2) == (7, (6,))
     assert push(board, (0, (7,)), 0, 2) is None  # the box itself bars the way to its right side
@@ -96,9 +96,9 @@ def test_outcome_rewards_only_what_solves(monkeypatch):
 
 
 def test_a_lost_box_does_not_end_the_game(monkeypatch):
-    env = game(monkeypatch, "..1@ .... .o.. ....", team="single", turns=2)
+    env = game(monkeypatch, "..1@ .... .o.. ....", team="single", max_turns=2)
     env.reset(0)
-    assert not env.step({"agent": "left left"}).over
+    assert not env.step({"agent": "left left"}).done
     assert env.step({"agent": "left"}).truncated
 
 
@@ -121,8 +121,8 @@ def test_the_drawn_board(monkeypatch):
 
 def test_distance_gives_each_box_its_own_goal():
     # Boxes at (0, 0), (0, 1), goals at (0, 2), (2, 1) on a 3x3 board: 2 + 2 straight, 1 + 3 crossed.
-    assert distance(3, (0, 1), (2, 7)) == 4
-    assert distance(3, (0, 1), (1, 2)) == 2  # either way round the sum is two
+    assert box_goal_distance(3, (0, 1), (2, 7)) == 4
+    assert box_goal_distance(3, (0, 1), (1, 2)) == 2  # either way round the sum is two
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_solver_known_answers(monkeypatch, drawing, pushes):
 def test_live_cells_by_hand():
     # Goal in the middle of the top row of a 3x3 board: the bottom row and the corners are dead. A box in the middle
     # row's ends can only be pushed up or down along its column, which holds no goal.
-    assert live_cells(grid(3), [1]) == {1, 4}
-    assert live_cells(grid(3), [4]) == {4}
+    assert live_cells(make_grid(3), [1]) == {1, 4}
+    assert live_cells(make_grid(3), [4]) == {4}
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,7 +162,7 @@ def test_every_instance_is_solved_by_the_pushes_the_solver_names(seed, size, box
     env.reset(seed)
     pushes = solve(env.instance.grid, env.state, env.instance.goals)
     assert pushes
-    assert env.solved(env.simulate(tuple(pushes)))
+    assert env.is_solved(env.simulate_plan(tuple(pushes)))
 
 
 @pytest.mark.parametrize("team", ["planner_executor", "alternating", "single"])

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.envs import make_env
-from palestra.envs.text.grids import symmetries
-from palestra.envs.text.splits import SHARES, canonical, split_of, split_of_text
+from palestra.envs.text.grid.grid import symmetries
+from palestra.envs.text.splits import SPLIT_SHARES, canonical_layout, split_of_layout, split_of_text
 
-GAMES = [("sokoban", {"size": 4}), ("plan_path", {"size": 4, "density": 0.1})]
+GAMES = [("sokoban", {"size": 4}), ("plan_path", {"size": 4, "wall_density": 0.1})]
 
 
 def test_the_symmetries_of_a_2x2_board():
@@ -22,45 +22,45 @@ def test_the_symmetries_of_a_2x2_board():
 @given(st.integers(3, 8).flatmap(lambda size: st.tuples(st.just(size), st.sets(st.integers(0, size * size - 1)))))
 def test_every_image_of_a_layout_has_one_canonical_form(drawn):
     size, walls = drawn
-    forms = {canonical(size, ({image[c] for c in walls}, (image[0],))) for image in symmetries(size)}
-    assert forms == {canonical(size, (walls, (0,)))}
+    forms = {canonical_layout(size, ({image[c] for c in walls}, (image[0],))) for image in symmetries(size)}
+    assert forms == {canonical_layout(size, (walls, (0,)))}
 
 
 def test_canonical_form_by_hand():
     # One cell in the corner of a 3x3 board can be turned into cell 0; a cell on an edge into cell 1.
-    assert canonical(3, ((8,),)) == ((0,),)
-    assert canonical(3, ((5,),)) == ((1,),)
-    assert canonical(3, ((4, 8),)) == ((0, 4),)
+    assert canonical_layout(3, ((8,),)) == ((0,),)
+    assert canonical_layout(3, ((5,),)) == ((1,),)
+    assert canonical_layout(3, ((4, 8),)) == ((0, 4),)
 
 
 @pytest.mark.parametrize(("game", "options"), GAMES)
 def test_no_layout_is_in_two_splits(game, options):
     met: dict[tuple, set[str]] = {}
-    for split in SHARES:
+    for split in SPLIT_SHARES:
         env = make_env(game, split=split, **options)
         for seed in range(1000):
-            layout = env.layout(seed)
-            met.setdefault(canonical(layout.size, layout.groups), set()).add(split)
+            layout = env.make_layout(seed)
+            met.setdefault(canonical_layout(layout.size, layout.cell_groups), set()).add(split)
     assert len(met) > 1000
     assert all(len(splits) == 1 for splits in met.values())
 
 
 def test_shares_are_as_stated():
     cells = [(a, b, c) for a in range(36) for b in range(36) for c in range(36) if len({a, b, c}) == 3 and a < 9]
-    counts = Counter(split_of(6, ((a,), (b,), (c,))) for a, b, c in cells[:8000])
+    counts = Counter(split_of_layout(6, ((a,), (b,), (c,))) for a, b, c in cells[:8000])
     total = sum(counts.values())
-    assert {split: round(n / total, 1) for split, n in counts.items()} == SHARES
+    assert {split: round(n / total, 1) for split, n in counts.items()} == SPLIT_SHARES
 
 
 def test_a_text_has_the_split_of_its_sha_256():
     # sha256("a") begins with ca978112, .79 of the range; "0" with 5feceb66, .37; "2" with d4735e3a, .83.
     assert (split_of_text("a"), split_of_text("0"), split_of_text("2")) == ("train", "base", "dev")
     counts = Counter(split_of_text(f"{a} + {b}") for a in range(80) for b in range(80))
-    assert {split: round(n / 6400, 1) for split, n in counts.items()} == SHARES
+    assert {split: round(n / 6400, 1) for split, n in counts.items()} == SPLIT_SHARES
 
 
 def test_a_layout_has_the_split_of_its_canonical_form():
-    assert split_of(4, ((0, 5), (3,))) == split_of_text(f"4:{canonical(4, ((0, 5), (3,)))}")
+    assert split_of_layout(4, ((0, 5), (3,))) == split_of_text(f"4:{canonical_layout(4, ((0, 5), (3,)))}")
 
 
 def test_too_few_layouts_says_so():

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.engine.trainer import packs
-from palestra.losses.policy import LOSSES, Scored
+from palestra.engine.trainer import micro_batches
+from palestra.losses.policy import LOSSES, LossInputs
 from palestra.losses.preferences import preference_loss
 from palestra.types import Sample
 
@@ -113,7 +113,7 @@ def theirs() -> dict[str, dict]:
     return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-def scored(case: dict, advantages: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Scored:
+def scored(case: dict, advantages: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> LossInputs:
     """The case's tokens in one row, without the padding; `weights` and `groups` are those of each sequence."""
     mask = case["mask"] == 1
     lengths = mask.sum(1)
@@ -122,7 +122,7 @@ def scored(case: dict, advantages: np.ndarray, weights: np.ndarray, groups: np.n
         return torch.tensor(np.repeat(values, lengths))
 
     logp, old, ref = (torch.tensor(case[name][mask]) for name in ("logp", "old", "ref"))
-    return Scored(
+    return LossInputs(
         logp.requires_grad_(),
         torch.zeros(len(logp)),
         old,
@@ -138,11 +138,11 @@ def shares(lengths: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """What each token of each sequence counts, as the trainer has it for samples of these weights."""
     none = np.zeros(0)
     samples = [Sample(none, np.zeros(n), none, none, weight=float(w)) for n, w in zip(lengths, weights, strict=True)]
-    (pack,) = packs(samples, 10_000)
-    return np.array(pack.shares)
+    (pack,) = micro_batches(samples, 10_000)
+    return np.array(pack.token_weights)
 
 
-def agree(tokens: Scored, value: torch.Tensor, theirs: dict, mask: np.ndarray) -> None:
+def agree(tokens: LossInputs, value: torch.Tensor, theirs: dict, mask: np.ndarray) -> None:
     (slopes,) = torch.autograd.grad(value, tokens.logp_M)
     assert value.item() == pytest.approx(theirs["loss"], abs=1e-5)
     np.testing.assert_allclose(slopes.numpy(), np.array(theirs["slopes"])[mask == 1], atol=1e-5)

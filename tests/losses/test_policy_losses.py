@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.trainer import Trainer, packs
+from palestra.engine.trainer import Trainer, micro_batches
 from palestra.losses.policy import (
     LOSSES,
-    Scored,
+    LossInputs,
     cispo_loss,
     clipped_policy_loss,
     cross_entropy_loss,
@@ -28,7 +28,7 @@ from palestra.types import Sample
 def scored(logp, old, advantage, *, weight=None, entropy=None, ref=None, sequence=None):
     logp = torch.tensor(logp, requires_grad=True)
     n = len(logp)
-    return Scored(
+    return LossInputs(
         logp,
         torch.tensor(entropy or [0.0] * n, requires_grad=True),
         torch.tensor(old),
@@ -341,9 +341,9 @@ def samples(lengths, seed=0):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 100))
 def test_packs_keep_every_sample_once_in_order_and_shares_sum_to_one(lengths, tokens):
     given_samples = samples(lengths)
-    parts = packs(given_samples, tokens)
+    parts = micro_batches(given_samples, tokens)
     assert [s for p in parts for s in p.samples] == given_samples
-    total = sum(share * len(s.token_ids) for p in parts for s, share in zip(p.samples, p.shares, strict=True))
+    total = sum(share * len(s.token_ids) for p in parts for s, share in zip(p.samples, p.token_weights, strict=True))
     assert total == pytest.approx(1)
     for part in parts:
         size = sum(len(s.prompt_ids) + len(s.token_ids) for s in part.samples)
@@ -351,7 +351,7 @@ def test_packs_keep_every_sample_once_in_order_and_shares_sum_to_one(lengths, to
 
 
 def test_no_samples_make_no_packs():
-    assert packs([], 100) == []
+    assert micro_batches([], 100) == []
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_micro_batches_add_up_to_the_whole(loss, options):
     batch = samples([1, 9, 2, 5, 3])
     results = []
     for pack_tokens in (10_000, 30, 1):
-        adapter = Adapter(engine.linears, LoraConfig(rank=3), seed=4)
+        adapter = Adapter(engine.linear_layers, LoraConfig(rank=3), seed=4)
         with torch.no_grad():
             for _, b in adapter.weights.values():
                 b.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
@@ -387,7 +387,7 @@ def test_micro_batches_add_up_to_the_whole(loss, options):
 def referred(trainer, batch):
     """The samples with their log-probabilities under the trainer's reference."""
     found = trainer.logprobs(batch, reference=True)
-    return [replace(sample, reference=logprobs) for sample, logprobs in zip(batch, found, strict=True)]
+    return [replace(sample, reference_logprobs=logprobs) for sample, logprobs in zip(batch, found, strict=True)]
 
 
 def disturb(adapter, seed=1):
@@ -402,12 +402,14 @@ def distance(trainer, batch):
 
 def test_the_reference_is_the_base_until_it_is_anchored_and_a_full_model_has_none():
     engine = tiny_lm(6)
-    trainer = Trainer(engine, Adapter(engine.linears, LoraConfig(), seed=0))  # B = 0: at the base, so no distance yet
+    trainer = Trainer(
+        engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)
+    )  # B = 0: at the base, so no distance yet
     batch = samples([4, 4])
     assert distance(trainer, batch) == 0
     disturb(trainer.adapter)
     assert distance(trainer, batch) > 1e-4
-    trainer.anchor()
+    trainer.set_reference()
     assert distance(trainer, batch) == 0
     disturb(trainer.adapter, seed=2)
     assert distance(trainer, batch) > 1e-4
@@ -418,7 +420,7 @@ def test_the_reference_is_the_base_until_it_is_anchored_and_a_full_model_has_non
 def test_every_token_weighs_the_same_whatever_its_samples_length():
     """A mean over tokens, not over samples: three tokens of 1 and one of 5 make (3 + 5) / 4."""
     engine = tiny_lm(6)
-    trainer = Trainer(engine, Adapter(engine.linears, LoraConfig(), seed=0))
+    trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
     long, short = samples([3, 1])
     long.advantages[:], short.advantages[:] = 1.0, 5.0
     for sample, logprobs in zip((long, short), trainer.logprobs([long, short]), strict=True):

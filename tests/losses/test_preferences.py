@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.trainer import AdamConfig, Trainer, packs
-from palestra.losses.policy import Scored
+from palestra.engine.trainer import AdamConfig, Trainer, micro_batches
+from palestra.losses.policy import LossInputs
 from palestra.losses.preferences import preference_loss
 from palestra.testing import tiny_lm
 from palestra.types import Sample
@@ -25,7 +25,7 @@ SIGNS = [1.0, 1.0, -1.0, -1.0]
 def scored(logp=LOGP, ref=REF, advantage=SIGNS, *, weight=None, group=None):
     """Tokens of one pair, unless `group` says otherwise."""
     n = len(logp)
-    return Scored(
+    return LossInputs(
         torch.tensor(logp, dtype=torch.float64, requires_grad=True),
         torch.zeros(n),
         torch.full((n,), -9.0),  # whoever sampled does not count
@@ -179,7 +179,7 @@ def test_half_smoothing_has_no_preference(logp, ref, kind):
 def test_neither_order_nor_numbering_counts(logp, ref, order, first):
     pairs = scored(logp, ref, [1.0, -1.0, 1.0, -1.0], group=[0, 0, 1, 1])
     picked = torch.tensor(order)
-    moved = Scored(*(None if field is None else field[picked] for field in pairs))
+    moved = LossInputs(*(None if field is None else field[picked] for field in pairs))
     moved = moved._replace(group_M=moved.group_M * 3 + first)
     (value, figures), (again, same) = preference_loss(pairs), preference_loss(moved)
     assert again.item() == pytest.approx(value.item())
@@ -219,11 +219,11 @@ def some_pairs(lengths, *, mean=False):
 
 def referred(trainer, batch):
     found = trainer.logprobs(batch, reference=True)
-    return [replace(sample, reference=logprobs) for sample, logprobs in zip(batch, found, strict=True)]
+    return [replace(sample, reference_logprobs=logprobs) for sample, logprobs in zip(batch, found, strict=True)]
 
 
 def moved_adapter(engine):
-    adapter = Adapter(engine.linears, LoraConfig(rank=3), seed=4)
+    adapter = Adapter(engine.linear_layers, LoraConfig(rank=3), seed=4)
     with torch.no_grad():
         for _, b in adapter.weights.values():
             b.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
@@ -238,7 +238,7 @@ def test_micro_batches_of_whole_pairs_add_up(kind):
     results = []
     for pack_tokens, parts in ((10_000, 1), (45, 2), (1, 4)):
         trainer = Trainer(engine, moved_adapter(engine), pack_tokens=pack_tokens)
-        assert len(packs(batch, pack_tokens)) == parts
+        assert len(micro_batches(batch, pack_tokens)) == parts
         metrics = trainer.forward_backward(referred(trainer, batch), preference_loss, kind=kind, beta=0.7)
         results.append((metrics, torch.cat([w.grad.flatten() for w in trainer.parameters])))
     for metrics, gradient in results[1:]:
@@ -252,7 +252,7 @@ def test_the_gradient_is_that_of_plain_transformers_and_no_prompt_is_in_it():
     trainer = Trainer(engine, None)
     batch = some_pairs([(2, 3), (4, 1)])
     references = [np.full(len(s.token_ids), -5.5, np.float32) for s in batch]
-    batch = [replace(s, reference=ref) for s, ref in zip(batch, references, strict=True)]
+    batch = [replace(s, reference_logprobs=ref) for s, ref in zip(batch, references, strict=True)]
     metrics = trainer.forward_backward(batch, preference_loss, beta=0.3)
     packed = [w.grad.clone() for w in trainer.parameters]
     trainer.optimizer.zero_grad(set_to_none=True)
@@ -272,7 +272,7 @@ def test_the_gradient_is_that_of_plain_transformers_and_no_prompt_is_in_it():
 
 def test_training_widens_the_margin_from_a_reference_that_stays():
     engine = tiny_lm(6)
-    trainer = Trainer(engine, Adapter(engine.linears, LoraConfig(), seed=0))
+    trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
     batch = referred(trainer, some_pairs([(2, 3), (4, 1)]))
     seen = []
     for _ in range(8):

@@ -5,20 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from palestra.losses.q import best, duelling_values, next_value, q_loss, q_target, sequence_priority, value_of
+from palestra.losses.q import (
+    best_action,
+    dueling_values,
+    gather_values,
+    next_value,
+    q_loss,
+    q_target,
+    sequence_priority,
+)
 
 
 def test_the_best_action_is_a_legal_one() -> None:
     q = torch.tensor([[3.0, 1.0, 2.0], [-5.0, -7.0, -6.0]])
-    assert best(q, None).tolist() == [0, 0]
-    assert best(q, torch.tensor([[False, True, True], [False, True, True]])).tolist() == [2, 2]
+    assert best_action(q, None).tolist() == [0, 0]
+    assert best_action(q, torch.tensor([[False, True, True], [False, True, True]])).tolist() == [2, 2]
     wider = torch.tensor([[True, True, False, True], [False, True, False, True]])  # of a seat with more actions
-    assert best(q, wider).tolist() == [0, 1]
+    assert best_action(q, wider).tolist() == [0, 1]
 
 
 def test_a_duel_of_value_and_advantages() -> None:
     # value 10; advantages 1, 2, 6, of mean 3
-    assert duelling_values(torch.tensor([[10.0, 1.0, 2.0, 6.0]])).tolist() == [[8, 9, 13]]
+    assert dueling_values(torch.tensor([[10.0, 1.0, 2.0, 6.0]])).tolist() == [[8, 9, 13]]
 
 
 def test_one_network_chooses_and_the_other_judges() -> None:
@@ -45,7 +53,7 @@ def test_a_loss_worked_by_hand() -> None:
 
 
 def test_values_of_given_actions() -> None:
-    assert value_of(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0])).tolist() == [2, 3]
+    assert gather_values(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0])).tolist() == [2, 3]
 
 
 def test_how_urgent_a_stretch_is() -> None:

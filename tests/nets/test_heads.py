@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch.distributions import Categorical, Normal
 
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
-from palestra.nets.heads import CategoricalHead, GaussianHead, Head, MultiCategoricalHead, head_for
+from palestra.nets.heads import CategoricalHead, GaussianHead, Head, MultiCategoricalHead, make_head
 
 SPACES: list[Space] = [Discrete(4), MultiDiscrete((2, 3)), Continuous((-1.0, 0.0), (1.0, 4.0))]
 
@@ -27,23 +27,23 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_each_space_has_its_distribution() -> None:
-    kinds = [(type(head), head.outputs, head.width) for head in map(head_for, SPACES)]
+    kinds = [(type(head), head.outputs, head.width) for head in map(make_head, SPACES)]
     assert kinds == [(CategoricalHead, 4, 0), (MultiCategoricalHead, 5, 2), (GaussianHead, 4, 2)]
 
 
 @pytest.mark.parametrize("space", SPACES)
 def test_what_is_drawn_has_the_log_probability_that_the_trainer_finds(space: Space) -> None:
-    head = head_for(space)
+    head = make_head(space)
     out = noise(2, 50, head.outputs)
     action, logp = head.sample(out, None, generator(1))
-    again, _ = head.score(out, action, None)
+    again, _ = head.evaluate_actions(out, action, None)
     torch.testing.assert_close(again, logp, rtol=1e-4, atol=1e-5)
     assert logp.shape == (2, 50)
 
 
 @pytest.mark.parametrize("space", SPACES)
 def test_draws_follow_from_the_generator_alone(space: Space) -> None:
-    head = head_for(space)
+    head = make_head(space)
     out = noise(1, 30, head.outputs)
     torch.manual_seed(0)
     first, _ = head.sample(out, None, generator(1))
@@ -66,7 +66,7 @@ def test_frequencies_are_probabilities() -> None:
 def test_scores_are_those_of_pytorch() -> None:
     head, out = CategoricalHead(Discrete(4)), noise(3, 7, 4)
     action = torch.randint(0, 4, (3, 7), generator=generator())
-    logp, entropy = head.score(out, action, None)
+    logp, entropy = head.evaluate_actions(out, action, None)
     torch.testing.assert_close(logp, Categorical(logits=out).log_prob(action))
     torch.testing.assert_close(entropy, Categorical(logits=out).entropy())
 
@@ -83,7 +83,7 @@ def test_what_is_illegal_is_never_played(out: np.ndarray, mask: np.ndarray, seed
     action, logp = head.sample(torch.from_numpy(out), legal, generator(seed))
     assert legal.gather(1, action[:, None]).all()
     assert legal.gather(1, head.mode(torch.from_numpy(out), legal)[:, None]).all()
-    again, entropy = head.score(torch.from_numpy(out), action, legal)
+    again, entropy = head.evaluate_actions(torch.from_numpy(out), action, legal)
     assert torch.equal(again, logp) and torch.isfinite(entropy).all()
     assert (entropy <= torch.log(legal.sum(1)) + 1e-5).all()
     everything = head.logits(torch.from_numpy(out), legal).exp()
@@ -94,7 +94,7 @@ def test_what_is_illegal_is_never_played(out: np.ndarray, mask: np.ndarray, seed
 def test_a_mask_renormalises_what_is_left() -> None:
     head, legal = CategoricalHead(Discrete(4)), torch.tensor([True, False, True, False])
     out = torch.tensor([0.2, 0.3, 0.1, 0.4]).log()
-    logp, entropy = head.score(out, torch.tensor(0), legal)
+    logp, entropy = head.evaluate_actions(out, torch.tensor(0), legal)
     assert logp.exp().item() == pytest.approx(2 / 3)
     assert entropy.item() == pytest.approx(-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)))
     assert head.mode(out, legal).item() == 0
@@ -103,7 +103,7 @@ def test_a_mask_renormalises_what_is_left() -> None:
 def test_a_mask_lets_no_gradient_through_and_makes_no_nan() -> None:
     out = noise(6, 4).requires_grad_()
     legal = torch.tensor([True, False, True, True]).expand(6, 4)
-    logp, entropy = CategoricalHead(Discrete(4)).score(out, torch.zeros(6, dtype=torch.long), legal)
+    logp, entropy = CategoricalHead(Discrete(4)).evaluate_actions(out, torch.zeros(6, dtype=torch.long), legal)
     (logp.sum() + entropy.sum()).backward()
     assert out.grad is not None and torch.isfinite(out.grad).all()
     assert not out.grad[:, 1].any() and out.grad[:, [0, 2, 3]].any()
@@ -129,7 +129,7 @@ def test_where_nothing_is_legal_numbers_stay_numbers() -> None:
 def test_several_choices_are_independent() -> None:
     head, out = MultiCategoricalHead(MultiDiscrete((2, 3))), noise(4, 5)
     action = torch.tensor([[0, 2], [1, 1], [1, 0], [0, 0]])
-    logp, entropy = head.score(out, action, None)
+    logp, entropy = head.evaluate_actions(out, action, None)
     first, second = Categorical(logits=out[:, :2]), Categorical(logits=out[:, 2:])
     torch.testing.assert_close(logp, first.log_prob(action[:, 0]) + second.log_prob(action[:, 1]))
     torch.testing.assert_close(entropy, first.entropy() + second.entropy())
@@ -147,10 +147,10 @@ def test_several_choices_are_drawn_apart() -> None:
 
 
 def test_normal_numbers_are_pytorchs_in_half_widths() -> None:
-    head = head_for(Continuous((-1.0, 0.0), (1.0, 4.0)))  # middle 0 and 2, half-widths 1 and 2
+    head = make_head(Continuous((-1.0, 0.0), (1.0, 4.0)))  # middle 0 and 2, half-widths 1 and 2
     out = torch.tensor([0.5, -0.25, math.log(0.5), math.log(2.0)])
     action = torch.tensor([0.2, 3.0])
-    logp, entropy = head.score(out, action, None)
+    logp, entropy = head.evaluate_actions(out, action, None)
     raw, normal = torch.tensor([0.2, 0.5]), Normal(out[:2], torch.tensor([0.5, 2.0]))
     assert logp.item() == pytest.approx(normal.log_prob(raw).sum().item(), rel=1e-5)
     assert entropy.item() == pytest.approx(normal.entropy().sum().item(), rel=1e-5)
@@ -158,33 +158,33 @@ def test_normal_numbers_are_pytorchs_in_half_widths() -> None:
 
 
 def test_draws_have_the_mean_and_deviation_they_should() -> None:
-    head = head_for(Continuous((0.0,), (4.0,)))
+    head = make_head(Continuous((0.0,), (4.0,)))
     action, _ = head.sample(torch.tensor([0.5, math.log(0.25)]).expand(20_000, 2), None, generator())
     assert action.mean().item() == pytest.approx(2 + 2 * 0.5, abs=0.02)
     assert action.std().item() == pytest.approx(2 * 0.25, rel=0.03)
 
 
 def test_the_deviation_stays_within_bounds() -> None:
-    head = head_for(Continuous((-1.0,), (1.0,)))
+    head = make_head(Continuous((-1.0,), (1.0,)))
     assert isinstance(head, GaussianHead)
     for far, bound in ((-100.0, -5.0), (100.0, 2.0)):
-        assert head.parts(torch.tensor([0.0, far]))[1].item() == bound
+        assert head.mean_and_log_std(torch.tensor([0.0, far]))[1].item() == bound
         action, logp = head.sample(torch.tensor([[0.0, far]]), None, generator())
         assert torch.isfinite(action).all() and torch.isfinite(logp).all()
 
 
 @pytest.mark.parametrize("space", SPACES)
 def test_the_likeliest_action_is_likelier_than_any_drawn(space: Space) -> None:
-    head: Head = head_for(space)
+    head: Head = make_head(space)
     out = noise(1, head.outputs)
-    best, _ = head.score(out, head.mode(out, None), None)
+    best, _ = head.evaluate_actions(out, head.mode(out, None), None)
     drawn = [head.sample(out, None, generator(seed))[1].item() for seed in range(30)]
     assert best.item() >= max(drawn) - 1e-5
 
 
 def test_a_space_without_bounds_is_refused_if_it_cannot_be_played() -> None:
     try:
-        head = head_for(Continuous((-math.inf, 0.0), (math.inf, 1.0)))
+        head = make_head(Continuous((-math.inf, 0.0), (math.inf, 1.0)))
     except ValueError:
         return
     action, logp = head.sample(torch.zeros(5, 4), None, generator())

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from palestra.nets.layers import (
+    GRU,
+    MLP,
     Activation,
     Convolutions,
-    Gru,
     Linear,
-    Mlp,
     Net,
     NetConfig,
-    generators,
-    member_of,
+    make_generators,
+    member_weights,
     orthogonal,
-    put_member,
+    set_member_weights,
 )
 
-CONFIGS = [NetConfig(hidden=[8, 6]), NetConfig(hidden=[8], activation="relu"), NetConfig(hidden=[8], memory=5)]
+CONFIGS = [NetConfig(hidden=[8, 6]), NetConfig(hidden=[8], activation="relu"), NetConfig(hidden=[8], gru_units=5)]
 PIXELS = (36, 40, 3)
 
 
@@ -45,7 +45,7 @@ def jitter(module: nn.Module, seed: int = 0) -> None:
 
 
 def test_a_cell_is_pytorchs() -> None:
-    gru, cell = Gru(4, 5, generators([3])), nn.GRUCell(4, 5)
+    gru, cell = GRU(4, 5, make_generators([3])), nn.GRUCell(4, 5)
     jitter(gru)
     with torch.no_grad():
         cell.weight_ih.copy_(gru.inputs.weight[0].T)
@@ -62,7 +62,7 @@ def test_a_cell_is_pytorchs() -> None:
 
 def test_a_perceptron_is_linear_layers_and_activations_and_the_last_is_plain() -> None:
     for activation, function in (("tanh", torch.tanh), ("relu", torch.relu)):
-        mlp = Mlp(3, [4, 5], activation, generators([1]), outputs=2, gain=0.5)  # type: ignore[arg-type]
+        mlp = MLP(3, [4, 5], activation, make_generators([1]), outputs=2, gain=0.5)  # type: ignore[arg-type]
         jitter(mlp)
         x = noise(1, 6, 3)
         expected = x[0]
@@ -76,7 +76,7 @@ def test_a_perceptron_is_linear_layers_and_activations_and_the_last_is_plain() -
 def test_convolutions_are_pytorchs_and_bytes_count_from_zero_to_one(
     small: bool, strides: tuple[int, ...], units: int
 ) -> None:
-    net = Convolutions(PIXELS, generators([1]), small)
+    net = Convolutions(PIXELS, make_generators([1]), small)
     jitter(net)
     pixels = torch.randint(0, 256, (1, 2, *PIXELS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     x = pixels[0].permute(0, 3, 1, 2) / 255
@@ -90,7 +90,7 @@ def test_convolutions_are_pytorchs_and_bytes_count_from_zero_to_one(
 
 def test_convolutions_in_bf16_say_the_same_to_two_digits_and_train_weights_of_fp32() -> None:
     wide, narrow = (
-        Net(PIXELS, 3, NetConfig(convolutions="small", precision=precision), generators([1, 2]))
+        Net(PIXELS, 3, NetConfig(convolutions="small", precision=precision), make_generators([1, 2]))
         for precision in ("fp32", "bf16")
     )
     pixels = torch.randint(0, 256, (2, 4, *PIXELS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -108,7 +108,7 @@ def test_convolutions_in_bf16_say_the_same_to_two_digits_and_train_weights_of_fp
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 def test_gradients_are_those_of_differences_and_so_are_theirs(activation: Activation, members: int) -> None:
     """Also of gradients: a discriminator's penalty is made of them."""
-    mlp = Mlp(3, [4], activation, generators(range(members)), outputs=2).double()
+    mlp = MLP(3, [4], activation, make_generators(range(members)), outputs=2).double()
     names = [name for name, _ in mlp.named_parameters()]
     x = noise(members, 5, 3).double().requires_grad_()
 
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_differences_and_so_are_theirs(activation: Activa
 
 @pytest.mark.parametrize("shape", [(4, 7), (7, 4), (5, 3, 2, 2)])
 def test_weights_begin_orthogonal(shape: tuple[int, ...]) -> None:
-    for weight in orthogonal(shape, 2.0, generators([1, 2])):
+    for weight in orthogonal(shape, 2.0, make_generators([1, 2])):
         matrix = weight.flatten(1)
         small = matrix @ matrix.T if len(matrix) <= matrix.shape[1] else matrix.T @ matrix
         torch.testing.assert_close(small, 4 * torch.eye(len(small)), rtol=1e-4, atol=1e-4)
@@ -133,14 +133,14 @@ def test_weights_begin_orthogonal(shape: tuple[int, ...]) -> None:
 
 def test_the_scale_of_a_layer_follows_its_activation() -> None:
     for activation, gain in (("tanh", 5 / 3), ("relu", math.sqrt(2))):
-        mlp = Mlp(6, [6], activation, generators([1]), outputs=6, gain=0.01)  # type: ignore[arg-type]
+        mlp = MLP(6, [6], activation, make_generators([1]), outputs=6, gain=0.01)  # type: ignore[arg-type]
         norms = [torch.linalg.matrix_norm(layer.weight[0], 2).item() for layer in mlp.layers]
         assert norms == pytest.approx([gain, 0.01], rel=1e-4)
 
 
 def test_a_small_gain_makes_play_begin_nearly_uniform() -> None:
     for config in CONFIGS:
-        net = Net((4,), 3, config, generators([0]), gain=0.01)
+        net = Net((4,), 3, config, make_generators([0]), gain=0.01)
         out, _ = net.unroll(noise(1, 5, 4, 4))
         assert out.abs().max() < 0.05
 
@@ -152,26 +152,26 @@ def test_a_small_gain_makes_play_begin_nearly_uniform() -> None:
 @settings(max_examples=10)
 @given(seeds=st.lists(st.integers(0, 2**31), min_size=2, max_size=4, unique=True))
 def test_a_member_is_the_same_network_in_any_stack(config: NetConfig, seeds: list[int]) -> None:
-    stack = Net((4,), 3, config, generators(seeds))
+    stack = Net((4,), 3, config, make_generators(seeds))
     x = noise(len(seeds), 5, 2, 4)
     together, _ = stack.unroll(x)
     for p, seed in enumerate(seeds):
-        alone = Net((4,), 3, config, generators([seed]))
-        for name, weight in member_of(alone, 0).items():
-            assert torch.equal(weight, member_of(stack, p)[name]), name
+        alone = Net((4,), 3, config, make_generators([seed]))
+        for name, weight in member_weights(alone, 0).items():
+            assert torch.equal(weight, member_weights(stack, p)[name]), name
         torch.testing.assert_close(together[p], alone.unroll(x[p : p + 1])[0][0], rtol=1e-5, atol=1e-6)
 
 
 def test_members_that_see_pixels_are_the_same_networks_in_any_stack() -> None:
-    stack = Net(PIXELS, 2, NetConfig(hidden=[8]), generators([1, 2]))
-    alone = Net(PIXELS, 2, NetConfig(hidden=[8]), generators([2]))
+    stack = Net(PIXELS, 2, NetConfig(hidden=[8]), make_generators([1, 2]))
+    alone = Net(PIXELS, 2, NetConfig(hidden=[8]), make_generators([2]))
     x = torch.rand(2, 2, *PIXELS, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(stack(x)[1], alone(x[1:])[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_members_gradient_is_of_its_own_weights_only(config: NetConfig) -> None:
-    net = Net((4,), 3, config, generators([1, 2, 3]))
+    net = Net((4,), 3, config, make_generators([1, 2, 3]))
     net.unroll(noise(3, 5, 2, 4))[0][1].square().sum().backward()
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None
@@ -181,7 +181,7 @@ def test_a_members_gradient_is_of_its_own_weights_only(config: NetConfig) -> Non
 
 
 def test_a_broken_member_does_not_reach_the_others() -> None:
-    net, x = Net((4,), 3, CONFIGS[2], generators([1, 2])), noise(2, 5, 2, 4)
+    net, x = Net((4,), 3, CONFIGS[2], make_generators([1, 2])), noise(2, 5, 2, 4)
     before, _ = net.unroll(x)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -192,46 +192,46 @@ def test_a_broken_member_does_not_reach_the_others() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_weights_move_from_stack_to_stack(config: NetConfig) -> None:
-    source, target = Net((4,), 3, config, generators([1, 2])), Net((4,), 3, config, generators([3, 4, 5]))
+    source, target = Net((4,), 3, config, make_generators([1, 2])), Net((4,), 3, config, make_generators([3, 4, 5]))
     jitter(source)
-    kept = {p: member_of(target, p) for p in (0, 1)}
-    taken = {name: weight.numpy() for name, weight in member_of(source, 1).items()}
-    put_member(target, 2, taken)
+    kept = {p: member_weights(target, p) for p in (0, 1)}
+    taken = {name: weight.numpy() for name, weight in member_weights(source, 1).items()}
+    set_member_weights(target, 2, taken)
     x = noise(1, 5, 2, 4)
     out_source, out_target = source.unroll(x.expand(2, -1, -1, -1))[0], target.unroll(x.expand(3, -1, -1, -1))[0]
     torch.testing.assert_close(out_target[2], out_source[1])
     for p, weights in kept.items():
-        assert all(torch.equal(weight, member_of(target, p)[name]) for name, weight in weights.items())
+        assert all(torch.equal(weight, member_weights(target, p)[name]) for name, weight in weights.items())
 
 
 def test_what_was_taken_from_a_stack_does_not_change_with_it() -> None:
-    net = Net((4,), 3, CONFIGS[0], generators([1]))
-    taken = member_of(net, 0)
+    net = Net((4,), 3, CONFIGS[0], make_generators([1]))
+    taken = member_weights(net, 0)
     before = {name: weight.clone() for name, weight in taken.items()}
     jitter(net)
     assert all(torch.equal(taken[name], before[name]) for name in before)
 
 
 def test_weights_of_another_network_are_refused() -> None:
-    net, other = Net((4,), 3, CONFIGS[0], generators([1])), Net((5,), 3, CONFIGS[0], generators([1]))
+    net, other = Net((4,), 3, CONFIGS[0], make_generators([1])), Net((5,), 3, CONFIGS[0], make_generators([1]))
     with pytest.raises(ValueError, match=r"layers\.0\.weight should be \(4, 8\) and is \(5, 8\)"):
-        put_member(net, 0, member_of(other, 0))
+        set_member_weights(net, 0, member_weights(other, 0))
     with pytest.raises(ValueError, match=r"layers\.0\.weight should be \(4, 8\) and is nothing"):
-        put_member(net, 0, {})
+        set_member_weights(net, 0, {})
 
 
 # ---- time
 
 
 def test_a_layer_of_one_member_is_the_layer_of_many() -> None:
-    one, two = Linear(3, 4, 1.0, generators([1])), Linear(3, 4, 1.0, generators([1, 2]))
+    one, two = Linear(3, 4, 1.0, make_generators([1])), Linear(3, 4, 1.0, make_generators([1, 2]))
     x = noise(1, 6, 3)
     torch.testing.assert_close(one(x)[0], two(x.expand(2, -1, -1))[0])
 
 
 @pytest.mark.parametrize("members", [1, 2])
 def test_unrolling_is_stepping(members: int) -> None:
-    net = Net((4,), 3, CONFIGS[2], generators(range(members)))
+    net = Net((4,), 3, CONFIGS[2], make_generators(range(members)))
     x, fresh = noise(members, 6, 3, 4), noise(members, 6, 3, seed=1) > 0.5
     whole, memories = net.unroll(x, noise(members, 3, 5), fresh)
     memory: torch.Tensor | None = noise(members, 3, 5)
@@ -244,20 +244,20 @@ def test_unrolling_is_stepping(members: int) -> None:
 
 
 def test_a_new_game_begins_without_memory() -> None:
-    net, x = Net((4,), 3, CONFIGS[2], generators([0])), noise(1, 6, 2, 4)
+    net, x = Net((4,), 3, CONFIGS[2], make_generators([0])), noise(1, 6, 2, 4)
     fresh = torch.zeros(1, 6, 2, dtype=torch.bool)
     fresh[0, 3, 1] = True
     out, _ = net.unroll(x, noise(1, 2, 5), fresh)
-    anew, _ = net.unroll(x[:, 3:], net.empty(1, 2))
+    anew, _ = net.unroll(x[:, 3:], net.initial_state(1, 2))
     torch.testing.assert_close(out[:, 3:, 1], anew[:, :, 1])
     assert not torch.allclose(out[:, 3:, 0], anew[:, :, 0])
     given_none, _ = net.unroll(x)
-    given_empty, _ = net.unroll(x, net.empty(1, 2))
+    given_empty, _ = net.unroll(x, net.initial_state(1, 2))
     assert torch.equal(given_none, given_empty)
 
 
 def test_networks_without_memory_treat_every_moment_alike() -> None:
-    net, x = Net((2, 3), 4, CONFIGS[0], generators([0, 1])), noise(2, 5, 3, 2, 3)
+    net, x = Net((2, 3), 4, CONFIGS[0], make_generators([0, 1])), noise(2, 5, 3, 2, 3)
     out, memory = net.unroll(x)
     assert memory is None
     for t in range(5):
@@ -270,14 +270,14 @@ def test_networks_without_memory_treat_every_moment_alike() -> None:
 @pytest.mark.parametrize("view", [(35, 36, 3), (36, 35, 1), (5, 5, 4)])
 def test_too_few_pixels_are_refused(view: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="36 x 36 at least"):
-        Net(view, 2, NetConfig(), generators([0]))
+        Net(view, 2, NetConfig(), make_generators([0]))
 
 
 def test_small_convolutions_need_fewer_pixels() -> None:
     small = NetConfig(convolutions="small")
-    assert Net((20, 20, 1), 2, small, generators([0]))(torch.zeros(1, 3, 20, 20, 1)).shape == (1, 3, 2)
+    assert Net((20, 20, 1), 2, small, make_generators([0]))(torch.zeros(1, 3, 20, 20, 1)).shape == (1, 3, 2)
     with pytest.raises(ValueError, match="20 x 20 at least"):
-        Net((20, 19, 1), 2, small, generators([0]))
+        Net((20, 19, 1), 2, small, make_generators([0]))
 
 
 @pytest.mark.parametrize("wrong", [{"hidden": []}, {"memory": -1}, {"activation": "gelu"}, {"convolutions": "big"}])
@@ -288,6 +288,6 @@ def test_shapes_that_are_none_are_refused(wrong: dict) -> None:
 
 def test_bytes_in_a_row_are_numbers_too() -> None:
     """Views of uint8 need not be pixels: a board of small whole numbers is one dimension of bytes."""
-    net = Net((4,), 3, CONFIGS[0], generators([0]))
+    net = Net((4,), 3, CONFIGS[0], make_generators([0]))
     board = torch.tensor(np.array([[[0, 1, 2, 3]]], np.uint8))
     torch.testing.assert_close(net(board), net(board.float()))

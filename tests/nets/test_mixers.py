@@ -11,17 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from palestra.nets.mixers import Monotone, Total
+from palestra.nets.mixers import QMIXMixer, VDNMixer
 
 
 def test_a_sum_of_values() -> None:
-    mixed = Total()(torch.tensor([[1.0, 2.0, -4.0], [0.0, 0.5, 0.25]]), torch.zeros(2, 0))
+    mixed = VDNMixer()(torch.tensor([[1.0, 2.0, -4.0], [0.0, 0.5, 0.25]]), torch.zeros(2, 0))
     assert mixed.tolist() == [-1, 0.75]
 
 
 def test_a_mix_worked_by_hand() -> None:
     """Two seats, a state of one number, two units; what makes weights is a factor of the state and a bias."""
-    mixer = Monotone(seats=2, state=1, units=2, seed=0)
+    mixer = QMIXMixer(seats=2, state=1, units=2, seed=0)
     first, second = mixer.weights
     with torch.no_grad():
         for parameter in mixer.parameters():
@@ -52,7 +52,7 @@ numbers = st.floats(-50, 50, width=32)
 def test_the_teams_value_never_falls_as_a_seats_value_rises(
     q: np.ndarray, rise: np.ndarray, state: np.ndarray, weights: int
 ) -> None:
-    mixer = Monotone(seats=3, state=5, units=8, seed=weights).double()
+    mixer = QMIXMixer(seats=3, state=5, units=8, seed=weights).double()
     with torch.no_grad():  # any weights that learning may come to, not only those it begins with
         generator = torch.Generator().manual_seed(weights)
         for parameter in mixer.parameters():
@@ -62,7 +62,7 @@ def test_the_teams_value_never_falls_as_a_seats_value_rises(
 
 
 def test_each_seats_best_action_is_the_teams() -> None:
-    mixer = Monotone(seats=2, state=3, units=4, seed=1)
+    mixer = QMIXMixer(seats=2, state=3, units=4, seed=1)
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         q, state = torch.randn(2, 3, generator=generator) * 3, torch.randn(1, 3, generator=generator)
@@ -73,7 +73,7 @@ def test_each_seats_best_action_is_the_teams() -> None:
 
 def test_a_mixer_can_prefer_what_a_sum_cannot_represent() -> None:
     """Of [[0, 1], [1, 8]] the best sum of two numbers says [[-1.5, 2.5], [2.5, 6.5]]."""
-    mixer = Monotone(seats=2, state=1, units=8, seed=0)
+    mixer = QMIXMixer(seats=2, state=1, units=8, seed=0)
     q = torch.zeros(2, 2, requires_grad=True)
     payoff, state = torch.tensor([0.0, 1.0, 1.0, 8.0]), torch.ones(4, 1)
     adam = torch.optim.Adam([q, *mixer.parameters()], 0.05)
@@ -87,7 +87,7 @@ def test_a_mixer_can_prefer_what_a_sum_cannot_represent() -> None:
 
 
 def test_the_state_says_how_values_are_mixed() -> None:
-    mixer = Monotone(seats=2, state=3, units=4, seed=1)
+    mixer = QMIXMixer(seats=2, state=3, units=4, seed=1)
     q = torch.tensor([[1.0, 2.0]]).expand(2, 2)
     a, b = mixer(q, torch.eye(3)[:2])
     assert abs(a - b) > 1e-3

@@ -26,54 +26,54 @@ def everything(rows: torch.Tensor) -> torch.Tensor:
 def test_parts_merge_to_the_whole(sizes: list[int], seed: int) -> None:
     rows, norm = drawn(sum(sizes) + 2, seed), RunningNorm(2, 3)
     for part in rows.split([*sizes, 2], 1):
-        norm.see(part, everything(part))
+        norm.update(part, everything(part))
     np.testing.assert_allclose(norm.mean, rows.mean(1), rtol=1e-9)
-    np.testing.assert_allclose(norm.deviation(), rows.numpy().std(1), rtol=1e-6)
+    np.testing.assert_allclose(norm.std(), rows.numpy().std(1), rtol=1e-6)
     assert norm.count.flatten().tolist() == [sum(sizes) + 2] * 2
 
 
 def test_members_have_statistics_of_their_own_and_weights_count() -> None:
     rows, norm = drawn(8), RunningNorm(2, 3)
     weight = torch.tensor([[1.0] * 4 + [0.0] * 4, [0.0] * 2 + [1.0] * 6])
-    norm.see(rows, weight)
+    norm.update(rows, weight)
     np.testing.assert_allclose(norm.mean[0], rows[0, :4].mean(0), rtol=1e-9)
-    np.testing.assert_allclose(norm.deviation()[1], rows[1, 2:].numpy().std(0), rtol=1e-6)
+    np.testing.assert_allclose(norm.std()[1], rows[1, 2:].numpy().std(0), rtol=1e-6)
 
 
 def test_a_member_that_saw_nothing_keeps_what_it_knew() -> None:
     rows, norm = drawn(8), RunningNorm(2, 3)
-    norm.see(rows, everything(rows))
-    mean, deviation = norm.mean.clone(), norm.deviation()
-    norm.see(rows + 5, torch.tensor([[1.0] * 8, [0.0] * 8]))
-    assert torch.equal(norm.mean[1], mean[1]) and torch.equal(norm.deviation()[1], deviation[1])
+    norm.update(rows, everything(rows))
+    mean, deviation = norm.mean.clone(), norm.std()
+    norm.update(rows + 5, torch.tensor([[1.0] * 8, [0.0] * 8]))
+    assert torch.equal(norm.mean[1], mean[1]) and torch.equal(norm.std()[1], deviation[1])
     assert (norm.mean[0] > mean[0]).all()
 
 
 def test_older_rows_fade_by_decay() -> None:
     norm = RunningNorm(1, 1, decay=0.5)
-    norm.see(torch.tensor([[[1.0], [3.0]]]), torch.ones(1, 2))  # mean 2, square 5, of 2
-    norm.see(torch.tensor([[[8.0]]]), torch.ones(1, 1))  # 2 count for 1 now: half and half
+    norm.update(torch.tensor([[[1.0], [3.0]]]), torch.ones(1, 2))  # mean 2, square 5, of 2
+    norm.update(torch.tensor([[[8.0]]]), torch.ones(1, 1))  # 2 count for 1 now: half and half
     assert norm.mean.item() == pytest.approx((2 + 8) / 2)
     assert norm.square.item() == pytest.approx((5 + 64) / 2)
-    assert norm.deviation().item() == pytest.approx(np.sqrt(34.5 - 25))
+    assert norm.std().item() == pytest.approx(np.sqrt(34.5 - 25))
 
 
 def test_before_anything_is_seen_nothing_changes() -> None:
     x, norm = drawn(4), RunningNorm(2, 3)
-    assert torch.equal(norm.normalise(x), x) and torch.equal(norm.restore(x), x)
-    norm.see(x[:, :0], torch.ones(2, 0))
+    assert torch.equal(norm.normalise(x), x) and torch.equal(norm.denormalise(x), x)
+    norm.update(x[:, :0], torch.ones(2, 0))
     assert torch.equal(norm.normalise(x), x)
 
 
 def test_restore_undoes_normalise_in_any_shape() -> None:
     rows, norm = drawn(50), RunningNorm(2, 3)
-    norm.see(rows, everything(rows))
+    norm.update(rows, everything(rows))
     x = rows.view(2, 5, 10, 3).float()
     scaled = norm.normalise(x)
     assert scaled.dtype == torch.float32
     np.testing.assert_allclose(scaled.mean((1, 2)), np.zeros((2, 3)), atol=1e-4)
     np.testing.assert_allclose(scaled.numpy().std((1, 2)), np.ones((2, 3)), rtol=1e-3)
-    torch.testing.assert_close(norm.restore(scaled), x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm.denormalise(scaled), x, rtol=1e-5, atol=1e-5)
 
 
 def test_processes_that_add_up_their_sums_know_all_rows() -> None:
@@ -81,30 +81,30 @@ def test_processes_that_add_up_their_sums_know_all_rows() -> None:
     norm, whole = RunningNorm(2, 3), RunningNorm(2, 3)
     ones = everything(second)
     others = torch.cat([second.sum(1), second.square().sum(1), ones.sum(1, keepdim=True).double()], -1)
-    norm.see(first, everything(first), lambda sums: sums + others)
+    norm.update(first, everything(first), lambda sums: sums + others)
     rows = torch.cat([first, second], 1)
-    whole.see(rows, everything(rows))
+    whole.update(rows, everything(rows))
     torch.testing.assert_close(norm.mean, whole.mean)
-    torch.testing.assert_close(norm.deviation(), whole.deviation())
+    torch.testing.assert_close(norm.std(), whole.std())
 
 
 def test_a_number_that_never_changes_does_not_blow_up() -> None:
     rows, norm = torch.full((1, 6, 1), 0.1), RunningNorm(1, 1)
-    norm.see(rows, everything(rows))
-    assert norm.deviation().item() == pytest.approx(1e-4)
+    norm.update(rows, everything(rows))
+    assert norm.std().item() == pytest.approx(1e-4)
     assert norm.normalise(rows).abs().max() < 1e-2
 
 
 def test_its_state_is_all_there_is() -> None:
     rows, norm, other = drawn(7), RunningNorm(2, 3, 0.9), RunningNorm(2, 3, 0.9)
-    norm.see(rows, everything(rows))
+    norm.update(rows, everything(rows))
     other.load_state_dict(norm.state_dict())
     for one in (norm, other):
-        one.see(rows * 2, everything(rows))
-    assert torch.equal(norm.mean, other.mean) and torch.equal(norm.deviation(), other.deviation())
+        one.update(rows * 2, everything(rows))
+    assert torch.equal(norm.mean, other.mean) and torch.equal(norm.std(), other.std())
 
 
 def test_bytes_are_normalised_as_numbers() -> None:
     rows, norm = torch.tensor([[[0, 10], [1, 20], [1, 60]]], dtype=torch.uint8), RunningNorm(1, 2)
-    norm.see(rows, everything(rows))
+    norm.update(rows, everything(rows))
     torch.testing.assert_close(norm.normalise(rows), norm.normalise(rows.float()))

@@ -11,25 +11,25 @@ import torch
 from vector_toys import Countdown
 
 from palestra.envs.vector.base import Discrete
-from palestra.nets.replay import Moves, Replay
-from palestra.nets.ring import LEAST, Ring, SumTree
-from palestra.policies.vector import Uniform
-from palestra.rollouts.sweep import Sweeper
-from palestra.types import Batch
+from palestra.nets.replay import Replay, TransitionBatch
+from palestra.nets.ring_buffer import MIN_PRIORITY, RingBuffer, SumTree
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.types import RolloutBatch
 
 
-def everything(replay: Replay) -> Moves:
+def everything(replay: Replay) -> TransitionBatch:
     """All rows in the order of their places, each once."""
     places = np.arange(len(replay))
-    replay.ring.draw = lambda count, rng, beta: (places, np.ones(len(places)))  # type: ignore[method-assign]
+    replay.ring.sample = lambda count, rng, beta: (places, np.ones(len(places)))  # type: ignore[method-assign]
     found = replay.sample(0, np.random.default_rng(0))
-    del replay.ring.draw
+    del replay.ring.sample
     return found
 
 
 def game(
     rewards: list[Any], acting: list[Any] | None = None, ends: dict[int, str] | None = None, first: int = 0
-) -> Batch:
+) -> RolloutBatch:
     """A batch of one game: `rewards` a list for each step of one number for each seat. The view of moment t is t (from
     `first` on) plus a tenth of the seat, the last view of a game that step t ended is 100 + t likewise; the state has
     the same whole numbers. Action a = t % 3; at moment t action t % 3 is not legal."""
@@ -39,18 +39,18 @@ def game(
     views = (time[:, None] + np.arange(N) / 10).astype(np.float32)[:, None, :, None]
     over = sorted(ends)
     final = np.array([[[100 + first + t + n / 10] for n in range(N)] for t in over], np.float32).reshape(-1, N, 1)
-    return Batch(
+    return RolloutBatch(
         obs=views,
-        acting=np.array(acting or [[True] * N] * (T + 1), bool)[:, None],
+        agent_mask=np.array(acting or [[True] * N] * (T + 1), bool)[:, None],
         actions=np.broadcast_to((time[:-1] % 3)[:, None, None], (T, 1, N)).astype(np.int32),
         logp=np.zeros((T, 1, N), np.float32),
         rewards=np.array(rewards, np.float32)[:, None],
         terminated=np.array([[ends.get(t) == "terminated"] for t in range(T)]),
         truncated=np.array([[ends.get(t) == "truncated"] for t in range(T)]),
-        fresh=np.array([[first + t == 0 or t - 1 in ends] for t in range(T + 1)]),
-        ends=(np.array(over, np.int64), np.zeros(len(over), np.int64)),
+        is_first=np.array([[first + t == 0 or t - 1 in ends] for t in range(T + 1)]),
+        end_index=(np.array(over, np.int64), np.zeros(len(over), np.int64)),
         final_obs=final,
-        legal=np.broadcast_to(np.arange(3) != (time % 3)[:, None, None, None], (T + 1, 1, N, 3)).copy(),
+        action_mask=np.broadcast_to(np.arange(3) != (time % 3)[:, None, None, None], (T + 1, 1, N, 3)).copy(),
         state=time.astype(np.float32)[:, None, None],
         final_state=np.array([[100 + first + t] for t in over], np.float32).reshape(-1, 1),
     )
@@ -82,11 +82,11 @@ def test_a_game_that_is_cut_off_goes_on_in_its_last_view_under_the_last_mask() -
     replay.add(game([[1.0], [2.0], [3.0]], ends={1: "truncated"}))
     moves = everything(replay)
     assert column(moves.discounts) == [0.5, 0.5, 0.5] and column(moves.next_obs) == [1, 101, 3]
-    assert moves.next_legal is not None and moves.legal is not None
-    assert moves.legal[:, 0].tolist() == [[False, True, True], [True, False, True], [True, True, False]]
+    assert moves.next_action_mask is not None and moves.action_mask is not None
+    assert moves.action_mask[:, 0].tolist() == [[False, True, True], [True, False, True], [True, True, False]]
     # moment 1's, that of the last decision (step 1), moment 3's
-    assert moves.next_legal[:, 0].tolist() == [[True, False, True], [True, False, True], [False, True, True]]
-    assert moves.next_acting.all()
+    assert moves.next_action_mask[:, 0].tolist() == [[True, False, True], [True, False, True], [False, True, True]]
+    assert moves.next_agent_mask.all()
 
 
 def test_an_end_that_is_both_is_one() -> None:
@@ -99,7 +99,7 @@ def test_an_end_that_is_both_is_one() -> None:
 
 def test_three_steps_ahead() -> None:
     # rows 0 and 1 look three ahead; the game is cut off after step 4, so rows 2, 3 and 4 look at its last view
-    replay = Replay(10, n=3, gamma=0.5)
+    replay = Replay(10, n_step=3, gamma=0.5)
     replay.add(game([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]], ends={4: "truncated"}))
     moves = everything(replay)
     assert column(moves.rewards)[:5] == [1 + 1 + 1, 2 + 2 + 2, 4 + 4 + 4, 8 + 8, 16]
@@ -109,7 +109,7 @@ def test_three_steps_ahead() -> None:
 
 
 def test_three_steps_ahead_of_a_game_that_terminates() -> None:
-    replay = Replay(10, n=3, gamma=0.5)
+    replay = Replay(10, n_step=3, gamma=0.5)
     replay.add(game([[1.0], [2.0], [4.0], [8.0]], ends={2: "terminated"}))
     moves = everything(replay)
     assert column(moves.rewards)[:3] == [3, 4, 4]
@@ -120,7 +120,7 @@ def test_three_steps_ahead_of_a_game_that_terminates() -> None:
 # ---- worked by hand, where seats take turns
 
 
-def turns() -> Batch:
+def turns() -> RolloutBatch:
     """Seats 0 and 1 move in turn; the game ends with step 3, after it seat 0 moves first again."""
     acting = [[True, False], [False, True], [True, False], [False, True], [True, False]]
     return game([[0.0, 0.5], [0.25, 0.0], [0.0, 0.125], [1.0, -1.0]], acting, ends={3: "terminated"})
@@ -141,11 +141,11 @@ def test_taking_turns_time_counts_in_own_decisions() -> None:
     assert column(moves.weight, 1) == [0, 1, 0, 1]
     assert column(moves.next_obs, 1)[1] == pytest.approx(3.1)
     assert moves.next_state is not None and column(moves.next_state) == [2, 3, 103, 103]
-    assert moves.acting.tolist() == [[True, False], [False, True]] * 2
+    assert moves.agent_mask.tolist() == [[True, False], [False, True]] * 2
 
 
 def test_two_own_decisions_ahead() -> None:
-    replay = Replay(10, n=2, gamma=0.5)
+    replay = Replay(10, n_step=2, gamma=0.5)
     replay.add(turns())
     moves = everything(replay)
     assert column(moves.rewards) == [0.25 + 0.5 * 1, 0, 1, 0]
@@ -164,16 +164,16 @@ def test_a_seat_that_dies_is_judged_by_what_follows_to_the_end_and_others_do_not
     assert column(moves.weight, 1) == [1, 0, 0]
     assert moves.next_obs[0, :, 0].tolist() == pytest.approx([1, 102.1])
     assert moves.next_state is not None and column(moves.next_state) == [1, 2, 102]
-    assert moves.next_legal is not None
-    assert moves.next_legal[0].tolist() == [
+    assert moves.next_action_mask is not None
+    assert moves.next_action_mask[0].tolist() == [
         [True, False, True],
         [False, True, True],
     ]  # of moment 1; of its decision at 0
-    assert moves.next_acting.tolist() == [[True, False], [True, False], [True, False]]
+    assert moves.next_agent_mask.tolist() == [[True, False], [True, False], [True, False]]
 
 
 def test_what_counts_is_the_teams_time_when_all_are_judged_as_one() -> None:
-    replay = Replay(10, n=2, gamma=0.5, joint=True)
+    replay = Replay(10, n_step=2, gamma=0.5, count_env_steps=True)
     replay.add(turns())
     moves = everything(replay)
     assert column(moves.rewards) == [0.125, 0.25, 0.5, 1]
@@ -181,8 +181,8 @@ def test_what_counts_is_the_teams_time_when_all_are_judged_as_one() -> None:
     assert column(moves.discounts) == [0.25, 0.25, 0, 0]
     assert column(moves.next_obs) == [2, 3, 103, 103]
     assert moves.weight.tolist() == [[1, 1]] * 4
-    assert moves.acting.tolist() == [[True, False], [False, True]] * 2
-    assert moves.next_acting.tolist() == [[True, False], [False, True], [False, False], [False, False]]  # it ends
+    assert moves.agent_mask.tolist() == [[True, False], [False, True]] * 2
+    assert moves.next_agent_mask.tolist() == [[True, False], [False, True], [False, False], [False, False]]  # it ends
 
 
 def test_only_moments_of_the_seats_that_are_asked_for_take_room() -> None:
@@ -205,38 +205,38 @@ def test_only_moments_of_the_seats_that_are_asked_for_take_room() -> None:
 def test_short_batches_teach_what_one_long_batch_teaches(turns: bool, n: int, joint: bool, horizon: int) -> None:
     """The env of these games cuts off every third; masks and lengths vary from game to game."""
 
-    def played(length: int) -> Moves:
+    def played(length: int) -> TransitionBatch:
         env = Countdown(games=3, turns=turns)
-        sweeper, replay = Sweeper(env, np.arange(3)), Replay(1000, n=n, gamma=0.9, joint=joint)
+        sweeper, replay = VectorRollout(env, np.arange(3)), Replay(1000, n_step=n, gamma=0.9, count_env_steps=joint)
         actions = np.random.default_rng(5).integers(0, 2, (40, 3, 2)).astype(np.int32)
         time = [0]
 
-        class Recorded(Uniform):
+        class Recorded(UniformVectorPolicy):
             def act(self, frame: Any, memory: Any, fresh: Any) -> Any:
                 time[0] += 1
                 return actions[time[0] - 1], None, None
 
         for i in range(40 // length):
-            replay.add(sweeper.sweep([Recorded(env, [0, 1])], length, i))
+            replay.add(sweeper.collect([Recorded(env, [0, 1])], length, i))
         return everything(replay)
 
     long, short = played(40), played(horizon)
     assert long.weight.sum() > 40
-    for part in fields(Moves):
+    for part in fields(TransitionBatch):
         a, b = getattr(long, part.name), getattr(short, part.name)
         known = long.weight.bool() if part.name in ("discounts", "next_obs", "next_legal") else slice(None)
         assert torch.equal(a[known], b[known]), part.name
 
 
-def definition(batch: Batch, t: int, b: int, s: int, n: int, gamma: float) -> tuple[float, float, Any] | None:
+def definition(batch: RolloutBatch, t: int, b: int, s: int, n: int, gamma: float) -> tuple[float, float, Any] | None:
     """A decision's reward, discount and next view in plain words; None where they are not known."""
     total, made = 0.0, 0
     for u in range(t, len(batch.rewards)):
         total += gamma**made * float(batch.rewards[u, b, s])
-        if batch.over[u, b]:
-            (end,) = np.flatnonzero((batch.ends[0] == u) & (batch.ends[1] == b))
+        if batch.done[u, b]:
+            (end,) = np.flatnonzero((batch.end_index[0] == u) & (batch.end_index[1] == b))
             return total, 0.0 if batch.terminated[u, b] else gamma ** (made + 1), batch.final_obs[end, s]
-        made += int(batch.acting[u + 1, b, s])
+        made += int(batch.agent_mask[u + 1, b, s])
         if made == n:
             return total, gamma**n, batch.obs[u + 1, b, s]
     return None
@@ -246,15 +246,15 @@ def definition(batch: Batch, t: int, b: int, s: int, n: int, gamma: float) -> tu
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_credit_is_what_it_is_defined_to_be(turns: bool, n: int) -> None:
     env = Countdown(games=4, turns=turns, seats=3)
-    batch = Sweeper(env, np.arange(4)).sweep([Uniform(env, [0, 1, 2])], 30, 1)
-    replay = Replay(1000, n=n, gamma=0.8)
+    batch = VectorRollout(env, np.arange(4)).collect([UniformVectorPolicy(env, [0, 1, 2])], 30, 1)
+    replay = Replay(1000, n_step=n, gamma=0.8)
     replay.add(batch)
     moves, seen = everything(replay), 0
     for t in range(30):
         for b in range(4):
             for s in range(3):
                 row, expected = t * 4 + b, definition(batch, t, b, s, n, 0.8)
-                known = batch.acting[t, b, s] and expected is not None
+                known = batch.agent_mask[t, b, s] and expected is not None
                 assert moves.weight[row, s] == float(known)
                 if known and expected:
                     seen += 1
@@ -266,7 +266,7 @@ def test_credit_is_what_it_is_defined_to_be(turns: bool, n: int) -> None:
 
 def test_a_game_that_was_given_up_is_not_joined_to_the_next() -> None:
     """Where games cannot be saved they begin anew at a checkpoint."""
-    replay = Replay(10, n=2, gamma=0.5)
+    replay = Replay(10, n_step=2, gamma=0.5)
     replay.add(game([[1.0], [2.0]]))
     replay.add(game([[4.0], [8.0], [16.0]]))
     assert column(everything(replay).rewards)[:3] == [1 + 1, 2, 4 + 4]
@@ -298,7 +298,7 @@ def test_a_row_that_is_gone_gets_no_credit() -> None:
 
 
 def test_a_batch_may_be_longer_than_the_ring() -> None:
-    replay = Replay(3, n=2, gamma=1.0)
+    replay = Replay(3, n_step=2, gamma=1.0)
     replay.add(game([[float(2**t)] for t in range(8)]))
     assert column(everything(replay).rewards) == [64 + 128, 128, 32 + 64]
     assert column(everything(replay).weight) == [1, 0, 1]
@@ -315,27 +315,27 @@ def test_views_of_bytes_stay_bytes() -> None:
 
 def test_games_without_masks_and_states_have_none() -> None:
     replay = Replay(4)
-    replay.add(replace(game([[1.0], [2.0]]), legal=None, state=None, final_state=None))
+    replay.add(replace(game([[1.0], [2.0]]), action_mask=None, state=None, final_state=None))
     moves = everything(replay)
-    assert moves.legal is moves.next_legal is moves.state is moves.next_state is None
+    assert moves.action_mask is moves.next_action_mask is moves.state is moves.next_state is None
     assert column(moves.rewards) == [1, 2]
 
 
-@pytest.mark.parametrize("options", [{"priority": 0.6}, {"n": 3}, {"joint": True, "n": 2}, {"seats": [1]}])
+@pytest.mark.parametrize("options", [{"priority": 0.6}, {"n_step": 3}, {"count_env_steps": True, "n_step": 2}, {"seats": [1]}])
 def test_what_was_kept_goes_on_exactly(options: dict[str, Any]) -> None:
     env = Countdown(games=3, turns=True, space=Discrete(3))
-    sweeper, replay, other = Sweeper(env, np.arange(3)), Replay(50, **options), Replay(50, **options)
+    sweeper, replay, other = VectorRollout(env, np.arange(3)), Replay(50, **options), Replay(50, **options)
     for i in range(10):
-        replay.add(sweeper.sweep([Uniform(env, [0, 1])], 3, i))
+        replay.add(sweeper.collect([UniformVectorPolicy(env, [0, 1])], 3, i))
         if i == 6:
             drawn = replay.sample(5, np.random.default_rng(1))
-            replay.prioritise(drawn.index, torch.arange(5.0))
+            replay.update_priorities(drawn.index, torch.arange(5.0))
             other.load({name: array.copy() for name, array in replay.arrays().items()})
         if i > 6:
             other.add(sweeper._batch)  # type: ignore[arg-type]
     assert len(replay) == 50 or options.get("seats")
     a, b = (r.sample(40, np.random.default_rng(2), 0.5) for r in (replay, other))
-    for part in fields(Moves):
+    for part in fields(TransitionBatch):
         assert torch.equal(getattr(a, part.name), getattr(b, part.name)), part.name
     assert all(np.array_equal(x, other.arrays()[name]) for name, x in replay.arrays().items())
 
@@ -352,15 +352,15 @@ def test_what_was_kept_before_anything_came_can_be_loaded() -> None:
 def test_mistakes_are_explained() -> None:
     with pytest.raises(ValueError, match="capacity: 0 rows"):
         Replay(0)
-    with pytest.raises(ValueError, match="n: looking 0 decisions ahead"):
-        Replay(5, n=0)
+    with pytest.raises(ValueError, match="n_step: looking 0 decisions ahead"):
+        Replay(5, n_step=0)
     with pytest.raises(ValueError, match=r"priority: -0.5"):
         Replay(5, priority=-0.5)
     with pytest.raises(ValueError, match="nothing is remembered"):
         Replay(5).sample(1, np.random.default_rng(0))
     with pytest.raises(ValueError, match="same capacity"):
         Replay(5).load(Replay(6).arrays())
-    replay = Replay(5, n=3, priority=1.0)
+    replay = Replay(5, n_step=3, priority=1.0)
     replay.add(game([[1.0], [2.0]]))
     with pytest.raises(ValueError, match="none of them is complete"):
         replay.sample(1, np.random.default_rng(0))
@@ -371,18 +371,27 @@ def test_mistakes_are_explained() -> None:
 
 def test_a_tree_of_sums_finds_places() -> None:
     tree = SumTree(5)
-    tree.put(np.arange(5), np.array([1.0, 0.0, 2.0, 3.0, 4.0]))
-    assert tree.whole == 10
-    assert tree.find(np.array([0.0, 0.99, 1.0, 2.99, 3.0, 5.99, 6.0, 9.99])).tolist() == [0, 0, 2, 2, 3, 3, 4, 4]
-    tree.put(np.array([3, 1, 3]), np.array([9.0, 5.0, 0.0]))  # the last of two for one place holds
-    assert tree.of(np.arange(5)).tolist() == [1, 5, 2, 0, 4] and tree.whole == 12
-    assert tree.find(np.array([1.0, 5.99, 6.0, 8.0])).tolist() == [1, 1, 2, 4]
+    tree.set_values(np.arange(5), np.array([1.0, 0.0, 2.0, 3.0, 4.0]))
+    assert tree.total == 10
+    assert tree.find_prefix_sums(np.array([0.0, 0.99, 1.0, 2.99, 3.0, 5.99, 6.0, 9.99])).tolist() == [
+        0,
+        0,
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+    ]
+    tree.set_values(np.array([3, 1, 3]), np.array([9.0, 5.0, 0.0]))  # the last of two for one place holds
+    assert tree.of(np.arange(5)).tolist() == [1, 5, 2, 0, 4] and tree.total == 12
+    assert tree.find_prefix_sums(np.array([1.0, 5.99, 6.0, 8.0])).tolist() == [1, 1, 2, 4]
 
 
 def test_a_tree_of_one_place() -> None:
     tree = SumTree(1)
-    tree.put(np.array([0]), np.array([0.5]))
-    assert tree.whole == 0.5 and tree.find(np.array([0.0, 0.4])).tolist() == [0, 0]
+    tree.set_values(np.array([0]), np.array([0.5]))
+    assert tree.total == 0.5 and tree.find_prefix_sums(np.array([0.0, 0.4])).tolist() == [0, 0]
 
 
 def test_a_tree_agrees_with_running_sums() -> None:
@@ -391,21 +400,21 @@ def test_a_tree_agrees_with_running_sums() -> None:
     for _ in range(50):
         places, values = rng.choice(37, 10, replace=False), rng.random(10) * rng.integers(0, 2, 10)
         numbers[places] = values
-        tree.put(places, values)
+        tree.set_values(places, values)
     upto = rng.random(200) * numbers.sum() * 0.999999
-    assert tree.find(upto).tolist() == np.searchsorted(np.cumsum(numbers), upto, side="right").tolist()
+    assert tree.find_prefix_sums(upto).tolist() == np.searchsorted(np.cumsum(numbers), upto, side="right").tolist()
 
 
 def test_no_rounding_leads_to_a_place_that_holds_nothing() -> None:
     tree = SumTree(4)
-    tree.put(np.arange(4), np.array([0.1, 0.2, 0.3, 0.0]))
-    assert tree.find(np.array([np.nextafter(tree.whole, 1), 5.0])).tolist() == [2, 2]
+    tree.set_values(np.arange(4), np.array([0.1, 0.2, 0.3, 0.0]))
+    assert tree.find_prefix_sums(np.array([np.nextafter(tree.total, 1), 5.0])).tolist() == [2, 2]
 
 
 def prioritised(errors: list[float], alpha: float) -> Replay:
     replay = Replay(8, priority=alpha)
     replay.add(game([[1.0]] * len(errors)))
-    replay.prioritise(torch.arange(len(errors)), torch.tensor(errors))
+    replay.update_priorities(torch.arange(len(errors)), torch.tensor(errors))
     return replay
 
 
@@ -439,15 +448,15 @@ def test_new_rows_come_in_at_the_highest_priority_so_far() -> None:
     replay.add(game([[1.0]]))
     assert replay.ring.tree is not None
     assert replay.ring.tree.of(np.arange(8)).tolist() == [1.0] + [0.0] * 7
-    replay.prioritise(torch.tensor([0]), torch.tensor([9.0]))
+    replay.update_priorities(torch.tensor([0]), torch.tensor([9.0]))
     replay.add(game([[1.0]], first=1))
     assert replay.ring.tree.of(np.arange(2)) == pytest.approx([3, 3])
-    replay.prioritise(torch.tensor([0, 1]), torch.tensor([0.0, 1.0]))
-    assert replay.ring.tree.of(np.arange(2)) == pytest.approx([LEAST**0.5, 1], rel=1e-4)
+    replay.update_priorities(torch.tensor([0, 1]), torch.tensor([0.0, 1.0]))
+    assert replay.ring.tree.of(np.arange(2)) == pytest.approx([MIN_PRIORITY**0.5, 1], rel=1e-4)
 
 
 def test_rows_wait_for_their_credit_before_they_are_drawn() -> None:
-    replay = Replay(8, n=2, priority=1.0)
+    replay = Replay(8, n_step=2, priority=1.0)
     replay.add(game([[1.0], [2.0], [3.0]]))
     assert set(replay.sample(50, np.random.default_rng(0)).index.tolist()) == {0, 1}
     replay.add(game([[4.0]], first=3))
@@ -455,15 +464,15 @@ def test_rows_wait_for_their_credit_before_they_are_drawn() -> None:
 
 
 def test_a_row_that_is_overwritten_loses_its_priority() -> None:
-    replay = Replay(2, n=2, priority=1.0)
+    replay = Replay(2, n_step=2, priority=1.0)
     replay.add(game([[1.0], [2.0], [3.0]]))
     assert replay.ring.tree is not None
     assert replay.ring.tree.of(np.arange(2)).tolist() == [0, 1]  # row 2, not yet known, in the place of row 0
 
 
 def test_without_priorities_all_rows_are_drawn_alike() -> None:
-    ring = Ring(4)
+    ring = RingBuffer(4)
     ring.write(np.arange(4), {"x": np.arange(4)})
-    places, worth = ring.draw(40_000, np.random.default_rng(0))
+    places, worth = ring.sample(40_000, np.random.default_rng(0))
     assert np.bincount(places) / 40_000 == pytest.approx([0.25] * 4, abs=0.01)
     assert (worth == 1).all()

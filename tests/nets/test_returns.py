@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from palestra.nets.returns import Course, gae, vtrace
+from palestra.nets.advantages import AdvantageInputs, gae, vtrace
 
 
 def course(
@@ -21,15 +21,15 @@ def course(
     over: tuple[int, ...] = (),
     bootstrap: dict[int, float] | None = None,
     acting: list[bool] | None = None,
-) -> Course:
-    """One seat of one game: `over` are the steps that ended it, `bootstrap` what stands for the future after them."""
+) -> AdvantageInputs:
+    """One seat of one game: `done` are the steps that ended it, `bootstrap` what stands for the future after them."""
     T = len(rewards)
     last = torch.zeros(T, 1, 1, dtype=torch.float64)
     for t, value in (bootstrap or {}).items():
         last[t] = value
     ended = torch.zeros(T, 1, 1, dtype=torch.bool)
     ended[list(over)] = True
-    return Course(
+    return AdvantageInputs(
         torch.tensor(rewards, dtype=torch.float64).view(T, 1, 1),
         torch.tensor(values, dtype=torch.float64).view(T + 1, 1, 1),
         last,
@@ -47,50 +47,50 @@ def numbers(x: torch.Tensor) -> list[float]:
 
 def test_estimates_worked_by_hand() -> None:
     # errors: 1 + .5*1 - .5 = 1; 2 + .5*1.5 - 1 = 1.75; 3 + .5*2 - 1.5 = 2.5; each adds .25 of the next estimate
-    advantages, known = gae(course([1, 2, 3], [0.5, 1, 1.5, 2]), gamma=0.5, lam=0.5)
+    advantages, known = gae(course([1, 2, 3], [0.5, 1, 1.5, 2]), gamma=0.5, gae_lambda=0.5)
     assert numbers(advantages) == pytest.approx([1 + 0.25 * 2.375, 1.75 + 0.25 * 2.5, 2.5])
     assert known.all()
 
 
 def test_nothing_follows_the_step_that_terminates_a_game() -> None:
     # 2 - 1 = 1 at step 1; what comes after it belongs to another game
-    advantages, _ = gae(course([1, 2, 3], [0.5, 1, 1.5, 2], over=(1,)), gamma=0.5, lam=0.5)
+    advantages, _ = gae(course([1, 2, 3], [0.5, 1, 1.5, 2], over=(1,)), gamma=0.5, gae_lambda=0.5)
     assert numbers(advantages) == pytest.approx([1 + 0.25 * 1, 1, 2.5])
 
 
 def test_a_game_that_is_cut_off_goes_on_in_the_value_of_its_last_view() -> None:
     # 2 + .5*4 - 1 = 3 at step 1: 4 is the value of the last view, 1.5 that of the next game's first
-    advantages, _ = gae(course([1, 2, 3], [0.5, 1, 1.5, 2], over=(1,), bootstrap={1: 4.0}), gamma=0.5, lam=0.5)
+    advantages, _ = gae(course([1, 2, 3], [0.5, 1, 1.5, 2], over=(1,), bootstrap={1: 4.0}), gamma=0.5, gae_lambda=0.5)
     assert numbers(advantages) == pytest.approx([1 + 0.25 * 3, 3, 2.5])
 
 
 def test_a_game_may_end_with_the_last_step() -> None:
-    advantages, known = gae(course([1, 2], [0.5, 1, 100], over=(1,)), gamma=0.5, lam=0.5)
+    advantages, known = gae(course([1, 2], [0.5, 1, 100], over=(1,)), gamma=0.5, gae_lambda=0.5)
     assert numbers(advantages) == pytest.approx([1 + 0.5 - 0.5 + 0.25, 1])
     assert known.all()
 
 
 def test_lam_zero_trusts_the_critic_and_lam_one_the_rewards() -> None:
     game = course([1, 2, 3], [0.5, 1, 1.5, 2], over=(2,))
-    assert numbers(gae(game, gamma=0.5, lam=0)[0]) == pytest.approx([1 + 0.5 - 0.5, 2 + 0.75 - 1, 3 - 1.5])
-    assert numbers(gae(game, gamma=0.5, lam=1)[0]) == pytest.approx([1 + 1 + 0.75 - 0.5, 2 + 1.5 - 1, 3 - 1.5])
+    assert numbers(gae(game, gamma=0.5, gae_lambda=0)[0]) == pytest.approx([1 + 0.5 - 0.5, 2 + 0.75 - 1, 3 - 1.5])
+    assert numbers(gae(game, gamma=0.5, gae_lambda=1)[0]) == pytest.approx([1 + 1 + 0.75 - 0.5, 2 + 1.5 - 1, 3 - 1.5])
 
 
 # ---- worked by hand, where seats take turns
 
 
-def two_turns() -> Course:
+def two_turns() -> AdvantageInputs:
     """Seats 0 and 1 move in turn, twice each; the game ends with step 3 and pays +1 and -1; seat 0 is paid .1 with
     seat 1's first move. Values of moments at which a seat does not act are 99."""
     rewards = torch.tensor([[[0.0, 0.0]], [[0.1, 0.0]], [[0.0, 0.0]], [[1.0, -1.0]]])
     values = torch.tensor([[[0.2, 99.0]], [[99.0, -0.1]], [[0.4, 99.0]], [[99.0, 0.3]], [[0.2, 99.0]]])
     acting = values < 50
     over = torch.tensor([False, False, False, True]).view(4, 1, 1).expand(4, 1, 2)
-    return Course(rewards, values, torch.zeros(4, 1, 2), over, acting)
+    return AdvantageInputs(rewards, values, torch.zeros(4, 1, 2), over, acting)
 
 
 def test_taking_turns_time_counts_in_own_decisions() -> None:
-    advantages, known = gae(two_turns(), gamma=0.9, lam=0.5)
+    advantages, known = gae(two_turns(), gamma=0.9, gae_lambda=0.5)
     second = 1 - 0.4  # paid with the other's last move
     assert advantages[2, 0, 0].item() == pytest.approx(second)
     assert advantages[0, 0, 0].item() == pytest.approx(0.1 + 0.9 * 0.4 - 0.2 + 0.45 * second)
@@ -102,21 +102,21 @@ def test_taking_turns_time_counts_in_own_decisions() -> None:
 def test_rewards_before_the_first_own_move_are_nobodys() -> None:
     """A game ends with step 0; in the next one the seat is paid 5 before its first move."""
     game = course([1, 5, 2, 0], [0, 0, 0, 0, 0], over=(0, 3), acting=[True, False, True, False, True])
-    advantages, known = gae(game, gamma=1.0, lam=1.0)
+    advantages, known = gae(game, gamma=1.0, gae_lambda=1.0)
     assert numbers(advantages[known]) == [1, 2]
     assert numbers(known) == [True, False, True, False]
 
 
 def test_a_seat_that_died_is_judged_by_what_follows_to_the_end() -> None:
     game = course([0, 0, 3], [0.5, 9, 9, 0.5], over=(2,), acting=[True, False, False, True])
-    advantages, known = gae(game, gamma=0.9, lam=0.95)
+    advantages, known = gae(game, gamma=0.9, gae_lambda=0.95)
     assert advantages[0].item() == pytest.approx(3 - 0.5)
     assert numbers(known) == [True, False, False]
 
 
 def test_a_move_whose_next_decision_lies_beyond_the_last_step_is_not_known() -> None:
     game = course([1, 1, 1], [0, 0, 0, 0], acting=[True, False, True, False])
-    assert numbers(gae(game, gamma=0.9, lam=0.95)[1]) == [True, False, False]
+    assert numbers(gae(game, gamma=0.9, gae_lambda=0.95)[1]) == [True, False, False]
     _, _, known = vtrace(game, torch.ones(3, 1, 1), gamma=0.9)
     assert numbers(known) == [True, False, False]
 
@@ -125,7 +125,7 @@ def test_no_estimate_reads_values_of_moments_at_which_the_seat_does_not_act() ->
     acting = [True, True, False, False]  # the move at 1 is not known: its next decision lies beyond the last step
     plain = course([1, 1, 1], [0.5, 0.5, 0.5, 0.5], acting=acting)
     other = course([1, 1, 1], [0.5, 0.5, 77, 77], acting=acting)
-    (first, known), (second, _) = (gae(game, gamma=0.9, lam=0.95) for game in (plain, other))
+    (first, known), (second, _) = (gae(game, gamma=0.9, gae_lambda=0.95) for game in (plain, other))
     assert known.any()
     assert torch.equal(first[known], second[known])
 
@@ -133,34 +133,34 @@ def test_no_estimate_reads_values_of_moments_at_which_the_seat_does_not_act() ->
 # ---- against the definitions, in random games
 
 
-def decisions(game: Course, b: int, n: int) -> list[list[tuple[int, float, float, float]]]:
+def decisions(game: AdvantageInputs, b: int, n: int) -> list[list[tuple[int, float, float, float]]]:
     """The known decisions of seat n in game b, in chains that a game's end or the last step breaks: (step, reward till
     the next decision, own value, value of the next decision or what stands for it)."""
     T = len(game.rewards)
     chains: list[list[tuple[int, float, float, float]]] = [[]]
     t = 0
     while t < T:
-        if not game.acting[t, b, n]:
+        if not game.agent_mask[t, b, n]:
             t += 1
             continue
         reward, start, follows = 0.0, t, None
         while t < T:
             reward += float(game.rewards[t, b, n])
             t += 1
-            if game.over[t - 1, b, n]:
+            if game.done[t - 1, b, n]:
                 follows = float(game.bootstrap[t - 1, b, n])
                 break
-            if game.acting[t, b, n]:
+            if game.agent_mask[t, b, n]:
                 follows = float(game.values[t, b, n])
                 break
         if follows is not None:
             chains[-1].append((start, reward, float(game.values[start, b, n]), follows))
-        if follows is None or game.over[t - 1, b, n]:
+        if follows is None or game.done[t - 1, b, n]:
             chains.append([])
     return chains
 
 
-def gae_by_definition(game: Course, gamma: float, lam: float) -> dict[tuple[int, int, int], float]:
+def gae_by_definition(game: AdvantageInputs, gamma: float, lam: float) -> dict[tuple[int, int, int], float]:
     """The sum of (gamma * lam)^l * error of the l-th decision from here."""
     found = {}
     for b in range(game.rewards.shape[1]):
@@ -173,7 +173,7 @@ def gae_by_definition(game: Course, gamma: float, lam: float) -> dict[tuple[int,
 
 
 def vtrace_by_definition(
-    game: Course, ratio: torch.Tensor, gamma: float, lam: float, rho: float, c: float
+    game: AdvantageInputs, ratio: torch.Tensor, gamma: float, lam: float, rho: float, c: float
 ) -> dict[tuple[int, int, int], tuple[float, float]]:
     """Espeholt et al. (2018), eq. 1: v_s = V_s + sum over t >= s of gamma^(t-s) * c_s ... c_(t-1) * error_t, where an
     error is rho_t * (r_t + gamma V_(t+1) - V_t), and the advantage rho_s * (r_s + gamma v_(s+1) - V_s)."""
@@ -200,7 +200,7 @@ def vtrace_by_definition(
 
 
 @st.composite
-def courses(draw: st.DrawFn, *, turns: bool = True, settled: bool = True) -> Course:
+def courses(draw: st.DrawFn, *, turns: bool = True, settled: bool = True) -> AdvantageInputs:
     """Random games of random seats, which end for all or for some; with `settled` all of them act at the last moment,
     so that every move is known."""
     T, B, N = draw(st.integers(1, 7)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
@@ -218,7 +218,7 @@ def courses(draw: st.DrawFn, *, turns: bool = True, settled: bool = True) -> Cou
     if settled:
         acting[-1] = True
     bootstrap = torch.where(over & ~terminated, real(T, B, N), 0.0)
-    return Course(real(T, B, N), real(T + 1, B, N), bootstrap, over, acting)
+    return AdvantageInputs(real(T, B, N), real(T + 1, B, N), bootstrap, over, acting)
 
 
 def agrees(estimates: torch.Tensor, known: torch.Tensor, found: dict[tuple[int, int, int], float]) -> None:
@@ -233,25 +233,27 @@ FEW = settings(max_examples=40)
 
 @FEW
 @given(courses() | courses(turns=False), PARTS, PARTS)
-def test_estimates_are_their_definition(game: Course, gamma: float, lam: float) -> None:
-    agrees(*gae(game, gamma=gamma, lam=lam), gae_by_definition(game, gamma, lam))
+def test_estimates_are_their_definition(game: AdvantageInputs, gamma: float, lam: float) -> None:
+    agrees(*gae(game, gamma=gamma, gae_lambda=lam), gae_by_definition(game, gamma, lam))
 
 
 @FEW
 @given(courses(settled=False), PARTS, PARTS)
-def test_estimates_up_to_a_move_that_is_not_known_are_their_definition(game: Course, gamma: float, lam: float) -> None:
-    agrees(*gae(game, gamma=gamma, lam=lam), gae_by_definition(game, gamma, lam))
+def test_estimates_up_to_a_move_that_is_not_known_are_their_definition(
+    game: AdvantageInputs, gamma: float, lam: float
+) -> None:
+    agrees(*gae(game, gamma=gamma, gae_lambda=lam), gae_by_definition(game, gamma, lam))
 
 
 @FEW
 @given(courses(), PARTS, PARTS, st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.5, 1.0]), st.data())
 def test_vtrace_is_its_definition(
-    game: Course, gamma: float, lam: float, rho: float, c: float, data: st.DataObject
+    game: AdvantageInputs, gamma: float, lam: float, rho: float, c: float, data: st.DataObject
 ) -> None:
     shape = tuple(game.rewards.shape)
     quarters = st.integers(0, 12).map(lambda x: x / 4)
     ratio = torch.from_numpy(data.draw(arrays.arrays(np.float64, shape, elements=quarters)))
-    advantages, targets, known = vtrace(game, ratio, gamma=gamma, lam=lam, rho=rho, c=c)
+    advantages, targets, known = vtrace(game, ratio, gamma=gamma, gae_lambda=lam, rho=rho, c=c)
     found = vtrace_by_definition(game, ratio, gamma, lam, rho, c)
     agrees(advantages, known, {index: advantage for index, (advantage, _) in found.items()})
     agrees(targets, known, {index: target for index, (_, target) in found.items()})
@@ -268,17 +270,17 @@ def test_vtrace_worked_by_hand() -> None:
 
 @FEW
 @given(courses(), PARTS, PARTS)
-def test_on_policy_the_targets_of_vtrace_are_those_of_gae(game: Course, gamma: float, lam: float) -> None:
-    advantages, known = gae(game, gamma=gamma, lam=lam)
-    _, targets, same = vtrace(game, torch.ones_like(game.rewards), gamma=gamma, lam=lam)
+def test_on_policy_the_targets_of_vtrace_are_those_of_gae(game: AdvantageInputs, gamma: float, lam: float) -> None:
+    advantages, known = gae(game, gamma=gamma, gae_lambda=lam)
+    _, targets, same = vtrace(game, torch.ones_like(game.rewards), gamma=gamma, gae_lambda=lam)
     assert torch.equal(known, same)
     assert torch.allclose((advantages + game.values[:-1])[known], targets[known])
 
 
 @settings(max_examples=20)
 @given(courses(turns=False), PARTS)
-def test_a_constant_added_to_values_without_discount_cancels(game: Course, lam: float) -> None:
+def test_a_constant_added_to_values_without_discount_cancels(game: AdvantageInputs, lam: float) -> None:
     """With gamma 1 and no terminal steps, only differences of values count."""
-    cut = replace(game, bootstrap=torch.where(game.over, game.bootstrap, 0.0))
-    moved = replace(cut, values=cut.values + 3, bootstrap=torch.where(cut.over, cut.bootstrap + 3, cut.bootstrap))
-    assert torch.allclose(gae(cut, gamma=1.0, lam=lam)[0], gae(moved, gamma=1.0, lam=lam)[0])
+    cut = replace(game, bootstrap=torch.where(game.done, game.bootstrap, 0.0))
+    moved = replace(cut, values=cut.values + 3, bootstrap=torch.where(cut.done, cut.bootstrap + 3, cut.bootstrap))
+    assert torch.allclose(gae(cut, gamma=1.0, gae_lambda=lam)[0], gae(moved, gamma=1.0, gae_lambda=lam)[0])

@@ -11,25 +11,25 @@ import torch
 from vector_toys import Countdown
 
 from palestra.nets.replay import Replay
-from palestra.nets.segments import Segments, Stretches
-from palestra.policies.vector import Uniform
-from palestra.rollouts.sweep import Sweeper
-from palestra.types import Batch
+from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.types import RolloutBatch
 
 
-def swept(turns: bool = False, steps: int = 12, games: int = 4) -> Batch:
+def swept(turns: bool = False, steps: int = 12, games: int = 4) -> RolloutBatch:
     env = Countdown(games=games, turns=turns)
-    batch = Sweeper(env, np.arange(games)).sweep([Uniform(env, [0, 1])], steps, 1)
+    batch = VectorRollout(env, np.arange(games)).collect([UniformVectorPolicy(env, [0, 1])], steps, 1)
     memory = torch.arange(2 * games * 3, dtype=torch.float32).view(1, 2 * games, 3)
-    return replace(batch, memory={"random": None, "gru": memory})
+    return replace(batch, recurrent_state={"random": None, "gru": memory})
 
 
-def everything(segments: Segments) -> Stretches:
+def everything(segments: SequenceReplay) -> SequenceBatch:
     """All stretches in the order of their places, each once."""
     places = np.arange(len(segments))
-    segments.ring.draw = lambda count, rng, beta: (places, np.ones(len(places)))  # type: ignore[method-assign]
+    segments.ring.sample = lambda count, rng, beta: (places, np.ones(len(places)))  # type: ignore[method-assign]
     found = segments.sample(0, np.random.default_rng(0))
-    del segments.ring.draw
+    del segments.ring.sample
     return found
 
 
@@ -38,14 +38,17 @@ def everything(segments: Segments) -> Stretches:
 @pytest.mark.parametrize("n", [1, 3])
 def test_credit_within_a_stretch_is_that_of_single_moments(turns: bool, n: int, joint: bool) -> None:
     batch = swept(turns)
-    segments, replay = Segments(4, n=n, gamma=0.8, joint=joint), Replay(48, n=n, gamma=0.8, joint=joint)
+    segments, replay = (
+        SequenceReplay(4, n_step=n, gamma=0.8, count_env_steps=joint),
+        Replay(48, n_step=n, gamma=0.8, count_env_steps=joint),
+    )
     segments.add(batch)
     replay.add(batch)
     found = everything(segments)
-    replay.ring.draw = lambda count, rng, beta: (np.arange(48), np.ones(48))  # type: ignore[method-assign]
+    replay.ring.sample = lambda count, rng, beta: (np.arange(48), np.ones(48))  # type: ignore[method-assign]
     moves = replay.sample(0, np.random.default_rng(0))
-    names = ("actions", "rewards", "discounts", "weight", "acting", "legal", "state", "next_state", "next_legal")
-    for name in (*names, "next_acting"):
+    names = ("actions", "rewards", "discounts", "weight", "agent_mask", "action_mask", "state", "next_state", "next_action_mask")
+    for name in (*names, "next_agent_mask"):
         assert torch.equal(getattr(found, name).flatten(0, 1), getattr(moves, name)), name
     # the number of the next moment leads to the view that comes next
     seen = 0
@@ -54,10 +57,12 @@ def test_credit_within_a_stretch_is_that_of_single_moments(turns: bool, n: int, 
             for s in range(2):
                 if not found.weight[t, m, s]:
                     continue
-                at = int(found.moment[t, m, s])
+                at = int(found.step_index[t, m, s])
                 if at > 12:
                     here = [
-                        f for f in range(len(found.cuts[0])) if (found.cuts[0][f], found.cuts[1][f]) == (at - 13, m)
+                        f
+                        for f in range(len(found.truncations[0]))
+                        if (found.truncations[0][f], found.truncations[1][f]) == (at - 13, m)
                     ]
                     if not here:
                         assert found.discounts[t, m, s] == 0
@@ -67,36 +72,36 @@ def test_credit_within_a_stretch_is_that_of_single_moments(turns: bool, n: int, 
                     view = found.obs[at, m, s]
                 assert torch.equal(view, moves.next_obs[t * 4 + m, s])
                 seen += 1
-    assert seen > 10 and len(found.cuts[0]) > 0
+    assert seen > 10 and len(found.truncations[0]) > 0
 
 
 def test_a_stretch_begins_with_what_its_player_remembered() -> None:
-    segments = Segments(10, remembered=["gru"])
+    segments = SequenceReplay(10, recurrent_players=["gru"])
     segments.add(swept())
     found = everything(segments)
-    assert list(found.memory) == ["gru"]
+    assert list(found.recurrent_states) == ["gru"]
     # games of two seats, three units: game 1 has rows 2 and 3 of the player's memory
-    assert found.memory["gru"].shape == (1, 8, 3)
-    assert found.memory["gru"][0, 2:4].tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert found.recurrent_states["gru"].shape == (1, 8, 3)
+    assert found.recurrent_states["gru"][0, 2:4].tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
 def test_members_of_a_stack_keep_their_own_memory() -> None:
-    segments = Segments(10, remembered=["a+b"])
+    segments = SequenceReplay(10, recurrent_players=["a+b"])
     memory = torch.arange(2 * 4.0).view(2, 4, 1)  # two members, one seat each, four games
-    segments.add(replace(swept(), memory={"a+b": memory}))
-    assert torch.equal(everything(segments).memory["a+b"], memory)
+    segments.add(replace(swept(), recurrent_state={"a+b": memory}))
+    assert torch.equal(everything(segments).recurrent_states["a+b"], memory)
 
 
 def test_memory_is_brought_up_to_date_before_anything_is_learned() -> None:
     """Games of Countdown last 2 to 5 steps. In the second batch a game is under way, so its first steps do not count,
     until it ends and the next begins with nothing to remember."""
     env = Countdown(games=4)
-    sweeper, segments = Sweeper(env, np.arange(4)), Segments(8, burn_in=3)
+    sweeper, segments = VectorRollout(env, np.arange(4)), SequenceReplay(8, burn_in=3)
     for i in range(2):
-        segments.add(sweeper.sweep([Uniform(env, [0, 1])], 4, i))
+        segments.add(sweeper.collect([UniformVectorPolicy(env, [0, 1])], 4, i))
     found = everything(segments)
     assert (found.weight[:, :4] == 1).all()
-    fresh = found.fresh[:4, 4:]
+    fresh = found.is_first[:4, 4:]
     assert not fresh[0].all()
     for t in range(4):
         for m in range(4):
@@ -106,42 +111,44 @@ def test_memory_is_brought_up_to_date_before_anything_is_learned() -> None:
 
 
 def test_the_newest_take_the_places_of_the_oldest() -> None:
-    segments = Segments(6)
+    segments = SequenceReplay(6)
     for number in range(3):
         batch = swept()
         segments.add(replace(batch, rewards=np.full_like(batch.rewards, number)))
     assert len(segments) == 6
     # of 12 stretches the last 6, number i at place i % 6: games 2 and 3 of the second batch, then those of the third
-    games, found, fresh = [2, 3, 0, 1, 2, 3], everything(segments), Segments(4)
+    games, found, fresh = [2, 3, 0, 1, 2, 3], everything(segments), SequenceReplay(4)
     assert found.rewards[0, :, 0].tolist() == [1, 1, 2, 2, 2, 2]
     fresh.add(batch)
     alone = everything(fresh)
-    assert torch.equal(found.obs, alone.obs[:, games]) and torch.equal(found.moment, alone.moment[:, games])
-    kept = {(int(t), games.index(int(m), 2)): view for t, m, view in zip(*alone.cuts, alone.final_obs, strict=True)}
+    assert torch.equal(found.obs, alone.obs[:, games]) and torch.equal(found.step_index, alone.step_index[:, games])
+    kept = {
+        (int(t), games.index(int(m), 2)): view for t, m, view in zip(*alone.truncations, alone.final_obs, strict=True)
+    }
     assert kept
-    seen = {(int(t), int(m)): view for t, m, view in zip(*found.cuts, found.final_obs, strict=True)}
+    seen = {(int(t), int(m)): view for t, m, view in zip(*found.truncations, found.final_obs, strict=True)}
     assert all(torch.equal(seen[at], view) for at, view in kept.items())
 
 
 def test_what_was_kept_goes_on_exactly() -> None:
-    options: dict[str, Any] = {"priority": 0.7, "n": 2, "remembered": ["gru"]}
-    segments, other = Segments(6, **options), Segments(6, **options)
+    options: dict[str, Any] = {"priority": 0.7, "n_step": 2, "recurrent_players": ["gru"]}
+    segments, other = SequenceReplay(6, **options), SequenceReplay(6, **options)
     segments.add(swept())
-    segments.prioritise(torch.arange(4), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    segments.update_priorities(torch.arange(4), torch.tensor([1.0, 2.0, 3.0, 4.0]))
     other.load({name: array.copy() for name, array in segments.arrays().items()})
     for kept in (segments, other):
         kept.add(swept(turns=True))
     a, b = (kept.sample(20, np.random.default_rng(3), 0.4) for kept in (segments, other))
-    for part in fields(Stretches):
+    for part in fields(SequenceBatch):
         x, y = getattr(a, part.name), getattr(b, part.name)
         x, y = (list(z.values()) if isinstance(z, dict) else list(z) if isinstance(z, tuple) else [z] for z in (x, y))
         assert all(torch.equal(u, v) for u, v in zip(x, y, strict=True)), part.name
 
 
 def test_stretches_are_drawn_by_priority() -> None:
-    segments = Segments(4, priority=1.0)
+    segments = SequenceReplay(4, priority=1.0)
     segments.add(swept())
-    segments.prioritise(torch.arange(4), torch.tensor([1.0, 3.0, 0.0, 0.0]))
+    segments.update_priorities(torch.arange(4), torch.tensor([1.0, 3.0, 0.0, 0.0]))
     found = segments.sample(4000, np.random.default_rng(0))
     shares = np.bincount(found.index.numpy(), minlength=4) / 4000
     assert shares == pytest.approx([0.25, 0.75, 0, 0], abs=0.01)

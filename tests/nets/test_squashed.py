@@ -8,9 +8,9 @@ import torch
 from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
 
 from palestra.envs.vector.base import Continuous, Discrete
-from palestra.nets.heads import NEVER, CategoricalHead
-from palestra.nets.seating import Seating
-from palestra.nets.squashed import Codes, SquashedHead, TanhHead, one_hot, straight_through
+from palestra.nets.continuous_heads import ActionEncoder, SquashedHead, TanhHead, gumbel_softmax, one_hot
+from palestra.nets.heads import MASKED_LOGIT, CategoricalHead
+from palestra.nets.seat_mapping import SeatMapping
 
 SPACE = Continuous((-2.0, 0.0, -1.0), (2.0, 5.0, 1.0))
 HALF = torch.tensor([2.0, 2.5, 1.0])
@@ -35,10 +35,12 @@ def test_densities_are_those_of_the_transformed_distribution():
     transforms = [TanhTransform(cache_size=1), AffineTransform(MIDDLE, HALF)]
     reference = TransformedDistribution(Normal(mean.double(), log_std.exp().double()), transforms)
     expected = (reference.log_prob(action.double()) + HALF.log()).sum(-1)  # ours is of units, not of actions
-    inside = (head.unit(action).abs() < 0.999).all(-1)  # nearer to the edge float32 cannot undo the squashing
+    inside = (head.to_unit(action).abs() < 0.999).all(-1)  # nearer to the edge float32 cannot undo the squashing
     assert inside.sum() > 400
     torch.testing.assert_close(logp[inside], expected[inside].float(), atol=2e-3, rtol=0)
-    torch.testing.assert_close(head.score(out, action, None)[0][inside], expected[inside].float(), atol=2e-3, rtol=0)
+    torch.testing.assert_close(
+        head.evaluate_actions(out, action, None)[0][inside], expected[inside].float(), atol=2e-3, rtol=0
+    )
 
 
 def test_a_density_by_hand():
@@ -46,8 +48,10 @@ def test_a_density_by_hand():
     out = torch.zeros(1, 2)  # a standard normal number, squashed
     action = torch.tensor([[5 + 5 * math.tanh(1.0)]])
     expected = -0.5 - 0.5 * math.log(2 * math.pi) - math.log(1 - math.tanh(1.0) ** 2)
-    assert head.score(out, action, None)[0].item() == pytest.approx(expected, abs=1e-4)
-    assert head.score(out, torch.tensor([[5.0]]), None)[0].item() == pytest.approx(-0.5 * math.log(2 * math.pi))
+    assert head.evaluate_actions(out, action, None)[0].item() == pytest.approx(expected, abs=1e-4)
+    assert head.evaluate_actions(out, torch.tensor([[5.0]]), None)[0].item() == pytest.approx(
+        -0.5 * math.log(2 * math.pi)
+    )
 
 
 def test_actions_stay_in_bounds_and_densities_finite_at_the_edge():
@@ -56,7 +60,7 @@ def test_actions_stay_in_bounds_and_densities_finite_at_the_edge():
     action, logp = head.sample(out, None, generator())
     low, high = torch.tensor(SPACE.low), torch.tensor(SPACE.high)
     assert bool(((action >= low) & (action <= high)).all()) and bool(torch.isfinite(logp).all())
-    assert bool(torch.isfinite(head.score(out, action, None)[0]).all())
+    assert bool(torch.isfinite(head.evaluate_actions(out, action, None)[0]).all())
 
 
 def test_the_entropy_is_minus_the_mean_log_density():
@@ -70,7 +74,7 @@ def test_the_entropy_is_minus_the_mean_log_density():
 def test_gradients_flow_through_what_is_drawn():
     head = SquashedHead(Continuous((-1.0,), (1.0,)))
     out = torch.tensor([[0.3, -0.4]], requires_grad=True)
-    unit, _ = head.draw(out, generator(5))
+    unit, _ = head.sample_units(out, generator(5))
     unit.sum().backward()
     slope = 1 - unit.item() ** 2
     noise = torch.empty(1, 1).normal_(generator=generator(5)).item()
@@ -103,7 +107,7 @@ def test_deterministic_actions_and_their_noise_by_hand():
     expected = Normal(0.0, 0.2).log_prob(0.2 * noise).sum(-1)
     torch.testing.assert_close(logp, expected)
     inner = torch.tensor([[7.0, 0.9]])
-    score, entropy = TanhHead(space, noise=0.2).score(out, inner, None)
+    score, entropy = TanhHead(space, noise=0.2).evaluate_actions(out, inner, None)
     reference = Normal(torch.tanh(out), 0.2)
     torch.testing.assert_close(score, reference.log_prob(torch.tensor([[0.4, 0.9]])).sum(-1))
     torch.testing.assert_close(entropy, reference.entropy().sum(-1))
@@ -113,18 +117,18 @@ def test_without_noise_an_action_is_the_best_one():
     head, out = TanhHead(SPACE, noise=0.0), outputs(7)[:, :3]
     action, logp = head.sample(out, None, generator())
     assert torch.equal(action, head.mode(out, None)) and torch.equal(logp, torch.zeros(7))
-    assert torch.equal(head.score(out, action, None)[0], torch.zeros(7))
+    assert torch.equal(head.evaluate_actions(out, action, None)[0], torch.zeros(7))
 
 
 # ---- draws of discrete actions
 
 
 def test_draws_have_the_marginals_of_the_softmax_at_any_temperature():
-    logits = torch.tensor([0.0, 1.0, -1.0, NEVER])
+    logits = torch.tensor([0.0, 1.0, -1.0, MASKED_LOGIT])
     expected = torch.softmax(logits, -1)
     rows = 40_000
     for temperature in (0.3, 1.0, 5.0):
-        drawn = straight_through(logits.expand(rows, 4), generator(2), temperature=temperature)
+        drawn = gumbel_softmax(logits.expand(rows, 4), generator(2), temperature=temperature)
         assert bool(((drawn == 0) | (drawn == 1)).all()) and torch.equal(drawn.sum(-1), torch.ones(rows))
         error = 4 * (expected * (1 - expected) / rows).sqrt()
         assert bool(((drawn.mean(0) - expected).abs() <= error).all())
@@ -134,7 +138,7 @@ def test_draws_have_the_marginals_of_the_softmax_at_any_temperature():
 def test_the_gradient_is_that_of_the_noisy_softmax():
     logits = torch.tensor([[0.2, -0.3, 0.9]], requires_grad=True)
     worth = torch.tensor([[1.0, -2.0, 0.5]])
-    (straight_through(logits, generator(4), temperature=0.7) * worth).sum().backward()
+    (gumbel_softmax(logits, generator(4), temperature=0.7) * worth).sum().backward()
     gumbel = -torch.empty(1, 3).exponential_(generator=generator(4)).log()
     soft = torch.softmax((logits.detach() + gumbel) / 0.7, -1)
     assert logits.grad is not None
@@ -144,39 +148,41 @@ def test_the_gradient_is_that_of_the_noisy_softmax():
 # ---- codes
 
 
-def seating(seats: tuple[tuple[int, ...], ...]) -> Seating:
-    return Seating(tuple(f"p{i}" for i in range(len(seats))), seats, 4, (2,), Discrete(2))
+def seating(seats: tuple[tuple[int, ...], ...]) -> SeatMapping:
+    return SeatMapping(tuple(f"p{i}" for i in range(len(seats))), seats, 4, (2,), Discrete(2))
 
 
 def test_codes_of_discrete_actions_by_hand():
     """Seat 1 does not learn; seat 3 has three actions, the others two."""
     two, three = CategoricalHead(Discrete(2)), CategoricalHead(Discrete(3))
-    codes = Codes({3: three, 0: two, 2: two})
+    codes = ActionEncoder({3: three, 0: two, 2: two})
     everyone = torch.ones(2, 4, dtype=torch.bool)
-    joint = codes.of(torch.tensor([[1, 9, 0, 2], [0, 9, 1, 0]]), everyone)
+    joint = codes.encode(torch.tensor([[1, 9, 0, 2], [0, 9, 1, 0]]), everyone)
     assert joint.tolist() == [[0, 1, 1, 0, 0, 0, 1], [1, 0, 0, 1, 1, 0, 0]]
     both = seating(((2,), (0,)))  # two members, one seat each
-    assert codes.own(joint, both).tolist() == [[[1, 0], [0, 1]], [[0, 1], [1, 0]]]
-    others = codes.others(joint, both)  # [P, M, S, J]
+    assert codes.own_actions(joint, both).tolist() == [[[1, 0], [0, 1]], [[0, 1], [1, 0]]]
+    others = codes.other_actions(joint, both)  # [P, M, S, J]
     assert others[0, :, 0].tolist() == [[0, 1, 0, 0, 0, 0, 1], [1, 0, 0, 0, 1, 0, 0]]
     assert others[1, :, 0].tolist() == [[0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 1, 1, 0, 0]]
     shared = seating(((0, 2),))  # one member at two seats
-    assert codes.own(joint, shared).tolist() == [[[0, 1], [1, 0], [1, 0], [0, 1]]]
-    assert codes.others(joint, shared)[0, 0].tolist() == [[0, 0, 1, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 1]]
+    assert codes.own_actions(joint, shared).tolist() == [[[0, 1], [1, 0], [1, 0], [0, 1]]]
+    assert codes.other_actions(joint, shared)[0, 0].tolist() == [[0, 0, 1, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 1]]
     written = torch.zeros_like(joint)
     for stack in (shared, seating(((3,),))):
-        codes.put(written, stack, codes.own(joint, stack))
+        codes.write(written, stack, codes.own_actions(joint, stack))
     assert torch.equal(written, joint)
     last = torch.tensor([[True, True, True, False]])
-    assert codes.of(torch.tensor([[1, 9, 1, 2]]), last).tolist() == [[0, 1, 0, 1, 1, 0, 0]]  # who rests does the first
+    assert codes.encode(torch.tensor([[1, 9, 1, 2]]), last).tolist() == [
+        [0, 1, 0, 1, 1, 0, 0]
+    ]  # who rests does the first
 
 
 def test_codes_of_continuous_actions_leave_padding_out():
     short, wide = Continuous((0.0,), (4.0,)), Continuous((-1.0, -2.0), (1.0, 2.0))
-    codes = Codes({0: TanhHead(short), 1: SquashedHead(wide)})
+    codes = ActionEncoder({0: TanhHead(short), 1: SquashedHead(wide)})
     actions = torch.tensor([[[3.0, 99.0], [0.5, -2.0]]])
-    assert codes.of(actions, torch.tensor([[True, True]])).tolist() == [[0.5, 0.5, -1.0]]
-    assert codes.of(actions, torch.tensor([[True, False]])).tolist() == [[0.5, 0.0, 0.0]]
+    assert codes.encode(actions, torch.tensor([[True, True]])).tolist() == [[0.5, 0.5, -1.0]]
+    assert codes.encode(actions, torch.tensor([[True, False]])).tolist() == [[0.5, 0.0, 0.0]]
 
 
 def test_one_hot():

@@ -8,13 +8,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from palestra.envs.vector.base import Continuous, Discrete, Frame, MultiDiscrete, Space, empty_frame
-from palestra.nets.heads import head_for
-from palestra.nets.layers import Net, NetConfig, generators
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorStep, empty_step
+from palestra.nets.heads import make_head
+from palestra.nets.layers import Net, NetConfig, make_generators
 from palestra.nets.normalise import RunningNorm
-from palestra.nets.seating import Seating
-from palestra.policies.frozen import LEAST, NetGroup, NetMember, Rows, TableGroup, TableMember, Views, blocks
-from palestra.policies.nets import NetPlayer, greedy
+from palestra.nets.seat_mapping import SeatMapping
+from palestra.policies.frozen import (
+    MIN_BLOCK_ROWS,
+    ActBatch,
+    InfoStateIndex,
+    NetGroup,
+    NetMember,
+    TableGroup,
+    TableMember,
+    assign_blocks,
+)
+from palestra.policies.nets import NetVectorPolicy, greedy_selector
 
 SMALL = NetConfig(hidden=[8])
 VIEW = 5
@@ -24,39 +33,41 @@ def net(
     seed: int, config: NetConfig = SMALL, space: Space = Discrete(3), *, norm: bool = False, seat_id: bool = False
 ) -> NetMember:
     """A network that plays its likeliest actions at seat 1 of 2."""
-    seating = Seating(("m",), ((1,),), 2, (VIEW,), space, seat_id)
-    head = head_for(space)
+    seating = SeatMapping(("m",), ((1,),), 2, (VIEW,), space, seat_id)
+    head = make_head(space)
     scale = None
     if norm:
-        (size,) = seating.inputs
+        (size,) = seating.input_shape
         scale = RunningNorm(1, size)
-        scale.see(seed + 3 * torch.randn(1, 50, size, generator=noise(seed)), torch.ones(1, 50))
-    return NetMember(seating, Net(seating.inputs, head.outputs, config, generators([seed])), head, scale, best=True)
+        scale.update(seed + 3 * torch.randn(1, 50, size, generator=noise(seed)), torch.ones(1, 50))
+    return NetMember(
+        seating, Net(seating.input_shape, head.outputs, config, make_generators([seed])), head, scale, greedy=True
+    )
 
 
 def noise(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def rows(seed: int, games: int, members: np.ndarray, memory: int = 0, actions: int | None = 3) -> Rows:
+def rows(seed: int, games: int, members: np.ndarray, memory: int = 0, actions: int | None = 3) -> ActBatch:
     """Rows of seat 1 in a frame of random views."""
     rng = np.random.default_rng(seed)
-    frame = empty_frame(games, 2, (VIEW,), actions=actions)
+    frame = empty_step(games, 2, (VIEW,), num_actions=actions)
     frame.obs[:] = rng.normal(size=frame.obs.shape)
-    if frame.legal is not None:
-        frame.legal[:, :, 0] = rng.random((games, 2)) < 0.5
+    if frame.action_mask is not None:
+        frame.action_mask[:, :, 0] = rng.random((games, 2)) < 0.5
     here = np.arange(len(members))
     remembered = torch.from_numpy(rng.normal(size=(len(members), memory)).astype(np.float32))
     fresh = rng.random(len(members)) < 0.3
-    return Rows(frame, here, np.ones_like(here), members, remembered, fresh, rng, noise(seed))
+    return ActBatch(frame, here, np.ones_like(here), members, remembered, fresh, rng, noise(seed))
 
 
-def alone(member: NetMember, given: Rows) -> tuple[np.ndarray, torch.Tensor | None]:
+def alone(member: NetMember, given: ActBatch) -> tuple[np.ndarray, torch.Tensor | None]:
     """What a member does in all games, as a player of its own, and what it remembers then."""
     normalise = member.norm.normalise if member.norm else None
-    player = NetPlayer(member.seating, member.net, greedy(member.head), normalise=normalise)
-    memory = given.memory[None] if given.memory.shape[1] else None
-    actions, _, kept = player.act(given.frame, memory, given.fresh)
+    player = NetVectorPolicy(member.seat_mapping, member.net, greedy_selector(member.head), normalise=normalise)
+    memory = given.recurrent_state[None] if given.recurrent_state.shape[1] else None
+    actions, _, kept = player.act(given.frame, memory, given.is_first)
     return actions[:, 0], None if kept is None else kept[0]
 
 
@@ -71,7 +82,7 @@ def alone(member: NetMember, given: Rows) -> tuple[np.ndarray, torch.Tensor | No
 def test_a_group_plays_as_each_member_would_alone(
     members: list[int], memory: int, norm: bool, seat_id: bool, seed: int
 ) -> None:
-    config = NetConfig(hidden=[8], memory=memory)
+    config = NetConfig(hidden=[8], gru_units=memory)
     cast = [net(i, config, norm=norm, seat_id=seat_id) for i in range(5)]
     who = np.array(members)
     given = rows(seed, len(who), who, memory)
@@ -96,7 +107,7 @@ def test_a_group_plays_actions_of_every_kind(space: Space) -> None:
 
 def test_a_live_member_plays_by_what_it_knows_now() -> None:
     member = net(0)
-    live = NetMember(member.seating, member.net, member.head, best=True, live=True)
+    live = NetMember(member.seat_mapping, member.net, member.head, greedy=True, live=True)
     group, given = NetGroup([live]), rows(0, 30, np.zeros(30, np.int64))
     before = group.act(given)[0]
     with torch.no_grad():
@@ -117,26 +128,26 @@ def test_members_of_a_group_are_not_changed_by_it() -> None:
 
 def test_what_is_alike_is_what_can_be_evaluated_together() -> None:
     one = net(0)
-    assert one.shape == net(1).shape
+    assert one.group_key == net(1).group_key
     others = [net(0, NetConfig(hidden=[9])), net(0, NetConfig(hidden=[8], activation="relu")), net(0, norm=True)]
-    others += [net(0, space=Discrete(4)), net(0, seat_id=True), NetMember(one.seating, one.net, one.head)]
-    assert one.shape not in {other.shape for other in others}
+    others += [net(0, space=Discrete(4)), net(0, seat_id=True), NetMember(one.seat_mapping, one.net, one.head)]
+    assert one.group_key not in {other.group_key for other in others}
 
 
 @given(members=st.lists(st.integers(0, 30), min_size=1, max_size=300))
 def test_blocks_hold_rows_of_one_member_and_little_else(members: list[int]) -> None:
     rows, there = np.array(members), len(set(members))
-    who, place, width = blocks(rows)
+    who, place, width = assign_blocks(rows)
     assert len(set(place.tolist())) == len(rows)
     np.testing.assert_array_equal(who[place // width], rows)
-    assert len(who) * width <= 2 * len(rows) + LEAST * there
+    assert len(who) * width <= 2 * len(rows) + MIN_BLOCK_ROWS * there
 
 
 # ---- tables
 
 
-def frame_of(views: np.ndarray) -> Frame:
-    frame = empty_frame(len(views), 2, views.shape[1:], actions=3)
+def frame_of(views: np.ndarray) -> VectorStep:
+    frame = empty_step(len(views), 2, views.shape[1:], num_actions=3)
     frame.obs[:, 1] = views
     return frame
 
@@ -144,12 +155,12 @@ def frame_of(views: np.ndarray) -> Frame:
 def test_a_table_is_drawn_from_as_it_says() -> None:
     views = np.array([[0, 1, 0.5], [1, 0, 0.5], [1, 1, -2]], np.float32)
     tables = np.array([[[0.2, 0.5, 0.3], [0, 1, 0], [0.5, 0, 0.5]], [[1, 0, 0], [0, 0, 1], [0, 1, 0]]])
-    known = Views(views)
+    known = InfoStateIndex(views)
     group = TableGroup([TableMember(known, table) for table in tables])
     games = 6000
     at, who = np.arange(games) % 3, np.arange(games) // 3 % 2
     here, rng = np.arange(games), np.random.default_rng(0)
-    given = Rows(frame_of(views[at]), here, np.ones_like(here), who, torch.zeros(games, 0), here < 0, rng, noise(0))
+    given = ActBatch(frame_of(views[at]), here, np.ones_like(here), who, torch.zeros(games, 0), here < 0, rng, noise(0))
     actions, _ = group.act(given)
     for member in (0, 1):
         for state in range(3):
@@ -162,7 +173,7 @@ def test_a_table_is_drawn_from_as_it_says() -> None:
 def test_a_view_is_found_whatever_else_there_is() -> None:
     views = np.random.default_rng(0).integers(0, 2, (3000, 14)).astype(np.float32)
     views = np.unique(views, axis=0)
-    known = Views(views)
+    known = InfoStateIndex(views)
     np.testing.assert_array_equal(known.find(views), np.arange(len(views)))
     np.testing.assert_array_equal(known.find(-views[:1] * 0), known.find(views[:1] * 0))
     assert (known.find(views + 2) == -1).all()
@@ -170,13 +181,15 @@ def test_a_view_is_found_whatever_else_there_is() -> None:
 
 def test_views_that_look_alike_are_refused() -> None:
     with pytest.raises(ValueError, match="information state 2 looks like an earlier one"):
-        Views(np.array([[1, 0], [0, 1], [1, 0]], np.float32))
+        InfoStateIndex(np.array([[1, 0], [0, 1], [1, 0]], np.float32))
 
 
 def test_a_table_of_another_game_says_so() -> None:
-    group = TableGroup([TableMember(Views(np.eye(3, dtype=np.float32)), np.full((3, 3), 1 / 3))])
+    group = TableGroup([TableMember(InfoStateIndex(np.eye(3, dtype=np.float32)), np.full((3, 3), 1 / 3))])
     here = np.arange(2)
     frame = frame_of(np.array([[1, 0, 0], [1, 1, 0]], np.float32))
-    given = Rows(frame, here, here * 0 + 1, here * 0, torch.zeros(2, 0), here < 0, np.random.default_rng(0), noise(0))
+    given = ActBatch(
+        frame, here, here * 0 + 1, here * 0, torch.zeros(2, 0), here < 0, np.random.default_rng(0), noise(0)
+    )
     with pytest.raises(ValueError, match="does not know what seat 1 sees"):
         group.act(given)

@@ -10,13 +10,21 @@ import torch
 
 from palestra.envs.vector.base import Continuous, Discrete, Space, VectorEnv
 from palestra.envs.vector.kuhn import KuhnPoker
-from palestra.nets.heads import head_for
-from palestra.nets.layers import Net, NetConfig, generators
-from palestra.nets.seating import Seating
+from palestra.nets.heads import make_head
+from palestra.nets.layers import Net, NetConfig, make_generators
+from palestra.nets.seat_mapping import SeatMapping
 from palestra.policies.frozen import FrozenMember, NetMember, UniformMember
-from palestra.policies.mixture import Independent, Jointly, Lots, Mixture, Schedule, SelfPlay, bounds
-from palestra.policies.vector import Uniform
-from palestra.rollouts.sweep import Sweeper
+from palestra.policies.mixture import (
+    IndependentSampler,
+    JointSampler,
+    LineupSchedule,
+    Mixture,
+    OpponentSampler,
+    SelfPlaySampler,
+    cumulative_bounds,
+)
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
 from tests.remembered import constant
 from tests.vector_toys import Countdown
 
@@ -25,9 +33,9 @@ SMALL = NetConfig(hidden=[4])
 
 def always(action: int, seats: int = 2, config: NetConfig = SMALL) -> NetMember:
     """A network that takes one of three actions."""
-    net = Net((4,), 3, config, generators([action]))
+    net = Net((4,), 3, config, make_generators([action]))
     constant(net, [[5.0 * (action == a) for a in range(3)]])
-    return NetMember(Seating(("m",), ((0,),), seats, (4,), Discrete(3)), net, head_for(Discrete(3)), best=True)
+    return NetMember(SeatMapping(("m",), ((0,),), seats, (4,), Discrete(3)), net, make_head(Discrete(3)), greedy=True)
 
 
 def three(seats: int = 2) -> dict[str, FrozenMember]:
@@ -41,28 +49,28 @@ class Open(Countdown):
 
     def show(self, obs: np.ndarray, state: np.ndarray) -> None:
         super().show(obs, state)
-        assert self.frame.legal is not None
-        self.frame.legal[:] = True
+        assert self.vector_step.action_mask is not None
+        self.vector_step.action_mask[:] = True
 
 
 def swept(env: VectorEnv, players: Sequence, steps: int) -> tuple:  # type: ignore[type-arg]
-    sweeper = Sweeper(env, np.arange(env.games))
-    return sweeper, sweeper.sweep(players, steps, 3)
+    sweeper = VectorRollout(env, np.arange(env.num_envs))
+    return sweeper, sweeper.collect(players, steps, 3)
 
 
 def test_a_game_keeps_the_members_it_drew() -> None:
     env = Open(200, seats=3)
-    mixture = Mixture(env, [1, 2], three(3), Independent([{0: 0.2, 1: 0.8}, {1: 0.5, 2: 0.5}]))
-    _, batch = swept(env, [Uniform(env, [0]), mixture], 40)
-    begun = np.cumsum(batch.fresh[:-1], 0)
+    mixture = Mixture(env, [1, 2], three(3), IndependentSampler([{0: 0.2, 1: 0.8}, {1: 0.5, 2: 0.5}]))
+    _, batch = swept(env, [UniformVectorPolicy(env, [0]), mixture], 40)
+    begun = np.cumsum(batch.is_first[:-1], 0)
     for game in range(5):
         for number in np.unique(begun[:, game]):
             played = batch.actions[begun[:, game] == number, game, 1:]
             assert (played == played[0]).all()
-    tags, members = mixture.played(batch)
-    times, games = batch.ends
+    tags, members = mixture.played_members(batch)
+    times, games = batch.end_index
     np.testing.assert_array_equal(members, batch.actions[times, games][:, 1:])
-    assert len(tags) == len(batch.games["returns"]) > 1000
+    assert len(tags) == len(batch.episode_stats["returns"]) > 1000
     share = [(members[:, 0] == 1).mean(), (members[:, 1] == 2).mean()]
     np.testing.assert_allclose(share, [0.8, 0.5], atol=0.06)
     assert abs(np.corrcoef(members.T)[0, 1]) < 0.12  # seats draw by themselves
@@ -71,27 +79,27 @@ def test_a_game_keeps_the_members_it_drew() -> None:
 def test_members_of_short_games_are_drawn_as_often() -> None:
     """A member is drawn by game: how long games last says nothing of it."""
     env = Open(500)
-    mixture = Mixture(env, [1], three(), Independent([{0: 1.0, 2: 1.0}]))
-    sweeper, first = swept(env, [Uniform(env, [0]), mixture], 1)
-    assert len(first.ends[0]) == 0
-    now = sweeper.memory["mixture"][:, 1].numpy()
+    mixture = Mixture(env, [1], three(), IndependentSampler([{0: 1.0, 2: 1.0}]))
+    sweeper, first = swept(env, [UniformVectorPolicy(env, [0]), mixture], 1)
+    assert len(first.end_index[0]) == 0
+    now = sweeper.recurrent_states["mixture"][:, 1].numpy()
     assert abs((now == 0).mean() - 0.5) < 0.1
 
 
 def test_seats_may_draw_together() -> None:
     env = Open(200, seats=3)
-    mixture = Mixture(env, [0, 2], three(3), Jointly([[0, 1], [1, 0], [2, 2]], [0.5, 0.25, 0.25]))
-    _, batch = swept(env, [Uniform(env, [1]), mixture], 30)
-    tags, members = mixture.played(batch)
+    mixture = Mixture(env, [0, 2], three(3), JointSampler([[0, 1], [1, 0], [2, 2]], [0.5, 0.25, 0.25]))
+    _, batch = swept(env, [UniformVectorPolicy(env, [1]), mixture], 30)
+    tags, members = mixture.played_members(batch)
     np.testing.assert_array_equal(members, np.array([[0, 1], [1, 0], [2, 2]])[tags])
     np.testing.assert_allclose(np.bincount(tags) / len(tags), [0.5, 0.25, 0.25], atol=0.06)
 
 
 def test_a_share_of_games_is_against_oneself() -> None:
     env = Open(200)
-    lots = SelfPlay(Independent([{0: 1.0}]), 0.3, 2)
-    _, batch = swept(env, [Uniform(env, [0]), mixture := Mixture(env, [1], three(), lots)], 30)
-    tags, members = mixture.played(batch)
+    lots = SelfPlaySampler(IndependentSampler([{0: 1.0}]), 0.3, 2)
+    _, batch = swept(env, [UniformVectorPolicy(env, [0]), mixture := Mixture(env, [1], three(), lots)], 30)
+    tags, members = mixture.played_members(batch)
     np.testing.assert_array_equal(tags == -1, members[:, 0] == 2)
     assert abs((tags == -1).mean() - 0.3) < 0.06
 
@@ -99,9 +107,9 @@ def test_a_share_of_games_is_against_oneself() -> None:
 def test_a_schedule_plays_every_line_up_so_often() -> None:
     env = Open(7)
     lineups, times = np.array([[0, 1], [1, 2], [2, 0]]), np.array([5, 0, 9])
-    mixture = Mixture(env, [0, 1], three(), Schedule(lineups, times))
+    mixture = Mixture(env, [0, 1], three(), LineupSchedule(lineups, times))
     _, batch = swept(env, [mixture], 60)
-    tags, members = mixture.played(batch)
+    tags, members = mixture.played_members(batch)
     counted = tags[tags >= 0]
     np.testing.assert_array_equal(np.bincount(counted), times)
     np.testing.assert_array_equal(members[tags >= 0], lineups[counted])
@@ -110,58 +118,61 @@ def test_a_schedule_plays_every_line_up_so_often() -> None:
 @pytest.mark.parametrize("memory", [0, 5])
 def test_games_go_on_with_the_same_members_after_a_load(memory: int) -> None:
     def cast(env: VectorEnv) -> Mapping[str, FrozenMember]:
-        config, head = NetConfig(hidden=[4], memory=memory), head_for(env.actions[0])
-        seating = Seating(("m",), ((1,),), 2, env.views[1], env.actions[1])
-        nets = [Net(env.views[1], 2, config, generators([i]), 3.0) for i in range(3)]
+        config, head = NetConfig(hidden=[4], gru_units=memory), make_head(env.action_spaces[0])
+        seating = SeatMapping(("m",), ((1,),), 2, env.observation_shapes[1], env.action_spaces[1])
+        nets = [Net(env.observation_shapes[1], 2, config, make_generators([i]), 3.0) for i in range(3)]
         return {"u": UniformMember()} | {str(i): NetMember(seating, n, head) for i, n in enumerate(nets)}
 
     def players(env: VectorEnv) -> list:  # type: ignore[type-arg]
-        return [Uniform(env, [0]), Mixture(env, [1], cast(env), Independent([dict.fromkeys(range(4), 0.25)]))]
+        return [
+            UniformVectorPolicy(env, [0]),
+            Mixture(env, [1], cast(env), IndependentSampler([dict.fromkeys(range(4), 0.25)])),
+        ]
 
     env, other = KuhnPoker(30), KuhnPoker(30)
-    sweeper, playing = Sweeper(env, np.arange(30)), players(env)
-    sweeper.sweep(playing, 7, 1)
+    sweeper, playing = VectorRollout(env, np.arange(30)), players(env)
+    sweeper.collect(playing, 7, 1)
     saved = sweeper.save()
     assert saved is not None
-    gone_on = sweeper.sweep(playing, 9, 2)
-    loaded, others = Sweeper(other, np.arange(30)), players(other)
+    gone_on = sweeper.collect(playing, 9, 2)
+    loaded, others = VectorRollout(other, np.arange(30)), players(other)
     loaded.load(saved, others)
-    again = loaded.sweep(others, 9, 2)
+    again = loaded.collect(others, 9, 2)
     np.testing.assert_array_equal(again.actions, gone_on.actions)
-    for mine, theirs in zip(others[1].played(again), playing[1].played(gone_on), strict=True):
+    for mine, theirs in zip(others[1].played_members(again), playing[1].played_members(gone_on), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
 def test_what_the_batch_remembers_is_of_its_first_moment() -> None:
     env = Open(4)
-    mixture = Mixture(env, [1], three(), Independent([{0: 0.5, 1: 0.5}]))
-    sweeper, _ = swept(env, [Uniform(env, [0]), mixture], 3)
-    before = sweeper.memory["mixture"].clone()
-    batch = sweeper.sweep([Uniform(env, [0]), mixture], 20, 4)
-    assert torch.equal(batch.memory["mixture"], before)
-    assert not torch.equal(sweeper.memory["mixture"], before)
+    mixture = Mixture(env, [1], three(), IndependentSampler([{0: 0.5, 1: 0.5}]))
+    sweeper, _ = swept(env, [UniformVectorPolicy(env, [0]), mixture], 3)
+    before = sweeper.recurrent_states["mixture"].clone()
+    batch = sweeper.collect([UniformVectorPolicy(env, [0]), mixture], 20, 4)
+    assert torch.equal(batch.recurrent_state["mixture"], before)
+    assert not torch.equal(sweeper.recurrent_states["mixture"], before)
 
 
 def test_it_plays_numbers_too() -> None:
     space: Space = Continuous((-1.0, -1.0), (1.0, 1.0))
     env = Countdown(5, space=space)
-    head = head_for(space)
-    seating = Seating(("m",), ((0,),), 2, (4,), space)
-    nets = [Net((4,), head.outputs, SMALL, generators([i])) for i in range(2)]
+    head = make_head(space)
+    seating = SeatMapping(("m",), ((0,),), 2, (4,), space)
+    nets = [Net((4,), head.outputs, SMALL, make_generators([i])) for i in range(2)]
     for number, net in enumerate(nets):
         constant(net, [[0.25 + number / 2, -0.5, -5.0, -5.0]])
-    cast = {str(i): NetMember(seating, n, head, best=True) for i, n in enumerate(nets)}
-    mixture = Mixture(env, [1], cast, Independent([{0: 0.5, 1: 0.5}]))
-    _, batch = swept(env, [Uniform(env, [0]), mixture], 12)
-    members = mixture.played(batch)[1][:, 0]
-    np.testing.assert_allclose(batch.actions[batch.ends][:, 1, 0], 0.25 + members / 2)
+    cast = {str(i): NetMember(seating, n, head, greedy=True) for i, n in enumerate(nets)}
+    mixture = Mixture(env, [1], cast, IndependentSampler([{0: 0.5, 1: 0.5}]))
+    _, batch = swept(env, [UniformVectorPolicy(env, [0]), mixture], 12)
+    members = mixture.played_members(batch)[1][:, 0]
+    np.testing.assert_allclose(batch.actions[batch.end_index][:, 1, 0], 0.25 + members / 2)
     np.testing.assert_allclose(batch.actions[:, :, 1, 1], -0.5)
 
 
 def test_equal_seeds_play_alike() -> None:
     def once() -> np.ndarray:
         env = KuhnPoker(20)
-        lots: Lots = Independent([{0: 1.0}, {0: 1.0}])
+        lots: OpponentSampler = IndependentSampler([{0: 1.0}, {0: 1.0}])
         return swept(env, [Mixture(env, [0, 1], {"uniform": UniformMember()}, lots)], 20)[1].actions.copy()
 
     np.testing.assert_array_equal(once(), once())
@@ -170,4 +181,4 @@ def test_equal_seeds_play_alike() -> None:
 @pytest.mark.parametrize("given", [[], [0.0, 0.0], [0.5, -0.1], [float("nan"), 1.0]])
 def test_what_is_no_probability_is_refused(given: list[float]) -> None:
     with pytest.raises(ValueError, match="are no probabilities"):
-        bounds(given)
+        cumulative_bounds(given)

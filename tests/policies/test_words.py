@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Sampler, Sampling
+from palestra.engine.sampler import Sampler, SamplingConfig
 from palestra.policies.base import Query
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.policies.words import spellings, word_probabilities
+from palestra.policies.word_probabilities import token_spellings, word_probabilities
 from palestra.testing import tiny_tokenizer
 
 QUERIES = [Query("sokoban planner", f"size 4 you r1 c{column} box r2 c2 goal r3 c1") for column in (2, 3)]
@@ -33,18 +33,18 @@ def merging() -> PreTrainedTokenizerFast:
 
 def speaker(most: int, **sampling: object) -> LanguagePolicy:
     """The base that ships with palestra, in a game that it knows."""
-    engine, settings = Engine.load("tiny"), Sampling(max_tokens=most, **sampling)
+    engine, settings = Engine.load("tiny"), SamplingConfig(max_tokens=most, **sampling)
     return LanguagePolicy("it", Sampler(engine), ChatEncoder(engine.tokenizer), settings)
 
 
 def test_a_word_has_every_spelling_that_reads_as_it() -> None:
     tokenizer = merging()
     a, b, both = (tokenizer.convert_tokens_to_ids(token) for token in ("a", "b", "ab"))
-    assert spellings(tokenizer, "ab") == ((both,), (a, b))
-    assert set(spellings(tokenizer, "abab")) == {(both, both), (a, b, both), (both, a, b), (a, b, a, b)}
-    assert spellings(tokenizer, "") == ((),)
+    assert token_spellings(tokenizer, "ab") == ((both,), (a, b))
+    assert set(token_spellings(tokenizer, "abab")) == {(both, both), (a, b, both), (both, a, b), (a, b, a, b)}
+    assert token_spellings(tokenizer, "") == ((),)
     with pytest.raises(ValueError, match="more than 256 ways"):
-        spellings(tokenizer, "ab" * 9)
+        token_spellings(tokenizer, "ab" * 9)
 
 
 @pytest.mark.parametrize("most", [1, 3])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.populations.cells import Cell, empty
+from palestra.populations.payoff_cell import PayoffCell, empty_cell
 
 RETURNS = st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), max_size=8)
 
@@ -14,15 +14,17 @@ def cell(returns):
     games = np.array(returns, float).reshape(-1, 2)
     mean = games.mean(axis=0) if len(games) else np.zeros(2)
     wins = (games.argmax(axis=1)[:, None] == [0, 1]).sum(axis=0)
-    return Cell(len(games), tuple(mean), tuple(((games - mean) ** 2).sum(axis=0)), tuple(wins), draws=len(games) // 2)
+    return PayoffCell(
+        len(games), tuple(mean), tuple(((games - mean) ** 2).sum(axis=0)), tuple(wins), draws=len(games) // 2
+    )
 
 
 @settings(max_examples=40)
 @given(st.lists(RETURNS, max_size=5))
 def test_games_in_parts_are_those_at_once(parts):
-    merged = empty(2)
+    merged = empty_cell(2)
     for part in parts:
-        merged = merged.merged(cell(part))
+        merged = merged.merge(cell(part))
     whole = cell([game for part in parts for game in part])
     assert (merged.games, merged.wins) == (whole.games, whole.wins)
     assert merged.mean == pytest.approx(whole.mean, abs=1e-9) and merged.m2 == pytest.approx(whole.m2, abs=1e-6)
@@ -35,21 +37,21 @@ def test_standard_error_by_hand():
 
 
 def test_what_is_known_exactly_stays():
-    known = Cell(0, (0.5, -0.5), (0, 0), (0, 0), known=True)
-    after = known.merged(cell([(3, -3), (5, -5)]))
+    known = PayoffCell(0, (0.5, -0.5), (0, 0), (0, 0), known=True)
+    after = known.merge(cell([(3, -3), (5, -5)]))
     assert after.mean == (0.5, -0.5) and after.stderr == (0, 0)
     assert after.games == 2 and after.wins == (2, 0)  # ratings count the games all the same
-    assert cell([(3, -3)]).merged(known).mean == (0.5, -0.5)
-    assert known.merged(Cell(0, (0.25, -0.25), (0, 0), (0, 0), known=True)).mean == (0.25, -0.25)
+    assert cell([(3, -3)]).merge(known).mean == (0.5, -0.5)
+    assert known.merge(PayoffCell(0, (0.25, -0.25), (0, 0), (0, 0), known=True)).mean == (0.25, -0.25)
 
 
 def test_seats_of_one_member_have_their_average():
     """Both seats' returns are a sample of the same member: 1, 2 and 3, 6 have mean 3 and squared deviations 14 in two
     games each."""
-    even = cell([(1, 3), (2, 6)]).evened([[0, 1]])
+    even = cell([(1, 3), (2, 6)]).average_seats([[0, 1]])
     assert even.mean == (3, 3) and even.m2 == (7, 7) and even.wins == (1, 1)
 
 
 def test_seats_change_places():
-    moved = Cell(5, (1, 2, 3), (4, 5, 6), (0, 1, 2)).seated([2, 0, 1])
+    moved = PayoffCell(5, (1, 2, 3), (4, 5, 6), (0, 1, 2)).permute_seats([2, 0, 1])
     assert (moved.mean, moved.m2, moved.wins) == ((3, 1, 2), (6, 4, 5), (2, 0, 1))

@@ -13,24 +13,24 @@ import pytest
 from toy_follow import contents, done_run, go_on, new_run
 from toy_tasks import Adder, Sums
 
-from palestra.agents import find_agents
-from palestra.backends.inline import Inline
-from palestra.files import sealed, to_line
-from palestra.population_reports import read_record
-from palestra.populations.scheduler import Watcher, follow
+from palestra.agents.trained_agent import find_agents
+from palestra.backends.inline import InlineBackend
+from palestra.files import to_json_line, with_checksum
+from palestra.populations.scheduler import PlanCallback, run_plan
+from palestra.report.population_data import read_record
 from palestra.runs import Run
 
 Damage = Callable[[Path], object]
 NUMBER = "members/sum-0-1/deep/number"
 
 
-class StopAfter(Watcher):
+class StopAfter(PlanCallback):
     """Asks for a stop after some tasks."""
 
     def __init__(self, tasks: int) -> None:
         self.left = tasks
 
-    def done(self, number: int, done: object, lines: object) -> None:
+    def on_task_done(self, number: int, done: object, lines: object) -> None:
         self.left -= 1
 
 
@@ -43,9 +43,9 @@ class Stopped(NamedTuple):
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     """A run that stopped after 12 of its 30 tasks, and what it should come to."""
     root, watcher = tmp_path_factory.mktemp("tasks"), StopAfter(12)
-    backend = Inline(Adder)
+    backend = InlineBackend(Adder)
     with new_run(root) as run:
-        follow(Sums(8), backend, run, watcher=watcher, stop=lambda: watcher.left <= 0)
+        run_plan(Sums(8), backend, run, callback=watcher, stop=lambda: watcher.left <= 0)
     backend.close()
     return Stopped(run.path, contents(done_run(root, name="whole")[0]))
 
@@ -72,7 +72,7 @@ def forge(number: int, **changes: object) -> Damage:
     def change(kept: list[bytes]) -> list[bytes]:
         line = json.loads(kept[number]) | changes
         del line["checksum"]
-        kept[number] = to_line(sealed(line))
+        kept[number] = to_json_line(with_checksum(line))
         return kept
 
     return lines(change)
@@ -145,7 +145,7 @@ def test_damaged_tasks_are_refused_and_kept(copied: Path, name: str) -> None:
         str(file): file.read_bytes() for file in copied.parent.rglob("*") if file.is_file() and file.name != ".lock"
     }
     with pytest.raises(ValueError, match=message) as refusal, Run.open(copied) as run:
-        follow(Sums(8), Inline(Adder), run)
+        run_plan(Sums(8), InlineBackend(Adder), run)
     assert "\n" not in str(refusal.value)
     after = {
         str(file): file.read_bytes() for file in copied.parent.rglob("*") if file.is_file() and file.name != ".lock"
@@ -164,7 +164,7 @@ def test_a_result_that_the_plan_cannot_take_is_named(tmp_path: Path) -> None:
 def test_members_are_looked_for_in_the_run_alone(tmp_path: Path, name: str) -> None:
     with Run.create(tmp_path, "population: {type: psro}\n", "demo") as run:
         (run.path / "population.json").write_text(json.dumps([{"name": name, "player": "a"}]))
-        run.record("tasks.jsonl", {"task": "x", "kind": "play", "makes": "", "result": {"cells": []}})
+        run.append_line("tasks.jsonl", {"task": "x", "kind": "play", "makes": "", "result": {"cells": []}})
     for read in (find_agents, read_record):
         with pytest.raises(ValueError, match="is not a path inside"):
             read(run.path)

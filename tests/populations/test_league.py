@@ -19,11 +19,11 @@ def league(*members, seed=0, **config):
     """A league whose population begins with `uniform` and members frozen by the learners they are named after."""
     population = Population(("player",))
     population.add(Member("uniform", "player"))
-    made = League(LeagueConfig(**{"explore": 0.0, "games": 0, **config}), population, seed=seed)
+    made = League(LeagueConfig(**{"explore_share": 0.0, "games_per_cell": 0, **config}), population, seed=seed)
     for name in members:
         owner = made.learners[name.rpartition("-")[0]]
         population.add(Member(name, "player", f"members/{name}"))
-        owner.past.append(name)
+        owner.frozen_copies.append(name)
         owner.latest = owner.start = owner.parent = name
     return made
 
@@ -31,12 +31,12 @@ def league(*members, seed=0, **config):
 def knows(made, name, **rates):
     """Tells a learner's win rates against members (their hyphens written as underscores)."""
     for other, rate in rates.items():
-        away = next((m for m in [*made.rules.history(), *made.learners] if m.replace("-", "_") == other), other)
-        made.rates.add(name, away, games=100, wins=100 * rate)
+        away = next((m for m in [*made.logic.history(), *made.learners] if m.replace("-", "_") == other), other)
+        made.win_rates.add(name, away, games=100, points=100 * rate)
 
 
 def met(made, name):
-    return made.rules.mixture(made.learners[name])
+    return made.logic.mixture(made.learners[name])
 
 
 def near(mix):
@@ -45,9 +45,9 @@ def near(mix):
 
 def answer(task, rate=0.5, games=100):
     """What a worker says who wins `rate` of its games against everybody."""
-    opponents = task.order["opponents"]["player"]
+    opponents = task.payload["opponents"]["player"]
     tally = {"games": games, "wins": games * rate, "draws": 0, "return": 2 * rate - 1, "square": 1.0}
-    return {"env_steps": task.order["env_steps"], "return": 2 * rate - 1, "against": dict.fromkeys(opponents, tally)}
+    return {"env_steps": task.payload["env_steps"], "return": 2 * rate - 1, "against": dict.fromkeys(opponents, tally)}
 
 
 # whom a main agent meets
@@ -72,14 +72,14 @@ def test_a_main_agent_turns_to_exploiters_that_beat_it():
 
 def test_a_main_agent_turns_to_those_of_its_past_that_it_forgot_to_beat():
     """Rates .9, .5, .6, .55 of its past: the end that never rises (.55) is dropped, .5 is below .7."""
-    made = league("main_0-2", "main_0-4", "main_0-6", priority=0.0, verify=1.0)
+    made = league("main_0-2", "main_0-4", "main_0-6", pfsp_share=0.0, verification_share=1.0)
     knows(made, ME, uniform=0.9, main_0_2=0.5, main_0_4=0.6, main_0_6=0.55)
     squares = np.array([0.01, 0.25, 0.16])
     assert met(made, ME) == near(dict(zip(["uniform", "main_0-2", "main_0-4"], squares / squares.sum(), strict=True)))
 
 
 def test_exploiters_come_before_what_was_forgotten():
-    made = league("main_0-2", "main_0-4", "main_exploiter_0-2", priority=0.0, verify=1.0)
+    made = league("main_0-2", "main_0-4", "main_exploiter_0-2", pfsp_share=0.0, verification_share=1.0)
     knows(made, ME, uniform=0.9, main_0_2=0.1, main_0_4=0.6, main_exploiter_0_2=0.29)
     assert met(made, ME) == {"main_exploiter_0-2": 1.0}
     knows(made, ME, main_exploiter_0_2=1.0)
@@ -88,26 +88,26 @@ def test_exploiters_come_before_what_was_forgotten():
 
 @pytest.mark.parametrize("rates", [(0.9, 0.8, 0.75), (0.71, 0.8, 0.9)], ids=["falls steadily", "all beaten"])
 def test_verification_is_self_play_where_nothing_was_forgotten(rates):
-    made = league("main_0-2", "main_0-4", priority=0.0, verify=1.0)
+    made = league("main_0-2", "main_0-4", pfsp_share=0.0, verification_share=1.0)
     knows(made, ME, **dict(zip(["uniform", "main_0_2", "main_0_4"], rates, strict=True)))
     assert met(made, ME) == {ME: 1.0}
 
 
 def test_with_another_main_agent_self_play_is_shared_with_its_current_weights():
-    made = league("main_0-2", "main_1-2", main_agents=2, priority=0.0, verify=0.0)
+    made = league("main_0-2", "main_1-2", main_agents=2, pfsp_share=0.0, verification_share=0.0)
     assert met(made, ME) == {ME: 0.5, "main_1": 0.5}
 
 
 def test_a_main_agent_that_is_too_strong_is_met_in_its_past():
     """0.3 is not above 0.3. Its past: p(1-p) over .8, .6, .5 is .16, .24, .25."""
-    made = league("main_1-2", "main_1-4", main_agents=2, priority=0.0, verify=0.0)
+    made = league("main_1-2", "main_1-4", main_agents=2, pfsp_share=0.0, verification_share=0.0)
     knows(made, ME, uniform=0.8, main_1_2=0.6, main_1_4=0.5, main_1=0.3)
     past = {"uniform": 0.16 / 0.65 / 2, "main_1-2": 0.24 / 0.65 / 2, "main_1-4": 0.25 / 0.65 / 2}
     assert met(made, ME) == near({ME: 0.5} | past)
 
 
 def test_a_main_agent_that_has_not_trained_is_whom_it_began_as():
-    made = league(main_agents=2, priority=0.0, verify=0.0)
+    made = league(main_agents=2, pfsp_share=0.0, verification_share=0.0)
     assert met(made, ME) == {ME: 0.5, "uniform": 0.5}
 
 
@@ -136,57 +136,59 @@ def test_a_league_exploiter_meets_the_whole_history_by_capped_priority():
 
 
 def test_a_share_of_the_games_is_spread_over_the_judges_lest_a_rate_grow_old():
-    made = league("main_0-2", "main_0-4", explore=0.3)
+    made = league("main_0-2", "main_0-4", explore_share=0.3)
     knows(made, ME, uniform=1.0, main_0_2=1.0, main_0_4=0.5)
     mix = met(made, ME)
     assert mix["uniform"] == mix["main_0-2"] == pytest.approx(0.1)
     assert mix["main_0-4"] == pytest.approx(0.1 + 0.7 * 0.5) and mix[ME] == pytest.approx(0.7 * 0.5)
-    assert made.rules.judges(made.learners["main_exploiter_0"]) == [ME]
-    assert made.rules.judges(made.learners["league_exploiter_0"]) == made.rules.history()
+    assert made.logic.judges(made.learners["main_exploiter_0"]) == [ME]
+    assert made.logic.judges(made.learners["league_exploiter_0"]) == made.logic.history()
 
 
 # what is ordered, and what comes of it
 
 
 def test_the_first_orders():
-    tasks = {task.makes: task for task in league().begin()}
+    tasks = {task.output_member: task for task in league().initial_tasks()}
     assert list(tasks) == ["main_0-1", "main_exploiter_0-1", "league_exploiter_0-1", "league_exploiter_1-1"]
     main = tasks["main_0-1"]
     assert main.name == "train/main_0-1" and main.members == ()  # `uniform` has no files
-    assert main.order["opponents"] == {"player": {"uniform": 1.0}} and main.order["self_play"] == 0.5
-    assert main.order["start"] is None and main.order["env_steps"] == 20_000
-    assert tasks["main_exploiter_0-1"].order["self_play"] == 0
+    assert main.payload["opponents"] == {"player": {"uniform": 1.0}} and main.payload["self_play"] == 0.5
+    assert main.payload["start"] is None and main.payload["env_steps"] == 20_000
+    assert tasks["main_exploiter_0-1"].payload["self_play"] == 0
 
 
 def test_a_slice_goes_on_from_the_last_and_against_the_newest():
     made = league(league_exploiters=0)
-    main, exploiter = made.begin()
-    (second,) = made.finished(main, answer(main))
-    assert second.makes == "main_0-2" and second.order["start"] == "main_0-1" and second.members == ("main_0-1",)
-    (against,) = made.finished(exploiter, answer(exploiter))
-    assert against.order["opponents"] == {"player": {"main_0-1": 1.0}}  # who was uniform before it had trained
+    main, exploiter = made.initial_tasks()
+    (second,) = made.on_result(main, answer(main))
+    assert (
+        second.output_member == "main_0-2" and second.payload["start"] == "main_0-1" and second.members == ("main_0-1",)
+    )
+    (against,) = made.on_result(exploiter, answer(exploiter))
+    assert against.payload["opponents"] == {"player": {"main_0-1": 1.0}}  # who was uniform before it had trained
     assert against.members == ("main_0-1", "main_exploiter_0-1")
-    made.finished(against, answer(against, 0.6))
-    assert made.rates.rate("main_exploiter_0", "main_0") == pytest.approx(0.6)
-    assert made.rates.rate("main_0", "main_exploiter_0") == pytest.approx(0.4)
+    made.on_result(against, answer(against, 0.6))
+    assert made.win_rates.rate("main_exploiter_0", "main_0") == pytest.approx(0.6)
+    assert made.win_rates.rate("main_0", "main_exploiter_0") == pytest.approx(0.4)
 
 
 def test_games_against_weights_that_are_frozen_and_current_count_for_both():
-    made = league("main_1-2", main_agents=2, priority=0.5, verify=0.0)
+    made = league("main_1-2", main_agents=2, pfsp_share=0.5, verification_share=0.0)
     task = made._slice(made.learners[ME])
-    assert task.order["opponents"]["player"]["main_1-2"] == pytest.approx((0.25 + 0.25) / 0.75)
-    made.finished(task, answer(task, 0.9))
-    assert made.rates.rate(ME, "main_1") == made.rates.rate(ME, "main_1-2") == pytest.approx(0.9)
+    assert task.payload["opponents"]["player"]["main_1-2"] == pytest.approx((0.25 + 0.25) / 0.75)
+    made.on_result(task, answer(task, 0.9))
+    assert made.win_rates.rate(ME, "main_1") == made.win_rates.rate(ME, "main_1-2") == pytest.approx(0.9)
 
 
 def test_all_start_from_a_member_that_has_weights_and_are_reset_to_it():
     population = Population(("player",))
     population.add(Member("tutored", "player", "members/tutored"))
-    made = League(LeagueConfig(least=1, most=1, games=0), population)
-    tasks = made.begin()
-    assert {task.order["start"] for task in tasks} == {"tutored"} and tasks[0].members == ("tutored",)
-    (again,) = made.finished(tasks[1], answer(tasks[1]))
-    assert again.makes == "main_exploiter_0-2" and again.order["start"] == "tutored"
+    made = League(LeagueConfig(min_slices=1, max_slices=1, games_per_cell=0), population)
+    tasks = made.initial_tasks()
+    assert {task.payload["start"] for task in tasks} == {"tutored"} and tasks[0].members == ("tutored",)
+    (again,) = made.on_result(tasks[1], answer(tasks[1]))
+    assert again.output_member == "main_exploiter_0-2" and again.payload["start"] == "tutored"
     assert population.members["main_exploiter_0-1"].parent == "tutored"
 
 
@@ -204,34 +206,34 @@ def test_all_start_from_a_member_that_has_weights_and_are_reset_to_it():
     ],
 )
 def test_when_a_main_agent_is_frozen(since, rates, frozen):
-    made = league("main_0-2", least=2, most=4)
-    made.learners[ME].since = since
+    made = league("main_0-2", min_slices=2, max_slices=4)
+    made.learners[ME].slices_since_freeze = since
     knows(made, ME, uniform=rates[0], main_0_2=rates[1])
-    assert made.rules.ready(made.learners[ME]) is frozen
+    assert made.logic.should_freeze(made.learners[ME]) is frozen
 
 
 def test_a_main_exploiter_is_judged_by_the_main_agents_alone():
-    made = league("main_0-2", "main_0-4", least=2, most=4)
+    made = league("main_0-2", "main_0-4", min_slices=2, max_slices=4)
     exploiter = made.learners["main_exploiter_0"]
-    exploiter.since = 2
+    exploiter.slices_since_freeze = 2
     knows(made, exploiter.name, uniform=0.0, main_0_2=0.0, main_0_4=0.0, main_0=0.8)
-    assert made.rules.ready(exploiter)
+    assert made.logic.should_freeze(exploiter)
 
 
 def play_out(made, rate=0.5, choose=lambda waiting: 0):
     """Does all tasks, in an order of one's own; they are returned as they were done."""
-    waiting, done = list(made.begin()), []
+    waiting, done = list(made.initial_tasks()), []
     while waiting:
         task = waiting.pop(choose(waiting))
         done.append(task)
         other = {"cells": [], "nash_conv": 0.0, "exploitability": 0.0}
-        waiting += made.finished(task, answer(task, rate) if task.kind == "train" else other)
+        waiting += made.on_result(task, answer(task, rate) if task.kind == "train" else other)
     return done
 
 
 def test_main_agents_go_on_and_main_exploiters_begin_anew():
-    made = league(least=2, most=2, slices=4, league_exploiters=0)
-    starts = {task.makes: task.order["start"] for task in play_out(made)}
+    made = league(min_slices=2, max_slices=2, slices=4, league_exploiters=0)
+    starts = {task.output_member: task.payload["start"] for task in play_out(made)}
     assert [starts[f"main_0-{n}"] for n in (1, 2, 3, 4)] == [None, "main_0-1", "main_0-2", "main_0-3"]
     assert [starts[f"main_exploiter_0-{n}"] for n in (1, 2, 3, 4)] == [
         None,
@@ -241,37 +243,37 @@ def test_main_agents_go_on_and_main_exploiters_begin_anew():
     ]
     parents = {member.name: member.parent for member in made.population}
     assert parents["main_0-4"] == "main_0-2" and parents["main_exploiter_0-4"] is None
-    assert made.rates.rate("main_exploiter_0", ME) == 0.5  # of other weights
+    assert made.win_rates.rate("main_exploiter_0", ME) == 0.5  # of other weights
 
 
 def test_a_league_exploiter_begins_anew_in_a_quarter_of_the_cases():
     def starts(seed):
-        made = league(seed=seed, least=1, most=1, slices=41, league_exploiters=1, main_exploiters=0)
-        return [task.order["start"] for task in play_out(made) if task.order["learner"] == "league_exploiter_0"]
+        made = league(seed=seed, min_slices=1, max_slices=1, slices=41, league_exploiters=1, main_exploiters=0)
+        return [task.payload["start"] for task in play_out(made) if task.payload["learner"] == "league_exploiter_0"]
 
     anew = [start is None for seed in range(10) for start in starts(seed)[1:]]
     assert len(anew) == 400 and abs(sum(anew) - 100) < 3 * 8.7  # three standard deviations
 
 
 def test_a_frozen_copy_plays_those_before_it():
-    made = league(least=1, most=1, slices=1, games=50, main_exploiters=0, league_exploiters=0)
+    made = league(min_slices=1, max_slices=1, slices=1, games_per_cell=50, main_exploiters=0, league_exploiters=0)
     made.seats = ("player",) * 3
-    (task,) = made.begin()
-    (play,) = made.finished(task, answer(task))
+    (task,) = made.initial_tasks()
+    (play,) = made.on_result(task, answer(task))
     assert play.kind == "play" and play.members == ("main_0-1",)
-    assert play.order == {"cells": [["main_0-1", "uniform", "uniform"]], "games": 50}
-    assert made.finished(play, {"cells": []}) == []
+    assert play.payload == {"cells": [["main_0-1", "uniform", "uniform"]], "games": 50}
+    assert made.on_result(play, {"cells": []}) == []
 
 
 def test_every_so_many_copies_of_a_main_agent_are_assessed():
-    made = league(least=1, most=1, slices=5, assess=2)
+    made = league(min_slices=1, max_slices=1, slices=5, nash_conv_every=2)
     done = play_out(made)
     assessed = [task for task in done if task.kind == "assess"]
     assert [task.name for task in assessed] == ["assess/main_0-2", "assess/main_0-4"]
-    assert assessed[1].order["strategies"] == {"player": {"main_0-4": 1.0}} and assessed[1].members == ("main_0-4",)
-    assert assessed[0].order["env_steps"] == 5 * 20_000  # four learners' first slices, and its own second
-    made.finished(assessed[0], {"nash_conv": 0.5, "exploitability": 0.25})
-    assert made.notes(assessed[0], {})["team"] == {
+    assert assessed[1].payload["strategies"] == {"player": {"main_0-4": 1.0}} and assessed[1].members == ("main_0-4",)
+    assert assessed[0].payload["env_steps"] == 5 * 20_000  # four learners' first slices, and its own second
+    made.on_result(assessed[0], {"nash_conv": 0.5, "exploitability": 0.25})
+    assert made.task_metrics(assessed[0], {})["team"] == {
         "iteration": 2,
         "env_steps": 100_000,
         "games": 0,
@@ -281,13 +283,13 @@ def test_every_so_many_copies_of_a_main_agent_are_assessed():
 
 
 def test_what_a_slice_came_to_is_noted():
-    made = league("main_0-2", priority=1.0, verify=0.0)
+    made = league("main_0-2", pfsp_share=1.0, verification_share=0.0)
     made.learners[ME].slices = 2
     task = made._slice(made.learners[ME])
     result = answer(task, 0.6)
     result["against"]["uniform"] = result["against"]["uniform"] | {"wins": 100.0}
-    made.finished(task, result)
-    (figures,) = made.notes(task, result).values()
+    made.on_result(task, result)
+    (figures,) = made.task_metrics(task, result).values()
     assert figures["win_rate"] == pytest.approx(0.8) and figures["worst_win_rate"] == pytest.approx(0.6)
     assert figures["env_steps"] == 20_000 and figures["iteration"] == 3
 
@@ -299,23 +301,23 @@ def test_what_a_slice_came_to_is_noted():
 @given(st.data())
 def test_in_any_order_of_events_a_league_holds_together(data):
     sizes = {role: data.draw(st.integers(least, 2)) for role, least in (("main_agents", 1), ("main_exploiters", 0))}
-    config = {**sizes, "slices": 5, "explore": data.draw(st.sampled_from([0.0, 0.1])), "games": 3}
+    config = {**sizes, "slices": 5, "explore_share": data.draw(st.sampled_from([0.0, 0.1])), "games_per_cell": 3}
     orders, outcomes = [], []
 
     def run(choose, rate):
         made = league(**config)
-        waiting, there, done = list(made.begin()), {"uniform"}, []
+        waiting, there, done = list(made.initial_tasks()), {"uniform"}, []
         while waiting:
             task = waiting.pop(choose(len(waiting)))
             assert set(task.members) <= there - {"uniform"}
             if task.kind == "train":
-                mix, self_play = task.order["opponents"]["player"], task.order["self_play"]
+                mix, self_play = task.payload["opponents"]["player"], task.payload["self_play"]
                 assert set(mix) <= there and sum(mix.values()) == pytest.approx(1) and 0 <= self_play <= 1
-            waiting += made.finished(task, answer(task, rate()) if task.kind == "train" else {"cells": []})
-            there.add(task.makes)
+            waiting += made.on_result(task, answer(task, rate()) if task.kind == "train" else {"cells": []})
+            there.add(task.output_member)
             done.append(task)
         assert len({task.name for task in done}) == len(done)
-        assert all(learner.slices == 5 and learner.past for learner in made.learners.values())
+        assert all(learner.slices == 5 and learner.frozen_copies for learner in made.learners.values())
         return done
 
     def noted(kept, value):
@@ -346,10 +348,10 @@ def test_suffixes_by_hand():
 
 
 def test_a_league_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="least: 5 slices"):
-        validate(LeagueConfig, {"least": 5, "most": 4})
+    with pytest.raises(ValueError, match="min_slices: 5 slices"):
+        validate(LeagueConfig, {"min_slices": 5, "max_slices": 4})
     with pytest.raises(ValueError, match="shares of one whole"):
-        validate(LeagueConfig, {"priority": 0.9, "verify": 0.2})
+        validate(LeagueConfig, {"pfsp_share": 0.9, "verification_share": 0.2})
     with pytest.raises(ValueError, match="one player"):
         League(LeagueConfig(), Population(("player_0", "player_1")))
     with pytest.raises(ValueError, match="0 members"):

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palestra.backends.inline import Inline
+from palestra.backends.inline import InlineBackend
 from palestra.files import read_arrays, write_arrays
 from palestra.populations.league import League, LeagueConfig
 from palestra.populations.population import Member, Population
-from palestra.populations.scheduler import follow
-from palestra.rollouts.play import derive
+from palestra.populations.scheduler import run_plan
+from palestra.rollouts.tree_rollout import derive_seed
 from palestra.runs import Run
 
 BEATS = np.array([[0, -1, 1], [1, 0, -1], [-1, 1, 0]])  # rock, paper, scissors: what the row wins from the column
@@ -23,11 +23,11 @@ class Climber:
     def __init__(self, seed=0, steps=20, rate=0.5, entropy=0.01):
         self.seed, self.steps, self.rate, self.entropy = seed, steps, rate, entropy
 
-    def do(self, task, members, out):
+    def run_task(self, task, members, out):
         if task.kind == "play":
-            return {"cells": [self.cell(names, task.order["games"], members) for names in task.order["cells"]]}
-        order = task.order
-        logits = np.random.default_rng(derive(self.seed, task.name)).normal(size=3)
+            return {"cells": [self.cell(names, task.payload["games"], members) for names in task.payload["cells"]]}
+        order = task.payload
+        logits = np.random.default_rng(derive_seed(self.seed, task.name)).normal(size=3)
         if order["start"]:
             logits = read(members[order["start"]])
         mix = order["opponents"]["player"]
@@ -75,7 +75,9 @@ def strategy(name, members):
 def plan_of(seed=0, **config):
     population = Population(("player",))
     population.add(Member("uniform", ""))
-    return League(LeagueConfig(**{"games": 10, "slices": 48, "league_exploiters": 1, **config}), population, seed=seed)
+    return League(
+        LeagueConfig(**{"games_per_cell": 10, "slices": 48, "league_exploiters": 1, **config}), population, seed=seed
+    )
 
 
 def worst(own, others):
@@ -86,31 +88,37 @@ def worst(own, others):
 def final_worst(folder: Path, seed, **config):
     """How the last main agent does against the worst for it of all frozen members, itself included."""
     plan, worker, members = plan_of(seed, **config), Climber(seed), {}
-    waiting = list(plan.begin())
+    waiting = list(plan.initial_tasks())
     while waiting:
         task = waiting.pop(0)
-        result = worker.do(task, members, folder / task.makes)
-        members[task.makes] = folder / task.makes
-        waiting += plan.finished(task, result)
-    history = [strategy(name, members) for name in plan.rules.history()]
-    return worst(strategy(plan.learners["main_0"].past[-1], members), history)
+        result = worker.run_task(task, members, folder / task.output_member)
+        members[task.output_member] = folder / task.output_member
+        waiting += plan.on_result(task, result)
+    history = [strategy(name, members) for name in plan.logic.history()]
+    return worst(strategy(plan.learners["main_0"].frozen_copies[-1], members), history)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_league_does_not_forget_where_self_play_does(tmp_path, seed):
-    alone = {"main_exploiters": 0, "league_exploiters": 0, "priority": 0.0, "verify": 0.0, "explore": 0.0}
+    alone = {
+        "main_exploiters": 0,
+        "league_exploiters": 0,
+        "pfsp_share": 0.0,
+        "verification_share": 0.0,
+        "explore_share": 0.0,
+    }
     assert final_worst(tmp_path / "league", seed) > 0.45
     assert final_worst(tmp_path / "self", seed, **alone) < 0.42
 
 
 def train(folder: Path, stop=lambda: False, resumed=False):
     """A run of a small league by the real scheduler, and its members' strategies."""
-    plan, backend = plan_of(slices=5, league_exploiters=0, least=1, most=2), Inline(Climber)
+    plan, backend = plan_of(slices=5, league_exploiters=0, min_slices=1, max_slices=2), InlineBackend(Climber)
     with Run.open(folder) if resumed else Run.create(folder.parent, "", folder.name) as run:
-        follow(plan, backend, run, stop=stop)
+        run_plan(plan, backend, run, stop=stop)
     backend.close()
     known = {member.name: folder / member.weights for member in plan.population if member.weights}
-    return {name: strategy(name, known) for name in plan.rules.history() if name == "uniform" or known[name].exists()}
+    return {name: strategy(name, known) for name in plan.logic.history() if name == "uniform" or known[name].exists()}
 
 
 def test_a_league_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):

@@ -6,18 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_populations import population
 
-from palestra.populations.empirical import EmpiricalGame, cells_with
-from palestra.populations.matches import Matches
-from palestra.populations.payoffs import Payoffs
+from palestra.populations.empirical import EmpiricalGame, cells_containing
+from palestra.populations.match_tasks import MatchQueue
+from palestra.populations.payoffs import PayoffTable
 from palestra.populations.population import Member
 
 TWO = ("red", "blue")
 
 
 def result(task, mean, **more):
-    games = task.order["games"]
+    games = task.payload["games"]
     return {
-        "cells": [{"members": c, "games": games, "mean": mean, "m2": [1.0, 1.0], **more} for c in task.order["cells"]]
+        "cells": [{"members": c, "games": games, "mean": mean, "m2": [1.0, 1.0], **more} for c in task.payload["cells"]]
     }
 
 
@@ -26,94 +26,99 @@ def result(task, mean, **more):
 def test_as_members_come_every_cell_is_played_once(seats, first, second):
     players = tuple(dict.fromkeys(seats))
     names = {player: [] for player in players}
-    payoffs, cells = Payoffs(seats), []
+    payoffs, cells = PayoffTable(seats), []
     coming = [("a", f"a{i}") for i in range(first)] + [("b", f"b{i}") for i in range(second)]
     for player, name in [one for one in coming if one[0] in players]:
         names[player].append(name)
         payoffs.add_member(player, name)
-        cells += cells_with(seats, names, player, name)
+        cells += cells_containing(seats, names, player, name)
     canonical = [payoffs._canonical(cell)[0] for cell in cells]
     assert sorted(canonical) == sorted(payoffs.cells())
 
 
 def test_a_new_member_plays_those_there_are():
-    matches = Matches(population(*TWO), TWO, games=50, cells=2)
-    (first,) = matches.first()
-    assert first.order == {"cells": [["uniform", "uniform"]], "games": 50} and first.members == ()
-    (one,) = matches.join(Member("red-1", "red", "members/red-1"))
-    two, three = matches.join(Member("blue-1", "blue", "members/blue-1")), matches.join(Member("blue-2", "blue", "w"))
-    assert [task.order["cells"] for task in two] == [[["uniform", "blue-1"], ["red-1", "blue-1"]]]
+    matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
+    (first,) = matches.initial_tasks()
+    assert first.payload == {"cells": [["uniform", "uniform"]], "games": 50} and first.members == ()
+    (one,) = matches.add_member(Member("red-1", "red", "members/red-1"))
+    two, three = (
+        matches.add_member(Member("blue-1", "blue", "members/blue-1")),
+        matches.add_member(Member("blue-2", "blue", "w")),
+    )
+    assert [task.payload["cells"] for task in two] == [[["uniform", "blue-1"], ["red-1", "blue-1"]]]
     assert one.members == ("red-1",) and two[0].members == ("blue-1", "red-1")
-    assert matches.open == {task.name for task in [first, one, *two, *three]}
+    assert matches.open_tasks == {task.name for task in [first, one, *two, *three]}
     for task in (first, one):
-        matches.finished(task, result(task, [0.5, -0.5]))
-    assert matches.played == 100
-    assert matches.game.payoffs.cell(("red-1", "uniform")).mean == (0.5, -0.5)
+        matches.record_result(task, result(task, [0.5, -0.5]))
+    assert matches.num_games == 100
+    assert matches.empirical_game.payoffs.cell(("red-1", "uniform")).mean == (0.5, -0.5)
 
 
 def test_tasks_hold_so_many_cells():
-    matches = Matches(population(*TWO), TWO, games=1, cells=2)
-    matches.first()
+    matches = MatchQueue(population(*TWO), TWO, games=1, cells=2)
+    matches.initial_tasks()
     for number in range(4):
-        matches.join(Member(f"red-{number}", "red", "w"))
-    assert [len(task.order["cells"]) for task in matches.join(Member("blue-1", "blue", "w"))] == [2, 2, 1]
+        matches.add_member(Member(f"red-{number}", "red", "w"))
+    assert [len(task.payload["cells"]) for task in matches.add_member(Member("blue-1", "blue", "w"))] == [2, 2, 1]
 
 
 def test_snapshots_play_under_the_names_that_they_will_have():
-    matches = Matches(population(*TWO), TWO, games=10, cells=9)
-    matches.finished((first := matches.first()[0]), result(first, [0.0, 0.0]))
-    (task,) = matches.sketch("red", "red-1", {"red": {"red-1": "red-1~2"}, "blue": {"blue-1": "blue-1~1"}})
-    assert task.order["cells"] == [["red-1~2", "uniform"], ["red-1~2", "blue-1~1"]]
-    assert task.members == ("red-1~2", "blue-1~1") and not matches.open
-    assert not matches.game.knows(("red-1", "uniform"))
-    matches.finished(task, result(task, [1.0, -1.0]))
-    assert matches.game.knows(("red-1", "uniform")) and matches.game.knows(("red-1", "blue-1"))
-    red, blue = matches.game.tables((["uniform", "red-1"], ["uniform"]))
+    matches = MatchQueue(population(*TWO), TWO, games=10, cells=9)
+    matches.record_result((first := matches.initial_tasks()[0]), result(first, [0.0, 0.0]))
+    (task,) = matches.snapshot_tasks("red", "red-1", {"red": {"red-1": "red-1~2"}, "blue": {"blue-1": "blue-1~1"}})
+    assert task.payload["cells"] == [["red-1~2", "uniform"], ["red-1~2", "blue-1~1"]]
+    assert task.members == ("red-1~2", "blue-1~1") and not matches.open_tasks
+    assert not matches.empirical_game.has_payoffs(("red-1", "uniform"))
+    matches.record_result(task, result(task, [1.0, -1.0]))
+    assert matches.empirical_game.has_payoffs(("red-1", "uniform")) and matches.empirical_game.has_payoffs(
+        ("red-1", "blue-1")
+    )
+    red, blue = matches.empirical_game.payoff_tensors((["uniform", "red-1"], ["uniform"]))
     assert red.tolist() == [[0.0], [1.0]] and blue.tolist() == [[0.0], [-1.0]]
 
 
 def test_a_member_needs_no_sketch_of_those_who_are_frozen_too():
-    matches = Matches(population(*TWO), TWO, games=10, cells=9)
-    matches.first()
-    matches.join(Member("red-1", "red", "w"))
-    assert matches.sketch("red", "red-1", {"red": {}, "blue": {}}) == []
-    (task,) = matches.sketch("red", "red-1", {"red": {}, "blue": {"blue-1": "blue-1~1"}})
-    assert task.order["cells"] == [["red-1", "blue-1~1"]]
+    matches = MatchQueue(population(*TWO), TWO, games=10, cells=9)
+    matches.initial_tasks()
+    matches.add_member(Member("red-1", "red", "w"))
+    assert matches.snapshot_tasks("red", "red-1", {"red": {}, "blue": {}}) == []
+    (task,) = matches.snapshot_tasks("red", "red-1", {"red": {}, "blue": {"blue-1": "blue-1~1"}})
+    assert task.payload["cells"] == [["red-1", "blue-1~1"]]
 
 
 def test_sketches_give_way_to_newer_ones_and_to_the_games_of_members():
     game = EmpiricalGame(TWO)
-    game.sketch(("a", "b"), (1.0, -1.0))
-    game.sketch(("a", "b"), (2.0, -2.0))
-    assert game.tables((["a"], ["b"]))[0] == 2.0
+    game.set_snapshot_returns(("a", "b"), (1.0, -1.0))
+    game.set_snapshot_returns(("a", "b"), (2.0, -2.0))
+    assert game.payoff_tensors((["a"], ["b"]))[0] == 2.0
     game.payoffs.add_member("red", "a")
     game.payoffs.add_member("blue", "b")
-    assert game.tables((["a"], ["b"]))[0] == 2.0
-    game.record({"members": ["a", "b"], "games": 3, "mean": [0.5, -0.5], "m2": [1, 1]})
-    assert game.tables((["a"], ["b"]))[0] == 0.5
+    assert game.payoff_tensors((["a"], ["b"]))[0] == 2.0
+    game.add_games({"members": ["a", "b"], "games": 3, "mean": [0.5, -0.5], "m2": [1, 1]})
+    assert game.payoff_tensors((["a"], ["b"]))[0] == 0.5
 
 
 def test_seats_of_one_population_change_places_in_a_sketch():
     game = EmpiricalGame(("all", "all"))
-    game.sketch(("a", "b"), (1.0, -2.0))
-    first, second = game.tables((["b"], ["a"]))
+    game.set_snapshot_returns(("a", "b"), (1.0, -2.0))
+    first, second = game.payoff_tensors((["b"], ["a"]))
     assert first.tolist() == [[-2.0]] and second.tolist() == [[1.0]]
 
 
 def test_exact_payoffs_are_known_and_no_games():
-    matches = Matches(population(*TWO), TWO, games=50, cells=2)
-    (first,) = matches.first()
-    matches.finished(first, result(first, [0.5, -0.5], exact=True))
-    assert matches.played == 0 and matches.game.payoffs.cell(("uniform", "uniform")).known
-    assert matches.more(np.ones((1, 1)), 100, "more") == []
+    matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
+    (first,) = matches.initial_tasks()
+    matches.record_result(first, result(first, [0.5, -0.5], exact=True))
+    assert matches.num_games == 0 and matches.empirical_game.payoffs.cell(("uniform", "uniform")).known
+    assert matches.adaptive_tasks(np.ones((1, 1)), 100, "more") == []
 
 
 def test_more_games_add_up():
-    matches = Matches(population(*TWO), TWO, games=50, cells=2)
-    (first,) = matches.first()
-    matches.finished(first, result(first, [0.5, -0.5]))
-    (more,) = matches.more(np.ones((1, 1)), 100, "more-0")
-    assert more.order["games"] == 100 and more.name in matches.open
-    matches.finished(more, result(more, [-0.25, 0.25]))
-    assert matches.game.payoffs.cell(("uniform", "uniform")).mean == pytest.approx((0.0, 0.0))
-    assert matches.played == 150 and not matches.open
+    matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
+    (first,) = matches.initial_tasks()
+    matches.record_result(first, result(first, [0.5, -0.5]))
+    (more,) = matches.adaptive_tasks(np.ones((1, 1)), 100, "more-0")
+    assert more.payload["games"] == 100 and more.name in matches.open_tasks
+    matches.record_result(more, result(more, [-0.25, 0.25]))
+    assert matches.empirical_game.payoffs.cell(("uniform", "uniform")).mean == pytest.approx((0.0, 0.0))
+    assert matches.num_games == 150 and not matches.open_tasks

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from palestra.populations.matchmaking import PFSP, History, Latest, MatchmakerConfig, Solution, pfsp
+from palestra.populations.matchmaking import (
+    HistoryMatchmaker,
+    LatestMatchmaker,
+    MatchmakerConfig,
+    MetaSolverMatchmaker,
+    PFSPMatchmaker,
+    pfsp,
+)
 
 NAMES = ["m0", "m1", "m2", "m3"]
 RATES = {"m0": 0.9, "m1": 0.5, "m2": 0.2, "m3": 1.0}
@@ -24,7 +31,7 @@ RATES = {"m0": 0.9, "m1": 0.5, "m2": 0.2, "m3": 1.0}
 def test_pfsp_by_hand(weighting, weights):
     want = np.array(weights) / sum(weights)
     assert pfsp(np.array(list(RATES.values())), weighting) == pytest.approx(want)
-    mix = PFSP(weighting=weighting).mix(NAMES, RATES, {})
+    mix = PFSPMatchmaker(weighting=weighting).mix(NAMES, RATES, {})
     assert mix == pytest.approx(dict(zip(NAMES[:3], want[:3], strict=True))) and "m3" not in mix
 
 
@@ -42,29 +49,31 @@ def test_who_beats_all_meets_all():
 
 
 def test_who_was_never_met_counts_as_an_equal():
-    assert PFSP(weighting="linear").mix(["a", "b"], {"a": 0.75}, {}) == pytest.approx({"a": 1 / 3, "b": 2 / 3})
+    assert PFSPMatchmaker(weighting="linear").mix(["a", "b"], {"a": 0.75}, {}) == pytest.approx(
+        {"a": 1 / 3, "b": 2 / 3}
+    )
 
 
 def test_history():
-    assert Latest().mix(NAMES, {}, {}) == {"m3": 1.0}
-    assert History().mix(NAMES, {}, {}) == dict.fromkeys(NAMES, 0.25)
-    assert History(delta=0).mix(NAMES, {}, {}) == {"m3": 1.0}
-    assert History(delta=0.5).mix(NAMES, {}, {}) == {"m2": 0.5, "m3": 0.5}
-    assert History(delta=0.6).mix(NAMES, {}, {}) == pytest.approx({"m1": 1 / 3, "m2": 1 / 3, "m3": 1 / 3})
+    assert LatestMatchmaker().mix(NAMES, {}, {}) == {"m3": 1.0}
+    assert HistoryMatchmaker().mix(NAMES, {}, {}) == dict.fromkeys(NAMES, 0.25)
+    assert HistoryMatchmaker(delta=0).mix(NAMES, {}, {}) == {"m3": 1.0}
+    assert HistoryMatchmaker(delta=0.5).mix(NAMES, {}, {}) == {"m2": 0.5, "m3": 0.5}
+    assert HistoryMatchmaker(delta=0.6).mix(NAMES, {}, {}) == pytest.approx({"m1": 1 / 3, "m2": 1 / 3, "m3": 1 / 3})
 
 
 def test_a_solution_is_played_as_it_is():
-    assert Solution().mix(NAMES, {}, {"m1": 0.25, "m2": 0.75}) == {"m1": 0.25, "m2": 0.75}
+    assert MetaSolverMatchmaker().mix(NAMES, {}, {"m1": 0.25, "m2": 0.75}) == {"m1": 0.25, "m2": 0.75}
 
 
 def test_configs_by_type():
     made = TypeAdapter(MatchmakerConfig).validate_python({"type": "history", "delta": 0.3})
-    assert made == History(delta=0.3)
+    assert made == HistoryMatchmaker(delta=0.3)
     with pytest.raises(ValidationError):
-        History(delta=1.5)
+        HistoryMatchmaker(delta=1.5)
 
 
-@pytest.mark.parametrize("kind", [Latest(), History(), PFSP()])
+@pytest.mark.parametrize("kind", [LatestMatchmaker(), HistoryMatchmaker(), PFSPMatchmaker()])
 def test_nobody_to_play_is_refused(kind):
     with pytest.raises(ValueError, match="no member to play"):
         kind.mix([], {}, {})
@@ -77,4 +86,4 @@ def test_what_makes_no_mixture_is_refused():
         pfsp(np.array([]))
     for solution in ({}, {"stranger": 1.0}):
         with pytest.raises(ValueError, match="is no mixture of"):
-            Solution().mix(NAMES, {}, solution)
+            MetaSolverMatchmaker().mix(NAMES, {}, solution)

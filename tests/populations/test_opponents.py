@@ -5,8 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.populations.normal_form.tables import fronted, values
-from palestra.populations.opponents import Meta, gap, members_of, normal, opponents, rectified
+from palestra.populations.meta_strategy import (
+    MetaStrategy,
+    drop_negligible,
+    equilibrium_gap,
+    opponent_names,
+    opponent_payload,
+    rectified_payload,
+)
+from palestra.populations.normal_form.payoff_tensors import member_returns, own_axis_first
 
 TWO = ("red", "blue")
 RPS = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
@@ -16,47 +23,52 @@ CHICKEN = np.array([[0.0, 7], [2, 6]])  # dare, yield
 def aumann():
     """The correlated equilibrium of chicken in which a third of the games each is (dare, yield), (yield, dare) and
     (yield, yield)."""
-    return Meta(TWO, (("dare", "yield"), ("dare", "yield")), np.array([[0, 1], [1, 1]]) / 3, correlated=True)
+    return MetaStrategy(TWO, (("dare", "yield"), ("dare", "yield")), np.array([[0, 1], [1, 1]]) / 3, correlated=True)
 
 
 def test_independent_players_meet_each_others_mixtures():
-    meta = Meta.independent(TWO, (["a", "b"], ["c", "d"]), [np.array([0.25, 0.75]), np.array([1.0, 0.0])])
-    assert opponents(meta, "red") == {"opponents": {"blue": {"c": 1.0}}}
-    assert opponents(meta, "blue") == {"opponents": {"red": {"a": 0.25, "b": 0.75}}}
+    meta = MetaStrategy.independent(TWO, (["a", "b"], ["c", "d"]), [np.array([0.25, 0.75]), np.array([1.0, 0.0])])
+    assert opponent_payload(meta, "red") == {"opponents": {"blue": {"c": 1.0}}}
+    assert opponent_payload(meta, "blue") == {"opponents": {"red": {"a": 0.25, "b": 0.75}}}
 
 
 def test_a_population_of_every_seat_meets_its_own_mixture():
     """Seats share the first one's, whatever the solver found for the second."""
-    meta = Meta.independent(("all", "all"), (["a", "b"],) * 2, [np.array([0.5, 0.5]), np.array([1.0, 0.0])])
-    assert opponents(meta, "all") == {"opponents": {"all": {"a": 0.5, "b": 0.5}}}
+    meta = MetaStrategy.independent(("all", "all"), (["a", "b"],) * 2, [np.array([0.5, 0.5]), np.array([1.0, 0.0])])
+    assert opponent_payload(meta, "all") == {"opponents": {"all": {"a": 0.5, "b": 0.5}}}
     assert meta.joint.tolist() == [[0.25, 0.25], [0.25, 0.25]]
 
 
 def test_correlated_players_meet_the_others_together():
-    assert opponents(aumann(), "red") == {
+    assert opponent_payload(aumann(), "red") == {
         "joint": [[{"blue": "dare"}, pytest.approx(1 / 3)], [{"blue": "yield"}, pytest.approx(2 / 3)]]
     }
-    assert opponents(aumann(), "red", told="yield")["joint"] == [[{"blue": "dare"}, 0.5], [{"blue": "yield"}, 0.5]]
-    assert opponents(aumann(), "red", told="dare")["joint"] == [[{"blue": "yield"}, 1.0]]
+    assert opponent_payload(aumann(), "red", recommended="yield")["joint"] == [
+        [{"blue": "dare"}, 0.5],
+        [{"blue": "yield"}, 0.5],
+    ]
+    assert opponent_payload(aumann(), "red", recommended="dare")["joint"] == [[{"blue": "yield"}, 1.0]]
 
 
 def test_three_correlated_players_name_two_others():
     joint = np.zeros((1, 2, 2))
     joint[0, 0, 1] = joint[0, 1, 0] = 0.5
-    meta = Meta(("a", "b", "c"), (("a0",), ("b0", "b1"), ("c0", "c1")), joint, correlated=True)
-    assert opponents(meta, "a")["joint"] == [[{"b": "b0", "c": "c1"}, 0.5], [{"b": "b1", "c": "c0"}, 0.5]]
-    assert members_of(opponents(meta, "a")) == ["b0", "c1", "b1", "c0"]
-    assert opponents(meta, "b", told="b1")["joint"] == [[{"a": "a0", "c": "c0"}, 1.0]]
+    meta = MetaStrategy(("a", "b", "c"), (("a0",), ("b0", "b1"), ("c0", "c1")), joint, correlated=True)
+    assert opponent_payload(meta, "a")["joint"] == [[{"b": "b0", "c": "c1"}, 0.5], [{"b": "b1", "c": "c0"}, 0.5]]
+    assert opponent_names(opponent_payload(meta, "a")) == ["b0", "c1", "b1", "c0"]
+    assert opponent_payload(meta, "b", recommended="b1")["joint"] == [[{"a": "a0", "c": "c0"}, 1.0]]
 
 
 def test_gaps_of_chicken():
     """Told to yield, daring earns 3.5 and yielding 4; told to dare, 7 and 6: an equilibrium, worth 5 to each. Fixed
     beforehand, daring and yielding earn 14/3 each, which is 1/3 less."""
     tables = [CHICKEN, CHICKEN.T]
-    assert gap(aumann(), tables, coarse=False) == pytest.approx(0)
-    assert gap(aumann(), tables, coarse=True) == pytest.approx(-2 / 3)
-    pure = Meta(TWO, (("dare", "yield"),) * 2, np.array([[0.0, 0], [0, 1]]), correlated=True)
-    assert gap(pure, tables, coarse=False) == gap(pure, tables) == pytest.approx(2)  # both would rather dare: 7 - 6
+    assert equilibrium_gap(aumann(), tables, coarse=False) == pytest.approx(0)
+    assert equilibrium_gap(aumann(), tables, coarse=True) == pytest.approx(-2 / 3)
+    pure = MetaStrategy(TWO, (("dare", "yield"),) * 2, np.array([[0.0, 0], [0, 1]]), correlated=True)
+    assert (
+        equilibrium_gap(pure, tables, coarse=False) == equilibrium_gap(pure, tables) == pytest.approx(2)
+    )  # both would rather dare: 7 - 6
 
 
 @settings(max_examples=30)
@@ -66,32 +78,32 @@ def test_the_gap_of_independent_players_is_nash_conv(seed, shape):
     tables = [rng.normal(size=shape) for _ in shape]
     strategies = [rng.dirichlet(np.ones(m)) for m in shape]
     seats = tuple("abc"[: len(shape)])
-    meta = Meta.independent(
+    meta = MetaStrategy.independent(
         seats, [[f"{s}{i}" for i in range(m)] for s, m in zip(seats, shape, strict=True)], strategies
     )
-    earned = values(fronted(tables), strategies)
+    earned = member_returns(own_axis_first(tables), strategies)
     gains = [own.max() - own @ strategy for own, strategy in zip(earned, strategies, strict=True)]
-    assert gap(meta, tables) == pytest.approx(sum(gains), abs=1e-9)
+    assert equilibrium_gap(meta, tables) == pytest.approx(sum(gains), abs=1e-9)
 
 
 def test_rectified_responses_meet_whom_they_beat():
     """Of rock, paper and scissors alike: rock meets itself and scissors, never paper."""
     names = (["rock", "paper", "scissors"],) * 2
-    meta = Meta.independent(("all", "all"), names, [np.full(3, 1 / 3)] * 2)
-    assert rectified(meta, [RPS, -RPS], "all", "rock") == {"opponents": {"all": {"rock": 0.5, "scissors": 0.5}}}
+    meta = MetaStrategy.independent(("all", "all"), names, [np.full(3, 1 / 3)] * 2)
+    assert rectified_payload(meta, [RPS, -RPS], "all", "rock") == {"opponents": {"all": {"rock": 0.5, "scissors": 0.5}}}
 
 
 def test_a_rectified_response_that_beats_nobody_meets_all():
-    meta = Meta.independent(TWO, (["good", "bad"], ["foe"]), [np.array([1.0, 0.0]), np.array([1.0])])
+    meta = MetaStrategy.independent(TWO, (["good", "bad"], ["foe"]), [np.array([1.0, 0.0]), np.array([1.0])])
     payoff = np.array([[1.0], [-1.0]])
-    assert rectified(meta, [payoff, -payoff], "red", "bad") == {"opponents": {"blue": {"foe": 1.0}}}
+    assert rectified_payload(meta, [payoff, -payoff], "red", "bad") == {"opponents": {"blue": {"foe": 1.0}}}
 
 
 def test_the_best_member_is_that_which_earns_most():
-    meta = Meta.independent(TWO, (["a", "b", "c"], ["d"]), [np.array([1.0, 0, 0]), np.array([1.0])])
+    meta = MetaStrategy.independent(TWO, (["a", "b", "c"], ["d"]), [np.array([1.0, 0, 0]), np.array([1.0])])
     payoff = np.array([[0.0], [2.0], [2.0]])
-    assert meta.best([payoff, -payoff], "red") == "c"  # the newer of equals
+    assert meta.best_member([payoff, -payoff], "red") == "c"  # the newer of equals
 
 
 def test_next_to_nothing_is_nothing():
-    assert normal({"a": 0.5, "b": 0.5 - 1e-9, "c": 1e-9}) == {"a": pytest.approx(0.5), "b": pytest.approx(0.5)}
+    assert drop_negligible({"a": 0.5, "b": 0.5 - 1e-9, "c": 1e-9}) == {"a": pytest.approx(0.5), "b": pytest.approx(0.5)}

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.populations.payoffs import Payoffs
+from palestra.populations.payoffs import PayoffTable
 
 
 def table(seats, members):
-    made = Payoffs(seats)
+    made = PayoffTable(seats)
     for player, names in members.items():
         for name in names:
             made.add_member(player, name)
@@ -24,12 +24,12 @@ def rps(known=True):
     made = table(["all", "all"], {"all": ["rock", "paper", "scissors"]})
     for one, other, mean in (("rock", "scissors", 1), ("paper", "rock", 1), ("scissors", "paper", 1)):
         if known:
-            made.know([one, other], [mean, -mean])
+            made.set_exact([one, other], [mean, -mean])
         else:
             games = {"games": 4, "mean": [mean, -mean], "m2": [1, 1], "wins": [3, 0], "draws": 1}
-            made.record({"members": [one, other], **games})
+            made.add_games({"members": [one, other], **games})
     for name in made.members["all"]:
-        made.know([name, name], [0, 0])
+        made.set_exact([name, name], [0, 0])
     return made
 
 
@@ -40,7 +40,7 @@ def pair():
 
 def test_a_table_has_an_array_for_each_seat():
     made = pair()
-    made.record({"members": ["r1", "b0"], "games": 10, "mean": [2.0, -1.0], "m2": [90.0, 0.0]})
+    made.add_games({"members": ["r1", "b0"], "games": 10, "mean": [2.0, -1.0], "m2": [90.0, 0.0]})
     mean, games = made.mean(unplayed=0.25), made.games()
     assert mean[0].tolist() == [[0.25, 0.25], [2.0, 0.25], [0.25, 0.25]] and mean[1][1, 0] == -1.0
     assert games.tolist() == [[0, 0], [10, 0], [0, 0]]
@@ -49,19 +49,19 @@ def test_a_table_has_an_array_for_each_seat():
 
 
 def test_a_table_grows():
-    made = Payoffs(["red", "blue"])
+    made = PayoffTable(["red", "blue"])
     assert made.mean()[0].shape == (0, 0)
     made.add_member("red", "r0")
     made.add_member("blue", "b0")
-    made.know(["r0", "b0"], [1, -1])
+    made.set_exact(["r0", "b0"], [1, -1])
     made.add_member("red", "r1")
-    assert made.mean()[0].shape == (2, 1) and made.mean()[0][0, 0] == 1 and made.lacking() == [("r1", "b0")]
+    assert made.mean()[0].shape == (2, 1) and made.mean()[0][0, 0] == 1 and made.cells_below() == [("r1", "b0")]
 
 
 def test_symmetric_games_share_cells():
     made = table(["all", "all"], {"all": ["a", "b"]})
-    made.record({"members": ["a", "b"], "games": 1, "mean": [1.0, 0.0], "m2": [0, 0], "wins": [1, 0]})
-    made.record({"members": ["b", "a"], "games": 1, "mean": [4.0, 3.0], "m2": [0, 0], "wins": [1, 0]})
+    made.add_games({"members": ["a", "b"], "games": 1, "mean": [1.0, 0.0], "m2": [0, 0], "wins": [1, 0]})
+    made.add_games({"members": ["b", "a"], "games": 1, "mean": [4.0, 3.0], "m2": [0, 0], "wins": [1, 0]})
     assert made.cell(["a", "b"]).mean == (2.0, 2.0) and made.cell(["a", "b"]).wins == (1, 1)
     assert made.cell(["b", "a"]).mean == (2.0, 2.0) and made.cell(["b", "a"]).games == 2
     assert made.mean()[0][0, 1] == made.mean()[1][1, 0]
@@ -75,41 +75,41 @@ def test_a_symmetric_zero_sum_table_is_antisymmetric():
 
 def test_three_seats_of_one_population_share_all_orders():
     made = table(["all"] * 3, {"all": ["a", "b", "c"]})
-    made.record({"members": ["c", "a", "b"], "games": 5, "mean": [3.0, 1.0, 2.0], "m2": [0, 0, 0]})
+    made.add_games({"members": ["c", "a", "b"], "games": 5, "mean": [3.0, 1.0, 2.0], "m2": [0, 0, 0]})
     assert made.cell(["a", "b", "c"]).mean == (1.0, 2.0, 3.0) and made.cell(["b", "c", "a"]).mean == (2.0, 3.0, 1.0)
     assert made.games().sum() == 6 * 5 and len(list(made.cells())) == 10  # multisets of 3 out of 3
 
 
 def test_two_populations_of_two_seats_each():
     made = table(["red", "blue", "red", "blue"], {"red": ["r", "s"], "blue": ["b"]})
-    made.record({"members": ["s", "b", "r", "b"], "games": 1, "mean": [1.0, 2.0, 3.0, 4.0], "m2": [0] * 4})
+    made.add_games({"members": ["s", "b", "r", "b"], "games": 1, "mean": [1.0, 2.0, 3.0, 4.0], "m2": [0] * 4})
     assert made.cell(["r", "b", "s", "b"]).mean == (3.0, 3.0, 1.0, 3.0)
 
 
 def test_lacking_says_what_to_play():
     made = rps(known=False)
-    assert made.lacking(4) == [] and len(made.lacking(5)) == 3  # known cells need none
+    assert made.cells_below(4) == [] and len(made.cells_below(5)) == 3  # known cells need none
     made.add_member("all", "well")
-    assert made.lacking() == [("rock", "well"), ("paper", "well"), ("scissors", "well"), ("well", "well")]
+    assert made.cells_below() == [("rock", "well"), ("paper", "well"), ("scissors", "well"), ("well", "well")]
 
 
 def test_points_count_draws_half():
-    names, points = rps(known=False).points()
+    names, points = rps(known=False).pairwise_scores()
     assert names == ["rock", "paper", "scissors"]
     assert points.tolist() == [[0, 0.5, 3.5], [3.5, 0, 0.5], [0.5, 3.5, 0]]
 
 
 def test_points_of_an_asymmetric_game():
     made = pair()
-    made.record({"members": ["r0", "b1"], "games": 4, "mean": [0, 0], "m2": [0, 0], "wins": [3, 1]})
-    names, points = made.points()
+    made.add_games({"members": ["r0", "b1"], "games": 4, "mean": [0, 0], "m2": [0, 0], "wins": [3, 1]})
+    names, points = made.pairwise_scores()
     assert points[names.index("r0"), names.index("b1")] == 3 and points[names.index("b1"), names.index("r0")] == 1
 
 
 def test_a_name_may_be_a_member_of_both():
     made = table(["red", "blue"], {"red": ["uniform", "r"], "blue": ["uniform"]})
-    made.know(["uniform", "uniform"], [1, -1])
-    assert made.cell(["uniform", "uniform"]).mean == (1, -1) and made.points()[0] == ["uniform", "r"]
+    made.set_exact(["uniform", "uniform"], [1, -1])
+    assert made.cell(["uniform", "uniform"]).mean == (1, -1) and made.pairwise_scores()[0] == ["uniform", "r"]
 
 
 # ---- files
@@ -122,10 +122,12 @@ CELLS = st.tuples(st.integers(1, 50), st.floats(-1e6, 1e6), st.floats(0, 1e6), s
 def test_json_gives_back_every_bit(cells):
     made = pair()
     for (red, blue), (games, mean, m2, other, other_m2) in cells.items():
-        made.record({"members": [f"r{red}", f"b{blue}"], "games": games, "mean": [mean, other], "m2": [m2, other_m2]})
-    made.know(["r2", "b1"], [1 / 3, -1 / 3])
+        made.add_games(
+            {"members": [f"r{red}", f"b{blue}"], "games": games, "mean": [mean, other], "m2": [m2, other_m2]}
+        )
+    made.set_exact(["r2", "b1"], [1 / 3, -1 / 3])
     tree = made.to_json()
-    again = Payoffs.from_json(json.loads(json.dumps(tree)))
+    again = PayoffTable.from_json(json.loads(json.dumps(tree)))
     assert again.to_json() == tree
     for one, other in zip(made.mean(9.0), again.mean(9.0), strict=True):
         assert np.array_equal(one, other)
@@ -152,9 +154,9 @@ def test_games_go_where_variance_is():
     """One cell of variance 100, one of 1, with 100 games each: Neyman allocates in proportion to 10 : 1, so the next
     games go to the first until it has about ten times as many."""
     made = table(["red", "blue"], {"red": ["r"], "blue": ["b", "c"]})
-    made.record({"members": ["r", "b"], "games": 100, "mean": [0, 0], "m2": [9900, 9900]})
-    made.record({"members": ["r", "c"], "games": 100, "mean": [0, 0], "m2": [99, 99]})
-    given = made.where_next(uniform(made), 2000)
+    made.add_games({"members": ["r", "b"], "games": 100, "mean": [0, 0], "m2": [9900, 9900]})
+    made.add_games({"members": ["r", "c"], "games": 100, "mean": [0, 0], "m2": [99, 99]})
+    given = made.allocate_games(uniform(made), 2000)
     total = [100 + given.get(("r", "b"), 0), 100 + given.get(("r", "c"), 0)]
     assert sum(total) == 2200 and total[0] / total[1] == pytest.approx(10, rel=0.2)
 
@@ -162,7 +164,7 @@ def test_games_go_where_variance_is():
 def test_games_go_to_cells_that_the_meta_strategy_reads():
     made = pair()
     strategies = [np.array([1.0, 0.0, 0.0]), np.array([1.0, 0.0])]
-    given = made.where_next(strategies, 100)
+    given = made.allocate_games(strategies, 100)
     assert set(given) == {("r0", "b0"), ("r1", "b0"), ("r2", "b0"), ("r0", "b1")}  # no one's deviation reads the rest
     others = [given["r1", "b0"], given["r2", "b0"], given["r0", "b1"]]
     assert given["r0", "b0"] > max(others) + 3 and max(others) - min(others) <= 1  # both players read the first
@@ -171,9 +173,9 @@ def test_games_go_to_cells_that_the_meta_strategy_reads():
 def test_each_game_lowers_the_variance_most():
     """Greedy: of all ways to give three games to these cells, none has a lower sum of weighted variances."""
     made = pair()
-    made.record({"members": ["r0", "b0"], "games": 3, "mean": [0, 0], "m2": [8.0, 2.0]})
+    made.add_games({"members": ["r0", "b0"], "games": 3, "mean": [0, 0], "m2": [8.0, 2.0]})
     strategies = [np.array([0.5, 0.3, 0.2]), np.array([0.6, 0.4])]
-    given = made.where_next(strategies, 3)
+    given = made.allocate_games(strategies, 3)
     gains = made._gains(strategies)
 
     def total(more):
@@ -204,15 +206,15 @@ def test_a_joint_strategy_is_read_through_what_others_play():
 
 
 def test_chunks_and_budgets():
-    given = pair().where_next(uniform(pair()), 25, chunk=10)
+    given = pair().allocate_games(uniform(pair()), 25, chunk=10)
     assert sorted(given.values()) == [5, 10, 10]
-    assert pair().where_next(uniform(pair()), 0) == {} and rps().where_next(uniform(rps()), 10) == {}
+    assert pair().allocate_games(uniform(pair()), 0) == {} and rps().allocate_games(uniform(rps()), 10) == {}
 
 
 def test_deterministic_games_do_not_starve_cells_without_games():
     made = table(["red", "blue"], {"red": ["r"], "blue": ["b", "c"]})
-    made.record({"members": ["r", "b"], "games": 5, "mean": [1, -1], "m2": [0, 0]})
-    assert made.where_next(uniform(made), 3)["r", "c"] == 3
+    made.add_games({"members": ["r", "b"], "games": 5, "mean": [1, -1], "m2": [0, 0]})
+    assert made.allocate_games(uniform(made), 3)["r", "c"] == 3
 
 
 # ---- refusals
@@ -221,20 +223,20 @@ def test_deterministic_games_do_not_starve_cells_without_games():
 def test_what_does_not_fit_is_refused():
     made, games = pair(), {"games": 1, "mean": [0, 0], "m2": [0, 0]}
     with pytest.raises(ValueError, match="player at each seat"):
-        Payoffs([])
+        PayoffTable([])
     with pytest.raises(ValueError, match='"green" plays no seat'):
         made.add_member("green", "g")
     with pytest.raises(ValueError, match='"r0" is a member'):
         made.add_member("red", "r0")
     with pytest.raises(ValueError, match='"b0" is no member of "red", which has r0, r1, r2'):
-        made.record({"members": ["b0", "r0"], **games})
+        made.add_games({"members": ["b0", "r0"], **games})
     with pytest.raises(ValueError, match="1 members for 2 seats"):
         made.cell(["r0"])
     with pytest.raises(ValueError, match="a number for each"):
-        made.record({"members": ["r0", "b0"], "games": 1, "mean": [0], "m2": [0]})
+        made.add_games({"members": ["r0", "b0"], "games": 1, "mean": [0], "m2": [0]})
     with pytest.raises(ValueError, match="3 payoffs for 2 seats"):
-        made.know(["r0", "b0"], [0, 0, 0])
+        made.set_exact(["r0", "b0"], [0, 0, 0])
     with pytest.raises(ValueError, match=r"strategies over \(1, 2\)"):
-        made.where_next([np.ones(1), np.ones(2) / 2], 5)
+        made.allocate_games([np.ones(1), np.ones(2) / 2], 5)
     with pytest.raises(ValueError, match="seats 3"):
-        table(["all"] * 3, {"all": ["a"]}).points()
+        table(["all"] * 3, {"all": ["a"]}).pairwise_scores()

@@ -6,151 +6,153 @@ import numpy as np
 import pytest
 
 from palestra.config import validate
-from palestra.populations.pbt import PBT, PBTConfig, Searched
+from palestra.populations.pbt import PBT, PBTConfig, SearchSpace
 from palestra.populations.population import Member, Population
 
-WIDE = {"lr": Searched(low=1e-4, high=1e-2)}
+WIDE = {"lr": SearchSpace(low=1e-4, high=1e-2)}
 
 
 def plan(seed=0, **config):
     population = Population(("p",))
     population.add(Member("uniform", ""))
-    settled = {"learners": 5, "slices": 6, "rated": "return", "search": WIDE, **config}
+    settled = {"num_learners": 5, "slices": 6, "rating": "return", "search": WIDE, **config}
     return PBT(PBTConfig(**settled), population, seed=seed)
 
 
 def answer(task, value=0.0, against=()):
     tallies = {name: {"games": 100, "wins": 100 * rate, "draws": 0} for name, rate in dict(against).items()}
-    return {"env_steps": task.order["env_steps"], "return": value, "against": tallies}
+    return {"env_steps": task.payload["env_steps"], "return": value, "against": tallies}
 
 
 def first_slices(made, values):
     """Every learner's first slice, done in order with these returns; the slices that come next."""
-    return [made.finished(task, answer(task, value))[0] for task, value in zip(made.begin(), values, strict=True)]
+    return [
+        made.on_result(task, answer(task, value))[0] for task, value in zip(made.initial_tasks(), values, strict=True)
+    ]
 
 
 def test_settings_are_drawn_from_the_range_in_even_ratios():
     rng = np.random.default_rng(0)
-    drawn = [Searched(low=1e-4, high=1e-2).draw(rng) for _ in range(2000)]
+    drawn = [SearchSpace(low=1e-4, high=1e-2).sample(rng) for _ in range(2000)]
     assert min(drawn) >= 1e-4 and max(drawn) <= 1e-2
     assert np.mean(np.array(drawn) < 1e-3) == pytest.approx(0.5, abs=0.04)  # the middle of two decades
-    even = [Searched(low=0.0, high=0.1, log=False).draw(rng) for _ in range(2000)]
+    even = [SearchSpace(low=0.0, high=0.1, log_scale=False).sample(rng) for _ in range(2000)]
     assert np.mean(even) == pytest.approx(0.05, abs=0.003)
 
 
 def test_the_first_orders_differ_in_settings_only_and_are_self_play():
-    tasks = plan().begin()
-    assert [task.makes for task in tasks] == [f"learner_{n}-1" for n in range(5)]
+    tasks = plan().initial_tasks()
+    assert [task.output_member for task in tasks] == [f"learner_{n}-1" for n in range(5)]
     assert all(
-        task.order["self_play"] == 1 and task.order["opponents"] == {"p": {"uniform": 1}} and not task.members
+        task.payload["self_play"] == 1 and task.payload["opponents"] == {"p": {"uniform": 1}} and not task.members
         for task in tasks
     )
-    assert len({task.order["settings"]["lr"] for task in tasks}) == 5
-    assert [t.order["settings"] for t in plan(seed=1).begin()] != [t.order["settings"] for t in tasks]
+    assert len({task.payload["settings"]["lr"] for task in tasks}) == 5
+    assert [t.payload["settings"] for t in plan(seed=1).initial_tasks()] != [t.payload["settings"] for t in tasks]
 
 
 def test_later_games_are_against_the_others_as_they_last_were():
-    made = plan(every=6)
+    made = plan(select_every=6)
     later = first_slices(made, [0.0] * 5)
-    assert later[0].order["self_play"] == 1  # nobody else had trained yet
-    assert later[2].order["opponents"] == {"p": {"learner_0-1": 0.5, "learner_1-1": 0.5}}
-    assert later[2].order["self_play"] == 0.2 and later[2].order["start"] == "learner_2-1"
+    assert later[0].payload["self_play"] == 1  # nobody else had trained yet
+    assert later[2].payload["opponents"] == {"p": {"learner_0-1": 0.5, "learner_1-1": 0.5}}
+    assert later[2].payload["self_play"] == 0.2 and later[2].payload["start"] == "learner_2-1"
     assert later[2].members == ("learner_0-1", "learner_1-1", "learner_2-1")
 
 
 def test_the_worst_takes_over_from_the_best_and_explores():
-    made = plan(every=1)
+    made = plan(select_every=1)
     before = {name: dict(learner.settings) for name, learner in made.learners.items()}
     later = first_slices(made, [0.5, 0.9, 0.4, 0.3, 0.1])
-    assert [task.order["copied"] for task in later] == ["", "", "", "", "learner_1"]  # who ended when all had trained
+    assert [task.payload["copied"] for task in later] == ["", "", "", "", "learner_1"]  # who ended when all had trained
     worst = later[4]
-    assert worst.order["start"] == "learner_1-1" and worst.makes == "learner_4-2"
-    ratio = worst.order["settings"]["lr"] / before["learner_1"]["lr"]
-    assert min(abs(ratio - 0.8), abs(ratio - 1.2)) < 1e-9 or worst.order["settings"]["lr"] in (1e-4, 1e-2)
-    (after,) = made.finished(worst, answer(worst, 5.0))
-    assert after.order["copied"] == "" and after.order["start"] == "learner_4-2"
-    (second,) = made.finished(later[3], answer(later[3], 0.2))
-    assert second.order["copied"] == "learner_4"  # which is the best now
+    assert worst.payload["start"] == "learner_1-1" and worst.output_member == "learner_4-2"
+    ratio = worst.payload["settings"]["lr"] / before["learner_1"]["lr"]
+    assert min(abs(ratio - 0.8), abs(ratio - 1.2)) < 1e-9 or worst.payload["settings"]["lr"] in (1e-4, 1e-2)
+    (after,) = made.on_result(worst, answer(worst, 5.0))
+    assert after.payload["copied"] == "" and after.payload["start"] == "learner_4-2"
+    (second,) = made.on_result(later[3], answer(later[3], 0.2))
+    assert second.payload["copied"] == "learner_4"  # which is the best now
 
 
 def test_nobody_takes_over_from_settings_that_were_not_tried():
-    made = plan(every=1)
+    made = plan(select_every=1)
     later = first_slices(made, [0.5, 0.9, 0.4, 0.3, 0.1])
     made.learners["learner_1"].score = 0.0  # what learner_4 took over is now the best, but it has not trained with it
-    (second,) = made.finished(later[3], answer(later[3], -1.0))
-    assert second.order["copied"] == ""
+    (second,) = made.on_result(later[3], answer(later[3], -1.0))
+    assert second.payload["copied"] == ""
 
 
 def test_nobody_takes_over_between_or_for_less_than_the_gap():
-    assert {task.order["copied"] for task in first_slices(plan(every=2), [5, 4, 3, 2, 1])} == {""}
+    assert {task.payload["copied"] for task in first_slices(plan(select_every=2), [5, 4, 3, 2, 1])} == {""}
     for gap, copied in ((3.9, "learner_0"), (4.1, "")):
-        assert first_slices(plan(every=1, gap=gap), [5, 4, 3, 2, 1])[-1].order["copied"] == copied
+        assert first_slices(plan(select_every=1, min_rating_gap=gap), [5, 4, 3, 2, 1])[-1].payload["copied"] == copied
 
 
 def test_wins_are_rated_by_the_mean_over_the_others():
-    made = plan(rated="wins", learners=3, every=1, self_play=0.0)
+    made = plan(rating="wins", num_learners=3, select_every=1, self_play=0.0)
     tasks = first_slices(made, [0, 0, 0])
-    made.finished(tasks[2], answer(tasks[2], against={"learner_0-1": 0.9, "learner_1-1": 0.6}))
+    made.on_result(tasks[2], answer(tasks[2], against={"learner_0-1": 0.9, "learner_1-1": 0.6}))
     ratings = [made.rating(learner) for learner in made.learners.values()]
     assert ratings == pytest.approx([(0.5 + 0.1) / 2, (0.5 + 0.4) / 2, 0.75])
 
 
 def test_a_slice_in_which_no_game_ended_leaves_the_rating_as_it_was():
-    made = plan(every=6)
+    made = plan(select_every=6)
     later = first_slices(made, [0.5, 0.9, 0.4, 0.3, 0.1])
-    made.finished(later[1], answer(later[1], None))
+    made.on_result(later[1], answer(later[1], None))
     assert made.rating(made.learners["learner_1"]) == 0.9
 
 
 def test_perturbations_stay_in_the_range_and_some_settings_are_drawn_anew():
-    made = plan(resample=0.0)
+    made = plan(resample_probability=0.0)
     rng = np.random.default_rng(0)
     assert {round(made._explored("lr", 1e-3, rng), 7) for _ in range(50)} == {8e-4, 1.2e-3}
     assert max(made._explored("lr", 1e-2, rng) for _ in range(50)) == 1e-2
-    anew = plan(resample=0.25)
+    anew = plan(resample_probability=0.25)
     share = np.mean([round(anew._explored("lr", 1e-3, rng), 7) not in (8e-4, 1.2e-3) for _ in range(4000)])
     assert share == pytest.approx(0.25, abs=0.03)
 
 
 def test_what_a_slice_came_to_is_noted_and_the_last_ones_stay():
     made = plan(slices=1)
-    task = made.begin()[3]
+    task = made.initial_tasks()[3]
     result = answer(task, 0.7)
-    assert made.finished(task, result) == []
-    assert made.notes(task, result) == {
+    assert made.on_result(task, result) == []
+    assert made.task_metrics(task, result) == {
         "learner_3": {
             "iteration": 1,
             "env_steps": 20_000,
             "return": 0.7,
             "rating": 0.7,
-            "lr": task.order["settings"]["lr"],
+            "lr": task.payload["settings"]["lr"],
         }
     }
     _, member = made.population
-    assert member.name == "learner_3-1" and member.info["settings"] == task.order["settings"]
+    assert member.name == "learner_3-1" and member.info["settings"] == task.payload["settings"]
 
 
 def run_search(seed):
     """Learners gain 1 a slice less what their rate is off 3e-3 (in decades): what they reach and where they end."""
     made, gained = (
-        plan(seed=seed, learners=10, slices=40, every=2, search={"lr": Searched(low=1e-5, high=1e-1)}),
+        plan(seed=seed, num_learners=10, slices=40, select_every=2, search={"lr": SearchSpace(low=1e-5, high=1e-1)}),
         {"": 0.0},
     )
-    waiting, done = list(made.begin()), []
+    waiting, done = list(made.initial_tasks()), []
     while waiting:
         task = waiting.pop(0)
-        off = abs(math.log10(task.order["settings"]["lr"] / 3e-3))
-        gained[task.makes] = gained[task.order["start"] or ""] + 1 - off
-        waiting += made.finished(task, answer(task, gained[task.makes]))
+        off = abs(math.log10(task.payload["settings"]["lr"] / 3e-3))
+        gained[task.output_member] = gained[task.payload["start"] or ""] + 1 - off
+        waiting += made.on_result(task, answer(task, gained[task.output_member]))
         done.append(task)
-    rates = [task.order["settings"]["lr"] for task in done[-10:]]
+    rates = [task.payload["settings"]["lr"] for task in done[-10:]]
     return done, max(gained.values()), [abs(math.log10(rate / 3e-3)) for rate in rates]
 
 
 def test_the_population_finds_the_best_setting_and_beats_the_best_fixed_one():
     for seed in range(3):
         done, reached, off = run_search(seed)
-        first = [abs(math.log10(task.order["settings"]["lr"] / 3e-3)) for task in done[:10]]
+        first = [abs(math.log10(task.payload["settings"]["lr"] / 3e-3)) for task in done[:10]]
         assert np.median(off) < 0.15 < np.median(first)
         assert reached > 40 * (1 - min(first))  # the best of the first draws, kept for all slices
     assert run_search(0)[0] == run_search(0)[0]  # what a resume relies on

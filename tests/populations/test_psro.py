@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from toy_populations import ExactGame, Matrix, drive, population, retold, tree
 
 from palestra.config import validate
-from palestra.exact.regret import FictitiousPlay
-from palestra.exact.responses import nash_conv
-from palestra.populations.opponents import Meta
+from palestra.populations.meta_strategy import MetaStrategy
 from palestra.populations.population import Member, Population
 from palestra.populations.psro import PSRO, PSROConfig
+from palestra.tabular.best_response import nash_conv
+from palestra.tabular.cfr import XFPSolver
 
 TWO = ("player_0", "player_1")
 THREE = (*TWO, "player_2")
@@ -50,12 +50,12 @@ def test_kuhn_by_nash_is_solved_as_fast_as_by_openspiel():
 
 def test_with_the_uniform_solver_it_is_fictitious_play():
     """OpenSpiel's psro_v2 and XFP both have 0.625 at 1, 0.264 at 5, 0.167 at 10; answers equally good may differ."""
-    curve = on_kuhn(iterations=10, solver={"type": "uniform"})[0].nash_convs
+    curve = on_kuhn(iterations=10, meta_solver={"type": "uniform"})[0].nash_convs
     assert curve[5] == pytest.approx(0.264, abs=0.05) and curve[10] == pytest.approx(0.167, abs=0.04)
-    play = FictitiousPlay(tree("kuhn_poker"))
+    play = XFPSolver(tree("kuhn_poker"))
     for number in (1, 2):
         play.run(1)
-        assert curve[number] == pytest.approx(nash_conv(tree("kuhn_poker"), play.average()), abs=1e-9)
+        assert curve[number] == pytest.approx(nash_conv(tree("kuhn_poker"), play.average_policy()), abs=1e-9)
 
 
 @pytest.mark.slow
@@ -81,21 +81,23 @@ def test_what_exact_responses_gain_is_the_nash_conv_before_them():
 def test_double_oracle_ends_at_an_equilibrium(seed, rows, columns):
     """McMahan et al., 2003: when no response is new, the meta-strategy is an equilibrium of the whole game."""
     payoff = np.random.default_rng(seed).normal(size=(rows, columns))
-    plan, game = psro(iterations=rows * columns + 1, stop=1e-7), Matrix([payoff, -payoff], TWO)
+    plan, game = psro(iterations=rows * columns + 1, stop_nash_conv=1e-7), Matrix([payoff, -payoff], TWO)
     drive(plan, game, random.Random(seed))
     assert plan.nash_convs[max(plan.nash_convs)] < 1e-7
-    assert game.nash_conv(plan.metas[-1].mixes()) < 1e-6 or plan.over
+    assert game.nash_conv(plan.meta_strategies[-1].all_marginals()) < 1e-6 or plan.is_done
 
 
 # the order of tasks
 
 
-@pytest.mark.parametrize("config", [{}, {"levels": 3, "slices": 2}, {"solver": {"type": "uniform"}, "cells": 2}])
+@pytest.mark.parametrize(
+    "config", [{}, {"pipeline_levels": 3, "slices": 2}, {"meta_solver": {"type": "uniform"}, "cells_per_task": 2}]
+)
 def test_with_settled_inputs_any_order_of_tasks_gives_the_same_members(config):
     plans = [on_kuhn(iterations=5, rng=rng, **config)[0] for rng in (None, random.Random(1), random.Random(2))]
     for other in plans[1:]:
         assert other.nash_convs == pytest.approx(plans[0].nash_convs, abs=1e-9)
-        assert [meta.names for meta in other.metas] == [meta.names for meta in plans[0].metas]
+        assert [meta.names for meta in other.meta_strategies] == [meta.names for meta in plans[0].meta_strategies]
 
 
 @settings(max_examples=15)
@@ -103,11 +105,11 @@ def test_with_settled_inputs_any_order_of_tasks_gives_the_same_members(config):
     st.integers(0, 2**32),
     st.fixed_dictionaries(
         {
-            "levels": st.integers(1, 3),
+            "pipeline_levels": st.integers(1, 3),
             "slices": st.integers(1, 3),
-            "cells": st.integers(1, 4),
-            "adaptive": st.sampled_from([0, 100]),
-            "assess": st.integers(0, 2),
+            "cells_per_task": st.integers(1, 4),
+            "adaptive_games": st.sampled_from([0, 100]),
+            "nash_conv_every": st.integers(0, 2),
             "start": st.sampled_from(["fresh", "last", "best"]),
         }
     ),
@@ -123,29 +125,32 @@ def test_a_log_told_again_gives_the_same_tasks_and_lines(seed, config):
 
 def test_cells_are_played_as_soon_as_both_members_exist():
     plan, game = psro(iterations=2), ExactGame(tree("kuhn_poker"), TWO)
-    (first,) = plan.begin()
-    new = plan.finished(first, game(first))
+    (first,) = plan.initial_tasks()
+    new = plan.on_result(first, game(first))
     assess, one, two = new
     assert [task.kind for task in new] == ["assess", "train", "train"]
-    (play,) = plan.finished(one, game(one))  # while the other still trains
-    assert play.order["cells"] == [["player_0-1", "uniform"]] and play.members == ("player_0-1",)
-    (both,) = plan.finished(two, game(two))
-    assert sorted(both.order["cells"]) == [["player_0-1", "player_1-1"], ["uniform", "player_1-1"]]
-    assert plan.finished(play, game(play)) == []
-    assert [task.makes for task in plan.finished(both, game(both))] == ["", "player_0-2", "player_1-2"]
-    assert plan.finished(assess, game(assess)) == []  # nobody waited for it
+    (play,) = plan.on_result(one, game(one))  # while the other still trains
+    assert play.payload["cells"] == [["player_0-1", "uniform"]] and play.members == ("player_0-1",)
+    (both,) = plan.on_result(two, game(two))
+    assert sorted(both.payload["cells"]) == [["player_0-1", "player_1-1"], ["uniform", "player_1-1"]]
+    assert plan.on_result(play, game(play)) == []
+    assert [task.output_member for task in plan.on_result(both, game(both))] == ["", "player_0-2", "player_1-2"]
+    assert plan.on_result(assess, game(assess)) == []  # nobody waited for it
 
 
 # levels
 
 
 def test_levels_train_at_once_and_each_meets_the_snapshots_below_it():
-    _, _, log = on_kuhn(iterations=6, levels=3, slices=3)
+    _, _, log = on_kuhn(iterations=6, pipeline_levels=3, slices=3)
     trained = [task for task, *_ in log if task.kind == "train"]
-    numbers = {task.makes: int(task.order["response"].rpartition("-")[2]) for task in trained}
-    at = {task.makes: place for place, task in enumerate(trained)}
+    numbers = {task.output_member: int(task.payload["response"].rpartition("-")[2]) for task in trained}
+    at = {task.output_member: place for place, task in enumerate(trained)}
     assert at["player_0-3~1"] < at["player_0-1"]  # the third began before the first was done
-    met = {task.makes: {n for mix in task.order["opponents"].values() for n in mix} - {"uniform"} for task in trained}
+    met = {
+        task.output_member: {n for mix in task.payload["opponents"].values() for n in mix} - {"uniform"}
+        for task in trained
+    }
     snapshots = [(maker, name) for maker, names in met.items() for name in names if "~" in name]
     assert snapshots and all(numbers[name] < numbers[maker] for maker, name in snapshots)
     for maker, names in met.items():
@@ -154,14 +159,14 @@ def test_levels_train_at_once_and_each_meets_the_snapshots_below_it():
 
 
 def test_a_pipeline_of_exact_responses_makes_what_psro_makes():
-    plain, piped = on_kuhn(iterations=6)[0], on_kuhn(iterations=6, levels=3, slices=2)[0]
+    plain, piped = on_kuhn(iterations=6)[0], on_kuhn(iterations=6, pipeline_levels=3, slices=2)[0]
     assert piped.nash_convs == pytest.approx(plain.nash_convs, abs=1e-9)
     assert {m.name for m in piped.population} == {m.name for m in plain.population}
 
 
 def test_a_slice_goes_on_from_the_one_before():
-    _, _, log = on_kuhn(iterations=3, levels=2, slices=2)
-    starts = {task.makes: task.order["start"] for task, *_ in log if task.kind == "train"}
+    _, _, log = on_kuhn(iterations=3, pipeline_levels=2, slices=2)
+    starts = {task.output_member: task.payload["start"] for task, *_ in log if task.kind == "train"}
     for maker, start in starts.items():
         name, _, number = maker.partition("~")
         if number and int(number) > 1:
@@ -177,32 +182,32 @@ def test_a_slice_goes_on_from_the_one_before():
 def test_jpsro_closes_the_gap_of_three_player_kuhn(solver):
     """Marris et al., 2021: it converges to an equilibrium of its kind; the gap that responses find is the true one."""
     steps = 7 if solver == "cce" else 4
-    plan = psro(THREE, iterations=steps, solver={"type": solver})
+    plan = psro(THREE, iterations=steps, meta_solver={"type": solver})
     game = ExactGame(tree("kuhn_poker", players=3), THREE)
     log = drive(plan, game)
     gaps = team(log, "gap")
     assert gaps[1] > 2 and gaps[steps] < (0.1 if solver == "cce" else 0.5)
     if solver == "cce":
         for number in (1, 4, 7):
-            assert gaps[number] == pytest.approx(game.coarse_gap(plan.metas[number - 1]), abs=1e-7)
+            assert gaps[number] == pytest.approx(game.coarse_gap(plan.meta_strategies[number - 1]), abs=1e-7)
 
 
 @pytest.mark.parametrize("rng", [None, random.Random(1)])
 def test_jpsro_leaves_out_what_adds_nothing_and_ends_at_an_equilibrium(rng):
     """Every member of Kuhn poker is another policy, and the run ends by itself once no exact response gains anything,
     at a correlated equilibrium of the whole game."""
-    plan, game, _ = on_kuhn(rng=rng, solver={"type": "ce"}, iterations=40)
+    plan, game, _ = on_kuhn(rng=rng, meta_solver={"type": "ce"}, iterations=40)
     members = plan.payoffs.members
-    assert len(plan.metas) < 40 and plan.metas[-1].names == plan.metas[-2].names
+    assert len(plan.meta_strategies) < 40 and plan.meta_strategies[-1].names == plan.meta_strategies[-2].names
     for player in TWO:
         policies = [game.policies[name].tobytes() for name in members[player]]
         assert len(set(policies)) == len(policies) < 40
-    assert game.coarse_gap(plan.metas[-1]) < 1e-5  # a correlated equilibrium is a coarse one
+    assert game.coarse_gap(plan.meta_strategies[-1]) < 1e-5  # a correlated equilibrium is a coarse one
 
 
 def test_a_joint_order_names_the_others_together():
-    log = drive(psro(solver={"type": "cce"}, iterations=3), chicken())
-    orders = [task.order for task, *_ in log if task.kind == "train"]
+    log = drive(psro(meta_solver={"type": "cce"}, iterations=3), chicken())
+    orders = [task.payload for task, *_ in log if task.kind == "train"]
     for order in orders:
         (other,) = {*TWO} - {order["player"]}
         assert all(list(members) == [other] for members, _ in order["joint"])
@@ -216,12 +221,12 @@ def chicken():
 
 
 def test_a_correlated_solver_has_a_response_for_every_recommendation():
-    plan = psro(solver={"type": "ce"}, iterations=3)
+    plan = psro(meta_solver={"type": "ce"}, iterations=3)
     drive(plan, chicken())
-    for number, meta in enumerate(plan.metas[:-1]):
+    for number, meta in enumerate(plan.meta_strategies[:-1]):
         for player in TWO:
-            told = {r.told for r in plan.responses if (r.number, r.player) == (number + 1, player)}
-            assert told == set(meta.mix(player))
+            told = {r.recommended for r in plan.responses if (r.iteration, r.player) == (number + 1, player)}
+            assert told == set(meta.marginal(player))
 
 
 # kinds of populations
@@ -230,7 +235,7 @@ def test_a_correlated_solver_has_a_response_for_every_recommendation():
 def test_one_population_may_play_every_seat():
     plan, _, log = on_kuhn(("agent",), ("agent", "agent"), iterations=6)
     assert [m.name for m in plan.population] == ["uniform", *(f"agent-{i}" for i in range(1, 7))]
-    cells = [tuple(sorted(cell)) for task, *_ in log if task.kind == "play" for cell in task.order["cells"]]
+    cells = [tuple(sorted(cell)) for task, *_ in log if task.kind == "play" for cell in task.payload["cells"]]
     assert len(cells) == len(set(cells)) == 7 * 8 / 2
     assert plan.nash_convs[6] < 0.3 < plan.nash_convs[0]
 
@@ -241,7 +246,7 @@ def test_rectified_responses_go_on_from_those_who_count_and_meet_whom_these_beat
     seen = []
     for task, _, _ in drive(plan, symmetric(game)):
         if task.kind == "train":
-            seen.append((task.order["start"], set(task.order["opponents"]["agent"])))
+            seen.append((task.payload["start"], set(task.payload["opponents"]["agent"])))
     assert len(seen) >= 3
     assert all(start is None or start in plan.population.members for start, _ in seen)
 
@@ -253,11 +258,11 @@ def symmetric(game):
         if task.kind == "assess":
             return {"nash_conv": 1.0, "exploitability": 0.5, "values": []}
         if task.kind == "train":
-            worth = game.payoffs[0] @ game.mixed("agent", task.order["opponents"]["agent"])
-            game.chosen[task.makes] = int(worth.argmax())
+            worth = game.payoffs[0] @ game.mixed("agent", task.payload["opponents"]["agent"])
+            game.chosen[task.output_member] = int(worth.argmax())
             return {"env_steps": 1, "return": float(worth.max()), "against": {}, "metrics": {}}
         cells = []
-        for one, other in task.order["cells"]:
+        for one, other in task.payload["cells"]:
             mean = float(game.mixture("agent", one) @ game.payoffs[0] @ game.mixture("agent", other))
             cells.append({"members": [one, other], "games": 1, "mean": [mean, -mean], "m2": [0.0, 0.0], "exact": True})
         return {"cells": cells}
@@ -268,13 +273,13 @@ def symmetric(game):
 @pytest.mark.parametrize("start", ["fresh", "last", "best"])
 def test_where_a_response_starts(start):
     plan, _, log = on_kuhn(iterations=4, start=start)
-    starts = {task.makes: task.order["start"] for task, *_ in log if task.kind == "train"}
+    starts = {task.output_member: task.payload["start"] for task, *_ in log if task.kind == "train"}
     assert starts["player_0-1"] is None  # uniform has no weights
     if start != "best":
         assert starts["player_0-3"] == {"fresh": None, "last": "player_0-2"}[start]
         return
-    meta = plan.metas[2]
-    tables = plan.matches.game.tables(meta.names)
+    meta = plan.meta_strategies[2]
+    tables = plan.matches.empirical_game.payoff_tensors(meta.names)
     earned = tables[0] @ meta.joint.sum(0)
     assert earned[meta.names[0].index(starts["player_0-3"])] == pytest.approx(earned.max())
     assert plan.population.members["player_0-3"].parent == starts["player_0-3"]
@@ -286,29 +291,31 @@ def test_where_a_response_starts(start):
 def test_more_games_go_where_the_meta_strategy_needs_them():
     payoff = np.random.default_rng(3).normal(size=(5, 5))
     game = Matrix([payoff, -payoff], TWO, noise=1.0)
-    plan = psro(iterations=3, games=100, adaptive=1000)
+    plan = psro(iterations=3, games_per_cell=100, adaptive_games=1000)
     log = drive(plan, game)
     more = [task for task, *_ in log if "/more-" in task.name]
-    given = sum(len(task.order["cells"]) * task.order["games"] for task in more)
-    assert given == 4 * 1000 and plan.matches.played == given + 100 * 16
+    given = sum(len(task.payload["cells"]) * task.payload["games"] for task in more)
+    assert given == 4 * 1000 and plan.matches.num_games == given + 100 * 16
     assert plan.payoffs.games().min() == 100 < plan.payoffs.games().max()
-    assert not [task for task, *_ in on_kuhn(iterations=2, adaptive=1000)[2] if "/more-" in task.name]  # all is known
+    assert not [
+        task for task, *_ in on_kuhn(iterations=2, adaptive_games=1000)[2] if "/more-" in task.name
+    ]  # all is known
 
 
 def test_exact_payoffs_count_as_no_games():
     plan, _, log = on_kuhn(iterations=2)
-    assert plan.matches.played == 0 and team(log, "games")[2] == 0 and team(log, "env_steps")[2] == 40
+    assert plan.matches.num_games == 0 and team(log, "games")[2] == 0 and team(log, "env_steps")[2] == 40
 
 
 def test_it_stops_at_a_nash_conv():
-    plan = on_kuhn(iterations=10, stop=0.25)[0]
-    assert plan.over and plan.nash_convs[3] <= 0.25 < plan.nash_convs[2] and 5 not in plan.nash_convs
+    plan = on_kuhn(iterations=10, stop_nash_conv=0.25)[0]
+    assert plan.is_done and plan.nash_convs[3] <= 0.25 < plan.nash_convs[2] and 5 not in plan.nash_convs
     assert plan.summary()["iteration"] <= 4
 
 
 def test_nash_conv_is_measured_as_often_as_asked_and_in_the_end():
-    assert list(on_kuhn(iterations=5, assess=3)[0].nash_convs) == [0, 3, 5]
-    assert on_kuhn(iterations=2, assess=0)[0].nash_convs == {}
+    assert list(on_kuhn(iterations=5, nash_conv_every=3)[0].nash_convs) == [0, 3, 5]
+    assert on_kuhn(iterations=2, nash_conv_every=0)[0].nash_convs == {}
 
 
 def test_the_lines_of_an_iteration_hold_the_meta_strategy():
@@ -318,7 +325,7 @@ def test_the_lines_of_an_iteration_hold_the_meta_strategy():
     for number, line in enumerate(lines):
         for player in TWO:
             mix = {key.removeprefix("mix/"): p for key, p in line[player].items() if key.startswith("mix/")}
-            assert mix == plan.metas[number].mix(player) and sum(mix.values()) == pytest.approx(1)
+            assert mix == plan.meta_strategies[number].marginal(player) and sum(mix.values()) == pytest.approx(1)
         assert line["player_0"]["value"] == pytest.approx(-line["player_1"]["value"])
     assert lines[-1]["player_0"]["value"] == pytest.approx(-1 / 18, abs=0.1)
 
@@ -329,12 +336,12 @@ def test_the_lines_of_an_iteration_hold_the_meta_strategy():
 @pytest.mark.parametrize(
     ("config", "players", "seats", "words"),
     [
-        ({"levels": 2, "rectified": True}, TWO, (), "levels: must be 1"),
-        ({"levels": 2, "solver": {"type": "cce"}}, TWO, (), "levels: must be 1"),
-        ({"rectified": True, "solver": {"type": "ce"}}, TWO, (), "solver ce has none"),
-        ({"rectified": True, "solver": {"type": "prd"}}, THREE, (), "two seats"),
-        ({}, THREE, (), "solver nash is for two seats"),
-        ({"solver": {"type": "cce"}}, ("agent",), ("agent", "agent"), "symmetric: false"),
+        ({"pipeline_levels": 2, "rectified": True}, TWO, (), "pipeline_levels: must be 1"),
+        ({"pipeline_levels": 2, "meta_solver": {"type": "cce"}}, TWO, (), "pipeline_levels: must be 1"),
+        ({"rectified": True, "meta_solver": {"type": "ce"}}, TWO, (), "meta_solver ce has none"),
+        ({"rectified": True, "meta_solver": {"type": "prd"}}, THREE, (), "two seats"),
+        ({}, THREE, (), "meta_solver nash is for two seats"),
+        ({"meta_solver": {"type": "cce"}}, ("agent",), ("agent", "agent"), "symmetric: false"),
         ({"self_play": 0.5}, TWO, (), "symmetric: true"),
         ({"itertions": 3}, TWO, (), "did you mean iterations"),
     ],
@@ -352,9 +359,9 @@ def test_every_player_needs_a_member_to_begin_with():
 
 
 def test_a_meta_strategy_widened_is_the_same():
-    meta = Meta.independent(TWO, (["a", "b"], ["c"]), [np.array([0.25, 0.75]), np.array([1.0])])
-    wide = meta.widened((["a", "b", "d"], ["c", "e"]))
-    assert wide.joint.shape == (3, 2) and wide.mixes() == meta.mixes() == {
+    meta = MetaStrategy.independent(TWO, (["a", "b"], ["c"]), [np.array([0.25, 0.75]), np.array([1.0])])
+    wide = meta.pad_to((["a", "b", "d"], ["c", "e"]))
+    assert wide.joint.shape == (3, 2) and wide.all_marginals() == meta.all_marginals() == {
         "player_0": {"a": 0.25, "b": 0.75},
         "player_1": {"c": 1.0},
     }

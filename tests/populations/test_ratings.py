@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.populations.payoffs import Payoffs
+from palestra.populations.payoffs import PayoffTable
 from palestra.populations.ratings import (
     cross_play,
     cyclicity,
@@ -13,7 +13,7 @@ from palestra.populations.ratings import (
     fit_elo,
     log_odds,
     nash_averaging,
-    openskill,
+    openskill_ratings,
     relative_performance,
 )
 
@@ -35,7 +35,7 @@ def test_an_update_by_hand():
     """Equals: the winner takes half of k. 400 points ahead one is expected to score 10/11."""
     assert elo_update(1200, 1200, 1.0) == (1216, 1184)
     assert elo_update(1200, 1200, 0.5) == (1200, 1200)
-    one, other = elo_update(1600, 1200, 0.0, k=11)
+    one, other = elo_update(1600, 1200, 0.0, k_factor=11)
     assert one == pytest.approx(1590) and other == pytest.approx(1210)
 
 
@@ -43,19 +43,21 @@ def test_an_update_by_hand():
 @given(st.lists(st.floats(600, 2000), min_size=2, max_size=7))
 def test_a_planted_ladder_is_recovered(planted):
     planted = np.array(planted)
-    found = fit_elo(ladder(planted), mean=1500, prior=0)
+    found = fit_elo(ladder(planted), mean=1500, prior_draws=0)
     assert found.elo_M - 1500 == pytest.approx(planted - planted.mean(), abs=1e-3)
 
 
 def test_standard_errors_are_those_of_many_fits():
     """Two players, n even games: the difference of log-odds has variance 4 / n, each half of it from the average."""
-    assert fit_elo(np.array([[0, 50.0], [50, 0]]), prior=0).stderr_M == pytest.approx([400 / np.log(10) * 0.1] * 2)
+    assert fit_elo(np.array([[0, 50.0], [50, 0]]), prior_draws=0).stderr_M == pytest.approx(
+        [400 / np.log(10) * 0.1] * 2
+    )
     rng, planted = np.random.default_rng(0), np.array([1100.0, 1200, 1300, 1200])
     chance = ladder(planted, 1.0)
     fits, errors = [], []
     for _ in range(150):
         points = np.triu(rng.binomial(60, chance), 1).astype(float)
-        fit = fit_elo(points + np.tril(60 - points.T, -1), prior=0)
+        fit = fit_elo(points + np.tril(60 - points.T, -1), prior_draws=0)
         fits.append(fit.elo_M)
         errors.append(fit.stderr_M)
     assert np.std(fits, axis=0) == pytest.approx(np.mean(errors, axis=0), rel=0.2)
@@ -66,7 +68,7 @@ def test_who_never_lost_stays_finite_by_the_prior():
     one, other = fit_elo(points).elo_M
     assert one - other == pytest.approx(400 * np.log10(10.5 / 0.5))
     with pytest.raises(ValueError, match="rate only members of one group"):
-        fit_elo(points, prior=0)
+        fit_elo(points, prior_draws=0)
 
 
 def test_members_who_never_met_are_not_rated_together():
@@ -123,21 +125,21 @@ def test_no_games_no_cycle():
 
 
 def test_openskill_ranks_by_results():
-    skills = openskill([(("a", "b", "c"), (3, 2, 1)), (("c", "a"), (0, 1))] * 10)
+    skills = openskill_ratings([(("a", "b", "c"), (3, 2, 1)), (("c", "a"), (0, 1))] * 10)
     assert skills["a"].mu > skills["b"].mu > skills["c"].mu and skills["a"].sigma < 25 / 3
 
 
 def test_openskill_by_hand():
     """One game of two newcomers (mu 25, sigma 25/3, beta 25/6), by Weng & Lin (2011, algorithm 4): the loser's and
     winner's mu move by sigma^2 / c * 1/2, c^2 = 2 sigma^2 + 2 beta^2."""
-    skills = openskill([(("a", "b"), (1, 0))])
+    skills = openskill_ratings([(("a", "b"), (1, 0))])
     sigma, beta = 25 / 3, 25 / 6
     move = sigma**2 / np.sqrt(2 * sigma**2 + 2 * beta**2) / 2
     assert skills["a"].mu == pytest.approx(25 + move, abs=0.01) and skills["b"].mu == pytest.approx(25 - move, abs=0.01)
 
 
 def test_games_with_oneself_say_nothing():
-    assert openskill([(("a", "a"), (1, 0))]) == {}
+    assert openskill_ratings([(("a", "a"), (1, 0))]) == {}
 
 
 # ---- what weighs opponents
@@ -170,9 +172,9 @@ def test_relative_performance_by_hand():
 
 
 def test_cross_play():
-    payoffs = Payoffs(["all", "all"])
+    payoffs = PayoffTable(["all", "all"])
     for name in ("a", "b", "c"):
         payoffs.add_member("all", name)
-    payoffs.record({"members": ["a", "c"], "games": 2, "mean": [0.5, -0.5], "m2": [0, 0]})
+    payoffs.add_games({"members": ["a", "c"], "games": 2, "mean": [0.5, -0.5], "m2": [0, 0]})
     table = cross_play(payoffs, ["c"], ["a", "b"])
     assert table[0, 0] == -0.5 and np.isnan(table[0, 1])

@@ -16,10 +16,10 @@ import pytest
 from toy_follow import contents, done_run, go_on, new_run
 from toy_tasks import Adder, Sums, expected
 
-from palestra.backends.inline import Inline
-from palestra.files import read_lines, read_sealed
-from palestra.populations.scheduler import Watcher, follow
-from palestra.populations.tasks import Done, Result, Task
+from palestra.backends.inline import InlineBackend
+from palestra.files import read_checksummed, read_lines
+from palestra.populations.scheduler import PlanCallback, run_plan
+from palestra.populations.tasks import ResultDict, Task, TaskResult
 from palestra.runs import Run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,16 +31,16 @@ class Given:
     def __init__(self, *tasks: Task) -> None:
         self.tasks = tasks
 
-    def begin(self) -> Sequence[Task]:
+    def initial_tasks(self) -> Sequence[Task]:
         return self.tasks
 
-    def finished(self, task: Task, result: Result) -> Sequence[Task]:
+    def on_result(self, task: Task, result: ResultDict) -> Sequence[Task]:
         return []
 
 
 def follow_given(root: Path, *tasks: Task) -> None:
     with new_run(root) as run:
-        follow(Given(*tasks), Inline(Adder), run)
+        run_plan(Given(*tasks), InlineBackend(Adder), run)
 
 
 def test_a_plan_is_followed_to_its_end(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_plan_is_followed_to_its_end(tmp_path: Path) -> None:
 
 def test_the_log_says_what_was_done(tmp_path: Path) -> None:
     path, plan = done_run(tmp_path, 2)
-    line = read_sealed(path / "tasks.jsonl")[-2]
+    line = read_checksummed(path / "tasks.jsonl")[-2]
     number = str(plan.total).encode()
     assert line == {
         "number": 4,
@@ -87,24 +87,24 @@ def test_two_runs_of_one_plan_are_equal_to_the_byte(tmp_path: Path) -> None:
 def test_a_run_that_is_done_is_only_told_again(tmp_path: Path) -> None:
     path, plan = done_run(tmp_path)
     before = contents(path)
-    again, backend = Sums(8), Inline(partial(Adder, bad="train/sum-0-1"))
+    again, backend = Sums(8), InlineBackend(partial(Adder, bad="train/sum-0-1"))
     with Run.open(path) as run:
-        assert follow(again, backend, run)
+        assert run_plan(again, backend, run)
     assert again.heard == plan.heard and contents(path) == before
 
 
 @pytest.mark.parametrize("tasks", [0, 1, 7, 29])
 def test_a_stopped_run_goes_on_as_if_it_never_stopped(tmp_path: Path, tasks: int) -> None:
-    class StopAfter(Watcher):
+    class StopAfter(PlanCallback):
         seen = 0
 
-        def done(self, number: int, done: Done, lines: Mapping[str, object]) -> None:
+        def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, object]) -> None:
             assert number == self.seen
             self.seen += 1
 
     watcher = StopAfter()
     with new_run(tmp_path) as run:
-        assert not follow(Sums(8), Inline(Adder), run, watcher=watcher, stop=lambda: watcher.seen >= tasks)
+        assert not run_plan(Sums(8), InlineBackend(Adder), run, callback=watcher, stop=lambda: watcher.seen >= tasks)
     assert len(read_lines(run.path / "tasks.jsonl")) == tasks
     elapsed = max((t["elapsed_s"] for t in read_lines(run.path / "timings.jsonl")), default=0.0)
     assert go_on(run.path).total == expected(8)
@@ -142,17 +142,17 @@ def test_another_plan_is_refused(tmp_path: Path) -> None:
 
 
 def test_names_are_unique_and_plain(tmp_path: Path) -> None:
-    for second, what in (Task("a", "play"), "task a"), (Task("b", "train", makes="x"), "member x"):
+    for second, what in (Task("a", "play"), "task a"), (Task("b", "train", output_member="x"), "member x"):
         with pytest.raises(ValueError, match=f"the plan names {what} twice"):
-            follow_given(tmp_path, Task("a", "train", makes="x"), second)
+            follow_given(tmp_path, Task("a", "train", output_member="x"), second)
     for name in ("a/b", "..", ".hidden"):
         with pytest.raises(ValueError, match="a member's name is a plain folder name"):
-            follow_given(tmp_path, Task("a", "train", makes=name))
+            follow_given(tmp_path, Task("a", "train", output_member=name))
 
 
 def test_a_task_that_fails_ends_the_run_which_keeps_what_was_done(tmp_path: Path) -> None:
     with new_run(tmp_path) as run, pytest.raises(ValueError, match="task train/sum-0-2 failed: RuntimeError: no train"):
-        follow(Sums(8), Inline(partial(Adder, bad="train/sum-0-2")), run)
+        run_plan(Sums(8), InlineBackend(partial(Adder, bad="train/sum-0-2")), run)
     assert go_on(run.path).total == expected(8)
     assert contents(run.path) == contents(done_run(tmp_path, name="whole")[0])
 

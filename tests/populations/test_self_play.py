@@ -28,7 +28,7 @@ def on_kuhn(players=TWO, seats=(), rng=None, **config):
 
 
 def orders(log):
-    return {task.makes: task.order for task, *_ in log if task.kind == "train"}
+    return {task.output_member: task.payload for task, *_ in log if task.kind == "train"}
 
 
 def test_the_whole_history_is_fictitious_play():
@@ -39,7 +39,7 @@ def test_the_whole_history_is_fictitious_play():
 
 
 def test_without_a_memory_it_goes_round_in_circles():
-    plan, log = on_kuhn(slices=12, assessed="latest")
+    plan, log = on_kuhn(slices=12, nash_conv_of="latest")
     assert min(plan.nash_convs.values()) > 0.3  # the average of the same members does better:
     assert on_kuhn(slices=12)[0].nash_convs[12] < 0.7
     for name, order in orders(log).items():
@@ -49,7 +49,7 @@ def test_without_a_memory_it_goes_round_in_circles():
 
 
 def test_the_solutions_mixture_is_that_of_psro():
-    plan, log = on_kuhn(slices=6, matchmaker={"type": "solution"}, games=1, start="fresh")
+    plan, log = on_kuhn(slices=6, matchmaker={"type": "solution"}, games_per_cell=1, start="fresh")
     psro = PSRO(PSROConfig(iterations=6), population(*TWO))
     same = orders(drive(psro, ExactGame(tree("kuhn_poker"), TWO)))
     for name, order in orders(log).items():
@@ -59,19 +59,19 @@ def test_the_solutions_mixture_is_that_of_psro():
 
 
 def test_a_pool_forgets_the_oldest():
-    _, log = on_kuhn(slices=6, matchmaker={"type": "history"}, pool=2)
+    _, log = on_kuhn(slices=6, matchmaker={"type": "history"}, pool_size=2)
     assert orders(log)["player_0-6"]["opponents"] == {"player_1": {"player_1-4": 0.5, "player_1-5": 0.5}}
     assert orders(log)["player_0-1"]["opponents"] == {"player_1": {"uniform": 1.0}}
 
 
 def test_pfsp_looks_for_whom_the_learner_loses_to():
     plan = self_play(ONE, ONE * 2, slices=3, matchmaker={"type": "pfsp"}, self_play=0.2, start="last")
-    (first,) = plan.begin()
-    assert first.order["opponents"] == {"agent": {"uniform": 1.0}} and first.order["self_play"] == 0.2
-    (second, _assess) = sorted(plan.finished(first, answer(uniform=0.75)), key=lambda task: task.kind, reverse=True)
+    (first,) = plan.initial_tasks()
+    assert first.payload["opponents"] == {"agent": {"uniform": 1.0}} and first.payload["self_play"] == 0.2
+    (second, _assess) = sorted(plan.on_result(first, answer(uniform=0.75)), key=lambda task: task.kind, reverse=True)
     # win rates 3/4 and, unplayed, 1/2: (1/4)^2 and (1/2)^2
-    assert second.order["opponents"]["agent"] == pytest.approx({"uniform": 0.2, "agent-1": 0.8})
-    assert second.order["start"] == "agent-1" and second.members == ("agent-1",)
+    assert second.payload["opponents"]["agent"] == pytest.approx({"uniform": 0.2, "agent-1": 0.8})
+    assert second.payload["start"] == "agent-1" and second.members == ("agent-1",)
 
 
 def answer(**rates):
@@ -84,7 +84,7 @@ def answer(**rates):
 
 @pytest.mark.parametrize("matchmaker", ["latest", "history", "solution"])
 def test_any_order_of_tasks_gives_the_same_members(matchmaker):
-    config = {"slices": 5, "matchmaker": {"type": matchmaker}, "games": 1, "cells": 2}
+    config = {"slices": 5, "matchmaker": {"type": matchmaker}, "games_per_cell": 1, "cells_per_task": 2}
     plain, *others = [on_kuhn(rng=rng, **config)[0] for rng in (None, random.Random(1), random.Random(2))]
     for other in others:
         assert other.nash_convs == pytest.approx(plain.nash_convs, abs=1e-9)
@@ -94,30 +94,36 @@ def test_any_order_of_tasks_gives_the_same_members(matchmaker):
 @given(st.integers(0, 2**32), st.sampled_from(["latest", "history", "pfsp", "solution"]), st.integers(0, 3))
 def test_a_log_told_again_gives_the_same_tasks_and_lines(seed, matchmaker, pool):
     payoff, rng = np.random.default_rng(seed).normal(size=(4, 4)), random.Random(seed)
-    config = {"slices": 4, "matchmaker": {"type": matchmaker}, "games": 10, "pool": pool, "assess": 2}
+    config = {
+        "slices": 4,
+        "matchmaker": {"type": matchmaker},
+        "games_per_cell": 10,
+        "pool_size": pool,
+        "nash_conv_every": 2,
+    }
     log = drive(self_play(**config), Matrix([payoff, -payoff], TWO), rng)
     assert not retold(self_play(**config), log)
     assert retold(self_play(**config), log[: rng.randrange(len(log))])
 
 
 def test_a_player_waits_for_the_slice_of_the_others_and_no_more():
-    plan, game = self_play(slices=3, assess=0), ExactGame(tree("kuhn_poker"), TWO)
-    one, two = plan.begin()
-    assert plan.finished(one, game(one)) == []
-    again = plan.finished(two, game(two))
-    assert [task.makes for task in again] == ["player_0-2", "player_1-2"]
+    plan, game = self_play(slices=3, nash_conv_every=0), ExactGame(tree("kuhn_poker"), TWO)
+    one, two = plan.initial_tasks()
+    assert plan.on_result(one, game(one)) == []
+    again = plan.on_result(two, game(two))
+    assert [task.output_member for task in again] == ["player_0-2", "player_1-2"]
     assert plan.summary()["iteration"] == 1
 
 
 def test_it_stops_at_a_nash_conv_and_measures_as_often_as_asked():
-    plan, _ = on_kuhn(slices=40, matchmaker={"type": "history"}, assess=4, stop=0.2)
-    assert plan.over and max(plan.nash_convs) < 40
+    plan, _ = on_kuhn(slices=40, matchmaker={"type": "history"}, nash_conv_every=4, stop_nash_conv=0.2)
+    assert plan.is_done and max(plan.nash_convs) < 40
     assert all(number % 4 == 0 for number in plan.nash_convs)
-    assert list(on_kuhn(slices=5, assess=3)[0].nash_convs) == [3, 5]
+    assert list(on_kuhn(slices=5, nash_conv_every=3)[0].nash_convs) == [3, 5]
 
 
 def test_the_lines_say_what_there_is():
-    _, log = on_kuhn(slices=3, games=1)
+    _, log = on_kuhn(slices=3, games_per_cell=1)
     rounds = [notes["team"] for *_, notes in log if "members" in notes.get("team", {})]
     assert [(line["iteration"], line["members"], line["env_steps"]) for line in rounds] == [
         (1, 3, 20),
@@ -129,8 +135,12 @@ def test_the_lines_say_what_there_is():
 @pytest.mark.parametrize(
     ("config", "players", "words"),
     [
-        ({"matchmaker": {"type": "solution"}}, TWO, "games: 0"),
-        ({"matchmaker": {"type": "solution"}, "games": 9, "solver": {"type": "cce"}}, TWO, "solver cce has none"),
+        ({"matchmaker": {"type": "solution"}}, TWO, "games_per_cell: 0"),
+        (
+            {"matchmaker": {"type": "solution"}, "games_per_cell": 9, "meta_solver": {"type": "cce"}},
+            TWO,
+            "meta_solver cce has none",
+        ),
         ({"self_play": 0.5}, TWO, "symmetric: true"),
         ({"matchmaker": {"type": "pfps"}}, TWO, "did you mean pfsp"),
     ],

@@ -5,29 +5,29 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from palestra.populations.normal_form.tables import joint_of, marginals
+from palestra.populations.normal_form.payoff_tensors import joint_distribution, marginals
 from palestra.populations.solvers import (
     AlphaRank,
     CoarseCorrelatedEquilibrium,
     CorrelatedEquilibrium,
     FictitiousPlay,
+    MetaSolverConfig,
     Nash,
     ProjectedReplicator,
     RegretMatching,
-    SolverConfig,
     Uniform,
 )
 
 SOLVERS = [
     Uniform(),
     Nash(),
-    Nash(ties="entropy"),
+    Nash(tie_break="entropy"),
     FictitiousPlay(iterations=300),
     RegretMatching(iterations=300),
     ProjectedReplicator(iterations=300),
     AlphaRank(),
     AlphaRank(alpha="sweep"),
-    AlphaRank(alpha=1.0, m=20),
+    AlphaRank(alpha=1.0, population_size=20),
     CorrelatedEquilibrium(),
     CorrelatedEquilibrium(objective="entropy"),
     CoarseCorrelatedEquilibrium(),
@@ -51,8 +51,8 @@ def test_both_answers_agree(solver):
     assert [len(one) for one in strategies] == [3, 4] and joint.shape == (3, 4)
     for one, other in zip(strategies, marginals(joint), strict=True):
         assert one == pytest.approx(other) and one.sum() == pytest.approx(1) and (one >= 0).all()
-    if not solver.joint:
-        assert joint == pytest.approx(joint_of(strategies))
+    if not solver.is_joint:
+        assert joint == pytest.approx(joint_distribution(strategies))
 
 
 @EACH
@@ -81,12 +81,12 @@ def test_settings_reach_the_solver():
     assert RegretMatching(iterations=50, gamma=1).solve(dilemma)[0].tolist() == [0.5, 0.5]
     assert FictitiousPlay(iterations=1).solve(dilemma)[0].tolist() == [0, 1]
     assert AlphaRank(alpha=0.0).solve_joint(dilemma) == pytest.approx(np.full((2, 2), 0.25))
-    loose, strict = (AlphaRank(alpha=1.0, m=m).solve_joint(dilemma)[1, 1] for m in (2, 50))
+    loose, strict = (AlphaRank(alpha=1.0, population_size=m).solve_joint(dilemma)[1, 1] for m in (2, 50))
     assert loose < 0.9 < strict
 
 
 def test_configs_by_type():
-    read = TypeAdapter(SolverConfig).validate_python
+    read = TypeAdapter(MetaSolverConfig).validate_python
     assert read({"type": "prd", "dt": 0.01}) == ProjectedReplicator(dt=0.01)
     assert {read({"type": solver.type}).type for solver in SOLVERS} == {solver.type for solver in SOLVERS}
     with pytest.raises(ValidationError):

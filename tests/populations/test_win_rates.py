@@ -4,23 +4,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.populations.win_rates import WinRates, blend
+from palestra.populations.win_rates import WinRates, combine_mixes
 
 
 def test_a_rate_is_half_where_nothing_is_known_and_counts_draws_half():
     rates = WinRates(decay=1.0)
     assert rates.rate("a", "b") == 0.5
-    rates.add("a", "b", games=4, wins=2 + 1 / 2)  # two won, one drawn, one lost
+    rates.add("a", "b", games=4, points=2 + 1 / 2)  # two won, one drawn, one lost
     assert rates.rate("a", "b") == 2.5 / 4 and rates.rate("b", "a") == 1.5 / 4
 
 
 def test_decay_by_hand():
     """One game lost, then two won, at 0.5: games 1 -> 1.5 -> 1.75, wins 0 -> 1 -> 1.5."""
     rates = WinRates(decay=0.5)
-    rates.add("a", "b", games=1, wins=0)
-    rates.add("a", "b", games=1, wins=1)
+    rates.add("a", "b", games=1, points=0)
+    rates.add("a", "b", games=1, points=1)
     assert rates.counts["a", "b"] == (1.5, 1.0)
-    rates.add("a", "b", games=1, wins=1)
+    rates.add("a", "b", games=1, points=1)
     assert rates.rate("a", "b") == pytest.approx(1.5 / 1.75)
 
 
@@ -29,7 +29,7 @@ def test_many_games_at_once_are_those_games_one_by_one(blocks, decay):
     """Blocks of games that all end alike, told as blocks and told one by one as the pseudocode is."""
     rates, games, wins = WinRates(decay), 0.0, 0.0
     for n, won in blocks:
-        rates.add("a", "b", games=n, wins=n * won)
+        rates.add("a", "b", games=n, points=n * won)
         for _ in range(n):
             games, wins = games * decay + 1, wins * decay + won
     assert rates.rate("a", "b") == pytest.approx(wins / games if games else 0.5)
@@ -39,12 +39,12 @@ def test_many_games_at_once_are_those_games_one_by_one(blocks, decay):
 def test_a_name_is_forgotten_on_both_sides():
     rates = WinRates()
     for pair in (("a", "b"), ("b", "c"), ("a", "c")):
-        rates.add(*pair, games=10, wins=10)
-    rates.forget("a")
+        rates.add(*pair, games=10, points=10)
+    rates.remove("a")
     assert rates.rate("a", "b") == rates.rate("c", "a") == 0.5
     assert rates.rate("b", "c") == 1
 
 
 def test_a_blend_adds_up_and_leaves_out_who_has_nothing():
-    assert blend((0.5, {"a": 1.0}), (0.5, {"a": 0.5, "b": 0.5}), (0.0, {"c": 1.0})) == {"a": 0.75, "b": 0.25}
-    assert blend() == {}
+    assert combine_mixes((0.5, {"a": 1.0}), (0.5, {"a": 0.5, "b": 0.5}), (0.0, {"c": 1.0})) == {"a": 0.75, "b": 0.25}
+    assert combine_mixes() == {}

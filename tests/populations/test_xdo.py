@@ -19,28 +19,28 @@ def on(game, rng=None, **config):
 
 def test_kuhn_is_solved_in_a_few_iterations():
     """What best responses allow is soon all that an equilibrium plays."""
-    plan, log = on("kuhn_poker", iterations=6, rounds=2000)
+    plan, log = on("kuhn_poker", iterations=6, cfr_iterations=2000)
     assert plan.nash_convs[1] > 0.1 and plan.nash_convs[6] < 0.002
     assert plan.population.members["solution-6"].player == ""
     allowed = [lines["team"]["allowed"] for *_, lines in log if "allowed" in lines.get("team", {})]
-    assert allowed == sorted(allowed) and allowed[-1] <= tree("kuhn_poker").legal.sum()
+    assert allowed == sorted(allowed) and allowed[-1] <= tree("kuhn_poker").action_mask.sum()
 
 
 def test_leduc_falls_much_faster_than_by_psro():
     """McAleer et al. (2021) have an exploitability of about 0.09 after 8 iterations; PSRO has 1.6 of NashConv at 10."""
-    curve = on("leduc_poker", iterations=8, rounds=300)[0].nash_convs
+    curve = on("leduc_poker", iterations=8, cfr_iterations=300)[0].nash_convs
     assert curve[8] / 2 < 0.15 and curve[8] < 0.2 * curve[2]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_in_which_responses_finish_does_not_matter(seed):
-    curve = on("kuhn_poker", iterations=4, rounds=50)[0].nash_convs
-    assert on("kuhn_poker", random.Random(seed), iterations=4, rounds=50)[0].nash_convs == pytest.approx(curve)
+    curve = on("kuhn_poker", iterations=4, cfr_iterations=50)[0].nash_convs
+    assert on("kuhn_poker", random.Random(seed), iterations=4, cfr_iterations=50)[0].nash_convs == pytest.approx(curve)
 
 
 def test_it_stops_at_a_nash_conv():
-    plan, _ = on("kuhn_poker", iterations=50, rounds=500, stop=0.05)
-    assert plan.number < 10 and plan.over and min(plan.nash_convs.values()) <= 0.05
+    plan, _ = on("kuhn_poker", iterations=50, cfr_iterations=500, stop_nash_conv=0.05)
+    assert plan.iteration < 10 and plan.is_done and min(plan.nash_convs.values()) <= 0.05
 
 
 def test_other_games_than_of_two_populations_are_refused():
@@ -51,8 +51,8 @@ def test_other_games_than_of_two_populations_are_refused():
 
 
 def test_told_the_same_again_it_stands_where_it_stood():
-    plan, log = on("kuhn_poker", iterations=3, rounds=50)
-    again = XDO(validate(XDOConfig, {"iterations": 3, "rounds": 50}), population(*TWO))
+    plan, log = on("kuhn_poker", iterations=3, cfr_iterations=50)
+    again = XDO(validate(XDOConfig, {"iterations": 3, "cfr_iterations": 50}), population(*TWO))
     assert not retold(again, log)
     assert again.summary() == plan.summary() and again.responses == plan.responses
     assert np.isclose(list(again.nash_convs.values()), list(plan.nash_convs.values())).all()

@@ -16,16 +16,16 @@ from processes import finish, start
 from samplers import serving
 from typer.testing import CliRunner, Result
 
-from palestra.cli import app
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
+from palestra.cli.main import app
 from palestra.config import dump, validate
-from palestra.recipe import Config
-from palestra.remote.apart import Elsewhere
-from palestra.remote.sampler_processes import Processes
-from palestra.remote.vllm import VllmSampler
+from palestra.remote.samplers.processes import SamplerProcesses
+from palestra.remote.samplers.remote_samplers import RemoteSamplers
+from palestra.remote.samplers.vllm import VllmSampler
 from palestra.runs import Run, load_episodes, read_lines
-from palestra.setup import build
-from palestra.train import Setup, Watcher
-from palestra.train_async import run_training
+from palestra.training.async_loop import run_training
+from palestra.training.loop import Callback, Setup
 from palestra.types import Answer, Episode
 
 TWO = {"type": "processes", "count": 2}
@@ -38,10 +38,10 @@ def tree(**changes: Any) -> dict[str, Any]:
         "name": "apart",
         "steps": 3,
         "episodes": 4,
-        "env": {"type": "plan_path", "size": 5, "team": "planner_executor", "turns": 2, "reward": "dense"},
+        "env": {"type": "plan_path", "size": 5, "team": "planner_executor", "max_turns": 2, "reward": "dense"},
         "policies": {"planner": speech, "executor": speech | {"rank": 2}, "plain": speech_of_the_base()},
-        "algorithm": {"type": "grpo", "k": 4},
-        "exams": {"dev": {"episodes": 4, "seats": {"executor": "plain"}}},
+        "algorithm": {"type": "grpo", "group_size": 4},
+        "evals": {"dev": {"episodes": 4, "seats": {"executor": "plain"}}},
         "checkpoint_every": 1,
     }
     return whole | changes
@@ -51,8 +51,8 @@ def speech_of_the_base() -> dict[str, Any]:
     return {"type": "frozen", "base": "tiny", "sampling": {"max_tokens": 6}}
 
 
-def trained(folder: Path, name: str, watcher: Watcher | None = None, **changes: Any) -> Path:
-    config = validate(Config, tree(**changes))
+def trained(folder: Path, name: str, watcher: Callback | None = None, **changes: Any) -> Path:
+    config = validate(TextConfig, tree(**changes))
     setup = build(config)
     if isinstance(watcher, Killer):
         watcher.sampler = sampler_of(setup)
@@ -80,7 +80,7 @@ def assert_the_same(here: Path, there: Path) -> None:
     ours, theirs = answers(here), answers(there)
     assert len(ours) == len(theirs) > 0
     for a, b in zip(ours, theirs, strict=True):
-        assert (a.policy, a.stop, a.text) == (b.policy, b.stop, b.text)
+        assert (a.policy, a.stop_reason, a.text) == (b.policy, b.stop_reason, b.text)
         assert np.array_equal(a.prompt_ids, b.prompt_ids) and np.array_equal(a.token_ids, b.token_ids)
         assert b.logprobs == pytest.approx(a.logprobs, abs=5e-5)
     for log in ("metrics.jsonl", "evals.jsonl"):
@@ -92,7 +92,7 @@ def figures(run: Path, log: str) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if isinstance(v, float)} for line in read_lines(run / log)]
 
 
-class Killer(Watcher):
+class Killer(Callback):
     """Kills a sampler process of the run, by SIGKILL, in the middle of its second step."""
 
     sampler: VllmSampler
@@ -101,10 +101,10 @@ class Killer(Watcher):
     def __init__(self) -> None:
         self.steps = 0
 
-    def step(self, step: int, metrics: Any) -> None:
+    def on_step(self, step: int, metrics: Any) -> None:
         self.steps += 1
 
-    def played(self, episode: Episode) -> None:
+    def on_episode(self, episode: Episode) -> None:
         if self.steps == 1 and not self.killed and self.sampler.processes:
             process = self.sampler.processes.children[0].process
             assert process is not None
@@ -119,7 +119,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_run_is_the_same_with_its_samplers_elsewhere(here: Path, tmp_path: Path) -> None:
-    (tmp_path / "apart.yaml").write_text(dump(validate(Config, tree(sampler=TWO))))
+    (tmp_path / "apart.yaml").write_text(dump(validate(TextConfig, tree(sampler=TWO))))
     finish(start(tmp_path, "apart.yaml"))
     assert_the_same(here, tmp_path / "runs" / "apart")
 
@@ -134,7 +134,7 @@ def test_a_sampler_that_is_killed_is_started_again_and_changes_nothing(here: Pat
 
 @pytest.mark.slow
 def test_play_goes_on_elsewhere_while_weights_are_trained(tmp_path: Path) -> None:
-    config = validate(Config, tree(sampler=TWO, staleness=1, steps=4))
+    config = validate(TextConfig, tree(sampler=TWO, staleness=1, steps=4))
     with Run.create(tmp_path, dump(config), "ahead") as run:
         assert run_training(build(config), run)
     figures = [line for line in read_lines(run.path / "metrics.jsonl") if line["policy"] == "planner"]
@@ -144,7 +144,7 @@ def test_play_goes_on_elsewhere_while_weights_are_trained(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_resumes_with_new_samplers_and_leaves_none_behind(here: Path, tmp_path: Path) -> None:
-    (tmp_path / "apart.yaml").write_text(dump(validate(Config, tree(sampler=TWO))))
+    (tmp_path / "apart.yaml").write_text(dump(validate(TextConfig, tree(sampler=TWO))))
     run, first = tmp_path / "runs" / "apart", start(tmp_path, "apart.yaml")
     while len(read_lines(run / "checkpoints.jsonl")) < 1:
         assert first.poll() is None, first.communicate()
@@ -192,9 +192,9 @@ def test_eval_and_collect_sample_elsewhere_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_that_do_not_start_say_why(tmp_path: Path) -> None:
-    processes = Processes(["--base", "./nothing"], 1, [], tmp_path)
+    processes = SamplerProcesses(["--base", "./nothing"], 1, [], tmp_path)
     with pytest.raises(ValueError, match=r"a sampler process does not start: .*no model at nothing"):
-        processes.children[0].where()
+        processes.children[0].wait_url()
     processes.close()
 
 
@@ -209,16 +209,18 @@ def test_processes_that_do_not_start_say_why(tmp_path: Path) -> None:
 )
 def test_what_a_config_may_say_of_samplers(sampler: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        validate(Config, tree(sampler=sampler))
+        validate(TextConfig, tree(sampler=sampler))
 
 
 def test_what_cannot_be_sampled_elsewhere_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing for sampler: to do"):
-        validate(Config, tree(sampler=TWO, engine="http://localhost:8000"))
+        validate(TextConfig, tree(sampler=TWO, engine="http://localhost:8000"))
     full = {"planner": {"type": "full", "base": "tiny"}, "executor": speech_of_the_base()}
     with pytest.raises(ValueError, match=r"policies\.planner is a full model"):
-        build(validate(Config, tree(sampler=TWO, policies=full, exams={})))
-    elsewhere = Elsewhere(validate(Config, tree(sampler={"type": "vllm", "urls": ["http://127.0.0.1:9"]})).sampler)  # type: ignore[arg-type]
+        build(validate(TextConfig, tree(sampler=TWO, policies=full, evals={})))
+    elsewhere = RemoteSamplers(
+        validate(TextConfig, tree(sampler={"type": "vllm", "urls": ["http://127.0.0.1:9"]})).sampler
+    )  # type: ignore[arg-type]
     place = {"dtype": "auto", "device": "cpu", "max_rows": 8}
     elsewhere.open("tiny", **place)
     with pytest.raises(ValueError, match="servers of one base, but the policies use tiny and tasks"):

@@ -14,16 +14,16 @@ from env_servers import PALESTRA, all_closed, comes_to, describe, load, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
-from palestra.cli import app
+from palestra.cli.main import app
 from palestra.envs import check_env
 from palestra.policies.scripted import ExpertPolicy, ScriptedPolicy
-from palestra.remote import SERVICE
-from palestra.remote import envs_pb2 as pb
-from palestra.remote.envs import env_maker, make_env
-from palestra.remote.place import figures
-from palestra.remote.values import encoded, pairs, step_of
-from palestra.roll import roll
-from palestra.rollouts.play import Arena, Branching, Match
+from palestra.remote.envs import SERVICE
+from palestra.remote.envs import envs_pb2 as pb
+from palestra.remote.envs.address import pop_metrics
+from palestra.remote.envs.remote_env import env_factory, make_env
+from palestra.remote.envs.serialization import encode_mapping, encode_value, read_step
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.runs.worker_stats import worker_stats
 from palestra.types import Step
 
 TOYS = "remote_toys:Count,remote_toys:Waits,remote_toys:Fickle,remote_toys:Deadly,remote_toys:Sick"
@@ -56,21 +56,21 @@ def at(server, kind="remote_toys:Count", **options):
         {"type": "text_tic_tac_toe"},
         {"type": "plan_path", "size": 5},
         {"type": "debate", "judge": "seat"},
-        {"type": "math", "difficulty": 1, "team": "single", "turns": 2},
+        {"type": "math", "difficulty": 1, "team": "single", "max_turns": 2},
         {"type": "remote_toys:Waits", "to": 4},
     ],
     ids=lambda env: env["type"],
 )
 def test_envs_keep_the_contract_over_the_wire(server, env):
-    figures()
-    check_env(env_maker({**env, "at": [server.address]}), seeds=range(2))
-    assert figures()["env_lost"] == 0
+    pop_metrics()
+    check_env(env_factory({**env, "at": [server.address]}), seeds=range(2))
+    assert pop_metrics()["env_lost"] == 0
 
 
 def test_an_env_is_the_same_here_and_there(server):
     async def game(env):
         steps, rng = [await settled(env.reset(5))], random.Random(0)
-        while not steps[-1].over:
+        while not steps[-1].done:
             seats = steps[-1].observations
             actions = {seat: await settled(env.expert(seat, rng)) for seat in seats}
             steps.append(await settled(env.step(actions)))
@@ -93,15 +93,15 @@ async def settled(result):
 def test_trees_grow_of_forks_and_experts_speak(server, kind):
     expert = ScriptedPolicy(lambda query, rng: ExpertPolicy().act and query.expert(rng), "expert")
     played = []
-    figures()
+    pop_metrics()
     for env in (at(server, kind, to=4), at(server, kind, to=4) | {"at": None}):
-        arena = Arena(env_maker(env), "count")
+        arena = EpisodeRunner(env_factory(env), "count")
         seats = {"a": expert, "b": ExpertPolicy("expert")}
         branching = Branching("turn", k=3, keep="all")
-        episode = asyncio.run(arena.play(Match(7, seats, 1), branching))
+        episode = asyncio.run(arena.play(EpisodeSpec(7, seats, 1), branching))
         assert episode.error is None and len(episode.nodes) == 3 + 9 + 27 + 81
         played.append([(node.id, node.parent, node.observations, node.rewards, node.info) for node in episode.nodes])
-    assert played[0] == played[1] and figures()["env_lost"] == 0
+    assert played[0] == played[1] and pop_metrics()["env_lost"] == 0
     all_closed(server.address)
 
 
@@ -145,11 +145,11 @@ def test_mistakes_are_heard_when_the_env_is_made(server):
         (at(server, tow=3), 'no option "tow"; did you mean "to"'),
         (at(server) | {"at": "nowhere.txt"}, "at: nowhere.txt is neither the address"),
         (at(server) | {"at": ["localhost"]}, "'localhost', which is no address"),
-        (at(server) | {"at": {"servers": [server.address], "patiance": 3}}, "did you mean patience"),
-        (at(server) | {"at": {"servers": ["localhost:1"], "patience": 0.1}}, "no env server says what env"),
+        (at(server) | {"at": {"servers": [server.address], "server_timeut": 3}}, "did you mean server_timeout"),
+        (at(server) | {"at": {"servers": ["localhost:1"], "server_timeout": 0.1}}, "no env server says what env"),
     ]:
         with pytest.raises(ValueError, match=message):
-            env_maker(env)
+            env_factory(env)
 
 
 def test_a_server_is_told_what_it_cannot_serve():
@@ -178,7 +178,7 @@ def test_a_game_outlives_its_server(doomed):
 
     async def game(env, disturb):
         steps = [await settled(env.reset(11))]
-        while not steps[-1].over:
+        while not steps[-1].done:
             steps.append(await settled(env.step(dict.fromkeys(steps[-1].observations, "x"))))
             if len(steps) == 4:
                 await asyncio.to_thread(disturb)
@@ -188,12 +188,12 @@ def test_a_game_outlives_its_server(doomed):
         doomed.kill()
         doomed.start()
 
-    figures()
+    pop_metrics()
     whole = asyncio.run(game(make_env(type="remote_toys:Count", to=7), lambda: None))
     assert asyncio.run(game(make_env(**at(doomed, to=7)), disturb)) == whole
-    told = figures()
+    told = pop_metrics()
     assert (told["env_sessions"], told["env_lost"], told["env_replays"], told["env_replayed_steps"]) == (1, 1, 1, 4)
-    (line,) = (line for line in roll.lines(0) if line["where"] == doomed.address)
+    (line,) = (line for line in worker_stats.take_report(0) if line["where"] == doomed.address)
     assert (line["done"], line["lost"] >= 1, line["replays"]) == (1, True, 1) and doomed.address in line["why"]
 
 
@@ -228,10 +228,10 @@ def test_a_fork_outlives_its_original(server):
         await env.close(), await twins[2].close()
         assert [await twin.step({"a": "x"}) for twin in (twins[0], more)] == [step, step]
 
-    figures()
+    pop_metrics()
     for kind in ("remote_toys:Count", "remote_toys:Waits"):
         asyncio.run(game(kind))
-    assert figures()["env_lost"] == 0
+    assert pop_metrics()["env_lost"] == 0
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_an_env_that_is_not_deterministic_is_found_out(doomed):
 def test_a_deadline_moves_a_game_on(doomed):
     """Silence is taken for a loss; where it is the same everywhere, the episode fails."""
     env = at(doomed, "remote_toys:Waits")
-    env["at"] = {"servers": env["at"], "deadline": 0.2}
+    env["at"] = {"servers": env["at"], "request_timeout": 0.2}
 
     async def game():
         env_there = make_env(**env)
@@ -265,7 +265,7 @@ def test_a_deadline_moves_a_game_on(doomed):
 
 def test_who_waits_in_vain_is_told_who_should_be_there(doomed):
     env = at(doomed)
-    env["at"] = {"servers": env["at"], "patience": 0.3}
+    env["at"] = {"servers": env["at"], "server_timeout": 0.3}
     remote = make_env(**env)
     doomed.kill()
     with pytest.raises(TimeoutError, match=rf"no env server has answered for 0.3 s .*Servers: {doomed.address}"):
@@ -308,16 +308,16 @@ def ask(address, *requests, client="test"):
 
 
 def opening(session, **options):
-    return pb.Open(kind=pb.Kind(type="remote_toys:Count", options=pairs(options)), seed=encoded(session))
+    return pb.Open(kind=pb.Kind(type="remote_toys:Count", options=encode_mapping(options)), seed=encode_value(session))
 
 
 def test_many_sessions_step_in_one_message(server):
     """As a client in another language would, by single calls."""
     numbers = range(1, 6)
     ask(server.address, *(pb.Request(id=n, session=n, open=opening(n)) for n in numbers))
-    replies = ask(server.address, *(pb.Request(id=n, session=n, step=pairs({"a": str(n)})) for n in numbers))
-    assert [step_of(reply.step).info["heard"] for reply in replies] == [{"a": str(n)} for n in numbers]
-    other = ask(server.address, pb.Request(id=1, session=1, step=pairs({})), client="somebody else")
+    replies = ask(server.address, *(pb.Request(id=n, session=n, step=encode_mapping({"a": str(n)})) for n in numbers))
+    assert [read_step(reply.step).info["heard"] for reply in replies] == [{"a": str(n)} for n in numbers]
+    other = ask(server.address, pb.Request(id=1, session=1, step=encode_mapping({})), client="somebody else")
     assert other[0].fault.why == pb.Fault.UNKNOWN
     again = ask(server.address, pb.Request(id=1, session=1, open=opening(1)), pb.Request(id=2, session=1))
     assert [reply.fault.why for reply in again] == [pb.Fault.REFUSED] * 2
@@ -343,7 +343,7 @@ def health(channel):
 
 CLIENT = """
 import asyncio, sys
-from palestra.remote.envs import make_env
+from palestra.remote.envs.remote_env import make_env
 async def main():
     env = make_env(type="remote_toys:Count", at=sys.argv[1])
     await env.reset(0)
@@ -386,7 +386,7 @@ def test_a_server_told_to_end_lets_games_end():
         assert load(other.address) == 1
         for seat in "aba":
             step = await env.step({seat: "x"})
-        assert step.over
+        assert step.done
         await env.close()
         assert await asyncio.to_thread(server.process.wait, 10) == 0
         await late.close()
@@ -404,11 +404,11 @@ def test_workers_share_a_port(tmp_path):
             envs = [make_env(**at(server, to=6)) for _ in range(8)]
             for env in envs:
                 await env.reset(1)
-            spread = {env._lane.worker for env in envs}
+            spread = {env._connection.worker for env in envs}
             await asyncio.gather(*(env.step({"a": "x"}) for env in envs))
             deadly = make_env(**at(server, "remote_toys:Deadly"))
             await deadly.reset(0)
-            figures()
+            pop_metrics()
             with pytest.raises(RuntimeError, match="bring servers down"):
                 await deadly.step({"a": "die"})
             steps = await asyncio.gather(*(env.step({"b": "y"}) for env in envs))
@@ -416,7 +416,7 @@ def test_workers_share_a_port(tmp_path):
 
         spread, steps = asyncio.run(games())
         assert len(spread) == 2 and all(step == steps[0] for step in steps)
-        assert figures()["env_replays"] >= 1
+        assert pop_metrics()["env_replays"] >= 1
         said = server.stop()
         assert "an env worker died (exit code 3)" in said and "Traceback" not in said
 
@@ -451,7 +451,7 @@ def test_token_and_tls(certificate, tmp_path, monkeypatch):
 
     def played(**at):
         async def game():
-            env = make_env(type="remote_toys:Count", at={"servers": [server.address], "patience": 0.5, **at})
+            env = make_env(type="remote_toys:Count", at={"servers": [server.address], "server_timeout": 0.5, **at})
             return await env.reset(0)
 
         return asyncio.run(game())

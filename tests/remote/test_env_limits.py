@@ -13,10 +13,10 @@ import pytest
 import raw
 from env_servers import EnvServer, all_closed, comes_to, load, serving
 
-from palestra.remote import LARGEST, MOST, SERVICE
-from palestra.remote import envs_pb2 as pb
-from palestra.remote.envs import make_env
-from palestra.remote.values import MOST_KEYS, encoded, pairs, value_of
+from palestra.remote.envs import MAX_REQUEST_BYTES, MAX_REQUESTS_PER_MESSAGE, SERVICE
+from palestra.remote.envs import envs_pb2 as pb
+from palestra.remote.envs.remote_env import make_env
+from palestra.remote.envs.serialization import MAX_KEYS, encode_mapping, encode_value, read_value
 
 TOYS = "plan_path,remote_toys:Count,remote_toys:Waits,remote_toys:Hangs"
 COUNT = "remote_toys:Count"
@@ -36,8 +36,8 @@ def ask(address: str, *requests: pb.Request, client: str = "test", timeout: floa
 
 
 def opening(session: int, seed: pb.Value | None = None, type: str = COUNT, **options: object) -> pb.Request:
-    kind = pb.Kind(type=type, options=pairs(options))
-    return pb.Request(id=session, session=session, open=pb.Open(kind=kind, seed=seed or encoded(session)))
+    kind = pb.Kind(type=type, options=encode_mapping(options))
+    return pb.Request(id=session, session=session, open=pb.Open(kind=kind, seed=seed or encode_value(session)))
 
 
 def closing(session: int) -> pb.Request:
@@ -45,7 +45,7 @@ def closing(session: int) -> pb.Request:
 
 
 def saying(session: int, word: object) -> pb.Request:
-    return pb.Request(id=session, session=session, step=pairs({"a": word}))
+    return pb.Request(id=session, session=session, step=encode_mapping({"a": word}))
 
 
 def refused(address: str, *requests: pb.Request) -> pb.Fault:
@@ -78,23 +78,23 @@ def test_a_seed_is_an_integer_of_64_bits(server: EnvServer, seed: pb.Value) -> N
 
 @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
 def test_any_such_seed_is_one(server: EnvServer, seed: int) -> None:
-    replies = ask(server.address, opening(1, encoded(seed)), closing(1))
+    replies = ask(server.address, opening(1, encode_value(seed)), closing(1))
     assert replies[0].HasField("opened")
 
 
 def test_values_are_bounded(server: EnvServer) -> None:
-    twins = pb.Value(set=pb.Items(items=[pb.Value(integer=n) for n in range(MOST_KEYS + 1)]))
+    twins = pb.Value(set=pb.Items(items=[pb.Value(integer=n) for n in range(MAX_KEYS + 1)]))
     for value, told in [(pb.Value(long=b"\x7f" * 2000), "an integer of 2,000 bytes"), (twins, "16,384 are the most")]:
         step = pb.Request(id=1, session=1, step=pb.Pairs(pairs=[pb.Pair(name="a", value=value)]))
         assert told in refused(server.address, opening(1), step).message
         ask(server.address, closing(1))
     with pytest.raises(ValueError, match="are no array"):
-        value_of(pb.Value(array=pb.Array(dtype="S0", shape=[10**9])))
+        read_value(pb.Value(array=pb.Array(dtype="S0", shape=[10**9])))
     assert "are the most" in refused(server.address, opening(1, to="x" * 300_000)).message
 
 
 def test_messages_are_bounded(server: EnvServer) -> None:
-    for requests in ([saying(1, "x" * (LARGEST + 2**20))], [saying(1, "x")] * (MOST + 1)):
+    for requests in ([saying(1, "x" * (MAX_REQUEST_BYTES + 2**20))], [saying(1, "x")] * (MAX_REQUESTS_PER_MESSAGE + 1)):
         with pytest.raises(grpc.RpcError) as error:
             ask(server.address, *requests)
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -110,7 +110,7 @@ def test_a_clients_messages_stay_within_the_bounds(server: EnvServer) -> None:
         steps = await asyncio.gather(*(env.step({"a": word}) for env in envs))
         assert all(step.info["heard"] == {"a": word} for step in steps)
         with pytest.raises(ValueError, match="more than the 16,777,216"):
-            await envs[0].step({"b": "x" * (LARGEST + 1)})
+            await envs[0].step({"b": "x" * (MAX_REQUEST_BYTES + 1)})
 
     asyncio.run(games())
     all_closed(server.address)

@@ -10,13 +10,13 @@ from env_servers import serving
 from processes import finish, start
 from typer.testing import CliRunner
 
-from palestra.cli import app
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
+from palestra.cli.main import app
 from palestra.config import dump, load, override, validate
-from palestra.recipe import Config
-from palestra.remote.place import figures
+from palestra.remote.envs.address import pop_metrics
 from palestra.runs import Run, load_episodes, read_lines
-from palestra.setup import build
-from palestra.train import run_training
+from palestra.training.loop import run_training
 
 TOYS = "remote_toys:Secret"
 LOGS = ("metrics.jsonl", "evals.jsonl")
@@ -29,11 +29,12 @@ def config(base, steps, **env):
         "steps": steps,
         "episodes": 6,
         "env": {"type": TOYS, "turns": 2, **env},
-        "policies": {"guide": speech, "walker": speech | {"batch": 10}},
-        "algorithm": {"type": "grpo", "at": "turn", "k": 3},
-        "exams": {"dev": {"episodes": 4}},
+        "policies": {"guide": speech, "walker": speech | {"batch_size": 10}},
+        "algorithm": {"type": "grpo", "branch_at": "turn", "group_size": 3},
+        "evals": {"dev": {"episodes": 4}},
         "checkpoint_every": 50,
-        "max_rows": 3,  # siblings alone: who shares a batch hangs on who is faster, and with it the last bits of sums
+        # siblings alone: who shares a batch hangs on who is faster, and with it the last bits of sums
+        "max_num_seqs": 3,
     }
 
 
@@ -57,7 +58,7 @@ def happened(run):
 
 def trained_in_here(folder, tree):
     """The folder of a run in this process."""
-    checked = validate(Config, tree)
+    checked = validate(TextConfig, tree)
     with Run.create(folder, dump(checked), "run") as run:
         assert run_training(build(checked), run)
     return folder / "run"
@@ -65,7 +66,7 @@ def trained_in_here(folder, tree):
 
 def test_one_line_moves_an_env_and_the_run_is_the_same(base, tmp_path):
     tree = config(base, 1)
-    figures()
+    pop_metrics()
     with serving(TOYS) as server:
         here = trained_in_here(tmp_path / "here", tree)
         there = trained_in_here(tmp_path / "there", override(tree, [f"env.at=[{server.address}]"]))
@@ -111,7 +112,7 @@ def test_three_minutes_of_servers_that_are_killed_leave_no_trace(base, tmp_path)
     with serving(TOYS) as one, serving(TOYS) as two, serving(TOYS) as three:
         servers, rng, kills = [one, two, three], random.Random(0), 0
         places = ",".join(server.address for server in servers)
-        process, run = train(tmp_path / "killed", base, steps, f"env.at=[{places}]", "env.seconds=0.7")
+        process, run = train(tmp_path / "killed", base, steps, f"env.at=[{places}]", "env.time_limit_s=0.7")
         began = time.monotonic()
         while not ended(process, began + 20 * (kills + 1)) and kills < 9:
             victim = rng.choice(servers)

@@ -12,17 +12,17 @@ from hypothesis.extra import numpy as arrays
 
 from palestra.chat import Chat
 from palestra.envs.base import _same
-from palestra.remote import envs_pb2 as pb
-from palestra.remote.values import (
-    digest,
-    encoded,
-    fill_step,
-    mapping_of,
-    pairs,
-    random_bytes,
-    set_random,
-    step_of,
-    value_of,
+from palestra.remote.envs import envs_pb2 as pb
+from palestra.remote.envs.serialization import (
+    encode_mapping,
+    encode_rng_state,
+    encode_value,
+    read_mapping,
+    read_step,
+    read_value,
+    restore_rng_state,
+    step_digest,
+    write_step,
 )
 from palestra.types import Step
 
@@ -47,7 +47,7 @@ VALUES = st.recursive(LEAVES | ARRAYS, containers, max_leaves=12)
 
 
 def there_and_back(value):
-    return value_of(pb.Value.FromString(encoded(value).SerializeToString()))
+    return read_value(pb.Value.FromString(encode_value(value).SerializeToString()))
 
 
 def equal(one, other):
@@ -77,8 +77,8 @@ def test_values_come_back(value):
 def test_steps_come_back(observations, rewards, state, truncated):
     step = Step(observations, rewards, 0.5, {"a": ["x"]}, state, truncated, {"success": True})
     message = pb.Step()
-    fill_step(message, step)
-    back = step_of(pb.Step.FromString(message.SerializeToString()))
+    write_step(message, step)
+    back = read_step(pb.Step.FromString(message.SerializeToString()))
     for part in ("observations", "rewards", "team_reward", "legal", "state", "truncated", "info"):
         assert equal(getattr(back, part), getattr(step, part)), part
 
@@ -102,8 +102,8 @@ def test_conversations_come_back():
 
 def test_a_step_that_is_over_is_a_few_bytes_and_comes_back():
     message = pb.Step()
-    fill_step(message, Step({}))
-    assert message.ByteSize() == 0 and step_of(message) == Step({})
+    write_step(message, Step({}))
+    assert message.ByteSize() == 0 and read_step(message) == Step({})
 
 
 @dataclass
@@ -122,16 +122,16 @@ class Board:
 )
 def test_what_cannot_travel_is_named(value, message):
     with pytest.raises(ValueError, match=message):
-        encoded(value)
+        encode_value(value)
     with pytest.raises(ValueError, match=f"in a step's info: .*{message}"):
-        fill_step(pb.Step(), Step({}, info={"board": value}))
+        write_step(pb.Step(), Step({}, info={"board": value}))
 
 
 def test_a_list_in_itself_is_named_and_does_not_hang():
     endless = []
     endless.append(endless)
     with pytest.raises(ValueError, match="one in itself"):
-        encoded(endless)
+        encode_value(endless)
     deep = 1
     for _ in range(40):
         deep = [deep]
@@ -141,16 +141,16 @@ def test_a_list_in_itself_is_named_and_does_not_hang():
 def test_bytes_that_are_no_array_are_refused():
     for dtype, shape, data in [("<f4", [2], b"\x00"), ("|O", [0], b""), ("<f4", [10**12], b"")]:
         with pytest.raises(ValueError, match="are no array"):
-            value_of(pb.Value(array=pb.Array(dtype=dtype, shape=shape, data=data)))
+            read_value(pb.Value(array=pb.Array(dtype=dtype, shape=shape, data=data)))
     with pytest.raises(ValueError, match="of no kind that is known"):
-        value_of(pb.Value())
+        read_value(pb.Value())
 
 
 def test_digests_tell_steps_apart_and_know_equal_ones():
     def of(step):
         message = pb.Step()
-        fill_step(message, step)
-        return digest(message)
+        write_step(message, step)
+        return step_digest(message)
 
     names = [f"seat {i}" for i in range(20)]
     one = Step({"a": "x"}, info={"invalid": set(names)})
@@ -160,11 +160,11 @@ def test_digests_tell_steps_apart_and_know_equal_ones():
 
 def test_mappings_keep_their_order():
     seats = {"walker": "1", "guide": "2", "": "3"}
-    assert list(mapping_of(pairs(seats)).items()) == list(seats.items())
+    assert list(read_mapping(encode_mapping(seats)).items()) == list(seats.items())
 
 
 def test_a_generator_goes_on_where_it_was():
     rng, other = random.Random(3), random.Random()
     rng.random()
-    set_random(other, random_bytes(rng))
+    restore_rng_state(other, encode_rng_state(rng))
     assert [other.random() for _ in range(700)] == [rng.random() for _ in range(700)]

@@ -28,14 +28,14 @@ from samplers import official, serving
 from palestra.engine.checkpoints import load_adapter
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampled, Sampler, Sampling
-from palestra.remote import vllm
-from palestra.remote.agreement import Claim, check
-from palestra.remote.exchange import Exchange
-from palestra.remote.vllm import Patience, Server, VllmSampler
+from palestra.engine.sampler import Completion, Request, Sampler, SamplingConfig
+from palestra.remote.samplers import vllm
+from palestra.remote.samplers.adapter_store import AdapterStore
+from palestra.remote.samplers.logprob_check import SampledPolicy, check_logprobs
+from palestra.remote.samplers.vllm import RetryPolicy, SamplerServer, VllmSampler
 
 KEY = "open sesame"
-WORDS = Sampling(max_tokens=6)
+WORDS = SamplingConfig(max_tokens=6)
 MORE = 5000  # tokens than the base has positions
 
 
@@ -67,8 +67,10 @@ def there(request: pytest.FixtureRequest) -> Iterator[There]:
 
 
 def opened(there: There, **options: Any) -> VllmSampler:
-    sampler = VllmSampler([Server(there.url)], Exchange(None, "tiny"), Patience(60.0, 1.0), there.key, **options)
-    sampler.meet()
+    sampler = VllmSampler(
+        [SamplerServer(there.url)], AdapterStore(None, "tiny"), RetryPolicy(60.0, 1.0), there.key, **options
+    )
+    sampler.connect()
     return sampler
 
 
@@ -85,7 +87,7 @@ def prompt(engine: Engine, text: str = "up down left") -> np.ndarray:
 
 def strong(engine: Engine, name: str, seed: int = 0, rank: int = 4) -> Snapshot:
     """An adapter that changes much."""
-    adapter = Adapter(engine.linears, LoraConfig(rank=rank, alpha=8), seed=seed)
+    adapter = Adapter(engine.linear_layers, LoraConfig(rank=rank, alpha=8), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, b in adapter.weights.values():
@@ -93,18 +95,18 @@ def strong(engine: Engine, name: str, seed: int = 0, rank: int = 4) -> Snapshot:
     return adapter.snapshot(name)
 
 
-def together(sampler: VllmSampler, *requests: Request) -> list[list[Sampled]]:
-    async def asked() -> list[list[Sampled]]:
+def together(sampler: VllmSampler, *requests: Request) -> list[list[Completion]]:
+    async def asked() -> list[list[Completion]]:
         return await asyncio.gather(*(sampler.sample(request) for request in requests))
 
     return asyncio.run(asked())
 
 
-def tokens(answers: list[Sampled]) -> list[list[int]]:
+def tokens(answers: list[Completion]) -> list[list[int]]:
     return [answer.token_ids.tolist() for answer in answers]
 
 
-def logprobs(answers: list[list[Sampled]]) -> np.ndarray:
+def logprobs(answers: list[list[Completion]]) -> np.ndarray:
     return np.concatenate([answer.logprobs for each in answers for answer in each])
 
 
@@ -123,7 +125,7 @@ def test_token_ids_go_in_and_come_out(there: There, engine: Engine, sampler: Vll
             answer.token_ids.dtype == np.int32 and answer.logprobs.dtype == np.float32 and (answer.logprobs < 0).all()
         )
         ended = answer.token_ids[-1] == engine.tokenizer.eos_token_id
-        assert answer.stop == ("stop" if ended else "length") and (ended or len(answer.token_ids) == 6)
+        assert answer.stop_reason == ("stop" if ended else "length") and (ended or len(answer.token_ids) == 6)
 
 
 def test_what_is_drawn_hangs_on_the_seed_alone(there: There, engine: Engine, sampler: VllmSampler) -> None:
@@ -142,67 +144,67 @@ def test_what_is_drawn_hangs_on_the_seed_alone(there: There, engine: Engine, sam
 def test_ours_draws_what_the_engine_draws_in_process(there: There, engine: Engine, sampler: VllmSampler) -> None:
     if not there.ours:
         pytest.skip("vLLM draws from another generator")
-    cut = Sampling(max_tokens=6, temperature=0.7, top_k=20, top_p=0.9, stop=(" down",))
+    cut = SamplingConfig(max_tokens=6, temperature=0.7, top_k=20, top_p=0.9, stop=(" down",))
     red = strong(engine, "red@1")
     asked = [
-        Request(prompt(engine), 4, sampling, adapter, seed, keep=seed == 1)
+        Request(prompt(engine), 4, sampling, adapter, seed, keep_kv=seed == 1)
         for seed, (sampling, adapter) in enumerate([(WORDS, None), (cut, red), (WORDS, red)])
     ]
     here, elsewhere = Sampler(engine).sample_all(asked), together(sampler, *asked)
     assert [tokens(answers) for answers in elsewhere] == [tokens(answers) for answers in here]
     for ours, theirs in zip(here, elsewhere, strict=True):
         for a, b in zip(ours, theirs, strict=True):
-            assert b.stop == a.stop and b.logprobs == pytest.approx(a.logprobs, abs=1e-5)
+            assert b.stop_reason == a.stop_reason and b.logprobs == pytest.approx(a.logprobs, abs=1e-5)
 
 
 def test_what_ends_an_answer_is_part_of_it(there: There, engine: Engine, sampler: VllmSampler) -> None:
-    start, greedy = prompt(engine), Sampling(max_tokens=8, temperature=0, end=False)
+    start, greedy = prompt(engine), SamplingConfig(max_tokens=8, temperature=0, stop_at_eos=False)
     ((whole, twin),) = together(sampler, Request(start, 2, greedy))
-    assert len(whole.token_ids) == 8 and whole.stop == "length" and tokens([twin]) == tokens([whole])
+    assert len(whole.token_ids) == 8 and whole.stop_reason == "length" and tokens([twin]) == tokens([whole])
     third = int(whole.token_ids[2])
     first = whole.token_ids.tolist().index(third) + 1
-    by_id = greedy.model_copy(update={"stop_ids": (third,)})
+    by_id = greedy.model_copy(update={"stop_token_ids": (third,)})
     by_text = greedy.model_copy(update={"stop": (engine.tokenizer.decode([third]),)})
     for stopped in together(sampler, Request(start, 1, by_id), Request(start, 1, by_text)):
-        assert tokens(stopped) == [whole.token_ids[:first].tolist()] and stopped[0].stop == "stop"
+        assert tokens(stopped) == [whole.token_ids[:first].tolist()] and stopped[0].stop_reason == "stop"
 
 
 def test_trainer_and_sampler_agree_on_base_and_adapters_in_one_batch(
     there: There, engine: Engine, sampler: VllmSampler
 ) -> None:
     claims = [
-        Claim("red", LoraConfig(rank=4), WORDS),
-        Claim("plain", None, WORDS),
-        Claim("blue", LoraConfig(rank=8), WORDS),
+        SampledPolicy("red", LoraConfig(rank=4), WORDS),
+        SampledPolicy("plain", None, WORDS),
+        SampledPolicy("blue", LoraConfig(rank=8), WORDS),
     ]
-    check(sampler, engine, claims, None)
-    assert sampler.zero is not None
+    check_logprobs(sampler, engine, claims, None)
+    assert sampler.zero_adapter is not None
 
 
 def test_a_sampler_of_other_weights_is_refused(there: There, engine: Engine, sampler: VllmSampler) -> None:
     other = Engine.load("tiny", device="cpu")
     with torch.no_grad():
-        next(iter(other.linears.values())).weight.mul_(1.1)
+        next(iter(other.linear_layers.values())).weight.mul_(1.1)
     with pytest.raises(ValueError, match=rf'{there.url} does not agree .* policy "red" .* differ by .*0\.001'):
-        check(sampler, other, [Claim("red", LoraConfig(rank=4), WORDS)], None)
-    check(sampler, other, [Claim("red", LoraConfig(rank=4), WORDS)], tolerance=10.0)
+        check_logprobs(sampler, other, [SampledPolicy("red", LoraConfig(rank=4), WORDS)], None)
+    check_logprobs(sampler, other, [SampledPolicy("red", LoraConfig(rank=4), WORDS)], tolerance=10.0)
 
 
 def test_a_version_has_a_name_of_its_own_and_leaves_when_nobody_can_ask_for_it(
     there: There, engine: Engine, sampler: VllmSampler
 ) -> None:
-    before, sampler.zero = adapters_at(there), None
+    before, sampler.zero_adapter = adapters_at(there), None
     first, second = strong(engine, "red@1", 1), strong(engine, "red@1", 2)
     (a,), (b,) = together(sampler, *(Request(prompt(engine), 1, WORDS, each, 3) for each in (first, second)))
-    names = {sampler.exchange.name(each) for each in (first, second)}
+    names = {sampler.adapter_store.adapter_name(each) for each in (first, second)}
     assert adapters_at(there) - before == names and all(name.startswith("red@1.") for name in names)
     assert a.logprobs[0] != pytest.approx(b.logprobs[0], abs=1e-3)
-    folder = sampler.exchange.folder
-    saved = load_adapter(folder / sampler.exchange.name(first), engine).snapshot()
+    folder = sampler.adapter_store.folder
+    saved = load_adapter(folder / sampler.adapter_store.adapter_name(first), engine).snapshot()
     assert all(
         torch.equal(w, v) for k in first.weights for w, v in zip(first.weights[k], saved.weights[k], strict=True)
     )
-    gone = sampler.exchange.name(first)
+    gone = sampler.adapter_store.adapter_name(first)
     del first
     gc.collect()
     until = time.monotonic() + 10
@@ -216,7 +218,7 @@ def test_adapters_that_a_server_lost_are_loaded_again(there: There, engine: Engi
     red = strong(engine, "red@1")
     request = Request(prompt(engine), 2, WORDS, red, 4)
     (before,) = together(sampler, request)
-    send(there, "/v1/unload_lora_adapter", {"lora_name": sampler.exchange.name(red)})  # as a restart does
+    send(there, "/v1/unload_lora_adapter", {"lora_name": sampler.adapter_store.adapter_name(red)})  # as a restart does
     (after,) = together(sampler, request)
     assert tokens(after) == tokens(before)
 
@@ -240,7 +242,7 @@ def test_what_a_server_refuses_is_told(there: There, engine: Engine, sampler: Vl
     with pytest.raises(ValueError, match=f"{there.url} answered 400: "):
         together(sampler, Request(np.full(MORE, 7, np.int32), 1, WORDS))
     with pytest.raises(ValueError, match=r'serves tiny, not "huge": set sampler\.model'):
-        VllmSampler([Server(there.url, "huge")], Exchange(None, "tiny"), Patience(), there.key).meet()
+        VllmSampler([SamplerServer(there.url, "huge")], AdapterStore(None, "tiny"), RetryPolicy(), there.key).connect()
 
 
 def test_a_web_page_cannot_swap_an_adapter(there: There, engine: Engine, sampler: VllmSampler) -> None:
@@ -249,7 +251,7 @@ def test_a_web_page_cannot_swap_an_adapter(there: There, engine: Engine, sampler
         pytest.skip("vLLM has no such check")
     red = strong(engine, "red@1")
     together(sampler, Request(prompt(engine), 1, WORDS, red, 4))
-    before, body = adapters_at(there), json.dumps({"lora_name": sampler.exchange.name(red)}).encode()
+    before, body = adapters_at(there), json.dumps({"lora_name": sampler.adapter_store.adapter_name(red)}).encode()
     host = urlsplit(there.url).netloc
     for page in (
         {"Origin": "https://evil.example"},
@@ -269,9 +271,9 @@ def test_bodies_of_a_sampler_are_bounded(there: There) -> None:
         pytest.skip("vLLM has bounds of its own")
     key = f"Bearer {there.key}"
     with connected(there.url) as wire:
-        wire.sendall(head(there.url, "POST", vllm.COMPLETIONS, Content_Length=str(700 * 2**20), Authorization=key))
+        wire.sendall(head(there.url, "POST", vllm.COMPLETIONS_PATH, Content_Length=str(700 * 2**20), Authorization=key))
         assert reply_on(wire).status == 413
-    reply, _ = endless(there.url, vllm.COMPLETIONS, 3, Authorization=key)
+    reply, _ = endless(there.url, vllm.COMPLETIONS_PATH, 3, Authorization=key)
     assert reply.status == 413
 
 
@@ -279,9 +281,9 @@ def test_bodies_of_a_sampler_are_bounded(there: There) -> None:
 def test_a_flood_of_bytes_takes_no_memory() -> None:
     """Of a server without a key, as anybody on the machine may send it."""
     with serving("--base", "tiny") as (url, process):
-        assert ask(url, "POST", vllm.COMPLETIONS, json.dumps(BASE).encode()).status == 200
+        assert ask(url, "POST", vllm.COMPLETIONS_PATH, json.dumps(BASE).encode()).status == 200
         before = resident(process.pid)
-        reply, _ = endless(url, vllm.COMPLETIONS, 700)
+        reply, _ = endless(url, vllm.COMPLETIONS_PATH, 700)
         assert reply.status in (413, 0) and resident(process.pid, peak=True) < before + 100
 
 
@@ -323,7 +325,7 @@ def test_malformed_calls_are_the_callers_mistake(there: There, path: str, body: 
 def test_a_temperature_at_the_edge_of_numbers_spoils_no_batch(there: There, temperature: float) -> None:
     if not there.ours:
         pytest.skip("of our server alone")
-    status, said = send(there, vllm.COMPLETIONS, {**BASE, "temperature": temperature, "logprobs": 0})
+    status, said = send(there, vllm.COMPLETIONS_PATH, {**BASE, "temperature": temperature, "logprobs": 0})
     assert status == 200 and math.isfinite(json.loads(said)["choices"][0]["logprobs"]["token_logprobs"][0])
 
 
@@ -365,8 +367,11 @@ def test_no_server_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_server_answers_for_one_that_is_gone(there: There, engine: Engine) -> None:
-    servers = [Server("http://127.0.0.1:9", "tiny", ours=there.ours), Server(there.url, "tiny", ours=there.ours)]
-    made = VllmSampler(servers, Exchange(None, "tiny"), Patience(60.0, 5.0), there.key)
+    servers = [
+        SamplerServer("http://127.0.0.1:9", "tiny", is_palestra=there.ours),
+        SamplerServer(there.url, "tiny", is_palestra=there.ours),
+    ]
+    made = VllmSampler(servers, AdapterStore(None, "tiny"), RetryPolicy(60.0, 5.0), there.key)
     red = strong(engine, "red@1")
     found = together(made, *(Request(prompt(engine), 1, WORDS, red, seed) for seed in range(6)))
     assert len(found) == 6 and servers[0].failures and not servers[1].failures
@@ -374,10 +379,12 @@ def test_another_server_answers_for_one_that_is_gone(there: There, engine: Engin
 
 
 def test_a_run_ends_where_no_sampler_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "PAUSES", (0.05, 0.1))
-    made = VllmSampler([Server("http://127.0.0.1:9", "tiny")], Exchange(None, "tiny"), Patience(60.0, 0.3))
+    monkeypatch.setattr(vllm, "RETRY_DELAYS_S", (0.05, 0.1))
+    made = VllmSampler(
+        [SamplerServer("http://127.0.0.1:9", "tiny")], AdapterStore(None, "tiny"), RetryPolicy(60.0, 0.3)
+    )
     with pytest.raises(ValueError, match="no sampler answered for 0 seconds"):
         together(made, Request(prompt(engine), 1, WORDS))
     with pytest.raises(ValueError, match="no sampler answered"):
-        made.forget()
+        made.clear_cache()
     made.close()

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from trained import palestra, refused
 
-from palestra.report.episodes import episode_html, samples
+from palestra.report.episodes import episode_html, pick_samples
 from palestra.report.page import report_html
-from palestra.report.svg import Curve, chart, heat, ticks
+from palestra.report.svg import ChartCurve, axis_ticks, chart, heat_map
 from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
 
@@ -64,7 +64,7 @@ def tree(text="up"):
     for depth in range(2):
         parent = None if depth == 0 else 0
         for k in range(2):
-            answer = Answer(f"{text}{depth}{k}", "planner@3", stop="length" if k else "stop")
+            answer = Answer(f"{text}{depth}{k}", "planner@3", stop_reason="length" if k else "stop")
             node = Node(
                 len(nodes), parent, depth, {"planner": f"see {text}"}, {"planner": answer}, {"planner": 0.5 - k}
             )
@@ -83,11 +83,13 @@ def run(tmp_path):
     with Run.create(tmp_path, config, "a", {"seed": 3}) as run:
         for step, success in ((-1, 0.25), (1, 0.75)):
             returns = {"returns": {HOSTILE: 1.5}, "returns_half": {HOSTILE: 0.25}}
-            run.eval(step, f"test{HOSTILE}", {"success": success, "episodes": 100, "steps_per_episode": 3.0} | returns)
+            run.log_eval(
+                step, f"test{HOSTILE}", {"success": success, "episodes": 100, "steps_per_episode": 3.0} | returns
+            )
         for step in range(2):
-            run.log(step, HOSTILE, {"loss": 0.5, "entropy": 1.0 / (step + 1), "kl": None})
-            run.log(step, "team", {"success": 0.5, "team_return": 1.0})
-            run.time(step, "team", {"rollout_s": 3.0, "train_s": 1.0, "train_cpu_s": 9.0, "tokens_per_s": 100.0})
+            run.log_metrics(step, HOSTILE, {"loss": 0.5, "entropy": 1.0 / (step + 1), "kl": None})
+            run.log_metrics(step, "team", {"success": 0.5, "team_return": 1.0})
+            run.log_timings(step, "team", {"rollout_s": 3.0, "train_s": 1.0, "train_cpu_s": 9.0, "tokens_per_s": 100.0})
         failed = Episode("maze", 8, {"planner": HOSTILE}, error=f"boom {HOSTILE}")
         run.write_episodes(1, [tree(), tree(HOSTILE), failed])
     return run.path
@@ -137,10 +139,14 @@ def test_samples_are_the_best_the_worst_a_failure_and_some():
         return Episode("e", int(10 * value), {"a": "a@0"}, [node])
 
     episodes = [worth(i / 10) for i in range(9)] + [Episode("e", 99, {"a": "a@0"}, error="x")]
-    chosen = samples(episodes, 5, seed=1)
+    chosen = pick_samples(episodes, 5, seed=1)
     assert [episode.seed for _, episode in chosen[:3]] == [8, 0, 99] and len({e.seed for _, e in chosen}) == 5
-    assert [e.seed for _, e in samples(episodes, 5, 1)] == [e.seed for _, e in chosen]
-    assert samples([], 5, 0) == [] and len(samples(episodes[:1], 5, 0)) == 1 and len(samples(episodes, 2, 0)) == 2
+    assert [e.seed for _, e in pick_samples(episodes, 5, 1)] == [e.seed for _, e in chosen]
+    assert (
+        pick_samples([], 5, 0) == []
+        and len(pick_samples(episodes[:1], 5, 0)) == 1
+        and len(pick_samples(episodes, 2, 0)) == 2
+    )
 
 
 def test_several_lines_of_play_are_all_told():
@@ -152,16 +158,17 @@ def test_several_lines_of_play_are_all_told():
 
 def test_charts_of_nothing_of_one_point_and_of_many():
     assert (
-        chart("t", [Curve("a", [])], x="x") == "" and heat("t", np.full((2, 2), np.nan), ["a", "b"], ["a", "b"]) == ""
+        chart("t", [ChartCurve("a", [])], x_title="x") == ""
+        and heat_map("t", np.full((2, 2), np.nan), ["a", "b"], ["a", "b"]) == ""
     )
-    assert "<circle" in chart("t", [Curve("a", [(0.0, 0.0)])], x="x")
-    many = chart("t", [Curve("a", [(float(i), 1.0) for i in range(100_000)])], x="x")
+    assert "<circle" in chart("t", [ChartCurve("a", [(0.0, 0.0)])], x_title="x")
+    many = chart("t", [ChartCurve("a", [(float(i), 1.0) for i in range(100_000)])], x_title="x")
     assert len(many) < 20_000
-    Page(heat("<t>", np.array([[1.0, -1.0]]), ["<a>"], ["b" * 99, "c"]))
+    Page(heat_map("<t>", np.array([[1.0, -1.0]]), ["<a>"], ["b" * 99, "c"]))
 
 
 def test_ticks_are_round():
-    assert ticks(0, 1) == pytest.approx([0, 0.5, 1]) and ticks(-3, 17) == pytest.approx([0, 5, 10, 15])
+    assert axis_ticks(0, 1) == pytest.approx([0, 0.5, 1]) and axis_ticks(-3, 17) == pytest.approx([0, 5, 10, 15])
 
 
 @pytest.mark.slow

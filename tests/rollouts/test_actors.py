@@ -14,100 +14,100 @@ import numpy as np
 import pytest
 import torch
 
+from palestra.builders.vector import ActorSetup, VectorConfig, build_vector_run, make_actor_setup, run_vector_training
 from palestra.config import validate
 from palestra.envs.vector.base import VectorEnv
-from palestra.rollouts.actors import Actors
+from palestra.rollouts.actors import ActorPool
 from palestra.runs import Run, read_lines
-from palestra.setup_games import ActorCast, GamesConfig, actor_cast, build_games, run_games
-from palestra.train import Watcher
+from palestra.training.loop import Callback
 
 CONFIG: dict[str, Any] = {
     "name": "actors",
     "env_steps": 8 * 5 * 30,
-    "env": {"type": "simple_spread", "games": 16, "cycles": 6},
-    "policies": {"agent": {"type": "net", "hidden": [8], "memory": 4}},
-    "algorithm": {"type": "a2c", "horizon": 5, "correct": "vtrace"},
-    "actors": 2,
+    "env": {"type": "simple_spread", "num_envs": 16, "cycles": 6},
+    "policies": {"agent": {"type": "net", "hidden": [8], "gru_units": 4}},
+    "algorithm": {"type": "a2c", "rollout_length": 5, "off_policy_correction": "vtrace"},
+    "num_actors": 2,
     "log_every": 1,
 }
 
 
 @pytest.fixture
 def actors() -> Any:
-    config = validate(GamesConfig, CONFIG)
-    own = actor_cast(config)
-    made = Actors(own, [partial(actor_cast, config)] * 2, 5, 0)
+    config = validate(VectorConfig, CONFIG)
+    own = make_actor_setup(config)
+    made = ActorPool(own, [partial(make_actor_setup, config)] * 2, 5, 0)
     yield made
     made.close()
 
 
-def test_batches_come_from_all_actors_and_are_whole(actors: Actors) -> None:
+def test_batches_come_from_all_actors_and_are_whole(actors: ActorPool) -> None:
     sources = set()
     while len(sources) < 2:
-        batch = actors.sweep([], 5, 0)
-        sources.add(batch.source)
+        batch = actors.collect([], 5, 0)
+        sources.add(batch.worker)
         assert batch.obs.shape == (6, 8, 3, 18) and np.isfinite(batch.obs).all()
         assert batch.actions.max() <= 4 and (batch.logp < 0).all()
-        assert (batch.fresh[1:] == batch.over).all()
-        assert len(batch.games["lengths"]) == 0 or (batch.games["lengths"] == 6).all()
-        assert batch.notes["lag"] >= 0
+        assert (batch.is_first[1:] == batch.done).all()
+        assert len(batch.episode_stats["lengths"]) == 0 or (batch.episode_stats["lengths"] == 6).all()
+        assert batch.rollout_metrics["lag"] >= 0
     assert sources == {0, 1}
 
 
-def test_actors_play_by_the_weights_they_are_given(actors: Actors) -> None:
-    actors.sweep([], 5, 0)
+def test_actors_play_by_the_weights_they_are_given(actors: ActorPool) -> None:
+    actors.collect([], 5, 0)
     for tensor in actors.weights:
         with torch.no_grad():
             tensor.zero_()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        batch = actors.sweep([], 5, 0)
+        batch = actors.collect([], 5, 0)
         if np.allclose(batch.logp, np.log(1 / 5), atol=1e-6):  # all outputs zero: uniform
             return
     raise AssertionError("no batch of the new weights came")
 
 
-def test_no_actor_waits_for_the_learner(actors: Actors) -> None:
-    actors.sweep([], 5, 0)
+def test_no_actor_waits_for_the_learner(actors: ActorPool) -> None:
+    actors.collect([], 5, 0)
     time.sleep(1.0)  # they fill their slots, and go on
     dropped = 0.0
     deadline = time.monotonic() + 60
     while not dropped and time.monotonic() < deadline:
         time.sleep(0.2)
-        dropped += actors.sweep([], 5, 0).notes["dropped"]
+        dropped += actors.collect([], 5, 0).rollout_metrics["dropped"]
     assert dropped > 0
 
 
-def kill_and_go_on(actors: Actors, kills: int) -> None:
+def kill_and_go_on(actors: ActorPool, kills: int) -> None:
     rng = np.random.default_rng(0)
     for kill in range(kills):
         victim = int(rng.integers(2))
         for _ in range(4):
-            actors.sweep([], 5, 0)
-        while actors.sweep([], 5, 0).source != victim:
+            actors.collect([], 5, 0)
+        while actors.collect([], 5, 0).worker != victim:
             pass  # a batch between two deaths: it is no actor that cannot live
         os.kill(actors.processes[victim].pid, signal.SIGKILL)
         for _ in range(4):
-            batch = actors.sweep([], 5, 0)
-            assert np.isfinite(batch.obs).all() and (batch.fresh[1:] == batch.over).all()
+            batch = actors.collect([], 5, 0)
+            assert np.isfinite(batch.obs).all() and (batch.is_first[1:] == batch.done).all()
         while actors.restarts <= kill:
-            actors.sweep([], 5, 0)
+            actors.collect([], 5, 0)
     assert actors.restarts == kills
 
 
-def test_a_killed_actor_loses_nothing_but_its_games(actors: Actors) -> None:
+def test_a_killed_actor_loses_nothing_but_its_games(actors: ActorPool) -> None:
     kill_and_go_on(actors, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_killed_actors_lose_nothing_but_their_games(actors: Actors) -> None:
+def test_twenty_killed_actors_lose_nothing_but_their_games(actors: ActorPool) -> None:
     kill_and_go_on(actors, 20)
 
 
-def test_nothing_is_left_behind(actors: Actors) -> None:
-    actors.sweep([], 5, 0)
-    names, pids = [shelf.memory.name for shelf in actors.shelves], [p.pid for p in actors.processes]
+def test_nothing_is_left_behind(actors: ActorPool) -> None:
+    actors.collect([], 5, 0)
+    names, pids = [shelf.shared_memory.name for shelf in actors.shelves], [p.pid for p in actors.processes]
     actors.close()
     for name in names:
         with pytest.raises(FileNotFoundError):
@@ -115,40 +115,40 @@ def test_nothing_is_left_behind(actors: Actors) -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def broken() -> ActorCast:
+def broken() -> ActorSetup:
     raise RuntimeError("no such game")
 
 
 def test_actors_that_cannot_live_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    own = actor_cast(validate(GamesConfig, CONFIG))
-    actors = Actors(own, [broken], 5, 0)
+    own = make_actor_setup(validate(VectorConfig, CONFIG))
+    actors = ActorPool(own, [broken], 5, 0)
     with pytest.raises(ValueError, match="actor 0 died 3 times without one batch"):
-        actors.sweep([], 5, 0)
+        actors.collect([], 5, 0)
     actors.close()
     assert "no such game" in capfd.readouterr().err
 
 
 def test_a_run_with_actors_learns_logs_its_lag_and_goes_on(tmp_path: Path) -> None:
-    config = validate(GamesConfig, CONFIG | {"checkpoint_every": 400})
+    config = validate(VectorConfig, CONFIG | {"checkpoint_every": 400})
     with Run.create(tmp_path, "", "a") as run:
-        setup = build_games(config)
+        setup = build_vector_run(config)
         stops = iter([False] * 12 + [True] * 100)
-        assert not run_games(setup, run, Watcher(), lambda: next(stops))
+        assert not run_vector_training(setup, run, Callback(), lambda: next(stops))
     lines = [line for line in read_lines(tmp_path / "a" / "metrics.jsonl") if line["policy"] == "team"]
     assert len(lines) == 13 and all({"lag", "dropped", "restarts"} <= line.keys() for line in lines)
-    from palestra.drill import restore
+    from palestra.training.vector_loop import restore_checkpoint
 
     with Run.open(tmp_path / "a") as run:
-        setup = build_games(config)
-        assert restore(setup, run) == 13
-        assert run_games(setup, run, Watcher())
+        setup = build_vector_run(config)
+        assert restore_checkpoint(setup, run) == 13
+        assert run_vector_training(setup, run, Callback())
 
 
 def test_actors_need_a_correction(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="correct: vtrace"):
-        validate(GamesConfig, CONFIG | {"algorithm": {"type": "ppo"}})
+    with pytest.raises(ValueError, match="off_policy_correction: vtrace"):
+        validate(VectorConfig, CONFIG | {"algorithm": {"type": "ppo"}})
 
 
 def test_the_env_says_what_it_is() -> None:
-    env = actor_cast(validate(GamesConfig, CONFIG)).env
-    assert isinstance(env, VectorEnv) and env.games == 8
+    env = make_actor_setup(validate(VectorConfig, CONFIG)).env
+    assert isinstance(env, VectorEnv) and env.num_envs == 8

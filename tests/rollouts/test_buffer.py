@@ -7,18 +7,18 @@ import asyncio
 import pytest
 from toys import Spoken, Whisper
 
-from palestra.episodes import load_episodes
-from palestra.rollouts.buffer import Buffer
-from palestra.rollouts.play import Arena, Branching, Match
+from palestra.rollouts.episode_buffer import EpisodeBuffer
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.runs.episodes import load_episodes
 
 
 def played(number, k=2):
     team = {seat: Spoken(f"{seat}@{number}", lambda query, i: str((query.seed + i) % 2)) for seat in Whisper.seats}
-    return asyncio.run(Arena(Whisper, "whisper").play(Match(number, team, number), Branching("turn", k)))
+    return asyncio.run(EpisodeRunner(Whisper, "whisper").play(EpisodeSpec(number, team, number), Branching("turn", k)))
 
 
 def filled(folder, numbers):
-    buffer = Buffer(folder)
+    buffer = EpisodeBuffer(folder)
     for number in numbers:
         asyncio.run(buffer.put(number, number // 2, played(number)))
     return buffer
@@ -31,7 +31,7 @@ def files(folder):
 def test_an_episode_is_on_the_disk_when_it_is_in_the_buffer_and_comes_back_as_it_was(tmp_path):
     buffer = filled(tmp_path / "buffer", [5])
     assert 5 in buffer and 4 not in buffer and files(tmp_path / "buffer") == ["episode-000005@2.parquet"]
-    again, began = Buffer(tmp_path / "buffer").get(5)
+    again, began = EpisodeBuffer(tmp_path / "buffer").get(5)
     ours = played(5)
     assert (again.env, again.seed, again.seats, began) == ("whisper", 5, {"guide": "guide@5", "walker": "walker@5"}, 2)
     assert len(again.nodes) == len(ours.nodes) == 6
@@ -49,7 +49,7 @@ def test_an_episode_is_on_the_disk_when_it_is_in_the_buffer_and_comes_back_as_it
 def test_what_was_half_written_is_not_there(tmp_path):
     filled(tmp_path / "buffer", [1])
     (tmp_path / "buffer" / ".tmp-episode-000002@1.parquet").write_bytes(b"PAR1")
-    buffer = Buffer(tmp_path / "buffer")
+    buffer = EpisodeBuffer(tmp_path / "buffer")
     assert 1 in buffer and 2 not in buffer
 
 
@@ -58,7 +58,7 @@ def test_dropped_episodes_are_gone_and_the_others_stay(tmp_path):
     buffer.drop(2)
     assert [number in buffer for number in range(4)] == [False, False, True, True]
     assert files(tmp_path / "buffer") == ["episode-000002@1.parquet", "episode-000003@1.parquet", "first"]
-    assert 3 in Buffer(tmp_path / "buffer", 2) and 3 in Buffer(tmp_path / "buffer", 3)
+    assert 3 in EpisodeBuffer(tmp_path / "buffer", 2) and 3 in EpisodeBuffer(tmp_path / "buffer", 3)
     buffer.close()
     assert not (tmp_path / "buffer").exists()
 
@@ -66,7 +66,7 @@ def test_dropped_episodes_are_gone_and_the_others_stay(tmp_path):
 def test_a_run_sent_back_behind_what_was_dropped_begins_with_nothing(tmp_path):
     """Episodes of the weights that were once to come are of no use to weights that come to be others."""
     filled(tmp_path / "buffer", range(4)).drop(2)
-    buffer = Buffer(tmp_path / "buffer", 1)
+    buffer = EpisodeBuffer(tmp_path / "buffer", 1)
     assert not any(number in buffer for number in range(4))
     asyncio.run(buffer.put(1, 0, played(1)))
-    assert 1 in Buffer(tmp_path / "buffer", 1)  # and what it plays then is kept again
+    assert 1 in EpisodeBuffer(tmp_path / "buffer", 1)  # and what it plays then is kept again

@@ -9,11 +9,11 @@ from toys import Spoken
 
 from palestra.algorithms.text.grpo import GRPO
 from palestra.envs.base import Env
-from palestra.episodes import SCHEMA, load_episodes, read_episodes, to_table
 from palestra.policies.scripted import RandomPolicy
-from palestra.rollouts.figures import answers_of, policy_figures
-from palestra.rollouts.play import Arena, Branching, Match
-from palestra.train import Clock, speeds
+from palestra.rollouts.metrics import answers_of, policy_metrics
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.runs.episodes import SCHEMA, load_episodes, read_episodes, to_table
+from palestra.training.loop import PhaseTimer, throughput
 from palestra.types import Step
 
 
@@ -41,8 +41,8 @@ class Sums(Env):
 
 def grow(branching, *, turns=1, make_env=Sums, seats=("a", "b"), matches=1):
     team = {seat: Spoken(f"{seat}@1", lambda query, i: str(i)) for seat in seats}
-    arena = Arena(lambda: make_env(turns), "toy")
-    return asyncio.run(arena.play_all([Match(i, team, i) for i in range(matches)], branching)), team
+    arena = EpisodeRunner(lambda: make_env(turns), "toy")
+    return asyncio.run(arena.play_all([EpisodeSpec(i, team, i) for i in range(matches)], branching)), team
 
 
 def said(nodes):
@@ -101,19 +101,19 @@ class Many(Env):
 
 def test_too_many_combinations_say_so_before_anyone_is_asked():
     (episode,), team = grow(Branching("turn", 2, "best", joints="crossed"), make_env=Many, seats=Many.seats)
-    assert "k: 2 answers of each of 13 seats (a, b, c" in episode.error and "make 8192 crossed joints" in episode.error
+    assert "group_size: 2 answers of each of 13 seats (a, b, c" in episode.error and "make 8192 crossed joints" in episode.error
     assert not team["a"].queries and not episode.nodes
     with pytest.raises(ValueError, match="4096 are the most"):
-        Branching(joints="crossed").joined(65, ["a", "b"])
-    assert len(Branching(joints="crossed").joined(64, ["a", "b"])) == 4096
+        Branching(joints="crossed").joint_indices(65, ["a", "b"])
+    assert len(Branching(joints="crossed").joint_indices(64, ["a", "b"])) == 4096
 
 
 def test_a_seed_fixes_crossed_trees():
     def drawn(seed):
         policy = RandomPolicy([str(i) for i in range(100)], length=1)
-        arena = Arena(lambda: Sums(2), "toy")
+        arena = EpisodeRunner(lambda: Sums(2), "toy")
         branching = Branching("turn", 3, "epsilon", 0.5, joints="crossed")
-        (episode,) = asyncio.run(arena.play_all([Match(0, {"a": policy, "b": policy}, seed)], branching))
+        (episode,) = asyncio.run(arena.play_all([EpisodeSpec(0, {"a": policy, "b": policy}, seed)], branching))
         return said(episode.nodes)
 
     assert drawn(1) == drawn(1) != drawn(2)
@@ -125,7 +125,7 @@ def test_a_seed_fixes_crossed_trees():
 def test_figures_count_an_answer_once():
     """a answers 3 times with b and 3 times alone; its first three earn (mean over b's) 0, 1, 2 and the team 1, 2, 3."""
     episodes, _ = grow(Branching("turn", 3, "best", joints="crossed"))
-    a, b = policy_figures(episodes, "a"), policy_figures(episodes, "b")
+    a, b = policy_metrics(episodes, "a"), policy_metrics(episodes, "b")
     assert (a["answers"], b["answers"]) == (6, 3)
     assert a["local_reward"] == pytest.approx((0 + 1 + 2 + 0 + 1 + 2) / 6)
     assert a["team_reward"] == pytest.approx((1 + 2 + 3 + 0 + 1 + 2) / 6) and b["team_reward"] == pytest.approx(2)
@@ -136,10 +136,10 @@ def test_speeds_count_an_answer_once():
     episodes, team = grow(Branching("turn", 3, "best", joints="crossed"), matches=2)
     spoken = team["a"].spoken + team["b"].spoken
     assert {id(answer) for answer in answers_of(episodes)} == {id(answer) for answer in spoken} and len(spoken) == 18
-    figures = speeds(episodes, Clock({"rollout": 2.0, "train": 2.0}))
+    figures = throughput(episodes, PhaseTimer({"rollout": 2.0, "train": 2.0}))
     tokens = sum(len(answer.token_ids) for answer in spoken)
     assert figures == {"answers": 18.0, "tokens_per_s": tokens / 2, "answers_per_s": 18 / 4}
-    assert speeds(episodes, Clock({"rollout": 1.0}), "b")["answers"] == 6
+    assert throughput(episodes, PhaseTimer({"rollout": 1.0}), "b")["answers"] == 6
 
 
 def test_shared_answers_come_back_from_a_file_shared(tmp_path):
@@ -150,9 +150,9 @@ def test_shared_answers_come_back_from_a_file_shared(tmp_path):
     pq.write_table(to_table(0, episodes), tmp_path / "e.parquet")
     loaded = load_episodes(tmp_path / "e.parquet")
     assert len(answers_of(loaded)) == len(answers_of(episodes)) == 2 * (4 + 4 + 4)
-    algorithm = GRPO(k=4, credit="shapley", scale="none")
+    algorithm = GRPO(group_size=4, credit="shapley", scale="none")
     for policy in "ab":
-        ours, theirs = algorithm.samples(episodes, policy), algorithm.samples(loaded, policy)
+        ours, theirs = algorithm.build_samples(episodes, policy), algorithm.build_samples(loaded, policy)
         assert ours[1] == theirs[1] and len(ours[0]) == len(theirs[0]) > 0
         for one, other in zip(ours[0], theirs[0], strict=True):
             np.testing.assert_array_equal(one.advantages, other.advantages)
@@ -171,7 +171,7 @@ def test_a_file_that_numbers_no_draws_is_read(tmp_path):
 def test_every_answer_of_crossed_joints_is_taught_once():
     episodes, team = grow(Branching("turn", 3, "best", joints="crossed"), matches=2)
     for policy in "ab":
-        samples, figures = GRPO(k=3, joints="crossed").samples(episodes, policy)
+        samples, figures = GRPO(group_size=3, joints="crossed").build_samples(episodes, policy)
         taught = [id(sample.token_ids) for sample in samples]
         assert len(taught) == len(set(taught))
         middle = [answer for answer in team[policy].spoken if answer.text == "1"]  # worth the mean of its group

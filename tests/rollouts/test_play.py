@@ -11,8 +11,8 @@ from toys import Spoken, Whisper
 
 from palestra.envs.base import Env
 from palestra.policies.scripted import RandomPolicy, ScriptedPolicy
-from palestra.rollouts.figures import policy_figures, summary
-from palestra.rollouts.play import Arena, Branching, Match, derive
+from palestra.rollouts.metrics import episode_metrics, policy_metrics
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec, derive_seed
 from palestra.types import Episode, Step
 
 
@@ -59,7 +59,7 @@ class Both(Env):
 def grow(make_env, branching, *, script=lambda query, i: str(i), seats=("a",), matches=1, seed=0):
     team = {seat: Spoken(f"{seat}@1", script) for seat in seats}
     episodes = asyncio.run(
-        Arena(make_env, "toy").play_all([Match(i, team, seed + i) for i in range(matches)], branching)
+        EpisodeRunner(make_env, "toy").play_all([EpisodeSpec(i, team, seed + i) for i in range(matches)], branching)
     )
     return episodes, team
 
@@ -87,8 +87,8 @@ def test_best_goes_on_from_the_highest_reward():
         (4, 1, 1, True, True, "2"),
         (5, 1, 1, False, True, "1"),
     ]
-    assert [n.id for n in episode.line(episode.nodes[5])] == [1, 5]
-    assert summary([episode])["steps_per_episode"] == 2  # tried siblings are no lines
+    assert [n.id for n in episode.trajectory(episode.nodes[5])] == [1, 5]
+    assert episode_metrics([episode])["steps_per_episode"] == 2  # tried siblings are no lines
 
 
 def test_best_is_by_mixed_reward_over_the_seats_that_acted():
@@ -113,7 +113,7 @@ def test_all_grows_the_full_tree():
     (episode,), _ = grow(lambda: Count(3), Branching("turn", 2, "all"))
     assert len(episode.nodes) == 2 + 4 + 8 and all(n.chosen for n in episode.nodes)
     assert [n.depth for n in episode.nodes] == [0] * 2 + [1] * 4 + [2] * 8
-    lines = [[n.answers["a"].text for n in episode.line(leaf)] for leaf in episode.leaves()]
+    lines = [[n.answers["a"].text for n in episode.trajectory(leaf)] for leaf in episode.leaves()]
     assert sorted(lines) == [list(f"{i:03b}") for i in range(8)]
 
 
@@ -178,7 +178,7 @@ def test_a_game_that_is_over_at_reset_has_no_nodes():
 
     (episode,), _ = grow(Empty, Branching("turn", 2, "best"))
     assert episode.nodes == [] and episode.error is None
-    assert summary([episode])["failed"] == 0 and summary([episode])["steps_per_episode"] == 0
+    assert episode_metrics([episode])["failed"] == 0 and episode_metrics([episode])["steps_per_episode"] == 0
 
 
 # ---- what policies are asked
@@ -190,7 +190,7 @@ def test_history_is_this_seats_part_of_the_line_being_played(branching):
     asked = {q.observation: q for q in team["a"].queries}
     for node in episode.nodes:
         query = asked[node.observations["a"]]
-        before = episode.line(node)[:-1]
+        before = episode.trajectory(node)[:-1]
         expected = [(n.observations["a"], n.answers["a"].text) for n in before]
         assert [(seen, answer.text) for seen, answer in query.history] == expected
         assert [answer for _, answer in query.history] == [n.answers["a"] for n in before]
@@ -214,7 +214,7 @@ def test_legal_actions_reach_the_seat_they_are_for():
             return Step({"a": "-"}, legal={"a": ["7"], "b": ["8"]})
 
     _, team = grow(Legal, Branching())
-    assert [q.legal for q in team["a"].queries] == [["7"], None]
+    assert [q.legal_actions for q in team["a"].queries] == [["7"], None]
 
 
 # ---- determinism
@@ -223,7 +223,9 @@ def test_legal_actions_reach_the_seat_they_are_for():
 def drawn(seed, branching, make_env=lambda: Count(3), matches=3):
     policy = RandomPolicy([str(i) for i in range(100)], length=1)
     tree = asyncio.run(
-        Arena(make_env, "toy").play_all([Match(i, {"a": policy}, derive(seed, i)) for i in range(matches)], branching)
+        EpisodeRunner(make_env, "toy").play_all(
+            [EpisodeSpec(i, {"a": policy}, derive_seed(seed, i)) for i in range(matches)], branching
+        )
     )
     return [(e.seed, shape(e)) for e in tree]
 
@@ -336,7 +338,11 @@ def test_no_more_episodes_than_the_limit_are_open():
             return super().step(actions)
 
     team = {"a": Spoken("a", lambda query, i: "1")}
-    asyncio.run(Arena(Counted, "toy", limit=3).play_all([Match(i, team, i) for i in range(12)], Branching()))
+    asyncio.run(
+        EpisodeRunner(Counted, "toy", max_concurrent=3).play_all(
+            [EpisodeSpec(i, team, i) for i in range(12)], Branching()
+        )
+    )
     assert most == 3
 
 
@@ -344,7 +350,7 @@ def test_each_finished_episode_is_reported_once():
     done = []
     team = {"a": Spoken("a", lambda query, i: "1")}
     episodes = asyncio.run(
-        Arena(Count, "toy").play_all([Match(i, team, i) for i in range(5)], Branching(), done.append)
+        EpisodeRunner(Count, "toy").play_all([EpisodeSpec(i, team, i) for i in range(5)], Branching(), done.append)
     )
     assert sorted(e.seed for e in done) == [e.seed for e in episodes] == [0, 1, 2, 3, 4]
 
@@ -411,9 +417,9 @@ def test_a_failure_is_recorded_and_leaves_the_others_alone(where, branching):
     assert [e.error for e in episodes if e.seed != 1] == [None] * 3
     _, healthy, _ = fragile("nowhere", branching)
     assert [shape(e) for e in episodes if e.seed != 1] == [shape(e) for e in healthy if e.seed != 1]
-    figures = summary(episodes)
+    figures = episode_metrics(episodes)
     assert figures["episodes"] == 4 and figures["failed"] == 1 and figures["success"] == 1.0
-    assert policy_figures(episodes, "a")["answers"] == sum(len(e.nodes) for e in episodes if e.seed != 1)
+    assert policy_metrics(episodes, "a")["answers"] == sum(len(e.nodes) for e in episodes if e.seed != 1)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +467,7 @@ def test_an_env_that_returns_no_step_makes_failed_episodes_that_say_so():
 
     (episode,), _ = grow(lambda: Gymlike(1), Branching(), seats=("a",))
     assert "step must return a palestra.types.Step, and returned a tuple, as in Gymnasium" in episode.error
-    assert "checked_step" in episode.traceback
+    assert "require_step" in episode.traceback
 
 
 def test_a_seat_that_is_never_asked_needs_no_policy():
@@ -480,7 +486,7 @@ def test_the_error_of_one_line_ends_its_whole_tree():
 
     (episode,), _ = grow(OneBad, Branching("root", 3))
     assert episode.error == "ValueError: bad line"
-    assert summary([episode]) == {
+    assert episode_metrics([episode]) == {
         "success": 0.0,
         "steps_per_episode": 0.0,
         "team_return": 0.0,
@@ -500,11 +506,11 @@ def test_figures_by_hand():
 
     episodes, _ = grow(lambda: Whisper(turns=2), Branching(), script=script, seats=("guide", "walker"), matches=8)
     wins = [e.nodes[-1].info["success"] for e in episodes]
-    figures = summary(episodes)
+    figures = episode_metrics(episodes)
     assert 0 < figures["success"] == sum(wins) / 8 < 1
     assert figures["steps_per_episode"] == 4
     assert figures["team_return"] == sum(n.team_reward for e in episodes for n in e.nodes) / 8
-    guide = policy_figures(episodes, "guide")
+    guide = policy_metrics(episodes, "guide")
     assert guide["answers"] == 16 and guide["team_reward"] == 0 and guide["invalid"] == 0
     assert guide["local_reward"] == sum(n.rewards.get("guide", 0) for e in episodes for n in e.nodes) / 16
     assert guide["tokens"] == len("guide@1:0") and guide["cut_off"] == 0
@@ -518,7 +524,7 @@ def test_an_env_may_flag_invalid_answers_by_seat(flag):
             return Step(step.observations, info={"invalid": flag})
 
     episodes, _ = grow(lambda: Flags(1), Branching(), seats=("a", "b"))
-    assert policy_figures(episodes, "a")["invalid"] == 1 and policy_figures(episodes, "b")["invalid"] == 0
+    assert policy_metrics(episodes, "a")["invalid"] == 1 and policy_metrics(episodes, "b")["invalid"] == 0
 
 
 # ---- policies without a model
@@ -528,30 +534,32 @@ def test_scripted_answers_depend_on_the_turn_alone():
     """Not on who else plays: a resumed run must hear what an uninterrupted one does."""
     policy = ScriptedPolicy(["4", "5", "6"])
     team = {"a": policy}
-    episodes = asyncio.run(Arena(lambda: Count(5), "toy").play_all([Match(i, team, i) for i in range(3)], Branching()))
+    episodes = asyncio.run(
+        EpisodeRunner(lambda: Count(5), "toy").play_all([EpisodeSpec(i, team, i) for i in range(3)], Branching())
+    )
     assert [[n.answers["a"].text for n in e.nodes] for e in episodes] == [["4", "5", "6", "4", "5"]] * 3
 
 
 def test_random_policies_pick_legal_actions():
     from palestra.policies.base import Query
 
-    answers = asyncio.run(RandomPolicy().act(Query("", "", n=50, seed=3, legal=[1, 2, 3])))
+    answers = asyncio.run(RandomPolicy().act(Query("", "", n=50, seed=3, legal_actions=[1, 2, 3])))
     assert {a.text for a in answers} == {"1", "2", "3"}
-    again = asyncio.run(RandomPolicy().act(Query("", "", n=50, seed=3, legal=[1, 2, 3])))
+    again = asyncio.run(RandomPolicy().act(Query("", "", n=50, seed=3, legal_actions=[1, 2, 3])))
     assert [a.text for a in again] == [a.text for a in answers]
 
 
 def test_derived_seeds_are_fixed_for_ever():
-    assert derive(0, "play", 3) == derive(0, "play", 3) != derive(0, "play", 4)
-    assert derive(1, "a", (0, 1)) == 5536374289449337412
-    assert len({derive(s, k) for s in range(50) for k in range(50)}) == 2500
-    assert all(0 <= derive(s) < 2**63 for s in range(50))
+    assert derive_seed(0, "play", 3) == derive_seed(0, "play", 3) != derive_seed(0, "play", 4)
+    assert derive_seed(1, "a", (0, 1)) == 5536374289449337412
+    assert len({derive_seed(s, k) for s in range(50) for k in range(50)}) == 2500
+    assert all(0 <= derive_seed(s) < 2**63 for s in range(50))
 
 
 def test_a_game_that_never_ends_is_a_failed_episode():
     team = {"a": Spoken("a@1", lambda query, i: "1")}
-    arena = Arena(lambda: Count(10**9), "toy", max_steps=7)
-    (episode,) = asyncio.run(arena.play_all([Match(0, team, 0)], Branching()))
+    arena = EpisodeRunner(lambda: Count(10**9), "toy", max_steps=7)
+    (episode,) = asyncio.run(arena.play_all([EpisodeSpec(0, team, 0)], Branching()))
     assert "has not ended after 7 joint steps" in (episode.error or "") and len(episode.nodes) == 7
 
 
@@ -572,7 +580,9 @@ def test_what_is_broken_off_is_closed():
     kind, thinker = type("Fragile", (Fragile,), {"opened": [], "closed": []}), Thinker()
 
     async def broken_off():
-        playing = asyncio.create_task(Arena(kind, "fragile").play(Match(0, {"a": thinker}, 0), Branching()))
+        playing = asyncio.create_task(
+            EpisodeRunner(kind, "fragile").play(EpisodeSpec(0, {"a": thinker}, 0), Branching())
+        )
         await thinker.asked.wait()
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)

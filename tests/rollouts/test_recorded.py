@@ -13,16 +13,16 @@ from toys import Spoken, Whisper
 from palestra.algorithms.text.dpo import DPO
 from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.sft import SFT
+from palestra.builders.text_config import TextConfig
 from palestra.chat import Chat
 from palestra.config import validate
-from palestra.engine.sampler import Sampler, Sampling
-from palestra.episodes import load_episodes, to_table
+from palestra.engine.sampler import Sampler, SamplingConfig
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.policies.scripted import ScriptedPolicy
-from palestra.recipe import Config
-from palestra.rollouts.play import Arena, Branching, Match
-from palestra.rollouts.recorded import Recorded
-from palestra.rollouts.records import DataConfig, read_data
+from palestra.rollouts.dataset import DataConfig, read_data
+from palestra.rollouts.dataset_source import DatasetSource
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.runs.episodes import load_episodes, to_table
 from palestra.testing import tiny_lm
 from palestra.types import Answer, Episode, Node
 
@@ -36,7 +36,7 @@ def engine():
 def speaker(engine):
     def make(name="p@3", memory="none", **options):
         encoder = ChatEncoder(engine.tokenizer)
-        return LanguagePolicy(name, Sampler(engine), encoder, Sampling(max_tokens=3), memory=memory, **options)
+        return LanguagePolicy(name, Sampler(engine), encoder, SamplingConfig(max_tokens=3), history=memory, **options)
 
     return make
 
@@ -52,7 +52,7 @@ def read(path, seat="a", **options):
 
 def recorded(path, seats, roles=None, seed=0, **options):
     roles = {"train": {"a": "r", "guide": "g", "walker": "w"}} if roles is None else roles
-    return Recorded(read(path, **options), lambda: seats, seed, roles)
+    return DatasetSource(read(path, **options), lambda: seats, seed, roles)
 
 
 def play(source, numbers, memory=None):
@@ -130,7 +130,7 @@ def test_a_conversation_goes_on_from_the_very_tokens_of_it(tmp_path, speaker):
     assert text(policy, second.prompt_ids) == "<|user|>u<|end|><|assistant|>x<|end|><|user|>v<|end|><|assistant|>"
     assert text(policy, second.token_ids) == "y<|end|>" and second.policy == "p@3" and not second.logprobs.any()
     assert second.prompt_ids[: len(first.prompt_ids)].tolist() == first.prompt_ids.tolist()
-    samples, figures = SFT(imitate="none", world=1.0).samples([episode], "p")
+    samples, figures = SFT(imitate="none", world_model_weight=1.0).build_samples([episode], "p")
     assert [text(policy, s.token_ids) for s in samples] == ["<|user|>v<|end|><|assistant|>"] and figures[
         "foretold"
     ] == 0.5
@@ -193,8 +193,8 @@ def test_files_that_are_not_there_say_what_may_be(tmp_path):
 
 
 def write_play(path, seats, count=4, turns=1, k=1, arena="train"):
-    env = Arena(lambda: Whisper(turns=turns), arena)
-    matches = [Match(i, seats, i) for i in range(count)]
+    env = EpisodeRunner(lambda: Whisper(turns=turns), arena)
+    matches = [EpisodeSpec(i, seats, i) for i in range(count)]
     played = asyncio.run(env.play_all(matches, Branching("root", k)))
     assert not any(episode.error for episode in played)
     pq.write_table(to_table(0, played), path)
@@ -237,7 +237,7 @@ def test_tokens_are_kept_as_they_are_where_the_tokenizer_reads_them(tmp_path, sp
             )
             if "guide" in node.answers:
                 was, is_ = node.answers["guide"], now.answers["guide"]
-                assert is_.policy == "new@1" and (is_.text, is_.stop) == (was.text, was.stop)
+                assert is_.policy == "new@1" and (is_.text, is_.stop_reason) == (was.text, was.stop_reason)
                 assert np.array_equal(was.prompt_ids, is_.prompt_ids) and np.array_equal(was.token_ids, is_.token_ids)
                 assert np.array_equal(was.logprobs, is_.logprobs) and was.logprobs.any()
             else:
@@ -265,7 +265,7 @@ def test_answers_that_siblings_share_are_shared_again(tmp_path, speaker):
     pq.write_table(to_table(0, [episode]), tmp_path / "a.parquet")
     (now,) = play(recorded(tmp_path / "a.parquet", dict.fromkeys(Whisper.seats, speaker())), [0])
     assert now.nodes[0].answers["guide"] is now.nodes[1].answers["guide"]
-    assert len(SFT().samples([now], "p")[0]) == 3
+    assert len(SFT().build_samples([now], "p")[0]) == 3
 
 
 def test_those_who_do_not_learn_keep_their_words(tmp_path, speaker):
@@ -279,7 +279,7 @@ def test_what_an_algorithm_noted_is_forgotten_by_the_next_time(tmp_path, speaker
     path = write_play(tmp_path / "a.parquet", scripts())
     source = recorded(path, dict.fromkeys(Whisper.seats, speaker()))
     first = play(source, range(4))
-    SFT(imitate="all").samples(first, "p")
+    SFT(imitate="all").build_samples(first, "p")
     assert all(node.advantages for e in first for node in e.nodes)
     assert not any(node.advantages for e in play(source, range(4)) for node in e.nodes)
 
@@ -354,9 +354,9 @@ def test_algorithms_that_compare_with_the_sampler_need_its_log_probabilities(tmp
         with pytest.raises(
             ValueError, match=r'no log-probabilities for the answers of seat "guide", and grpo compares'
         ):
-            source.check(GRPO(at="root"), {"p"})
+            source.check(GRPO(branch_at="root"), {"p"})
     drew = recorded(write_play(tmp_path / "a.parquet", dict.fromkeys(Whisper.seats, speaker()), k=8, count=16), seats)
-    drew.check(GRPO(at="root"), {"p"})
+    drew.check(GRPO(branch_at="root"), {"p"})
 
 
 def test_data_with_nothing_to_learn_is_refused(tmp_path, speaker):
@@ -390,30 +390,30 @@ def test_data_with_nothing_to_learn_is_refused(tmp_path, speaker):
     ],
 )
 def test_data_is_a_path_an_entry_or_a_list_of_them(data, paths):
-    config = validate(Config, {"policies": {"default": {"type": "lora"}}, "data": data})
+    config = validate(TextConfig, {"policies": {"default": {"type": "lora"}}, "data": data})
     assert [(entry.path, entry.seat) for entry in config.data] == paths
-    assert [part.data for part in config.parts()] == [config.data]
-    assert config.plays == " and ".join(path for path, _ in paths)
+    assert [part.data for part in config.stage_configs()] == [config.data]
+    assert config.env_label == " and ".join(path for path, _ in paths)
 
 
 def test_a_config_without_an_env_needs_data_and_plays_no_exam():
     bare = {"policies": {"default": {"type": "lora"}}}
     with pytest.raises(ValueError, match="a run plays one env or several"):
-        validate(Config, bare)
+        validate(TextConfig, bare)
     with pytest.raises(ValueError, match="this config names no env, and one is to be played"):
-        validate(Config, bare | {"data": "a.jsonl", "exams": {"test": {}}})
+        validate(TextConfig, bare | {"data": "a.jsonl", "evals": {"test": {}}})
     with pytest.raises(ValueError, match=r"unknown key data\[0\].sead: did you mean seat"):
-        validate(Config, bare | {"data": [{"path": "a.jsonl", "sead": "x"}]})
+        validate(TextConfig, bare | {"data": [{"path": "a.jsonl", "sead": "x"}]})
     with pytest.raises(ValueError, match="data"):
-        validate(Config, bare | {"data": 5})
+        validate(TextConfig, bare | {"data": 5})
 
 
 def test_each_stage_has_data_of_its_own_or_plays():
     stages = [{"data": "a.jsonl"}, {"data": []}, {}]
     config = {"policies": {"default": {"type": "lora"}}, "data": "b.jsonl", "stages": stages}
     with pytest.raises(ValueError, match="a run plays one env or several"):
-        validate(Config, config)  # the second stage
-    parts = validate(Config, config | {"env": {"type": "toys:Whisper"}}).parts()
+        validate(TextConfig, config)  # the second stage
+    parts = validate(TextConfig, config | {"env": {"type": "toys:Whisper"}}).stage_configs()
     assert [[entry.path for entry in part.data] for part in parts] == [["a.jsonl"], [], ["b.jsonl"]]
     alone = {"policies": {"default": {"type": "lora"}}, "stages": stages[:1]}
-    assert [part.data[0].path for part in validate(Config, alone).parts()] == ["a.jsonl"]
+    assert [part.data[0].path for part in validate(TextConfig, alone).stage_configs()] == ["a.jsonl"]

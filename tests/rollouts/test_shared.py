@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from palestra.rollouts.play import Arena, Branching, Match
-from palestra.rollouts.shared import SharedArena, SharedSource, Table
+from palestra.rollouts.distributed import RankSplit, RankSplitRunner, RankSplitSource
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.types import Episode
 
 
@@ -29,13 +29,13 @@ class Member:
     meeting: Meeting
 
     @property
-    def size(self):
+    def world_size(self):
         return self.meeting.size
 
-    def gather(self, thing):
+    def all_gather(self, thing):
         self.meeting.things[self.rank] = thing
         self.meeting.barrier.wait()
-        found = [self.meeting.things[rank] for rank in range(self.size)]
+        found = [self.meeting.things[rank] for rank in range(self.world_size)]
         self.meeting.barrier.wait()
         return found
 
@@ -46,11 +46,11 @@ class Numbers:
     def __init__(self):
         self.played = []
 
-    async def play(self, numbers, branching, memory, told=None):
+    async def play(self, numbers, branching, memory, on_episode=None):
         self.played += numbers
         episodes = [Episode("counting", number, {}) for number in numbers]
         for episode in episodes:
-            told(episode)
+            on_episode(episode)
         return episodes
 
     def observe(self, episodes, memory):
@@ -69,7 +69,7 @@ def test_every_rank_plays_its_part_and_knows_all_in_order(size):
         readied.append("closed")
 
     def follow(rank):
-        shared = SharedSource(sources[rank], Table(Member(rank, meeting), opened))
+        shared = RankSplitSource(sources[rank], RankSplit(Member(rank, meeting), opened))
         told = heard[rank].append
         results[rank] = asyncio.run(shared.play(range(10, 17), Branching(), {}, told))
 
@@ -83,7 +83,7 @@ def test_every_rank_plays_its_part_and_knows_all_in_order(size):
     assert max(len(source.played) for source in sources) == -(-7 // size)
     assert all(sorted(e.seed for e in ears) == list(range(10, 17)) for ears in heard)
     assert readied.count("open") == readied.count("closed") == size
-    assert SharedSource(sources[0], Table(Member(0, meeting), opened)).observe(results[0], {}) == {"seen": 7.0}
+    assert RankSplitSource(sources[0], RankSplit(Member(0, meeting), opened)).observe(results[0], {}) == {"seen": 7.0}
 
 
 def test_a_shared_arena_records_failures_like_any_other():
@@ -95,6 +95,6 @@ def test_a_shared_arena_records_failures_like_any_other():
         reset = staticmethod(lambda seed: broken())
         close = staticmethod(lambda: None)
 
-    arena = SharedArena(Arena(Env, "broken"), Table(Member(0, Meeting(1)), contextlib.nullcontext))
-    (episode,) = asyncio.run(arena.play_all([Match(3, {}, 0)], Branching()))
+    arena = RankSplitRunner(EpisodeRunner(Env, "broken"), RankSplit(Member(0, Meeting(1)), contextlib.nullcontext))
+    (episode,) = asyncio.run(arena.play_all([EpisodeSpec(3, {}, 0)], Branching()))
     assert episode.error == "RuntimeError: no such game" and arena.name == "broken"

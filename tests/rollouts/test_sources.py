@@ -8,21 +8,21 @@ from collections import Counter
 import pytest
 from toys import Chant, Spoken, Whisper
 
-from palestra.rollouts.play import Arena, Branching
-from palestra.rollouts.sources import MEASURED, Games
+from palestra.rollouts.sources import SUCCESS_KEY, EnvSource
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner
 from palestra.types import Episode, Node
 
 
 def games(**options):
-    arenas = {"whisper": Arena(Whisper, "whisper"), "chant": Arena(Chant, "chant")}
+    arenas = {"whisper": EpisodeRunner(Whisper, "whisper"), "chant": EpisodeRunner(Chant, "chant")}
     policy = Spoken("p", lambda query, i: "1")
     seats = dict.fromkeys(("guide", "walker", "caller", "herald"), policy)
     plays = {"whisper": Whisper.seats, "chant": Chant.seats}
-    return Games(arenas, lambda: seats, options.pop("seed", 3), plays=plays, **options)
+    return EnvSource(arenas, lambda: seats, options.pop("seed", 3), env_seats=plays, **options)
 
 
 def drawn(source, count=4000, memory=None):
-    return Counter(name for name, _ in source.matches(range(count), memory or {}))
+    return Counter(name for name, _ in source.episode_specs(range(count), memory or {}))
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_envs_are_drawn_by_their_weights(weights, share):
 def test_a_frontier_is_where_success_is_open():
     """s(1 - s) is .25 of one env and .09 of the other: .25 / .34 of nine tenths, and half of one tenth."""
     source = games(curriculum="frontier")
-    memory = {MEASURED: {"whisper": 0.5, "chant": 0.9}}
-    assert source.shares(memory) == pytest.approx(
+    memory = {SUCCESS_KEY: {"whisper": 0.5, "chant": 0.9}}
+    assert source.env_probabilities(memory) == pytest.approx(
         {"whisper": 0.05 + 0.9 * 0.25 / 0.34, "chant": 0.05 + 0.9 * 0.09 / 0.34}
     )
     assert drawn(source, memory=memory)["whisper"] / 4000 == pytest.approx(0.712, abs=0.03)
@@ -44,9 +44,11 @@ def test_a_frontier_is_where_success_is_open():
 
 def test_a_frontier_keeps_a_share_of_what_is_mastered_and_knows_of_no_success_at_first():
     source = games(curriculum="frontier", floor=0.2)
-    assert source.shares({MEASURED: {"whisper": 1.0, "chant": 0.5}}) == pytest.approx({"whisper": 0.1, "chant": 0.9})
-    assert source.shares({MEASURED: {"whisper": 1.0, "chant": 0.0}}) == {"whisper": 0.5, "chant": 0.5}
-    assert source.shares({}) == {"whisper": 0.5, "chant": 0.5}
+    assert source.env_probabilities({SUCCESS_KEY: {"whisper": 1.0, "chant": 0.5}}) == pytest.approx(
+        {"whisper": 0.1, "chant": 0.9}
+    )
+    assert source.env_probabilities({SUCCESS_KEY: {"whisper": 1.0, "chant": 0.0}}) == {"whisper": 0.5, "chant": 0.5}
+    assert source.env_probabilities({}) == {"whisper": 0.5, "chant": 0.5}
 
 
 def ended(env, success, error=None):
@@ -58,14 +60,14 @@ def test_success_is_measured_by_env_and_failures_are_not():
     source, memory = games(curriculum="frontier", rate=0.5), {}
     first = [ended("whisper", True), ended("whisper", False), ended("whisper", True, error="broken")]
     assert source.observe(first, memory)["whisper.success"] == 0.5
-    assert memory == {MEASURED: {"whisper": 0.5}}  # the other was not played
+    assert memory == {SUCCESS_KEY: {"whisper": 0.5}}  # the other was not played
     figures = source.observe([ended("whisper", True), ended("chant", False)], memory)
-    assert memory == {MEASURED: {"whisper": 0.75, "chant": 0.0}}
+    assert memory == {SUCCESS_KEY: {"whisper": 0.75, "chant": 0.0}}
     assert figures["whisper.success"] == 1.0 and figures["chant.share"] == pytest.approx(0.05)
 
 
 def test_one_env_measures_nothing():
-    source, memory = Games({"train": Arena(Whisper, "train")}, dict, 0), {}
+    source, memory = EnvSource({"train": EpisodeRunner(Whisper, "train")}, dict, 0), {}
     assert source.observe([ended("train", True)], memory) == {} and memory == {}
 
 
@@ -73,7 +75,7 @@ def test_every_episode_has_its_env_instance_and_seats():
     source = games()
     numbers = range(40, 60)
     episodes = asyncio.run(source.play(numbers, Branching(), {}))
-    kinds = [name for name, _ in source.matches(numbers, {})]
+    kinds = [name for name, _ in source.episode_specs(numbers, {})]
     assert [e.env for e in episodes] == kinds and set(kinds) == {"whisper", "chant"}
     assert [e.seed for e in episodes] == [(3 << 32) + n for n in numbers]
     for episode in episodes:
@@ -82,7 +84,7 @@ def test_every_episode_has_its_env_instance_and_seats():
 
 
 def test_what_is_drawn_follows_from_the_seed_and_the_number_alone():
-    whole = games().matches(range(50), {})
-    assert games().matches(range(30, 50), {})[0][1].seed == whole[30][1].seed
-    assert [name for name, _ in games().matches(range(50), {})] == [name for name, _ in whole]
-    assert [name for name, _ in games(seed=4).matches(range(50), {})] != [name for name, _ in whole]
+    whole = games().episode_specs(range(50), {})
+    assert games().episode_specs(range(30, 50), {})[0][1].seed == whole[30][1].seed
+    assert [name for name, _ in games().episode_specs(range(50), {})] == [name for name, _ in whole]
+    assert [name for name, _ in games(seed=4).episode_specs(range(50), {})] != [name for name, _ in whole]

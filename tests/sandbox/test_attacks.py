@@ -19,7 +19,7 @@ from sandbox.attacks import ATTACKS, DISK, FILES, HELPERS, LEFTOVERS, OTHERS, RE
 from sandbox.attempts import PRELUDE
 from sandbox.world import LIMITS, MISTAKES, World, attempt
 
-from palestra.sandbox import Limits, Sandbox, client
+from palestra.sandbox import ResourceLimits, Sandbox, client
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="attacks are on Linux"),
@@ -36,7 +36,7 @@ QUICK |= {"shared memory that it unmaps page by page", "memory of threads whose 
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ATTACKS]
 )
 def test_it_is_held(name: str, backend: str, world: World) -> None:
-    if reason := client.why_not(backend):
+    if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
     began = time.monotonic()
     outcome = attempt(backend, HELPERS + ATTACKS[name], world, OURS)
@@ -50,7 +50,7 @@ def test_it_is_held(name: str, backend: str, world: World) -> None:
 @pytest.mark.parametrize("backend", ["sandlock", pytest.param("bubblewrap", marks=pytest.mark.slow)])
 def test_what_is_left_in_the_folder_holds_up_nobody_who_reads_it(backend: str) -> None:
     """Pipes, loops of links, names that are no text, holes, and a folder that is deep."""
-    if reason := client.why_not(backend):
+    if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
     names = ("pipes and sockets in its folder", "links that go round", "names that are no text", "holes")
     source = "import os\n" + "\n".join(LEFTOVERS[name] for name in names) + "\nopen('last', 'w').write('here')\n"
@@ -64,7 +64,7 @@ def test_what_is_left_in_the_folder_holds_up_nobody_who_reads_it(backend: str) -
     assert not {"p", "q", "r", "a", "b", "c"} & outcome.files.keys()
 
 
-GENEROUS = Limits(wall=20.0, cpu=15.0, memory=2**30, processes=32, disk=2**26)
+GENEROUS = ResourceLimits(wall=20.0, cpu=15.0, memory=2**30, processes=32, disk=2**26)
 FEW = ("files that never had a name", "a signal by way of a socket", "a lock on the library")
 
 

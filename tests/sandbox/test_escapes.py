@@ -12,7 +12,7 @@ import pytest
 from sandbox.attempts import BOMBS, MORE, REAL
 from sandbox.world import LIMITS, MISTAKES, World, attempt
 
-from palestra.sandbox import Limits, client
+from palestra.sandbox import ResourceLimits, client
 
 ALL = REAL | MORE | BOMBS
 SOME = ("outlive its parent", "a fork bomb", "all memory", "all of the disk", "endless output", "answer never")
@@ -22,7 +22,7 @@ QUICK = {*REAL, *MORE, *SOME}
 @pytest.mark.parametrize("backend", ["sandlock", pytest.param("bubblewrap", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ALL])
 def test_it_comes_to_nothing(name: str, backend: str, world: World) -> None:
-    if reason := client.why_not(backend):
+    if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
     began = time.monotonic()
     outcome = attempt(backend, ALL[name], world)
@@ -39,7 +39,7 @@ FEW = ("read a file", "list the user's home", "change a file's mode", "connect t
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in REAL])
 def test_without_a_sandbox_it_does_not(name: str, world: World) -> None:
     """So that the test above can fail."""
-    outcome = attempt("unsafe", REAL[name], world, Limits())
+    outcome = attempt("unsafe", REAL[name], world, ResourceLimits())
     time.sleep(0.02)
     happened = "ESCAPED" in outcome.stdout or world.state() != world.before
     world.restore()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from palestra.sandbox import Limits, Outcome, Sandbox, client
+from palestra.sandbox import ResourceLimits, RunResult, Sandbox, client
 
 RUNS = 1000
-LIMITS = Limits(wall=2.0, cpu=0.5, memory=64 * 2**20, processes=6, output=2000, disk=2**19)
+LIMITS = ResourceLimits(wall=2.0, cpu=0.5, memory=64 * 2**20, processes=6, output=2000, disk=2**19)
 TOKEN = f"left{os.getpid()}"
 NAMED = f"import ctypes, os, signal, time\nctypes.CDLL(None).prctl(15, b'{TOKEN}', 0, 0, 0)\n"
 PLAIN = ["print(sum(range(1000)))", "import json; open('a.json', 'w').write('1')", "1 / 0", "exit(3)"]
@@ -43,9 +43,9 @@ NASTY = [
 def test_a_thousand_runs_leave_no_process_and_no_file(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if reason := client.why_not(backend):
+    if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
-    client.close()
+    client.stop_fork_server()
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # others may be running programs too
     before = traces()
     rng = random.Random(5)
@@ -53,12 +53,12 @@ def test_a_thousand_runs_leave_no_process_and_no_file(
     outcomes = asyncio.run(all_of(Sandbox(backend), programs))
     assert [outcome for program, outcome in zip(programs, outcomes, strict=True) if wrong(program, outcome)] == []
     assert len({outcome.ended for outcome in outcomes}) == 6  # all the ways to end
-    warden = Path(f"/proc/{client._warden().process.pid}")
+    warden = Path(f"/proc/{client._fork_server().process.pid}")
     wait_for("", lambda: (warden / "task" / warden.name / "children").read_text())  # the last that were cancelled
     assert len(os.listdir(warden / "fd")) < 12
     (root,) = tmp_path.iterdir()
     assert list(root.iterdir()) == []
-    client.close()
+    client.stop_fork_server()
     wait_for(before, traces)
     assert list(tmp_path.iterdir()) == []
 
@@ -70,10 +70,10 @@ def wait_for(wanted: object, look: Callable[[], object], most: float = 10.0) -> 
     assert found == wanted
 
 
-async def all_of(sandbox: Sandbox, programs: list[str]) -> list[Outcome]:
+async def all_of(sandbox: Sandbox, programs: list[str]) -> list[RunResult]:
     """Cancels a tenth of all that would hang a little after it has started, and runs them once more."""
 
-    async def one(number: int, program: str) -> Outcome:
+    async def one(number: int, program: str) -> RunResult:
         if program in NASTY and number % 10 == 0:
             task = asyncio.create_task(sandbox.run_python(NAMED + program, limits=LIMITS))
             await asyncio.sleep(0.3)
@@ -83,7 +83,7 @@ async def all_of(sandbox: Sandbox, programs: list[str]) -> list[Outcome]:
     return list(await asyncio.gather(*(one(number, program) for number, program in enumerate(programs))))
 
 
-def wrong(program: str, outcome: Outcome) -> bool:
+def wrong(program: str, outcome: RunResult) -> bool:
     if program in NASTY:
         return False
     return (outcome.ended, outcome.code) != ("exit", {"1 / 0": 1, "exit(3)": 3}.get(program, 0))

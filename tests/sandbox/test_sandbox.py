@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from palestra.sandbox import Limits, Outcome, Sandbox, SandboxError, client, open_sandbox
+from palestra.sandbox import ResourceLimits, RunResult, Sandbox, SandboxError, client, open_sandbox
 
 MIB = 2**20
-Run = Callable[..., Outcome]
+Run = Callable[..., RunResult]
 
 
 @pytest.fixture(params=["sandlock", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bubblewrap", "unsafe"))])
 def run(request: pytest.FixtureRequest) -> Run:
     """Runs a program, by each backend that works here."""
-    if request.param != "unsafe" and (reason := client.why_not(request.param)):
+    if request.param != "unsafe" and (reason := client.backend_problem(request.param)):
         pytest.skip(f"{request.param} does not work here: {reason}")
     sandbox = Sandbox(request.param)
 
-    def one(source: str, **options: object) -> Outcome:
+    def one(source: str, **options: object) -> RunResult:
         return asyncio.run(sandbox.run_python(source, **options))  # type: ignore[arg-type]
 
     return one
@@ -48,7 +48,7 @@ def test_a_program_reads_stdin_and_writes_stdout_and_stderr(run: Run) -> None:
 def test_much_goes_in_and_out(run: Run) -> None:
     text = "x" * (3 * MIB)
     outcome = run(
-        "import sys; print(len(sys.stdin.read())); print('y' * 500_000)", stdin=text, limits=Limits(output=MIB)
+        "import sys; print(len(sys.stdin.read())); print('y' * 500_000)", stdin=text, limits=ResourceLimits(output=MIB)
     )
     assert outcome.ok and outcome.stdout == f"{len(text)}\n{'y' * 500_000}\n"
 
@@ -123,7 +123,7 @@ def test_only_the_standard_library_is_there(run: Run) -> None:
 
 
 def test_the_environment_is_clean(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    client.close()
+    client.stop_fork_server()
     monkeypatch.setenv("PALESTRA_TEST_SECRET", "hush")
     outcome = run("import os; print(*sorted(os.environ))")
     assert set(outcome.stdout.split()) <= {
@@ -173,7 +173,7 @@ def test_undecodable_output_is_replaced(run: Run) -> None:
 
 
 def test_wall(run: Run) -> None:
-    outcome = run("import time; print('begun', flush=True); time.sleep(60)", limits=Limits(wall=0.5))
+    outcome = run("import time; print('begun', flush=True); time.sleep(60)", limits=ResourceLimits(wall=0.5))
     assert (outcome.ended, outcome.code, outcome.ok, outcome.stdout) == ("wall", None, False, "begun\n")
     assert 0.5 <= outcome.seconds < 2
 
@@ -181,20 +181,22 @@ def test_wall(run: Run) -> None:
 @pytest.mark.parametrize("heed", ["signal.signal(n, signal.SIG_IGN)", "signal.signal(n, lambda *_: None)"])
 def test_wall_whatever_it_does_with_signals(run: Run, heed: str) -> None:
     source = f"import signal, time\nfor n in (1, 2, 3, 13, 14, 15, 24): {heed}\nwhile True: time.sleep(9)"
-    assert run(source, limits=Limits(wall=0.5)).ended == "wall"
+    assert run(source, limits=ResourceLimits(wall=0.5)).ended == "wall"
 
 
 def test_wall_for_one_that_stops_itself(run: Run) -> None:
-    assert run("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", limits=Limits(wall=0.5)).ended == "wall"
+    assert (
+        run("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", limits=ResourceLimits(wall=0.5)).ended == "wall"
+    )
 
 
 def test_wall_for_one_that_closes_its_pipes(run: Run) -> None:
     source = "import os, time\nfor n in range(3): os.close(n)\ntime.sleep(60)"
-    assert run(source, limits=Limits(wall=0.5)).ended == "wall"
+    assert run(source, limits=ResourceLimits(wall=0.5)).ended == "wall"
 
 
 def test_cpu(run: Run) -> None:
-    outcome = run("while True: pass", limits=Limits(wall=60, cpu=0.4))
+    outcome = run("while True: pass", limits=ResourceLimits(wall=60, cpu=0.4))
     assert outcome.ended == "cpu"
 
 
@@ -209,22 +211,22 @@ for _ in range(4):
     os.wait()
 time.sleep(60)
 """
-    assert run(source, limits=Limits(wall=30, cpu=0.8)).ended == "cpu"
+    assert run(source, limits=ResourceLimits(wall=30, cpu=0.8)).ended == "cpu"
 
 
 def test_a_program_that_sleeps_uses_no_cpu(run: Run) -> None:
-    assert run("import time; time.sleep(0.6)", limits=Limits(wall=10, cpu=0.5)).ok
+    assert run("import time; time.sleep(0.6)", limits=ResourceLimits(wall=10, cpu=0.5)).ok
 
 
 @pytest.mark.parametrize("size", [200, 10_000])
 def test_memory(run: Run, size: int) -> None:
     """A little too much is seen by the watch, far too much is refused by the kernel."""
-    outcome = run(f"x = b'x' * ({size} * 2**20); print('got it')", limits=Limits(memory=100 * MIB))
+    outcome = run(f"x = b'x' * ({size} * 2**20); print('got it')", limits=ResourceLimits(memory=100 * MIB))
     assert (outcome.ended, outcome.stdout) == ("memory", "")
 
 
 def test_memory_below_the_limit(run: Run) -> None:
-    assert run("x = b'x' * (80 * 2**20); print(len(x))", limits=Limits(memory=120 * MIB)).ok
+    assert run("x = b'x' * (80 * 2**20); print(len(x))", limits=ResourceLimits(memory=120 * MIB)).ok
 
 
 def test_memory_counts_all_processes(run: Run) -> None:
@@ -236,7 +238,7 @@ for _ in range(6):
         time.sleep(60)
 time.sleep(60)
 """
-    assert run(source, limits=Limits(wall=30, memory=150 * MIB)).ended == "memory"
+    assert run(source, limits=ResourceLimits(wall=30, memory=150 * MIB)).ended == "memory"
 
 
 def test_memory_that_processes_share_counts_once(run: Run) -> None:
@@ -247,7 +249,7 @@ children = [os.fork() or (time.sleep(0.5), os._exit(0)) for _ in range(6)]
 for _ in children: os.wait()
 print('done')
 """
-    assert run(source, limits=Limits(memory=150 * MIB)).stdout == "done\n"
+    assert run(source, limits=ResourceLimits(memory=150 * MIB)).stdout == "done\n"
 
 
 def test_threads_with_large_stacks_may_reserve_what_they_do_not_use(run: Run) -> None:
@@ -268,7 +270,7 @@ try:
 except OSError:
     pass
 """
-    outcome = run(source, limits=Limits(wall=5, processes=8))
+    outcome = run(source, limits=ResourceLimits(wall=5, processes=8))
     assert 4 <= int(outcome.stdout.split()[-1]) < 30
     if outcome.ended == "exit":  # the kernel refused
         assert int(outcome.stdout.split()[-1]) == 7
@@ -276,24 +278,24 @@ except OSError:
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_output(run: Run, stream: str) -> None:
-    outcome = run(f"import sys\nwhile True: sys.{stream}.write('x' * 1000)", limits=Limits(output=5000))
+    outcome = run(f"import sys\nwhile True: sys.{stream}.write('x' * 1000)", limits=ResourceLimits(output=5000))
     assert outcome.ended == "output" and outcome.code is None
     assert getattr(outcome, stream) == "x" * 5000
 
 
 def test_output_up_to_the_limit(run: Run) -> None:
-    assert run("print('x' * 4999)", limits=Limits(output=5000)).ok
+    assert run("print('x' * 4999)", limits=ResourceLimits(output=5000)).ok
 
 
 def test_one_large_file(run: Run) -> None:
-    outcome = run("open('a', 'wb').write(b'x' * 3_000_000)", limits=Limits(disk=MIB), keep=True)
+    outcome = run("open('a', 'wb').write(b'x' * 3_000_000)", limits=ResourceLimits(disk=MIB), keep=True)
     assert outcome.code == 1 and "File too large" in outcome.stderr
     assert sum(map(len, outcome.files.values())) <= MIB
 
 
 def test_many_small_files(run: Run) -> None:
     source = "import itertools\nfor i in itertools.count(): open(f'{i}', 'wb').write(b'x' * 9000)"
-    outcome = run(source, limits=Limits(disk=MIB), keep=True)
+    outcome = run(source, limits=ResourceLimits(disk=MIB), keep=True)
     assert outcome.ended == "output" and sum(map(len, outcome.files.values())) <= MIB
 
 
@@ -305,7 +307,7 @@ def test_a_crash_hands_its_memory_to_nobody(run: Run) -> None:
 
 def test_nothing_but_positive_limits() -> None:
     with pytest.raises(ValueError, match="processes is 0"):
-        Limits(processes=0)
+        ResourceLimits(processes=0)
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", ""])
@@ -318,8 +320,8 @@ def test_files_outside_the_folder_are_refused(sandbox: Sandbox, name: str) -> No
 
 
 def test_programs_that_hang_hold_nobody_up(sandbox: Sandbox) -> None:
-    async def both() -> tuple[list[Outcome], int]:
-        source, limits = "import time; time.sleep(99)", Limits(wall=60)
+    async def both() -> tuple[list[RunResult], int]:
+        source, limits = "import time; time.sleep(99)", ResourceLimits(wall=60)
         hanging = [asyncio.create_task(sandbox.run_python(source, limits=limits)) for _ in range(12)]
         await asyncio.sleep(0)
         quick = await asyncio.gather(*(sandbox.run_python("print(1)") for _ in range(5)))
@@ -339,7 +341,7 @@ def test_cancelling_ends_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
 
     async def cancelled() -> None:
         await until(lambda: not keepers())  # one that has answered an earlier test may not have ended yet
-        task = asyncio.create_task(sandbox.run_python(source, limits=Limits(wall=60)))
+        task = asyncio.create_task(sandbox.run_python(source, limits=ResourceLimits(wall=60)))
         await until(lambda: len(keepers()) == len(folders()) == 1)
         (folder,) = folders()
         task.cancel()
@@ -353,7 +355,7 @@ def test_cancelling_ends_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
 
 def test_a_new_warden_takes_the_place_of_one_that_died(sandbox: Sandbox) -> None:
     first = asyncio.run(sandbox.run_python("print(1)"))
-    process = client._warden().process  # asked again, there may be a new one by then
+    process = client._fork_server().process  # asked again, there may be a new one by then
     process.kill()
     process.wait()
     assert replace(asyncio.run(sandbox.run_python("print(1)")), seconds=0) == replace(first, seconds=0)
@@ -364,7 +366,7 @@ def test_a_keeper_that_is_killed_leaves_nothing(sandbox: Sandbox) -> None:
 
     async def killed() -> None:
         await until(lambda: not keepers())  # one that has answered an earlier test may not have ended yet
-        task = asyncio.create_task(sandbox.run_python("import time; time.sleep(60)", limits=Limits(wall=60)))
+        task = asyncio.create_task(sandbox.run_python("import time; time.sleep(60)", limits=ResourceLimits(wall=60)))
         await until(lambda: len(keepers()) == len(folders()) == 1)
         (keeper,) = keepers()
         (folder,) = folders()
@@ -389,7 +391,7 @@ def test_runs_from_several_loops_and_threads(sandbox: Sandbox) -> None:
 
 
 def test_the_first_that_works_is_taken() -> None:
-    works = [name for name in client.FIRST_TO_LAST if client.why_not(name) is None]
+    works = [name for name in client.BACKENDS_BY_PREFERENCE if client.backend_problem(name) is None]
     if not works:
         pytest.skip("no sandbox works here")
     assert open_sandbox().name == works[0] == open_sandbox(unsafe=True).name
@@ -400,9 +402,9 @@ def nothing_works(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No package sandlock and no bwrap: what is not there is not found."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
-    client.why_not.cache_clear()
+    client.backend_problem.cache_clear()
     yield
-    client.why_not.cache_clear()
+    client.backend_problem.cache_clear()
 
 
 def test_where_none_works_it_refuses_unless_told(nothing_works: None) -> None:
@@ -422,7 +424,7 @@ async def until(happened: Callable[[], bool], most: float = 10.0) -> None:
 
 def keepers() -> list[int]:
     """The children of this process's warden."""
-    warden = client._warden().process.pid
+    warden = client._fork_server().process.pid
     return [int(pid) for pid in Path(f"/proc/{warden}/task/{warden}/children").read_text().split()]
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from palestra.sandbox import Limits, Sandbox, client
+from palestra.sandbox import ResourceLimits, Sandbox, client
 
 # Each prints "yes" where it works as it does without a sandbox.
 WORKS = {
@@ -102,13 +102,13 @@ suite = unittest.TestSuite([unittest.FunctionTestCase(lambda: None)])
 result = unittest.TextTestRunner(stream=sys.stderr).run(suite)
 print("yes" if other.value == 5 and call() == 7 and result.wasSuccessful() else "no")""",
 }
-LIMITS = Limits(wall=20.0, cpu=10.0)
+LIMITS = ResourceLimits(wall=20.0, cpu=10.0)
 
 
 @pytest.mark.parametrize("backend", ["sandlock", pytest.param("bubblewrap", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WORKS)
 def test_the_standard_library_works(name: str, backend: str) -> None:
-    if reason := client.why_not(backend):
+    if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
     outcome = asyncio.run(Sandbox(backend).run_python(WORKS[name], limits=LIMITS))
     assert outcome.stdout == "yes\n" and outcome.ok, outcome

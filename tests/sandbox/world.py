@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy
 from sandbox.attempts import PRELUDE
 
-from palestra.sandbox import Limits, Outcome, Sandbox
+from palestra.sandbox import ResourceLimits, RunResult, Sandbox
 
 SECRET = "the answer is hidden here"
-LIMITS = Limits(wall=1.5, cpu=0.75, memory=100 * 2**20, processes=8, output=4000, disk=2**20)
+LIMITS = ResourceLimits(wall=1.5, cpu=0.75, memory=100 * 2**20, processes=8, output=4000, disk=2**20)
 GET_FLAGS = 0x8008_6601  # FS_IOC_GETFLAGS
 PACKAGES = str(Path(numpy.__file__).parents[1])
 MISTAKES = ("NameError", "SyntaxError", "AttributeError", "TypeError", "IndentationError")
@@ -152,6 +152,6 @@ def begin_victim() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-S", "-c", code])
 
 
-def attempt(backend: str, source: str, world: World, limits: Limits = LIMITS) -> Outcome:
+def attempt(backend: str, source: str, world: World, limits: ResourceLimits = LIMITS) -> RunResult:
     program = PRELUDE.format(world=world.told()) + source
     return asyncio.run(Sandbox(backend).run_python(program, limits=limits))

@@ -13,19 +13,19 @@ import pytest
 import sqlalchemy as sql
 from fronts import Front
 
-from palestra.service.bell import Bell
-from palestra.service.context import Context, Limits
-from palestra.service.keys import Keys, add_key
-from palestra.service.serve import describe
-from palestra.service.store import Store
-from palestra.service.vault import Vault
+from palestra.service.api.api_keys import ApiKeys, add_key
+from palestra.service.api.state import ClientLimits, ServiceContext
+from palestra.service.serve import load_base_info
+from palestra.service.storage.store import Store
+from palestra.service.storage.wakeup import WakeupSocket
+from palestra.service.storage.weight_store import WeightStore
 
 PUBLIC = "Qwen/Qwen3-0.6B"
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Any:
-    return describe("tiny", "tiny", {PUBLIC: "tiny"})
+    return load_base_info("tiny", "tiny", {PUBLIC: "tiny"})
 
 
 @pytest.fixture(scope="session")
@@ -54,28 +54,30 @@ def postgres(postgresql: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def context(tmp_path: Path, tiny: Any) -> Iterator[Context]:
+def context(tmp_path: Path, tiny: Any) -> Iterator[ServiceContext]:
     store = Store.open(f"sqlite:///{tmp_path / 'store.sqlite'}")
-    ours, theirs = Bell.pair()
-    limits = Limits(body=200_000, poll=0.05, models=3, queue=50)
-    vault = Vault(tmp_path / "weights")
-    yield Context(store=store, vault=vault, keys=Keys(None), bases={"tiny": tiny}, bell=ours, limits=limits)
+    ours, theirs = WakeupSocket.pair()
+    limits = ClientLimits(body=200_000, poll=0.05, models=3, queue=50)
+    vault = WeightStore(tmp_path / "weights")
+    yield ServiceContext(
+        store=store, weight_store=vault, keys=ApiKeys(None), bases={"tiny": tiny}, wakeup=ours, limits=limits
+    )
     store.close()
-    ours.end.close()
-    theirs.end.close()
+    ours.sock.close()
+    theirs.sock.close()
 
 
 @pytest.fixture
-def front(context: Context) -> Front:
+def front(context: ServiceContext) -> Front:
     """Everybody is "anyone"."""
     return Front(context)
 
 
 @pytest.fixture
-def shared(context: Context, tmp_path: Path) -> Front:
+def shared(context: ServiceContext, tmp_path: Path) -> Front:
     """Two owners with keys, ada and bob."""
     keys = {name: add_key(tmp_path / "keys", name) for name in ("ada", "bob")}
-    context.keys = Keys(tmp_path / "keys")
+    context.keys = ApiKeys(tmp_path / "keys")
     front = Front(context)
     front.keys = keys
     return front

@@ -11,14 +11,14 @@ import pytest
 import zstandard
 from fronts import Front
 
-from palestra.service import codec
-from palestra.service import wire_pb2 as pb
-from palestra.service.calls import Queue, unpacked
-from palestra.service.context import Context
-from palestra.service.jobs import LoadJob, Lora, SampleJob, SaveJob
-from palestra.service.store import Done
-from palestra.service.tables import models, samplers
-from palestra.service.wire import BadRequest
+from palestra.service.api import codec
+from palestra.service.api import wire_pb2 as pb
+from palestra.service.api.deps import RequestQueue, decompress_body
+from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.state import ServiceContext
+from palestra.service.engine.jobs import LoadJob, LoraSettings, SampleJob, SaveJob
+from palestra.service.storage.store import StoredAnswer
+from palestra.service.storage.tables import models, samplers
 
 PROMPT = {"chunks": [{"tokens": [5, 6]}, {"tokens": [7]}]}
 
@@ -85,7 +85,7 @@ def test_a_long_body_is_refused(front: Front) -> None:
 
 def test_an_unknown_packing_is_refused() -> None:
     with pytest.raises(BadRequest, match="zstd, gzip or none"):
-        unpacked(b"", "br", 10)
+        decompress_body(b"", "br", 10)
 
 
 def test_what_is_not_there_is_said(front: Front) -> None:
@@ -94,7 +94,7 @@ def test_what_is_not_there_is_said(front: Front) -> None:
     assert "/billing/usage/events" in reply.json()["detail"]
 
 
-def test_the_address_may_have_a_prefix_that_a_proxy_strips_or_not(context: Context) -> None:
+def test_the_address_may_have_a_prefix_that_a_proxy_strips_or_not(context: ServiceContext) -> None:
     front = Front(context, root_path="/train/")
     for path in ("/train/api/v1/healthz", "/api/v1/healthz"):
         assert front.get(path).json() == {"status": "ok"}
@@ -186,7 +186,7 @@ def test_nothing_of_anothers_is_there(shared: Front) -> None:
     for method, where, body in tries:
         reply = shared.ask(method, where, body, of="bob")
         assert reply.status_code == 404, (method, where, reply.text)
-    assert shared.context.store.take() == []
+    assert shared.context.store.take_queued() == []
     for where, found in (
         ("/sessions", "sessions"),
         ("/training_runs", "training_runs"),
@@ -206,7 +206,7 @@ def test_a_refused_request_of_anothers_model_uses_up_no_number(shared: Front) ->
     model = shared.model(of="ada")
     assert shared.post("/forward_backward", gradients(model, loss_fn="no"), of="bob").status_code == 404
     assert shared.post("/forward_backward", {"model_id": model, "seq_id": 1}, of="bob").status_code == 400
-    assert shared.context.store.take() == []
+    assert shared.context.store.take_queued() == []
 
 
 def test_published_weights_are_readable_by_all_and_changed_by_one(shared: Front) -> None:
@@ -255,7 +255,7 @@ def test_a_model_is_as_its_client_asked(front: Front) -> None:
     row = front.context.store.get(models, "a.b-c:train:2")
     assert row is not None
     assert row.base == "tiny"
-    assert Lora.model_validate(row.lora) == Lora(rank=3, seed=7, train_mlp=False)
+    assert LoraSettings.model_validate(row.lora) == LoraSettings(rank=3, seed=7, train_mlp=False)
     request = front.take()
     assert (request.kind, request.model, request.seq) == ("create_model", "a.b-c:train:2", 0)
     info = front.post("/get_info", {"model_id": row.id}).json()
@@ -270,7 +270,7 @@ def test_one_key_has_as_many_models_as_the_limit(front: Front) -> None:
     made = [front.model("mine", number) for number in range(3)]
     body = {"session_id": "mine", "model_seq_id": 3, "base_model": "tiny"}
     assert "unload" in front.post("/create_model", body).json()["detail"]
-    front.context.store.change(models, made[0], state="gone")
+    front.context.store.update(models, made[0], state="gone")
     assert front.post("/create_model", body).status_code == 200
     assert front.post("/get_info", {"model_id": made[0]}).status_code == 404
 
@@ -302,7 +302,7 @@ def test_gradients_are_queued_as_protobuf_whatever_they_came_in(front: Front) ->
     row = front.take()
     assert (row.kind, row.model, row.seq, row.key) == ("forward_backward", model, 1, f"model:{model}:1")
     call = codec.train_call_from_proto(row.body)
-    assert codec.data_of(call)[0].targets.tolist() == [6, 7]
+    assert codec.decode_data(call)[0].targets.tolist() == [6, 7]
     call.seq_id, call.forward_only = 2, True
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}
     reply = front.post("/forward_backward", zstandard.compress(call.SerializeToString()), headers=headers)
@@ -360,29 +360,29 @@ def test_a_full_queue_says_when_to_come_again_and_uses_up_no_number(front: Front
     replies = [front.post("/forward_backward", gradients(model, seq)) for seq in (1, 2, 3)]
     assert [reply.status_code for reply in replies] == [200, 200, 429]
     assert replies[2].headers["Retry-After"]
-    assert [row.seq for row in front.context.store.take()] == [1, 2]
+    assert [row.seq for row in front.context.store.take_queued()] == [1, 2]
 
 
 def test_a_queue_is_full_of_bytes_too(front: Front) -> None:
     model = front.model()
     front.context.limits.queue_bytes = 1
     assert front.post("/forward_backward", gradients(model, 1)).status_code == 429  # the creation still counts
-    front.app.state.queue = Queue(front.context)
+    front.app.state.queue = RequestQueue(front.context)
     assert front.post("/forward_backward", gradients(model, 1)).status_code == 200  # alone, it may be of any size
     reply = front.post("/forward_backward", gradients(model, 2))
     assert reply.status_code == 429 and reply.headers["Retry-After"]
     assert "1 of your requests (0.0 MiB) wait" in reply.json()["detail"]
-    assert [row.seq for row in front.context.store.take()] == [1]
+    assert [row.seq for row in front.context.store.take_queued()] == [1]
 
 
-def test_the_queue_is_counted_again_after_a_second(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue, now = Queue(context), [100.0]
-    monkeypatch.setattr("palestra.service.calls.time.monotonic", lambda: now[0])
+def test_the_queue_is_counted_again_after_a_second(context: ServiceContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, now = RequestQueue(context), [100.0]
+    monkeypatch.setattr("palestra.service.api.deps.time.monotonic", lambda: now[0])
     id = queue.submit("ada", "sample", b"{}")
-    context.store.finish([Done.json(id)])
-    assert queue.waiting("ada").number == 1
+    context.store.write_answers([StoredAnswer.json(id)])
+    assert queue.depth("ada").num_requests == 1
     now[0] += 2
-    assert queue.waiting("ada").number == 0
+    assert queue.depth("ada").num_requests == 0
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ def test_saves_say_where_and_what(front: Front) -> None:
     for seq, (path, body) in enumerate(saves, start=1):
         reply = front.post(f"/{path}", {"model_id": model, "seq_id": seq, **body})
         assert reply.status_code == 200, reply.text
-    jobs = [SaveJob.model_validate_json(row.body) for row in front.context.store.take()]
+    jobs = [SaveJob.model_validate_json(row.body) for row in front.context.store.take_queued()]
     assert [job.path and job.path.removeprefix(f"tinker://{model}/") for job in jobs] == [
         "weights/a",
         "weights/a",
@@ -535,7 +535,7 @@ def test_an_answer_of_the_limit_is_served(front: Front) -> None:
 def test_what_stop_means(front: Front, stop: Any, strings: tuple[str, ...], ids: tuple[int, ...], end: bool) -> None:
     front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", "sampling_params": {"stop": stop}})
     sampling = SampleJob.model_validate_json(front.take().body).sampling
-    assert (sampling.stop, sampling.stop_ids, sampling.end) == (strings, ids, end)
+    assert (sampling.stop, sampling.stop_token_ids, sampling.stop_at_eos) == (strings, ids, end)
     assert sampling.max_tokens == 2048 - 3
 
 
@@ -555,7 +555,7 @@ def test_what_stop_means(front: Front, stop: Any, strings: tuple[str, ...], ids:
 def test_a_sample_that_cannot_be_is_refused(front: Front, changes: dict[str, Any]) -> None:
     reply = front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", **changes})
     assert reply.status_code == 400
-    assert front.context.store.take() == []
+    assert front.context.store.take_queued() == []
 
 
 def test_a_sampler_keeps_its_weights_when_others_are_saved_at_its_path(front: Front) -> None:
@@ -580,8 +580,8 @@ def test_an_answer_is_in_the_form_that_is_accepted_and_stays(front: Front) -> No
     assert pending.status_code == 408
     assert (pending.json()["type"], pending.json()["queue_state"]) == ("try_again", "active")
     assert pending.headers["X-Queue-Position"] == "0"
-    result = codec.forward_backward_result([], {"loss:sum": 1.5})
-    front.context.store.finish([Done(id, result, "forward_backward")])
+    result = codec.encode_forward_backward([], {"loss:sum": 1.5})
+    front.context.store.write_answers([StoredAnswer(id, result, "forward_backward")])
     for accept in ("application/x-protobuf", "application/x-protobuf, application/json"):
         reply = front.post("/retrieve_future", {"request_id": id}, headers={"Accept": accept})
         assert (reply.headers["content-type"], reply.content) == ("application/x-protobuf", result)
@@ -591,7 +591,7 @@ def test_an_answer_is_in_the_form_that_is_accepted_and_stays(front: Front) -> No
 def test_a_failure_is_an_answer(front: Front) -> None:
     model = front.model()
     id = front.post("/forward_backward", gradients(model)).json()["request_id"]
-    front.context.store.finish([Done.failure(id, "no")])
+    front.context.store.write_answers([StoredAnswer.failure(id, "no")])
     reply = front.post("/retrieve_future", {"request_id": id}, headers={"Accept": "application/x-protobuf"})
     assert (reply.status_code, reply.json()) == (200, {"error": "no", "category": "user"})
 
@@ -608,7 +608,7 @@ def test_a_poll_ends_when_the_answer_comes(front: Front) -> None:
         waiting = asyncio.create_task(front.app.state.waiter.wait([id], 20.0))
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        front.context.store.finish([Done.json(id)])
+        front.context.store.write_answers([StoredAnswer.json(id)])
         return await asyncio.wait_for(waiting, 2)
 
     assert asyncio.run(poll())
@@ -628,7 +628,7 @@ def test_a_batch_poll_tells_what_is_new(front: Front) -> None:
     id = sampler(front)
     bodies = [{"prompt": PROMPT, "sampling_session_id": id, "seq_id": seq} for seq in (0, 1, 10**9)]
     ids = [front.post("/asample", body).json()["request_id"] for body in bodies]
-    front.context.store.finish([Done.json(ids[0]), Done.failure(ids[2], "no")])
+    front.context.store.write_answers([StoredAnswer.json(ids[0]), StoredAnswer.failure(ids[2], "no")])
     target = {"type": "sampling_session", "sampling_session_id": id}
     found = front.post("/retrieve_futures", {"target": target}).json()
     assert [(c["request_id"], c["state"]) for c in found["completions"]] == [(ids[0], "finished")]

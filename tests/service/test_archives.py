@@ -15,8 +15,8 @@ import torch
 from fronts import Front
 from safetensors.torch import save
 
-from palestra.service.archives import layer_shapes, pack
-from palestra.service.tables import checkpoints
+from palestra.service.storage.archives import layer_shapes, pack_archive
+from palestra.service.storage.tables import checkpoints
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -93,13 +93,13 @@ def test_an_address_ends(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     front.weights(model := front.model())
     address = front.get(f"/training_runs/{model}/checkpoints/weights/one/archive").headers["location"]
     later = time.time() + 4000
-    monkeypatch.setattr("palestra.service.routes.archives.time.time", lambda: later)
+    monkeypatch.setattr("palestra.service.api.routes.archives.time.time", lambda: later)
     assert front.get(address).status_code == 403
 
 
 def test_damaged_weights_are_not_handed_out(front: Front) -> None:
     front.weights(model := front.model())
-    (file,) = front.context.vault.root.glob("*/adapter_model.safetensors")
+    (file,) = front.context.weight_store.root.glob("*/adapter_model.safetensors")
     file.write_bytes(b"x")
     reply = front.get(f"/training_runs/{model}/checkpoints/weights/one/external_weights_urls")
     assert reply.status_code == 410
@@ -114,7 +114,7 @@ def test_an_adapter_comes_in(front: Front, tiny: Any) -> None:
     info = front.post("/weights_info", {"tinker_path": reply.json()["path"]}).json()
     assert (info["lora_rank"], info["train_attn"], info["train_mlp"], info["train_unembed"]) == (2, True, False, False)
     (row,) = front.context.store.find(checkpoints)
-    assert sorted(path.name for path in front.context.vault.read(row.folder).iterdir()) == [
+    assert sorted(path.name for path in front.context.weight_store.read(row.folder).iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
         "manifest.json",
@@ -190,6 +190,6 @@ def test_a_cut_archive_is_refused(front: Front, tiny: Any) -> None:
 def test_what_is_packed_is_a_plain_archive(tmp_path: Path) -> None:
     for name, size in (("a", 0), ("b", 512), ("c", 3_000_000)):
         (tmp_path / name).write_bytes(bytes(size))
-    data = b"".join(pack(sorted(tmp_path.iterdir())))
+    data = b"".join(pack_archive(sorted(tmp_path.iterdir())))
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         assert {info.name: info.size for info in tar} == {"a": 0, "b": 512, "c": 3_000_000}

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.service.check import LOSSES, check_call
-from palestra.service.wire import BadRequest
+from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.validation import LOSS_SPECS, check_train_call
 from palestra.types import Datum
 
-POLICY_LOSSES = [loss for loss in LOSSES if loss != "cross_entropy"]
+POLICY_LOSSES = [loss for loss in LOSS_SPECS if loss != "cross_entropy"]
 RATIO: dict[str, Any] = {"logprobs": [-1, -2, -3], "advantages": [1, 1, -1]}
 
 
@@ -23,7 +23,7 @@ def datum(tokens: Any = (1, 2, 3), targets: Any = (2, 3, 4), **inputs: Any) -> D
 def check(
     *data: Datum, loss: str = "cross_entropy", options: dict[str, Any] | None = None, **limits: int
 ) -> list[Datum]:
-    return check_call(data, loss, options or {}, **{"vocab": 10, "max_length": 8, "max_tokens": 20, **limits})
+    return check_train_call(data, loss, options or {}, **{"vocab_size": 10, "max_length": 8, "max_tokens": 20, **limits})
 
 
 def refused(message: str, *data: Datum, **more: Any) -> None:
@@ -91,7 +91,7 @@ def test_data_that_are_no_batch() -> None:
     refused(r"data\[1\] has an empty model_input", fine, datum([], [], weights=[]))
     refused(r"data\[0\] has 3 tokens, more than the base's 2 positions", fine, max_length=2)
     refused("the call has 6 tokens, more than 5", fine, fine, max_tokens=5)
-    assert len(check(fine, fine, max_length=3, max_tokens=6, vocab=5)) == 2
+    assert len(check(fine, fine, max_length=3, max_tokens=6, vocab_size=5)) == 2
 
 
 @pytest.mark.parametrize("targets", [[2, 3], [2, 3, 4, 5], [[2, 3, 4]], [[], [], []], 2])

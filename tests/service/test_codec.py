@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from palestra.service import codec, tensors, wire
-from palestra.service import wire_pb2 as pb
-from palestra.service.check import LOSSES, check_call
-from palestra.service.codec import PromptScores, SampledSequence, TopK
-from palestra.service.wire import BadRequest
+from palestra.service.api import codec, tensors
+from palestra.service.api import wire_pb2 as pb
+from palestra.service.api.codec import PromptScores, SampledSequence, TopK
+from palestra.service.api.schemas import requests
+from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.validation import LOSS_SPECS, check_train_call
 from palestra.types import Datum
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -52,7 +53,7 @@ def ints(*values: int) -> dict[str, Any]:
 
 
 def read(data: list[dict[str, Any]]) -> list[Datum]:
-    return codec.data_of(codec.train_call_from_json(body(data), forward_only=False))
+    return codec.decode_data(codec.train_call_from_json(body(data), forward_only=False))
 
 
 def tensor(**fields: Any) -> pb.ForwardBackwardRequest:
@@ -75,7 +76,7 @@ def same(a: Datum, b: Datum) -> bool:
 
 @pytest.mark.parametrize("call", calls(), ids=["0.15", "0.22", "0.38", "0.38 with options"])
 def test_data_of_official_clients(call: pb.ForwardBackwardRequest) -> None:
-    supervised, reinforced, *wide = codec.data_of(call)
+    supervised, reinforced, *wide = codec.decode_data(call)
     assert (call.model_id, call.seq_id, call.loss_fn) == ("s0123456789abcdef:train:0", 1, "cross_entropy")
     assert same(supervised, Datum(np.array([5, 6, 7]), np.array([6, 7, 8]), {"weights": np.array([0.0, 1.0, -2.5])}))
     inputs = {"logprobs": np.array([-0.5, -1.25]), "advantages": np.array([1.5]), "mask": np.array([0.0, 1.0])}
@@ -84,28 +85,28 @@ def test_data_of_official_clients(call: pb.ForwardBackwardRequest) -> None:
         targets, weights = np.zeros((9, 4), np.int64), np.zeros((9, 4))
         targets[2], weights[2] = [3, 1, 4, 1], [0.5, 0.25, 0.125, 0.125]
         assert same(datum, Datum(np.arange(9), targets, {"weights": weights}))
-    for datum in codec.data_of(call):
+    for datum in codec.decode_data(call):
         assert (datum.tokens.dtype, datum.targets.dtype) == (np.int64, np.int64)
         assert {array.dtype for array in datum.inputs.values()} == {np.dtype(np.float32)}
 
 
 def test_options_of_official_clients() -> None:
     none, old, plain, new = calls()
-    assert codec.options_of(none) == codec.options_of(plain) == {}
-    assert codec.options_of(old) == {"clip_low_threshold": 0.9}
-    assert codec.options_of(new) == {"clip_low_threshold": 0.9, "mode": "x"}
+    assert codec.loss_options(none) == codec.loss_options(plain) == {}
+    assert codec.loss_options(old) == {"clip_low_threshold": 0.9}
+    assert codec.loss_options(new) == {"clip_low_threshold": 0.9, "mode": "x"}
     assert new.forward_only and not plain.forward_only
 
 
 def test_options_of_a_client_that_writes_the_legacy_map_only() -> None:
-    assert codec.options_of(pb.ForwardBackwardRequest(loss_fn_config={"beta": 0.5})) == {"beta": 0.5}
+    assert codec.loss_options(pb.ForwardBackwardRequest(loss_fn_config={"beta": 0.5})) == {"beta": 0.5}
 
 
 def test_the_forward_endpoint_has_its_own_name_for_the_same_thing() -> None:
     inner = {"data": [row([1], target_tokens=ints(2))], "loss_fn": "cross_entropy"}
     call = codec.train_call_from_json(json.dumps({"forward_input": inner, "model_id": "m"}).encode(), forward_only=True)
     assert call.forward_only
-    assert same(codec.data_of(call)[0], Datum(np.array([1]), np.array([2]), {}))
+    assert same(codec.decode_data(call)[0], Datum(np.array([1]), np.array([2]), {}))
 
 
 # There and back
@@ -146,29 +147,29 @@ def csr(array: np.ndarray) -> dict[str, Any]:
 def test_json_to_protobuf_to_data(wanted: list[Datum], sparse: bool) -> None:
     call = codec.train_call_from_json(body([as_json(datum, sparse) for datum in wanted]), forward_only=False)
     again = codec.train_call_from_proto(call.SerializeToString())
-    found = codec.data_of(again)
+    found = codec.decode_data(again)
     assert len(found) == len(wanted) and all(map(same, found, wanted))
-    rewritten = codec.data_of(codec.with_data(again, wanted))
+    rewritten = codec.decode_data(codec.replace_data(again, wanted))
     assert len(rewritten) == len(wanted) and all(map(same, rewritten, wanted))
 
 
 def test_chunks_of_a_prompt_are_joined() -> None:
     request = json.dumps({"chunks": [{"tokens": [1, 2]}, {"tokens": []}, {"tokens": [3], "type": "encoded_text"}]})
-    assert codec.tokens_of(wire.parse(wire.ModelInput, request.encode())).tolist() == [1, 2, 3]
+    assert codec.prompt_tokens(requests.parse_body(requests.ModelInput, request.encode())).tolist() == [1, 2, 3]
 
 
 def test_every_dtype_of_the_protobuf() -> None:
     for kind, array in [(pb.DTYPE_INT32, np.int32([1, -2])), (pb.DTYPE_INT64, np.int64([1, 2**40]))]:
-        assert codec.data_of(tensor(dense=array.tobytes(), dtype=kind))[0].targets.tolist() == array.tolist()
+        assert codec.decode_data(tensor(dense=array.tobytes(), dtype=kind))[0].targets.tolist() == array.tolist()
     half = (np.float32([1.5, -0.25, math.inf]).view(np.uint32) >> 16).astype("<u2").tobytes()
     call = tensor(dense=np.int64([1]).tobytes(), dtype=pb.DTYPE_INT64)
     call.data[0].loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=half, dtype=pb.DTYPE_BFLOAT16))
-    assert codec.data_of(call)[0].inputs["weights"].tolist() == [1.5, -0.25, math.inf]
+    assert codec.decode_data(call)[0].inputs["weights"].tolist() == [1.5, -0.25, math.inf]
 
 
 def test_a_sparse_tensor_of_a_sampling_request_is_padded() -> None:
     given = {**csr(np.array([[7, 0], [0, 8]])), "shape": [2, 2]}
-    found = codec.array_of(wire.parse(wire.TensorData, json.dumps(given).encode()), pad=-1)
+    found = codec.decode_array(requests.parse_body(requests.TensorData, json.dumps(given).encode()), pad=-1)
     assert found.tolist() == [[7, -1], [-1, 8]]
 
 
@@ -193,7 +194,7 @@ def test_a_sparse_tensor_of_a_sampling_request_is_padded() -> None:
 )
 def test_arrays_that_are_none(call: pb.ForwardBackwardRequest, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
-        codec.data_of(call)
+        codec.decode_data(call)
     assert len(str(caught.value)) < 300
 
 
@@ -232,16 +233,16 @@ def sparse(
 )
 def test_sparse_tensors_that_are_none(call: pb.ForwardBackwardRequest) -> None:
     with pytest.raises(BadRequest):
-        codec.data_of(call)
+        codec.decode_data(call)
 
 
 def test_many_sparse_tensors_may_not_be_large_together() -> None:
-    side = math.isqrt(tensors.MAX_CELLS) // 2
+    side = math.isqrt(tensors.MAX_SPARSE_CELLS) // 2
     one = sparse([side, side], [0] * (side + 1), []).data[0]
-    assert codec.data_of(pb.ForwardBackwardRequest(data=[one]))[0].targets.shape == (side, side)
+    assert codec.decode_data(pb.ForwardBackwardRequest(data=[one]))[0].targets.shape == (side, side)
     huge = sparse([-(2**62), 1], [], []).data[0]  # counts for nothing: it would buy room for others
     with pytest.raises(BadRequest, match="Send less data"):
-        codec.data_of(pb.ForwardBackwardRequest(data=[*[one] * 5, huge]))
+        codec.decode_data(pb.ForwardBackwardRequest(data=[*[one] * 5, huge]))
 
 
 @pytest.mark.parametrize(
@@ -281,10 +282,12 @@ def test_bytes_that_are_no_call(wrong: bytes) -> None:
 
 
 def digest(call: pb.ForwardBackwardRequest) -> None:
-    found = codec.data_of(call)
-    for loss in [call.loss_fn, *LOSSES]:
+    found = codec.decode_data(call)
+    for loss in [call.loss_fn, *LOSS_SPECS]:
         try:
-            cleaned = check_call(found, loss, codec.options_of(call), vocab=64, max_length=64, max_tokens=256)
+            cleaned = check_train_call(
+                found, loss, codec.loss_options(call), vocab_size=64, max_length=64, max_tokens=256
+            )
         except BadRequest:
             continue
         assert all(np.isfinite(array).all() for datum in cleaned for array in datum.inputs.values())
@@ -351,26 +354,26 @@ def test_results_of_gradients() -> None:
     """Read as 0.38 does: each run of datums with equal trailing shapes in a record of its own, offsets in bytes."""
     shapes = [(2,), (1,), (2, 2), (3,)]
     outputs = [{"logprobs": -np.arange(1, 1 + math.prod(shape), dtype=np.float32).reshape(shape)} for shape in shapes]
-    result = codec.forward_backward_result(outputs, {"loss:sum": 1.25})
+    result = codec.encode_forward_backward(outputs, {"loss:sum": 1.25})
     message = pb.ForwardBackwardOutput.FromString(result)
     assert [record.num_datums for record in message.loss_fn_outputs] == [2, 1, 1]
     first = message.loss_fn_outputs[0].fields["logprobs"]
     assert np.frombuffer(first.offsets, np.int64).tolist() == [0, 8, 12]
     assert message.loss_fn_outputs[1].fields["logprobs"].trailing_shape == [2]
-    tree = json.loads(codec.forward_backward_json(result))
+    tree = json.loads(codec.forward_backward_to_json(result))
     assert tree["metrics"] == {"loss:sum": 1.25}
     assert [out["logprobs"]["shape"] for out in tree["loss_fn_outputs"]] == [list(shape) for shape in shapes]
     assert tree["loss_fn_outputs"][2]["logprobs"] == {"data": [-1, -2, -3, -4], "dtype": "float32", "shape": [2, 2]}
 
 
 def test_results_without_data_or_finite_numbers() -> None:
-    tree = json.loads(codec.forward_backward_json(codec.forward_backward_result([], {"loss:sum": NAN})))
+    tree = json.loads(codec.forward_backward_to_json(codec.encode_forward_backward([], {"loss:sum": NAN})))
     assert tree["loss_fn_outputs"] == [] and math.isnan(tree["metrics"]["loss:sum"])
 
 
 def test_a_metric_without_its_reduction_would_crash_clients() -> None:
     with pytest.raises(AssertionError, match="colon"):
-        codec.forward_backward_result([], {"loss": 1.0})
+        codec.encode_forward_backward([], {"loss": 1.0})
 
 
 def test_results_of_sampling() -> None:
@@ -382,14 +385,14 @@ def test_results_of_sampling() -> None:
         SampledSequence(np.array([7]), np.array([-3.0]), "length"),
     ]
     scores = PromptScores(np.array([NAN, -1, -2]), topk, targets, targets != 0, drawn, 2)
-    result = codec.sample_result(sequences, scores)
+    result = codec.encode_sample(sequences, scores)
     message = pb.SampleResponse.FromString(result)
     assert np.frombuffer(message.topk_prompt_logprobs.token_ids, np.int32).tolist() == [0, 0, 3, 4, 5, 0]
     assert np.frombuffer(message.topk_prompt_logprobs.logprobs, np.float32).tolist()[:3] == [-99999, -99999, -1]
     cells = message.target_prompt_logprobs.sparse_csr
     assert np.frombuffer(cells.crow_indices, np.int64).tolist() == [0, 1, 2]
     assert np.frombuffer(cells.col_indices, np.int64).tolist() == [0, 1]
-    tree = json.loads(codec.sample_json(result))
+    tree = json.loads(codec.sample_to_json(result))
     assert tree["sequences"][0] == {
         "stop_reason": "stop",
         "tokens": [1, 2],
@@ -406,7 +409,7 @@ def test_results_of_sampling() -> None:
 
 def test_results_of_sampling_without_questions_about_the_prompt() -> None:
     sequence = SampledSequence(np.array([1]), np.array([-1.0]), "stop")
-    message = pb.SampleResponse.FromString(codec.sample_result([sequence]))
+    message = pb.SampleResponse.FromString(codec.encode_sample([sequence]))
     assert [field.name for field, _ in message.ListFields()] == ["sequences"]
-    tree = json.loads(codec.sample_json(message.SerializeToString()))
+    tree = json.loads(codec.sample_to_json(message.SerializeToString()))
     assert (tree["type"], tree["prompt_logprobs"], tree["topk_prompt_logprobs"]) == ("sample", None, None)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from processes import Server
 
-from palestra.service.keys import add_key
+from palestra.service.api.api_keys import add_key
 
 
 class Client(httpx.Client):

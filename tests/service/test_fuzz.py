@@ -28,18 +28,20 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from pydantic.json_schema import models_json_schema
 
-from palestra.service import codec, wire, wire_weights
-from palestra.service import wire_pb2 as pb
-from palestra.service.app import ROUTERS
-from palestra.service.bell import Bell
-from palestra.service.check import LOSSES
-from palestra.service.context import Context, Limits
-from palestra.service.keys import Keys, add_key
-from palestra.service.serve import describe
-from palestra.service.store import Store
-from palestra.service.tables import checkpoints, models, requests, samplers, sessions
-from palestra.service.vault import Vault
-from palestra.service.worker import Settings, Worker
+from palestra.service.api import codec
+from palestra.service.api import wire_pb2 as pb
+from palestra.service.api.api_keys import ApiKeys, add_key
+from palestra.service.api.app import ROUTERS
+from palestra.service.api.schemas import requests as wire
+from palestra.service.api.schemas import weights as wire_weights
+from palestra.service.api.state import ClientLimits, ServiceContext
+from palestra.service.api.validation import LOSS_SPECS
+from palestra.service.engine.worker import Worker, WorkerSettings
+from palestra.service.serve import load_base_info
+from palestra.service.storage.store import Store
+from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions
+from palestra.service.storage.wakeup import WakeupSocket
+from palestra.service.storage.weight_store import WeightStore
 from palestra.types import Datum
 
 TABLES = (sessions, models, samplers, checkpoints)
@@ -57,16 +59,18 @@ class Target(Front):
     """A front end with a model, a sampler and checkpoints of ada's, and a worker that takes what is queued."""
 
     def __init__(self, data: Path, base: Path) -> None:
-        bells, url = Bell.pair(), f"sqlite:///{data / 'store.sqlite'}"
-        limits = Limits(body=2_000_000, upload=2_000_000, poll=0.0, models=10_000, queue=100_000)
+        bells, url = WakeupSocket.pair(), f"sqlite:///{data / 'store.sqlite'}"
+        limits = ClientLimits(body=2_000_000, upload=2_000_000, poll=0.0, models=10_000, queue=100_000)
         keys = {name: add_key(data / "keys", name) for name in ("ada", "bob")}
-        described = describe("small", str(base), {"tiny": "small"})
-        store, vault = Store.open(url), Vault(data / "weights")
-        context = Context(store, vault, Keys(data / "keys"), {"small": described}, bells[0], limits)
+        described = load_base_info("small", str(base), {"tiny": "small"})
+        store, vault = Store.open(url), WeightStore(data / "weights")
+        context = ServiceContext(store, vault, ApiKeys(data / "keys"), {"small": described}, bells[0], limits)
         super().__init__(context)
         self.keys = keys
         bases = {"small": str(base)}
-        self.worker = Worker(Settings(store=url, data=data, bases=bases, device="cpu", patience=0.0), store, bells[1])
+        self.worker = Worker(
+            WorkerSettings(store=url, data=data, bases=bases, device="cpu", patience=0.0), store, bells[1]
+        )
         self.tried = 0
         self.of_ada()
 
@@ -90,7 +94,7 @@ class Target(Front):
 
     def work(self) -> None:
         """Lets the worker do what is queued; no error may leave it, since that would be its end."""
-        while self.worker.turn():
+        while self.worker.step():
             pass
 
     @contextlib.contextmanager
@@ -101,7 +105,7 @@ class Target(Front):
         def run() -> None:
             try:
                 while not over.is_set():
-                    if not self.worker.turn():
+                    if not self.worker.step():
                         time.sleep(0.002)
             except BaseException as fault:
                 faults.append(fault)
@@ -142,7 +146,7 @@ def opened(data: Path, base: Path) -> Iterator[Target]:
     made = Target(data, base)
     yield made
     made.context.store.close()
-    for end in (made.context.bell.end, made.worker.bell.end):
+    for end in (made.context.wakeup.sock, made.worker.wakeup.sock):
         end.close()
 
 
@@ -311,7 +315,7 @@ def tensors(draw: st.DrawFn, size: int) -> pb.Tensor:
 def calls(draw: st.DrawFn, model: str) -> pb.ForwardBackwardRequest:
     """Messages, most of them nearly right."""
     losses = st.one_of(
-        st.just("cross_entropy"), st.sampled_from([*LOSSES]), st.sampled_from(["cross_entropy", "x", "\0"])
+        st.just("cross_entropy"), st.sampled_from([*LOSS_SPECS]), st.sampled_from(["cross_entropy", "x", "\0"])
     )
     call = pb.ForwardBackwardRequest(model_id=draw(st.sampled_from([model] * 8 + ["", "x"])), loss_fn=draw(losses))
     call.seq_id, call.forward_only = draw(st.sampled_from([0] * 9 + [-1, 1])), draw(st.booleans())
@@ -324,7 +328,9 @@ def calls(draw: st.DrawFn, model: str) -> pb.ForwardBackwardRequest:
             st.sampled_from([b""] * 9 + [b"\0"])
         )
         given = {"target_tokens": np.array(ids, np.int64), "weights": np.ones(len(ids), np.float32)}
-        whole = codec.with_data(pb.ForwardBackwardRequest(), [Datum(np.array(ids), given.pop("target_tokens"), given)])
+        whole = codec.replace_data(
+            pb.ForwardBackwardRequest(), [Datum(np.array(ids), given.pop("target_tokens"), given)]
+        )
         for name, tensor in whole.data[0].loss_fn_inputs.items():
             datum.loss_fn_inputs[name].CopyFrom(tensor)
         for name in (
@@ -418,7 +424,7 @@ TRICKS = [
 
 @amounts
 def test_addresses_with_tricks(target: Target, amount: int) -> None:
-    before = sorted(path.name for path in target.context.vault.root.iterdir())
+    before = sorted(path.name for path in target.context.weight_store.root.iterdir())
     found = [(path, route) for path, route in routes() if "{" in path]
     parts = st.one_of(st.sampled_from(TRICKS), st.sampled_from([target.model_id, "weights", "whole", "archive"]))
 
@@ -427,7 +433,7 @@ def test_addresses_with_tricks(target: Target, amount: int) -> None:
         path = re.sub(r"\{.*?\}", lambda _: values.pop(), route[0])
         target.tries(min(route[1].methods), path, b"{}", of="bob")
 
-    assert sorted(path.name for path in target.context.vault.root.iterdir()) == before
+    assert sorted(path.name for path in target.context.weight_store.root.iterdir()) == before
     assert target.lives()
 
 
@@ -602,7 +608,7 @@ def test_nobody_sees_or_changes_what_is_not_theirs(target: Target) -> None:
 def everything(target: Target) -> list[Any]:
     store = target.context.store
     rows = [tuple(row) for table in TABLES for row in store.find(table, table.c.owner == "ada", limit=10_000)]
-    weights = [w.tolist() for w in target.worker.tenants.get(target.model_id).trainer.parameters]
+    weights = [w.tolist() for w in target.worker.live_models.get(target.model_id).trainer.parameters]
     return [sorted(rows, key=str), store.count(requests, requests.c.owner == "ada"), weights]
 
 

@@ -14,8 +14,8 @@ import pytest
 from fronts import Front
 from processes import serving
 
-from palestra.service import wire
-from palestra.service.wire import MAX_CONTAINERS, MAX_JSON, BadRequest, parse
+from palestra.service.api.schemas import requests
+from palestra.service.api.schemas.requests import MAX_JSON_BYTES, MAX_JSON_CONTAINERS, BadRequest, parse_body
 
 DATUM = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}
 HOSTILE = {
@@ -31,23 +31,28 @@ HOSTILE = {
 @pytest.mark.parametrize(
     ("model", "body"),
     [
-        (wire.SampleRequest, {"prompt": {"chunks": [{"tokens": [1] * (MAX_JSON // 3)}]}, "base_model": "tiny"}),
-        (wire.SampleRequest, {"prompt": {"chunks": [{"tokens": [1] * 3_000_000}]}, "base_model": "tiny"}),
-        (wire.CreateSessionRequest, {"user_metadata": {"deep": [[]] * MAX_CONTAINERS}}),
-        (wire.ForwardRequest, {"model_id": "m", "forward_input": {"loss_fn": "ppo", "data": [DATUM] * 20_000}}),
+        (
+            requests.SampleRequest,
+            {"prompt": {"chunks": [{"tokens": [1] * (MAX_JSON_BYTES // 3)}]}, "base_model": "tiny"},
+        ),
+        (requests.SampleRequest, {"prompt": {"chunks": [{"tokens": [1] * 3_000_000}]}, "base_model": "tiny"}),
+        (requests.CreateSessionRequest, {"user_metadata": {"deep": [[]] * MAX_JSON_CONTAINERS}}),
+        (requests.ForwardRequest, {"model_id": "m", "forward_input": {"loss_fn": "ppo", "data": [DATUM] * 20_000}}),
     ],
 )
-def test_json_that_would_hold_the_interpreter_is_refused_unread(model: type[wire.Wire], body: dict[str, Any]) -> None:
+def test_json_that_would_hold_the_interpreter_is_refused_unread(
+    model: type[requests.WireModel], body: dict[str, Any]
+) -> None:
     packed = json.dumps(body).encode()
     with pytest.raises(BadRequest, match="send several requests") as caught:
-        parse(model, packed)
+        parse_body(model, packed)
     assert caught.value.status == 413
 
 
 def test_of_many_wrong_chunks_one_is_named() -> None:
     body = json.dumps({"prompt": {"chunks": [{}] * 60_000}, "base_model": "tiny"}).encode()
     with pytest.raises(BadRequest, match=r"prompt\.chunks\.0: .*has no tokens") as caught:
-        parse(wire.SampleRequest, body)
+        parse_body(requests.SampleRequest, body)
     assert "more" not in str(caught.value)
 
 

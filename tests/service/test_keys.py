@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from palestra.service import keys as module
-from palestra.service.keys import ANYONE, Keys, add_key, read_keys, remove_keys
+from palestra.service.api import api_keys as module
+from palestra.service.api.api_keys import ANONYMOUS_OWNER, ApiKeys, add_key, read_keys, remove_keys
 
 
 @pytest.fixture
@@ -19,50 +19,50 @@ def path(tmp_path):
 def test_a_key_is_shown_once_and_only_its_hash_is_kept(path):
     key = add_key(path, "ann")
     assert key.startswith("tml-") and key not in path.read_text() and path.stat().st_mode & 0o777 == 0o600
-    keys = Keys(path)
-    assert keys.owner(key) == "ann"
-    assert keys.owner(key + "x") is None and keys.owner("") is None and keys.owner(None) is None
+    keys = ApiKeys(path)
+    assert keys.owner_of(key) == "ann"
+    assert keys.owner_of(key + "x") is None and keys.owner_of("") is None and keys.owner_of(None) is None
 
 
 def test_a_key_of_another_kind_may_come_with_the_prefix_of_official_clients(path):
     path.write_text(f"ann {hashlib.sha256(b'sk-mine').hexdigest()}\n")
-    keys = Keys(path)
-    assert keys.owner("sk-mine") == keys.owner("tml-sk-mine") == "ann"
-    assert keys.owner("tml-tml-sk-mine") is None and keys.owner("tml-") is None
+    keys = ApiKeys(path)
+    assert keys.owner_of("sk-mine") == keys.owner_of("tml-sk-mine") == "ann"
+    assert keys.owner_of("tml-tml-sk-mine") is None and keys.owner_of("tml-") is None
 
 
 def test_without_a_file_everybody_may(path):
-    assert Keys(None).owner("anything") == Keys(None).owner(None) == ANYONE
+    assert ApiKeys(None).owner_of("anything") == ApiKeys(None).owner_of(None) == ANONYMOUS_OWNER
 
 
 def test_keys_that_are_removed_are_refused_at_once(path):
     first, second, other = add_key(path, "ann"), add_key(path, "ann"), add_key(path, "bob")
-    keys = Keys(path)
-    assert [keys.owner(key) for key in (first, second, other)] == ["ann", "ann", "bob"]
-    token = keys.token("ann")
-    assert keys.owner(token) == "ann"
+    keys = ApiKeys(path)
+    assert [keys.owner_of(key) for key in (first, second, other)] == ["ann", "ann", "bob"]
+    token = keys.issue_token("ann")
+    assert keys.owner_of(token) == "ann"
     assert remove_keys(path, "ann") == 2
     os.utime(path, (1, 1))  # a clock of coarse grain
-    assert [keys.owner(key) for key in (first, second, other, token)] == [None, None, "bob", None]
+    assert [keys.owner_of(key) for key in (first, second, other, token)] == [None, None, "bob", None]
 
 
 def test_tokens_are_of_one_server_and_of_one_hour(path, monkeypatch):
     add_key(path, "ann")
-    keys = Keys(path)
-    assert Keys(path).owner(keys.token("ann")) is None
-    monkeypatch.setattr(module, "TOKEN_LIFE", -10.0)
-    assert keys.owner(keys.token("ann")) is None
+    keys = ApiKeys(path)
+    assert ApiKeys(path).owner_of(keys.issue_token("ann")) is None
+    monkeypatch.setattr(module, "TOKEN_TTL_S", -10.0)
+    assert keys.owner_of(keys.issue_token("ann")) is None
 
 
 @pytest.mark.parametrize("junk", ["eyJ.x.y", "\udce4", "a" * 10_000, "eyJhbGciOiJub25lIn0.eyJzdWIiOiJhbm4ifQ."])
 def test_junk_is_nobodys_key(path, junk):
     add_key(path, "ann")
-    assert Keys(path).owner(junk) is None
+    assert ApiKeys(path).owner_of(junk) is None
 
 
 def test_what_is_wrong_is_said(path):
     with pytest.raises(ValueError, match="palestra keys add"):
-        Keys(path)
+        ApiKeys(path)
     with pytest.raises(ValueError, match="cannot own keys"):
         add_key(path, "two words")
     path.write_text("ann notahash\n")

@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from processes import Server
 
-from palestra.service.store import Store
-from palestra.service.tables import checkpoints, models
-from palestra.service.vault import Vault
+from palestra.service.storage.store import Store
+from palestra.service.storage.tables import checkpoints, models
+from palestra.service.storage.weight_store import WeightStore
 
 SILENCE = 150.0  # seconds without an answer that are a fault, on a machine that does other things too
 
@@ -187,7 +187,7 @@ def checksum(data: Path, path: str) -> str:
     row = store.get(checkpoints, path)
     store.close()
     assert row is not None, f"{path} was acknowledged and is gone"
-    folder = Vault(data / "weights").read(row.folder)
+    folder = WeightStore(data / "weights").read(row.folder)
     files = ("adapter_model.safetensors", "optimizer.safetensors")
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from fronts import Front
 
-from palestra.service import codec
-from palestra.service.jobs import SampleJob
-from palestra.service.store import Done
+from palestra.service.api import codec
+from palestra.service.engine.jobs import SampleJob
+from palestra.service.storage.store import StoredAnswer
 
 CHAT = "/oai/api/v1/chat/completions"
 TEXT = "/oai/api/v1/completions"
@@ -34,10 +34,10 @@ def answered(front: Front, tiny: Any) -> Callable[..., tuple[httpx.Response, lis
 
         def work() -> None:
             while not over.is_set():
-                for row in front.context.store.take():
+                for row in front.context.store.take_queued():
                     jobs.append(SampleJob.model_validate_json(row.body))
-                    result = codec.sample_result([answer] * jobs[-1].num_samples)
-                    front.context.store.finish([Done(row.id, result, "sample")])
+                    result = codec.encode_sample([answer] * jobs[-1].num_samples)
+                    front.context.store.write_answers([StoredAnswer(row.id, result, "sample")])
                 time.sleep(0.01)
 
         thread = threading.Thread(target=work)
@@ -65,7 +65,7 @@ def test_a_chat_is_answered(front: Front, tiny: Any, answered: Any) -> None:
     assert {c["finish_reason"] for c in tree["choices"]} == {"stop"}
     assert tree["choices"][0]["logprobs"]["content"][0]["logprob"] == -0.5
     assert tiny.tokenizer.decode(job.tokens) == "<|user|>hello<|end|><|assistant|>"
-    assert job.folder is not None and job.sampling.end and job.sampling.max_tokens == 20
+    assert job.folder is not None and job.sampling.stop_at_eos and job.sampling.max_tokens == 20
     sampled = 2 * len(tree["choices"][0]["logprobs"]["content"])
     count = len(job.tokens)
     usage = {"prompt_tokens": count, "completion_tokens": sampled, "total_tokens": count + sampled}
@@ -113,4 +113,4 @@ def test_what_cannot_be_answered_is_refused(front: Front, path: str, body: dict[
     reply = front.post(path, body)
     assert 400 <= reply.status_code < 500, reply.text
     assert reply.json()["detail"]
-    assert front.context.store.take() == []
+    assert front.context.store.take_queued() == []

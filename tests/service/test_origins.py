@@ -6,9 +6,9 @@ import pytest
 from fronts import Front
 from starlette.datastructures import Headers
 
-from palestra.service.app import create_app
-from palestra.service.context import Context
-from palestra.web.origins import Origins
+from palestra.service.api.app import create_app
+from palestra.service.api.state import ServiceContext
+from palestra.web.origin_middleware import OriginPolicy
 
 HERE = "127.0.0.1:8000"
 CHAT = "https://chat.example.org"
@@ -37,13 +37,13 @@ CHAT = "https://chat.example.org"
     ],
 )
 def test_who_may_ask(host: str, allowed: tuple[str, ...], headers: dict[str, str], refused: bool) -> None:
-    assert (Origins.of(host, allowed).refusal(Headers(headers)) is not None) == refused
+    assert (OriginPolicy.for_host(host, allowed).rejection_reason(Headers(headers)) is not None) == refused
 
 
 @pytest.mark.parametrize("origin", ["*", "chat.example.org", "https://chat.example.org/", "file://x", "https://"])
 def test_what_is_no_origin_is_said(origin: str) -> None:
     with pytest.raises(ValueError, match=r"is no origin of a web page: write https://chat\.example\.org"):
-        Origins.of("127.0.0.1", (origin,))
+        OriginPolicy.for_host("127.0.0.1", (origin,))
 
 
 def test_a_foreign_page_reaches_nothing(front: Front) -> None:
@@ -51,13 +51,13 @@ def test_a_foreign_page_reaches_nothing(front: Front) -> None:
     reply = front.post("/create_model", body, headers={"Origin": "https://evil.example"})
     assert reply.status_code == 403
     assert reply.json()["detail"].endswith("`palestra serve` has --allow-origin for them")
-    assert front.context.store.waiting() == (0, 0)
+    assert front.context.store.queue_depth() == (0, 0)
     assert front.post("/create_model", body).status_code == 200
 
 
-def test_an_allowed_page_may_ask_and_read(context: Context) -> None:
+def test_an_allowed_page_may_ask_and_read(context: ServiceContext) -> None:
     front = Front(context)
-    front.app = create_app(context, origins=Origins.of("0.0.0.0", (CHAT,)))
+    front.app = create_app(context, origins=OriginPolicy.for_host("0.0.0.0", (CHAT,)))
     asks = {"Origin": CHAT, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key"}
     before = front.ask("OPTIONS", "/oai/api/v1/completions", headers=asks)
     assert before.status_code == 200 and before.headers["access-control-allow-origin"] == CHAT

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-PALESTRA = [sys.executable, "-c", "from palestra.cli import app; app()"]
+PALESTRA = [sys.executable, "-c", "from palestra.cli.main import app; app()"]
 
 
 class Server:

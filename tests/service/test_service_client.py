@@ -15,20 +15,20 @@ import pytest
 import yaml
 from processes import PALESTRA, Server
 
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
-from palestra.engine.sampler import Sampling
+from palestra.engine.sampler import SamplingConfig
 from palestra.files import read_lines
 from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig
 from palestra.losses.policy import LOSSES, actor_critic_loss, cispo_loss, clipped_policy_loss, gspo_loss
 from palestra.losses.preferences import preference_loss
-from palestra.recipe import Config
-from palestra.runs import Run, checkpoints
-from palestra.service import connection, remote_weights
-from palestra.service.client import connect
-from palestra.service.connection import Connection, Refused
-from palestra.service.remote_weights import Words, spoken
-from palestra.setup import build
-from palestra.train import Setup, learn, restore, run_training
+from palestra.runs import Run, list_checkpoints
+from palestra.service.client import connection, remote_weights
+from palestra.service.client.client import connect
+from palestra.service.client.connection import RequestRefused, ServiceConnection
+from palestra.service.client.remote_weights import WireLoss, to_wire_loss
+from palestra.training.loop import Setup, restore_checkpoint, run_training, update_learner
 from palestra.types import Metrics
 
 STEPS = 6
@@ -52,10 +52,10 @@ def config(folder: Path, name: str, **changes: Any) -> Path:
         "name": name,
         "steps": STEPS,
         "episodes": 4,
-        "env": {"type": "plan_path", "size": 5, "team": "planner_executor", "turns": 2, "reward": "dense"},
-        "policies": {"planner": speech, "executor": speech | {"batch": 8}},
-        "algorithm": {"type": "grpo", "k": 4, "entropy": 0.05},
-        "exams": {"dev": {"episodes": 4, "every": 3}},
+        "env": {"type": "plan_path", "size": 5, "team": "planner_executor", "max_turns": 2, "reward": "dense"},
+        "policies": {"planner": speech, "executor": speech | {"batch_size": 8}},
+        "algorithm": {"type": "grpo", "group_size": 4, "entropy_coef": 0.05},
+        "evals": {"dev": {"episodes": 4, "every": 3}},
         "checkpoint_every": 2,
     }
     for path, value in changes.items():
@@ -118,14 +118,14 @@ def test_training_on_a_server_is_training_here_killed_or_not(server: Server, tmp
     ended(here)
     assert_alike(figures(run), figures(tmp_path / "runs" / "here"))
     assert_alike(figures(run, "evals.jsonl"), figures(tmp_path / "runs" / "here", "evals.jsonl"))
-    assert checkpoints(run)[-1].step == STEPS - 1
+    assert list_checkpoints(run)[-1].step == STEPS - 1
     exam = ended(palestra(tmp_path, "eval", run, "--episodes", 5))  # in process, from what was downloaded
     assert "5 episodes" in " ".join(exam.split())  # the path of a run may break the line
 
 
 def whisper(algorithm: dict[str, Any], **tree: Any) -> dict[str, Any]:
-    speech = {"type": "lora", "base": "tiny", "rank": 4, "alpha": 32, "lr": 3e-3, "batch": 12, "epochs": 2}
-    speech |= {"sampling": {"max_tokens": 3}, "memory": "conversation"}
+    speech = {"type": "lora", "base": "tiny", "rank": 4, "alpha": 32, "lr": 3e-3, "batch_size": 12, "epochs": 2}
+    speech |= {"sampling": {"max_tokens": 3}, "history": "conversation"}
     whole = {"name": "whisper", "steps": 2, "episodes": 4, "env": {"type": "toys:Whisper", "turns": 2}}
     return whole | {"policies": {"guide": speech, "walker": speech}, "algorithm": algorithm} | tree
 
@@ -137,27 +137,27 @@ def close(setup: Setup) -> None:
 
 def trained(folder: Path, tree: dict[str, Any], engine: str | None = None, pause: int | None = None) -> Path:
     """The folder of a run, here or on a server; with `pause` it was stopped after so many steps, and resumed."""
-    config = validate(Config, tree | {"engine": engine})
-    ends = [lambda: len(checkpoints(run.path)) + 1 == pause, lambda: False] if pause else [lambda: False]
+    config = validate(TextConfig, tree | {"engine": engine})
+    ends = [lambda: len(list_checkpoints(run.path)) + 1 == pause, lambda: False] if pause else [lambda: False]
     with Run.create(folder, dump(config), "there" if engine else "here") as run:
         for stop in ends:
             setup = build(config)
-            assert restore(setup, run) == (0 if stop is ends[0] else pause)
-            assert run_training(setup, run, stop=stop) == (stop is ends[-1])
+            assert restore_checkpoint(setup, run) == (0 if stop is ends[0] else pause)
+            assert run_training(setup, run, should_stop=stop) == (stop is ends[-1])
             if engine:
                 close(setup)
     return run.path
 
 
 ELSEWHERE = {  # algorithms that are nothing but log-probabilities
-    "dpo": {"type": "dpo", "k": 4, "pairs": "all"},
-    "kl": {"type": "grpo", "k": 4, "kl": 0.1, "clip": 0.05},
-    "dual_clip": {"type": "grpo", "k": 4, "dual_clip": 1.01, "weigh": "sequence"},
-    "clipped": {"type": "grpo", "k": 4, "weigh": "sequence", "clip": 0.02, "clip_high": 0.05},
-    "cispo": {"type": "grpo", "k": 4, "surrogate": "cispo", "clip": 0.05},
-    "gspo": {"type": "grpo", "k": 4, "surrogate": "gspo", "clip": 0.01},
-    "gspo_kl": {"type": "grpo", "k": 4, "surrogate": "gspo", "clip": 0.01, "kl": 0.1},
-    "sft": {"type": "sft", "imitate": "all", "world": 0.5},
+    "dpo": {"type": "dpo", "group_size": 4, "pairs": "all"},
+    "kl": {"type": "grpo", "group_size": 4, "kl_coef": 0.1, "clip": 0.05},
+    "dual_clip": {"type": "grpo", "group_size": 4, "dual_clip": 1.01, "loss_aggregation": "sequence"},
+    "clipped": {"type": "grpo", "group_size": 4, "loss_aggregation": "sequence", "clip": 0.02, "clip_high": 0.05},
+    "cispo": {"type": "grpo", "group_size": 4, "surrogate": "cispo", "clip": 0.05},
+    "gspo": {"type": "grpo", "group_size": 4, "surrogate": "gspo", "clip": 0.01},
+    "gspo_kl": {"type": "grpo", "group_size": 4, "surrogate": "gspo", "clip": 0.01, "kl_coef": 0.1},
+    "sft": {"type": "sft", "imitate": "all", "world_model_weight": 0.5},
 }
 
 
@@ -174,7 +174,7 @@ def assert_the_same(here: Path, there: Path) -> None:
 def test_what_reads_log_probabilities_alone_trains_there_as_here(
     server: Server, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_weights, "CHUNK", 5)  # pairs lie in two requests
+    monkeypatch.setattr(remote_weights, "MAX_CHUNK_SEQUENCES", 5)  # pairs lie in two requests
     tree = whisper(ELSEWHERE[name])
     assert_the_same(trained(tmp_path, tree), trained(tmp_path, tree, server.url))
 
@@ -183,10 +183,10 @@ def test_what_reads_log_probabilities_alone_trains_there_as_here(
 def test_a_server_of_another_make_is_told_no_word_of_ours(
     server: Server, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def other(self: Connection) -> bool:
+    async def other(self: ServiceConnection) -> bool:
         return False
 
-    monkeypatch.setattr(Connection, "is_palestra", other)
+    monkeypatch.setattr(ServiceConnection, "is_palestra", other)
     tree = whisper(ELSEWHERE[name])
     assert_the_same(trained(tmp_path, tree), trained(tmp_path, tree, server.url))
 
@@ -195,13 +195,13 @@ def test_old_samples_are_corrected_there_as_here(server: Server, tmp_path: Path)
     """Episodes learned from twice: the second time the weights have moved on."""
 
     async def twice(setup: Setup) -> list[Metrics]:
-        moment, learner = setup.at(0), setup.learners["guide"]
+        moment, learner = setup.position_of(0), setup.learners["guide"]
         algorithm = moment.stage.algorithm
-        episodes = await moment.stage.source.play(moment.numbers, algorithm.branching, setup.memory)
-        return [await learn(algorithm, learner, episodes, 0.0) for _ in range(2)]
+        episodes = await moment.stage.source.play(moment.episode_numbers, algorithm.branching, setup.algorithm_state)
+        return [await update_learner(algorithm, learner, episodes, 0.0) for _ in range(2)]
 
-    tree = whisper({"type": "grpo", "k": 4, "correction": 1.05})
-    here, there = (build(validate(Config, tree | {"engine": engine})) for engine in (None, server.url))
+    tree = whisper({"type": "grpo", "group_size": 4, "importance_cap": 1.05})
+    here, there = (build(validate(TextConfig, tree | {"engine": engine})) for engine in (None, server.url))
     ours, theirs = asyncio.run(twice(here)), asyncio.run(twice(there))
     close(there)
     assert theirs[1]["sampler_kl"] > 1e-3 and theirs[1]["truncated"] > 0
@@ -219,38 +219,38 @@ def test_how_losses_are_said() -> None:
     def bounds(low: float, high: float) -> dict[str, Any]:
         return pytest.approx({"clip_low_threshold": low, "clip_high_threshold": high})
 
-    assert spoken(clipped_policy_loss, {"clip": 0.1}) == Words("ppo", bounds(0.9, 1.1))
-    assert spoken(clipped_policy_loss, {"clip": 0.1, "clip_high": 0.3}) == Words("ppo", bounds(0.9, 1.3))
-    assert spoken(cispo_loss, {"clip_high_threshold": 5.0}) == Words("cispo", bounds(0.0, 5.0))
-    assert spoken(gspo_loss, {}) == Words("gspo", bounds(0.8, 1.2))
-    assert spoken(LOSSES["cross_entropy"], {}) == Words("cross_entropy", {})
-    words = spoken(clipped_policy_loss, {"entropy": 0.05})
+    assert to_wire_loss(clipped_policy_loss, {"clip": 0.1}) == WireLoss("ppo", bounds(0.9, 1.1))
+    assert to_wire_loss(clipped_policy_loss, {"clip": 0.1, "clip_high": 0.3}) == WireLoss("ppo", bounds(0.9, 1.3))
+    assert to_wire_loss(cispo_loss, {"clip_high_threshold": 5.0}) == WireLoss("cispo", bounds(0.0, 5.0))
+    assert to_wire_loss(gspo_loss, {}) == WireLoss("gspo", bounds(0.8, 1.2))
+    assert to_wire_loss(LOSSES["cross_entropy"], {}) == WireLoss("cross_entropy", {})
+    words = to_wire_loss(clipped_policy_loss, {"entropy": 0.05})
     assert words and words.options["entropy"] == 0.05
     computed_here = [(preference_loss, {}), (gspo_loss, {"kl": 0.1}), (clipped_policy_loss, {"dual_clip": 3.0})]
-    assert [spoken(loss, options) for loss, options in [*computed_here, (LOSSES["dro"], {})]] == [None] * 4
+    assert [to_wire_loss(loss, options) for loss, options in [*computed_here, (LOSSES["dro"], {})]] == [None] * 4
 
 
 def test_what_a_server_cannot_do_is_said_before_anything_is_trained(server: Server, tmp_path: Path) -> None:
     engines = connect(server.url)
-    speech: dict[str, Any] = {"type": "lora", "base": "tiny", "sampling": Sampling(max_tokens=4)}
-    warm = LoraPolicyConfig(**speech | {"sampling": Sampling(max_tokens=4, temperature=0.7)})
+    speech: dict[str, Any] = {"type": "lora", "base": "tiny", "sampling": SamplingConfig(max_tokens=4)}
+    warm = LoraPolicyConfig(**speech | {"sampling": SamplingConfig(max_tokens=4, temperature=0.7)})
     with pytest.raises(ValueError, match=r"policies\.x\.sampling\.temperature must be 1"):
-        engines.check(clipped_policy_loss, {}, {"x": warm})
-    with pytest.raises(ValueError, match=r"entropy: -0\.1 is a cost"):
-        engines.check(clipped_policy_loss, {"entropy": -0.1}, {})
+        engines.check_supported(clipped_policy_loss, {}, {"x": warm})
+    with pytest.raises(ValueError, match=r"entropy_coef: -0\.1 is a cost"):
+        engines.check_supported(clipped_policy_loss, {"entropy": -0.1}, {})
     with pytest.raises(ValueError, match="servers train adapters"):
-        engines.learner("x", FullPolicyConfig(**speech | {"type": "full"}), 1)
+        engines.build_learner("x", FullPolicyConfig(**speech | {"type": "full"}), 1)
     with pytest.raises(ValueError, match="all layers of a part or none"):
-        engines.learner("x", LoraPolicyConfig(**speech, targets=["q_proj"]), 1)
-    with pytest.raises(Refused, match='this server has no base "other"'):
-        engines.learner("x", LoraPolicyConfig(**speech | {"base": "other"}), 1)
+        engines.build_learner("x", LoraPolicyConfig(**speech, target_modules=["q_proj"]), 1)
+    with pytest.raises(RequestRefused, match='this server has no base "other"'):
+        engines.build_learner("x", LoraPolicyConfig(**speech | {"base": "other"}), 1)
     for loss, more in ((clipped_policy_loss, "kl"), (clipped_policy_loss, "dual_clip"), (gspo_loss, "clip")):
-        with pytest.raises(ValueError, match=r"entropy: 0\.05 is paid by servers .* train without --engine"):
-            engines.check(loss, {"entropy": 0.05, more: 1.5}, {})
+        with pytest.raises(ValueError, match=r"entropy_coef: 0\.05 is paid by servers .* train without --engine"):
+            engines.check_supported(loss, {"entropy": 0.05, more: 1.5}, {})
     with pytest.raises(ValueError, match="servers train no critic"):
-        engines.check(actor_critic_loss, {}, {})
+        engines.check_supported(actor_critic_loss, {}, {})
     engines.connection.close()
-    for algorithm in ({"type": "ppo"}, {"type": "grpo", "kl": 0.1, "entropy": 0.05}):
+    for algorithm in ({"type": "ppo"}, {"type": "grpo", "kl_coef": 0.1, "entropy_coef": 0.05}):
         said = refused(tmp_path, "train", config(tmp_path, "x", algorithm=algorithm), "--engine", server.url)
         assert "train without --engine" in said
     warmer = [{"steps": 1}, {"steps": 1, "policies": {"planner": {"sampling": {"temperature": 0.7}}}}]
@@ -263,15 +263,15 @@ def test_an_entropy_bonus_is_asked_of_servers_of_our_make_alone(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines = connect(server.url)
-    engines.check(clipped_policy_loss, {"entropy": 0.05}, {})
+    engines.check_supported(clipped_policy_loss, {"entropy": 0.05}, {})
     monkeypatch.setattr(engines.connection, "_palestra", False)
-    with pytest.raises(ValueError, match=r"is no palestra server, and only those know algorithm\.entropy"):
-        engines.check(clipped_policy_loss, {"entropy": 0.05}, {})
+    with pytest.raises(ValueError, match=r"is no palestra server, and only those know algorithm\.entropy_coef"):
+        engines.check_supported(clipped_policy_loss, {"entropy": 0.05}, {})
     engines.connection.close()
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "FIRST", 0.2)
+    monkeypatch.setattr(connection, "FIRST_RETRY_TIMEOUT_S", 0.2)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="Is `palestra serve` running"):
         connect("http://127.0.0.1:9")
@@ -279,7 +279,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_key_that_the_server_does_not_know(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="answered 401: this server wants an API key that it knows"):
+    with pytest.raises(RequestRefused, match="answered 401: this server wants an API key that it knows"):
         connect(server.url, "tml-wrong")
     said = refused(tmp_path, "train", config(tmp_path, "wrong"), "--engine", server.url, key="tml-wrong")
     assert "set TINKER_API_KEY" in said

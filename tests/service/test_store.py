@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from palestra.service.store import KEPT, Done, Store
-from palestra.service.tables import Change, checkpoints, models, samplers, sessions
+from palestra.service.storage.store import ANSWER_TTL_S, Store, StoredAnswer
+from palestra.service.storage.tables import RowUpdate, checkpoints, models, samplers, sessions
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
@@ -27,21 +27,21 @@ def store(url):
 
 def test_a_request_is_queued_taken_and_answered(store):
     id = store.submit("ann", "optim_step", b"body", key="model:m:1", model="m", seq=1)
-    (row,) = store.take()
+    (row,) = store.take_queued()
     assert (row.id, row.kind, row.body, row.model, row.seq) == (id, "optim_step", b"body", "m", 1)
-    assert store.take() == [] and store.finished([id]) == set() and store.waiting("ann") == (1, 4)
-    store.finish([Done.json(id, metrics={})])
-    assert store.finished([id, "other"]) == {id} and store.waiting() == (0, 0)
-    row = store.request("ann", id)
+    assert store.take_queued() == [] and store.answered_ids([id]) == set() and store.queue_depth("ann") == (1, 4)
+    store.write_answers([StoredAnswer.json(id, metrics={})])
+    assert store.answered_ids([id, "other"]) == {id} and store.queue_depth() == (0, 0)
+    row = store.get_request("ann", id)
     assert row.state == "done" and json.loads(row.result) == {"metrics": {}} and row.body is None
-    assert store.request("bob", id) is None
+    assert store.get_request("bob", id) is None
 
 
 def test_a_key_is_one_request_even_when_it_is_sent_by_many_at_once(url):
     stores = [Store.open(url) for _ in range(4)]
     with ThreadPoolExecutor(8) as pool:
         ids = list(pool.map(lambda i: stores[i % 4].submit("ann", "sample", b"%d" % i, key="sampler:s:0"), range(32)))
-    assert len(set(ids)) == 1 and len(stores[0].take()) == 1
+    assert len(set(ids)) == 1 and len(stores[0].take_queued()) == 1
     for store in stores:
         store.close()
 
@@ -50,7 +50,7 @@ def test_two_workers_never_take_the_same_request(url):
     stores = [Store.open(url) for _ in range(2)]
     ids = {stores[0].submit("ann", "sample", b"") for _ in range(200)}
     with ThreadPoolExecutor(8) as pool:
-        taken = [row.id for rows in pool.map(lambda i: stores[i % 2].take(), range(16)) for row in rows]
+        taken = [row.id for rows in pool.map(lambda i: stores[i % 2].take_queued(), range(16)) for row in rows]
     assert sorted(taken) == sorted(ids)
     for store in stores:
         store.close()
@@ -58,39 +58,39 @@ def test_two_workers_never_take_the_same_request(url):
 
 def test_requests_come_in_the_order_of_arrival(store):
     ids = [store.submit("ann", "sample", b"") for _ in range(50)]
-    assert [row.id for row in store.take()] == ids
+    assert [row.id for row in store.take_queued()] == ids
 
 
 def test_what_a_dead_worker_had_taken_is_queued_again(store):
     done, lost = (store.submit("ann", "sample", b"") for _ in range(2))
-    store.take()
-    store.finish([Done.json(done)])
-    store.put_back()
-    assert [row.id for row in store.take()] == [lost]
+    store.take_queued()
+    store.write_answers([StoredAnswer.json(done)])
+    store.requeue_after_crash()
+    assert [row.id for row in store.take_queued()] == [lost]
 
 
 def test_a_refused_request_keeps_its_place_in_the_order(store):
     id = store.reject("ann", "forward_backward", "no such loss", key="model:m:1", model="m", seq=1)
-    (row,) = store.take()
+    (row,) = store.take_queued()
     assert (row.id, row.seq) == (id, 1) and json.loads(row.result) == {"error": "no such loss", "category": "user"}
-    store.finish([Done(id, row.result, failed=True)])
+    store.write_answers([StoredAnswer(id, row.result, failed=True)])
     assert store.last_seq("m") == 1 and store.last_seq("other") == -1
 
 
 def test_answers_and_what_they_changed_are_written_together(store):
-    store.add(sessions, id="s", owner="ann", created=1.0, seen=1.0, info={})
+    store.insert(sessions, id="s", owner="ann", created=1.0, seen=1.0, info={})
     id = store.submit("ann", "load", b"")
-    broken = Change(Change.of(sessions, "s", seen=2.0).statement.values(owner=None))  # no owner: refused
+    broken = RowUpdate(RowUpdate.update(sessions, "s", seen=2.0).statement.values(owner=None))  # no owner: refused
     with pytest.raises(IntegrityError, match=r"(?i)not.null"):
-        store.finish([Done.json(id)], [Change.of(sessions, "s", seen=2.0), broken])
-    assert store.get(sessions, "s").seen == 1.0 and store.finished([id]) == set()
+        store.write_answers([StoredAnswer.json(id)], [RowUpdate.update(sessions, "s", seen=2.0), broken])
+    assert store.get(sessions, "s").seen == 1.0 and store.answered_ids([id]) == set()
 
 
 def test_rows_are_added_once_changed_and_found_newest_first(store):
-    assert store.add(sessions, id="a", owner="ann", created=1.0, seen=1.0, info={"tags": ["x"]})
-    assert not store.add(sessions, id="a", owner="bob", created=2.0, seen=2.0, info={})
-    assert store.add(sessions, id="b", owner="ann", created=3.0, seen=3.0, info={})
-    store.change(sessions, "a", seen=9.0)
+    assert store.insert(sessions, id="a", owner="ann", created=1.0, seen=1.0, info={"tags": ["x"]})
+    assert not store.insert(sessions, id="a", owner="bob", created=2.0, seen=2.0, info={})
+    assert store.insert(sessions, id="b", owner="ann", created=3.0, seen=3.0, info={})
+    store.update(sessions, "a", seen=9.0)
     assert store.get(sessions, "a").seen == 9.0 and store.get(sessions, "a").info == {"tags": ["x"]}
     assert [row.id for row in store.find(sessions, sessions.c.owner == "ann")] == ["b", "a"]
     assert store.count(sessions, sessions.c.owner == "bob") == 0
@@ -103,24 +103,24 @@ def checkpoint(path, folder, expires=None):
 
 def test_what_is_over_is_removed_and_the_folders_still_named_are_known(store):
     now = time.time()
-    store.apply(Change.put(checkpoints, checkpoint("kept", "f1")))
-    store.apply(Change.put(checkpoints, checkpoint("kept", "f2")))  # in place of the first
-    store.apply(Change.put(checkpoints, checkpoint("over", "f3", expires=now - 1)))
-    for id, seen in (("old", now - KEPT - 1), ("new", now)):
-        store.add(sessions, id=id, owner="ann", created=seen, seen=seen, info={})
-        store.add(samplers, id=f"{id}:1", session=id, owner="ann", base="tiny", folder=f"of-{id}", created=seen)
+    store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("kept", "f1")))
+    store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("kept", "f2")))  # in place of the first
+    store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("over", "f3", expires=now - 1)))
+    for id, seen in (("old", now - ANSWER_TTL_S - 1), ("new", now)):
+        store.insert(sessions, id=id, owner="ann", created=seen, seen=seen, info={})
+        store.insert(samplers, id=f"{id}:1", session=id, owner="ann", base="tiny", folder=f"of-{id}", created=seen)
     model = {"id": "m", "session": "new", "owner": "ann", "base": "tiny", "lora": {}, "info": {}, "created": now}
-    store.add(models, **model, used=now, state="live", changed=0, kept=0, saved="f4")
+    store.insert(models, **model, used=now, state="live", changed=0, kept=0, saved="f4")
     store.expire(now)
-    assert store.folders() == {"f2", "of-new", "f4"}
+    assert store.referenced_folders() == {"f2", "of-new", "f4"}
     assert store.get(checkpoints, "over") is None
 
 
 def test_answers_of_yesterday_are_forgotten(store):
     old, new = (store.submit("ann", "sample", b"") for _ in range(2))
-    store.finish([Done.json(old)])
-    store.expire(time.time() + KEPT + 1)
-    assert store.request("ann", old) is None and store.request("ann", new) is not None
+    store.write_answers([StoredAnswer.json(old)])
+    store.expire(time.time() + ANSWER_TTL_S + 1)
+    assert store.get_request("ann", old) is None and store.get_request("ann", new) is not None
 
 
 def test_a_database_of_another_version_is_refused_by_name(url, store):

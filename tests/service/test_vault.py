@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.service.vault import YOUNG, Damaged, TinkerPath, Vault
-from palestra.service.wire import BadRequest
+from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.storage.weight_store import MIN_SWEEP_AGE_S, TinkerPath, WeightsDamaged, WeightStore
 
 
 def fill(folder):
@@ -20,7 +20,7 @@ def fill(folder):
 
 @pytest.fixture
 def vault(tmp_path):
-    return Vault(tmp_path / "weights")
+    return WeightStore(tmp_path / "weights")
 
 
 def test_what_is_written_is_read(vault):
@@ -53,13 +53,13 @@ def test_a_write_that_fails_leaves_nothing_to_be_read(vault):
 def test_a_torn_or_altered_folder_is_refused(vault, harm):
     name, _ = vault.write(fill)
     harm(vault.root / name)
-    with pytest.raises(Damaged, match="again"):
+    with pytest.raises(WeightsDamaged, match="again"):
         vault.read(name)
 
 
 def test_the_sweep_takes_old_folders_that_no_row_names(vault):
     kept, over, young = (vault.write(fill)[0] for _ in range(3))
-    past = time.time() - YOUNG - 1
+    past = time.time() - MIN_SWEEP_AGE_S - 1
     for name in (kept, over):
         os.utime(vault.root / name, (past, past))
     assert vault.sweep([kept]) == 1

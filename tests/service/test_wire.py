@@ -11,41 +11,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.service import replies, wire, wire_weights
-from palestra.service import wire_pb2 as pb
-from palestra.service.wire import BadRequest, Wire, parse
+from palestra.service.api import wire_pb2 as pb
+from palestra.service.api.schemas import requests, responses, weights
+from palestra.service.api.schemas.requests import BadRequest, WireModel, parse_body
 
 FIXTURES = Path(__file__).parent / "fixtures"
-PROTO = Path(wire.__file__).with_name("wire.proto")
+PROTO = Path(pb.__file__).with_name("wire.proto")
 BODIES = {
-    "create_session": wire.CreateSessionRequest,
-    "session_heartbeat": wire.SessionHeartbeatRequest,
-    "create_model": wire.CreateModelRequest,
-    "get_info": wire.ModelRequest,
-    "retrieve_future": wire.FutureRetrieveRequest,
-    "optim_step": wire.OptimStepRequest,
-    "save_weights": wire_weights.SaveWeightsRequest,
-    "save_weights_for_sampler": wire_weights.SaveWeightsForSamplerRequest,
-    "load_weights": wire_weights.LoadWeightsRequest,
-    "create_sampling_session": wire.CreateSamplingSessionRequest,
-    "asample": wire.SampleRequest,
-    "forward_backward": wire.ForwardBackwardRequest,
+    "create_session": requests.CreateSessionRequest,
+    "session_heartbeat": requests.SessionHeartbeatRequest,
+    "create_model": requests.CreateModelRequest,
+    "get_info": requests.ModelRequest,
+    "retrieve_future": requests.FutureRetrieveRequest,
+    "optim_step": requests.OptimStepRequest,
+    "save_weights": weights.SaveWeightsRequest,
+    "save_weights_for_sampler": weights.SaveWeightsForSamplerRequest,
+    "load_weights": weights.LoadWeightsRequest,
+    "create_sampling_session": requests.CreateSamplingSessionRequest,
+    "asample": requests.SampleRequest,
+    "forward_backward": requests.ForwardBackwardRequest,
 }
-MODELS = [m for m in vars(wire).values() if isinstance(m, type) and issubclass(m, Wire) and m.__name__ != "Wire"]
+MODELS = [
+    m for m in vars(requests).values() if isinstance(m, type) and issubclass(m, WireModel) and m.__name__ != "Wire"
+]
 
 
 def sent(generation: str) -> dict[str, Any]:
     return json.loads((FIXTURES / f"{generation}.json").read_text(encoding="utf-8"))
 
 
-def read(model: type[Wire], **fields: Any) -> Any:
-    return parse(model, json.dumps(fields).encode())
+def read(model: type[WireModel], **fields: Any) -> Any:
+    return parse_body(model, json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize("generation", ["a", "b", "c"])
 def test_every_body_of_an_official_client_is_read_without_loss(generation: str) -> None:
     for name, body in sent(generation).items():
-        understood = parse(BODIES[name], json.dumps(body).encode()).model_dump(mode="json")
+        understood = parse_body(BODIES[name], json.dumps(body).encode()).model_dump(mode="json")
         assert _within(_without_type(body), understood), name
 
 
@@ -65,21 +67,23 @@ def _within(small: Any, large: Any) -> bool:
 
 
 def test_an_oldest_client_names_only_its_learning_rate() -> None:
-    adam = parse(wire.OptimStepRequest, json.dumps(sent("a")["optim_step"]).encode()).adam_params
-    assert adam == wire.AdamParams(learning_rate=0.001, beta1=0.9, beta2=0.95, eps=1e-12)
+    adam = parse_body(requests.OptimStepRequest, json.dumps(sent("a")["optim_step"]).encode()).adam_params
+    assert adam == requests.AdamParams(learning_rate=0.001, beta1=0.9, beta2=0.95, eps=1e-12)
     assert (adam.weight_decay, adam.grad_clip_norm) == (0.0, 0.0)
 
 
 def test_unknown_fields_are_dropped_and_defaults_filled() -> None:
-    request = read(wire.SampleRequest, prompt={"chunks": [{"tokens": [1]}]}, base_model="b", future_field={"x": [1]})
-    assert request.sampling_params == wire.SamplingParams()
+    request = read(
+        requests.SampleRequest, prompt={"chunks": [{"tokens": [1]}]}, base_model="b", future_field={"x": [1]}
+    )
+    assert request.sampling_params == requests.SamplingParams()
     assert (request.num_samples, request.prompt_logprobs, request.topk_prompt_logprobs) == (1, None, 0)
 
 
 @pytest.mark.parametrize("stop", [None, [], "end", ["a", "b"], [1, 2]])
 def test_stops_are_kept_apart(stop: Any) -> None:
     """null and [] mean different things."""
-    assert read(wire.SamplingParams, stop=stop).stop == stop
+    assert read(requests.SamplingParams, stop=stop).stop == stop
 
 
 @pytest.mark.parametrize(
@@ -107,66 +111,66 @@ def test_stops_are_kept_apart(stop: Any) -> None:
 )
 def test_a_bad_sampling_setting_is_named(field: str, value: Any) -> None:
     with pytest.raises(BadRequest, match=field):
-        read(wire.SamplingParams, **{field: value})
+        read(requests.SamplingParams, **{field: value})
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"1" + b"0" * 400])
 def test_settings_are_finite(number: bytes) -> None:
     with pytest.raises(BadRequest, match="learning_rate"):
-        parse(wire.AdamParams, b'{"learning_rate": ' + number + b"}")
+        parse_body(requests.AdamParams, b'{"learning_rate": ' + number + b"}")
     with pytest.raises(BadRequest, match="temperature"):
-        parse(wire.SamplingParams, b'{"temperature": ' + number + b"}")
+        parse_body(requests.SamplingParams, b'{"temperature": ' + number + b"}")
 
 
 @pytest.mark.parametrize("field", ["learning_rate", "eps", "weight_decay", "grad_clip_norm"])
 def test_settings_that_overflow_float32_are_named(field: str) -> None:
     with pytest.raises(BadRequest, match=field):
-        read(wire.AdamParams, **{field: 1e38})
+        read(requests.AdamParams, **{field: 1e38})
 
 
 def test_a_temperature_too_low_for_float32_is_told_from_the_weights() -> None:
     with pytest.raises(BadRequest, match=r"temperature: below 1e-05 logits overflow\. Say 0"):
-        read(wire.SamplingParams, temperature=1e-45)
-    assert read(wire.SamplingParams, temperature=0).temperature == 0
+        read(requests.SamplingParams, temperature=1e-45)
+    assert read(requests.SamplingParams, temperature=0).temperature == 0
 
 
 @pytest.mark.parametrize(
     ("model", "fields", "message"),
     [
-        (wire.LoraConfig, {"rank": 0}, "rank"),
-        (wire.LoraConfig, {"rank": 513}, "rank"),
-        (wire.LoraConfig, {"rank": 8, "seed": 2**64}, "seed"),
-        (wire.LoraConfig, {"rank": 8, "train_mlp": 1}, "train_mlp"),
-        (wire.AdamParams, {"beta1": 1.0}, "beta1"),
-        (wire.AdamParams, {"eps": 0}, "eps"),
-        (wire.AdamParams, {"grad_clip_norm": -1}, "grad_clip_norm"),
-        (wire.OptimStepRequest, {"model_id": "m", "optimizer_params": {"type": "dimuon"}}, "AdamW only"),
-        (wire.OptimizerConfig, {"type": "dimuon"}, 'no optimizer "dimuon"'),
-        (wire.SessionHeartbeatRequest, {"session_id": "a/b"}, "session_id"),
-        (wire.SessionHeartbeatRequest, {"session_id": "s" * 129}, "session_id"),
-        (wire.ModelRequest, {"model_id": "m\0"}, "model_id"),
-        (wire_weights.SaveWeightsRequest, {"model_id": "m", "path": "../up"}, "path"),
-        (wire_weights.SaveWeightsRequest, {"model_id": "m", "path": ".."}, "path"),
-        (wire_weights.SaveWeightsRequest, {"model_id": "m", "path": "x", "ttl_seconds": 0}, "ttl_seconds"),
-        (wire_weights.SaveWeightsForSamplerRequest, {"model_id": "m"}, "sampling_session_seq_id"),
+        (requests.LoraConfig, {"rank": 0}, "rank"),
+        (requests.LoraConfig, {"rank": 513}, "rank"),
+        (requests.LoraConfig, {"rank": 8, "seed": 2**64}, "seed"),
+        (requests.LoraConfig, {"rank": 8, "train_mlp": 1}, "train_mlp"),
+        (requests.AdamParams, {"beta1": 1.0}, "beta1"),
+        (requests.AdamParams, {"eps": 0}, "eps"),
+        (requests.AdamParams, {"grad_clip_norm": -1}, "grad_clip_norm"),
+        (requests.OptimStepRequest, {"model_id": "m", "optimizer_params": {"type": "dimuon"}}, "AdamW only"),
+        (requests.OptimizerConfig, {"type": "dimuon"}, 'no optimizer "dimuon"'),
+        (requests.SessionHeartbeatRequest, {"session_id": "a/b"}, "session_id"),
+        (requests.SessionHeartbeatRequest, {"session_id": "s" * 129}, "session_id"),
+        (requests.ModelRequest, {"model_id": "m\0"}, "model_id"),
+        (weights.SaveWeightsRequest, {"model_id": "m", "path": "../up"}, "path"),
+        (weights.SaveWeightsRequest, {"model_id": "m", "path": ".."}, "path"),
+        (weights.SaveWeightsRequest, {"model_id": "m", "path": "x", "ttl_seconds": 0}, "ttl_seconds"),
+        (weights.SaveWeightsForSamplerRequest, {"model_id": "m"}, "sampling_session_seq_id"),
         (
-            wire_weights.SaveWeightsForSamplerRequest,
+            weights.SaveWeightsForSamplerRequest,
             {"model_id": "m", "path": "x", "sampling_session_seq_id": 0},
             "either",
         ),
-        (wire_weights.LoadWeightsRequest, {"path": "tinker://r/weights/x", "optimizer": True}, "which model"),
-        (wire.CreateSamplingSessionRequest, {"session_id": "s", "sampling_session_seq_id": 0}, "base_model"),
-        (wire.SampleRequest, {"prompt": {"chunks": []}}, "what to sample from"),
-        (wire.SampleRequest, {"prompt": {"chunks": []}, "base_model": "b", "num_samples": 10**9}, "num_samples"),
-        (wire.SampleRequest, {"prompt": {"chunks": []}, "base_model": "b", "seq_id": 2**63}, "seq_id"),
-        (wire_weights.InterpolateRequest, {"source_paths": ["a"], "coefficients": [1.0, 2.0]}, "coefficients"),
-        (wire.Chunk, {"type": "image", "data": "x", "format": "png"}, "text only"),
-        (wire.Chunk, {"data": "x", "format": "png"}, "text only"),
-        (wire.Chunk, {"tokens": [1, -1]}, "tokens.1"),
-        (wire.Chunk, {"tokens": [2**31]}, "tokens.0"),
+        (weights.LoadWeightsRequest, {"path": "tinker://r/weights/x", "optimizer": True}, "which model"),
+        (requests.CreateSamplingSessionRequest, {"session_id": "s", "sampling_session_seq_id": 0}, "base_model"),
+        (requests.SampleRequest, {"prompt": {"chunks": []}}, "what to sample from"),
+        (requests.SampleRequest, {"prompt": {"chunks": []}, "base_model": "b", "num_samples": 10**9}, "num_samples"),
+        (requests.SampleRequest, {"prompt": {"chunks": []}, "base_model": "b", "seq_id": 2**63}, "seq_id"),
+        (weights.InterpolateRequest, {"source_paths": ["a"], "coefficients": [1.0, 2.0]}, "coefficients"),
+        (requests.Chunk, {"type": "image", "data": "x", "format": "png"}, "text only"),
+        (requests.Chunk, {"data": "x", "format": "png"}, "text only"),
+        (requests.Chunk, {"tokens": [1, -1]}, "tokens.1"),
+        (requests.Chunk, {"tokens": [2**31]}, "tokens.0"),
     ],
 )
-def test_what_would_break_a_server_is_refused(model: type[Wire], fields: dict[str, Any], message: str) -> None:
+def test_what_would_break_a_server_is_refused(model: type[WireModel], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
         read(model, **fields)
     assert caught.value.status == 400
@@ -174,13 +178,13 @@ def test_what_would_break_a_server_is_refused(model: type[Wire], fields: dict[st
 
 def test_a_message_names_at_most_three_of_many_errors() -> None:
     with pytest.raises(BadRequest, match=r"; and \d+ more$") as caught:
-        read(wire.SamplingParams, max_tokens=0, temperature=-1, top_p=2, top_k=0, seed="x")
+        read(requests.SamplingParams, max_tokens=0, temperature=-1, top_p=2, top_k=0, seed="x")
     assert len(str(caught.value)) < 400
 
 
 def test_of_a_million_wrong_numbers_one_is_reported() -> None:
     with pytest.raises(BadRequest) as caught:
-        read(wire.TensorData, data=["x"] * 100_000, dtype="float32")
+        read(requests.TensorData, data=["x"] * 100_000, dtype="float32")
     assert len(str(caught.value)) < 200
 
 
@@ -192,24 +196,24 @@ JSON = st.recursive(
 
 
 @given(model=st.sampled_from(MODELS), data=st.data())
-def test_only_bad_request_escapes_the_parser(model: type[Wire], data: st.DataObject) -> None:
+def test_only_bad_request_escapes_the_parser(model: type[WireModel], data: st.DataObject) -> None:
     fields = data.draw(st.fixed_dictionaries({}, optional=dict.fromkeys(model.model_fields, JSON)))
     for body in (json.dumps(fields).encode(), data.draw(st.binary(max_size=30))):
         try:
-            parse(model, body)
+            parse_body(model, body)
         except BadRequest as error:
             assert str(error)
 
 
 def test_a_deep_body_is_refused() -> None:
     with pytest.raises(BadRequest):
-        parse(wire.CreateSessionRequest, b'{"user_metadata":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001)
+        parse_body(requests.CreateSessionRequest, b'{"user_metadata":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001)
 
 
 def test_replies_are_json_that_clients_read() -> None:
-    reply = replies.GetInfoResponse(model_data=replies.ModelData(model_name="org/base"), model_id="m", is_lora=True)
+    reply = responses.GetInfoResponse(model_data=responses.ModelData(model_name="org/base"), model_id="m", is_lora=True)
     assert json.loads(reply.model_dump_json())["optimizer_config"] == {"type": "adamw"}
-    future = replies.UntypedAPIFuture(request_id="r")
+    future = responses.UntypedAPIFuture(request_id="r")
     assert json.loads(future.model_dump_json()) == {"request_id": "r", "model_id": None, "sample_sequence_ids": None}
 
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from sqlalchemy.exc import OperationalError
 
-from palestra.service import codec
-from palestra.service import wire_pb2 as pb
-from palestra.service.bell import Bell
-from palestra.service.jobs import LoadJob, Lora, OptimJob, SampleJob, SaveJob
-from palestra.service.store import TAKES, Store
-from palestra.service.tables import checkpoints, models, requests, samplers, sessions
-from palestra.service.worker import Patience, Settings, Worker
+from palestra.service.api import codec
+from palestra.service.api import wire_pb2 as pb
+from palestra.service.engine.jobs import LoadJob, LoraSettings, OptimJob, SampleJob, SaveJob
+from palestra.service.engine.worker import DatabaseRetry, Worker, WorkerSettings
+from palestra.service.storage.store import MAX_TAKES, Store
+from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions
+from palestra.service.storage.wakeup import WakeupSocket
 from palestra.types import Datum
 
 
@@ -31,9 +31,9 @@ class Desk:
     def __init__(self, data: Path, base: Path, **settings: Any) -> None:
         data.mkdir(exist_ok=True)
         url = f"sqlite:///{data / 'store.sqlite'}"
-        self.settings = Settings(store=url, data=data, bases={"small": str(base)}, device="cpu", **settings)
+        self.settings = WorkerSettings(store=url, data=data, bases={"small": str(base)}, device="cpu", **settings)
         self.store = Store.open(url)
-        self.bells = Bell.pair()
+        self.bells = WakeupSocket.pair()
         self.owners: dict[str, str] = {}
         self.start()
 
@@ -43,13 +43,13 @@ class Desk:
         self.worker.recover()
 
     def run(self) -> None:
-        while self.worker.turn():
+        while self.worker.step():
             pass
 
     def end(self) -> None:
         self.store.close()
         for bell in self.bells:
-            bell.end.close()
+            bell.sock.close()
 
     def model(self, number: int = 1, session: str = "s", owner: str = "ada", **lora: Any) -> str:
         id, now = f"{session}:train:{number}", time.time()
@@ -62,8 +62,8 @@ class Desk:
             "state": "live",
             "saved": None,
         }
-        lora = Lora(**{"rank": 4, "train_unembed": False, **lora}).model_dump()
-        self.store.add(models, **row, lora=lora, created=now, used=now, changed=0, kept=0)
+        lora = LoraSettings(**{"rank": 4, "train_unembed": False, **lora}).model_dump()
+        self.store.insert(models, **row, lora=lora, created=now, used=now, changed=0, kept=0)
         self.owners[id] = owner
         self.ask(id, "create_model", b"{}", 0)
         return id
@@ -102,8 +102,8 @@ class Desk:
         assert row.state == "done", (row.state, row.result)
         readers: dict[str, Callable[[bytes], Any]] = {
             "json": bytes,
-            "forward_backward": codec.forward_backward_json,
-            "sample": codec.sample_json,
+            "forward_backward": codec.forward_backward_to_json,
+            "sample": codec.sample_to_json,
         }
         return dict(json.loads(readers[row.result_kind](row.result)))
 
@@ -115,7 +115,7 @@ class Desk:
         return str(said["error"])
 
     def weights(self, model: str) -> list[torch.Tensor]:
-        return [w.detach().clone() for w in self.worker.tenants.get(model).trainer.parameters]
+        return [w.detach().clone() for w in self.worker.live_models.get(model).trainer.parameters]
 
 
 def gradients(
@@ -134,7 +134,7 @@ def gradients(
         given = {"weights": np.ones(8, np.float32), **{k: np.full(8, v, np.float32) for k, v in inputs.items()}}
         data.append(Datum(ids[:-1], ids[1:], given))
     call = pb.ForwardBackwardRequest(model_id=model, loss_fn=loss, forward_only=forward_only)
-    return codec.with_data(call, data).SerializeToString()
+    return codec.replace_data(call, data).SerializeToString()
 
 
 def logps(answer: dict[str, Any]) -> list[list[float]]:
@@ -221,7 +221,7 @@ def test_a_request_sent_twice_is_answered_once(desk: Desk) -> None:
     assert twice[0] == twice[1] == desk.learn(model, 1)
     desk.learn(other, 1)
     desk.run()
-    grads = [desk.worker.tenants.get(model).trainer.parameters[1].grad for model in (model, other)]
+    grads = [desk.worker.live_models.get(model).trainer.parameters[1].grad for model in (model, other)]
     assert 0.5 < float(grads[0].norm() / grads[1].norm()) < 1.5  # not doubled
     assert desk.store.count(requests) == 4
 
@@ -245,7 +245,7 @@ def test_requests_without_numbers_run_as_they_come_and_use_up_none(open_desk: Ca
     ids.append(desk.step(model, 2))
     desk.run()
     assert all(desk.answer(id) for id in ids)
-    assert desk.worker.tenants.get(model).changed > desk.worker.tenants.get(model).kept
+    assert desk.worker.live_models.get(model).changed_seq > desk.worker.live_models.get(model).saved_seq
 
 
 # -- several models ----------------------------------------------------------------------------------------------------
@@ -285,10 +285,10 @@ def test_a_keys_queue_of_gradients_does_not_hold_another_key(open_desk: Callable
     desk.run()
     queued = [desk.learn(model, seq) for seq in range(1, 11) for model in bobs]
     for _ in range(2):
-        desk.worker.turn()
+        desk.worker.step()
     late = desk.learn(adas, 1)
     for _ in range(3):
-        desk.worker.turn()
+        desk.worker.step()
     assert desk.answer(late) and answered(desk, queued) < 15
     desk.run()
     assert answered(desk, queued) == 30
@@ -303,10 +303,10 @@ def test_a_long_request_shares_its_time_with_another_keys_short_ones(open_desk: 
         one.run()
         long, step = one.ask(bobs, "forward_backward", gradients(bobs, 1, count=40), 1), one.step(bobs, 2)
         for seq in range(1, 9 if one is desk else 1):
-            one.worker.turn()
+            one.worker.step()
             short = one.ask(adas, "forward_backward", gradients(adas, seq, count=1), seq)
             for _ in range(4):
-                one.worker.turn()
+                one.worker.step()
             assert one.answer(short) and one.row(long).state == "taken"
         one.run()
         assert one.answer(long) and one.answer(step)
@@ -319,22 +319,24 @@ def test_a_worker_that_stops_ends_a_long_request(open_desk: Callable[..., Desk])
     model = desk.model()
     desk.run()
     long = desk.ask(model, "forward_backward", gradients(model, 1, count=20), 1)
-    desk.worker.turn()
+    desk.worker.step()
     assert desk.row(long).state == "taken"
-    desk.worker.finish()
+    desk.worker.shut_down()
     assert desk.answer(long)
 
 
 def test_a_keys_many_samples_do_not_hold_another_key(open_desk: Callable[..., Desk]) -> None:
     """Bob fills all rows for many tokens each; what ada asks for is there a few turns later."""
     desk = open_desk(max_rows=16)
-    heavy = [desk.sample(None, i, "bob", num_samples=32, sampling={"max_tokens": 60, "end": False}) for i in range(4)]
+    heavy = [
+        desk.sample(None, i, "bob", num_samples=32, sampling={"max_tokens": 60, "stop_at_eos": False}) for i in range(4)
+    ]
     for _ in range(5):
-        desk.worker.turn()
+        desk.worker.step()
     small = desk.sample(None, num_samples=1, sampling={"max_tokens": 5})
     scored = desk.sample(None, num_samples=1, prompt_logprobs=True, sampling={"max_tokens": 5})
     for _ in range(8):
-        desk.worker.turn()
+        desk.worker.step()
     assert len(desk.answer(small)["sequences"]) == 1 and desk.answer(scored)["prompt_logprobs"]
     assert answered(desk, heavy) == 0
     desk.run()
@@ -350,8 +352,8 @@ def test_what_fails_harms_no_other(desk: Desk) -> None:
     assert "look for extreme log-probabilities" in desk.error(wrong)
     assert "no ForwardBackwardRequest" in desk.error(garbage)
     assert desk.answer(right)
-    assert all(w.grad is None for w in desk.worker.tenants.get(bad).trainer.parameters)
-    assert all(torch.isfinite(w.grad).all() for w in desk.worker.tenants.get(good).trainer.parameters)
+    assert all(w.grad is None for w in desk.worker.live_models.get(bad).trainer.parameters)
+    assert all(torch.isfinite(w.grad).all() for w in desk.worker.live_models.get(good).trainer.parameters)
 
 
 def test_a_model_that_diverged_fails_alone(desk: Desk) -> None:
@@ -361,7 +363,7 @@ def test_a_model_that_diverged_fails_alone(desk: Desk) -> None:
     desk.step(wild, 2, lr=1e38)
     desk.run()
     with torch.no_grad():  # a step that large may or may not do it, as the weights have it
-        for weight in desk.worker.tenants.get(wild).trainer.parameters:
+        for weight in desk.worker.live_models.get(wild).trainer.parameters:
             weight.fill_(torch.nan)
     desk.step(wild, 3, lr=0.0)
     desk.save(wild, 4, "wild", "sampler_weights")
@@ -376,7 +378,7 @@ def test_a_model_that_diverged_fails_alone(desk: Desk) -> None:
     assert "the loss is nan" in desk.error(failing)
     assert "NaN" in desk.error(samples[0]) and "NaN" in desk.error(asked)
     np.testing.assert_allclose(logps(desk.answer(beside)), logps(desk.answer(alone)), atol=1e-5)
-    assert all(torch.isfinite(w.grad).all() for w in desk.worker.tenants.get(tame).trainer.parameters)
+    assert all(torch.isfinite(w.grad).all() for w in desk.worker.live_models.get(tame).trainer.parameters)
     after = desk.sample(None, sampling={"max_tokens": 20})  # in the slots that the wild one had
     desk.run()
     for id in (samples[1], after):
@@ -393,36 +395,36 @@ def test_a_model_that_left_memory_goes_on_to_the_bit(
     steady, moved = open_desk("steady"), open_desk("moved", **settings)
     for desk in (steady, moved):
         if desk is moved:
-            monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+            monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
         model, seq = desk.model(seed=4), 1
         for seed in range(4):
             desk.learn(model, seq, seed)
             desk.run()  # gathered gradients leave memory too
-            assert (model in desk.worker.tenants.live) == (desk is steady)
+            assert (model in desk.worker.live_models.live) == (desk is steady)
             desk.step(model, seq + 1)
             desk.run()
             seq += 2
     assert all(map(torch.equal, steady.weights(model), moved.weights(model)))
-    states = [desk.worker.tenants.get(model).trainer for desk in (steady, moved)]
+    states = [desk.worker.live_models.get(model).trainer for desk in (steady, moved)]
     assert states[0].steps == states[1].steps == 4
 
 
 def test_a_model_with_requests_stays_in_memory(open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+    monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     desk = open_desk(idle=0.0, patience=1000.0)
     model = desk.model()
     desk.learn(model, 2)
     desk.run()
-    assert model in desk.worker.tenants.live
+    assert model in desk.worker.live_models.live
     first = desk.learn(model, 1)
     desk.run()
     assert desk.answer(first)
-    assert model not in desk.worker.tenants.live
+    assert model not in desk.worker.live_models.live
 
 
 def test_house_keeping_waits_for_a_pass_to_end(open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
     """A model in the middle of its gradients would otherwise leave memory without them."""
-    monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+    monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     desk = open_desk(idle=0.0, pack_tokens=8)  # a pause after each datum
     model = desk.model()
     desk.learn(model, 1)
@@ -447,7 +449,7 @@ def test_loading_goes_on_where_it_was_saved(desk: Desk) -> None:
     assert all(map(torch.equal, desk.weights(model), wanted))
     desk.load(model, seq + 10, path, optimizer=False)
     desk.run()
-    assert not desk.worker.tenants.get(model).trainer.optimizer.state  # moments of other weights mean nothing
+    assert not desk.worker.live_models.get(model).trainer.optimizer.state  # moments of other weights mean nothing
     trained(desk, model, seq + 11, range(2, 4))
     assert not all(map(torch.equal, desk.weights(model), wanted))
 
@@ -463,7 +465,7 @@ def test_a_load_that_fails_changes_nothing(desk: Desk) -> None:
         desk.store.get(checkpoints, f"tinker://{model}/{p}") for p in ("sampler_weights/bare", "weights/good")
     )
     half = desk.load(model, seq + 4, bare.path)  # has no optimizer
-    spoil(desk.worker.vault.root / good.folder / "adapter_model.safetensors")
+    spoil(desk.worker.weight_store.root / good.folder / "adapter_model.safetensors")
     torn = desk.load(model, seq + 5, good.path)
     desk.run()
     assert "holds no optimizer" in desk.error(half)
@@ -483,7 +485,7 @@ def test_damaged_weights_are_not_sampled_from(desk: Desk) -> None:
     desk.save(model, 1, "x", "sampler_weights")
     desk.run()
     folder = desk.store.get(checkpoints, f"tinker://{model}/sampler_weights/x").folder
-    spoil(desk.worker.vault.root / folder / "adapter_model.safetensors")
+    spoil(desk.worker.weight_store.root / folder / "adapter_model.safetensors")
     sample, bare = desk.sample(folder), desk.sample(None)
     desk.run()
     assert "damaged" in desk.error(sample)
@@ -522,29 +524,29 @@ def test_samplers_do_not_move_while_training_goes_on(desk: Desk) -> None:
 
 
 def test_what_is_over_is_swept(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
-    monkeypatch.setattr("palestra.service.vault.YOUNG", -1.0)
+    monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
+    monkeypatch.setattr("palestra.service.storage.weight_store.MIN_SWEEP_AGE_S", -1.0)
     model = desk.model()
     desk.learn(model, 1)
     desk.step(model, 2)
     desk.save(model, 3, "short", ttl_seconds=0.001)
     desk.save(model, 4, "long", ttl_seconds=1000)
     desk.save(model, 5, "for-ever", "sampler_weights")
-    (desk.worker.vault.root / ".tmp-half").mkdir()
+    (desk.worker.weight_store.root / ".tmp-half").mkdir()
     desk.run()
     time.sleep(0.01)
     old = desk.sample(None)
     desk.run()
-    desk.store.change(requests, int(desk.row(old).serial), finished=1.0)
+    desk.store.update(requests, int(desk.row(old).serial), finished=1.0)
     desk.sample(None)
     desk.run()
     assert [row.path.rsplit("/", 1)[1] for row in desk.store.find(checkpoints)] == ["for-ever", "long"]
     assert desk.store.count(requests, requests.c.id == old) == 0
-    assert {path.name for path in desk.worker.vault.root.iterdir()} == desk.store.folders()
+    assert {path.name for path in desk.worker.weight_store.root.iterdir()} == desk.store.referenced_folders()
     desk.ask(model, "unload", b"{}", None)
     desk.run()
     kept = {row.folder for row in desk.store.find(checkpoints)}
-    assert {path.name for path in desk.worker.vault.root.iterdir()} == kept  # nothing of the model itself
+    assert {path.name for path in desk.worker.weight_store.root.iterdir()} == kept  # nothing of the model itself
 
 
 def test_an_unloaded_model_is_gone(desk: Desk) -> None:
@@ -556,7 +558,7 @@ def test_an_unloaded_model_is_gone(desk: Desk) -> None:
     late = desk.learn(model, 5)
     desk.run()
     assert "Create a new one" in desk.error(late)
-    assert not desk.worker.tenants.live
+    assert not desk.worker.live_models.live
 
 
 # -- crashes -----------------------------------------------------------------------------------------------------------
@@ -621,7 +623,7 @@ def test_a_lost_model_can_be_unloaded_and_never_passes_for_a_new_one(
     desk.start()
     first = desk.learn(model, 3)
     desk.run()
-    monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+    monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     desk.worker.settings.idle = 0.0
     desk.run()  # out of memory, and back
     second, unload = desk.learn(model, 4), desk.ask(model, "unload", b"{}", None)
@@ -639,7 +641,7 @@ def test_what_was_under_way_is_done_again(open_desk: Callable[..., Desk]) -> Non
         desk.learn(model, 1, kind="forward", forward_only=True),
         desk.step(model, 3),
     )
-    desk.worker.turn()
+    desk.worker.step()
     desk.start()
     desk.run()
     assert desk.answer(sample) and desk.answer(forward)
@@ -654,10 +656,10 @@ def locked(
     open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Desk, sqlite3.Connection]]:
     """A desk whose worker is patient, and a connection that can lock its database."""
-    monkeypatch.setattr("palestra.service.database.BUSY", 50)
+    monkeypatch.setattr("palestra.service.storage.database.BUSY_TIMEOUT_MS", 50)
     desk = open_desk()
     desk.store.close()
-    desk.store = Store.open(desk.settings.store, Patience(desk.bells[0]))
+    desk.store = Store.open(desk.settings.store, DatabaseRetry(desk.bells[0]))
     desk.start()
     other = sqlite3.connect(desk.settings.data / "store.sqlite", isolation_level=None, check_same_thread=False)
     yield desk, other
@@ -688,11 +690,11 @@ def test_a_worker_that_is_to_stop_gives_a_locked_database_up(
     locked: tuple[Desk, sqlite3.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk, other = locked
-    monkeypatch.setattr("palestra.service.worker.FAREWELL", 1)
+    monkeypatch.setattr("palestra.service.engine.worker.MIN_STOP_ATTEMPTS", 1)
     waits = desk.sample(None)
     desk.worker._take()
     other.execute("BEGIN IMMEDIATE")
-    desk.store.database.trouble.ending = True
+    desk.store.database.on_error.stopping = True
     with pytest.raises(OperationalError, match="database is locked"):
         desk.run()
     other.execute("ROLLBACK")
@@ -705,21 +707,21 @@ def test_what_was_taken_unheard_is_taken_again(locked: tuple[Desk, sqlite3.Conne
     """The connection broke while the database said what had been taken."""
     desk, _ = locked
     waits = desk.sample(None)
-    desk.store.take()
+    desk.store.take_queued()
     desk.run()
     assert desk.row(waits).state == "taken"
-    desk.store.database.troubled = True
+    desk.store.database.had_outage = True
     desk.worker._reclaim()
     desk.run()
-    assert desk.answer(waits) and not desk.store.database.troubled
+    assert desk.answer(waits) and not desk.store.database.had_outage
 
 
 def test_a_request_that_kills_its_worker_is_given_up(desk: Desk) -> None:
     model = desk.model()
     desk.run()
     killer = desk.step(model, 3)  # waits for number 2 for ever, as far as this test goes
-    for _ in range(TAKES):
-        desk.worker.turn()
+    for _ in range(MAX_TAKES):
+        desk.worker.step()
         desk.start()
     row = desk.row(killer)
     assert row.state == "failed" and json.loads(row.result)["category"] == "server"
@@ -733,9 +735,9 @@ def test_a_worker_that_is_told_to_stop_leaves_everything_to_the_next(open_desk: 
         desk.learn(model, seq, 5)
         desk.run()
         waits, sample = desk.step(model, seq + 2), desk.sample(None, sampling={"max_tokens": 40})
-        desk.worker.turn()
+        desk.worker.step()
         if desk is stopped:
-            desk.worker.finish()
+            desk.worker.shut_down()
             assert desk.answer(sample) and desk.row(waits).state == "queued"
             desk.start()
         desk.learn(model, seq + 1, 6)
@@ -747,23 +749,23 @@ def test_a_worker_that_is_told_to_stop_leaves_everything_to_the_next(open_desk: 
 def test_a_full_disk_costs_an_answer_not_the_models(desk: Desk) -> None:
     model = desk.model()
     trained(desk, model, 1, range(1))
-    root = desk.worker.vault.root
-    desk.worker.vault.root = root / "not" / "there"
+    root = desk.worker.weight_store.root
+    desk.worker.weight_store.root = root / "not" / "there"
     (root / "not").write_text("a file where a folder should be")
     save = desk.save(model, 3, "x")
     desk.run()
     assert json.loads(desk.row(save).result)["category"] == "server"
-    desk.worker.vault.root = root
+    desk.worker.weight_store.root = root
     again = desk.save(model, 4, "x")
     desk.run()
     assert desk.answer(again)
 
 
 def test_sessions_of_nobody_lose_their_samplers(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palestra.service.worker.SWEEP", 0.0)
+    monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     for id, seen in (("old", 1.0), ("new", time.time())):
-        desk.store.add(sessions, id=id, owner="ada", created=1.0, seen=seen, finished=None, info={})
+        desk.store.insert(sessions, id=id, owner="ada", created=1.0, seen=seen, finished=None, info={})
         row = {"id": f"{id}:sample:0", "session": id, "owner": "ada", "base": "small", "created": 1.0}
-        desk.store.add(samplers, **row, path=None, folder=None)
+        desk.store.insert(samplers, **row, path=None, folder=None)
     desk.run()
     assert [row.session for row in desk.store.find(samplers)] == ["new"]

@@ -11,8 +11,8 @@ from trained import lines, palestra, refused, two_agents
 
 from palestra.config import validate
 from palestra.runs import Run
-from palestra.sinks.base import SinksConfig, figures_of
-from palestra.sinks.follow import Tail, following
+from palestra.sinks.base import SinksConfig, metrics_of_line
+from palestra.sinks.log_tailer import LogTailer, follow_run
 
 LINE = {"loss": 0.5, "note": "text", "nothing": None}
 
@@ -26,10 +26,10 @@ def written(folder):
 
 def a_run(root, steps=3):
     with Run.create(root, "name: a\nsteps: 3\n", "a", {"seed": 0}) as run:
-        run.eval(-1, "test", {"success": 0.25, "returns": {"x": 1.0}})
+        run.log_eval(-1, "test", {"success": 0.25, "returns": {"x": 1.0}})
         for step in range(steps):
-            run.log(step, "planner", LINE | {"loss": step / 4})
-            run.time(step, "team", {"rollout_s": 2.0})
+            run.log_metrics(step, "planner", LINE | {"loss": step / 4})
+            run.log_timings(step, "team", {"rollout_s": 2.0})
     return run.path
 
 
@@ -38,8 +38,11 @@ def config(*sinks):
 
 
 def test_what_lines_say():
-    assert figures_of("metrics.jsonl", {"step": 4, "policy": "p", **LINE}) == (5, {"p/loss": 0.5})
-    assert figures_of("evals.jsonl", {"step": -1, "name": "t", "returns": {"a": 1}}) == (0, {"eval/t/returns/a": 1.0})
+    assert metrics_of_line("metrics.jsonl", {"step": 4, "policy": "p", **LINE}) == (5, {"p/loss": 0.5})
+    assert metrics_of_line("evals.jsonl", {"step": -1, "name": "t", "returns": {"a": 1}}) == (
+        0,
+        {"eval/t/returns/a": 1.0},
+    )
 
 
 def test_a_run_that_is_there_is_sent_once(tmp_path):
@@ -53,7 +56,7 @@ def test_a_run_that_is_there_is_sent_once(tmp_path):
         "eval/test/returns/x": [(0, 1.0)],
     }
     with Run.open(path) as run:
-        run.eval(1, "late", {"success": 1.0})
+        run.log_eval(1, "late", {"success": 1.0})
     assert "1 lines sent" in palestra("sync", path, "--to", "tensorboard")
     assert len(written(path / "sinks" / "tensorboard")["planner/loss"]) == 3
 
@@ -71,27 +74,27 @@ def test_what_is_made_again_is_sent_again_and_stands_once(tmp_path):
 
 def test_half_lines_and_cuts(tmp_path):
     log = tmp_path / "metrics.jsonl"
-    tail = Tail(tmp_path, {})
-    assert list(tail.news()) == []
+    tail = LogTailer(tmp_path, {})
+    assert list(tail.new_lines()) == []
     log.write_bytes(b'{"step": 0, "policy": "p"}\n{"step": 1, "po')
-    assert [line["step"] for _, line in tail.news()] == [0]
+    assert [line["step"] for _, line in tail.new_lines()] == [0]
     with open(log, "ab") as file:
         file.write(b'licy": "p"}\n')
-    assert [line["step"] for _, line in tail.news()] == [1]
+    assert [line["step"] for _, line in tail.new_lines()] == [1]
     log.write_bytes(b'{"step": 0, "policy": "p"}\n')
-    assert list(tail.news()) == []
+    assert list(tail.new_lines()) == []
     with open(log, "ab") as file:
         file.write(b'{"step": 1}\n')
-    assert [line["step"] for _, line in tail.news()] == [1]
-    tail.sent["metrics.jsonl"] = 5  # in the midst of a line
-    assert [line["step"] for _, line in tail.news()] == [1]
+    assert [line["step"] for _, line in tail.new_lines()] == [1]
+    tail.offsets["metrics.jsonl"] = 5  # in the midst of a line
+    assert [line["step"] for _, line in tail.new_lines()] == [1]
 
 
 def test_a_sink_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.sinks.follow.PAUSE", 0.02)
+    monkeypatch.setattr("palestra.sinks.log_tailer.POLL_INTERVAL_S", 0.02)
     path, told, looked = a_run(tmp_path), [], threading.Event()
     (tmp_path / "file").write_text("in the way")
-    with following(path, config({"type": "tensorboard", "folder": str(tmp_path / "file")}), told.append):
+    with follow_run(path, config({"type": "tensorboard", "folder": str(tmp_path / "file")}), told.append):
         looked.wait(0.3)
     (line,) = told
     assert "the sink tensorboard fails, training goes on without it" in line
@@ -100,7 +103,7 @@ def test_a_sink_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch)
 
 def test_two_processes_do_not_send_at_once(tmp_path):
     path = a_run(tmp_path)
-    with following(path, config("tensorboard"), print):
+    with follow_run(path, config("tensorboard"), print):
         for _ in range(200):
             if (path / "sinks" / "tensorboard" / "sent.json").exists():
                 break

@@ -10,7 +10,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from palestra.cli import app
+from palestra.cli.main import app
 from palestra.runs import Run
 
 pytestmark = pytest.mark.peers
@@ -22,9 +22,9 @@ LOSSES = [(1, 0.0), (2, 0.25), (3, 0.5)]
 def path(tmp_path):
     """A run of three steps with an exam before them."""
     with Run.create(tmp_path, "name: a\npolicies: {planner: {lr: 1e-3}}\n", "a", {"seed": 0}) as run:
-        run.eval(-1, "test", {"success": 0.25})
+        run.log_eval(-1, "test", {"success": 0.25})
         for step, loss in LOSSES:
-            run.log(step - 1, "planner", {"loss": loss})
+            run.log_metrics(step - 1, "planner", {"loss": loss})
     return run.path
 
 
@@ -35,7 +35,7 @@ def sync(path, kind, *settings):
         done = CliRunner().invoke(app, ["sync", str(path), "--to", kind, *options], catch_exceptions=False)
         assert done.exit_code == 0 and f"{count} lines sent" in done.output, done.output
     with Run.open(path) as run:
-        run.log(3, "planner", {"loss": 0.75})
+        run.log_metrics(3, "planner", {"loss": 0.75})
     assert CliRunner().invoke(app, ["sync", str(path), "--to", kind, *options]).exit_code == 0
 
 

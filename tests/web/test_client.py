@@ -12,8 +12,8 @@ import pytest
 
 from palestra.policies.base import Query
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
-from palestra.web import client
-from palestra.web.client import Endpoint, EndpointError, complete
+from palestra.web import chat_client
+from palestra.web.chat_client import Endpoint, EndpointError, complete
 
 KEY = "sk-very-secret"
 FINE = {"choices": [{"message": {"role": "assistant", "content": "fine"}}]}
@@ -119,7 +119,7 @@ def test_it_gives_up_in_time():
 
 
 def test_an_answer_without_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(client, "LARGEST", 2**20)
+    monkeypatch.setattr(chat_client, "MAX_ANSWER_BYTES", 2**20)
     with Script((200, {"choices": "x" * 2**21})) as server, pytest.raises(EndpointError, match="more than 1,048,576"):
         ask(server)
     assert len(server.heard) == 1

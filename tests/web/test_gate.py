@@ -11,10 +11,10 @@ import pytest
 from raw import answer, ask, connected, endless, head, many
 
 from palestra.web import server as bounds
-from palestra.web.bodies import DEEPEST, read_json
-from palestra.web.calls import Asked
-from palestra.web.completions import LIMITS, Server
-from palestra.web.endpoint import Session
+from palestra.web.bodies import MAX_DEPTH, read_json
+from palestra.web.calls import ChatCall
+from palestra.web.chat_server import ChatSession
+from palestra.web.completions import HTTP_LIMITS, ChatServer
 
 COMPLETE = "/v1/chat/completions"
 HELLO = json.dumps({"model": "a", "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -26,10 +26,10 @@ def serve() -> Iterator[Serve]:
     """Starts servers whose model says "fine"; returns an address and the key that it asks for."""
     servers = []
 
-    def start(deliver: Callable[[Asked], None] = lambda asked: asked.answer.set_result("fine"), **limits) -> tuple:
-        server = Server(limits=replace(LIMITS, **limits))
+    def start(deliver: Callable[[ChatCall], None] = lambda asked: asked.answer.set_result("fine"), **limits) -> tuple:
+        server = ChatServer(limits=replace(HTTP_LIMITS, **limits))
         servers.append(server)
-        session = Session(["a"], deliver, server=server)
+        session = ChatSession(["a"], deliver, server=server)
         return server.url, f"Bearer {session.key}"
 
     yield start
@@ -75,19 +75,19 @@ def test_the_key_is_asked_for_before_the_body_is_read(serve: Serve) -> None:
 def test_a_body_that_is_announced_too_long_is_refused_unread(serve: Serve) -> None:
     url, key = serve()
     with connected(url) as wire:
-        wire.sendall(head(url, "POST", COMPLETE, Content_Length=str(LIMITS.body + 1), Authorization=key))
+        wire.sendall(head(url, "POST", COMPLETE, Content_Length=str(HTTP_LIMITS.max_body_bytes + 1), Authorization=key))
         reply = answer(wire)
     assert reply.status == 413 and "connection: close" in reply.head
 
 
 def test_a_body_that_grows_too_long_is_refused(serve: Serve) -> None:
-    url, key = serve(body=2**20)
+    url, key = serve(max_body_bytes=2**20)
     reply, _ = endless(url, COMPLETE, 2, Authorization=key)
     assert reply.status == 413
 
 
 def test_bodies_that_are_held_at_once_are_bounded(serve: Serve) -> None:
-    url, key = serve(bodies=2**20)
+    url, key = serve(max_buffered_bytes=2**20)
     large = {"Content_Length": str(2**20), "Authorization": key}
     with many(url, 3, head(url, "POST", COMPLETE, **large) + b" " * 2**19) as wires:
         assert answer(wires[-1]).status == 429
@@ -99,15 +99,15 @@ def test_bodies_that_are_held_at_once_are_bounded(serve: Serve) -> None:
 
 
 def test_a_body_that_drips_in_is_given_up(serve: Serve) -> None:
-    url, key = serve(seconds=0.2)
+    url, key = serve(body_timeout_s=0.2)
     with connected(url) as wire:
         wire.sendall(head(url, "POST", COMPLETE, Content_Length="1000", Authorization=key) + b"{")
         assert answer(wire).status == 408
 
 
 def test_requests_under_way_are_bounded_and_free_again(serve: Serve) -> None:
-    asked: list[Asked] = []
-    url, key = serve(asked.append, requests=4)
+    asked: list[ChatCall] = []
+    url, key = serve(asked.append, max_requests=4)
     with many(url, 4, head(url, "POST", COMPLETE, HELLO, Authorization=key) + HELLO):
         while len(asked) < 4:
             time.sleep(0.01)
@@ -121,7 +121,7 @@ def test_requests_under_way_are_bounded_and_free_again(serve: Serve) -> None:
 
 
 def test_connections_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "CONNECTIONS", 8)
+    monkeypatch.setattr(bounds, "MAX_CONNECTIONS", 8)
     url, key = serve()
     with many(url, 8), connected(url) as one_more:
         reply = answer(one_more)
@@ -132,13 +132,13 @@ def test_connections_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_headers_are_bounded_in_length_and_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(bounds, "HEADER_TIMEOUT_S", 0.3)
     url, key = serve()
     with connected(url) as wire:
         wire.sendall(b"GET /v1/models HTTP/1.1\r\nX: ")
         for _ in range(20):
             try:
-                wire.sendall(b"x" * bounds.HEAD)
+                wire.sendall(b"x" * bounds.MAX_HEADER_BYTES)
             except ConnectionError:
                 break
         assert answer(wire).status in (431, 0)  # 0: the refusal was lost in what was still being sent
@@ -179,7 +179,7 @@ ODD = [
     b"\xff\xfe{\x00}\x00",
     b"[" * 100_000,
     b'{"a":' * 100_000,
-    b"[" * (DEEPEST + 1) + b"]" * (DEEPEST + 1),
+    b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1),
     b'{"x": NaN}',
     b'{"x": 1e999}',
     b'{"x": -Infinity}',
@@ -199,7 +199,7 @@ def test_odd_json_is_refused(serve: Serve, body: bytes) -> None:
 def test_plain_json_is_read() -> None:
     value = {"a": [1, 2.5, None, True, "ü\n\U0001f600"], "b": {"c": -(2**70)}}
     assert read_json(json.dumps(value).encode()) == value
-    assert read_json(b"[" * DEEPEST + b"]" * DEEPEST) is not None
+    assert read_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH) is not None
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 from browsers import launched
 
-from palestra.web.calls import ANYBODY, Asked
-from palestra.web.completions import Server
-from palestra.web.endpoint import Session
+from palestra.web.calls import ANY_KEY, ChatCall
+from palestra.web.chat_server import ChatSession
+from palestra.web.completions import ChatServer
 
 HELLO = '{"model": "a", "messages": [{"role": "user", "content": "hello"}]}'
 SEND = """
@@ -49,13 +49,13 @@ def elsewhere() -> Iterator[int]:
 
 
 def test_a_page_neither_asks_nor_reads(elsewhere: int) -> None:
-    server, asked = Server(), list[Asked]()
+    server, asked = ChatServer(), list[ChatCall]()
 
-    def deliver(call: Asked) -> None:
+    def deliver(call: ChatCall) -> None:
         asked.append(call)
         call.answer.set_result("fine")
 
-    Session(["a"], deliver, server=server, key=ANYBODY)
+    ChatSession(["a"], deliver, server=server, key=ANY_KEY)
     port = urlsplit(server.url).port
     with launched("--host-resolver-rules=MAP evil.example 127.0.0.1") as browser:
         page = browser.new_page()

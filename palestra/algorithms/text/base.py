@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from palestra.config import Strict
+from palestra.config import StrictModel
 from palestra.learners.base import Learner
-from palestra.rollouts.play import Branching
-from palestra.types import Answer, Episode, Memory, Metrics, Sample
+from palestra.rollouts.tree_rollout import Branching
+from palestra.types import AlgorithmState, Answer, Episode, Metrics, Sample
 
 
-class TextAlgorithm(Strict):
+class TextAlgorithm(StrictModel):
     """Base config of an algorithm for language agents.
 
-    Credit assignment has two steps: `samples` reads only the episodes; `refined` may query the weights in training, for
-    example for values. Both may keep state from step to step in `memory`, which is saved with the run. A config selects
-    a user's own subclass with `type: "module:Class"`.
+    Credit assignment has two steps: `build_samples` reads only the episodes; `finalize_samples` may query the weights
+    in training, for example for values. Both may keep state from step to step in `memory`, which is saved with the run.
+    A config selects a user's own subclass with `type: "module:Class"`.
     """
 
     type: str
@@ -41,51 +41,55 @@ class TextAlgorithm(Strict):
         return {}
 
     @property
-    def critic(self) -> bool:
+    def needs_critic(self) -> bool:
         """True if the policies need a value head."""
         return False
 
     @property
-    def reads_sampler(self) -> bool:
+    def needs_old_logprobs(self) -> bool:
         """True if the loss reads the log-probabilities under the policy that sampled the answers."""
         return True
 
     @property
-    def refers(self) -> bool:
+    def needs_reference(self) -> bool:
         """True if the algorithm needs log-probabilities under the reference policy."""
         return False
 
-    def samples(
-        self, episodes: Sequence[Episode], policy: str, memory: Memory | None = None
+    def build_samples(
+        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples that `policy` trains on, and metrics; writes every answer's advantage to its node."""
         raise TypeError(f"{type(self).__name__} gives no credit")
 
-    async def refined(self, samples: list[Sample], learner: Learner, memory: Memory) -> tuple[list[Sample], Metrics]:
+    async def finalize_samples(
+        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+    ) -> tuple[list[Sample], Metrics]:
         """Returns the samples completed with what `learner` computes (values, reference log-probabilities), and
         metrics."""
         return samples, {}
 
 
-def sample_of(answer: Answer, weights: np.ndarray, **more: Any) -> Sample:
+def build_sample(answer: Answer, weights: np.ndarray, **more: Any) -> Sample:
     """Returns the training sample of an answer; `weights` [T] float32 are the advantages of its tokens."""
     return Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, weights, answer.temperature, **more)
 
 
-async def with_reference(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
+async def add_reference_logprobs(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
     """Returns the samples with `reference`: their log-probabilities [T] under the reference policy, for a KL penalty or
     a preference loss."""
     found = await learner.logprobs(samples, reference=True)
-    return [replace(sample, reference=logprobs) for sample, logprobs in zip(samples, found, strict=True)]
+    return [replace(sample, reference_logprobs=logprobs) for sample, logprobs in zip(samples, found, strict=True)]
 
 
-async def corrected(samples: Sequence[Sample], learner: Learner, most: float) -> tuple[list[Sample], Metrics]:
+async def apply_importance_weights(
+    samples: Sequence[Sample], learner: Learner, importance_cap: float
+) -> tuple[list[Sample], Metrics]:
     """Returns the samples reweighted as if the weights in training had sampled them, and metrics.
 
-    Each token's advantage is multiplied by its importance ratio, capped at `most` (truncated importance sampling,
-    Espeholt et al., 2018, eq. 1; Yao et al., 2025), and `logprobs` become those of the current weights. The loss then
-    clips the step from the current weights (decoupled PPO, Hilton et al., 2022; Fu et al., 2025, eq. 5), not from the
-    policy that sampled.
+    Each token's advantage is multiplied by its importance ratio, capped at `importance_cap` (truncated importance
+    sampling, Espeholt et al., 2018, eq. 1; Yao et al., 2025), and `logprobs` become those of the current weights. The
+    loss then clips the step from the current weights (decoupled PPO, Hilton et al., 2022; Fu et al., 2025, eq. 5), not
+    from the policy that sampled.
 
     `sampler_kl` is the mean log-ratio of sampling policy to current weights (the k1 estimate of their KL divergence,
     nats), `truncated` the share of tokens whose ratio exceeds the cap. No metrics without tokens.
@@ -93,10 +97,12 @@ async def corrected(samples: Sequence[Sample], learner: Learner, most: float) ->
     now = await learner.logprobs(samples)
     ratios = [np.exp(own - sample.logprobs) for sample, own in zip(samples, now, strict=True)]
     moved = [
-        replace(sample, logprobs=own, advantages=(sample.advantages * np.minimum(ratio, most)).astype(np.float32))
+        replace(
+            sample, logprobs=own, advantages=(sample.advantages * np.minimum(ratio, importance_cap)).astype(np.float32)
+        )
         for sample, own, ratio in zip(samples, now, ratios, strict=True)
     ]
     flat = np.concatenate([np.ones(0), *ratios])
     if not len(flat):
         return moved, {}
-    return moved, {"sampler_kl": float(-np.log(flat).mean()), "truncated": float((flat > most).mean())}
+    return moved, {"sampler_kl": float(-np.log(flat).mean()), "truncated": float((flat > importance_cap).mean())}

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 FLAT = 1e-8  # standard deviations below this are rounding errors
-DECAY = 0.95  # of the moving average of a role's returns (SPIRAL, Liu et al., 2025)
+ROLE_BASELINE_DECAY = 0.95  # of the moving average of a role's returns (SPIRAL, Liu et al., 2025)
 
 
 def group_advantages(
@@ -55,7 +55,9 @@ def batch_spread(advantages: Sequence[Sequence[float]]) -> float:
     return float(flat.std()) if len(flat) and flat.std() > FLAT else 1.0
 
 
-def role_advantages(values: Sequence[float], average: float, decay: float = DECAY) -> tuple[list[float], float]:
+def role_advantages(
+    values: Sequence[float], average: float, decay: float = ROLE_BASELINE_DECAY
+) -> tuple[list[float], float]:
     """Returns each return's difference from the moving average of its role's returns, and the updated average
     (role-conditioned advantage estimation, SPIRAL, Liu et al., 2025: b <- decay b + (1 - decay) R, then A = R - b).
 
@@ -70,14 +72,14 @@ def role_advantages(values: Sequence[float], average: float, decay: float = DECA
     return advantages, average
 
 
-def counterfactual(q: Array, seat: int) -> Array:
+def counterfactual_credit(q: Array, seat: int) -> Array:
     """Returns the counterfactual credit of one seat [K, ..., K]: q(a) minus its mean over the seat's own answers with
     the others' answers fixed (difference rewards, Wolpert & Tumer, 2002; COMA, Foerster et al., 2018, eq. 4, with the
     policy's expectation taken over its own samples)."""
     return q - q.mean(axis=seat, keepdims=True)
 
 
-def shapley(q: Array, seat: int) -> Array:
+def shapley_credit(q: Array, seat: int) -> Array:
     """Returns the seat's Shapley value (Shapley, 1953) in the game of each joint answer [K, ..., K]. The value of a
     coalition is the mean of q with its seats' answers fixed and the other seats averaged over all of theirs.
 
@@ -94,16 +96,16 @@ def shapley(q: Array, seat: int) -> Array:
     return value
 
 
-def facing(credit: Array, seat: int, joints_JN: npt.NDArray[np.int64]) -> Array:
+def credit_in_context(credit: Array, seat: int, joints_JN: npt.NDArray[np.int64]) -> Array:
     """Returns the mean credit [K] of each of a seat's answers, with the other seats' answers fixed to those of the J
     joint answers `joints_JN` [J, N] int64."""
     by_answer = np.moveaxis(credit, seat, 0)
     return np.mean([by_answer[(slice(None), *np.delete(joint, seat))] for joint in joints_JN], axis=0)
 
 
-def influence(q: Array, seat: int) -> float:
+def total_effect_index(q: Array, seat: int) -> float:
     """Returns the share of the table's variance that averaging over the seat's answer removes: the total-effect index
     (Homma & Saltelli, 1996). 0 if the seat's answer has no effect, 1 if everything depends on it. Interactions count
     for every seat involved, so the sum over seats may exceed 1."""
     variance = q.var()
-    return float(counterfactual(q, seat).var() / variance) if variance > FLAT**2 else 0.0
+    return float(counterfactual_credit(q, seat).var() / variance) if variance > FLAT**2 else 0.0

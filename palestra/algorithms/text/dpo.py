@@ -14,16 +14,16 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.algorithms.text.base import sample_of, with_reference
-from palestra.algorithms.text.groups import Group, SiblingAlgorithm
+from palestra.algorithms.text.base import add_reference_logprobs, build_sample
+from palestra.algorithms.text.groups import GroupAlgorithm, SiblingGroup
 from palestra.learners.base import Learner
-from palestra.losses.preferences import Kind, preference_loss
-from palestra.types import Answer, Episode, Memory, Metrics, Sample
+from palestra.losses.preferences import PreferenceKind, preference_loss
+from palestra.types import AlgorithmState, Answer, Episode, Metrics, Sample
 
-EQUAL = 1e-8  # smaller differences between values are rounding errors
+MIN_VALUE_GAP = 1e-8  # smaller differences between values are rounding errors
 
 
-class DPO(SiblingAlgorithm):
+class DPO(GroupAlgorithm):
     """DPO and its variants on pairs of siblings from the policy's own episodes.
 
     Two siblings with the same text form no pair. With `at: root` a side is every answer of a seat along its trajectory.
@@ -32,13 +32,13 @@ class DPO(SiblingAlgorithm):
 
     type: Literal["dpo"] = "dpo"
     """Selects online DPO."""
-    k: int = Field(4, ge=2, le=4096)
+    group_size: int = Field(4, ge=2, le=4096)
     """Siblings per group (group size)."""
     pairs: Literal["best_worst", "all"] = "best_worst"
     """`best_worst` makes one pair per group; `all` pairs every two siblings whose values differ."""
-    margin: float = Field(0.0, ge=0)
+    min_margin: float = Field(0.0, ge=0)
     """Minimum difference of two siblings' values, in units of reward, to form a pair."""
-    kind: Kind = "sigmoid"
+    loss_type: PreferenceKind = "sigmoid"
     """Loss: `sigmoid` (DPO), `hinge` (SLiC) or `ipo`."""
     beta: float = Field(0.1, gt=0)
     """Strength of the pull to the reference policy; larger values keep the policy closer to it."""
@@ -49,12 +49,12 @@ class DPO(SiblingAlgorithm):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.label_smoothing and self.kind == "ipo":
-            raise ValueError("label_smoothing is of kind: sigmoid and hinge, and ipo has none: leave it out")
+        if self.label_smoothing and self.loss_type == "ipo":
+            raise ValueError("label_smoothing is of loss_type: sigmoid and hinge, and ipo has none: leave it out")
         return self
 
     @property
-    def reads_sampler(self) -> bool:
+    def needs_old_logprobs(self) -> bool:
         return False
 
     @property
@@ -64,17 +64,17 @@ class DPO(SiblingAlgorithm):
     @property
     def loss_options(self) -> dict[str, Any]:
         options = {"label_smoothing": self.label_smoothing, "reference_free": self.reference_free}
-        return {"kind": self.kind, "beta": self.beta} | {name: value for name, value in options.items() if value}
+        return {"kind": self.loss_type, "beta": self.beta} | {name: value for name, value in options.items() if value}
 
-    def samples(
-        self, episodes: Sequence[Episode], policy: str, memory: Memory | None = None
+    def build_samples(
+        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the pairs that `policy` trains on, as groups of samples with the chosen side first, and metrics.
         Writes to each answer's node the number of pairs it wins minus the number it loses.
 
         `groups` and `pairs` are counts; `zero_variance` is the share of groups without a pair.
         """
-        groups = self.groups_of(episodes, policy)
+        groups = self.policy_groups(episodes, policy)
         samples: list[Sample] = []
         pairs = flat = 0
         for group in groups:
@@ -82,17 +82,19 @@ class DPO(SiblingAlgorithm):
             found = self._paired(group.values, sides)
             _annotate(group, found)
             for number, (better, worse) in enumerate(found, pairs):
-                samples += _pair(sides[better], sides[worse], number, mean=self.kind == "ipo")
+                samples += _pair(sides[better], sides[worse], number, mean=self.loss_type == "ipo")
             pairs, flat = pairs + len(found), flat + (not found)
         share = flat / len(groups) if groups else 0.0
         return samples, {"groups": float(len(groups)), "pairs": float(pairs), "zero_variance": share}
 
     @property
-    def refers(self) -> bool:
+    def needs_reference(self) -> bool:
         return not self.reference_free
 
-    async def refined(self, samples: list[Sample], learner: Learner, memory: Memory) -> tuple[list[Sample], Metrics]:
-        return (await with_reference(samples, learner) if self.refers and samples else samples), {}
+    async def finalize_samples(
+        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+    ) -> tuple[list[Sample], Metrics]:
+        return (await add_reference_logprobs(samples, learner) if self.needs_reference and samples else samples), {}
 
     def _paired(self, values: Sequence[float], sides: Sequence[Sequence[Answer]]) -> list[tuple[int, int]]:
         """Returns index pairs (better, worse) of siblings whose values and texts differ."""
@@ -102,11 +104,11 @@ class DPO(SiblingAlgorithm):
             for better, worse in permutations(range(len(sides)), 2)
             if said[better] and said[worse] and said[better] != said[worse]
         }
-        found = [pair for pair, gap in gaps.items() if gap > max(EQUAL, self.margin - EQUAL)]
+        found = [pair for pair, gap in gaps.items() if gap > max(MIN_VALUE_GAP, self.min_margin - MIN_VALUE_GAP)]
         return found if self.pairs == "all" else sorted(found, key=lambda pair: -gaps[pair])[:1]
 
 
-def _sides(group: Group) -> list[list[Answer]]:
+def _sides(group: SiblingGroup) -> list[list[Answer]]:
     """Returns each sibling's answers that have tokens."""
     answers = [[node.answers[group.seat] for node in nodes] for nodes in group.nodes]
     return [[answer for answer in side if len(answer.token_ids)] for side in answers]
@@ -120,11 +122,11 @@ def _pair(chosen: Sequence[Answer], rejected: Sequence[Answer], number: int, *, 
     for side, sign, length in zip((chosen, rejected), (1.0, -1.0), lengths, strict=True):
         for answer in side:
             weights = np.full(len(answer.token_ids), sign / length if mean else sign, np.float32)
-            samples.append(sample_of(answer, weights, weight=1 / sum(lengths), group=number))
+            samples.append(build_sample(answer, weights, weight=1 / sum(lengths), group=number))
     return samples
 
 
-def _annotate(group: Group, pairs: Sequence[tuple[int, int]]) -> None:
+def _annotate(group: SiblingGroup, pairs: Sequence[tuple[int, int]]) -> None:
     """Writes to each answer's node the number of pairs its side wins minus the number it loses."""
     for sibling, nodes in enumerate(group.nodes):
         wins = sum(better == sibling for better, _ in pairs) - sum(worse == sibling for _, worse in pairs)

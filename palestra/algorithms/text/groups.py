@@ -10,13 +10,13 @@ import numpy as np
 from pydantic import Field
 
 from palestra.algorithms.text.base import TextAlgorithm
-from palestra.rollouts.figures import member
-from palestra.rollouts.play import Branching, Keep
+from palestra.rollouts.metrics import member_name
+from palestra.rollouts.tree_rollout import Branching, Keep
 from palestra.types import Episode, Node, Seat
 
 
 @dataclass(frozen=True)
-class Group:
+class SiblingGroup:
     """Siblings of one seat: `values` [K], and per sibling the nodes that receive its advantage."""
 
     seat: Seat
@@ -24,68 +24,74 @@ class Group:
     nodes: list[list[Node]]
 
 
-class SiblingAlgorithm(TextAlgorithm):
+class GroupAlgorithm(TextAlgorithm):
     """Base config of algorithms that compare siblings: whole trajectories or answers to one observation."""
 
-    at: Literal["root", "turn"] = "turn"
-    """`root`: siblings are `k` whole trajectories from one first step. `turn`: they are `k` answers of one seat to one
-    observation."""
-    keep: Keep = "best"
-    """With `at: turn`, the siblings that the episode continues from: `best`, `random`, `epsilon` (best, but random with
-    probability `epsilon`) or `all`."""
-    k: int = Field(8, ge=2, le=4096)
+    branch_at: Literal["root", "turn"] = "turn"
+    """`root`: siblings are `group_size` whole trajectories from one first step. `turn`: they are `group_size` answers
+    of one seat to one observation."""
+    continue_from: Keep = "best"
+    """With `branch_at: turn`, the siblings that the episode continues from: `best`, `random`, `epsilon` (best, but
+    random with probability `epsilon`) or `all`."""
+    group_size: int = Field(8, ge=2, le=4096)
     """Siblings per group (group size)."""
     epsilon: float = Field(0.1, ge=0, le=1)
-    """With `keep: epsilon`, the probability of continuing from a random sibling."""
-    alpha: float = Field(1.0, ge=0)
+    """With `continue_from: epsilon`, the probability of continuing from a random sibling."""
+    team_weight: float = Field(1.0, ge=0)
     """Weight of the team's reward: rewards are alpha * team + local."""
 
     @property
     def branching(self) -> Branching:
-        return Branching(self.at, self.k, "all" if self.at == "root" else self.keep, self.epsilon, self.alpha)
+        return Branching(
+            self.branch_at,
+            self.group_size,
+            "all" if self.branch_at == "root" else self.continue_from,
+            self.epsilon,
+            self.team_weight,
+        )
 
-    def groups_of(self, episodes: Sequence[Episode], policy: str) -> list[Group]:
+    def policy_groups(self, episodes: Sequence[Episode], policy: str) -> list[SiblingGroup]:
         """Returns the groups of `policy`'s answers in all episodes."""
         return [
             group
             for episode in episodes
             for group in self.groups(episode)
-            if any(member(node.answers[group.seat].policy) == policy for node in group.nodes[0])
+            if any(member_name(node.answers[group.seat].policy) == policy for node in group.nodes[0])
         ]
 
-    def groups(self, episode: Episode) -> Iterator[Group]:
+    def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
         """Yields the groups of an episode; none if it failed."""
         if episode.error is not None:
             return
-        if self.at == "root":
+        if self.branch_at == "root":
             yield from self._lines(episode)
         else:
             yield from self._turns(episode)
 
-    def _lines(self, episode: Episode) -> Iterator[Group]:
+    def _lines(self, episode: Episode) -> Iterator[SiblingGroup]:
         """Yields one group per seat: K trajectories with their returns, counted from the team's rewards and the seat's
         own."""
-        lines = [episode.line(leaf) for leaf in episode.leaves()]
+        lines = [episode.trajectory(leaf) for leaf in episode.leaves()]
         for seat in episode.seats:
             nodes = [[node for node in line if seat in node.answers] for line in lines]
             kept = [i for i, own in enumerate(nodes) if own]
             if kept:
-                values = [sum(node.reward(seat, self.alpha) for node in lines[i]) for i in kept]
-                yield Group(seat, values, [nodes[i] for i in kept])
+                values = [sum(node.reward(seat, self.team_weight) for node in lines[i]) for i in kept]
+                yield SiblingGroup(seat, values, [nodes[i] for i in kept])
 
-    def _turns(self, episode: Episode) -> Iterator[Group]:
-        """Yields one group per branching point and seat. In full trees (`keep: all`) a sibling's value includes its
-        subtree; otherwise only one sibling has a continuation, so values are the step's own rewards."""
+    def _turns(self, episode: Episode) -> Iterator[SiblingGroup]:
+        """Yields one group per branching point and seat. In full trees (`continue_from: all`) a sibling's value
+        includes its subtree; otherwise only one sibling has a continuation, so values are the step's own rewards."""
         families: dict[int | None, list[Node]] = {}
         for node in episode.nodes:
             families.setdefault(node.parent, []).append(node)
         for siblings in families.values():
             for seat in siblings[0].answers:
                 values = [self._value(node, seat, families) for node in siblings]
-                yield Group(seat, values, [[node] for node in siblings])
+                yield SiblingGroup(seat, values, [[node] for node in siblings])
 
     def _value(self, node: Node, seat: Seat, families: dict[int | None, list[Node]]) -> float:
-        value = node.reward(seat, self.alpha)
-        if self.keep == "all" and node.id in families:
+        value = node.reward(seat, self.team_weight)
+        if self.continue_from == "all" and node.id in families:
             value += float(np.mean([self._value(child, seat, families) for child in families[node.id]]))
         return value

@@ -18,49 +18,49 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.algorithms.text.base import TextAlgorithm, corrected
-from palestra.algorithms.text.returns import explained, gae, standardised
+from palestra.algorithms.text.base import TextAlgorithm, apply_importance_weights
+from palestra.algorithms.text.gae import explained_variance, gae, standardise
 from palestra.learners.base import Learner
 from palestra.losses.policy import LOSSES
-from palestra.rollouts.figures import member
-from palestra.rollouts.play import Branching
-from palestra.types import Episode, Memory, Metrics, Node, Sample, Seat
+from palestra.rollouts.metrics import member_name
+from palestra.rollouts.tree_rollout import Branching
+from palestra.types import AlgorithmState, Episode, Metrics, Node, Sample, Seat
 
-COEFFICIENT = "kl"  # key in `memory`: initial and current coefficient of the adaptive KL penalty
-MOST = 0.2  # bound of the relative error in the adaptive KL controller
+KL_COEF_KEY = "kl"  # key in `memory`: initial and current coefficient of the adaptive KL penalty
+MAX_KL_ERROR = 0.2  # bound of the relative error in the adaptive KL controller
 
 
 @dataclass(kw_only=True)
-class Turn(Sample):
-    """A sample with its node and seat. Before `refined`, `advantages` holds the rewards of its tokens and `group` the
-    number of its chain."""
+class PPOSample(Sample):
+    """A sample with its node and seat. Before `finalize_samples`, `advantages` holds the rewards of its tokens and
+    `group` the number of its chain."""
 
     node: Node
     seat: Seat
 
 
 class PPO(TextAlgorithm):
-    """PPO with a value head, on `k` trajectories per start. Epochs and batch sizes are settings of the policy.
+    """PPO with a value head, on `group_size` trajectories per start. Epochs and batch sizes are settings of the policy.
 
     The KL penalty is part of the rewards: -kl * (log-probability minus reference log-probability) for every token
     (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is kept in memory and
     continues in the next stage unless that has another `kl`.
 
-    With `correction`, rewards, KL penalty and GAE are first computed for the policy that sampled. Then each normalised
-    advantage is multiplied by its capped importance ratio. Returns are not corrected.
+    With `importance_cap`, rewards, KL penalty and GAE are first computed for the policy that sampled. Then each
+    normalised advantage is multiplied by its capped importance ratio. Returns are not corrected.
     """
 
     type: Literal["ppo"] = "ppo"
     """Selects PPO with a critic."""
-    k: int = Field(1, ge=1, le=4096)
+    group_size: int = Field(1, ge=1, le=4096)
     """Trajectories per start."""
-    alpha: float = Field(1.0, ge=0)
+    team_weight: float = Field(1.0, ge=0)
     """Weight of the team's reward: rewards are alpha * team + local."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token."""
-    lam: float = Field(0.95, ge=0, le=1)
+    gae_lambda: float = Field(0.95, ge=0, le=1)
     """GAE lambda per token: 0 trusts the critic, 1 the rewards."""
-    normalise: bool = True
+    normalize_advantages: bool = True
     """Standardise advantages over all tokens of the policy in a step (mean 0, deviation 1)."""
     clip: float = Field(0.2, gt=0)
     """Clipping distance of the probability ratio below 1 (and above, if `clip_high` is null)."""
@@ -72,35 +72,38 @@ class PPO(TextAlgorithm):
     """Coefficient of the value loss."""
     value_clip: float | None = Field(None, gt=0)
     """Largest change of a value per update that still reduces its loss, in units of return; null does not clip."""
-    correction: float | None = Field(None, gt=0)
+    importance_cap: float | None = Field(None, gt=0)
     """Cap of the importance ratio between current weights and sampling policy, for stale samples; null applies no
     correction."""
-    kl: float = Field(0.0, ge=0)
+    kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the per-token KL penalty in the rewards; the initial one if `kl_target` is set."""
     kl_target: float | None = Field(None, gt=0)
-    """Target KL per chain, in nats; if set, the coefficient adapts to it (see `adapted`). Needs `kl` above 0."""
+    """Target KL per chain, in nats; if set, the coefficient adapts to it (see `adapt_kl_coef`). Needs `kl` above 0."""
     kl_horizon: int = Field(10000, ge=1)
     """Chains over which the adaptive coefficient reacts; larger is slower."""
-    entropy: float = 0.0
+    entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
 
     @model_validator(mode="after")
     def _adapts(self) -> Self:
-        if self.kl_target and not self.kl:
-            raise ValueError("kl_target adapts kl by factors, and no factor moves kl: 0. Set kl to what it begins with")
+        if self.kl_target and not self.kl_coef:
+            raise ValueError(
+                "kl_target adapts kl_coef by factors, and no factor moves kl_coef: 0. "
+                "Set kl_coef to what it begins with"
+            )
         return self
 
     @property
     def branching(self) -> Branching:
-        return Branching("root", self.k)
+        return Branching("root", self.group_size)
 
     @property
-    def critic(self) -> bool:
+    def needs_critic(self) -> bool:
         return True
 
     @property
-    def refers(self) -> bool:
-        return self.kl > 0
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0
 
     @property
     def loss(self) -> Callable:
@@ -108,38 +111,40 @@ class PPO(TextAlgorithm):
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        fields = {"clip", "clip_high", "dual_clip", "value_coef", "value_clip", "entropy"}
-        return self.model_dump(include=fields, exclude_none=True)
+        fields = {"clip", "clip_high", "dual_clip", "value_coef", "value_clip"}
+        return self.model_dump(include=fields, exclude_none=True) | {"entropy": self.entropy_coef}
 
-    def samples(
-        self, episodes: Sequence[Episode], policy: str, memory: Memory | None = None
+    def build_samples(
+        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """Returns the answers of `policy`, chain by chain, with token rewards in place of advantages (`refined`
-        replaces them), and `chains`, the number of chains."""
+        """Returns the answers of `policy`, chain by chain, with token rewards in place of advantages
+        (`finalize_samples` replaces them), and `chains`, the number of chains."""
         chains = [chain for episode in episodes for chain in self._chains(episode, policy)]
         samples: list[Sample] = [replace(turn, group=number) for number, chain in enumerate(chains) for turn in chain]
         return samples, {"chains": float(len(chains))}
 
-    def _chains(self, episode: Episode, policy: str) -> Iterator[list[Turn]]:
+    def _chains(self, episode: Episode, policy: str) -> Iterator[list[PPOSample]]:
         """Yields the policy's samples at each seat of each trajectory; none if the episode failed."""
         for leaf in episode.leaves() if episode.error is None else []:
             for seat in episode.seats:
-                if chain := self._chain(episode.line(leaf), seat, policy):
+                if chain := self._chain(episode.trajectory(leaf), seat, policy):
                     yield chain
 
-    def _chain(self, line: Sequence[Node], seat: Seat, policy: str) -> list[Turn]:
-        chain: list[Turn] = []
+    def _chain(self, line: Sequence[Node], seat: Seat, policy: str) -> list[PPOSample]:
+        chain: list[PPOSample] = []
         for node in line:
             answer = node.answers.get(seat)
-            if answer is not None and member(answer.policy) == policy and len(answer.token_ids):
+            if answer is not None and member_name(answer.policy) == policy and len(answer.token_ids):
                 ids, rewards = answer.token_ids, np.zeros(len(answer.token_ids), np.float32)
                 more: dict[str, Any] = {"temperature": answer.temperature, "node": node, "seat": seat}
-                chain.append(Turn(answer.prompt_ids, ids, answer.logprobs, rewards, **more))
+                chain.append(PPOSample(answer.prompt_ids, ids, answer.logprobs, rewards, **more))
             if chain:
-                chain[-1].advantages[-1] += node.reward(seat, self.alpha)
+                chain[-1].advantages[-1] += node.reward(seat, self.team_weight)
         return chain
 
-    async def refined(self, samples: list[Sample], learner: Learner, memory: Memory) -> tuple[list[Sample], Metrics]:
+    async def finalize_samples(
+        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+    ) -> tuple[list[Sample], Metrics]:
         """Returns the samples with values, returns and advantages, and metrics; writes the mean advantage of an answer
         to its node.
 
@@ -149,44 +154,44 @@ class PPO(TextAlgorithm):
         """
         if not samples:
             return samples, {}
-        turns, figures = cast("list[Turn]", samples), Metrics()
+        turns, figures = cast("list[PPOSample]", samples), Metrics()
         values_M = np.concatenate(await learner.values(turns))
         rewards_M = np.concatenate([turn.advantages for turn in turns]).astype(np.float64)
-        if self.kl:
+        if self.kl_coef:
             reference_M = np.concatenate(await learner.logprobs(turns, reference=True))
             gaps_M = np.concatenate([turn.logprobs for turn in turns]).astype(np.float64) - reference_M
             penalty, figures = self._penalty(gaps_M, len({turn.group for turn in turns}), memory)
             rewards_M -= penalty * gaps_M
         cuts = _cuts([sum(len(turn.token_ids) for turn in chain) for _, chain in groupby(turns, lambda t: t.group)])
         parts = zip(np.split(rewards_M, cuts), np.split(values_M, cuts), strict=True)
-        advantages_M = np.concatenate([gae(*part, gamma=self.gamma, lam=self.lam) for part in parts])
+        advantages_M = np.concatenate([gae(*part, gamma=self.gamma, gae_lambda=self.gae_lambda) for part in parts])
         returns_M = advantages_M + values_M
-        share = explained(values_M, returns_M)
+        share = explained_variance(values_M, returns_M)
         figures |= {} if share is None else {"explained": share}
-        if self.normalise:
-            advantages_M = standardised(advantages_M)
+        if self.normalize_advantages:
+            advantages_M = standardise(advantages_M)
         taught = _with_credit(turns, advantages_M, values_M, returns_M)
-        if self.correction:
-            taught, more = await corrected(taught, learner, self.correction)
+        if self.importance_cap:
+            taught, more = await apply_importance_weights(taught, learner, self.importance_cap)
             figures |= more
         return taught, figures
 
-    def _penalty(self, gaps_M: np.ndarray, chains: int, memory: Memory) -> tuple[float, Metrics]:
+    def _penalty(self, gaps_M: np.ndarray, chains: int, memory: AlgorithmState) -> tuple[float, Metrics]:
         """Returns the KL coefficient of this step and metrics; stores the next coefficient in `memory` if it adapts."""
-        known = memory.get(COEFFICIENT, {})
-        now = known["now"] if self.kl_target and known.get("began") == self.kl else self.kl
+        known = memory.get(KL_COEF_KEY, {})
+        now = known["now"] if self.kl_target and known.get("began") == self.kl_coef else self.kl_coef
         kl = float(gaps_M.sum() / chains)
         if self.kl_target:
-            then = adapted(now, kl, target=self.kl_target, chains=chains, horizon=self.kl_horizon)
-            memory[COEFFICIENT] = {"began": self.kl, "now": then}
+            then = adapt_kl_coef(now, kl, target=self.kl_target, chains=chains, horizon=self.kl_horizon)
+            memory[KL_COEF_KEY] = {"began": self.kl_coef, "now": then}
         return now, {"kl_chain": kl, "kl_coef": now}
 
 
-def adapted(coefficient: float, kl: float, *, target: float, chains: int, horizon: int) -> float:
+def adapt_kl_coef(coefficient: float, kl: float, *, target: float, chains: int, horizon: int) -> float:
     """Returns the KL coefficient after a step of `chains` chains with `kl` nats per chain. It changes in proportion to
     the relative error (kl / target - 1), bounded to 0.2 (Ziegler et al., 2019, sec. 2.2). The gain is chains / horizon,
     as in their released code; here it is at most 1, since a larger one could make the coefficient negative."""
-    error = min(max(kl / target - 1, -MOST), MOST)
+    error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
     return coefficient * (1 + error * min(chains / horizon, 1.0))
 
 
@@ -196,7 +201,7 @@ def _cuts(lengths: Sequence[int]) -> np.ndarray:
 
 
 def _with_credit(
-    turns: Sequence[Turn], advantages_M: np.ndarray, values_M: np.ndarray, returns_M: np.ndarray
+    turns: Sequence[PPOSample], advantages_M: np.ndarray, values_M: np.ndarray, returns_M: np.ndarray
 ) -> list[Sample]:
     """Returns the samples with their advantages, values and returns (float32), no longer grouped by chain; writes mean
     advantages to their nodes."""

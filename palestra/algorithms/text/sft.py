@@ -17,13 +17,13 @@ from pydantic import Field, model_validator
 
 from palestra.algorithms.text.base import TextAlgorithm
 from palestra.losses.policy import LOSSES
-from palestra.rollouts.figures import member
-from palestra.rollouts.play import Branching
-from palestra.types import Answer, Episode, Memory, Metrics, Node, Sample, Seat
+from palestra.rollouts.metrics import member_name
+from palestra.rollouts.tree_rollout import Branching
+from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
 
 
 @dataclass(frozen=True)
-class Part:
+class SeatTrajectory:
     """One seat's part of a trajectory: the nodes where the policy answered, the seat's return, and whether the
     trajectory succeeded."""
 
@@ -42,73 +42,78 @@ class SFT(TextAlgorithm):
     imitate: Literal["success", "all", "none"] = "success"
     """Trajectories whose answers are imitated: those that ended in `success`, `all`, or `none` (observation prediction
     only, on every trajectory)."""
-    world: float = Field(0.0, ge=0)
+    world_model_weight: float = Field(0.0, ge=0)
     """Weight per token of predicting the seat's next observation (imitation has 1); 0 turns it off."""
-    least: float | None = None
+    min_return: float | None = None
     """Minimum return of a seat (alpha * team + local) for a trajectory to be used; null uses all."""
-    k: int = Field(1, ge=1, le=4096)
+    group_size: int = Field(1, ge=1, le=4096)
     """Trajectories per start."""
-    alpha: float = Field(1.0, ge=0)
-    """Weight of the team's reward in the return compared with `least`: alpha * team + local."""
+    team_weight: float = Field(1.0, ge=0)
+    """Weight of the team's reward in the return compared with `min_return`: alpha * team + local."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
-        if self.imitate == "none" and not self.world:
-            raise ValueError("imitate: none leaves nothing to learn: set world: 1 for a world model, or imitate: all")
+        if self.imitate == "none" and not self.world_model_weight:
+            raise ValueError(
+                "imitate: none leaves nothing to learn: set world_model_weight: 1 for a world model, or imitate: all"
+            )
         return self
 
     @property
     def branching(self) -> Branching:
-        return Branching("root", self.k)
+        return Branching("root", self.group_size)
 
     @property
-    def reads_sampler(self) -> bool:
+    def needs_old_logprobs(self) -> bool:
         return False
 
     @property
     def loss(self) -> Callable:
         return LOSSES["cross_entropy"]
 
-    def samples(
-        self, episodes: Sequence[Episode], policy: str, memory: Memory | None = None
+    def build_samples(
+        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the answers to imitate, with advantage 1 at their nodes, then the observations to predict, and
         metrics.
 
         `imitated` is the share of the policy's (seat, trajectory) pairs whose answers are imitated; `foretold`, only
-        with `world`, the share of answers in the used trajectories that are followed by an observation with new tokens.
+        with `world_model_weight`, the share of answers in the used trajectories that are followed by an observation
+        with new tokens.
         """
-        parts = [part for episode in episodes for part in _parts(episode, policy, self.alpha)]
+        parts = [part for episode in episodes for part in _parts(episode, policy, self.team_weight)]
         kept = [part for part in parts if self._worthy(part)]
         copied = [] if self.imitate == "none" else kept
         samples = _imitations(copied)
         figures = {"imitated": len(copied) / len(parts) if parts else 0.0}
-        if self.world:
-            foretold = _foretold(kept, self.world)
+        if self.world_model_weight:
+            foretold = _foretold(kept, self.world_model_weight)
             samples += [sample for _, sample in foretold]
             turns = {id(node.answers[part.seat]) for part in kept for node in part.nodes}
             figures["foretold"] = len({id(answer) for answer, _ in foretold}) / len(turns) if turns else 0.0
         return samples, figures
 
-    def _worthy(self, part: Part) -> bool:
-        return (self.imitate != "success" or part.success) and (self.least is None or part.value >= self.least)
+    def _worthy(self, part: SeatTrajectory) -> bool:
+        return (self.imitate != "success" or part.success) and (
+            self.min_return is None or part.value >= self.min_return
+        )
 
 
-def _parts(episode: Episode, policy: str, alpha: float) -> Iterator[Part]:
+def _parts(episode: Episode, policy: str, alpha: float) -> Iterator[SeatTrajectory]:
     """Yields the trajectories of `policy` at each of its seats in an episode; none if it failed."""
     for leaf in [] if episode.error is not None else episode.leaves():
-        line = episode.line(leaf)
+        line = episode.trajectory(leaf)
         for seat in dict.fromkeys(seat for node in line for seat in node.answers):
             if own := [node for node in line if seat in node.answers and _is_of(node.answers[seat], policy)]:
                 value = sum(node.reward(seat, alpha) for node in line)
-                yield Part(seat, own, value, bool(leaf.info.get("success")))
+                yield SeatTrajectory(seat, own, value, bool(leaf.info.get("success")))
 
 
 def _is_of(answer: Answer, policy: str) -> bool:
-    return member(answer.policy) == policy and len(answer.token_ids) > 0
+    return member_name(answer.policy) == policy and len(answer.token_ids) > 0
 
 
-def _imitations(parts: Sequence[Part]) -> list[Sample]:
+def _imitations(parts: Sequence[SeatTrajectory]) -> list[Sample]:
     """Returns the answers as samples and writes advantage 1 to their nodes; an answer in several trajectories or
     siblings counts once."""
     answers: dict[int, Answer] = {}
@@ -122,14 +127,14 @@ def _imitations(parts: Sequence[Part]) -> list[Sample]:
     ]
 
 
-def _foretold(parts: Sequence[Part], weight: float) -> list[tuple[Answer, Sample]]:
+def _foretold(parts: Sequence[SeatTrajectory], weight: float) -> list[tuple[Answer, Sample]]:
     """Returns each new observation that follows an answer, with that answer; an observation that siblings share counts
     once."""
     found: dict[tuple[int, int | None], tuple[Answer, Sample]] = {}
     for part in parts:
         for node, later in zip(part.nodes, part.nodes[1:], strict=False):
             answer = node.answers[part.seat]
-            new = news(answer, later.answers[part.seat])
+            new = new_tokens(answer, later.answers[part.seat])
             if len(new):
                 known = np.concatenate([answer.prompt_ids, answer.token_ids])
                 blank, ones = np.zeros(len(new), np.float32), np.ones(len(new), np.float32)
@@ -137,7 +142,7 @@ def _foretold(parts: Sequence[Part], weight: float) -> list[tuple[Answer, Sample
     return list(found.values())
 
 
-def news(answer: Answer, later: Answer) -> np.ndarray:
+def new_tokens(answer: Answer, later: Answer) -> np.ndarray:
     """Returns the token ids [T] that `later`'s prompt adds to the prompt and answer of `answer`.
 
     In a conversation the next prompt begins with prompt and answer, and everything after them is new. If each prompt
@@ -145,13 +150,13 @@ def news(answer: Answer, later: Answer) -> np.ndarray:
     every prompt.
     """
     known = np.concatenate([answer.prompt_ids, answer.token_ids])
-    after = shared(known, later.prompt_ids)
+    after = common_prefix_length(known, later.prompt_ids)
     if after < len(known):
-        after = shared(answer.prompt_ids, later.prompt_ids)
+        after = common_prefix_length(answer.prompt_ids, later.prompt_ids)
     return later.prompt_ids[after:]
 
 
-def shared(one: np.ndarray, other: np.ndarray) -> int:
+def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
     """Returns the length of the common prefix of two 1-D arrays."""
     n = min(len(one), len(other))
     differing = np.flatnonzero(one[:n] != other[:n])

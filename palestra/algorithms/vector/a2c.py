@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from palestra.algorithms.vector.actor_critic import ActorCriticConfig
-from palestra.losses.policy import Figures, Scored, policy_gradient_loss
+from palestra.losses.policy import LossInputs, TensorMetrics, policy_gradient_loss
 
 
 class A2C(ActorCriticConfig):
@@ -16,10 +16,10 @@ class A2C(ActorCriticConfig):
 
     type: Literal["a2c"] = "a2c"
     """Selects A2C."""
-    horizon: int = Field(16, ge=1)
+    rollout_length: int = Field(16, ge=1)
     """Rollout length: steps of every parallel game per batch."""
-    entropy: float = Field(0.01, ge=0)
+    entropy_coef: float = Field(0.01, ge=0)
     """Coefficient of the entropy bonus."""
 
-    def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
+    def loss(self, rows: LossInputs) -> tuple[Tensor, TensorMetrics]:
         return policy_gradient_loss(rows)

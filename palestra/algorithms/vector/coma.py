@@ -21,16 +21,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.algorithms.vector.actor_critic import Part, shares
+from palestra.algorithms.vector.actor_critic import MiniBatch, normalise_weights
 from palestra.envs.vector.base import Arrays, Discrete
-from palestra.learners.nets import AlgorithmConfig, NetLearner, Optimizer, Pupils, Stack, means
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, PolicyStack, StackedAdam, mean_metrics
 from palestra.losses.critics import value_loss
-from palestra.losses.policy import Scored, policy_gradient_loss
+from palestra.losses.policy import LossInputs, policy_gradient_loss
+from palestra.nets.advantages import AdvantageInputs, gae
 from palestra.nets.heads import CategoricalHead
-from palestra.nets.layers import Net, generators
-from palestra.nets.returns import Course, gae
-from palestra.rollouts.play import derive
-from palestra.types import Batch, Metrics
+from palestra.nets.layers import Net, make_generators
+from palestra.rollouts.tree_rollout import derive_seed
+from palestra.types import Metrics, RolloutBatch
 
 
 class COMA(AlgorithmConfig):
@@ -39,13 +39,13 @@ class COMA(AlgorithmConfig):
 
     type: Literal["coma"] = "coma"
     """Selects COMA."""
-    horizon: int = Field(16, ge=1)
+    rollout_length: int = Field(16, ge=1)
     """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per decision of a seat."""
-    lam: float = Field(0.8, ge=0, le=1)
+    td_lambda: float = Field(0.8, ge=0, le=1)
     """Lambda of the TD(lambda) targets: 0 trusts the critic, 1 the rewards."""
-    entropy: float = Field(0.01, ge=0)
+    entropy_coef: float = Field(0.01, ge=0)
     """Coefficient of the entropy bonus."""
     epochs: int = Field(4, ge=1)
     """Passes of the critics over each rollout."""
@@ -53,14 +53,14 @@ class COMA(AlgorithmConfig):
     """Gradient steps of the critics per pass."""
     critic_lr: float | None = Field(None, gt=0, le=1_000_000)
     """Learning rate of the critics; null uses the policy's."""
-    target_every: int = Field(5, ge=1)
+    target_interval: int = Field(5, ge=1)
     """Updates between copies of the critics into their target networks."""
 
-    def teacher(self) -> Callable[..., NetLearner]:
-        return Coma
+    def learner_class(self) -> Callable[..., NetLearner]:
+        return COMALearner
 
 
-def counterfactual(q: Tensor, policy: Tensor, actions: Tensor) -> Tensor:
+def counterfactual_advantages(q: Tensor, policy: Tensor, actions: Tensor) -> Tensor:
     """Returns the counterfactual advantages of actions [...] int64 (Foerster et al., 2018, eq. 4), in units of return:
     the action's value minus its expectation under the policy. `q` [..., A] are values with the others' actions fixed,
     `policy` [..., A] the probabilities the seat sampled with."""
@@ -68,77 +68,77 @@ def counterfactual(q: Tensor, policy: Tensor, actions: Tensor) -> Tensor:
 
 
 @dataclass
-class Judge:
+class CentralCritic:
     """The central critics of a stack with their target networks."""
 
     net: Net
     target: Net
-    optimizer: Optimizer
+    optimizer: StackedAdam
 
 
 @dataclass
-class Scene:
-    """Critic inputs of shape [...]: `seen` [..., N, D] float32, each seat's action probabilities `policy` [..., N, A]
-    and `actions` [..., N] int64; zeros for seats that do not learn."""
+class CriticInputs:
+    """Critic inputs of shape [...]: `inputs` [..., N, D] float32, each seat's action probabilities `action_probs` [...,
+    N, A] and `actions` [..., N] int64; zeros for seats that do not learn."""
 
-    seen: Tensor
-    policy: Tensor
+    inputs: Tensor
+    action_probs: Tensor
     actions: Tensor
 
 
-class Coma(NetLearner):
+class COMALearner(NetLearner):
     """Learner of COMA. Raises ValueError unless every seat has discrete actions."""
 
-    def __init__(self, config: COMA, pupils: Pupils) -> None:
+    def __init__(self, config: COMA, pupils: NetLearnerSpec) -> None:
         env = pupils.env
-        sizes = [space.n for space in env.actions if isinstance(space, Discrete)]
-        if len(sizes) < len(env.actions):
+        sizes = [space.n for space in env.action_spaces if isinstance(space, Discrete)]
+        if len(sizes) < len(env.action_spaces):
             raise ValueError(
                 f'coma weighs every action that a seat might have chosen, and env "{env.name}" has no lists of them: '
                 "use ppo or a2c"
             )
         super().__init__(pupils)
-        self.config, self.choices, self.updates = config, max(sizes), 0
+        self.config, self.num_actions, self.updates = config, max(sizes), 0
         self.learns = torch.zeros(len(env.seats), dtype=torch.bool)
         self.learns[[seat for own in pupils.seats.values() for seat in own]] = True
-        self.judges = [self._judge_of(stack) for stack in self.stacks]
+        self.critics = [self._judge_of(stack) for stack in self.stacks]
 
-    def _judge_of(self, stack: Stack) -> Judge:
+    def _judge_of(self, stack: PolicyStack) -> CentralCritic:
         N = len(self.env.seats)
-        seeds = [derive(self.seeds[name], "critic") for name in stack.seating.names]
+        seeds = [derive_seed(self.seeds[name], "critic") for name in stack.seat_mapping.names]
         lr = self.config.critic_lr or stack.config.lr
-        config = stack.config.model_copy(update={"memory": 0, "lr": lr})
-        net = Net((self.whole_size + N * self.choices + N,), stack.head.outputs, config, generators(seeds))
+        config = stack.config.model_copy(update={"gru_units": 0, "lr": lr})
+        net = Net((self.global_size + N * self.num_actions + N,), stack.head.outputs, config, make_generators(seeds))
         target = copy.deepcopy(net).requires_grad_(False)
-        return Judge(net, target, Optimizer(net, stack.seating.names, config, self.together))
+        return CentralCritic(net, target, StackedAdam(net, stack.seat_mapping.names, config, self.gradient_sync))
 
     @property
-    def sees_all(self) -> bool:
+    def uses_global_features(self) -> bool:
         return True
 
     # ---- learning
 
-    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
+    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains the critics for `epochs` passes over the batch, then takes one step with the policies; returns metrics
         by policy."""
-        self.random = torch.Generator().manual_seed(derive(self.seeds[self.names[0]], "coma", self.updates))
+        self.random = torch.Generator().manual_seed(derive_seed(self.seeds[self.names[0]], "coma", self.updates))
         scene, targets, known = self._credit(batch)
         lines: dict[str, Metrics] = {}
-        losses = [self._teach(i, scene, targets, known, progress) for i in range(len(self.stacks))]
-        q = self._values([judge.net for judge in self.judges], scene)
-        advantages = counterfactual(q, scene.policy, scene.actions)[:-1]
+        losses = [self._train_critics(i, scene, targets, known, progress) for i in range(len(self.stacks))]
+        q = self._values([judge.net for judge in self.critics], scene)
+        advantages = counterfactual_advantages(q, scene.action_probs, scene.actions)[:-1]
         for stack, loss in zip(self.stacks, losses, strict=True):
             for name, line in self._improve(stack, batch, advantages, progress).items():
                 lines[name] = {"value_loss": loss} | line
         self.updates += 1
-        if self.updates % self.config.target_every == 0:
-            for judge in self.judges:
+        if self.updates % self.config.target_interval == 0:
+            for judge in self.critics:
                 judge.target.load_state_dict(judge.net.state_dict())
-        self.see(batch)
+        self.update_norms(batch)
         return lines
 
     @torch.no_grad()
-    def _credit(self, batch: Batch) -> tuple[Scene, Tensor, Tensor]:
+    def _credit(self, batch: RolloutBatch) -> tuple[CriticInputs, Tensor, Tensor]:
         """Returns the critic inputs of the batch [T+1, B], the critics' targets and a mask of the actions that have
         them, [T, B, N] each.
 
@@ -147,94 +147,96 @@ class Coma(NetLearner):
         had then.
         """
         scene, ends = self._scenes(batch)
-        targets = [judge.target for judge in self.judges]
+        targets = [judge.target for judge in self.critics]
         q = self._values(targets, scene)
         values = q.gather(-1, scene.actions[..., None])[..., 0]
-        values[-1] = (scene.policy * q).sum(-1)[-1]
+        values[-1] = (scene.action_probs * q).sum(-1)[-1]
         bootstrap = torch.zeros(batch.rewards.shape)
         times, games = _ends(batch)
         if len(times):
-            cut = ~torch.from_numpy(batch.terminated_seats)[times, games]  # [F, N]
-            worth = (ends.policy * self._values(targets, ends)).sum(-1)
+            cut = ~torch.from_numpy(batch.seats_terminated)[times, games]  # [F, N]
+            worth = (ends.action_probs * self._values(targets, ends)).sum(-1)
             bootstrap[times, games] = torch.where(cut, worth, 0.0)
-        rewards, over, acting = (torch.from_numpy(x) for x in (batch.rewards, batch.over_seats, batch.acting))
-        course = Course(rewards, values, bootstrap, over, acting)
-        advantages, known = gae(course, gamma=self.config.gamma, lam=self.config.lam)
+        rewards, over, acting = (torch.from_numpy(x) for x in (batch.rewards, batch.seats_done, batch.agent_mask))
+        course = AdvantageInputs(rewards, values, bootstrap, over, acting)
+        advantages, known = gae(course, gamma=self.config.gamma, gae_lambda=self.config.td_lambda)
         return scene, advantages + values[:-1], known
 
-    def _teach(self, i: int, scene: Scene, targets: Tensor, known: Tensor, progress: float) -> float:
+    def _train_critics(self, i: int, scene: CriticInputs, targets: Tensor, known: Tensor, progress: float) -> float:
         """Trains the critics of a stack on their targets; returns the mean loss."""
-        stack, judge = self.stacks[i], self.judges[i]
-        rows = (scene.seen[:-1], scene.actions[:-1], targets, known.float())
+        stack, judge = self.stacks[i], self.critics[i]
+        rows = (scene.inputs[:-1], scene.actions[:-1], targets, known.float())
         seen, actions, target, weight = (stack.rows(x) for x in rows)
         losses = []
         for part in self._parts(weight[0].numel()):
             q = judge.net(part(seen)[:, 0])[:, None]  # [P, 1, M, A]
             taken = q.gather(-1, part(actions)[..., None])[..., 0]
-            loss = value_loss(taken, part(target), shares(part(weight)))
+            loss = value_loss(taken, part(target), normalise_weights(part(weight)))
             judge.optimizer.step(loss, progress)
             losses.append(loss.item() / len(q))
         return float(np.mean(losses))
 
-    def _parts(self, moves: int) -> Iterator[Part]:
+    def _parts(self, moves: int) -> Iterator[MiniBatch]:
         """Yields the minibatches of all epochs."""
         for _ in range(self.config.epochs):
             order = torch.randperm(moves, generator=self.random)
             for index in order.chunk(self.config.minibatches):
-                yield Part(index, columns=False)
+                yield MiniBatch(index, columns=False)
 
-    def _improve(self, stack: Stack, batch: Batch, advantages: Tensor, progress: float) -> dict[str, Metrics]:
+    def _improve(
+        self, stack: PolicyStack, batch: RolloutBatch, advantages: Tensor, progress: float
+    ) -> dict[str, Metrics]:
         """Takes one step with the policies of a stack; returns metrics by policy."""
-        names = stack.seating.names
+        names = stack.seat_mapping.names
         views, fresh, legal = self._given(stack, batch)
-        out, _ = stack.net.unroll(views[:, :-1], batch.memory.get("+".join(names)), fresh[:, :-1])
+        out, _ = stack.net.unroll(views[:, :-1], batch.recurrent_state.get("+".join(names)), fresh[:, :-1])
         actions = stack.rows(batch.actions).long()
-        logp, entropy = stack.head.score(out, actions, None if legal is None else legal[:, :-1])
+        logp, entropy = stack.head.evaluate_actions(out, actions, None if legal is None else legal[:, :-1])
         told = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
-        share = shares(stack.rows(batch.acting[:-1]).float())
+        share = normalise_weights(stack.rows(batch.agent_mask[:-1]).float())
         total, lines = out.new_zeros(()), []
         for p in range(len(names)):
             own, spread, old, credit = (x[p].flatten() for x in told)
-            loss, figures = policy_gradient_loss(Scored(own, spread, old, None, credit, share[p].flatten()))
-            total = total + loss - self.config.entropy * (share[p].flatten() * spread).sum()
+            loss, figures = policy_gradient_loss(LossInputs(own, spread, old, None, credit, share[p].flatten()))
+            total = total + loss - self.config.entropy_coef * (share[p].flatten() * spread).sum()
             lines.append({"policy_loss": loss.detach(), **figures})
         norms = stack.optimizer.step(total, progress)
         stack.version += 1
-        return {name: means([lines[p] | {"gradient": norms[p]}]) for p, name in enumerate(names)}
+        return {name: mean_metrics([lines[p] | {"gradient": norms[p]}]) for p, name in enumerate(names)}
 
     # ---- critic inputs
 
-    def _scenes(self, batch: Batch) -> tuple[Scene, Scene]:
+    def _scenes(self, batch: RolloutBatch) -> tuple[CriticInputs, CriticInputs]:
         """Returns critic inputs of the batch [T+1, B], with sampled actions at the last step, and of the ends of games
         [F], with all actions sampled."""
-        (T, B, N), A, F = batch.rewards.shape, self.choices, len(batch.final_obs)
+        (T, B, N), A, F = batch.rewards.shape, self.num_actions, len(batch.final_obs)
         policy, last = torch.zeros(T + 1, B, N, A), torch.zeros(F, N, A)
         for stack in self.stacks:
-            seats, choices = stack.seating.flat, stack.head.outputs
+            seats, choices = stack.seat_mapping.all_seats, stack.head.outputs
             moments, ends = self._probabilities(stack, batch)
             policy[:, :, seats, :choices], last[:, seats, :choices] = moments, ends
         times, games = _ends(batch)
-        acting = torch.from_numpy(batch.acting)
+        acting = torch.from_numpy(batch.agent_mask)
         actions = torch.cat([torch.from_numpy(batch.actions).long() * self.learns, self._draw(policy[-1:])])
         drawn = self._draw(last)
         seen = self._seen(batch.obs, batch.state, actions, acting)
-        alive = acting[times, games] & ~torch.from_numpy(batch.terminated_seats)[times, games]
+        alive = acting[times, games] & ~torch.from_numpy(batch.seats_terminated)[times, games]
         final = self._seen(batch.final_obs, batch.final_state, drawn, alive)
-        return Scene(seen, policy, actions), Scene(final, last, drawn)
+        return CriticInputs(seen, policy, actions), CriticInputs(final, last, drawn)
 
-    def _given(self, stack: Stack, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _given(self, stack: PolicyStack, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the inputs of a stack's policies at every step: observations [P, T+1, C, ...], a mask of first steps,
         and action masks."""
-        P, S = len(stack.seating.names), len(stack.seating.seats[0])
-        fresh = torch.from_numpy(batch.fresh).repeat_interleave(S, 1)
-        legal = None if batch.legal is None else stack.rows(batch.legal)
-        return stack.views(batch.obs), fresh.expand(P, *fresh.shape), legal
+        P, S = len(stack.seat_mapping.names), len(stack.seat_mapping.seats[0])
+        fresh = torch.from_numpy(batch.is_first).repeat_interleave(S, 1)
+        legal = None if batch.action_mask is None else stack.rows(batch.action_mask)
+        return stack.observations(batch.obs), fresh.expand(P, *fresh.shape), legal
 
-    def _probabilities(self, stack: Stack, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _probabilities(self, stack: PolicyStack, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """Returns action probabilities at every step [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
-        S, times, games = len(stack.seating.seats[0]), *_ends(batch)
+        S, times, games = len(stack.seat_mapping.seats[0]), *_ends(batch)
         views, fresh, legal = self._given(stack, batch)
-        out, memories = stack.net.unroll(views, batch.memory.get("+".join(stack.seating.names)), fresh)
+        out, memories = stack.net.unroll(views, batch.recurrent_state.get("+".join(stack.seat_mapping.names)), fresh)
         moments = _logits(stack, out, legal).exp().unflatten(2, (-1, S)).movedim(0, 2).flatten(2, 3)
         if not len(times):
             return moments, moments[0, :0]
@@ -242,7 +244,7 @@ class Coma(NetLearner):
         def at_ends(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
 
-        final, _ = stack.net.unroll(stack.views(batch.final_obs, 1)[:, None], at_ends(memories))
+        final, _ = stack.net.unroll(stack.observations(batch.final_obs, 1)[:, None], at_ends(memories))
         ends = _logits(stack, final[:, 0], at_ends(legal)).exp()
         return moments, ends.unflatten(1, (-1, S)).movedim(0, 1).flatten(1, 2)
 
@@ -254,48 +256,48 @@ class Coma(NetLearner):
     def _seen(self, obs: np.ndarray, state: np.ndarray | None, actions: Tensor, acting: Tensor) -> Tensor:
         """Returns the critic input of each seat [..., N, D]: state or all observations, the others' actions (one-hot),
         and the seat."""
-        N, A = len(self.env.seats), self.choices
-        whole = self.whole(obs, state, actions.dim() - 1)
+        N, A = len(self.env.seats), self.num_actions
+        whole = self.global_features(obs, state, actions.dim() - 1)
         done = nn.functional.one_hot(actions, A) * (acting & self.learns)[..., None]
         others = (done[..., None, :, :] * (1 - torch.eye(N))[..., None]).flatten(-2)
         shape = (*actions.shape[:-1], N)
         return torch.cat([whole[..., None, :].expand(*shape, -1), others, torch.eye(N).expand(*shape, N)], -1)
 
     @torch.no_grad()
-    def _values(self, nets: list[Net], scene: Scene) -> Tensor:
+    def _values(self, nets: list[Net], scene: CriticInputs) -> Tensor:
         """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for actions that a seat
         lacks."""
-        q, lead = torch.zeros(scene.policy.shape), scene.policy.dim() - 2
+        q, lead = torch.zeros(scene.action_probs.shape), scene.action_probs.dim() - 2
         for stack, net in zip(self.stacks, nets, strict=True):
-            rows = stack.seating.take(scene.seen, lead)  # [P, ..., S, D]
+            rows = stack.seat_mapping.select_seats(scene.inputs, lead)  # [P, ..., S, D]
             out = net(rows.flatten(1, -2)).unflatten(1, rows.shape[1:-1])
-            q[..., stack.seating.flat, : stack.head.outputs] = out.movedim(0, lead).flatten(lead, lead + 1)
+            q[..., stack.seat_mapping.all_seats, : stack.head.outputs] = out.movedim(0, lead).flatten(lead, lead + 1)
         return q
 
     # ---- state
 
     def modules(self) -> dict[str, nn.Module]:
-        nets = {f"critic.{i}": judge.net for i, judge in enumerate(self.judges)}
-        return super().modules() | nets | {f"target.{i}": judge.target for i, judge in enumerate(self.judges)}
+        nets = {f"critic.{i}": judge.net for i, judge in enumerate(self.critics)}
+        return super().modules() | nets | {f"target.{i}": judge.target for i, judge in enumerate(self.critics)}
 
-    def optimizers(self) -> dict[str, Optimizer]:
-        return super().optimizers() | {f"critic_adam.{i}": judge.optimizer for i, judge in enumerate(self.judges)}
+    def optimizers(self) -> dict[str, StackedAdam]:
+        return super().optimizers() | {f"critic_adam.{i}": judge.optimizer for i, judge in enumerate(self.critics)}
 
-    def arrays(self) -> Arrays:
-        return super().arrays() | {"updates": np.array([self.updates])}
+    def state_arrays(self) -> Arrays:
+        return super().state_arrays() | {"updates": np.array([self.updates])}
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().load(arrays)
+    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().load_arrays(arrays)
         self.updates = int(arrays["updates"][0])
 
 
-def _ends(batch: Batch) -> tuple[Tensor, Tensor]:
+def _ends(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Returns step and game of every end, [F] int64 each."""
-    times, games = batch.ends
+    times, games = batch.end_index
     return torch.from_numpy(times), torch.from_numpy(games)
 
 
-def _logits(stack: Stack, out: Tensor, legal: Tensor | None) -> Tensor:
+def _logits(stack: PolicyStack, out: Tensor, legal: Tensor | None) -> Tensor:
     """Returns normalised log-probabilities of every action [..., A]."""
     head = stack.head
     assert isinstance(head, CategoricalHead)

@@ -12,37 +12,39 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.algorithms.vector.critics import copy_of
-from palestra.algorithms.vector.off_policy import Answer, OffPolicy, OffPolicyConfig, Scene
+from palestra.algorithms.vector.critics import frozen_copy
+from palestra.algorithms.vector.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput, UpdateBatch
 from palestra.envs.vector.base import Continuous, Discrete, Space
-from palestra.learners.nets import NetLearner, Stack
-from palestra.losses.critics import ascent_loss
-from palestra.losses.policy import Figures
+from palestra.learners.nets import NetLearner, PolicyStack
+from palestra.losses.critics import actor_loss
+from palestra.losses.policy import TensorMetrics
+from palestra.nets.continuous_heads import TanhHead, gumbel_softmax
 from palestra.nets.heads import CategoricalHead, Head
 from palestra.nets.layers import Net
-from palestra.nets.squashed import TanhHead, straight_through
-from palestra.policies.nets import Choose, sampling
+from palestra.policies.nets import ActionSelector, sampling_selector
 
 
 class DeterministicConfig(OffPolicyConfig, ABC):
     """Base config of DDPG and TD3. Continuous actions explore with Gaussian noise; discrete actions are sampled."""
 
-    noise: float = Field(0.1, ge=0)
+    exploration_noise: float = Field(0.1, ge=0)
     """Standard deviation of the exploration noise, in half-widths of the action bounds."""
-    noise_end: float | None = Field(None, ge=0)
-    """Exploration noise after the decay; null keeps `noise`."""
-    noise_share: float = Field(1.0, gt=0, le=1)
+    exploration_noise_end: float | None = Field(None, ge=0)
+    """Exploration noise after the decay; null keeps `exploration_noise`."""
+    exploration_noise_share: float = Field(1.0, gt=0, le=1)
     """Share of the run over which the noise decays, linearly."""
-    temperature: float = Field(1.0, gt=0)
+    gumbel_temperature: float = Field(1.0, gt=0)
     """Softmax temperature of the Gumbel-softmax gradient, for discrete actions."""
-    decay: float = Field(1e-2, ge=0)
+    action_l2_coef: float = Field(1e-2, ge=0)
     """Weight of the mean square of the policy's outputs in its loss, which keeps it from saturation. The code of Lowe
     et al. has 1e-3, at which discrete policies more often converge too early."""
 
     def noise_at(self, progress: float) -> float:
         """Returns the standard deviation of the exploration noise at `progress` in [0, 1]."""
-        end = self.noise if self.noise_end is None else self.noise_end
-        return self.noise + (end - self.noise) * min(1.0, progress / self.noise_share)
+        end = self.exploration_noise if self.exploration_noise_end is None else self.exploration_noise_end
+        return self.exploration_noise + (end - self.exploration_noise) * min(
+            1.0, progress / self.exploration_noise_share
+        )
 
 
 class DDPG(DeterministicConfig):
@@ -51,8 +53,8 @@ class DDPG(DeterministicConfig):
     type: Literal["ddpg"] = "ddpg"
     """Selects DDPG."""
 
-    def teacher(self) -> Callable[..., NetLearner]:
-        return Deterministic
+    def learner_class(self) -> Callable[..., NetLearner]:
+        return DDPGLearner
 
 
 class TD3(DeterministicConfig):
@@ -60,85 +62,97 @@ class TD3(DeterministicConfig):
 
     type: Literal["td3"] = "td3"
     """Selects TD3."""
-    smoothing: float = Field(0.2, ge=0)
+    target_noise: float = Field(0.2, ge=0)
     """Standard deviation of the noise on target actions, in half-widths; discrete actions get none, since they are
     sampled."""
-    smoothing_clip: float = Field(0.5, ge=0)
+    target_noise_clip: float = Field(0.5, ge=0)
     """Bound of that noise, in half-widths."""
-    delay: int = Field(2, ge=1)
+    policy_delay: int = Field(2, ge=1)
     """Critic steps per step of the policies and target networks."""
 
-    def teacher(self) -> Callable[..., NetLearner]:
-        return TwinDelayed
+    def learner_class(self) -> Callable[..., NetLearner]:
+        return TD3Learner
 
 
-class Deterministic(OffPolicy):
+class DDPGLearner(OffPolicyLearner):
     """Learner of DDPG."""
 
     config: DeterministicConfig
-    twins = 1
+    num_critics = 1
 
-    def prepare(self) -> None:
-        self.copies = [copy_of(stack.net) for stack in self.stacks]
+    def build_extras(self) -> None:
+        self.copies = [frozen_copy(stack.net) for stack in self.stacks]
 
-    def head(self, space: Space) -> Head:
+    def make_head(self, space: Space) -> Head:
         if isinstance(space, Continuous):
             return TanhHead(space)
         assert isinstance(space, Discrete)
         return CategoricalHead(space)
 
-    def outputs(self, head: Head) -> int:
+    def output_size(self, head: Head) -> int:
         return head.width or head.outputs
 
-    def explore(self, stack: Stack, progress: float) -> Choose:
-        if isinstance(stack.seating.space, Continuous):
-            return sampling(TanhHead(stack.seating.space, self.config.noise_at(progress)))
-        return sampling(stack.head)
+    def exploration(self, stack: PolicyStack, progress: float) -> ActionSelector:
+        if isinstance(stack.seat_mapping.action_space, Continuous):
+            return sampling_selector(TanhHead(stack.seat_mapping.action_space, self.config.noise_at(progress)))
+        return sampling_selector(stack.head)
 
-    def answer(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
-        return self._of(self.stacks[i].net, self.stacks[i].head, views, legal, generator)
+    def policy_output(
+        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+    ) -> PolicyOutput:
+        return self._of(self.stacks[i].net, self.stacks[i].head, views, action_mask, generator)
 
-    def foresee(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+    def target_actions(
+        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+    ) -> PolicyOutput:
         """Returns the actions of the target policies."""
-        return self._of(self.copies[i], self.stacks[i].head, views, legal, generator)
+        return self._of(self.copies[i], self.stacks[i].head, views, action_mask, generator)
 
-    def _of(self, net: Net, head: Head, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+    def _of(
+        self, net: Net, head: Head, views: Tensor, legal: Tensor | None, generator: torch.Generator
+    ) -> PolicyOutput:
         out = net(views)
         if isinstance(head, TanhHead):
-            return Answer(out, torch.tanh(out))
+            return PolicyOutput(out, torch.tanh(out))
         assert isinstance(head, CategoricalHead)
-        return Answer(out, straight_through(head.logits(out, legal), generator, temperature=self.config.temperature))
+        return PolicyOutput(
+            out, gumbel_softmax(head.logits(out, legal), generator, temperature=self.config.gumbel_temperature)
+        )
 
-    def worth(self, i: int, q: Tensor, answer: Answer) -> Tensor:
+    def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
         return q.amin(0)[..., 0]
 
-    def loss(self, i: int, q: Tensor, answer: Answer, scene: Scene) -> tuple[Tensor, Figures]:
+    def loss(self, i: int, q: Tensor, answer: PolicyOutput, scene: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
         """Returns the deterministic policy gradient loss, by the first critic alone as in Fujimoto et al."""
-        size = (scene.share[..., None] * answer.out.square()).sum(1).mean(-1)
-        return ascent_loss(q[0][..., 0], scene.share) + self.config.decay * size, {"outputs": size.detach()}
+        size = (scene.policy_weights[..., None] * answer.outputs.square()).sum(1).mean(-1)
+        return actor_loss(q[0][..., 0], scene.policy_weights) + self.config.action_l2_coef * size, {
+            "outputs": size.detach()
+        }
 
-    def followed(self) -> list[tuple[Net, Net]]:
+    def polyak_pairs(self) -> list[tuple[Net, Net]]:
         nets = [stack.net for stack in self.stacks]
-        return super().followed() + list(zip(nets, self.copies, strict=True))
+        return super().polyak_pairs() + list(zip(nets, self.copies, strict=True))
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {f"copy.{i}": net for i, net in enumerate(self.copies)}
 
 
-class TwinDelayed(Deterministic):
+class TD3Learner(DDPGLearner):
     """Learner of TD3."""
 
     config: TD3
-    twins = 2
+    num_critics = 2
 
-    def prepare(self) -> None:
-        super().prepare()
-        self.delay = self.config.delay
+    def build_extras(self) -> None:
+        super().build_extras()
+        self.policy_delay = self.config.policy_delay
 
-    def foresee(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+    def target_actions(
+        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+    ) -> PolicyOutput:
         """Returns the actions of the target policies with clipped noise, which smooths sharp peaks of the critics."""
-        answer, clip = super().foresee(i, views, legal, generator), self.config.smoothing_clip
+        answer, clip = super().target_actions(i, views, action_mask, generator), self.config.target_noise_clip
         if isinstance(self.stacks[i].head, TanhHead):
-            noise = self.config.smoothing * torch.empty_like(answer.code).normal_(generator=generator)
-            answer.code = (answer.code + noise.clamp(-clip, clip)).clamp(-1, 1)
+            noise = self.config.target_noise * torch.empty_like(answer.action_codes).normal_(generator=generator)
+            answer.action_codes = (answer.action_codes + noise.clamp(-clip, clip)).clamp(-1, 1)
         return answer

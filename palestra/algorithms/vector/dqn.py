@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, by_row
+from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, rows_by_seat
 from palestra.learners.nets import NetLearner
-from palestra.losses.policy import Figures
+from palestra.losses.policy import TensorMetrics
 from palestra.losses.q import q_loss, q_target
-from palestra.nets.replay import Moves
-from palestra.nets.segments import Stretches
+from palestra.nets.replay import TransitionBatch
+from palestra.nets.sequence_replay import SequenceBatch
 
 
 class DQN(QLearningConfig):
@@ -26,17 +26,19 @@ class DQN(QLearningConfig):
     duelling: bool = True
     """Compute action values as a state value plus advantages (Wang et al., 2016)."""
 
-    def teacher(self) -> Callable[..., NetLearner]:
-        return Independent
+    def learner_class(self) -> Callable[..., NetLearner]:
+        return DQNLearner
 
 
-class Independent(QLearner):
+class DQNLearner(QLearner):
     """Learner of DQN: an independent Q-network for each policy."""
 
-    def learn(self, drawn: Moves | Stretches, progress: float) -> tuple[list[Figures], Tensor, Tensor]:
+    def train_step(
+        self, drawn: TransitionBatch | SequenceBatch, progress: float
+    ) -> tuple[list[TensorMetrics], Tensor, Tensor]:
         lines, errors, known = [], [], []
         for i, stack in enumerate(self.stacks):
-            taken, following = self.judged(i, drawn)
+            taken, following = self.online_and_target_values(i, drawn)
             target = q_target(stack.rows(drawn.rewards), stack.rows(drawn.discounts), following)
             weight = stack.rows(drawn.weight)
             count = (weight > 0).sum((1, 2), keepdim=True).clamp(min=1)
@@ -45,7 +47,7 @@ class Independent(QLearner):
             sums = 0.5 * (weight / count * error.square()).sum((1, 2))
             mean = ((weight > 0) * taken.detach() / count).sum((1, 2))
             lines.append({"q_loss": sums, "q": mean, "gradient": norms})
-            errors.append(by_row(stack, error.abs() * (weight > 0)))
-            known.append(by_row(stack, weight > 0))
+            errors.append(rows_by_seat(stack, error.abs() * (weight > 0)))
+            known.append(rows_by_seat(stack, weight > 0))
         counts = torch.cat(known, -1).sum(-1)
         return lines, torch.cat(errors, -1).sum(-1) / counts.clamp(min=1), counts > 0

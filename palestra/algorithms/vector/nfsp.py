@@ -19,19 +19,27 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.algorithms.vector.dqn import Independent
+from palestra.algorithms.vector.dqn import DQNLearner
 from palestra.algorithms.vector.q_learning import QLearningConfig
-from palestra.envs.vector.base import Arrays, Frame
-from palestra.learners.nets import NetLearner, Optimizer, Pupils, Stack, means, part, write_member
-from palestra.losses.policy import Scored, cross_entropy_loss
-from palestra.nets.heads import head_for
-from palestra.nets.layers import Net, generators
+from palestra.envs.vector.base import Arrays, VectorStep
+from palestra.learners.nets import (
+    NetLearner,
+    NetLearnerSpec,
+    PolicyStack,
+    StackedAdam,
+    mean_metrics,
+    strip_prefix,
+    write_policy,
+)
+from palestra.losses.policy import LossInputs, cross_entropy_loss
+from palestra.nets.heads import make_head
+from palestra.nets.layers import Net, make_generators
 from palestra.nets.reservoir import Reservoir
-from palestra.policies.nets import NetPlayer, greedy, sampling
-from palestra.rollouts.play import derive
-from palestra.types import Batch, Metrics
+from palestra.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
+from palestra.rollouts.tree_rollout import derive_seed
+from palestra.types import Metrics, RolloutBatch
 
-RESPONDED = 1.0  # marks best-response actions in `logp`: no log-probability is above 0
+BEST_RESPONSE_LOGP = 1.0  # marks best-response actions in `logp`: no log-probability is above 0
 
 
 class NFSP(QLearningConfig):
@@ -41,7 +49,7 @@ class NFSP(QLearningConfig):
     """Selects NFSP."""
     eta: float = Field(0.1, gt=0, le=1)
     """Probability per game and seat of playing the best response."""
-    memories: int = Field(500_000, ge=1)
+    reservoir_size: int = Field(500_000, ge=1)
     """Capacity of the reservoir of best-response actions."""
     average_lr: float = Field(1e-3, gt=0, le=1_000_000)
     """Learning rate of the average strategy."""
@@ -56,114 +64,122 @@ class NFSP(QLearningConfig):
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per decision of a seat."""
 
-    def teacher(self) -> Callable[..., NetLearner]:
-        return Fictitious
+    def learner_class(self) -> Callable[..., NetLearner]:
+        return NFSPLearner
 
 
-class FictitiousPlayer:
+class NFSPPolicy:
     """Policy that plays the best response or the average strategy, sampled anew for each game and seat. Its recurrent
     state [B, S] bool marks where the best response plays."""
 
-    def __init__(self, response: NetPlayer, average: NetPlayer, eta: float) -> None:
+    def __init__(self, response: NetVectorPolicy, average: NetVectorPolicy, eta: float) -> None:
         self.response, self.average, self.eta = response, average, eta
         self.name, self.names, self.seats = response.name, response.names, response.seats
         self.generator = torch.Generator()
 
-    def begin(self, seed: int) -> None:
-        self.generator.manual_seed(derive(seed, "which"))
-        self.response.begin(derive(seed, "response"))
-        self.average.begin(derive(seed, "average"))
+    def reset_rng(self, seed: int) -> None:
+        self.generator.manual_seed(derive_seed(seed, "which"))
+        self.response.reset_rng(derive_seed(seed, "response"))
+        self.average.reset_rng(derive_seed(seed, "average"))
 
-    def empty(self, games: int) -> Tensor:
-        return torch.zeros(games, len(self.seats), dtype=torch.bool)
+    def initial_state(self, num_envs: int) -> Tensor:
+        return torch.zeros(num_envs, len(self.seats), dtype=torch.bool)
 
-    def act(self, frame: Frame, memory: Tensor, fresh: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor]:
+    def act(
+        self, frame: VectorStep, recurrent_state: Tensor, is_first: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, Tensor]:
         """Returns actions, log-probabilities and the new recurrent state; log-probabilities are RESPONDED where the
         best response plays."""
-        drawn = torch.rand(memory.shape, generator=self.generator) < self.eta
-        memory = torch.where(torch.from_numpy(fresh)[:, None], drawn, memory)
-        best, _, _ = self.response.act(frame, None, fresh)
-        usual, logp, _ = self.average.act(frame, None, fresh)
+        drawn = torch.rand(recurrent_state.shape, generator=self.generator) < self.eta
+        recurrent_state = torch.where(torch.from_numpy(is_first)[:, None], drawn, recurrent_state)
+        best, _, _ = self.response.act(frame, None, is_first)
+        usual, logp, _ = self.average.act(frame, None, is_first)
         assert logp is not None
-        return np.where(memory, best, usual), np.where(memory, RESPONDED, logp), memory
+        return (
+            np.where(recurrent_state, best, usual),
+            np.where(recurrent_state, BEST_RESPONSE_LOGP, logp),
+            recurrent_state,
+        )
 
 
-class Fictitious(Independent):
+class NFSPLearner(DQNLearner):
     """Learner of NFSP. Raises ValueError for recurrent policies."""
 
     config: NFSP
 
-    def __init__(self, config: NFSP, pupils: Pupils) -> None:
+    def __init__(self, config: NFSP, pupils: NetLearnerSpec) -> None:
         super().__init__(config, pupils)
-        if any(stack.net.memory_units for stack in self.stacks):
-            raise ValueError("nfsp is for policies without memory: leave policies' memory: out")
+        if any(stack.net.gru_units for stack in self.stacks):
+            raise ValueError("nfsp is for policies without memory: leave policies' gru_units: out")
         self.averages = [self._average(stack) for stack in self.stacks]
-        self.reservoirs = {name: Reservoir(self.config.memories) for name in self.names}
+        self.reservoirs = {name: Reservoir(self.config.reservoir_size) for name in self.names}
 
-    def _average(self, stack: Stack) -> Stack:
+    def _average(self, stack: PolicyStack) -> PolicyStack:
         """Returns a stack of the same shape for the average strategies."""
-        seating, head = stack.seating, head_for(stack.seating.space)
+        seating, head = stack.seat_mapping, make_head(stack.seat_mapping.action_space)
         config = stack.config.model_copy(update={"lr": self.config.average_lr})
-        seeds = [derive(self.seeds[name], "average") for name in seating.names]
-        net = Net(seating.inputs, head.outputs, config, generators(seeds), self.gain)
-        return Stack(seating, config, head, net, Optimizer(net, seating.names, config, self.together), stack.norm)
+        seeds = [derive_seed(self.seeds[name], "average") for name in seating.names]
+        net = Net(seating.input_shape, head.outputs, config, make_generators(seeds), self.output_gain)
+        return PolicyStack(
+            seating, config, head, net, StackedAdam(net, seating.names, config, self.gradient_sync), stack.norm
+        )
 
     # ---- play
 
-    def players(self, progress: float) -> list[Any]:
-        responses = super().players(progress)
-        averages = [stack.player(sampling(stack.head)) for stack in self.averages]
+    def rollout_policies(self, progress: float) -> list[Any]:
+        responses = super().rollout_policies(progress)
+        averages = [stack.build_policy(sampling_selector(stack.head)) for stack in self.averages]
         pairs = zip(responses, averages, strict=True)
-        return [FictitiousPlayer(response, average, self.config.eta) for response, average in pairs]
+        return [NFSPPolicy(response, average, self.config.eta) for response, average in pairs]
 
-    def drawing(self) -> list[NetPlayer]:
-        return [stack.player(sampling(stack.head)) for stack in self.averages]
+    def sampling_policies(self) -> list[NetVectorPolicy]:
+        return [stack.build_policy(sampling_selector(stack.head)) for stack in self.averages]
 
-    def greedy(self) -> list[NetPlayer]:
-        return [stack.player(greedy(stack.head)) for stack in self.averages]
+    def greedy_policies(self) -> list[NetVectorPolicy]:
+        return [stack.build_policy(greedy_selector(stack.head)) for stack in self.averages]
 
     # ---- learning
 
-    def update(self, batch: Batch, progress: float) -> dict[str, Metrics]:
+    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         lines = super().update(batch, progress)
-        rng = np.random.default_rng(derive(self.seeds[self.names[0]], "reservoir", self.seen))
+        rng = np.random.default_rng(derive_seed(self.seeds[self.names[0]], "reservoir", self.env_steps_seen))
         for stack in self.averages:
             self._remember(stack, batch, rng)
         if self._ready() and self._all_remember():
             for stack in self.averages:
                 own = [self._imitate(stack, rng, progress) for _ in range(self.config.average_updates)]
-                for p, name in enumerate(stack.seating.names):
-                    lines[name] |= means([{"average_loss": losses[p]} for losses in own])
+                for p, name in enumerate(stack.seat_mapping.names):
+                    lines[name] |= mean_metrics([{"average_loss": losses[p]} for losses in own])
         return lines
 
-    def _remember(self, stack: Stack, batch: Batch, rng: np.random.Generator) -> None:
+    def _remember(self, stack: PolicyStack, batch: RolloutBatch, rng: np.random.Generator) -> None:
         """Adds the observations and actions of best responses to the reservoirs."""
-        obs = stack.seating.observe(batch.obs, 2).flatten(2, 3)[:, :-1]
-        chosen = (stack.rows(batch.logp) == RESPONDED) & stack.rows(batch.acting)[:, :-1]
+        obs = stack.seat_mapping.network_inputs(batch.obs, 2).flatten(2, 3)[:, :-1]
+        chosen = (stack.rows(batch.logp) == BEST_RESPONSE_LOGP) & stack.rows(batch.agent_mask)[:, :-1]
         actions = stack.actions(batch)
-        legal = None if batch.legal is None else stack.rows(batch.legal)[:, :-1]
-        for p, name in enumerate(stack.seating.names):
+        legal = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
+        for p, name in enumerate(stack.seat_mapping.names):
             kept = chosen[p]
             rows = {"obs": obs[p][kept].numpy(), "actions": actions[p][kept].numpy()}
             if legal is not None:
-                rows["legal"] = legal[p][kept].numpy()
+                rows["action_mask"] = legal[p][kept].numpy()
             self.reservoirs[name].add(rows, rng)
 
     def _all_remember(self) -> bool:
         """Returns True if every policy's reservoir holds an action, in all processes."""
-        return self.together.all(all(len(reservoir) for reservoir in self.reservoirs.values()))
+        return self.gradient_sync.all_ready(all(len(reservoir) for reservoir in self.reservoirs.values()))
 
-    def _imitate(self, stack: Stack, rng: np.random.Generator, progress: float) -> Tensor:
+    def _imitate(self, stack: PolicyStack, rng: np.random.Generator, progress: float) -> Tensor:
         """Takes one gradient step of the average strategies; returns their losses [P]."""
-        names, count = stack.seating.names, self.config.batch
-        drawn = [self.reservoirs[name].draw(count, rng) for name in names]
+        names, count = stack.seat_mapping.names, self.config.batch_size
+        drawn = [self.reservoirs[name].sample(count, rng) for name in names]
         rows = {key: torch.from_numpy(np.stack([own[key] for own in drawn])) for key in drawn[0]}
         obs = stack.norm.normalise(rows["obs"]) if stack.norm else rows["obs"]
-        logp, entropy = stack.head.score(stack.net(obs), rows["actions"], rows.get("legal"))
+        logp, entropy = stack.head.evaluate_actions(stack.net(obs), rows["actions"], rows.get("action_mask"))
         losses = []
         for own, spread in zip(logp, entropy, strict=True):
             share = torch.full_like(own, 1 / count)
-            losses.append(cross_entropy_loss(Scored(own, spread, own, None, torch.ones_like(own), share))[0])
+            losses.append(cross_entropy_loss(LossInputs(own, spread, own, None, torch.ones_like(own), share))[0])
         stacked = torch.stack(losses)
         stack.optimizer.step(stacked.sum(), progress)
         stack.version += 1
@@ -171,32 +187,32 @@ class Fictitious(Independent):
 
     # ---- state
 
-    def members(self) -> dict[str, Callable[[Path], None]]:
+    def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns writers of the average strategies."""
         return {
-            name: partial(write_member, stack, p)
+            name: partial(write_policy, stack, p)
             for stack in self.averages
-            for p, name in enumerate(stack.seating.names)
+            for p, name in enumerate(stack.seat_mapping.names)
         }
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {f"average.{i}": stack.net for i, stack in enumerate(self.averages)}
 
-    def optimizers(self) -> dict[str, Optimizer]:
+    def optimizers(self) -> dict[str, StackedAdam]:
         return super().optimizers() | {f"average_adam.{i}": stack.optimizer for i, stack in enumerate(self.averages)}
 
-    def arrays(self) -> Arrays:
+    def state_arrays(self) -> Arrays:
         kept = {
             f"reservoir.{name}/{key}": array
             for name, reservoir in self.reservoirs.items()
             for key, array in reservoir.arrays().items()
         }
         versions = {"average_versions": np.array([stack.version for stack in self.averages])}
-        return super().arrays() | kept | versions
+        return super().state_arrays() | kept | versions
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().load(arrays)
+    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().load_arrays(arrays)
         for stack, version in zip(self.averages, arrays["average_versions"], strict=True):
             stack.version = int(version)
         for name, reservoir in self.reservoirs.items():
-            reservoir.load(part(arrays, f"reservoir.{name}"))
+            reservoir.load(strip_prefix(arrays, f"reservoir.{name}"))

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from palestra.algorithms.vector.actor_critic import ActorCriticConfig
-from palestra.losses.policy import Figures, Scored, clipped_policy_loss
+from palestra.losses.policy import LossInputs, TensorMetrics, clipped_policy_loss
 
 
 class PPO(ActorCriticConfig):
@@ -20,10 +20,10 @@ class PPO(ActorCriticConfig):
     """Passes over each rollout."""
     minibatches: int = Field(4, ge=1)
     """Gradient steps per pass."""
-    entropy: float = Field(0.01, ge=0)
+    entropy_coef: float = Field(0.01, ge=0)
     """Coefficient of the entropy bonus."""
     clip: float = Field(0.2, gt=0)
     """Clipping distance of the probability ratio from 1."""
 
-    def loss(self, rows: Scored) -> tuple[Tensor, Figures]:
+    def loss(self, rows: LossInputs) -> tuple[Tensor, TensorMetrics]:
         return clipped_policy_loss(rows, clip=self.clip)

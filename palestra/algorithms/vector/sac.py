@@ -11,13 +11,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.algorithms.vector.off_policy import Answer, OffPolicy, OffPolicyConfig, Scene
+from palestra.algorithms.vector.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput, UpdateBatch
 from palestra.envs.vector.base import Continuous, Discrete, Space
-from palestra.learners.nets import NetLearner, Optimizer
-from palestra.losses.critics import ascent_loss, soft_value, soft_value_of_all, temperature_loss
-from palestra.losses.policy import Figures
+from palestra.learners.nets import NetLearner, StackedAdam
+from palestra.losses.critics import actor_loss, expected_soft_value, soft_value, temperature_loss
+from palestra.losses.policy import TensorMetrics
+from palestra.nets.continuous_heads import SquashedHead, one_hot
 from palestra.nets.heads import CategoricalHead, Head
-from palestra.nets.squashed import SquashedHead, one_hot
 
 
 class SAC(OffPolicyConfig):
@@ -29,16 +29,16 @@ class SAC(OffPolicyConfig):
     """Entropy temperature: the reward of one nat of entropy; the initial one with `learn_alpha`."""
     learn_alpha: bool = True
     """Adjust the temperature so that the policy keeps its target entropy."""
-    entropy: float | None = None
+    target_entropy: float | None = None
     """Target entropy. Continuous actions: nats per dimension, in half-widths of the bounds (uniform has 0.69); null is
     -1 (Haarnoja et al., 2018b). Discrete actions: share of the maximum, 0 to 1; null is 0.5, since Christodoulou's 0.98
     keeps play nearly uniform, a burden on the other seats."""
 
-    def teacher(self) -> Callable[..., NetLearner]:
-        return SoftActorCritic
+    def learner_class(self) -> Callable[..., NetLearner]:
+        return SACLearner
 
 
-DISCRETE, CONTINUOUS = 0.5, -1.0  # target entropy if `entropy` is null
+DEFAULT_ENTROPY_SHARE, DEFAULT_ENTROPY_PER_DIM = 0.5, -1.0  # target entropy if `target_entropy` is null
 
 
 class Temperature(nn.Module):
@@ -53,82 +53,88 @@ class Temperature(nn.Module):
         return self.log.detach().exp()
 
 
-class SoftActorCritic(OffPolicy):
-    """Learner of SAC. Raises ValueError if `entropy` is outside 0 to 1 with discrete actions."""
+class SACLearner(OffPolicyLearner):
+    """Learner of SAC. Raises ValueError if `target_entropy` is outside 0 to 1 with discrete actions."""
 
     config: SAC
 
-    def prepare(self) -> None:
-        wanted = self.config.entropy
-        if wanted is not None and self.critics[0].branches and not 0 <= wanted <= 1:
+    def build_extras(self) -> None:
+        wanted = self.config.target_entropy
+        if wanted is not None and self.critics[0].value_per_action and not 0 <= wanted <= 1:
             raise ValueError(
-                f'entropy is {wanted}, but actions of env "{self.env.name}" are discrete, and of them it is a share of '
-                "what is possible: give a number from 0 to 1"
+                f'target_entropy is {wanted}, but actions of env "{self.env.name}" are discrete, and of them it is a '
+                "share of what is possible: give a number from 0 to 1"
             )
-        self.alphas = [Temperature(len(stack.seating.names), self.config.alpha) for stack in self.stacks]
+        self.alphas = [Temperature(len(stack.seat_mapping.names), self.config.alpha) for stack in self.stacks]
         self.alpha_adams = [
-            Optimizer(alpha, stack.seating.names, stack.config, self.together)
+            StackedAdam(alpha, stack.seat_mapping.names, stack.config, self.gradient_sync)
             for alpha, stack in zip(self.alphas, self.stacks, strict=True)
         ]
 
-    def head(self, space: Space) -> Head:
+    def make_head(self, space: Space) -> Head:
         if isinstance(space, Continuous):
             return SquashedHead(space)
         assert isinstance(space, Discrete)
         return CategoricalHead(space)
 
-    def branches(self, space: Space) -> bool:
+    def value_per_action(self, space: Space) -> bool:
         return isinstance(space, Discrete)
 
-    def answer(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
+    def policy_output(
+        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+    ) -> PolicyOutput:
         out, head = self.stacks[i].net(views), self.stacks[i].head
         if isinstance(head, SquashedHead):
-            return Answer(out, *head.draw(out, generator))
+            return PolicyOutput(out, *head.sample_units(out, generator))
         assert isinstance(head, CategoricalHead)
-        drawn, _ = head.sample(out.detach(), legal, generator)
-        return Answer(out, one_hot(drawn, head.outputs), head.logits(out, legal))
+        drawn, _ = head.sample(out.detach(), action_mask, generator)
+        return PolicyOutput(out, one_hot(drawn, head.outputs), head.logits(out, action_mask))
 
-    def foresee(self, i: int, views: Tensor, legal: Tensor | None, generator: torch.Generator) -> Answer:
-        return self.answer(i, views, legal, generator)
+    def target_actions(
+        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+    ) -> PolicyOutput:
+        return self.policy_output(i, views, action_mask, generator)
 
-    def worth(self, i: int, q: Tensor, answer: Answer) -> Tensor:
+    def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
         assert answer.logp is not None
         least, alpha = q.amin(0), self.alphas[i]()
-        if self.critics[i].branches:
-            return soft_value_of_all(least, answer.logp, alpha)
+        if self.critics[i].value_per_action:
+            return expected_soft_value(least, answer.logp, alpha)
         return soft_value(least[..., 0], answer.logp, alpha)
 
-    def loss(self, i: int, q: Tensor, answer: Answer, scene: Scene) -> tuple[Tensor, Figures]:
-        return ascent_loss(self.worth(i, q, answer), scene.share), {}
+    def loss(self, i: int, q: Tensor, answer: PolicyOutput, scene: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
+        return actor_loss(self.target_value(i, q, answer), scene.policy_weights), {}
 
-    def adapt(self, i: int, answer: Answer, scene: Scene, progress: float) -> Figures:
+    def after_policy_step(self, i: int, answer: PolicyOutput, scene: UpdateBatch, progress: float) -> TensorMetrics:
         """Updates the temperature; returns metrics."""
         entropy = self._entropy(i, answer)
-        share, alpha = scene.share, self.alphas[i]
+        share, alpha = scene.policy_weights, self.alphas[i]
         if self.config.learn_alpha:
             loss = temperature_loss(alpha.log, entropy, self._wanted(i, scene), share)
             self.alpha_adams[i].step(loss.sum(), progress)
         mean = (share * entropy).sum(1) / share.sum(1).clamp(min=1e-8)
         return {"entropy": mean, "alpha": alpha()[:, 0]}
 
-    def _entropy(self, i: int, answer: Answer) -> Tensor:
+    def _entropy(self, i: int, answer: PolicyOutput) -> Tensor:
         """Returns the policy's entropy in nats [P, R]; for continuous actions a one-sample estimate."""
         assert answer.logp is not None
         logp = answer.logp.detach()
-        return -(logp.exp() * logp).sum(-1) if self.critics[i].branches else -logp
+        return -(logp.exp() * logp).sum(-1) if self.critics[i].value_per_action else -logp
 
-    def _wanted(self, i: int, scene: Scene) -> Tensor:
+    def _wanted(self, i: int, scene: UpdateBatch) -> Tensor:
         """Returns the target entropy [P, R] in nats."""
-        head, set_to = self.stacks[i].head, self.config.entropy
+        head, set_to = self.stacks[i].head, self.config.target_entropy
         if isinstance(head, SquashedHead):
-            return torch.full(scene.share.shape, (CONTINUOUS if set_to is None else set_to) * head.width)
-        share = DISCRETE if set_to is None else set_to
-        choices = torch.full(scene.share.shape, float(head.outputs))
-        choices = choices if scene.legal is None else scene.legal.sum(-1).clamp(min=1)
+            return torch.full(
+                scene.policy_weights.shape, (DEFAULT_ENTROPY_PER_DIM if set_to is None else set_to) * head.width
+            )
+        share = DEFAULT_ENTROPY_SHARE if set_to is None else set_to
+        choices = torch.full(scene.policy_weights.shape, float(head.outputs))
+        choices = choices if scene.action_mask is None else scene.action_mask.sum(-1).clamp(min=1)
         return share * torch.log(choices)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {f"alpha.{i}": alpha for i, alpha in enumerate(self.alphas)}
 
-    def optimizers(self) -> dict[str, Optimizer]:
+    def optimizers(self) -> dict[str, StackedAdam]:
         return super().optimizers() | {f"alpha_adam.{i}": adam for i, adam in enumerate(self.alpha_adams)}

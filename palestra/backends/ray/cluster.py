@@ -12,35 +12,37 @@ from typing import Any, NamedTuple
 
 import ray
 
-from palestra.backends.waiting import unsendable
+from palestra.backends.task_queue import pickling_error
 
-OPTIONS = ("workers", "num_cpus", "num_gpus", "resources", "accelerator_type")
-PATIENCE = 600.0  # seconds to wait for the first actor: a cluster may have to scale up
+PLACEMENT_OPTIONS = ("workers", "num_cpus", "num_gpus", "resources", "accelerator_type")
+PLACEMENT_TIMEOUT_S = 600.0  # seconds to wait for the first actor: a cluster may have to scale up
 
 
-class Needs(NamedTuple):
+class ActorResources(NamedTuple):
     """A number of actors, and the resources of each as Ray options."""
 
-    actors: int
+    num_actors: int
     options: dict[str, Any]
 
 
-def needs_of(kind: str, placement: Mapping[str, Any]) -> Needs:
+def parse_placement(kind: str, placement: Mapping[str, Any]) -> ActorResources:
     """Returns the actors that `placement` reserves for one kind of task. Raises ValueError if `placement` is
     invalid."""
-    if unknown := [name for name in placement if name not in OPTIONS]:
-        raise ValueError(f'placement.{kind} has "{unknown[0]}"; there are {", ".join(OPTIONS)}')
+    if unknown := [name for name in placement if name not in PLACEMENT_OPTIONS]:
+        raise ValueError(f'placement.{kind} has "{unknown[0]}"; there are {", ".join(PLACEMENT_OPTIONS)}')
     actors = placement.get("workers", 1)
     if actors < 1:
         raise ValueError(f"placement.{kind}.workers is {actors}: leave {kind} out to have the other workers do it")
-    return Needs(actors, {"num_cpus": 1} | {name: need for name, need in placement.items() if name != "workers"})
+    return ActorResources(
+        actors, {"num_cpus": 1} | {name: need for name, need in placement.items() if name != "workers"}
+    )
 
 
-def join(address: str | None, needs: Sequence[Needs]) -> bool:
+def join_cluster(address: str | None, needs: Sequence[ActorResources]) -> bool:
     """Joins the cluster at `address`; without an address, starts one here with enough CPUs for these actors.
 
     Returns False, and joins nothing, if this process is in a Ray cluster already; True means the caller must call
-    `leave`.
+    `leave_cluster`.
     """
     if ray.is_initialized():
         return False
@@ -61,23 +63,23 @@ def join(address: str | None, needs: Sequence[Needs]) -> bool:
     return True
 
 
-def leave() -> None:
+def leave_cluster() -> None:
     """Leaves the cluster; a cluster that was started here ends."""
     ray.shutdown()
 
 
-def no_room(what: str, options: Mapping[str, Any]) -> ValueError:
-    """Returns the error for actors that could not be placed within `PATIENCE` seconds."""
+def placement_error(purpose: str, options: Mapping[str, Any]) -> ValueError:
+    """Returns the error for actors that could not be placed within `PLACEMENT_TIMEOUT_S` seconds."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return ValueError(
-        f"no worker for {what} in {PATIENCE:g} s: one needs {dict(options)}, the cluster's nodes have {nodes}; ask for "
-        "less in placement, or add a node"
+        f"no worker for {purpose} in {PLACEMENT_TIMEOUT_S:g} s: one needs {dict(options)}, the cluster's nodes have "
+        f"{nodes}; ask for less in placement, or add a node"
     )
 
 
-def put(make: Callable[[], object]) -> ray.ObjectRef:
+def put_factory(make: Callable[[], object]) -> ray.ObjectRef:
     """Puts the function that builds a worker in the object store. Raises ValueError if it cannot be pickled."""
     try:
         return ray.put(make)
     except (TypeError, pickle.PicklingError) as error:
-        raise unsendable(error) from error
+        raise pickling_error(error) from error

@@ -17,15 +17,29 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from palestra.backends.folders import Files, packed, unpacked
+from palestra.backends.file_bundle import FileBundle, pack_folder, unpack_folder
 from palestra.backends.ray import cluster
-from palestra.backends.ray.cluster import Needs, join, leave, needs_of, no_room, put
-from palestra.backends.waiting import TRIES, Members, Waiting, attempt, failed, unmade
-from palestra.populations.tasks import Done, MakeWorker, Result, Task
-from palestra.roll import here, roll
-from palestra.rollouts.failures import Fault, fault_of
+from palestra.backends.ray.cluster import (
+    ActorResources,
+    join_cluster,
+    leave_cluster,
+    parse_placement,
+    placement_error,
+    put_factory,
+)
+from palestra.backends.task_queue import (
+    MAX_ATTEMPTS,
+    MemberFolders,
+    TaskQueue,
+    run_or_fault,
+    task_error,
+    worker_start_error,
+)
+from palestra.populations.tasks import ResultDict, Task, TaskResult, WorkerFactory
+from palestra.rollouts.failures import ErrorText, describe_error
+from palestra.runs.worker_stats import process_label, worker_stats
 
-KIND = "Ray worker"
+WORKER_KIND = "Ray worker"
 
 # ---- in the actor's process
 
@@ -35,27 +49,27 @@ class _Actor:
 
     def __init__(self) -> None:
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
-        self._members = Members()
+        self._members = MemberFolders()
 
-    def make(self, make: MakeWorker) -> tuple[str] | Fault:
+    def make(self, make: WorkerFactory) -> tuple[str] | ErrorText:
         """Builds the worker and returns its location, or the fault if that raises."""
         try:
             self._worker = make()
         except Exception as error:
-            return fault_of(error)
-        return (here(),)
+            return describe_error(error)
+        return (process_label(),)
 
-    def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[Result, float, Files] | Fault:
+    def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[ResultDict, float, FileBundle] | ErrorText:
         """Fetches missing members, runs the task and returns result, seconds and output files, or the fault."""
         for name, files in members.items():
             if name not in self._members:
-                self._members[name] = unpacked(ray.get(files), Path(self._scratch, "members", name))
-        out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.makes else None
-        answer = attempt(self._worker, task, self._members.of(task), out)
-        made = packed(out) if out else {}
+                self._members[name] = unpack_folder(ray.get(files), Path(self._scratch, "members", name))
+        out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.output_member else None
+        answer = run_or_fault(self._worker, task, self._members.folders_for(task), out)
+        made = pack_folder(out) if out else {}
         if out:
             shutil.rmtree(out)
-        return answer if isinstance(answer, Fault) else (*answer, made)
+        return answer if isinstance(answer, ErrorText) else (*answer, made)
 
     def greet(self) -> None:
         """Does nothing; the reply shows that the actor is alive."""
@@ -77,16 +91,16 @@ class _Actor:
 class _Group:
     """Workers with equal resources, and the queue of their tasks.
 
-    `missing` is the time (`time.monotonic`) since which none of them is ready; None while one is.
+    `unready_since` is the time (`time.monotonic`) since which none of them is ready; None while one is.
     """
 
-    needs: Needs
-    waiting: Waiting = field(default_factory=Waiting)
-    missing: float | None = field(default_factory=time.monotonic)
+    needs: ActorResources
+    queue: TaskQueue = field(default_factory=TaskQueue)
+    unready_since: float | None = field(default_factory=time.monotonic)
 
 
 @dataclass
-class _Hand:
+class _RayWorkerHandle:
     """One actor of a group: `ready` once its worker is built; `task` is None while it is idle."""
 
     group: _Group
@@ -114,38 +128,38 @@ class RayBackend:
 
     def __init__(
         self,
-        make_worker: MakeWorker,
+        make_worker: WorkerFactory,
         workers: int,
         address: str | None = None,
         placement: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self._apart = {kind: _Group(needs_of(kind, own)) for kind, own in (placement or {}).items()}
-        self._common = _Group(Needs(workers, {"num_cpus": 1}))
+        self._apart = {kind: _Group(parse_placement(kind, own)) for kind, own in (placement or {}).items()}
+        self._common = _Group(ActorResources(workers, {"num_cpus": 1}))
         self._groups = [*self._apart.values(), self._common]
         if self.workers < 1:
             raise ValueError(f"workers is {workers}, and placement has none: at least one is needed to do the tasks")
-        self._owner = join(address, [group.needs for group in self._groups])
-        self._make = put(make_worker)
+        self._owner = join_cluster(address, [group.needs for group in self._groups])
+        self._make = put_factory(make_worker)
         self._actor: Any = ray.remote(_Actor)
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
-        self._members = Members()
+        self._members = MemberFolders()
         self._packed: dict[str, ray.ObjectRef] = {}
         self._stillborn = 0  # workers in a row that died before they were ready
-        self._idle: list[_Hand] = []
-        self._busy: dict[ray.ObjectRef, _Hand] = {}
+        self._idle: list[_RayWorkerHandle] = []
+        self._busy: dict[ray.ObjectRef, _RayWorkerHandle] = {}
         for group in self._groups:
-            for _ in range(group.needs.actors):
+            for _ in range(group.needs.num_actors):
                 self._hire(group)
 
     @property
     def workers(self) -> int:
-        return sum(group.needs.actors for group in self._groups)
+        return sum(group.needs.num_actors for group in self._groups)
 
-    def share(self, name: str, folder: Path) -> None:
+    def add_member(self, name: str, folder: Path) -> None:
         self._members[name] = folder
 
-    def forget(self, name: str) -> None:
+    def remove_member(self, name: str) -> None:
         del self._members[name]
         if self._packed.pop(name, None) is not None:
             for hand in [*self._idle, *self._busy.values()]:
@@ -153,12 +167,12 @@ class RayBackend:
 
     def submit(self, task: Task) -> None:
         group = self._apart.get(task.kind, self._common)
-        if group.needs.actors == 0:
+        if group.needs.num_actors == 0:
             raise ValueError(f"no worker does {task.name}: placement has no {task.kind}, and workers is 0")
-        group.waiting.add(task)
+        group.queue.add(task)
         self._hand_out()
 
-    def wait(self, timeout: float | None = None) -> Done | None:
+    def wait(self, timeout: float | None = None) -> TaskResult | None:
         end = time.monotonic() + (float("inf") if timeout is None else timeout)
         while self._busy:
             left = max(0.0, min(1.0, end - time.monotonic()))
@@ -170,9 +184,9 @@ class RayBackend:
             self._complain()
         return None
 
-    def withdraw(self) -> int:
+    def cancel_pending(self) -> int:
         for group in self._groups:
-            group.waiting.clear()
+            group.queue.clear()
         return sum(hand.task is not None for hand in self._busy.values())
 
     def close(self) -> None:
@@ -182,19 +196,21 @@ class RayBackend:
             for hand in hands:
                 ray.kill(hand.actor)
         if self._owner:
-            leave()
+            leave_cluster()
         self._idle.clear()
         self._busy.clear()
         self._remove()
 
     def _hire(self, group: _Group) -> None:
         actor = self._actor.options(scheduling_strategy="SPREAD", **group.needs.options).remote()
-        self._busy[actor.make.remote(self._make)] = _Hand(group, actor)
+        self._busy[actor.make.remote(self._make)] = _RayWorkerHandle(group, actor)
 
     def _hand_out(self) -> None:
         for hand in list(self._idle):
-            if task := hand.group.waiting.next():
-                members = {name: self._fetchable(name, folder) for name, folder in self._members.of(task).items()}
+            if task := hand.group.queue.pop():
+                members = {
+                    name: self._fetchable(name, folder) for name, folder in self._members.folders_for(task).items()
+                }
                 self._idle.remove(hand)
                 hand.task = task
                 self._busy[hand.actor.do.remote(task, members)] = hand
@@ -202,56 +218,56 @@ class RayBackend:
     def _fetchable(self, name: str, folder: Path) -> ray.ObjectRef:
         """Returns a member's files in the object store, where they are put when a task first needs them."""
         if name not in self._packed:
-            self._packed[name] = ray.put(packed(folder))
+            self._packed[name] = ray.put(pack_folder(folder))
         return self._packed[name]
 
-    def _hear(self, ref: ray.ObjectRef) -> Done | None:
+    def _hear(self, ref: ray.ObjectRef) -> TaskResult | None:
         """Reads an actor's reply: a finished task, "ready", or (on a Ray error) that it died."""
         hand = self._busy.pop(ref)
         try:
             answer = ray.get(ref)
         except RayTaskError as error:
-            answer = fault_of(error)
+            answer = describe_error(error)
         except RayError as error:
             self._replace(hand, f"{type(error).__name__}: {error}")
             return None
-        if isinstance(answer, Fault):
-            raise failed(hand.task, answer) if hand.task else unmade(answer)
-        self._stillborn, hand.ready, hand.group.missing = 0, True, None
+        if isinstance(answer, ErrorText):
+            raise task_error(hand.task, answer) if hand.task else worker_start_error(answer)
+        self._stillborn, hand.ready, hand.group.unready_since = 0, True, None
         task, hand.task = hand.task, None
         self._idle.append(hand)
         if task:
-            roll.note(KIND, hand.where, done=1, seconds=answer[1])
+            worker_stats.count(WORKER_KIND, hand.where, done=1, seconds=answer[1])
             return self._done(task, *answer)
         hand.where = answer[0] if answer else hand.where  # reply to `make`, or to `greet`
         return None
 
-    def _done(self, task: Task, result: Result, seconds: float, files: Files) -> Done:
-        out = unpacked(files, Path(tempfile.mkdtemp(dir=self._scratch))) if task.makes else None
-        return Done(task, result, out, seconds)
+    def _done(self, task: Task, result: ResultDict, seconds: float, files: FileBundle) -> TaskResult:
+        out = unpack_folder(files, Path(tempfile.mkdtemp(dir=self._scratch))) if task.output_member else None
+        return TaskResult(task, result, out, seconds)
 
-    def _replace(self, hand: _Hand, why: str) -> None:
+    def _replace(self, hand: _RayWorkerHandle, why: str) -> None:
         """Starts a new actor in place of a dead one and puts its task at the front of the queue."""
         ray.kill(hand.actor)  # it may be alive but unreachable
-        roll.note(KIND, hand.where or "not placed yet", why, lost=1)
+        worker_stats.count(WORKER_KIND, hand.where or "not placed yet", why, lost=1)
         if hand.task:
-            hand.group.waiting.again(hand.task, why)
+            hand.group.queue.retry(hand.task, why)
         elif not hand.ready:
             self._stillborn += 1
-            if self._stillborn >= TRIES:
-                raise ValueError(f"{TRIES} workers in a row died before they were ready, the last so: {why}")
+            if self._stillborn >= MAX_ATTEMPTS:
+                raise ValueError(f"{MAX_ATTEMPTS} workers in a row died before they were ready, the last so: {why}")
         self._hire(hand.group)
         for idle in self._idle:  # their node may be gone too: check before giving them a task
             self._busy[idle.actor.greet.remote()] = idle
         self._idle.clear()
-        if hand.group.missing is None and not any(
+        if hand.group.unready_since is None and not any(
             other.ready for other in self._busy.values() if other.group is hand.group
         ):
-            hand.group.missing = time.monotonic()
+            hand.group.unready_since = time.monotonic()
 
     def _complain(self) -> None:
-        """Raises ValueError if tasks have waited longer than `PATIENCE` for a first worker."""
+        """Raises ValueError if tasks have waited longer than `PLACEMENT_TIMEOUT_S` for a first worker."""
         for group in self._groups:
-            since = time.monotonic() - group.missing if group.missing is not None else 0.0
-            if group.waiting.tasks and since > cluster.PATIENCE:
-                raise no_room(f"task {group.waiting.tasks[0].name}", group.needs.options)
+            since = time.monotonic() - group.unready_since if group.unready_since is not None else 0.0
+            if group.queue.tasks and since > cluster.PLACEMENT_TIMEOUT_S:
+                raise placement_error(f"task {group.queue.tasks[0].name}", group.needs.options)

@@ -6,15 +6,15 @@ import inspect
 from typing import Any
 
 from palestra.envs.rules.bargaining import BargainingRules
-from palestra.envs.rules.base import CHANCE, OVER, Rules
+from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
 from palestra.envs.rules.kuhn import KuhnRules
 from palestra.envs.rules.leduc import LeducRules
 from palestra.envs.rules.liars_dice import LiarsDiceRules
 from palestra.envs.rules.tic_tac_toe import TicTacToeRules
 
-__all__ = ["CHANCE", "OVER", "RULES", "Rules", "rules_of"]
+__all__ = ["CHANCE", "RULES_BY_ENV", "TERMINAL", "Rules", "rules_for_env"]
 
-RULES: dict[str, type[Rules[Any]]] = {
+RULES_BY_ENV: dict[str, type[Rules[Any]]] = {
     "kuhn_poker": KuhnRules,
     "leduc_poker": LeducRules,
     "liars_dice": LiarsDiceRules,
@@ -28,18 +28,18 @@ RULES: dict[str, type[Rules[Any]]] = {
 }
 
 
-def rules_of(env_type: str, **options: Any) -> Rules[Any] | None:
+def rules_for_env(env_type: str, **options: Any) -> Rules[Any] | None:
     """Returns the rules of the env with this name and these options, or None if it has none.
 
     An env has no rules here if its game is too large for exact solvers or is not turn-based. Options that concern only
-    the env (`processes`) are ignored.
+    the env (`num_processes`) are ignored.
     """
     if env_type == "openspiel":
-        from palestra.envs.vector.openspiel import spiel_rules
+        from palestra.envs.vector.openspiel import openspiel_rules
 
-        return spiel_rules(options.get("game", "leduc_poker"))
-    if env_type not in RULES:
+        return openspiel_rules(options.get("game", "leduc_poker"))
+    if env_type not in RULES_BY_ENV:
         return None
-    rules = RULES[env_type]
+    rules = RULES_BY_ENV[env_type]
     known = inspect.signature(rules).parameters
     return rules(**{name: value for name, value in options.items() if name in known})

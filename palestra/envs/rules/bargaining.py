@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.envs.rules.base import CHANCE, OVER, Rules
+from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
 
 ITEMS = ("book", "hat", "ball")
-Worth = tuple[int, ...]  # value of one item of each kind
+ItemValues = tuple[int, ...]  # value of one item of each kind
 
 
-class Talk(NamedTuple):
+class BargainingState(NamedTuple):
     """A state: the private values that chance has drawn, and the moves so far."""
 
-    deal: int = -1  # index into `deals`, -1 before the draw
+    valuation: int = -1  # index into `valuations`, -1 before the draw
     moves: tuple[int, ...] = ()
 
 
-class BargainingRules(Rules[Talk]):
+class BargainingRules(Rules[BargainingState]):
     """There are `counts` items of each kind (book, hat, ball); all together have value `total` for either player.
 
     Chance draws the values: every kind has value for at least one player, and at least one kind for both. In turn a
@@ -36,7 +36,7 @@ class BargainingRules(Rules[Talk]):
     """
 
     name = "bargaining"
-    players = 2
+    num_players = 2
 
     def __init__(self, counts: tuple[int, ...] = (1, 2), total: int = 6, turns: int = 4) -> None:
         if not 1 <= len(counts) <= len(ITEMS) or min(counts) < 1:
@@ -45,70 +45,74 @@ class BargainingRules(Rules[Talk]):
             raise ValueError(f"turns: {turns} is too small, one offers and the other answers; use 2 or more")
         self.counts, self.total, self.turns = tuple(counts), total, turns
         self.offers = list(product(*(range(count + 1) for count in self.counts)))
-        self.agree, self.refuse = len(self.offers), len(self.offers) + 1
-        self.actions = (*("keep-" + "-".join(map(str, offer)) for offer in self.offers), "agree", "refuse")
-        self.deals = _deals(self.counts, total)
-        if not self.deals:
+        self.agree_action, self.refuse_action = len(self.offers), len(self.offers) + 1
+        self.action_names = (*("keep-" + "-".join(map(str, offer)) for offer in self.offers), "agree", "refuse")
+        self.valuations = _deals(self.counts, total)
+        if not self.valuations:
             raise ValueError(
                 f"total: items in counts {self.counts} cannot be worth {total} to both, each of use to one and one to "
                 "both; choose a total that the counts add up to in more ways"
             )
 
-    def initial(self) -> Talk:
-        return Talk()
+    def initial_state(self) -> BargainingState:
+        return BargainingState()
 
-    def turn(self, state: Talk) -> int:
-        if state.deal < 0:
+    def current_player(self, state: BargainingState) -> int:
+        if state.valuation < 0:
             return CHANCE
-        closed = bool(state.moves) and state.moves[-1] >= self.agree
-        return OVER if closed else len(state.moves) % 2
+        closed = bool(state.moves) and state.moves[-1] >= self.agree_action
+        return TERMINAL if closed else len(state.moves) % 2
 
-    def legal(self, state: Talk) -> list[int]:
+    def legal_actions(self, state: BargainingState) -> list[int]:
         if len(state.moves) == self.turns - 1:
-            return [self.agree, self.refuse]
-        return list(range(self.agree + bool(state.moves)))
+            return [self.agree_action, self.refuse_action]
+        return list(range(self.agree_action + bool(state.moves)))
 
-    def chances(self, state: Talk) -> list[tuple[int, float]]:
-        return [(deal, 1 / len(self.deals)) for deal in range(len(self.deals))]
+    def chance_outcomes(self, state: BargainingState) -> list[tuple[int, float]]:
+        return [(deal, 1 / len(self.valuations)) for deal in range(len(self.valuations))]
 
-    def next(self, state: Talk, action: int) -> Talk:
-        return Talk(action) if state.deal < 0 else Talk(state.deal, (*state.moves, action))
+    def next_state(self, state: BargainingState, action: int) -> BargainingState:
+        return (
+            BargainingState(action) if state.valuation < 0 else BargainingState(state.valuation, (*state.moves, action))
+        )
 
-    def returns(self, state: Talk) -> tuple[float, ...]:
-        if state.moves[-1] == self.refuse:
+    def returns(self, state: BargainingState) -> tuple[float, ...]:
+        if state.moves[-1] == self.refuse_action:
             return 0.0, 0.0
         offerer, kept = len(state.moves) % 2, self.offers[state.moves[-2]]
         rest = [count - keep for count, keep in zip(self.counts, kept, strict=True)]
         shares = (kept, rest) if offerer == 0 else (rest, kept)
-        first, second = (_worth(worth, share) for worth, share in zip(self.deals[state.deal], shares, strict=True))
+        first, second = (
+            _share_value(worth, share) for worth, share in zip(self.valuations[state.valuation], shares, strict=True)
+        )
         return float(first), float(second)
 
-    def view(self, state: Talk, player: int) -> np.ndarray:
-        kinds, actions = len(self.counts), len(self.actions)
+    def info_state(self, state: BargainingState, player: int) -> np.ndarray:
+        kinds, actions = len(self.counts), len(self.action_names)
         worths, moves = np.zeros((kinds, self.total + 1), np.float32), np.zeros((self.turns, actions), np.float32)
-        if state.deal >= 0:
-            worths[np.arange(kinds), self.deals[state.deal][player]] = 1
+        if state.valuation >= 0:
+            worths[np.arange(kinds), self.valuations[state.valuation][player]] = 1
         moves[np.arange(len(state.moves)), list(state.moves)] = 1
         return np.concatenate([np.eye(2, dtype=np.float32)[player], worths.ravel(), moves.ravel()])
 
-    def words(self, state: Talk, player: int) -> str:
+    def info_state_text(self, state: BargainingState, player: int) -> str:
         pool = ", ".join(_counted(count, item) for count, item in zip(self.counts, ITEMS, strict=False))
         worth = "not known yet"
-        if state.deal >= 0:
-            worths = zip(ITEMS, self.deals[state.deal][player], strict=False)
+        if state.valuation >= 0:
+            worths = zip(ITEMS, self.valuations[state.valuation][player], strict=False)
             worth = ", ".join(f"a {item} {points}" for item, points in worths)
-        moves = " ".join(self.actions[move] for move in state.moves) or "none"
+        moves = " ".join(self.action_names[move] for move in state.moves) or "none"
         return f"You are player {player}. To divide: {pool}. Worth to you: {worth}. Moves: {moves}."
 
 
-def _worth(worth: Worth, share: Sequence[int]) -> int:
+def _share_value(worth: ItemValues, share: Sequence[int]) -> int:
     """Returns the value of a share."""
     return sum(points * count for points, count in zip(worth, share, strict=True))
 
 
-def _deals(counts: tuple[int, ...], total: int) -> list[tuple[Worth, Worth]]:
+def _deals(counts: tuple[int, ...], total: int) -> list[tuple[ItemValues, ItemValues]]:
     """Returns all pairs of item values that chance may draw, by the rule of OpenSpiel's instances."""
-    worths = [worth for worth in product(range(total + 1), repeat=len(counts)) if _worth(worth, counts) == total]
+    worths = [worth for worth in product(range(total + 1), repeat=len(counts)) if _share_value(worth, counts) == total]
     return [
         (first, second)
         for first, second in product(worths, repeat=2)

@@ -10,99 +10,104 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.envs.rules.base import OVER, Rules
+from palestra.envs.rules.base import TERMINAL, Rules
 
 COLUMNS, ROWS = 7, 6
-HEIGHT = ROWS + 1  # bits of a column: the top one stays empty, so that no line continues into the next column
-CELLS = [[1 << (HEIGHT * column + row) for column in range(COLUMNS)] for row in range(ROWS)]
-STEPS = (1, HEIGHT, HEIGHT - 1, HEIGHT + 1)  # bit shifts along a line: vertical, horizontal, both diagonals
+COLUMN_BITS = ROWS + 1  # bits of a column: the top one stays empty, so that no line continues into the next column
+CELL_BITS = [[1 << (COLUMN_BITS * column + row) for column in range(COLUMNS)] for row in range(ROWS)]
+LINE_SHIFTS = (
+    1,
+    COLUMN_BITS,
+    COLUMN_BITS - 1,
+    COLUMN_BITS + 1,
+)  # bit shifts along a line: vertical, horizontal, both diagonals
 
 
-class Stones(NamedTuple):
-    """A state: each player's stones as a bit mask, bit `HEIGHT * column + row`, row 0 at the bottom."""
+class ConnectFourState(NamedTuple):
+    """A state: each player's stones as a bit mask, bit `COLUMN_BITS * column + row`, row 0 at the bottom."""
 
     crosses: int = 0
     noughts: int = 0
 
 
 def _lines() -> tuple[int, ...]:
-    full = sum(map(sum, CELLS))
-    starts = [(1 << bit, step) for step in STEPS for bit in range(HEIGHT * COLUMNS)]
+    full = sum(map(sum, CELL_BITS))
+    starts = [(1 << bit, step) for step in LINE_SHIFTS for bit in range(COLUMN_BITS * COLUMNS)]
     lines = [sum(start << step * at for at in range(4)) for start, step in starts]
     return tuple(line for line in lines if not line & ~full)
 
 
-LINES = _lines()  # bit masks of the 69 lines of four cells
+LINE_MASKS = _lines()  # bit masks of the 69 lines of four cells
 
 
-class ConnectFourRules(Rules[Stones]):
+class ConnectFourRules(Rules[ConnectFourState]):
     """Player 0 drops crosses, player 1 noughts, into columns 1 to 7; four in a line win 1, a full board is a draw.
 
-    The `view` is OpenSpiel's observation, float32 [126]: planes of crosses, noughts and empty cells, [3, 6, 7]
+    The `info_state` is OpenSpiel's observation, float32 [126]: planes of crosses, noughts and empty cells, [3, 6, 7]
     flattened.
     """
 
     name = "connect_four"
-    players = 2
-    actions = tuple(str(column + 1) for column in range(COLUMNS))
+    num_players = 2
+    action_names = tuple(str(column + 1) for column in range(COLUMNS))
 
-    def initial(self) -> Stones:
-        return Stones()
+    def initial_state(self) -> ConnectFourState:
+        return ConnectFourState()
 
-    def turn(self, state: Stones) -> int:
+    def current_player(self, state: ConnectFourState) -> int:
         taken = (state.crosses | state.noughts).bit_count()
         lined = has_line(state.crosses) or has_line(state.noughts)
-        return OVER if lined or taken == COLUMNS * ROWS else taken % 2
+        return TERMINAL if lined or taken == COLUMNS * ROWS else taken % 2
 
-    def legal(self, state: Stones) -> list[int]:
+    def legal_actions(self, state: ConnectFourState) -> list[int]:
         taken = state.crosses | state.noughts
-        return [column for column, top in enumerate(CELLS[-1]) if not taken & top]
+        return [column for column, top in enumerate(CELL_BITS[-1]) if not taken & top]
 
-    def next(self, state: Stones, action: int) -> Stones:
+    def next_state(self, state: ConnectFourState, action: int) -> ConnectFourState:
         taken = state.crosses | state.noughts
-        stone = (taken + CELLS[0][action]) & ~taken & _COLUMN[action]
+        stone = (taken + CELL_BITS[0][action]) & ~taken & _COLUMN[action]
         if taken.bit_count() % 2:
-            return Stones(state.crosses, state.noughts | stone)
-        return Stones(state.crosses | stone, state.noughts)
+            return ConnectFourState(state.crosses, state.noughts | stone)
+        return ConnectFourState(state.crosses | stone, state.noughts)
 
-    def returns(self, state: Stones) -> tuple[float, ...]:
+    def returns(self, state: ConnectFourState) -> tuple[float, ...]:
         first = float(has_line(state.crosses)) - float(has_line(state.noughts))
         return first, -first
 
-    def view(self, state: Stones, player: int) -> np.ndarray:
+    def info_state(self, state: ConnectFourState, player: int) -> np.ndarray:
         empty = ~(state.crosses | state.noughts)
-        planes = [[[bool(own & cell) for cell in row] for row in CELLS] for own in (*state, empty)]
+        planes = [[[bool(own & cell) for cell in row] for row in CELL_BITS] for own in (*state, empty)]
         return np.array(planes, np.float32).reshape(-1)
 
-    def words(self, state: Stones, player: int) -> str:
-        rows = [" ".join(_mark(state, cell) for cell in row) for row in reversed(CELLS)]
+    def info_state_text(self, state: ConnectFourState, player: int) -> str:
+        rows = [" ".join(_mark(state, cell) for cell in row) for row in reversed(CELL_BITS)]
         return f"You are {'xo'[player]}. Board: {' / '.join(rows)}"
 
 
-_COLUMN = [sum(CELLS[row][column] for row in range(ROWS)) for column in range(COLUMNS)]
+_COLUMN = [sum(CELL_BITS[row][column] for row in range(ROWS)) for column in range(COLUMNS)]
 
 
 def has_line(stones: int) -> bool:
     """True if four stones of the bit mask are in a line."""
-    for step in STEPS:
+    for step in LINE_SHIFTS:
         pairs = stones & stones >> step
         if pairs & pairs >> 2 * step:
             return True
     return False
 
 
-def open_lines(state: Stones, player: int) -> float:
+def line_heuristic(state: ConnectFourState, player: int) -> float:
     """Returns a heuristic value of the board for `player`, in (-1, 1).
 
     Sums over the lines that only one side can still complete the square of its stones there, positive for `player`.
     """
     own, other = (state.crosses, state.noughts) if player == 0 else (state.noughts, state.crosses)
     looks = 0
-    for line in LINES:
+    for line in LINE_MASKS:
         mine, theirs = (own & line).bit_count(), (other & line).bit_count()
         looks += mine * mine * (not theirs) - theirs * theirs * (not mine)
-    return looks / (16 * len(LINES))
+    return looks / (16 * len(LINE_MASKS))
 
 
-def _mark(state: Stones, cell: int) -> str:
+def _mark(state: ConnectFourState, cell: int) -> str:
     return "x" if state.crosses & cell else "o" if state.noughts & cell else "."

@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.envs.rules.base import CHANCE, OVER, Rules
+from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
 
 
-class Roll(NamedTuple):
+class LiarsDiceState(NamedTuple):
     """A state: the dice of both players, and the bids so far."""
 
     dice: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # faces from 0, sorted for each player
     bids: tuple[int, ...] = ()  # the final call of a lie included
 
 
-class LiarsDiceRules(Rules[Roll]):
+class LiarsDiceRules(Rules[LiarsDiceState]):
     """Each player rolls `dice` dice of `faces` faces in secret; bids on all dice go up until one is called a lie.
 
     Bid "2x5" claims that at least two dice show a five; the highest face is wild and counts as any. The player who is
@@ -26,7 +26,7 @@ class LiarsDiceRules(Rules[Roll]):
     """
 
     name = "liars_dice"
-    players = 2
+    num_players = 2
 
     def __init__(self, dice: int = 1, faces: int = 6) -> None:
         if dice < 1:
@@ -35,48 +35,48 @@ class LiarsDiceRules(Rules[Roll]):
             raise ValueError(f"faces: {faces} is too small, dice of fewer than 2 hide nothing; use 2 or more")
         self.dice, self.faces = dice, faces
         bids = [f"{count}x{face}" for count in range(1, 2 * dice + 1) for face in range(1, faces + 1)]
-        self.actions, self.liar = (*bids, "liar"), len(bids)
+        self.action_names, self.liar_action = (*bids, "liar"), len(bids)
 
-    def initial(self) -> Roll:
-        return Roll()
+    def initial_state(self) -> LiarsDiceState:
+        return LiarsDiceState()
 
-    def turn(self, state: Roll) -> int:
+    def current_player(self, state: LiarsDiceState) -> int:
         if len(state.dice[1]) < self.dice:
             return CHANCE
-        return OVER if state.bids and state.bids[-1] == self.liar else len(state.bids) % 2
+        return TERMINAL if state.bids and state.bids[-1] == self.liar_action else len(state.bids) % 2
 
-    def legal(self, state: Roll) -> list[int]:
-        return list(range(state.bids[-1] + 1, self.liar + 1)) if state.bids else list(range(self.liar))
+    def legal_actions(self, state: LiarsDiceState) -> list[int]:
+        return list(range(state.bids[-1] + 1, self.liar_action + 1)) if state.bids else list(range(self.liar_action))
 
-    def chances(self, state: Roll) -> list[tuple[int, float]]:
+    def chance_outcomes(self, state: LiarsDiceState) -> list[tuple[int, float]]:
         return [(face, 1 / self.faces) for face in range(self.faces)]
 
-    def next(self, state: Roll, action: int) -> Roll:
+    def next_state(self, state: LiarsDiceState, action: int) -> LiarsDiceState:
         first, second = state.dice
         if len(first) < self.dice:
-            return Roll((_sorted(first, action), second))
+            return LiarsDiceState((_sorted(first, action), second))
         if len(second) < self.dice:
-            return Roll((first, _sorted(second, action)))
-        return Roll(state.dice, (*state.bids, action))
+            return LiarsDiceState((first, _sorted(second, action)))
+        return LiarsDiceState(state.dice, (*state.bids, action))
 
-    def returns(self, state: Roll) -> tuple[float, ...]:
+    def returns(self, state: LiarsDiceState) -> tuple[float, ...]:
         bid, caller = state.bids[-2], (len(state.bids) - 1) % 2
         face, shown = bid % self.faces, sum(state.dice, ())
         true = sum(die in (face, self.faces - 1) for die in shown) > bid // self.faces
         return (1.0, -1.0) if (caller == 0) != true else (-1.0, 1.0)
 
-    def view(self, state: Roll, player: int) -> np.ndarray:
+    def info_state(self, state: LiarsDiceState, player: int) -> np.ndarray:
         own = 2 + self.dice * self.faces
-        view = np.zeros(own + self.liar + 1, np.float32)
+        view = np.zeros(own + self.liar_action + 1, np.float32)
         view[player] = 1
         for die, face in enumerate(state.dice[player]):
             view[2 + self.faces * die + face] = 1
         view[[own + bid for bid in state.bids]] = 1
         return view
 
-    def words(self, state: Roll, player: int) -> str:
+    def info_state_text(self, state: LiarsDiceState, player: int) -> str:
         dice = " ".join(str(face + 1) for face in state.dice[player]) or "none"
-        bids = " ".join(self.actions[bid] for bid in state.bids) or "none"
+        bids = " ".join(self.action_names[bid] for bid in state.bids) or "none"
         return f"You are player {player}. Your dice: {dice}. Bids: {bids}."
 
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-Reward = Literal["dense", "outcome"]
+RewardMode = Literal["dense", "outcome"]
 Rendering = Literal["full", "compact"]
 BoardRendering = Literal["compact", "ascii"]

@@ -3,7 +3,7 @@
 Small boards recur: at 4x4 with one box a new seed often draws a known layout. The split is therefore a function of the
 layout, not of the seed: the SHA-256 of its canonical form, the smallest of its 8 rotations and reflections, so a
 reflected layout is never "new". A state reached during an episode may belong to another split than its instance: where
-that matters (collecting data for a base model), check it with `split_of`.
+that matters (collecting data for a base model), check it with `split_of_layout`.
 """
 
 from __future__ import annotations
@@ -14,46 +14,48 @@ from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
-from palestra.envs.text.grids import symmetries
+from palestra.envs.text.grid.grid import symmetries
 
 Split = Literal["base", "train", "dev", "test"]
-SHARES: dict[Split, float] = {"base": 0.4, "train": 0.4, "dev": 0.1, "test": 0.1}
-TRIES = 20_000
+SPLIT_SHARES: dict[Split, float] = {"base": 0.4, "train": 0.4, "dev": 0.1, "test": 0.1}
+MAX_DRAWS = 20_000
 
 T = TypeVar("T")
 
 
-class Layout(Protocol):
-    """Puzzle layout as required by `draw`: board size, groups of cells (walls, goals, ...), and a solvability test."""
+class PuzzleLayout(Protocol):
+    """Puzzle layout as required by `draw_layout`: board size, groups of cells (walls, goals, ...), and a solvability
+    test."""
 
     @property
     def size(self) -> int: ...
 
     @property
-    def groups(self) -> tuple[Iterable[int], ...]: ...
+    def cell_groups(self) -> tuple[Iterable[int], ...]: ...
 
-    def solvable(self) -> bool: ...
-
-
-L = TypeVar("L", bound=Layout)
+    def is_solvable(self) -> bool: ...
 
 
-def canonical(size: int, groups: tuple[Iterable[int], ...]) -> tuple[tuple[int, ...], ...]:
+L = TypeVar("L", bound=PuzzleLayout)
+
+
+def canonical_layout(size: int, groups: tuple[Iterable[int], ...]) -> tuple[tuple[int, ...], ...]:
     """Returns the smallest of the 8 symmetric images. Each group (walls, goals, ...) is a set: its order is ignored."""
     kept = [tuple(group) for group in groups]
     return min(tuple(tuple(sorted([image[c] for c in group])) for group in kept) for image in symmetries(size))
 
 
-def split_of(size: int, groups: tuple[Iterable[int], ...]) -> Split:
+def split_of_layout(size: int, groups: tuple[Iterable[int], ...]) -> Split:
     """Returns the split of a layout, which all its symmetric images share."""
     return split_of_text(_text(size, groups))
 
 
 def split_of_text(text: str) -> Split:
-    """Returns the split of an instance with content `text`. Equal problems must have equal text (a canonical form)."""
+    """Returns the split of an instance with content `text`. Equal problems must have equal text (a canonical
+    form)."""
     digest = hashlib.sha256(text.encode()).digest()
     share = int.from_bytes(digest[:8], "big") / 2**64
-    for split, width in SHARES.items():
+    for split, width in SPLIT_SHARES.items():
         if share < width:
             return split
         share -= width
@@ -63,36 +65,36 @@ def split_of_text(text: str) -> Split:
 def first_of_split(
     draws: Iterable[T | None],
     split: Split | Literal["all"],
-    text: Callable[[T], str],
-    lacking: str,
-    fits: Callable[[T], bool] = lambda drawn: True,
+    text_of: Callable[[T], str],
+    error_message: str,
+    accept: Callable[[T], bool] = lambda drawn: True,
 ) -> T:
-    """Returns the first of `draws` that belongs to `split`, by its content `text`, and satisfies `fits`.
+    """Returns the first of `draws` that belongs to `split`, by its content `text_of`, and satisfies `accept`.
 
-    Draws of None are skipped. Raises ValueError with the message `lacking` if there is none.
+    Draws of None are skipped. Raises ValueError with the message `error_message` if there is none.
     """
     for drawn in draws:
-        if drawn is not None and (split == "all" or split_of_text(text(drawn)) == split) and fits(drawn):
+        if drawn is not None and (split == "all" or split_of_text(text_of(drawn)) == split) and accept(drawn):
             return drawn
-    raise ValueError(lacking)
+    raise ValueError(error_message)
 
 
-def draw(seed: int, propose: Callable[[np.random.Generator], L | None], split: Split, what: str) -> L:
+def draw_layout(seed: int, propose: Callable[[np.random.Generator], L | None], split: Split, description: str) -> L:
     """Returns the first solvable layout of `split` among those that `propose` draws from `seed`.
 
-    `propose` returns None for an invalid draw. Raises ValueError, with the description `what`, if 20,000 draws give
-    none, as there are then too few such layouts.
+    `propose` returns None for an invalid draw. Raises ValueError, with the description `description`, if 20,000 draws
+    give none, as there are then too few such layouts.
     """
     rng = np.random.default_rng([seed])
     return first_of_split(
-        (propose(rng) for _ in range(TRIES)),
+        (propose(rng) for _ in range(MAX_DRAWS)),
         split,
-        lambda layout: _text(layout.size, layout.groups),
-        f'no solvable layout of split "{split}" in {TRIES} draws of {what}: '
+        lambda layout: _text(layout.size, layout.cell_groups),
+        f'no solvable layout of split "{split}" in {MAX_DRAWS} draws of {description}: '
         "there are too few such layouts; give a larger size, or fewer walls",
-        fits=lambda layout: layout.solvable(),
+        accept=lambda layout: layout.is_solvable(),
     )
 
 
 def _text(size: int, groups: tuple[Iterable[int], ...]) -> str:
-    return f"{size}:{canonical(size, groups)}"
+    return f"{size}:{canonical_layout(size, groups)}"

@@ -10,19 +10,22 @@ from typing import Any, ClassVar
 import ale_py
 import numpy as np
 
-from palestra.envs.vector.loop import GameSpec, Moment, at_least_one
-from palestra.envs.vector.pettingzoo import game_of
-from palestra.envs.vector.processes import Hosted
+from palestra.envs.vector.pettingzoo import load_game
+from palestra.envs.vector.subproc_vector import PackageVectorEnv
+from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec, check_at_least_one
 
-SIZE = 84
+SCREEN_SIZE = 84
 
 
-def area(big: int, small: int) -> np.ndarray:
-    """Returns averaging weights float32 [small, big] that resize a row of `big` pixels to `small` (area
-    interpolation)."""
-    edges = np.linspace(0, big, small + 1)
-    low, high = np.maximum(edges[:-1, None], np.arange(big)), np.minimum(edges[1:, None], np.arange(1, big + 1))
-    return (np.clip(high - low, 0, None) * (small / big)).astype(np.float32)
+def area_resize_weights(source_size: int, target_size: int) -> np.ndarray:
+    """Returns averaging weights float32 [target_size, source_size] that resize a row of `source_size` pixels to
+    `target_size` (area interpolation)."""
+    edges = np.linspace(0, source_size, target_size + 1)
+    low, high = (
+        np.maximum(edges[:-1, None], np.arange(source_size)),
+        np.minimum(edges[1:, None], np.arange(1, source_size + 1)),
+    )
+    return (np.clip(high - low, 0, None) * (target_size / source_size)).astype(np.float32)
 
 
 class AtariGame:
@@ -41,19 +44,21 @@ class AtariGame:
         roms = str(Path(ale_py.__file__).parent)
         options = {"obs_type": "grayscale_image", "auto_rom_install_path": roms} | options
         try:
-            self.inner = game_of(f"pettingzoo.atari.{game}.{game}:parallel_env", options)
+            self.inner = load_game(f"pettingzoo.atari.{game}.{game}:parallel_env", options)
         except OSError as error:
             raise ValueError(f'there is no ROM for "{game}": {error}') from error
         self.skip, self.noops, self.tell_seat = skip, noops, tell_seat
-        seats, (height, width, _) = len(self.inner.spec.seats), self.inner.spec.views[0]
-        self.rows, self.columns = area(height, SIZE), area(width, SIZE).T
-        self.pictures = np.zeros((SIZE, SIZE, stack), np.uint8)
+        seats, (height, width, _) = len(self.inner.spec.seats), self.inner.spec.observation_shapes[0]
+        self.rows, self.columns = area_resize_weights(height, SCREEN_SIZE), area_resize_weights(width, SCREEN_SIZE).T
+        self.pictures = np.zeros((SCREEN_SIZE, SCREEN_SIZE, stack), np.uint8)
         self.frames = [np.zeros((height, width), np.uint8)] * 2
-        self.spec: GameSpec = replace(self.inner.spec, views=((SIZE, SIZE, stack + tell_seat),) * seats)
+        self.spec: VectorEnvSpec = replace(
+            self.inner.spec, observation_shapes=((SCREEN_SIZE, SCREEN_SIZE, stack + tell_seat),) * seats
+        )
 
-    def reset(self, seed: int) -> Moment:
+    def reset(self, seed: int) -> SingleStep:
         moment, rng = self.inner.reset(seed), np.random.default_rng(seed)
-        nothing = self.spec.blank_actions(1)[0]
+        nothing = self.spec.zero_actions(1)[0]
         for _ in range(rng.integers(self.noops + 1)):
             moment = self.inner.step(nothing)
             if moment.terminated or moment.truncated:
@@ -62,7 +67,7 @@ class AtariGame:
         self.pictures[:] = self._picture()[..., None]
         return self._shown(moment, [0.0] * len(self.spec.seats))
 
-    def step(self, actions: np.ndarray) -> Moment:
+    def step(self, actions: np.ndarray) -> SingleStep:
         rewards = np.zeros(len(self.spec.seats))
         for _ in range(self.skip):
             moment = self.inner.step(actions)
@@ -77,23 +82,23 @@ class AtariGame:
     def close(self) -> None:
         self.inner.close()
 
-    def _screen(self, moment: Moment) -> np.ndarray:
+    def _screen(self, moment: SingleStep) -> np.ndarray:
         """Returns the screen as any seat sees it; the previous screen if no seat sees one."""
-        return next((view[..., 0] for view in moment.views if view is not None), self.frames[1])
+        return next((view[..., 0] for view in moment.observations if view is not None), self.frames[1])
 
     def _picture(self) -> np.ndarray:
         return np.rint(self.rows @ np.maximum(*self.frames) @ self.columns).astype(np.uint8)
 
-    def _shown(self, moment: Moment, rewards: Any) -> Moment:
+    def _shown(self, moment: SingleStep, rewards: Any) -> SingleStep:
         seats = len(self.spec.seats)
         views: list[np.ndarray | None] = [self.pictures] * seats
         if self.tell_seat:
-            blank = np.ones((SIZE, SIZE, 1), np.uint8)
+            blank = np.ones((SCREEN_SIZE, SCREEN_SIZE, 1), np.uint8)
             views = [np.concatenate([self.pictures, blank * (255 * n // max(seats - 1, 1))], 2) for n in range(seats)]
-        return replace(moment, views=views, rewards=rewards)
+        return replace(moment, observations=views, rewards=rewards)
 
 
-class AtariEnv(Hosted):
+class AtariEnv(PackageVectorEnv):
     """The multi-player Atari game `game` ("pong", "boxing", "tennis", "space_invaders", ...), made by PettingZoo with
     `options` ("max_cycles": frames until a game is truncated), with the ROMs that ship with ale-py. `skip`, `stack`,
     `noops` and `tell_seat` set the preprocessing (see `AtariGame`). Raises ValueError if `skip` or `stack` is below
@@ -103,7 +108,7 @@ class AtariEnv(Hosted):
 
     def __init__(
         self,
-        games: int = 16,
+        num_envs: int = 16,
         *,
         game: str = "pong",
         skip: int = 4,
@@ -111,9 +116,9 @@ class AtariEnv(Hosted):
         noops: int = 30,
         tell_seat: bool = False,
         options: dict[str, Any] | None = None,
-        processes: int = 0,
+        num_processes: int = 0,
     ) -> None:
-        at_least_one("skip", skip)
-        at_least_one("stack", stack)
+        check_at_least_one("skip", skip)
+        check_at_least_one("stack", stack)
         make = partial(AtariGame, game, options or {}, skip=skip, stack=stack, noops=noops, tell_seat=tell_seat)
-        super().__init__(make, games, processes)
+        super().__init__(make, num_envs, num_processes)

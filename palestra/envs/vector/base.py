@@ -1,8 +1,8 @@
 """Base class of vector envs: B games of one env, stepped in lock-step on arrays.
 
 Shapes: `B` games, `N` seats, `A` actions of the seat with the most actions, `S` numbers of global state. Seats whose
-observations differ in length share one array: shorter observations are padded with zeros at the end, `views` has each
-seat's true shape.
+observations differ in length share one array: shorter observations are padded with zeros at the end,
+`observation_shapes` has each seat's true shape.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ Space = Discrete | MultiDiscrete | Continuous
 
 
 @dataclass
-class Frame:
+class VectorStep:
     """The result of `reset` or `step` for B games. The env owns the arrays and overwrites them in its next step: copy
     what must be kept.
 
-    `obs [B, N, *view]` (float32 or uint8) is the current observation of each seat. If the step ended a game, it is the
-    first observation of the next game (Gymnasium's same-step autoreset), and `final_obs` and `final_state` hold the
-    last observation and state of the ended game; for all other games their content is undefined. `acting [B, N]` bool
-    is the agent mask, the seats that act next: all seats in simultaneous play, one in turn-based play, no dead unit.
-    Actions of other seats are ignored. `legal [B, N, A]` bool is the action mask; it is None if all actions are always
-    legal, and for continuous actions. A seat that acts has at least one legal action. `rewards [B, N]` float32 are the
-    rewards of this step; `terminated` and `truncated` [B] bool mark games that the step ended; `success` [B] bool marks
-    ended games that count as a success (None if the env does not define success). After a reset, rewards are zero and
-    no game is marked as ended.
+    `obs [B, N, *observation_shape]` (float32 or uint8) is the current observation of each seat. If the step ended a
+    game, it is the first observation of the next game (Gymnasium's same-step autoreset), and `final_obs` and
+    `final_state` hold the last observation and state of the ended game; for all other games their content is undefined.
+    `agent_mask [B, N]` bool is the agent mask, the seats that act next: all seats in simultaneous play, one in
+    turn-based play, no dead unit. Actions of other seats are ignored. `action_mask [B, N, A]` bool is the action mask;
+    it is None if all actions are always legal, and for continuous actions. A seat that acts has at least one legal
+    action. `rewards [B, N]` float32 are the rewards of this step; `terminated` and `truncated` [B] bool mark games that
+    the step ended; `success` [B] bool marks ended games that count as a success (None if the env does not
+    define success). After a reset, rewards are zero and no game is marked as ended.
 
     `seat_terminated [B, N]` bool marks seats that terminated on their own, in this step or earlier in the same game.
     Such a seat does not act again, gets no reward after the step in which it is marked, and has a future value of 0
@@ -68,22 +68,22 @@ class Frame:
 
     obs: np.ndarray  # float32 or uint8
     final_obs: np.ndarray
-    acting: np.ndarray  # bool
+    agent_mask: np.ndarray  # bool
     rewards: np.ndarray  # float32
     terminated: np.ndarray  # bool
     truncated: np.ndarray  # bool
-    legal: np.ndarray | None = None  # bool
+    action_mask: np.ndarray | None = None  # bool
     state: np.ndarray | None = None  # float32 [B, S]
     final_state: np.ndarray | None = None
     success: np.ndarray | None = None  # bool
     seat_terminated: np.ndarray | None = None  # bool
 
     @property
-    def over(self) -> np.ndarray:
+    def done(self) -> np.ndarray:
         """Games that this step ended, bool [B]."""
         return np.logical_or(self.terminated, self.truncated)
 
-    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
+    def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
         """Returns a frame with `change` applied to every array; None stays None."""
         values = {part.name: getattr(self, part.name) for part in fields(self)}
         changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
@@ -91,62 +91,63 @@ class Frame:
 
     def copy(self) -> Self:
         """Returns a frame with copies of all arrays."""
-        return self.map(np.copy)
+        return self.map_arrays(np.copy)
 
 
-def empty_frame(
-    games: int,
-    seats: int,
-    view: tuple[int, ...],
+def empty_step(
+    num_envs: int,
+    num_seats: int,
+    observation_shape: tuple[int, ...],
     *,
-    actions: int | None = None,
-    state: int = 0,
-    success: bool = False,
-    deaths: bool = False,
+    num_actions: int | None = None,
+    state_size: int = 0,
+    reports_success: bool = False,
+    has_seat_terminated: bool = False,
     dtype: Any = np.float32,
-) -> Frame:
-    """Returns a frame of zeros in which all seats act. Observations are of shape `view` and of `dtype`. `actions` adds
-    an action mask of that length with every action legal, `state` a global state of that length, `success` the array of
-    successes, `deaths` `seat_terminated`."""
-    B, N = games, seats
-    return Frame(
-        obs=np.zeros((B, N, *view), dtype),
-        final_obs=np.zeros((B, N, *view), dtype),
-        acting=np.ones((B, N), bool),
+) -> VectorStep:
+    """Returns a frame of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
+    `num_actions` adds an action mask of that length with every action legal, `state_size` a global state of that
+    length, `reports_success` the array of successes, `has_seat_terminated` `seat_terminated`."""
+    B, N = num_envs, num_seats
+    return VectorStep(
+        obs=np.zeros((B, N, *observation_shape), dtype),
+        final_obs=np.zeros((B, N, *observation_shape), dtype),
+        agent_mask=np.ones((B, N), bool),
         rewards=np.zeros((B, N), np.float32),
         terminated=np.zeros(B, bool),
         truncated=np.zeros(B, bool),
-        legal=None if actions is None else np.ones((B, N, actions), bool),
-        state=np.zeros((B, state), np.float32) if state else None,
-        final_state=np.zeros((B, state), np.float32) if state else None,
-        success=np.zeros(B, bool) if success else None,
-        seat_terminated=np.zeros((B, N), bool) if deaths else None,
+        action_mask=None if num_actions is None else np.ones((B, N, num_actions), bool),
+        state=np.zeros((B, state_size), np.float32) if state_size else None,
+        final_state=np.zeros((B, state_size), np.float32) if state_size else None,
+        success=np.zeros(B, bool) if reports_success else None,
+        seat_terminated=np.zeros((B, N), bool) if has_seat_terminated else None,
     )
 
 
 class VectorEnv(ABC):
-    """B parallel games (`games`) with the same `seats`; a deterministic function of the seeds and the actions.
+    """B parallel games (`num_envs`) with the same `seats`; a deterministic function of the seeds and the actions.
 
     Each game is a stream of episodes: when one ends, the next begins in the same step, from the same stream of random
-    numbers. Games are independent: game b of B plays exactly as it would alone. `views` holds the observation shape of
-    each seat, `actions` its action space; all seats have the same kind of action space. `state_size` is the length of
-    the global state (0: none). `scripts` names the scripted players that the env offers (see `script`).
+    numbers. Games are independent: game b of B plays exactly as it would alone. `observation_shapes` holds the
+    observation shape of each seat, `action_spaces` its action space; all seats have the same kind of action space.
+    `state_size` is the length of the global state (0: none). `scripted_policies` names the scripted players that the
+    env offers (see `scripted_actions`).
     """
 
     name: ClassVar[str] = ""
     seats: tuple[Seat, ...]
-    games: int
-    views: tuple[tuple[int, ...], ...]
-    actions: tuple[Space, ...]
+    num_envs: int
+    observation_shapes: tuple[tuple[int, ...], ...]
+    action_spaces: tuple[Space, ...]
     state_size: int = 0
-    scripts: tuple[str, ...] = ()
+    scripted_policies: tuple[str, ...] = ()
 
     @abstractmethod
-    def reset(self, seeds: np.ndarray) -> Frame:
+    def reset(self, seeds: np.ndarray) -> VectorStep:
         """Starts a new stream of episodes in each game. `seeds [B]` are non-negative integers."""
 
     @abstractmethod
-    def step(self, actions: np.ndarray) -> Frame:
+    def step(self, actions: np.ndarray) -> VectorStep:
         """Plays one joint step in every game. `actions` is int32 [B, N] for discrete actions, int32 [B, N, M] for
         multi-discrete, float32 [B, N, D] for continuous ones (clipped to the bounds)."""
 
@@ -155,19 +156,19 @@ class VectorEnv(ABC):
         (its games then start anew when a run resumes from a checkpoint)."""
         return None
 
-    def load(self, saved: Mapping[str, np.ndarray]) -> Frame:
+    def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
         """Restores what `save` returned; returns the frame of that step.
 
         Raises ValueError if the env cannot be saved.
         """
         raise ValueError(f"{self.name or type(self).__name__} cannot save its games, so none can be loaded")
 
-    def script(self, name: str, seat: int) -> np.ndarray:
+    def scripted_actions(self, name: str, seat: int) -> np.ndarray:
         """Returns the actions int32 [B] of the scripted player `name` at seat number `seat` for the current frame.
 
         Raises ValueError if the env has no such scripted player.
         """
-        known = ", ".join(self.scripts) or "none"
+        known = ", ".join(self.scripted_policies) or "none"
         raise ValueError(f'env "{self.name}" has no scripted player "{name}"; it has: {known}')
 
     def close(self) -> None:  # noqa: B027 - most envs hold nothing

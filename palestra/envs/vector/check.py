@@ -7,66 +7,72 @@ from dataclasses import fields
 
 import numpy as np
 
-from palestra.envs.vector.base import Continuous, Discrete, Frame, MultiDiscrete, VectorEnv
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv, VectorStep
 
-UNBOUNDED = 1e3  # random play replaces infinite bounds by this
-Make = Callable[[int], VectorEnv]
+RANDOM_ACTION_BOUND = 1e3  # random play replaces infinite bounds by this
+MakeVectorEnv = Callable[[int], VectorEnv]
 
 
 def check_vector_env(
-    make_env: Make, *, games: int = 5, steps: int = 200, seed: int = 0, alone: bool = True, ends: bool = True
+    make_env: MakeVectorEnv,
+    *,
+    num_envs: int = 5,
+    steps: int = 200,
+    seed: int = 0,
+    check_independence: bool = True,
+    expect_end: bool = True,
 ) -> None:
-    """Plays `make_env(games)` at random; raises ValueError with the violation and its fix if the env violates the
+    """Plays `make_env(num_envs)` at random; raises ValueError with the violation and its fix if the env violates the
     contract.
 
     Checks: shape and dtype of every array; finite rewards, observations and state; a legal action for every seat that
     acts; zero padding of observations and action masks; equal seeds and actions give equal frames, in a second instance
     and after a second reset; other seeds give other games; an ended game continues with its next episode in the same
-    step; with `alone`, a game plays as it would alone; after `save` and `load` the games continue exactly; with `ends`,
-    at least one game ends within `steps`.
+    step; with `check_independence`, a game plays as it would alone; after `save` and `load` the games continue exactly;
+    with `expect_end`, at least one game ends within `steps`.
     """
-    _Check(make_env, games, steps, seed).run(alone, ends)
+    _Check(make_env, num_envs, steps, seed).run(check_independence, expect_end)
 
 
 class _Check:
-    def __init__(self, make_env: Make, games: int, steps: int, seed: int) -> None:
-        self.make, self.games, self.steps = make_env, games, steps
+    def __init__(self, make_env: MakeVectorEnv, games: int, steps: int, seed: int) -> None:
+        self.make, self.num_envs, self.steps = make_env, games, steps
         self.seeds = np.arange(games) * 7 + seed
         self.rng = np.random.default_rng(seed)
 
     def run(self, alone: bool, ends: bool) -> None:
-        env = self.make(self.games)
+        env = self.make(self.num_envs)
         self.env = env
-        if env.games != self.games:
-            self.fail(f"was asked for {self.games} games and has {env.games}", "take `games` from the caller")
+        if env.num_envs != self.num_envs:
+            self.fail(f"was asked for {self.num_envs} games and has {env.num_envs}", "take `num_envs` from the caller")
         frames, actions = self.play(env)
         self.replay(env, frames, actions, "after a second reset", "reset must set every array anew")
         self.saved(env, frames, actions)
         env.close()
-        twin = self.make(self.games)
+        twin = self.make(self.num_envs)
         self.replay(twin, frames, actions, "in a second instance", "draw all randomness from the seeds, share nothing")
         self.other_seeds(twin, frames)
         twin.close()
-        if ends and not any(frame.over.any() for frame in frames):
+        if ends and not any(frame.done.any() for frame in frames):
             self.fail(f"no game ended within {self.steps} steps", "give it a limit, or let the check take more steps")
         if alone:
             self.one_by_one(frames, actions)
 
-    def play(self, env: VectorEnv) -> tuple[list[Frame], list[np.ndarray]]:
+    def play(self, env: VectorEnv) -> tuple[list[VectorStep], list[np.ndarray]]:
         frames, actions = [self.valid(env.reset(self.seeds)).copy()], []
-        if frames[0].over.any() or frames[0].rewards.any():
+        if frames[0].done.any() or frames[0].rewards.any():
             self.fail("says rewards or ends after reset", "set them to zero there")
         for _ in range(self.steps):
             actions.append(random_actions(env, frames[-1], self.rng))
             frames.append(self.valid(env.step(actions[-1].copy())).copy())
         return frames, actions
 
-    def replay(self, env: VectorEnv, frames: list[Frame], actions: list[np.ndarray], where: str, fix: str) -> None:
+    def replay(self, env: VectorEnv, frames: list[VectorStep], actions: list[np.ndarray], where: str, fix: str) -> None:
         self.same(env.reset(self.seeds), frames[0], f"reset {where}", fix)
         for number, (action, frame) in enumerate(zip(actions, frames[1:], strict=True), 1):
             self.same(env.step(action.copy()), frame, f"step {number} {where}", fix)
 
-    def saved(self, env: VectorEnv, frames: list[Frame], actions: list[np.ndarray]) -> None:
+    def saved(self, env: VectorEnv, frames: list[VectorStep], actions: list[np.ndarray]) -> None:
         half = len(actions) // 2
         env.reset(self.seeds)
         for action in actions[:half]:
@@ -80,13 +86,13 @@ class _Check:
         fix = "save must copy every array that step changes"
         if any(not np.array_equal(saved[name], kept[name], equal_nan=kept[name].dtype.kind == "f") for name in kept):
             self.fail("moves what it saved as it plays on", fix)
-        other = self.make(self.games)
+        other = self.make(self.num_envs)
         self.same(other.load(saved), frames[half], "load", fix)
         for number, (action, frame) in enumerate(zip(actions[half:], frames[half + 1 :], strict=True), half + 1):
             self.same(other.step(action.copy()), frame, f"step {number}, gone on from what was saved", fix)
         other.close()
 
-    def other_seeds(self, env: VectorEnv, frames: list[Frame]) -> None:
+    def other_seeds(self, env: VectorEnv, frames: list[VectorStep]) -> None:
         """Fails if another seed gives the same first observations although the games differ from each other: games
         without chance pass."""
         first = frames[0].obs
@@ -95,8 +101,8 @@ class _Check:
         if np.array_equal(env.reset(self.seeds + 1000).obs, first):
             self.fail("begins the same games from other seeds", "draw each game from its own seed")
 
-    def one_by_one(self, frames: list[Frame], actions: list[np.ndarray]) -> None:
-        for game in (0, self.games - 1):
+    def one_by_one(self, frames: list[VectorStep], actions: list[np.ndarray]) -> None:
+        for game in (0, self.num_envs - 1):
             env = self.make(1)
             where = "of a game alone"
             fix = "let no game read or write another's arrays, and give each a random stream of its own"
@@ -105,15 +111,19 @@ class _Check:
                 self.same(env.step(action[game : game + 1].copy()), _of(frame, game), f"step {number} {where}", fix)
             env.close()
 
-    def valid(self, frame: Frame) -> Frame:
-        env, (B, N) = self.env, (self.games, len(self.env.seats))
-        if len(env.views) != N or len(env.actions) != N or len({type(space) for space in env.actions}) > 1:
+    def valid(self, frame: VectorStep) -> VectorStep:
+        env, (B, N) = self.env, (self.num_envs, len(self.env.seats))
+        if (
+            len(env.observation_shapes) != N
+            or len(env.action_spaces) != N
+            or len({type(space) for space in env.action_spaces}) > 1
+        ):
             self.fail("has not one view and one space of actions for each seat, all of one kind", "mend both tuples")
-        view = tuple(np.max([list(v) for v in env.views], axis=0))
+        view = tuple(np.max([list(v) for v in env.observation_shapes], axis=0))
         self.shape("obs", frame.obs, (B, N, *view), frame.obs.dtype if frame.obs.dtype == np.uint8 else np.float32)
         self.shape("final_obs", frame.final_obs, frame.obs.shape, frame.obs.dtype)
         self.shape("rewards", frame.rewards, (B, N), np.float32)
-        self.shape("acting", frame.acting, (B, N), bool)
+        self.shape("agent_mask", frame.agent_mask, (B, N), bool)
         for name in ("terminated", "truncated", "success"):
             if name != "success" or frame.success is not None:
                 self.shape(name, getattr(frame, name), (B,), bool)
@@ -121,7 +131,7 @@ class _Check:
             self.fail("says that a game was terminated and truncated at once", "leave it terminated")
         if frame.seat_terminated is not None:
             self.shape("seat_terminated", frame.seat_terminated, (B, N), bool)
-            if (frame.seat_terminated & frame.acting)[~frame.over].any():
+            if (frame.seat_terminated & frame.agent_mask)[~frame.done].any():
                 self.fail("lets a seat act that has terminated", "mark it as not acting until the game is over")
         if env.state_size:
             self.shape("state", frame.state, (B, env.state_size), np.float32)
@@ -130,17 +140,17 @@ class _Check:
             value = getattr(frame, name)
             if value is not None and not np.isfinite(value).all():
                 self.fail(f"says {name} that are not finite", "no nan and no infinity")
-        if not frame.acting.any(axis=1).all():
+        if not frame.agent_mask.any(axis=1).all():
             self.fail("has a game in which nobody acts", "a game that is over begins anew in the same step")
-        if frame.legal is not None:
-            most = max(_choices(space) for space in env.actions)
-            self.shape("legal", frame.legal, (B, N, most), bool)
-            if not (frame.legal.any(axis=2) | ~frame.acting).all():
+        if frame.action_mask is not None:
+            most = max(_choices(space) for space in env.action_spaces)
+            self.shape("action_mask", frame.action_mask, (B, N, most), bool)
+            if not (frame.action_mask.any(axis=2) | ~frame.agent_mask).all():
                 self.fail("lets a seat act that has no legal action", "mark at least one")
-            for seat, space in enumerate(env.actions):
-                if frame.legal[:, seat, _choices(space) :].any():
+            for seat, space in enumerate(env.action_spaces):
+                if frame.action_mask[:, seat, _choices(space) :].any():
                     self.fail(f"calls actions legal that seat {env.seats[seat]} does not have", "mask the padding")
-        for seat, own in enumerate(env.views):
+        for seat, own in enumerate(env.observation_shapes):
             if len(view) == 1 and frame.obs[:, seat, own[0] :].any():
                 self.fail(f"writes past the view of seat {env.seats[seat]}", "leave the padding zero")
         return frame
@@ -150,9 +160,9 @@ class _Check:
             have = "none" if value is None else f"{value.dtype} {list(value.shape)}"
             self.fail(f"says {name} as {have} and not {np.dtype(dtype)} {list(shape)}", "mend the array")  # type: ignore[call-overload]
 
-    def same(self, frame: Frame, expected: Frame, where: str, fix: str) -> None:
-        over = expected.over
-        for part in fields(Frame):
+    def same(self, frame: VectorStep, expected: VectorStep, where: str, fix: str) -> None:
+        over = expected.done
+        for part in fields(VectorStep):
             got, want = getattr(frame, part.name), getattr(expected, part.name)
             if want is not None and part.name in ("final_obs", "final_state"):
                 got, want = got[over], want[over]
@@ -163,29 +173,29 @@ class _Check:
         raise ValueError(f"env {self.env.name or type(self.env).__name__}: {what}. Fix: {fix}.")
 
 
-def random_actions(env: VectorEnv, frame: Frame, rng: np.random.Generator) -> np.ndarray:
+def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Generator) -> np.ndarray:
     """Returns uniform legal actions for all seats, also for seats that do not act, in the shape and dtype that `step`
     takes."""
-    B, N = env.games, len(env.seats)
-    first = env.actions[0]
+    B, N = env.num_envs, len(env.seats)
+    first = env.action_spaces[0]
     if isinstance(first, Discrete):
-        legal = frame.legal
+        legal = vector_step.action_mask
         if legal is None:
-            sizes = np.array([_choices(space) for space in env.actions])
+            sizes = np.array([_choices(space) for space in env.action_spaces])
             legal = np.broadcast_to(np.arange(sizes.max()) < sizes[:, None], (B, N, sizes.max()))
         return np.argmax(rng.random(legal.shape) * legal, axis=2).astype(np.int32)
     if isinstance(first, MultiDiscrete):
-        width = max(len(space.sizes) for space in env.actions if isinstance(space, MultiDiscrete))
+        width = max(len(space.sizes) for space in env.action_spaces if isinstance(space, MultiDiscrete))
         drawn = np.zeros((B, N, width), np.int32)
-        for seat, space in enumerate(env.actions):
+        for seat, space in enumerate(env.action_spaces):
             assert isinstance(space, MultiDiscrete)
             drawn[:, seat, : len(space.sizes)] = rng.integers(0, space.sizes, (B, len(space.sizes)))
         return drawn
-    width = max(len(space.low) for space in env.actions if isinstance(space, Continuous))
+    width = max(len(space.low) for space in env.action_spaces if isinstance(space, Continuous))
     drawn = np.zeros((B, N, width), np.float32)
-    for seat, space in enumerate(env.actions):
+    for seat, space in enumerate(env.action_spaces):
         assert isinstance(space, Continuous)
-        low, high = np.maximum(space.low, -UNBOUNDED), np.minimum(space.high, UNBOUNDED)
+        low, high = np.maximum(space.low, -RANDOM_ACTION_BOUND), np.minimum(space.high, RANDOM_ACTION_BOUND)
         drawn[:, seat, : len(space.low)] = rng.uniform(low, high, (B, len(space.low)))
     return drawn
 
@@ -194,5 +204,5 @@ def _choices(space: object) -> int:
     return space.n if isinstance(space, Discrete) else 0
 
 
-def _of(frame: Frame, game: int) -> Frame:
-    return frame.map(lambda value: value[game : game + 1])
+def _of(frame: VectorStep, game: int) -> VectorStep:
+    return frame.map_arrays(lambda value: value[game : game + 1])

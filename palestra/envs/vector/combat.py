@@ -11,7 +11,7 @@ Health, shields, armour, damage, range, reload time and speed of marines, stalke
 - Enemies are scripted: each attacks the nearest ally until that ally is dead or out of weapon range, then again the
   nearest, at any distance. SMAC's built-in opponent moves towards the allies' starting point.
 - Shields do not recover. The field is an open square without obstacles. Units start in columns 14 apart, each up to
-  `JITTER` from its place; in SMAC the map fixes the places.
+  `START_JITTER` from its place; in SMAC the map fixes the places.
 - Cooldown in the state is relative to the reload time; SMAC divides by a slightly longer time. The first unit-type bit
   means stalker on both sides; in SMAC it means zealot for enemies.
 """
@@ -23,20 +23,30 @@ from typing import ClassVar, NamedTuple, get_args
 
 import numpy as np
 
-from palestra.compiled import kernel
-from palestra.envs.vector.base import Discrete, empty_frame
-from palestra.envs.vector.combat_maps import FIELD, KILL, LEAST, LOOPS, MAPS, WIN, Map, Rules, rules_of
+from palestra.envs.vector.base import Discrete, empty_step
+from palestra.envs.vector.combat_maps import (
+    FIELD_SIZE,
+    KILL_REWARD,
+    LOOPS_PER_STEP,
+    MAPS,
+    MIN_HIT_DAMAGE,
+    WIN_REWARD,
+    CombatMap,
+    CombatParams,
+    combat_params,
+)
 from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import WORDS, uniform
+from palestra.envs.vector.rng import RNG_WORDS, uniform
+from palestra.jit import jit
 
 NOOP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
 HEALTH, SHIELD, X, Y, COOLDOWN = range(5)
-SIGHT, SHOOT = 9.0, 6.0
-JITTER = 0.25
-SCALE = 20.0  # return of a won game
+SIGHT_RANGE, ATTACK_RANGE = 9.0, 6.0
+START_JITTER = 0.25
+WON_GAME_RETURN = 20.0  # return of a won game
 
 
-class Board(NamedTuple):
+class CombatArrays(NamedTuple):
     """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
     rng: np.ndarray
@@ -45,8 +55,8 @@ class Board(NamedTuple):
     last: np.ndarray  # [B, N] last actions, -1 before the first
     steps: np.ndarray  # [B]
     obs: np.ndarray
-    legal: np.ndarray
-    acting: np.ndarray
+    action_mask: np.ndarray
+    agent_mask: np.ndarray
     state: np.ndarray
     rewards: np.ndarray
     terminated: np.ndarray
@@ -56,43 +66,43 @@ class Board(NamedTuple):
     final_state: np.ndarray
 
 
-@kernel
+@jit
 def _squared(units: np.ndarray, b: int, u: int, v: int) -> float:
     """Returns the squared distance of units u and v."""
     x, y = units[b, u, X] - units[b, v, X], units[b, u, Y] - units[b, v, Y]
     return x * x + y * y
 
 
-@kernel
+@jit
 def _distance(units: np.ndarray, b: int, u: int, v: int) -> float:
     return math.sqrt(_squared(units, b, u, v))
 
 
-@kernel
-def _begin_game(g: Board, rules: Rules, b: int) -> None:
+@jit
+def _begin_game(g: CombatArrays, rules: CombatParams, b: int) -> None:
     for u in range(g.units.shape[1]):
         g.units[b, u, HEALTH], g.units[b, u, SHIELD], g.units[b, u, COOLDOWN] = rules.health_U[u], rules.shield_U[u], 0
-        g.units[b, u, X] = rules.start_U2[u, 0] + uniform(g.rng[b], -JITTER, JITTER)
-        g.units[b, u, Y] = rules.start_U2[u, 1] + uniform(g.rng[b], -JITTER, JITTER)
+        g.units[b, u, X] = rules.start_U2[u, 0] + uniform(g.rng[b], -START_JITTER, START_JITTER)
+        g.units[b, u, Y] = rules.start_U2[u, 1] + uniform(g.rng[b], -START_JITTER, START_JITTER)
     g.target[b], g.last[b] = -1, -1
     g.steps[b] = 0
 
 
-@kernel
-def _write_legal(legal: np.ndarray, units: np.ndarray, b: int, n: int) -> None:
+@jit
+def _write_action_mask(legal: np.ndarray, units: np.ndarray, b: int, n: int) -> None:
     """Action mask of unit n: dead units can only do nothing; living units can stop, move in directions where half a
-    move stays on the field, and attack living enemies within `SHOOT`."""
+    move stays on the field, and attack living enemies within `ATTACK_RANGE`."""
     alive, x, y = units[b, n, HEALTH] > 0, units[b, n, X], units[b, n, Y]
     legal[b, n, NOOP], legal[b, n, STOP] = not alive, alive
-    legal[b, n, NORTH], legal[b, n, SOUTH] = alive and y + 1 < FIELD, alive and y >= 1
-    legal[b, n, EAST], legal[b, n, WEST] = alive and x + 1 < FIELD, alive and x >= 1
+    legal[b, n, NORTH], legal[b, n, SOUTH] = alive and y + 1 < FIELD_SIZE, alive and y >= 1
+    legal[b, n, EAST], legal[b, n, WEST] = alive and x + 1 < FIELD_SIZE, alive and x >= 1
     allies = legal.shape[1]
     for v in range(allies, units.shape[1]):
-        near = _squared(units, b, n, v) <= SHOOT * SHOOT
+        near = _squared(units, b, n, v) <= ATTACK_RANGE * ATTACK_RANGE
         legal[b, n, ATTACK + v - allies] = alive and near and units[b, v, HEALTH] > 0
 
 
-@kernel
+@jit
 def _write_body(row: np.ndarray, at: int, shield: float, kind: int, shields: bool, bits: int) -> None:
     """Writes the shield (if this side has shields on this map) and the unit-type bits from index `at` on."""
     if shields:
@@ -102,11 +112,11 @@ def _write_body(row: np.ndarray, at: int, shield: float, kind: int, shields: boo
         row[at + bit] = 1.0 if kind == bit else 0.0
 
 
-@kernel
-def _write_views(g: Board, rules: Rules, b: int) -> None:
+@jit
+def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
     """Writes the observations: possible moves of the unit, each enemy in sight, each other ally in sight, the unit
     itself; zeros for dead units."""
-    units, legal, allies = g.units, g.legal, rules.allies
+    units, legal, allies = g.units, g.action_mask, rules.allies
     enemies = units.shape[1] - allies
     for n in range(allies):
         row, at = g.obs[b, n], 4
@@ -119,67 +129,69 @@ def _write_views(g: Board, rules: Rules, b: int) -> None:
             v = allies + i if i < enemies else i - enemies
             if v == n:
                 continue
-            shields = rules.enemy_shields if v >= allies else rules.ally_shields
+            shields = rules.enemies_have_shields if v >= allies else rules.allies_have_shields
             far = _distance(units, b, n, v)
-            if far < SIGHT and units[b, v, HEALTH] > 0:
+            if far < SIGHT_RANGE and units[b, v, HEALTH] > 0:
                 row[at] = legal[b, n, ATTACK + i] if i < enemies else 1
-                row[at + 1] = far / SIGHT
-                row[at + 2] = (units[b, v, X] - units[b, n, X]) / SIGHT
-                row[at + 3] = (units[b, v, Y] - units[b, n, Y]) / SIGHT
+                row[at + 1] = far / SIGHT_RANGE
+                row[at + 2] = (units[b, v, X] - units[b, n, X]) / SIGHT_RANGE
+                row[at + 3] = (units[b, v, Y] - units[b, n, Y]) / SIGHT_RANGE
                 row[at + 4] = units[b, v, HEALTH] / rules.health_U[v]
-                _write_body(row, at + 5, units[b, v, SHIELD] / rules.shield_U[v], rules.kind_U[v], shields, rules.bits)
-            at += 5 + shields + rules.bits
+                _write_body(
+                    row, at + 5, units[b, v, SHIELD] / rules.shield_U[v], rules.type_U[v], shields, rules.num_type_bits
+                )
+            at += 5 + shields + rules.num_type_bits
         row[at] = units[b, n, HEALTH] / rules.health_U[n]
         shield = units[b, n, SHIELD] / rules.shield_U[n]
-        _write_body(row, at + 1, shield, rules.kind_U[n], rules.ally_shields, rules.bits)
+        _write_body(row, at + 1, shield, rules.type_U[n], rules.allies_have_shields, rules.num_type_bits)
 
 
-@kernel
-def _write_state(g: Board, rules: Rules, b: int) -> None:
+@jit
+def _write_state(g: CombatArrays, rules: CombatParams, b: int) -> None:
     """Writes the global state: all allies, all enemies (zeros if dead), then the last action of each ally, one-hot."""
     row, at = g.state[b], 0
     row[:] = 0
     for u in range(g.units.shape[1]):
         ally = u < rules.allies
-        shields = rules.ally_shields if ally else rules.enemy_shields
+        shields = rules.allies_have_shields if ally else rules.enemies_have_shields
         if g.units[b, u, HEALTH] > 0:
             row[at] = g.units[b, u, HEALTH] / rules.health_U[u]
             if ally:
                 row[at + 1] = g.units[b, u, COOLDOWN] / rules.reload_U[u]
-            row[at + 1 + ally] = (g.units[b, u, X] - FIELD / 2) / FIELD
-            row[at + 2 + ally] = (g.units[b, u, Y] - FIELD / 2) / FIELD
+            row[at + 1 + ally] = (g.units[b, u, X] - FIELD_SIZE / 2) / FIELD_SIZE
+            row[at + 2 + ally] = (g.units[b, u, Y] - FIELD_SIZE / 2) / FIELD_SIZE
             shield = g.units[b, u, SHIELD] / rules.shield_U[u]
-            _write_body(row, at + 3 + ally, shield, rules.kind_U[u], shields, rules.bits)
-        at += 3 + ally + shields + rules.bits
-    actions = g.legal.shape[2]
+            _write_body(row, at + 3 + ally, shield, rules.type_U[u], shields, rules.num_type_bits)
+        at += 3 + ally + shields + rules.num_type_bits
+    actions = g.action_mask.shape[2]
     for n in range(rules.allies):
         if g.last[b, n] >= 0:
             row[at + n * actions + g.last[b, n]] = 1
 
 
-@kernel
-def _write(g: Board, rules: Rules, b: int) -> None:
+@jit
+def _write(g: CombatArrays, rules: CombatParams, b: int) -> None:
     for n in range(rules.allies):
-        g.acting[b, n] = g.units[b, n, HEALTH] > 0
-        _write_legal(g.legal, g.units, b, n)
-    _write_views(g, rules, b)
+        g.agent_mask[b, n] = g.units[b, n, HEALTH] > 0
+        _write_action_mask(g.action_mask, g.units, b, n)
+    _write_observations(g, rules, b)
     _write_state(g, rules, b)
 
 
-@kernel
+@jit
 def _engage(units: np.ndarray, b: int, u: int, v: int, reach: float, speed: float, walk_U2: np.ndarray) -> int:
     """Unit u attacks v: it walks until v is in range. Returns the target of its shot, -1 if it does not shoot in this
     step."""
     far = _distance(units, b, u, v)
     if far <= reach:
-        return v if units[b, u, COOLDOWN] < LOOPS else -1
+        return v if units[b, u, COOLDOWN] < LOOPS_PER_STEP else -1
     step = min(speed, far - reach + 1e-9) / far  # the margin keeps rounding from leaving it out of range
     walk_U2[u, 0] = (units[b, v, X] - units[b, u, X]) * step
     walk_U2[u, 1] = (units[b, v, Y] - units[b, u, Y]) * step
     return -1
 
 
-@kernel
+@jit
 def _nearest(units: np.ndarray, b: int, u: int, start: int, stop: int) -> int:
     """Returns the living unit in start..stop-1 that is nearest to u; -1 if none is alive."""
     nearest, least = -1, np.inf
@@ -190,8 +202,10 @@ def _nearest(units: np.ndarray, b: int, u: int, start: int, stop: int) -> int:
     return nearest
 
 
-@kernel
-def _order(g: Board, rules: Rules, b: int, actions: np.ndarray, walk_U2: np.ndarray, shot_U: np.ndarray) -> None:
+@jit
+def _order(
+    g: CombatArrays, rules: CombatParams, b: int, actions: np.ndarray, walk_U2: np.ndarray, shot_U: np.ndarray
+) -> None:
     """Sets the walk and the target (-1: none) of every unit for this step."""
     units, allies = g.units, rules.allies
     for u in range(units.shape[1]):
@@ -205,7 +219,7 @@ def _order(g: Board, rules: Rules, b: int, actions: np.ndarray, walk_U2: np.ndar
                     g.target[b, u - allies] = v
         else:
             action = actions[b, u]
-            if not (0 <= action < g.legal.shape[2] and g.legal[b, u, action]):
+            if not (0 <= action < g.action_mask.shape[2] and g.action_mask[b, u, action]):
                 action = STOP if alive else NOOP
             g.last[b, u] = action
             walk_U2[u, 0] = speed * ((action == EAST) - (action == WEST))
@@ -216,44 +230,44 @@ def _order(g: Board, rules: Rules, b: int, actions: np.ndarray, walk_U2: np.ndar
             shot_U[u] = _engage(units, b, u, v, rules.reach_UU[u, v], speed, walk_U2)
 
 
-@kernel
+@jit
 def _hit(units: np.ndarray, b: int, v: int, damage: float, armour: float) -> float:
     """Applies one hit to v: first to its shield, the rest less its armour to its health. Returns the damage done."""
     absorbed, wound = min(units[b, v, SHIELD], damage), 0.0
     if absorbed < damage:
-        wound = min(units[b, v, HEALTH], max(damage - absorbed - armour, LEAST))
+        wound = min(units[b, v, HEALTH], max(damage - absorbed - armour, MIN_HIT_DAMAGE))
     units[b, v, SHIELD] -= absorbed
     units[b, v, HEALTH] -= wound
     return absorbed + wound
 
 
-@kernel
-def _shoot(g: Board, rules: Rules, b: int, shot_U: np.ndarray) -> float:
-    """Applies all shots of a step, also of units that die in it. Returns the damage to enemies plus `KILL` for each
-    kill."""
+@jit
+def _shoot(g: CombatArrays, rules: CombatParams, b: int, shot_U: np.ndarray) -> float:
+    """Applies all shots of a step, also of units that die in it. Returns the damage to enemies plus `KILL_REWARD` for
+    each kill."""
     units, earned = g.units.shape[1], 0.0
     for u in range(units):
-        wait = g.units[b, u, COOLDOWN] - LOOPS
+        wait = g.units[b, u, COOLDOWN] - LOOPS_PER_STEP
         if shot_U[u] >= 0:
             v = shot_U[u]
             lived, damage = g.units[b, v, HEALTH] > 0, 0.0
             for _ in range(rules.hits_U[u]):
                 damage += _hit(g.units, b, v, rules.damage_UU[u, v], rules.armour_U[v])
             if u < rules.allies:
-                earned += damage + (KILL if lived and g.units[b, v, HEALTH] <= 0 else 0.0)
+                earned += damage + (KILL_REWARD if lived and g.units[b, v, HEALTH] <= 0 else 0.0)
             wait += rules.reload_U[u]
         g.units[b, u, COOLDOWN] = max(wait, 0.0)
     return earned
 
 
-@kernel
+@jit
 def _walk(units: np.ndarray, b: int, walk_U2: np.ndarray) -> None:
     for u in range(units.shape[1]):
-        units[b, u, X] = min(max(units[b, u, X] + walk_U2[u, 0], 0.0), FIELD - 1e-6)
-        units[b, u, Y] = min(max(units[b, u, Y] + walk_U2[u, 1], 0.0), FIELD - 1e-6)
+        units[b, u, X] = min(max(units[b, u, X] + walk_U2[u, 0], 0.0), FIELD_SIZE - 1e-6)
+        units[b, u, Y] = min(max(units[b, u, Y] + walk_U2[u, 1], 0.0), FIELD_SIZE - 1e-6)
 
 
-@kernel
+@jit
 def _alive(units: np.ndarray, b: int, start: int, stop: int) -> bool:
     for u in range(start, stop):  # noqa: SIM110 - numba has no `any` of a generator
         if units[b, u, HEALTH] > 0:
@@ -261,8 +275,8 @@ def _alive(units: np.ndarray, b: int, start: int, stop: int) -> bool:
     return False
 
 
-@kernel
-def _keep_last(g: Board, b: int) -> None:
+@jit
+def _store_final(g: CombatArrays, b: int) -> None:
     """Copies the last observations and the state of an ended game to `final_obs` and `final_state`. Loops compile ten
     times as fast as slice assignments."""
     for n in range(g.obs.shape[1]):
@@ -272,15 +286,15 @@ def _keep_last(g: Board, b: int) -> None:
         g.final_state[b, at] = g.state[b, at]
 
 
-@kernel
-def _begin_all(g: Board, rules: Rules) -> None:
+@jit
+def _begin_all(g: CombatArrays, rules: CombatParams) -> None:
     for b in range(len(g.steps)):
         _begin_game(g, rules, b)
         _write(g, rules, b)
 
 
-@kernel
-def _step_all(g: Board, rules: Rules, actions: np.ndarray) -> None:
+@jit
+def _step_all(g: CombatArrays, rules: CombatParams, actions: np.ndarray) -> None:
     units = g.units.shape[1]
     walk_U2, shot_U = np.zeros((units, 2)), np.zeros(units, np.int64)
     for b in range(len(g.steps)):
@@ -291,33 +305,33 @@ def _step_all(g: Board, rules: Rules, actions: np.ndarray) -> None:
         allies, enemies = _alive(g.units, b, 0, rules.allies), _alive(g.units, b, rules.allies, units)
         g.success[b] = allies and not enemies
         g.terminated[b] = not (allies and enemies)
-        g.truncated[b] = not g.terminated[b] and g.steps[b] >= rules.cycles
+        g.truncated[b] = not g.terminated[b] and g.steps[b] >= rules.max_steps
         if g.success[b]:
-            earned += WIN
+            earned += WIN_REWARD
         for n in range(rules.allies):
-            g.rewards[b, n] = earned * SCALE / rules.most
+            g.rewards[b, n] = earned * WON_GAME_RETURN / rules.max_raw_return
         _write(g, rules, b)
         if g.terminated[b] or g.truncated[b]:
-            _keep_last(g, b)
+            _store_final(g, b)
             _begin_game(g, rules, b)
             _write(g, rules, b)
 
 
-@kernel
-def _weakest(g: Board, rules: Rules, b: int, n: int, left_U: np.ndarray) -> int:
+@jit
+def _weakest(g: CombatArrays, rules: CombatParams, b: int, n: int, left_U: np.ndarray) -> int:
     """Returns the attackable enemy with the least remaining health; enemies that will die anyway come last. -1 if there
     is none."""
     weakest, least = -1, np.inf
     for v in range(rules.allies, g.units.shape[1]):
-        if g.legal[b, n, ATTACK + v - rules.allies]:
+        if g.action_mask[b, n, ATTACK + v - rules.allies]:
             rank = left_U[v] + (1e3 if left_U[v] <= 0 else 0.0)
             if rank < least:
                 weakest, least = v, rank
     return weakest
 
 
-@kernel
-def _focus(g: Board, rules: Rules, seat: int, chosen: np.ndarray) -> None:
+@jit
+def _focus(g: CombatArrays, rules: CombatParams, seat: int, chosen: np.ndarray) -> None:
     """Writes the actions of the scripted player "focus" at `seat` to `chosen` int32 [B]: attack the weakest enemy that
     survives the attacks of the seats before, else move towards the nearest."""
     units, left_U = g.units, np.zeros(g.units.shape[1])
@@ -326,10 +340,10 @@ def _focus(g: Board, rules: Rules, seat: int, chosen: np.ndarray) -> None:
             left_U[v] = units[b, v, HEALTH] + units[b, v, SHIELD]
         v = -1
         for n in range(seat + 1):
-            v = _weakest(g, rules, b, n, left_U) if g.acting[b, n] else -1
-            if v >= 0 and units[b, n, COOLDOWN] < LOOPS and _distance(units, b, n, v) <= rules.reach_UU[n, v]:
+            v = _weakest(g, rules, b, n, left_U) if g.agent_mask[b, n] else -1
+            if v >= 0 and units[b, n, COOLDOWN] < LOOPS_PER_STEP and _distance(units, b, n, v) <= rules.reach_UU[n, v]:
                 left_U[v] -= rules.hits_U[n] * (rules.damage_UU[n, v] - rules.armour_U[v])
-        if not g.acting[b, seat]:
+        if not g.agent_mask[b, seat]:
             chosen[b] = NOOP
         elif v >= 0:
             chosen[b] = ATTACK + v - rules.allies
@@ -359,47 +373,57 @@ class Combat(NativeEnv):
     The scripted player "focus" attacks the weakest enemy within 6 that survives the attacks of the seats before it, or
     moves towards the nearest enemy.
 
-    Raises ValueError for an unknown map, or if `games` or `cycles` is below 1.
+    Raises ValueError for an unknown map, or if `num_envs` or `cycles` is below 1.
     """
 
     name: ClassVar[str] = "combat"
-    scripts = ("focus",)
+    scripted_policies = ("focus",)
 
-    def __init__(self, games: int = 64, *, map: Map = "3m", cycles: int | None = None) -> None:
-        if games < 1:
-            raise ValueError(f"games: {games} is too small, nothing is played in fewer; use 1 or more")
+    def __init__(self, num_envs: int = 64, *, map: CombatMap = "3m", cycles: int | None = None) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer; use 1 or more")
         if map not in MAPS:
-            raise ValueError(f'map: there is no "{map}"; use one of {", ".join(get_args(Map))}')
+            raise ValueError(f'map: there is no "{map}"; use one of {", ".join(get_args(CombatMap))}')
         if cycles is not None and cycles < 1:
             raise ValueError(f"cycles: {cycles} is too small, a game takes a step; use 1 or more")
-        self.rules = rules = rules_of(map, cycles)
-        seats, units = rules.allies, len(rules.kind_U)
+        self.params = rules = combat_params(map, cycles)
+        seats, units = rules.allies, len(rules.type_U)
         enemies, actions = units - seats, ATTACK + units - seats
-        ally, enemy = 4 + rules.ally_shields + rules.bits, 3 + rules.enemy_shields + rules.bits
-        self.games, self.seats = games, tuple(f"unit_{n}" for n in range(seats))
-        self.views = ((4 + enemies * (enemy + 2) + (seats - 1) * (ally + 1) + ally - 3,),) * seats
-        self.actions = (Discrete(actions),) * seats
+        ally, enemy = (
+            4 + rules.allies_have_shields + rules.num_type_bits,
+            3 + rules.enemies_have_shields + rules.num_type_bits,
+        )
+        self.num_envs, self.seats = num_envs, tuple(f"unit_{n}" for n in range(seats))
+        self.observation_shapes = ((4 + enemies * (enemy + 2) + (seats - 1) * (ally + 1) + ally - 3,),) * seats
+        self.action_spaces = (Discrete(actions),) * seats
         self.state_size = seats * (ally + actions) + enemies * enemy
-        self.frame = empty_frame(games, seats, self.views[0], actions=actions, state=self.state_size, success=True)
-        self.memory = {
-            "rng": np.zeros((games, WORDS), np.uint64),
-            "units": np.zeros((games, units, 5)),
-            "target": np.zeros((games, enemies), np.int64),
-            "last": np.zeros((games, seats), np.int64),
-            "steps": np.zeros(games, np.int64),
+        self.vector_step = empty_step(
+            num_envs,
+            seats,
+            self.observation_shapes[0],
+            num_actions=actions,
+            state_size=self.state_size,
+            reports_success=True,
+        )
+        self.internal_state = {
+            "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),
+            "units": np.zeros((num_envs, units, 5)),
+            "target": np.zeros((num_envs, enemies), np.int64),
+            "last": np.zeros((num_envs, seats), np.int64),
+            "steps": np.zeros(num_envs, np.int64),
         }
-        shown = {name: array for name, array in vars(self.frame).items() if array is not None}
-        self._board = Board(**self.memory, **shown)
+        shown = {name: array for name, array in vars(self.vector_step).items() if array is not None}
+        self._board = CombatArrays(**self.internal_state, **shown)
 
     def _begin(self) -> None:
-        _begin_all(self._board, self.rules)
+        _begin_all(self._board, self.params)
 
     def _advance(self, actions: np.ndarray) -> None:
-        _step_all(self._board, self.rules, actions.astype(np.int32, copy=False))
+        _step_all(self._board, self.params, actions.astype(np.int32, copy=False))
 
-    def script(self, name: str, seat: int) -> np.ndarray:
-        if name not in self.scripts:
-            return super().script(name, seat)
-        chosen = np.zeros(self.games, np.int32)
-        _focus(self._board, self.rules, seat, chosen)
+    def scripted_actions(self, name: str, seat: int) -> np.ndarray:
+        if name not in self.scripted_policies:
+            return super().scripted_actions(name, seat)
+        chosen = np.zeros(self.num_envs, np.int32)
+        _focus(self._board, self.params, seat, chosen)
         return chosen

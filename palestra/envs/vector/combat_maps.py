@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-Map = Literal[
+CombatMap = Literal[
     "3m",
     "8m",
     "25m",
@@ -33,52 +33,53 @@ MAPS: dict[str, tuple[str, str, int]] = {  # allies, enemies, steps
     "3s_vs_4z": ("3s", "4z", 200),
     "3s_vs_5z": ("3s", "5z", 250),
 }
-FIELD = 32.0
-START = (9.0, 23.0)  # x of the front columns
-LEAST = 0.5  # minimum damage of a hit on health, for any armour
-LOOPS = 8.0  # game loops per step
-LOOPS_A_SECOND = 22.4
-KILL, WIN = 10.0, 200.0  # rewards, in units of damage
+FIELD_SIZE = 32.0
+FRONT_COLUMN_X = (9.0, 23.0)  # x of the front columns
+MIN_HIT_DAMAGE = 0.5  # minimum damage of a hit on health, for any armour
+LOOPS_PER_STEP = 8.0  # game loops per step
+LOOPS_PER_SECOND = 22.4
+KILL_REWARD, WIN_REWARD = 10.0, 200.0  # rewards, in units of damage
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A unit type in StarCraft's numbers: `hits` hits per shot of `damage` (plus `bonus` against armoured units),
-    `reload` in seconds, `speed` per second, `range` between the edges of two units, each with its `radius`."""
+class UnitType:
+    """A unit type in StarCraft's numbers: `hits_per_shot` hits per shot of `damage` (plus `bonus_damage` against
+    armoured units), `reload_s` in seconds, `speed` per second, `range` between the edges of two units, each with its
+    `radius`."""
 
     health: float
     shield: float
     armour: float
-    armoured: bool
+    is_armoured: bool
     damage: float
-    bonus: float
-    hits: int
-    reload: float
+    bonus_damage: float
+    hits_per_shot: int
+    reload_s: float
     range: float
     radius: float
     speed: float
 
 
-KINDS = {
-    "m": Kind(45, 0, 0, False, 6, 0, 1, 0.61, 5.0, 0.375, 3.15),
-    "s": Kind(80, 80, 1, True, 13, 5, 1, 1.34, 6.0, 0.625, 4.13),
-    "z": Kind(100, 50, 1, False, 8, 0, 2, 0.86, 0.1, 0.5, 3.15),
+UNIT_TYPES = {
+    "m": UnitType(45, 0, 0, False, 6, 0, 1, 0.61, 5.0, 0.375, 3.15),
+    "s": UnitType(80, 80, 1, True, 13, 5, 1, 1.34, 6.0, 0.625, 4.13),
+    "z": UnitType(100, 50, 1, False, 8, 0, 2, 0.86, 0.1, 0.5, 3.15),
 }
-NUMBERED = "sz"  # the order of the bits of unit type
+TYPE_BIT_ORDER = "sz"  # the order of the bits of unit type
 
 
-class Rules(NamedTuple):
+class CombatParams(NamedTuple):
     """A map as numbers, for the kernels. U is all units, allies first. `damage_UU` is the damage of each hit of a shot,
     `reach_UU` the weapon range from centre to centre."""
 
     allies: int
-    cycles: int
-    most: float  # total reward of a won game, before scaling
-    bits: int
-    ally_shields: bool
-    enemy_shields: bool
+    max_steps: int
+    max_raw_return: float  # total reward of a won game, before scaling
+    num_type_bits: int
+    allies_have_shields: bool
+    enemies_have_shields: bool
     start_U2: np.ndarray
-    kind_U: np.ndarray
+    type_U: np.ndarray
     health_U: np.ndarray
     shield_U: np.ndarray
     reload_U: np.ndarray
@@ -108,34 +109,36 @@ def _columns(size: int, front: float, back: float) -> list[tuple[float, float]]:
     for i in range(size):
         column, row = divmod(i, 9)
         height = min(9, size - 9 * column)
-        places.append((front + back * column, FIELD / 2 + row - (height - 1) / 2))
+        places.append((front + back * column, FIELD_SIZE / 2 + row - (height - 1) / 2))
     return places
 
 
-def rules_of(name: str, cycles: int | None) -> Rules:
-    """Returns the parameters of map `name`, with a limit of `cycles` steps (None: the map's own limit)."""
+def combat_params(name: str, cycles: int | None) -> CombatParams:
+    """Returns the parameters of map `name`, with a limit of `max_steps` steps (None: the map's own limit)."""
     allies, enemies = _army(MAPS[name][0]), _army(MAPS[name][1])
     letters = allies + enemies
-    kinds = [KINDS[letter] for letter in letters]
+    kinds = [UNIT_TYPES[letter] for letter in letters]
     mixed = len(set(allies)) > 1
     reach_UU = [[one.range + one.radius + other.radius for other in kinds] for one in kinds]
-    damage_UU = [[one.damage + one.bonus * other.armoured for other in kinds] for one in kinds]
+    damage_UU = [[one.damage + one.bonus_damage * other.is_armoured for other in kinds] for one in kinds]
     foes = kinds[len(allies) :]
-    return Rules(
+    return CombatParams(
         allies=len(allies),
-        cycles=MAPS[name][2] if cycles is None else cycles,
-        most=sum(foe.health + foe.shield + KILL for foe in foes) + WIN,
-        bits=len(NUMBERED) if mixed else 0,
-        ally_shields=kinds[0].shield > 0,
-        enemy_shields=foes[0].shield > 0,
-        start_U2=np.array(_columns(len(allies), START[0], -1.0) + _columns(len(enemies), START[1], 1.0)),
-        kind_U=np.array([NUMBERED.find(letter) for letter in letters]),
+        max_steps=MAPS[name][2] if cycles is None else cycles,
+        max_raw_return=sum(foe.health + foe.shield + KILL_REWARD for foe in foes) + WIN_REWARD,
+        num_type_bits=len(TYPE_BIT_ORDER) if mixed else 0,
+        allies_have_shields=kinds[0].shield > 0,
+        enemies_have_shields=foes[0].shield > 0,
+        start_U2=np.array(
+            _columns(len(allies), FRONT_COLUMN_X[0], -1.0) + _columns(len(enemies), FRONT_COLUMN_X[1], 1.0)
+        ),
+        type_U=np.array([TYPE_BIT_ORDER.find(letter) for letter in letters]),
         health_U=np.array([kind.health for kind in kinds], float),
         shield_U=np.array([kind.shield for kind in kinds], float),
-        reload_U=np.array([kind.reload * LOOPS_A_SECOND for kind in kinds]),
-        speed_U=np.array([kind.speed * LOOPS / LOOPS_A_SECOND for kind in kinds]),
+        reload_U=np.array([kind.reload_s * LOOPS_PER_SECOND for kind in kinds]),
+        speed_U=np.array([kind.speed * LOOPS_PER_STEP / LOOPS_PER_SECOND for kind in kinds]),
         armour_U=np.array([kind.armour for kind in kinds], float),
-        hits_U=np.array([kind.hits for kind in kinds]),
+        hits_U=np.array([kind.hits_per_shot for kind in kinds]),
         damage_UU=np.array(damage_UU, float),
         reach_UU=np.array(reach_UU, float),
     )

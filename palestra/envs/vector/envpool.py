@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import envpool
 import numpy as np
 
-from palestra.envs.vector.base import Continuous, Discrete, Frame, VectorEnv
-from palestra.envs.vector.gymnasium import choice_of, view_of
-from palestra.envs.vector.loop import GameSpec, at_least_one, game_seed, within
+from palestra.envs.vector.base import Continuous, Discrete, VectorEnv, VectorStep
+from palestra.envs.vector.gymnasium import action_decoder, obs_encoder
+from palestra.envs.vector.sync_vector import VectorEnvSpec, check_at_least_one, clip_actions, episode_seed
 
 
 class EnvPoolEnv(VectorEnv):
@@ -30,15 +30,15 @@ class EnvPoolEnv(VectorEnv):
 
     name: ClassVar[str] = "envpool"
 
-    def __init__(self, games: int = 64, *, id: str = "Pong-v5", options: dict[str, Any] | None = None) -> None:
-        at_least_one("games", games)
-        self.games, self.id, self.options = games, id, options or {}
+    def __init__(self, num_envs: int = 64, *, id: str = "Pong-v5", options: dict[str, Any] | None = None) -> None:
+        check_at_least_one("num_envs", num_envs)
+        self.num_envs, self.id, self.options = num_envs, id, options or {}
         self.pools: list[tuple[Any, np.ndarray]] = []  # each with the indices of its games
-        pool = self._made([0])
+        pool = self._make_pool([0])
         obs, info = pool.reset()
-        choice = choice_of(pool.action_space, id).space
-        self.joint = isinstance(choice, Continuous) and np.issubdtype(pool.action_space.dtype, np.integer)
-        if self.joint:
+        choice = action_decoder(pool.action_space, id).space
+        self.has_joint_actions = isinstance(choice, Continuous) and np.issubdtype(pool.action_space.dtype, np.integer)
+        if self.has_joint_actions:
             assert isinstance(choice, Continuous)
             kinds = tuple(Discrete(int(high) + 1) for high in choice.high)
             self.seats = tuple(f"agent_{n}" for n in range(len(kinds)))
@@ -46,40 +46,45 @@ class EnvPoolEnv(VectorEnv):
             players = pool.config.get("max_num_players", 1)
             self.seats = tuple(f"player_{n}" for n in range(players)) if players > 1 else ("agent",)
             kinds = (choice,) * players
-        self.turns = "current_player" in info
-        self._view = None if isinstance(obs, dict) else view_of(pool.observation_space, id)
-        size = self._views(obs, 1).shape[2:]
-        self.views, self.actions = (size,) * len(self.seats), kinds
-        pixels = self._view is not None and self._view.pixels
+        self.is_turn_based = "current_player" in info
+        self._view = None if isinstance(obs, dict) else obs_encoder(pool.observation_space, id)
+        size = self._observations(obs, 1).shape[2:]
+        self.observation_shapes, self.action_spaces = (size,) * len(self.seats), kinds
+        pixels = self._view is not None and self._view.is_uint8
         masks = self._masks(obs, info) is not None
-        self.frame = GameSpec(self.seats, self.views, self.actions, pixels=pixels, masks=masks).frame(games)
+        self.vector_step = VectorEnvSpec(
+            self.seats, self.observation_shapes, self.action_spaces, uint8_observations=pixels, has_action_mask=masks
+        ).empty_step(num_envs)
         pool.close()
 
-    def reset(self, seeds: np.ndarray) -> Frame:
+    def reset(self, seeds: np.ndarray) -> VectorStep:
         self.close()
-        numbers, alone = [game_seed(int(seed), 0) for seed in seeds], len(self.seats) > 1 and not self.joint
-        rows = [[b] for b in range(self.games)] if alone else [list(range(self.games))]
-        self.pools = [(self._made([numbers[b] for b in own]), np.array(own)) for own in rows]
-        frame = self.frame
+        numbers, alone = (
+            [episode_seed(int(seed), 0) for seed in seeds],
+            len(self.seats) > 1 and not self.has_joint_actions,
+        )
+        rows = [[b] for b in range(self.num_envs)] if alone else [list(range(self.num_envs))]
+        self.pools = [(self._make_pool([numbers[b] for b in own]), np.array(own)) for own in rows]
+        frame = self.vector_step
         frame.rewards[:], frame.terminated[:], frame.truncated[:] = 0, False, False
         for pool, own in self.pools:
-            self._show(own, *pool.reset())
+            self._write_step(own, *pool.reset())
         return frame
 
-    def step(self, actions: np.ndarray) -> Frame:
-        frame, given = self.frame, within(self.actions, actions, self.frame.legal)
+    def step(self, actions: np.ndarray) -> VectorStep:
+        frame, given = self.vector_step, clip_actions(self.action_spaces, actions, self.vector_step.action_mask)
         for pool, own in self.pools:
-            pool.send(self._given(given[own], own))
+            pool.send(self._pool_actions(given[own], own))
         for pool, own in self.pools:
             obs, rewards, terminated, truncated, info = pool.recv()
             frame.rewards[own] = rewards.reshape(len(own), -1)
             frame.terminated[own], frame.truncated[own] = terminated, np.asarray(truncated) & ~np.asarray(terminated)
-            self._show(own, obs, info)
+            self._write_step(own, obs, info)
         for pool, own in self.pools:
-            over = np.flatnonzero(frame.over[own])
+            over = np.flatnonzero(frame.done[own])
             if len(over):
                 frame.final_obs[own[over]] = frame.obs[own[over]]
-                self._show(own[over], *pool.reset(over.astype(np.int32)))
+                self._write_step(own[over], *pool.reset(over.astype(np.int32)))
         return frame
 
     def close(self) -> None:
@@ -87,34 +92,34 @@ class EnvPoolEnv(VectorEnv):
             pool.close()
         self.pools = []
 
-    def _given(self, actions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def _pool_actions(self, actions: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Converts the actions of the games `rows` to EnvPool's layout."""
-        if self.turns:
-            return actions[np.arange(len(rows)), self.frame.acting[rows].argmax(1)]
-        return actions if self.joint else actions.reshape(-1, *actions.shape[2:])
+        if self.is_turn_based:
+            return actions[np.arange(len(rows)), self.vector_step.agent_mask[rows].argmax(1)]
+        return actions if self.has_joint_actions else actions.reshape(-1, *actions.shape[2:])
 
-    def _made(self, seeds: list[int]) -> Any:
+    def _make_pool(self, seeds: list[int]) -> Any:
         try:
             return envpool.make_gymnasium(self.id, num_envs=len(seeds), env_seed=seeds, **self.options)
         except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             options = self.options or "no options"
             raise ValueError(f'EnvPool cannot make "{self.id}" with {options}: {error}') from error
 
-    def _show(self, rows: np.ndarray, obs: Any, info: dict[str, Any]) -> None:
+    def _write_step(self, rows: np.ndarray, obs: Any, info: dict[str, Any]) -> None:
         """Writes observations, agent mask and action mask of the games `rows` into the frame."""
-        self.frame.obs[rows] = self._views(obs, len(rows))
+        self.vector_step.obs[rows] = self._observations(obs, len(rows))
         mask = self._masks(obs, info)
-        if self.turns:
+        if self.is_turn_based:
             mover = np.asarray(info["current_player"])
-            self.frame.acting[rows] = mover[:, None] == np.arange(len(self.seats))
-        if mask is not None and self.frame.legal is not None:
-            self.frame.legal[rows] = mask
+            self.vector_step.agent_mask[rows] = mover[:, None] == np.arange(len(self.seats))
+        if mask is not None and self.vector_step.action_mask is not None:
+            self.vector_step.action_mask[rows] = mask
 
-    def _views(self, obs: Any, rows: int) -> np.ndarray:
+    def _observations(self, obs: Any, rows: int) -> np.ndarray:
         """Returns the observations [rows, N, *view]: each seat's own part if the env returns one per seat, else the
         whole observation for every seat."""
         if self._view is not None:
-            seen = self._view.read(obs)
+            seen = self._view.encode(obs)
             return seen.reshape(rows, len(self.seats), *seen.shape[1:])
         if "agents_view" in obs:
             return np.asarray(obs["agents_view"], np.float32).reshape(rows, len(self.seats), -1)
@@ -125,8 +130,8 @@ class EnvPoolEnv(VectorEnv):
     def _masks(self, obs: Any, info: dict[str, Any]) -> np.ndarray | None:
         """Returns the action mask [rows, N, A], or None if the env has none of the shape of its actions."""
         mask = obs.get("action_mask") if isinstance(obs, dict) else info.get("legal_action_mask")
-        if mask is None or not isinstance(self.actions[0], Discrete):
+        if mask is None or not isinstance(self.action_spaces[0], Discrete):
             return None
         whole = mask if mask.ndim == 3 else mask[:, None]
-        shape = (len(mask), len(self.seats), self.actions[0].n)
+        shape = (len(mask), len(self.seats), self.action_spaces[0].n)
         return np.broadcast_to(whole, shape) if whole.shape[2] == shape[2] else None

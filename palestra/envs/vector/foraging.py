@@ -10,34 +10,34 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from palestra.compiled import kernel
-from palestra.envs.vector.base import Discrete, empty_frame
+from palestra.envs.vector.base import Discrete, empty_step
 from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import WORDS, below, next32
+from palestra.envs.vector.rng import RNG_WORDS, next_uint32, random_below
+from palestra.jit import jit
 
 ACTIONS = ("none", "north", "south", "west", "east", "load")
-ATTEMPTS = 1000  # random tries to find a free cell, as in the package
+MAX_PLACEMENT_TRIES = 1000  # random tries to find a free cell, as in the package
 ROW, COLUMN, LEVEL = 0, 1, 2
 
 
-class Rules(NamedTuple):
-    """The options as numbers, for the kernels. `high_food` is 0 if the highest food level is what the three weakest
-    agents can load together."""
+class ForagingParams(NamedTuple):
+    """The options as numbers, for the kernels. `max_food_level` is 0 if the highest food level is what the three
+    weakest agents can load together."""
 
     size: int
     sight: int
-    cycles: int
-    low_agent: int
-    high_agent: int
-    low_food: int
-    high_food: int
-    top_food: int
+    max_steps: int
+    min_agent_level: int
+    max_agent_level: int
+    min_food_level: int
+    max_food_level: int
+    food_level_scale: int
     cooperative: bool
     normalize: bool
     penalty: float
 
 
-class Board(NamedTuple):
+class ForagingArrays(NamedTuple):
     """The arrays that the kernels change: first the env's own state, then the arrays of the frame. Level 0 means eaten
     or never placed."""
 
@@ -47,7 +47,7 @@ class Board(NamedTuple):
     total: np.ndarray  # [B] sum of the levels of all food at the start
     steps: np.ndarray  # [B]
     obs: np.ndarray
-    legal: np.ndarray
+    action_mask: np.ndarray
     state: np.ndarray
     rewards: np.ndarray
     terminated: np.ndarray
@@ -57,7 +57,7 @@ class Board(NamedTuple):
     final_state: np.ndarray
 
 
-@kernel
+@jit
 def _skip_permutation(row: np.ndarray, n: int) -> None:
     """Advances the random stream as `Generator.permutation(n)` does: the package shuffles a list of equal bounds.
 
@@ -68,19 +68,19 @@ def _skip_permutation(row: np.ndarray, n: int) -> None:
         mask = 1
         while mask < last:
             mask = 2 * mask + 1
-        while int(next32(row)) & mask > last:
+        while int(next_uint32(row)) & mask > last:
             pass
 
 
-@kernel
-def _taken(agents: np.ndarray, b: int, row: int, column: int) -> bool:
+@jit
+def _is_occupied(agents: np.ndarray, b: int, row: int, column: int) -> bool:
     for n in range(agents.shape[1]):  # noqa: SIM110 - numba has no `any` of a generator
         if agents[b, n, ROW] == row and agents[b, n, COLUMN] == column:
             return True
     return False
 
 
-@kernel
+@jit
 def _near_food(food: np.ndarray, b: int, row: int, column: int) -> bool:
     """True if food lies in one of the eight neighbouring cells, or two cells away in the same row or column."""
     for f in range(food.shape[1]):
@@ -91,23 +91,25 @@ def _near_food(food: np.ndarray, b: int, row: int, column: int) -> bool:
     return False
 
 
-@kernel
-def _place_agents(g: Board, rules: Rules, b: int) -> None:
+@jit
+def _place_agents(g: ForagingArrays, rules: ForagingParams, b: int) -> None:
     """Places one agent after the other. As in the package, agents that are not placed yet still block the cells of the
     last game."""
     stream, agents = g.rng[b], g.agents.shape[1]
     _skip_permutation(stream, agents)
     for n in range(agents):
-        for _ in range(ATTEMPTS):
-            row, column = below(stream, rules.size), below(stream, rules.size)
-            if not _taken(g.agents, b, row, column):
+        for _ in range(MAX_PLACEMENT_TRIES):
+            row, column = random_below(stream, rules.size), random_below(stream, rules.size)
+            if not _is_occupied(g.agents, b, row, column):
                 g.agents[b, n, ROW], g.agents[b, n, COLUMN] = row, column
-                g.agents[b, n, LEVEL] = rules.low_agent + below(stream, rules.high_agent - rules.low_agent + 1)
+                g.agents[b, n, LEVEL] = rules.min_agent_level + random_below(
+                    stream, rules.max_agent_level - rules.min_agent_level + 1
+                )
                 break
 
 
-@kernel
-def _three_weakest(g: Board, b: int) -> int:
+@jit
+def _three_weakest(g: ForagingArrays, b: int) -> int:
     """Returns the sum of the three lowest agent levels."""
     agents, total = g.agents.shape[1], 0
     for n in range(agents):
@@ -120,8 +122,8 @@ def _three_weakest(g: Board, b: int) -> int:
     return total
 
 
-@kernel
-def _insert_food(g: Board, b: int, count: int, row: int, column: int, level: int) -> None:
+@jit
+def _insert_food(g: ForagingArrays, b: int, count: int, row: int, column: int, level: int) -> None:
     """Inserts food into the first `count` entries, sorted by row and column: the order in the observations."""
     at = count
     while at > 0 and (g.food[b, at - 1, ROW], g.food[b, at - 1, COLUMN]) > (row, column):
@@ -131,42 +133,42 @@ def _insert_food(g: Board, b: int, count: int, row: int, column: int, level: int
     g.food[b, at, ROW], g.food[b, at, COLUMN], g.food[b, at, LEVEL] = row, column, level
 
 
-@kernel
-def _place_food(g: Board, rules: Rules, b: int) -> None:
+@jit
+def _place_food(g: ForagingArrays, rules: ForagingParams, b: int) -> None:
     """Places food off the border and apart; less food than asked for if random search finds no cell."""
     stream, most = g.rng[b], g.food.shape[1]
-    high = rules.high_food if rules.high_food > 0 else _three_weakest(g, b)
-    low = high if rules.cooperative else rules.low_food
+    high = rules.max_food_level if rules.max_food_level > 0 else _three_weakest(g, b)
+    low = high if rules.cooperative else rules.min_food_level
     g.food[b] = 0
     _skip_permutation(stream, most)
     count, total = 0, 0
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_PLACEMENT_TRIES):
         if count == most:
             break
-        row, column = 1 + below(stream, rules.size - 2), 1 + below(stream, rules.size - 2)
-        if not _near_food(g.food, b, row, column) and not _taken(g.agents, b, row, column):
-            level = low + below(stream, high - low + 1)
+        row, column = 1 + random_below(stream, rules.size - 2), 1 + random_below(stream, rules.size - 2)
+        if not _near_food(g.food, b, row, column) and not _is_occupied(g.agents, b, row, column):
+            level = low + random_below(stream, high - low + 1)
             _insert_food(g, b, count, row, column, level)
             count += 1
             total += level
     g.total[b] = total
 
 
-@kernel
-def _begin_game(g: Board, rules: Rules, b: int) -> None:
+@jit
+def _begin_game(g: ForagingArrays, rules: ForagingParams, b: int) -> None:
     _place_agents(g, rules, b)
     _place_food(g, rules, b)
     g.steps[b] = 0
 
 
-@kernel
+@jit
 def _put(row: np.ndarray, at: int, y: float, x: float, level: float) -> int:
     row[at], row[at + 1], row[at + 2] = y, x, level
     return at + 3
 
 
-@kernel
-def _write_view(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, sight: int) -> None:
+@jit
+def _write_observation(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, sight: int) -> None:
     """Writes the observation of seat n: food, the agent itself, other agents, each as row, column and level, relative
     to the top left corner of its field of view; -1, -1, 0 for what it cannot see.
 
@@ -190,8 +192,8 @@ def _write_view(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n
         at = _put(row, at, -1, -1, 0)
 
 
-@kernel
-def _write_legal(legal: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, size: int) -> None:
+@jit
+def _write_action_mask(legal: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, size: int) -> None:
     """Action mask of seat n: agents cannot leave the board or walk onto food, and can load only beside food."""
     y, x, load = agents[b, n, ROW], agents[b, n, COLUMN], False
     north, south, west, east = y > 0, y < size - 1, x > 0, x < size - 1
@@ -205,27 +207,27 @@ def _write_legal(legal: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int
     legal[b, n, 5] = load
 
 
-@kernel
-def _write_state(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, rules: Rules) -> None:
+@jit
+def _write_state(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, rules: ForagingParams) -> None:
     at, far = 0, rules.size - 1
     for n in range(agents.shape[1]):
-        level = agents[b, n, LEVEL] / rules.high_agent
+        level = agents[b, n, LEVEL] / rules.max_agent_level
         at = _put(row, at, agents[b, n, ROW] / far, agents[b, n, COLUMN] / far, level)
     for f in range(food.shape[1]):
-        at = _put(row, at, food[b, f, ROW] / far, food[b, f, COLUMN] / far, food[b, f, LEVEL] / rules.top_food)
+        at = _put(row, at, food[b, f, ROW] / far, food[b, f, COLUMN] / far, food[b, f, LEVEL] / rules.food_level_scale)
 
 
-@kernel
-def _write(g: Board, rules: Rules, b: int) -> None:
+@jit
+def _write(g: ForagingArrays, rules: ForagingParams, b: int) -> None:
     agents, food = g.agents, g.food
     for n in range(agents.shape[1]):
-        _write_view(g.obs[b, n], agents, food, b, n, rules.sight)
-        _write_legal(g.legal, agents, food, b, n, rules.size)
+        _write_observation(g.obs[b, n], agents, food, b, n, rules.sight)
+        _write_action_mask(g.action_mask, agents, food, b, n, rules.size)
     _write_state(g.state[b], agents, food, b, rules)
-    g.state[b, -1] = g.steps[b] / rules.cycles
+    g.state[b, -1] = g.steps[b] / rules.max_steps
 
 
-@kernel
+@jit
 def _move(agents: np.ndarray, b: int, chosen_N: np.ndarray, to_N2: np.ndarray) -> None:
     """Moves all agents at once. If several agents want the same cell (an agent that stays wants its own), none of them
     moves."""
@@ -243,13 +245,13 @@ def _move(agents: np.ndarray, b: int, chosen_N: np.ndarray, to_N2: np.ndarray) -
             agents[b, n, ROW], agents[b, n, COLUMN] = to_N2[n, 0], to_N2[n, 1]
 
 
-@kernel
+@jit
 def _beside(agents: np.ndarray, food: np.ndarray, b: int, n: int, f: int) -> bool:
     return abs(agents[b, n, ROW] - food[b, f, ROW]) + abs(agents[b, n, COLUMN] - food[b, f, COLUMN]) == 1
 
 
-@kernel
-def _load(g: Board, rules: Rules, b: int, chosen_N: np.ndarray) -> int:
+@jit
+def _load(g: ForagingArrays, rules: ForagingParams, b: int, chosen_N: np.ndarray) -> int:
     """Writes the rewards of loading and returns how much food is left. No agent is beside two foods: foods lie
     apart."""
     agents, left = g.agents.shape[1], 0
@@ -271,8 +273,8 @@ def _load(g: Board, rules: Rules, b: int, chosen_N: np.ndarray) -> int:
     return left
 
 
-@kernel
-def _keep_last(g: Board, b: int) -> None:
+@jit
+def _store_final(g: ForagingArrays, b: int) -> None:
     """Copies the last observations and the state of an ended game to `final_obs` and `final_state`. Loops compile ten
     times as fast as slice assignments."""
     for n in range(g.obs.shape[1]):
@@ -282,31 +284,31 @@ def _keep_last(g: Board, b: int) -> None:
         g.final_state[b, at] = g.state[b, at]
 
 
-@kernel
-def _begin_all(g: Board, rules: Rules) -> None:
+@jit
+def _begin_all(g: ForagingArrays, rules: ForagingParams) -> None:
     for b in range(len(g.steps)):
         g.agents[b] = -1
         _begin_game(g, rules, b)
         _write(g, rules, b)
 
 
-@kernel
-def _step_all(g: Board, rules: Rules, actions: np.ndarray) -> None:
+@jit
+def _step_all(g: ForagingArrays, rules: ForagingParams, actions: np.ndarray) -> None:
     games, agents = actions.shape
     chosen_N, to_N2 = np.zeros(agents, np.int64), np.zeros((agents, 2), np.int64)
     for b in range(games):
         for n in range(agents):
             action = actions[b, n]
-            chosen_N[n] = action if 0 < action < 6 and g.legal[b, n, action] else 0
+            chosen_N[n] = action if 0 < action < 6 and g.action_mask[b, n, action] else 0
             g.rewards[b, n] = 0.0
         g.steps[b] += 1
         _move(g.agents, b, chosen_N, to_N2)
         g.terminated[b] = _load(g, rules, b, chosen_N) == 0
         g.success[b] = g.terminated[b]
-        g.truncated[b] = not g.terminated[b] and g.steps[b] >= rules.cycles
+        g.truncated[b] = not g.terminated[b] and g.steps[b] >= rules.max_steps
         _write(g, rules, b)
         if g.terminated[b] or g.truncated[b]:
-            _keep_last(g, b)
+            _store_final(g, b)
             _begin_game(g, rules, b)
             _write(g, rules, b)
 
@@ -331,7 +333,7 @@ class Foraging(NativeEnv):
 
     def __init__(
         self,
-        games: int = 64,
+        num_envs: int = 64,
         *,
         size: int = 8,
         agents: int = 2,
@@ -348,7 +350,7 @@ class Foraging(NativeEnv):
     ) -> None:
         weakest = min(3, agents) * min_level if max_food_level is None else max_food_level
         strongest = min(3, agents) * max_level if max_food_level is None else max_food_level
-        _at_least(games, 1, "games", "nothing is played in fewer")
+        _at_least(num_envs, 1, "num_envs", "nothing is played in fewer")
         _at_least(size, 3, "size", "food lies off the border")
         _at_least(agents, 1, "agents", "somebody must play")
         _at_least(food, 1, "food", "a game without food is over before it begins")
@@ -362,41 +364,50 @@ class Foraging(NativeEnv):
             raise ValueError(f"agents: {agents} on {size} x {size} cells find no room; at most half of the cells")
         if penalty < 0:
             raise ValueError(f"penalty: {penalty} would be a reward for failing; use 0 or more")
-        self.games, self.state_size = games, 3 * (agents + food) + 1
+        self.num_envs, self.state_size = num_envs, 3 * (agents + food) + 1
         self.seats = tuple(f"agent_{n}" for n in range(agents))
-        self.views = ((3 * (food + agents),),) * agents
-        self.actions = (Discrete(len(ACTIONS)),) * agents
-        self.rules = Rules(
+        self.observation_shapes = ((3 * (food + agents),),) * agents
+        self.action_spaces = (Discrete(len(ACTIONS)),) * agents
+        self.params = ForagingParams(
             size=size,
             sight=size if sight is None else sight,
-            cycles=cycles,
-            low_agent=min_level,
-            high_agent=max_level,
-            low_food=min_food_level,
-            high_food=max_food_level or 0,
-            top_food=strongest,
+            max_steps=cycles,
+            min_agent_level=min_level,
+            max_agent_level=max_level,
+            min_food_level=min_food_level,
+            max_food_level=max_food_level or 0,
+            food_level_scale=strongest,
             cooperative=cooperative,
             normalize=normalize,
             penalty=float(penalty),
         )
-        self.frame = empty_frame(
-            games, agents, self.views[0], actions=len(ACTIONS), state=self.state_size, success=True
+        self.vector_step = empty_step(
+            num_envs,
+            agents,
+            self.observation_shapes[0],
+            num_actions=len(ACTIONS),
+            state_size=self.state_size,
+            reports_success=True,
         )
-        self.memory = {
-            "rng": np.zeros((games, WORDS), np.uint64),
-            "agents": np.zeros((games, agents, 3), np.int64),
-            "food": np.zeros((games, food, 3), np.int64),
-            "total": np.zeros(games, np.int64),
-            "steps": np.zeros(games, np.int64),
+        self.internal_state = {
+            "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),
+            "agents": np.zeros((num_envs, agents, 3), np.int64),
+            "food": np.zeros((num_envs, food, 3), np.int64),
+            "total": np.zeros(num_envs, np.int64),
+            "steps": np.zeros(num_envs, np.int64),
         }
-        frame = {name: array for name, array in vars(self.frame).items() if name not in ("acting", "seat_terminated")}
-        self._board = Board(**self.memory, **frame)
+        frame = {
+            name: array
+            for name, array in vars(self.vector_step).items()
+            if name not in ("agent_mask", "seat_terminated")
+        }
+        self._board = ForagingArrays(**self.internal_state, **frame)
 
     def _begin(self) -> None:
-        _begin_all(self._board, self.rules)
+        _begin_all(self._board, self.params)
 
     def _advance(self, actions: np.ndarray) -> None:
-        _step_all(self._board, self.rules, actions.astype(np.int32, copy=False))
+        _step_all(self._board, self.params, actions.astype(np.int32, copy=False))
 
 
 def _at_least(value: int, least: int, name: str, why: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import highway_env  # noqa: F401 - registers its envs
 
-from palestra.envs.vector.gymnasium import GymnasiumGame, made
-from palestra.envs.vector.loop import at_least_one
-from palestra.envs.vector.processes import Hosted
+from palestra.envs.vector.gymnasium import GymnasiumGame, make_gymnasium_env
+from palestra.envs.vector.subproc_vector import PackageVectorEnv
+from palestra.envs.vector.sync_vector import check_at_least_one
 
 
 class HighwayGame(GymnasiumGame):
@@ -18,16 +18,16 @@ class HighwayGame(GymnasiumGame):
     else the env's one reward goes to every seat."""
 
     def __init__(self, id: str, vehicles: int, config: dict[str, Any]) -> None:
-        super().__init__(partial(driven, id, vehicles, config))
+        super().__init__(partial(make_multi_vehicle_env, id, vehicles, config))
 
     def rewards(self, reward: Any, info: dict[str, Any]) -> Sequence[float]:
         return super().rewards(info.get("agents_rewards", reward), info)
 
 
-def driven(id: str, vehicles: int, config: dict[str, Any]) -> Any:
+def make_multi_vehicle_env(id: str, vehicles: int, config: dict[str, Any]) -> Any:
     """Returns the highway-env env with `vehicles` controlled vehicles, each with the action and observation of the
     single-vehicle env."""
-    first: Any = made(id, {"config": config})
+    first: Any = make_gymnasium_env(id, {"config": config})
     alone = first.unwrapped.config
     first.close()
     several = {
@@ -35,16 +35,16 @@ def driven(id: str, vehicles: int, config: dict[str, Any]) -> Any:
         "action": _several("MultiAgentAction", "action_config", alone["action"]),
         "observation": _several("MultiAgentObservation", "observation_config", alone["observation"]),
     }
-    return made(id, {"config": config | several})
+    return make_gymnasium_env(id, {"config": config | several})
 
 
 def _several(kind: str, key: str, each: dict[str, Any]) -> dict[str, Any]:
     return each if each["type"] == kind else {"type": kind, key: each}
 
 
-class HighwayEnv(Hosted):
+class HighwayEnv(PackageVectorEnv):
     """The highway-env env `id` ("highway-fast-v0", "merge-v1", "roundabout-v1", "intersection-multi-agent-v2", ...)
-    with `vehicles` seats; `config` is passed to highway-env. It is slow: use several `processes`.
+    with `vehicles` seats; `config` is passed to highway-env. It is slow: use several `num_processes`.
 
     Except in the intersections, the shared reward is the one that highway-env computes for the first vehicle. Raises
     ValueError if `vehicles` is below 1 or Gymnasium cannot make the env.
@@ -54,12 +54,12 @@ class HighwayEnv(Hosted):
 
     def __init__(
         self,
-        games: int = 8,
+        num_envs: int = 8,
         *,
         id: str = "intersection-multi-agent-v2",
         vehicles: int = 2,
         config: dict[str, Any] | None = None,
-        processes: int = 0,
+        num_processes: int = 0,
     ) -> None:
-        at_least_one("vehicles", vehicles)
-        super().__init__(partial(HighwayGame, id, vehicles, config or {}), games, processes)
+        check_at_least_one("vehicles", vehicles)
+        super().__init__(partial(HighwayGame, id, vehicles, config or {}), num_envs, num_processes)

@@ -6,16 +6,16 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from palestra.compiled import kernel
-from palestra.envs.vector.base import Discrete, empty_frame
+from palestra.envs.vector.base import Discrete, empty_step
 from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import WORDS, below
+from palestra.envs.vector.rng import RNG_WORDS, random_below
+from palestra.jit import jit
 
 PASS, BET = 0, 1
-MOST_PLAYERS = 4
+MAX_PLAYERS = 4
 
 
-class Table(NamedTuple):
+class KuhnArrays(NamedTuple):
     """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
     rng: np.ndarray
@@ -24,7 +24,7 @@ class Table(NamedTuple):
     moves: np.ndarray  # [B] number of moves made
     first_bet: np.ndarray  # [B] index of the move, -1: no bet yet
     obs: np.ndarray
-    acting: np.ndarray
+    agent_mask: np.ndarray
     state: np.ndarray
     rewards: np.ndarray
     terminated: np.ndarray
@@ -32,16 +32,16 @@ class Table(NamedTuple):
     final_state: np.ndarray
 
 
-@kernel
-def deal(stream: np.ndarray, deck: np.ndarray, count: int) -> None:
+@jit
+def deal_cards(stream: np.ndarray, deck: np.ndarray, count: int) -> None:
     """Moves `count` random cards to the front of `deck`, without replacement (Fisher-Yates)."""
     for at in range(count):
-        other = at + int(below(stream, len(deck) - at))
+        other = at + int(random_below(stream, len(deck) - at))
         deck[at], deck[other] = deck[other], deck[at]
 
 
-@kernel
-def blank(obs: np.ndarray, state: np.ndarray, chosen: np.ndarray) -> None:
+@jit
+def clear_games(obs: np.ndarray, state: np.ndarray, chosen: np.ndarray) -> None:
     """Zeroes observations and state of the chosen games. Loops compile ten times as fast as slice assignments."""
     for b in range(len(chosen)):
         if chosen[b]:
@@ -52,8 +52,8 @@ def blank(obs: np.ndarray, state: np.ndarray, chosen: np.ndarray) -> None:
                 state[b, at] = 0
 
 
-@kernel
-def keep_last(
+@jit
+def store_final(
     obs: np.ndarray, final_obs: np.ndarray, state: np.ndarray, final_state: np.ndarray, chosen: np.ndarray
 ) -> None:
     """Copies observations and state of the chosen games to `final_obs` and `final_state`."""
@@ -70,16 +70,16 @@ def keep_last(
 # than the moves.
 
 
-@kernel
-def _begin_games(t: Table, chosen: np.ndarray) -> None:
+@jit
+def _begin_games(t: KuhnArrays, chosen: np.ndarray) -> None:
     """Deals, takes antes and writes the first observations of the chosen games."""
     rng, cards, stakes, moves, first_bet = t.rng, t.cards, t.stakes, t.moves, t.first_bet
-    obs, acting, state = t.obs, t.acting, t.state
+    obs, acting, state = t.obs, t.agent_mask, t.state
     players, deck = stakes.shape[1], cards.shape[1]
-    blank(obs, state, chosen)
+    clear_games(obs, state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
-            deal(rng[b], cards[b], players)
+            deal_cards(rng[b], cards[b], players)
             moves[b], first_bet[b] = 0, -1
             for n in range(players):
                 stakes[b, n] = 1
@@ -88,11 +88,11 @@ def _begin_games(t: Table, chosen: np.ndarray) -> None:
                 state[b, deck * n + cards[b, n]] = 1
 
 
-@kernel
-def _move(t: Table, actions: np.ndarray) -> None:
+@jit
+def _move(t: KuhnArrays, actions: np.ndarray) -> None:
     """Makes the move of the player to move and marks the games that it ended. After a bet, each other player answers
     once; a player that passes then is out."""
-    obs, acting, state, over = t.obs, t.acting, t.state, t.terminated
+    obs, acting, state, over = t.obs, t.agent_mask, t.state, t.terminated
     stakes, moves, first_bet = t.stakes, t.moves, t.first_bet
     games, players = stakes.shape
     for b in range(games):
@@ -111,8 +111,8 @@ def _move(t: Table, actions: np.ndarray) -> None:
         over[b] = move + 1 == players + max(first_bet[b], 0)
 
 
-@kernel
-def _pay(t: Table) -> None:
+@jit
+def _pay(t: KuhnArrays) -> None:
     """Writes the rewards. The highest card of the players that bet (of all players if none bet) wins the pot."""
     cards, stakes, first_bet, rewards, over = t.cards, t.stakes, t.first_bet, t.rewards, t.terminated
     games, players = stakes.shape
@@ -126,11 +126,11 @@ def _pay(t: Table) -> None:
             rewards[b, n] = (pot if n == winner else 0) - stakes[b, n] if over[b] else 0
 
 
-@kernel
-def _step(t: Table, actions: np.ndarray) -> None:
+@jit
+def _step(t: KuhnArrays, actions: np.ndarray) -> None:
     _move(t, actions)
     _pay(t)
-    keep_last(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
     _begin_games(t, t.terminated)
 
 
@@ -140,38 +140,40 @@ class KuhnPoker(NativeEnv):
     In turn each player passes (0) or bets (1), until all players have passed or all others have answered the bet.
     Rewards, at the end of the game, are chips won or lost. An action out of range is a pass. An observation is
     OpenSpiel's information state: the seat number and its card (both one-hot), then for each move so far pass or bet
-    (one-hot). The state is the card of every player, then the moves in the same form. `memory["cards"]` (int8 [B,
-    players + 1]) are the players' cards in turn order.
+    (one-hot). The state is the card of every player, then the moves in the same form. `internal_state["cards"]` (int8
+    [B, players + 1]) are the players' cards in turn order.
 
-    Raises ValueError if `games` is below 1 or `players` is not 2 to `MOST_PLAYERS`.
+    Raises ValueError if `num_envs` is below 1 or `players` is not 2 to `MAX_PLAYERS`.
     """
 
     name: ClassVar[str] = "kuhn_poker"
 
-    def __init__(self, games: int = 64, *, players: int = 2) -> None:
-        if games < 1:
-            raise ValueError(f"games: {games} is too small, nothing is played in fewer than 1; use 1 or more")
-        if not 2 <= players <= MOST_PLAYERS:
-            raise ValueError(f"players: {players} cannot play Kuhn poker here; use 2 to {MOST_PLAYERS}")
+    def __init__(self, num_envs: int = 64, *, players: int = 2) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer than 1; use 1 or more")
+        if not 2 <= players <= MAX_PLAYERS:
+            raise ValueError(f"players: {players} cannot play Kuhn poker here; use 2 to {MAX_PLAYERS}")
         deck, moves = players + 1, 2 * players - 1
-        self.games, self.state_size = games, players * deck + 2 * moves
+        self.num_envs, self.state_size = num_envs, players * deck + 2 * moves
         self.seats = tuple(f"player_{n}" for n in range(players))
-        self.views = ((players + deck + 2 * moves,),) * players
-        self.actions = (Discrete(2),) * players
-        self.frame = empty_frame(games, players, self.views[0], state=self.state_size)
-        self.memory = {
-            "rng": np.zeros((games, WORDS), np.uint64),
-            "cards": np.zeros((games, deck), np.int8),
-            "stakes": np.zeros((games, players), np.int8),
-            "moves": np.zeros(games, np.int8),
-            "first_bet": np.zeros(games, np.int8),
+        self.observation_shapes = ((players + deck + 2 * moves,),) * players
+        self.action_spaces = (Discrete(2),) * players
+        self.vector_step = empty_step(num_envs, players, self.observation_shapes[0], state_size=self.state_size)
+        self.internal_state = {
+            "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),
+            "cards": np.zeros((num_envs, deck), np.int8),
+            "stakes": np.zeros((num_envs, players), np.int8),
+            "moves": np.zeros(num_envs, np.int8),
+            "first_bet": np.zeros(num_envs, np.int8),
         }
-        frame = {name: getattr(self.frame, name) for name in Table._fields if name not in self.memory}
-        self._table = Table(**self.memory, **frame)
+        frame = {
+            name: getattr(self.vector_step, name) for name in KuhnArrays._fields if name not in self.internal_state
+        }
+        self._table = KuhnArrays(**self.internal_state, **frame)
 
     def _begin(self) -> None:
-        self.memory["cards"][:] = np.arange(self.memory["cards"].shape[1])
-        _begin_games(self._table, np.ones(self.games, bool))
+        self.internal_state["cards"][:] = np.arange(self.internal_state["cards"].shape[1])
+        _begin_games(self._table, np.ones(self.num_envs, bool))
 
     def _advance(self, actions: np.ndarray) -> None:
         _step(self._table, actions.astype(np.int32, copy=False))

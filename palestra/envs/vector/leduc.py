@@ -6,22 +6,22 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from palestra.compiled import kernel
-from palestra.envs.vector.base import Discrete, empty_frame
-from palestra.envs.vector.kuhn import blank, deal, keep_last
+from palestra.envs.vector.base import Discrete, empty_step
+from palestra.envs.vector.kuhn import clear_games, deal_cards, store_final
 from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import WORDS
+from palestra.envs.vector.rng import RNG_WORDS
+from palestra.jit import jit
 
 FOLD, CALL, RAISE = 0, 1, 2
-CARDS = 6  # card // 2 is its rank
-PUBLIC = 2  # index of the public card in the deck, after the players' cards
+DECK_SIZE = 6  # card // 2 is its rank
+PUBLIC_CARD = 2  # index of the public card in the deck, after the players' cards
 ROUND, TURN, MOVES, RAISES, ACTION = range(5)  # columns of `play`; moves and raises count within the round
-MOST_MOVES, MOST_RAISES = 4, 2  # in a round
-VIEW = 2 + 2 * CARDS + 2 * 2 * MOST_MOVES
-STATE = 3 * CARDS + 2 * 2 * MOST_MOVES
+MAX_MOVES, MAX_RAISES = 4, 2  # in a round
+OBSERVATION_SIZE = 2 + 2 * DECK_SIZE + 2 * 2 * MAX_MOVES
+STATE_SIZE = 3 * DECK_SIZE + 2 * 2 * MAX_MOVES
 
 
-class Table(NamedTuple):
+class LeducArrays(NamedTuple):
     """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
     rng: np.ndarray
@@ -29,8 +29,8 @@ class Table(NamedTuple):
     play: np.ndarray  # [B, 5] round, player to move, moves, raises, last action
     stakes: np.ndarray  # [B, 2]
     obs: np.ndarray
-    legal: np.ndarray
-    acting: np.ndarray
+    action_mask: np.ndarray
+    agent_mask: np.ndarray
     state: np.ndarray
     rewards: np.ndarray
     terminated: np.ndarray
@@ -38,26 +38,26 @@ class Table(NamedTuple):
     final_state: np.ndarray
 
 
-@kernel
-def _begin_games(t: Table, chosen: np.ndarray) -> None:
+@jit
+def _begin_games(t: LeducArrays, chosen: np.ndarray) -> None:
     """Deals, takes antes and writes the first observations of the chosen games."""
     rng, cards, play, stakes, obs, state = t.rng, t.cards, t.play, t.stakes, t.obs, t.state
-    blank(obs, state, chosen)
+    clear_games(obs, state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
-            deal(rng[b], cards[b], PUBLIC + 1)
+            deal_cards(rng[b], cards[b], PUBLIC_CARD + 1)
             play[b, ROUND], play[b, TURN], play[b, MOVES], play[b, RAISES] = 0, 0, 0, 0
             for n in range(2):
                 stakes[b, n] = 1
                 obs[b, n, n], obs[b, n, 2 + cards[b, n]] = 1, 1
-                state[b, CARDS * n + cards[b, n]] = 1
+                state[b, DECK_SIZE * n + cards[b, n]] = 1
 
 
-@kernel
-def _choose(t: Table, actions: np.ndarray) -> None:
+@jit
+def _choose(t: LeducArrays, actions: np.ndarray) -> None:
     """Reads the action of the player to move (call if it is illegal) and writes it to the history; folds are not
     written."""
-    play, legal, obs, state = t.play, t.legal, t.obs, t.state
+    play, legal, obs, state = t.play, t.action_mask, t.obs, t.state
     for b in range(len(play)):
         turn = play[b, TURN]
         action = actions[b, turn]
@@ -65,13 +65,13 @@ def _choose(t: Table, actions: np.ndarray) -> None:
             action = CALL
         play[b, ACTION] = action
         if action != FOLD:
-            at = 2 * (MOST_MOVES * play[b, ROUND] + play[b, MOVES]) + action - CALL
-            obs[b, 0, 2 + 2 * CARDS + at], obs[b, 1, 2 + 2 * CARDS + at] = 1, 1
-            state[b, 3 * CARDS + at] = 1
+            at = 2 * (MAX_MOVES * play[b, ROUND] + play[b, MOVES]) + action - CALL
+            obs[b, 0, 2 + 2 * DECK_SIZE + at], obs[b, 1, 2 + 2 * DECK_SIZE + at] = 1, 1
+            state[b, 3 * DECK_SIZE + at] = 1
 
 
-@kernel
-def _move(t: Table) -> None:
+@jit
+def _move(t: LeducArrays) -> None:
     """Makes the chosen move and marks the games that it ended. A call ends the round unless it is the round's first
     move."""
     play, stakes, over = t.play, t.stakes, t.terminated
@@ -90,8 +90,8 @@ def _move(t: Table) -> None:
             play[b, TURN], play[b, MOVES] = 1 - turn, play[b, MOVES] + 1
 
 
-@kernel
-def _pay(t: Table) -> None:
+@jit
+def _pay(t: LeducArrays) -> None:
     """Writes the rewards. The remaining player wins the other's stake, or the better hand does (a pair beats any single
     card); equal hands split."""
     cards, play, stakes, rewards, over = t.cards, t.play, t.stakes, t.rewards, t.terminated
@@ -99,7 +99,7 @@ def _pay(t: Table) -> None:
         rewards[b, 0], rewards[b, 1] = 0, 0
         if not over[b]:
             continue
-        first, second, public = cards[b, 0] // 2, cards[b, 1] // 2, cards[b, PUBLIC] // 2
+        first, second, public = cards[b, 0] // 2, cards[b, 1] // 2, cards[b, PUBLIC_CARD] // 2
         if play[b, ACTION] == FOLD:
             winner = 1 - play[b, TURN]
         elif first != second:
@@ -110,29 +110,29 @@ def _pay(t: Table) -> None:
         rewards[b, winner], rewards[b, 1 - winner] = lost, -lost
 
 
-@kernel
-def _write(t: Table) -> None:
+@jit
+def _write(t: LeducArrays) -> None:
     """Writes the public card, the player to move and the action mask; both seats get the mask of the player to move."""
     cards, play, stakes, obs, state = t.cards, t.play, t.stakes, t.obs, t.state
-    acting, legal = t.acting, t.legal
+    acting, legal = t.agent_mask, t.action_mask
     for b in range(len(play)):
         turn = play[b, TURN]
         for n in range(2):
             acting[b, n] = n == turn
             legal[b, n, FOLD] = stakes[b, turn] < stakes[b, 1 - turn]
-            legal[b, n, RAISE] = play[b, RAISES] < MOST_RAISES
+            legal[b, n, RAISE] = play[b, RAISES] < MAX_RAISES
         if play[b, ROUND] == 1:
-            public = cards[b, PUBLIC]
-            obs[b, 0, 2 + CARDS + public], obs[b, 1, 2 + CARDS + public] = 1, 1
-            state[b, 2 * CARDS + public] = 1
+            public = cards[b, PUBLIC_CARD]
+            obs[b, 0, 2 + DECK_SIZE + public], obs[b, 1, 2 + DECK_SIZE + public] = 1, 1
+            state[b, 2 * DECK_SIZE + public] = 1
 
 
-@kernel
-def _step(t: Table, actions: np.ndarray) -> None:
+@jit
+def _step(t: LeducArrays, actions: np.ndarray) -> None:
     _choose(t, actions)
     _move(t)
     _pay(t)
-    keep_last(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
     _begin_games(t, t.terminated)
     _write(t)
 
@@ -145,35 +145,37 @@ class LeducPoker(NativeEnv):
     round). A pair with the public card wins, else the higher rank. Rewards, at the end of the game, are chips won or
     lost. An illegal action is a call. An observation is OpenSpiel's information state: the seat number, its card, the
     public card (one-hot, zeros before it is shown), then for each of four moves of both rounds call or raise. The state
-    is the card of both players, the public card, then the moves in the same form. `memory["cards"]` (int8 [B, 6]) are
-    the players' cards, then the public card, already drawn at the start.
+    is the card of both players, the public card, then the moves in the same form. `internal_state["cards"]` (int8 [B,
+    6]) are the players' cards, then the public card, already drawn at the start.
 
-    Raises ValueError if `games` is below 1.
+    Raises ValueError if `num_envs` is below 1.
     """
 
     name: ClassVar[str] = "leduc_poker"
     seats = ("player_0", "player_1")
-    views = ((VIEW,), (VIEW,))
-    actions = (Discrete(3), Discrete(3))
-    state_size = STATE
+    observation_shapes = ((OBSERVATION_SIZE,), (OBSERVATION_SIZE,))
+    action_spaces = (Discrete(3), Discrete(3))
+    state_size = STATE_SIZE
 
-    def __init__(self, games: int = 64) -> None:
-        if games < 1:
-            raise ValueError(f"games: {games} is too small, nothing is played in fewer than 1; use 1 or more")
-        self.games = games
-        self.frame = empty_frame(games, 2, (VIEW,), actions=3, state=STATE)
-        self.memory = {
-            "rng": np.zeros((games, WORDS), np.uint64),
-            "cards": np.zeros((games, CARDS), np.int8),
-            "play": np.zeros((games, 5), np.int8),
-            "stakes": np.zeros((games, 2), np.int8),
+    def __init__(self, num_envs: int = 64) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer than 1; use 1 or more")
+        self.num_envs = num_envs
+        self.vector_step = empty_step(num_envs, 2, (OBSERVATION_SIZE,), num_actions=3, state_size=STATE_SIZE)
+        self.internal_state = {
+            "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),
+            "cards": np.zeros((num_envs, DECK_SIZE), np.int8),
+            "play": np.zeros((num_envs, 5), np.int8),
+            "stakes": np.zeros((num_envs, 2), np.int8),
         }
-        frame = {name: getattr(self.frame, name) for name in Table._fields if name not in self.memory}
-        self._table = Table(**self.memory, **frame)
+        frame = {
+            name: getattr(self.vector_step, name) for name in LeducArrays._fields if name not in self.internal_state
+        }
+        self._table = LeducArrays(**self.internal_state, **frame)
 
     def _begin(self) -> None:
-        self.memory["cards"][:] = np.arange(CARDS)
-        _begin_games(self._table, np.ones(self.games, bool))
+        self.internal_state["cards"][:] = np.arange(DECK_SIZE)
+        _begin_games(self._table, np.ones(self.num_envs, bool))
         _write(self._table)
 
     def _advance(self, actions: np.ndarray) -> None:

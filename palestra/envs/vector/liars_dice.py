@@ -6,14 +6,14 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from palestra.compiled import kernel
-from palestra.envs.vector.base import Discrete, empty_frame
-from palestra.envs.vector.kuhn import blank, keep_last
+from palestra.envs.vector.base import Discrete, empty_step
+from palestra.envs.vector.kuhn import clear_games, store_final
 from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import WORDS, below
+from palestra.envs.vector.rng import RNG_WORDS, random_below
+from palestra.jit import jit
 
 
-class Table(NamedTuple):
+class LiarsDiceArrays(NamedTuple):
     """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
     rng: np.ndarray
@@ -21,8 +21,8 @@ class Table(NamedTuple):
     turn: np.ndarray  # [B]
     bid: np.ndarray  # [B] last bid, -1 before the first
     obs: np.ndarray
-    legal: np.ndarray
-    acting: np.ndarray
+    action_mask: np.ndarray
+    agent_mask: np.ndarray
     state: np.ndarray
     rewards: np.ndarray
     terminated: np.ndarray
@@ -30,23 +30,23 @@ class Table(NamedTuple):
     final_state: np.ndarray
 
 
-@kernel
+@jit
 def _roll(stream: np.ndarray, dice: np.ndarray, faces: int) -> None:
     """Rolls a player's dice and sorts them."""
     for count in range(len(dice)):
-        face, at = int(below(stream, faces)), count
+        face, at = int(random_below(stream, faces)), count
         while at > 0 and dice[at - 1] > face:
             dice[at] = dice[at - 1]
             at -= 1
         dice[at] = face
 
 
-@kernel
-def _begin_games(t: Table, faces: int, chosen: np.ndarray) -> None:
+@jit
+def _begin_games(t: LiarsDiceArrays, faces: int, chosen: np.ndarray) -> None:
     """Rolls the dice and writes the first observations of the chosen games."""
-    rng, dice, turn, bid, obs, legal, state = t.rng, t.dice, t.turn, t.bid, t.obs, t.legal, t.state
+    rng, dice, turn, bid, obs, legal, state = t.rng, t.dice, t.turn, t.bid, t.obs, t.action_mask, t.state
     most, liar = dice.shape[2], legal.shape[2] - 1
-    blank(obs, state, chosen)
+    clear_games(obs, state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
             turn[b], bid[b] = 0, -1
@@ -61,12 +61,12 @@ def _begin_games(t: Table, faces: int, chosen: np.ndarray) -> None:
                 legal[b, n, liar] = False
 
 
-@kernel
-def _move(t: Table, faces: int, actions: np.ndarray) -> None:
+@jit
+def _move(t: LiarsDiceArrays, faces: int, actions: np.ndarray) -> None:
     """Plays the action of the player to move (the lowest legal one if it is illegal) and writes it to the history.
     After a bid, only higher bids and the call are legal; the call ends the game. Both seats get the action mask of the
     player to move."""
-    turn, bid, obs, legal, state, over = t.turn, t.bid, t.obs, t.legal, t.state, t.terminated
+    turn, bid, obs, legal, state, over = t.turn, t.bid, t.obs, t.action_mask, t.state, t.terminated
     own, liar = t.dice.shape[2] * faces, legal.shape[2] - 1
     for b in range(len(turn)):
         action = int(actions[b, turn[b]])
@@ -82,8 +82,8 @@ def _move(t: Table, faces: int, actions: np.ndarray) -> None:
             turn[b], bid[b] = 1 - turn[b], action
 
 
-@kernel
-def _pay(t: Table, faces: int) -> None:
+@jit
+def _pay(t: LiarsDiceArrays, faces: int) -> None:
     """Writes the rewards. A bid is true if at least that many dice show its face or the highest face, which is wild."""
     dice, turn, bid, rewards, over = t.dice, t.turn, t.bid, t.rewards, t.terminated
     for b in range(len(turn)):
@@ -97,19 +97,19 @@ def _pay(t: Table, faces: int) -> None:
             rewards[b, winner], rewards[b, 1 - winner] = 1, -1
 
 
-@kernel
+@jit
 def _write_turn(acting: np.ndarray, turn: np.ndarray) -> None:
     for b in range(len(turn)):
         acting[b, 0], acting[b, 1] = turn[b] == 0, turn[b] == 1
 
 
-@kernel
-def _step(t: Table, faces: int, actions: np.ndarray) -> None:
+@jit
+def _step(t: LiarsDiceArrays, faces: int, actions: np.ndarray) -> None:
     _move(t, faces, actions)
     _pay(t, faces)
-    keep_last(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
     _begin_games(t, faces, t.terminated)
-    _write_turn(t.acting, t.turn)
+    _write_turn(t.agent_mask, t.turn)
 
 
 class LiarsDice(NativeEnv):
@@ -121,38 +121,42 @@ class LiarsDice(NativeEnv):
     first bid, calls the last bid a lie. The player who is right gets 1, the other -1. An illegal action becomes the
     lowest legal one. An observation is OpenSpiel's information state: the seat number, the sorted dice (one-hot each),
     then for every bid and for the call whether it was made. The state is the dice of both players, then the bids in the
-    same form. `memory["dice"]` (int64 [B, 2, dice]) are the faces.
+    same form. `internal_state["dice"]` (int64 [B, 2, dice]) are the faces.
 
-    Raises ValueError if `games` or `dice` is below 1 or `faces` below 2.
+    Raises ValueError if `num_envs` or `dice` is below 1 or `faces` below 2.
     """
 
     name: ClassVar[str] = "liars_dice"
     seats = ("player_0", "player_1")
 
-    def __init__(self, games: int = 64, *, dice: int = 1, faces: int = 6) -> None:
-        if games < 1:
-            raise ValueError(f"games: {games} is too small, nothing is played in fewer than 1; use 1 or more")
+    def __init__(self, num_envs: int = 64, *, dice: int = 1, faces: int = 6) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer than 1; use 1 or more")
         if dice < 1:
             raise ValueError(f"dice: {dice} is too small, each player bids on at least one of its own; use 1 or more")
         if faces < 2:
             raise ValueError(f"faces: {faces} is too small, dice of fewer than 2 hide nothing; use 2 or more")
         own, actions = dice * faces, 2 * dice * faces + 1
-        self.games, self.faces, self.state_size = games, faces, 2 * own + actions
-        self.views = ((2 + own + actions,),) * 2
-        self.actions = (Discrete(actions),) * 2
-        self.frame = empty_frame(games, 2, self.views[0], actions=actions, state=self.state_size)
-        self.memory = {
-            "rng": np.zeros((games, WORDS), np.uint64),
-            "dice": np.zeros((games, 2, dice), np.int64),
-            "turn": np.zeros(games, np.int64),
-            "bid": np.zeros(games, np.int64),
+        self.num_envs, self.faces, self.state_size = num_envs, faces, 2 * own + actions
+        self.observation_shapes = ((2 + own + actions,),) * 2
+        self.action_spaces = (Discrete(actions),) * 2
+        self.vector_step = empty_step(
+            num_envs, 2, self.observation_shapes[0], num_actions=actions, state_size=self.state_size
+        )
+        self.internal_state = {
+            "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),
+            "dice": np.zeros((num_envs, 2, dice), np.int64),
+            "turn": np.zeros(num_envs, np.int64),
+            "bid": np.zeros(num_envs, np.int64),
         }
-        frame = {name: getattr(self.frame, name) for name in Table._fields if name not in self.memory}
-        self._table = Table(**self.memory, **frame)
+        frame = {
+            name: getattr(self.vector_step, name) for name in LiarsDiceArrays._fields if name not in self.internal_state
+        }
+        self._table = LiarsDiceArrays(**self.internal_state, **frame)
 
     def _begin(self) -> None:
-        _begin_games(self._table, self.faces, np.ones(self.games, bool))
-        _write_turn(self.frame.acting, self.memory["turn"])
+        _begin_games(self._table, self.faces, np.ones(self.num_envs, bool))
+        _write_turn(self.vector_step.agent_mask, self.internal_state["turn"])
 
     def _advance(self, actions: np.ndarray) -> None:
         _step(self._table, self.faces, actions.astype(np.int32, copy=False))

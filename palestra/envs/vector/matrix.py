@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from palestra.compiled import kernel
-from palestra.envs.vector.base import Discrete, empty_frame
-from palestra.envs.vector.kuhn import blank, keep_last
+from palestra.envs.vector.base import Discrete, empty_step
+from palestra.envs.vector.kuhn import clear_games, store_final
 from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import WORDS
+from palestra.envs.vector.rng import RNG_WORDS
+from palestra.jit import jit
 
-Game = Literal[
+MatrixName = Literal[
     "rock_paper_scissors",
     "matching_pennies",
     "prisoners_dilemma",
@@ -37,10 +37,10 @@ PAYOFFS: dict[str, list[Any]] = {
 }
 SEATS = ("player_0", "player_1")
 START, CERTAIN, RISKY = 0, 1, 2  # states of the two-step game
-TWO_STEP = np.array([[[0, 0], [0, 0]], [[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float64)  # by state
+TWO_STEP_PAYOFFS = np.array([[[0, 0], [0, 0]], [[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float64)  # by state
 
 
-class Table(NamedTuple):
+class MatrixArrays(NamedTuple):
     """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
     place: np.ndarray  # [B] rounds played; in the two-step game START, CERTAIN or RISKY
@@ -52,8 +52,8 @@ class Table(NamedTuple):
     final_state: np.ndarray
 
 
-@kernel
-def _play_round(t: Table, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
+@jit
+def _play_round(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
     """Writes the rewards and the last joint action, one-hot: each seat's own action first; in the state that of
     player_0 first."""
     place, obs, state, rewards, over = t.place, t.obs, t.state, t.rewards, t.terminated
@@ -73,25 +73,25 @@ def _play_round(t: Table, payoff: np.ndarray, rounds: int, actions: np.ndarray) 
             place[b] = 0
 
 
-@kernel
-def _step_rounds(t: Table, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
+@jit
+def _step_rounds(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
     _play_round(t, payoff, rounds, actions)
-    keep_last(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
-    blank(t.obs, t.state, t.terminated)
+    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    clear_games(t.obs, t.state, t.terminated)
 
 
-@kernel
-def _play_two(t: Table, actions: np.ndarray) -> None:
+@jit
+def _play_two(t: MatrixArrays, actions: np.ndarray) -> None:
     place, rewards, over = t.place, t.rewards, t.terminated
     for b in range(len(place)):
         first, second = int(actions[b, 0] == 1), int(actions[b, 1] == 1)
-        reward = TWO_STEP[place[b], first, second]
+        reward = TWO_STEP_PAYOFFS[place[b], first, second]
         rewards[b, 0], rewards[b, 1] = reward, reward
         over[b] = place[b] != START
         place[b] = START if over[b] else CERTAIN + first
 
 
-@kernel
+@jit
 def _write_place(place: np.ndarray, obs: np.ndarray, state: np.ndarray) -> None:
     for b in range(len(place)):
         for at in range(3):
@@ -99,10 +99,10 @@ def _write_place(place: np.ndarray, obs: np.ndarray, state: np.ndarray) -> None:
             obs[b, 0, at], obs[b, 1, at], state[b, at] = here, here, here
 
 
-@kernel
-def _step_two(t: Table, actions: np.ndarray) -> None:
+@jit
+def _step_two(t: MatrixArrays, actions: np.ndarray) -> None:
     _play_two(t, actions)
-    keep_last(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
     _write_place(t.place, t.obs, t.state)
 
 
@@ -111,18 +111,18 @@ class _Tabular(NativeEnv):
 
     seats = SEATS
 
-    def __init__(self, games: int, choices: tuple[int, int], view: int, state: int) -> None:
-        if games < 1:
-            raise ValueError(f"games: {games} is too small, nothing is played in fewer than 1; use 1 or more")
-        self.games, self.state_size = games, state
-        self.views = ((view,), (view,))
-        self.actions = (Discrete(choices[0]), Discrete(choices[1]))
-        self.frame = empty_frame(games, 2, (view,), actions=_padded(choices), state=state)
-        if self.frame.legal is not None:
-            self.frame.legal[:] = np.arange(max(choices)) < np.array(choices)[:, None]
-        self.memory = {"rng": np.zeros((games, WORDS), np.uint64), "place": np.zeros(games, np.int64)}
-        frame = {name: getattr(self.frame, name) for name in Table._fields if name != "place"}
-        self._table = Table(place=self.memory["place"], **frame)
+    def __init__(self, num_envs: int, choices: tuple[int, int], view: int, state: int) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer than 1; use 1 or more")
+        self.num_envs, self.state_size = num_envs, state
+        self.observation_shapes = ((view,), (view,))
+        self.action_spaces = (Discrete(choices[0]), Discrete(choices[1]))
+        self.vector_step = empty_step(num_envs, 2, (view,), num_actions=_padded(choices), state_size=state)
+        if self.vector_step.action_mask is not None:
+            self.vector_step.action_mask[:] = np.arange(max(choices)) < np.array(choices)[:, None]
+        self.internal_state = {"rng": np.zeros((num_envs, RNG_WORDS), np.uint64), "place": np.zeros(num_envs, np.int64)}
+        frame = {name: getattr(self.vector_step, name) for name in MatrixArrays._fields if name != "place"}
+        self._table = MatrixArrays(place=self.internal_state["place"], **frame)
 
     def _begin(self) -> None:
         self._table.place[:], self._table.obs[:], self._table.state[:] = 0, 0, 0
@@ -144,7 +144,7 @@ class MatrixGame(_Tabular):
     name: ClassVar[str] = "matrix"
 
     def __init__(
-        self, games: int = 64, *, game: Game | None = None, payoff: list[Any] | None = None, rounds: int = 1
+        self, num_envs: int = 64, *, game: MatrixName | None = None, payoff: list[Any] | None = None, rounds: int = 1
     ) -> None:
         if game is not None and payoff is not None:
             raise ValueError(f'game: "{game}" has a payoff of its own; give game or payoff, not both')
@@ -155,7 +155,7 @@ class MatrixGame(_Tabular):
         self.payoff = _table(PAYOFFS[game or "rock_paper_scissors"] if payoff is None else payoff)
         self.rounds = rounds
         rows, columns, _ = self.payoff.shape
-        super().__init__(games, (rows, columns), rows + columns, rows + columns + 1)
+        super().__init__(num_envs, (rows, columns), rows + columns, rows + columns + 1)
 
     def _advance(self, actions: np.ndarray) -> None:
         _step_rounds(self._table, self.payoff, self.rounds, actions.astype(np.int32, copy=False))
@@ -172,8 +172,8 @@ class TwoStepGame(_Tabular):
 
     name: ClassVar[str] = "two_step"
 
-    def __init__(self, games: int = 64) -> None:
-        super().__init__(games, (2, 2), 3, 3)
+    def __init__(self, num_envs: int = 64) -> None:
+        super().__init__(num_envs, (2, 2), 3, 3)
 
     def _begin(self) -> None:
         super()._begin()

@@ -17,8 +17,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from palestra.envs.vector.base import Continuous, Discrete, Space, empty_frame
-from palestra.envs.vector.mpe_physics import view_of, world_memory, world_of
+from palestra.envs.vector.base import Continuous, Discrete, Space, empty_step
+from palestra.envs.vector.mpe_physics import build_world, empty_world_arrays, step_arrays
 from palestra.envs.vector.mpe_rules import (
     advance_adversary,
     advance_speaker_listener,
@@ -32,52 +32,54 @@ from palestra.envs.vector.mpe_rules import (
 from palestra.envs.vector.native import NativeEnv
 from palestra.types import Seat
 
-MOVES = 5  # nothing, left, right, down, up
+NUM_MOVES = 5  # nothing, left, right, down, up
 
 
 @dataclass(frozen=True)
-class Cast:
+class WorldSpec:
     """Seats and entities of one game; tuples are by seat, except `radius` (see `World`)."""
 
     seats: tuple[Seat, ...]
-    widths: tuple[int, ...]
-    landmarks: int
+    observation_sizes: tuple[int, ...]
+    num_landmarks: int
     accel: tuple[float, ...]
-    choices: tuple[int, ...]
+    num_actions: tuple[int, ...]
     radius: tuple[float, ...] = ()
-    top: tuple[float, ...] = ()
-    reach: float = 1.0
-    goals: bool = False
-    words: int = 0
+    max_speed: tuple[float, ...] = ()
+    landmark_range: float = 1.0
+    has_goal: bool = False
+    num_words: int = 0
 
 
 class _Particles(NativeEnv):
     """Base class of the four games: seats, arrays, and actions in one shape."""
 
-    def __init__(self, games: int, cast: Cast, cycles: int, continuous: bool) -> None:
-        _at_least("games", games, 1)
+    def __init__(self, num_envs: int, cast: WorldSpec, cycles: int, continuous: bool) -> None:
+        _at_least("num_envs", num_envs, 1)
         _at_least("cycles", cycles, 1)
-        self.games, self.cycles, self.continuous = games, cycles, continuous
+        self.num_envs, self.cycles, self.continuous = num_envs, cycles, continuous
         self.seats = cast.seats
-        self.views = tuple((width,) for width in cast.widths)
-        self.actions = tuple(_space(n, continuous) for n in cast.choices)
-        self.state_size = sum(cast.widths)
-        self.memory = world_memory(games, len(cast.seats), cast.landmarks, cast.words)
-        self.frame = empty_frame(games, len(cast.seats), (max(cast.widths),), state=self.state_size)
-        self._world = world_of(
-            self.memory,
+        self.observation_shapes = tuple((width,) for width in cast.observation_sizes)
+        self.action_spaces = tuple(_space(n, continuous) for n in cast.num_actions)
+        self.state_size = sum(cast.observation_sizes)
+        self.internal_state = empty_world_arrays(num_envs, len(cast.seats), cast.num_landmarks, cast.num_words)
+        self.vector_step = empty_step(
+            num_envs, len(cast.seats), (max(cast.observation_sizes),), state_size=self.state_size
+        )
+        self._world = build_world(
+            self.internal_state,
             radius=np.array(cast.radius, float),
             accel=np.array(cast.accel),
-            top=np.array(cast.top or [math.inf] * len(cast.seats)),
-            reach=cast.reach,
-            goals=cast.goals,
+            max_speed=np.array(cast.max_speed or [math.inf] * len(cast.seats)),
+            landmark_range=cast.landmark_range,
+            has_goal=cast.has_goal,
         )
-        self._view = view_of(self.frame, cast.widths)
-        self._all = np.ones(games, bool)
+        self._view = step_arrays(self.vector_step, cast.observation_sizes)
+        self._all = np.ones(num_envs, bool)
 
     def _advance(self, actions: np.ndarray) -> None:
-        kind, numbers = (np.float32, MOVES) if self.continuous else (np.int32, 1)
-        self._play(actions.astype(kind, copy=False).reshape(self.games, len(self.seats), numbers))
+        kind, numbers = (np.float32, NUM_MOVES) if self.continuous else (np.int32, 1)
+        self._play(actions.astype(kind, copy=False).reshape(self.num_envs, len(self.seats), numbers))
 
     @abstractmethod
     def _play(self, actions_BND: np.ndarray) -> None:
@@ -97,7 +99,7 @@ class SimpleSpread(_Particles):
 
     def __init__(
         self,
-        games: int = 64,
+        num_envs: int = 64,
         *,
         agents: int = 3,
         local_ratio: float = 0.5,
@@ -111,15 +113,15 @@ class SimpleSpread(_Particles):
                 "give a number from 0 (only the team's) to 1 (only its own)"
             )
         self.local_ratio = float(local_ratio)
-        cast = Cast(
+        cast = WorldSpec(
             seats=_numbered("agent", agents),
-            widths=(6 * agents,) * agents,
-            landmarks=agents,
+            observation_sizes=(6 * agents,) * agents,
+            num_landmarks=agents,
             accel=(5.0,) * agents,
-            choices=(MOVES,) * agents,
+            num_actions=(NUM_MOVES,) * agents,
             radius=(0.15,) * agents,
         )
-        super().__init__(games, cast, cycles, continuous)
+        super().__init__(num_envs, cast, cycles, continuous)
 
     def _begin(self) -> None:
         begin_spread(self._world, self._view, self._all)
@@ -138,17 +140,17 @@ class SimpleAdversary(_Particles):
 
     name: ClassVar[str] = "simple_adversary"
 
-    def __init__(self, games: int = 64, *, agents: int = 2, cycles: int = 25, continuous: bool = False) -> None:
+    def __init__(self, num_envs: int = 64, *, agents: int = 2, cycles: int = 25, continuous: bool = False) -> None:
         _at_least("agents", agents, 1)
-        cast = Cast(
+        cast = WorldSpec(
             seats=("adversary_0", *_numbered("agent", agents)),
-            widths=(4 * agents,) + (4 * agents + 2,) * agents,
-            landmarks=agents,
+            observation_sizes=(4 * agents,) + (4 * agents + 2,) * agents,
+            num_landmarks=agents,
             accel=(5.0,) * (agents + 1),
-            choices=(MOVES,) * (agents + 1),
-            goals=True,
+            num_actions=(NUM_MOVES,) * (agents + 1),
+            has_goal=True,
         )
-        super().__init__(games, cast, cycles, continuous)
+        super().__init__(num_envs, cast, cycles, continuous)
 
     def _begin(self) -> None:
         begin_adversary(self._world, self._view, self._all)
@@ -168,7 +170,7 @@ class SimpleTag(_Particles):
 
     def __init__(
         self,
-        games: int = 64,
+        num_envs: int = 64,
         *,
         good: int = 1,
         adversaries: int = 3,
@@ -180,18 +182,18 @@ class SimpleTag(_Particles):
         _at_least("adversaries", adversaries, 1)
         _at_least("obstacles", obstacles, 0)
         width = 4 + 2 * obstacles + 2 * (adversaries + good - 1)
-        cast = Cast(
+        cast = WorldSpec(
             seats=_numbered("adversary", adversaries) + _numbered("agent", good),
-            widths=(width + 2 * good,) * adversaries + (width + 2 * good - 2,) * good,
-            landmarks=obstacles,
+            observation_sizes=(width + 2 * good,) * adversaries + (width + 2 * good - 2,) * good,
+            num_landmarks=obstacles,
             accel=(3.0,) * adversaries + (4.0,) * good,
-            choices=(MOVES,) * (adversaries + good),
+            num_actions=(NUM_MOVES,) * (adversaries + good),
             radius=(0.075,) * adversaries + (0.05,) * good + (0.2,) * obstacles,
-            top=(1.0,) * adversaries + (1.3,) * good,
-            reach=0.9,
+            max_speed=(1.0,) * adversaries + (1.3,) * good,
+            landmark_range=0.9,
         )
         self.hunters = adversaries
-        super().__init__(games, cast, cycles, continuous)
+        super().__init__(num_envs, cast, cycles, continuous)
 
     def _begin(self) -> None:
         begin_tag(self._world, self._view, self._all, self.hunters)
@@ -211,17 +213,17 @@ class SimpleSpeakerListener(_Particles):
 
     name: ClassVar[str] = "simple_speaker_listener"
 
-    def __init__(self, games: int = 64, *, cycles: int = 25, continuous: bool = False) -> None:
-        cast = Cast(
+    def __init__(self, num_envs: int = 64, *, cycles: int = 25, continuous: bool = False) -> None:
+        cast = WorldSpec(
             seats=("speaker_0", "listener_0"),
-            widths=(3, 11),
-            landmarks=3,
+            observation_sizes=(3, 11),
+            num_landmarks=3,
             accel=(0.0, 5.0),
-            choices=(3, MOVES),
-            goals=True,
-            words=3,
+            num_actions=(3, NUM_MOVES),
+            has_goal=True,
+            num_words=3,
         )
-        super().__init__(games, cast, cycles, continuous)
+        super().__init__(num_envs, cast, cycles, continuous)
 
     def _begin(self) -> None:
         begin_speaker_listener(self._world, self._view, self._all)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from palestra.compiled import inline, kernel
-from palestra.envs.vector.base import Arrays, Frame
-from palestra.envs.vector.rng import WORDS, below, uniform
+from palestra.envs.vector.base import Arrays, VectorStep
+from palestra.envs.vector.rng import RNG_WORDS, random_below, uniform
+from palestra.jit import jit, jit_inline
 
 _STEP = 0.1  # seconds
 _KEPT = 1 - 0.25  # share of the velocity that is kept per step
@@ -27,8 +27,8 @@ _LOG2 = math.log(2)
 
 class World(NamedTuple):
     """B worlds for the kernels. `radius` is that of the entities that collide, which come first; `accel` is the force
-    of a full push (0: cannot move), `top` the maximum speed. Landmarks start within `reach` of the centre on both axes;
-    if `goals`, each game draws one of them as its `goal`."""
+    of a full push (0: cannot move), `max_speed` the maximum speed. Landmarks start within `landmark_range` of the
+    centre on both axes; if `has_goal`, each game draws one of them as its `goal`."""
 
     rng: np.ndarray  # uint64 [B, WORDS]
     pos: np.ndarray  # float64 [B, E, 2]
@@ -39,13 +39,13 @@ class World(NamedTuple):
     force: np.ndarray  # float64 [N, 2], of the current game
     radius: np.ndarray
     accel: np.ndarray  # [N]
-    top: np.ndarray  # [N]
-    reach: float
-    goals: bool
+    max_speed: np.ndarray  # [N]
+    landmark_range: float
+    has_goal: bool
 
 
-class View(NamedTuple):
-    """The arrays of a frame for the kernels; `widths` int64 [N] are the observation lengths of the seats."""
+class MPEStepArrays(NamedTuple):
+    """The arrays of a frame for the kernels; `observation_sizes` int64 [N] are the observation lengths of the seats."""
 
     obs: np.ndarray
     final_obs: np.ndarray
@@ -53,46 +53,54 @@ class View(NamedTuple):
     final_state: np.ndarray
     rewards: np.ndarray
     truncated: np.ndarray
-    widths: np.ndarray
+    observation_sizes: np.ndarray
 
 
-def world_memory(games: int, agents: int, landmarks: int, words: int) -> Arrays:
+def empty_world_arrays(num_envs: int, num_agents: int, num_landmarks: int, num_words: int) -> Arrays:
     """Returns the state arrays of B worlds, all zero."""
     return {
-        "rng": np.zeros((games, WORDS), np.uint64),
-        "pos": np.zeros((games, agents + landmarks, 2)),
-        "vel": np.zeros((games, agents, 2)),
-        "goal": np.zeros(games, np.int64),
-        "word": np.zeros((games, words), np.float32),
-        "age": np.zeros(games, np.int64),
+        "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),
+        "pos": np.zeros((num_envs, num_agents + num_landmarks, 2)),
+        "vel": np.zeros((num_envs, num_agents, 2)),
+        "goal": np.zeros(num_envs, np.int64),
+        "word": np.zeros((num_envs, num_words), np.float32),
+        "age": np.zeros(num_envs, np.int64),
     }
 
 
-def world_of(memory: Arrays, **fixed: Any) -> World:
-    """Builds a `World` on the arrays of `memory` (not copies) and its constants `fixed`: `radius`, `accel`, `top`,
-    `reach`, `goals`."""
+def build_world(memory: Arrays, **fixed: Any) -> World:
+    """Builds a `World` on the arrays of `memory` (not copies) and its constants `fixed`: `radius`, `accel`,
+    `max_speed`, `landmark_range`, `has_goal`."""
     arrays: dict[str, Any] = {**memory, "force": np.zeros(memory["vel"].shape[1:])}
     return World(**arrays, **fixed)
 
 
-def view_of(frame: Frame, widths: tuple[int, ...]) -> View:
+def step_arrays(vector_step: VectorStep, observation_sizes: tuple[int, ...]) -> MPEStepArrays:
     """Returns the arrays (not copies) of a frame that has a global state."""
-    state, final = frame.state, frame.final_state
+    state, final = vector_step.state, vector_step.final_state
     assert state is not None and final is not None
-    return View(frame.obs, frame.final_obs, state, final, frame.rewards, frame.truncated, np.array(widths, np.int64))
+    return MPEStepArrays(
+        vector_step.obs,
+        vector_step.final_obs,
+        state,
+        final,
+        vector_step.rewards,
+        vector_step.truncated,
+        np.array(observation_sizes, np.int64),
+    )
 
 
-@kernel
-def scatter(world: World, new_B: np.ndarray) -> None:
+@jit
+def begin_games(world: World, new_B: np.ndarray) -> None:
     """Starts the games marked in `new_B`: all entities at random places, at rest, without messages."""
     agents, entities = world.vel.shape[1], world.pos.shape[1]
     for b in range(len(new_B)):
         if new_B[b]:
             rng = world.rng[b]
-            if world.goals:
-                world.goal[b] = below(rng, entities - agents)
+            if world.has_goal:
+                world.goal[b] = random_below(rng, entities - agents)
             for e in range(entities):
-                reach = 1.0 if e < agents else world.reach
+                reach = 1.0 if e < agents else world.landmark_range
                 world.pos[b, e, 0] = uniform(rng, -reach, reach)
                 world.pos[b, e, 1] = uniform(rng, -reach, reach)
             world.vel[b] = 0
@@ -100,8 +108,8 @@ def scatter(world: World, new_B: np.ndarray) -> None:
             world.age[b] = 0
 
 
-@kernel
-def move(world: World, actions_BND: np.ndarray, continuous: bool) -> None:
+@jit
+def apply_physics(world: World, actions_BND: np.ndarray, continuous: bool) -> None:
     """Applies one step of physics: pushes, collisions, motion."""
     force = world.force
     for b in range(len(world.pos)):
@@ -109,35 +117,35 @@ def move(world: World, actions_BND: np.ndarray, continuous: bool) -> None:
             x, y = _pushed(actions_BND, b, i, continuous)
             force[i, 0], force[i, 1] = x * world.accel[i], y * world.accel[i]
         _collide(world.pos, force, world.radius, b)
-        _drift(world.pos, world.vel, force, world.top, b)
+        _drift(world.pos, world.vel, force, world.max_speed, b)
 
 
-@kernel
+@jit
 def _pushed(actions_BND: np.ndarray, b: int, i: int, continuous: bool) -> tuple:
     """Returns the push (x, y) of an action: nothing, left, right, down, up."""
     if continuous:
         # The differences are rounded to float32, as mpe2's are.
-        right = clipped(actions_BND[b, i, 2]) - clipped(actions_BND[b, i, 1])
-        return right, clipped(actions_BND[b, i, 4]) - clipped(actions_BND[b, i, 3])
+        right = clip_unit(actions_BND[b, i, 2]) - clip_unit(actions_BND[b, i, 1])
+        return right, clip_unit(actions_BND[b, i, 4]) - clip_unit(actions_BND[b, i, 3])
     choice = actions_BND[b, i, 0]
     return np.float32((choice == 2) - (choice == 1)), np.float32((choice == 4) - (choice == 3))
 
 
-@kernel
-def clipped(x: float) -> np.float32:
+@jit
+def clip_unit(x: float) -> np.float32:
     """Returns x clipped to 0..1, float32; 0 for nan."""
     if x >= 1:
         return np.float32(1)
     return np.float32(x) if x > 0 else np.float32(0)
 
 
-@inline
+@jit_inline
 def _collide(pos: np.ndarray, force: np.ndarray, radius: np.ndarray, b: int) -> None:
     """Adds the forces between touching discs; landmarks do not move."""
     agents, solid = len(force), len(radius)
     for i in range(min(agents, solid)):
         for e in range(i + 1, solid):
-            x, y, square = apart(pos, b, i, e)
+            x, y, square = difference(pos, b, i, e)
             contact = radius[i] + radius[e]
             if square > (contact + _REACH) * (contact + _REACH):
                 continue
@@ -151,7 +159,7 @@ def _collide(pos: np.ndarray, force: np.ndarray, radius: np.ndarray, b: int) -> 
                 force[e, 1] -= y
 
 
-@kernel
+@jit
 def _depth(gap: float) -> float:
     """Returns the soft penetration depth of two discs: `numpy.logaddexp(0, -gap / margin) * margin`."""
     y = -gap / _MARGIN
@@ -164,7 +172,7 @@ def _depth(gap: float) -> float:
     return math.log1p(math.exp(y)) * _MARGIN
 
 
-@inline
+@jit_inline
 def _drift(pos: np.ndarray, vel: np.ndarray, force: np.ndarray, top: np.ndarray, b: int) -> None:
     """Moves the agents by their velocities, then updates the velocities by the forces."""
     for i in range(len(force)):
@@ -178,37 +186,37 @@ def _drift(pos: np.ndarray, vel: np.ndarray, force: np.ndarray, top: np.ndarray,
         vel[b, i, 0], vel[b, i, 1] = x, y
 
 
-@inline
-def apart(pos: np.ndarray, b: int, i: int, e: int) -> tuple:
+@jit_inline
+def difference(pos: np.ndarray, b: int, i: int, e: int) -> tuple:
     """Returns the vector from entity e to entity i of game b (x, y) and its squared length."""
     x, y = pos[b, i, 0] - pos[b, e, 0], pos[b, i, 1] - pos[b, e, 1]
     return x, y, x * x + y * y
 
 
-@inline
-def nearest(pos: np.ndarray, b: int, first: int, last: int, e: int) -> float:
+@jit_inline
+def nearest_distance(pos: np.ndarray, b: int, first: int, last: int, e: int) -> float:
     """Returns the distance of entity e of game b from the nearest of the agents `first` to `last - 1`."""
     least = math.inf
     for i in range(first, last):
-        least = min(least, apart(pos, b, i, e)[2])
+        least = min(least, difference(pos, b, i, e)[2])
     return math.sqrt(least)
 
 
-@inline
-def touch(pos: np.ndarray, radius: np.ndarray, b: int, i: int, e: int) -> bool:
+@jit_inline
+def overlaps(pos: np.ndarray, radius: np.ndarray, b: int, i: int, e: int) -> bool:
     """True if discs i and e of game b overlap."""
-    return math.sqrt(apart(pos, b, i, e)[2]) < radius[i] + radius[e]
+    return math.sqrt(difference(pos, b, i, e)[2]) < radius[i] + radius[e]
 
 
-@inline
-def put_pair(obs: np.ndarray, b: int, i: int, at: int, pairs_BE2: np.ndarray, e: int) -> int:
+@jit_inline
+def write_vector(obs: np.ndarray, b: int, i: int, at: int, pairs_BE2: np.ndarray, e: int) -> int:
     """Writes the position or velocity of entity e to index `at` of seat i's observation; returns the next index."""
     obs[b, i, at], obs[b, i, at + 1] = pairs_BE2[b, e, 0], pairs_BE2[b, e, 1]
     return at + 2
 
 
-@inline
-def put_relative(obs: np.ndarray, b: int, i: int, at: int, pos: np.ndarray, first: int, last: int) -> int:
+@jit_inline
+def write_relative_positions(obs: np.ndarray, b: int, i: int, at: int, pos: np.ndarray, first: int, last: int) -> int:
     """Writes the positions, relative to seat i, of the entities `first` to `last - 1` except i to its observation;
     returns the next index."""
     for e in range(first, last):
@@ -219,8 +227,8 @@ def put_relative(obs: np.ndarray, b: int, i: int, at: int, pos: np.ndarray, firs
     return at
 
 
-@inline
-def join(obs: np.ndarray, state: np.ndarray, widths: np.ndarray, b: int) -> None:
+@jit_inline
+def write_state(obs: np.ndarray, state: np.ndarray, widths: np.ndarray, b: int) -> None:
     """Writes the global state of game b: the concatenated observations of all seats."""
     at = 0
     for i in range(len(widths)):
@@ -229,16 +237,16 @@ def join(obs: np.ndarray, state: np.ndarray, widths: np.ndarray, b: int) -> None
         at += widths[i]
 
 
-@kernel
-def count(world: World, view: View, cycles: int) -> None:
+@jit
+def count_step(world: World, view: MPEStepArrays, cycles: int) -> None:
     """Counts a step; for games that it truncates, copies the last observations and state to `final_obs` and
     `final_state`."""
     for b in range(len(world.age)):
         world.age[b] += 1
         view.truncated[b] = world.age[b] >= cycles
         if view.truncated[b]:
-            for i in range(len(view.widths)):
-                for k in range(view.widths[i]):
+            for i in range(len(view.observation_sizes)):
+                for k in range(view.observation_sizes[i]):
                     view.final_obs[b, i, k] = view.obs[b, i, k]
             for k in range(view.state.shape[1]):
                 view.final_state[b, k] = view.state[b, k]

@@ -10,149 +10,162 @@ import math
 
 import numpy as np
 
-from palestra.compiled import kernel
 from palestra.envs.vector.mpe_physics import (
-    View,
+    MPEStepArrays,
     World,
-    apart,
-    clipped,
-    count,
-    join,
-    move,
-    nearest,
-    put_pair,
-    put_relative,
-    scatter,
-    touch,
+    apply_physics,
+    begin_games,
+    clip_unit,
+    count_step,
+    difference,
+    nearest_distance,
+    overlaps,
+    write_relative_positions,
+    write_state,
+    write_vector,
 )
+from palestra.jit import jit
 
 
-@kernel
-def begin_spread(world: World, view: View, new_B: np.ndarray) -> None:
-    scatter(world, new_B)
-    show_spread(world, view, new_B)
+@jit
+def begin_spread(world: World, view: MPEStepArrays, new_B: np.ndarray) -> None:
+    begin_games(world, new_B)
+    observe_spread(world, view, new_B)
 
 
-@kernel
+@jit
 def advance_spread(
-    world: World, view: View, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int, own: float
+    world: World,
+    view: MPEStepArrays,
+    all_B: np.ndarray,
+    actions_BND: np.ndarray,
+    continuous: bool,
+    cycles: int,
+    local_ratio: float,
 ) -> None:
-    move(world, actions_BND, continuous)
-    reward_spread(world, view, own)
-    show_spread(world, view, all_B)
-    count(world, view, cycles)
+    apply_physics(world, actions_BND, continuous)
+    reward_spread(world, view, local_ratio)
+    observe_spread(world, view, all_B)
+    count_step(world, view, cycles)
     begin_spread(world, view, view.truncated)
 
 
-@kernel
-def reward_spread(world: World, view: View, own: float) -> None:
-    """Writes the rewards; `own` is the weight of the agent's own reward, -1 for each other agent that it touches."""
+@jit
+def reward_spread(world: World, view: MPEStepArrays, local_ratio: float) -> None:
+    """Writes the rewards; `local_ratio` is the weight of the agent's own reward, -1 for each other agent that it
+    touches."""
     pos, rewards, agents = world.pos, view.rewards, world.vel.shape[1]
     for b in range(len(pos)):
         team = 0.0
         for e in range(agents, pos.shape[1]):
-            team -= nearest(pos, b, 0, agents, e)
+            team -= nearest_distance(pos, b, 0, agents, e)
         for i in range(agents):
             rewards[b, i] = 0
             for j in range(i):
-                if touch(pos, world.radius, b, i, j):
+                if overlaps(pos, world.radius, b, i, j):
                     rewards[b, i] -= 1
                     rewards[b, j] -= 1
         for i in range(agents):
-            rewards[b, i] = team * (1 - own) + rewards[b, i] * own
+            rewards[b, i] = team * (1 - local_ratio) + rewards[b, i] * local_ratio
 
 
-@kernel
-def show_spread(world: World, view: View, which_B: np.ndarray) -> None:
+@jit
+def observe_spread(world: World, view: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes own velocity and position, landmarks, other agents; the other agents' messages, which follow, are always
     zero."""
     pos, vel, obs, agents = world.pos, world.vel, view.obs, world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             for i in range(agents):
-                at = put_pair(obs, b, i, 0, vel, i)
-                at = put_pair(obs, b, i, at, pos, i)
-                at = put_relative(obs, b, i, at, pos, agents, pos.shape[1])
-                put_relative(obs, b, i, at, pos, 0, agents)
-            join(obs, view.state, view.widths, b)
+                at = write_vector(obs, b, i, 0, vel, i)
+                at = write_vector(obs, b, i, at, pos, i)
+                at = write_relative_positions(obs, b, i, at, pos, agents, pos.shape[1])
+                write_relative_positions(obs, b, i, at, pos, 0, agents)
+            write_state(obs, view.state, view.observation_sizes, b)
 
 
-@kernel
-def begin_adversary(world: World, view: View, new_B: np.ndarray) -> None:
-    scatter(world, new_B)
-    show_adversary(world, view, new_B)
+@jit
+def begin_adversary(world: World, view: MPEStepArrays, new_B: np.ndarray) -> None:
+    begin_games(world, new_B)
+    observe_adversary(world, view, new_B)
 
 
-@kernel
+@jit
 def advance_adversary(
-    world: World, view: View, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int
+    world: World, view: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int
 ) -> None:
-    move(world, actions_BND, continuous)
+    apply_physics(world, actions_BND, continuous)
     reward_adversary(world, view)
-    show_adversary(world, view, all_B)
-    count(world, view, cycles)
+    observe_adversary(world, view, all_B)
+    count_step(world, view, cycles)
     begin_adversary(world, view, view.truncated)
 
 
-@kernel
-def reward_adversary(world: World, view: View) -> None:
+@jit
+def reward_adversary(world: World, view: MPEStepArrays) -> None:
     pos, rewards, agents = world.pos, view.rewards, world.vel.shape[1]
     for b in range(len(pos)):
         goal = agents + world.goal[b]
-        theirs = nearest(pos, b, 0, 1, goal)
-        ours = theirs - nearest(pos, b, 1, agents, goal)
+        theirs = nearest_distance(pos, b, 0, 1, goal)
+        ours = theirs - nearest_distance(pos, b, 1, agents, goal)
         rewards[b, 0] = -theirs
         for i in range(1, agents):
             rewards[b, i] = ours
 
 
-@kernel
-def show_adversary(world: World, view: View, which_B: np.ndarray) -> None:
+@jit
+def observe_adversary(world: World, view: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes the goal (not for the adversary), landmarks, other agents."""
     pos, obs, agents = world.pos, view.obs, world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             goal = agents + world.goal[b]
             for i in range(agents):
-                at = 0 if i == 0 else put_relative(obs, b, i, 0, pos, goal, goal + 1)
-                at = put_relative(obs, b, i, at, pos, agents, pos.shape[1])
-                put_relative(obs, b, i, at, pos, 0, agents)
-            join(obs, view.state, view.widths, b)
+                at = 0 if i == 0 else write_relative_positions(obs, b, i, 0, pos, goal, goal + 1)
+                at = write_relative_positions(obs, b, i, at, pos, agents, pos.shape[1])
+                write_relative_positions(obs, b, i, at, pos, 0, agents)
+            write_state(obs, view.state, view.observation_sizes, b)
 
 
-@kernel
-def begin_tag(world: World, view: View, new_B: np.ndarray, hunters: int) -> None:
-    scatter(world, new_B)
-    show_tag(world, view, new_B, hunters)
+@jit
+def begin_tag(world: World, view: MPEStepArrays, new_B: np.ndarray, hunters: int) -> None:
+    begin_games(world, new_B)
+    observe_tag(world, view, new_B, hunters)
 
 
-@kernel
+@jit
 def advance_tag(
-    world: World, view: View, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int, hunters: int
+    world: World,
+    view: MPEStepArrays,
+    all_B: np.ndarray,
+    actions_BND: np.ndarray,
+    continuous: bool,
+    cycles: int,
+    hunters: int,
 ) -> None:
-    move(world, actions_BND, continuous)
+    apply_physics(world, actions_BND, continuous)
     reward_tag(world, view, hunters)
-    show_tag(world, view, all_B, hunters)
-    count(world, view, cycles)
+    observe_tag(world, view, all_B, hunters)
+    count_step(world, view, cycles)
     begin_tag(world, view, view.truncated, hunters)
 
 
-@kernel
-def reward_tag(world: World, view: View, hunters: int) -> None:
+@jit
+def reward_tag(world: World, view: MPEStepArrays, hunters: int) -> None:
     pos, rewards = world.pos, view.rewards
     for b in range(len(pos)):
         catches = 0
         for prey in range(hunters, world.vel.shape[1]):
             caught = 0
             for hunter in range(hunters):
-                caught += touch(pos, world.radius, b, prey, hunter)
+                caught += overlaps(pos, world.radius, b, prey, hunter)
             rewards[b, prey] = -10.0 * caught - _outside(pos[b, prey, 0]) - _outside(pos[b, prey, 1])
             catches += caught
         for hunter in range(hunters):
             rewards[b, hunter] = 10.0 * catches
 
 
-@kernel
+@jit
 def _outside(x: float) -> float:
     """Returns the penalty of a good agent for its position on one axis."""
     x = abs(x)
@@ -163,67 +176,67 @@ def _outside(x: float) -> float:
     return min(math.exp(2 * x - 2), 10.0)
 
 
-@kernel
-def show_tag(world: World, view: View, which_B: np.ndarray, hunters: int) -> None:
+@jit
+def observe_tag(world: World, view: MPEStepArrays, which_B: np.ndarray, hunters: int) -> None:
     """Writes own velocity and position, obstacles, other agents, velocities of the other good agents."""
     pos, vel, obs, agents = world.pos, world.vel, view.obs, world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             for i in range(agents):
-                at = put_pair(obs, b, i, 0, vel, i)
-                at = put_pair(obs, b, i, at, pos, i)
-                at = put_relative(obs, b, i, at, pos, agents, pos.shape[1])
-                at = put_relative(obs, b, i, at, pos, 0, agents)
+                at = write_vector(obs, b, i, 0, vel, i)
+                at = write_vector(obs, b, i, at, pos, i)
+                at = write_relative_positions(obs, b, i, at, pos, agents, pos.shape[1])
+                at = write_relative_positions(obs, b, i, at, pos, 0, agents)
                 for prey in range(hunters, agents):
                     if prey != i:
-                        at = put_pair(obs, b, i, at, vel, prey)
-            join(obs, view.state, view.widths, b)
+                        at = write_vector(obs, b, i, at, vel, prey)
+            write_state(obs, view.state, view.observation_sizes, b)
 
 
-@kernel
-def begin_speaker_listener(world: World, view: View, new_B: np.ndarray) -> None:
-    scatter(world, new_B)
-    show_speaker_listener(world, view, new_B)
+@jit
+def begin_speaker_listener(world: World, view: MPEStepArrays, new_B: np.ndarray) -> None:
+    begin_games(world, new_B)
+    observe_speaker_listener(world, view, new_B)
 
 
-@kernel
+@jit
 def advance_speaker_listener(
-    world: World, view: View, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int
+    world: World, view: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int
 ) -> None:
-    move(world, actions_BND, continuous)
-    say(world, actions_BND, continuous)
+    apply_physics(world, actions_BND, continuous)
+    write_message(world, actions_BND, continuous)
     reward_speaker_listener(world, view)
-    show_speaker_listener(world, view, all_B)
-    count(world, view, cycles)
+    observe_speaker_listener(world, view, all_B)
+    count_step(world, view, cycles)
     begin_speaker_listener(world, view, view.truncated)
 
 
-@kernel
-def say(world: World, actions_BND: np.ndarray, continuous: bool) -> None:
+@jit
+def write_message(world: World, actions_BND: np.ndarray, continuous: bool) -> None:
     """Writes the message of seat 0: its action if continuous, else the chosen word one-hot."""
     words = world.word.shape[1]
     for b in range(len(world.word)):
         choice = int(actions_BND[b, 0, 0])
         said = choice if 0 <= choice < words else 0
         for k in range(words):
-            world.word[b, k] = clipped(actions_BND[b, 0, k]) if continuous else k == said
+            world.word[b, k] = clip_unit(actions_BND[b, 0, k]) if continuous else k == said
 
 
-@kernel
-def reward_speaker_listener(world: World, view: View) -> None:
+@jit
+def reward_speaker_listener(world: World, view: MPEStepArrays) -> None:
     for b in range(len(world.pos)):
-        view.rewards[b, 0] = view.rewards[b, 1] = -apart(world.pos, b, 1, 2 + world.goal[b])[2]
+        view.rewards[b, 0] = view.rewards[b, 1] = -difference(world.pos, b, 1, 2 + world.goal[b])[2]
 
 
-@kernel
-def show_speaker_listener(world: World, view: View, which_B: np.ndarray) -> None:
+@jit
+def observe_speaker_listener(world: World, view: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes the colour of the goal for the speaker; own velocity, landmarks and the message for the listener."""
     pos, obs, words = world.pos, view.obs, world.word.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
-            at = put_pair(obs, b, 1, 0, world.vel, 1)
-            at = put_relative(obs, b, 1, at, pos, 2, pos.shape[1])
+            at = write_vector(obs, b, 1, 0, world.vel, 1)
+            at = write_relative_positions(obs, b, 1, at, pos, 2, pos.shape[1])
             for k in range(words):
                 obs[b, 0, k] = 0.65 if k == world.goal[b] else 0.15
                 obs[b, 1, at + k] = world.word[b, k]
-            join(obs, view.state, view.widths, b)
+            write_state(obs, view.state, view.observation_sizes, b)

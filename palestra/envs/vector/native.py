@@ -8,34 +8,34 @@ from dataclasses import fields
 
 import numpy as np
 
-from palestra.envs.vector.base import Arrays, Frame, VectorEnv
-from palestra.envs.vector.rng import seeded
+from palestra.envs.vector.base import Arrays, VectorEnv, VectorStep
+from palestra.envs.vector.rng import seed_streams
 
 
 class NativeEnv(VectorEnv):
     """A built-in vector env whose kernels write into preallocated arrays.
 
-    A subclass fills `frame` and `memory` (all other state of the games, arrays `[B, ...]`) in `__init__`, and
-    implements `_begin` and `_advance`, which change them in place. `memory["rng"]` holds the random number streams,
-    uint64 [B, WORDS] (see `rng.seeded`).
+    A subclass fills `vector_step` and `internal_state` (all other state of the games, arrays `[B, ...]`) in `__init__`,
+    and implements `_begin` and `_advance`, which change them in place. `internal_state["rng"]` holds the random number
+    streams, uint64 [B, WORDS] (see `rng.seed_streams`).
     """
 
-    frame: Frame
-    memory: Arrays
+    vector_step: VectorStep
+    internal_state: Arrays
 
-    def reset(self, seeds: np.ndarray) -> Frame:
-        self.memory["rng"][:] = seeded(seeds)
+    def reset(self, seeds: np.ndarray) -> VectorStep:
+        self.internal_state["rng"][:] = seed_streams(seeds)
         self._begin()
-        self.frame.rewards[:] = 0
-        self.frame.terminated[:] = False
-        self.frame.truncated[:] = False
-        if self.frame.seat_terminated is not None:
-            self.frame.seat_terminated[:] = False
-        return self.frame
+        self.vector_step.rewards[:] = 0
+        self.vector_step.terminated[:] = False
+        self.vector_step.truncated[:] = False
+        if self.vector_step.seat_terminated is not None:
+            self.vector_step.seat_terminated[:] = False
+        return self.vector_step
 
-    def step(self, actions: np.ndarray) -> Frame:
+    def step(self, actions: np.ndarray) -> VectorStep:
         self._advance(np.ascontiguousarray(actions))
-        return self.frame
+        return self.vector_step
 
     @abstractmethod
     def _begin(self) -> None:
@@ -48,12 +48,12 @@ class NativeEnv(VectorEnv):
     def save(self) -> Arrays:
         return {name: array.copy() for name, array in self._arrays().items()}
 
-    def load(self, saved: Mapping[str, np.ndarray]) -> Frame:
+    def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
         for name, array in self._arrays().items():
             array[:] = saved[name]
-        return self.frame
+        return self.vector_step
 
     def _arrays(self) -> Arrays:
-        frame = {f"frame.{part.name}": getattr(self.frame, part.name) for part in fields(self.frame)}
-        memory = {f"memory.{name}": array for name, array in self.memory.items()}
+        frame = {f"frame.{part.name}": getattr(self.vector_step, part.name) for part in fields(self.vector_step)}
+        memory = {f"memory.{name}": array for name, array in self.internal_state.items()}
         return {name: array for name, array in (frame | memory).items() if array is not None}

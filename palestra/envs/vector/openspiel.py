@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pyspiel
 
-from palestra.envs.rules.base import CHANCE, OVER, Rules
+from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
 from palestra.envs.vector.base import Discrete
-from palestra.envs.vector.loop import GameSpec, Moment
-from palestra.envs.vector.processes import Hosted
+from palestra.envs.vector.subproc_vector import PackageVectorEnv
+from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec
 
-Tensor = Literal["information_state", "observation"]
+TensorKind = Literal["information_state", "observation"]
 
 
 class OpenSpielGame:
@@ -26,29 +26,33 @@ class OpenSpielGame:
     Raises ValueError for unknown games, mean-field games, and games without the tensor `view`.
     """
 
-    def __init__(self, game: str, view: Tensor | None) -> None:
-        self.game = _loaded(game)
+    def __init__(self, game: str, tensor_kind: TensorKind | None) -> None:
+        self.game = _load_game(game)
         seats = self.game.num_players()
-        self.view = view or ("information_state" if _has(self.game, "information_state") else "observation")
-        if not _has(self.game, self.view):
-            raise ValueError(f'"{game}" has no {self.view} tensor, so its seats would see nothing: choose another game')
-        size = int(np.prod(getattr(self.game, f"{self.view}_tensor_shape")()))
-        self.spec = GameSpec(
+        self.tensor_kind = tensor_kind or (
+            "information_state" if _has(self.game, "information_state") else "observation"
+        )
+        if not _has(self.game, self.tensor_kind):
+            raise ValueError(
+                f'"{game}" has no {self.tensor_kind} tensor, so its seats would see nothing: choose another game'
+            )
+        size = int(np.prod(getattr(self.game, f"{self.tensor_kind}_tensor_shape")()))
+        self.spec = VectorEnvSpec(
             tuple(f"player_{n}" for n in range(seats)),
             ((size,),) * seats,
             (Discrete(self.game.num_distinct_actions()),) * seats,
-            masks=True,
+            has_action_mask=True,
         )
 
-    def reset(self, seed: int) -> Moment:
+    def reset(self, seed: int) -> SingleStep:
         self.rng = np.random.default_rng(seed)
         self.state = self.game.new_initial_state()
-        self.see = getattr(self.state, f"{self.view}_tensor")
+        self.observe = getattr(self.state, f"{self.tensor_kind}_tensor")
         self.returns = np.zeros(len(self.spec.seats))
         self._draw()
         return self._moment()
 
-    def step(self, actions: np.ndarray) -> Moment:
+    def step(self, actions: np.ndarray) -> SingleStep:
         if self.state.is_simultaneous_node():
             self.state.apply_actions([int(action) for action in actions])
         else:
@@ -71,15 +75,15 @@ class OpenSpielGame:
                     break
             self.state.apply_action(drawn)
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> SingleStep:
         seats = range(len(self.spec.seats))
         if self.state.is_terminal():
-            return Moment([None for _ in seats], terminated=True)
+            return SingleStep([None for _ in seats], terminated=True)
         mover = self.state.current_player()
         legal = [self._legal(n) if mover in (n, pyspiel.PlayerId.SIMULTANEOUS) else None for n in seats]
         acting = [mask is not None and bool(mask.any()) for mask in legal]
-        views = [np.array(self.see(n), np.float32) if acts else None for n, acts in enumerate(acting)]
-        return Moment(views, acting, legal=legal)
+        views = [np.array(self.observe(n), np.float32) if acts else None for n, acts in enumerate(acting)]
+        return SingleStep(views, acting, action_mask=legal)
 
     def _legal(self, seat: int) -> np.ndarray:
         mask = np.zeros(self.game.num_distinct_actions(), bool)
@@ -90,7 +94,7 @@ class OpenSpielGame:
         pass
 
 
-def _loaded(game: str) -> Any:
+def _load_game(game: str) -> Any:
     try:
         loaded = pyspiel.load_game(game)
     except (pyspiel.SpielError, RuntimeError) as error:
@@ -106,7 +110,7 @@ def _has(game: Any, view: str) -> bool:
     return bool(getattr(game.get_type(), f"provides_{view}_tensor"))
 
 
-class OpenSpielEnv(Hosted):
+class OpenSpielEnv(PackageVectorEnv):
     """The OpenSpiel game of the string `game`. `view` is the observation tensor: "information_state" (all that a player
     knows; the default if the game has it) or "observation" (what it sees now).
 
@@ -117,12 +121,12 @@ class OpenSpielEnv(Hosted):
     name: ClassVar[str] = "openspiel"
 
     def __init__(
-        self, games: int = 64, *, game: str = "leduc_poker", view: Tensor | None = None, processes: int = 0
+        self, num_envs: int = 64, *, game: str = "leduc_poker", view: TensorKind | None = None, num_processes: int = 0
     ) -> None:
-        super().__init__(partial(OpenSpielGame, game, view), games, processes)
+        super().__init__(partial(OpenSpielGame, game, view), num_envs, num_processes)
 
 
-class SpielState:
+class OpenSpielState:
     """An immutable OpenSpiel state; states with equal histories are equal."""
 
     def __init__(self, state: Any) -> None:
@@ -130,13 +134,13 @@ class SpielState:
         self.history = tuple(state.history())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SpielState) and self.history == other.history
+        return isinstance(other, OpenSpielState) and self.history == other.history
 
     def __hash__(self) -> int:
         return hash(self.history)
 
 
-class SpielRules(Rules[SpielState]):
+class OpenSpielRules(Rules[OpenSpielState]):
     """Rules of a turn-based OpenSpiel game. `view` is the information state tensor, or the observation tensor if the
     game has none; the texts of actions are their numbers.
 
@@ -146,48 +150,50 @@ class SpielRules(Rules[SpielState]):
     """
 
     def __init__(self, game: str) -> None:
-        self.name, self.game = game, _loaded(game)
-        if why := _no_rules(self.game):
+        self.name, self.game = game, _load_game(game)
+        if why := _why_not_enumerable(self.game):
             raise ValueError(f'"{game}" cannot be walked through: {why}')
-        self.kind: Tensor = "information_state" if _has(self.game, "information_state") else "observation"
+        self.tensor_kind: TensorKind = "information_state" if _has(self.game, "information_state") else "observation"
         imperfect = self.game.get_type().information == pyspiel.GameType.Information.IMPERFECT_INFORMATION
-        self.told: dict[tuple[int, bytes], str] | None = {} if imperfect and self.kind == "information_state" else None
-        self.players = self.game.num_players()
-        self.actions = tuple(str(action) for action in range(self.game.num_distinct_actions()))
+        self.texts_by_tensor: dict[tuple[int, bytes], str] | None = (
+            {} if imperfect and self.tensor_kind == "information_state" else None
+        )
+        self.num_players = self.game.num_players()
+        self.action_names = tuple(str(action) for action in range(self.game.num_distinct_actions()))
 
-    def initial(self) -> SpielState:
-        return SpielState(self.game.new_initial_state())
+    def initial_state(self) -> OpenSpielState:
+        return OpenSpielState(self.game.new_initial_state())
 
-    def turn(self, state: SpielState) -> int:
+    def current_player(self, state: OpenSpielState) -> int:
         player = int(state.state.current_player())
-        return {int(pyspiel.PlayerId.CHANCE): CHANCE, int(pyspiel.PlayerId.TERMINAL): OVER}.get(player, player)
+        return {int(pyspiel.PlayerId.CHANCE): CHANCE, int(pyspiel.PlayerId.TERMINAL): TERMINAL}.get(player, player)
 
-    def legal(self, state: SpielState) -> list[int]:
+    def legal_actions(self, state: OpenSpielState) -> list[int]:
         return list(state.state.legal_actions())
 
-    def chances(self, state: SpielState) -> list[tuple[int, float]]:
+    def chance_outcomes(self, state: OpenSpielState) -> list[tuple[int, float]]:
         return list(state.state.chance_outcomes())
 
-    def next(self, state: SpielState, action: int) -> SpielState:
-        return SpielState(state.state.child(action))
+    def next_state(self, state: OpenSpielState, action: int) -> OpenSpielState:
+        return OpenSpielState(state.state.child(action))
 
-    def returns(self, state: SpielState) -> tuple[float, ...]:
+    def returns(self, state: OpenSpielState) -> tuple[float, ...]:
         return tuple(state.state.returns())
 
-    def view(self, state: SpielState, player: int) -> np.ndarray:
-        view = np.array(getattr(state.state, f"{self.kind}_tensor")(player), np.float32)
-        if self.told is not None and state.state.current_player() == player:
-            words = self.words(state, player)
-            if (known := self.told.setdefault((player, view.tobytes()), words)) != words:
+    def info_state(self, state: OpenSpielState, player: int) -> np.ndarray:
+        view = np.array(getattr(state.state, f"{self.tensor_kind}_tensor")(player), np.float32)
+        if self.texts_by_tensor is not None and state.state.current_player() == player:
+            words = self.info_state_text(state, player)
+            if (known := self.texts_by_tensor.setdefault((player, view.tobytes()), words)) != words:
                 raise ValueError(
                     f'"{self.name}" has no exact values here: its tensor is the same in the information states '
                     f'"{_line(known)}" and "{_line(words)}" of player {player}, so they would be those of a coarser '
-                    "game; set assess: 0, and train networks instead of exact responses"
+                    "game; set nash_conv_every: 0, and train networks instead of exact responses"
                 )
         return view
 
-    def words(self, state: SpielState, player: int) -> str:
-        return str(getattr(state.state, f"{self.kind}_string")(player))
+    def info_state_text(self, state: OpenSpielState, player: int) -> str:
+        return str(getattr(state.state, f"{self.tensor_kind}_string")(player))
 
 
 def _line(words: str) -> str:
@@ -195,13 +201,13 @@ def _line(words: str) -> str:
     return " / ".join(words.splitlines())
 
 
-def spiel_rules(game: str) -> SpielRules | None:
+def openspiel_rules(game: str) -> OpenSpielRules | None:
     """Returns the rules of OpenSpiel's `game`, or None if it cannot be enumerated. Raises ValueError if OpenSpiel
     cannot load it."""
-    return None if _no_rules(_loaded(game)) else SpielRules(game)
+    return None if _why_not_enumerable(_load_game(game)) else OpenSpielRules(game)
 
 
-def _no_rules(game: Any) -> str:
+def _why_not_enumerable(game: Any) -> str:
     """Returns the reason why a game cannot be enumerated, "" if it can."""
     kind = game.get_type()
     if kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:

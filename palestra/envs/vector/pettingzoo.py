@@ -13,28 +13,28 @@ import pettingzoo
 from pettingzoo.utils.conversions import aec_to_parallel_wrapper
 from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, OrderEnforcingWrapper
 
-from palestra.envs.vector.base import Discrete, Frame, VectorEnv
+from palestra.envs.vector.base import Discrete, VectorEnv, VectorStep
 from palestra.envs.vector.gymnasium import (
-    box_for,
-    choice_of,
-    heeded,
-    masked,
-    nothing_of,
-    row_of,
-    space_for,
-    unmasked,
-    view_of,
+    action_decoder,
+    can_use_action_mask,
+    flat_box_size,
+    gymnasium_space,
+    obs_encoder,
+    observation_box,
+    split_action_mask,
+    with_action_mask,
+    zero_action,
 )
-from palestra.envs.vector.loop import GameSpec, Moment
-from palestra.envs.vector.processes import Hosted
+from palestra.envs.vector.subproc_vector import PackageVectorEnv
+from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec
 
 # ---- PettingZoo envs as vector envs
 
-# Redundant with the checks of `Loop`: actions in bounds, reset first.
-CHECKS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
+# Redundant with the checks of `SyncVectorEnv`: actions in bounds, reset first.
+CHECK_WRAPPERS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
 
 
-class _Game:
+class _PettingZooGame:
     """Base of parallel and turn-based envs. If an observation is a dictionary with an `action_mask`, its `observation`
     is used; the mask may also be in the info. With `state` the env's global state is used if it is one-dimensional."""
 
@@ -43,59 +43,71 @@ class _Game:
         if not getattr(env, "possible_agents", None):
             raise ValueError(f"{env} does not say its possible_agents: an env whose agents are not known has no seats")
         self.agents = list(env.possible_agents)
-        seen = [unmasked(env.observation_space(agent)) for agent in self.agents]
-        self.dictionaries = [is_masked for _, is_masked in seen]
-        self.views = [view_of(space, str(agent)) for (space, _), agent in zip(seen, self.agents, strict=True)]
-        self.choices = [choice_of(env.action_space(agent), str(agent)) for agent in self.agents]
-        said = any(self.dictionaries) or any("action_mask" in info for info in infos.values())
-        self.spec = GameSpec(
+        seen = [split_action_mask(env.observation_space(agent)) for agent in self.agents]
+        self.has_dict_obs = [is_masked for _, is_masked in seen]
+        self.obs_encoders = [
+            obs_encoder(space, str(agent)) for (space, _), agent in zip(seen, self.agents, strict=True)
+        ]
+        self.action_decoders = [action_decoder(env.action_space(agent), str(agent)) for agent in self.agents]
+        said = any(self.has_dict_obs) or any("action_mask" in info for info in infos.values())
+        self.spec = VectorEnvSpec(
             tuple(str(agent) for agent in self.agents),
-            tuple(view.shape for view in self.views),
-            tuple(choice.space for choice in self.choices),
-            state_size=row_of(getattr(env, "state_space", None)) if state else 0,
-            pixels=all(view.pixels for view in self.views),
-            masks=heeded(said, [choice.space for choice in self.choices], False, str(env)),
-            deaths=len(self.agents) > 1,
+            tuple(view.shape for view in self.obs_encoders),
+            tuple(choice.space for choice in self.action_decoders),
+            state_size=flat_box_size(getattr(env, "state_space", None)) if state else 0,
+            uint8_observations=all(view.is_uint8 for view in self.obs_encoders),
+            has_action_mask=can_use_action_mask(
+                said, [choice.space for choice in self.action_decoders], False, str(env)
+            ),
+            has_seat_terminated=len(self.agents) > 1,
         )
-        self.dead: set[Any] = set()  # agents terminated in the current episode; `cut`: those truncated
-        self.cut: set[Any] = set()
-        self.plain = not any(self.dictionaries) and not self.spec.masks  # the env's observations need no unpacking
+        self.terminated_agents: set[Any] = (
+            set()
+        )  # agents terminated in the current episode; `truncated_agents`: those truncated
+        self.truncated_agents: set[Any] = set()
+        self.has_plain_obs = (
+            not any(self.has_dict_obs) and not self.spec.has_action_mask
+        )  # the env's observations need no unpacking
 
-    def read(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+    def encode_seat(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns observation and action mask (None if the env has no masks) of one seat."""
-        view = self.views[seat].read(seen["observation"] if self.dictionaries[seat] else seen)
-        space = self.spec.actions[seat]
-        if not self.spec.masks or not isinstance(space, Discrete):
+        view = self.obs_encoders[seat].encode(seen["observation"] if self.has_dict_obs[seat] else seen)
+        space = self.spec.action_spaces[seat]
+        if not self.spec.has_action_mask or not isinstance(space, Discrete):
             return view, None
-        mask = seen["action_mask"] if self.dictionaries[seat] else info.get("action_mask")
+        mask = seen["action_mask"] if self.has_dict_obs[seat] else info.get("action_mask")
         return view, np.ones(space.n, bool) if mask is None else np.asarray(mask, bool)
 
     def state(self) -> np.ndarray | None:
         return np.asarray(self.env.state(), np.float32) if self.spec.state_size else None
 
-    def begun(self) -> None:
+    def clear_ended(self) -> None:
         """Clears the agents that ended in the last game."""
-        self.dead.clear()
-        self.cut.clear()
+        self.terminated_agents.clear()
+        self.truncated_agents.clear()
 
-    def ended(self, terminated: dict[Any, bool], truncated: dict[Any, bool]) -> None:
+    def record_ended(self, terminated: dict[Any, bool], truncated: dict[Any, bool]) -> None:
         """Records the agents that a step ended; agents that the env terminates and truncates at once count as
         terminated."""
-        self.cut.update(agent for agent, flag in truncated.items() if flag and agent not in self.dead)
-        self.dead.update(agent for agent, flag in terminated.items() if flag)
-        self.cut -= self.dead
+        self.truncated_agents.update(
+            agent for agent, flag in truncated.items() if flag and agent not in self.terminated_agents
+        )
+        self.terminated_agents.update(agent for agent, flag in terminated.items() if flag)
+        self.truncated_agents -= self.terminated_agents
 
-    def settle(self, moment: Moment, over: bool) -> None:
+    def write_ends(self, moment: SingleStep, over: bool) -> None:
         """Writes which agents have terminated and, if the game is `over`, whether it was terminated or truncated."""
-        moment.seat_terminated = [agent in self.dead for agent in self.agents] if self.dead else None
-        moment.truncated = over and bool(self.cut)
-        moment.terminated = over and not self.cut
+        moment.seat_terminated = (
+            [agent in self.terminated_agents for agent in self.agents] if self.terminated_agents else None
+        )
+        moment.truncated = over and bool(self.truncated_agents)
+        moment.terminated = over and not self.truncated_agents
 
     def close(self) -> None:
         self.env.close()
 
 
-class ParallelGame(_Game):
+class ParallelGame(_PettingZooGame):
     """A parallel env. An agent that was terminated or truncated does not act again and gets no further reward; if a
     step reports both, it was terminated. The game is over when the last agent has ended, and truncated if any agent
     was."""
@@ -103,42 +115,44 @@ class ParallelGame(_Game):
     def __init__(self, env: Any, state: bool = False) -> None:
         super().__init__(env, env.reset(seed=0)[1], state)
 
-    def reset(self, seed: int) -> Moment:
-        self.begun()
+    def reset(self, seed: int) -> SingleStep:
+        self.clear_ended()
         seen, infos = self.env.reset(seed=seed)
         return self._moment(seen, infos, set(seen))
 
-    def step(self, actions: np.ndarray) -> Moment:
-        live = self.live
-        given = zip(self.agents, self.choices, actions, strict=True)
-        written = {agent: choice.write(action) for agent, choice, action in given if agent in live}
+    def step(self, actions: np.ndarray) -> SingleStep:
+        live = self.live_agents
+        given = zip(self.agents, self.action_decoders, actions, strict=True)
+        written = {agent: choice.decode(action) for agent, choice, action in given if agent in live}
         seen, rewards, terminated, truncated, infos = self.env.step(written)
-        earning = {agent for agent in rewards if agent not in self.dead} if self.dead else rewards
+        earning = (
+            {agent for agent in rewards if agent not in self.terminated_agents} if self.terminated_agents else rewards
+        )
         live = {agent for agent in seen if not (terminated.get(agent, False) or truncated.get(agent, False))}
-        self.ended(terminated, truncated)
+        self.record_ended(terminated, truncated)
         moment = self._moment(seen, infos, live)
         moment.rewards = [float(rewards[agent]) if agent in earning else 0.0 for agent in self.agents]
-        self.settle(moment, over=not live)
+        self.write_ends(moment, over=not live)
         return moment
 
-    def _moment(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: set[Any]) -> Moment:
-        """Builds the result of a step; `live` are the agents that act next. Optimised: it runs after every step of envs
-        that may themselves be as fast."""
-        self.live = live
+    def _moment(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: set[Any]) -> SingleStep:
+        """Builds the result of a step; `live_agents` are the agents that act next. Optimised: it runs after every step
+        of envs that may themselves be as fast."""
+        self.live_agents = live
         views: list[np.ndarray | None] = [None] * len(self.agents)
         legal: list[np.ndarray | None] = [None] * len(self.agents)
         for seat, agent in enumerate(self.agents):
             if agent not in seen:
                 continue
-            if self.plain:
-                views[seat] = self.views[seat].read(seen[agent])
+            if self.has_plain_obs:
+                views[seat] = self.obs_encoders[seat].encode(seen[agent])
             else:
-                views[seat], legal[seat] = self.read(seat, seen[agent], infos.get(agent, {}))
+                views[seat], legal[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
         acting = None if len(live) == len(self.agents) else [agent in live for agent in self.agents]
-        return Moment(views, acting, legal=legal if self.spec.masks else None, state=self.state())
+        return SingleStep(views, acting, action_mask=legal if self.spec.has_action_mask else None, state=self.state())
 
 
-class TurnGame(_Game):
+class AECGame(_PettingZooGame):
     """A turn-based (AEC) env. Only the agent that acts gets a new observation, and all agents at the end of the game.
     Rewards are those of the step in which they occur, for all agents."""
 
@@ -146,35 +160,35 @@ class TurnGame(_Game):
         env.reset(seed=0)
         super().__init__(env, env.infos, state)
 
-    def reset(self, seed: int) -> Moment:
-        self.begun()
+    def reset(self, seed: int) -> SingleStep:
+        self.clear_ended()
         self.env.reset(seed=seed)
         return self._moment(list(self.agents))
 
-    def step(self, actions: np.ndarray) -> Moment:
+    def step(self, actions: np.ndarray) -> SingleStep:
         env, seat = self.env, self.agents.index(self.env.agent_selection)
-        env.step(self.choices[seat].write(actions[seat]))
+        env.step(self.action_decoders[seat].decode(actions[seat]))
         rewards = [float(env.rewards.get(agent, 0.0)) for agent in self.agents]
-        self.ended(env.terminations, env.truncations)
+        self.record_ended(env.terminations, env.truncations)
         over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
         while not over and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
             env.step(None)  # removes an agent that has ended
         moment = self._moment(list(env.agents) if over else [env.agent_selection])
         moment.rewards = rewards
-        self.settle(moment, over)
+        self.write_ends(moment, over)
         return moment
 
-    def _moment(self, shown: list[Any]) -> Moment:
+    def _moment(self, shown: list[Any]) -> SingleStep:
         views: list[np.ndarray | None] = [None] * len(self.agents)
         legal: list[np.ndarray | None] = [None] * len(self.agents)
         for agent in shown:
             seat = self.agents.index(agent)
-            views[seat], legal[seat] = self.read(seat, self.env.observe(agent), self.env.infos.get(agent, {}))
+            views[seat], legal[seat] = self.encode_seat(seat, self.env.observe(agent), self.env.infos.get(agent, {}))
         acting = [agent == self.env.agent_selection for agent in self.agents]
-        return Moment(views, acting, legal=legal if self.spec.masks else None, state=self.state())
+        return SingleStep(views, acting, action_mask=legal if self.spec.has_action_mask else None, state=self.state())
 
 
-def game_of(path: str, options: dict[str, Any] | None = None, state: bool = False) -> ParallelGame | TurnGame:
+def load_game(path: str, options: dict[str, Any] | None = None, state: bool = False) -> ParallelGame | AECGame:
     """Returns the game that the factory "module:function" makes with `options`; `state` adds its global state. Raises
     ValueError if the factory fails or makes no PettingZoo env."""
     module, _, factory = path.partition(":")
@@ -183,18 +197,18 @@ def game_of(path: str, options: dict[str, Any] | None = None, state: bool = Fals
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {error}') from error
     if isinstance(env, pettingzoo.ParallelEnv):
-        return ParallelGame(Rounds(env) if type(env) is aec_to_parallel_wrapper else env, state)
+        return ParallelGame(LeanParallelWrapper(env) if type(env) is aec_to_parallel_wrapper else env, state)
     if isinstance(env, pettingzoo.AECEnv):
-        return TurnGame(unchecked(env), state)
+        return AECGame(strip_check_wrappers(env), state)
     raise ValueError(f'"{path}" makes {type(env).__name__}, which is neither a ParallelEnv nor an AECEnv of PettingZoo')
 
 
-class Rounds(aec_to_parallel_wrapper):
+class LeanParallelWrapper(aec_to_parallel_wrapper):
     """PettingZoo's parallel wrapper of turn-based envs in which all agents act in every round, without the unused
     observation that the wrapper computes before each turn: an eighth of the time of a step of a small env."""
 
     def __init__(self, env: aec_to_parallel_wrapper) -> None:
-        super().__init__(unchecked(env.aec_env))
+        super().__init__(strip_check_wrappers(env.aec_env))
 
     def step(self, actions: dict[Any, Any]) -> tuple[dict[Any, Any], ...]:
         env = self.aec_env
@@ -213,15 +227,15 @@ class Rounds(aec_to_parallel_wrapper):
         return seen, rewards, *said
 
 
-def unchecked(env: Any) -> Any:
+def strip_check_wrappers(env: Any) -> Any:
     """Returns the turn-based `env` without its outer wrappers that only check: every attribute access passes through
     them, which takes a third of the time of a step of a small env."""
-    while type(env) in CHECKS:
+    while type(env) in CHECK_WRAPPERS:
         env = env.env
     return env
 
 
-class PettingZooEnv(Hosted):
+class PettingZooEnv(PackageVectorEnv):
     """The PettingZoo env that the factory `env` ("module:function") makes with `options`, parallel or turn-based. The
     factory "pettingzoo:make" with the options `env_type` and `id` makes an env of PettingZoo's registry. With `state`,
     central critics get the env's global state, computed in every step; else they get all observations.
@@ -233,99 +247,112 @@ class PettingZooEnv(Hosted):
 
     def __init__(
         self,
-        games: int = 16,
+        num_envs: int = 16,
         *,
         env: str = "mpe2.simple_spread_v3:parallel_env",
         options: dict[str, Any] | None = None,
         state: bool = False,
-        processes: int = 0,
+        num_processes: int = 0,
     ) -> None:
-        super().__init__(partial(game_of, env, options, state), games, processes)
+        super().__init__(partial(load_game, env, options, state), num_envs, num_processes)
 
 
 # ---- vector envs as PettingZoo envs
 
-Make = Callable[[int], VectorEnv]
+MakeVectorEnv = Callable[[int], VectorEnv]
 
 
-def to_parallel(make: Make) -> pettingzoo.ParallelEnv:
-    """Returns one game of `make(1)` as a ParallelEnv. Every agent gives an action at every step; actions of agents that
-    do not act are ignored. Observations are dictionaries with an `action_mask` if the env has masks; the last info has
-    `success` if the env reports it."""
-    return _Parallel(make(1))
+def to_parallel(make_env: MakeVectorEnv) -> pettingzoo.ParallelEnv:
+    """Returns one game of `make_env(1)` as a ParallelEnv. Every agent gives an action at every step; actions of agents
+    that do not act are ignored. Observations are dictionaries with an `action_mask` if the env has masks; the last info
+    has `success` if the env reports it."""
+    return _ToParallel(make_env(1))
 
 
-def to_aec(make: Make) -> pettingzoo.AECEnv:
-    """Returns one game of `make(1)` as an AECEnv: exactly the seats that act take turns."""
-    return _Turns(make(1))
+def to_aec(make_env: MakeVectorEnv) -> pettingzoo.AECEnv:
+    """Returns one game of `make_env(1)` as an AECEnv: exactly the seats that act take turns."""
+    return _ToAEC(make_env(1))
 
 
-class _Ours:
+class _ToPettingZoo:
     """One game of a vector env: its spaces and step results in PettingZoo's form."""
 
     render_mode: ClassVar[None] = None
 
     def __init__(self, env: VectorEnv) -> None:
         self.inner = env
-        self.frame = env.reset(np.zeros(1, np.int64))
+        self.vector_step = env.reset(np.zeros(1, np.int64))
         self.metadata = {"name": env.name or type(env).__name__, "is_parallelizable": True, "render_modes": []}
         self.possible_agents: list[str] = list(env.seats)
         self.agents: list[str] = []
-        self.action_spaces = {seat: space_for(space) for seat, space in zip(env.seats, env.actions, strict=True)}
+        self.action_spaces = {
+            seat: gymnasium_space(space) for seat, space in zip(env.seats, env.action_spaces, strict=True)
+        }
         self.observation_spaces = {seat: self._observed(n) for n, seat in enumerate(env.seats)}
         if env.state_size:
-            self.state_space = box_for((env.state_size,), False)
+            self.state_space = observation_box((env.state_size,), False)
         self._seeds, self._over = np.random.default_rng(), False
 
     def _observed(self, n: int) -> Any:
-        view, space = box_for(self.inner.views[n], self.frame.obs.dtype == np.uint8), self.inner.actions[n]
-        return masked(view, space.n) if self.frame.legal is not None and isinstance(space, Discrete) else view
+        view, space = (
+            observation_box(self.inner.observation_shapes[n], self.vector_step.obs.dtype == np.uint8),
+            self.inner.action_spaces[n],
+        )
+        return (
+            with_action_mask(view, space.n)
+            if self.vector_step.action_mask is not None and isinstance(space, Discrete)
+            else view
+        )
 
-    def begin(self, seed: int | None) -> None:
+    def begin_episode(self, seed: int | None) -> None:
         """Starts the episode of `seed`; for None, the next seed derived from the last one given."""
         if seed is not None:
             self._seeds = np.random.default_rng(seed)
         number = seed if seed is not None else int(self._seeds.integers(2**31))
-        self.frame, self._over = self.inner.reset(np.array([number])), False
+        self.vector_step, self._over = self.inner.reset(np.array([number])), False
         self.agents = list(self.possible_agents)
 
-    def play(self, actions: dict[str, Any]) -> Frame:
+    def play_step(self, actions: dict[str, Any]) -> VectorStep:
         given = [self._written(n, actions.get(seat)) for n, seat in enumerate(self.possible_agents)]
-        if not isinstance(self.inner.actions[0], Discrete):
+        if not isinstance(self.inner.action_spaces[0], Discrete):
             width = max(len(action) for action in given)
             given = [np.pad(action, (0, width - len(action))) for action in given]
         kind = np.float32 if given[0].dtype.kind == "f" else np.int32
-        self.frame = self.inner.step(np.stack(given)[None].astype(kind))
-        self._over = bool(self.frame.over[0])
-        return self.frame
+        self.vector_step = self.inner.step(np.stack(given)[None].astype(kind))
+        self._over = bool(self.vector_step.done[0])
+        return self.vector_step
 
     def _written(self, n: int, action: Any) -> np.ndarray:
-        return nothing_of(self.action_spaces[self.possible_agents[n]]) if action is None else np.asarray(action)
+        return zero_action(self.action_spaces[self.possible_agents[n]]) if action is None else np.asarray(action)
 
     def observe(self, agent: str) -> Any:
         n = self.possible_agents.index(agent)
-        obs = (self.frame.final_obs if self._over else self.frame.obs)[0, n]
-        view = obs[: self.inner.views[n][0]].copy() if obs.ndim == 1 else obs.copy()
-        space = self.inner.actions[n]
-        if self.frame.legal is None or not isinstance(space, Discrete):
+        obs = (self.vector_step.final_obs if self._over else self.vector_step.obs)[0, n]
+        view = obs[: self.inner.observation_shapes[n][0]].copy() if obs.ndim == 1 else obs.copy()
+        space = self.inner.action_spaces[n]
+        if self.vector_step.action_mask is None or not isinstance(space, Discrete):
             return view
-        return {"observation": view, "action_mask": self.frame.legal[0, n, : space.n].astype(np.int8)}
+        return {"observation": view, "action_mask": self.vector_step.action_mask[0, n, : space.n].astype(np.int8)}
 
-    def ends(self) -> tuple[dict[str, bool], dict[str, bool]]:
+    def episode_ends(self) -> tuple[dict[str, bool], dict[str, bool]]:
         """Returns the agents that the step terminated and those that it truncated: none before the game is over for
         all."""
-        frame, marked = self.frame, self.frame.seat_terminated
+        frame, marked = self.vector_step, self.vector_step.seat_terminated
         dead = np.zeros(len(self.possible_agents), bool) if marked is None or not self._over else marked[0]
         terminated = (dead | frame.terminated[0]).tolist()
         cut = [bool(frame.truncated[0]) and not ended for ended in terminated]
         agents = self.possible_agents
         return dict(zip(agents, terminated, strict=True)), dict(zip(agents, cut, strict=True))
 
-    def info(self) -> dict[str, Any]:
-        return {"success": bool(self.frame.success[0])} if self._over and self.frame.success is not None else {}
+    def end_info(self) -> dict[str, Any]:
+        return (
+            {"success": bool(self.vector_step.success[0])}
+            if self._over and self.vector_step.success is not None
+            else {}
+        )
 
     def state(self) -> np.ndarray:
-        state = self.frame.final_state if self._over else self.frame.state
+        state = self.vector_step.final_state if self._over else self.vector_step.state
         if state is None:
             raise ValueError(f"{self.metadata['name']} has no global state: use an env with a state_size")
         return state[0].copy()
@@ -340,27 +367,27 @@ class _Ours:
         self.inner.close()
 
 
-class _Parallel(_Ours, pettingzoo.ParallelEnv):
+class _ToParallel(_ToPettingZoo, pettingzoo.ParallelEnv):
     def reset(self, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        self.begin(seed)
+        self.begin_episode(seed)
         return {agent: self.observe(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-        frame, agents = self.play(actions), self.agents
+        frame, agents = self.play_step(actions), self.agents
         self.agents = [] if self._over else agents
-        terminated, truncated = self.ends()
+        terminated, truncated = self.episode_ends()
         return (
             {agent: self.observe(agent) for agent in agents},
             {agent: float(frame.rewards[0, n]) for n, agent in enumerate(agents)},
             terminated,
             truncated,
-            {agent: self.info() for agent in agents},
+            {agent: self.end_info() for agent in agents},
         )
 
 
-class _Turns(_Ours, pettingzoo.AECEnv):
+class _ToAEC(_ToPettingZoo, pettingzoo.AECEnv):
     def reset(self, seed: int | None = None, options: Any = None) -> None:
-        self.begin(seed)
+        self.begin_episode(seed)
         self.rewards = dict.fromkeys(self.agents, 0.0)
         self._cumulative_rewards = dict.fromkeys(self.agents, 0.0)
         self.terminations = dict.fromkeys(self.agents, False)
@@ -370,7 +397,7 @@ class _Turns(_Ours, pettingzoo.AECEnv):
 
     def _ask(self) -> None:
         """Starts a round in which the agents that act are selected one after the other."""
-        self._waiting = [agent for n, agent in enumerate(self.agents) if self.frame.acting[0, n]]
+        self._waiting = [agent for n, agent in enumerate(self.agents) if self.vector_step.agent_mask[0, n]]
         self._given: dict[str, Any] = {}
         self.agent_selection = self._waiting[0]
 
@@ -390,10 +417,10 @@ class _Turns(_Ours, pettingzoo.AECEnv):
         self._accumulate_rewards()
 
     def _play_round(self) -> None:
-        frame = self.play(self._given)
-        self.terminations, self.truncations = self.ends()
+        frame = self.play_step(self._given)
+        self.terminations, self.truncations = self.episode_ends()
         for n, agent in enumerate(self.agents):
             self.rewards[agent] = float(frame.rewards[0, n])
-            self.infos[agent] = self.info()
+            self.infos[agent] = self.end_info()
         if not self._over:
             self._ask()

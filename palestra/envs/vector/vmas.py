@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 import vmas
 
-from palestra.envs.vector.base import Continuous, Discrete, Frame, MultiDiscrete, Space, VectorEnv
-from palestra.envs.vector.loop import GameSpec, at_least_one, derived_seed, within
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, VectorStep
+from palestra.envs.vector.sync_vector import VectorEnvSpec, check_at_least_one, clip_actions, combine_seeds
 
 
 class VmasEnv(VectorEnv):
@@ -19,48 +19,48 @@ class VmasEnv(VectorEnv):
     each game draws its own; draws during play are for all games. A rollout is thus a function of the seeds and the
     actions, but a game does not play as it would alone. The env cannot be saved.
 
-    Raises ValueError if VMAS cannot make the scenario, or if `games` or `steps` is below 1.
+    Raises ValueError if VMAS cannot make the scenario, or if `num_envs` or `steps` is below 1.
     """
 
     name: ClassVar[str] = "vmas"
 
     def __init__(
         self,
-        games: int = 64,
+        num_envs: int = 64,
         *,
         scenario: str = "simple_spread",
         steps: int = 100,
         options: dict[str, Any] | None = None,
     ) -> None:
-        at_least_one("games", games)
-        at_least_one("steps", steps)
-        self.games = games
-        self.env = _made(scenario, games, steps, options or {})
+        check_at_least_one("num_envs", num_envs)
+        check_at_least_one("steps", steps)
+        self.num_envs = num_envs
+        self.env = _made(scenario, num_envs, steps, options or {})
         self.seats = tuple(str(agent.name) for agent in self.env.agents)
-        self.actions = tuple(_space_of(self.env.get_agent_action_space(agent)) for agent in self.env.agents)
-        rows = [_row(view, games) for view in self.env.reset(seed=0)]
-        self.views = tuple((row.shape[1],) for row in rows)
-        self.frame = GameSpec(self.seats, self.views, self.actions).frame(games)
+        self.action_spaces = tuple(_space_of(self.env.get_agent_action_space(agent)) for agent in self.env.agents)
+        rows = [_row(view, num_envs) for view in self.env.reset(seed=0)]
+        self.observation_shapes = tuple((row.shape[1],) for row in rows)
+        self.vector_step = VectorEnvSpec(self.seats, self.observation_shapes, self.action_spaces).empty_step(num_envs)
 
-    def reset(self, seeds: np.ndarray) -> Frame:
-        self._seed, self._drawn = derived_seed(*(int(seed) for seed in seeds)), 0
-        frame = self.frame
+    def reset(self, seeds: np.ndarray) -> VectorStep:
+        self._seed, self._drawn = combine_seeds(*(int(seed) for seed in seeds)), 0
+        frame = self.vector_step
         frame.rewards[:], frame.terminated[:], frame.truncated[:] = 0, False, False
         self._write(frame.obs, self.env.reset(seed=self._next_seed()))
         return frame
 
-    def step(self, actions: np.ndarray) -> Frame:
-        frame, given = self.frame, within(self.actions, actions)
+    def step(self, actions: np.ndarray) -> VectorStep:
+        frame, given = self.vector_step, clip_actions(self.action_spaces, actions)
         self.env.seed(self._next_seed())  # all envs of the process share the stream: reseed it for this step
         seen, rewards, terminated, truncated, _ = self.env.step(
-            [self._given(n, given[:, n]) for n in range(len(self.seats))]
+            [self._seat_actions(n, given[:, n]) for n in range(len(self.seats))]
         )
         for n, reward in enumerate(rewards):
             frame.rewards[:, n] = reward.numpy()
         frame.terminated[:] = terminated.numpy()
         frame.truncated[:] = truncated.numpy() & ~frame.terminated
         self._write(frame.obs, seen)
-        over = np.flatnonzero(frame.over)
+        over = np.flatnonzero(frame.done)
         if len(over):
             frame.final_obs[over] = frame.obs[over]
             self._begin(over)
@@ -68,28 +68,28 @@ class VmasEnv(VectorEnv):
 
     def _begin(self, over: np.ndarray) -> None:
         """Starts the next episode of the games `over`."""
-        if len(over) == self.games:
-            self._write(self.frame.obs, self.env.reset())
+        if len(over) == self.num_envs:
+            self._write(self.vector_step.obs, self.env.reset())
             return
         for b in over:
             self.env.reset_at(int(b), return_observations=False)
         seen = self.env.get_from_scenario(get_observations=True, get_rewards=False, get_infos=False, get_dones=False)[0]
-        self._write(self.frame.obs, seen, over)
+        self._write(self.vector_step.obs, seen, over)
 
     def _next_seed(self) -> int:
         self._drawn += 1
-        return derived_seed(self._seed, self._drawn)
+        return combine_seeds(self._seed, self._drawn)
 
-    def _given(self, n: int, actions: np.ndarray) -> np.ndarray:
+    def _seat_actions(self, n: int, actions: np.ndarray) -> np.ndarray:
         """Returns the actions of one seat [B, size] in VMAS's form."""
-        space = self.actions[n]
+        space = self.action_spaces[n]
         if isinstance(space, Discrete):
             return actions[:, None]
         return actions[:, : len(space.low if isinstance(space, Continuous) else space.sizes)]
 
     def _write(self, obs: np.ndarray, seen: Any, rows: Any = slice(None)) -> None:
         for n, view in enumerate(seen):
-            obs[rows, n, : self.views[n][0]] = _row(view, self.games)[rows]
+            obs[rows, n, : self.observation_shapes[n][0]] = _row(view, self.num_envs)[rows]
 
 
 def _made(scenario: str, games: int, steps: int, options: dict[str, Any]) -> Any:

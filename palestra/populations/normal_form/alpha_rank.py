@@ -11,26 +11,28 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from palestra.populations.normal_form.tables import Payoff
+from palestra.populations.normal_form.payoff_tensors import PayoffTensors
 
-MOST = 6000  # profiles: the chain's matrix has their square of entries, here 288 MB
-LEAST = 1e-100  # lower bound of fixation probabilities: keeps the chain irreducible under very strong selection
+MAX_PROFILES = 6000  # profiles: the chain's matrix has their square of entries, here 288 MB
+MIN_FIXATION = 1e-100  # lower bound of fixation probabilities: keeps the chain irreducible under very strong selection
 RTOL, ATOL = 1e-5, 1e-8  # as in OpenSpiel: tolerances at which a sweep counts as converged
-BLOCK = 64
+BLOCK_SIZE = 64
 
 
-class Moves(NamedTuple):
+class Deviations(NamedTuple):
     """All deviations of a single player: start and end profile and that player's gain [E] each, the number of profiles,
-    and the number of deviations from each profile (`each`), which are tried equally often."""
+    and the number of deviations from each profile (`num_per_profile`), which are tried equally often."""
 
     start_E: np.ndarray
     end_E: np.ndarray
     gain_E: np.ndarray
-    profiles: int
-    each: int
+    num_profiles: int
+    num_per_profile: int
 
 
-def alpha_rank(payoffs: Payoff, *, alpha: float | Literal["infinite", "sweep"] = "infinite", m: int = 50) -> np.ndarray:
+def alpha_rank(
+    payoffs: PayoffTensors, *, alpha: float | Literal["infinite", "sweep"] = "infinite", m: int = 50
+) -> np.ndarray:
     """Returns the stationary distribution over profiles, float64 [m_0, ..., m_n-1].
 
     In the chain, a player's population of `m` individuals switches to another member with the probability of fixation
@@ -43,7 +45,7 @@ def alpha_rank(payoffs: Payoff, *, alpha: float | Literal["infinite", "sweep"] =
     return _rank(_moves(payoffs), alpha, m).reshape(payoffs[0].shape)
 
 
-def _moves(payoffs: Payoff) -> Moves:
+def _moves(payoffs: PayoffTensors) -> Deviations:
     shape = payoffs[0].shape
     numbers = np.arange(payoffs[0].size).reshape(shape)
     starts, ends, gains = [], [], []
@@ -54,18 +56,18 @@ def _moves(payoffs: Payoff) -> Moves:
         ends.append(here[:, other].ravel())
         gains.append((worth[:, other] - worth[:, one]).ravel())
     each = sum(shape) - len(shape)
-    return Moves(np.concatenate(starts), np.concatenate(ends), np.concatenate(gains), payoffs[0].size, each)
+    return Deviations(np.concatenate(starts), np.concatenate(ends), np.concatenate(gains), payoffs[0].size, each)
 
 
-def _rank(moves: Moves, alpha: float | str, m: int) -> np.ndarray:
-    if moves.profiles > MOST:
+def _rank(moves: Deviations, alpha: float | str, m: int) -> np.ndarray:
+    if moves.num_profiles > MAX_PROFILES:
         raise ValueError(
-            f"alpha-rank of {moves.profiles} profiles takes a matrix of {moves.profiles**2 * 8 / 1e9:.1f} GB; the most "
-            f"is {MOST} profiles: take another solver, prd or cce"
+            f"alpha-rank of {moves.num_profiles} profiles takes a matrix of {moves.num_profiles**2 * 8 / 1e9:.1f} GB; "
+            f"the most is {MAX_PROFILES} profiles: take another solver, prd or cce"
         )
     scale = float(np.abs(moves.gain_E).max(initial=0.0))
     if scale == 0:
-        return np.full(moves.profiles, 1 / moves.profiles)
+        return np.full(moves.num_profiles, 1 / moves.num_profiles)
     if alpha == "infinite":
         return _limit(moves, (_taken(moves.gain_E, 10.0**-digits) for digits in range(3, 14)))
     if alpha == "sweep":
@@ -73,13 +75,13 @@ def _rank(moves: Moves, alpha: float | str, m: int) -> np.ndarray:
     return _limit(moves, [_fixation(moves.gain_E, float(alpha), m)])
 
 
-def _limit(moves: Moves, chances: Iterable[np.ndarray]) -> np.ndarray:
+def _limit(moves: Deviations, chances: Iterable[np.ndarray]) -> np.ndarray:
     """Returns the stationary distribution of the first chain that agrees with the one before it; else of the last."""
     share = np.zeros(0)
     for chance_E in chances:
-        before, chain = share, np.zeros((moves.profiles, moves.profiles))
-        chain[moves.start_E, moves.end_E] = chance_E / moves.each
-        share = stationary(chain)
+        before, chain = share, np.zeros((moves.num_profiles, moves.num_profiles))
+        chain[moves.start_E, moves.end_E] = chance_E / moves.num_per_profile
+        share = stationary_distribution(chain)
         if before.size and np.allclose(share, before, RTOL, ATOL):
             break
     return share
@@ -94,10 +96,10 @@ def _fixation(gain_E: np.ndarray, alpha: float, m: int) -> np.ndarray:
     """Returns (1 - e^-u) / (1 - e^-mu) [E], u = alpha gain, written so that large losses do not overflow."""
     size = np.maximum(alpha * np.abs(gain_E), 1e-14)
     chance = np.expm1(-size) / np.expm1(-m * size)
-    return np.maximum(np.where(gain_E < 0, chance * np.exp(-(m - 1) * size), chance), LEAST)
+    return np.maximum(np.where(gain_E < 0, chance * np.exp(-(m - 1) * size), chance), MIN_FIXATION)
 
 
-def stationary(chain: np.ndarray) -> np.ndarray:
+def stationary_distribution(chain: np.ndarray) -> np.ndarray:
     """Returns the stationary distribution float64 [N] of an irreducible chain [N, N], which is overwritten; its
     diagonal is not read.
 
@@ -105,8 +107,8 @@ def stationary(chain: np.ndarray) -> np.ndarray:
     error, however rare some transitions are. Computed in blocks for speed.
     """
     size = len(chain)
-    for stop in range(size, 0, -BLOCK):
-        first = max(stop - BLOCK, 0)
+    for stop in range(size, 0, -BLOCK_SIZE):
+        first = max(stop - BLOCK_SIZE, 0)
         for state in range(stop - 1, max(first, 1) - 1, -1):
             chain[:state, state] /= chain[state, :state].sum()
             chain[first:state, :state] += np.outer(chain[first:state, state], chain[state, :state])

@@ -16,45 +16,45 @@ from scipy.optimize import linprog, nnls
 
 Objective = Literal["gini", "entropy"]
 
-TOLERANCE = 1e-8  # allowed violation of a constraint, relative to the largest entry of all rows
-SHORT = 1e-4  # allowed distance from the largest randomness: nats, or Gini impurity
+CONSTRAINT_TOLERANCE = 1e-8  # allowed violation of a constraint, relative to the largest entry of all rows
+RANDOMNESS_TOLERANCE = 1e-4  # allowed distance from the largest randomness: nats, or Gini impurity
 
-UNKNOWN = 4  # linprog status: numerical difficulties; another method or tolerance often succeeds
-ATTEMPTS = (("highs-ds", 1e-10), ("highs-ds", 1e-7), ("highs-ipm", 1e-7), ("highs-ipm", 1e-10))
+NUMERICAL_DIFFICULTIES = 4  # linprog status: numerical difficulties; another method or tolerance often succeeds
+HIGHS_SETTINGS = (("highs-ds", 1e-10), ("highs-ds", 1e-7), ("highs-ipm", 1e-7), ("highs-ipm", 1e-10))
 
-ROUNDS = 100  # iterations of Newton's method; about ten are typical
-EXACT = 1e-10  # Newton's method ends at this error, relative to a row's largest entry
-SMALL = 1e-9  # entries below this count as rounding errors, relative to their row's largest
-LARGE = 1e6  # ratio of probabilities up to which an entry is certain to stay in the support
+MAX_NEWTON_STEPS = 100  # iterations of Newton's method; about ten are typical
+NEWTON_TOLERANCE = 1e-10  # Newton's method ends at this error, relative to a row's largest entry
+ROUNDING = 1e-9  # entries below this count as rounding errors, relative to their row's largest
+MAX_PROBABILITY_RATIO = 1e6  # ratio of probabilities up to which an entry is certain to stay in the support
 
-FAINT = 1e-9  # HiGHS treats smaller entries as zero
-SLACK = 2e-9  # slack of linear programs, so that they stay feasible when entries are treated as zero
-CLOSE = 1e-7  # target of the second method, in place of `SHORT`
-CORNERS = 150  # maximum number of linear programs in the second method
-BLENDS = 50  # maximum number of steps between two linear programs
+HIGHS_ZERO = 1e-9  # HiGHS treats smaller entries as zero
+LP_SLACK = 2e-9  # slack of linear programs, so that they stay feasible when entries are treated as zero
+FRANK_WOLFE_GAP = 1e-7  # target of the second method, in place of `RANDOMNESS_TOLERANCE`
+MAX_CORNERS = 150  # maximum number of linear programs in the second method
+MAX_WEIGHT_STEPS = 50  # maximum number of steps between two linear programs
 
 
 def linear_program(cost: np.ndarray, **constraints: object) -> np.ndarray:
     """Returns the x [N] that minimises cost @ x; constraints as for `scipy.optimize.linprog`. Raises ValueError if no
     solution is found."""
-    for method, dual in ATTEMPTS:
+    for method, dual in HIGHS_SETTINGS:
         tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": dual}
         found = linprog(cost, method=method, options=tight, **constraints)
-        if found.status != UNKNOWN:
+        if found.status != NUMERICAL_DIFFICULTIES:
             break
     if found.x is None:
         raise ValueError(f"the linear program of these payoffs was not solved: {found.message}")
     return found.x
 
 
-def most_random(rows_RN: np.ndarray, objective: Objective) -> np.ndarray:
+def most_random_distribution(rows_RN: np.ndarray, objective: Objective) -> np.ndarray:
     """Returns the distribution x [N] with rows_RN @ x <= 0 and the largest entropy, or Gini impurity 1 - x @ x; it is
     unique.
 
-    No row is violated by more than `TOLERANCE`, relative to the largest entry of all rows. The randomness is within
-    `SHORT` of the largest, unless the second method stops after `CORNERS` programs or because of rounding: then the
-    constraints hold, but the distribution may be less random. Raises ValueError if no distribution meets the
-    constraints.
+    No row is violated by more than `CONSTRAINT_TOLERANCE`, relative to the largest entry of all rows. The randomness is
+    within `RANDOMNESS_TOLERANCE` of the largest, unless the second method stops after `MAX_CORNERS` programs or because
+    of rounding: then the constraints hold, but the distribution may be less random. Raises ValueError if no
+    distribution meets the constraints.
     """
     size = np.abs(rows_RN).max(initial=0.0)
     rows = rows_RN / size if size > 0 else rows_RN
@@ -62,12 +62,14 @@ def most_random(rows_RN: np.ndarray, objective: Objective) -> np.ndarray:
     share = _by_prices(rows, objective) if len(rows) else np.full(rows.shape[1], 1 / rows.shape[1])
     if share is None or not _settled(rows, share, objective):
         share = _by_corners(rows, share, objective)
-    if broken(rows, share) > TOLERANCE:
-        raise ValueError(f"no distribution meets these constraints: the best found misses by {broken(rows, share):.1g}")
+    if constraint_violation(rows, share) > CONSTRAINT_TOLERANCE:
+        raise ValueError(
+            f"no distribution meets these constraints: the best found misses by {constraint_violation(rows, share):.1g}"
+        )
     return share
 
 
-def broken(rows: np.ndarray, share: np.ndarray) -> float:
+def constraint_violation(rows: np.ndarray, share: np.ndarray) -> float:
     """Returns the largest violation of a row [R, N] by a distribution [N]; infinity if `share` is not a
     distribution."""
     if not np.isfinite(share).all() or (share < 0).any() or abs(share.sum() - 1) > 1e-9:
@@ -77,10 +79,10 @@ def broken(rows: np.ndarray, share: np.ndarray) -> float:
 
 def _settled(rows: np.ndarray, share: np.ndarray, objective: Objective) -> bool:
     """True if a distribution meets the constraints and its randomness is the largest, both within tolerance."""
-    if broken(rows, share) > TOLERANCE:
+    if constraint_violation(rows, share) > CONSTRAINT_TOLERANCE:
         return False
-    corner = _corner(np.where(np.abs(rows) < FAINT, 0.0, rows), _slope(share, objective))
-    return corner is not None and _gain(share, corner, objective) <= SHORT
+    corner = _corner(np.where(np.abs(rows) < HIGHS_ZERO, 0.0, rows), _slope(share, objective))
+    return corner is not None and _gain(share, corner, objective) <= RANDOMNESS_TOLERANCE
 
 
 def _gain(share: np.ndarray, corner: np.ndarray, objective: Objective) -> float:
@@ -96,19 +98,19 @@ def _by_corners(rows: np.ndarray, near: np.ndarray | None, objective: Objective)
     """Returns the most random mean of corners of the constraints, by simplicial decomposition (von Hohenbalken, 1977).
 
     A linear program finds the corner that would increase randomness most, and the weights of all corners so far are
-    optimised again, until the gap (Frank & Wolfe, 1956) is at most `CLOSE`.
+    optimised again, until the gap (Frank & Wolfe, 1956) is at most `FRANK_WOLFE_GAP`.
     """
     uniform = np.full(rows.shape[1], 1 / rows.shape[1])
-    rows = np.where(np.abs(rows) < FAINT, 0.0, rows)
+    rows = np.where(np.abs(rows) < HIGHS_ZERO, 0.0, rows)
     starts = [uniform] if near is None or not np.isfinite(near).all() else [near, uniform]
     points = np.stack([_nearest(rows, start) for start in starts], 1)
     weights = np.full(len(starts), 1 / len(starts))
-    for _ in range(CORNERS):
+    for _ in range(MAX_CORNERS):
         weights = _blended(points, weights, objective)
         points, weights = points[:, weights > 0], weights[weights > 0]
         share = points @ weights
         corner = _corner(rows, _slope(share, objective))
-        if corner is None or _gain(share, corner, objective) <= CLOSE:
+        if corner is None or _gain(share, corner, objective) <= FRANK_WOLFE_GAP:
             break
         points, weights = np.c_[points, corner], np.r_[weights, 0.0]
     return share / share.sum()
@@ -121,7 +123,7 @@ def _blended(points: np.ndarray, weights: np.ndarray, objective: Objective) -> n
     The last point may be new: the first step goes towards it.
     """
     toward = np.eye(len(weights))[-1]
-    for number in range(BLENDS):
+    for number in range(MAX_WEIGHT_STEPS):
         before = _lack(points @ weights, objective)
         weights = _better(points, weights, toward, objective)
         if number and before - _lack(points @ weights, objective) <= 1e-12:
@@ -182,7 +184,7 @@ def _slope(share: np.ndarray, objective: Objective) -> np.ndarray:
 def _corner(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | None:
     """Returns the distribution [N] with the lowest cost under the constraints; None if the linear program fails
     numerically."""
-    ones, slack = np.ones((1, len(cost))), np.full(len(rows), SLACK)
+    ones, slack = np.ones((1, len(cost))), np.full(len(rows), LP_SLACK)
     try:
         return _distribution(linear_program(cost, A_ub=rows, b_ub=slack, A_eq=ones, b_eq=[1.0], bounds=(0, None)))
     except ValueError:
@@ -195,7 +197,7 @@ def _nearest(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
     found = linear_program(  # entries, then how much each lies above or below
         np.r_[np.zeros(count), np.ones(2 * count)],
         A_ub=np.hstack([rows, np.zeros((len(rows), 2 * count))]),
-        b_ub=np.full(len(rows), SLACK),
+        b_ub=np.full(len(rows), LP_SLACK),
         A_eq=np.vstack([np.hstack([eye, -eye, eye]), np.r_[np.ones(count), np.zeros(2 * count)]]),
         b_eq=np.r_[share, 1.0],
         bounds=(0, None),
@@ -214,7 +216,7 @@ def _distribution(found: np.ndarray) -> np.ndarray:
 def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
     """Returns the most random distribution [N], or None if Newton's method does not find it."""
     size = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
-    rows = np.where(np.abs(rows) > SMALL * size, rows, 0.0) / np.where(size > 0, size, 1.0)
+    rows = np.where(np.abs(rows) > ROUNDING * size, rows, 0.0) / np.where(size > 0, size, 1.0)
     try:
         alive = _support(rows)
     except ValueError:
@@ -251,7 +253,7 @@ def _support(rows: np.ndarray) -> np.ndarray:
             np.r_[-np.ones(count), np.zeros(count)],
             A_ub=np.hstack([left, left]),
             b_ub=np.zeros(len(left)),
-            bounds=[(0, 1)] * count + [(0, LARGE)] * count,
+            bounds=[(0, 1)] * count + [(0, MAX_PROBABILITY_RATIO)] * count,
         )
         alive[np.flatnonzero(alive)[within[:count] < 0.5]] = False
     return alive
@@ -263,15 +265,15 @@ def _priced(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
 
     Multipliers at 0 whose gradient points below 0 are held fixed (Bertsekas, 1982, eq. 32 to 37).
     """
-    here, damping = _Dual.at(np.zeros(len(rows)), rows, objective), 1e-12
-    for _ in range(ROUNDS):
-        if here.error <= EXACT:
+    here, damping = _DualPoint.at(np.zeros(len(rows)), rows, objective), 1e-12
+    for _ in range(MAX_NEWTON_STEPS):
+        if here.error <= NEWTON_TOLERANCE:
             break
         try:
             step = here.step(rows, objective, damping)
         except np.linalg.LinAlgError:
             break
-        there = _Dual.at(np.maximum(here.prices + step, 0), rows, objective)
+        there = _DualPoint.at(np.maximum(here.prices + step, 0), rows, objective)
         if here.worse_than(there):
             here, damping = there, max(damping / 100, 1e-12)
         else:
@@ -280,7 +282,7 @@ def _priced(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
     return here.share / total if np.isfinite(total) and total > 0 else None
 
 
-class _Dual(NamedTuple):
+class _DualPoint(NamedTuple):
     """A point of the dual: multipliers [R], the primal x [N] that they imply (not normalised for Gini), and value and
     gradient [R] of the dual.
 
@@ -295,7 +297,7 @@ class _Dual(NamedTuple):
     slope: np.ndarray
 
     @classmethod
-    def at(cls, prices: np.ndarray, rows: np.ndarray, objective: Objective) -> _Dual:
+    def at(cls, prices: np.ndarray, rows: np.ndarray, objective: Objective) -> _DualPoint:
         pull = -prices @ rows
         if objective == "gini":
             share = np.maximum(1 + pull, 0)
@@ -331,7 +333,7 @@ class _Dual(NamedTuple):
         mean = rows @ self.share
         return (rows * self.share) @ rows.T - np.outer(mean, mean)
 
-    def worse_than(self, other: _Dual) -> bool:
+    def worse_than(self, other: _DualPoint) -> bool:
         """True if the step to `other` lowers the value sufficiently (Armijo) or, where rounding hides that, lowers the
         error."""
         promised = 1e-4 * float(self.slope @ (self.prices - other.prices))

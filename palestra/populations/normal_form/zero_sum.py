@@ -6,11 +6,11 @@ from typing import Literal
 
 import numpy as np
 
-from palestra.populations.normal_form.convex import linear_program, most_random
-from palestra.populations.normal_form.tables import Payoff
+from palestra.populations.normal_form.convex import linear_program, most_random_distribution
+from palestra.populations.normal_form.payoff_tensors import PayoffTensors
 
 
-def nash(payoffs: Payoff, *, ties: Literal["vertex", "entropy"] = "vertex") -> list[np.ndarray]:
+def nash(payoffs: PayoffTensors, *, ties: Literal["vertex", "entropy"] = "vertex") -> list[np.ndarray]:
     """Returns a Nash equilibrium, float64 [m_i] for each player, by linear programming (von Neumann, 1928; Dantzig,
     1951).
 
@@ -30,15 +30,15 @@ def nash(payoffs: Payoff, *, ties: Literal["vertex", "entropy"] = "vertex") -> l
         )
     strategies = [maximin(row / size, ties), maximin(column.T / size, ties)]
     gain = float((row @ strategies[1]).max() + (strategies[0] @ column).max() - total.mean())
-    if gain > TOLERANCE * size + 2 * float(np.ptp(total)):
+    if gain > NASH_CONV_TOLERANCE * size + 2 * float(np.ptp(total)):
         raise ValueError(f"no equilibrium of these payoffs was found: players gain {gain:.1g} by leaving the best one")
     return strategies
 
 
-TOLERANCE = 1e-7  # largest NashConv of a solution, relative to the largest payoff
+NASH_CONV_TOLERANCE = 1e-7  # largest NashConv of a solution, relative to the largest payoff
 
 
-def value(table: np.ndarray) -> float:
+def game_value(table: np.ndarray) -> float:
     """Returns the value for the row player of a zero-sum game with its payoffs [rows, columns]."""
     return float((maximin(table) @ table).min())
 
@@ -58,4 +58,4 @@ def maximin(table: np.ndarray, ties: Literal["vertex", "entropy"] = "vertex") ->
     strategy /= strategy.sum()
     if ties == "vertex":
         return strategy
-    return most_random(float((strategy @ table).min()) - table.T, "entropy")
+    return most_random_distribution(float((strategy @ table).min()) - table.T, "entropy")

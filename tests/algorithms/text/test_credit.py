@@ -13,15 +13,15 @@ from hypothesis.extra import numpy as arrays
 
 from palestra.algorithms.text.credit import (
     batch_advantages,
-    counterfactual,
-    facing,
-    influence,
+    counterfactual_credit,
+    credit_in_context,
     role_advantages,
-    shapley,
+    shapley_credit,
+    total_effect_index,
 )
 from palestra.algorithms.text.grpo import GRPO
 from palestra.envs.base import Env
-from palestra.rollouts.play import Arena, Match
+from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 from palestra.types import Answer, Step
 
 values = st.floats(-100, 100).map(lambda x: round(x, 3))
@@ -74,45 +74,48 @@ AND_AND_ONE = 8 * GRID[0] * GRID[1] + 4 * GRID[2]  # a and b earn 8 together, c 
 
 def test_counterfactual_credit_of_two_seats_by_hand():
     """The means of columns, of what row 0 or 1 would have made, are 2 and 1; those of rows too."""
-    assert counterfactual(TWO, 0).tolist() == [[2, -1], [-2, 1]]
-    assert counterfactual(TWO, 1).tolist() == [[2, -2], [-1, 1]]
+    assert counterfactual_credit(TWO, 0).tolist() == [[2, -1], [-2, 1]]
+    assert counterfactual_credit(TWO, 1).tolist() == [[2, -2], [-1, 1]]
 
 
 def test_shapley_values_of_two_seats_by_hand():
     """Half of what the seat brings when it comes first (2 or 1, less 1.5), half of what it does when it comes last."""
-    assert shapley(TWO, 0).tolist() == [[1.25, -0.25], [-1.25, 0.25]]
-    assert shapley(TWO, 1).tolist() == [[1.25, -1.25], [-0.25, 0.25]]
+    assert shapley_credit(TWO, 0).tolist() == [[1.25, -0.25], [-1.25, 0.25]]
+    assert shapley_credit(TWO, 1).tolist() == [[1.25, -1.25], [-0.25, 0.25]]
 
 
 def test_three_seats_by_hand():
     """At (1, 1, 1), worth 12: alone a lifts its game from 2 to 4 and with b from 4 to 8, c its own from 2 to 4. The
     counterfactuals 4, 4 and 2 count the same 8 twice."""
-    assert [shapley(AND_AND_ONE, i)[1, 1, 1] for i in range(3)] == close([3, 3, 2])
-    assert [counterfactual(AND_AND_ONE, i)[1, 1, 1] for i in range(3)] == close([4, 4, 2])
+    assert [shapley_credit(AND_AND_ONE, i)[1, 1, 1] for i in range(3)] == close([3, 3, 2])
+    assert [counterfactual_credit(AND_AND_ONE, i)[1, 1, 1] for i in range(3)] == close([4, 4, 2])
 
 
 def test_three_seats_of_which_one_spoils_it_by_hand():
     """At (1, 0, 1), worth 4: a brings 2 or, after b's 0, nothing; b takes 2 from an average team and 4 from one with a.
     Whatever a says then, the team earns the same."""
-    assert [shapley(AND_AND_ONE, i)[1, 0, 1] for i in range(3)] == close([1, -3, 2])
-    assert [counterfactual(AND_AND_ONE, i)[1, 0, 1] for i in range(3)] == close([0, -4, 2])
+    assert [shapley_credit(AND_AND_ONE, i)[1, 0, 1] for i in range(3)] == close([1, -3, 2])
+    assert [counterfactual_credit(AND_AND_ONE, i)[1, 0, 1] for i in range(3)] == close([0, -4, 2])
 
 
 def test_the_credit_of_answers_where_the_others_give_what_they_gave():
     """Where seat 1 gave its first answer, seat 0's were worth 4 and 0; where it gave its second, 0 and 2."""
-    credit = counterfactual(TWO, 0)
-    assert facing(credit, 0, np.array([[0, 0]])).tolist() == [2, -2]
-    assert facing(credit, 0, np.array([[0, 1]])).tolist() == [-1, 1]
-    assert facing(credit, 0, np.array([[0, 0], [1, 1]])).tolist() == [0.5, -0.5]
-    assert facing(counterfactual(np.array([3.0, 1.0]), 0), 0, np.array([[0]])).tolist() == [1, -1]  # nobody else acts
+    credit = counterfactual_credit(TWO, 0)
+    assert credit_in_context(credit, 0, np.array([[0, 0]])).tolist() == [2, -2]
+    assert credit_in_context(credit, 0, np.array([[0, 1]])).tolist() == [-1, 1]
+    assert credit_in_context(credit, 0, np.array([[0, 0], [1, 1]])).tolist() == [0.5, -0.5]
+    assert credit_in_context(counterfactual_credit(np.array([3.0, 1.0]), 0), 0, np.array([[0]])).tolist() == [
+        1,
+        -1,
+    ]  # nobody else acts
 
 
 def test_influence_by_hand():
     """3a + b has variance 9/4 + 1/4; of an exclusive or each seat decides all, of a constant none does anything."""
     two = np.indices((2, 2)).astype(float)
-    assert [influence(3 * two[0] + two[1], i) for i in range(2)] == close([0.9, 0.1])
-    assert [influence((two[0] != two[1]).astype(float), i) for i in range(2)] == [1, 1]
-    assert [influence(np.full((2, 2), 7.0), i) for i in range(2)] == [0, 0]
+    assert [total_effect_index(3 * two[0] + two[1], i) for i in range(2)] == close([0.9, 0.1])
+    assert [total_effect_index((two[0] != two[1]).astype(float), i) for i in range(2)] == [1, 1]
+    assert [total_effect_index(np.full((2, 2), 7.0), i) for i in range(2)] == [0, 0]
 
 
 # ---- axioms
@@ -134,12 +137,12 @@ def over_orders(q, seat):
 @given(tables)
 def test_coalitions_are_a_short_way_through_all_orders(q):
     for seat in range(q.ndim):
-        np.testing.assert_allclose(shapley(q, seat), over_orders(q, seat), atol=1e-9)
+        np.testing.assert_allclose(shapley_credit(q, seat), over_orders(q, seat), atol=1e-9)
 
 
 @given(tables)
 def test_efficiency_the_seats_share_what_the_joint_is_above_the_mean(q):
-    np.testing.assert_allclose(sum(shapley(q, seat) for seat in range(q.ndim)), q - q.mean(), atol=1e-9)
+    np.testing.assert_allclose(sum(shapley_credit(q, seat) for seat in range(q.ndim)), q - q.mean(), atol=1e-9)
 
 
 @given(tables, st.data())
@@ -147,7 +150,7 @@ def test_symmetry_seats_that_may_change_places_share_alike(q, data):
     q = np.resize(q, (q.shape[0],) * q.ndim)
     one, other = data.draw(st.integers(0, q.ndim - 1)), data.draw(st.integers(0, q.ndim - 1))
     q = q + np.swapaxes(q, one, other)
-    for credit in (shapley, counterfactual):
+    for credit in (shapley_credit, counterfactual_credit):
         np.testing.assert_allclose(credit(q, one), np.swapaxes(credit(q, other), one, other), atol=1e-9)
 
 
@@ -155,16 +158,16 @@ def test_symmetry_seats_that_may_change_places_share_alike(q, data):
 def test_a_seat_whose_answer_changes_nothing_is_due_nothing(q, data):
     dummy = data.draw(st.integers(0, q.ndim))
     q = np.repeat(np.expand_dims(q, dummy), data.draw(st.integers(1, 3)), axis=dummy)
-    for credit in (shapley, counterfactual):
+    for credit in (shapley_credit, counterfactual_credit):
         np.testing.assert_allclose(credit(q, dummy), 0, atol=1e-9)
-    assert influence(q, dummy) == close(0)
+    assert total_effect_index(q, dummy) == close(0)
 
 
 @given(tables, st.integers(0, 2**32 - 1))
 def test_additivity_two_games_at_once_are_worth_their_credits_together(q, seed):
     r = np.random.default_rng(seed).normal(size=q.shape)
     for seat in range(q.ndim):
-        for credit in (shapley, counterfactual):
+        for credit in (shapley_credit, counterfactual_credit):
             np.testing.assert_allclose(credit(q + r, seat), credit(q, seat) + credit(r, seat), atol=1e-9)
 
 
@@ -175,9 +178,9 @@ def test_over_all_joints_every_credit_is_the_group_mean(q):
         others = tuple(i for i in range(q.ndim) if i != seat)
         plain = q.mean(axis=others) - q.mean()
         joints = np.argwhere(np.ones(q.shape))
-        for credit in (shapley, counterfactual):
+        for credit in (shapley_credit, counterfactual_credit):
             np.testing.assert_allclose(credit(q, seat).mean(axis=others), plain, atol=1e-9)
-            np.testing.assert_allclose(facing(credit(q, seat), seat, joints), plain, atol=1e-9)
+            np.testing.assert_allclose(credit_in_context(credit(q, seat), seat, joints), plain, atol=1e-9)
 
 
 @given(tables, st.data())
@@ -185,15 +188,15 @@ def test_credit_in_one_joint_is_measured_by_a_baseline_that_does_not_know_the_an
     """Over a seat's own answers both kinds sum to zero in every joint: they shift no gradient."""
     joint = np.array([[data.draw(st.integers(0, side - 1)) for side in q.shape]])
     for seat in range(q.ndim):
-        for credit in (shapley, counterfactual):
-            assert facing(credit(q, seat), seat, joint).sum() == pytest.approx(0, abs=1e-7)
+        for credit in (shapley_credit, counterfactual_credit):
+            assert credit_in_context(credit(q, seat), seat, joint).sum() == pytest.approx(0, abs=1e-7)
 
 
 @given(arrays.arrays(np.float64, arrays.array_shapes(min_dims=2, max_dims=2, max_side=4), elements=values))
 def test_of_two_seats_shapley_is_halfway_between_the_mean_team_and_the_one_that_played(q):
     for seat in range(2):
         plain = q.mean(axis=1 - seat, keepdims=True) - q.mean()
-        np.testing.assert_allclose(shapley(q, seat), (plain + counterfactual(q, seat)) / 2, atol=1e-9)
+        np.testing.assert_allclose(shapley_credit(q, seat), (plain + counterfactual_credit(q, seat)) / 2, atol=1e-9)
 
 
 # ---- a matrix game in words
@@ -242,15 +245,15 @@ class Speaker:
 
 
 async def play(algorithm, worth, team, episodes=8, seed=0):
-    arena = Arena(lambda: Matrix(tuple(team), worth), "matrix")
-    return await arena.play_all([Match(i, team, 1000 * seed + i) for i in range(episodes)], algorithm.branching)
+    arena = EpisodeRunner(lambda: Matrix(tuple(team), worth), "matrix")
+    return await arena.play_all([EpisodeSpec(i, team, 1000 * seed + i) for i in range(episodes)], algorithm.branching)
 
 
 async def train(algorithm, worth, team, steps, lr):
     for step in range(steps):
         episodes = await play(algorithm, worth, team, seed=step)
         for seat, speaker in team.items():
-            speaker.learn(algorithm.samples(episodes, seat)[0], lr)
+            speaker.learn(algorithm.build_samples(episodes, seat)[0], lr)
 
 
 def trained(algorithm, seats, worth, words, steps, lr):
@@ -261,10 +264,10 @@ def trained(algorithm, seats, worth, words, steps, lr):
 
 FOUR = ("a", "b", "c", "d")
 KINDS = {
-    "paired": GRPO(k=4, scale="none"),
-    "crossed": GRPO(k=4, scale="none", joints="crossed"),
-    "counterfactual": GRPO(k=4, scale="none", credit="counterfactual"),
-    "shapley": GRPO(k=4, scale="none", credit="shapley"),
+    "paired": GRPO(group_size=4, scale="none"),
+    "crossed": GRPO(group_size=4, scale="none", joints="crossed"),
+    "counterfactual": GRPO(group_size=4, scale="none", credit="counterfactual"),
+    "shapley": GRPO(group_size=4, scale="none", credit="shapley"),
 }
 
 
@@ -276,7 +279,7 @@ def right_signs(algorithm):
     """The share of taught answers that are pushed the right way: "yes" up, the other words down."""
     words = ["yes", "no", "hm"]
     episodes = asyncio.run(play(algorithm, yeses, {seat: Speaker(seat, words) for seat in FOUR}, episodes=4))
-    samples = [sample for seat in FOUR for sample in algorithm.samples(episodes, seat)[0]]
+    samples = [sample for seat in FOUR for sample in algorithm.build_samples(episodes, seat)[0]]
     assert len(samples) > 40
     return np.mean([(sample.advantages[0] > 0) == (sample.token_ids[0] == 0) for sample in samples])
 
@@ -310,7 +313,7 @@ def climb(said):
 )
 def test_credit_beside_the_team_that_played_on_finds_what_the_mean_team_hides(kind, climbs):
     """Relative overgeneralisation: "a" is worth -19 / 3 to a team that draws its words, 11 to the one that says "a"."""
-    algorithm = KINDS[kind].model_copy(update={"k": 6})
+    algorithm = KINDS[kind].model_copy(update={"group_size": 6})
     team = trained(algorithm, ("x", "y"), climb, ["a", "b", "c"], 40, 0.1)
     probabilities = [team[seat].probability("a") for seat in "xy"]
     assert min(probabilities) > 0.95 if climbs else max(probabilities) < 0.05

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.algorithms.text.dpo import DPO
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, parse, validate
 from palestra.losses.preferences import preference_loss
-from palestra.recipe import Config
 from palestra.runs import Run, load_episodes, read_lines
-from palestra.setup import build
-from palestra.train import run_training
+from palestra.training.loop import run_training
 from palestra.types import Answer, Episode, Node
 
 names = count()
@@ -54,7 +54,7 @@ def notes(episode, seat="a"):
 
 def test_the_best_is_preferred_to_the_worst():
     episode = turn([0.0, 2.0, -1.0, 1.0])
-    samples, figures = DPO().samples([episode], "p")
+    samples, figures = DPO().build_samples([episode], "p")
     assert paired(episode, samples) == [(1, 2)] and notes(episode) == [0, 1, -1, 0]
     assert figures == {"groups": 1.0, "pairs": 1.0, "zero_variance": 0.0}
 
@@ -62,7 +62,7 @@ def test_the_best_is_preferred_to_the_worst():
 def test_all_pairs_are_those_of_different_values():
     """Of 0, 2, 0, 1 the equal ones are no pair; a note is pairs won less pairs lost."""
     episode = turn([0.0, 2.0, 0.0, 1.0])
-    samples, figures = DPO(pairs="all").samples([episode], "p")
+    samples, figures = DPO(pairs="all").build_samples([episode], "p")
     assert sorted(paired(episode, samples)) == [(1, 0), (1, 2), (1, 3), (3, 0), (3, 2)]
     assert notes(episode) == [-2, 3, -2, 2 - 1]
     assert figures == {"groups": 1.0, "pairs": 5.0, "zero_variance": 0.0}
@@ -71,62 +71,66 @@ def test_all_pairs_are_those_of_different_values():
 
 def test_a_pair_differs_by_the_margin_at_least():
     episode = turn([0.0, 1.0, 3.0])
-    assert paired(episode, DPO(pairs="all", margin=2.0).samples([episode], "p")[0]) == [(2, 0), (2, 1)]
-    assert paired(episode, DPO(pairs="all", margin=2.5).samples([episode], "p")[0]) == [(2, 0)]
-    assert DPO(margin=3.1).samples([episode], "p")[0] == []
-    assert len(DPO(margin=0.3).samples([turn([0.4, 0.7])], "p")[0]) == 2  # 0.7 - 0.4 is a little less, in floats
+    assert paired(episode, DPO(pairs="all", min_margin=2.0).build_samples([episode], "p")[0]) == [(2, 0), (2, 1)]
+    assert paired(episode, DPO(pairs="all", min_margin=2.5).build_samples([episode], "p")[0]) == [(2, 0)]
+    assert DPO(min_margin=3.1).build_samples([episode], "p")[0] == []
+    assert (
+        len(DPO(min_margin=0.3).build_samples([turn([0.4, 0.7])], "p")[0]) == 2
+    )  # 0.7 - 0.4 is a little less, in floats
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e9 + 0.1])
 def test_equal_values_make_no_pair(value):
     for pairs in ("best_worst", "all"):
         episode = turn([value] * 3)
-        samples, figures = DPO(pairs=pairs).samples([episode], "p")
+        samples, figures = DPO(pairs=pairs).build_samples([episode], "p")
         assert samples == [] and figures == {"groups": 1.0, "pairs": 0.0, "zero_variance": 1.0}
         assert notes(episode) == [0, 0, 0]
-    assert DPO().samples([turn([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])], "p")[0] == []
+    assert DPO().build_samples([turn([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])], "p")[0] == []
 
 
 def test_two_that_said_the_same_are_no_pair():
     """Chance paid the first and not the second; the next best pair is the third over the second."""
     episode = turn([3.0, 0.0, 2.0], [[5, 6], [5, 6], [8]])
-    (better, worse), figures = DPO().samples([episode], "p")
+    (better, worse), figures = DPO().build_samples([episode], "p")
     assert better.token_ids.tolist() == [8] and worse.token_ids.tolist() == [5, 6]
     assert notes(episode) == [0, -1, 1] and figures["pairs"] == 1
-    assert DPO().samples([turn([1.0, 0.0], [[5, 6], [5, 6]])], "p")[0] == []
+    assert DPO().build_samples([turn([1.0, 0.0], [[5, 6], [5, 6]])], "p")[0] == []
 
 
 def test_answers_without_tokens_are_no_side():
     episode = turn([9.0, 0.0, 1.0], [[], [5], [6]])
-    assert paired(episode, DPO().samples([episode], "p")[0]) == [(2, 1)]
+    assert paired(episode, DPO().build_samples([episode], "p")[0]) == [(2, 1)]
 
 
 def test_a_reward_counts_by_alpha_for_the_team_and_whole_for_the_seat():
     episode = turn([1.0, 0.0])
     episode.nodes[1].rewards = {"a": 0.5, "b": 100.0}
-    assert paired(episode, DPO(alpha=1.0).samples([episode], "p")[0]) == [(0, 1)]
-    assert paired(episode, DPO(alpha=0.2).samples([episode], "p")[0]) == [(1, 0)]
+    assert paired(episode, DPO(team_weight=1.0).build_samples([episode], "p")[0]) == [(0, 1)]
+    assert paired(episode, DPO(team_weight=0.2).build_samples([episode], "p")[0]) == [(1, 0)]
 
 
 def test_only_the_policys_own_answers_in_episodes_that_did_not_fail():
     failed = turn([0.0, 1.0])
     failed.error = "RuntimeError: boom"
-    samples, figures = DPO().samples([failed, turn([0.0, 1.0], policy="q@0"), turn([1.0, 0.0], policy="p@17")], "p")
+    samples, figures = DPO().build_samples(
+        [failed, turn([0.0, 1.0], policy="q@0"), turn([1.0, 0.0], policy="p@17")], "p"
+    )
     assert len(samples) == 2 and figures["groups"] == 1
     assert notes(failed) == [None, None]
 
 
 def test_no_episodes_are_no_pairs():
-    assert DPO().samples([], "p") == ([], {"groups": 0.0, "pairs": 0.0, "zero_variance": 0.0})
+    assert DPO().build_samples([], "p") == ([], {"groups": 0.0, "pairs": 0.0, "zero_variance": 0.0})
 
 
 @given(st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=6))
 def test_every_pair_is_the_right_way_round(values):
     every, one = turn(values), turn(values)
-    found = paired(every, DPO(pairs="all").samples([every], "p")[0])
+    found = paired(every, DPO(pairs="all").build_samples([every], "p")[0])
     assert all(values[better] > values[worse] for better, worse in found)
     assert len(set(found)) == len(found) == sum(a > b for a in values for b in values)
-    for better, worse in paired(one, DPO().samples([one], "p")[0]):
+    for better, worse in paired(one, DPO().build_samples([one], "p")[0]):
         assert values[better] == max(values) and values[worse] == min(values)
 
 
@@ -152,7 +156,7 @@ def lines():
 
 def test_with_whole_lines_a_side_is_all_that_a_seat_said():
     episode = lines()
-    samples, figures = DPO(at="root", k=2).samples([episode], "p")
+    samples, figures = DPO(branch_at="root", group_size=2).build_samples([episode], "p")
     assert [s.token_ids.tolist() for s in samples] == [[12], [16, 17], [10, 11], [13, 14, 15]]
     assert [set(s.advantages.tolist()) for s in samples] == [{1.0}, {1.0}, {-1.0}, {-1.0}]
     assert {s.group for s in samples} == {0} and {s.weight for s in samples} == {1 / 8}
@@ -163,7 +167,7 @@ def test_with_whole_lines_a_side_is_all_that_a_seat_said():
 
 def test_of_ipo_a_side_counts_by_the_mean_of_its_tokens():
     """Three tokens chosen, five rejected, in two answers each."""
-    samples, _ = DPO(at="root", k=2, kind="ipo").samples([lines()], "p")
+    samples, _ = DPO(branch_at="root", group_size=2, loss_type="ipo").build_samples([lines()], "p")
     assert [s.advantages.tolist() for s in samples] == [
         pytest.approx([1 / 3]),
         pytest.approx([1 / 3] * 2),
@@ -175,7 +179,7 @@ def test_of_ipo_a_side_counts_by_the_mean_of_its_tokens():
 
 def test_every_pair_counts_the_same_however_long():
     episodes = [turn([0.0, 1.0], [[1], [2]]), turn([0.0, 1.0, 2.0], [[3, 4, 5], [6] * 9, [7]])]
-    samples, _ = DPO(pairs="all").samples(episodes, "p")
+    samples, _ = DPO(pairs="all").build_samples(episodes, "p")
     shares = {}
     for sample in samples:
         shares[sample.group] = shares.get(sample.group, 0.0) + sample.weight * len(sample.token_ids)
@@ -187,12 +191,12 @@ def test_every_pair_counts_the_same_however_long():
 
 def test_the_loss_is_called_with_what_was_set():
     assert DPO().loss is preference_loss and DPO().loss_options == {"kind": "sigmoid", "beta": 0.1}
-    options = {"kind": "hinge", "beta": 0.5, "label_smoothing": 0.1, "reference_free": True}
-    assert DPO(**options).loss_options == options
+    options = {"beta": 0.5, "label_smoothing": 0.1, "reference_free": True}
+    assert DPO(loss_type="hinge", **options).loss_options == {"kind": "hinge"} | options
 
 
 def test_trees_branch_as_they_do_for_grpo():
-    turns, whole = DPO(alpha=0.5).branching, DPO(at="root", k=3, keep="best").branching
+    turns, whole = DPO(team_weight=0.5).branching, DPO(branch_at="root", group_size=3, continue_from="best").branching
     assert (turns.at, turns.k, turns.keep, turns.alpha) == ("turn", 4, "best", 0.5)
     assert (whole.at, whole.k, whole.keep) == ("root", 3, "all")
 
@@ -200,10 +204,10 @@ def test_trees_branch_as_they_do_for_grpo():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "ipo", "label_smoothing": 0.1}, "ipo has none: leave it out"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "ipo has none: leave it out"),
         ({"label_smoothing": 0.5}, "label_smoothing"),
         ({"beta": 0.0}, "beta"),
-        ({"k": 1}, "k"),
+        ({"group_size": 1}, "group_size"),
         ({"pairs": "some"}, "pairs"),
     ],
 )
@@ -229,9 +233,9 @@ def whisper(base, steps=20, **algorithm):
         "env": {"type": "toys:Whisper"},
         "policies": {"guide": dict(speech), "walker": dict(speech)},
         "algorithm": {"type": "dpo"} | algorithm,
-        "exams": {"test": {"episodes": 200, "env": {"split": "test"}}},
+        "evals": {"test": {"episodes": 200, "env": {"split": "test"}}},
     }
-    return validate(Config, config)
+    return validate(TextConfig, config)
 
 
 def run_of(config, root):
@@ -253,7 +257,7 @@ def test_a_team_learns_from_pairs(learned):
     assert before < 0.4 and after > 0.8
 
 
-@pytest.mark.parametrize("algorithm", [{"at": "root", "k": 8}, {"reference_free": True, "kind": "hinge"}], ids=str)
+@pytest.mark.parametrize("algorithm", [{"branch_at": "root", "group_size": 8}, {"reference_free": True, "loss_type": "hinge"}], ids=str)
 def test_a_team_learns_from_whole_lines_and_without_a_reference(base, tmp_path, algorithm):
     path, _ = run_of(whisper(base, **algorithm), tmp_path)
     before, after = [line["success"] for line in read_lines(path / "evals.jsonl")]
@@ -280,14 +284,14 @@ def test_the_reference_is_asked_for_and_is_not_the_policy(learned):
     path, setup = learned
     episodes = load_episodes(path / "episodes" / "step-000000.parquet")
     learner, algorithm = setup.learners["guide"], setup.stages[0].algorithm
-    samples, _ = algorithm.samples(episodes, "guide")
-    assert samples and all(sample.reference is None for sample in samples)
-    refined, figures = asyncio.run(algorithm.refined(samples, learner, {}))
+    samples, _ = algorithm.build_samples(episodes, "guide")
+    assert samples and all(sample.reference_logprobs is None for sample in samples)
+    refined, figures = asyncio.run(algorithm.finalize_samples(samples, learner, {}))
     now = asyncio.run(learner.logprobs(samples))
     assert figures == {}
     for sample, own in zip(refined, now, strict=True):
-        np.testing.assert_allclose(sample.reference, sample.logprobs, atol=1e-3)  # of step 0, who was the base
-        assert np.abs(sample.reference - own).max() > 0.1
+        np.testing.assert_allclose(sample.reference_logprobs, sample.logprobs, atol=1e-3)  # of step 0, who was the base
+        assert np.abs(sample.reference_logprobs - own).max() > 0.1
     free = DPO(reference_free=True)
-    assert asyncio.run(free.refined(samples, learner, {})) == (samples, {})
-    assert asyncio.run(algorithm.refined([], learner, {})) == ([], {})
+    assert asyncio.run(free.finalize_samples(samples, learner, {})) == (samples, {})
+    assert asyncio.run(algorithm.finalize_samples([], learner, {})) == ([], {})

@@ -15,10 +15,10 @@ from toys import Spoken
 
 from palestra.algorithms.text.credit import batch_spread, group_advantages
 from palestra.algorithms.text.grpo import GRPO
-from palestra.engine.trainer import packs
+from palestra.engine.trainer import micro_batches
 from palestra.envs.base import Env
 from palestra.losses.policy import LOSSES
-from palestra.rollouts.play import Arena, Branching, Match
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.types import Answer, Episode, Node, Step
 
 names = count()
@@ -124,7 +124,7 @@ def two_lines(alpha):
         (0, b, {"b": 2.0, "a": 0.5}, 2.0, True),
         (1, b, {}, 0.0, True),
     )
-    return episode, list(GRPO(at="root", k=2, alpha=alpha).groups(episode))
+    return episode, list(GRPO(branch_at="root", group_size=2, team_weight=alpha).groups(episode))
 
 
 def test_a_line_is_worth_its_team_rewards_and_the_seats_own():
@@ -137,18 +137,18 @@ def test_a_line_is_worth_its_team_rewards_and_the_seats_own():
 
 def test_another_seats_local_reward_does_not_leak():
     episode, _ = two_lines(alpha=0)
-    GRPO(at="root", k=2, alpha=0).samples([episode], "q")
+    GRPO(branch_at="root", group_size=2, team_weight=0).build_samples([episode], "q")
     for node in episode.nodes:
         node.rewards.pop("a", None)
     before = advantages(episode, "b")
-    GRPO(at="root", k=2, alpha=0).samples([episode], "q")
+    GRPO(branch_at="root", group_size=2, team_weight=0).build_samples([episode], "q")
     assert advantages(episode, "b") == before == [None, None, pytest.approx(-1), pytest.approx(1)]
 
 
 def test_every_answer_of_a_line_carries_the_lines_advantage():
     a = {"a": "p@0"}
     episode = grow((None, a, {}, 0.0, False), (None, a, {}, 0.0, False), (0, a, {}, 1.0, True), (1, a, {}, 0.0, True))
-    samples, figures = GRPO(at="root", k=2).samples([episode], "p")
+    samples, figures = GRPO(branch_at="root", group_size=2).build_samples([episode], "p")
     assert advantages(episode, "a") == pytest.approx([1, -1, 1, -1])
     assert figures == {"groups": 1.0, "zero_variance": 0.0}
     order = [0, 2, 1, 3]
@@ -169,7 +169,7 @@ def test_a_line_in_which_a_seat_never_acts_is_not_compared():
         (1, b, {}, 1.0, True),
         (2, b, {}, 0.0, True),
     )
-    groups = {g.seat: g for g in GRPO(at="root", k=3).groups(episode)}
+    groups = {g.seat: g for g in GRPO(branch_at="root", group_size=3).groups(episode)}
     assert groups["a"].values == [9.0, 1.0, 0.0]
     assert groups["b"].values == [1.0, 0.0]
 
@@ -189,23 +189,23 @@ def chain(policy="p@0"):
 
 
 def test_a_turn_is_a_group_of_siblings_by_episode_parent_and_seat():
-    groups = list(GRPO(at="turn", k=2, alpha=2.0).groups(chain()))
+    groups = list(GRPO(branch_at="turn", group_size=2, team_weight=2.0).groups(chain()))
     assert [(g.seat, g.values) for g in groups] == [("a", [0.0, 1.0]), ("b", [6.0, 11.0])]
     assert [[n.id for n in nodes] for g in groups for nodes in g.nodes] == [[0], [1], [2], [3]]
 
 
 def test_only_the_steps_own_reward_counts_where_one_sibling_has_a_future():
     """The chosen sibling's later 4.0 must not be set against siblings that were never played on."""
-    assert next(iter(GRPO(at="turn", keep="best", k=2).groups(chain()))).values == [0.0, 1.0]
-    assert next(iter(GRPO(at="turn", keep="random", k=2).groups(chain()))).values == [0.0, 1.0]
+    assert next(iter(GRPO(branch_at="turn", continue_from="best", group_size=2).groups(chain()))).values == [0.0, 1.0]
+    assert next(iter(GRPO(branch_at="turn", continue_from="random", group_size=2).groups(chain()))).values == [0.0, 1.0]
 
 
 def test_seats_that_act_together_are_groups_of_their_own():
     both = {"a": "p@0", "b": "q@0"}
     episode = grow((None, both, {"a": 1.0}, 0.0, True), (None, both, {"b": 1.0}, 0.0, True))
-    algorithm = GRPO(at="turn", k=2)
-    algorithm.samples([episode], "p")
-    algorithm.samples([episode], "q")
+    algorithm = GRPO(branch_at="turn", group_size=2)
+    algorithm.build_samples([episode], "p")
+    algorithm.build_samples([episode], "q")
     assert advantages(episode, "a") == pytest.approx([1, -1])
     assert advantages(episode, "b") == pytest.approx([-1, 1])
 
@@ -222,12 +222,12 @@ def test_a_full_tree_looks_ahead_by_the_mean_of_its_children():
         (2, a, {}, 8.0, True),  # 6
         (2, a, {}, 0.0, True),  # 7
     )
-    groups = list(GRPO(at="turn", keep="all", k=2).groups(episode))
+    groups = list(GRPO(branch_at="turn", continue_from="all", group_size=2).groups(episode))
     assert [g.values for g in groups] == [[5.5, 2.5], [6.0, 3.0], [1.0, 0.0], [8.0, 0.0]]
-    GRPO(at="turn", keep="all", k=2, scale="none").samples([episode], "p")
+    GRPO(branch_at="turn", continue_from="all", group_size=2, scale="none").build_samples([episode], "p")
     assert advantages(episode, "a") == pytest.approx([1.5, -1.5, 1.5, -1.5, 0.5, -0.5, 4.0, -4.0])
     for leaf in episode.leaves():  # along every line they share what it earned above the tree's mean, 4
-        line = episode.line(leaf)
+        line = episode.trajectory(leaf)
         assert sum(n.advantages["a"] for n in line) == pytest.approx(sum(n.team_reward for n in line) - 4)
 
 
@@ -238,7 +238,10 @@ def test_looking_ahead_counts_the_team_and_the_seats_own_rewards_only():
         (0, {"b": "q@0"}, {"b": 100.0, "a": 4.0}, 2.0, True),
         (0, {"b": "q@0"}, {}, 0.0, True),
     )
-    groups = {(g.seat, g.nodes[0][0].id): g.values for g in GRPO(at="turn", keep="all", k=2).groups(episode)}
+    groups = {
+        (g.seat, g.nodes[0][0].id): g.values
+        for g in GRPO(branch_at="turn", continue_from="all", group_size=2).groups(episode)
+    }
     assert groups == {("a", 0): [1.0 + (4.0 + 2.0) / 2, 0.0], ("b", 2): [102.0, 0.0]}
 
 
@@ -246,7 +249,7 @@ def test_looking_ahead_counts_the_team_and_the_seats_own_rewards_only():
 def test_failed_episodes_teach_nothing(at):
     episode = chain()
     episode.error = "RuntimeError: boom"
-    samples, figures = GRPO(at=at, k=2).samples([episode], "p")
+    samples, figures = GRPO(branch_at=at, group_size=2).build_samples([episode], "p")
     assert samples == [] and figures == {"groups": 0.0, "zero_variance": 0.0}
     assert not any(node.advantages for node in episode.nodes)
 
@@ -254,7 +257,7 @@ def test_failed_episodes_teach_nothing(at):
 def test_a_group_without_differences_is_skipped_and_counted():
     a = {"a": "p@0"}
     flat = grow((None, a, {}, 1.0, True), (None, a, {}, 1.0, True))
-    samples, figures = GRPO(at="turn", k=2).samples([flat, chain()], "p")
+    samples, figures = GRPO(branch_at="turn", group_size=2).build_samples([flat, chain()], "p")
     assert figures == {"groups": 2.0, "zero_variance": 0.5}
     assert len(samples) == 2 and advantages(flat, "a") == [0.0, 0.0]
 
@@ -264,7 +267,7 @@ def test_a_batch_is_scaled_as_one():
     their own both would be -1 and 1."""
     a = {"a": "p@0"}
     one, other = (grow((None, a, {}, 0.0, True), (None, a, {}, high, True)) for high in (2.0, 6.0))
-    GRPO(at="turn", k=2, scale="batch").samples([one, other], "p")
+    GRPO(branch_at="turn", group_size=2, scale="batch").build_samples([one, other], "p")
     assert advantages(one, "a") == pytest.approx([-1 / 5**0.5, 1 / 5**0.5])
     assert advantages(other, "a") == pytest.approx([-3 / 5**0.5, 3 / 5**0.5])
 
@@ -280,7 +283,7 @@ def alone(value, policy="p@0", seat="a"):
 def test_a_batch_teaches_answers_without_siblings():
     """REINFORCE++: 0, 1 and 5 are -2, -1 and 3 from their mean, with a deviation of root 14 / 3."""
     episodes = [alone(0.0), alone(1.0), alone(5.0)]
-    samples, figures = GRPO(k=1, baseline="batch", scale="batch").samples(episodes, "p")
+    samples, figures = GRPO(group_size=1, baseline="batch", scale="batch").build_samples(episodes, "p")
     deviation = (14 / 3) ** 0.5
     assert [sample.advantages[0] for sample in samples] == pytest.approx(
         [-2 / deviation, -1 / deviation, 3 / deviation]
@@ -292,20 +295,20 @@ def test_a_batch_teaches_answers_without_siblings():
 def test_a_batch_is_the_policys_own():
     """What another policy earned in the same step is no measure."""
     episodes = [alone(0.0), alone(2.0), alone(100.0, policy="q@0")]
-    samples, _ = GRPO(k=1, baseline="batch", scale="none").samples(episodes, "p")
+    samples, _ = GRPO(group_size=1, baseline="batch", scale="none").build_samples(episodes, "p")
     assert [sample.advantages[0] for sample in samples] == [-1, 1]
 
 
 def test_a_role_keeps_its_average_from_step_to_step():
     """By env and seat, in the memory that is saved with the run: 0 -> 0.05 -> 0.0975 in the first step's two games."""
-    algorithm, memory = GRPO(at="root", k=1, baseline="role", scale="none"), {}
-    first, _ = algorithm.samples([alone(1.0), alone(1.0), alone(-1.0, seat="b")], "p", memory)
+    algorithm, memory = GRPO(branch_at="root", group_size=1, baseline="role", scale="none"), {}
+    first, _ = algorithm.build_samples([alone(1.0), alone(1.0), alone(-1.0, seat="b")], "p", memory)
     assert [s.advantages[0] for s in first] == pytest.approx([0.95, 0.9025, -0.95])
     assert memory == {"roles": {"hand": {"a": pytest.approx(0.0975), "b": pytest.approx(-0.05)}}}
     memory = json.loads(json.dumps(memory))
     other = alone(1.0)
     other.env = "another"
-    again, _ = algorithm.samples([alone(1.0), other], "p", memory)
+    again, _ = algorithm.build_samples([alone(1.0), other], "p", memory)
     assert [s.advantages[0] for s in again] == pytest.approx([0.95 * (1 - 0.0975), 0.95])
     assert memory["roles"]["another"] == {"a": pytest.approx(0.05)}
 
@@ -314,20 +317,20 @@ def test_a_role_is_worth_its_whole_line():
     """At the root a return counts all of a line, and every turn of the seat carries its advantage."""
     a, b = {"a": "p@0"}, {"b": "q@0"}
     line = grow((None, a, {"a": 1.0}, 0.0, False), (0, b, {}, 0.0, False), (1, a, {}, 2.0, True))
-    samples, _ = GRPO(at="root", k=1, baseline="role", scale="none").samples([line], "p", {})
+    samples, _ = GRPO(branch_at="root", group_size=1, baseline="role", scale="none").build_samples([line], "p", {})
     assert [s.advantages.tolist() for s in samples] == [pytest.approx([0.95 * 3] * 2)] * 2
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"k": 1}, "no sibling to compare it with"),
-        ({"k": 1, "baseline": "others", "scale": "none"}, "no sibling to compare it with"),
-        ({"k": 1, "baseline": "role"}, "set scale: batch or none"),
+        ({"group_size": 1}, "no sibling to compare it with"),
+        ({"group_size": 1, "baseline": "others", "scale": "none"}, "no sibling to compare it with"),
+        ({"group_size": 1, "baseline": "role"}, "set scale: batch or none"),
         ({"baseline": "batch"}, "set scale: batch or none"),
         ({"baseline": "role", "scale": "none", "credit": "shapley"}, "set baseline: mean or others"),
-        ({"at": "root", "joints": "crossed"}, "set at: turn"),
-        ({"at": "root", "credit": "counterfactual"}, "set at: turn"),
+        ({"branch_at": "root", "joints": "crossed"}, "set branch_at: turn"),
+        ({"branch_at": "root", "credit": "counterfactual"}, "set branch_at: turn"),
     ],
 )
 def test_settings_that_do_not_fit_say_so(settings, message):
@@ -340,33 +343,35 @@ def test_settings_that_do_not_fit_say_so(settings, message):
 
 def worth_of_tokens(samples):
     """Every sample's share of the batch's mean, a token's and in all."""
-    (pack,) = packs(samples, 10**6)
-    return [(share, share * len(sample.token_ids)) for sample, share in zip(pack.samples, pack.shares, strict=True)]
+    (pack,) = micro_batches(samples, 10**6)
+    return [
+        (share, share * len(sample.token_ids)) for sample, share in zip(pack.samples, pack.token_weights, strict=True)
+    ]
 
 
 def two_lengths(stop="stop"):
     episode = grow((None, {"a": "p@0"}, {}, 0.0, True), (None, {"a": "p@0"}, {}, 1.0, True))
     for node, length in zip(episode.nodes, (1, 3), strict=True):
         node.answers["a"] = answer(ids=range(length))
-    episode.nodes[1].answers["a"].stop = stop
+    episode.nodes[1].answers["a"].stop_reason = stop
     return episode
 
 
 def test_tokens_or_answers_count_alike():
     """Of answers of 1 and 3 tokens: a quarter for each token, or a half for each answer."""
-    by_token, _ = GRPO(k=2).samples([two_lengths()], "p")
+    by_token, _ = GRPO(group_size=2).build_samples([two_lengths()], "p")
     assert worth_of_tokens(by_token) == [(0.25, 0.25), (0.25, 0.75)]
-    by_answer, _ = GRPO(k=2, weigh="sequence").samples([two_lengths()], "p")
+    by_answer, _ = GRPO(group_size=2, loss_aggregation="sequence").build_samples([two_lengths()], "p")
     assert worth_of_tokens(by_answer) == pytest.approx(np.array([(0.5, 0.5), (1 / 6, 0.5)]))
     assert [s.advantages[0] for s in by_answer] == [s.advantages[0] for s in by_token] == [-1, 1]
 
 
 def test_answers_that_were_cut_off_are_compared_with_and_teach_nothing():
     episode = two_lengths("length")
-    samples, _ = GRPO(k=2, overlong="drop").samples([episode], "p")
+    samples, _ = GRPO(group_size=2, overlong="drop").build_samples([episode], "p")
     assert [len(sample.token_ids) for sample in samples] == [1] and samples[0].advantages[0] == -1
     assert advantages(episode, "a") == [-1, 1]
-    assert len(GRPO(k=2).samples([two_lengths("length")], "p")[0]) == 2
+    assert len(GRPO(group_size=2).build_samples([two_lengths("length")], "p")[0]) == 2
 
 
 # ---- crossed joints
@@ -392,7 +397,7 @@ TABLE = [[4.0, 0.0], [0.0, 2.0]]
 
 def credits(episode, seat, **settings):
     """The samples' advantages of the policy at `seat`, unscaled, and the figures."""
-    samples, figures = GRPO(k=2, scale="none", **settings).samples([episode], {"a": "p", "b": "q"}[seat])
+    samples, figures = GRPO(group_size=2, scale="none", **settings).build_samples([episode], {"a": "p", "b": "q"}[seat])
     return [float(sample.advantages[0]) for sample in samples], figures
 
 
@@ -420,7 +425,7 @@ def test_a_tree_that_keeps_all_joints_gives_the_mean():
         episode = crossing_of(TABLE)
         for node in episode.nodes:
             node.chosen = True
-        assert credits(episode, "a", credit=credit, keep="all")[0] == [0.5, -0.5]
+        assert credits(episode, "a", credit=credit, continue_from="all")[0] == [0.5, -0.5]
 
 
 def test_each_seat_is_credited_with_its_own_mixed_reward():
@@ -451,12 +456,12 @@ def test_a_lazy_seat_shows():
 
 def test_where_one_seat_acts_every_credit_is_the_groups():
     plain = chain()
-    expected = advantages(plain, "a") if GRPO(k=2).samples([plain], "p") else None
+    expected = advantages(plain, "a") if GRPO(group_size=2).build_samples([plain], "p") else None
     for settings in ({"joints": "crossed"}, {"credit": "counterfactual"}, {"credit": "shapley"}):
         episode = chain()
         for node in episode.nodes:
             node.chosen = node.id in (1, 3)
-        _, figures = GRPO(k=2, **settings).samples([episode], "p")
+        _, figures = GRPO(group_size=2, **settings).build_samples([episode], "p")
         assert advantages(episode, "a")[:2] == pytest.approx(expected[:2]) and len(figures) == 2
 
 
@@ -466,7 +471,7 @@ def test_crossed_credit_asks_for_crossed_joints(settings):
     pairs = crossing_of(TABLE)
     pairs.nodes = [pairs.nodes[0], pairs.nodes[3]]
     with pytest.raises(ValueError, match="2 siblings are not every combination of what a, b answered"):
-        GRPO(k=2, **settings).samples([pairs], "p")
+        GRPO(group_size=2, **settings).build_samples([pairs], "p")
 
 
 def test_equal_words_are_answers_of_their_own():
@@ -495,7 +500,7 @@ def test_every_name_of_the_documents_is_a_config():
     [
         ({}, "clipped_policy", {"clip": 0.2}),
         ({"clip_high": 0.28, "dual_clip": 3.0}, "clipped_policy", {"clip": 0.2, "clip_high": 0.28, "dual_clip": 3.0}),
-        ({"surrogate": "cispo", "clip_high": 3.0, "kl": 0.1}, "cispo", {"clip_high_threshold": 4.0, "kl": 0.1}),
+        ({"surrogate": "cispo", "clip_high": 3.0, "kl_coef": 0.1}, "cispo", {"clip_high_threshold": 4.0, "kl": 0.1}),
         (
             {"surrogate": "gspo", "clip": 3e-4, "clip_high": 4e-4},
             "gspo",
@@ -514,8 +519,8 @@ def test_a_setting_of_another_surrogate_is_a_mistake():
 
 
 def test_versions_of_a_policy_are_that_policy_and_other_names_are_not():
-    assert len(GRPO(at="turn", k=2).samples([chain("p@17")], "p")[0]) == 2
-    assert GRPO(at="turn", k=2).samples([chain("pp@17")], "p")[0] == []
+    assert len(GRPO(branch_at="turn", group_size=2).build_samples([chain("p@17")], "p")[0]) == 2
+    assert GRPO(branch_at="turn", group_size=2).build_samples([chain("pp@17")], "p")[0] == []
 
 
 def test_answers_without_tokens_get_an_advantage_but_no_sample():
@@ -523,7 +528,7 @@ def test_answers_without_tokens_get_an_advantage_but_no_sample():
     for node in episode.nodes:
         for said in node.answers.values():
             said.token_ids = np.zeros(0, np.int32)
-    assert GRPO(at="turn", k=2).samples([episode], "p")[0] == []
+    assert GRPO(branch_at="turn", group_size=2).build_samples([episode], "p")[0] == []
     assert advantages(episode, "a")[:2] == pytest.approx([-1, 1])
 
 
@@ -555,11 +560,11 @@ class Council(Env):
 def test_each_learner_gets_exactly_its_own_answers(at):
     shared = Spoken("shared@3", lambda query, i: f"{len(shared.queries)}.{(query.seed + i) % 9973}")
     alone = Spoken("alone@3", lambda query, i: f"{len(alone.queries)}.{(query.seed + i) % 9973}")
-    algorithm = GRPO(at=at, k=4)
-    matches = [Match(i, {"x": shared, "y": alone, "z": shared}, i) for i in range(3)]
-    episodes = asyncio.run(Arena(Council, "council").play_all(matches, algorithm.branching))
+    algorithm = GRPO(branch_at=at, group_size=4)
+    matches = [EpisodeSpec(i, {"x": shared, "y": alone, "z": shared}, i) for i in range(3)]
+    episodes = asyncio.run(EpisodeRunner(Council, "council").play_all(matches, algorithm.branching))
     for policy in (shared, alone):
-        samples, _ = algorithm.samples(episodes, policy.name.split("@")[0])
+        samples, _ = algorithm.build_samples(episodes, policy.name.split("@")[0])
         taught = sorted(bytes(s.token_ids.astype(np.uint8)) for s in samples)
         said = sorted(bytes(a.token_ids.astype(np.uint8)) for a in policy.spoken)
         assert taught == said and len(said) == len(set(said)) == 3 * 4 * (4 if policy is shared else 2)
@@ -604,8 +609,8 @@ def digit(query, i):
 
 def relay(branching, instances=(5,), turns=3):
     team = {"a": Spoken("a@0", digit), "b": Spoken("b@0", digit)}
-    matches = [Match(i, team, 11 + i) for i in instances]
-    return asyncio.run(Arena(lambda: Relay(turns), "relay").play_all(matches, branching))
+    matches = [EpisodeSpec(i, team, 11 + i) for i in instances]
+    return asyncio.run(EpisodeRunner(lambda: Relay(turns), "relay").play_all(matches, branching))
 
 
 TREES = [
@@ -630,14 +635,14 @@ def test_defect_1_the_second_seat_sees_what_the_first_said_in_the_same_turn(bran
 @pytest.mark.parametrize("branching", TREES[2:], ids=str)
 def test_defect_2_siblings_of_every_seat_differ_in_reward_and_advantage(branching):
     (episode,) = relay(branching)
-    algorithm = GRPO(at="turn", k=4, keep=branching.keep)
+    algorithm = GRPO(branch_at="turn", group_size=4, continue_from=branching.keep)
     groups = list(algorithm.groups(episode))
     assert [g.seat for g in groups] == ["a", "b"] * 3
     for group in groups:
         assert len(set(group.values)) == 4
         assert group.values == [float(nodes[0].answers[group.seat].text) for nodes in group.nodes]
     for seat in "ab":
-        samples, figures = algorithm.samples([episode], seat)
+        samples, figures = algorithm.build_samples([episode], seat)
         assert len(samples) == 12 and figures["zero_variance"] == 0
         assert all(sample.advantages.any() for sample in samples)
         for siblings in (episode.children(n.parent) for n in episode.nodes if seat in n.answers):
@@ -650,24 +655,24 @@ def test_defect_3_play_goes_on_from_the_state_of_the_chosen_sibling(branching):
     parents = {node.parent for node in episode.nodes}
     assert {n.id for n in episode.nodes if n.chosen and not n.over} == parents - {None}
     for node in episode.nodes:
-        before = episode.line(node)[:-1]
+        before = episode.trajectory(node)[:-1]
         ((_, seen),) = node.observations.items()
         said = sum(int(a.text) for n in before for a in n.answers.values())
         assert f"turn {len(before) // 2} sum {said} " in seen
     for leaf in episode.leaves():
-        assert leaf.info["sum"] == sum(int(a.text) for n in episode.line(leaf) for a in n.answers.values())
+        assert leaf.info["sum"] == sum(int(a.text) for n in episode.trajectory(leaf) for a in n.answers.values())
 
 
 @pytest.mark.parametrize("branching", [*TREES, FULL], ids=str)
 def test_defect_4_a_group_never_spans_two_instances_or_observations(branching):
     episodes = relay(branching, instances=range(6))
-    algorithm = GRPO(at=branching.at, k=4, keep=branching.keep)
+    algorithm = GRPO(branch_at=branching.at, group_size=4, continue_from=branching.keep)
     for episode in episodes:
         for group in algorithm.groups(episode):
             firsts = {nodes[0].observations[group.seat] for nodes in group.nodes}
             assert len({text.split(" turn")[0] for text in firsts}) == 1
             if branching.at == "turn" or group.seat == "a":
                 assert len(firsts) == 1  # the very same prompt
-    together = [s for e in episodes for s in algorithm.samples([e], "a")[0]]
-    for one, other in zip(algorithm.samples(episodes, "a")[0], together, strict=True):
+    together = [s for e in episodes for s in algorithm.build_samples([e], "a")[0]]
+    for one, other in zip(algorithm.build_samples(episodes, "a")[0], together, strict=True):
         np.testing.assert_array_equal(one.advantages, other.advantages)  # no episode changes another's credit

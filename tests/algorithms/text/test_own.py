@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from toy_algorithms import Reinforce
 
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, parse, validate
-from palestra.recipe import Config
 from palestra.runs import Run, read_lines
-from palestra.setup import build
-from palestra.train import run_training
+from palestra.training.loop import run_training
 
 OWN = {"type": "toy_algorithms:Reinforce", "baseline": 0.25}
 
@@ -17,13 +17,13 @@ OWN = {"type": "toy_algorithms:Reinforce", "baseline": 0.25}
 def config(base, algorithm, **more):
     speech = {"type": "lora", "base": str(base), "lr": 2e-2, "sampling": {"max_tokens": 1}}
     tree = {"episodes": 32, "steps": 12, "env": {"type": "toys:Whisper"}, "policies": {"default": speech}}
-    return validate(Config, tree | {"algorithm": algorithm} | more)
+    return validate(TextConfig, tree | {"algorithm": algorithm} | more)
 
 
 def test_it_trains_and_its_config_is_kept_whole(base, tmp_path) -> None:
     own = config(base, OWN)
-    assert isinstance(own.algorithm, Reinforce) and own.learns == "toy_algorithms:Reinforce"
-    again = validate(Config, parse(dump(own)))
+    assert isinstance(own.algorithm, Reinforce) and own.algorithm_label == "toy_algorithms:Reinforce"
+    again = validate(TextConfig, parse(dump(own)))
     assert again == own and again.algorithm.baseline == 0.25
     with Run.create(tmp_path, dump(own), "own") as run:
         assert run_training(build(again), run)
@@ -33,8 +33,8 @@ def test_it_trains_and_its_config_is_kept_whole(base, tmp_path) -> None:
 
 def test_a_stage_may_have_one(base) -> None:
     staged = config(base, {"type": "grpo"}, stages=[{"name": "own", "algorithm": OWN}])
-    assert isinstance(next(staged.parts()).algorithm, Reinforce)
-    assert validate(Config, parse(dump(staged))) == staged
+    assert isinstance(next(staged.stage_configs()).algorithm, Reinforce)
+    assert validate(TextConfig, parse(dump(staged))) == staged
 
 
 @pytest.mark.parametrize(

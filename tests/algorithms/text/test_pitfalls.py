@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.text.base import corrected, with_reference
+from palestra.algorithms.text.base import add_reference_logprobs, apply_importance_weights
 from palestra.algorithms.text.grpo import GRPO
-from palestra.engine.sampler import Sampled, Sampling
-from palestra.engine.trainer import packs
+from palestra.engine.sampler import Completion, SamplingConfig
+from palestra.engine.trainer import micro_batches
 from palestra.envs.base import Env
-from palestra.losses.policy import LOSSES, Scored
+from palestra.losses.policy import LOSSES, LossInputs
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.rollouts.play import Arena, Match
+from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 from palestra.types import Answer, Episode, Node, Sample, Step
 
 names = count()
@@ -42,8 +42,8 @@ def lines(*plays):
 
 def lessons(samples):
     """What each sample moves: its advantage times its tokens' part of the batch's mean."""
-    (pack,) = packs(samples, 10**6)
-    return [float(s.advantages.sum() * share) for s, share in zip(pack.samples, pack.shares, strict=True)]
+    (pack,) = micro_batches(samples, 10**6)
+    return [float(s.advantages.sum() * share) for s, share in zip(pack.samples, pack.token_weights, strict=True)]
 
 
 # ---- turns
@@ -53,7 +53,7 @@ def lessons(samples):
 def test_a_turn_of_a_long_line_teaches_as_much_as_a_line_of_one_turn(weigh):
     """Lessons divided by the number of a line's turns make long lines cheap, and agents lazy (Dr. MAMR, 2025)."""
     episode = lines([("a", {}), ("a", {}), ("a", {"a": 1.0})], [("a", {"a": 0.0})])
-    samples, _ = GRPO(at="root", k=2, weigh=weigh).samples([episode], "p")
+    samples, _ = GRPO(branch_at="root", group_size=2, loss_aggregation=weigh).build_samples([episode], "p")
     assert lessons(samples) == pytest.approx([0.25, 0.25, 0.25, -0.25])
 
 
@@ -61,9 +61,9 @@ def test_turns_are_never_compared_by_their_number():
     """Which lines have a third turn is the policy's own doing: to compare third turns among themselves is biased. Here
     the long lines won and lost; the second turn of the winner is worth what its line is, though it is alone."""
     episode = lines([("a", {}), ("a", {"a": 1.0})], [("a", {"a": 0.0})], [("a", {"a": 0.0})])
-    (group,) = GRPO(at="root", k=3).groups(episode)
+    (group,) = GRPO(branch_at="root", group_size=3).groups(episode)
     assert group.values == [1.0, 0.0, 0.0] and [len(nodes) for nodes in group.nodes] == [2, 1, 1]
-    GRPO(at="root", k=3, scale="none").samples([episode], "p")
+    GRPO(branch_at="root", group_size=3, scale="none").build_samples([episode], "p")
     assert [node.advantages["a"] for node in episode.nodes] == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
 
 
@@ -79,19 +79,19 @@ def duel(wins):
 def test_a_group_never_spans_the_seats_of_a_zero_sum_game():
     """Their mean is 0 whatever happens: the winning seat would be praised for being the seat that wins."""
     play = [("a", {}), ("b", {"a": 1.0, "b": -1.0})]
-    groups = list(GRPO(at="root", k=2).groups(lines(play, play)))
+    groups = list(GRPO(branch_at="root", group_size=2).groups(lines(play, play)))
     assert [(group.seat, group.values) for group in groups] == [("a", [1, 1]), ("b", [-1, -1])]
-    assert GRPO(at="root", k=2).samples([lines(play, play)], "p")[0] == []
+    assert GRPO(branch_at="root", group_size=2).build_samples([lines(play, play)], "p")[0] == []
 
 
 def test_opposite_roles_have_opposite_averages():
     """Role-conditioned advantages: what always happens comes to teach neither seat, and a surprise teaches both."""
-    algorithm, memory = GRPO(at="root", k=1, baseline="role", scale="none"), {}
+    algorithm, memory = GRPO(branch_at="root", group_size=1, baseline="role", scale="none"), {}
     for _ in range(20):
-        algorithm.samples([duel(wins=True) for _ in range(10)], "p", memory)
+        algorithm.build_samples([duel(wins=True) for _ in range(10)], "p", memory)
     assert memory["roles"]["hand"] == {"a": pytest.approx(1, abs=1e-4), "b": pytest.approx(-1, abs=1e-4)}
     usual, surprise = duel(wins=True), duel(wins=False)
-    algorithm.samples([usual, surprise], "p", memory)
+    algorithm.build_samples([usual, surprise], "p", memory)
     assert [node.advantages[seat] for node, seat in zip(usual.nodes, "ab", strict=True)] == pytest.approx(
         [0, 0], abs=1e-3
     )
@@ -106,7 +106,7 @@ def test_a_seat_with_large_rewards_does_not_drown_the_others():
         [("a", {"a": 0.0}), ("b", {"b": 300.0})],
         [("a", {"a": 1.0}), ("b", {"b": 100.0})],
     )
-    GRPO(at="root", k=2).samples([episode], "p")
+    GRPO(branch_at="root", group_size=2).build_samples([episode], "p")
     found = [(*node.answers, *node.advantages.values()) for node in episode.nodes]
     assert found == [("a", -1), ("b", 1), ("a", 1), ("b", -1)]
 
@@ -133,7 +133,7 @@ class Fixed:
 
     async def sample(self, request):
         ids = [np.array([97, 98, 48 + i], np.int32) for i in range(request.n)]
-        return [Sampled(row, np.full(3, -0.5, np.float32), "stop") for row in ids]
+        return [Completion(row, np.full(3, -0.5, np.float32), "stop") for row in ids]
 
 
 class Talk(Env):
@@ -156,11 +156,13 @@ def test_nothing_is_tokenised_again_between_turns(at):
     """The second turn's prompt begins with the first turn's very tokens, where encoding its text would give others."""
     tokenizer = Merging()
     assert tokenizer.encode(tokenizer.batch_decode([[97, 98]])[0]) == [1]
-    algorithm = GRPO(at=at, k=2, scale="none")
-    speaker = LanguagePolicy("p@0", Fixed(), ChatEncoder(tokenizer), Sampling(), memory="conversation")
-    (episode,) = asyncio.run(Arena(Talk, "talk").play_all([Match(0, {"a": speaker}, 0)], algorithm.branching))
+    algorithm = GRPO(branch_at=at, group_size=2, scale="none")
+    speaker = LanguagePolicy("p@0", Fixed(), ChatEncoder(tokenizer), SamplingConfig(), history="conversation")
+    (episode,) = asyncio.run(
+        EpisodeRunner(Talk, "talk").play_all([EpisodeSpec(0, {"a": speaker}, 0)], algorithm.branching)
+    )
     assert episode.error is None
-    samples, _ = algorithm.samples([episode], "p")
+    samples, _ = algorithm.build_samples([episode], "p")
     first = {tuple(s.token_ids): s.prompt_ids for s in samples if len(s.prompt_ids) == len("go\n")}
     later = [s for s in samples if len(s.prompt_ids) > len("go\n")]
     assert len(first) == 2 and later
@@ -199,7 +201,7 @@ def sample(logprobs, advantages):
 def test_truncated_importance_sampling_by_hand():
     """Ratios 2, 1/2 and 4, of at most 3: advantages 1, 1 and -2 become 2, 1/2 and -6, and the step starts from here."""
     stale = [sample(np.log([0.25, 0.5]), [1, 1]), sample(np.log([0.125]), [-2])]
-    moved, figures = asyncio.run(corrected(stale, Now([np.log([0.5, 0.25]), np.log([0.5])]), 3.0))
+    moved, figures = asyncio.run(apply_importance_weights(stale, Now([np.log([0.5, 0.25]), np.log([0.5])]), 3.0))
     assert [s.advantages.tolist() for s in moved] == [pytest.approx([2, 0.5]), pytest.approx([-6])]
     assert [s.logprobs.tolist() for s in moved] == [pytest.approx(np.log([0.5, 0.25])), pytest.approx(np.log([0.5]))]
     assert figures == pytest.approx({"sampler_kl": -np.log(4) / 3, "truncated": 1 / 3})
@@ -208,20 +210,20 @@ def test_truncated_importance_sampling_by_hand():
 
 def test_fresh_samples_stay_as_they_are():
     fresh = [sample([-0.5, -1.0], [1.0, 1.0])]
-    moved, figures = asyncio.run(corrected(fresh, Now([[-0.5, -1.0]]), 2.0))
+    moved, figures = asyncio.run(apply_importance_weights(fresh, Now([[-0.5, -1.0]]), 2.0))
     assert moved[0].advantages.tolist() == [1, 1] and figures == {"sampler_kl": 0, "truncated": 0}
-    assert asyncio.run(corrected([], Now([]), 2.0)) == ([], {})
+    assert asyncio.run(apply_importance_weights([], Now([]), 2.0)) == ([], {})
 
 
 def test_a_penalty_has_the_references_log_probabilities_and_no_others():
     samples = [sample([-0.5], [1.0]), sample([-0.5, -0.5], [1.0, 1.0])]
     learner = Now([[-7.0], [-7.0, -7.0]], reference=[[-1.0], [-2.0, -3.0]])
-    held = asyncio.run(with_reference(samples, learner))
-    assert [s.reference.tolist() for s in held] == [[-1], [-2, -3]]
-    assert [s.logprobs.tolist() for s in held] == [[-0.5], [-0.5, -0.5]] and samples[0].reference is None
-    refined, figures = asyncio.run(GRPO(kl=0.1).refined(samples, learner, {}))
-    assert [s.reference.tolist() for s in refined] == [[-1], [-2, -3]] and figures == {}
-    assert asyncio.run(GRPO().refined(samples, learner, {}))[0] is samples
+    held = asyncio.run(add_reference_logprobs(samples, learner))
+    assert [s.reference_logprobs.tolist() for s in held] == [[-1], [-2, -3]]
+    assert [s.logprobs.tolist() for s in held] == [[-0.5], [-0.5, -0.5]] and samples[0].reference_logprobs is None
+    refined, figures = asyncio.run(GRPO(kl_coef=0.1).finalize_samples(samples, learner, {}))
+    assert [s.reference_logprobs.tolist() for s in refined] == [[-1], [-2, -3]] and figures == {}
+    assert asyncio.run(GRPO().finalize_samples(samples, learner, {}))[0] is samples
 
 
 LOGITS = [0.4, -0.3, 1.1, 0.0]  # of the policy in training, over four answers of a token each
@@ -242,13 +244,13 @@ def expected_gradient(algorithm, *, pretend=False):
     if pretend:
         for one, own in zip(drawn, now, strict=True):
             one.logprobs = np.array(own)
-    drawn, _ = asyncio.run(algorithm.refined(drawn, Now(now), {}))
-    (pack,) = packs(drawn, 10**6)
+    drawn, _ = asyncio.run(algorithm.finalize_samples(drawn, Now(now), {}))
+    (pack,) = micro_batches(drawn, 10**6)
     old, advantages, shares = (
         torch.tensor(np.array(rows, np.float64).reshape(4))
-        for rows in ([s.logprobs for s in drawn], [s.advantages for s in drawn], pack.shares)
+        for rows in ([s.logprobs for s in drawn], [s.advantages for s in drawn], pack.token_weights)
     )
-    loss, _ = algorithm.loss(Scored(logp, -logp, old, None, advantages, shares), **algorithm.loss_options)
+    loss, _ = algorithm.loss(LossInputs(logp, -logp, old, None, advantages, shares), **algorithm.loss_options)
     loss.backward()
     return -logits.grad.numpy()
 
@@ -263,7 +265,7 @@ def on_policy_gradient():
 @pytest.mark.parametrize("surrogate", ["clipped", "cispo"])
 def test_corrected_stale_samples_give_the_gradient_of_fresh_ones(surrogate):
     """Exactly, where nothing is truncated: a sum over all answers, no estimate."""
-    found = expected_gradient(GRPO(correction=1e9, surrogate=surrogate))
+    found = expected_gradient(GRPO(importance_cap=1e9, surrogate=surrogate))
     np.testing.assert_allclose(found, on_policy_gradient(), atol=1e-6)
 
 
@@ -278,7 +280,8 @@ def test_uncorrected_stale_samples_do_not():
 def test_truncation_is_between_the_two():
     """Ratios of at most 3 bias the answer whose ratio is 10, and bound what a single token can do."""
     distance = [
-        np.abs(expected_gradient(GRPO(correction=most)) - on_policy_gradient()).max() for most in (1.0, 3.0, 6.0, 20.0)
+        np.abs(expected_gradient(GRPO(importance_cap=most)) - on_policy_gradient()).max()
+        for most in (1.0, 3.0, 6.0, 20.0)
     ]
     assert distance == sorted(distance, reverse=True) and distance[-1] < 1e-6 < distance[-2]
 
@@ -288,6 +291,6 @@ def test_the_loss_that_needs_no_correction_says_so():
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     share, worth = (torch.tensor(row, dtype=torch.float64) for row in (SAMPLER, WORTH))
     logp = torch.log_softmax(logits, 0)
-    loss, _ = LOSSES["importance_sampling"](Scored(logp, -logp, share.log(), None, worth, share))
+    loss, _ = LOSSES["importance_sampling"](LossInputs(logp, -logp, share.log(), None, worth, share))
     loss.backward()
     np.testing.assert_allclose(-logits.grad.numpy(), on_policy_gradient(), atol=1e-12)

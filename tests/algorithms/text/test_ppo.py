@@ -10,16 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.algorithms.text.ppo import PPO, adapted
+from palestra.algorithms.text.ppo import PPO, adapt_kl_coef
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import dump, parse, validate
-from palestra.engine.trainer import NO_REFERENCE, packs
-from palestra.losses.policy import LOSSES, Scored, actor_critic_loss, clipped_policy_loss
-from palestra.nets import returns as vectorised
-from palestra.recipe import Config
-from palestra.rollouts.play import Branching
-from palestra.runs import Run, checkpoints, read_lines
-from palestra.setup import build
-from palestra.train import learn, restore, run_training
+from palestra.engine.trainer import NO_REFERENCE_MESSAGE, micro_batches
+from palestra.losses.policy import LOSSES, LossInputs, actor_critic_loss, clipped_policy_loss
+from palestra.nets import advantages as vectorised
+from palestra.rollouts.tree_rollout import Branching
+from palestra.runs import Run, list_checkpoints, read_lines
+from palestra.training.loop import restore_checkpoint, run_training, update_learner
 from palestra.types import Answer, Episode, Node
 
 SEATS = {"a": "p", "b": "q"}
@@ -58,8 +58,8 @@ def play(*lines, seats=SEATS, error=None):
 
 
 def credited(algorithm, episodes, learner, policy="p", memory=None):
-    samples, figures = algorithm.samples(episodes, policy)
-    samples, more = asyncio.run(algorithm.refined(samples, learner, {} if memory is None else memory))
+    samples, figures = algorithm.build_samples(episodes, policy)
+    samples, more = asyncio.run(algorithm.finalize_samples(samples, learner, {} if memory is None else memory))
     return samples, figures | more
 
 
@@ -78,17 +78,19 @@ TALK = (  # a says two tokens, b one, a one; with alpha = 0.5
 
 
 def test_what_follows_a_decision_lands_on_its_last_token():
-    algorithm = PPO(alpha=0.5)
-    samples, figures = algorithm.samples([play(TALK)], "p")
+    algorithm = PPO(team_weight=0.5)
+    samples, figures = algorithm.build_samples([play(TALK)], "p")
     assert lists(samples, "advantages") == [[0.0, 2.5], [1.0]] and figures == {"chains": 1.0}
-    assert lists(algorithm.samples([play(TALK)], "q")[0], "advantages") == [[8.0]]
+    assert lists(algorithm.build_samples([play(TALK)], "q")[0], "advantages") == [[8.0]]
 
 
 def test_advantages_over_two_turns_by_hand():
     # errors of a's tokens: 0 + 2 - 1 = 1; 2.5 + 4 - 2 = 4.5 (the next state is that of a's next turn); 1 - 4 = -3
     # lam = 0.5: -3; 4.5 - 1.5 = 3; 1 + 1.5 = 2.5
     episode = play(TALK)
-    samples, figures = credited(PPO(alpha=0.5, lam=0.5, normalise=False), [episode], Told([[1, 2], [4]]))
+    samples, figures = credited(
+        PPO(team_weight=0.5, gae_lambda=0.5, normalize_advantages=False), [episode], Told([[1, 2], [4]])
+    )
     assert lists(samples, "advantages") == [[2.5, 3.0], [-3.0]]
     assert lists(samples, "returns") == [[3.5, 5.0], [1.0]] and lists(samples, "values") == [[1.0, 2.0], [4.0]]
     assert [sample.group for sample in samples] == [-1, -1]
@@ -100,7 +102,7 @@ def test_advantages_over_two_turns_by_hand():
 def test_discount_is_for_the_seats_own_tokens():
     """a's tokens are 0, 0 and then 8 with what b did; b's token in between costs a nothing."""
     line = (({"a": 2}, {}, 0.0), ({"b": 3}, {}, 0.0), ({"a": 1}, {}, 8.0))
-    samples, _ = credited(PPO(gamma=0.5, lam=1, normalise=False), [play(line)], Told([[0, 0], [0]]))
+    samples, _ = credited(PPO(gamma=0.5, gae_lambda=1, normalize_advantages=False), [play(line)], Told([[0, 0], [0]]))
     assert lists(samples, "advantages") == [[2.0, 4.0], [8.0]]
 
 
@@ -108,11 +110,11 @@ def test_seats_of_one_policy_and_lines_of_one_start_are_chains_of_their_own():
     """Nothing flows from one chain to another: each last token has its own reward, less its value of 1."""
     both = {"a": "p", "b": "p"}
     line, other = (({"a": 1, "b": 1}, {"a": 2.0, "b": 3.0}, 0.0),), (({"a": 1, "b": 1}, {"a": 5.0, "b": 7.0}, 0.0),)
-    algorithm = PPO(k=2, normalise=False)
+    algorithm = PPO(group_size=2, normalize_advantages=False)
     assert algorithm.branching == Branching("root", 2)
-    samples, figures = algorithm.samples([play(line, other, seats=both)] * 2, "p")
+    samples, figures = algorithm.build_samples([play(line, other, seats=both)] * 2, "p")
     assert figures == {"chains": 8.0} and [sample.group for sample in samples] == list(range(8))
-    samples, _ = asyncio.run(algorithm.refined(samples, Told([[1.0]] * 8), {}))
+    samples, _ = asyncio.run(algorithm.finalize_samples(samples, Told([[1.0]] * 8), {}))
     assert lists(samples, "advantages") == [[1.0], [2.0], [4.0], [6.0]] * 2
 
 
@@ -120,8 +122,8 @@ def test_every_turn_of_a_long_line_counts_in_full():
     """No 1 / T: a token of a line of six turns has the share of one in a line of a single turn."""
     long, short = [({"a": 2}, {}, 1.0)] * 6, [({"a": 2}, {}, 0.0)]
     samples, _ = credited(PPO(), [play(long), play(short)], Told([[0, 0]] * 7))
-    (pack,) = packs(samples, 10**6)
-    assert pack.shares == pytest.approx([1 / 14] * 7)
+    (pack,) = micro_batches(samples, 10**6)
+    assert pack.token_weights == pytest.approx([1 / 14] * 7)
 
 
 def test_the_advantages_of_a_step_have_one_scale():
@@ -141,16 +143,16 @@ def test_one_token_alone_teaches_the_critic_only():
 def test_a_decision_without_tokens_is_none():
     """What follows it is for the decision before it; before the first it lands nowhere."""
     line = (({"a": 0}, {}, 9.0), ({"a": 2}, {}, 1.0), ({"a": 0}, {}, 2.0), ({"a": 1}, {}, 4.0))
-    samples, figures = PPO().samples([play(line)], "p")
+    samples, figures = PPO().build_samples([play(line)], "p")
     assert lists(samples, "advantages") == [[0.0, 3.0], [4.0]] and figures == {"chains": 1.0}
 
 
 def test_who_is_taught():
     episode = play(TALK)
-    assert len(PPO().samples([episode], "p")[0]) == 2 and len(PPO().samples([episode], "q")[0]) == 1
-    assert PPO().samples([play(TALK, seats={"a": "pp", "b": "q"})], "p")[0] == []
-    assert PPO().samples([play(TALK, error="RuntimeError: boom")], "p") == ([], {"chains": 0.0})
-    assert asyncio.run(PPO(kl=1.0).refined([], Told([]), {})) == ([], {})
+    assert len(PPO().build_samples([episode], "p")[0]) == 2 and len(PPO().build_samples([episode], "q")[0]) == 1
+    assert PPO().build_samples([play(TALK, seats={"a": "pp", "b": "q"})], "p")[0] == []
+    assert PPO().build_samples([play(TALK, error="RuntimeError: boom")], "p") == ([], {"chains": 0.0})
+    assert asyncio.run(PPO(kl_coef=1.0).finalize_samples([], Told([]), {})) == ([], {})
 
 
 steps = st.lists(st.tuples(st.booleans(), st.booleans(), *[st.floats(-9, 9)] * 5), min_size=1, max_size=8)
@@ -162,21 +164,21 @@ def test_with_turns_of_one_token_credit_is_that_of_vectorised_games(rows, gamma,
     T = len(rows)
     acting = torch.tensor([row[:2] for row in rows] + [(True, True)])
     rewards, values, team = (torch.tensor([row[i : i + n] for row in rows]) for i, n in ((2, 2), (4, 2), (6, 1)))
-    course = vectorised.Course(
+    course = vectorised.AdvantageInputs(
         (rewards + 0.5 * team).double().view(T, 1, 2),
         torch.cat([values, torch.ones(1, 2)]).double().view(T + 1, 1, 2),
         torch.zeros(T, 1, 2, dtype=torch.float64),
         (torch.arange(T) == T - 1).view(T, 1, 1).expand(T, 1, 2),
         acting.view(T + 1, 1, 2),
     )
-    theirs, known = vectorised.gae(course, gamma=gamma, lam=lam)
+    theirs, known = vectorised.gae(course, gamma=gamma, gae_lambda=lam)
     line = [
         ({s: 1 for s, acts in zip("ab", acting[t].tolist(), strict=True) if acts}, local, team[t].item())
         for t, local in enumerate(dict(zip("ab", r.tolist(), strict=True)) for r in rewards)
     ]
     for n, policy in enumerate("pq"):
         own = acting[:-1, n]
-        algorithm = PPO(alpha=0.5, gamma=gamma, lam=lam, normalise=False)
+        algorithm = PPO(team_weight=0.5, gamma=gamma, gae_lambda=lam, normalize_advantages=False)
         samples, _ = credited(algorithm, [play(line)], Told(values[own, n, None].tolist()), policy)
         ours = [sample.advantages.item() for sample in samples]
         assert known[own, 0, n].all()
@@ -193,7 +195,7 @@ def drifted(*gaps):
 
 def test_the_penalty_is_a_part_of_every_tokens_reward():
     """0.5 likelier than under the reference costs 0.05, 1 less likely earns 0.1. The reward of 3 is the last one's."""
-    algorithm = PPO(kl=0.1, lam=0, normalise=False)
+    algorithm = PPO(kl_coef=0.1, gae_lambda=0, normalize_advantages=False)
     samples, figures = credited(algorithm, *drifted(0.5, -1.0, 2.0))
     assert lists(samples, "returns") == [pytest.approx([-0.05, 0.1, 3 - 0.2])]
     assert lists(samples, "advantages") == lists(samples, "returns")
@@ -201,7 +203,7 @@ def test_the_penalty_is_a_part_of_every_tokens_reward():
 
 
 def test_the_penalty_of_later_tokens_is_felt_by_earlier_ones():
-    samples, _ = credited(PPO(kl=0.1, lam=1, normalise=False), *drifted(0.5, -1.0, 2.0))
+    samples, _ = credited(PPO(kl_coef=0.1, gae_lambda=1, normalize_advantages=False), *drifted(0.5, -1.0, 2.0))
     assert lists(samples, "advantages") == [pytest.approx([2.85, 2.9, 2.8])]
 
 
@@ -209,13 +211,13 @@ def test_kl_is_counted_over_whole_chains():
     """Chains of 1 + 2 and of 5 nats: 4 on the mean, whatever the number of their turns."""
     long, short = [({"a": 1}, {}, 0.0)] * 2, [({"a": 1}, {}, 0.0)]
     learner = Told([[0.0]] * 3, reference=[[-2.0], [-3.0], [-6.0]])
-    assert credited(PPO(kl=0.1), [play(long), play(short)], learner)[1]["kl_chain"] == pytest.approx(4)
+    assert credited(PPO(kl_coef=0.1), [play(long), play(short)], learner)[1]["kl_chain"] == pytest.approx(4)
 
 
 def test_the_coefficient_follows_its_target():
     """Three steps of one chain each, target 2, horizon 10. 3 nats: half too much, of which 0.2 count, times 1/10.
     2.2 nats: 0.1 too much. -1: one and a half too little, of which 0.2 count."""
-    algorithm, memory, used = PPO(kl=0.1, kl_target=2.0, kl_horizon=10), {}, []
+    algorithm, memory, used = PPO(kl_coef=0.1, kl_target=2.0, kl_horizon=10), {}, []
     for gap in (3.0, 2.2, -1.0):
         samples, figures = credited(algorithm, *drifted(gap), memory=memory)
         assert samples[0].returns.item() == pytest.approx(3 - figures["kl_coef"] * gap)
@@ -229,26 +231,26 @@ def test_more_chains_move_the_coefficient_further():
     """Two chains 0.2 off, of a horizon of 10: 1 + 0.2 * 2 / 10."""
     line, memory = (({"a": 1}, {}, 0.0),), {}
     learner = Told([[0.0]] * 2, reference=[[-9.0]] * 2)
-    credited(PPO(kl=0.5, kl_target=2.0, kl_horizon=10), [play(line), play(line)], learner, memory=memory)
+    credited(PPO(kl_coef=0.5, kl_target=2.0, kl_horizon=10), [play(line), play(line)], learner, memory=memory)
     assert memory["kl"]["now"] == pytest.approx(0.52)
 
 
 @pytest.mark.parametrize("chains", [50, 60, 10**6])
 def test_a_step_beyond_the_horizon_moves_the_coefficient_by_a_fifth_and_keeps_its_sign(chains):
-    assert adapted(0.1, 9.0, target=1.0, chains=chains, horizon=50) == pytest.approx(0.12)
-    assert adapted(0.1, 0.0, target=1.0, chains=chains, horizon=50) == pytest.approx(0.08)
+    assert adapt_kl_coef(0.1, 9.0, target=1.0, chains=chains, horizon=50) == pytest.approx(0.12)
+    assert adapt_kl_coef(0.1, 0.0, target=1.0, chains=chains, horizon=50) == pytest.approx(0.08)
 
 
 def test_a_stage_with_another_kl_begins_with_it():
     memory = {}
     for kl, expected in ((0.1, 0.1), (0.1, 0.102), (0.3, 0.3)):
-        algorithm = PPO(kl=kl, kl_target=2.0, kl_horizon=10)
+        algorithm = PPO(kl_coef=kl, kl_target=2.0, kl_horizon=10)
         assert credited(algorithm, *drifted(3.0), memory=memory)[1]["kl_coef"] == pytest.approx(expected)
-    assert credited(PPO(kl=0.3), *drifted(3.0), memory=memory)[1]["kl_coef"] == 0.3  # no target: it stays
+    assert credited(PPO(kl_coef=0.3), *drifted(3.0), memory=memory)[1]["kl_coef"] == 0.3  # no target: it stays
 
 
 def test_a_coefficient_of_nothing_cannot_adapt():
-    with pytest.raises(ValueError, match="no factor moves kl: 0"):
+    with pytest.raises(ValueError, match="no factor moves kl_coef: 0"):
         PPO(kl_target=1.0)
 
 
@@ -260,9 +262,9 @@ def test_correction_weighs_advantages_and_nothing_else():
     penalty is of the sampler's log-probabilities, and returns are as they would be."""
     episodes, learner = drifted(0.0, 1.0)
     learner.now = [[-1 + math.log(2), -1 - math.log(2)]]
-    options = {"kl": 0.5, "lam": 0, "normalise": False}
+    options = {"kl_coef": 0.5, "gae_lambda": 0, "normalize_advantages": False}
     plain, _ = credited(PPO(**options), episodes, learner)
-    moved, figures = credited(PPO(**options, correction=1.5), episodes, learner)
+    moved, figures = credited(PPO(**options, importance_cap=1.5), episodes, learner)
     assert lists(plain, "advantages") == [[0.0, 2.5]] and lists(plain, "logprobs") == [[-1.0, -1.0]]
     assert lists(moved, "advantages") == [pytest.approx([0.0, 1.25])]
     assert lists(moved, "returns") == lists(plain, "returns") == [[0.0, 2.5]]
@@ -274,7 +276,7 @@ def test_correction_comes_after_the_common_scale():
     """1 and -1, of which the first is then worth 1.5 times as much (twice, but for the bound)."""
     episodes = [play((({"a": 1}, {}, team),)) for team in (3.0, 1.0)]
     learner = Told([[0.0], [0.0]], logprobs=[[-1 + math.log(2)], [-1.0]])
-    samples, _ = credited(PPO(correction=1.5), episodes, learner)
+    samples, _ = credited(PPO(importance_cap=1.5), episodes, learner)
     assert lists(samples, "advantages") == [[1.5], [-1.0]]
     assert episodes[0].nodes[0].advantages == {"a": 1.0}
 
@@ -284,7 +286,7 @@ def test_correction_comes_after_the_common_scale():
 
 def scored(values, old, returns, *, advantage=0.0, logp=0.0, weight=None, entropy=0.0):
     n = len(values)
-    return Scored(
+    return LossInputs(
         torch.full((n,), logp, requires_grad=True),
         torch.full((n,), entropy),
         torch.zeros(n),
@@ -349,10 +351,10 @@ def test_a_loss_without_its_critic_says_so():
 
 
 def test_the_loss_is_called_with_its_settings():
-    assert PPO().loss is LOSSES["actor_critic"] is actor_critic_loss and PPO().critic
+    assert PPO().loss is LOSSES["actor_critic"] is actor_critic_loss and PPO().needs_critic
     assert PPO().loss_options == {"clip": 0.2, "value_coef": 0.5, "entropy": 0.0}
-    settings = {"clip": 0.1, "clip_high": 0.3, "dual_clip": 3.0, "value_coef": 0.0, "value_clip": 0.2, "entropy": 0.01}
-    assert PPO(**settings, kl=0.1).loss_options == settings
+    settings = {"clip": 0.1, "clip_high": 0.3, "dual_clip": 3.0, "value_coef": 0.0, "value_clip": 0.2}
+    assert PPO(**settings, entropy_coef=0.01, kl_coef=0.1).loss_options == settings | {"entropy": 0.01}
 
 
 # ---- learning
@@ -366,9 +368,9 @@ def whisper(base, *, steps, algorithm=None, policy=None, env=None, **tree):
         "env": {"type": "toys:Whisper", "turns": 2, **(env or {})},
         "policies": {"guide": speech, "walker": speech},
         "algorithm": {"type": "ppo", **(algorithm or {})},
-        "exams": {"test": {"episodes": 200, "env": {"split": "test"}}},
+        "evals": {"test": {"episodes": 200, "env": {"split": "test"}}},
     }
-    return validate(Config, config | tree)
+    return validate(TextConfig, config | tree)
 
 
 def run_of(config, root):
@@ -378,8 +380,8 @@ def run_of(config, root):
 
 
 def played(setup):
-    moment = setup.at(0)
-    return asyncio.run(moment.stage.source.play(moment.numbers, moment.stage.algorithm.branching, setup.memory))
+    moment = setup.position_of(0)
+    return asyncio.run(moment.stage.source.play(moment.episode_numbers, moment.stage.algorithm.branching, setup.algorithm_state))
 
 
 def test_a_pair_learns_to_play_together(base, tmp_path):
@@ -393,11 +395,11 @@ def test_a_pair_learns_to_play_together(base, tmp_path):
 
 
 def test_a_step_moves_head_and_adapter(base):
-    setup = build(whisper(base, steps=1, episodes=8, algorithm={"kl": 0.1}))
+    setup = build(whisper(base, steps=1, episodes=8, algorithm={"kl_coef": 0.1}))
     learner, algorithm = setup.learners["guide"], setup.stages[0].algorithm
     trainer = learner.weights.trainer
     head, adapter = ([p.detach().clone() for p in module.parameters()] for module in (trainer.critic, trainer.adapter))
-    figures = asyncio.run(learn(algorithm, learner, played(setup), 0.0))
+    figures = asyncio.run(update_learner(algorithm, learner, played(setup), 0.0))
     assert all(not torch.equal(a, b) for a, b in zip(head, trainer.critic.parameters(), strict=True))
     moved = [not torch.equal(a, b) for a, b in zip(adapter, trainer.adapter.parameters(), strict=True)]
     assert all(moved[1::2])  # B; A waits for a B that is not zero
@@ -407,17 +409,17 @@ def test_a_step_moves_head_and_adapter(base):
 def test_a_value_learned_is_what_tokens_bring(base):
     """Where every line earns 2 in the end, a critic alone comes to say 2 at both turns, and advantages vanish."""
     env = {"type": "toys:Chant", "turns": 2}
-    config = whisper(base, steps=1, episodes=4, exams={}, algorithm={"normalise": False, "lam": 1.0})
+    config = whisper(base, steps=1, episodes=4, evals={}, algorithm={"normalize_advantages": False, "gae_lambda": 1.0})
     tree = config.model_dump() | {"env": env, "seats": {"caller": "guide", "herald": "walker", "walker": "walker"}}
-    setup = build(validate(Config, tree))
+    setup = build(validate(TextConfig, tree))
     learner, algorithm = setup.learners["guide"], setup.stages[0].algorithm
     episodes = played(setup)
     for episode in episodes:
         for node in episode.nodes:
             node.rewards, node.team_reward = {}, 2.0 * node.over
     for _ in range(60):
-        asyncio.run(learn(algorithm, learner, episodes, 0.0))
-    samples, _ = algorithm.samples(episodes, "guide")
+        asyncio.run(update_learner(algorithm, learner, episodes, 0.0))
+    samples, _ = algorithm.build_samples(episodes, "guide")
     assert len(samples) == 8
     values = np.concatenate(asyncio.run(learner.values(samples)))
     np.testing.assert_allclose(values, 2.0, atol=0.3)
@@ -431,20 +433,27 @@ def test_a_stopped_run_goes_on_as_if_it_never_stopped(base, tmp_path):
         base,
         steps=6,
         episodes=12,
-        algorithm={"kl": 0.05, "kl_target": 0.5, "kl_horizon": 50, "k": 2, "correction": 2.0, "value_clip": 0.2},
-        policy={"epochs": 2, "batch": 20, "memory": "conversation"},
-        exams={"test": {"episodes": 10, "every": 2}},
+        algorithm={
+            "kl_coef": 0.05,
+            "kl_target": 0.5,
+            "kl_horizon": 50,
+            "group_size": 2,
+            "importance_cap": 2.0,
+            "value_clip": 0.2,
+        },
+        policy={"epochs": 2, "batch_size": 20, "history": "conversation"},
+        evals={"test": {"episodes": 10, "every": 2}},
     )
     whole = run_of(config, tmp_path)
     with Run.create(tmp_path, dump(config), config.name) as run:
-        assert not run_training(build(config), run, stop=lambda: len(steps_of(run.path)) == 3)
+        assert not run_training(build(config), run, should_stop=lambda: len(steps_of(run.path)) == 3)
     with Run.open(run.path) as run:
-        setup = build(validate(Config, parse(run.config)))
-        assert restore(setup, run) == 3
+        setup = build(validate(TextConfig, parse(run.config)))
+        assert restore_checkpoint(setup, run) == 3
         assert run_training(setup, run)
     for log in ("metrics.jsonl", "evals.jsonl"):
         assert (whole / log).read_bytes() == (run.path / log).read_bytes()
-    one, other = checkpoints(whole)[-1].path, checkpoints(run.path)[-1].path
+    one, other = list_checkpoints(whole)[-1].path, list_checkpoints(run.path)[-1].path
     files = sorted(file.relative_to(one) for file in one.rglob("*") if file.is_file())
     assert {"critic.safetensors", "optimizer.safetensors", "memory.json"} <= {file.name for file in files}
     for file in files:
@@ -463,10 +472,10 @@ def steps_of(path):
 
 def test_servers_train_no_critic(base):
     """Said before the server is asked for anything."""
-    client = pytest.importorskip("palestra.service.client")
+    client = pytest.importorskip("palestra.service.client.client")
     policy = whisper(base, steps=1).policies["guide"]
     with pytest.raises(ValueError, match="train without --engine"):
-        client.RemoteEngines(None).learner("guide", policy, 0, critic=True)
+        client.RemoteEngines(None).build_learner("guide", policy, 0, critic=True)
 
 
 def test_a_full_model_has_no_reference(base):
@@ -474,6 +483,6 @@ def test_a_full_model_has_no_reference(base):
     policies = {"guide": full, "walker": {"type": "scripted", "answers": ["0"]}}
     setup = build(whisper(base, steps=1, episodes=2, policies=policies))
     with pytest.raises(ValueError) as error:
-        asyncio.run(learn(PPO(kl=0.1), setup.learners["guide"], played(setup), 0.0))
-    assert str(error.value) == NO_REFERENCE
-    assert asyncio.run(learn(PPO(), setup.learners["guide"], played(setup), 0.0))["updates"] == 1
+        asyncio.run(update_learner(PPO(kl_coef=0.1), setup.learners["guide"], played(setup), 0.0))
+    assert str(error.value) == NO_REFERENCE_MESSAGE
+    assert asyncio.run(update_learner(PPO(), setup.learners["guide"], played(setup), 0.0))["updates"] == 1

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.algorithms.text.returns import explained, gae, standardised
-from palestra.nets import returns as vectorised
+from palestra.algorithms.text.gae import explained_variance, gae, standardise
+from palestra.nets import advantages as vectorised
 
 
 def row(*numbers):
@@ -20,27 +20,27 @@ def row(*numbers):
 def test_estimates_worked_by_hand():
     # errors: 0 + .5*2 - 1 = 0; 1 + .5*4 - 2 = 1; 2 - 4 = -2; each adds .5*.5 of the next estimate:
     # -2; 1 + .25*-2 = .5; 0 + .25*.5 = .125
-    result = gae(row(0, 1, 2), row(1, 2, 4), gamma=0.5, lam=0.5)
+    result = gae(row(0, 1, 2), row(1, 2, 4), gamma=0.5, gae_lambda=0.5)
     assert result.tolist() == [0.125, 0.5, -2.0] and result.dtype == np.float64
 
 
 def test_one_token_is_its_reward_less_its_value():
-    assert gae(row(3), row(1.25), gamma=0.3, lam=0.7).tolist() == [1.75]
+    assert gae(row(3), row(1.25), gamma=0.3, gae_lambda=0.7).tolist() == [1.75]
 
 
 def test_a_reward_reaches_back_and_never_forward():
     """Of a reward of 8 at the second of three tokens the first has half, the last nothing."""
-    assert gae(row(0, 8, 0), row(0, 0, 0), gamma=0.5, lam=1).tolist() == [4, 8, 0]
-    assert gae(row(0, 8, 0), row(0, 0, 0), gamma=1, lam=0).tolist() == [0, 8, 0]
+    assert gae(row(0, 8, 0), row(0, 0, 0), gamma=0.5, gae_lambda=1).tolist() == [4, 8, 0]
+    assert gae(row(0, 8, 0), row(0, 0, 0), gamma=1, gae_lambda=0).tolist() == [0, 8, 0]
 
 
 def test_a_value_counts_for_the_token_before_it_and_against_its_own():
     """With one-step errors, 4 at the second of three states: gamma times 4 for the first token, -4 for the second."""
-    assert gae(row(0, 0, 0), row(0, 4, 0), gamma=0.5, lam=0).tolist() == [2, -4, 0]
+    assert gae(row(0, 0, 0), row(0, 4, 0), gamma=0.5, gae_lambda=0).tolist() == [2, -4, 0]
 
 
 def test_nothing_follows_the_last_token():
-    assert gae(row(0, 0), row(0, 4), gamma=1, lam=1).tolist() == [0, -4]
+    assert gae(row(0, 0), row(0, 4), gamma=1, gae_lambda=1).tolist() == [0, -4]
 
 
 chains = st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=9).map(np.array)
@@ -50,7 +50,7 @@ shares = st.floats(0, 1)
 @given(chains, shares)
 def test_lam_0_gives_one_step_errors(chain, gamma):
     rewards, values = chain.T
-    for t, advantage in enumerate(gae(rewards, values, gamma=gamma, lam=0)):
+    for t, advantage in enumerate(gae(rewards, values, gamma=gamma, gae_lambda=0)):
         after = values[t + 1] if t + 1 < len(values) else 0.0
         assert advantage == pytest.approx(rewards[t] + gamma * after - values[t], abs=1e-9)
 
@@ -58,7 +58,7 @@ def test_lam_0_gives_one_step_errors(chain, gamma):
 @given(chains, shares)
 def test_lam_1_gives_the_discounted_return_less_the_value(chain, gamma):
     rewards, values = chain.T
-    for t, advantage in enumerate(gae(rewards, values, gamma=gamma, lam=1)):
+    for t, advantage in enumerate(gae(rewards, values, gamma=gamma, gae_lambda=1)):
         after = sum(gamma**i * reward for i, reward in enumerate(rewards[t:]))
         assert advantage == pytest.approx(after - values[t], abs=1e-9)
 
@@ -66,8 +66,8 @@ def test_lam_1_gives_the_discounted_return_less_the_value(chain, gamma):
 @given(chains, shares, shares)
 def test_estimates_are_the_sums_of_their_definition(chain, gamma, lam):
     rewards, values = chain.T
-    errors = gae(rewards, values, gamma=gamma, lam=0)
-    for t, advantage in enumerate(gae(rewards, values, gamma=gamma, lam=lam)):
+    errors = gae(rewards, values, gamma=gamma, gae_lambda=0)
+    for t, advantage in enumerate(gae(rewards, values, gamma=gamma, gae_lambda=lam)):
         assert advantage == pytest.approx(sum((gamma * lam) ** i * e for i, e in enumerate(errors[t:])), abs=1e-9)
 
 
@@ -75,21 +75,21 @@ def test_estimates_are_the_sums_of_their_definition(chain, gamma, lam):
 def test_a_chain_is_a_game_in_which_one_seat_always_acts(chain, gamma, lam):
     rewards, values = torch.tensor(chain).T
     T = len(rewards)
-    course = vectorised.Course(
+    course = vectorised.AdvantageInputs(
         rewards.view(T, 1, 1),
         torch.cat([values, torch.tensor([7.0])]).view(T + 1, 1, 1),  # of the next game, which must not matter
         torch.zeros(T, 1, 1, dtype=torch.float64),
         (torch.arange(T) == T - 1).view(T, 1),
         torch.ones(T + 1, 1, 1, dtype=torch.bool),
     )
-    theirs, known = vectorised.gae(course, gamma=gamma, lam=lam)
+    theirs, known = vectorised.gae(course, gamma=gamma, gae_lambda=lam)
     assert known.all()
-    np.testing.assert_allclose(gae(*chain.T, gamma=gamma, lam=lam), theirs.flatten(), atol=1e-9)
+    np.testing.assert_allclose(gae(*chain.T, gamma=gamma, gae_lambda=lam), theirs.flatten(), atol=1e-9)
 
 
 def test_rewards_and_values_of_other_lengths_are_refused():
     with pytest.raises(ValueError, match="2 rewards and 1 values"):
-        gae(row(1, 2), row(1), gamma=1, lam=1)
+        gae(row(1, 2), row(1), gamma=1, gae_lambda=1)
 
 
 # ---- one scale for a step
@@ -97,17 +97,17 @@ def test_rewards_and_values_of_other_lengths_are_refused():
 
 def test_standardised_by_hand():
     """1, 2, 3 are 1, 0 and 1 from their mean, with a mean square of 2/3."""
-    assert standardised(row(1, 2, 3)).tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5], abs=1e-6)
+    assert standardise(row(1, 2, 3)).tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5], abs=1e-6)
 
 
 @pytest.mark.parametrize("numbers", [[5.0], [-2.0, -2.0], [0.1 + 0.2, 0.3]])
 def test_what_does_not_differ_is_nothing(numbers):
-    assert standardised(np.array(numbers)).tolist() == [0.0] * len(numbers)
+    assert standardise(np.array(numbers)).tolist() == [0.0] * len(numbers)
 
 
 @given(st.lists(st.integers(-99, 99), min_size=2, max_size=9, unique=True))
 def test_standardised_has_mean_0_and_deviation_1_and_keeps_the_order(numbers):
-    result = standardised(np.array(numbers, np.float64))
+    result = standardise(np.array(numbers, np.float64))
     assert result.mean() == pytest.approx(0, abs=1e-9) and result.std() == pytest.approx(1)
     assert np.argsort(result).tolist() == np.argsort(numbers).tolist()
 
@@ -117,12 +117,12 @@ def test_standardised_has_mean_0_and_deviation_1_and_keeps_the_order(numbers):
 
 def test_explained_by_hand():
     returns = row(1, 3)
-    assert explained(row(1, 3), returns) == 1
-    assert explained(row(6, 8), returns) == 1  # what is wrong by a constant tells them apart all the same
-    assert explained(row(2, 2), returns) == 0
-    assert explained(row(1.5, 2.5), returns) == 0.75  # a quarter of the variance is left
-    assert explained(row(3, 1), returns) == -3  # -2 and 2 are left, with variance 4 where there was 1
+    assert explained_variance(row(1, 3), returns) == 1
+    assert explained_variance(row(6, 8), returns) == 1  # what is wrong by a constant tells them apart all the same
+    assert explained_variance(row(2, 2), returns) == 0
+    assert explained_variance(row(1.5, 2.5), returns) == 0.75  # a quarter of the variance is left
+    assert explained_variance(row(3, 1), returns) == -3  # -2 and 2 are left, with variance 4 where there was 1
 
 
 def test_returns_that_do_not_differ_have_nothing_to_explain():
-    assert explained(row(0, 1), row(2, 2)) is None
+    assert explained_variance(row(0, 1), row(2, 2)) is None

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from toy_worlds import Dials
 
-from palestra.algorithms.text.sft import SFT, news
+from palestra.algorithms.text.sft import SFT, new_tokens
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import validate
 from palestra.losses.policy import LOSSES
-from palestra.recipe import Config
-from palestra.rollouts.play import Branching
-from palestra.setup import build
-from palestra.train import learn
+from palestra.rollouts.tree_rollout import Branching
+from palestra.training.loop import update_learner
 from palestra.types import Answer, Episode, Node
 
 
@@ -58,7 +58,7 @@ def lists(samples):
     ],
 )
 def test_what_the_next_prompt_adds(prompt, said, later, new):
-    assert news(answer(prompt, said), answer(later, [0])).tolist() == new
+    assert new_tokens(answer(prompt, said), answer(later, [0])).tolist() == new
 
 
 def test_a_world_model_foretells_the_next_observation_of_the_same_seat():
@@ -69,7 +69,7 @@ def test_a_world_model_foretells_the_next_observation_of_the_same_seat():
         {"a": answer([1, 2, 8, 4], [5])},
         {"b": answer([6, 6, 8, 3], [7, 7])},
     )
-    samples, figures = SFT(imitate="none", world=2.0).samples([play], "p")
+    samples, figures = SFT(imitate="none", world_model_weight=2.0).build_samples([play], "p")
     assert lists(samples) == [([1, 2, 7, 5, 9], [8, 4], 2.0), ([6, 6, 8], [3], 2.0)]
     assert figures == {"imitated": 0.0, "foretold": 0.5}
     for sample in samples:
@@ -80,26 +80,28 @@ def test_a_world_model_foretells_the_next_observation_of_the_same_seat():
 
 def test_both_parts_stand_side_by_side_with_their_weights():
     play = episode({"a": answer([1, 2], [5, 9])}, {"a": answer([1, 2, 5, 9, 3], [4])})
-    samples, figures = SFT(world=0.25).samples([play], "p")
+    samples, figures = SFT(world_model_weight=0.25).build_samples([play], "p")
     assert lists(samples) == [([1, 2], [5, 9], 1.0), ([1, 2, 5, 9, 3], [4], 1.0), ([1, 2, 5, 9], [3], 0.25)]
     assert samples[0].logprobs.tolist() == [-0.5, -0.5] and samples[0].advantages.tolist() == [1, 1]
     assert figures == {"imitated": 1.0, "foretold": 0.5}
     assert [node.advantages for node in play.nodes] == [{"a": 1.0}, {"a": 1.0}]
-    assert SFT(world=0.25).loss is LOSSES["cross_entropy"] and not SFT(world=0.25).loss_options
+    assert (
+        SFT(world_model_weight=0.25).loss is LOSSES["cross_entropy"] and not SFT(world_model_weight=0.25).loss_options
+    )
 
 
 def test_without_a_world_model_nothing_is_foretold():
     play = episode({"a": answer([1, 2], [5])}, {"a": answer([1, 3], [4])})
-    samples, figures = SFT().samples([play], "p")
+    samples, figures = SFT().build_samples([play], "p")
     assert len(samples) == 2 and figures == {"imitated": 1.0}
 
 
 def test_only_ones_own_answers_teach():
     play = episode({"a": answer([1], [5], "q@3")}, {"a": answer([2], [4], "q@3")}, {"b": answer([3], [4])})
-    samples, figures = SFT(world=1.0).samples([play], "p")
+    samples, figures = SFT(world_model_weight=1.0).build_samples([play], "p")
     assert lists(samples) == [([3], [4], 1.0)] and figures == {"imitated": 1.0, "foretold": 0.0}
     play.error = "lost"
-    assert SFT(world=1.0).samples([play], "p") == ([], {"imitated": 0.0, "foretold": 0.0})
+    assert SFT(world_model_weight=1.0).build_samples([play], "p") == ([], {"imitated": 0.0, "foretold": 0.0})
 
 
 def two_lines(**more):
@@ -109,12 +111,12 @@ def two_lines(**more):
 
 
 def test_lines_are_chosen_by_success_and_their_common_part_counts_once():
-    samples, figures = SFT().samples([two_lines()], "p")
+    samples, figures = SFT().build_samples([two_lines()], "p")
     assert lists(samples) == [([1], [5], 1.0), ([2, 2], [7], 1.0)] and figures["imitated"] == 0.5
-    samples, figures = SFT(imitate="all", world=1.0).samples([two_lines()], "p")
+    samples, figures = SFT(imitate="all", world_model_weight=1.0).build_samples([two_lines()], "p")
     assert [s.token_ids.tolist() for s in samples] == [[5], [6], [7], [2, 2]]  # siblings were shown one observation
     assert figures == {"imitated": 1.0, "foretold": 1 / 3}
-    samples, figures = SFT(imitate="none", world=1.0).samples([two_lines()], "p")
+    samples, figures = SFT(imitate="none", world_model_weight=1.0).build_samples([two_lines()], "p")
     assert lists(samples) == [([1, 5], [2, 2], 1.0)]  # of failures too
 
 
@@ -122,7 +124,7 @@ def test_an_answer_that_siblings_share_counts_once_and_is_noted_at_each():
     same = answer([1], [5])
     turns = [{"a": same, "b": answer([3], [8])}, {"a": same, "b": answer([3], [9])}]
     play = episode(*turns, parents=[None, None], ends={0: True, 1: True})
-    samples, _ = SFT().samples([play], "p")
+    samples, _ = SFT().build_samples([play], "p")
     assert sorted(s.token_ids.tolist() for s in samples) == [[5], [8], [9]]
     assert [node.advantages for node in play.nodes] == [{"a": 1.0, "b": 1.0}] * 2
 
@@ -131,15 +133,15 @@ def test_lines_are_chosen_by_what_a_seat_earned():
     """Its own 1.5 and 1 in the first line, 1.5 in the second; there then half of the team's 4 too."""
     play = two_lines(rewards={0: {"a": 1.5}, 1: {"a": 1.0}})
     for least, kept in ((2.5, [[5], [6]]), (2.6, []), (1.5, [[5], [6], [7]]), (None, [[5], [6], [7]])):
-        samples, _ = SFT(imitate="all", least=least).samples([play], "p")
+        samples, _ = SFT(imitate="all", min_return=least).build_samples([play], "p")
         assert [s.token_ids.tolist() for s in samples] == kept, least
     play.nodes[2].team_reward = 4.0
-    samples, figures = SFT(imitate="all", least=3.5, alpha=0.5).samples([play], "p")
+    samples, figures = SFT(imitate="all", min_return=3.5, team_weight=0.5).build_samples([play], "p")
     assert [s.token_ids.tolist() for s in samples] == [[5], [7]] and figures["imitated"] == 0.5
 
 
 def test_nothing_to_learn_is_refused():
-    with pytest.raises(ValueError, match="nothing to learn: set world: 1"):
+    with pytest.raises(ValueError, match="nothing to learn: set world_model_weight: 1"):
         SFT(imitate="none")
 
 
@@ -148,7 +150,7 @@ def test_nothing_to_learn_is_refused():
 
 def dials(base, split):
     """A hand that learns what its dials do, while it is played at random."""
-    hand = {"type": "lora", "base": str(base), "lr": 1e-2, "schedule": "linear", "memory": "conversation"}
+    hand = {"type": "lora", "base": str(base), "lr": 1e-2, "lr_schedule": "linear", "history": "conversation"}
     config = {
         "steps": 120,
         "episodes": 64,
@@ -157,9 +159,9 @@ def dials(base, split):
             "hand": hand | {"teacher": "chance"},
             "chance": {"type": "random", "words": ["0", "1"], "length": 1},
         },
-        "algorithm": {"type": "sft", "imitate": "none", "world": 1.0},
+        "algorithm": {"type": "sft", "imitate": "none", "world_model_weight": 1.0},
     }
-    return build(validate(Config, config))
+    return build(validate(TextConfig, config))
 
 
 def test_first_positions_are_held_out():
@@ -177,7 +179,7 @@ def test_what_happens_next_is_learned_for_positions_never_seen(base):
 
 async def learned(setup, test):
     stage, learner = setup.stages[0], setup.learners["hand"]
-    held_out, _ = SFT(imitate="none", world=1.0).samples(
+    held_out, _ = SFT(imitate="none", world_model_weight=1.0).build_samples(
         await test.stages[0].source.play(range(64), Branching(), {}), "hand"
     )
 
@@ -186,9 +188,9 @@ async def learned(setup, test):
 
     before = await nll()
     for step in range(setup.steps):
-        moment = setup.at(step)
-        episodes = await stage.source.play(moment.numbers, stage.algorithm.branching, {})
-        figures = await learn(stage.algorithm, learner, episodes, moment.progress, {})
+        moment = setup.position_of(step)
+        episodes = await stage.source.play(moment.episode_numbers, stage.algorithm.branching, {})
+        figures = await update_learner(stage.algorithm, learner, episodes, moment.progress, {})
     assert figures["foretold"] == 0.5 and figures["samples"] == 64
     assert len(held_out) == 64 and {len(sample.token_ids) for sample in held_out} == {5}
     assert await nll() < 0.6 < 5 < before

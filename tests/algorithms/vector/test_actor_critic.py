@@ -15,20 +15,20 @@ from open_spiel.python.policy import tabular_policy_from_callable
 from vector_toys import Countdown, Cues, Push, Track, mean_return, train
 
 from palestra.algorithms.vector.a2c import A2C
-from palestra.algorithms.vector.actor_critic import ActorCritic, ActorCriticConfig
+from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.algorithms.vector.ppo import PPO
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_frame
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_step
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import WORDS, below
-from palestra.learners.nets import Diverged, NetPolicyConfig, Together, read_member
-from palestra.nets.heads import head_for
-from palestra.nets.layers import member_of
-from palestra.policies.vector import Uniform
-from palestra.rollouts.sweep import Sweeper
-from palestra.types import Batch
+from palestra.envs.vector.rng import RNG_WORDS, random_below
+from palestra.learners.nets import GradientSync, NetPolicyConfig, NonFiniteGradient, read_policy
+from palestra.nets.heads import make_head
+from palestra.nets.layers import member_weights
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.types import RolloutBatch
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 
@@ -38,33 +38,33 @@ def learner(
     env: VectorEnv,
     seats: dict[str, list[int]],
     policies: Mapping[str, NetPolicyConfig] | NetPolicyConfig = POLICY,
-) -> ActorCritic:
+) -> ActorCriticLearner:
     own = dict.fromkeys(seats, policies) if isinstance(policies, NetPolicyConfig) else policies
-    return config.learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
+    return config.build_learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
 
 
-def swept(made: ActorCritic, env: VectorEnv, steps: int, seed: int = 0, sweeps: int = 1) -> Batch:
+def swept(made: ActorCriticLearner, env: VectorEnv, steps: int, seed: int = 0, sweeps: int = 1) -> RolloutBatch:
     """The last of some sweeps; the others bring games out of step."""
-    sweeper = Sweeper(env, np.arange(env.games))
+    sweeper = VectorRollout(env, np.arange(env.num_envs))
     for i in range(sweeps):
-        batch = sweeper.sweep([*made.players(0)], steps, seed + i)
+        batch = sweeper.collect([*made.rollout_policies(0)], steps, seed + i)
     return batch
 
 
-def weights(made: ActorCritic, name: str) -> dict[str, torch.Tensor]:
+def weights(made: ActorCriticLearner, name: str) -> dict[str, torch.Tensor]:
     """The weights of a policy and of the critic that judges it."""
     found = {}
     for stack in made.stacks:
-        if name in stack.seating.names:
-            found |= {f"net.{k}": v for k, v in member_of(stack.net, stack.seating.names.index(name)).items()}
+        if name in stack.seat_mapping.names:
+            found |= {f"net.{k}": v for k, v in member_weights(stack.net, stack.seat_mapping.names.index(name)).items()}
     for critic in made.critics:
-        if name in critic.seating.names:
-            found |= {f"critic.{k}": v for k, v in member_of(critic.net, critic.seating.names.index(name)).items()}
+        if name in critic.seat_mapping.names:
+            found |= {f"critic.{k}": v for k, v in member_weights(critic.net, critic.seat_mapping.names.index(name)).items()}
     return found
 
 
-def snapshot(made: ActorCritic) -> dict[str, np.ndarray]:
-    return {key: value.copy() for key, value in made.arrays().items()}
+def snapshot(made: ActorCriticLearner) -> dict[str, np.ndarray]:
+    return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
 # ---- one update, worked out move by move
@@ -73,7 +73,9 @@ def snapshot(made: ActorCritic) -> dict[str, np.ndarray]:
 class Textbook:
     """The first update of a policy at one seat with its own critic: networks of one hidden layer of tanh."""
 
-    def __init__(self, made: ActorCritic, batch: Batch, name: str, seat: int, config: ActorCriticConfig) -> None:
+    def __init__(
+        self, made: ActorCriticLearner, batch: RolloutBatch, name: str, seat: int, config: ActorCriticConfig
+    ) -> None:
         self.weights = {key: w.clone().requires_grad_() for key, w in weights(made, name).items()}
         self.batch, self.seat, self.config = batch, seat, config
 
@@ -89,15 +91,17 @@ class Textbook:
         """Known moves of game b, last first: step, error, and whether the next known move is of the same game."""
         batch, seat, found = self.batch, self.seat, []
         T = len(batch.rewards)
-        own = [t for t in range(T + 1) if batch.acting[t, b, seat]]
+        own = [t for t in range(T + 1) if batch.agent_mask[t, b, seat]]
         for t in own[::-1]:
             later = [u for u in own if u > t]
-            ends = [u for u in range(t, T) if batch.over[u, b]]
+            ends = [u for u in range(t, T) if batch.done[u, b]]
             if t == T or not (later or ends):
                 continue
             if ends and (not later or ends[0] < later[0]):
                 last = next(
-                    i for i, pair in enumerate(zip(*batch.ends, strict=True)) if tuple(map(int, pair)) == (ends[0], b)
+                    i
+                    for i, pair in enumerate(zip(*batch.end_index, strict=True))
+                    if tuple(map(int, pair)) == (ends[0], b)
                 )
                 follows = 0.0 if batch.terminated[ends[0], b] else self.value(batch.final_obs[last, seat])
                 stop, same = ends[0], False
@@ -113,29 +117,30 @@ class Textbook:
         for b in range(self.batch.rewards.shape[1]):
             estimate = 0.0
             for t, error, same in self.moves(b):
-                estimate = error + self.config.gamma * self.config.lam * estimate * same
+                estimate = error + self.config.gamma * self.config.gae_lambda * estimate * same
                 advantages.append((t, b, estimate))
         credit = np.array([a for *_, a in advantages])
-        mean, deviation = (credit.mean(), credit.std()) if self.config.normalise else (0.0, 1.0)
+        mean, deviation = (credit.mean(), credit.std()) if self.config.normalize_advantages else (0.0, 1.0)
         actor = critic = torch.zeros(())
         for t, b, advantage in advantages:
             view = self.batch.obs[t, b, self.seat]
             out = self.net("net", view)
-            if self.batch.legal is not None:
-                out = out.masked_fill(~torch.from_numpy(self.batch.legal[t, b, self.seat].copy()), -torch.inf)
+            if self.batch.action_mask is not None:
+                out = out.masked_fill(~torch.from_numpy(self.batch.action_mask[t, b, self.seat].copy()), -torch.inf)
             logp = torch.log_softmax(out, 0)
             entropy = -sum(x.exp() * x for x in logp if torch.isfinite(x))
             taken = logp[int(self.batch.actions[t, b, self.seat])]
-            actor = actor - taken * (advantage - mean) / (deviation + 1e-8) - self.config.entropy * entropy
+            actor = actor - taken * (advantage - mean) / (deviation + 1e-8) - self.config.entropy_coef * entropy
             value = self.net("critic", view)[0]
             target = value.item() + advantage
             critic = critic + 0.5 * (value - target) ** 2
-            if self.config.auxiliary:
+            if self.config.aux_value_coef:
                 besides = self.net("net", view, "judge")[0]
-                actor = actor + self.config.auxiliary * 0.5 * (besides - target) ** 2
+                actor = actor + self.config.aux_value_coef * 0.5 * (besides - target) ** 2
         ((actor + critic) / len(advantages)).backward()
         return {
-            key: w.detach() - policy.lr * self.clipped(key, policy) / (self.clipped(key, policy).abs() + policy.eps)
+            key: w.detach()
+            - policy.lr * self.clipped(key, policy) / (self.clipped(key, policy).abs() + policy.adam_eps)
             for key, w in self.weights.items()
         }
 
@@ -143,26 +148,28 @@ class Textbook:
         kind = key.split(".")[0]
         gradients = {k: w.grad for k, w in self.weights.items() if k.startswith(kind) and w.grad is not None}
         norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros(())))
-        return gradients[key] * min(1.0, policy.clip / (norm.item() + 1e-6))
+        return gradients[key] * min(1.0, policy.max_grad_norm / (norm.item() + 1e-6))
 
 
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize(
     "config",
     [
-        A2C(gamma=0.9, lam=0.8, entropy=0.05),
-        A2C(gamma=0.9, lam=0.8, normalise=False, entropy=0),
-        PPO(gamma=0.9, lam=0.8, epochs=1, minibatches=1),  # ratios of one: the plain policy gradient
-        A2C(gamma=0.9, lam=1.0, normalise=False, entropy=0, correct="vtrace"),  # on-policy, to the end: the same
-        A2C(gamma=0.9, lam=0.8, auxiliary=0.7),
+        A2C(gamma=0.9, gae_lambda=0.8, entropy_coef=0.05),
+        A2C(gamma=0.9, gae_lambda=0.8, normalize_advantages=False, entropy_coef=0),
+        PPO(gamma=0.9, gae_lambda=0.8, epochs=1, minibatches=1),  # ratios of one: the plain policy gradient
+        A2C(
+            gamma=0.9, gae_lambda=1.0, normalize_advantages=False, entropy_coef=0, off_policy_correction="vtrace"
+        ),  # on-policy, to the end: the same
+        A2C(gamma=0.9, gae_lambda=0.8, aux_value_coef=0.7),
     ],
 )
 def test_one_update_is_the_textbooks(config: ActorCriticConfig, turns: bool) -> None:
-    env, policy = Countdown(4, turns=turns), NetPolicyConfig(hidden=[6], lr=1e-3, eps=1e-2, clip=0.4)
+    env, policy = Countdown(4, turns=turns), NetPolicyConfig(hidden=[6], lr=1e-3, adam_eps=1e-2, max_grad_norm=0.4)
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
-    sweeper = Sweeper(env, np.array([1, 5, 9, 13]))  # games of 3, 4, 5 (cut off) and 2 steps
-    batch = sweeper.sweep(made.players(0), 14, 0)
-    assert batch.over[-1].all() and batch.truncated.any() and (~batch.legal).any()
+    sweeper = VectorRollout(env, np.array([1, 5, 9, 13]))  # games of 3, 4, 5 (cut off) and 2 steps
+    batch = sweeper.collect(made.rollout_policies(0), 14, 0)
+    assert batch.done[-1].all() and batch.truncated.any() and (~batch.action_mask).any()
     books = {name: Textbook(made, batch, name, seat, config) for seat, name in enumerate("ab")}
     expected = {name: book.update(policy) for name, book in books.items()}
     made.update(batch, 0.0)
@@ -176,31 +183,41 @@ def test_one_update_is_the_textbooks(config: ActorCriticConfig, turns: bool) -> 
 # ---- what must not matter
 
 
-EVERYTHING = PPO(horizon=9, epochs=2, minibatches=2, critic="central", critics="one", value_norm=True, correct="vtrace")
-EVERYTHING_BESIDES = EVERYTHING.model_copy(update={"auxiliary": 0.5})
-SMALL = NetPolicyConfig(hidden=[6], normalise=True, schedule="linear")
+EVERYTHING = PPO(
+    rollout_length=9,
+    epochs=2,
+    minibatches=2,
+    critic="central",
+    critics="one",
+    value_norm=True,
+    off_policy_correction="vtrace",
+)
+EVERYTHING_BESIDES = EVERYTHING.model_copy(update={"aux_value_coef": 0.5})
+SMALL = NetPolicyConfig(hidden=[6], normalize_observations=True, lr_schedule="linear")
 
 
 @pytest.mark.parametrize("memory", [0, 5])
-@pytest.mark.parametrize("config", [EVERYTHING_BESIDES, PPO(horizon=9, epochs=2, minibatches=3), A2C(horizon=9)])
+@pytest.mark.parametrize(
+    "config", [EVERYTHING_BESIDES, PPO(rollout_length=9, epochs=2, minibatches=3), A2C(rollout_length=9)]
+)
 def test_a_learner_goes_on_exactly_from_its_arrays(config: ActorCriticConfig, memory: int) -> None:
-    policy = SMALL.model_copy(update={"memory": memory})
+    policy = SMALL.model_copy(update={"gru_units": memory})
     seats = {"a": [0], "b": [1], "c": [2, 3]}
 
-    def played(made: ActorCritic, sweeper: Sweeper, first: int) -> None:
+    def played(made: ActorCriticLearner, sweeper: VectorRollout, first: int) -> None:
         for i in range(first, first + 2):
-            made.update(sweeper.sweep(made.players(i / 9), 9, i), i / 9)
+            made.update(sweeper.collect(made.rollout_policies(i / 9), 9, i), i / 9)
 
     env, other = Countdown(4, seats=4), Countdown(4, seats=4)
     made, again = learner(config, env, seats, policy), learner(config, other, seats, policy)
-    one, two = Sweeper(env, np.arange(4)), Sweeper(other, np.arange(4))
+    one, two = VectorRollout(env, np.arange(4)), VectorRollout(other, np.arange(4))
     played(made, one, 0)
     kept = snapshot(made)
     played(again, two, 0)  # another learner that has played as much, with other weights
-    again.update(two.sweep(again.players(0), 9, 99), 0.5)
+    again.update(two.collect(again.rollout_policies(0), 9, 99), 0.5)
     played(made, one, 2)
-    again.load(kept)
-    two = Sweeper(other, np.arange(4))
+    again.load_arrays(kept)
+    two = VectorRollout(other, np.arange(4))
     fresh = learner(config, other, seats, policy)
     played(fresh, two, 0)  # brings the games to where they were
     played(again, two, 2)
@@ -214,9 +231,9 @@ def test_a_learner_goes_on_exactly_from_its_arrays(config: ActorCriticConfig, me
 @pytest.mark.parametrize("memory", [0, 5])
 def test_a_policy_learns_the_same_in_any_stack(memory: int) -> None:
     """With one minibatch; with more, its moves are dealt to them in another order."""
-    config = PPO(horizon=8, epochs=2, minibatches=1)
-    policy = NetPolicyConfig(hidden=[6], memory=memory)
-    apart = {"a": policy, "b": policy.model_copy(update={"eps": 1.0001e-5})}
+    config = PPO(rollout_length=8, epochs=2, minibatches=1)
+    policy = NetPolicyConfig(hidden=[6], gru_units=memory)
+    apart = {"a": policy, "b": policy.model_copy(update={"adam_eps": 1.0001e-5})}
     env = Countdown(4)
     together, alone = (
         learner(config, env, {"a": [0], "b": [1]}, policy),
@@ -226,7 +243,7 @@ def test_a_policy_learns_the_same_in_any_stack(memory: int) -> None:
     batch = swept(together, env, 8)
     first = together.update(batch, 0.0)
     if memory:
-        batch.memory |= {"a": batch.memory["a+b"][:1], "b": batch.memory["a+b"][1:]}
+        batch.recurrent_state |= {"a": batch.recurrent_state["a+b"][:1], "b": batch.recurrent_state["a+b"][1:]}
     second = alone.update(batch, 0.0)
     for key, value in weights(together, "a").items():
         torch.testing.assert_close(weights(alone, "a")[key], value, rtol=1e-4, atol=1e-6)
@@ -236,7 +253,10 @@ def test_a_policy_learns_the_same_in_any_stack(memory: int) -> None:
 
 @pytest.mark.parametrize("auxiliary", [0.0, 0.5])
 def test_rewards_of_one_policy_are_nothing_to_another(auxiliary: float) -> None:
-    config, env = PPO(horizon=8, epochs=2, minibatches=2, value_norm=True, auxiliary=auxiliary), Countdown(4)
+    config, env = (
+        PPO(rollout_length=8, epochs=2, minibatches=2, value_norm=True, aux_value_coef=auxiliary),
+        Countdown(4),
+    )
     made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
     batch = swept(made, env, 8)
     made.update(batch, 0.0)
@@ -249,11 +269,11 @@ def test_rewards_of_one_policy_are_nothing_to_another(auxiliary: float) -> None:
 @pytest.mark.parametrize("turns", [False, True])
 def test_moves_that_are_not_known_teach_nothing(turns: bool) -> None:
     """A seat that only waits has no part in the loss: what it "did" and what it was paid for may be anything."""
-    config, env = A2C(horizon=9), Countdown(4, turns=turns)
+    config, env = A2C(rollout_length=9), Countdown(4, turns=turns)
     made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
     batch = swept(made, env, 9)
     made.update(batch, 0.0)
-    waits = ~batch.acting[:-1]
+    waits = ~batch.agent_mask[:-1]
     batch.actions[waits], batch.logp[waits] = 1, -5.0
     other.update(batch, 0.0)
     for name in "ab":
@@ -266,19 +286,19 @@ def test_moves_that_are_not_known_teach_nothing(turns: bool) -> None:
 @pytest.mark.parametrize("memory", [0, 4])
 def test_seats_that_nobody_trains_are_left_alone(critic: str, critics: str, memory: int) -> None:
     env = Countdown(4, seats=3)
-    config = PPO(horizon=7, epochs=1, minibatches=2, critic=critic, critics=critics)  # type: ignore[arg-type]
-    made = learner(config, env, {"a": [2]}, NetPolicyConfig(hidden=[6], memory=memory))
-    sweeper, others = Sweeper(env, np.arange(4)), [Uniform(env, [0, 1])]
+    config = PPO(rollout_length=7, epochs=1, minibatches=2, critic=critic, critics=critics)  # type: ignore[arg-type]
+    made = learner(config, env, {"a": [2]}, NetPolicyConfig(hidden=[6], gru_units=memory))
+    sweeper, others = VectorRollout(env, np.arange(4)), [UniformVectorPolicy(env, [0, 1])]
     for i in range(3):
-        figures = made.update(sweeper.sweep([*made.players(0), *others], 7, i), 0.0)
+        figures = made.update(sweeper.collect([*made.rollout_policies(0), *others], 7, i), 0.0)
     assert set(figures) == {"a"} and np.isfinite(list(figures["a"].values())).all()
 
 
 def test_the_learning_rate_goes_to_zero_where_it_is_to() -> None:
     env = Countdown(4)
     for schedule, moves in (("linear", False), ("constant", True)):
-        policy = NetPolicyConfig(hidden=[6], schedule=schedule)  # type: ignore[arg-type]
-        made = learner(PPO(horizon=8), env, {"a": [0, 1]}, policy)
+        policy = NetPolicyConfig(hidden=[6], lr_schedule=schedule)  # type: ignore[arg-type]
+        made = learner(PPO(rollout_length=8), env, {"a": [0, 1]}, policy)
         before = weights(made, "a")
         made.update(swept(made, env, 8), 1.0)
         assert moves != all(torch.equal(value, before[key]) for key, value in weights(made, "a").items())
@@ -287,8 +307,16 @@ def test_the_learning_rate_goes_to_zero_where_it_is_to() -> None:
 @pytest.mark.parametrize(
     "configs",
     [
-        (PPO(horizon=8, entropy=0.3, entropy_end=0.1), PPO(horizon=8, entropy=0.2), PPO(horizon=8, entropy=0.3)),
-        (PPO(horizon=8, gamma=0.5, gamma_end=0.9), PPO(horizon=8, gamma=0.7), PPO(horizon=8, gamma=0.5)),
+        (
+            PPO(rollout_length=8, entropy_coef=0.3, entropy_coef_end=0.1),
+            PPO(rollout_length=8, entropy_coef=0.2),
+            PPO(rollout_length=8, entropy_coef=0.3),
+        ),
+        (
+            PPO(rollout_length=8, gamma=0.5, gamma_end=0.9),
+            PPO(rollout_length=8, gamma=0.7),
+            PPO(rollout_length=8, gamma=0.5),
+        ),
     ],
     ids=["entropy", "gamma"],
 )
@@ -306,19 +334,19 @@ def test_what_changes_over_the_run_is_half_way_the_mean_of_both_ends(configs: tu
 
 
 def test_what_changes_over_the_run_goes_from_one_end_to_the_other() -> None:
-    config = PPO(entropy=0.3, entropy_end=0.1, gamma=0.9, gamma_end=0.99)
+    config = PPO(entropy_coef=0.3, entropy_coef_end=0.1, gamma=0.9, gamma_end=0.99)
     assert [config.entropy_at(x) for x in (0.0, 1.0)] == pytest.approx([0.3, 0.1])
     assert [config.gamma_at(x) for x in (0.0, 1.0)] == pytest.approx([0.9, 0.99])
-    assert [PPO(entropy=0.3).entropy_at(1.0), PPO(gamma=0.9).gamma_at(1.0)] == [0.3, 0.9]
+    assert [PPO(entropy_coef=0.3).entropy_at(1.0), PPO(gamma=0.9).gamma_at(1.0)] == [0.3, 0.9]
 
 
 def test_views_are_normalised_by_what_was_seen_before_the_update() -> None:
     """So the ratios of a batch begin at one."""
     env = Countdown(4)
-    made = learner(PPO(horizon=8, epochs=1, minibatches=1), env, {"a": [0, 1]}, SMALL)
-    sweeper = Sweeper(env, np.arange(4))
+    made = learner(PPO(rollout_length=8, epochs=1, minibatches=1), env, {"a": [0, 1]}, SMALL)
+    sweeper = VectorRollout(env, np.arange(4))
     for i in range(3):
-        batch = sweeper.sweep(made.players(0), 8, i)
+        batch = sweeper.collect(made.rollout_policies(0), 8, i)
         figures = made.update(batch, 0.0)["a"]
         assert figures["kl"] == pytest.approx(0, abs=1e-9) and figures["clip_share"] == 0
     norm = made.stacks[0].norm
@@ -328,19 +356,19 @@ def test_views_are_normalised_by_what_was_seen_before_the_update() -> None:
 
 @pytest.mark.parametrize("correct", ["none", "vtrace"])
 def test_ratios_are_one_on_policy_with_memory_too(correct: str) -> None:
-    env, policy = Countdown(4, turns=True), NetPolicyConfig(hidden=[6], memory=5)
-    config = PPO(horizon=8, epochs=1, minibatches=1, correct=correct)  # type: ignore[arg-type]
+    env, policy = Countdown(4, turns=True), NetPolicyConfig(hidden=[6], gru_units=5)
+    config = PPO(rollout_length=8, epochs=1, minibatches=1, off_policy_correction=correct)  # type: ignore[arg-type]
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
-    sweeper = Sweeper(env, np.arange(4))
+    sweeper = VectorRollout(env, np.arange(4))
     for i in range(3):
-        for figures in made.update(sweeper.sweep(made.players(0), 8, i), 0.0).values():
+        for figures in made.update(sweeper.collect(made.rollout_policies(0), 8, i), 0.0).values():
             assert figures["kl"] == pytest.approx(0, abs=1e-9)
 
 
 def test_vtrace_corrects_for_an_older_policy() -> None:
     """Of a batch in which one action's log-probability is said to be much lower than it was, so that the ratio is cut
     to one, nothing changes; where it is said to be higher, its advantage counts for less."""
-    config = A2C(horizon=8, correct="vtrace", normalise=False, lam=1.0)
+    config = A2C(rollout_length=8, off_policy_correction="vtrace", normalize_advantages=False, gae_lambda=1.0)
     env = Countdown(4)
     figures = []
     for shift in (0.0, -3.0, 3.0):
@@ -358,7 +386,7 @@ def test_the_age_of_a_batch_counts_once(turns: bool) -> None:
     ratios begin at one, and none is out of bounds before anything is learned."""
     env, made = Countdown(4, turns=turns), []
     for config in (PPO, A2C):
-        own = config(horizon=8, epochs=1, minibatches=1, correct="vtrace")
+        own = config(rollout_length=8, epochs=1, minibatches=1, off_policy_correction="vtrace")
         made.append(learner(own, env, {"a": [0, 1]}))
         batch = swept(made[-1], env, 8)
         batch.logp += np.random.default_rng(0).normal(0, 2, batch.logp.shape).astype(np.float32)
@@ -369,12 +397,12 @@ def test_the_age_of_a_batch_counts_once(turns: bool) -> None:
 
 
 def test_a_loss_that_is_no_number_stops_before_it_does_harm() -> None:
-    config, env = PPO(horizon=8), Countdown(4)
+    config, env = PPO(rollout_length=8), Countdown(4)
     made = learner(config, env, {"a": [0], "b": [1]})
     batch = swept(made, env, 8)
     before = snapshot(made)
     batch.rewards[3, 2, 1] = np.nan
-    with pytest.raises(Diverged, match="policy b") as caught:
+    with pytest.raises(NonFiniteGradient, match="policy b") as caught:
         made.update(batch, 0.0)
     assert caught.value.policy == "b"
     for key, value in snapshot(made).items():
@@ -383,21 +411,21 @@ def test_a_loss_that_is_no_number_stops_before_it_does_harm() -> None:
 
 def test_one_critic_for_seats_that_see_differently_must_be_central() -> None:
     env = SimpleSpread(2)
-    env.views = ((18,), (18,), (17,))
+    env.observation_shapes = ((18,), (18,), (17,))
     with pytest.raises(ValueError, match="critics: one needs seats that see alike"):
         learner(PPO(critics="one"), env, {"a": [0], "b": [2]})
 
 
 @pytest.mark.parametrize("memory", [0, 4])
 def test_two_processes_with_the_same_games_are_one(memory: int) -> None:
-    config, env = PPO(horizon=8, epochs=2, minibatches=2, value_norm=True), Countdown(4)
-    policy = SMALL.model_copy(update={"memory": memory})
-    two = Together(lambda x: 2 * x, 2)
+    config, env = PPO(rollout_length=8, epochs=2, minibatches=2, value_norm=True), Countdown(4)
+    policy = SMALL.model_copy(update={"gru_units": memory})
+    two = GradientSync(lambda x: 2 * x, 2)
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
-    other = config.learner(env, {"a": [0], "b": [1]}, dict.fromkeys("ab", policy), {"a": 5, "b": 6}, two)
-    sweeper = Sweeper(env, np.arange(4))
+    other = config.build_learner(env, {"a": [0], "b": [1]}, dict.fromkeys("ab", policy), {"a": 5, "b": 6}, two)
+    sweeper = VectorRollout(env, np.arange(4))
     for i in range(2):
-        batch = sweeper.sweep(made.players(0), 8, i)
+        batch = sweeper.collect(made.rollout_policies(0), 8, i)
         made.update(batch, 0.0)
         other.update(batch, 0.0)
     for name in "ab":
@@ -407,13 +435,13 @@ def test_two_processes_with_the_same_games_are_one(memory: int) -> None:
 
 def test_a_gradient_is_clipped_for_each_member_by_itself() -> None:
     """The first step of Adam hides a gradient's scale but for `eps`: with a large one it shows."""
-    env, policy = Countdown(4), NetPolicyConfig(hidden=[6], clip=0.01, eps=100.0, lr=1.0)
-    made = learner(A2C(horizon=8, normalise=False), env, {"a": [0], "b": [1]}, policy)
+    env, policy = Countdown(4), NetPolicyConfig(hidden=[6], max_grad_norm=0.01, adam_eps=100.0, lr=1.0)
+    made = learner(A2C(rollout_length=8, normalize_advantages=False), env, {"a": [0], "b": [1]}, policy)
     batch = swept(made, env, 8)
     batch.rewards[..., 1] *= 100
     before = {name: weights(made, name) for name in "ab"}
     figures = made.update(batch, 0.0)
-    assert figures["b"]["gradient"] > 10 * figures["a"]["gradient"] > 10 * policy.clip
+    assert figures["b"]["gradient"] > 10 * figures["a"]["gradient"] > 10 * policy.max_grad_norm
     for name in "ab":
         moved = [(v - before[name][k]).square().sum() for k, v in weights(made, name).items() if k.startswith("net")]
         assert torch.stack(moved).sum().sqrt().item() == pytest.approx(0.01 / 100, rel=0.02)
@@ -422,15 +450,15 @@ def test_a_gradient_is_clipped_for_each_member_by_itself() -> None:
 @pytest.mark.parametrize("memory", [0, 4])
 def test_a_policy_that_was_kept_plays_the_same_elsewhere(memory: int, tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
-    policy = SMALL.model_copy(update={"memory": memory, "seat_id": True})
-    made = learner(PPO(horizon=8, auxiliary=0.5), env, {"a": [0, 1], "b": [2]}, policy)
-    train(made, Sweeper(env, np.arange(4)), 8, 3)
-    for name, write in made.members().items():
+    policy = SMALL.model_copy(update={"gru_units": memory, "seat_one_hot": True})
+    made = learner(PPO(rollout_length=8, aux_value_coef=0.5), env, {"a": [0, 1], "b": [2]}, policy)
+    train(made, VectorRollout(env, np.arange(4)), 8, 3)
+    for name, write in made.member_writers().items():
         (tmp_path / name).mkdir()
         write(tmp_path / name)
-    own = Sweeper(env, np.arange(4)).sweep(made.greedy(), 9, 0).actions.copy()
-    read = [read_member(tmp_path / name, env, seats, best=True) for name, seats in (("a", [0, 1]), ("b", [2]))]
-    np.testing.assert_array_equal(Sweeper(env, np.arange(4)).sweep(read, 9, 0).actions, own)
+    own = VectorRollout(env, np.arange(4)).collect(made.greedy_policies(), 9, 0).actions.copy()
+    read = [read_policy(tmp_path / name, env, seats, best=True) for name, seats in (("a", [0, 1]), ("b", [2]))]
+    np.testing.assert_array_equal(VectorRollout(env, np.arange(4)).collect(read, 9, 0).actions, own)
     assert [player.names for player in read] == [["a@48"], ["b@48"]]
 
 
@@ -439,60 +467,60 @@ def test_a_policy_that_was_kept_plays_the_same_elsewhere(memory: int, tmp_path: 
 
 def test_seats_learn_what_is_asked_of_each() -> None:
     env = Cues(32, seats=2)
-    made = learner(PPO(horizon=8, gamma=0.9), env, {"a": [0], "b": [1]})
-    assert mean_return(env, [Uniform(env, [0, 1])], 100) == pytest.approx(1 / 3, abs=0.05)
-    train(made, Sweeper(env, np.arange(32)), 8, 25)
-    assert (mean_return(env, made.greedy(), 20) > 0.95).all()
+    made = learner(PPO(rollout_length=8, gamma=0.9), env, {"a": [0], "b": [1]})
+    assert mean_return(env, [UniformVectorPolicy(env, [0, 1])], 100) == pytest.approx(1 / 3, abs=0.05)
+    train(made, VectorRollout(env, np.arange(32)), 8, 25)
+    assert (mean_return(env, made.greedy_policies(), 20) > 0.95).all()
 
 
 def test_a_policy_at_several_seats_is_told_which_where_it_must_know() -> None:
     env = Cues(32, seats=2)
     for seat_id in (True, False):
-        policy = NetPolicyConfig(hidden=[16], lr=1e-2, seat_id=seat_id)
-        made = learner(PPO(horizon=8, gamma=0.9), env, {"a": [0, 1]}, policy)
-        train(made, Sweeper(env, np.arange(32)), 8, 25)
-        both = mean_return(env, made.greedy(), 20).mean()
+        policy = NetPolicyConfig(hidden=[16], lr=1e-2, seat_one_hot=seat_id)
+        made = learner(PPO(rollout_length=8, gamma=0.9), env, {"a": [0, 1]}, policy)
+        train(made, VectorRollout(env, np.arange(32)), 8, 25)
+        both = mean_return(env, made.greedy_policies(), 20).mean()
         assert both > 0.95 if seat_id else both < 0.55  # one answer cannot be right for both
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        A2C(horizon=8, gamma=0.9),
-        A2C(horizon=8, gamma=0.9, correct="vtrace"),
-        PPO(horizon=8, gamma=0.9, critic="central", critics="one", value_norm=True),
+        A2C(rollout_length=8, gamma=0.9),
+        A2C(rollout_length=8, gamma=0.9, off_policy_correction="vtrace"),
+        PPO(rollout_length=8, gamma=0.9, critic="central", critics="one", value_norm=True),
     ],
 )
 def test_a_team_learns_from_what_it_is_paid_together(config: ActorCriticConfig) -> None:
     env = Cues(64, seats=2, team=True)
     made = learner(config, env, {"a": [0], "b": [1]})
-    train(made, Sweeper(env, np.arange(64)), 8, 60)
-    assert mean_return(env, made.greedy(), 20).mean() > 0.9
+    train(made, VectorRollout(env, np.arange(64)), 8, 60)
+    assert mean_return(env, made.greedy_policies(), 20).mean() > 0.9
 
 
 def test_seats_that_take_turns_learn_from_the_end_of_the_game() -> None:
     env = Cues(32, seats=2, steps=2, turns=True)
-    made = learner(PPO(horizon=16, gamma=1.0), env, {"a": [0], "b": [1]})
-    train(made, Sweeper(env, np.arange(32)), 16, 30)
-    assert (mean_return(env, made.greedy(), 40) > 0.9).all()
+    made = learner(PPO(rollout_length=16, gamma=1.0), env, {"a": [0], "b": [1]})
+    train(made, VectorRollout(env, np.arange(32)), 16, 30)
+    assert (mean_return(env, made.greedy_policies(), 40) > 0.9).all()
 
 
 def test_only_who_remembers_can_answer_later() -> None:
     env = Cues(32, seats=1, steps=4, fleeting=True)
     for memory in (16, 0):
-        policy = NetPolicyConfig(hidden=[16], lr=1e-2, memory=memory)
-        made = learner(PPO(horizon=16, gamma=1.0, minibatches=2), env, {"a": [0]}, policy)
-        train(made, Sweeper(env, np.arange(32)), 16, 40)
-        score = mean_return(env, made.greedy(), 80).item()
+        policy = NetPolicyConfig(hidden=[16], lr=1e-2, gru_units=memory)
+        made = learner(PPO(rollout_length=16, gamma=1.0, minibatches=2), env, {"a": [0]}, policy)
+        train(made, VectorRollout(env, np.arange(32)), 16, 40)
+        score = mean_return(env, made.greedy_policies(), 80).item()
         assert score > 0.9 if memory else score < 0.5
 
 
 def test_a_cart_learns_to_stand() -> None:
     env = Track(32)
-    made = learner(PPO(horizon=40, gamma=0.9, entropy=0.0), env, {"a": [0]})
-    still = mean_return(env, [Uniform(env, [0])], 40).item()
-    train(made, Sweeper(env, np.arange(32)), 40, 30)
-    assert mean_return(env, made.greedy(), 40).item() > 0.3 * still  # it loses less than a third of that
+    made = learner(PPO(rollout_length=40, gamma=0.9, entropy_coef=0.0), env, {"a": [0]})
+    still = mean_return(env, [UniformVectorPolicy(env, [0])], 40).item()
+    train(made, VectorRollout(env, np.arange(32)), 40, 30)
+    assert mean_return(env, made.greedy_policies(), 40).item() > 0.3 * still  # it loses less than a third of that
 
 
 class Product(NativeEnv):
@@ -501,20 +529,25 @@ class Product(NativeEnv):
     name = "product"
 
     def __init__(self, games: int, state: bool) -> None:
-        self.games, self.seats, self.views, self.actions = games, ("a", "b"), ((2,), (1,)), (Discrete(2),) * 2
+        self.num_envs, self.seats, self.observation_shapes, self.action_spaces = (
+            games,
+            ("a", "b"),
+            ((2,), (1,)),
+            (Discrete(2),) * 2,
+        )
         self.state_size = 2 if state else 0
-        self.frame = empty_frame(games, 2, (2,), state=self.state_size)
-        self.memory = {"rng": np.zeros((games, WORDS), np.uint64)}
+        self.vector_step = empty_step(games, 2, (2,), state_size=self.state_size)
+        self.internal_state = {"rng": np.zeros((games, RNG_WORDS), np.uint64)}
 
     def _begin(self) -> None:
-        for b, row in enumerate(self.memory["rng"]):
-            self.frame.obs[b, :, 0] = below(row, 2) * 2 - 1, below(row, 2) * 2 - 1
-        if self.frame.state is not None:
-            self.frame.state[:] = self.frame.obs[..., 0]
+        for b, row in enumerate(self.internal_state["rng"]):
+            self.vector_step.obs[b, :, 0] = random_below(row, 2) * 2 - 1, random_below(row, 2) * 2 - 1
+        if self.vector_step.state is not None:
+            self.vector_step.state[:] = self.vector_step.obs[..., 0]
 
     def _advance(self, actions: np.ndarray) -> None:
-        self.frame.rewards[:] = self.frame.obs[..., 0].prod(1, keepdims=True)
-        self.frame.terminated[:] = True
+        self.vector_step.rewards[:] = self.vector_step.obs[..., 0].prod(1, keepdims=True)
+        self.vector_step.terminated[:] = True
         self._begin()
 
 
@@ -525,9 +558,9 @@ def test_a_central_critic_knows_what_no_seat_sees(critics: str, state: bool) -> 
     for critic, bar in (("own", (0.4, 0.6)), ("central", (0.0, 0.05))):
         if (critic, critics) == ("own", "one"):
             continue
-        config = A2C(horizon=8, critic=critic, critics=critics, epochs=4)  # type: ignore[arg-type]
+        config = A2C(rollout_length=8, critic=critic, critics=critics, epochs=4)  # type: ignore[arg-type]
         made = learner(config, env, {"a": [0], "b": [1]})
-        figures = train(made, Sweeper(env, np.arange(64)), 8, 40)
+        figures = train(made, VectorRollout(env, np.arange(64)), 8, 40)
         for line in figures.values():  # half the variance of a sign where it cannot be told
             assert bar[0] <= line["value_loss"] <= bar[1]
 
@@ -536,27 +569,27 @@ def test_a_central_critic_knows_what_no_seat_sees(critics: str, state: bool) -> 
 def test_a_policy_learns_besides_what_its_critic_learns(norm: bool) -> None:
     """In the critic's units, from the same views: it misses the targets by about as much."""
     env = Countdown(32)
-    made = learner(PPO(horizon=8, auxiliary=1.0, value_norm=norm), env, {"a": [0], "b": [1]})
-    lines = train(made, Sweeper(env, np.arange(32)), 8, 40).values()
+    made = learner(PPO(rollout_length=8, aux_value_coef=1.0, value_norm=norm), env, {"a": [0], "b": [1]})
+    lines = train(made, VectorRollout(env, np.arange(32)), 8, 40).values()
     missed, judged = (np.mean([line[key] for line in lines]) for key in ("auxiliary_loss", "value_loss"))
     assert missed == pytest.approx(judged, rel=0.2)
 
 
 def test_two_who_cannot_talk_learn_to_agree() -> None:
     env = MatrixGame(32, game="coordination")
-    made = learner(PPO(horizon=4), env, {"a": [0], "b": [1]})
-    assert mean_return(env, made.players(0), 40).mean() == pytest.approx(0.5, abs=0.1)
-    train(made, Sweeper(env, np.arange(32)), 4, 30)
-    assert mean_return(env, made.players(0), 40).mean() > 0.9
+    made = learner(PPO(rollout_length=4), env, {"a": [0], "b": [1]})
+    assert mean_return(env, made.rollout_policies(0), 40).mean() == pytest.approx(0.5, abs=0.1)
+    train(made, VectorRollout(env, np.arange(32)), 4, 30)
+    assert mean_return(env, made.rollout_policies(0), 40).mean() > 0.9
 
 
-def nash_conv_of(made: ActorCritic) -> float:
+def nash_conv_of(made: ActorCriticLearner) -> float:
     """How much the two players of Kuhn poker together could win by playing best against the policy."""
     game, head = pyspiel.load_game("kuhn_poker"), made.stacks[0].head
 
     def probabilities(state: Any) -> dict[int, float]:
         out = made.stacks[0].net(torch.tensor(state.information_state_tensor())[None, None])[0, 0]
-        return {a: head.score(out, torch.tensor(a), None)[0].exp().item() for a in state.legal_actions()}
+        return {a: head.evaluate_actions(out, torch.tensor(a), None)[0].exp().item() for a in state.legal_actions()}
 
     return nash_conv(game, tabular_policy_from_callable(game, probabilities))
 
@@ -564,21 +597,21 @@ def nash_conv_of(made: ActorCritic) -> float:
 def test_self_play_makes_a_poker_player_harder_to_exploit() -> None:
     """With enough entropy; without, the best answer to what one plays now is chased in circles."""
     env, policy = KuhnPoker(128), NetPolicyConfig(hidden=[32], lr=3e-3)
-    config = PPO(horizon=16, gamma=1.0, entropy=0.3, epochs=2, minibatches=1, normalise=False)
+    config = PPO(rollout_length=16, gamma=1.0, entropy_coef=0.3, epochs=2, minibatches=1, normalize_advantages=False)
     made = learner(config, env, {"a": [0, 1]}, policy)
     assert nash_conv_of(made) == pytest.approx(11 / 12, abs=0.02)  # of nearly uniform play
-    train(made, Sweeper(env, np.arange(128)), 16, 100)
+    train(made, VectorRollout(env, np.arange(128)), 16, 100)
     assert nash_conv_of(made) < 11 / 24
 
 
 def test_agents_spread_better_than_by_chance() -> None:
     env = SimpleSpread(64)
     policy = NetPolicyConfig(hidden=[64], lr=2e-3)
-    config = PPO(horizon=25, gamma=0.95, critic="central", critics="one", value_norm=True)
+    config = PPO(rollout_length=25, gamma=0.95, critic="central", critics="one", value_norm=True)
     made = learner(config, env, {"a": [0, 1, 2]}, policy)
-    chance = mean_return(env, [Uniform(env, [0, 1, 2])], 25).mean()
-    train(made, Sweeper(env, np.arange(64)), 25, 40)
-    assert mean_return(env, made.greedy(), 25).mean() > chance + 4
+    chance = mean_return(env, [UniformVectorPolicy(env, [0, 1, 2])], 25).mean()
+    train(made, VectorRollout(env, np.arange(64)), 25, 40)
+    assert mean_return(env, made.greedy_policies(), 25).mean() > chance + 4
 
 
 # ---- known faults
@@ -588,7 +621,7 @@ def test_the_loss_of_a_critic_is_shown_at_its_own_policy_only() -> None:
     env, apart = Countdown(4), {"a": POLICY, "b": NetPolicyConfig(hidden=[8])}
     shown = []
     for scale in (1, 10):
-        made = learner(PPO(horizon=8), env, {"a": [0], "b": [1]}, apart)
+        made = learner(PPO(rollout_length=8), env, {"a": [0], "b": [1]}, apart)
         batch = swept(made, env, 8)
         batch.rewards[..., 1] *= scale
         shown.append(made.update(batch, 0.0)["a"]["value_loss"])
@@ -604,19 +637,19 @@ def unit(width: int) -> Continuous:
 )
 def test_seats_may_have_actions_of_different_lengths(spaces: tuple[Space, ...]) -> None:
     env = Push(4, spaces)
-    made = learner(PPO(horizon=8, epochs=1, minibatches=1), env, {"a": [0], "b": [1]})
+    made = learner(PPO(rollout_length=8, epochs=1, minibatches=1), env, {"a": [0], "b": [1]})
     batch = swept(made, env, 8)
-    assert not batch.actions[:, :, 0, head_for(spaces[0]).width :].any()
+    assert not batch.actions[:, :, 0, make_head(spaces[0]).width :].any()
     for figures in made.update(batch, 0.0).values():
         assert figures["kl"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_sweep_in_which_nothing_becomes_known_teaches_nothing() -> None:
     env = Countdown(4, turns=True)
-    made = learner(A2C(horizon=1), env, {"a": [0]})
+    made = learner(A2C(rollout_length=1), env, {"a": [0]})
     before = weights(made, "a")
-    batch = Sweeper(env, np.arange(4)).sweep([*made.players(0), Uniform(env, [1])], 1, 0)
-    assert not batch.over.any() and not batch.acting[-1, :, 0].any()
+    batch = VectorRollout(env, np.arange(4)).collect([*made.rollout_policies(0), UniformVectorPolicy(env, [1])], 1, 0)
+    assert not batch.done.any() and not batch.agent_mask[-1, :, 0].any()
     figures = made.update(batch, 0.0)["a"]
     assert figures["policy_loss"] == figures["value_loss"] == 0
     assert all(torch.equal(value, before[key]) for key, value in weights(made, "a").items())

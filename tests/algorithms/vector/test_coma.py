@@ -9,15 +9,15 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, Track, mean_return, train
 
-from palestra.algorithms.vector.coma import COMA, Coma, counterfactual
+from palestra.algorithms.vector.coma import COMA, COMALearner, counterfactual_advantages
 from palestra.envs.vector.base import VectorEnv
 from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.learners.nets import NetPolicyConfig
-from palestra.nets.layers import member_of
-from palestra.policies.vector import Player, Uniform
-from palestra.rollouts.sweep import Sweeper
-from palestra.types import Batch
+from palestra.nets.layers import member_weights
+from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.types import RolloutBatch
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 Weights = dict[str, torch.Tensor]
@@ -28,13 +28,13 @@ def learner(
     env: VectorEnv,
     seats: dict[str, list[int]],
     policies: Mapping[str, NetPolicyConfig] | NetPolicyConfig = POLICY,
-) -> Coma:
+) -> COMALearner:
     own = dict.fromkeys(seats, policies) if isinstance(policies, NetPolicyConfig) else policies
-    return config.learner(env, seats, own, {name: number for number, name in enumerate(seats)})
+    return config.build_learner(env, seats, own, {name: number for number, name in enumerate(seats)})
 
 
-def snapshot(made: Coma) -> dict[str, np.ndarray]:
-    return {key: value.copy() for key, value in made.arrays().items()}
+def snapshot(made: COMALearner) -> dict[str, np.ndarray]:
+    return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
 # ---- by hand
@@ -43,7 +43,7 @@ def snapshot(made: Coma) -> dict[str, np.ndarray]:
 def test_credit_is_the_value_less_what_could_be_expected() -> None:
     q = torch.tensor([[1.0, 2.0, 6.0], [1.0, 2.0, 6.0], [-1.0, 0.0, 9.0]])
     policy = torch.tensor([[0.5, 0.25, 0.25], [0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
-    credit = counterfactual(q, policy, torch.tensor([2, 1, 0]))
+    credit = counterfactual_advantages(q, policy, torch.tensor([2, 1, 0]))
     # 6 - (.5 + .5 + 1.5); nothing for the only action there is; -1 - (-.5), whatever an illegal action is worth
     assert credit.tolist() == pytest.approx([3.5, 0.0, -0.5])
 
@@ -52,7 +52,7 @@ def test_the_mean_credit_of_a_policy_is_nothing() -> None:
     """So the baseline does not change what the gradient tends to (Foerster et al., 2018, lemma 1)."""
     q = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     policy = torch.softmax(q.flip(0), 1)
-    credit = torch.stack([counterfactual(q, policy, torch.full((5,), action)) for action in range(4)], 1)
+    credit = torch.stack([counterfactual_advantages(q, policy, torch.full((5,), action)) for action in range(4)], 1)
     torch.testing.assert_close((policy * credit).sum(1), torch.zeros(5), atol=1e-6, rtol=0)
 
 
@@ -60,11 +60,15 @@ class Textbook:
     """The first update of a policy at one seat, which sees everything only through its critic: networks of one hidden
     layer of tanh, targets by the recursion y = r + gamma * ((1 - lam) * Q' + lam * y')."""
 
-    def __init__(self, made: Coma, batch: Batch, learning: dict[str, int], name: str, config: COMA) -> None:
-        stack, judge = next((s, j) for s, j in zip(made.stacks, made.judges, strict=True) if name in s.seating.names)
-        p = stack.seating.names.index(name)
-        self.policy = {key: w.clone().requires_grad_() for key, w in member_of(stack.net, p).items()}
-        self.critic = {key: w.clone().requires_grad_() for key, w in member_of(judge.net, p).items()}
+    def __init__(
+        self, made: COMALearner, batch: RolloutBatch, learning: dict[str, int], name: str, config: COMA
+    ) -> None:
+        stack, judge = next(
+            (s, j) for s, j in zip(made.stacks, made.critics, strict=True) if name in s.seat_mapping.names
+        )
+        p = stack.seat_mapping.names.index(name)
+        self.policy = {key: w.clone().requires_grad_() for key, w in member_weights(stack.net, p).items()}
+        self.critic = {key: w.clone().requires_grad_() for key, w in member_weights(judge.net, p).items()}
         self.batch, self.seat, self.config = batch, learning[name], config
         self.others = [seat for seat in learning.values() if seat != self.seat]
 
@@ -82,7 +86,7 @@ class Textbook:
         return self.net(w, torch.cat([torch.from_numpy(state), codes.flatten(), torch.eye(N)[self.seat]]))
 
     def done(self, t: int, b: int) -> dict[int, int]:
-        return {n: int(self.batch.actions[t, b, n]) for n in self.others if self.batch.acting[t, b, n]}
+        return {n: int(self.batch.actions[t, b, n]) for n in self.others if self.batch.agent_mask[t, b, n]}
 
     def logits(self, view: np.ndarray, legal: np.ndarray) -> torch.Tensor:
         out = self.net(self.policy, torch.from_numpy(view))
@@ -100,23 +104,25 @@ class Textbook:
         batch, config, found = self.batch, self.config, {}
         T = len(batch.rewards)
         for b in range(batch.rewards.shape[1]):
-            own = [t for t in range(T + 1) if batch.acting[t, b, self.seat]]
+            own = [t for t in range(T + 1) if batch.agent_mask[t, b, self.seat]]
             for t in own[::-1]:
                 later = next((u for u in own if u > t), None)
-                end = next((u for u in range(t, T) if batch.over[u, b]), None)
+                end = next((u for u in range(t, T) if batch.done[u, b]), None)
                 if t == T or (later is None and end is None):
                     continue
                 ended = end is not None and (later is None or end < later)
                 stop = end if ended else later - 1
                 reward = float(batch.rewards[t : stop + 1, b, self.seat].sum())
                 if ended:
-                    at = [(int(u), int(g)) for u, g in zip(*batch.ends, strict=True)].index((end, b))
-                    last = batch.final_state[at], batch.final_obs[at, self.seat], batch.legal[end, b, self.seat]
+                    at = [(int(u), int(g)) for u, g in zip(*batch.end_index, strict=True)].index((end, b))
+                    last = batch.final_state[at], batch.final_obs[at, self.seat], batch.action_mask[end, b, self.seat]
                     follows = 0.0 if batch.terminated[end, b] else self.expected(*last)
                 elif later == T:
-                    follows = self.expected(batch.state[T, b], batch.obs[T, b, self.seat], batch.legal[T, b, self.seat])
+                    follows = self.expected(
+                        batch.state[T, b], batch.obs[T, b, self.seat], batch.action_mask[T, b, self.seat]
+                    )
                 else:
-                    follows = (1 - config.lam) * self.taken(later, b) + config.lam * found[later, b]
+                    follows = (1 - config.td_lambda) * self.taken(later, b) + config.td_lambda * found[later, b]
                 found[t, b] = reward + config.gamma * follows
         return found
 
@@ -124,8 +130,8 @@ class Textbook:
         """Adam's first step moves each weight by lr * g / (|g| + eps)."""
         gradients = dict(zip(w, torch.autograd.grad(loss, list(w.values())), strict=True))
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
-        clipped = {key: g * min(1.0, policy.clip / (norm.item() + 1e-6)) for key, g in gradients.items()}
-        return {key: w[key].detach() - policy.lr * g / (g.abs() + policy.eps) for key, g in clipped.items()}
+        clipped = {key: g * min(1.0, policy.max_grad_norm / (norm.item() + 1e-6)) for key, g in gradients.items()}
+        return {key: w[key].detach() - policy.lr * g / (g.abs() + policy.adam_eps) for key, g in clipped.items()}
 
     def critic_after(self, policy: NetPolicyConfig) -> Weights:
         loss, targets = torch.zeros(()), self.targets()
@@ -137,14 +143,14 @@ class Textbook:
     def policy_after(self, policy: NetPolicyConfig) -> Weights:
         """Judged by the critic after its own update."""
         loss, critic = torch.zeros(()), {key: w.detach() for key, w in self.critic_after(policy).items()}
-        moves = [(int(t), int(b)) for t, b in np.argwhere(self.batch.acting[:-1, :, self.seat])]
+        moves = [(int(t), int(b)) for t, b in np.argwhere(self.batch.agent_mask[:-1, :, self.seat])]
         for t, b in moves:
-            logp = self.logits(self.batch.obs[t, b, self.seat], self.batch.legal[t, b, self.seat])
+            logp = self.logits(self.batch.obs[t, b, self.seat], self.batch.action_mask[t, b, self.seat])
             q = self.q(critic, self.batch.state[t, b], self.done(t, b))
             action = int(self.batch.actions[t, b, self.seat])
             credit = (q[action] - (logp.exp() * q).sum()).detach()
             entropy = -sum(x.exp() * x for x in logp if torch.isfinite(x))
-            loss = loss - (logp[action] * credit + self.config.entropy * entropy) / len(moves)
+            loss = loss - (logp[action] * credit + self.config.entropy_coef * entropy) / len(moves)
         return self.step(self.policy, loss, policy)
 
 
@@ -158,27 +164,30 @@ class Textbook:
     ],
 )
 def test_one_update_is_the_textbooks(learning: dict[str, int], steps: int, turns: bool) -> None:
-    env, policy = Countdown(4, turns=turns, seats=3), NetPolicyConfig(hidden=[6], lr=1e-3, eps=1e-2, clip=0.4)
-    config = COMA(gamma=0.9, lam=0.7, entropy=0.05, epochs=1, minibatches=1)
+    env, policy = (
+        Countdown(4, turns=turns, seats=3),
+        NetPolicyConfig(hidden=[6], lr=1e-3, adam_eps=1e-2, max_grad_norm=0.4),
+    )
+    config = COMA(gamma=0.9, td_lambda=0.7, entropy_coef=0.05, epochs=1, minibatches=1)
     made = learner(config, env, {name: [seat] for name, seat in learning.items()}, policy)
     free = [seat for seat in range(3) if seat not in learning.values()]
-    players: list[Player] = [*made.players(0), *([Uniform(env, free)] if free else [])]
-    batch = Sweeper(env, np.array([1, 5, 9, 13])).sweep(players, steps, 0)
-    assert (~batch.legal).any() and batch.truncated.any() == (steps > 7) and batch.over[-1].all() == (steps != 13)
+    players: list[VectorPolicy] = [*made.rollout_policies(0), *([UniformVectorPolicy(env, free)] if free else [])]
+    batch = VectorRollout(env, np.array([1, 5, 9, 13])).collect(players, steps, 0)
+    assert (~batch.action_mask).any() and batch.truncated.any() == (steps > 7) and batch.done[-1].all() == (steps != 13)
     if turns and steps == 13:
-        assert batch.acting[-1, :, 1].all()
+        assert batch.agent_mask[-1, :, 1].all()
     books = {name: Textbook(made, batch, learning, name, config) for name in learning}
     expected = {name: (book.critic_after(policy), book.policy_after(policy)) for name, book in books.items()}
     made.update(batch, 0.0)
-    (stack,), (judge,) = made.stacks, made.judges
-    for p, name in enumerate(stack.seating.names):
+    (stack,), (judge,) = made.stacks, made.critics
+    for p, name in enumerate(stack.seat_mapping.names):
         for before, after, net in zip(
             (books[name].critic, books[name].policy), expected[name], (judge.net, stack.net), strict=True
         ):
-            for key, weight in member_of(net, p).items():
+            for key, weight in member_weights(net, p).items():
                 assert (weight - before[key]).abs().max() > 1e-6, key
                 torch.testing.assert_close(weight, after[key], rtol=1e-3, atol=2e-6)
-        for key, weight in member_of(judge.target, p).items():
+        for key, weight in member_weights(judge.target, p).items():
             assert torch.equal(weight, books[name].critic[key])  # not renewed yet
 
 
@@ -187,11 +196,11 @@ def test_one_update_is_the_textbooks(learning: dict[str, int], steps: int, turns
 
 def test_targets_are_renewed_when_it_is_time() -> None:
     env = Countdown(4)
-    made = learner(COMA(target_every=3), env, {"a": [0, 1]})
-    sweeper, renewed = Sweeper(env, np.arange(4)), []
+    made = learner(COMA(target_interval=3), env, {"a": [0, 1]})
+    sweeper, renewed = VectorRollout(env, np.arange(4)), []
     for i in range(6):
-        made.update(sweeper.sweep(made.players(0), 5, i), 0.0)
-        pairs = zip(made.judges[0].net.parameters(), made.judges[0].target.parameters(), strict=True)
+        made.update(sweeper.collect(made.rollout_policies(0), 5, i), 0.0)
+        pairs = zip(made.critics[0].net.parameters(), made.critics[0].target.parameters(), strict=True)
         renewed.append(all(torch.equal(new, old) for new, old in pairs))
     assert renewed == [False, False, True] * 2
 
@@ -199,16 +208,16 @@ def test_targets_are_renewed_when_it_is_time() -> None:
 @pytest.mark.parametrize("memory", [0, 5])
 @pytest.mark.parametrize("turns", [False, True])
 def test_a_learner_goes_on_exactly_from_its_arrays(memory: int, turns: bool) -> None:
-    policy = NetPolicyConfig(hidden=[6], memory=memory, normalise=True, seat_id=True)
+    policy = NetPolicyConfig(hidden=[6], gru_units=memory, normalize_observations=True, seat_one_hot=True)
     seats = {"a": [0], "b": [3], "c": [1, 2]}
     env = Countdown(4, seats=4, turns=turns)
-    made, again = (learner(COMA(target_every=2), env, seats, policy) for _ in range(2))
-    sweeper = Sweeper(env, np.arange(4))
+    made, again = (learner(COMA(target_interval=2), env, seats, policy) for _ in range(2))
+    sweeper = VectorRollout(env, np.arange(4))
     batches = []
     for i in range(5):
-        batch = sweeper.sweep(made.players(0), 6, i)
+        batch = sweeper.collect(made.rollout_policies(0), 6, i)
         if i == 3:
-            again.load(snapshot(made))
+            again.load_arrays(snapshot(made))
         made.update(batch, i / 5)
         if i >= 3:
             again.update(batch, i / 5)
@@ -224,10 +233,10 @@ def test_a_learner_goes_on_exactly_from_its_arrays(memory: int, turns: bool) -> 
 def test_short_sweeps_will_do(horizon: int) -> None:
     """With and without ends of games, with and without moves whose worth is known."""
     env = Countdown(4, turns=True, seats=3)
-    made = learner(COMA(horizon=horizon), env, {"a": [0], "b": [1, 2]})
-    sweeper = Sweeper(env, np.arange(4))
+    made = learner(COMA(rollout_length=horizon), env, {"a": [0], "b": [1, 2]})
+    sweeper = VectorRollout(env, np.arange(4))
     for i in range(6):
-        figures = made.update(sweeper.sweep(made.players(0), horizon, i), 0.0)
+        figures = made.update(sweeper.collect(made.rollout_policies(0), horizon, i), 0.0)
     assert set(figures) == {"a", "b"}
     for line in figures.values():
         assert set(line) == {"value_loss", "policy_loss", "entropy", "gradient"}
@@ -237,9 +246,9 @@ def test_short_sweeps_will_do(horizon: int) -> None:
 def test_seats_that_wait_teach_nothing() -> None:
     env = Countdown(4, turns=True)
     made, other = (learner(COMA(), env, {"a": [0], "b": [1]}) for _ in range(2))
-    batch = Sweeper(env, np.array([1, 5, 9, 13])).sweep(made.players(0), 14, 0)
+    batch = VectorRollout(env, np.array([1, 5, 9, 13])).collect(made.rollout_policies(0), 14, 0)
     made.update(batch, 0.0)
-    batch.actions[~batch.acting[:-1]] = 2
+    batch.actions[~batch.agent_mask[:-1]] = 2
     other.update(batch, 0.0)
     for key, value in snapshot(made).items():
         np.testing.assert_array_equal(value, snapshot(other)[key], err_msg=key)
@@ -257,41 +266,41 @@ def test_a_seat_gets_no_credit_for_what_others_do() -> None:
     """The second player alone decides what both get. Once the critics know, the first has nothing to learn, however
     much its returns vary; by the plain policy gradient it would."""
     env = MatrixGame(32, payoff=[[-1, 1], [-1, 1]])
-    made = learner(COMA(horizon=4, entropy=0.0), env, {"a": [0], "b": [1]}, POLICY)
-    figures = train(made, Sweeper(env, np.arange(32)), 4, 40)
-    probability = made.players(0)[0].net(torch.zeros(2, 1, 4)).softmax(-1)[:, 0, 1]
+    made = learner(COMA(rollout_length=4, entropy_coef=0.0), env, {"a": [0], "b": [1]}, POLICY)
+    figures = train(made, VectorRollout(env, np.arange(32)), 4, 40)
+    probability = made.rollout_policies(0)[0].net(torch.zeros(2, 1, 4)).softmax(-1)[:, 0, 1]
     assert probability[0].item() == pytest.approx(0.5, abs=0.1) and probability[1] > 0.9
     assert figures["a"]["gradient"] < 0.02
 
 
 def test_two_who_cannot_talk_learn_to_agree() -> None:
     env = MatrixGame(32, game="coordination")
-    made = learner(COMA(horizon=4), env, {"a": [0], "b": [1]})
-    train(made, Sweeper(env, np.arange(32)), 4, 50)
-    assert mean_return(env, made.players(0), 40).mean() > 0.9
+    made = learner(COMA(rollout_length=4), env, {"a": [0], "b": [1]})
+    train(made, VectorRollout(env, np.arange(32)), 4, 50)
+    assert mean_return(env, made.rollout_policies(0), 40).mean() > 0.9
 
 
 def test_credit_finds_its_way_through_two_steps() -> None:
     env = TwoStepGame(32)
-    made = learner(COMA(horizon=4), env, {"a": [0], "b": [1]})
-    by_chance = mean_return(env, made.players(0), 40).mean()
-    train(made, Sweeper(env, np.arange(32)), 4, 80)
-    assert by_chance < 5.5 and mean_return(env, made.greedy(), 4).mean() >= 7
+    made = learner(COMA(rollout_length=4), env, {"a": [0], "b": [1]})
+    by_chance = mean_return(env, made.rollout_policies(0), 40).mean()
+    train(made, VectorRollout(env, np.arange(32)), 4, 80)
+    assert by_chance < 5.5 and mean_return(env, made.greedy_policies(), 4).mean() >= 7
 
 
 @pytest.mark.parametrize("turns", [False, True])
 def test_a_team_that_remembers_is_paid_together(turns: bool) -> None:
     env = Cues(32, seats=2, steps=2, fleeting=True, team=True, turns=turns)
-    policy = NetPolicyConfig(hidden=[16], memory=16, lr=1e-2)
-    made = learner(COMA(horizon=8, gamma=1.0), env, {"a": [0], "b": [1]}, policy)
-    train(made, Sweeper(env, np.arange(32)), 8, 60)
-    assert mean_return(env, made.greedy(), 20).mean() > 0.9  # a third by chance
+    policy = NetPolicyConfig(hidden=[16], gru_units=16, lr=1e-2)
+    made = learner(COMA(rollout_length=8, gamma=1.0), env, {"a": [0], "b": [1]}, policy)
+    train(made, VectorRollout(env, np.arange(32)), 8, 60)
+    assert mean_return(env, made.greedy_policies(), 20).mean() > 0.9  # a third by chance
 
 
 def test_agents_spread_better_than_by_chance() -> None:
     env = SimpleSpread(32, agents=2)
-    config = COMA(horizon=10, gamma=0.9, entropy=0.0, minibatches=8, critic_lr=3e-3)
+    config = COMA(rollout_length=10, gamma=0.9, entropy_coef=0.0, minibatches=8, critic_lr=3e-3)
     made = learner(config, env, {"agent": [0, 1]}, NetPolicyConfig(hidden=[64], lr=5e-3))
-    chance = mean_return(env, [Uniform(env, [0, 1])], 50).mean()
-    train(made, Sweeper(env, np.arange(32)), 10, 100)
-    assert mean_return(env, made.greedy(), 50).mean() > chance + 3
+    chance = mean_return(env, [UniformVectorPolicy(env, [0, 1])], 50).mean()
+    train(made, VectorRollout(env, np.arange(32)), 10, 100)
+    assert mean_return(env, made.greedy_policies(), 50).mean() > chance + 3

@@ -13,11 +13,11 @@ from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.envs.vector.base import Continuous, Discrete
 from palestra.envs.vector.mpe import SimpleSpeakerListener, SimpleTag
 from palestra.learners.nets import NetPolicyConfig
-from palestra.policies.vector import Uniform
-from palestra.rollouts.sweep import Sweeper
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
 
 LINE = Continuous((-2.0,), (2.0,))
-FAST = dict(warmup=500, batch=64, tau=0.02, horizon=4, updates=4, gamma=0.9)
+FAST = dict(learning_starts=500, batch_size=64, tau=0.02, rollout_length=4, gradient_steps=4, gamma=0.9)
 BOTH = {"a": [0], "b": [1]}
 
 
@@ -38,7 +38,7 @@ def test_targets_of_ddpg_by_hand():
 
 def test_targets_of_td3_take_the_lesser_critic_and_smooth():
     """Noise so large that it is always cut off: the next action is 0.3 less or more the bound, or the space's end."""
-    learner = made(TD3(smoothing=1e6, smoothing_clip=0.5), Countdown(space=LINE, seats=1))
+    learner = made(TD3(target_noise=1e6, target_noise_clip=0.5), Countdown(space=LINE, seats=1))
     constant(learner.copies[0], [[math.atanh(0.7)]])
     linear(learner.critics[0].target, [{4: 10.0}, {4: 4.0}])
     (target,) = learner.targets(moments(learner.env, 200, discounts=torch.ones(200, 1)), noise())
@@ -51,7 +51,7 @@ def test_targets_of_maddpg_see_what_the_others_will_do():
     """Columns: state 2, who acts 2, who is asked 2, what the others do 2, own action 1. Each policy's own is hidden
     among the others'."""
     learner = made(DDPG(critic="central"), Countdown(space=LINE), seats=BOTH)
-    assert learner.critics[0].net.view == (9,)
+    assert learner.critics[0].net.observation_shape == (9,)
     constant(learner.copies[0], [[math.atanh(0.3)], [math.atanh(-0.5)]])
     linear(learner.critics[0].target, [{0: 1.0, 2: 7.0, 5: 1000.0, 6: 10.0, 7: 100.0, 8: 0.5}] * 2)
     state, discounts = torch.tensor([[4.0, 9.0]]), torch.tensor([[1.0, 0.5]])
@@ -59,7 +59,7 @@ def test_targets_of_maddpg_see_what_the_others_will_do():
     first, second = 4 + 7 + 100 * -0.5 + 0.5 * 0.3, 4 + 7 + 1000 + 10 * 0.3 + 0.5 * -0.5
     torch.testing.assert_close(target, torch.tensor([[first], [0.5 * second]]), atol=5e-2, rtol=0)
     acting = torch.tensor([[True, False]])
-    (target,) = learner.targets(moments(learner.env, 1, discounts=discounts, next_acting=acting), noise())
+    (target,) = learner.targets(moments(learner.env, 1, discounts=discounts, next_agent_mask=acting), noise())
     torch.testing.assert_close(target, torch.tensor([[7 + 0.5 * 0.3], [0.5 * (7 + 1000 + 3)]]), atol=5e-2, rtol=0)
 
 
@@ -67,7 +67,7 @@ def test_a_central_critic_sees_what_the_others_did():
     learner = made(DDPG(critic="central"), Countdown(space=LINE), seats=BOTH)
     linear(learner.critics[0].net, [{6: 1.0, 7: 2.0, 8: 4.0}] * 2)
     actions = torch.tensor([[[1.0], [-2.0]]])  # units 0.5 and -1
-    (figures,) = learner.learn(moments(learner.env, 1, actions=actions), noise(), 0.0)
+    (figures,) = learner.train_step(moments(learner.env, 1, actions=actions), noise(), 0.0)
     expected = torch.tensor([4 * 0.5 + 2 * -1.0, 1 * 0.5 + 4 * -1.0])
     torch.testing.assert_close(figures["q"], expected, atol=1e-3, rtol=0)
 
@@ -75,9 +75,11 @@ def test_a_central_critic_sees_what_the_others_did():
 def test_seats_that_do_not_learn_are_not_seen():
     env = Countdown(space=LINE, seats=3)
     learner = made(DDPG(critic="central"), env, seats={"a": [0], "b": [2]})
-    assert learner.critics[0].net.view == (2 + 3 + 3 + 2 + 1,)
-    sweeper, other = Sweeper(env, np.arange(4)), Uniform(env, [1])
-    learner = made(DDPG(critic="central", warmup=16, batch=8, horizon=8), env, seats={"a": [0], "b": [2]})
+    assert learner.critics[0].net.observation_shape == (2 + 3 + 3 + 2 + 1,)
+    sweeper, other = VectorRollout(env, np.arange(4)), UniformVectorPolicy(env, [1])
+    learner = made(
+        DDPG(critic="central", learning_starts=16, batch_size=8, rollout_length=8), env, seats={"a": [0], "b": [2]}
+    )
     figures = train(learner, sweeper, 8, 2, [other])
     assert figures["b"]["critic_loss"] > 0
 
@@ -88,7 +90,7 @@ def test_discrete_targets_are_drawn_from_legal_actions():
     constant(learner.copies[0], [[math.log(3.0), 0.0, 9.0]])
     linear(learner.critics[0].target, [{4: 1.0, 5: 2.0, 6: 1000.0}])
     legal = torch.tensor([True, True, False]).expand(4000, 1, 3)
-    (target,) = learner.targets(moments(env, 4000, discounts=torch.ones(4000, 1), next_legal=legal), noise())
+    (target,) = learner.targets(moments(env, 4000, discounts=torch.ones(4000, 1), next_action_mask=legal), noise())
     assert target[0].round().unique().tolist() == [1, 2]
     assert target.mean().item() == pytest.approx(1.25, abs=0.03)
 
@@ -96,14 +98,16 @@ def test_discrete_targets_are_drawn_from_legal_actions():
 # ---- steps
 
 
-@pytest.mark.parametrize("config", [DDPG(decay=0.1, critic_lr=1e-30), TD3(decay=0.1, delay=1, critic_lr=1e-30)])
+@pytest.mark.parametrize(
+    "config", [DDPG(action_l2_coef=0.1, critic_lr=1e-30), TD3(action_l2_coef=0.1, policy_delay=1, critic_lr=1e-30)]
+)
 def test_the_policy_climbs_the_first_critic(config):
     """Of value 3 for each unit; the second critic of TD3 would go the other way. Only the last bias has a gradient."""
-    learner = made(config, Countdown(space=LINE, seats=1), SMALL.model_copy(update={"clip": 1e9}))
+    learner = made(config, Countdown(space=LINE, seats=1), SMALL.model_copy(update={"max_grad_norm": 1e9}))
     constant(learner.stacks[0].net, [[0.4]])
-    slopes = [{4: 3.0}, {4: -50.0}][: learner.twins]
+    slopes = [{4: 3.0}, {4: -50.0}][: learner.num_critics]
     linear(learner.critics[0].net, slopes)
-    (figures,) = learner.learn(moments(learner.env, 5), noise(), 0.0)
+    (figures,) = learner.train_step(moments(learner.env, 5), noise(), 0.0)
     assert figures["policy_loss"].item() == pytest.approx(-3 * math.tanh(0.4) + 0.1 * 0.4**2, abs=1e-4)
     slope = -3 * (1 - math.tanh(0.4) ** 2) + 0.1 * 2 * 0.4
     assert figures["gradient"].item() == pytest.approx(abs(slope), abs=1e-3)
@@ -115,12 +119,12 @@ def test_policies_and_copies_move_at_every_second_step_of_td3():
     critic, stack = learner.critics[0], learner.stacks[0]
     start = {n: copy.deepcopy(net) for n, net in (("critic", critic.net), ("policy", stack.net))}
     moves = moments(learner.env, 4, rewards=torch.ones(4, 1), obs=torch.randn(4, 1, 4, generator=noise()))
-    (figures,) = learner.learn(moves, noise(), 0.0)
+    (figures,) = learner.train_step(moves, noise(), 0.0)
     assert "policy_loss" not in figures and stack.version == 0
     for net, same in ((stack.net, start["policy"]), (critic.target, start["critic"])):
         assert all(torch.equal(a, b) for a, b in zip(net.parameters(), same.parameters(), strict=True))
     assert not torch.equal(critic.net.body.layers[0].weight, start["critic"].body.layers[0].weight)
-    (figures,) = learner.learn(moves, noise(), 0.0)
+    (figures,) = learner.train_step(moves, noise(), 0.0)
     assert "policy_loss" in figures and stack.version == 1
     moved = [(start["critic"], critic.net, critic.target), (start["policy"], stack.net, learner.copies[0])]
     for old, new, slow in moved:
@@ -129,22 +133,22 @@ def test_policies_and_copies_move_at_every_second_step_of_td3():
 
 
 def test_noise_goes_from_one_deviation_to_another():
-    config = DDPG(noise=0.5, noise_end=0.1, noise_share=0.5)
+    config = DDPG(exploration_noise=0.5, exploration_noise_end=0.1, exploration_noise_share=0.5)
     assert [config.noise_at(progress) for progress in (0, 0.25, 0.5, 1)] == pytest.approx([0.5, 0.3, 0.1, 0.1])
-    assert DDPG(noise=0.2).noise_at(0.7) == pytest.approx(0.2)
+    assert DDPG(exploration_noise=0.2).noise_at(0.7) == pytest.approx(0.2)
 
 
 def test_play_explores_around_the_best_by_the_noise_of_the_moment():
     env = Countdown(64, space=LINE, seats=1)
-    learner = made(DDPG(noise=0.2, noise_end=0.05, warmup=1), env)
+    learner = made(DDPG(exploration_noise=0.2, exploration_noise_end=0.05, learning_starts=1), env)
     constant(learner.stacks[0].net, [[math.atanh(0.25)]])
-    sweeper = Sweeper(env, np.arange(64))
-    learner.replay.add(sweeper.sweep(learner.players(0.0), 1, 0))
+    sweeper = VectorRollout(env, np.arange(64))
+    learner.replay.add(sweeper.collect(learner.rollout_policies(0.0), 1, 0))
     for progress, deviation in ((0.0, 0.2), (1.0, 0.05)):
-        actions = sweeper.sweep(learner.players(progress), 30, 1).actions
+        actions = sweeper.collect(learner.rollout_policies(progress), 30, 1).actions
         assert actions.mean() == pytest.approx(0.5, abs=0.05)
         assert actions.std() == pytest.approx(2 * deviation, rel=0.1)
-    assert np.ptp(sweeper.sweep(learner.greedy(), 3, 1).actions) == 0
+    assert np.ptp(sweeper.collect(learner.greedy_policies(), 3, 1).actions) == 0
 
 
 # ---- state, shapes
@@ -155,17 +159,17 @@ def test_play_explores_around_the_best_by_the_noise_of_the_moment():
 @pytest.mark.parametrize("config", [DDPG, TD3])
 def test_what_was_saved_goes_on_exactly(config, space, critic):
     env = Countdown(8, space=space)
-    config = config(warmup=64, batch=16, horizon=5, updates=3, critic=critic, capacity=150)
-    policy = NetPolicyConfig(hidden=[16], normalise=True)
-    learner, sweeper = made(config, env, policy, BOTH), Sweeper(env, np.arange(8))
-    batches = [copy.deepcopy(sweeper.sweep(learner.players(0.0), 5, k)) for k in range(6)]
+    config = config(learning_starts=64, batch_size=16, rollout_length=5, gradient_steps=3, critic=critic, buffer_size=150)
+    policy = NetPolicyConfig(hidden=[16], normalize_observations=True)
+    learner, sweeper = made(config, env, policy, BOTH), VectorRollout(env, np.arange(8))
+    batches = [copy.deepcopy(sweeper.collect(learner.rollout_policies(0.0), 5, k)) for k in range(6)]
     for batch in batches[:4]:
         learner.update(batch, 0.1)
     assert learner.steps > 0
-    kept = {name: array.copy() for name, array in learner.arrays().items()}
+    kept = {name: array.copy() for name, array in learner.state_arrays().items()}
     expected = [learner.update(batch, 0.5) for batch in batches[4:]]
     other = made(config, env, policy, BOTH)
-    other.load(kept)
+    other.load_arrays(kept)
     assert [other.update(batch, 0.5) for batch in batches[4:]] == expected
 
 
@@ -175,20 +179,22 @@ def test_what_was_saved_goes_on_exactly(config, space, critic):
 def test_seats_may_differ_in_what_they_see_and_do(game, continuous, critic):
     """As each would alone: padding reaches no network."""
     env = game(4, continuous=continuous)
-    learner = made(TD3(critic=critic, warmup=16, batch=8), env, seats={seat: [i] for i, seat in enumerate(env.seats)})
-    figures = train(learner, Sweeper(env, np.arange(4)), 30, 2)  # the first at random
+    learner = made(
+        TD3(critic=critic, learning_starts=16, batch_size=8), env, seats={seat: [i] for i, seat in enumerate(env.seats)}
+    )
+    figures = train(learner, VectorRollout(env, np.arange(4)), 30, 2)  # the first at random
     assert set(figures) == set(env.seats)
     assert all(np.isfinite(list(line.values())).all() for line in figures.values())
-    widths = [space.n if isinstance(space, Discrete) else len(space.low) for space in env.actions]
+    widths = [space.n if isinstance(space, Discrete) else len(space.low) for space in env.action_spaces]
     for stack, judge in zip(learner.stacks, learner.critics, strict=True):
-        seat = stack.seating.flat[0]
-        seen = env.views[seat][0] if critic == "own" else env.state_size + 2 * len(env.seats) + sum(widths)
-        assert judge.net.view == (seen + widths[seat],)
+        seat = stack.seat_mapping.all_seats[0]
+        seen = env.observation_shapes[seat][0] if critic == "own" else env.state_size + 2 * len(env.seats) + sum(widths)
+        assert judge.net.observation_shape == (seen + widths[seat],)
 
 
 def test_what_remembers_is_refused():
     with pytest.raises(ValueError, match="td3 learns from single moments"):
-        made(TD3(), Track(), NetPolicyConfig(memory=8))
+        made(TD3(), Track(), NetPolicyConfig(gru_units=8))
 
 
 # ---- learning
@@ -197,21 +203,21 @@ def test_what_remembers_is_refused():
 @pytest.mark.parametrize("config", [DDPG, TD3])
 def test_a_cart_comes_to_rest(config):
     """At random it loses 30 a game, left alone 6; steered well 0.15."""
-    policy = NetPolicyConfig(lr=3e-3, clip=10, activation="relu", hidden=[32, 32])
+    policy = NetPolicyConfig(lr=3e-3, max_grad_norm=10, activation="relu", hidden=[32, 32])
     learner = made(config(**FAST), Track(16), policy)
-    train(learner, Sweeper(Track(16), np.arange(16)), 4, 60)
+    train(learner, VectorRollout(Track(16), np.arange(16)), 4, 60)
     env = Track(256)
-    assert mean_return(env, learner.greedy(), 20)[0] > -1.5
-    assert mean_return(env, [Uniform(env, [0])], 20)[0] < -15
+    assert mean_return(env, learner.greedy_policies(), 20)[0] > -1.5
+    assert mean_return(env, [UniformVectorPolicy(env, [0])], 20)[0] < -15
 
 
 @pytest.mark.parametrize("critic", ["own", "central"])
 def test_each_seat_finds_its_answer_to_every_cue(critic):
     """Chance is one of three; central critics learn from what the team is paid."""
-    env, policy = Cues(16, team=critic == "central"), NetPolicyConfig(lr=3e-3, clip=10, hidden=[32])
-    learner = made(TD3(**FAST, decay=0.03, critic=critic), env, policy, BOTH)
-    train(learner, Sweeper(env, np.arange(16)), 4, 80)
-    assert mean_return(Cues(256), learner.greedy(), 20).min() > 0.95
+    env, policy = Cues(16, team=critic == "central"), NetPolicyConfig(lr=3e-3, max_grad_norm=10, hidden=[32])
+    learner = made(TD3(**FAST, action_l2_coef=0.03, critic=critic), env, policy, BOTH)
+    train(learner, VectorRollout(env, np.arange(16)), 4, 80)
+    assert mean_return(Cues(256), learner.greedy_policies(), 20).min() > 0.95
 
 
 @pytest.mark.slow
@@ -219,10 +225,10 @@ def test_each_seat_finds_its_answer_to_every_cue(critic):
 def test_a_listener_follows_what_the_speaker_learns_to_say():
     """MADDPG in simple_speaker_listener: 41 lost a game at random, about 15 by a listener who waits in the middle of
     all landmarks, 8 where words have come to mean them."""
-    config = DDPG(critic="central", warmup=5000, batch=512, gamma=0.95, tau=0.01, updates=4)
+    config = DDPG(critic="central", learning_starts=5000, batch_size=512, gamma=0.95, tau=0.01, gradient_steps=4)
     env = SimpleSpeakerListener(64)
     learner = made(config, env, NetPolicyConfig(lr=2e-3, activation="relu"), {"speaker": [0], "listener": [1]})
-    train(learner, Sweeper(env, np.arange(64)), 8, 600)
+    train(learner, VectorRollout(env, np.arange(64)), 8, 600)
     env = SimpleSpeakerListener(512)
-    assert mean_return(env, [Uniform(env, [0, 1])], 25).max() < -35
-    assert mean_return(env, learner.greedy(), 25).min() > -11
+    assert mean_return(env, [UniformVectorPolicy(env, [0, 1])], 25).max() < -35
+    assert mean_return(env, learner.greedy_policies(), 25).min() > -11

@@ -12,20 +12,20 @@ import torch
 from vector_toys import Countdown, Cues, mean_return, train
 
 from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, as_stretch
+from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, as_sequences
 from palestra.envs.vector.base import Continuous, MultiDiscrete, Space, VectorEnv
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.matrix import TwoStepGame
-from palestra.learners.nets import NetPolicyConfig, Together, read_member
-from palestra.nets.layers import member_of
-from palestra.nets.replay import Moves, Replay
-from palestra.nets.segments import Segments, Stretches
-from palestra.policies.vector import Uniform
-from palestra.rollouts.play import derive
-from palestra.rollouts.sweep import Sweeper
+from palestra.learners.nets import GradientSync, NetPolicyConfig, read_policy
+from palestra.nets.layers import member_weights
+from palestra.nets.replay import Replay, TransitionBatch
+from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.tree_rollout import derive_seed
+from palestra.rollouts.vector_rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
-QUICK: dict[str, Any] = {"horizon": 4, "updates": 2, "batch": 16, "warmup": 0}
+QUICK: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 2, "batch_size": 16, "learning_starts": 0}
 
 
 def learner(
@@ -35,20 +35,20 @@ def learner(
     policies: Mapping[str, NetPolicyConfig] | NetPolicyConfig = POLICY,
 ) -> QLearner:
     own = dict.fromkeys(seats, policies) if isinstance(policies, NetPolicyConfig) else policies
-    return config.learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
+    return config.build_learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
 
 
 def played(
     made: QLearner, env: VectorEnv, updates: int, others: list[Any] | None = None
 ) -> dict[str, dict[str, float]]:
     figures: dict[str, dict[str, float]] = train(
-        made, Sweeper(env, np.arange(env.games)), made.config.horizon, updates, others or ()
+        made, VectorRollout(env, np.arange(env.num_envs)), made.config.rollout_length, updates, others or ()
     )
     return figures
 
 
 def snapshot(made: QLearner) -> dict[str, np.ndarray]:
-    return {key: value.copy() for key, value in made.arrays().items()}
+    return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
 # ---- one update, worked out row by row
@@ -62,18 +62,18 @@ def values(weights: dict[str, torch.Tensor], view: torch.Tensor, duelling: bool)
 
 
 def member(made: QLearner, name: str, target: bool = False) -> dict[str, torch.Tensor]:
-    for stack, slow in zip(made.stacks, made.targets, strict=True):
-        if name in stack.seating.names:
-            weights = member_of(slow if target else stack.net, stack.seating.names.index(name))
+    for stack, slow in zip(made.stacks, made.target_nets, strict=True):
+        if name in stack.seat_mapping.names:
+            weights = member_weights(slow if target else stack.net, stack.seat_mapping.names.index(name))
             return {key: weight.requires_grad_() for key, weight in weights.items()}
     raise AssertionError(name)
 
 
-def next_draw(made: QLearner, config: QLearningConfig) -> Moves:
+def next_draw(made: QLearner, config: QLearningConfig) -> TransitionBatch:
     """What the next gradient step learns from."""
-    rng = np.random.default_rng(derive(made.seeds[made.names[0]], "moments", made.steps))
+    rng = np.random.default_rng(derive_seed(made.seeds[made.names[0]], "moments", made.steps))
     assert isinstance(made.replay, Replay)
-    return made.replay.sample(config.batch, rng, config.beta)
+    return made.replay.sample(config.batch_size, rng, config.priority_beta)
 
 
 @pytest.mark.parametrize("double", [True, False])
@@ -82,12 +82,12 @@ def next_draw(made: QLearner, config: QLearningConfig) -> Moves:
 def test_an_update_is_what_the_papers_say(turns: bool, duelling: bool, double: bool) -> None:
     """Policy one plays seats 0 and 2, two plays seat 1; with priorities, so that rows count differently."""
     env = Countdown(games=5, turns=turns, seats=3)
-    config = DQN(**QUICK | {"updates": 1}, duelling=duelling, double=double, priority=0.7, n=2, gamma=0.9)
+    config = DQN(**QUICK | {"gradient_steps": 1}, duelling=duelling, double=double, priority_exponent=0.7, n_step=2, gamma=0.9)
     seats = {"one": [0, 2], "two": [1]}
     made = learner(config, env, seats)
     played(made, env, 4)
     drawn, before = next_draw(made, config), {n: (member(made, n), member(made, n, True)) for n in seats}
-    lines, error, known = made.learn(as_stretch(drawn), 0.0)
+    lines, error, known = made.train_step(as_sequences(drawn), 0.0)
 
     sizes: dict[int, list[float]] = {}
     for name, own in seats.items():
@@ -99,16 +99,16 @@ def test_an_update_is_what_the_papers_say(turns: bool, duelling: bool, double: b
                     continue
                 with torch.no_grad():
                     after = values(slow, drawn.next_obs[m, s], duelling)
-                    assert drawn.next_legal is not None
+                    assert drawn.next_action_mask is not None
                     chooser = (values(fast, drawn.next_obs[m, s], duelling) if double else after).clone()
-                    chooser[~drawn.next_legal[m, s]] = -torch.inf
+                    chooser[~drawn.next_action_mask[m, s]] = -torch.inf
                     target = drawn.rewards[m, s] + drawn.discounts[m, s] * after[chooser.argmax()]
                 off = target - values(fast, drawn.obs[m, s], duelling)[drawn.actions[m, s]]
                 losses.append(drawn.weight[m, s] * 0.5 * off**2)
                 sizes.setdefault(m, []).append(abs(off.item()))
         loss = torch.stack(losses).mean()
-        (line,) = [x for x, stack in zip(lines, made.stacks, strict=True) if name in stack.seating.names]
-        p = next(stack.seating.names.index(name) for stack in made.stacks if name in stack.seating.names)
+        (line,) = [x for x, stack in zip(lines, made.stacks, strict=True) if name in stack.seat_mapping.names]
+        p = next(stack.seat_mapping.names.index(name) for stack in made.stacks if name in stack.seat_mapping.names)
         assert line["q_loss"][p].item() == pytest.approx(loss.item(), rel=1e-4)
         loss.backward()
         norm = torch.cat([w.grad.flatten() for w in fast.values() if w.grad is not None]).norm()
@@ -119,14 +119,14 @@ def test_an_update_is_what_the_papers_say(turns: bool, duelling: bool, double: b
 
 def test_errors_become_priorities() -> None:
     env = Countdown(games=5)
-    config = DQN(**QUICK | {"updates": 1, "batch": 4}, priority=0.5)
+    config = DQN(**QUICK | {"gradient_steps": 1, "batch_size": 4}, priority_exponent=0.5)
     made = learner(config, env, {"one": [0, 1]})
-    made.replay.add(Sweeper(env, np.arange(5)).sweep(made.players(0), 4, 1))
+    made.replay.add(VectorRollout(env, np.arange(5)).collect(made.rollout_policies(0), 4, 1))
     drawn = next_draw(made, config)
     assert made.replay.ring.tree is not None and set(made.replay.ring.tree.of(np.arange(20))) == {1.0}
-    again = DQN(**config.model_dump()).learner(env, {"one": [0, 1]}, {"one": POLICY}, {"one": 5})
-    _, error, _ = again.learn(as_stretch(drawn), 0.0)
-    rng = np.random.default_rng(derive(5, "moments", 0))
+    again = DQN(**config.model_dump()).build_learner(env, {"one": [0, 1]}, {"one": POLICY}, {"one": 5})
+    _, error, _ = again.train_step(as_sequences(drawn), 0.0)
+    rng = np.random.default_rng(derive_seed(5, "moments", 0))
     made._step(rng, 0.0)
     kept = made.replay.ring.tree.of(drawn.index.numpy())
     assert kept == pytest.approx((error[0].numpy() + 1e-6) ** 0.5, rel=1e-4)
@@ -134,16 +134,16 @@ def test_errors_become_priorities() -> None:
 
 def test_slow_copies_follow() -> None:
     env = Cues(games=4)
-    made = learner(DQN(**QUICK | {"updates": 3}, tau=0.25, period=3), env, {"a": [0], "b": [1]})
+    made = learner(DQN(**QUICK | {"gradient_steps": 3}, tau=0.25, target_interval=3), env, {"a": [0], "b": [1]})
     before = member(made, "b", True)
     played(made, env, 1)
     fast, slow = member(made, "b"), member(made, "b", True)
     for key, weight in slow.items():
         assert torch.allclose(weight, 0.75 * before[key] + 0.25 * fast[key])
-    made.config = made.config.model_copy(update={"updates": 2})
+    made.config = made.config.model_copy(update={"gradient_steps": 2})
     played(made, env, 1)
     assert all(torch.equal(weight, slow[key]) for key, weight in member(made, "b", True).items())
-    made.config = made.config.model_copy(update={"updates": 1, "tau": 1.0})
+    made.config = made.config.model_copy(update={"gradient_steps": 1, "tau": 1.0})
     played(made, env, 1)
     assert all(torch.equal(weight, member(made, "b")[key]) for key, weight in member(made, "b", True).items())
 
@@ -151,46 +151,46 @@ def test_slow_copies_follow() -> None:
 # ---- with memory
 
 
-def stretches_of(made: QLearner, drawn: int = 6) -> Stretches:
-    assert isinstance(made.replay, Segments)
+def stretches_of(made: QLearner, drawn: int = 6) -> SequenceBatch:
+    assert isinstance(made.replay, SequenceReplay)
     return made.replay.sample(drawn, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("turns", [True, False])
 def test_values_with_memory_are_those_that_play_step_by_step(turns: bool) -> None:
     env = Countdown(games=4, turns=turns, seats=2)
-    config = DQN(**QUICK | {"horizon": 7}, gamma=0.9, n=1 if turns else 2)
-    made = learner(config, env, {"one": [0], "two": [1]}, NetPolicyConfig(hidden=[8], memory=5, lr=1e-2))
+    config = DQN(**QUICK | {"rollout_length": 7}, gamma=0.9, n_step=1 if turns else 2)
+    made = learner(config, env, {"one": [0], "two": [1]}, NetPolicyConfig(hidden=[8], gru_units=5, lr=1e-2))
     played(made, env, 3)
     drawn = stretches_of(made)
-    taken, following = made.judged(0, drawn)
-    stack, head, slow = made.stacks[0], made.heads[0], made.targets[0]
+    taken, following = made.online_and_target_values(0, drawn)
+    stack, head, slow = made.stacks[0], made.heads[0], made.target_nets[0]
     checked = cut = 0
     with torch.no_grad():
         for m in range(6):
-            memories = [drawn.memory["one+two"][:, m : m + 1]] * 2
+            memories = [drawn.recurrent_states["one+two"][:, m : m + 1]] * 2
             now: list[list[torch.Tensor]] = [[], []]
             last: list[dict[int, torch.Tensor]] = [{}, {}]
             for which, net in enumerate((stack.net, slow)):
                 for t in range(8):
-                    memories[which] = memories[which] * ~drawn.fresh[t, m]
+                    memories[which] = memories[which] * ~drawn.is_first[t, m]
                     out, kept = net.unroll(drawn.obs[t, m][:, None, None], memories[which])
                     assert kept is not None
                     now[which].append(head.values(out)[:, 0, 0])
                     memories[which] = kept[:, 0]
-                    for f in range(len(drawn.cuts[0])):
-                        if (drawn.cuts[0][f], drawn.cuts[1][f]) == (t, m):
+                    for f in range(len(drawn.truncations[0])):
+                        if (drawn.truncations[0][f], drawn.truncations[1][f]) == (t, m):
                             out, _ = net.unroll(drawn.final_obs[f][:, None, None], memories[which])
                             last[which][8 + t] = head.values(out)[:, 0, 0]
             for t in range(7):
                 for s in range(2):
                     assert taken[s, t, m].item() == pytest.approx(now[0][t][s, drawn.actions[t, m, s]].item(), abs=1e-5)
-                    at = int(drawn.moment[t, m, s])
+                    at = int(drawn.step_index[t, m, s])
                     if not drawn.weight[t, m, s] or (at > 7 and at not in last[0]):
                         continue
                     fast_q, slow_q = (now[w][at][s] if at < 8 else last[w][at][s] for w in (0, 1))
-                    assert drawn.next_legal is not None
-                    choice = fast_q.masked_fill(~drawn.next_legal[t, m, s], -torch.inf).argmax()
+                    assert drawn.next_action_mask is not None
+                    choice = fast_q.masked_fill(~drawn.next_action_mask[t, m, s], -torch.inf).argmax()
                     assert following[s, t, m].item() == pytest.approx(slow_q[choice].item(), abs=1e-5)
                     checked, cut = checked + 1, cut + (at > 7)
     assert checked > 10 and cut > 0
@@ -199,16 +199,16 @@ def test_values_with_memory_are_those_that_play_step_by_step(turns: bool) -> Non
 def test_without_memory_stretches_and_moments_say_the_same() -> None:
     env = Countdown(games=4, turns=True, seats=3)
     made = learner(DQN(**QUICK), env, {"one": [0, 2], "two": [1]})
-    batch = Sweeper(env, np.arange(4)).sweep(made.players(0), 20, 1)
-    segments, replay = Segments(4), Replay(80)
+    batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 20, 1)
+    segments, replay = SequenceReplay(4), Replay(80)
     for kept in (segments, replay):
         kept.add(batch)
         many = len(kept)
-        kept.ring.draw = lambda count, rng, beta, many=many: (np.arange(many), np.ones(many))  # type: ignore
+        kept.ring.sample = lambda count, rng, beta, many=many: (np.arange(many), np.ones(many))  # type: ignore
     stretches, moves = (kept.sample(0, np.random.default_rng(0)) for kept in (segments, replay))
-    assert isinstance(moves, Moves)
+    assert isinstance(moves, TransitionBatch)
     for i, stack in enumerate(made.stacks):
-        long, short = made.judged(i, stretches), made.judged(i, as_stretch(moves))
+        long, short = made.online_and_target_values(i, stretches), made.online_and_target_values(i, as_sequences(moves))
         known = stack.rows(stretches.weight) * stack.rows(stretches.discounts) > 0
         assert known.sum() > 5
         for a, b in zip(long, short, strict=True):
@@ -219,31 +219,31 @@ def test_without_memory_stretches_and_moments_say_the_same() -> None:
 
 
 def moves_of(made: QLearner, env: VectorEnv, progress: float, steps: int = 60) -> tuple[np.ndarray, Any]:
-    batch = Sweeper(env, np.arange(env.games)).sweep(made.players(progress), steps, 3)
+    batch = VectorRollout(env, np.arange(env.num_envs)).collect(made.rollout_policies(progress), steps, 3)
     return batch.actions.copy(), batch
 
 
 def test_only_legal_actions_are_played() -> None:
     env = Countdown(games=20)
-    made = learner(DQN(**QUICK | {"warmup": 100}), env, {"one": [0, 1]})
+    made = learner(DQN(**QUICK | {"learning_starts": 100}), env, {"one": [0, 1]})
     for seen in (0, 100):
-        made.seen = seen
-        for players in (made.players(1.0), made.greedy()):
-            batch = Sweeper(env, np.arange(20)).sweep(players, 30, 3)
-            assert batch.legal is not None
-            assert np.take_along_axis(batch.legal[:-1], batch.actions[..., None], -1).all()
+        made.env_steps_seen = seen
+        for players in (made.rollout_policies(1.0), made.greedy_policies()):
+            batch = VectorRollout(env, np.arange(20)).collect(players, 30, 3)
+            assert batch.action_mask is not None
+            assert np.take_along_axis(batch.action_mask[:-1], batch.actions[..., None], -1).all()
 
 
 def test_how_much_is_explored() -> None:
     env = Cues(games=50)
-    config = DQN(**QUICK | {"warmup": 10}, epsilon=0.9, epsilon_end=0.3, epsilon_share=0.5)
+    config = DQN(**QUICK | {"learning_starts": 10}, epsilon=0.9, epsilon_end=0.3, epsilon_share=0.5)
     assert [round(config.epsilon_at(x), 6) for x in (0, 0.25, 0.5, 1)] == [0.9, 0.6, 0.3, 0.3]
     made = learner(config, env, {"one": [0, 1]})
-    best = Sweeper(env, np.arange(50))
-    greedy = best.sweep(made.greedy(), 60, 3).actions.copy()
+    best = VectorRollout(env, np.arange(50))
+    greedy = best.collect(made.greedy_policies(), 60, 3).actions.copy()
     # at random one of three actions is the best one too; all moves are random before anything is learned
     assert (moves_of(made, env, 1.0)[0] != greedy).mean() == pytest.approx(2 / 3, abs=0.02)
-    made.seen = 10
+    made.env_steps_seen = 10
     for progress, epsilon in ((0.25, 0.6), (1.0, 0.3)):
         assert (moves_of(made, env, progress)[0] != greedy).mean() == pytest.approx(epsilon * 2 / 3, abs=0.02)
 
@@ -251,24 +251,24 @@ def test_how_much_is_explored() -> None:
 def test_random_moves_are_uniform_over_legal_ones() -> None:
     head = learner(DQN(**QUICK), Cues(games=4), {"one": [0, 1]}).heads[0]
     legal = torch.tensor([True, False, True]).expand(1, 9000, 3)
-    action, logp = head.exploring(1.0)(torch.zeros(1, 9000, 4), legal, torch.Generator().manual_seed(0))
+    action, logp = head.epsilon_greedy(1.0)(torch.zeros(1, 9000, 4), legal, torch.Generator().manual_seed(0))
     assert torch.bincount(action[0], minlength=3).numpy() / 9000 == pytest.approx([0.5, 0, 0.5], abs=0.02)
     assert logp is None
 
 
 def test_nothing_is_learned_before_it_is_time() -> None:
     env = Cues(games=4)
-    made = learner(DQN(**QUICK | {"warmup": 33}), env, {"one": [0, 1]})
-    sweeper = Sweeper(env, np.arange(4))
+    made = learner(DQN(**QUICK | {"learning_starts": 33}), env, {"one": [0, 1]})
+    sweeper = VectorRollout(env, np.arange(4))
     for i, steps in enumerate((0, 0, 2)):  # 16 moments each
-        assert bool(made.update(sweeper.sweep(made.players(0), 4, i), 0.0)["one"]) == (i == 2)
+        assert bool(made.update(sweeper.collect(made.rollout_policies(0), 4, i), 0.0)["one"]) == (i == 2)
         assert made.steps == steps
 
 
 def test_nobody_begins_to_learn_before_all_processes_can() -> None:
     env = Cues(games=4)
-    together = Together(total=lambda x: x, processes=2)  # as if the other could not yet
-    made = DQN(**QUICK).learner(env, {"one": [0, 1]}, {"one": POLICY}, {"one": 1}, together)
+    together = GradientSync(all_reduce=lambda x: x, num_processes=2)  # as if the other could not yet
+    made = DQN(**QUICK).build_learner(env, {"one": [0, 1]}, {"one": POLICY}, {"one": 1}, together)
     played(made, env, 2)
     assert made.steps == 0
 
@@ -278,19 +278,19 @@ def test_nobody_begins_to_learn_before_all_processes_can() -> None:
 
 @pytest.mark.parametrize(
     ("options", "memory"),
-    [({}, 0), ({"priority": 0.6, "n": 3, "duelling": False}, 0), ({"priority": 0.6, "burn_in": 2}, 6)],
+    [({}, 0), ({"priority_exponent": 0.6, "n_step": 3, "duelling": False}, 0), ({"priority_exponent": 0.6, "burn_in": 2}, 6)],
 )
 def test_what_was_kept_goes_on_exactly(options: dict[str, Any], memory: int) -> None:
     env = Countdown(games=4, turns=True)
-    config = DQN(**QUICK | {"capacity": 60}, **options)
-    policy = NetPolicyConfig(hidden=[8], memory=memory, normalise=True)
+    config = DQN(**QUICK | {"buffer_size": 60}, **options)
+    policy = NetPolicyConfig(hidden=[8], gru_units=memory, normalize_observations=True)
     made, other = (learner(config, env, {"one": [0], "two": [1]}, policy) for _ in range(2))
     played(made, env, 6)
-    other.load(snapshot(made))
+    other.load_arrays(snapshot(made))
     for each in (made, other):
         played(each, Countdown(games=4, turns=True), 3)
-    for name, array in made.arrays().items():
-        assert np.array_equal(array, other.arrays()[name]), name
+    for name, array in made.state_arrays().items():
+        assert np.array_equal(array, other.state_arrays()[name]), name
     assert made.steps == 18
 
 
@@ -298,13 +298,16 @@ def test_what_was_kept_goes_on_exactly(options: dict[str, Any], memory: int) -> 
 @pytest.mark.parametrize("duelling", [True, False])
 def test_a_policy_that_was_written_plays_as_it_did(tmp_path: Path, duelling: bool, memory: int) -> None:
     env = Countdown(games=12)
-    policy = NetPolicyConfig(hidden=[8, 8], memory=memory, lr=1e-2, normalise=True)
+    policy = NetPolicyConfig(hidden=[8, 8], gru_units=memory, lr=1e-2, normalize_observations=True)
     made = learner(DQN(**QUICK, duelling=duelling), env, {"one": [0], "two": [1]}, policy)
     played(made, env, 10)
-    for name, write in made.members().items():
+    for name, write in made.member_writers().items():
         write(tmp_path / name)
-    read = [read_member(tmp_path / name, env, [seat], best=True) for seat, name in enumerate(("one", "two"))]
-    a, b = (Sweeper(env, np.arange(12)).sweep(players, 20, 3).actions.copy() for players in (made.greedy(), read))
+    read = [read_policy(tmp_path / name, env, [seat], best=True) for seat, name in enumerate(("one", "two"))]
+    a, b = (
+        VectorRollout(env, np.arange(12)).collect(players, 20, 3).actions.copy()
+        for players in (made.greedy_policies(), read)
+    )
     assert np.array_equal(a, b) and len(np.unique(a)) > 1
 
 
@@ -324,45 +327,66 @@ def test_a_stretch_must_have_something_to_learn_from() -> None:
 
 def test_it_learns_to_answer_cues() -> None:
     env = Cues(games=16)
-    config = DQN(horizon=4, updates=4, batch=64, warmup=100, tau=0.05, priority=0.6)
+    config = DQN(
+        rollout_length=4, gradient_steps=4, batch_size=64, learning_starts=100, tau=0.05, priority_exponent=0.6
+    )
     made = learner(config, env, {"one": [0], "two": [1]})
-    assert (mean_return(env, made.greedy(), 50) < 0.8).all()
+    assert (mean_return(env, made.greedy_policies(), 50) < 0.8).all()
     played(made, env, 60)
-    assert (mean_return(env, made.greedy(), 50) == 1).all()
+    assert (mean_return(env, made.greedy_policies(), 50) == 1).all()
 
 
 def test_it_learns_the_best_answer_to_a_random_player_of_kuhn_poker() -> None:
     """Against uniform play the best a first player can earn is 1/2, a second one 5/12: so uniform play has a NashConv
     of 11/12 (OpenSpiel). Seats take turns; only one learns."""
-    env = KuhnPoker(games=64)
-    config = DQN(horizon=4, updates=4, batch=128, warmup=1000, tau=0.05, n=2, gamma=1.0, epsilon_share=0.8)
+    env = KuhnPoker(num_envs=64)
+    config = DQN(
+        rollout_length=4,
+        gradient_steps=4,
+        batch_size=128,
+        learning_starts=1000,
+        tau=0.05,
+        n_step=2,
+        gamma=1.0,
+        epsilon_share=0.8,
+    )
     for seat, value in ((0, 1 / 2), (1, 5 / 12)):
         made = learner(config, env, {"one": [seat]}, NetPolicyConfig(hidden=[32], lr=5e-3))
-        played(made, env, 100, [Uniform(env, [1 - seat])])
-        held_out = KuhnPoker(games=1024)
-        earned = mean_return(held_out, [*made.greedy(), Uniform(held_out, [1 - seat])], 40)[seat]
+        played(made, env, 100, [UniformVectorPolicy(env, [1 - seat])])
+        held_out = KuhnPoker(num_envs=1024)
+        earned = mean_return(held_out, [*made.greedy_policies(), UniformVectorPolicy(held_out, [1 - seat])], 40)[seat]
         assert earned == pytest.approx(value, abs=0.07), seat
 
 
 def test_memory_is_learned_where_it_is_needed() -> None:
     """The cue is seen in the first of three steps; the answer counts in the last."""
     env = Cues(games=16, steps=3, fleeting=True, seats=1)
-    config = DQN(horizon=6, updates=4, batch=192, warmup=100, tau=0.05, gamma=0.9)
-    made = learner(config, env, {"one": [0]}, NetPolicyConfig(hidden=[16], memory=16, lr=1e-2))
+    config = DQN(rollout_length=6, gradient_steps=4, batch_size=192, learning_starts=100, tau=0.05, gamma=0.9)
+    made = learner(config, env, {"one": [0]}, NetPolicyConfig(hidden=[16], gru_units=16, lr=1e-2))
     played(made, env, 100)
-    assert mean_return(env, made.greedy(), 60)[0] > 0.95
+    assert mean_return(env, made.greedy_policies(), 60)[0] > 0.95
 
 
 def test_alone_each_takes_the_others_blunders_for_the_game() -> None:
     """The two-step game of Rashid et al. (2018), all moves random: by itself a seat sees means over the other's moves,
     0.5 and 4.5 behind the risky door, of which 4.455 arrives at the first; so both go for the certain 7."""
-    env = TwoStepGame(games=16)
-    config = DQN(epsilon=1, epsilon_end=1, horizon=4, updates=2, batch=256, warmup=64, tau=1, period=25, n=1)
-    policy = NetPolicyConfig(hidden=[32], lr=5e-3, clip=10, schedule="linear")
+    env = TwoStepGame(num_envs=16)
+    config = DQN(
+        epsilon=1,
+        epsilon_end=1,
+        rollout_length=4,
+        gradient_steps=2,
+        batch_size=256,
+        learning_starts=64,
+        tau=1,
+        target_interval=25,
+        n_step=1,
+    )
+    policy = NetPolicyConfig(hidden=[32], lr=5e-3, max_grad_norm=10, lr_schedule="linear")
     made = learner(config, env, {"one": [0], "two": [1]}, policy)
     played(made, env, 250)
     q = made.heads[0].values(made.stacks[0].net(torch.eye(3).expand(2, 3, 3))).detach().numpy()
     assert q[0, 0] == pytest.approx([0.99 * 7, 0.99 * 4.5], abs=0.4)
     assert q[:, 1] == pytest.approx(np.full((2, 2), 7), abs=0.2)
     assert q[:, 2] == pytest.approx(np.array([[0.5, 4.5]] * 2), abs=0.4)
-    assert mean_return(env, made.greedy(), 4).tolist() == [7, 7]
+    assert mean_return(env, made.greedy_policies(), 4).tolist() == [7, 7]

@@ -12,41 +12,41 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, Push, Track, mean_return, train
 
-from palestra.algorithms.vector.imitation import BC, GAIL, encoded, read_demonstrations, record
+from palestra.algorithms.vector.imitation import BC, GAIL, encode_actions, read_demonstrations, record_demonstrations
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
 from palestra.learners.nets import NetLearner, NetPolicyConfig
 from palestra.losses.imitation import discriminator_loss, gradient_penalty, imitation_reward
-from palestra.nets.heads import head_for
-from palestra.policies.vector import Player, Scripted, Uniform
-from palestra.rollouts.sweep import Sweeper
+from palestra.nets.heads import make_head
+from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 
 
 def learner(config: BC | GAIL, env: VectorEnv, seats: dict[str, list[int]], policy: NetPolicyConfig = POLICY) -> Any:
     seeds = {name: number for number, name in enumerate(seats)}
-    return config.learner(env, seats, dict.fromkeys(seats, policy), seeds)
+    return config.build_learner(env, seats, dict.fromkeys(seats, policy), seeds)
 
 
 def right(env: VectorEnv, seat: int) -> np.ndarray:
     """The right answers of `Cues`."""
-    return ((env.memory["cue"] + seat) % 3).astype(np.int32)  # type: ignore[attr-defined]
+    return ((env.internal_state["cue"] + seat) % 3).astype(np.int32)  # type: ignore[attr-defined]
 
 
 def steady(env: VectorEnv, seat: int) -> np.ndarray:
     """Brings the cart of `Track` to a stand."""
-    place, speed = env.memory["cart"].T  # type: ignore[attr-defined]
+    place, speed = env.internal_state["cart"].T  # type: ignore[attr-defined]
     return np.clip(-2.0 * place - 2.0 * speed, -1, 1).astype(np.float32)[:, None]
 
 
 def shown(env: VectorEnv, script: Callable[[VectorEnv, int], np.ndarray], steps: int, path: Path) -> str:
     """A file of what a script does at all seats."""
-    record(env, [Scripted(env, range(len(env.seats)), script)], steps, path)
+    record_demonstrations(env, [ScriptedVectorPolicy(env, range(len(env.seats)), script)], steps, path)
     return str(path)
 
 
 def snapshot(made: NetLearner) -> dict[str, np.ndarray]:
-    return {key: value.copy() for key, value in made.arrays().items()}
+    return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
 # ---- losses by hand
@@ -104,13 +104,15 @@ def test_slopes_are_measured_between_the_two_kinds() -> None:
 
 
 def test_actions_as_numbers() -> None:
-    assert encoded(Discrete(3), torch.tensor([2, 0])).tolist() == [[0, 0, 1], [1, 0, 0]]
-    assert encoded(MultiDiscrete((2, 3)), torch.tensor([[1, 0]])).tolist() == [[0, 1, 1, 0, 0]]
+    assert encode_actions(Discrete(3), torch.tensor([2, 0])).tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert encode_actions(MultiDiscrete((2, 3)), torch.tensor([[1, 0]])).tolist() == [[0, 1, 1, 0, 0]]
     sides = Continuous((0.0, -1.0), (4.0, 1.0))
-    assert encoded(sides, torch.tensor([[3.0, 0.5], [9.0, -9.0]])).tolist() == [[0.5, 0.5], [1, -1]]
-    assert encoded(Continuous((0.0,), (4.0,)), torch.tensor([[3.0, 7.0]])).tolist() == [[0.5]]  # the rest is padding
+    assert encode_actions(sides, torch.tensor([[3.0, 0.5], [9.0, -9.0]])).tolist() == [[0.5, 0.5], [1, -1]]
+    assert encode_actions(Continuous((0.0,), (4.0,)), torch.tensor([[3.0, 7.0]])).tolist() == [
+        [0.5]
+    ]  # the rest is padding
     open_ended = Continuous((0.0, -1.0), (math.inf, 1.0))
-    assert encoded(open_ended, torch.tensor([[3.0, 9.0]])).tolist() == [[3, 1]]
+    assert encode_actions(open_ended, torch.tensor([[3.0, 9.0]])).tolist() == [[3, 1]]
 
 
 # ---- files
@@ -119,19 +121,19 @@ def test_actions_as_numbers() -> None:
 @pytest.mark.parametrize("turns", [False, True])
 def test_what_was_played_is_what_is_read(turns: bool, tmp_path: Path) -> None:
     env = Countdown(4, turns=turns)
-    record(env, [Uniform(env, [0, 1])], 9, tmp_path / "moves.npz", seed=3)
-    batch = Sweeper(env, 3 + np.arange(4)).sweep([Uniform(env, [0, 1])], 9, 3)
+    record_demonstrations(env, [UniformVectorPolicy(env, [0, 1])], 9, tmp_path / "moves.npz", seed=3)
+    batch = VectorRollout(env, 3 + np.arange(4)).collect([UniformVectorPolicy(env, [0, 1])], 9, 3)
     found = read_demonstrations(tmp_path / "moves.npz", env)
     assert len(list(tmp_path.iterdir())) == 1
-    for name in ("obs", "acting", "fresh", "legal"):
+    for name in ("obs", "agent_mask", "is_first", "action_mask"):
         np.testing.assert_array_equal(getattr(found, name), getattr(batch, name)[:-1])
     np.testing.assert_array_equal(found.actions, batch.actions)
 
 
 def test_a_file_is_called_what_it_was_to_be_called(tmp_path: Path) -> None:
     env = Track(2)
-    record(env, [Uniform(env, [0])], 3, tmp_path / "moves")
-    assert read_demonstrations(tmp_path / "moves", env).legal is None
+    record_demonstrations(env, [UniformVectorPolicy(env, [0])], 3, tmp_path / "moves")
+    assert read_demonstrations(tmp_path / "moves", env).action_mask is None
 
 
 def test_what_are_no_demonstrations_is_said(tmp_path: Path) -> None:
@@ -154,14 +156,14 @@ def test_demonstrations_of_another_env_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"another env: actions of a moment is \[1, 1\], and in env .* \[1\]"):
         read_demonstrations(path, _one_choice())
     three = Countdown(4, space=Discrete(3))
-    record(three, [Uniform(three, [0, 1])], 20, path)
+    record_demonstrations(three, [UniformVectorPolicy(three, [0, 1])], 20, path)
     with pytest.raises(ValueError, match=r'action 2 of seat seat0, which has 2 in "countdown"'):
         read_demonstrations(path, Countdown(4, space=Discrete(2)))
 
 
 def _one_choice() -> VectorEnv:
     env: VectorEnv = Track(2)
-    env.actions = (Discrete(3),)
+    env.action_spaces = (Discrete(3),)
     return env
 
 
@@ -180,8 +182,8 @@ def test_a_clone_plays_as_often_as_the_expert_did(tmp_path: Path) -> None:
     env = Cues(64, seats=1)
     rng = np.random.default_rng(0)
     drawn = shown(env, lambda env, seat: (right(env, 0) + rng.integers(0, 4, 64) % 3) % 3, 40, tmp_path / "moves.npz")
-    made = learner(BC(demonstrations=drawn, batch=2048), env, {"a": [0]})
-    figures = train(made, Sweeper(env, np.arange(64)), 16, 15)
+    made = learner(BC(demonstrations=drawn, batch_size=2048), env, {"a": [0]})
+    figures = train(made, VectorRollout(env, np.arange(64)), 16, 15)
     moves = read_demonstrations(drawn, env)
     for cue in range(3):
         own = moves.obs[:, :, 0, cue] == 1
@@ -196,20 +198,20 @@ def test_a_clone_plays_as_often_as_the_expert_did(tmp_path: Path) -> None:
 def test_an_expert_is_cloned_from_few_games(turns: bool, tmp_path: Path) -> None:
     env = Cues(16, seats=2, turns=turns)
     path = shown(env, right, 2 if turns else 1, tmp_path / "moves.npz")  # 16 games of one move a seat
-    made = learner(BC(demonstrations=path, batch=64), env, {"a": [0], "b": [1]})
-    assert mean_return(env, [Uniform(env, [0, 1])], 100).mean() == pytest.approx(1 / 3, abs=0.05)
-    train(made, Sweeper(env, np.arange(16)), 4, 10)
-    assert (mean_return(env, made.greedy(), 40) == 1).all()
+    made = learner(BC(demonstrations=path, batch_size=64), env, {"a": [0], "b": [1]})
+    assert mean_return(env, [UniformVectorPolicy(env, [0, 1])], 100).mean() == pytest.approx(1 / 3, abs=0.05)
+    train(made, VectorRollout(env, np.arange(16)), 4, 10)
+    assert (mean_return(env, made.greedy_policies(), 40) == 1).all()
 
 
 def test_a_clone_remembers(tmp_path: Path) -> None:
     env = Cues(32, seats=1, steps=4, fleeting=True)
     path = shown(env, right, 10, tmp_path / "moves.npz")  # the third game of each is cut short
     for memory in (16, 0):
-        policy = NetPolicyConfig(hidden=[16], lr=1e-2, memory=memory)
-        made = learner(BC(demonstrations=path, window=6, batch=384), env, {"a": [0]}, policy)
-        train(made, Sweeper(env, np.arange(32)), 4, 15)
-        score = mean_return(env, made.greedy(), 80).item()
+        policy = NetPolicyConfig(hidden=[16], lr=1e-2, gru_units=memory)
+        made = learner(BC(demonstrations=path, sequence_length=6, batch_size=384), env, {"a": [0]}, policy)
+        train(made, VectorRollout(env, np.arange(32)), 4, 15)
+        score = mean_return(env, made.greedy_policies(), 80).item()
         assert score > 0.95 if memory else score < 0.5
 
 
@@ -217,10 +219,18 @@ def test_a_clone_remembers(tmp_path: Path) -> None:
 def test_a_steady_hand_is_cloned(normalise: bool, tmp_path: Path) -> None:
     env = Track(8)
     path = shown(env, steady, 20, tmp_path / "moves.npz")  # 8 games
-    expert, chance = (mean_return(env, [p], 60).item() for p in (Scripted(env, [0], steady), Uniform(env, [0])))
-    made = learner(BC(demonstrations=path), env, {"a": [0]}, NetPolicyConfig(hidden=[16], lr=1e-2, normalise=normalise))
-    train(made, Sweeper(env, np.arange(8)), 4, 40)
-    assert mean_return(env, made.greedy(), 60).item() > expert + 0.01 * (chance - expert)
+    expert, chance = (
+        mean_return(env, [p], 60).item()
+        for p in (ScriptedVectorPolicy(env, [0], steady), UniformVectorPolicy(env, [0]))
+    )
+    made = learner(
+        BC(demonstrations=path),
+        env,
+        {"a": [0]},
+        NetPolicyConfig(hidden=[16], lr=1e-2, normalize_observations=normalise),
+    )
+    train(made, VectorRollout(env, np.arange(8)), 4, 40)
+    assert mean_return(env, made.greedy_policies(), 60).item() > expert + 0.01 * (chance - expert)
 
 
 def test_masks_of_the_demonstrations_count(tmp_path: Path) -> None:
@@ -228,10 +238,10 @@ def test_masks_of_the_demonstrations_count(tmp_path: Path) -> None:
     env = Countdown(4, space=Discrete(2))
     env.reset(np.arange(4))
     path = tmp_path / "moves.npz"
-    record(env, [Uniform(env, [0, 1])], 30, path)
+    record_demonstrations(env, [UniformVectorPolicy(env, [0, 1])], 30, path)
     with np.load(path) as file:
         kept = dict(file)
-    kept["acting"] &= ~kept["legal"][..., 1]
+    kept["agent_mask"] &= ~kept["action_mask"][..., 1]
     np.savez(path, **kept)
     figures = learner(BC(demonstrations=str(path)), env, {"a": [0, 1]}).update(None, 0.0)
     assert figures["a"]["nll"] == figures["a"]["gradient"] == 0
@@ -244,37 +254,37 @@ def test_masks_of_the_demonstrations_count(tmp_path: Path) -> None:
 def test_actions_may_differ_in_length(spaces: tuple[Space, Space], tmp_path: Path) -> None:
     env = Push(4, spaces)
     first = np.array([0.5, 0.25, -0.75]) if isinstance(spaces[0], Continuous) else np.array([1, 2])
-    width = head_for(spaces[1]).width
+    width = make_head(spaces[1]).width
 
     def script(env: VectorEnv, seat: int) -> np.ndarray:
-        own = first * (np.arange(width) < head_for(spaces[seat]).width)
+        own = first * (np.arange(width) < make_head(spaces[seat]).width)
         return np.tile(own, (4, 1)).astype(first.dtype)
 
     path = shown(env, script, 5, tmp_path / "moves.npz")
-    made = learner(BC(demonstrations=path, batch=16), env, {"a": [0], "b": [1]})
-    train(made, Sweeper(env, np.arange(4)), 1, 30)
-    played = Sweeper(env, np.arange(4)).sweep(made.greedy(), 1, 0).actions[0, 0]
-    np.testing.assert_allclose(played[0, : head_for(spaces[0]).width], first[: head_for(spaces[0]).width], atol=0.1)
+    made = learner(BC(demonstrations=path, batch_size=16), env, {"a": [0], "b": [1]})
+    train(made, VectorRollout(env, np.arange(4)), 1, 30)
+    played = VectorRollout(env, np.arange(4)).collect(made.greedy_policies(), 1, 0).actions[0, 0]
+    np.testing.assert_allclose(played[0, : make_head(spaces[0]).width], first[: make_head(spaces[0]).width], atol=0.1)
     np.testing.assert_allclose(played[1], first, atol=0.1)
-    rival = learner(GAIL(demonstrations=path, horizon=5, pairs=8), env, {"a": [0], "b": [1]})
-    figures = train(rival, Sweeper(env, np.arange(4)), 5, 2)
+    rival = learner(GAIL(demonstrations=path, rollout_length=5, discriminator_batch_size=8), env, {"a": [0], "b": [1]})
+    figures = train(rival, VectorRollout(env, np.arange(4)), 5, 2)
     assert all(np.isfinite(list(line.values())).all() for line in figures.values())
 
 
 @pytest.mark.parametrize("memory", [0, 5])
 def test_a_clone_goes_on_exactly_from_its_arrays(memory: int, tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
-    record(env, [Uniform(env, [0, 1, 2])], 12, tmp_path / "moves.npz")
-    config = BC(demonstrations=str(tmp_path / "moves.npz"), batch=32, window=4)
-    policy = NetPolicyConfig(hidden=[6], memory=memory, normalise=True)
+    record_demonstrations(env, [UniformVectorPolicy(env, [0, 1, 2])], 12, tmp_path / "moves.npz")
+    config = BC(demonstrations=str(tmp_path / "moves.npz"), batch_size=32, sequence_length=4)
+    policy = NetPolicyConfig(hidden=[6], gru_units=memory, normalize_observations=True)
     made, again = (learner(config, env, {"a": [0], "b": [1, 2]}, policy) for _ in range(2))
     made.update(None, 0.0)
-    again.load(snapshot(made))
+    again.load_arrays(snapshot(made))
     for one in (made, again):
         one.update(None, 0.5)
     for key, value in snapshot(made).items():
         np.testing.assert_array_equal(value, snapshot(again)[key], err_msg=key)
-    assert made.arrays()["versions"].tolist() == [16, 16]
+    assert made.state_arrays()["versions"].tolist() == [16, 16]
 
 
 # ---- by a discriminator
@@ -282,10 +292,10 @@ def test_a_clone_goes_on_exactly_from_its_arrays(memory: int, tmp_path: Path) ->
 
 def test_rewards_of_the_env_are_not_read(tmp_path: Path) -> None:
     env = Countdown(4, turns=True)
-    record(env, [Uniform(env, [0, 1])], 20, tmp_path / "moves.npz")
-    config = GAIL(demonstrations=str(tmp_path / "moves.npz"), pairs=16)
+    record_demonstrations(env, [UniformVectorPolicy(env, [0, 1])], 20, tmp_path / "moves.npz")
+    config = GAIL(demonstrations=str(tmp_path / "moves.npz"), discriminator_batch_size=16)
     made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
-    batch = Sweeper(env, np.arange(4)).sweep(made.players(0), 8, 0)
+    batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 8, 0)
     first = made.update(batch, 0.0)
     batch.rewards[:] = np.nan
     assert other.update(batch, 0.0) == first
@@ -296,31 +306,31 @@ def test_rewards_of_the_env_are_not_read(tmp_path: Path) -> None:
 
 def test_a_learner_goes_on_exactly_from_its_arrays(tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
-    record(env, [Uniform(env, [0, 1, 2])], 20, tmp_path / "moves.npz")
-    config = GAIL(demonstrations=str(tmp_path / "moves.npz"), pairs=16, reward="logit")
-    policy = NetPolicyConfig(hidden=[6], memory=4, normalise=True, seat_id=True)
+    record_demonstrations(env, [UniformVectorPolicy(env, [0, 1, 2])], 20, tmp_path / "moves.npz")
+    config = GAIL(demonstrations=str(tmp_path / "moves.npz"), discriminator_batch_size=16, reward="logit")
+    policy = NetPolicyConfig(hidden=[6], gru_units=4, normalize_observations=True, seat_one_hot=True)
     made, again = (learner(config, env, {"a": [0], "b": [1, 2]}, policy) for _ in range(2))
-    sweeper = Sweeper(env, np.arange(4))
+    sweeper = VectorRollout(env, np.arange(4))
     for i in range(4):
-        batch = sweeper.sweep(made.players(0), 6, i)
+        batch = sweeper.collect(made.rollout_policies(0), 6, i)
         if i == 2:
-            again.load(snapshot(made))
+            again.load_arrays(snapshot(made))
         made.update(batch, 0.0)
         if i >= 2:
             again.update(batch, 0.0)
     for key, value in snapshot(made).items():
         np.testing.assert_array_equal(value, snapshot(again)[key], err_msg=key)
-    assert any(key.startswith("discriminator.1/") for key in made.arrays())
+    assert any(key.startswith("discriminator.1/") for key in made.state_arrays())
 
 
 def test_one_step_at_a_time_some_have_no_moves(tmp_path: Path) -> None:
     env = Cues(3, turns=True, steps=2)
     path = shown(env, right, 8, tmp_path / "moves.npz")
-    made = learner(GAIL(demonstrations=path, horizon=1), env, {"a": [0], "b": [1]})
-    sweeper = Sweeper(env, np.arange(3))
+    made = learner(GAIL(demonstrations=path, rollout_length=1), env, {"a": [0], "b": [1]})
+    sweeper = VectorRollout(env, np.arange(3))
     told = []
     for i in range(4):
-        figures = made.update(sweeper.sweep(made.players(0), 1, i), 0.0)
+        figures = made.update(sweeper.collect(made.rollout_policies(0), 1, i), 0.0)
         told.append(sorted(name for name, line in figures.items() if "told_apart" in line))
     assert all(np.isfinite(list(line.values())).all() for line in figures.values())
     assert told == [[]] * 4  # the two share a stack, and one of them always waits
@@ -328,7 +338,7 @@ def test_one_step_at_a_time_some_have_no_moves(tmp_path: Path) -> None:
 
 def test_pixels_are_refused(tmp_path: Path) -> None:
     env: VectorEnv = Track(2)
-    env.views = ((36, 36, 1),)
+    env.observation_shapes = ((36, 36, 1),)
     with pytest.raises(ValueError, match='gail cannot see the pixels of env "track" beside actions: use bc'):
         learner(GAIL(demonstrations="unread"), env, {"a": [0]})
 
@@ -337,16 +347,16 @@ def test_pixels_are_refused(tmp_path: Path) -> None:
 def test_an_expert_is_imitated_from_few_games(reward: Any, tmp_path: Path) -> None:
     env = Cues(32, seats=2, steps=2)
     path = shown(env, right, 2, tmp_path / "moves.npz")  # 32 games
-    made = learner(GAIL(demonstrations=path, horizon=8, gamma=0.9, reward=reward), env, {"a": [0], "b": [1]})
-    train(made, Sweeper(env, np.arange(32)), 8, 40)
-    assert (mean_return(env, made.greedy(), 40) > 0.95).all()  # the expert's is 1, by chance a third
+    made = learner(GAIL(demonstrations=path, rollout_length=8, gamma=0.9, reward=reward), env, {"a": [0], "b": [1]})
+    train(made, VectorRollout(env, np.arange(32)), 8, 40)
+    assert (mean_return(env, made.greedy_policies(), 40) > 0.95).all()  # the expert's is 1, by chance a third
 
 
 def test_a_steady_hand_is_imitated(tmp_path: Path) -> None:
     env = Track(32)
     path = shown(Track(8), steady, 20, tmp_path / "moves.npz")
-    others: list[Player] = [Scripted(env, [0], steady), Uniform(env, [0])]
+    others: list[VectorPolicy] = [ScriptedVectorPolicy(env, [0], steady), UniformVectorPolicy(env, [0])]
     expert, chance = (mean_return(env, [player], 40).item() for player in others)
-    made = learner(GAIL(demonstrations=path, horizon=20, gamma=0.9), env, {"a": [0]})
-    train(made, Sweeper(env, np.arange(32)), 20, 60)
-    assert mean_return(env, made.greedy(), 40).item() > expert + 0.03 * (chance - expert)
+    made = learner(GAIL(demonstrations=path, rollout_length=20, gamma=0.9), env, {"a": [0]})
+    train(made, VectorRollout(env, np.arange(32)), 20, 60)
+    assert mean_return(env, made.greedy_policies(), 40).item() > expert + 0.03 * (chance - expert)

@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 from vector_toys import train
 
-from palestra.algorithms.vector.nfsp import NFSP, RESPONDED, Fictitious
+from palestra.algorithms.vector.nfsp import BEST_RESPONSE_LOGP, NFSP, NFSPLearner
 from palestra.envs.vector.base import VectorEnv
 from palestra.envs.vector.kuhn import KuhnPoker
-from palestra.exact.responses import nash_conv
-from palestra.exact.tree import tree_of
 from palestra.learners.nets import NetPolicyConfig
 from palestra.nets.reservoir import Reservoir
-from palestra.oracles.members import Reader, rules_of
-from palestra.rollouts.sweep import Sweeper
+from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.tabular.best_response import nash_conv
+from palestra.tabular.game_tree import build_game_tree
+from palestra.workers.member_loader import MemberLoader, rules_of_env
 
-POLICY = NetPolicyConfig(hidden=[32], lr=3e-3, clip=10)
+POLICY = NetPolicyConfig(hidden=[32], lr=3e-3, max_grad_norm=10)
 SEATS = ("player_0", "player_1")
 
 
-def learner(env: VectorEnv, policy: NetPolicyConfig = POLICY, **settings: Any) -> Fictitious:
-    config = NFSP.model_validate({"horizon": 4, "batch": 32, "warmup": 0, "memories": 5000} | settings)
+def learner(env: VectorEnv, policy: NetPolicyConfig = POLICY, **settings: Any) -> NFSPLearner:
+    config = NFSP.model_validate({"rollout_length": 4, "batch_size": 32, "learning_starts": 0, "reservoir_size": 5000} | settings)
     seats = {name: [number] for number, name in enumerate(env.seats)}
-    made = config.learner(env, seats, dict.fromkeys(seats, policy), {name: n + 5 for n, name in enumerate(seats)})
-    assert isinstance(made, Fictitious)
+    made = config.build_learner(env, seats, dict.fromkeys(seats, policy), {name: n + 5 for n, name in enumerate(seats)})
+    assert isinstance(made, NFSPLearner)
     return made
 
 
@@ -40,16 +40,16 @@ def test_a_reservoir_keeps_every_row_as_likely_as_any_other() -> None:
         assert len(set(reservoir.columns["row"])) == len(reservoir) == 10
         kept[reservoir.columns["row"]] += 1
     assert abs(kept / 4000 - 10 / 40).max() < 4 * (0.25 * 0.75 / 4000) ** 0.5
-    assert set(reservoir.draw(1000, np.random.default_rng(0))["row"]) == set(reservoir.columns["row"])
+    assert set(reservoir.sample(1000, np.random.default_rng(0))["row"]) == set(reservoir.columns["row"])
 
 
 @pytest.mark.parametrize("eta", [0.2, 1.0])
 def test_a_seat_plays_a_whole_game_by_one_of_its_two(eta: float) -> None:
     env = KuhnPoker(512)
     made = learner(env, eta=eta, epsilon=0.0)
-    batch = Sweeper(env, np.arange(512)).sweep(made.players(0.0), 40, 0)
-    responded, acting = batch.logp == RESPONDED, batch.acting[:-1]
-    games = np.cumsum(batch.fresh[:-1], 0)  # the number of each game at its place
+    batch = VectorRollout(env, np.arange(512)).collect(made.rollout_policies(0.0), 40, 0)
+    responded, acting = batch.logp == BEST_RESPONSE_LOGP, batch.agent_mask[:-1]
+    games = np.cumsum(batch.is_first[:-1], 0)  # the number of each game at its place
     shares = []
     for seat in range(2):
         for b in range(512):
@@ -64,10 +64,10 @@ def test_a_seat_plays_a_whole_game_by_one_of_its_two(eta: float) -> None:
 def test_only_moves_of_best_responses_are_imitated() -> None:
     env = KuhnPoker(64)
     made = learner(env, eta=0.3)
-    batch = Sweeper(env, np.arange(64)).sweep(made.players(0.0), 8, 0)
+    batch = VectorRollout(env, np.arange(64)).collect(made.rollout_policies(0.0), 8, 0)
     made.update(batch, 0.0)
     for seat, name in enumerate(SEATS):
-        chosen = (batch.logp[..., seat] == RESPONDED) & batch.acting[:-1, :, seat]
+        chosen = (batch.logp[..., seat] == BEST_RESPONSE_LOGP) & batch.agent_mask[:-1, :, seat]
         kept = made.reservoirs[name]
         assert len(kept) == chosen.sum() > 0
         assert np.array_equal(kept.columns["obs"][: len(kept)], batch.obs[:-1, :, seat][chosen])
@@ -77,36 +77,36 @@ def test_only_moves_of_best_responses_are_imitated() -> None:
 def test_it_goes_on_exactly_where_it_stopped() -> None:
     env = KuhnPoker(16)
     made, again = learner(env), learner(env)
-    sweeper = Sweeper(env, np.arange(16))
+    sweeper = VectorRollout(env, np.arange(16))
     train(made, sweeper, 4, 5)
-    again.load({key: value.copy() for key, value in made.arrays().items()})
+    again.load_arrays({key: value.copy() for key, value in made.state_arrays().items()})
     saved = sweeper.save()
     assert saved is not None
     train(made, sweeper, 4, 3)
-    other = Sweeper(KuhnPoker(16), np.arange(16))
-    other.load(saved, again.players(0.0))
+    other = VectorRollout(KuhnPoker(16), np.arange(16))
+    other.load(saved, again.rollout_policies(0.0))
     train(again, other, 4, 3)
-    for key, value in made.arrays().items():
-        assert np.array_equal(value, again.arrays()[key]), key
+    for key, value in made.state_arrays().items():
+        assert np.array_equal(value, again.state_arrays()[key]), key
 
 
 def test_networks_with_memory_are_refused() -> None:
     with pytest.raises(ValueError, match="without memory"):
-        learner(KuhnPoker(4), NetPolicyConfig(hidden=[8], memory=8))
+        learner(KuhnPoker(4), NetPolicyConfig(hidden=[8], gru_units=8))
 
 
 def test_the_averages_near_an_equilibrium(tmp_path: Path) -> None:
     """Uniform play in Kuhn poker has a NashConv of 11/12; the best responses themselves stay far from 0."""
     env = KuhnPoker(64)
-    made = learner(env, horizon=8, batch=128, updates=4, average_updates=4, average_lr=3e-3, memories=200_000)
-    train(made, Sweeper(env, np.arange(64)), 8, 1200)
-    rules = rules_of({"type": "kuhn_poker"})
+    made = learner(env, rollout_length=8, batch_size=128, gradient_steps=4, average_updates=4, average_lr=3e-3, reservoir_size=200_000)
+    train(made, VectorRollout(env, np.arange(64)), 8, 1200)
+    rules = rules_of_env({"type": "kuhn_poker"})
     assert rules is not None
-    tree = tree_of(rules)
+    tree = build_game_tree(rules)
     members = {name: tmp_path / name for name in SEATS}
-    for name, write in made.members().items():
+    for name, write in made.member_writers().items():
         members[name].mkdir()
         write(members[name])
-    reader = Reader(env, tree)
-    policy = np.where(tree.owner[:, None] == 0, *(reader.policy(name, members) for name in SEATS))
+    reader = MemberLoader(env, tree)
+    policy = np.where(tree.state_player[:, None] == 0, *(reader.policy(name, members) for name in SEATS))
     assert nash_conv(tree, policy) < 0.3

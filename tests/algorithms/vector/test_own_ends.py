@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from palestra.algorithms.vector.a2c import A2C
-from palestra.algorithms.vector.actor_critic import ActorCritic
-from palestra.algorithms.vector.coma import COMA, Coma
+from palestra.algorithms.vector.actor_critic import ActorCriticLearner
+from palestra.algorithms.vector.coma import COMA, COMALearner
 from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.nfsp import NFSP
@@ -21,23 +21,23 @@ from palestra.algorithms.vector.sac import SAC
 from palestra.envs.vector.pettingzoo import PettingZooEnv
 from palestra.learners.nets import NetPolicyConfig
 from palestra.nets.replay import Replay
-from palestra.policies.vector import Uniform
-from palestra.rollouts.sweep import Sweeper
-from palestra.types import Batch
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.types import RolloutBatch
 
-ON: dict[str, Any] = {"horizon": 10, "gamma": 0.99}
-OFF: dict[str, Any] = {"horizon": 4, "updates": 8, "batch": 64, "warmup": 1, "gamma": 0.99, "tau": 0.2}
+ON: dict[str, Any] = {"rollout_length": 10, "gamma": 0.99}
+OFF: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 8, "batch_size": 64, "learning_starts": 1, "gamma": 0.99, "tau": 0.2}
 SEATS = {"early": [0], "late": [1]}
 
 ALONE = {
     "ppo": PPO(**ON),
-    "ppo one step": PPO(**ON, lam=0),
+    "ppo one step": PPO(**ON, gae_lambda=0),
     "mappo": PPO(**ON, critic="central", critics="one", value_norm=True),
-    "vtrace": PPO(**ON, correct="vtrace"),
-    "a2c": A2C(**ON | {"horizon": 7}),
-    "coma": COMA(**ON, target_every=1),
+    "vtrace": PPO(**ON, off_policy_correction="vtrace"),
+    "a2c": A2C(**ON | {"rollout_length": 7}),
+    "coma": COMA(**ON, target_interval=1),
     "dqn": DQN(**OFF),
-    "dqn three steps": DQN(**OFF, n=3, priority=0.5),
+    "dqn three steps": DQN(**OFF, n_step=3, priority_exponent=0.5),
     "nfsp": NFSP(**OFF, eta=1.0),
     "sac": SAC(**OFF),
     "masac": SAC(**OFF, critic="central"),
@@ -51,28 +51,28 @@ MEMORY = {"ppo": ALONE["ppo"], "dqn": ALONE["dqn"]}
 def worth_to_early(config: Any, options: dict[str, Any], updates: int = 30, memory: int = 0) -> float:
     """What training makes the first view of agent "early" worth."""
     env = PettingZooEnv(4, env="mortal_games:parting", options=options)
-    policy = NetPolicyConfig(hidden=[16], lr=2e-2, memory=memory)
-    learner = config.learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
-    sweeper = Sweeper(env, np.arange(4))
+    policy = NetPolicyConfig(hidden=[16], lr=2e-2, gru_units=memory)
+    learner = config.build_learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
+    sweeper = VectorRollout(env, np.arange(4))
     for i in range(updates):
-        batch = sweeper.sweep(learner.players(0.0), config.horizon, i)
+        batch = sweeper.collect(learner.rollout_policies(0.0), config.rollout_length, i)
         figures = learner.update(batch, 0.0)
     return said(learner, batch, figures)
 
 
-def said(learner: Any, batch: Batch, figures: dict[str, dict[str, float]]) -> float:
-    first = torch.from_numpy(batch.fresh)
-    if isinstance(learner, ActorCritic):
+def said(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, float]]) -> float:
+    first = torch.from_numpy(batch.is_first)
+    if isinstance(learner, ActorCriticLearner):
         return float(learner._values(batch)[0][first][:, 0].mean())
-    if isinstance(learner, Coma):
+    if isinstance(learner, COMALearner):
         scene = learner._credit(batch)[0]
-        q = learner._values([judge.net for judge in learner.judges], scene)
+        q = learner._values([judge.net for judge in learner.critics], scene)
         return float(q[first][:, 0].mean())
-    if isinstance(learner, QLearner) and not learner.joint:
+    if isinstance(learner, QLearner) and not learner.counts_env_steps:
         stack = learner.stacks[0]
-        return float(learner.heads[0].values(stack.net.unroll(stack.views(batch.obs))[0]).detach()[0, 0].mean())
+        return float(learner.heads[0].values(stack.net.unroll(stack.observations(batch.obs))[0]).detach()[0, 0].mean())
     if learner.config.type == "qmix" or learner.config.critic == "central":  # the mean over all steps of a game
-        return figures["early"]["q"] * learner.env.inner.hosted[0].env.length
+        return figures["early"]["q"] * learner.env.inner.single_envs[0].env.length
     return figures["early"]["q"]
 
 
@@ -106,13 +106,13 @@ def test_a_team_has_a_future_until_its_last_seat_terminates(flags: str) -> None:
     """In games of one step: the partner is cut off, so the team's value of what follows counts, without the seat that
     has terminated."""
     env = PettingZooEnv(4, env="mortal_games:parting", options={"flags": flags, "length": 1})
-    batch = Sweeper(env, np.arange(4)).sweep([Uniform(env, [0, 1])], 3, 0)
+    batch = VectorRollout(env, np.arange(4)).collect([UniformVectorPolicy(env, [0, 1])], 3, 0)
     for team in ([0, 1], [0]):
-        replay = Replay(100, gamma=0.5, joint=True, team=team)
+        replay = Replay(100, gamma=0.5, count_env_steps=True, team=team)
         replay.add(batch)
         rows, dead = replay.ring.columns, flags == "terminated"
         assert (rows["discounts"][:12] == (0.0 if dead and team == [0] else 0.5)).all() and rows["known"][:12].all()
-        assert (rows["next_acting"][:12] == [not dead, True]).all()
+        assert (rows["next_agent_mask"][:12] == [not dead, True]).all()
 
 
 def test_a_seat_that_is_cut_off_alone_is_worth_more_than_it_was_paid() -> None:
@@ -125,9 +125,9 @@ def test_the_fatal_move_has_its_credit_before_the_game_ends() -> None:
     """A sweep that stops in the midst of a game knows already what a seat's last move came to."""
     env = PettingZooEnv(4, env="mortal_games:parting")
     policy = NetPolicyConfig(hidden=[16])
-    learner = PPO(**ON).learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
-    batch = Sweeper(env, np.arange(4)).sweep(learner.players(0.0), 3, 0)
-    assert not batch.over.any()
+    learner = PPO(**ON).build_learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
+    batch = VectorRollout(env, np.arange(4)).collect(learner.rollout_policies(0.0), 3, 0)
+    assert not batch.done.any()
     _, targets, known = learner._credit(batch, batch.logp, 0.0)
     assert known[:, :, 0].tolist() == [[True] * 4] + [[False] * 4] * 2
     assert targets[0, :, 0].tolist() == pytest.approx([1.0] * 4)

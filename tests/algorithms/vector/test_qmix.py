@@ -10,19 +10,19 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, mean_return, train
 
-from palestra.algorithms.vector.q_learning import as_stretch
-from palestra.algorithms.vector.qmix import QMIX, Team
+from palestra.algorithms.vector.q_learning import as_sequences
+from palestra.algorithms.vector.qmix import QMIX, QMIXLearner
 from palestra.envs.vector.base import Continuous, VectorEnv
 from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
 from palestra.learners.nets import NetPolicyConfig
-from palestra.nets.replay import Moves, Replay
-from palestra.nets.segments import Segments
-from palestra.policies.vector import Uniform
-from palestra.rollouts.play import derive
-from palestra.rollouts.sweep import Sweeper
+from palestra.nets.replay import Replay, TransitionBatch
+from palestra.nets.sequence_replay import SequenceReplay
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.tree_rollout import derive_seed
+from palestra.rollouts.vector_rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
-QUICK: dict[str, Any] = {"horizon": 4, "updates": 2, "batch": 16, "warmup": 0}
+QUICK: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 2, "batch_size": 16, "learning_starts": 0}
 
 
 def learner(
@@ -30,33 +30,35 @@ def learner(
     env: VectorEnv,
     seats: dict[str, list[int]],
     policies: Mapping[str, NetPolicyConfig] | NetPolicyConfig = POLICY,
-) -> Team:
+) -> QMIXLearner:
     own = dict.fromkeys(seats, policies) if isinstance(policies, NetPolicyConfig) else policies
-    made = config.learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
-    assert isinstance(made, Team)
+    made = config.build_learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
+    assert isinstance(made, QMIXLearner)
     return made
 
 
-def played(made: Team, env: VectorEnv, updates: int, others: list[Any] | None = None) -> dict[str, dict[str, float]]:
+def played(
+    made: QMIXLearner, env: VectorEnv, updates: int, others: list[Any] | None = None
+) -> dict[str, dict[str, float]]:
     figures: dict[str, dict[str, float]] = train(
-        made, Sweeper(env, np.arange(env.games)), made.config.horizon, updates, others or ()
+        made, VectorRollout(env, np.arange(env.num_envs)), made.config.rollout_length, updates, others or ()
     )
     return figures
 
 
-def snapshot(made: Team) -> dict[str, np.ndarray]:
-    return {key: value.copy() for key, value in made.arrays().items()}
+def snapshot(made: QMIXLearner) -> dict[str, np.ndarray]:
+    return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
 # ---- one update, worked out row by row
 
 
-def seat_value(made: Team, net: str, seat: int, view: torch.Tensor) -> torch.Tensor:
+def seat_value(made: QMIXLearner, net: str, seat: int, view: torch.Tensor) -> torch.Tensor:
     """What the seat's network, or its slow copy, says of each action."""
-    for stack, slow in zip(made.stacks, made.targets, strict=True):
-        for p, own in enumerate(stack.seating.seats):
+    for stack, slow in zip(made.stacks, made.target_nets, strict=True):
+        for p, own in enumerate(stack.seat_mapping.seats):
             if seat in own:
-                rows = view.expand(len(stack.seating.names), 1, *view.shape)
+                rows = view.expand(len(stack.seat_mapping.names), 1, *view.shape)
                 return (stack.net if net == "fast" else slow)(rows)[p, 0]
     raise AssertionError(seat)
 
@@ -66,15 +68,15 @@ def seat_value(made: Team, net: str, seat: int, view: torch.Tensor) -> torch.Ten
 def test_an_update_is_what_the_papers_say(turns: bool, mixer: Any) -> None:
     """Seats 0, 1 and 3 learn, in two stacks; seat 2 plays at random and is no part of the team."""
     env = Countdown(games=5, turns=turns, seats=4)
-    config = QMIX(**QUICK | {"updates": 1}, mixer=mixer, mixing=3, priority=0.7, n=2, gamma=0.9)
+    config = QMIX(**QUICK | {"gradient_steps": 1}, mixer=mixer, mixer_units=3, priority_exponent=0.7, n_step=2, gamma=0.9)
     policies = {"one": POLICY, "two": NetPolicyConfig(hidden=[8], lr=1e-2), "three": POLICY}
     made = learner(config, env, {"one": [0], "two": [1], "three": [3]}, policies)
-    assert [stack.seating.names for stack in made.stacks] == [("one", "three"), ("two",)]
-    played(made, env, 4, [Uniform(env, [2])])
+    assert [stack.seat_mapping.names for stack in made.stacks] == [("one", "three"), ("two",)]
+    played(made, env, 4, [UniformVectorPolicy(env, [2])])
     assert isinstance(made.replay, Replay)
-    rng = np.random.default_rng(derive(5, "moments", made.steps))
-    drawn: Moves = made.replay.sample(16, rng, config.beta)
-    assert drawn.next_legal is not None and drawn.state is not None and drawn.next_state is not None
+    rng = np.random.default_rng(derive_seed(5, "moments", made.steps))
+    drawn: TransitionBatch = made.replay.sample(16, rng, config.priority_beta)
+    assert drawn.next_action_mask is not None and drawn.state is not None and drawn.next_state is not None
 
     losses, errors = [], []
     for m in range(16):
@@ -84,11 +86,11 @@ def test_an_update_is_what_the_papers_say(turns: bool, mixer: Any) -> None:
         now, then = [], []
         for s in (0, 3, 1):  # as the stacks have them
             q = seat_value(made, "fast", s, drawn.obs[m, s])[drawn.actions[m, s]]
-            now.append(q if drawn.acting[m, s] else torch.tensor(0.0))
+            now.append(q if drawn.agent_mask[m, s] else torch.tensor(0.0))
             chooser = seat_value(made, "fast", s, drawn.next_obs[m, s]).detach()
-            choice = chooser.masked_fill(~drawn.next_legal[m, s], -torch.inf).argmax()
+            choice = chooser.masked_fill(~drawn.next_action_mask[m, s], -torch.inf).argmax()
             judge = seat_value(made, "slow", s, drawn.next_obs[m, s])[choice]
-            then.append(judge if drawn.next_acting[m, s] else torch.tensor(0.0))
+            then.append(judge if drawn.next_agent_mask[m, s] else torch.tensor(0.0))
         total = made.mixer(torch.stack(now)[None], drawn.state[m : m + 1])[0]
         after = made.target_mixer(torch.stack(then)[None], drawn.next_state[m : m + 1])[0].detach()
         reward = (drawn.rewards[m, 0] + drawn.rewards[m, 1] + drawn.rewards[m, 3]) / 3
@@ -100,7 +102,7 @@ def test_an_update_is_what_the_papers_say(turns: bool, mixer: Any) -> None:
     weights = [*nets[0], *nets[1], *made.mixer.parameters()]
     slopes = torch.autograd.grad(loss, weights)
 
-    lines, error_TM, known = made.learn(as_stretch(drawn), 0.0)
+    lines, error_TM, known = made.train_step(as_sequences(drawn), 0.0)
     assert [line["q_loss"][0].item() for line in lines] == pytest.approx([loss.item()] * 2, rel=1e-4)
     assert error_TM[0].tolist() == pytest.approx(errors, rel=1e-4, abs=1e-6)
     assert known[0].tolist() == (drawn.weight[:, 0] > 0).tolist()
@@ -120,22 +122,22 @@ def test_without_a_state_the_mixer_sees_all_views() -> None:
     class Blind(Countdown):
         def __init__(self) -> None:
             super().__init__(games=4)
-            self.state_size, self.frame.state, self.frame.final_state = 0, None, None
+            self.state_size, self.vector_step.state, self.vector_step.final_state = 0, None, None
 
         def show(self, obs: np.ndarray, state: np.ndarray) -> None:
             super().show(obs, np.zeros((4, 2)))
 
     env = Blind()
-    made = learner(QMIX(**QUICK, n=2), env, {"one": [0, 1]})
-    batch = Sweeper(env, np.arange(4)).sweep(made.players(0), 12, 1)
-    segments, replay = Segments(4, n=2, joint=True), Replay(48, n=2, joint=True)
+    made = learner(QMIX(**QUICK, n_step=2), env, {"one": [0, 1]})
+    batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 12, 1)
+    segments, replay = SequenceReplay(4, n_step=2, count_env_steps=True), Replay(48, n_step=2, count_env_steps=True)
     for kept in (segments, replay):
         kept.add(batch)
         many = len(kept)
-        kept.ring.draw = lambda count, rng, beta, many=many: (np.arange(many), np.ones(many))  # type: ignore
+        kept.ring.sample = lambda count, rng, beta, many=many: (np.arange(many), np.ones(many))  # type: ignore
     stretches, moves = (kept.sample(0, np.random.default_rng(0)) for kept in (segments, replay))
-    assert isinstance(moves, Moves)
-    state, next_state = made._states(as_stretch(moves))
+    assert isinstance(moves, TransitionBatch)
+    state, next_state = made._states(as_sequences(moves))
     assert torch.equal(state[0], moves.obs.flatten(1)) and torch.equal(next_state[0], moves.next_obs.flatten(1))
     long_state, long_next = made._states(stretches)
     known = (stretches.weight * stretches.discounts)[..., 0] > 0
@@ -147,23 +149,25 @@ def test_without_a_state_the_mixer_sees_all_views() -> None:
 @pytest.mark.parametrize(("mixer", "memory"), [("vdn", 0), ("qmix", 0), ("qmix", 6), ("vdn", 6)])
 def test_what_was_kept_goes_on_exactly(mixer: Any, memory: int) -> None:
     env = Countdown(games=4)
-    config = QMIX(**QUICK | {"capacity": 60}, mixer=mixer, priority=0.6, n=2)
-    policy = NetPolicyConfig(hidden=[8], memory=memory, normalise=True)
+    config = QMIX(**QUICK | {"buffer_size": 60}, mixer=mixer, priority_exponent=0.6, n_step=2)
+    policy = NetPolicyConfig(hidden=[8], gru_units=memory, normalize_observations=True)
     made, other = (learner(config, env, {"one": [0], "two": [1]}, policy) for _ in range(2))
     played(made, env, 5)
-    other.load(snapshot(made))
+    other.load_arrays(snapshot(made))
     for each in (made, other):
         played(each, Countdown(games=4), 3)
-    for name, array in made.arrays().items():
-        assert np.array_equal(array, other.arrays()[name]), name
-    assert made.steps == 16 and any(name.startswith("target_mixer") for name in made.arrays()) == (mixer == "qmix")
+    for name, array in made.state_arrays().items():
+        assert np.array_equal(array, other.state_arrays()[name]), name
+    assert made.steps == 16 and any(name.startswith("target_mixer") for name in made.state_arrays()) == (
+        mixer == "qmix"
+    )
 
 
 def test_what_it_cannot_learn() -> None:
     with pytest.raises(ValueError, match="qmix compares the values of single actions"):
         learner(QMIX(), Countdown(space=Continuous((-1.0,), (1.0,))), {"one": [0, 1]})
     env = Countdown()
-    env.views, env.state_size = ((40, 40, 3),) * 2, 0
+    env.observation_shapes, env.state_size = ((40, 40, 3),) * 2, 0
     with pytest.raises(ValueError, match="cannot see the pixels"):
         learner(QMIX(), env, {"one": [0, 1]})
     assert learner(QMIX(mixer="vdn"), env, {"one": [0, 1]}).mixer_adam is None
@@ -172,10 +176,10 @@ def test_what_it_cannot_learn() -> None:
 # ---- what it learns
 
 
-RANDOM: dict[str, Any] = {"epsilon": 1, "epsilon_end": 1, "horizon": 4, "warmup": 64, "tau": 1, "period": 25}
+RANDOM: dict[str, Any] = {"epsilon": 1, "epsilon_end": 1, "rollout_length": 4, "learning_starts": 64, "tau": 1, "target_interval": 25}
 
 
-def team_values(made: Team, view: torch.Tensor, state: torch.Tensor) -> np.ndarray:
+def team_values(made: QMIXLearner, view: torch.Tensor, state: torch.Tensor) -> np.ndarray:
     """The team's value of each joint action of two seats."""
     q = made.heads[0].values(made.stacks[0].net(view.expand(2, 1, -1)))[:, 0]
     joint = torch.cartesian_prod(q[0], q[1])
@@ -183,11 +187,11 @@ def team_values(made: Team, view: torch.Tensor, state: torch.Tensor) -> np.ndarr
     return mixed
 
 
-def two_step(mixer: Any, updates: int) -> tuple[Team, list[np.ndarray]]:
+def two_step(mixer: Any, updates: int) -> tuple[QMIXLearner, list[np.ndarray]]:
     """The two-step game, all moves random, as Rashid et al. (2018, section 5) have it."""
-    env = TwoStepGame(games=16)
-    policy = NetPolicyConfig(hidden=[32], lr=1e-2, clip=10, schedule="linear")
-    config = QMIX(**RANDOM, updates=2, batch=128, mixer=mixer)
+    env = TwoStepGame(num_envs=16)
+    policy = NetPolicyConfig(hidden=[32], lr=1e-2, max_grad_norm=10, lr_schedule="linear")
+    config = QMIX(**RANDOM, gradient_steps=2, batch_size=128, mixer=mixer)
     made = learner(config, env, {"one": [0], "two": [1]}, policy)
     played(made, env, updates)
     return made, [team_values(made, state, state) for state in torch.eye(3)]
@@ -199,7 +203,7 @@ def test_qmix_learns_the_two_step_game() -> None:
     assert first == pytest.approx(np.array([[6.93, 6.93], [7.92, 7.92]]), abs=0.1)
     assert certain == pytest.approx(np.full((2, 2), 7), abs=0.1)
     assert risky == pytest.approx(np.array([[0, 1], [1, 8]]), abs=0.1)
-    assert mean_return(made.env, made.greedy(), 4).tolist() == [8, 8]
+    assert mean_return(made.env, made.greedy_policies(), 4).tolist() == [8, 8]
 
 
 def test_a_sum_cannot_tell_that_the_risk_is_worth_it() -> None:
@@ -209,30 +213,32 @@ def test_a_sum_cannot_tell_that_the_risk_is_worth_it() -> None:
     assert first == pytest.approx(np.array([[6.93, 6.93], [6.435, 6.435]]), abs=0.35)
     assert certain == pytest.approx(np.full((2, 2), 7), abs=0.25)
     assert risky == pytest.approx(np.array([[-1.5, 2.5], [2.5, 6.5]]), abs=0.45)
-    assert mean_return(made.env, made.greedy(), 4).tolist() == [7, 7]
+    assert mean_return(made.env, made.greedy_policies(), 4).tolist() == [7, 7]
 
 
 def test_the_sums_nearest_to_the_climbing_game() -> None:
     """Of [[11, -30, 0], [-30, 7, 6], [0, 0, 5]] they are means of row and column less the mean of all, -31/9: 16/3 for
     the lower right, which is best among them and pays 5, not 11."""
-    env = MatrixGame(games=32, game="climbing")
-    policy = NetPolicyConfig(hidden=[16], lr=2e-2, clip=100, schedule="linear")
-    made = learner(QMIX(**RANDOM, updates=2, batch=512, mixer="vdn"), env, {"one": [0], "two": [1]}, policy)
+    env = MatrixGame(num_envs=32, game="climbing")
+    policy = NetPolicyConfig(hidden=[16], lr=2e-2, max_grad_norm=100, lr_schedule="linear")
+    made = learner(QMIX(**RANDOM, gradient_steps=2, batch_size=512, mixer="vdn"), env, {"one": [0], "two": [1]}, policy)
     played(made, env, 120)
     payoff = np.array([[11, -30, 0], [-30, 7, 6], [0, 0, 5]])
     nearest = payoff.mean(1, keepdims=True) + payoff.mean(0) - payoff.mean()
     assert nearest[2, 2] == pytest.approx(5 / 3 + 11 / 3 + 31 / 9)
     assert team_values(made, torch.zeros(6), torch.zeros(7)) == pytest.approx(nearest, abs=1.5)
-    assert mean_return(env, made.greedy(), 1).tolist() == [5, 5]
+    assert mean_return(env, made.greedy_policies(), 1).tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("mixer", ["vdn", "qmix"])
 def test_they_agree_on_one_of_two_meeting_points(mixer: Any) -> None:
-    env = MatrixGame(games=16, game="coordination")
-    config = QMIX(horizon=4, updates=2, batch=64, warmup=64, tau=0.1, mixer=mixer, epsilon_end=0.1)
+    env = MatrixGame(num_envs=16, game="coordination")
+    config = QMIX(
+        rollout_length=4, gradient_steps=2, batch_size=64, learning_starts=64, tau=0.1, mixer=mixer, epsilon_end=0.1
+    )
     made = learner(config, env, {"one": [0], "two": [1]})
     played(made, env, 80)
-    assert mean_return(env, made.greedy(), 1).tolist() == [1, 1]
+    assert mean_return(env, made.greedy_policies(), 1).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -241,17 +247,17 @@ def test_they_agree_on_one_of_two_meeting_points(mixer: Any) -> None:
 def test_a_team_finds_out_who_was_wrong(mixer: Any, seats: dict[str, list[int]]) -> None:
     """All three are paid the share of those who are right, so nobody is told."""
     env = Cues(games=16, seats=3, team=True)
-    config = QMIX(horizon=4, updates=4, batch=128, warmup=100, tau=0.05, mixer=mixer)
-    made = learner(config, env, seats, NetPolicyConfig(hidden=[32], lr=1e-2, seat_id=True))
+    config = QMIX(rollout_length=4, gradient_steps=4, batch_size=128, learning_starts=100, tau=0.05, mixer=mixer)
+    made = learner(config, env, seats, NetPolicyConfig(hidden=[32], lr=1e-2, seat_one_hot=True))
     played(made, env, 60)
-    assert (mean_return(env, made.greedy(), 50) > 0.97).all()
+    assert (mean_return(env, made.greedy_policies(), 50) > 0.97).all()
 
 
 def test_a_team_learns_to_remember() -> None:
     """The cue is seen in the first of two steps; the answers count in the second."""
     env = Cues(games=16, steps=2, fleeting=True, team=True)
-    config = QMIX(horizon=4, updates=4, batch=128, warmup=100, tau=0.05, gamma=0.9)
-    policy = NetPolicyConfig(hidden=[16], memory=16, lr=1e-2)
+    config = QMIX(rollout_length=4, gradient_steps=4, batch_size=128, learning_starts=100, tau=0.05, gamma=0.9)
+    policy = NetPolicyConfig(hidden=[16], gru_units=16, lr=1e-2)
     made = learner(config, env, {"one": [0], "two": [1]}, policy)
     played(made, env, 80)
-    assert (mean_return(env, made.greedy(), 50) > 0.95).all()
+    assert (mean_return(env, made.greedy_policies(), 50) > 0.95).all()

@@ -13,18 +13,18 @@ from palestra.algorithms.vector.sac import SAC
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete
 from palestra.learners.nets import NetPolicyConfig
 from palestra.losses.critics import (
-    ascent_loss,
+    actor_loss,
     critic_loss,
+    expected_soft_value,
     soft_value,
-    soft_value_of_all,
     td_target,
     temperature_loss,
 )
-from palestra.policies.vector import Uniform
-from palestra.rollouts.sweep import Sweeper
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
 
 LINE = Continuous((-2.0,), (2.0,))
-FAST = dict(warmup=500, batch=64, tau=0.02, horizon=4, updates=4, gamma=0.9)
+FAST = dict(learning_starts=500, batch_size=64, tau=0.02, rollout_length=4, gradient_steps=4, gamma=0.9)
 
 
 # ---- losses
@@ -39,7 +39,7 @@ def test_targets_and_losses_by_hand():
     loss.sum().backward()
     torch.testing.assert_close(q.grad, torch.tensor([[[-1.5, 0.5]], [[0.75, 0.5]]]))
     torch.testing.assert_close(
-        ascent_loss(torch.tensor([[2.0, 4.0]]), torch.tensor([[0.5, 0.25]])), torch.tensor([-2.0])
+        actor_loss(torch.tensor([[2.0, 4.0]]), torch.tensor([[0.5, 0.25]])), torch.tensor([-2.0])
     )
 
 
@@ -51,7 +51,7 @@ def test_soft_values_by_hand():
     q = torch.tensor([1.0, 3.0, 100.0]).expand(2, 1, 3)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     expected = torch.tensor([[1.5 + 0.5 * entropy], [1.5 + 2.0 * entropy]])
-    torch.testing.assert_close(soft_value_of_all(q, logp, alpha), expected)
+    torch.testing.assert_close(expected_soft_value(q, logp, alpha), expected)
 
 
 def test_the_temperature_rises_where_the_entropy_is_too_low():
@@ -73,7 +73,7 @@ def test_discrete_targets_by_hand():
     constant(learner.critics[0].net, [[-99.0] * 3, [-99.0] * 3])
     legal = torch.tensor([True, True, False]).expand(2, 1, 3)
     rewards, discounts = torch.tensor([[0.5], [0.5]]), torch.tensor([[0.9], [0.0]])
-    (target,) = learner.targets(moments(env, 2, rewards=rewards, discounts=discounts, next_legal=legal), noise())
+    (target,) = learner.targets(moments(env, 2, rewards=rewards, discounts=discounts, next_action_mask=legal), noise())
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     torch.testing.assert_close(target, torch.tensor([[0.5 + 0.9 * (0.75 * 1 + 0.25 * 3 + 0.2 * entropy), 0.5]]))
 
@@ -99,7 +99,7 @@ def test_a_central_critic_takes_who_rests_to_do_nothing_for_sure(space, value):
     constant(learner.stacks[0].net, [[0.0] * (3 if value == 7 else 2)])
     constant(learner.critics[0].target, [[7.0, 20.0, 30.0], [8.0, 20.0, 30.0]] if value == 7 else [[3.0], [4.0]])
     resting = torch.tensor([[False, False]])
-    moves = moments(env, 1, discounts=torch.tensor([[0.5, 0.5]]), next_acting=resting)
+    moves = moments(env, 1, discounts=torch.tensor([[0.5, 0.5]]), next_agent_mask=resting)
     (target,) = learner.targets(moves, noise())
     torch.testing.assert_close(target, torch.tensor([[value / 2, value / 2]]))
     (target,) = learner.targets(moments(env, 1, discounts=torch.tensor([[0.5, 0.5]])), noise())
@@ -112,7 +112,7 @@ def test_a_shared_policy_adds_up_its_seats_and_skips_those_without_weight():
     learner = made(SAC(), env)
     constant(learner.critics[0].net, [[0.0] * 3, [0.0] * 3])
     rewards, weight = torch.tensor([[2.0, 6.0], [4.0, 99.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    (figures,) = learner.learn(moments(env, 2, rewards=rewards, weight=weight), noise(), 0.0)
+    (figures,) = learner.train_step(moments(env, 2, rewards=rewards, weight=weight), noise(), 0.0)
     expected = 2 * (0.5 * (4 + 16) / 2 + 0.5 * 36)  # two critics
     torch.testing.assert_close(figures["critic_loss"], torch.tensor([expected]))
 
@@ -123,7 +123,7 @@ def test_the_policy_learns_nothing_where_its_seat_rested():
     learner = made(SAC(critic="central", learn_alpha=False), env)
     before = copy.deepcopy(learner.stacks[0].net), copy.deepcopy(learner.critics[0].net)
     resting = torch.zeros(4, 2, dtype=torch.bool)
-    (figures,) = learner.learn(moments(env, 4, rewards=torch.ones(4, 2), acting=resting), noise(), 0.0)
+    (figures,) = learner.train_step(moments(env, 4, rewards=torch.ones(4, 2), agent_mask=resting), noise(), 0.0)
     same = [_same(*pair) for pair in zip(before, (learner.stacks[0].net, learner.critics[0].net), strict=True)]
     assert same == [True, False]
     assert figures["policy_loss"].item() == 0 and figures["critic_loss"].item() > 0
@@ -137,13 +137,13 @@ def test_the_temperature_of_the_learner_moves_towards_the_wanted_entropy():
     env = Countdown(seats=1)
     policy = [[math.log(2.0), 0.0, 0.0]]  # 1/2, 1/4, 1/4: 1.04 nats, of log 3 = 1.10
     for share, rises in ((0.99, True), (0.9, False)):
-        learner = made(SAC(alpha=0.5, entropy=share), env)
+        learner = made(SAC(alpha=0.5, target_entropy=share), env)
         constant(learner.stacks[0].net, policy)
-        (figures,) = learner.learn(moments(env, 4), noise(), 0.0)
+        (figures,) = learner.train_step(moments(env, 4), noise(), 0.0)
         assert (figures["alpha"].item() > 0.5) is rises
         assert figures["entropy"].item() == pytest.approx(1.5 * math.log(2))
     kept = made(SAC(alpha=0.5, learn_alpha=False), env)
-    (figures,) = kept.learn(moments(env, 4), noise(), 0.0)
+    (figures,) = kept.train_step(moments(env, 4), noise(), 0.0)
     assert figures["alpha"].item() == pytest.approx(0.5)
 
 
@@ -152,17 +152,17 @@ def test_the_temperature_of_the_learner_moves_towards_the_wanted_entropy():
 
 def test_before_it_learns_play_is_uniform_and_legal():
     env = Countdown(64, space=LINE)
-    learner = made(SAC(warmup=10_000), env)
-    batch = Sweeper(env, np.arange(64)).sweep(learner.players(0.0), 40, 0)
+    learner = made(SAC(learning_starts=10_000), env)
+    batch = VectorRollout(env, np.arange(64)).collect(learner.rollout_policies(0.0), 40, 0)
     counts, _ = np.histogram(batch.actions, bins=4, range=(-2, 2))
     assert (np.abs(counts / batch.actions.size - 0.25) < 0.03).all()
     assert batch.logp == pytest.approx(-math.log(2))
     assert learner.update(batch, 0.0) == {"p": {}}
     env = Countdown(64)
-    batch = Sweeper(env, np.arange(64)).sweep(made(SAC(), env).players(0.0), 40, 0)
-    legal = np.take_along_axis(batch.legal[:-1], batch.actions[..., None], -1)
-    assert legal.all() and not batch.legal.all()
-    assert batch.logp == pytest.approx(-np.log(batch.legal[:-1].sum(-1)), abs=1e-5)
+    batch = VectorRollout(env, np.arange(64)).collect(made(SAC(), env).rollout_policies(0.0), 40, 0)
+    legal = np.take_along_axis(batch.action_mask[:-1], batch.actions[..., None], -1)
+    assert legal.all() and not batch.action_mask.all()
+    assert batch.logp == pytest.approx(-np.log(batch.action_mask[:-1].sum(-1)), abs=1e-5)
 
 
 @pytest.mark.parametrize("critic", ["own", "central"])
@@ -170,43 +170,43 @@ def test_before_it_learns_play_is_uniform_and_legal():
 @pytest.mark.parametrize("turns", [False, True])
 def test_what_was_saved_goes_on_exactly(space, critic, turns, tmp_path):
     env = Countdown(8, space=space, turns=turns)
-    config = SAC(warmup=64, batch=16, horizon=5, updates=2, critic=critic, capacity=150)
-    policy, seats = NetPolicyConfig(hidden=[16], normalise=True), {"a": [0], "b": [1]}
-    learner, sweeper = made(config, env, policy, seats), Sweeper(env, np.arange(8))
-    batches = [copy.deepcopy(sweeper.sweep(learner.players(0.0), 5, k)) for k in range(6)]
+    config = SAC(learning_starts=64, batch_size=16, rollout_length=5, gradient_steps=2, critic=critic, buffer_size=150)
+    policy, seats = NetPolicyConfig(hidden=[16], normalize_observations=True), {"a": [0], "b": [1]}
+    learner, sweeper = made(config, env, policy, seats), VectorRollout(env, np.arange(8))
+    batches = [copy.deepcopy(sweeper.collect(learner.rollout_policies(0.0), 5, k)) for k in range(6)]
     for batch in batches[:4]:
         learner.update(batch, 0.1)
     assert learner.steps > 0
-    learner.write(tmp_path)
+    learner.write_state(tmp_path)
     expected = [learner.update(batch, 0.5) for batch in batches[4:]]
     other = made(config, env, policy, seats)
-    other.read(tmp_path)
+    other.read_state(tmp_path)
     assert [other.update(batch, 0.5) for batch in batches[4:]] == expected
-    played = [Sweeper(env, np.arange(8)).sweep(x.players(0.5), 5, 9).actions.copy() for x in (learner, other)]
+    played = [VectorRollout(env, np.arange(8)).collect(x.rollout_policies(0.5), 5, 9).actions.copy() for x in (learner, other)]
     assert np.array_equal(*played)
 
 
 def test_what_cannot_be_learned_is_refused():
-    with pytest.raises(ValueError, match="memory: 0"):
-        made(SAC(), Track(), NetPolicyConfig(memory=8))
+    with pytest.raises(ValueError, match="gru_units: 0"):
+        made(SAC(), Track(), NetPolicyConfig(gru_units=8))
     with pytest.raises(ValueError, match="several choices"):
         made(SAC(), Countdown(space=MultiDiscrete((2, 3))))
     env = Track()
-    env.views = ((40, 40, 3),)
+    env.observation_shapes = ((40, 40, 3),)
     with pytest.raises(ValueError, match="pixels"):
         made(SAC(), env)
     with pytest.raises(ValueError, match="share of what is possible"):
-        made(SAC(entropy=-1.0), Countdown())
+        made(SAC(target_entropy=-1.0), Countdown())
     with pytest.raises(ValueError, match="warmup is 1000, but only 10"):
-        SAC(capacity=10)
+        SAC(buffer_size=10)
 
 
 def test_pixels_can_be_seen_where_critics_put_out_a_value_for_each_action():
     env = Countdown(seats=1)
-    env.views = ((36, 36, 1),)
+    env.observation_shapes = ((36, 36, 1),)
     learner = made(SAC(), env)
     obs = torch.randint(0, 255, (2, 1, 36, 36, 1), dtype=torch.uint8)
-    (figures,) = learner.learn(moments(env, 2, obs=obs, next_obs=obs), noise(), 0.0)
+    (figures,) = learner.train_step(moments(env, 2, obs=obs, next_obs=obs), noise(), 0.0)
     assert figures["critic_loss"].item() > 0
 
 
@@ -215,11 +215,13 @@ def test_pixels_can_be_seen_where_critics_put_out_a_value_for_each_action():
 
 def test_a_cart_comes_to_rest():
     """At random it loses 30 a game, left alone 6; steered well 0.15."""
-    learner = made(SAC(**FAST), Track(16), NetPolicyConfig(lr=3e-3, clip=10, activation="relu", hidden=[32, 32]))
-    figures = train(learner, Sweeper(Track(16), np.arange(16)), 4, 60)
+    learner = made(
+        SAC(**FAST), Track(16), NetPolicyConfig(lr=3e-3, max_grad_norm=10, activation="relu", hidden=[32, 32])
+    )
+    figures = train(learner, VectorRollout(Track(16), np.arange(16)), 4, 60)
     env = Track(256)
-    assert mean_return(env, learner.greedy(), 20)[0] > -1.5
-    assert mean_return(env, [Uniform(env, [0])], 20)[0] < -15
+    assert mean_return(env, learner.greedy_policies(), 20)[0] > -1.5
+    assert mean_return(env, [UniformVectorPolicy(env, [0])], 20)[0] < -15
     assert set(figures["p"]) == {"critic_loss", "q", "policy_loss", "gradient", "entropy", "alpha"}
 
 
@@ -227,7 +229,10 @@ def test_a_cart_comes_to_rest():
 @pytest.mark.parametrize("critic", ["own", "central"])
 def test_each_seat_finds_its_answer_to_every_cue(critic, seats):
     """Chance is one of three; central critics learn from what the team is paid."""
-    env, policy = Cues(16, team=critic == "central"), NetPolicyConfig(lr=3e-3, clip=10, hidden=[32], seat_id=True)
-    learner = made(SAC(**FAST, entropy=0.3, critic=critic), env, policy, seats)
-    train(learner, Sweeper(env, np.arange(16)), 4, 80)
-    assert mean_return(Cues(256), learner.greedy(), 20).min() > 0.95
+    env, policy = (
+        Cues(16, team=critic == "central"),
+        NetPolicyConfig(lr=3e-3, max_grad_norm=10, hidden=[32], seat_one_hot=True),
+    )
+    learner = made(SAC(**FAST, target_entropy=0.3, critic=critic), env, policy, seats)
+    train(learner, VectorRollout(env, np.arange(16)), 4, 80)
+    assert mean_return(Cues(256), learner.greedy_policies(), 20).min() > 0.95

@@ -15,38 +15,38 @@ from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.envs.vector.combat import Combat
 from palestra.envs.vector.mpe import SimpleAdversary
-from palestra.learners.nets import CLIP, NetPolicyConfig
-from palestra.rollouts.sweep import Sweeper
+from palestra.learners.nets import MAX_NORMALISED_INPUT, NetPolicyConfig
+from palestra.rollouts.vector_rollout import VectorRollout
 
 ALGORITHMS = [
-    PPO(critic="central", horizon=8),
-    COMA(horizon=8),
-    QMIX(horizon=8, warmup=0, batch=16),
-    DDPG(critic="central", horizon=8, warmup=1, batch=16),
+    PPO(critic="central", rollout_length=8),
+    COMA(rollout_length=8),
+    QMIX(rollout_length=8, learning_starts=0, batch_size=16),
+    DDPG(critic="central", rollout_length=8, learning_starts=1, batch_size=16),
 ]
 
 
 def learner(algorithm: Any, env: Any, **policy: Any) -> Any:
     seats = {name: [number] for number, name in enumerate(env.seats)}
     policies = dict.fromkeys(seats, NetPolicyConfig(hidden=[8], **policy))
-    return algorithm.learner(env, seats, policies, dict.fromkeys(seats, 1))
+    return algorithm.build_learner(env, seats, policies, dict.fromkeys(seats, 1))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.type)
 def test_the_world_is_scaled_by_all_that_was_seen(algorithm: Any) -> None:
     env = Combat(8, map="3m")
-    made = learner(algorithm, env, normalise=True)
-    sweeper, states = Sweeper(env, np.arange(8)), []
+    made = learner(algorithm, env, normalize_advantages=True)
+    sweeper, states = VectorRollout(env, np.arange(8)), []
     for number in range(3):
-        batch = sweeper.sweep(made.players(0.0), 8, number)
+        batch = sweeper.collect(made.rollout_policies(0.0), 8, number)
         assert batch.state is not None
         states.append(batch.state[:-1].reshape(-1, env.state_size).copy())
         made.update(batch, 0.0)
     seen = np.concatenate(states)
     assert np.allclose(made.world.mean[0], seen.mean(0), atol=1e-5)
     assert np.allclose(made.world.deviation()[0], np.maximum(seen.std(0), 1e-4), atol=1e-4)
-    found = made.whole(batch.obs, torch.from_numpy(batch.state) * 1e6, 2)
-    assert found.abs().max() == CLIP
+    found = made.global_features(batch.obs, torch.from_numpy(batch.state) * 1e6, 2)
+    assert found.abs().max() == MAX_NORMALISED_INPUT
     assert "world" in made.modules() and not learner(algorithm, env).world
 
 
@@ -54,11 +54,11 @@ def test_views_lie_side_by_side_without_padding() -> None:
     """In simple_adversary one seat sees less than the others."""
     env = SimpleAdversary(4)
     made = learner(ALGORITHMS[0], env)
-    batch = Sweeper(env, np.arange(4)).sweep(made.players(0.0), 3, 0)
-    sizes = [view[0] for view in env.views]
-    assert len(set(sizes)) > 1 and made.whole_size == sum(sizes)
+    batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0.0), 3, 0)
+    sizes = [view[0] for view in env.observation_shapes]
+    assert len(set(sizes)) > 1 and made.global_size == sum(sizes)
     expected = np.concatenate([batch.obs[..., seat, :size] for seat, size in enumerate(sizes)], -1)
-    assert np.array_equal(made.whole(batch.obs, None, 2), expected)
+    assert np.array_equal(made.global_features(batch.obs, None, 2), expected)
 
 
 def test_values_stay_in_reason_where_the_state_is_in_large_numbers() -> None:
@@ -81,7 +81,7 @@ def test_values_stay_in_reason_where_the_state_is_in_large_numbers() -> None:
     figures = {}
     for normalise in (False, True):
         env = Large(8, map="3m")
-        made = learner(ALGORITHMS[2], env, normalise=normalise)
-        lines = train(made, Sweeper(env, np.arange(8)), 8, 3)
+        made = learner(ALGORITHMS[2], env, normalize_advantages=normalise)
+        lines = train(made, VectorRollout(env, np.arange(8)), 8, 3)
         figures[normalise] = max(abs(line["q"]) for line in lines.values())
     assert figures[True] < 5 < figures[False]

@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.envs.rules import BargainingRules, KuhnRules, LeducRules, LiarsDiceRules, Rules, TicTacToeRules, rules_of
-from palestra.envs.rules.bargaining import Talk
-from palestra.envs.rules.base import CHANCE, OVER
+from palestra.envs.rules import (
+    BargainingRules,
+    KuhnRules,
+    LeducRules,
+    LiarsDiceRules,
+    Rules,
+    TicTacToeRules,
+    rules_for_env,
+)
+from palestra.envs.rules.bargaining import BargainingState
+from palestra.envs.rules.base import CHANCE, TERMINAL
 from palestra.envs.rules.kuhn import BET, PASS
 from palestra.envs.rules.leduc import CALL, FOLD, RAISE
 from palestra.envs.vector.base import VectorEnv
@@ -19,8 +27,8 @@ from palestra.envs.vector.check import random_actions
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.leduc import LeducPoker
 from palestra.envs.vector.liars_dice import LiarsDice
-from palestra.envs.vector.openspiel import SpielRules
-from palestra.exact.tree import tree_of
+from palestra.envs.vector.openspiel import OpenSpielRules
+from palestra.tabular.game_tree import build_game_tree
 
 OURS: list[tuple[Rules[Any], str]] = [
     (KuhnRules(), "kuhn_poker"),
@@ -38,134 +46,144 @@ GAMES = [pytest.param(*pair, id=pair[1]) for pair in OURS]
 GAMES += [pytest.param(*pair, id=pair[1], marks=pytest.mark.slow) for pair in SLOW]
 
 
-def pairs(rules: Rules[Any], theirs: SpielRules) -> Iterator[tuple[Any, Any]]:
+def pairs(rules: Rules[Any], theirs: OpenSpielRules) -> Iterator[tuple[Any, Any]]:
     """Every state of ours, with one of OpenSpiel's that the same moves lead to."""
-    waiting, known = [(rules.initial(), theirs.initial())], {rules.initial()}
+    waiting, known = [(rules.initial_state(), theirs.initial_state())], {rules.initial_state()}
     while waiting:
         state, other = waiting.pop()
         yield state, other
-        turn = rules.turn(state)
-        moves = [move for move, _ in rules.chances(state)] if turn == CHANCE else rules.legal(state)
-        for move in moves if turn != OVER else []:
-            after = rules.next(state, move)
+        turn = rules.current_player(state)
+        moves = [move for move, _ in rules.chance_outcomes(state)] if turn == CHANCE else rules.legal_actions(state)
+        for move in moves if turn != TERMINAL else []:
+            after = rules.next_state(state, move)
             if after not in known:
                 known.add(after)
-                waiting.append((after, theirs.next(other, move)))
+                waiting.append((after, theirs.next_state(other, move)))
 
 
 @pytest.mark.parametrize(("rules", "game"), GAMES)
 def test_every_state_is_openspiels(rules: Rules[Any], game: str) -> None:
-    theirs = SpielRules(game)
-    assert (rules.players, len(rules.actions)) == (theirs.players, len(theirs.actions))
+    theirs = OpenSpielRules(game)
+    assert (rules.num_players, len(rules.action_names)) == (theirs.num_players, len(theirs.action_names))
     for state, other in pairs(rules, theirs):
-        turn = rules.turn(state)
-        assert turn == theirs.turn(other)
-        for player in range(rules.players if turn != CHANCE else 0):  # it shows dice as they fall, before it sorts them
-            view = rules.view(state, player)
-            assert view.dtype == np.float32 and np.array_equal(view, theirs.view(other, player))
-        if turn == OVER:
+        turn = rules.current_player(state)
+        assert turn == theirs.current_player(other)
+        for player in range(
+            rules.num_players if turn != CHANCE else 0
+        ):  # it shows dice as they fall, before it sorts them
+            view = rules.info_state(state, player)
+            assert view.dtype == np.float32 and np.array_equal(view, theirs.info_state(other, player))
+        if turn == TERMINAL:
             assert rules.returns(state) == theirs.returns(other)
         elif turn == CHANCE:
-            assert np.allclose(rules.chances(state), theirs.chances(other), rtol=1e-15)
+            assert np.allclose(rules.chance_outcomes(state), theirs.chance_outcomes(other), rtol=1e-15)
         else:
-            assert rules.legal(state) == theirs.legal(other)
+            assert rules.legal_actions(state) == theirs.legal_actions(other)
 
 
 EVERY = [*(rules for rules, _ in OURS), BargainingRules(), BargainingRules((1, 1, 1), total=2, turns=3)]
 
 
-@pytest.mark.parametrize("rules", EVERY, ids=lambda rules: f"{rules.name}-{rules.players}-{len(rules.actions)}")
+def name_of(rules: Rules[Any]) -> str:
+    return f"{rules.name}-{rules.num_players}-{len(rules.action_names)}"
+
+
+@pytest.mark.parametrize("rules", EVERY, ids=name_of)
 def test_words_are_equal_exactly_where_views_are(rules: Rules[Any]) -> None:
     told: dict[tuple[int, bytes], str] = {}
-    waiting, known = [rules.initial()], {rules.initial()}
+    waiting, known = [rules.initial_state()], {rules.initial_state()}
     for state in waiting:
-        for player in range(rules.players):
-            key = player, rules.view(state, player).tobytes()
-            assert told.setdefault(key, rules.words(state, player)) == rules.words(state, player)
-        turn = rules.turn(state)
-        moves = [move for move, _ in rules.chances(state)] if turn == CHANCE else rules.legal(state)
-        new = {rules.next(state, move) for move in moves} - known if turn != OVER else set()
+        for player in range(rules.num_players):
+            key = player, rules.info_state(state, player).tobytes()
+            assert told.setdefault(key, rules.info_state_text(state, player)) == rules.info_state_text(state, player)
+        turn = rules.current_player(state)
+        moves = [move for move, _ in rules.chance_outcomes(state)] if turn == CHANCE else rules.legal_actions(state)
+        new = {rules.next_state(state, move) for move in moves} - known if turn != TERMINAL else set()
         known |= new
         waiting += new
     assert len(set(zip((player for player, _ in told), told.values(), strict=True))) == len(told) > 10
 
 
-@pytest.mark.parametrize("rules", EVERY, ids=lambda rules: f"{rules.name}-{rules.players}-{len(rules.actions)}")
+@pytest.mark.parametrize("rules", EVERY, ids=name_of)
 def test_actions_are_single_words_of_their_own(rules: Rules[Any]) -> None:
-    assert len(set(rules.actions)) == len(rules.actions)
-    assert all(word and not any(letter.isspace() for letter in word) for word in rules.actions)
+    assert len(set(rules.action_names)) == len(rules.action_names)
+    assert all(word and not any(letter.isspace() for letter in word) for word in rules.action_names)
 
 
 def follow(env: VectorEnv, rules: Rules[Any], chance: Any, steps: int) -> int:
     """Plays an env at random beside the rules; how many games ended."""
-    rng, seats, ended = np.random.default_rng(1), range(rules.players), 0
-    frame = env.reset(np.arange(env.games))
-    drawn = [iter(chance(b)) for b in range(env.games)]
-    states = [dealt(rules, rules.initial(), drawn[b]) for b in range(env.games)]
+    rng, seats, ended = np.random.default_rng(1), range(rules.num_players), 0
+    frame = env.reset(np.arange(env.num_envs))
+    drawn = [iter(chance(b)) for b in range(env.num_envs)]
+    states = [dealt(rules, rules.initial_state(), drawn[b]) for b in range(env.num_envs)]
     for _ in range(steps):
         for b, state in enumerate(states):
-            turn = rules.turn(state)
-            assert frame.acting[b].tolist() == [seat == turn for seat in seats]
-            assert np.array_equal(frame.obs[b], [rules.view(state, seat) for seat in seats])
-            legal = range(len(rules.actions)) if frame.legal is None else np.flatnonzero(frame.legal[b, turn])
-            assert list(legal) == rules.legal(state)
+            turn = rules.current_player(state)
+            assert frame.agent_mask[b].tolist() == [seat == turn for seat in seats]
+            assert np.array_equal(frame.obs[b], [rules.info_state(state, seat) for seat in seats])
+            legal = (
+                range(len(rules.action_names))
+                if frame.action_mask is None
+                else np.flatnonzero(frame.action_mask[b, turn])
+            )
+            assert list(legal) == rules.legal_actions(state)
         actions = random_actions(env, frame, rng)
         frame = env.step(actions)
         for b, state in enumerate(states):
-            after = dealt(rules, rules.next(state, int(actions[b, rules.turn(state)])), drawn[b])
-            assert frame.terminated[b] == (rules.turn(after) == OVER)
+            after = dealt(rules, rules.next_state(state, int(actions[b, rules.current_player(state)])), drawn[b])
+            assert frame.terminated[b] == (rules.current_player(after) == TERMINAL)
             if frame.terminated[b]:
                 assert frame.rewards[b].tolist() == list(rules.returns(after))
-                assert np.array_equal(frame.final_obs[b], [rules.view(after, seat) for seat in seats])
+                assert np.array_equal(frame.final_obs[b], [rules.info_state(after, seat) for seat in seats])
                 ended, drawn[b] = ended + 1, iter(chance(b))
-                after = dealt(rules, rules.initial(), drawn[b])
+                after = dealt(rules, rules.initial_state(), drawn[b])
             states[b] = after
     return ended
 
 
 def dealt(rules: Rules[Any], state: Any, drawn: Iterator[int]) -> Any:
-    while rules.turn(state) == CHANCE:
-        state = rules.next(state, next(drawn))
+    while rules.current_player(state) == CHANCE:
+        state = rules.next_state(state, next(drawn))
     return state
 
 
 @pytest.mark.parametrize("players", [2, 3, 4])
 def test_vectorised_kuhn_poker_shows_these_views(players: int) -> None:
     env = KuhnPoker(20, players=players)
-    assert follow(env, KuhnRules(players), lambda b: env.memory["cards"][b].tolist(), 40) > 60
+    assert follow(env, KuhnRules(players), lambda b: env.internal_state["cards"][b].tolist(), 40) > 60
 
 
 def test_vectorised_leduc_poker_shows_these_views() -> None:
     env = LeducPoker(20)
-    assert follow(env, LeducRules(), lambda b: env.memory["cards"][b].tolist(), 80) > 100
+    assert follow(env, LeducRules(), lambda b: env.internal_state["cards"][b].tolist(), 80) > 100
 
 
 def test_vectorised_liars_dice_shows_these_views() -> None:
     env = LiarsDice(20, dice=2, faces=3)
     rules = LiarsDiceRules(dice=2, faces=3)
-    assert follow(env, rules, lambda b: env.memory["dice"][b].ravel().tolist(), 80) > 100
+    assert follow(env, rules, lambda b: env.internal_state["dice"][b].ravel().tolist(), 80) > 100
 
 
 def test_words_by_hand() -> None:
     kuhn = KuhnRules()
-    assert kuhn.words(after(kuhn, 2, 0, PASS, BET), 0) == "You are player 0. You hold K. Moves: pass bet."
+    assert kuhn.info_state_text(after(kuhn, 2, 0, PASS, BET), 0) == "You are player 0. You hold K. Moves: pass bet."
     four = KuhnRules(4)
-    assert four.words(after(four, 0, 4, 1, 2), 1) == "You are player 1. You hold A. Moves: none."
+    assert four.info_state_text(after(four, 0, 4, 1, 2), 1) == "You are player 1. You hold A. Moves: none."
     leduc = LeducRules()
     state = after(leduc, 5, 0, CALL, RAISE, CALL, 2, RAISE)
-    assert leduc.words(state, 1) == (
+    assert leduc.info_state_text(state, 1) == (
         "You are player 1. You hold Js. Moves: call raise call. The table shows Qs. Then: raise."
     )
     dice = LiarsDiceRules(dice=2)
-    assert dice.words(after(dice, 4, 1, 0, 0, 7), 0) == "You are player 0. Your dice: 2 5. Bids: 2x2."
+    assert dice.info_state_text(after(dice, 4, 1, 0, 0, 7), 0) == "You are player 0. Your dice: 2 5. Bids: 2x2."
     toe = TicTacToeRules()
-    assert toe.words(after(toe, 4, 0), 1) == "You are o. Board: o . . / . x . / . . ."
+    assert toe.info_state_text(after(toe, 4, 0), 1) == "You are o. Board: o . . / . x . / . . ."
 
 
 def after(rules: Rules[Any], *moves: int) -> Any:
-    state = rules.initial()
+    state = rules.initial_state()
     for move in moves:
-        state = rules.next(state, move)
+        state = rules.next_state(state, move)
     return state
 
 
@@ -183,33 +201,35 @@ def test_bargaining_is_openspiels(counts: tuple[int, ...], total: int, turns: in
     """Where the last of the moves is, OpenSpiel takes any new offer for the refusal that it is."""
     rules = BargainingRules(counts, total, turns)
     pool = ",".join(map(str, (*counts, 0)[:3]))
-    instances = [" ".join(",".join(map(str, (*worth, 0)[:3])) for worth in deal) for deal in rules.deals]
+    instances = [" ".join(",".join(map(str, (*worth, 0)[:3])) for worth in deal) for deal in rules.valuations]
     path = tmp_path / "instances.txt"
     path.write_text("".join(f"{pool} {instance}\n" for instance in instances))
-    theirs = SpielRules(f"bargaining(instances_file={path},max_turns={turns})")
-    initial = theirs.initial()
-    assert np.allclose(theirs.chances(initial), rules.chances(rules.initial()), rtol=1e-15)
+    theirs = OpenSpielRules(f"bargaining(instances_file={path},max_turns={turns})")
+    initial = theirs.initial_state()
+    assert np.allclose(theirs.chance_outcomes(initial), rules.chance_outcomes(rules.initial_state()), rtol=1e-15)
     rng = np.random.default_rng(0)
-    deals = range(len(rules.deals))
-    waiting = [(after(rules, deal), theirs.next(initial, deal)) for deal in rng.permutation(deals)[:6].tolist()]
+    deals = range(len(rules.valuations))
+    waiting = [(after(rules, deal), theirs.next_state(initial, deal)) for deal in rng.permutation(deals)[:6].tolist()]
     ends = 0
     while waiting:
         state, other = waiting.pop()
-        assert rules.turn(state) == theirs.turn(other)
-        if rules.turn(state) == OVER:
+        assert rules.current_player(state) == theirs.current_player(other)
+        if rules.current_player(state) == TERMINAL:
             assert rules.returns(state) == theirs.returns(other)
             ends += 1
             continue
-        legal = rules.legal(state)
-        names = {meant(theirs, other, action): action for action in theirs.legal(other)}
-        assert set(names) == {rules.actions[action] for action in legal} - {"refuse"} or len(state.moves) == turns - 1
+        legal = rules.legal_actions(state)
+        names = {meant(theirs, other, action): action for action in theirs.legal_actions(other)}
+        assert (
+            set(names) == {rules.action_names[action] for action in legal} - {"refuse"} or len(state.moves) == turns - 1
+        )
         for action in rng.permutation(legal)[:5].tolist():
-            word = rules.actions[action] if action != rules.refuse else rules.actions[0]
-            waiting.append((rules.next(state, action), theirs.next(other, names[word])))
+            word = rules.action_names[action] if action != rules.refuse_action else rules.action_names[0]
+            waiting.append((rules.next_state(state, action), theirs.next_state(other, names[word])))
     assert ends > 10
 
 
-def meant(theirs: SpielRules, state: Any, action: int) -> str:
+def meant(theirs: OpenSpielRules, state: Any, action: int) -> str:
     """Our word for an action of OpenSpiel's: "Offer: Book: 1, Hat: 0, Basketball: 0" keeps one book."""
     told = state.state.action_to_string(action)
     if told == "Agree":
@@ -221,26 +241,26 @@ def meant(theirs: SpielRules, state: Any, action: int) -> str:
 
 def test_bargaining_by_hand() -> None:
     rules = BargainingRules((1, 2), total=6, turns=3)
-    deal = rules.deals.index(((4, 1), (2, 2)))  # the book is worth 4 to one and 2 to the other, a hat 1 and 2
+    deal = rules.valuations.index(((4, 1), (2, 2)))  # the book is worth 4 to one and 2 to the other, a hat 1 and 2
     start = after(rules, deal)
-    keep_book, keep_hats = (rules.actions.index(word) for word in ("keep-1-0", "keep-0-2"))
-    assert rules.legal(start) == list(range(6))  # nothing yet to agree to
-    assert rules.returns(after(rules, deal, keep_book, rules.agree)) == (4, 4)
-    assert rules.returns(after(rules, deal, keep_hats, keep_hats, rules.agree)) == (4, 4)
-    assert rules.returns(after(rules, deal, keep_hats, keep_hats, rules.refuse)) == (0, 0)
-    assert rules.legal(after(rules, deal, keep_hats, keep_hats)) == [rules.agree, rules.refuse]
-    assert rules.words(after(rules, deal, keep_book), 1) == (
+    keep_book, keep_hats = (rules.action_names.index(word) for word in ("keep-1-0", "keep-0-2"))
+    assert rules.legal_actions(start) == list(range(6))  # nothing yet to agree to
+    assert rules.returns(after(rules, deal, keep_book, rules.agree_action)) == (4, 4)
+    assert rules.returns(after(rules, deal, keep_hats, keep_hats, rules.agree_action)) == (4, 4)
+    assert rules.returns(after(rules, deal, keep_hats, keep_hats, rules.refuse_action)) == (0, 0)
+    assert rules.legal_actions(after(rules, deal, keep_hats, keep_hats)) == [rules.agree_action, rules.refuse_action]
+    assert rules.info_state_text(after(rules, deal, keep_book), 1) == (
         "You are player 1. To divide: 1 book, 2 hats. Worth to you: a book 2, a hat 2. Moves: keep-1-0."
     )
 
 
 def test_deals_leave_something_to_talk_about() -> None:
-    for first, second in BargainingRules((1, 2, 1), total=5).deals:
+    for first, second in BargainingRules((1, 2, 1), total=5).valuations:
         assert np.dot(first, (1, 2, 1)) == np.dot(second, (1, 2, 1)) == 5
         assert np.all(np.add(first, second) > 0) and np.any(np.multiply(first, second) > 0)
     some, even, other = (0, 2), (1, 1), (2, 0)  # all that two kinds of one item can be worth, 2 in all
     by_hand = [(some, even), (even, some), (even, even), (even, other), (other, even)]
-    assert BargainingRules((1, 1), total=2).deals == by_hand
+    assert BargainingRules((1, 1), total=2).valuations == by_hand
 
 
 # ---- what is refused
@@ -262,35 +282,35 @@ def test_what_cannot_be_played_is_said() -> None:
 
 
 def test_rules_go_by_the_names_of_envs() -> None:
-    assert isinstance(rules_of("leduc_poker"), LeducRules)
-    three = rules_of("kuhn_poker", players=3, processes=2)
-    assert isinstance(three, KuhnRules) and three.players == 3
-    spiel = rules_of("openspiel", game="tic_tac_toe")
-    assert isinstance(spiel, SpielRules) and spiel.name == "tic_tac_toe"
-    assert rules_of("openspiel", game="matrix_pd") is None and rules_of("simple_spread") is None
+    assert isinstance(rules_for_env("leduc_poker"), LeducRules)
+    three = rules_for_env("kuhn_poker", players=3, processes=2)
+    assert isinstance(three, KuhnRules) and three.num_players == 3
+    spiel = rules_for_env("openspiel", game="tic_tac_toe")
+    assert isinstance(spiel, OpenSpielRules) and spiel.name == "tic_tac_toe"
+    assert rules_for_env("openspiel", game="matrix_pd") is None and rules_for_env("simple_spread") is None
     with pytest.raises(ValueError, match="near it: leduc_poker"):
-        rules_of("openspiel", game="leduc_pocker")
+        rules_for_env("openspiel", game="leduc_pocker")
 
 
 def test_games_of_openspiel_that_have_no_rules_here() -> None:
     with pytest.raises(ValueError, match="players move at once"):
-        SpielRules("goofspiel")
+        OpenSpielRules("goofspiel")
     with pytest.raises(ValueError, match="draws chance itself"):
-        SpielRules("negotiation")
+        OpenSpielRules("negotiation")
 
 
 def test_a_game_whose_tensors_say_less_than_its_strings_is_not_walked_through() -> None:
     """In dark hex a tensor does not tell when a stone was put where it is."""
-    rules = SpielRules("dark_hex(num_rows=2,num_cols=2)")
+    rules = OpenSpielRules("dark_hex(num_rows=2,num_cols=2)")
     with pytest.raises(ValueError, match="its tensor is the same in the information states"):
-        tree_of(rules)
-    tree_of(SpielRules("turn_based_simultaneous_game(game=goofspiel(num_cards=3,imp_info=True))"))
+        build_game_tree(rules)
+    build_game_tree(OpenSpielRules("turn_based_simultaneous_game(game=goofspiel(num_cards=3,imp_info=True))"))
 
 
 def test_states_are_immutable_and_equal_by_value() -> None:
     rules = BargainingRules()
-    assert rules.initial() == Talk() and hash(after(rules, 3, 1)) == hash(Talk(3, (1,)))
-    spiel = SpielRules("kuhn_poker")
-    start = spiel.initial()
-    assert spiel.next(start, 1) == spiel.next(start, 1) != spiel.next(start, 2)
-    assert spiel.turn(start) == CHANCE and start == spiel.initial()
+    assert rules.initial_state() == BargainingState() and hash(after(rules, 3, 1)) == hash(BargainingState(3, (1,)))
+    spiel = OpenSpielRules("kuhn_poker")
+    start = spiel.initial_state()
+    assert spiel.next_state(start, 1) == spiel.next_state(start, 1) != spiel.next_state(start, 2)
+    assert spiel.current_player(start) == CHANCE and start == spiel.initial_state()

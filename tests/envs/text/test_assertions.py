@@ -10,11 +10,11 @@ import pytest
 from toy_code import both, play
 from toy_programs import failures, tried
 
-from palestra.envs.problems.program_asserts import Inseparable, cases_of, entry_of
-from palestra.envs.problems.program_files import load_programs
-from palestra.envs.problems.programs import ProgramProblem
-from palestra.envs.problems.trials import Case, Code, Lab
-from palestra.envs.text.code import CoderTester
+from palestra.envs.text.code.asserts import InseparableTestsError, find_entry_point, parse_asserts
+from palestra.envs.text.code.env import CoderTester
+from palestra.envs.text.code.files import load_programs
+from palestra.envs.text.code.programs import ProgramProblem
+from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
 
 PROMPT = "from typing import List\nimport math\n\n\ndef shift(s: str):\n    return s[1:] + s[:1]\n\n"
 
@@ -41,9 +41,9 @@ def load(folder: Path, *rows: dict[str, Any]) -> tuple[ProgramProblem, ...]:
     return load_programs(path)
 
 
-def share(lab: Lab, problem: ProgramProblem, answer: str) -> float:
-    trials = tried(lab, problem.code(answer, problem.kind), *problem.tests).trials
-    return sum(trial.right for trial in trials) / len(trials)
+def share(lab: ProgramTestRunner, problem: ProgramProblem, answer: str) -> float:
+    trials = tried(lab, problem.program_from(answer, problem.kind), *problem.tests).results
+    return sum(trial.passed for trial in trials) / len(trials)
 
 
 # The body of HumanEval's `check`, a right program and a wrong one.
@@ -103,20 +103,22 @@ BODIES: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("which", ["right", "wrong"])
-def test_forms_of_assertions_tell_right_from_wrong(lab: Lab, tmp_path: Path, which: str) -> None:
+def test_forms_of_assertions_tell_right_from_wrong(lab: ProgramTestRunner, tmp_path: Path, which: str) -> None:
     """All in one run: the function's first argument says which form it is called for."""
     program, cases = "def form(name, *xs, base=0):\n", []
     for name, (body, *answers) in BODIES.items():
         problem = human_eval(tmp_path, f"METADATA = {{}}\n\n\ndef check(candidate):\n    {body}\n")
         assert problem.kind == "assertion" and len(problem.tests) == 1, name
-        cases.append(Case(f"def f(*xs, **named):\n    return form({name!r}, *xs, **named)\n{problem.tests[0].given}"))
+        cases.append(
+            ProgramTest(f"def f(*xs, **named):\n    return form({name!r}, *xs, **named)\n{problem.tests[0].input_text}")
+        )
         program += f"    if name == {name!r}:\n        {answers[which == 'wrong']}\n"
-    trials = tried(lab, Code(program, "assertion", "form", PROMPT), *cases).trials
-    odd = {name: trial for name, trial in zip(BODIES, trials, strict=True) if trial.right != (which == "right")}
+    trials = tried(lab, ProgramSpec(program, "assertion", "form", PROMPT), *cases).results
+    odd = {name: trial for name, trial in zip(BODIES, trials, strict=True) if trial.passed != (which == "right")}
     assert not odd
 
 
-def test_each_assertion_of_a_plain_check_counts(lab: Lab, tmp_path: Path) -> None:
+def test_each_assertion_of_a_plain_check_counts(lab: ProgramTestRunner, tmp_path: Path) -> None:
     test = """
 def check(candidate):
     assert True, 'This prints if this assert fails'
@@ -130,7 +132,7 @@ def check(candidate):
     assert share(lab, problem, "def f(x):\n    return min(x, 1)") == pytest.approx(1 / 3)
 
 
-def test_a_check_that_uses_its_own_names_runs_whole(lab: Lab, tmp_path: Path) -> None:
+def test_a_check_that_uses_its_own_names_runs_whole(lab: ProgramTestRunner, tmp_path: Path) -> None:
     test = "TWO = 2\ndef half(x):\n    return x / TWO\ndef check(candidate):\n    assert half(candidate(3)) == 3\n"
     problem = human_eval(tmp_path, test)
     assert len(problem.tests) == 1
@@ -138,7 +140,7 @@ def test_a_check_that_uses_its_own_names_runs_whole(lab: Lab, tmp_path: Path) ->
     assert share(lab, problem, "def f(x):\n    return x") == 0.0
 
 
-def test_mbpp_with_imports_and_its_reference(lab: Lab, tmp_path: Path) -> None:
+def test_mbpp_with_imports_and_its_reference(lab: ProgramTestRunner, tmp_path: Path) -> None:
     code = "import collections\ndef f(xs):\n  return collections.Counter(xs)"
     asserts = ["assert f('aab') == {'a': 2, 'b': 1}", "assert math.isclose(sum(f('ab').values()), 2)"]
     problem = mbpp(tmp_path, *asserts, code=code, setup="import math")
@@ -146,7 +148,7 @@ def test_mbpp_with_imports_and_its_reference(lab: Lab, tmp_path: Path) -> None:
     assert share(lab, problem, "def f(xs):\n  return {'a': 2, 'b': 1}") == 0.5
 
 
-def test_mbpp_whose_tests_use_what_the_reference_imports(lab: Lab, tmp_path: Path) -> None:
+def test_mbpp_whose_tests_use_what_the_reference_imports(lab: ProgramTestRunner, tmp_path: Path) -> None:
     code = "import math\nimport re\ndef f(x):\n  return re.match('a', x) or math.pi"
     problem = mbpp(tmp_path, "assert f('a')", "assert math.isclose(f('b'), math.pi)", code=code)
     assert failures(lab, problem) == []  # a Match is true
@@ -174,7 +176,7 @@ def test_problems_whose_tests_need_the_programs_own_names_are_left_out(tmp_path:
         ("def check(candidate):\n    assert candidate('a' * 3_000_000) == ''", "more than 2097152 bytes of arguments"),
     ],
 )
-def test_assertions_that_test_no_program_raise(lab: Lab, tmp_path: Path, test: str, why: str) -> None:
+def test_assertions_that_test_no_program_raise(lab: ProgramTestRunner, tmp_path: Path, test: str, why: str) -> None:
     problem = human_eval(tmp_path, test)
     with pytest.raises(ValueError, match=why):
         share(lab, problem, "def f(x):\n    return 1")
@@ -190,46 +192,48 @@ def test_assertions_that_test_no_program_raise(lab: Lab, tmp_path: Path, test: s
     ],
 )
 def test_calls_that_need_the_value_of_the_one_before(
-    lab: Lab, test: str, passes: bool | None, monkeypatch: pytest.MonkeyPatch
+    lab: ProgramTestRunner, test: str, passes: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("palestra.envs.problems.trials.ROUNDS", 3)
-    code = Code("def f(x):\n    return x + 1", "assertion", "f")
+    monkeypatch.setattr("palestra.envs.text.code.test_runner.MAX_CALL_ROUNDS", 3)
+    code = ProgramSpec("def f(x):\n    return x + 1", "assertion", "f")
     if passes is None:
         with pytest.raises(ValueError, match="bytes of arguments"):
-            tried(lab, code, Case(test))
+            tried(lab, code, ProgramTest(test))
     else:
-        assert tried(lab, code, Case(test)).trials[0].right is passes
+        assert tried(lab, code, ProgramTest(test)).results[0].passed is passes
 
 
-def test_a_program_that_fails_fails_its_assertions(lab: Lab) -> None:
-    case = Case("assert f(1) > 0")
+def test_a_program_that_fails_fails_its_assertions(lab: ProgramTestRunner) -> None:
+    case = ProgramTest("assert f(1) > 0")
     for source, said in [
         ("def f(x): return x / 0", "ZeroDivisionError: division by zero"),
-        ("def f(x): return object()", "TypeError: '>' not supported between instances of 'Opaque' and 'int'"),
+        ("def f(x): return object()", "TypeError: '>' not supported between instances of 'OpaqueValue' and 'int'"),
         ("def g(x): return 1", "ProgramError: NameError: the program defines no f"),
         ("def f(x): return 0", "AssertionError"),
     ]:
-        made = tried(lab, Code(source, "assertion", "f"), case)
-        assert (made.trials[0].ok, made.trials[0].right, made.trials[0].said) == (False, False, said)
-    assert tried(lab, Code("def f(", "assertion", "f"), case).flaw
+        made = tried(lab, ProgramSpec(source, "assertion", "f"), case)
+        assert (made.results[0].completed, made.results[0].passed, made.results[0].output) == (False, False, said)
+    assert tried(lab, ProgramSpec("def f(", "assertion", "f"), case).compile_error
 
 
 def test_assertions_as_cases() -> None:
-    assert cases_of("assert f(1, [2]) == 3\nassert f(0) == None\nassert True", "f") == (
+    assert parse_asserts("assert f(1, [2]) == 3\nassert f(0) == None\nassert True", "f") == (
         "function",
-        (Case("(1, [2])", "3"), Case("(0,)", "None")),
+        (ProgramTest("(1, [2])", "3"), ProgramTest("(0,)", "None")),
     )
     for other in ("assert f(1)", "assert not f(1)", "assert f(1) < 2", "assert f(2 * 3) == 1", "assert f(1) is True"):
-        assert cases_of(other, "f")[0] == "assertion"
+        assert parse_asserts(other, "f")[0] == "assertion"
     for unknown in ("assert f(x) == 1", "assert f(1) == g(1)", "assert f(Node()) == 1"):
-        with pytest.raises(Inseparable, match="which only the program defines"):
-            cases_of(unknown, "f")
-    assert cases_of("assert f(g(1)) == [n for n in (1, 2)]", "f", given="def g(x):\n    return x")[0] == "assertion"
-    assert entry_of("assert set(f(1)) == set(g(2))\nassert f(3)", "def f(x): pass\ndef g(x): pass") == "f"
-    assert entry_of("assert sum(10, 15) == 6\nassert sum(1, 2) == 1", "def sum(a, b): pass") == "sum"
-    assert entry_of("assert set(f(1)) == set([1])", "def set(x): pass\ndef f(x): pass") == "f"
+        with pytest.raises(InseparableTestsError, match="which only the program defines"):
+            parse_asserts(unknown, "f")
+    assert (
+        parse_asserts("assert f(g(1)) == [n for n in (1, 2)]", "f", given="def g(x):\n    return x")[0] == "assertion"
+    )
+    assert find_entry_point("assert set(f(1)) == set(g(2))\nassert f(3)", "def f(x): pass\ndef g(x): pass") == "f"
+    assert find_entry_point("assert sum(10, 15) == 6\nassert sum(1, 2) == 1", "def sum(a, b): pass") == "sum"
+    assert find_entry_point("assert set(f(1)) == set([1])", "def set(x): pass\ndef f(x): pass") == "f"
     with pytest.raises(ValueError, match="nothing that the code defines"):
-        entry_of("assert h(1)", "def f(x): pass")
+        find_entry_point("assert h(1)", "def f(x): pass")
 
 
 def test_the_env_plays_problems_with_assertions(sandboxed: None, tmp_path: Path) -> None:

@@ -12,16 +12,16 @@ import pytest
 from toy_code import ADD, BAD, ECHO, GOOD, both, play, write
 
 from palestra.envs.base import check_env
-from palestra.envs.problems.program_examples import shows
-from palestra.envs.problems.program_files import OWN, load_programs
-from palestra.envs.problems.trials import Case
-from palestra.envs.text.code import CoderTester
-from palestra.envs.text.code_answers import read_program, read_test, write_program, write_test
+from palestra.envs.text.code.answers import read_program, read_test, write_program, write_test
+from palestra.envs.text.code.env import CoderTester
+from palestra.envs.text.code.examples import is_test_shown
+from palestra.envs.text.code.files import BUILT_IN_PROGRAMS, load_programs
+from palestra.envs.text.code.test_runner import ProgramTest
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"rendering": "compact", "reward": "outcome", "turns": 2},
-    {"team": "single", "turns": 3},
+    {"rendering": "compact", "reward": "outcome", "max_turns": 2},
+    {"team": "single", "max_turns": 3},
     {"source": "drills", "rendering": "compact"},
     {"source": "drills", "difficulty": [2], "team": "single", "reward": "outcome"},
 ]
@@ -60,7 +60,7 @@ def test_experts_solve_it_in_one_turn(options: dict[str, Any]) -> None:
         env, rng = CoderTester(**options), random.Random(seed)
         env.reset(seed)
         *_, end = play(env, {seat: env.expert(seat, rng) for seat in env.seats}, seed=seed)
-        assert end.over and end.info["success"] and not end.truncated
+        assert end.done and end.info["success"] and not end.truncated
         paid = 1.0 if env.reward == "dense" else 0.0
         assert end.team_reward == 1.0 and end.rewards == pytest.approx(dict.fromkeys(env.seats, paid))
 
@@ -68,9 +68,9 @@ def test_experts_solve_it_in_one_turn(options: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rendering", ["full", "compact"])
 def test_experts_solve_all_problems_of_our_own(rendering: Any) -> None:
-    for number in range(len(load_programs(OWN))):
-        env = CoderTester(split="all", rendering=rendering, seconds=20)
-        env._problems = load_programs(OWN)[number : number + 1]
+    for number in range(len(load_programs(BUILT_IN_PROGRAMS))):
+        env = CoderTester(split="all", rendering=rendering, time_limit_s=20)
+        env._problems = load_programs(BUILT_IN_PROGRAMS)[number : number + 1]
         env.reset(0)
         *_, end = play(env, {seat: env.expert(seat, random.Random(0)) for seat in env.seats})
         assert end.info["success"] and end.info["agreed"], env.problem.id
@@ -80,8 +80,8 @@ def test_options_are_checked() -> None:
     for options, message in [
         ({"difficulty": [0, 1]}, "from 1 to 5"),
         ({"difficulty": []}, "from 1 to 5"),
-        ({"turns": 0}, "turns=0"),
-        ({"seconds": 0.0}, "seconds=0"),
+        ({"max_turns": 0}, "max_turns=0"),
+        ({"time_limit_s": 0.0}, "time_limit_s=0"),
         ({"source": "nowhere.jsonl"}, '"own" nor "drills" nor a file'),
         ({"split": "test", "difficulty": [4]}, 'split "test" and of difficulty 4'),
     ]:
@@ -155,7 +155,7 @@ def test_a_test_with_an_input_that_the_question_shows_earns_nothing(tmp_path: Pa
     question = ADD["question"] + "\n>>> add(0, 9)\n9"
     env = CoderTester(source=write(tmp_path / "a.jsonl", ADD | {"question": question}), split="all")
     _, right = play(env, both(GOOD, test))
-    assert right.rewards["tester"] == 0.0 and right.over and not right.info["invalid"]["tester"]
+    assert right.rewards["tester"] == 0.0 and right.done and not right.info["invalid"]["tester"]
     _, wrong = play(env, both(BAD, test))
     assert "The question shows this input" in wrong.observations["tester"]
     assert "The question shows this input" not in wrong.observations["coder"]
@@ -191,9 +191,9 @@ def test_copied_inputs_of_programs_that_read(tmp_path: Path, given: str, expecte
 
 
 def test_no_example_of_our_own_problems_earns_a_tester_anything() -> None:
-    for problem in load_programs(OWN):
-        assert all(shows(problem, case) for case in problem.examples), problem.id
-        assert sum(not shows(problem, case) for case in problem.tests) >= 3, problem.id
+    for problem in load_programs(BUILT_IN_PROGRAMS):
+        assert all(is_test_shown(problem, case) for case in problem.examples), problem.id
+        assert sum(not is_test_shown(problem, case) for case in problem.tests) >= 3, problem.id
 
 
 def test_blanks_before_the_first_word_are_kept(tmp_path: Path) -> None:
@@ -215,9 +215,9 @@ def test_blanks_before_the_first_word_are_kept(tmp_path: Path) -> None:
 
 def test_what_is_paid_in_all_is_for_the_last_answers(add: Any) -> None:
     """Playing on pays nothing in itself, and getting worse is paid back."""
-    env = add(turns=3)
+    env = add(max_turns=3)
     steps = play(env, both(BAD, "#### add(1, 2) -> 3"), both("", ""), both(BAD, "#### add(2, 1) -> 4"))
-    assert steps[-1].over and steps[-1].truncated and not steps[-1].info["success"]
+    assert steps[-1].done and steps[-1].truncated and not steps[-1].info["success"]
     assert sum(step.team_reward for step in steps) == pytest.approx(0.25)
     assert sum(step.rewards.get("coder", 0) for step in steps) == pytest.approx(0.4)
     assert sum(step.rewards.get("tester", 0) for step in steps) == pytest.approx(0.2)
@@ -228,7 +228,7 @@ def test_only_the_end_pays_with_outcome(add: Any, program: str, paid: float) -> 
     wrong, last = both(GOOD, "#### add(1, 2) -> 4"), both(program, "#### add(0, 0) -> 0")
     *_, middle, end = play(add(reward="outcome"), wrong, last)
     assert middle.team_reward == 0.0 and middle.info["success"]  # the program is right, but they go on
-    assert end.over and end.team_reward == paid and end.rewards == {"coder": 0.0, "tester": 0.0}
+    assert end.done and end.team_reward == paid and end.rewards == {"coder": 0.0, "tester": 0.0}
 
 
 # ---- when play stops
@@ -236,27 +236,27 @@ def test_only_the_end_pays_with_outcome(add: Any, program: str, paid: float) -> 
 
 def test_it_stops_when_they_agree_right_or_wrong(add: Any) -> None:
     _, right = play(add(), both(GOOD, "#### add(1, 2) -> 3"))
-    assert right.over and right.info["success"] and not right.truncated
+    assert right.done and right.info["success"] and not right.truncated
     _, wrong = play(add(), both(BAD, "#### add(5, 2) -> 3"))
-    assert wrong.over and not wrong.info["success"] and not wrong.truncated
+    assert wrong.done and not wrong.info["success"] and not wrong.truncated
 
 
 def test_hidden_tests_do_not_stop_it(add: Any) -> None:
     _, step = play(add(), both(GOOD, "#### add(1, 2) -> 4"))
-    assert not step.over and step.info["success"] and not step.info["agreed"]
+    assert not step.done and step.info["success"] and not step.info["agreed"]
 
 
 def test_one_who_is_alone_goes_by_the_examples(add: Any) -> None:
     _, first, second = play(add(team="single"), {"coder": BAD}, {"coder": GOOD})
-    assert not first.over and "An example that it fails: add(5, 1) should give 6" in first.observations["coder"]
+    assert not first.done and "An example that it fails: add(5, 1) should give 6" in first.observations["coder"]
     assert "The program gave 4" in first.observations["coder"]
-    assert second.over and second.info["agreed"] and second.info["success"]
+    assert second.done and second.info["agreed"] and second.info["success"]
 
 
 def test_one_who_is_alone_and_has_no_examples_has_one_turn(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ADD | {"examples": []})
     _, step = play(CoderTester(source=source, split="all", team="single"), {"coder": BAD})
-    assert step.over and not step.info["success"]
+    assert step.done and not step.info["success"]
 
 
 def test_no_reference_a_right_program_stands_in_for_it(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_what_is_told_of_failures(add: Any) -> None:
     loop = "```python\ndef add(a, b):\n    while True: pass\n```"
     _, crashed = play(add(), both("```python\ndef add(a, b):\n    return a / 0\n```", "#### add(1, 2) -> 3"))
     assert "The program failed: ZeroDivisionError: division by zero" in crashed.observations["tester"]
-    _, hung = play(add(seconds=0.4), both(loop, "#### add(1, 2) -> 3"))
+    _, hung = play(add(time_limit_s=0.4), both(loop, "#### add(1, 2) -> 3"))
     assert "The program failed: out of time" in hung.observations["coder"]
     _, bad = play(add(), both("```python\ndef add(\n```", "none"))
     assert "The program does not compile: SyntaxError" in bad.observations["coder"]
@@ -303,7 +303,7 @@ def test_compact_drills_are_short() -> None:
     env = CoderTester(source="drills", rendering="compact")
     start, step = play(env, both("xs", "[1,2] -> [7]"), seed=3)
     assert env.roles == {"coder": "code coder", "tester": "code tester"}
-    short = env.problem.short
+    short = env.problem.short_question
     assert start.observations == {"coder": short, "tester": short}
     assert step.observations["tester"] == f"{short} code xs test [1,2] -> [7] got [1,2]"
 
@@ -318,7 +318,7 @@ def test_programs_that_read_and_print(tmp_path: Path) -> None:
     assert "Input:\n```\na\n```\nOutput:\n```\na\n```" in start.observations["coder"]
     assert "The program printed\n```\nX Y\n```" in step.observations["coder"]
     assert step.rewards == pytest.approx({"coder": 0.2, "tester": 1.0})
-    assert end.over and end.info["success"]
+    assert end.done and end.info["success"]
 
 
 # ---- reading and writing answers
@@ -334,11 +334,11 @@ def test_reading_programs() -> None:
 
 @pytest.mark.parametrize("number", range(0, 64, 7))
 def test_written_answers_are_read_again(number: int) -> None:
-    problem = load_programs(OWN)[number]
-    for case in (case for case in problem.tests if len(case.given) < 1000):
+    problem = load_programs(BUILT_IN_PROGRAMS)[number]
+    for case in (case for case in problem.tests if len(case.input_text) < 1000):
         test = read_test(write_test(case, problem, fenced=True), problem)
         if problem.kind == "stdin":
-            assert test == Case(case.given.rstrip() + "\n", case.expected.rstrip() + "\n")
+            assert test == ProgramTest(case.input_text.rstrip() + "\n", case.expected_output.rstrip() + "\n")
         else:
             assert test == case
     assert problem.reference
@@ -348,7 +348,7 @@ def test_written_answers_are_read_again(number: int) -> None:
 def test_reading_tests_with_signs_in_their_values(add: Any) -> None:
     env = add()
     env.reset(0)
-    assert read_test("#### add('a->b', '==') -> 'a->b=='", env.problem) == Case("('a->b', '==')", "'a->b=='")
-    assert read_test("#### `add([1], (2,)) == [1]`", env.problem) == Case("([1], (2,))", "[1]")
+    assert read_test("#### add('a->b', '==') -> 'a->b=='", env.problem) == ProgramTest("('a->b', '==')", "'a->b=='")
+    assert read_test("#### `add([1], (2,)) == [1]`", env.problem) == ProgramTest("([1], (2,))", "[1]")
     for bad in ("add(x) -> 1", "add(1 -> 2", "add(**{}) -> 1", "add(" + "[" * 900 + " -> 1", "add(1) ->"):
         assert read_test(bad, env.problem) is None

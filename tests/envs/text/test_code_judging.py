@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from toy_code import ADD, GOOD, both, play, write
 
-from palestra.envs.text import code
-from palestra.envs.text.code import CoderTester
+from palestra.envs.text.code import env as code
+from palestra.envs.text.code.env import CoderTester
 from palestra.policies.base import Query
 from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.play import Arena, Branching, Match
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.sandbox import Sandbox, client
 from palestra.types import Episode, Step
 
@@ -38,7 +38,7 @@ def find(a, b):
     return len(seen)
 """
     source = write(tmp_path / "a.jsonl", riddle)
-    _, step = play(CoderTester(source=source, split="all", seconds=20), both(f"```python\n{program}\n```", ""))
+    _, step = play(CoderTester(source=source, split="all", time_limit_s=20), both(f"```python\n{program}\n```", ""))
     assert step.info["passed"] == 0.0 and step.rewards["coder"] == pytest.approx(0.2)  # it did run
 
 
@@ -82,14 +82,14 @@ def test_equal_programs_are_run_once(add: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_without_a_sandbox_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
-    for cached in (client.why_not, code._lab):
+    for cached in (client.backend_problem, code._lab):
         cached.cache_clear()
     try:
         with pytest.raises(ValueError, match="unsafe: true"):
             CoderTester()
         play(CoderTester(unsafe=True, source="drills"), both("xs", "[1] -> [1]"))
     finally:
-        for cached in (client.why_not, code._lab):
+        for cached in (client.backend_problem, code._lab):
             cached.cache_clear()
 
 
@@ -132,6 +132,6 @@ def ends_of(folder: Path, episodes: int, seconds: float, hang: str) -> dict[bool
         ends[len(episode.nodes) == 2].append(time.monotonic() - began)
 
     seats = {"coder": ScriptedPolicy(coder), "tester": ScriptedPolicy(["#### add(4, 4) -> 8"])}
-    arena = Arena(partial(CoderTester, source=source, split="all", seconds=seconds), "code")
-    asyncio.run(arena.play_all([Match(0, seats, seed) for seed in range(episodes)], Branching(), on_done=done))
+    arena = EpisodeRunner(partial(CoderTester, source=source, split="all", time_limit_s=seconds), "code")
+    asyncio.run(arena.play_all([EpisodeSpec(0, seats, seed) for seed in range(episodes)], Branching(), on_episode=done))
     return ends

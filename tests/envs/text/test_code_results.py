@@ -14,11 +14,11 @@ import pytest
 from toy_code import ADD, both, play, write
 from toy_programs import tried
 
-from palestra.envs.problems import trials
-from palestra.envs.problems.program_results import MISSING, same_text, same_value, tree_of, written
-from palestra.envs.problems.trials import Case, Code, Lab
-from palestra.envs.text.code import CoderTester, _lab
-from palestra.envs.text.code_answers import read_test
+from palestra.envs.text.code import test_runner
+from palestra.envs.text.code.answers import read_test
+from palestra.envs.text.code.env import CoderTester, _lab
+from palestra.envs.text.code.results import NO_VALUE, matches_literal, outputs_equal, parse_encoding, to_python_text
+from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
 from palestra.types import Step
 
 MIB = 2**20
@@ -52,7 +52,7 @@ def add(a, b):
     open("2", "w").write('ok\\n["dict",' + ",".join(f"[{{n}},1]" for n in numbers) + "]")
     os._exit(0)
 """
-    env = CoderTester(source=source, split="all", seconds=20)
+    env = CoderTester(source=source, split="all", time_limit_s=20)
     env.reset(0)
     began = time.process_time()
     step, pause = asyncio.run(longest_pause(env.step(both(fenced(forge), ""))))
@@ -82,11 +82,11 @@ FORGED: dict[str, Callable[[], str]] = {
 @pytest.mark.parametrize("name", FORGED)
 def test_forged_values_are_compared_in_little_time(name: str) -> None:
     text, began = FORGED[name](), time.process_time()
-    tree = tree_of(text)
+    tree = parse_encoding(text)
     for expected in ("{1, 2}", "{1: 2}", "[1]", "0.5", "{(1, 2)}", repr(set(range(45_000 - 1)))):
-        assert not same_value(expected, tree, exact=False)
-    assert tree is MISSING or isinstance(written(tree), str)
-    assert not same_text("0.5 1\n" * 1000, text)
+        assert not matches_literal(expected, tree, exact=False)
+    assert tree is NO_VALUE or isinstance(to_python_text(tree), str)
+    assert not outputs_equal("0.5 1\n" * 1000, text)
     assert time.process_time() - began < 10
 
 
@@ -129,30 +129,30 @@ def traced(work: Callable[[], list[Step]]) -> tuple[list[Step], int]:
         tracemalloc.stop()
 
 
-def test_results_that_are_kept_have_a_size(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "REMEMBERED", 12_000)
+def test_results_that_are_kept_have_a_size(lab: ProgramTestRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_runner, "CACHE_BYTES", 12_000)
     for n in range(5):
-        made = tried(lab, Code(f"print('{n}' * 10_000)"), "")
-        assert made.trials[0].said == str(n) * trials.SAID
-    assert len(lab._known) == 2 and lab._size == sum(result.size for result in lab._known.values()) <= 12_000
+        made = tried(lab, ProgramSpec(f"print('{n}' * 10_000)"), "")
+        assert made.results[0].output == str(n) * test_runner.MAX_OUTPUT_CHARS
+    assert len(lab._known) == 2 and lab._size == sum(result.size_bytes for result in lab._known.values()) <= 12_000
 
 
-def test_much_output_is_compared_in_full(lab: Lab) -> None:
-    long = Case("", "".join(f"{n}\n" for n in range(50_000)))
-    assert tried(lab, Code("for n in range(50_000): print(n)"), long).trials[0].right
-    assert not tried(lab, Code("for n in range(49_999): print(n)"), long).trials[0].right
-    value = Case("(200_000,)", repr(list(range(200_000))))
-    made = tried(lab, Code("def f(n): return list(range(n))", "function", "f"), value)
-    assert made.trials[0].right and len(made.trials[0].said) == trials.SAID
+def test_much_output_is_compared_in_full(lab: ProgramTestRunner) -> None:
+    long = ProgramTest("", "".join(f"{n}\n" for n in range(50_000)))
+    assert tried(lab, ProgramSpec("for n in range(50_000): print(n)"), long).results[0].passed
+    assert not tried(lab, ProgramSpec("for n in range(49_999): print(n)"), long).results[0].passed
+    value = ProgramTest("(200_000,)", repr(list(range(200_000))))
+    made = tried(lab, ProgramSpec("def f(n): return list(range(n))", "function", "f"), value)
+    assert made.results[0].passed and len(made.results[0].output) == test_runner.MAX_OUTPUT_CHARS
 
 
-def test_output_far_longer_than_expected_is_wrong(lab: Lab) -> None:
+def test_output_far_longer_than_expected_is_wrong(lab: ProgramTestRunner) -> None:
     """Even where only blanks follow what is expected."""
-    code = partial(Code, entry="f")
-    assert tried(lab, code("print('1' + ' ' * 1000)"), Case("", "1\n")).trials[0].right
-    assert not tried(lab, code("print('1' + ' ' * 100_000 + '2')"), Case("", "1\n")).trials[0].right
-    made = tried(lab, code("def f(): return 'a' * 100_000", "function"), Case("()", "'a'"))
-    assert (made.trials[0].ok, made.trials[0].said) == (False, "the result is too long, or nested too deep")
+    code = partial(ProgramSpec, entry="f")
+    assert tried(lab, code("print('1' + ' ' * 1000)"), ProgramTest("", "1\n")).results[0].passed
+    assert not tried(lab, code("print('1' + ' ' * 100_000 + '2')"), ProgramTest("", "1\n")).results[0].passed
+    made = tried(lab, code("def f(): return 'a' * 100_000", "function"), ProgramTest("()", "'a'"))
+    assert (made.results[0].completed, made.results[0].output) == (False, "the result is too long, or nested too deep")
 
 
 def test_values_of_a_testers_test_are_read_in_little_time(add: Any) -> None:

@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 from toy_code import ADD, both, play, write
 
-from palestra.envs.problems.trials import Case, Code, Lab
-from palestra.envs.text.code import CoderTester
-from palestra.sandbox import Limits
+from palestra.envs.text.code.env import CoderTester
+from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
+from palestra.sandbox import ResourceLimits
 
-LIMITS = Limits(wall=5, cpu=5, memory=128 * 2**20, disk=16 * 2**20)
+LIMITS = ResourceLimits(wall=5, cpu=5, memory=128 * 2**20, disk=16 * 2**20)
 SQUARES = (3, 10, -4)
-JUDGES: dict[str, tuple[Case, ...]] = {
-    "stdin": tuple(Case(f"{n}\n", f"{n * n + 1}.0\n") for n in SQUARES),
+JUDGES: dict[str, tuple[ProgramTest, ...]] = {
+    "stdin": tuple(ProgramTest(f"{n}\n", f"{n * n + 1}.0\n") for n in SQUARES),
     "function": (
-        *(Case(f"({n},)", str(n * n + 1)) for n in SQUARES),
-        Case("(0.5,)", "1.25"),
-        Case("([],)", "[{1: 2}]"),
+        *(ProgramTest(f"({n},)", str(n * n + 1)) for n in SQUARES),
+        ProgramTest("(0.5,)", "1.25"),
+        ProgramTest("([],)", "[{1: 2}]"),
     ),
     "assertion": (
-        *(Case(f"assert abs(f({n}) - {n * n + 1}) < 1e-6") for n in SQUARES),
-        Case("assert f(2) in (5, 5.0) and not f(2) != 5"),
-        Case("assert sorted(f([])) == [1, 2] and len(f([])) == 2"),
-        Case("try:\n    f(0)\n    assert False\nexcept ZeroDivisionError:\n    pass"),
-        Case("for n in (6, 7):\n    assert str(f(n)) == str(n * n + 1)"),
+        *(ProgramTest(f"assert abs(f({n}) - {n * n + 1}) < 1e-6") for n in SQUARES),
+        ProgramTest("assert f(2) in (5, 5.0) and not f(2) != 5"),
+        ProgramTest("assert sorted(f([])) == [1, 2] and len(f([])) == 2"),
+        ProgramTest("try:\n    f(0)\n    assert False\nexcept ZeroDivisionError:\n    pass"),
+        ProgramTest("for n in (6, 7):\n    assert str(f(n)) == str(n * n + 1)"),
     ),
 }
 # How each program returns or prints; ANYTHING is what it makes of any argument.
@@ -58,7 +58,7 @@ LOOK = """
 import gc, os, sys
 found = []
 def look(text):
-    for sign in ("expected", "'10", "101", "17.0", "1.25", "assert", "[1, 2]", "Case("):
+    for sign in ("expected", "'10", "101", "17.0", "1.25", "assert", "[1, 2]", "ProgramTest("):
         at = str(text).find(sign)
         if at >= 0: found.append(str(text)[at:at + 30])
 """
@@ -124,7 +124,7 @@ ANYTHING = 8""",
 import json, math, random, sys
 math.fabs = math.isclose = json.dumps = json.loads = random.seed = lambda *_, **__: 10
 for module in list(sys.modules.values()):
-    for name in ("encoded", "leave", "named", "_end", "_called"):
+    for name in ("encode_value", "write_result", "error_text", "_end", "_returned"):
         if hasattr(module, name): setattr(module, name, lambda *_, **__: "10")
 ANYTHING = 8""",
     "imports": """
@@ -159,25 +159,25 @@ ANYTHING = 8""",
     "a group of errors": "raise BaseExceptionGroup('all', [SystemExit(0), AssertionError()])",
     "no ordinary error": "raise KeyboardInterrupt",
     "without end": "import itertools\nANYTHING = itertools.count()",
-    "a placeholder": "class Pending: pass\nANYTHING = Pending()",
+    "a placeholder": "class PendingValue: pass\nANYTHING = PendingValue()",
     "all in one": "ANYTHING = [10, 101, 17, 5, 37, 50, 1.25, {1: 2}, None, True, ...]",
     "nothing": "ANYTHING = ''",
 }
 
 
 @pytest.mark.parametrize("name", HACKS)
-def test_a_program_that_solves_nothing_passes_nothing(lab: Lab, name: str) -> None:
+def test_a_program_that_solves_nothing_passes_nothing(lab: ProgramTestRunner, name: str) -> None:
     async def judged() -> dict[str, Any]:
-        codes = {kind: Code(form.format(hack=HACKS[name]), kind, "f") for kind, form in FORMS.items()}  # type: ignore[arg-type]
-        made = await asyncio.gather(*(lab.tries(codes[kind], JUDGES[kind], LIMITS) for kind in JUDGES))
+        codes = {kind: ProgramSpec(form.format(hack=HACKS[name]), kind, "f") for kind, form in FORMS.items()}  # type: ignore[arg-type]
+        made = await asyncio.gather(*(lab.run_tests(codes[kind], JUDGES[kind], LIMITS) for kind in JUDGES))
         return dict(zip(JUDGES, made, strict=True))
 
     for kind, made in asyncio.run(judged()).items():
-        passed = [case for case, trial in zip(JUDGES[kind], made.trials, strict=True) if trial.right]
-        assert len(made.trials) == len(JUDGES[kind]) and not passed, kind
+        passed = [case for case, trial in zip(JUDGES[kind], made.results, strict=True) if trial.passed]
+        assert len(made.results) == len(JUDGES[kind]) and not passed, kind
 
 
-def test_a_right_program_passes_all(lab: Lab) -> None:
+def test_a_right_program_passes_all(lab: ProgramTestRunner) -> None:
     """What the others fail can be passed."""
     source = """
 def f(x):
@@ -186,9 +186,9 @@ def f(x):
     return x * x + 1
 """
     for kind, form in {"stdin": f"{source}\nprint(f(int(input())))", "function": source, "assertion": source}.items():
-        code = Code(f"asserted = {kind == 'assertion'}\n{form}", kind, "f")  # type: ignore[arg-type]
-        made = asyncio.run(lab.tries(code, JUDGES[kind], LIMITS))
-        assert all(trial.right for trial in made.trials), (kind, made)
+        code = ProgramSpec(f"asserted = {kind == 'assertion'}\n{form}", kind, "f")  # type: ignore[arg-type]
+        made = asyncio.run(lab.run_tests(code, JUDGES[kind], LIMITS))
+        assert all(trial.passed for trial in made.results), (kind, made)
 
 
 EXPRESSIONS = (
@@ -202,7 +202,8 @@ EXPRESSIONS = (
     "[g for g in __import__('gc').get_objects() if type(g) is tuple][:5]",
     "setattr(__import__('builtins'), 'isinstance', lambda *_: True)",
     "__import__('os').fork() or __import__('os')._exit(0)",
-    "[setattr(m, 'encoded', lambda _: '10') for m in __import__('sys').modules.values() if hasattr(m, 'encoded')]",
+    "[setattr(m, 'encode_value', lambda _: '10') for m in __import__('sys').modules.values()"
+    " if hasattr(m, 'encode_value')]",
     "float('nan')",
     "(lambda f: f(f))(lambda f: f(f))",
     "'10' * 10**7",
@@ -212,10 +213,10 @@ EXPRESSIONS = (
 
 
 @pytest.mark.parametrize("source", EXPRESSIONS)
-def test_an_expression_that_solves_nothing_passes_nothing(lab: Lab, source: str) -> None:
-    cases = tuple(Case(f"([{n}, 1],)", str(n * 7 + 1)) for n in (2, 3, 4))
-    made = asyncio.run(lab.tries(Code(source, "expression"), cases, LIMITS))
-    assert len(made.trials) == 3 and not any(trial.right for trial in made.trials)
+def test_an_expression_that_solves_nothing_passes_nothing(lab: ProgramTestRunner, source: str) -> None:
+    cases = tuple(ProgramTest(f"([{n}, 1],)", str(n * 7 + 1)) for n in (2, 3, 4))
+    made = asyncio.run(lab.run_tests(ProgramSpec(source, "expression"), cases, LIMITS))
+    assert len(made.results) == 3 and not any(trial.passed for trial in made.results)
 
 
 SQUARE = ADD | {

@@ -12,25 +12,25 @@ import pyspiel
 import pytest
 
 from palestra.envs import check_env
-from palestra.envs.rules.base import OVER
-from palestra.envs.rules.connect_four import LINES, ConnectFourRules, Stones, open_lines
+from palestra.envs.rules.base import TERMINAL
+from palestra.envs.rules.connect_four import LINE_MASKS, ConnectFourRules, ConnectFourState, line_heuristic
 from palestra.envs.rules.search import best_actions
 from palestra.envs.rules.tic_tac_toe import TicTacToeRules
-from palestra.envs.text.games import TextConnectFour, TextGame, TextTicTacToe
+from palestra.envs.text.board_games import TextConnectFour, TextGame, TextTicTacToe
 
 RULES = ConnectFourRules()
 SPIEL = pyspiel.load_game("connect_four")
 
 
-def random_games(games: int) -> list[list[tuple[Stones, Any]]]:
+def random_games(games: int) -> list[list[tuple[ConnectFourState, Any]]]:
     """The states of ours, each with OpenSpiel's, that games of random moves pass through."""
     lines = []
     for seed in range(games):
-        rng, ours, theirs = random.Random(seed), RULES.initial(), SPIEL.new_initial_state()
+        rng, ours, theirs = random.Random(seed), RULES.initial_state(), SPIEL.new_initial_state()
         line = [(ours, theirs.clone())]
         while not theirs.is_terminal():
             action = rng.choice(theirs.legal_actions())
-            ours = RULES.next(ours, action)
+            ours = RULES.next_state(ours, action)
             theirs.apply_action(action)
             line.append((ours, theirs.clone()))
         lines.append(line)
@@ -42,11 +42,11 @@ def test_random_games_go_as_openspiel_plays_them() -> None:
     for line in random_games(300):
         for ours, theirs in line:
             over = theirs.is_terminal()
-            assert RULES.turn(ours) == (OVER if over else theirs.current_player())
-            view = RULES.view(ours, 0)
+            assert RULES.current_player(ours) == (TERMINAL if over else theirs.current_player())
+            view = RULES.info_state(ours, 0)
             assert view.dtype == np.float32 and view.tolist() == theirs.observation_tensor(0)
             if not over:
-                assert RULES.legal(ours) == theirs.legal_actions()
+                assert RULES.legal_actions(ours) == theirs.legal_actions()
         assert list(RULES.returns(line[-1][0])) == line[-1][1].returns()
         outcomes.add(RULES.returns(line[-1][0]))
     assert {(1.0, -1.0), (-1.0, 1.0)} <= outcomes
@@ -55,37 +55,40 @@ def test_random_games_go_as_openspiel_plays_them() -> None:
 def test_a_full_board_is_a_draw() -> None:
     """Found by a search without lines: OpenSpiel agrees that nobody has won."""
     moves = [0, 1, 0, 1, 0, 1, 1, 0, 1, 0, 1, 0, 2, 3, 2, 3, 2, 3, 3, 2, 3, 2, 3, 2, 4, 5, 4, 5, 4, 5, 5, 4, 5, 4, 5, 4]
-    state, theirs = RULES.initial(), SPIEL.new_initial_state()
+    state, theirs = RULES.initial_state(), SPIEL.new_initial_state()
     for move in [*moves, *[6] * 6]:
-        assert RULES.turn(state) != OVER
-        state = RULES.next(state, move)
+        assert RULES.current_player(state) != TERMINAL
+        state = RULES.next_state(state, move)
         theirs.apply_action(move)
-    assert theirs.is_terminal() and RULES.turn(state) == OVER
+    assert theirs.is_terminal() and RULES.current_player(state) == TERMINAL
     assert RULES.returns(state) == (0.0, 0.0) == tuple(theirs.returns())
 
 
 def test_words_by_hand_and_equal_exactly_where_views_are() -> None:
     state = after(3, 3, 0)
     empty = ". . . . . . . / " * 4
-    assert RULES.words(state, 1) == f"You are o. Board: {empty}. . . o . . . / x . . x . . ."
+    assert RULES.info_state_text(state, 1) == f"You are o. Board: {empty}. . . o . . . / x . . x . . ."
     told: dict[str, bytes] = {}
     for line in random_games(50):
         for ours, _ in line:
-            assert told.setdefault(RULES.words(ours, 0), RULES.view(ours, 0).tobytes()) == RULES.view(ours, 0).tobytes()
+            assert (
+                told.setdefault(RULES.info_state_text(ours, 0), RULES.info_state(ours, 0).tobytes())
+                == RULES.info_state(ours, 0).tobytes()
+            )
     assert len(set(told.values())) == len(told) > 500
 
 
-def after(*moves: int) -> Stones:
-    state = RULES.initial()
+def after(*moves: int) -> ConnectFourState:
+    state = RULES.initial_state()
     for move in moves:
-        state = RULES.next(state, move)
+        state = RULES.next_state(state, move)
     return state
 
 
 def test_there_are_69_lines_of_four() -> None:
     """4 * 6 along, 7 * 3 up, 2 * 4 * 3 across."""
-    assert len(LINES) == 24 + 21 + 24 == len(set(LINES))
-    assert all(line.bit_count() == 4 for line in LINES)
+    assert len(LINE_MASKS) == 24 + 21 + 24 == len(set(LINE_MASKS))
+    assert all(line.bit_count() == 4 for line in LINE_MASKS)
 
 
 # ---- search
@@ -94,10 +97,10 @@ def test_there_are_69_lines_of_four() -> None:
 @cache
 def value(rules: Any, state: Any, player: int) -> float:
     """What perfect play gives, by walking through everything."""
-    turn = rules.turn(state)
-    if turn == OVER:
+    turn = rules.current_player(state)
+    if turn == TERMINAL:
         return float(rules.returns(state)[player])
-    values = [value(rules, rules.next(state, action), player) for action in rules.legal(state)]
+    values = [value(rules, rules.next_state(state, action), player) for action in rules.legal_actions(state)]
     return max(values) if turn == player else min(values)
 
 
@@ -109,8 +112,10 @@ def test_search_to_the_end_finds_what_perfect_play_gives() -> None:
     cases += [(toe, state) for state in random_boards(toe, 60)]
     assert len(ends) == 6
     for rules, state in cases:
-        player, best = rules.turn(state), best_actions(rules, state, 42, lambda *_: pytest.fail("looked too short"))
-        values = {action: value(rules, rules.next(state, action), player) for action in rules.legal(state)}
+        player = rules.current_player(state)
+        best = best_actions(rules, state, 42, lambda *_: pytest.fail("looked too short"))
+        after = {action: rules.next_state(state, action) for action in rules.legal_actions(state)}
+        values = {action: value(rules, then, player) for action, then in after.items()}
         assert best and {values[action] for action in best} == {max(values.values())}
 
 
@@ -118,10 +123,10 @@ def random_boards(rules: TicTacToeRules, games: int) -> list[Any]:
     """The boards that games of random moves pass through, each once."""
     boards = set()
     for seed in range(games):
-        rng, state = random.Random(seed), rules.initial()
-        while rules.turn(state) != OVER:
+        rng, state = random.Random(seed), rules.initial_state()
+        while rules.current_player(state) != TERMINAL:
             boards.add(state)
-            state = rules.next(state, rng.choice(rules.legal(state)))
+            state = rules.next_state(state, rng.choice(rules.legal_actions(state)))
     return sorted(boards)
 
 
@@ -141,8 +146,8 @@ def test_tactics_by_hand(moves: tuple[int, ...], best: list[int]) -> None:
 
 def test_open_lines_are_seen_alike_from_both_sides() -> None:
     """One stone in the middle of the bottom row lies on 7 of the 69 lines, 1 in the corner on 3."""
-    assert open_lines(after(3), 0) == pytest.approx(7 / (16 * 69))
-    assert open_lines(after(3, 0), 0) == pytest.approx((7 - 3) / (16 * 69)) == -open_lines(after(3, 0), 1)
+    assert line_heuristic(after(3), 0) == pytest.approx(7 / (16 * 69))
+    assert line_heuristic(after(3, 0), 0) == pytest.approx((7 - 3) / (16 * 69)) == -line_heuristic(after(3, 0), 1)
 
 
 # ---- the envs
@@ -151,7 +156,7 @@ def test_open_lines_are_seen_alike_from_both_sides() -> None:
 def play(env: TextGame, seed: int, experts: Collection[str]) -> dict[str, float]:
     """What is won where experts sit at some seats, and chance at the others."""
     rng, step = random.Random(seed), env.reset(seed)
-    while not step.over:
+    while not step.done:
         ((seat, _),) = step.observations.items()
         step = env.step({seat: env.expert(seat, rng) if seat in experts else rng.choice(step.legal[seat])})
         assert step.info["invalid"] == {seat: False}
@@ -186,7 +191,7 @@ def test_asking_an_expert_changes_nothing() -> None:
     env = TextConnectFour()
     step, state = env.reset(0), env.rng.getstate()
     assert env.expert("player_0", random.Random(0)) in step.legal["player_0"]
-    assert env.state == RULES.initial() and env.rng.getstate() == state
+    assert env.state == RULES.initial_state() and env.rng.getstate() == state
 
 
 def test_the_full_rendering_tells_the_rules_and_reads_the_last_words() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from toy_debates import expert, play
 
-from palestra.envs import check_env, env_options
-from palestra.envs.text.arguments import SIDES
-from palestra.envs.text.debate import Debate
-from palestra.envs.text.debate_topics import SHIPPED, Line, drill, from_file
-from palestra.envs.text.judge_endpoint import EndpointJudge
-from palestra.envs.text.splits import SHARES, split_of_text
+from palestra.envs import check_env, validate_env_options
+from palestra.envs.text.debate.arguments import SIDES
+from palestra.envs.text.debate.env import Debate
+from palestra.envs.text.debate.judge_endpoint import EndpointJudge
+from palestra.envs.text.debate.topics import TOPICS_FILE, TopicEntry, draw_file_topic, draw_synthetic_topic
+from palestra.envs.text.splits import SPLIT_SHARES, split_of_text
 
 DRILLS = {"source": "drills", "rendering": "compact"}
 WORDS = ("claim", "because", "against", "so", "yes", "no", "r1", "r2", "r3", "r4", "P1", "C1", "pro", "con", "####")
@@ -79,7 +79,7 @@ def test_in_turns_con_hears_pro_and_at_once_it_does_not():
     first, second = play(env)[0][:2]
     assert list(first.observations) == ["pro"] and list(second.observations) == ["con"]
     assert first.observations["pro"].endswith("said none")
-    pro = env.topic.of("pro")
+    pro = env.topic.facts_of("pro")
     assert second.observations["con"].endswith(f"said pro {' '.join(f.id for f in pro)} so yes")
     env = Debate(**DRILLS, rounds=2, order="simultaneous")
     steps, _ = play(env)
@@ -91,12 +91,12 @@ def test_the_compact_view_holds_what_a_seat_needs_and_no_more():
     env = Debate(**DRILLS, rounds=1, judge="seat")
     env.topic = None
     steps, _ = play(env, 7, pro="claim r0 because r99 r1 so yes")
-    facts = {side: [f.id for f in env.topic.of(side)] for side in SIDES}
+    facts = {side: [f.id for f in env.topic.facts_of(side)] for side in SIDES}
     assert steps[0].observations["pro"] == (
         f"topic {env.topic.text} pro {' '.join(facts['pro'])} con {' '.join(facts['con'])} you pro said none"
     )
     heard = env.speeches[0].argument
-    assert {*heard.support, *heard.false} == {"r0", "r1", "r99"}
+    assert {*heard.supporting_ids, *heard.false_ids} == {"r0", "r1", "r99"}
     judge = steps[2].observations["judge"]
     assert judge.startswith(f"topic {env.topic.text} you judge said pro ") and "r99" in judge
     assert f"con {' '.join(facts['con'])} against r" in judge and judge.endswith("so no")
@@ -119,7 +119,7 @@ def test_thoughts_before_the_mark_are_not_heard():
     env = Debate(**DRILLS, rounds=1)
     thinking = last(env, pro=lambda *a: f"claim r0 because r1 so no #### {expert(*a)}")
     assert thinking.info["case"]["pro"]["worth"] == 1.0
-    assert "r0" not in env.speeches[0].argument.text.split() or "r0" in [f.id for f in env.topic.of("pro")]
+    assert "r0" not in env.speeches[0].argument.text.split() or "r0" in [f.id for f in env.topic.facts_of("pro")]
 
 
 # ---- what it earns
@@ -163,7 +163,7 @@ def test_the_truth_pays_both_and_honesty_each():
     env = Debate(**DRILLS, mode="truth", rounds=1)
     steps, earned = play(env)
     assert earned["team"] == 1.0 and steps[-1].team_reward == 1.0
-    sizes = {side: len(env.topic.of(side)) for side in SIDES}
+    sizes = {side: len(env.topic.facts_of(side)) for side in SIDES}
     assert earned["pro"] == pytest.approx(0.25 + 0.25 * sizes["pro"] / max(sizes.values()))
     assert earned["con"] == pytest.approx(0.25 + 0.25 * sizes["con"] / max(sizes.values()))
     assert play(Debate(**DRILLS, mode="truth", rounds=1, reward="outcome"))[1] == {"pro": 0, "con": 0, "team": 1.0}
@@ -187,9 +187,9 @@ def test_the_truth_needs_no_concession_where_both_show_all_their_facts():
 def test_who_keeps_the_facts_back_hides_the_truth_unless_the_other_gives_way():
     env = Debate(**DRILLS, mode="truth", rounds=1)
     for seed in range(30):
-        truth, other = sorted(SIDES, key=lambda side: drill(seed, "train", "truth", 3).truth != side)
+        truth, other = sorted(SIDES, key=lambda side: draw_synthetic_topic(seed, "train", "truth", 3).truth != side)
         assert last(env, seed, **{truth: "claim up because down so left"}).info["success"]
-        fact = drill(seed, "train", "truth", 3).of(other)[0].id
+        fact = draw_synthetic_topic(seed, "train", "truth", 3).facts_of(other)[0].id
         own = {"pro": "yes", "con": "no"}[other]
         shown = f"claim {own} because {fact} so {own}"
         assert not last(env, seed, **{truth: "claim up because down so left", other: shown}).info["success"]
@@ -225,7 +225,7 @@ def test_a_judge_at_a_seat_is_paid_by_the_team_for_the_truth():
 
 
 def test_the_shipped_topics_are_many_and_complete():
-    lines = [Line.model_validate_json(text) for text in SHIPPED.read_text(encoding="utf-8").splitlines()]
+    lines = [TopicEntry.model_validate_json(text) for text in TOPICS_FILE.read_text(encoding="utf-8").splitlines()]
     assert len(lines) >= 40 and len({line.topic for line in lines}) == len(lines)
     for line in lines:
         assert len(line.pro) >= 2 and len(line.con) >= 2
@@ -236,28 +236,32 @@ def test_the_shipped_topics_are_many_and_complete():
 
 def test_each_split_has_topics_of_its_own_in_both_modes():
     for mode in ("competitive", "truth"):
-        drawn = {split: {from_file(None, seed, split, mode).text for seed in range(300)} for split in SHARES}
+        drawn = {
+            split: {draw_file_topic(None, seed, split, mode).text for seed in range(300)} for split in SPLIT_SHARES
+        }
         assert all(len(texts) >= 4 for texts in drawn.values())
         assert sum(map(len, drawn.values())) == len(set().union(*drawn.values()))
-        truths = {split: {from_file(None, seed, split, mode).truth for seed in range(300)} for split in SHARES}
+        truths = {
+            split: {draw_file_topic(None, seed, split, mode).truth for seed in range(300)} for split in SPLIT_SHARES
+        }
         assert mode == "competitive" or all(found == {"pro", "con"} for found in truths.values())
 
 
 def test_facts_are_numbered_anew_for_each_seed():
     numbered = {}
     for seed in range(200):
-        topic = from_file(None, seed, "test", "competitive")
+        topic = draw_file_topic(None, seed, "test", "competitive")
         numbered.setdefault(topic.text, set()).add(tuple(fact.text for fact in topic.facts))
     assert all(len(orders) > 5 for orders in numbered.values())
 
 
 @pytest.mark.parametrize("mode", ["competitive", "truth"])
 def test_drills_are_thousands_and_their_splits_share_none(mode):
-    drawn = {split: set() for split in SHARES}
-    for split in SHARES:
+    drawn = {split: set() for split in SPLIT_SHARES}
+    for split in SPLIT_SHARES:
         for seed in range(800):
-            topic = drill(seed, split, mode, 3)
-            sets = sorted(sorted(fact.id for fact in topic.of(side)) for side in SIDES)
+            topic = draw_synthetic_topic(seed, split, mode, 3)
+            sets = sorted(sorted(fact.id for fact in topic.facts_of(side)) for side in SIDES)
             assert split_of_text(f"drill {sets}") == split
             drawn[split].add(str(sets))
     assert len(drawn["train"]) > 600
@@ -267,12 +271,12 @@ def test_drills_are_thousands_and_their_splits_share_none(mode):
 def test_the_facts_of_a_drill_tell_the_truth_and_which_side_has_them_is_open():
     truths = []
     for seed in range(300):
-        topic = drill(seed, "train", "truth", 4)
-        pro, con = (len(topic.of(side)) for side in SIDES)
+        topic = draw_synthetic_topic(seed, "train", "truth", 4)
+        pro, con = (len(topic.facts_of(side)) for side in SIDES)
         assert topic.truth == ("pro" if pro > con else "con") and 1 <= min(pro, con) < max(pro, con) <= 4
         truths.append(topic.truth)
-        even = drill(seed, "train", "competitive", 4)
-        assert len(even.of("pro")) == len(even.of("con")) == 4 and even.truth is None
+        even = draw_synthetic_topic(seed, "train", "competitive", 4)
+        assert len(even.facts_of("pro")) == len(even.facts_of("con")) == 4 and even.truth is None
     assert 110 < truths.count("pro") < 190
 
 
@@ -323,14 +327,14 @@ def test_a_missing_file_is_told():
         ({"rounds": 0}, "rounds=0 is out of range"),
         ({"mode": "truth", "facts": 1}, "facts=1 is out of range"),
         ({"facts": 8}, "facts=8"),
-        ({"words": 3}, "words=3"),
+        ({"max_words": 3}, "max_words=3"),
         ({"rendering": "compact"}, "set source: drills"),
         ({"source": "drills", "topics": "mine.jsonl"}, "drop one of the two"),
     ],
 )
 def test_bad_options_are_told_with_the_fix(options, message):
     with pytest.raises(ValueError, match=message):
-        Debate(**env_options(Debate, options))
+        Debate(**validate_env_options(Debate, options))
 
 
 @pytest.mark.parametrize(
@@ -346,14 +350,16 @@ def test_bad_options_are_told_with_the_fix(options, message):
 )
 def test_a_judge_is_checked(judge, message):
     with pytest.raises(ValueError, match=f"(?i){message}") as told:
-        env_options(Debate, {"judge": judge})
+        validate_env_options(Debate, {"judge": judge})
     assert "sk-1234" not in str(told.value) and "secret" not in str(told.value)
 
 
 def test_options_are_coerced():
-    found = env_options(Debate, {"judge": {"type": "endpoint", "url": "http://x/v1/", "model": "m"}, "topics": "a"})
+    found = validate_env_options(
+        Debate, {"judge": {"type": "endpoint", "url": "http://x/v1/", "model": "m"}, "topics": "a"}
+    )
     assert found["judge"] == EndpointJudge(url="http://x/v1/", model="m")
-    assert found["judge"].address == "http://x/v1/chat/completions"
+    assert found["judge"].completions_url == "http://x/v1/chat/completions"
 
 
 def test_whose_turn_it_is_is_told():

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from palestra.envs.problems import final_form
-from palestra.envs.problems.judging import at_once, judge
-from palestra.envs.problems.plain_numbers import plain_number
+from palestra.envs.text.math import final_form
+from palestra.envs.text.math.grading import grade_answer, grade_directly
+from palestra.envs.text.math.plain_numbers import parse_plain_number
 
 # answer, right answer
 NUMBERS = [
@@ -137,25 +137,25 @@ WRONG = [
 
 
 async def verdicts(pairs):
-    return await asyncio.gather(*(judge(answer, gold, seconds=5.0) for answer, gold in pairs))
+    return await asyncio.gather(*(grade_answer(answer, gold, cpu_limit_s=5.0) for answer, gold in pairs))
 
 
 @pytest.mark.parametrize("pairs", [NUMBERS, CLOSED_FORMS, OTHERS], ids=["numbers", "closed forms", "others"])
 def test_ordinary_forms_of_the_right_answer_are_right(pairs):
     judged = dict(zip(pairs, asyncio.run(verdicts(pairs)), strict=True))
-    assert [pair for pair, verdict in judged.items() if not verdict.right] == []
+    assert [pair for pair, verdict in judged.items() if not verdict.is_correct] == []
 
 
 @pytest.mark.parametrize("pairs", [NOT_FINAL, WRONG], ids=["not final", "wrong"])
 def test_what_is_not_final_or_not_right_is_not_paid(pairs):
     judged = dict(zip(pairs, asyncio.run(verdicts(pairs)), strict=True))
-    assert [pair for pair, verdict in judged.items() if verdict.score or not verdict.judged] == []
+    assert [pair for pair, verdict in judged.items() if verdict.score or not verdict.is_graded] == []
 
 
 def test_where_the_right_answer_is_a_number_no_process_is_asked():
-    pairs = [pair for pair in NUMBERS + NOT_FINAL + WRONG if plain_number(pair[1])]
+    pairs = [pair for pair in NUMBERS + NOT_FINAL + WRONG if parse_plain_number(pair[1])]
     assert len(pairs) > 40
-    assert None not in [at_once(answer, gold) for answer, gold in pairs]
+    assert None not in [grade_directly(answer, gold) for answer, gold in pairs]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_where_the_right_answer_is_a_number_no_process_is_asked():
     ],
 )
 def test_an_answer_copied_from_the_question_is_not_paid(question, answer, gold, right):
-    assert asyncio.run(judge(answer, gold, question=question, seconds=5.0)).right == right
+    assert asyncio.run(grade_answer(answer, gold, question=question, cpu_limit_s=5.0)).is_correct == right
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ def test_an_answer_copied_from_the_question_is_not_paid(question, answer, gold, 
     ],
 )
 def test_text_outside_the_grammar_never_reaches_a_reader_of_mathematics(answer):
-    assert final_form.read(answer) is None
-    assert at_once(answer[:999], r"2\sqrt{2}").score == 0
+    assert final_form.tokenize_answer(answer) is None
+    assert grade_directly(answer[:999], r"2\sqrt{2}").score == 0
 
 
 BUSY = ["26 " + "a" * 950, "26 " + "a b " * 240, "26 " + "a." * 480, "1" * 999, "1," * 499, "{" * 999, "1 " * 499]
@@ -202,13 +202,13 @@ BUSY += ["26" + r"\text{" * 150, "26 " + "^2" * 480, "0." + "1" * 900, "x=" * 49
 
 def test_a_right_answer_that_cannot_be_read_is_matched_by_the_same_text_alone():
     gold = r"\weird{2}\sqrt{2}"
-    assert asyncio.run(judge(gold, gold)).right
-    assert asyncio.run(judge(r"2\sqrt{2}", gold)).score == 0
+    assert asyncio.run(grade_answer(gold, gold)).is_correct
+    assert asyncio.run(grade_answer(r"2\sqrt{2}", gold)).score == 0
 
 
 @pytest.mark.parametrize("answer", BUSY)
 def test_no_answer_keeps_the_reader_busy(answer):
     began = time.process_time()
-    at_once(answer + "!", "26")
-    at_once(answer + "!", r"2\sqrt{2}")
+    grade_directly(answer + "!", "26")
+    grade_directly(answer + "!", r"2\sqrt{2}")
     assert time.process_time() - began < 0.5

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from palestra.envs import check_env
-from palestra.envs.text.guessing import Guessing, GuessNumber
-from palestra.envs.text.splits import SHARES
-from palestra.envs.text.twenty_questions import THINGS, TwentyQuestions, read_table
+from palestra.envs.text.guessing.env import GuessingGame, GuessNumber
+from palestra.envs.text.guessing.twenty_questions import TABLE_FILE, TwentyQuestions, read_table
+from palestra.envs.text.splits import SPLIT_SHARES
 
 NUMBERS: list[dict[str, Any]] = [
     {},
@@ -26,26 +26,26 @@ QUESTIONS: list[dict[str, Any]] = [
     {},
     {"answers": "seat", "reward": "outcome", "split": "test"},
     {"answers": "seat", "corrected": False, "rendering": "compact", "split": "dev"},
-    {"things": 30, "rendering": "compact", "questions": 9, "split": "base"},
+    {"things": 30, "rendering": "compact", "max_questions": 9, "split": "base"},
 ]
 ENVS = [(GuessNumber, options) for options in NUMBERS] + [(TwentyQuestions, options) for options in QUESTIONS]
 
 
-def with_secret(env: Guessing, secret: Any) -> Any:
+def with_secret(env: GuessingGame, secret: Any) -> Any:
     """The first step of a game about this secret."""
     env.drawn = [secret]
     return env.reset(0)
 
 
-def made(game: Any, **options: Any) -> Guessing:
+def made(game: Any, **options: Any) -> GuessingGame:
     """An env of whichever split holds a secret: with few secrets not all do."""
-    for split in SHARES:
+    for split in SPLIT_SHARES:
         with suppress(ValueError):
             return game(split=split, **options)
     raise AssertionError(f"no split has a secret for {options}")
 
 
-def play(env: Guessing, *answers: str) -> list[Any]:
+def play(env: GuessingGame, *answers: str) -> list[Any]:
     """The steps that these answers lead to, each given by the seat that acts."""
     steps = []
     seat = env.asker
@@ -68,14 +68,14 @@ def test_a_guess_is_worth_the_bits_that_it_takes() -> None:
     assert outside.rewards == {"guesser": -0.1} and outside.info["invalid"] == {"guesser": True}
     assert again.rewards == {"guesser": 0} and again.info["invalid"] == {"guesser": False}
     assert won.rewards == {"guesser": pytest.approx(math.log2(3) / 3)} and won.team_reward == 1
-    assert won.over and not won.truncated and won.info == {"success": True, "asked": 4, "invalid": {"guesser": False}}
+    assert won.done and not won.truncated and won.info == {"success": True, "asked": 4, "invalid": {"guesser": False}}
 
 
 def test_too_many_guesses_end_it() -> None:
-    env = GuessNumber(low=1, high=8, guesses=2, rendering="compact")
+    env = GuessNumber(low=1, high=8, max_guesses=2, rendering="compact")
     assert with_secret(env, 8).observations == {"guesser": "range 1 8 left 2"}
     _, last = play(env, "1", "fly")
-    assert last.over and last.truncated and last.team_reward == 0 and not last.info["success"]
+    assert last.done and last.truncated and last.team_reward == 0 and not last.info["success"]
 
 
 @pytest.mark.parametrize("answer", ["", "12 13", "1e1", "--3", "+3", "٣", "101", "0", "9" * 5000, "three"])
@@ -96,7 +96,7 @@ def test_bisection_finds_every_number_in_the_least_guesses(high: int) -> None:
     env, most = made(GuessNumber, high=high), 0
     for secret in range(1, high + 1):
         step = with_secret(env, secret)
-        while not step.over:
+        while not step.done:
             step = env.step({"guesser": env.expert("guesser", random.Random(secret))})
         assert step.info["success"]
         most = max(most, step.info["asked"])
@@ -132,10 +132,10 @@ def test_a_lie_is_heard_where_it_is_not_put_right() -> None:
 
 
 def test_the_last_answer_is_heard_before_the_end() -> None:
-    env = GuessNumber(low=1, high=8, guesses=1, answers="seat")
+    env = GuessNumber(low=1, high=8, max_guesses=1, answers="seat")
     with_secret(env, 6)
     asked, told = play(env, "4", "#### lower")
-    assert not asked.over and told.over and told.truncated and told.rewards == {"answerer": -0.5}
+    assert not asked.done and told.done and told.truncated and told.rewards == {"answerer": -0.5}
 
 
 def test_nothing_but_the_secret_pays_in_outcome() -> None:
@@ -149,7 +149,7 @@ def test_nothing_but_the_secret_pays_in_outcome() -> None:
 
 
 def test_the_table_tells_all_things_apart() -> None:
-    table = read_table(THINGS)
+    table = read_table(TABLE_FILE)
     assert len(table.things) >= 60 and len(table.attributes) >= 20
     assert len(set(table.things.values())) == len(table.things)
     assert all(sum(key in has for has in table.things.values()) > 0 for key in table.attributes)
@@ -204,7 +204,7 @@ def test_experts_find_every_thing() -> None:
     env, asked = TwentyQuestions(answers="seat", rendering="compact"), []
     for number, secret in enumerate(env.secrets):
         step = with_secret(env, secret)
-        while not step.over:
+        while not step.done:
             seat = next(iter(step.observations))
             step = env.step({seat: env.expert(seat, random.Random(number))})
             assert not step.info["invalid"][seat] and not step.info.get("lie")
@@ -223,7 +223,7 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
     env = made(TwentyQuestions, file=file)
     for secret in env.secrets:
         step = with_secret(env, secret)
-        while not step.over:
+        while not step.done:
             step = env.step({"asker": env.expert("asker", random.Random(0))})
         assert step.info["success"]
 
@@ -260,7 +260,7 @@ def test_experts_win(game: Any, options: dict[str, Any]) -> None:
     env = game(**options)
     for seed in range(10):
         rng, step, paid = random.Random(seed), env.reset(seed), 0.0
-        while not step.over:
+        while not step.done:
             seat = next(iter(step.observations))
             step = env.step({seat: env.expert(seat, rng)})
             paid += sum(step.rewards.values()) + step.team_reward
@@ -269,7 +269,7 @@ def test_experts_win(game: Any, options: dict[str, Any]) -> None:
 
 def test_no_two_splits_share_a_secret() -> None:
     for game in (GuessNumber, TwentyQuestions):
-        drawn = [game(split=split).drawn for split in SHARES]
+        drawn = [game(split=split).drawn for split in SPLIT_SHARES]
         assert sorted(secret for part in drawn for secret in part) == sorted(game().secrets)
         assert all(drawn)
 

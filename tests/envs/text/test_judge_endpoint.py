@@ -14,12 +14,12 @@ import pytest
 from toy_debates import Endpoint, Reply, debate_in, endpoint, expert, play, playing
 
 from palestra.envs import check_env
-from palestra.envs.text import verdict_cache
-from palestra.envs.text.debate import Debate
-from palestra.envs.text.judge_endpoint import EndpointJudge, read_scores
+from palestra.envs.text.debate import verdict_cache
+from palestra.envs.text.debate.env import Debate
+from palestra.envs.text.debate.judge_endpoint import EndpointJudge, read_scores
 from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.play import Arena, Branching, Match
-from palestra.web.client import EndpointError
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.web.chat_client import EndpointError
 
 KEY = "sk-very-secret-4711"
 
@@ -84,7 +84,7 @@ def test_the_judge_is_shown_no_fact_that_nobody_cited():
     with endpoint(for_con) as server:
         env = debate(server)
         play(env, con="claim no because up so no")
-    assert debate_in(server.bodies[0])["facts"] == {fact.id: fact.text for fact in env.topic.of("pro")}
+    assert debate_in(server.bodies[0])["facts"] == {fact.id: fact.text for fact in env.topic.facts_of("pro")}
 
 
 def test_the_swap_cancels_a_bias_for_what_is_shown_first():
@@ -260,8 +260,8 @@ def test_those_whose_judge_hangs_hold_up_nobody_else():
 
     with endpoint(hangs_at_times) as server:
         options = {"timeout": 3, "limit": 6, "retries": 1, "swap": False}
-        arena = Arena(lambda: debate(server, options), "debate")
-        matches = [Match(0, {seat: numbered(i) for seat in ("pro", "con")}, i) for i in range(200)]
+        arena = EpisodeRunner(lambda: debate(server, options), "debate")
+        matches = [EpisodeSpec(0, {seat: numbered(i) for seat in ("pro", "con")}, i) for i in range(200)]
         done: list[bool] = []
         begun = time.monotonic()
         episodes = asyncio.run(arena.play_all(matches, Branching(), lambda episode: done.append(episode.error is None)))
@@ -314,10 +314,10 @@ def test_a_cache_on_the_disk_outlives_the_process(tmp_path, monkeypatch):
             "import asyncio, random\n"
             "from palestra.envs import make_env\n"
             "async def go():\n"
-            f"    env = make_env('palestra.envs.text.debate:Debate', source='drills', rounds=1, judge=dict(\n"
+            f"    env = make_env('palestra.envs.text.debate.env:Debate', source='drills', rounds=1, judge=dict(\n"
             f"        url={server.url!r}, model='toy-judge', cache={str(cache)!r}))\n"
             "    step = env.reset(0)\n"
-            "    while not step.over:\n"
+            "    while not step.done:\n"
             "        step = await env.step({s: env.expert(s, random.Random(0)) for s in step.observations})\n"
             "    print(step.info['winner'])\n"
             "asyncio.run(go())\n"
@@ -346,9 +346,9 @@ def test_the_key_is_in_no_error_no_repr_and_no_info():
         env = debate(server)
         with pytest.raises(EndpointError) as told:
             play(env)
-        arena = Arena(lambda: debate(server), "debate")
+        arena = EpisodeRunner(lambda: debate(server), "debate")
         talk = {seat: ScriptedPolicy(["claim yes because no so up"]) for seat in env.seats}
-        (episode,) = asyncio.run(arena.play_all([Match(0, talk, 0)], Branching()))
+        (episode,) = asyncio.run(arena.play_all([EpisodeSpec(0, talk, 0)], Branching()))
     assert "***" in str(told.value) and "***" in episode.error
     chain = [told.value, told.value.__cause__, told.value.__context__]
     for shown in (*map(repr, chain), repr(episode), repr(env.judge), repr(vars(env)), env.judge.model_dump_json()):
@@ -370,5 +370,5 @@ def test_experts_speak_for_the_toy_judge():
     """What the tests above rely on: two experts cite all the facts of a drill."""
     env = Debate(source="drills", rounds=1)
     play(env)
-    assert all(set(s.argument.support) == {f.id for f in env.topic.of(s.side)} for s in env.speeches)
+    assert all(set(s.argument.supporting_ids) == {f.id for f in env.topic.facts_of(s.side)} for s in env.speeches)
     assert expert("pro", "", env)

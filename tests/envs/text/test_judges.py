@@ -8,11 +8,11 @@ import pytest
 from toy_debates import expert, play
 
 from palestra.envs import make_env
-from palestra.envs.text.argument_reading import read
-from palestra.envs.text.arguments import Argument, Fact, Topic, content_words
-from palestra.envs.text.debate import Debate
-from palestra.envs.text.debate_topics import TOKENS
-from palestra.envs.text.judges import Rules, Speech, Weights, read_verdict, repetition
+from palestra.envs.text.debate.argument_parser import parse_argument
+from palestra.envs.text.debate.arguments import Argument, Fact, Topic, content_words
+from palestra.envs.text.debate.env import Debate
+from palestra.envs.text.debate.judges import RuleJudge, ScoreWeights, Speech, read_verdict, repetition_rate
+from palestra.envs.text.debate.topics import FACT_TOKENS
 
 DRILL = Topic(
     "c1", (Fact("r1", "r1", "pro"), Fact("r7", "r7", "pro"), Fact("r3", "r3", "con"), Fact("r9", "r9", "con"))
@@ -34,14 +34,14 @@ PRO = (
 
 def said(topic: Topic, *answers: str, longest: int = 200) -> list[Argument]:
     """Answers read, by pro and con in turn."""
-    return [read(answer, topic, ("pro", "con")[i % 2], longest) for i, answer in enumerate(answers)]
+    return [parse_argument(answer, topic, ("pro", "con")[i % 2], longest) for i, answer in enumerate(answers)]
 
 
 def judged(topic: Topic, *answers: str, **options) -> list[Speech]:
     """The same, and what each is worth."""
-    rules = Rules(topic, (len(answers) + 1) // 2, **options)
+    rules = RuleJudge(topic, (len(answers) + 1) // 2, **options)
     arguments = said(topic, *answers)
-    return [Speech(i // 2 + 1, a, rules.judge(a, arguments[:i])) for i, a in enumerate(arguments)]
+    return [Speech(i // 2 + 1, a, rules.score_argument(a, arguments[:i])) for i, a in enumerate(arguments)]
 
 
 # ---- reading
@@ -49,12 +49,17 @@ def judged(topic: Topic, *answers: str, **options) -> list[Speech]:
 
 def test_a_drill_is_read_by_its_four_words():
     (argument,) = said(DRILL, "claim r1 because r7 so yes")
-    assert (argument.claim, argument.reason, argument.conclusion, argument.stance) == (True, True, True, "pro")
-    assert argument.support == ("r1", "r7") and argument.false == argument.rebuts == ()
+    assert (argument.has_claim, argument.has_reason, argument.has_conclusion, argument.stance) == (
+        True,
+        True,
+        True,
+        "pro",
+    )
+    assert argument.supporting_ids == ("r1", "r7") and argument.false_ids == argument.rebutted_ids == ()
     _, con = said(DRILL, "", "r9 because r3 r1 against r7 r12 so no")
-    assert con.claim and con.support == ("r9", "r3")  # what comes before the first word is a claim
-    assert con.false == ("r1",)  # the other side's, as its own
-    assert sorted(con.rebuts) == ["r12", "r7"] and con.stance == "con"
+    assert con.has_claim and con.supporting_ids == ("r9", "r3")  # what comes before the first word is a claim
+    assert con.false_ids == ("r1",)  # the other side's, as its own
+    assert sorted(con.rebutted_ids) == ["r12", "r7"] and con.stance == "con"
 
 
 def test_prose_is_read_by_the_same_rules():
@@ -65,9 +70,11 @@ def test_prose_is_read_by_the_same_rules():
         "shops would suffer. However, that buses break down every nine days can be mended by new brakes (P2). "
         "Therefore no.",
     )
-    assert pro.support == ("P1", "P2") and pro.claim and pro.reason and pro.conclusion
-    assert con.support == ("C1",)  # quoted without its number
-    assert con.rebuts == ("P2",) and con.claim and con.reason and con.conclusion and con.stance == "con"
+    assert pro.supporting_ids == ("P1", "P2") and pro.has_claim and pro.has_reason and pro.has_conclusion
+    assert con.supporting_ids == ("C1",)  # quoted without its number
+    assert (
+        con.rebutted_ids == ("P2",) and con.has_claim and con.has_reason and con.has_conclusion and con.stance == "con"
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,32 +87,32 @@ def test_prose_is_read_by_the_same_rules():
 )
 def test_words_inside_a_sentence_begin_no_part(text):
     (argument,) = said(TRAM, text)
-    assert (argument.claim, argument.reason, argument.conclusion) == (True, True, True)
-    assert argument.replies == () and argument.stance == "pro"
+    assert (argument.has_claim, argument.has_reason, argument.has_conclusion) == (True, True, True)
+    assert argument.rebuttal_words == () and argument.stance == "pro"
 
 
 def test_a_number_alone_is_no_citation_and_nor_is_one_with_other_words():
     (bare,) = said(TRAM, "Claim: a tram for the town. Because: P1 P2. So: yes.")
-    assert bare.support == () and bare.false == () and not bare.reason
+    assert bare.supporting_ids == () and bare.false_ids == () and not bare.has_reason
     (other,) = said(TRAM, "Because: the purple monkey dances slowly tonight [P1]. So: yes.")
-    assert other.support == ()
+    assert other.supporting_ids == ()
     (told,) = said(TRAM, "Because: a tram carries more riders [P1]. So: yes.")
-    assert told.support == ("P1",)
+    assert told.supporting_ids == ("P1",)
 
 
 def test_a_conclusion_must_follow_a_reason_and_be_for_the_own_side():
-    assert not said(DRILL, "so yes claim r1 because r7")[0].conclusion
-    assert not said(DRILL, "claim r1 so yes")[0].conclusion
+    assert not said(DRILL, "so yes claim r1 because r7")[0].has_conclusion
+    assert not said(DRILL, "claim r1 so yes")[0].has_conclusion
     other = said(DRILL, "claim r1 because r7 so no")[0]
-    assert not other.conclusion and other.stance == "con"
+    assert not other.has_conclusion and other.stance == "con"
 
 
 def test_what_is_too_long_is_not_heard_to_its_end():
     (argument,) = said(DRILL, "claim r1 because r7 so yes " + "up " * 94, longest=10)
     assert argument.text == "claim r1 because r7 so yes up up up up"
-    assert argument.heard == pytest.approx(38 / (27 + 3 * 94 - 1))  # characters, the last blank aside
+    assert argument.read_share == pytest.approx(38 / (27 + 3 * 94 - 1))  # characters, the last blank aside
     (endless,) = said(DRILL, "x" * 100_000, longest=10)
-    assert endless.heard == pytest.approx(120 / 100_000)
+    assert endless.read_share == pytest.approx(120 / 100_000)
 
 
 def test_endings_and_empty_words_do_not_matter():
@@ -198,27 +205,27 @@ def test_words_of_ones_own_can_be_answered_too():
 
 
 def test_repetition_counts_runs_of_three():
-    assert repetition(tuple("abcd"), []) == 0
-    assert repetition(tuple("abcabc"), []) == pytest.approx(1 / 4)  # abc bca cab ABC
-    assert repetition(tuple("abcd"), [tuple("xabc")]) == pytest.approx(1 / 2)
-    assert repetition(["a"], [["a"]]) == 1 and repetition([], []) == 0
+    assert repetition_rate(tuple("abcd"), []) == 0
+    assert repetition_rate(tuple("abcabc"), []) == pytest.approx(1 / 4)  # abc bca cab ABC
+    assert repetition_rate(tuple("abcd"), [tuple("xabc")]) == pytest.approx(1 / 2)
+    assert repetition_rate(["a"], [["a"]]) == 1 and repetition_rate([], []) == 0
 
 
 def test_weights_are_options():
-    only = Weights(structure=0, evidence=1, rebuttal=0, repetition=0)
+    only = ScoreWeights(structure=0, evidence=1, rebuttal=0, repetition=0)
     speeches = judged(DRILL, "r1 r7", "claim r3 because r9 against r1 so no", weights=only)
     assert [s.parts.worth for s in speeches] == [1.0, 1.0]
-    env = make_env("palestra.envs.text.debate:Debate", weights={"evidence": 0.5})
-    assert env.weights == Weights(evidence=0.5)
+    env = make_env("palestra.envs.text.debate.env:Debate", weights={"evidence": 0.5})
+    assert env.weights == ScoreWeights(evidence=0.5)
     with pytest.raises(ValueError, match="no side could ever win"):
-        make_env("palestra.envs.text.debate:Debate", weights={"structure": 0, "evidence": 0, "rebuttal": 0})
+        make_env("palestra.envs.text.debate.env:Debate", weights={"structure": 0, "evidence": 0, "rebuttal": 0})
 
 
 # ---- verdicts
 
 
 def test_the_higher_score_wins_and_equal_scores_are_a_draw():
-    rules = Rules(DRILL, 1)
+    rules = RuleJudge(DRILL, 1)
     best, worse = "claim r1 because r7 so yes", "claim r3 because r3 so no"
     assert rules.verdict(judged(DRILL, best, worse)).winner == "pro"
     assert rules.verdict(judged(DRILL, best, worse)).margin == pytest.approx(1 - 1 / 3)
@@ -233,16 +240,16 @@ def test_in_search_of_the_truth_more_facts_weigh_more():
     answers = ("claim r1 because r7 so yes", "claim r3 because r9 r11 against r1 so no")
     pro, con = judged(UNEVEN, *answers, mode="truth")
     assert (pro.parts.evidence, con.parts.evidence) == (pytest.approx(2 / 3), 1.0)
-    assert Rules(UNEVEN, 1, "truth").verdict([pro, con]).winner == "con"
-    assert Rules(UNEVEN, 1).verdict(judged(UNEVEN, *answers)).winner == "draw"  # each shows all it has
+    assert RuleJudge(UNEVEN, 1, "truth").verdict([pro, con]).winner == "con"
+    assert RuleJudge(UNEVEN, 1).verdict(judged(UNEVEN, *answers)).winner == "draw"  # each shows all it has
 
 
 def test_in_search_of_the_truth_a_side_may_concede():
     answers = ("claim r1 because r7 so no", "claim no because r5 so up")  # con shows nothing, but pro gives way
-    assert Rules(UNEVEN, 1, "truth").verdict(judged(UNEVEN, *answers, mode="truth")).winner == "con"
-    assert Rules(UNEVEN, 1).verdict(judged(UNEVEN, *answers)).winner == "pro"  # in a competition nobody does
+    assert RuleJudge(UNEVEN, 1, "truth").verdict(judged(UNEVEN, *answers, mode="truth")).winner == "con"
+    assert RuleJudge(UNEVEN, 1).verdict(judged(UNEVEN, *answers)).winner == "pro"  # in a competition nobody does
     crossed = judged(UNEVEN, "claim r1 because r7 so no", "claim r3 because r3 so yes", mode="truth")
-    assert Rules(UNEVEN, 1, "truth").verdict(crossed).winner == "pro"  # both give way: the scores decide
+    assert RuleJudge(UNEVEN, 1, "truth").verdict(crossed).winner == "pro"  # both give way: the scores decide
 
 
 def test_a_verdict_is_read_only_where_it_names_one_side():
@@ -262,8 +269,8 @@ def numbers(seat: str, observation: str, env: Debate) -> str:
 
 
 def own_numbers(seat: str, observation: str, env: Debate) -> str:
-    claim, *rest = [fact.id for fact in env.topic.of(seat)]
-    other = env.topic.of("con" if seat == "pro" else "pro")[0].id
+    claim, *rest = [fact.id for fact in env.topic.facts_of(seat)]
+    other = env.topic.facts_of("con" if seat == "pro" else "pro")[0].id
     return f"Claim: {claim}. Because: {' '.join(rest)}. Against: {other}. So: {'yes' if seat == 'pro' else 'no'}."
 
 
@@ -305,7 +312,7 @@ def test_an_honest_answer_beats_a_cheat(gamer, side):
 @pytest.mark.parametrize("side", ["pro", "con"])
 def test_an_expert_beats_one_who_talks_at_random(options, side):
     env = Debate(**options)
-    tokens = [*TOKENS, "claim", "because", "against", "so", "yes", "no", "P1", "P2", "P3", "C1", "C2", "C3"]
+    tokens = [*FACT_TOKENS, "claim", "because", "against", "so", "yes", "no", "P1", "P2", "P3", "C1", "C2", "C3"]
 
     def at_random(seat: str, observation: str, env: Debate) -> str:
         rng = random.Random(f"{observation} {seat}")
@@ -325,7 +332,7 @@ def test_an_expert_beats_drill_shapes_filled_at_random(side):
         return f"claim {a.id} because {b.id} {c.id} against {d.id} so {'yes' if seat == 'pro' else 'no'}"
 
     def every_token(seat: str, observation: str, env: Debate) -> str:
-        everything = " ".join(TOKENS)
+        everything = " ".join(FACT_TOKENS)
         return f"claim {everything} because {everything} against {everything} so {'yes' if seat == 'pro' else 'no'}"
 
     other = "con" if side == "pro" else "pro"

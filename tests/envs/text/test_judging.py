@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from palestra.envs.problems import workers
-from palestra.envs.problems.answers import final_answer, number, relation, whole_answer
-from palestra.envs.problems.judging import EMPTY, RIGHT, WRONG, Verdict, at_once, judge
-from palestra.envs.problems.workers import Workers
-from palestra.envs.text.math import Math
+from palestra.envs.text.math import grader_client
+from palestra.envs.text.math.answer_extraction import final_answer, multiline_answer, parse_number, parse_relation
+from palestra.envs.text.math.env import Math
+from palestra.envs.text.math.grader_client import GraderClient
+from palestra.envs.text.math.grading import CORRECT, INCORRECT, UNREADABLE, AnswerGrade, grade_answer, grade_directly
 from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.play import Arena, Branching, Match
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 HANG = "(x+1)^{99999}"  # sympy would multiply it out
 GOLD = "2\\sqrt{2}"  # no plain number, so that math-verify is asked
@@ -28,8 +28,8 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.fixture
 def judges(monkeypatch):
     """A judging process of the test's own, which nobody has asked yet."""
-    own = Workers("math")
-    monkeypatch.setattr(workers, "MATH", own)
+    own = GraderClient("math")
+    monkeypatch.setattr(grader_client, "MATH_GRADER", own)
     yield own
     own.close()
 
@@ -56,14 +56,14 @@ def test_the_answer_in_a_text(text, answer):
 
 
 def test_a_bare_text_is_an_answer_where_that_is_asked_for():
-    assert final_answer(" 26 \n ", bare=True) == "26"
-    assert final_answer("7 #### 26", bare=True) == "26"
+    assert final_answer(" 26 \n ", allow_unmarked=True) == "26"
+    assert final_answer("7 #### 26", allow_unmarked=True) == "26"
 
 
 def test_an_answer_of_several_lines():
-    assert whole_answer("Thus\n####\n1 0\n0 1\n") == "1 0\n0 1"
-    assert whole_answer("1 0\n0 1") is None
-    assert whole_answer("1 0\n0 1", bare=True) == "1 0\n0 1"
+    assert multiline_answer("Thus\n####\n1 0\n0 1\n") == "1 0\n0 1"
+    assert multiline_answer("1 0\n0 1") is None
+    assert multiline_answer("1 0\n0 1", allow_unmarked=True) == "1 0\n0 1"
 
 
 # ---- at once
@@ -87,44 +87,49 @@ def test_an_answer_of_several_lines():
     ],
 )
 def test_equal_at_once(one, other):
-    assert at_once(one, other) == RIGHT
-    assert at_once(other, one) == RIGHT
+    assert grade_directly(one, other) == CORRECT
+    assert grade_directly(other, one) == CORRECT
 
 
 @pytest.mark.parametrize(
     ("one", "other"), [("26", "62"), ("0.33", "1/3"), ("1000001", "1000000"), ("x > 3", "x >= 3"), ("x > 3", "y > 3")]
 )
 def test_different_at_once(one, other):
-    assert at_once(one, other) == at_once(other, one) == WRONG
+    assert grade_directly(one, other) == grade_directly(other, one) == INCORRECT
 
 
 @pytest.mark.parametrize("answer", [None, "", "twenty-six", "9" * 2000, "x"])
 def test_what_says_no_number_at_once(answer):
-    assert at_once(answer, "26") == EMPTY
+    assert grade_directly(answer, "26") == UNREADABLE
 
 
 @pytest.mark.parametrize(
     "answer", ["12 + 14", "2 * 13", "26 * 1", r"\frac{52}{4}*2", "5^2 + 1", "26 = 26 = 26", "30 - 4", r"\sqrt{676}"]
 )
 def test_what_is_not_worked_out_is_no_answer(answer):
-    assert at_once(answer, "26") == EMPTY
+    assert grade_directly(answer, "26") == UNREADABLE
 
 
 def test_a_fraction_has_to_be_in_lowest_terms():
-    assert at_once("12/4", "3") == at_once("14/4", "7/2") == at_once("x > 14/4", "x > 7/2") == WRONG
-    assert at_once("7/2", "7/2") == at_once("7/2", "14/4") == RIGHT
+    assert (
+        grade_directly("12/4", "3")
+        == grade_directly("14/4", "7/2")
+        == grade_directly("x > 14/4", "x > 7/2")
+        == INCORRECT
+    )
+    assert grade_directly("7/2", "7/2") == grade_directly("7/2", "14/4") == CORRECT
 
 
 @pytest.mark.parametrize(
     "text", ["", "1/0", "1,23", "1 2", "--1", "26 or 27", "٣", "1" * 50, "x", "1/2/3", "2 million"]
 )
 def test_no_plain_number(text):
-    assert number(text) is None
+    assert parse_number(text) is None
 
 
 @pytest.mark.parametrize("text", ["x", "x = 3", "1 < x < 3", "x > y", "2x > 3", "xy > 3", "> 3", "x > x = 3"])
 def test_no_plain_relation(text):
-    assert relation(text) is None
+    assert parse_relation(text) is None
 
 
 # ---- by math-verify
@@ -141,28 +146,30 @@ def test_no_plain_relation(text):
     ],
 )
 def test_judged_by_math_verify(answer, gold, right):
-    assert asyncio.run(judge(answer, gold)) == Verdict(float(right))
+    assert asyncio.run(grade_answer(answer, gold)) == AnswerGrade(float(right))
 
 
 def test_what_cannot_be_read_is_said_to_be_unreadable():
-    assert asyncio.run(judge("\\{3", GOLD)) == Verdict(0.0, readable=False)
+    assert asyncio.run(grade_answer("\\{3", GOLD)) == AnswerGrade(0.0, is_readable=False)
 
 
 def test_no_process_is_started_before_it_is_needed(judges):
-    assert asyncio.run(judge("26", "26")).right
-    assert asyncio.run(judge("27", "26")) == WRONG
+    assert asyncio.run(grade_answer("26", "26")).is_correct
+    assert asyncio.run(grade_answer("27", "26")) == INCORRECT
     assert judges.process is None
-    assert asyncio.run(judge(SAME, GOLD)).right
+    assert asyncio.run(grade_answer(SAME, GOLD)).is_correct
     assert judges.process is not None
 
 
 def test_judges_serve_one_event_loop_after_another(judges):
     for _ in range(2):
-        assert asyncio.run(judge(SAME, GOLD)).right
+        assert asyncio.run(grade_answer(SAME, GOLD)).is_correct
 
 
 def test_an_answer_that_never_ends_is_wrong_and_said_not_to_be_judged(judges):
-    assert asyncio.run(judge(HANG, GOLD, seconds=0.3)) == Verdict(0.0, readable=False, judged=False)
+    assert asyncio.run(grade_answer(HANG, GOLD, cpu_limit_s=0.3)) == AnswerGrade(
+        0.0, is_readable=False, is_graded=False
+    )
 
 
 def test_two_hundred_episodes_of_which_every_tenth_hangs(judges, tmp_path):
@@ -175,9 +182,11 @@ def test_two_hundred_episodes_of_which_every_tenth_hangs(judges, tmp_path):
         said = query.observation.split()[1]
         return {0: f"#### {HANG}", 5: f"#### \\pi \\cdot {said}"}.get(int(said) % 10, f"#### {said}\\pi")
 
-    arena = Arena(lambda: Math(team="single", path=tmp_path / "q.jsonl", split="all", judge_seconds=seconds), "math")
-    matches = [Match(n, {"reasoner": ScriptedPolicy(answer)}, n) for n in range(200)]
-    asyncio.run(judge(SAME, GOLD))  # the judges are up
+    arena = EpisodeRunner(
+        lambda: Math(team="single", path=tmp_path / "q.jsonl", split="all", grader_time_limit_s=seconds), "math"
+    )
+    matches = [EpisodeSpec(n, {"reasoner": ScriptedPolicy(answer)}, n) for n in range(200)]
+    asyncio.run(grade_answer(SAME, GOLD))  # the judges are up
     began = time.monotonic()
     episodes = asyncio.run(
         arena.play_all(matches, Branching(), lambda episode: ended.update({episode.seed: time.monotonic() - began}))
@@ -216,9 +225,9 @@ def until(condition, seconds=20.0):
 @LINUX
 def test_killed_judges_are_replaced_and_asked_again(judges):
     async def play():
-        assert (await judge(SAME, GOLD)).right
+        assert (await grade_answer(SAME, GOLD)).is_correct
         first = judges.process.pid
-        asked = [asyncio.create_task(judge(text, GOLD, seconds=0.4)) for text in (HANG, SAME, HANG)]
+        asked = [asyncio.create_task(grade_answer(text, GOLD, cpu_limit_s=0.4)) for text in (HANG, SAME, HANG)]
         while len(children(first)) < 2:
             await asyncio.sleep(0.01)
         os.kill(first, signal.SIGKILL)
@@ -227,13 +236,17 @@ def test_killed_judges_are_replaced_and_asked_again(judges):
         return verdicts
 
     verdicts = asyncio.run(play())
-    assert [(verdict.right, verdict.judged) for verdict in verdicts] == [(False, False), (True, True), (False, False)]
+    assert [(verdict.is_correct, verdict.is_graded) for verdict in verdicts] == [
+        (False, False),
+        (True, True),
+        (False, False),
+    ]
 
 
 @LINUX
 def test_judges_that_die_again_and_again_are_given_up(judges):
     async def play():
-        asked = asyncio.create_task(judge(HANG, GOLD, seconds=20.0))
+        asked = asyncio.create_task(grade_answer(HANG, GOLD, cpu_limit_s=20.0))
         for _ in range(2):
             while not (judges.process and children(judges.process.pid)):
                 await asyncio.sleep(0.01)
@@ -244,23 +257,23 @@ def test_judges_that_die_again_and_again_are_given_up(judges):
                 await asyncio.sleep(0.01)
         return await asked
 
-    assert asyncio.run(play()) == Verdict(0.0, readable=False, judged=False)
+    assert asyncio.run(play()) == AnswerGrade(0.0, is_readable=False, is_graded=False)
 
 
 @LINUX
 def test_judges_die_with_whoever_asked_them():
     code = f"""
 import asyncio, os, signal, time
-from palestra.envs.problems import workers
-from palestra.envs.problems.judging import judge
+from palestra.envs.text.math.grader_client import MATH_GRADER
+from palestra.envs.text.math.grading import grade_answer
 
 async def main():
-    asked = asyncio.create_task(judge({HANG!r}, {GOLD!r}, seconds=30.0))
+    asked = asyncio.create_task(grade_answer({HANG!r}, {GOLD!r}, cpu_limit_s=30.0))
     await asyncio.sleep(0.1)
-    place = f"/proc/{{workers.MATH.process.pid}}/task/{{workers.MATH.process.pid}}/children"
+    place = f"/proc/{{MATH_GRADER.process.pid}}/task/{{MATH_GRADER.process.pid}}/children"
     while not open(place).read().strip():
         await asyncio.sleep(0.01)
-    print(workers.MATH.process.pid, open(place).read(), flush=True)
+    print(MATH_GRADER.process.pid, open(place).read(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -273,7 +286,7 @@ asyncio.run(main())
 
 @LINUX
 def test_a_judge_has_not_loaded_torch(judges):
-    asyncio.run(judge(SAME, GOLD))
+    asyncio.run(grade_answer(SAME, GOLD))
     assert "libtorch" not in Path(f"/proc/{judges.process.pid}/maps").read_text()
 
 
@@ -281,4 +294,4 @@ def test_a_missing_package_is_named_with_its_extra(judges, monkeypatch, tmp_path
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"math-verify.*not here.*pip install 'palestra\[math\]'"):
-        asyncio.run(judge(SAME, GOLD))
+        asyncio.run(grade_answer(SAME, GOLD))

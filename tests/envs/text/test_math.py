@@ -8,13 +8,13 @@ import time
 import pytest
 
 from palestra.envs import check_env
-from palestra.envs.problems.generate import KINDS
-from palestra.envs.problems.problem import Problem
-from palestra.envs.text.math import Math
-from palestra.envs.text.math_tool import plain_output, program_in, run_program
+from palestra.envs.text.math.env import Math
+from palestra.envs.text.math.generate import PROBLEM_GENERATORS
+from palestra.envs.text.math.problem import Problem
+from palestra.envs.text.math.tool import arithmetic_output, extract_program, run_program
 from palestra.sandbox import open_sandbox
 
-SUM = Problem("Work out 12 + 7 * 2.", "26", "12 + 7 * 2", "12+7*2", "arithmetic", written_out=True)
+SUM = Problem("Work out 12 + 7 * 2.", "26", "12 + 7 * 2", "12+7*2", "arithmetic", needs_computation=True)
 
 
 def game(monkeypatch, problem=SUM, **options) -> Math:
@@ -54,7 +54,7 @@ def test_a_talk_worked_by_hand(monkeypatch):
     assert second.observations["reasoner"] == "12 + 7 * 2 tool error you 38 tool 26 you 24"
     assert (second.team_reward, second.info["success"]) == (0.0, False)
     assert last.rewards == {"reasoner": pytest.approx(0.8), "tool": pytest.approx(0.0)}
-    assert (last.team_reward, last.over, last.truncated) == (1.0, True, False)
+    assert (last.team_reward, last.done, last.truncated) == (1.0, True, False)
     assert last.info["success"] and last.info["agreed"] and last.info["gold"] == "26"
 
 
@@ -69,22 +69,22 @@ def test_what_is_taken_back_is_paid_back(monkeypatch):
 def test_play_stops_when_both_agree_right_or_wrong(monkeypatch):
     env = game(monkeypatch, rendering="compact")
     *_, last = play(env, say("24", "24.0"))
-    assert last.over and not last.truncated
+    assert last.done and not last.truncated
     assert (last.info["agreed"], last.info["success"], last.team_reward) == (True, False, 0.0)
 
 
 def test_play_goes_on_where_one_alone_is_right(monkeypatch):
-    env = game(monkeypatch, rendering="compact", turns=2)
+    env = game(monkeypatch, rendering="compact", max_turns=2)
     *_, first, last = play(env, say("26", "27"), say("26", "27"))
-    assert not first.over
-    assert last.over and last.truncated
+    assert not first.done
+    assert last.done and last.truncated
     assert (last.info["agreed"], last.info["success"], last.team_reward) == (False, True, 1.0)  # the reasoner's counts
 
 
 def test_nothing_said_twice_is_no_agreement(monkeypatch):
     env = game(monkeypatch, rendering="compact")
     *_, step = play(env, say("", "print('')"))
-    assert not step.over
+    assert not step.done
 
 
 def test_what_is_not_worked_out_earns_nothing(monkeypatch):
@@ -92,7 +92,7 @@ def test_what_is_not_worked_out_earns_nothing(monkeypatch):
         env = game(monkeypatch, team="single", rendering="full")
         *_, last = play(env, {"reasoner": f"#### {answer}"})
         assert not last.info["success"]
-    quotient = Problem("Work out 12 / 4.", "3", "12 / 4", "12//4", "q", written_out=True)
+    quotient = Problem("Work out 12 / 4.", "3", "12 / 4", "12//4", "q", needs_computation=True)
     *_, last = play(game(monkeypatch, quotient, team="single", rendering="compact"), {"reasoner": "12/4"})
     assert last.rewards == {"reasoner": pytest.approx(0.2)}  # a fraction can be read, and is not the answer
 
@@ -113,11 +113,11 @@ def test_outcome_pays_the_team_at_the_end_alone(monkeypatch):
 
 def test_one_seat_alone_answers_once_or_until_it_stays_with_its_answer(monkeypatch):
     *_, last = play(game(monkeypatch, team="single"), {"reasoner": "#### 26"})
-    assert last.over and not last.truncated and last.info["success"]
-    env = game(monkeypatch, team="single", turns=5, rendering="compact")
+    assert last.done and not last.truncated and last.info["success"]
+    env = game(monkeypatch, team="single", max_turns=5, rendering="compact")
     *_, second, last = play(env, *[{"reasoner": answer} for answer in ("24", "26", "26")])
     assert second.observations == {"reasoner": "12 + 7 * 2 you 24 you 26"}
-    assert last.over and last.info["agreed"] and not last.truncated
+    assert last.done and last.info["agreed"] and not last.truncated
 
 
 def test_what_is_shown_in_full(monkeypatch):
@@ -143,7 +143,7 @@ def test_an_answer_without_its_mark_is_none_in_full(monkeypatch):
 
 
 @pytest.mark.parametrize("rendering", ["full", "compact"])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(PROBLEM_GENERATORS))
 def test_experts_succeed(kind, rendering):
     """Programs of the tool's expert run in the sandbox wherever they are more than one sum."""
     for difficulty in range(1, 6):
@@ -159,9 +159,9 @@ def test_experts_succeed(kind, rendering):
     "options",
     [
         {"kinds": ["arithmetic"], "difficulty": [1, 2], "rendering": "compact"},
-        {"turns": 2, "reward": "outcome"},
+        {"max_turns": 2, "reward": "outcome"},
         {"team": "single"},
-        {"team": "single", "turns": 3, "rendering": "compact", "split": "dev"},
+        {"team": "single", "max_turns": 3, "rendering": "compact", "split": "dev"},
         {"team": "single", "reasoning": ["chain_sum", "spiral_matrix"]},
     ],
 )
@@ -196,7 +196,7 @@ def test_actions_for_the_wrong_seats_or_after_the_end(monkeypatch):
         play(env, say("26", "26"), say("26", "26"))
 
 
-@pytest.mark.parametrize("options", [{"turns": 0}, {"tool_seconds": 0.0}, {"judge_seconds": 10_000.0}])
+@pytest.mark.parametrize("options", [{"max_turns": 0}, {"tool_time_limit_s": 0.0}, {"grader_time_limit_s": 10_000.0}])
 def test_options_out_of_range(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         Math(**options)
@@ -207,7 +207,7 @@ def test_options_out_of_range(options):
 
 @pytest.mark.parametrize("source", ["12+7*2", "print(12+7*2)", "7/2", "-(3 - 5) % 4", " 2 ** 3"])
 def test_plain_arithmetic_prints_what_python_prints(source):
-    printed = plain_output(source)
+    printed = arithmetic_output(source)
     if "**" in source:
         assert printed is None
     else:
@@ -219,13 +219,13 @@ def test_plain_arithmetic_prints_what_python_prints(source):
     ("source", "error"), [("12 +", "SyntaxError: invalid syntax"), ("1/0", "ZeroDivisionError: division by zero")]
 )
 def test_plain_arithmetic_fails_as_in_python(source, error):
-    assert plain_output(source).error == error
+    assert arithmetic_output(source).error == error
     assert run(f"{source}#").error == error  # the same from the sandbox
 
 
 @pytest.mark.parametrize("source", ["", "x", "print(1)(2)", "1+1;2", "print(12+7)*2", "9" * 300, "import os"])
 def test_other_programs_are_for_the_sandbox(source):
-    assert plain_output(source) is None
+    assert arithmetic_output(source) is None
 
 
 def run(source, seconds=5.0):
@@ -245,9 +245,9 @@ def test_programs_in_the_sandbox():
 
 
 def test_the_program_in_an_answer():
-    assert program_in("First\n```python\n1\n```\nno:\n```py\nprint(2)\n```\n") == "print(2)"
-    assert program_in("```\nprint(2)") == "print(2)"
-    assert program_in(" 12+7 ") == "12+7"
+    assert extract_program("First\n```python\n1\n```\nno:\n```py\nprint(2)\n```\n") == "print(2)"
+    assert extract_program("```\nprint(2)") == "print(2)"
+    assert extract_program(" 12+7 ") == "12+7"
 
 
 def test_programs_that_hang_hold_up_nobody():
@@ -255,10 +255,10 @@ def test_programs_that_hang_hold_up_nobody():
     ended: dict[int, float] = {}
 
     async def one(seed):
-        env = Math(kinds=["arithmetic"], difficulty=1, rendering="compact", turns=1, tool_seconds=1.0)
+        env = Math(kinds=["arithmetic"], difficulty=1, rendering="compact", max_turns=1, tool_time_limit_s=1.0)
         env.reset(seed)
         hangs = seed % 10 == 0
-        said = {"reasoner": env.problem.answer, "tool": "while 1: pass" if hangs else env.problem.program}
+        said = {"reasoner": env.problem.answer, "tool": "while 1: pass" if hangs else env.problem.solution_program}
         step = await env.step(said)
         ended[seed] = time.monotonic()
         assert step.info["success"] and step.info["invalid"]["tool"] == hangs

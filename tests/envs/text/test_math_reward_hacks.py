@@ -9,12 +9,12 @@ import json
 
 import pytest
 
-from palestra.envs.problems.problem import Problem
-from palestra.envs.problems.reasoning import _entry, reasoning_problem
-from palestra.envs.text.math import Math
+from palestra.envs.text.math.env import Math
+from palestra.envs.text.math.problem import Problem
+from palestra.envs.text.math.reasoning import _entry, reasoning_problem
 
-SUM = Problem("Work out 12 / 4 + 39.", "42", "12 / 4 + 39", "12//4+39", "sum", written_out=True)
-BOUND = Problem("Solve for x: 2x > 7.", "x > 7/2", "2x > 7", "'x > 7/2'", "bound", written_out=True)
+SUM = Problem("Work out 12 / 4 + 39.", "42", "12 / 4 + 39", "12//4+39", "sum", needs_computation=True)
+BOUND = Problem("Solve for x: 2x > 7.", "x > 7/2", "2x > 7", "'x > 7/2'", "bound", needs_computation=True)
 
 # A family of answers to SUM and to rows of a file whose right answer is 42.
 NUMBERS = {
@@ -121,7 +121,7 @@ def test_generated_problems_and_files_are_not_fooled(family, tmp_path):
 
 @pytest.mark.parametrize("family", BOUNDS)
 def test_generated_inequalities_are_not_fooled(family):
-    env = Math(team="single", judge_seconds=5.0)
+    env = Math(team="single", grader_time_limit_s=5.0)
     tried = {said: paid(env, BOUND, 0, said) for said in BOUNDS[family]}
     assert {said: got for said, got in tried.items() if got != (0.0, False)} == {}
 
@@ -131,7 +131,7 @@ def test_closed_forms_in_files_are_not_fooled(family, tmp_path):
     for number, (question, answer, hacks) in enumerate(FORMS[family]):
         path = tmp_path / f"{number}.jsonl"
         path.write_text(json.dumps({"question": question, "answer": answer}))
-        env = Math(team="single", path=path, split="all", judge_seconds=5.0)
+        env = Math(team="single", path=path, split="all", grader_time_limit_s=5.0)
         assert paid(env, None, 0, answer) == (1.0, True)
         tried = {said: paid(env, None, 0, said) for said in hacks}
         assert {said: got for said, got in tried.items() if got != (0.0, False)} == {}
@@ -170,7 +170,7 @@ def test_tasks_of_reasoning_gym_are_not_fooled(family):
         return (last.rewards["reasoner"] - 0.2) / 0.8
 
     async def tried():
-        envs = {(task, said): Math(team="single", reasoning=[task], judge_seconds=0.5) for task, said in pairs}
+        envs = {(task, said): Math(team="single", reasoning=[task], grader_time_limit_s=0.5) for task, said in pairs}
         return await asyncio.gather(*(share(env, said) for (_, said), env in envs.items()))
 
     pairs = [(task, said) for task in CHECKED for said in TASKS[family]]
@@ -180,10 +180,10 @@ def test_tasks_of_reasoning_gym_are_not_fooled(family):
 
 def test_numbers_of_another_puzzle_and_open_integrals_are_not_paid():
     puzzle, integral = (reasoning_problem(0, (task,), "train") for task in ("puzzle24", "simple_integration"))
-    integrand = _entry(*integral.entry)["metadata"]["integrand"]
+    integrand = _entry(*integral.reasoning_entry)["metadata"]["integrand"]
     tried = {"puzzle24": ["6*4*1*1", "8*3*1*1", "24", "2*12", "4*6"], "simple_integration": []}
     tried["simple_integration"] = [f"Integral({integrand})", f"integrate({integrand})", integrand, f"({integrand})*0"]
     for task, problem in (("puzzle24", puzzle), ("simple_integration", integral)):
-        env = Math(team="single", reasoning=[task], judge_seconds=5.0)
+        env = Math(team="single", reasoning=[task], grader_time_limit_s=5.0)
         got = {said: paid(env, problem, 0, said) for said in tried[task]}
         assert {said: one for said, one in got.items() if one != (0.0, False)} == {}

@@ -16,25 +16,25 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.envs.problems.answers import number, relation
-from palestra.envs.problems.expressions import canonical, evaluate, in_python, value, written
-from palestra.envs.problems.files import final, from_file
-from palestra.envs.problems.generate import KINDS, generated
-from palestra.envs.problems.judging import EMPTY, RIGHT, WRONG, at_once
-from palestra.envs.problems.problem import Problem, draw_problem
-from palestra.envs.problems.reasoning import check_tasks, judge_entry, reasoning_problem
-from palestra.envs.problems.sources import Source
-from palestra.envs.problems.tables import read_rows
-from palestra.envs.problems.word_templates import STORIES
-from palestra.envs.problems.words import numbers_for, told
-from palestra.envs.text.splits import SHARES, split_of_text
+from palestra.envs.text.math.answer_extraction import parse_number, parse_relation
+from palestra.envs.text.math.expressions import canonical_form, evaluate, evaluate_tree, to_infix, to_python
+from palestra.envs.text.math.generate import PROBLEM_GENERATORS, generate_problem
+from palestra.envs.text.math.grading import CORRECT, INCORRECT, UNREADABLE, grade_directly
+from palestra.envs.text.math.problem import Problem, draw_problem
+from palestra.envs.text.math.problem_source import ProblemSource
+from palestra.envs.text.math.qa_files import load_problems, published_answer
+from palestra.envs.text.math.reasoning import check_tasks, grade_reasoning, reasoning_problem
+from palestra.envs.text.math.word_problems import draw_numbers, fill_template
+from palestra.envs.text.math.word_templates import WORD_TEMPLATES
+from palestra.envs.text.row_reader import read_rows
+from palestra.envs.text.splits import SPLIT_SHARES, split_of_text
 
 SEEDS = st.integers(0, 2**63)
 LEVELS = st.integers(1, 5)
 
 
 def drawn(kind, seed, difficulty) -> Problem:
-    return KINDS[kind](random.Random(seed), difficulty)
+    return PROBLEM_GENERATORS[kind](random.Random(seed), difficulty)
 
 
 def exact(text: str) -> sympy.Expr:
@@ -49,15 +49,15 @@ def exact(text: str) -> sympy.Expr:
 @given(SEEDS, LEVELS)
 def test_sums_are_worth_what_sympy_says(seed, difficulty):
     problem = drawn("arithmetic", seed, difficulty)
-    assert exact(problem.short) == sympy.Rational(problem.answer)
-    assert problem.short in problem.question
+    assert exact(problem.short_question) == sympy.Rational(problem.answer)
+    assert problem.short_question in problem.question
 
 
 @given(SEEDS, LEVELS)
 @settings(max_examples=60)
 def test_equations_have_the_solution_that_sympy_finds(seed, difficulty):
     problem = drawn("equation", seed, difficulty)
-    left, right = map(exact, problem.short.split(" = "))
+    left, right = map(exact, problem.short_question.split(" = "))
     (letter,) = left.free_symbols | right.free_symbols
     assert sympy.solve(left - right, letter) == [sympy.Rational(problem.answer)]
 
@@ -66,8 +66,8 @@ def test_equations_have_the_solution_that_sympy_finds(seed, difficulty):
 @settings(max_examples=60)
 def test_inequalities_hold_on_the_side_of_the_answer_and_nowhere_else(seed, difficulty):
     problem = drawn("inequality", seed, difficulty)
-    left, sign, right = re.fullmatch(r"(.+) (<=|>=|<|>) (.+)", problem.short).groups()
-    letter, order, bound = relation(problem.answer)
+    left, sign, right = re.fullmatch(r"(.+) (<=|>=|<|>) (.+)", problem.short_question).groups()
+    letter, order, bound = parse_relation(problem.answer)
     for x in (bound.value - 1, bound.value, bound.value + 1):
         sides = [exact(side).subs(letter, sympy.Rational(x.numerator, x.denominator)) for side in (left, right)]
         assert compare(sides[0], sign, sides[1]) == compare(x, order, bound.value)
@@ -81,7 +81,9 @@ def compare(one, sign, other) -> bool:
 @settings(max_examples=40)
 def test_integers_between_two_bounds_are_counted_one_by_one(seed):
     problem = drawn("inequality", seed, 5)
-    low, first, middle, second, high = re.fullmatch(r"how many (\S+) (<=?) (.+) (<=?) (\S+)", problem.short).groups()
+    low, first, middle, second, high = re.fullmatch(
+        r"how many (\S+) (<=?) (.+) (<=?) (\S+)", problem.short_question
+    ).groups()
     line = sympy.lambdify(sympy.Symbol(re.search("[a-z]", middle)[0]), exact(middle))
     held = [x for x in range(-300, 300) if compare(int(low), first, line(x)) and compare(line(x), second, int(high))]
     assert str(len(held)) == problem.answer
@@ -143,70 +145,74 @@ def followed(question: str) -> int:
     ],
 )
 def test_stories_worked_by_hand(name, numbers, answer):
-    (story,) = [story for story in STORIES if story.name == name]
-    assert told(story, numbers, random.Random(0)).answer == str(answer)
+    (story,) = [story for story in WORD_TEMPLATES if story.name == name]
+    assert fill_template(story, numbers, random.Random(0)).answer == str(answer)
 
 
 def test_every_story_can_be_told_and_says_all_that_its_answer_needs():
-    assert len({story.name for story in STORIES}) == len(STORIES) >= 50
-    assert min(Counter(story.difficulty for story in STORIES).values()) >= 10
-    for story in STORIES:
+    assert len({story.name for story in WORD_TEMPLATES}) == len(WORD_TEMPLATES) >= 50
+    assert min(Counter(story.difficulty for story in WORD_TEMPLATES).values()) >= 10
+    for story in WORD_TEMPLATES:
         for seed in range(20):
-            problem = told(story, numbers_for(story, random.Random(seed)), random.Random(seed))
+            problem = fill_template(story, draw_numbers(story, random.Random(seed)), random.Random(seed))
             assert "{" not in problem.question
             assert int(problem.answer) >= 0
             assert set(re.findall("[a-z]+", story.answer)) <= set(re.findall(r"\{(\w+)\}", story.text)), story.name
-            for shown in problem.key.split()[3::2]:
+            for shown in problem.split_key.split()[3::2]:
                 assert re.search(rf"(?<!\d){shown}(?!\d)", problem.question)
 
 
 # ---- what every generator owes
 
 
-@given(st.sampled_from(sorted(KINDS)), SEEDS, LEVELS)
+@given(st.sampled_from(sorted(PROBLEM_GENERATORS)), SEEDS, LEVELS)
 @settings(max_examples=200)
 def test_a_problem_s_program_prints_its_answer_and_its_question_does_not_answer_it(kind, seed, difficulty):
     problem = drawn(kind, seed, difficulty)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        shown = eval(problem.program) if "\n" not in problem.program else exec(problem.program, {})
-    assert at_once((printed.getvalue() or str(shown)).strip(), problem.answer) == RIGHT
-    assert at_once(problem.answer, problem.answer) == RIGHT
-    assert at_once(problem.short, problem.answer) in (WRONG, EMPTY, None)
-    assert number(problem.answer) or relation(problem.answer)
+        shown = (
+            eval(problem.solution_program)
+            if "\n" not in problem.solution_program
+            else exec(problem.solution_program, {})
+        )
+    assert grade_directly((printed.getvalue() or str(shown)).strip(), problem.answer) == CORRECT
+    assert grade_directly(problem.answer, problem.answer) == CORRECT
+    assert grade_directly(problem.short_question, problem.answer) in (INCORRECT, UNREADABLE, None)
+    assert parse_number(problem.answer) or parse_relation(problem.answer)
 
 
-@given(st.sampled_from(sorted(KINDS)), SEEDS, LEVELS, st.sampled_from(sorted(SHARES)))
+@given(st.sampled_from(sorted(PROBLEM_GENERATORS)), SEEDS, LEVELS, st.sampled_from(sorted(SPLIT_SHARES)))
 @settings(max_examples=60)
 def test_a_seed_names_one_problem_of_its_split(kind, seed, difficulty, split):
-    problem = generated(seed, (kind,), (difficulty,), split)
-    generated.cache_clear()
-    assert generated(seed, (kind,), (difficulty,), split) == problem
-    assert split_of_text(problem.key) == split
+    problem = generate_problem(seed, (kind,), (difficulty,), split)
+    generate_problem.cache_clear()
+    assert generate_problem(seed, (kind,), (difficulty,), split) == problem
+    assert split_of_text(problem.split_key) == split
 
 
 @pytest.mark.parametrize("difficulty", [1, 2])
 def test_there_are_many_thousands_of_small_sums(difficulty):
-    keys = {drawn("arithmetic", seed, difficulty).key for seed in range(10_000)}
+    keys = {drawn("arithmetic", seed, difficulty).split_key for seed in range(10_000)}
     assert len(keys) > 5_000
-    operands = [re.findall(r"\d+", drawn("arithmetic", seed, difficulty).short) for seed in range(500)]
+    operands = [re.findall(r"\d+", drawn("arithmetic", seed, difficulty).short_question) for seed in range(500)]
     assert {len(found) for found in operands} == ({2} if difficulty == 1 else {2, 3})
     assert all(len(digits) <= 2 for found in operands for digits in found)
 
 
 def test_what_differs_in_order_alone_is_one_problem():
-    assert canonical(("+", 7, 12)) == canonical(("+", 12, 7))
-    assert canonical(("-", ("+", 12, 5), 7)) == canonical(("+", ("-", 12, 7), 5))
-    assert canonical(("*", 2, ("*", 3, 4))) == canonical(("*", ("*", 4, 2), 3))
-    assert canonical(("-", 12, 7)) != canonical(("-", 7, 12))
-    assert canonical(("-", 9, ("-", 5, 2))) != canonical(("-", ("-", 9, 5), 2))
+    assert canonical_form(("+", 7, 12)) == canonical_form(("+", 12, 7))
+    assert canonical_form(("-", ("+", 12, 5), 7)) == canonical_form(("+", ("-", 12, 7), 5))
+    assert canonical_form(("*", 2, ("*", 3, 4))) == canonical_form(("*", ("*", 4, 2), 3))
+    assert canonical_form(("-", 12, 7)) != canonical_form(("-", 7, 12))
+    assert canonical_form(("-", 9, ("-", 5, 2))) != canonical_form(("-", ("-", 9, 5), 2))
 
 
 def test_stories_that_differ_in_people_and_things_alone_are_one_problem():
-    numbers = numbers_for(STORIES[0], random.Random(0))
-    stories = [told(STORIES[0], numbers, random.Random(seed)) for seed in range(20)]
+    numbers = draw_numbers(WORD_TEMPLATES[0], random.Random(0))
+    stories = [fill_template(WORD_TEMPLATES[0], numbers, random.Random(seed)) for seed in range(20)]
     assert len({story.question for story in stories}) == 20
-    assert len({story.key for story in stories}) == 1
+    assert len({story.split_key for story in stories}) == 1
 
 
 def test_too_few_problems_of_a_split_is_an_error():
@@ -234,7 +240,7 @@ def test_too_few_problems_of_a_split_is_an_error():
     ],
 )
 def test_trees_by_hand(tree, text, python, worth):
-    assert (written(tree), in_python(tree), value(tree)) == (text, python, worth)
+    assert (to_infix(tree), to_python(tree), evaluate_tree(tree)) == (text, python, worth)
 
 
 @given(st.text("0123456789+-*/%(). ", max_size=30))
@@ -271,26 +277,26 @@ def write_lines(path, rows):
 
 
 def test_gsm8k(tmp_path):
-    problems = from_file(write_lines(tmp_path / "gsm8k.jsonl", GSM8K), None, "all")
+    problems = load_problems(write_lines(tmp_path / "gsm8k.jsonl", GSM8K), None, "all")
     assert len(problems) == 200
     assert (problems[0].question, problems[0].answer) == (GSM8K[0]["question"], "1")
 
 
 def test_math_in_parquet(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(MATH), tmp_path / "math.parquet")
-    assert from_file(tmp_path / "math.parquet", None, "all")[1].answer == r"\frac{3}{2}"
+    assert load_problems(tmp_path / "math.parquet", None, "all")[1].answer == r"\frac{3}{2}"
 
 
 def test_aime_with_capitals_and_numbers(tmp_path):
     rows = [{"ID": "2024-I-4", "Problem": "Find m+n.", "Solution": r"... \boxed{116}.", "Answer": 116}]
     (tmp_path / "aime.json").write_text(json.dumps(rows))
-    (problem,) = from_file(tmp_path / "aime.json", None, "all")
+    (problem,) = load_problems(tmp_path / "aime.json", None, "all")
     assert (problem.question, problem.answer) == ("Find m+n.", "116")
 
 
 def test_named_columns(tmp_path):
     path = write_lines(tmp_path / "own.jsonl", [{"ask": "2+2?", "target": "4", "question": "no"}])
-    (problem,) = from_file(path, {"question": "ask", "answer": "target"}, "all")
+    (problem,) = load_problems(path, {"question": "ask", "answer": "target"}, "all")
     assert (problem.question, problem.answer) == ("2+2?", "4")
 
 
@@ -313,17 +319,17 @@ def test_a_folder_of_files_is_read_by_name(tmp_path):
 
 def test_the_splits_of_a_file_are_its_rows_each_once(tmp_path):
     path = write_lines(tmp_path / "gsm8k.jsonl", [*GSM8K, GSM8K[0]])
-    parts = {split: from_file(path, None, split) for split in SHARES}
+    parts = {split: load_problems(path, None, split) for split in SPLIT_SHARES}
     asked = [{problem.question for problem in part} for part in parts.values()]
     assert sum(map(len, asked)) == len(set().union(*asked)) == 200
-    assert {split: round(len(part) / 201, 1) for split, part in parts.items()} == SHARES
+    assert {split: round(len(part) / 201, 1) for split, part in parts.items()} == SPLIT_SHARES
 
 
 def test_a_changed_file_is_read_again(tmp_path):
     path = write_lines(tmp_path / "q.jsonl", GSM8K)
-    assert len(from_file(path, None, "all")) == 200
+    assert len(load_problems(path, None, "all")) == 200
     write_lines(path, GSM8K[:3])
-    assert len(from_file(path, None, "all")) == 3
+    assert len(load_problems(path, None, "all")) == 3
 
 
 @pytest.mark.parametrize(
@@ -345,29 +351,29 @@ def test_a_changed_file_is_read_again(tmp_path):
 def test_what_a_file_lacks_is_named(tmp_path, content, columns, complaint):
     (tmp_path / "q.jsonl").write_text(content)
     with pytest.raises(ValueError, match=complaint):
-        from_file(tmp_path / "q.jsonl", columns, "all")
+        load_problems(tmp_path / "q.jsonl", columns, "all")
 
 
 def test_a_file_that_is_not_there_or_of_no_known_kind(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
-        from_file(tmp_path / "q.jsonl", None, "all")
+        load_problems(tmp_path / "q.jsonl", None, "all")
     (tmp_path / "q.csv").write_text("question,answer")
     with pytest.raises(ValueError, match=r"unknown kind of file '\.csv'"):
-        from_file(tmp_path / "q.csv", None, "all")
+        load_problems(tmp_path / "q.csv", None, "all")
 
 
 def test_a_file_without_rows_of_a_split_says_what_to_do(tmp_path):
     path = write_lines(tmp_path / "q.jsonl", GSM8K[:1])
-    (problem,) = from_file(path, None, "all")
-    other = next(split for split in SHARES if split != split_of_text(problem.key))
+    (problem,) = load_problems(path, None, "all")
+    other = next(split for split in SPLIT_SHARES if split != split_of_text(problem.split_key))
     with pytest.raises(ValueError, match="split: all to use the file whole"):
-        from_file(path, None, other)
+        load_problems(path, None, other)
 
 
 def test_the_end_of_published_solutions():
-    assert final("a\n#### 1,234") == "1,234"
-    assert final(r"Hence $\boxed{\sqrt{2}}$ and no more.") == r"\sqrt{2}"
-    assert final("204") == "204"
+    assert published_answer("a\n#### 1,234") == "1,234"
+    assert published_answer(r"Hence $\boxed{\sqrt{2}}$ and no more.") == r"\sqrt{2}"
+    assert published_answer("204") == "204"
 
 
 # ---- sources
@@ -390,12 +396,12 @@ def test_the_end_of_published_solutions():
 def test_options_that_cannot_be_meant(options, complaint):
     nothing = {"kinds": None, "difficulty": None, "path": None, "columns": None, "reasoning": None, "split": "train"}
     with pytest.raises(ValueError, match=complaint):
-        Source(**nothing | options)
+        ProblemSource(**nothing | options)
 
 
 def test_seeds_go_through_a_file_in_its_order(tmp_path):
     path = write_lines(tmp_path / "q.jsonl", GSM8K)
-    source = Source(None, None, path, None, None, "all")
+    source = ProblemSource(None, None, path, None, None, "all")
     assert [source.problem(seed).question for seed in range(200)] == [row["question"] for row in GSM8K]
     assert source.problem(200) == source.problem(0)
 
@@ -404,16 +410,16 @@ def test_seeds_go_through_a_file_in_its_order(tmp_path):
 
 
 def judged(answer, problem):
-    return asyncio.run(judge_entry(answer, problem, seconds=5.0))
+    return asyncio.run(grade_reasoning(answer, problem, cpu_limit_s=5.0))
 
 
 def test_tasks_are_judged_by_their_own_scorers():
     problem = reasoning_problem(3, ("chain_sum",), "train")
     assert reasoning_problem(3, ("chain_sum",), "train") == problem
-    assert split_of_text(problem.key) == "train"
-    assert judged(problem.answer, problem).right
-    assert not judged(str(int(problem.answer) + 1), problem).right
-    assert judged("", problem) == EMPTY
+    assert split_of_text(problem.split_key) == "train"
+    assert judged(problem.answer, problem).is_correct
+    assert not judged(str(int(problem.answer) + 1), problem).is_correct
+    assert judged("", problem) == UNREADABLE
     # It pays for an answer that holds the right one, by its share of the length: half for twice as long.
     assert judged(problem.answer + "x" * len(problem.answer), problem).score == 0.5
 
@@ -434,10 +440,10 @@ def test_every_task_makes_problems_and_its_scorer_bears_any_answer():
 
     async def score(tasks):
         problems = [reasoning_problem(0, (task,), "train") for task in tasks]
-        return await asyncio.gather(*(judge_entry(f"{problem.answer}, 7", problem, 20.0) for problem in problems))
+        return await asyncio.gather(*(grade_reasoning(f"{problem.answer}, 7", problem, 20.0) for problem in problems))
 
     tasks = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})
     verdicts = asyncio.run(score(tasks))
     assert len(verdicts) == 105
-    assert sum(verdict.judged for verdict in verdicts) > 95  # some scorers raise where they should say wrong
-    assert sum(verdict.right for verdict in verdicts) < 30  # and some look for the answer anywhere in the text
+    assert sum(verdict.is_graded for verdict in verdicts) > 95  # some scorers raise where they should say wrong
+    assert sum(verdict.is_correct for verdict in verdicts) < 30  # and some look for the answer anywhere in the text

@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 from toy_programs import failures, tried
 
-from palestra.envs.problems.program_files import load_programs
-from palestra.envs.problems.programs import ProgramProblem
-from palestra.envs.problems.trials import Case, Lab
+from palestra.envs.text.code.files import load_programs
+from palestra.envs.text.code.programs import ProgramProblem
+from palestra.envs.text.code.test_runner import ProgramTest, ProgramTestRunner
 
 HUMAN_EVAL = {
     "task_id": "HumanEval/x",
@@ -125,26 +125,26 @@ def test_published_shapes_load(tmp_path: Path, name: str, ending: str) -> None:
     row, kind, givens, difficulty = ALL[name]
     (problem,) = load(tmp_path, row, ending=ending)
     assert (problem.kind, problem.difficulty) == (kind, difficulty)
-    assert tuple(case.given for case in problem.tests) == givens
+    assert tuple(case.input_text for case in problem.tests) == givens
 
 
 @pytest.mark.parametrize("name", [name for name, (row, *_) in ALL.items() if "question_id" not in row])
-def test_their_references_pass(lab: Lab, tmp_path: Path, name: str) -> None:
+def test_their_references_pass(lab: ProgramTestRunner, tmp_path: Path, name: str) -> None:
     assert failures(lab, load(tmp_path, ALL[name][0])[0]) == []
 
 
-def test_answers_to_live_code_bench(lab: Lab, tmp_path: Path) -> None:
+def test_answers_to_live_code_bench(lab: ProgramTestRunner, tmp_path: Path) -> None:
     """Which holds no solutions; an answer may be a class with a method and need not import what it names."""
     (problem,) = load(tmp_path, LIVE_CALL)
-    assert problem.reference is None and problem.examples == (Case("([1, 2], 1)", "2"),)
+    assert problem.reference is None and problem.examples == (ProgramTest("([1, 2], 1)", "2"),)
     answer = "class Solution:\n    def pick(self, xs: List[int], k: int) -> int:\n        return xs[k]"
-    assert tried(lab, problem.code(answer, "function"), *problem.tests).trials[0].right
+    assert tried(lab, problem.program_from(answer, "function"), *problem.tests).results[0].passed
 
 
-def test_human_eval_keeps_what_its_prompt_defines(lab: Lab, tmp_path: Path) -> None:
+def test_human_eval_keeps_what_its_prompt_defines(lab: ProgramTestRunner, tmp_path: Path) -> None:
     (problem,) = load(tmp_path, HUMAN_EVAL)
     answer = "def total(xs: List[int]):\n    return plus(sum(xs)) - 1"
-    assert all(trial.right for trial in tried(lab, problem.code(answer, "function"), *problem.tests).trials)
+    assert all(trial.passed for trial in tried(lab, problem.program_from(answer, "function"), *problem.tests).results)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,6 @@ def test_hidden_tests_that_would_run_code_are_refused(tmp_path: Path) -> None:
 
 
 def test_hidden_tests_that_unpack_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palestra.envs.problems.program_files.LARGEST", 10_000)
+    monkeypatch.setattr("palestra.envs.text.code.files.MAX_UNPACKED_BYTES", 10_000)
     with pytest.raises(ValueError, match="more than 10000 bytes"):
         load(tmp_path, LIVE_STDIN | {"private_test_cases": packed("x" * 10**6)})

@@ -9,73 +9,89 @@ from itertools import pairwise
 import pytest
 from toy_programs import failures, tried
 
-from palestra.envs.problems.harness import encoded
-from palestra.envs.problems.program_drills import Drill, all_drills, draw_drill, drill_problem
-from palestra.envs.problems.program_files import OWN, load_programs
-from palestra.envs.problems.program_results import MISSING, same_text, same_value, tree_of, value_of, written
-from palestra.envs.problems.programs import choose
-from palestra.envs.problems.trials import Code, Lab, Trial
+from palestra.envs.text.code.files import BUILT_IN_PROGRAMS, load_programs
+from palestra.envs.text.code.harness import encode_value
+from palestra.envs.text.code.programs import select_problems
+from palestra.envs.text.code.results import (
+    NO_VALUE,
+    matches_literal,
+    outputs_equal,
+    parse_encoding,
+    parse_literal,
+    to_python_text,
+)
+from palestra.envs.text.code.synthetic_programs import (
+    SyntheticProgram,
+    all_synthetic_programs,
+    draw_synthetic_program,
+    synthetic_problem,
+)
+from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTestResult, ProgramTestRunner
 from palestra.envs.text.splits import split_of_text
-from palestra.sandbox import Limits
+from palestra.sandbox import ResourceLimits
 
 # ---- our own
 
 
 def test_our_own_problems_are_many_and_graded() -> None:
-    problems = load_programs(OWN)
+    problems = load_programs(BUILT_IN_PROGRAMS)
     assert len(problems) >= 60 and len({problem.id for problem in problems}) == len(problems)
-    assert len({problem.key for problem in problems}) == len(problems)
+    assert len({problem.split_key for problem in problems}) == len(problems)
     assert min(Counter(problem.difficulty for problem in problems).values()) >= 10
     assert {problem.difficulty for problem in problems} == {1, 2, 3, 4, 5}
     assert Counter(problem.kind for problem in problems).keys() == {"function", "stdin"}
     for problem in problems:
-        assert len(problem.tests) >= 5 and problem.examples and problem.reference and problem.short
-        assert not {case.given for case in problem.tests} & {case.given for case in problem.examples}
-        assert len({case.expected for case in problem.tests}) > 1  # no constant passes
+        assert len(problem.tests) >= 5 and problem.examples and problem.reference and problem.short_question
+        assert not {case.input_text for case in problem.tests} & {case.input_text for case in problem.examples}
+        assert len({case.expected_output for case in problem.tests}) > 1  # no constant passes
 
 
 def test_every_split_has_some_of_our_own() -> None:
-    problems = load_programs(OWN)
-    parts = [choose(problems, part, (1, 2, 3, 4, 5), "own") for part in ("base", "train", "dev", "test")]
+    problems = load_programs(BUILT_IN_PROGRAMS)
+    parts = [select_problems(problems, part, (1, 2, 3, 4, 5), "own") for part in ("base", "train", "dev", "test")]
     assert sum(map(len, parts)) == len(problems) and all(parts)
 
 
 @pytest.mark.parametrize("number", range(3, 64, 12))
-def test_some_references_pass(lab: Lab, number: int) -> None:
-    assert failures(lab, load_programs(OWN)[number]) == []
+def test_some_references_pass(lab: ProgramTestRunner, number: int) -> None:
+    assert failures(lab, load_programs(BUILT_IN_PROGRAMS)[number]) == []
 
 
 @pytest.mark.slow
-def test_all_references_pass(lab: Lab) -> None:
-    assert {problem.id: failures(lab, problem) for problem in load_programs(OWN) if failures(lab, problem)} == {}
+def test_all_references_pass(lab: ProgramTestRunner) -> None:
+    assert {
+        problem.id: failures(lab, problem) for problem in load_programs(BUILT_IN_PROGRAMS) if failures(lab, problem)
+    } == {}
 
 
 @pytest.mark.slow
-def test_no_reference_passes_another_problem(lab: Lab) -> None:
+def test_no_reference_passes_another_problem(lab: ProgramTestRunner) -> None:
     """So that tests tell programs apart: each reference is tried on the next problem of its kind."""
-    problems = load_programs(OWN)
+    problems = load_programs(BUILT_IN_PROGRAMS)
     for kind in ("stdin", "function"):
         ours = [problem for problem in problems if problem.kind == kind]
         for one, other in pairwise(ours):
-            code = Code(str(one.reference), one.kind, one.entry)
-            trials = tried(lab, code, *other.tests, limits=Limits(wall=2)).trials
-            assert not all(trial.right for trial in trials)
+            code = ProgramSpec(str(one.reference), one.kind, one.entry)
+            trials = tried(lab, code, *other.tests, limits=ResourceLimits(wall=2)).results
+            assert not all(trial.passed for trial in trials)
 
 
 # ---- drills
 
 
 def test_a_drill_by_hand() -> None:
-    drill = next(d for d in all_drills([5]) if d.short == "keep even each times 3 then plus 2 last 2 sum")
+    drill = next(
+        d for d in all_synthetic_programs([5]) if d.short_question == "keep even each times 3 then plus 2 last 2 sum"
+    )
     assert drill.code == "sum([x*3+2 for x in xs if x%2==0][-2:])"
-    assert drill.of([1, 2, 3, 4, 5, 6]) == (4 * 3 + 2) + (6 * 3 + 2) == eval(drill.code, {"xs": [1, 2, 3, 4, 5, 6]})
-    assert drill.gives(["a"]) is None and drill.gives([True]) is None and drill.gives([10**9]) is None
-    assert drill.gives([2]) == 8
+    assert drill.run([1, 2, 3, 4, 5, 6]) == (4 * 3 + 2) + (6 * 3 + 2) == eval(drill.code, {"xs": [1, 2, 3, 4, 5, 6]})
+    assert drill.run_checked(["a"]) is None and drill.run_checked([True]) is None and drill.run_checked([10**9]) is None
+    assert drill.run_checked([2]) == 8
 
 
 def test_there_are_thousands_of_drills_and_each_has_one_split() -> None:
-    drills = all_drills([1, 2, 3])
-    shorts = [drill.short for drill in drills]
+    drills = all_synthetic_programs([1, 2, 3])
+    shorts = [drill.short_question for drill in drills]
     assert len(shorts) == len(set(shorts)) > 5000
     shares = Counter(map(split_of_text, shorts))
     assert shares["test"] / len(shorts) == pytest.approx(0.1, abs=0.02)
@@ -83,43 +99,48 @@ def test_there_are_thousands_of_drills_and_each_has_one_split() -> None:
 
 def test_drills_are_drawn_from_their_split_and_difficulty() -> None:
     for part in ("base", "train", "dev", "test"):
-        drills = [draw_drill(seed, part, [1, 2, 4]) for seed in range(40)]
-        assert {split_of_text(drill.short) for drill in drills} == {part}
-        assert {len(drill.parts) for drill in drills} == {1, 2, 4}
-    assert draw_drill(7, "train", [3]) == draw_drill(7, "train", [3])
+        drills = [draw_synthetic_program(seed, part, [1, 2, 4]) for seed in range(40)]
+        assert {split_of_text(drill.short_question) for drill in drills} == {part}
+        assert {len(drill.active_steps) for drill in drills} == {1, 2, 4}
+    assert draw_synthetic_program(7, "train", [3]) == draw_synthetic_program(7, "train", [3])
 
 
 def test_what_is_written_is_what_is_meant() -> None:
     rng = random.Random(1)
-    for drill in rng.sample(all_drills([1, 2, 3, 4, 5]), 3000):
+    for drill in rng.sample(all_synthetic_programs([1, 2, 3, 4, 5]), 3000):
         for xs in ([], [rng.randrange(-5, 13) for _ in range(rng.randint(1, 6))]):
-            assert eval(drill.code, {"xs": xs}) == drill.of(xs), drill.code
+            assert eval(drill.code, {"xs": xs}) == drill.run(xs), drill.code
 
 
-def test_a_drill_as_a_problem(lab: Lab) -> None:
-    problem = drill_problem(draw_drill(1, "train", [3]))
+def test_a_drill_as_a_problem(lab: ProgramTestRunner) -> None:
+    problem = synthetic_problem(draw_synthetic_program(1, "train", [3]))
     assert failures(lab, problem) == []
-    assert not all(trial.right for trial in tried(lab, problem.code("xs", "expression"), *problem.tests).trials)
+    assert not all(
+        trial.passed for trial in tried(lab, problem.program_from("xs", "expression"), *problem.tests).results
+    )
     for flawed in ("x for x in xs", "return xs", "xs)\nimport os\n(xs", ""):
-        assert tried(lab, problem.code(flawed, "expression"), "([1],)").flaw
+        assert tried(lab, problem.program_from(flawed, "expression"), "([1],)").compile_error
 
 
 @pytest.mark.slow
 def test_drills_are_told_apart_by_their_tests() -> None:
     """Few that are written otherwise come to the same on all tests, as "first 1 count" and "last 1 count" do."""
-    drills = random.Random(2).sample(all_drills([1, 2, 3]), 400)
+    drills = random.Random(2).sample(all_synthetic_programs([1, 2, 3]), 400)
     same = sum(_same_on_tests(one, other) for one in drills for other in drills if one != other)
     assert same < 0.02 * len(drills) ** 2
 
 
-def _same_on_tests(one: Drill, other: Drill) -> bool:
-    return all(other.of(value_of(case.given)[0]) == value_of(case.expected) for case in drill_problem(one).tests)
+def _same_on_tests(one: SyntheticProgram, other: SyntheticProgram) -> bool:
+    return all(
+        other.run(parse_literal(case.input_text)[0]) == parse_literal(case.expected_output)
+        for case in synthetic_problem(one).tests
+    )
 
 
 # ---- what came of a program
 
 
-def test_what_came_of_each_input(lab: Lab) -> None:
+def test_what_came_of_each_input(lab: ProgramTestRunner) -> None:
     source = """
 import os, sys
 def f(x):
@@ -133,24 +154,24 @@ def f(x):
     if x == 8: return float("inf")
     raise KeyError("a" * 1000)
 """
-    made = tried(lab, Code(source, "function", "f"), *(f"({x},)" for x in range(1, 10)))
-    assert made.flaw is None
-    assert made.trials[:3] == (
-        Trial(True, "2"),
-        Trial(False, "ZeroDivisionError: division by zero"),
-        Trial(False, "it ended without a result"),
+    made = tried(lab, ProgramSpec(source, "function", "f"), *(f"({x},)" for x in range(1, 10)))
+    assert made.compile_error is None
+    assert made.results[:3] == (
+        ProgramTestResult(True, "2"),
+        ProgramTestResult(False, "ZeroDivisionError: division by zero"),
+        ProgramTestResult(False, "it ended without a result"),
     )
-    assert [trial.said for trial in made.trials[3:6]] == [
+    assert [trial.output for trial in made.results[3:6]] == [
         "it stopped with status 5",
         "it ended without a result",
         "TypeError: the result is object, which is no plain value",
     ]
-    assert value_of(made.trials[6].said) == (1, [2.5, {"a": {3}}], None)
-    assert made.trials[7].said == "inf"
-    assert made.trials[8].said.startswith("KeyError: 'aaa") and len(made.trials[8].said) == 300
+    assert parse_literal(made.results[6].output) == (1, [2.5, {"a": {3}}], None)
+    assert made.results[7].output == "inf"
+    assert made.results[8].output.startswith("KeyError: 'aaa") and len(made.results[8].output) == 300
 
 
-def test_programs_read_and_print_in_any_way(lab: Lab) -> None:
+def test_programs_read_and_print_in_any_way(lab: ProgramTestRunner) -> None:
     for read in (
         "input()",
         "sys.stdin.readline().strip()",
@@ -158,24 +179,31 @@ def test_programs_read_and_print_in_any_way(lab: Lab) -> None:
         "open(0).read().strip()",
     ):
         for write in ("print(s)", "sys.stdout.write(s)", "os.write(1, s.encode())", "print(s, flush=True); exit()"):
-            made = tried(lab, Code(f"import os, sys\ns = {read}\n{write}"), "ü 1\n", "2\n")
-            assert [trial.said.strip() for trial in made.trials] == ["ü 1", "2"], (read, write)
+            made = tried(lab, ProgramSpec(f"import os, sys\ns = {read}\n{write}"), "ü 1\n", "2\n")
+            assert [trial.output.strip() for trial in made.results] == ["ü 1", "2"], (read, write)
 
 
-def test_inputs_do_not_meet(lab: Lab) -> None:
+def test_inputs_do_not_meet(lab: ProgramTestRunner) -> None:
     source = "seen = []\ndef f(x):\n    seen.append(x)\n    return len(seen)"
-    assert [trial.said for trial in tried(lab, Code(source, "function", "f"), "(1,)", "(2,)").trials] == ["1", "1"]
+    assert [trial.output for trial in tried(lab, ProgramSpec(source, "function", "f"), "(1,)", "(2,)").results] == [
+        "1",
+        "1",
+    ]
 
 
-def test_limits_are_for_all_inputs_together(lab: Lab) -> None:
+def test_limits_are_for_all_inputs_together(lab: ProgramTestRunner) -> None:
     source = "import time\ndef f(x):\n    time.sleep(x)\n    return x"
-    made = tried(lab, Code(source, "function", "f"), "(0,)", "(60,)", "(0,)", limits=Limits(wall=0.8))
-    assert made.trials == (Trial(True, "0"), Trial(False, "out of time"), Trial(False, "out of time"))
+    made = tried(lab, ProgramSpec(source, "function", "f"), "(0,)", "(60,)", "(0,)", limits=ResourceLimits(wall=0.8))
+    assert made.results == (
+        ProgramTestResult(True, "0"),
+        ProgramTestResult(False, "out of time"),
+        ProgramTestResult(False, "out of time"),
+    )
 
 
 @pytest.mark.parametrize("source", ["def f(", "x = '\0'", "(" * 5000, "\udc80", "f = " + "-" * 100_000 + "1"])
-def test_what_does_not_compile(lab: Lab, source: str) -> None:
-    assert tried(lab, Code(source, "function", "f"), "(1,)").flaw
+def test_what_does_not_compile(lab: ProgramTestRunner, source: str) -> None:
+    assert tried(lab, ProgramSpec(source, "function", "f"), "(1,)").compile_error
 
 
 @pytest.mark.parametrize(
@@ -208,7 +236,7 @@ def test_what_does_not_compile(lab: Lab, source: str) -> None:
     ],
 )
 def test_printed_text_is_compared_exactly_but_for_blanks_at_line_ends(expected: str, said: str, right: bool) -> None:
-    assert same_text(expected, said) is right
+    assert outputs_equal(expected, said) is right
 
 
 @pytest.mark.parametrize(
@@ -245,7 +273,7 @@ def test_printed_text_is_compared_exactly_but_for_blanks_at_line_ends(expected: 
     ],
 )
 def test_values_are_compared_by_type_and_content(expected: str, said: str, right: bool) -> None:
-    assert same_value(expected, tree_of(encoded(value_of(said))), exact=True) is right
+    assert matches_literal(expected, parse_encoding(encode_value(parse_literal(said))), exact=True) is right
 
 
 @pytest.mark.parametrize(
@@ -253,10 +281,10 @@ def test_values_are_compared_by_type_and_content(expected: str, said: str, right
 )
 def test_what_is_no_value_equals_none(forged: str) -> None:
     for expected in ("[]", "()", "{}", "set()", "{1: 2}", "{()}", "None", "''", "oops", "[[]]", "{1}"):
-        assert not same_value(expected, tree_of(forged), exact=False)
-    assert tree_of(forged) is MISSING or written(tree_of(forged))
+        assert not matches_literal(expected, parse_encoding(forged), exact=False)
+    assert parse_encoding(forged) is NO_VALUE or to_python_text(parse_encoding(forged))
 
 
 def test_a_tuple_may_be_a_list_where_tests_come_from_json() -> None:
-    assert same_value("[1, [2, [3]]]", tree_of(encoded((1, [2, (3,)]))), exact=False)
-    assert not same_value("[1, 2]", tree_of(encoded((1, 3))), exact=False)
+    assert matches_literal("[1, [2, [3]]]", parse_encoding(encode_value((1, [2, (3,)]))), exact=False)
+    assert not matches_literal("[1, 2]", parse_encoding(encode_value((1, 3))), exact=False)

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from palestra.envs.problems import confinement, evaluated_tasks, verify_worker, workers
-from palestra.envs.problems.answer_syntax import exact_value, read_formula, read_value
-from palestra.envs.problems.judging import EMPTY, WRONG, Verdict
-from palestra.envs.problems.reasoning import _dataset, _entry, check_tasks, judge_entry, reasoning_problem
+from palestra.envs.text.math import confinement, evaluated_tasks, grader_client, grader_process
+from palestra.envs.text.math.answer_syntax import evaluate_exact, parse_formula, parse_value
+from palestra.envs.text.math.grading import INCORRECT, UNREADABLE, AnswerGrade
+from palestra.envs.text.math.reasoning import _dataset, _entry, check_tasks, grade_reasoning, reasoning_problem
 
-EVALUATING = [*evaluated_tasks.AT_ONCE, *evaluated_tasks.SYMBOLIC]
-CONFINED = pytest.mark.skipif(confinement.why_not() is not None, reason="judges cannot be confined here")
+EVALUATING = [*evaluated_tasks.DIRECT_SCORERS, *evaluated_tasks.SYMBOLIC_TASKS]
+CONFINED = pytest.mark.skipif(confinement.unavailable_reason() is not None, reason="judges cannot be confined here")
 
 
 def judged(answer, problem):
-    return asyncio.run(judge_entry(answer, problem, seconds=5.0))
+    return asyncio.run(grade_reasoning(answer, problem, cpu_limit_s=5.0))
 
 
 # ---- code in an answer
@@ -58,7 +58,7 @@ def test_no_answer_runs_or_pays_itself(task, tmp_path, monkeypatch):
 
     async def all_of_them():
         answers = [text.replace("{0}", str(made)) for text in CODE.values()]
-        return await asyncio.gather(*(judge_entry(answer, problem, 0.4) for answer in answers))
+        return await asyncio.gather(*(grade_reasoning(answer, problem, 0.4) for answer in answers))
 
     verdicts = dict(zip(CODE, asyncio.run(all_of_them()), strict=True))
     assert {name: verdict.score for name, verdict in verdicts.items() if verdict.score > 0.05} == {}
@@ -85,8 +85,8 @@ def test_no_answer_runs_or_pays_itself(task, tmp_path, monkeypatch):
     ],
 )
 def test_text_outside_the_grammar_is_no_formula(text):
-    formula = read_formula(text)
-    assert formula is None or exact_value(formula) is None or text.startswith("1+")
+    formula = parse_formula(text)
+    assert formula is None or evaluate_exact(formula) is None or text.startswith("1+")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_text_outside_the_grammar_is_no_formula(text):
     ],
 )
 def test_lists_in_answers(text, value):
-    assert read_value(text) == value
+    assert parse_value(text) == value
 
 
 # ---- the same scores as reasoning-gym's
@@ -121,7 +121,7 @@ def own_scores(task, index):
     return [(answer, float(_dataset(task).score_answer(answer, entry))) for answer in answers]
 
 
-SLOW = ("puzzle24", *evaluated_tasks.SYMBOLIC)
+SLOW = ("puzzle24", *evaluated_tasks.SYMBOLIC_TASKS)
 
 
 @CONFINED
@@ -130,42 +130,44 @@ SLOW = ("puzzle24", *evaluated_tasks.SYMBOLIC)
 )
 def test_scores_equal_those_of_reasoning_gym(task, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    for seed in range(1 if task in evaluated_tasks.SYMBOLIC else 3):
+    for seed in range(1 if task in evaluated_tasks.SYMBOLIC_TASKS else 3):
         problem = reasoning_problem(seed, (task,), "train")
-        for answer, score in own_scores(task, problem.entry[1]):
+        for answer, score in own_scores(task, problem.reasoning_entry[1]):
             verdict = judged(answer, problem)
-            known_exception = (task == "puzzle24" and score == 1) or (not verdict.readable and score == 0.01)
-            assert verdict.judged and (verdict.score == score or known_exception), (answer, score, verdict)
-        assert judged(problem.answer, problem).right
+            known_exception = (task == "puzzle24" and score == 1) or (not verdict.is_readable and score == 0.01)
+            assert verdict.is_graded and (verdict.score == score or known_exception), (answer, score, verdict)
+        assert judged(problem.answer, problem).is_correct
 
 
 def test_puzzle24_asks_for_the_numbers_of_the_puzzle():
     problem = reasoning_problem(0, ("puzzle24",), "train")
-    entry = _entry(*problem.entry)
+    entry = _entry(*problem.reasoning_entry)
     foreign = "6*4*1*1" if sorted(entry["metadata"]["numbers"]) != [1, 1, 4, 6] else "8*3*1*1"
     assert _dataset("puzzle24").score_answer(foreign, entry) == 1  # reasoning-gym pays any four numbers
     assert judged(foreign, problem).score == 0.01
-    assert judged(f"-(-({problem.answer}))", problem).right
+    assert judged(f"-(-({problem.answer}))", problem).is_correct
 
 
 def test_countdown_compares_exactly():
     entry = {"metadata": {"numbers": [1000, 3, 3], "target": 333}}
-    assert evaluated_tasks.countdown("1000/3 - 3/3", entry).score == 0.05  # a number too many
-    assert evaluated_tasks.countdown("1000/3 + 3*0", entry).score == 0.05
-    assert evaluated_tasks.countdown("1000/3 - 1/3", {"metadata": {"numbers": [1000, 3, 1, 3], "target": 333}}).right
+    assert evaluated_tasks.score_countdown("1000/3 - 3/3", entry).score == 0.05  # a number too many
+    assert evaluated_tasks.score_countdown("1000/3 + 3*0", entry).score == 0.05
+    assert evaluated_tasks.score_countdown(
+        "1000/3 - 1/3", {"metadata": {"numbers": [1000, 3, 1, 3], "target": 333}}
+    ).is_correct
     near = {"metadata": {"numbers": [1, 1000, 999], "target": 999}}
-    assert evaluated_tasks.countdown("999 + 1/1000", near).score == 0.05  # within reasoning-gym's tolerance
+    assert evaluated_tasks.score_countdown("999 + 1/1000", near).score == 0.05  # within reasoning-gym's tolerance
 
 
 @pytest.mark.parametrize("task", ["graph_color", "rubiks_cube", "propositional_logic"])
 def test_a_task_without_an_answer_of_its_own_is_not_solved_by_none(task):
     problem = reasoning_problem(0, (task,), "train")
-    assert not judged("None", problem).right
+    assert not judged("None", problem).is_correct
 
 
 def test_integrals_that_reasoning_gym_leaves_open_are_no_problems():
     entries = [_entry("intermediate_integration", index) for index in range(11)]
-    solved = [evaluated_tasks.is_solved("intermediate_integration", entry) for entry in entries]
+    solved = [evaluated_tasks.has_solution("intermediate_integration", entry) for entry in entries]
     assert solved == ["Integral" not in entry["answer"] for entry in entries]
     assert not all(solved)
 
@@ -186,8 +188,8 @@ def test_a_task_whose_scorer_evaluates_text_in_an_unknown_way_is_refused(tmp_pat
 
     for module in (reasoning_gym_extra.plain, reasoning_gym_extra.risky):
         module.Task.__module__ = module.__name__
-    assert evaluated_tasks.refusal("plain", reasoning_gym_extra.plain.Task) is None
-    assert "passes text to eval" in str(evaluated_tasks.refusal("risky", reasoning_gym_extra.risky.Task))
+    assert evaluated_tasks.refusal_reason("plain", reasoning_gym_extra.plain.Task) is None
+    assert "passes text to eval" in str(evaluated_tasks.refusal_reason("risky", reasoning_gym_extra.risky.Task))
 
 
 @pytest.mark.slow
@@ -195,13 +197,15 @@ def test_every_known_task_is_let_in_and_the_nine_evaluating_ones_are_ours():
     import reasoning_gym
 
     datasets = {name: kind for name, (kind, _) in reasoning_gym.factory.DATASETS.items() if name != "composite"}
-    assert [evaluated_tasks.refusal(name, kind) for name, kind in datasets.items() if kind] == [None] * len(datasets)
+    assert [evaluated_tasks.refusal_reason(name, kind) for name, kind in datasets.items() if kind] == [None] * len(
+        datasets
+    )
     flagged = {name for name, kind in datasets.items() if evaluated_tasks._evaluating_calls(kind)}
-    assert flagged == {*EVALUATING, *evaluated_tasks.REVIEWED}
+    assert flagged == {*EVALUATING, *evaluated_tasks.REVIEWED_TASKS}
 
 
 def test_symbolic_tasks_are_refused_where_judges_cannot_be_confined(monkeypatch):
-    monkeypatch.setattr(confinement, "why_not", lambda: "no seccomp")
+    monkeypatch.setattr(confinement, "unavailable_reason", lambda: "no seccomp")
     with pytest.raises(ValueError, match=r"simple_integration: .*confined.*no seccomp.*Linux"):
         check_tasks(["chain_sum", "simple_integration"])
     check_tasks(["chain_sum"])
@@ -212,8 +216,10 @@ def test_symbolic_tasks_are_refused_where_judges_cannot_be_confined(monkeypatch)
 
 @CONFINED
 def test_a_confined_process_creates_no_file_starts_no_process_and_opens_no_socket(tmp_path):
-    command = [sys.executable, "-P", confinement.WORKER, "probe"]
-    confined = subprocess.run([*command, confinement.rules().hex()], cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-P", confinement.GRADER_SCRIPT, "probe"]
+    confined = subprocess.run(
+        [*command, confinement.seccomp_filter().hex()], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (confined.returncode, confined.stdout) == (0, "confined\n")
     assert list(tmp_path.iterdir()) == []
     free = subprocess.run([*command, ""], cwd=tmp_path, capture_output=True, text=True)
@@ -225,9 +231,9 @@ def test_a_confined_process_creates_no_file_starts_no_process_and_opens_no_socke
 def test_a_confined_process_reads_files_and_writes_none(tmp_path):
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(confinement.WORKER).parent)!r})
-from verify_worker import confine
-confine(bytes.fromhex({confinement.rules().hex()!r}))
+sys.path.insert(0, {str(Path(confinement.GRADER_SCRIPT).parent)!r})
+from grader_process import install_seccomp
+install_seccomp(bytes.fromhex({confinement.seccomp_filter().hex()!r}))
 print(len(open(sys.executable, "rb").read(4)))
 import fractions
 for attempt in (lambda: open("x", "w"), lambda: open("x", "a"), lambda: open({str(tmp_path / "there")!r}, "r+")):
@@ -245,7 +251,7 @@ for attempt in (lambda: open("x", "w"), lambda: open("x", "a"), lambda: open({st
 
 def test_an_exit_status_is_no_score():
     def ended(code, report):
-        return verify_worker.outcome(code << 8, report)
+        return grader_process.child_outcome(code << 8, report)
 
     assert ended(200, b"1.0") == ("crashed", 0.0)
     assert ended(0, b"") == ("crashed", 0.0)
@@ -259,10 +265,10 @@ def test_a_child_that_exits_in_mid_judgement_scores_nothing(tmp_path):
     """The scorer itself ends the process, as hostile code would, with every status in turn."""
     code = f"""
 import json, os, sys
-sys.path.insert(0, {str(Path(confinement.WORKER).parent)!r})
-from verify_worker import Judge, Server
-judge = Judge(lambda request: os._exit(request["status"]), lambda request: None)
-Server(judge, bytes.fromhex({confinement.rules().hex()!r}), 1).serve()
+sys.path.insert(0, {str(Path(confinement.GRADER_SCRIPT).parent)!r})
+from grader_process import Grader, GraderServer
+judge = Grader(lambda request: os._exit(request["status"]), lambda request: None)
+GraderServer(judge, bytes.fromhex({confinement.seccomp_filter().hex()!r}), 1).serve()
 """
     asked = [{"id": number, "status": number, "seconds": 5.0} for number in (0, 1, 100, 200)]
     server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -282,23 +288,29 @@ Server(judge, bytes.fromhex({confinement.rules().hex()!r}), 1).serve()
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_a_scorer_prints_is_no_reply():
     problem = reasoning_problem(0, ("arc_agi",), "train")  # reasoning-gym prints while it makes the problem
-    assert judged("1 2\n3 4", problem).judged
+    assert judged("1 2\n3 4", problem).is_graded
 
 
 def test_another_problem_of_the_same_name_is_not_judged():
     problem = reasoning_problem(0, ("chain_sum",), "train")
-    request = {"task": "chain_sum", "index": problem.entry[1], "size": 20_000, "question": "another", "answer": "1"}
-    assert asyncio.run(workers.REASONING.ask(request, 5.0)).ended == "crashed"
+    request = {
+        "task": "chain_sum",
+        "index": problem.reasoning_entry[1],
+        "size": 20_000,
+        "question": "another",
+        "answer": "1",
+    }
+    assert asyncio.run(grader_client.REASONING_GRADER.grade(request, 5.0)).outcome == "crashed"
 
 
 def test_partial_marks_come_back_whole():
     problem = reasoning_problem(3, ("chain_sum",), "train")
     padded = problem.answer + "x" * (2 * len(problem.answer))
-    assert judged(padded, problem) == Verdict(pytest.approx(1 / 3))
+    assert judged(padded, problem) == AnswerGrade(pytest.approx(1 / 3))
 
 
 def test_wrong_and_unreadable_are_told_apart():
     lists, formulas = (reasoning_problem(0, (task,), "train") for task in ("spiral_matrix", "countdown"))
-    assert judged("open('x')", lists) == WRONG
-    assert judged("open('x')", formulas) == EMPTY
+    assert judged("open('x')", lists) == INCORRECT
+    assert judged("open('x')", formulas) == UNREADABLE
     assert not os.path.exists("x")

@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 
 from palestra.envs import check_env
-from palestra.envs.text import sudoku, sudoku_forms
-from palestra.envs.text.splits import SHARES, split_of_text
-from palestra.envs.text.sudoku import Sudoku
-from palestra.envs.text.sudoku_forms import Puzzle, images, line_orders, puzzle, text_of
-from palestra.envs.text.sudoku_solver import BOXES, certain, dig, random_grid, solutions, violations
-from palestra.envs.text.sudoku_words import read_cells
+from palestra.envs.text.splits import SPLIT_SHARES, split_of_text
+from palestra.envs.text.sudoku import canonical
+from palestra.envs.text.sudoku import env as sudoku
+from palestra.envs.text.sudoku.canonical import Puzzle, canonical_text, cell_permutations, draw_puzzle, line_orders
+from palestra.envs.text.sudoku.env import Sudoku
+from palestra.envs.text.sudoku.solver import (
+    BOXES,
+    find_solutions,
+    forced_cells,
+    random_grid,
+    remove_clues,
+    violated_units,
+)
+from palestra.envs.text.sudoku.text import read_cells
 
 # 1 2 | 3 4
 # 3 4 | 1 2
@@ -30,7 +38,7 @@ EULER_SOLVED = "4839216579673458212518764935481329767295641381367982453726895148
 
 def small(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Sudoku:
     """An env whose every instance is the puzzle above."""
-    monkeypatch.setattr(sudoku, "puzzle", lambda *_: Puzzle(CLUES, SOLUTION))
+    monkeypatch.setattr(sudoku, "draw_puzzle", lambda *_: Puzzle(CLUES, SOLUTION))
     return Sudoku(size=4, clues=12, **options)
 
 
@@ -39,33 +47,33 @@ def small(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Sudoku:
 
 def test_the_solver_finds_what_is_known() -> None:
     """There are 288 grids of 4x4, and Norvig's puzzle has one solution."""
-    assert len(set(solutions(4, (0,) * 16, 1000))) == 288
+    assert len(set(find_solutions(4, (0,) * 16, 1000))) == 288
     board = tuple(map(int, EULER))
-    assert solutions(9, board, 2) == [tuple(map(int, EULER_SOLVED))]
-    assert len(set(solutions(9, (*board[:9], *(0,) * 72), 5))) == 5
-    assert solutions(9, (3, *board[1:]), 2) == []  # two 3s in the first row
+    assert find_solutions(9, board, 2) == [tuple(map(int, EULER_SOLVED))]
+    assert len(set(find_solutions(9, (*board[:9], *(0,) * 72), 5))) == 5
+    assert find_solutions(9, (3, *board[1:]), 2) == []  # two 3s in the first row
 
 
 @pytest.mark.parametrize("size", [4, 6, 9])
 def test_what_is_certain_is_right(size: int) -> None:
     for seed in range(5):
-        drawn = puzzle(seed, size, sudoku.CLUES[size], "train")
-        found = certain(size, drawn.clues)
+        drawn = draw_puzzle(seed, size, sudoku.DEFAULT_CLUES[size], "train")
+        found = forced_cells(size, drawn.clues)
         assert found and all(drawn.solution[cell] == digit and not drawn.clues[cell] for cell, digit in found)
 
 
 def test_certain_cells_by_hand() -> None:
     """Only 1 is left to the last cell; the first row lacks 1 and 2, but column 1 holds 2 already."""
-    assert certain(4, CLUES) == [(0, 1), (1, 2), (4, 3), (15, 1)]
-    assert certain(4, (1, *(0,) * 4, *(0,) * 11)) == []
+    assert forced_cells(4, CLUES) == [(0, 1), (1, 2), (4, 3), (15, 1)]
+    assert forced_cells(4, (1, *(0,) * 4, *(0,) * 11)) == []
     one_home = (0, 0, 0, 0, 0, 0, 0, 1, 0, 1, *(0,) * 6)  # of the first box's cells only r1 c1 is left to the 1
-    assert (0, 1) in certain(4, one_home)
+    assert (0, 1) in forced_cells(4, one_home)
 
 
 def test_violations_are_named() -> None:
-    assert violations(4, CLUES) == [] == violations(4, SOLUTION)
-    assert violations(4, (2, *CLUES[1:])) == ["column 1"]
-    assert violations(4, (4, *CLUES[1:])) == ["row 1", "column 1", "box 1"]
+    assert violated_units(4, CLUES) == [] == violated_units(4, SOLUTION)
+    assert violated_units(4, (2, *CLUES[1:])) == ["column 1"]
+    assert violated_units(4, (4, *CLUES[1:])) == ["row 1", "column 1", "box 1"]
 
 
 # ---- puzzles
@@ -74,16 +82,16 @@ def test_violations_are_named() -> None:
 @pytest.mark.parametrize(("size", "clues"), [(4, 4), (4, 7), (4, 12), (6, 9), (6, 16), (9, 24), (9, 36), (9, 60)])
 def test_puzzles_have_one_solution(size: int, clues: int) -> None:
     for seed in range(1 if size == 9 else 2):
-        drawn = puzzle(seed, size, clues, "test")
+        drawn = draw_puzzle(seed, size, clues, "test")
         assert sum(map(bool, drawn.clues)) == clues
-        assert solutions(size, drawn.clues) == [drawn.solution] and violations(size, drawn.solution) == []
-        assert drawn == puzzle.__wrapped__(seed, size, clues, "test")
+        assert find_solutions(size, drawn.clues) == [drawn.solution] and violated_units(size, drawn.solution) == []
+        assert drawn == draw_puzzle.__wrapped__(seed, size, clues, "test")
 
 
 def test_digging_stops_where_another_solution_would_come() -> None:
-    assert dig(4, SOLUTION, 0, random.Random(0)) is None
-    board = dig(4, SOLUTION, 5, random.Random(0))
-    assert board and solutions(4, board) == [SOLUTION]
+    assert remove_clues(4, SOLUTION, 0, random.Random(0)) is None
+    board = remove_clues(4, SOLUTION, 5, random.Random(0))
+    assert board and find_solutions(4, board) == [SOLUTION]
 
 
 def turned(size: int, board: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
@@ -101,29 +109,29 @@ def turned(size: int, board: tuple[int, ...], rng: random.Random) -> tuple[int, 
 def test_the_canonical_form_is_that_of_every_image(size: int) -> None:
     rng, texts = random.Random(1), set()
     for seed in range(6):
-        drawn = puzzle(seed, size, sudoku.CLUES[size], "train")
+        drawn = draw_puzzle(seed, size, sudoku.DEFAULT_CLUES[size], "train")
         board = drawn.solution if size == 9 else drawn.clues
-        texts.add(text_of(size, board))
+        texts.add(canonical_text(size, board))
         for _ in range(8):
             image = turned(size, board, rng)
-            assert image != board and text_of(size, image) == text_of(size, board)
+            assert image != board and canonical_text(size, image) == canonical_text(size, board)
     assert len(texts) == 6
 
 
 def test_there_are_as_many_forms_as_is_known() -> None:
     """Two of 4x4 and 49 of 6x6 grids are essentially different (Pettersen, Silver, Jarvis)."""
-    assert len({text_of(4, grid) for grid in solutions(4, (0,) * 16, 1000)}) == 2
+    assert len({canonical_text(4, grid) for grid in find_solutions(4, (0,) * 16, 1000)}) == 2
     rng = random.Random(0)
-    assert 20 < len({text_of(6, random_grid(6, rng)) for _ in range(120)}) <= 49
-    assert len(images(4)) == 128 and len(images(6)) == 3456
+    assert 20 < len({canonical_text(6, random_grid(6, rng)) for _ in range(120)}) <= 49
+    assert len(cell_permutations(4)) == 128 and len(cell_permutations(6)) == 3456
 
 
 @pytest.mark.parametrize("size", [4, 6, 9])
 def test_no_two_splits_share_a_puzzle(size: int) -> None:
-    for split in SHARES:
+    for split in SPLIT_SHARES:
         for seed in range(4):
-            drawn = puzzle(seed, size, sudoku.CLUES[size], split)
-            assert split_of_text(text_of(size, drawn.solution if size == 9 else drawn.clues)) == split
+            drawn = draw_puzzle(seed, size, sudoku.DEFAULT_CLUES[size], split)
+            assert split_of_text(canonical_text(size, drawn.solution if size == 9 else drawn.clues)) == split
 
 
 # ---- answers
@@ -158,7 +166,7 @@ def test_answers_are_read(answer: str, cells: dict[int, int] | None) -> None:
 
 
 def test_a_game_of_one_agent_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = small(monkeypatch, team="single", turns=5)
+    env = small(monkeypatch, team="single", max_turns=5)
     step = env.reset(0)
     assert "r1  .  . |  3  4" in step.observations["agent"] and "not clues: none" in step.observations["agent"]
     step = env.step({"agent": "r1 c1 1 r1 c2 4"})  # of 4 empty cells one is right, one wrong
@@ -169,7 +177,7 @@ def test_a_game_of_one_agent_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     step = env.step({"agent": "r1 c2 ."})
     assert step.team_reward == pytest.approx(-1 / 4)
     step = env.step({"agent": "1 2 3 4 / 3 4 1 2 / 2 1 4 3 / 4 3 2 1"})
-    assert step.team_reward == pytest.approx(3 / 4 + 1) and step.over and not step.truncated
+    assert step.team_reward == pytest.approx(3 / 4 + 1) and step.done and not step.truncated
     assert step.info == {"success": True, "turn": 4, "invalid": {"agent": False}, "violations": []}
 
 
@@ -183,7 +191,7 @@ def test_a_game_of_one_agent_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_bad_answers_set_nothing_and_say_why(monkeypatch: pytest.MonkeyPatch, answer: str, why: str) -> None:
-    env = small(monkeypatch, team="single", cells=2)
+    env = small(monkeypatch, team="single", max_cells=2)
     env.reset(0)
     step = env.step({"agent": answer})
     assert step.rewards == {"agent": -0.1} and step.team_reward == 0 and step.info["invalid"] == {"agent": True}
@@ -191,7 +199,7 @@ def test_bad_answers_set_nothing_and_say_why(monkeypatch: pytest.MonkeyPatch, an
 
 
 def test_a_grid_counts_the_cells_that_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = small(monkeypatch, team="single", cells=1)
+    env = small(monkeypatch, team="single", max_cells=1)
     env.reset(0)
     step = env.step({"agent": "1 . 3 4 / . 4 1 2 / 2 1 4 3 / 4 3 2 ."})
     assert step.info["invalid"] == {"agent": False} and step.team_reward == pytest.approx(1 / 4)
@@ -216,7 +224,7 @@ def test_the_checker_confirms_or_replaces(monkeypatch: pytest.MonkeyPatch) -> No
     step = env.step({"proposer": "fly"})
     assert step.info["invalid"] == {"proposer": True} and step.observations["checker"].endswith("proposed none")
     step = env.step({"checker": "ok"})  # confirms nothing
-    assert step.info["invalid"] == {"checker": False} and step.team_reward == 0 and step.over and step.truncated
+    assert step.info["invalid"] == {"checker": False} and step.team_reward == 0 and step.done and step.truncated
 
 
 def test_only_the_solution_pays_in_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,13 +234,13 @@ def test_only_the_solution_pays_in_outcome(monkeypatch: pytest.MonkeyPatch) -> N
     for answer in ("r1 c1 1 r1 c2 2", "ok", "fly", "r2 c1 3", "r4 c4 1", "ok"):
         step = env.step({("proposer", "checker")[len(paid) % 2]: answer})
         paid.append((step.team_reward, sum(step.rewards.values())))
-    assert paid == [(0, 0)] * 5 + [(1, 0)] and step.over
+    assert paid == [(0, 0)] * 5 + [(1, 0)] and step.done
 
 
 OPTIONS: list[dict[str, Any]] = [
     {"size": 4},
     {"size": 4, "reward": "outcome", "rendering": "compact"},
-    {"size": 4, "team": "single", "cells": 1, "split": "test"},
+    {"size": 4, "team": "single", "max_cells": 1, "split": "test"},
     {"size": 6, "clues": 10, "rendering": "compact", "split": "dev"},
     {"size": 6, "team": "single", "reward": "outcome"},
     {"size": 9, "clues": 30, "split": "base"},
@@ -252,14 +260,14 @@ def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_experts_solve_it_whatever_stands_on_the_board(options: dict[str, Any]) -> None:
-    env = Sudoku(**options | {"turns": 200})
+    env = Sudoku(**options | {"max_turns": 200})
     for seed in range(3):
         rng, step, paid = random.Random(seed), env.reset(seed), 0.0
         for turn in range(6):  # a bad start
             seat = next(iter(step.observations))
             step = env.step({seat: some_cells(seat, "", rng) if turn % 3 else "r1 c1 2"})
             paid += step.team_reward
-        while not step.over:
+        while not step.done:
             seat = next(iter(step.observations))
             board, answer = env.board, env.expert(seat, rng)
             assert env.board == board
@@ -273,7 +281,7 @@ def test_experts_need_no_more_than_the_usual_turns() -> None:
     for options in OPTIONS:
         env, rng = Sudoku(**options), random.Random(0)
         step = env.reset(7)
-        while not step.over:
+        while not step.done:
             seat = next(iter(step.observations))
             step = env.step({seat: env.expert(seat, rng)})
         assert step.info["success"]
@@ -284,13 +292,13 @@ def test_what_cannot_be_is_said() -> None:
         Sudoku(size=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clues=16 is out of range: give 4 to 15"):
         Sudoku(size=4, clues=16)
-    with pytest.raises(ValueError, match="turns=2 of 4 cells cannot fill the 9 empty cells: give 3"):
-        Sudoku(size=4, turns=2)
+    with pytest.raises(ValueError, match="max_turns=2 of 4 cells cannot fill the 9 empty cells: give 3"):
+        Sudoku(size=4, max_turns=2)
     with pytest.raises(ValueError, match="only a full grid"):
-        text_of(9, (0,) * 81)
+        canonical_text(9, (0,) * 81)
 
 
 def test_a_puzzle_that_cannot_be_found_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sudoku_forms, "TRIES", 50)
+    monkeypatch.setattr(canonical, "MAX_GRIDS", 50)
     with pytest.raises(ValueError, match='clues=3: no puzzle of size 4 in split "train" among 50 grids; give more'):
-        puzzle(0, 4, 3, "train")
+        draw_puzzle(0, 4, 3, "train")

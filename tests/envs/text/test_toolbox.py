@@ -15,13 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from palestra.chat import Call
-from palestra.envs.text.toolbox import Toolbox, make_tool
-from palestra.envs.tooling import running
-from palestra.envs.tooling.calculator import calculator, evaluate
-from palestra.envs.tooling.library import OURS, Document, Index, open_index, read_document, read_documents, search_tool
-from palestra.envs.tooling.repl import MOST_CELLS, python_tool
-from palestra.envs.tooling.scratch import FILE_TOOLS, MOST_FILES, MOST_TEXT, Cell, Scratch, clean
+from palestra.chat import ToolCall
+from palestra.envs.text.tools import timeouts
+from palestra.envs.text.tools.calculator import calculator, evaluate
+from palestra.envs.text.tools.library import (
+    BUILT_IN_CORPUS,
+    Document,
+    DocumentIndex,
+    open_index,
+    read_document,
+    read_documents,
+    search_tool,
+)
+from palestra.envs.text.tools.repl import MAX_CELLS, python_tool
+from palestra.envs.text.tools.tool_state import FILE_TOOLS, MAX_FILES, MAX_TOTAL_CHARS, Cell, ToolState, normalize_path
+from palestra.envs.text.tools.toolbox import Toolbox, make_tool
 from palestra.sandbox import open_sandbox
 
 
@@ -31,7 +39,7 @@ def convert(kilometres: float) -> float:
 
 
 def call(tools, name, arguments, scratch=None, **options):
-    return asyncio.run(Toolbox(tools, **options).call(Call(name, arguments), scratch or Scratch()))
+    return asyncio.run(Toolbox(tools, **options).call(ToolCall(name, arguments), scratch or ToolState()))
 
 
 # ---- what a model reads
@@ -54,7 +62,7 @@ def book(
     *,
     days: list[int] | None = None,
     place: Place,
-    scratch: Scratch,
+    scratch: ToolState,
 ) -> str:
     """Books a room.
 
@@ -68,7 +76,7 @@ def book(
 
 def test_a_description_is_openais():
     """By hand after https://platform.openai.com/docs/guides/function-calling, strict mode's additionalProperties."""
-    assert make_tool(convert).described == {
+    assert make_tool(convert).openai_schema == {
         "type": "function",
         "function": {
             "name": "convert",
@@ -81,7 +89,7 @@ def test_a_description_is_openais():
             },
         },
     }
-    parameters = make_tool(book).described["function"]["parameters"]
+    parameters = make_tool(book).openai_schema["function"]["parameters"]
     place = parameters.pop("$defs")["Place"]
     assert place["properties"] == {"town": {"type": "string"}} and place["required"] == ["town"]
     assert parameters == {
@@ -103,8 +111,10 @@ def test_a_description_is_openais():
 
 
 def test_arguments_arrive_as_the_hints_say():
-    found = call([book], "book", {"json": "Ann", "place": {"town": "Arle"}, "days": ["3", 4]}, Scratch(files={"a": ""}))
-    assert found.good and found.text == "Ann 1 bed [3, 4] Arle 1"
+    found = call(
+        [book], "book", {"json": "Ann", "place": {"town": "Arle"}, "days": ["3", 4]}, ToolState(files={"a": ""})
+    )
+    assert found.is_valid and found.text == "Ann 1 bed [3, 4] Arle 1"
 
     def order(orders: list[Order]) -> int:
         """Orders."""
@@ -132,7 +142,7 @@ def test_arguments_arrive_as_the_hints_say():
 )
 def test_a_bad_call_is_told_what_is_wrong(name, arguments, told):
     found = call([convert, book], name, arguments)
-    assert not found.good and found.failure is None
+    assert not found.is_valid and found.failure is None
     assert found.text.startswith("Error: ") and told in found.text
 
 
@@ -173,7 +183,8 @@ def test_results_are_text_of_bounded_length():
         circle.append(circle)
         return {"none": None, "dict": {"a": [1, 2.5]}, "long": "x" * 500, "half": "\ud800", "circle": circle}[what]
 
-    found = {what: call([give], "give", {"what": what}, longest=100) for what in ("none", "dict", "long", "half")}
+    wanted = ("none", "dict", "long", "half")
+    found = {what: call([give], "give", {"what": what}, max_result_chars=100) for what in wanted}
     assert found["none"].text == "done" and found["dict"].text == '{"a":[1,2.5]}' and found["half"].text == "?"
     assert found["long"].text == "x" * 100 + "\n[cut off: 500 characters in all]"
     assert call([give], "give", {"what": "circle"}).text.startswith("Error: ")
@@ -204,10 +215,10 @@ def test_what_a_users_tool_raises_is_told():
 
     for tool in (fail, fail_later, fail_awaited):
         found = call([tool], tool.__name__, {"how": "value"})
-        assert not found.good and found.text == "Error: no such day" and found.failure is None
+        assert not found.is_valid and found.text == "Error: no such day" and found.failure is None
         for how in ("key", "end", "exit"):
             found = call([tool], tool.__name__, {"how": how})
-            assert found.good and found.failure and "failed with" in found.failure and found.failure in found.text
+            assert found.is_valid and found.failure and "failed with" in found.failure and found.failure in found.text
     assert call([fail], "fail", {"how": "interrupt"}).failure
 
 
@@ -217,13 +228,13 @@ def test_a_tool_of_ours_that_fails_is_our_fault():
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        call([make_tool(broken, ours=True)], "broken", {})
+        call([make_tool(broken, is_built_in=True)], "broken", {})
 
 
 def test_what_hangs_is_left_behind():
     released = threading.Event()
 
-    def wait(scratch: Scratch) -> str:
+    def wait(scratch: ToolState) -> str:
         """Waits."""
         released.wait()
         scratch.files["late"] = ""
@@ -239,8 +250,8 @@ def test_what_hangs_is_left_behind():
                 released.set()
 
     async def both():
-        box, before = Toolbox([wait, wait_stubbornly], time_limit=0.5), Scratch()
-        calls = [Call("wait", {}), Call("wait_stubbornly", {})]
+        box, before = Toolbox([wait, wait_stubbornly], time_limit=0.5), ToolState()
+        calls = [ToolCall("wait", {}), ToolCall("wait_stubbornly", {})]
         started = time.monotonic()
         found = await box.call_all(calls, before)
         took = time.monotonic() - started
@@ -256,7 +267,7 @@ def test_what_hangs_is_left_behind():
 
 
 def test_too_many_that_hang_are_not_joined_by_more(monkeypatch):
-    monkeypatch.setattr(running, "MOST_STUCK", 3)
+    monkeypatch.setattr(timeouts, "MAX_STUCK_CALLS", 3)
     released = threading.Event()
 
     def wait() -> None:
@@ -265,12 +276,12 @@ def test_too_many_that_hang_are_not_joined_by_more(monkeypatch):
 
     async def several():
         box = Toolbox([wait], time_limit=0.05)
-        found = await box.call_all([Call("wait", {})] * 3, Scratch())
-        found += await box.call_all([Call("wait", {})], Scratch())
+        found = await box.call_all([ToolCall("wait", {})] * 3, ToolState())
+        found += await box.call_all([ToolCall("wait", {})], ToolState())
         released.set()
-        while running._stuck:
+        while timeouts._stuck:
             await asyncio.sleep(0.01)
-        return [*found, await box.call(Call("wait", {}), Scratch())]
+        return [*found, await box.call(ToolCall("wait", {}), ToolState())]
 
     *_, fourth, fifth = asyncio.run(several())
     assert "earlier calls still hang" in (fourth.failure or "")
@@ -280,16 +291,16 @@ def test_too_many_that_hang_are_not_joined_by_more(monkeypatch):
 def test_calls_that_share_the_scratch_are_run_in_order():
     box = Toolbox([*FILE_TOOLS, convert])
     calls = [
-        Call("write_file", {"path": "a.txt", "text": "one"}),
-        Call("convert", {"kilometres": 1.609344}),
-        Call("read_file", {"path": "a.txt"}),
-        Call("write_file", {"path": "../a.txt", "text": "two"}),
-        Call("list_files", {}),
+        ToolCall("write_file", {"path": "a.txt", "text": "one"}),
+        ToolCall("convert", {"kilometres": 1.609344}),
+        ToolCall("read_file", {"path": "a.txt"}),
+        ToolCall("write_file", {"path": "../a.txt", "text": "two"}),
+        ToolCall("list_files", {}),
     ]
-    before = Scratch()
+    before = ToolState()
     found = asyncio.run(box.call_all(calls, before))
     assert [one.text for one in found[:3]] == ["wrote a.txt: 3 characters", "1.0", "one"]
-    assert not found[3].good and found[4].text == "a.txt: 3 characters"
+    assert not found[3].is_valid and found[4].text == "a.txt: 3 characters"
     assert found[-1].scratch.files == {"a.txt": "one"} and before.files == {}
 
 
@@ -317,34 +328,34 @@ ESCAPES = (
 @pytest.mark.parametrize("path", ESCAPES)
 @pytest.mark.parametrize(("tool", "more"), [("write_file", {"text": "x"}), ("read_file", {})])
 def test_no_path_leads_out(path, tool, more):
-    found = call(FILE_TOOLS, tool, {"path": path, **more}, Scratch(files={"a": "1"}))
-    assert not found.good and found.text.startswith("Error: ") and found.scratch.files == {"a": "1"}
+    found = call(FILE_TOOLS, tool, {"path": path, **more}, ToolState(files={"a": "1"}))
+    assert not found.is_valid and found.text.startswith("Error: ") and found.scratch.files == {"a": "1"}
 
 
 @given(st.text(max_size=300))
 def test_a_path_is_plain_or_refused(path):
     try:
-        name = clean(path)
+        name = normalize_path(path)
     except (ValueError, UnicodeEncodeError):
         return
     assert (Path("/scratch") / name).resolve() == Path("/scratch") / name
-    assert clean(name) == name
+    assert normalize_path(name) == name
 
 
 def test_the_scratch_is_small():
-    files = {f"{i}.txt": "" for i in range(MOST_FILES)}
-    assert not call(FILE_TOOLS, "write_file", {"path": "one-more", "text": ""}, Scratch(files=files)).good
-    assert not call(FILE_TOOLS, "write_file", {"path": "a", "text": "x" * (MOST_TEXT + 1)}).good
-    assert call(FILE_TOOLS, "write_file", {"path": "a", "text": "x" * MOST_TEXT}).good
-    assert "is a file" in call(FILE_TOOLS, "write_file", {"path": "a/b", "text": ""}, Scratch(files={"a": ""})).text
-    assert "is a file" in call(FILE_TOOLS, "write_file", {"path": "a", "text": ""}, Scratch(files={"a/b": ""})).text
+    files = {f"{i}.txt": "" for i in range(MAX_FILES)}
+    assert not call(FILE_TOOLS, "write_file", {"path": "one-more", "text": ""}, ToolState(files=files)).is_valid
+    assert not call(FILE_TOOLS, "write_file", {"path": "a", "text": "x" * (MAX_TOTAL_CHARS + 1)}).is_valid
+    assert call(FILE_TOOLS, "write_file", {"path": "a", "text": "x" * MAX_TOTAL_CHARS}).is_valid
+    assert "is a file" in call(FILE_TOOLS, "write_file", {"path": "a/b", "text": ""}, ToolState(files={"a": ""})).text
+    assert "is a file" in call(FILE_TOOLS, "write_file", {"path": "a", "text": ""}, ToolState(files={"a/b": ""})).text
 
 
 def test_long_files_are_read_in_parts():
-    scratch = Scratch(files={"a": "0123456789" * 5})
+    scratch = ToolState(files={"a": "0123456789" * 5})
     assert call(FILE_TOOLS, "read_file", {"path": "./a", "start": 45}, scratch).text == "56789"
     assert call(FILE_TOOLS, "read_file", {"path": "b"}, scratch).text == "Error: there is no file 'b'; there is: a"
-    assert not call(FILE_TOOLS, "read_file", {"path": "a", "start": -1}, scratch).good
+    assert not call(FILE_TOOLS, "read_file", {"path": "a", "start": -1}, scratch).is_valid
 
 
 # ---- the calculator
@@ -426,7 +437,7 @@ def test_the_calculator_is_exact(expression):
 
 # ---- the documents
 
-SEARCH = [make_tool(search_tool(3, False), ours=True), make_tool(read_document, ours=True)]
+SEARCH = [make_tool(search_tool(3, False), is_built_in=True), make_tool(read_document, is_built_in=True)]
 INJECTIONS = (
     *('"', '""', "*", "(", ")", "+", "_", "💥", "^a", "-a", "a*", "a AND", "a NOT", "title:a", "{title text}: a"),
     *('a" OR "b', "NEAR(a b, 2)", "a\x00b", "'; DROP TABLE documents; --", "a" * 10_000, "a " * 10_000),
@@ -435,31 +446,31 @@ INJECTIONS = (
 
 @pytest.mark.parametrize("query", INJECTIONS)
 def test_a_query_is_words_and_nothing_else(query):
-    index = Index((Document("Arle", "a and near or not"), Document("Tor", "b")))
-    found = call(SEARCH, "search", {"query": query}, Scratch(index))
-    assert found.good and found.text
+    index = DocumentIndex((Document("Arle", "a and near or not"), Document("Tor", "b")))
+    found = call(SEARCH, "search", {"query": query}, ToolState(index))
+    assert found.is_valid and found.text
     assert [document.title for document in index.search("tor", 3)] == ["Tor"]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_no_query_raises(query):
-    assert len(open_index(OURS).search(query, 3)) <= 3
+    assert len(open_index(BUILT_IN_CORPUS).search(query, 3)) <= 3
 
 
 def test_the_best_documents_come_first():
-    index = Index((
+    index = DocumentIndex((
         Document("Weather", "It rains in Arle. " + "It rains. " * 40),
         Document("Arle", "A town with 512 people."),
         Document("Tor", "A town with 77 people."),
     ))  # fmt: skip
     assert [found.title for found in index.search("Arle", 2)] == ["Arle", "Weather"]
     assert index.search("how many peoples live in tor?", 3)[0].title == "Tor"
-    assert call(SEARCH, "search", {"query": "arle people"}, Scratch(index)).text.startswith(
+    assert call(SEARCH, "search", {"query": "arle people"}, ToolState(index)).text.startswith(
         "1. Arle: A town with 512 people."
     )
-    assert call(SEARCH, "search", {"query": "zzz"}, Scratch(index)).text == "Nothing was found. Try other words."
-    assert call(SEARCH, "read_document", {"title": " arle "}, Scratch(index)).text == "Arle\nA town with 512 people."
-    assert call(SEARCH, "read_document", {"title": "Arla Tor"}, Scratch(index)).text == (
+    assert call(SEARCH, "search", {"query": "zzz"}, ToolState(index)).text == "Nothing was found. Try other words."
+    assert call(SEARCH, "read_document", {"title": " arle "}, ToolState(index)).text == "Arle\nA town with 512 people."
+    assert call(SEARCH, "read_document", {"title": "Arla Tor"}, ToolState(index)).text == (
         "Error: there is no document of title 'Arla Tor'; there is: Tor"
     )
     assert call(SEARCH, "read_document", {"title": "Arle"}).text.endswith("there is: nothing near")
@@ -503,7 +514,7 @@ def test_documents_that_are_none(tmp_path, name, text, told):
 
 
 def test_the_corpus_says_what_its_facts_say():
-    documents = open_index(OURS).documents
+    documents = open_index(BUILT_IN_CORPUS).documents
     assert len(documents) >= 150 and len({document.title for document in documents}) == len(documents)
     for document in documents:
         assert document.facts and all(value in document.text for value in document.facts.values())
@@ -521,12 +532,12 @@ def sandbox():
 
 def run(codes, scratch=None, seconds=5.0):
     """What each of the programs shows, and the scratch after them."""
-    box = Toolbox([make_tool(python_tool(sandbox(), seconds), ours=True)])
+    box = Toolbox([make_tool(python_tool(sandbox(), seconds), is_built_in=True)])
 
     async def one_by_one():
-        shown, state = [], scratch or Scratch()
+        shown, state = [], scratch or ToolState()
         for code in codes:
-            found = await box.call(Call("python", {"code": code}), state)
+            found = await box.call(ToolCall("python", {"code": code}), state)
             state = found.scratch
             shown.append(found.text)
         return shown, state
@@ -552,7 +563,7 @@ def test_a_program_goes_on_from_the_one_before():
 def test_files_are_as_they_were_for_each_program():
     """What a program did to its files is not done twice when it is run again."""
     first = ["open('log', 'a').write('one ')", "text = open('log').read()\nopen('log', 'a').write('two ')"]
-    shown, scratch = run(first, Scratch(files={"log": "zero "}))
+    shown, scratch = run(first, ToolState(files={"log": "zero "}))
     assert scratch.files == {"log": "zero one two "}
     scratch.write("log", "new")
     shown, scratch = run(["print(text, open('log').read())", "import os\nos.remove('log')"], scratch)
@@ -570,7 +581,7 @@ def test_only_plain_small_text_files_come_back():
     codes = [
         "open('b.bin', 'wb').write(b'\\xff')",
         "import os\nos.symlink('/etc/passwd', 'link')\nos.makedirs('d')\nopen('d/a.txt', 'w').write('in a folder')",
-        f"open('big', 'w').write('x' * {MOST_TEXT + 1})",
+        f"open('big', 'w').write('x' * {MAX_TOTAL_CHARS + 1})",
         "open('odd\\nname', 'w').write('x')",
     ]
     shown, scratch = run(codes)
@@ -587,6 +598,6 @@ def test_programs_that_do_not_end_well():
 
 
 def test_there_is_an_end_to_programs():
-    scratch = Scratch(cells=(Cell("", {}),) * MOST_CELLS)
+    scratch = ToolState(cells=(Cell("", {}),) * MAX_CELLS)
     assert "which is all there is" in run(["1"], scratch)[0][0]
     assert "give at most" in run(["1" * 30_000])[0][0]

@@ -13,17 +13,17 @@ from itertools import pairwise
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from palestra.chat import Chat, calls_of, goes_on, said
+from palestra.chat import Chat, messages_after, render_message, tool_calls_of
 from palestra.envs import make_env
 from palestra.envs.base import check_env
-from palestra.envs.text.splits import SHARES
-from palestra.envs.text.tools import FOUND, INVALID, PASSED, VALID, Tools
-from palestra.envs.tooling.drills import NAMES, Places
-from palestra.envs.tooling.library import OURS, open_index
-from palestra.envs.tooling.tasks import KINDS, is_right
-from palestra.policies.lm import ChatEncoder, LanguagePolicy, TaughtPolicy
+from palestra.envs.text.splits import SPLIT_SHARES
+from palestra.envs.text.tools.env import FOUND_REWARD, INVALID_PENALTY, NOTE_REWARD, VALID_CALLS_REWARD, Tools
+from palestra.envs.text.tools.library import BUILT_IN_CORPUS, open_index
+from palestra.envs.text.tools.synthetic_world import PLACE_NAMES, SyntheticLibrary
+from palestra.envs.text.tools.tasks import TASK_KINDS, is_correct
+from palestra.policies.lm import ChatEncoder, DemonstrationPolicy, LanguagePolicy
 from palestra.policies.scripted import ExpertPolicy, ScriptedPolicy
-from palestra.rollouts.play import Arena, Branching, Match
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.sandbox import open_sandbox
 from palestra.testing import tiny_tokenizer
 
@@ -36,7 +36,7 @@ def tools(**options):
         open_sandbox()
     except ValueError:
         options["unsafe"] = True
-    return make_env("palestra.envs.text.tools:Tools", **options)
+    return make_env("palestra.envs.text.tools.env:Tools", **options)
 
 
 def spelled(name, **arguments):
@@ -50,7 +50,7 @@ def play(env, seed, player=None):
     async def whole():
         step = env.reset(seed)
         steps, turns = [step], []
-        while not step.over:
+        while not step.done:
             ((seat, seen),) = step.observations.items()
             answer = player(seat, seen, rng) if player else env.expert(seat, rng)
             turns.append((seat, seen, answer))
@@ -93,7 +93,7 @@ def wild(seat, seen, rng):
 @pytest.mark.parametrize("team", ["single", "researcher_solver"])
 def test_the_contract_is_kept(team, world, rendering, reward):
     def make():
-        return tools(team=team, world=world, rendering=rendering, reward=reward, kinds=LIGHT, turns=4)
+        return tools(team=team, task_source=world, rendering=rendering, reward=reward, kinds=LIGHT, max_turns=4)
 
     check_env(make, seeds=range(3))
     check_env(make, seeds=range(3), act=wild)
@@ -103,7 +103,7 @@ def test_programs_keep_the_contract():
     def act(seat, seen, rng):
         return spelled("python", code=rng.choice(["x = 1\nopen('a', 'a').write('x')", "x", "1 / 0"]))
 
-    check_env(lambda: tools(kinds=["program"], turns=4), seeds=range(1), act=act)
+    check_env(lambda: tools(kinds=["program"], max_turns=4), seeds=range(1), act=act)
 
 
 # ---- who can solve it
@@ -111,19 +111,21 @@ def test_programs_keep_the_contract():
 
 @pytest.mark.parametrize("rendering", ["full", "compact"])
 @pytest.mark.parametrize("team", ["single", "researcher_solver"])
-@pytest.mark.parametrize(("world", "kind"), [*(("corpus", kind) for kind in KINDS), *(("drills", k) for k in LIGHT)])
+@pytest.mark.parametrize(
+    ("world", "kind"), [*(("corpus", kind) for kind in TASK_KINDS), *(("drills", k) for k in LIGHT)]
+)
 def test_an_expert_solves_every_task(world, kind, team, rendering):
-    env = tools(world=world, kinds=[kind], team=team, rendering=rendering)
+    env = tools(task_source=world, kinds=[kind], team=team, rendering=rendering)
     for seed in range(4 if kind == "program" else 30):
         steps, turns = play(env, seed)
         assert steps[-1].info["success"] and steps[-1].team_reward == 1 and not steps[-1].truncated
         assert not any(any(step.info["invalid"].values()) or step.info["failures"] for step in steps)
-        assert any(calls_of(message) for _, seen, _ in turns for message in seen.messages), "some tool is called"
+        assert any(tool_calls_of(message) for _, seen, _ in turns for message in seen.messages), "some tool is called"
 
 
 def guesses():
     """Players who never call a tool."""
-    documents = open_index(OURS).documents
+    documents = open_index(BUILT_IN_CORPUS).documents
     words = sorted({value for document in documents for value in document.facts.values()})
 
     def echo(seat, seen, rng):
@@ -149,7 +151,7 @@ def guesses():
 
 @pytest.mark.parametrize("world", ["corpus", "drills"])
 def test_nobody_solves_it_without_tools(world):
-    env = tools(world=world, kinds=LIGHT)
+    env = tools(task_source=world, kinds=LIGHT)
     for name, player in guesses().items():
         solved = sum(play(env, seed, player)[0][-1].info["success"] for seed in range(200))
         assert solved < 0.05 * 200, name
@@ -163,13 +165,15 @@ def test_nobody_guesses_what_a_program_prints():
 
 def test_right_answers():
     assert (
-        is_right("48,211", "48211")
-        and is_right("48211.0", "48,211")
-        and is_right("It has 48,211 inhabitants.", "48211")
+        is_correct("48,211", "48211")
+        and is_correct("48211.0", "48,211")
+        and is_correct("It has 48,211 inhabitants.", "48211")
     )
-    assert not is_right("48211 or 48212", "48211") and not is_right("-48211", "48211") and not is_right("", "48211")
-    assert is_right(" the GUILD of nine.", "the Guild of Nine") and is_right("Guild of Nine", "the Guild of Nine")
-    assert not is_right("Guild of Ten", "the Guild of Nine") and not is_right("9" * 5000, "1")
+    assert (
+        not is_correct("48211 or 48212", "48211") and not is_correct("-48211", "48211") and not is_correct("", "48211")
+    )
+    assert is_correct(" the GUILD of nine.", "the Guild of Nine") and is_correct("Guild of Nine", "the Guild of Nine")
+    assert not is_correct("Guild of Ten", "the Guild of Nine") and not is_correct("9" * 5000, "1")
 
 
 # ---- what is seen
@@ -183,16 +187,16 @@ def test_a_conversation_goes_on_from_the_one_before():
         pairs = [(one, other) for one, other in pairwise(turns) if one[0] == other[0]]
         assert pairs
         for (_, before, answer), (_, after, _) in pairs:
-            new = goes_on(after, before, answer)
+            new = messages_after(after, before, answer)
             assert new and all(message["role"] == "tool" for message in new)
 
 
 def test_a_policys_prompt_begins_with_its_earlier_tokens():
     student = LanguagePolicy("s", None, ChatEncoder(tiny_tokenizer()), None)
     env = {"kinds": ["lookup_compute"], "split": "base"}
-    arena = Arena(lambda: tools(**env), "tools")
-    seat = {"agent": TaughtPolicy(student, ExpertPolicy())}
-    episode = asyncio.run(arena.play(Match(3, seat, 3), Branching()))
+    arena = EpisodeRunner(lambda: tools(**env), "tools")
+    seat = {"agent": DemonstrationPolicy(student, ExpertPolicy())}
+    episode = asyncio.run(arena.play(EpisodeSpec(3, seat, 3), Branching()))
     assert episode.error is None and episode.success == 1 and len(episode.nodes) >= 3
     for one, other in pairwise(node.answers["agent"] for node in episode.nodes):
         earlier = [*one.prompt_ids, *one.token_ids]
@@ -217,23 +221,23 @@ def test_the_first_words():
     assert isinstance(chat, Chat) and [message["role"] for message in chat.messages] == ["system", "user"]
     assert len(chat.tools) == 7 and "#### " in chat.messages[0]["content"]
     assert chat.messages[1]["content"].endswith(("scratch folder: stock.csv", "scratch folder: north.txt, south.txt"))
-    small = tools(world="drills", kinds=["lookup"], rendering="compact").reset(0).observations["agent"]
+    small = tools(task_source="drills", kinds=["lookup"], rendering="compact").reset(0).observations["agent"]
     (asked,) = small.messages
     assert small.tools == () and asked["role"] == "user"
     name, people = asked["content"].split()
-    assert name in NAMES and people == "people"
+    assert name in PLACE_NAMES and people == "people"
 
 
 def test_compact_conversations_are_short():
     """In tokens of a vocabulary of 512 that was made for them, as the shipped bases' are."""
-    options = {"world": "drills", "rendering": "compact"}
+    options = {"task_source": "drills", "rendering": "compact"}
 
     def written(env, seeds):
         for seed in seeds:
             _, turns = play(env, seed)
             last = {seat: (seen, answer) for seat, seen, answer in turns}
             for seen, answer in last.values():
-                turns = [*((m["role"], said(m)) for m in seen.messages), ("assistant", answer)]
+                turns = [*((m["role"], render_message(m)) for m in seen.messages), ("assistant", answer)]
                 yield "".join(f"<|{role}|>{text}<|end|>" for role, text in turns)
 
     texts = [
@@ -254,7 +258,7 @@ def test_compact_conversations_are_short():
 
 
 def test_a_bad_call_in_few_words():
-    env = tools(world="drills", kinds=["lookup"], rendering="compact")
+    env = tools(task_source="drills", kinds=["lookup"], rendering="compact")
     env.reset(0)
     step = asyncio.run(
         env.step({"agent": f"{spelled('search')}\n{spelled('search', query='toka')}\n<tool_call>so</tool_call>"})
@@ -277,10 +281,10 @@ def after(env, seed, *answers):
 
 
 def test_rewards_of_one_seat():
-    env = tools(world="drills", kinds=["lookup_compute"], turns=10)
+    env = tools(task_source="drills", kinds=["lookup_compute"], max_turns=10)
     env.reset(0)
-    high, low = (need.shown[0] for need in env.task.needs[0])
-    (work,) = (need.calls[0].arguments["expression"] for need in env.task.needs[1])
+    high, low = (need.expected_words[0] for need in env.task.requirements[0])
+    (work,) = (need.calls[0].arguments["expression"] for need in env.task.requirements[1])
     steps = after(
         env,
         0,
@@ -292,38 +296,47 @@ def test_rewards_of_one_seat():
         "#### " + env.task.answer,
     )
     rewards = [step.rewards["agent"] for step in steps]
-    assert rewards == pytest.approx([VALID + FOUND / 3, 0, FOUND / 3 - INVALID / 2, -INVALID, FOUND / 3, 0])
+    assert rewards == pytest.approx(
+        [
+            VALID_CALLS_REWARD + FOUND_REWARD / 3,
+            0,
+            FOUND_REWARD / 3 - INVALID_PENALTY / 2,
+            -INVALID_PENALTY,
+            FOUND_REWARD / 3,
+            0,
+        ]
+    )
     assert [step.team_reward for step in steps] == [0, 0, 0, 0, 0, 1]
     assert [step.info["invalid"]["agent"] for step in steps] == [False, False, True, True, False, False]
     assert steps[-1].info["success"] and steps[-1].info["calls"] == 6
 
 
 def test_rewards_of_two_seats():
-    env = tools(world="drills", kinds=["lookup_compute"], team="researcher_solver")
+    env = tools(task_source="drills", kinds=["lookup_compute"], team="researcher_solver")
     env.reset(0)
-    high, low = env.task.needs[0]
-    (work,) = (need.calls[0].arguments["expression"] for need in env.task.needs[1])
+    high, low = env.task.requirements[0]
+    (work,) = (need.calls[0].arguments["expression"] for need in env.task.requirements[1])
     steps = after(
         env,
         0,
-        "\n".join(spelled("search", query=need.shown[0]) for need in (high, low)),
+        "\n".join(spelled("search", query=need.expected_words[0]) for need in (high, low)),
         f"I only pass on: {high.note}",
-        spelled("search", query=high.shown[0]),  # a tool that the solver has not
+        spelled("search", query=high.expected_words[0]),  # a tool that the solver has not
         spelled("calculator", expression=work),
         "#### 1",
     )
     assert [step.rewards for step in steps] == [
-        {"researcher": VALID + FOUND},
-        {"researcher": PASSED / 2},
-        {"solver": -INVALID},
-        {"solver": VALID + FOUND},
+        {"researcher": VALID_CALLS_REWARD + FOUND_REWARD},
+        {"researcher": NOTE_REWARD / 2},
+        {"solver": -INVALID_PENALTY},
+        {"solver": VALID_CALLS_REWARD + FOUND_REWARD},
         {"solver": 0.0},
     ]
     assert not steps[-1].info["success"] and steps[-1].team_reward == 0 and not steps[-1].truncated
 
 
 def test_outcome_pays_for_the_answer_alone():
-    env = tools(world="drills", reward="outcome", team="researcher_solver")
+    env = tools(task_source="drills", reward="outcome", team="researcher_solver")
     steps, _ = play(env, 0)
     assert all(not any(step.rewards.values()) for step in steps)
     assert [step.team_reward for step in steps] == [0] * (len(steps) - 1) + [1]
@@ -331,40 +344,40 @@ def test_outcome_pays_for_the_answer_alone():
 
 
 def test_an_answer_that_cannot_be_right_costs_a_little():
-    env = tools(world="drills", kinds=["compute"])
-    for said_last, cost in (("", -INVALID), ("no idea", -INVALID), ("#### 7", 0.0)):
+    env = tools(task_source="drills", kinds=["compute"])
+    for said_last, cost in (("", -INVALID_PENALTY), ("no idea", -INVALID_PENALTY), ("#### 7", 0.0)):
         (step,) = after(env, 0, said_last)
-        assert step.over and step.rewards == {"agent": cost} and step.info["invalid"] == {"agent": cost < 0}
+        assert step.done and step.rewards == {"agent": cost} and step.info["invalid"] == {"agent": cost < 0}
 
 
 def test_turns_run_out():
-    env = tools(world="drills", kinds=["lookup"], turns=2, team="researcher_solver")
+    env = tools(task_source="drills", kinds=["lookup"], max_turns=2, team="researcher_solver")
     look = spelled("search", query="toka")
     steps = after(env, 0, look, look, spelled("list_files"), spelled("list_files"))
     assert list(steps[1].observations) == ["solver"] and "(there is none)" in str(steps[1].observations["solver"])
-    assert steps[-1].over and steps[-1].truncated and not steps[-1].info["success"]
-    short = tools(kinds=["lookup_compute"], turns=1)
+    assert steps[-1].done and steps[-1].truncated and not steps[-1].info["success"]
+    short = tools(kinds=["lookup_compute"], max_turns=1)
     steps, _ = play(short, 0)
     assert len(steps) == 2 and steps[-1].info["success"], "an expert does not begin what it cannot end"
 
 
 def test_calls_in_one_answer_are_counted():
-    env = tools(world="drills", kinds=["lookup"], calls=2)
+    env = tools(task_source="drills", kinds=["lookup"], max_calls=2)
     (step,) = after(env, 0, spelled("list_files") * 5)
     told = [message["content"] for message in step.observations["agent"].messages if message["role"] == "tool"]
     assert told == ["no files"] * 2 + ["Error: not called: one answer may hold 2 calls"] * 3
-    assert step.rewards["agent"] == pytest.approx(-INVALID * 3 / 5)
+    assert step.rewards["agent"] == pytest.approx(-INVALID_PENALTY * 3 / 5)
 
 
 def test_a_file_must_hold_the_answer():
     env = tools(kinds=["files"])
-    seed = next(seed for seed in range(100) if env.world.task(seed).writes)
+    seed = next(seed for seed in range(100) if env.world.task(seed).output_file)
     answer = env.world.task(seed).answer
     assert not after(env, seed, f"#### {answer}")[-1].info["success"]
     wrong = spelled("write_file", path="total.txt", text="1")
     steps = after(env, seed, wrong)
     assert env.expert("agent", random.Random(0)) != "#### done"
-    while not steps[-1].over:
+    while not steps[-1].done:
         steps.append(asyncio.run(env.step({"agent": env.expert("agent", random.Random(0))})))
     assert steps[-1].info["success"] and env.scratch.files["total.txt"] == answer
 
@@ -373,19 +386,19 @@ def test_a_file_must_hold_the_answer():
 
 
 def test_a_task_is_of_one_split():
-    keys = {split: {tools(split=split).world.task(seed).key for seed in range(40)} for split in SHARES}
+    keys = {split: {tools(split=split).world.task(seed).split_key for seed in range(40)} for split in SPLIT_SHARES}
     assert sum(map(len, keys.values())) == len(set().union(*keys.values()))
-    assert {tools().reset(seed).info["kind"] for seed in range(60)} == set(KINDS)
+    assert {tools().reset(seed).info["kind"] for seed in range(60)} == set(TASK_KINDS)
 
 
 def test_a_drills_world_is_drawn_anew():
-    one, same, other = Places(1), Places(1), Places(2)
-    names = sorted(NAMES)
+    one, same, other = SyntheticLibrary(1), SyntheticLibrary(1), SyntheticLibrary(2)
+    names = sorted(PLACE_NAMES)
     assert len(names) > 2000
-    assert [one.people(name) for name in names] == [same.people(name) for name in names]
-    assert sum(one.people(name) == other.people(name) for name in names) < 20
-    assert min(map(one.people, names)) >= 100 and max(map(one.people, names)) <= 999
-    assert max(Counter(map(one.people, names)).values()) < 12, "no number is more likely than another"
+    assert [one.population(name) for name in names] == [same.population(name) for name in names]
+    assert sum(one.population(name) == other.population(name) for name in names) < 20
+    assert min(map(one.population, names)) >= 100 and max(map(one.population, names)) <= 999
+    assert max(Counter(map(one.population, names)).values()) < 12, "no number is more likely than another"
 
 
 def test_tasks_of_a_users(tmp_path):
@@ -442,13 +455,13 @@ def test_tasks_that_are_none(tmp_path, line, told):
     ("options", "told"),
     [
         ({"kinds": ["program"], "built_in": ["search"]}, "need the tool python"),
-        ({"kinds": ["program"], "world": "drills"}, "drills has no tasks of kind program"),
+        ({"kinds": ["program"], "task_source": "drills"}, "drills has no tasks of kind program"),
         ({"kinds": []}, "kinds: is empty"),
         ({"tasks": "none.jsonl"}, "no tasks at"),
         ({"documents": "none"}, "no documents at"),
-        ({"documents": "x", "world": "drills"}, "leave documents and tasks out"),
+        ({"documents": "x", "task_source": "drills"}, "leave documents and tasks out"),
         ({"tasks": "x", "kinds": ["files"]}, "one or the other"),
-        ({"turns": 0}, "turns=0 is out of range"),
+        ({"max_turns": 0}, "max_turns=0 is out of range"),
         ({"tools": ["nowhere:convert"]}, "cannot load tool"),
         (
             {"kinds": ["compute"], "built_in": ["calculator"], "team": "researcher_solver"},
@@ -517,12 +530,12 @@ def test_hanging_tools_hold_up_nobody_else(module):
         spelled("calculator", expression="1 + 1"),
     ]
     names = ["convert", "wait", "wait_async", "answer_async"]
-    options = {"kinds": ["compute"], "time_limit": 4.0, "tools": [f"own_tools:{name}" for name in names]}
-    arena, done = Arena(lambda: tools(**options), "tools"), []
+    options = {"kinds": ["compute"], "call_time_limit_s": 4.0, "tools": [f"own_tools:{name}" for name in names]}
+    arena, done = EpisodeRunner(lambda: tools(**options), "tools"), []
 
     def match(i):
         call = hanging[i % 3] if i % 10 == 0 else quick[i % 3]
-        return Match(i, {"agent": ScriptedPolicy([call, "#### 0"])}, i)
+        return EpisodeSpec(i, {"agent": ScriptedPolicy([call, "#### 0"])}, i)
 
     episodes = asyncio.run(arena.play_all([match(i) for i in range(200)], Branching(), lambda e: done.append(e.seed)))
     assert all(episode.error is None and len(episode.nodes) == 2 for episode in episodes)
@@ -537,8 +550,10 @@ def test_hanging_tools_hold_up_nobody_else(module):
 def test_hanging_programs_hold_up_nobody_else():
     """The same where everybody runs programs, as many as the machine can run at once."""
     hanging, quick = spelled("python", code="import time\ntime.sleep(600)"), spelled("python", code="print(1 + 1)")
-    arena, done = Arena(lambda: tools(kinds=["program"], time_limit=40.0), "tools"), []
-    matches = [Match(i, {"agent": ScriptedPolicy([hanging if i % 10 == 0 else quick, "0"])}, i) for i in range(200)]
+    arena, done = EpisodeRunner(lambda: tools(kinds=["program"], call_time_limit_s=40.0), "tools"), []
+    matches = [
+        EpisodeSpec(i, {"agent": ScriptedPolicy([hanging if i % 10 == 0 else quick, "0"])}, i) for i in range(200)
+    ]
     episodes = asyncio.run(arena.play_all(matches, Branching(), lambda e: done.append(e.seed)))
     assert all(episode.error is None for episode in episodes)
     assert {seed for seed in done[:180] if seed % 10 == 0} == set()
@@ -558,7 +573,7 @@ def test_what_a_tool_keeps_is_forked_with_the_episode():
 
 
 def test_an_ended_game_is_over():
-    env = Tools(world="drills")
+    env = Tools(task_source="drills")
     with pytest.raises(ValueError, match="call reset"):
         asyncio.run(env.step({"agent": ""}))
     env.reset(0)

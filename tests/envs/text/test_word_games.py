@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from palestra.envs import BUILT_IN, check_env, make_env
-from palestra.envs.text import games
+from palestra.envs import TEXT_ENVS, check_env, make_env
+from palestra.envs.text import board_games
 
-GAMES = [name for name in BUILT_IN if name.startswith("text_")]
+GAMES = [name for name in TEXT_ENVS if name.startswith("text_")]
 
 
 @pytest.mark.parametrize("name", GAMES)
@@ -20,7 +20,8 @@ def test_the_full_rendering_keeps_the_contract(name: str) -> None:
 @pytest.mark.parametrize("name", GAMES)
 def test_rules_are_told_and_states_are_shown_alike(name: str) -> None:
     full, compact = make_env(name, rendering="full"), make_env(name)
-    assert full.told and full.told in full.roles["player_0"] and games.ANSWER in full.roles["player_0"]
+    assert full.rules_text and full.rules_text in full.roles["player_0"]
+    assert board_games.ANSWER_FORMAT in full.roles["player_0"]
     assert compact.roles["player_0"] == compact.rules.name.replace("_", " ")
     assert full.reset(5).observations == compact.reset(5).observations
 

@@ -13,10 +13,10 @@ import pytest
 from palestra.chat import Chat
 from palestra.envs import make_env
 from palestra.envs.base import check_env
-from palestra.envs.text.workflow import Workflow
-from palestra.episodes import load_episodes, to_table
+from palestra.envs.text.adapters.workflow import Workflow
 from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.play import Arena, Branching, Match
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.runs.episodes import load_episodes, to_table
 
 PAIR = ["guide", "walker"]
 
@@ -27,8 +27,8 @@ def obedient(query, rng):
 
 
 def play(env, policies, seed=0, branching=None, **options):
-    arena = Arena(lambda: make_env(type="workflow", **env), "workflow", **options)
-    return asyncio.run(arena.play(Match(seed, policies, seed), branching or Branching()))
+    arena = EpisodeRunner(lambda: make_env(type="workflow", **env), "workflow", **options)
+    return asyncio.run(arena.play(EpisodeSpec(seed, policies, seed), branching or Branching()))
 
 
 @pytest.mark.parametrize("function", ["relay", "graph"])
@@ -117,10 +117,12 @@ def test_a_command_is_a_workflow_too(tmp_path):
 
 
 def test_what_hangs_holds_nobody_up():
-    arena = Arena(lambda: Workflow(seats=["agent"], function="toy_workflows:hanging", timeout=8), "workflow", limit=256)
+    arena = EpisodeRunner(
+        lambda: Workflow(seats=["agent"], function="toy_workflows:hanging", timeout=8), "workflow", max_concurrent=256
+    )
     done: list[float] = []
     start = time.monotonic()
-    matches = [Match(seed, {"agent": ScriptedPolicy(["yes"])}, seed) for seed in range(1, 201)]
+    matches = [EpisodeSpec(seed, {"agent": ScriptedPolicy(["yes"])}, seed) for seed in range(1, 201)]
     episodes = asyncio.run(
         arena.play_all(matches, Branching(), lambda e: done.append(time.monotonic() - start) if not e.error else None)
     )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyspiel
 
-from palestra.envs.vector.base import Frame, VectorEnv
+from palestra.envs.vector.base import VectorEnv, VectorStep
 
 
 class Mirror:
@@ -20,13 +20,13 @@ class Mirror:
         self.env, self.chance = env, chance
         self.game = pyspiel.load_game(game)
         self.players = range(len(env.seats))
-        self.states: list[Any] = [None] * env.games
-        self.deals: list[Iterator[int]] = [iter([])] * env.games
+        self.states: list[Any] = [None] * env.num_envs
+        self.deals: list[Iterator[int]] = [iter([])] * env.num_envs
         self.ended = 0
 
-    def reset(self, seeds: np.ndarray) -> Frame:
+    def reset(self, seeds: np.ndarray) -> VectorStep:
         frame = self.env.reset(seeds)
-        for b in range(self.env.games):
+        for b in range(self.env.num_envs):
             self.begin(b)
         self.compare(frame)
         return frame
@@ -39,7 +39,7 @@ class Mirror:
         while self.states[b].is_chance_node():
             self.states[b].apply_action(next(self.deals[b]))
 
-    def step(self, actions: np.ndarray) -> Frame:
+    def step(self, actions: np.ndarray) -> VectorStep:
         frame = self.env.step(actions)
         for b, state in enumerate(self.states):
             state.apply_action(int(actions[b, state.current_player()]))
@@ -54,20 +54,24 @@ class Mirror:
         self.compare(frame)
         return frame
 
-    def compare(self, frame: Frame) -> None:
+    def compare(self, frame: VectorStep) -> None:
         assert np.array_equal(frame.obs, [self.known(state) for state in self.states])
         turns = np.array([state.current_player() for state in self.states])
-        assert np.array_equal(frame.acting, turns[:, None] == self.players)
+        assert np.array_equal(frame.agent_mask, turns[:, None] == self.players)
         legal = np.array([state.legal_actions_mask() for state in self.states], bool)
-        assert legal.all() if frame.legal is None else np.array_equal(frame.legal[np.arange(len(turns)), turns], legal)
+        assert (
+            legal.all()
+            if frame.action_mask is None
+            else np.array_equal(frame.action_mask[np.arange(len(turns)), turns], legal)
+        )
 
     def known(self, state: Any) -> list[list[float]]:
         return [state.information_state_tensor(n) for n in self.players]
 
 
-def play(mirror: Mirror, games: int, choose: Callable[[Frame], np.ndarray]) -> None:
+def play(mirror: Mirror, games: int, choose: Callable[[VectorStep], np.ndarray]) -> None:
     """Plays until so many games have ended."""
-    frame = mirror.reset(np.arange(mirror.env.games))
+    frame = mirror.reset(np.arange(mirror.env.num_envs))
     while mirror.ended < games:
         frame = mirror.step(choose(frame))
 
@@ -75,8 +79,8 @@ def play(mirror: Mirror, games: int, choose: Callable[[Frame], np.ndarray]) -> N
 def check_layout(env: VectorEnv, game: str) -> None:
     """Views and actions are as many as OpenSpiel's."""
     theirs = pyspiel.load_game(game)
-    assert env.views == (tuple(theirs.information_state_tensor_shape()),) * theirs.num_players()
-    assert all(space.n == theirs.num_distinct_actions() for space in env.actions)  # type: ignore[union-attr]
+    assert env.observation_shapes == (tuple(theirs.information_state_tensor_shape()),) * theirs.num_players()
+    assert all(space.n == theirs.num_distinct_actions() for space in env.action_spaces)  # type: ignore[union-attr]
     assert env.seats == tuple(f"player_{n}" for n in range(theirs.num_players()))
 
 

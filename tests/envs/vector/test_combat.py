@@ -10,7 +10,7 @@ import pytest
 from palestra.envs.vector.base import Discrete
 from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.combat import COOLDOWN, HEALTH, SHIELD, Combat, X, Y
-from palestra.envs.vector.combat_maps import MAPS, Map
+from palestra.envs.vector.combat_maps import MAPS, CombatMap
 from palestra.envs.vector.pettingzoo import to_parallel
 
 STOP, EAST, ATTACK = 1, 4, 6
@@ -30,92 +30,96 @@ STOP, EAST, ATTACK = 1, 4, 6
         ("3s_vs_5z", 48, 68, 11),
     ],
 )
-def test_sizes_are_those_of_smac(name: Map, view: int, state: int, actions: int) -> None:
+def test_sizes_are_those_of_smac(name: CombatMap, view: int, state: int, actions: int) -> None:
     env = Combat(1, map=name)
-    assert env.views[0] == (view,) and env.state_size == state and env.actions[0] == Discrete(actions)
+    assert (
+        env.observation_shapes[0] == (view,) and env.state_size == state and env.action_spaces[0] == Discrete(actions)
+    )
 
 
 def test_every_map_that_the_option_names_is_there() -> None:
-    assert get_args(Map) == tuple(MAPS)
+    assert get_args(CombatMap) == tuple(MAPS)
 
 
 @pytest.mark.parametrize("name", ["3m", "2s3z", "3s_vs_4z"])
-def test_it_keeps_the_contract(name: Map) -> None:
-    check_vector_env(lambda games: Combat(games, map=name), games=4, steps=130)
+def test_it_keeps_the_contract(name: CombatMap) -> None:
+    check_vector_env(lambda games: Combat(games, map=name), num_envs=4, steps=130)
 
 
 def view_of(env: Combat, b: int, n: int) -> list[float]:
     """What seat n sees by SMAC's definition, from the units themselves."""
-    units, rules, allies = env.memory["units"][b], env.rules, len(env.seats)
+    units, rules, allies = env.internal_state["units"][b], env.params, len(env.seats)
     mine = units[n]
     if mine[HEALTH] <= 0:
-        return [0.0] * env.views[n][0]
+        return [0.0] * env.observation_shapes[n][0]
 
     def body(u: int, shields: bool) -> list[float]:
-        bits = [float(rules.kind_U[u] == bit) for bit in range(rules.bits)]
+        bits = [float(rules.type_U[u] == bit) for bit in range(rules.num_type_bits)]
         return [units[u, HEALTH] / rules.health_U[u], *(units[u, [SHIELD] * shields] / rules.shield_U[u]), *bits]
 
     view = [float(0 <= mine[Y] + 1 < 32), float(mine[Y] - 1 >= 0), float(mine[X] + 1 < 32), float(mine[X] - 1 >= 0)]
     for u in [*range(allies, len(units)), *(m for m in range(allies) if m != n)]:
-        shields = rules.ally_shields if u < allies else rules.enemy_shields
+        shields = rules.allies_have_shields if u < allies else rules.enemies_have_shields
         off = units[u, [X, Y]] - mine[[X, Y]]
         far = float(np.hypot(*off))
         if far < 9 and units[u, HEALTH] > 0:
             view += [float(u < allies or far <= 6), far / 9, *(off / 9), *body(u, shields)]
         else:
-            view += [0.0] * (5 + shields + rules.bits)
-    return view + body(n, rules.ally_shields)
+            view += [0.0] * (5 + shields + rules.num_type_bits)
+    return view + body(n, rules.allies_have_shields)
 
 
 def state_of(env: Combat, b: int) -> list[float]:
-    units, rules, allies = env.memory["units"][b], env.rules, len(env.seats)
+    units, rules, allies = env.internal_state["units"][b], env.params, len(env.seats)
     state: list[float] = []
     for u, unit in enumerate(units):
-        shields = rules.ally_shields if u < allies else rules.enemy_shields
+        shields = rules.allies_have_shields if u < allies else rules.enemies_have_shields
         cooldown = [unit[COOLDOWN] / rules.reload_U[u]] if u < allies else []
         one = [unit[HEALTH] / rules.health_U[u], *cooldown, (unit[X] - 16) / 32, (unit[Y] - 16) / 32]
         one += [*(unit[[SHIELD] * shields] / rules.shield_U[u])]
-        one += [float(rules.kind_U[u] == bit) for bit in range(rules.bits)]
+        one += [float(rules.type_U[u] == bit) for bit in range(rules.num_type_bits)]
         state += one if unit[HEALTH] > 0 else [0.0] * len(one)
     last = np.zeros((allies, ATTACK + len(units) - allies))
-    for n, action in enumerate(env.memory["last"][b]):
+    for n, action in enumerate(env.internal_state["last"][b]):
         if action >= 0:
             last[n, action] = 1
     return state + last.ravel().tolist()
 
 
 @pytest.mark.parametrize("name", ["3m", "2s3z", "3s_vs_4z"])
-def test_views_state_and_masks_are_smacs(name: Map) -> None:
+def test_views_state_and_masks_are_smacs(name: CombatMap) -> None:
     env, rng, seen = Combat(3, map=name), np.random.default_rng(0), 0.0  # seen: the first enemy, within 6
     frame = env.reset(np.arange(3))
     for _ in range(60):
-        assert frame.legal is not None and frame.state is not None
+        assert frame.action_mask is not None and frame.state is not None
         for b in range(3):
             view_NV = np.array([view_of(env, b, n) for n in range(len(env.seats))])
             assert np.allclose(frame.obs[b], view_NV, atol=1e-6)
             assert np.allclose(frame.state[b], state_of(env, b), atol=1e-6)
-            alive = env.memory["units"][b, : len(env.seats), HEALTH] > 0
-            assert np.array_equal(frame.acting[b], alive)
+            alive = env.internal_state["units"][b, : len(env.seats), HEALTH] > 0
+            assert np.array_equal(frame.agent_mask[b], alive)
             seen += view_NV[:, 4].sum()
-            assert np.array_equal(frame.legal[b, :, 0], ~alive) and np.array_equal(frame.legal[b, :, 1], alive)
-            assert np.array_equal(frame.legal[b, :, 2:6], view_NV[:, :4] > 0)
-        fights = np.stack([env.script("focus", n) for n in range(len(env.seats))], axis=1)
+            assert np.array_equal(frame.action_mask[b, :, 0], ~alive) and np.array_equal(
+                frame.action_mask[b, :, 1], alive
+            )
+            assert np.array_equal(frame.action_mask[b, :, 2:6], view_NV[:, :4] > 0)
+        fights = np.stack([env.scripted_actions("focus", n) for n in range(len(env.seats))], axis=1)
         frame = env.step(np.where(rng.random(fights.shape) < 0.8, fights, random_actions(env, frame, rng)))
     assert seen > 0
 
 
-def field(name: Map, places: list[tuple[float, float]], **options: Any) -> Combat:
+def field(name: CombatMap, places: list[tuple[float, float]], **options: Any) -> Combat:
     """One game whose units stand as said, allies first."""
     env = Combat(1, map=name, **options)
     env.reset(np.array([0]))
-    env.memory["units"][0, :, [X, Y]] = np.array(places).T
+    env.internal_state["units"][0, :, [X, Y]] = np.array(places).T
     env.step(np.full((1, len(env.seats)), STOP))  # legal actions and views of the new places
     return env
 
 
 def test_a_marine_shoots_every_1_7_steps_and_kills_in_eight_shots() -> None:
     env = field("3m", [(1, 1), (1, 30), (10, 16), (15, 16), (30, 1), (30, 30)])
-    units = env.memory["units"][0]
+    units = env.internal_state["units"][0]
     units[:, HEALTH], units[:, COOLDOWN] = 45, 0
     units[3:, COOLDOWN] = 1e9  # they do not shoot back
     rewards, healths = [], []
@@ -125,7 +129,7 @@ def test_a_marine_shoots_every_1_7_steps_and_kills_in_eight_shots() -> None:
     # Shots at 0, 13.7, 27.3, 41.0, 54.7, 68.3, 82.0, 95.6 loops, 8 loops to a step.
     assert healths == [39, 33, 33, 27, 27, 21, 15, 15, 9, 9, 3, 0]
     assert np.allclose(np.array(rewards) * 365 / 20, [6, 6, 0, 6, 0, 6, 6, 0, 6, 0, 6, 3 + 10])
-    assert env.memory["target"][0, 0] == 2
+    assert env.internal_state["target"][0, 0] == 2
 
 
 @pytest.mark.parametrize(
@@ -147,8 +151,8 @@ def test_shields_come_first_and_armour_takes_its_part(
     places = [(1.0, 2.0 * u) for u in range(5)] + [(30.0, 2.0 * u) for u in range(5)]
     places[victim] = (places[shooter][0] + 1, places[shooter][1])
     env = field("2s3z", places)
-    unit = env.memory["units"][0, victim]
-    env.memory["units"][0, :, COOLDOWN] = [0 if u == shooter else 1e9 for u in range(10)]
+    unit = env.internal_state["units"][0, victim]
+    env.internal_state["units"][0, :, COOLDOWN] = [0 if u == shooter else 1e9 for u in range(10)]
     unit[SHIELD], health = shield, unit[HEALTH]
     actions = np.full((1, 5), STOP)
     actions[0, shooter] = ATTACK + victim - 5
@@ -160,9 +164,9 @@ def test_shields_come_first_and_armour_takes_its_part(
 
 def test_units_walk_at_their_own_speed_and_not_over_the_border() -> None:
     env = field("2s3z", [(2, 5), (31.5, 6), (2, 7), (2, 8), (2, 9), *[(20, 28)] * 5])
-    before = env.memory["units"][0].copy()
+    before = env.internal_state["units"][0].copy()
     env.step(np.array([[EAST, EAST, EAST, 3, 5]]))
-    moved = env.memory["units"][0, :5, [X, Y]].T - before[:5, [X, Y]]
+    moved = env.internal_state["units"][0, :5, [X, Y]].T - before[:5, [X, Y]]
     stalker, zealot = 4.13 * 8 / 22.4, 3.15 * 8 / 22.4
     # The second would leave the field: it stops.
     expected = np.array([(stalker, 0.0), (0.0, 0.0), (zealot, 0.0), (0.0, -zealot), (-zealot, 0.0)])
@@ -171,31 +175,33 @@ def test_units_walk_at_their_own_speed_and_not_over_the_border() -> None:
 
 def test_an_attack_out_of_reach_walks_to_it_and_no_further() -> None:
     env = field("3m", [(10, 16), (1, 1), (1, 2), (15.9, 16), (31, 30), (31, 31)])
-    env.memory["units"][0, 3, [X, Y]] = 15.9, 16
-    env.memory["units"][0, 0, [X, Y]] = 10, 16
-    env.memory["units"][0, 3, HEALTH] = 45
-    env.memory["units"][0, 3, COOLDOWN] = 1e9
-    env.frame.legal[:] = True  # type: ignore[index]
+    env.internal_state["units"][0, 3, [X, Y]] = 15.9, 16
+    env.internal_state["units"][0, 0, [X, Y]] = 10, 16
+    env.internal_state["units"][0, 3, HEALTH] = 45
+    env.internal_state["units"][0, 3, COOLDOWN] = 1e9
+    env.vector_step.action_mask[:] = True  # type: ignore[index]
     env.step(np.array([[ATTACK, STOP, STOP]]))
-    gap = env.memory["units"][0, 3, X] - env.memory["units"][0, 0, X]
-    assert gap == pytest.approx(5.6) and env.memory["units"][0, 3, HEALTH] == 45  # both came 0.15 closer, to 5.75
+    gap = env.internal_state["units"][0, 3, X] - env.internal_state["units"][0, 0, X]
+    assert (
+        gap == pytest.approx(5.6) and env.internal_state["units"][0, 3, HEALTH] == 45
+    )  # both came 0.15 closer, to 5.75
 
 
 def test_enemies_go_on_with_their_target_while_it_is_in_reach() -> None:
     env = field("3m", [(16, 16), (1, 1), (1, 2), (20, 16), (31, 30), (31, 31)])
-    assert env.memory["target"][0, 0] == 0
-    env.memory["units"][0, 1, [X, Y]] = 19, 16  # nearer now
+    assert env.internal_state["target"][0, 0] == 0
+    env.internal_state["units"][0, 1, [X, Y]] = 19, 16  # nearer now
     env.step(np.full((1, 3), STOP))
-    assert env.memory["target"][0, 0] == 0
-    env.memory["units"][0, 0, [X, Y]] = 1, 3
+    assert env.internal_state["target"][0, 0] == 0
+    env.internal_state["units"][0, 0, [X, Y]] = 1, 3
     env.step(np.full((1, 3), STOP))
-    assert env.memory["target"][0, 0] == 1
+    assert env.internal_state["target"][0, 0] == 1
 
 
 def test_who_dies_still_shoots_and_a_draw_is_no_success() -> None:
     env = field("3m", [(10, 16), (10, 17), (10, 18), (14, 16), (14, 17), (14, 18)])
-    env.memory["units"][0, :, COOLDOWN] = 0
-    env.memory["units"][0, :, HEALTH] = [6, 0, 0, 6, 0, 0]
+    env.internal_state["units"][0, :, COOLDOWN] = 0
+    env.internal_state["units"][0, :, HEALTH] = [6, 0, 0, 6, 0, 0]
     frame = env.step(np.array([[ATTACK, 0, 0]]))
     assert frame.terminated[0] and frame.success is not None and not frame.success[0]
     assert np.allclose(frame.rewards[0], 16 * 20 / 365)
@@ -203,16 +209,16 @@ def test_who_dies_still_shoots_and_a_draw_is_no_success() -> None:
 
 def test_the_dead_do_not_act_and_the_living_play_on() -> None:
     env = field("3m", [(10, 16), (10, 17), (10, 18), (14, 16), (14, 17), (14, 18)])
-    env.memory["units"][0, :, COOLDOWN] = [1e9, 1e9, 1e9, 0, 0, 0]
-    env.memory["units"][0, 1, HEALTH] = 1
-    env.memory["target"][0] = 1
+    env.internal_state["units"][0, :, COOLDOWN] = [1e9, 1e9, 1e9, 0, 0, 0]
+    env.internal_state["units"][0, 1, HEALTH] = 1
+    env.internal_state["target"][0] = 1
     frame = env.step(np.full((1, 3), STOP))
-    assert frame.acting[0].tolist() == [True, False, True] and frame.legal is not None
-    assert frame.legal[0, 1].tolist() == [True] + [False] * 8 and not frame.obs[0, 1].any()
-    place = env.memory["units"][0, 1, [X, Y]].copy()
+    assert frame.agent_mask[0].tolist() == [True, False, True] and frame.action_mask is not None
+    assert frame.action_mask[0, 1].tolist() == [True] + [False] * 8 and not frame.obs[0, 1].any()
+    place = env.internal_state["units"][0, 1, [X, Y]].copy()
     frame = env.step(np.array([[99, EAST, -1]]))  # out of range: stop
-    assert np.array_equal(env.memory["units"][0, 1, [X, Y]], place)
-    assert env.memory["last"][0].tolist() == [STOP, 0, STOP]
+    assert np.array_equal(env.internal_state["units"][0, 1, [X, Y]], place)
+    assert env.internal_state["last"][0].tolist() == [STOP, 0, STOP]
 
 
 def test_the_limit_cuts_a_battle_off() -> None:
@@ -222,7 +228,7 @@ def test_the_limit_cuts_a_battle_off() -> None:
         frame = env.step(np.full((2, 3), STOP))
         assert frame.truncated.all() == (step == 2)
     assert not frame.terminated.any() and frame.success is not None and not frame.success.any()
-    assert Combat(1).rules.cycles == 60 and Combat(1, map="2s3z").rules.cycles == 120
+    assert Combat(1).params.max_steps == 60 and Combat(1, map="2s3z").params.max_steps == 120
 
 
 def test_of_a_battle_cut_off_the_dead_are_cut_off_with_the_living() -> None:
@@ -230,31 +236,33 @@ def test_of_a_battle_cut_off_the_dead_are_cut_off_with_the_living() -> None:
     env = Combat(1, cycles=2)
     theirs = to_parallel(lambda games: env)
     theirs.reset(seed=0)
-    env.memory["units"][0, 1, HEALTH] = 0
+    env.internal_state["units"][0, 1, HEALTH] = 0
     theirs.step({})
     _, _, terminated, truncated, _ = theirs.step({})
-    assert env.frame.truncated[0] and not env.frame.terminated[0] and env.frame.seat_terminated is None
+    assert (
+        env.vector_step.truncated[0] and not env.vector_step.terminated[0] and env.vector_step.seat_terminated is None
+    )
     assert not any(terminated.values()) and all(truncated.values())
 
 
 def battles(env: Combat, scripted: bool) -> tuple[float, np.ndarray]:
     """The share of first battles that are won, and what each yields."""
-    rng, B = np.random.default_rng(0), env.games
+    rng, B = np.random.default_rng(0), env.num_envs
     frame, open_B, won_B, earned_B = env.reset(np.arange(B)), np.ones(B, bool), np.zeros(B, bool), np.zeros(B)
     while open_B.any():
         actions = random_actions(env, frame, rng)
         if scripted:
-            actions = np.stack([env.script("focus", n) for n in range(len(env.seats))], axis=1)
+            actions = np.stack([env.scripted_actions("focus", n) for n in range(len(env.seats))], axis=1)
         frame = env.step(actions)
         assert frame.success is not None and (frame.rewards == frame.rewards[:, :1]).all()
         earned_B += frame.rewards[:, 0] * open_B
         won_B |= open_B & frame.success
-        open_B &= ~frame.over
+        open_B &= ~frame.done
     return float(won_B.mean()), earned_B
 
 
 @pytest.mark.parametrize("name", ["3m", "8m", "2s3z", "3s5z"])
-def test_focused_fire_wins_and_chance_does_not(name: Map) -> None:
+def test_focused_fire_wins_and_chance_does_not(name: CombatMap) -> None:
     won, earned_B = battles(Combat(100, map=name), scripted=True)
     assert won >= 0.8 and earned_B.max() == pytest.approx(20)
     won, earned_B = battles(Combat(100, map=name), scripted=False)
@@ -263,10 +271,13 @@ def test_focused_fire_wins_and_chance_does_not(name: Map) -> None:
 
 def kited(env: Combat) -> np.ndarray:
     """Actions of stalkers that shoot when they can and else walk away from zealots, off the border."""
-    units, actions = env.memory["units"], np.stack([env.script("focus", n) for n in range(len(env.seats))], axis=1)
-    legal = env.frame.legal
+    units, actions = (
+        env.internal_state["units"],
+        np.stack([env.scripted_actions("focus", n) for n in range(len(env.seats))], axis=1),
+    )
+    legal = env.vector_step.action_mask
     assert legal is not None
-    for b, n in np.argwhere(env.frame.acting & (units[:, : len(env.seats), COOLDOWN] >= 8)):
+    for b, n in np.argwhere(env.vector_step.agent_mask & (units[:, : len(env.seats), COOLDOWN] >= 8)):
         alive = units[b, len(env.seats) :, HEALTH] > 0
         foes = units[b, len(env.seats) :][alive][:, [X, Y]]
         to = units[b, n, [X, Y]] + 1.475 * np.array([(0, 1), (0, -1), (1, 0), (-1, 0)])
@@ -293,7 +304,7 @@ def test_options_and_scripts_that_are_not_there_are_refused() -> None:
         Combat(map="4m")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cycles: 0 is too small"):
         Combat(cycles=0)
-    with pytest.raises(ValueError, match="games: 0 is too small"):
+    with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         Combat(0)
     with pytest.raises(ValueError, match='no scripted player "rush"; it has: focus'):
-        Combat(1).script("rush", 0)
+        Combat(1).scripted_actions("rush", 0)

@@ -82,12 +82,12 @@ def test_games_and_their_successors_are_the_packages_from_the_same_seed(options:
         frame, (obs, _) = env.reset(np.array([seed])), other.reset(seed=seed)
         for _ in range(250):
             assert np.array_equal(frame.obs[0], np.stack(obs))
-            assert frame.legal is not None and np.array_equal(frame.legal[0], mask(other))
+            assert frame.action_mask is not None and np.array_equal(frame.action_mask[0], mask(other))
             actions = together(other, 0.8 if seed % 2 else 0.05, rng)
             frame = env.step(actions[None].astype(np.int32))
             obs, rewards, done, _, _ = other.step(actions.tolist())
             assert np.array_equal(frame.rewards[0], np.array(rewards, np.float32))
-            assert frame.over[0] == done and frame.success is not None
+            assert frame.done[0] == done and frame.success is not None
             assert frame.terminated[0] == frame.success[0] == (other.field.sum() == 0)
             if done:
                 assert np.array_equal(frame.final_obs[0], np.stack(obs))
@@ -98,32 +98,32 @@ def test_games_and_their_successors_are_the_packages_from_the_same_seed(options:
 
 @pytest.mark.parametrize("options", VARIANTS)
 def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
-    check_vector_env(lambda games: Foraging(games, **options), games=4, steps=180)
+    check_vector_env(lambda games: Foraging(games, **options), num_envs=4, steps=180)
 
 
 def placed(agents: list[list[int]], food: list[list[int]], **options: Any) -> Foraging:
     """A game with agents and food as said, each row, column, level."""
     env = Foraging(1, agents=len(agents), food=len(food), **options)
     env.reset(np.array([0]))
-    env.memory["agents"][0], env.memory["food"][0] = agents, food
-    env.memory["total"][0] = sum(level for _, _, level in food)
-    env.frame.legal[:] = True  # type: ignore[index]
+    env.internal_state["agents"][0], env.internal_state["food"][0] = agents, food
+    env.internal_state["total"][0] = sum(level for _, _, level in food)
+    env.vector_step.action_mask[:] = True  # type: ignore[index]
     return env
 
 
 def test_agents_that_want_one_cell_stay_and_others_may_swap() -> None:
     env = placed([[0, 0, 1], [0, 2, 1], [4, 4, 1], [4, 5, 1]], [[6, 1, 1]])
     env.step(np.array([[4, 3, 4, 3]]))
-    assert env.memory["agents"][0, :, :2].tolist() == [[0, 0], [0, 2], [4, 5], [4, 4]]
+    assert env.internal_state["agents"][0, :, :2].tolist() == [[0, 0], [0, 2], [4, 5], [4, 4]]
 
 
 def test_food_is_shared_by_level_and_a_failed_attempt_costs() -> None:
     env = placed([[2, 1, 1], [2, 3, 2], [5, 4, 1]], [[2, 2, 3], [5, 5, 2]], penalty=0.1)
     frame = env.step(np.array([[5, 5, 5]]))
     assert np.allclose(frame.rewards[0], [3 / 15, 6 / 15, -0.1])  # 1 * 3 and 2 * 3, over (1 + 2) * (3 + 2)
-    assert env.memory["food"][0].tolist() == [[0, 0, 0], [5, 5, 2]] and not frame.over[0]
-    assert frame.state is not None and frame.legal is not None
-    assert frame.legal[0, :, 5].tolist() == [False, False, True] and not frame.legal[0, 2, 4]
+    assert env.internal_state["food"][0].tolist() == [[0, 0, 0], [5, 5, 2]] and not frame.done[0]
+    assert frame.state is not None and frame.action_mask is not None
+    assert frame.action_mask[0, :, 5].tolist() == [False, False, True] and not frame.action_mask[0, 2, 4]
     food = [0, 0, 0, 5 / 7, 5 / 7, 2 / 6]
     assert np.allclose(frame.state[0], [2 / 7, 1 / 7, 0.5, 2 / 7, 3 / 7, 1, 5 / 7, 4 / 7, 0.5, *food, 1 / 50])
 
@@ -133,12 +133,12 @@ def test_all_food_eaten_is_success_and_the_next_game_begins() -> None:
     frame = env.step(np.array([[5]]))
     assert frame.rewards[0, 0] == 1 and frame.terminated[0] and frame.success is not None and frame.success[0]
     assert frame.final_obs[0, 0].tolist() == [-1, -1, 0, 2, 1, 2]
-    assert frame.obs[0, 0, 2] > 0 and env.memory["steps"][0] == 0
+    assert frame.obs[0, 0, 2] > 0 and env.internal_state["steps"][0] == 0
 
 
 def test_the_limit_cuts_a_game_off() -> None:
     env = placed([[0, 0, 1]], [[2, 2, 2]], cycles=2)
-    assert not env.step(np.array([[0]])).over[0]
+    assert not env.step(np.array([[0]])).done[0]
     frame = env.step(np.array([[0]]))
     assert frame.truncated[0] and not frame.terminated[0] and frame.success is not None and not frame.success[0]
 
@@ -146,7 +146,7 @@ def test_the_limit_cuts_a_game_off() -> None:
 def test_actions_out_of_range_do_nothing() -> None:
     env = placed([[3, 3, 1], [5, 5, 1]], [[1, 1, 2]])
     env.step(np.array([[-7, 99]]))
-    assert env.memory["agents"][0].tolist() == [[3, 3, 1], [5, 5, 1]]
+    assert env.internal_state["agents"][0].tolist() == [[3, 3, 1], [5, 5, 1]]
 
 
 def test_random_play_of_many_games_earns_at_most_one_a_game() -> None:
@@ -156,14 +156,14 @@ def test_random_play_of_many_games_earns_at_most_one_a_game() -> None:
         frame = env.step(random_actions(env, frame, rng))
         earned += frame.rewards.sum(axis=1)
         most = max(most, earned.max())
-        earned[frame.over] = 0
+        earned[frame.done] = 0
     assert 0.3 < most <= 1 + 1e-6
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"games": 0}, "games: 0 is too small"),
+        ({"num_envs": 0}, "num_envs: 0 is too small"),
         ({"size": 2}, "size: 2 is too small"),
         ({"agents": 0}, "agents: 0 is too small"),
         ({"agents": 33}, "33 on 8 x 8 cells find no room"),

@@ -13,8 +13,8 @@ from mortal_games import Trio
 
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete
 from palestra.envs.vector.check import check_vector_env
-from palestra.envs.vector.gymnasium import GymnasiumEnv, GymnasiumGame, choice_of, space_for, view_of
-from palestra.envs.vector.loop import Loop, game_seed
+from palestra.envs.vector.gymnasium import GymnasiumEnv, GymnasiumGame, action_decoder, gymnasium_space, obs_encoder
+from palestra.envs.vector.sync_vector import SyncVectorEnv, episode_seed
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_cart_pole_goes_as_gymnasium_plays_it() -> None:
     env, seeds = GymnasiumEnv(2), [3, 4]
     theirs = [gymnasium.make("CartPole-v1") for _ in seeds]
     frame, rng, played = env.reset(np.array(seeds)), np.random.default_rng(0), [0, 0]
-    assert env.seats == ("agent",) and env.views == ((4,),) and env.actions == (Discrete(2),)
+    assert env.seats == ("agent",) and env.observation_shapes == ((4,),) and env.action_spaces == (Discrete(2),)
     assert frame.obs[:, 0].tolist() == [
         one.reset(seed=seed)[0].tolist() for one, seed in zip(theirs, seeds, strict=True)
     ]
@@ -48,7 +48,7 @@ def test_cart_pole_goes_as_gymnasium_plays_it() -> None:
             if terminated or truncated:
                 assert frame.final_obs[b, 0].tolist() == seen.tolist()
                 played[b] += 1
-                seen = one.reset(seed=game_seed(seeds[b], played[b]))[0]
+                seen = one.reset(seed=episode_seed(seeds[b], played[b]))[0]
             assert frame.obs[b, 0].tolist() == seen.tolist()
     assert min(played) > 1
 
@@ -56,7 +56,7 @@ def test_cart_pole_goes_as_gymnasium_plays_it() -> None:
 def test_pendulum_takes_numbers_within_its_bounds() -> None:
     """A torque of 9 is one of 2, the bound; rewards and views are Gymnasium's to the precision of float32."""
     env, theirs = GymnasiumEnv(1, id="Pendulum-v1"), gymnasium.make("Pendulum-v1")
-    assert env.actions == (Continuous((-2.0,), (2.0,)),)
+    assert env.action_spaces == (Continuous((-2.0,), (2.0,)),)
     env.reset(np.array([7]))
     theirs.reset(seed=7)
     for number in range(200):
@@ -72,7 +72,10 @@ def test_taxi_says_which_actions_are_legal() -> None:
     for seed in range(5):
         frame = env.reset(np.array([seed]))
         seen, info = theirs.reset(seed=seed)
-        assert frame.legal is not None and frame.legal[0, 0].tolist() == info["action_mask"].astype(bool).tolist()
+        assert (
+            frame.action_mask is not None
+            and frame.action_mask[0, 0].tolist() == info["action_mask"].astype(bool).tolist()
+        )
         assert frame.obs[0, 0].argmax() == seen and frame.obs[0, 0].sum() == 1
 
 
@@ -99,7 +102,7 @@ def test_masks_that_cannot_be_heeded_are_refused(actions: Any) -> None:
         ValueError, match="gives an action_mask, which is only heeded for one Discrete action of a seat"
     ):
         GymnasiumGame(lambda: env)
-    assert GymnasiumGame(lambda: Masked(spaces.Discrete(2))).spec.masks
+    assert GymnasiumGame(lambda: Masked(spaces.Discrete(2))).spec.has_action_mask
 
 
 class Bargain(gymnasium.Env[Any, Any]):
@@ -120,15 +123,15 @@ class Bargain(gymnasium.Env[Any, Any]):
 
 
 def test_a_tuple_of_actions_makes_seats() -> None:
-    def make(games: int) -> Loop:
-        return Loop(partial(GymnasiumGame, Bargain), games)
+    def make(games: int) -> SyncVectorEnv:
+        return SyncVectorEnv(partial(GymnasiumGame, Bargain), games)
 
     check_vector_env(make)
     env = make(1)
-    assert env.seats == ("agent_0", "agent_1") and env.actions == (Discrete(2), Discrete(3))
+    assert env.seats == ("agent_0", "agent_1") and env.action_spaces == (Discrete(2), Discrete(3))
     assert env.reset(np.array([0])).obs[0, 1].sum() == 1  # one-hot, as long as the longest view
     frame = env.step(np.array([[1, 1]]))
-    assert frame.rewards.tolist() == [[6, 1]] and not frame.over[0]
+    assert frame.rewards.tolist() == [[6, 1]] and not frame.done[0]
     frame = env.step(np.array([[1, 2]]))
     assert frame.rewards.tolist() == [[7, 1]] and frame.terminated[0]
     assert frame.success is not None and frame.success[0]
@@ -150,9 +153,11 @@ class Race(gymnasium.Env[Any, Any]):
 
 
 def test_seats_end_one_by_one() -> None:
-    env = Loop(partial(GymnasiumGame, Race), 1)
+    env = SyncVectorEnv(partial(GymnasiumGame, Race), 1)
     shown = [env.reset(np.array([0])).copy()] + [env.step(np.zeros((1, 2), np.int32)).copy() for _ in range(4)]
-    assert [frame.acting[0].tolist() for frame in shown] == [[True, True]] * 2 + [[False, True]] + [[True, True]] * 2
+    assert [frame.agent_mask[0].tolist() for frame in shown] == [[True, True]] * 2 + [[False, True]] + [
+        [True, True]
+    ] * 2
     assert [frame.rewards[0].tolist() for frame in shown] == [[0, 0], [1, 1], [1, 1], [0, 1], [1, 1]]
     assert [frame.truncated[0] for frame in shown] == [False, False, False, True, False]
     assert not any(frame.terminated[0] for frame in shown)
@@ -161,7 +166,7 @@ def test_seats_end_one_by_one() -> None:
 def test_seats_terminate_or_are_cut_off_one_by_one() -> None:
     """Of three seats the first terminates at once, the second is cut off at once, the third at the end, where the env
     says that the first is cut off too: it has terminated. Those that left keep what they saw last."""
-    env = Loop(partial(GymnasiumGame, Trio), 1)
+    env = SyncVectorEnv(partial(GymnasiumGame, Trio), 1)
     for _ in range(2):
         env.reset(np.array([0]))
         for time in range(1, 11):
@@ -175,40 +180,40 @@ def test_seats_terminate_or_are_cut_off_one_by_one() -> None:
 def test_views_of_every_kind() -> None:
     square = np.arange(40 * 50, dtype=np.uint8).reshape(40, 50)
     for shape, stored in [((40, 50), (40, 50, 1)), ((40, 50, 3), (40, 50, 3)), ((4, 40, 50), (40, 50, 4))]:
-        view = view_of(spaces.Box(0, 255, shape, np.uint8), "")
-        assert view.shape == stored and view.pixels
-    assert np.array_equal(view_of(spaces.Box(0, 255, (40, 50), np.uint8), "").read(square)[..., 0], square)
+        view = obs_encoder(spaces.Box(0, 255, shape, np.uint8), "")
+        assert view.shape == stored and view.is_uint8
+    assert np.array_equal(obs_encoder(spaces.Box(0, 255, (40, 50), np.uint8), "").encode(square)[..., 0], square)
     stack = np.stack([square, square + 1])
-    assert np.array_equal(view_of(spaces.Box(0, 255, (2, 40, 50), np.uint8), "").read(stack)[..., 1], square + 1)
-    memory = view_of(spaces.Box(0, 255, (3,), np.uint8), "")
-    assert not memory.pixels and np.allclose(memory.read(np.array([0, 51, 255], np.uint8)), [0, 0.2, 1])
-    board = view_of(spaces.Box(-1, 1, (2, 3)), "")
-    assert board.shape == (6,) and board.read([[1, 2, 3], [4, 5, 6]]).tolist() == [1, 2, 3, 4, 5, 6]
-    picks = view_of(spaces.MultiDiscrete([2, 3]), "")
-    assert picks.shape == (5,) and picks.read(np.array([1, 0])).tolist() == [0, 1, 1, 0, 0]
-    both = view_of(spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(-9, 9, (1,))}), "")
-    assert both.shape == (3,) and both.read({"a": 1, "b": np.array([5.0], np.float32)}).tolist() == [0, 1, 5]
+    assert np.array_equal(obs_encoder(spaces.Box(0, 255, (2, 40, 50), np.uint8), "").encode(stack)[..., 1], square + 1)
+    memory = obs_encoder(spaces.Box(0, 255, (3,), np.uint8), "")
+    assert not memory.is_uint8 and np.allclose(memory.encode(np.array([0, 51, 255], np.uint8)), [0, 0.2, 1])
+    board = obs_encoder(spaces.Box(-1, 1, (2, 3)), "")
+    assert board.shape == (6,) and board.encode([[1, 2, 3], [4, 5, 6]]).tolist() == [1, 2, 3, 4, 5, 6]
+    picks = obs_encoder(spaces.MultiDiscrete([2, 3]), "")
+    assert picks.shape == (5,) and picks.encode(np.array([1, 0])).tolist() == [0, 1, 1, 0, 0]
+    both = obs_encoder(spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(-9, 9, (1,))}), "")
+    assert both.shape == (3,) and both.encode({"a": 1, "b": np.array([5.0], np.float32)}).tolist() == [0, 1, 5]
     with pytest.raises(ValueError, match="size is not fixed"):
-        view_of(spaces.Sequence(spaces.Discrete(2)), "x")
+        obs_encoder(spaces.Sequence(spaces.Discrete(2)), "x")
 
 
 def test_actions_of_every_kind() -> None:
-    shifted = choice_of(spaces.Discrete(4, start=-1), "")
-    assert shifted.space == Discrete(4) and [shifted.write(np.int32(a)) for a in (0, 3)] == [-1, 2]
-    grid = choice_of(spaces.MultiDiscrete([[2, 3], [4, 5]]), "")
+    shifted = action_decoder(spaces.Discrete(4, start=-1), "")
+    assert shifted.space == Discrete(4) and [shifted.decode(np.int32(a)) for a in (0, 3)] == [-1, 2]
+    grid = action_decoder(spaces.MultiDiscrete([[2, 3], [4, 5]]), "")
     assert grid.space == MultiDiscrete((2, 3, 4, 5))
-    assert grid.write(np.array([1, 2, 3, 4, 9])).tolist() == [[1, 2], [3, 4]]  # longer where another seat has more
-    switches = choice_of(spaces.MultiBinary(2), "")
-    assert switches.space == MultiDiscrete((2, 2)) and switches.write(np.array([0, 1])).tolist() == [0, 1]
-    box = choice_of(spaces.Box(np.array([0, -1]), np.array([1, 3]), dtype=np.float64), "")
-    assert box.space == Continuous((0.0, -1.0), (1.0, 3.0)) and box.write(np.array([1, 2, 9])).dtype == np.float64
+    assert grid.decode(np.array([1, 2, 3, 4, 9])).tolist() == [[1, 2], [3, 4]]  # longer where another seat has more
+    switches = action_decoder(spaces.MultiBinary(2), "")
+    assert switches.space == MultiDiscrete((2, 2)) and switches.decode(np.array([0, 1])).tolist() == [0, 1]
+    box = action_decoder(spaces.Box(np.array([0, -1]), np.array([1, 3]), dtype=np.float64), "")
+    assert box.space == Continuous((0.0, -1.0), (1.0, 3.0)) and box.decode(np.array([1, 2, 9])).dtype == np.float64
     with pytest.raises(ValueError, match="choices or bounded numbers"):
-        choice_of(spaces.Box(-np.inf, np.inf, (1,)), "x")
+        action_decoder(spaces.Box(-np.inf, np.inf, (1,)), "x")
 
 
 @pytest.mark.parametrize("space", [Discrete(3), MultiDiscrete((2, 5)), Continuous((-1.0, 0.0), (1.0, 2.0))])
 def test_our_spaces_are_theirs_and_back(space: Any) -> None:
-    assert choice_of(space_for(space), "").space == space
+    assert action_decoder(gymnasium_space(space), "").space == space
 
 
 def test_what_gymnasium_cannot_make_is_said() -> None:
@@ -216,5 +221,5 @@ def test_what_gymnasium_cannot_make_is_said() -> None:
         GymnasiumEnv(1, id="CartPoll-v1")
     with pytest.raises(ValueError, match="wheels"):
         GymnasiumEnv(1, id="CartPole-v1", options={"wheels": 4})
-    with pytest.raises(ValueError, match="games is 0"):
+    with pytest.raises(ValueError, match="num_envs is 0"):
         GymnasiumEnv(0)

@@ -31,8 +31,8 @@ def histories(state: Any) -> list[list[int]]:
 def seeds_of_deals(players: int) -> dict[tuple[int, ...], int]:
     """For each deal a seed that begins with it."""
     env = KuhnPoker(4000, players=players)
-    env.reset(np.arange(env.games))
-    deals = {tuple(cards): seed for seed, cards in enumerate(env.memory["cards"][:, :players].tolist())}
+    env.reset(np.arange(env.num_envs))
+    deals = {tuple(cards): seed for seed, cards in enumerate(env.internal_state["cards"][:, :players].tolist())}
     assert set(deals) == set(permutations(range(players + 1), players))
     return deals
 
@@ -45,7 +45,7 @@ def every_game(players: int) -> list[tuple[tuple[int, ...], list[int], list[floa
         state.apply_action(card)
     lines = histories(state)
     env = KuhnPoker(len(deals) * len(lines), players=players)
-    mirror = Mirror(env, game, lambda b: env.memory["cards"][b, :players].tolist())
+    mirror = Mirror(env, game, lambda b: env.internal_state["cards"][b, :players].tolist())
     mirror.reset(np.repeat(list(deals.values()), len(lines)))
     plan = [(deal, moves) for deal in deals for moves in lines]
     rewards: list[list[float]] = [[] for _ in plan]
@@ -68,7 +68,7 @@ def test_every_game_is_the_one_of_openspiel(players: int, games: int) -> None:
 @pytest.mark.parametrize("players", [2, 3, 4])
 def test_games_that_follow_each_other_are_those_of_openspiel(players: int) -> None:
     env, rng = KuhnPoker(50, players=players), np.random.default_rng(0)
-    mirror = Mirror(env, f"kuhn_poker(players={players})", lambda b: env.memory["cards"][b, :players].tolist())
+    mirror = Mirror(env, f"kuhn_poker(players={players})", lambda b: env.internal_state["cards"][b, :players].tolist())
     play(mirror, 500, lambda frame: random_actions(env, frame, rng))
 
 
@@ -96,15 +96,18 @@ def test_a_game_by_hand() -> None:
     frame = env.reset(np.array([seeds_of_deals(2)[KING, QUEEN]]))
     assert frame.obs[0].tolist() == [[1, 0, 0, 0, 1, *[0] * 6], [0, 1, 0, 1, 0, *[0] * 6]]
     assert frame.state is not None and frame.state[0].tolist() == [0, 0, 1, 0, 1, 0, *[0] * 6]
-    assert frame.acting[0].tolist() == [True, False]
+    assert frame.agent_mask[0].tolist() == [True, False]
     frame = env.step(np.array([[0, 1]]))  # the second seat's is ignored
-    assert frame.obs[0, 1].tolist() == [0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0] and frame.acting[0].tolist() == [False, True]
+    assert frame.obs[0, 1].tolist() == [0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0] and frame.agent_mask[0].tolist() == [
+        False,
+        True,
+    ]
     env.step(np.array([[0, 1]]))
     frame = env.step(np.array([[1, 0]]))
     assert frame.rewards[0].tolist() == [2, -2] and frame.terminated[0]
     assert frame.final_state is not None and frame.state is not None
     assert frame.final_state[0].tolist() == [0, 0, 1, 0, 1, 0, 1, 0, 0, 1, 0, 1]
-    assert frame.state[0, 6:].tolist() == [0] * 6 and frame.acting[0].tolist() == [True, False]
+    assert frame.state[0, 6:].tolist() == [0] * 6 and frame.agent_mask[0].tolist() == [True, False]
 
 
 def test_an_action_out_of_range_is_a_pass() -> None:
@@ -119,7 +122,7 @@ def test_deals_are_uniform() -> None:
     env, counts = KuhnPoker(200), np.zeros(27)
     env.reset(np.arange(200))
     for _ in range(100):
-        cards = env.memory["cards"].astype(int)
+        cards = env.internal_state["cards"].astype(int)
         counts += np.bincount(cards @ [9, 3, 1], minlength=27)
         env.step(np.zeros((200, 2), int))
         env.step(np.zeros((200, 2), int))  # two passes end it
@@ -134,7 +137,7 @@ def test_it_keeps_the_contract(players: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"games": 0}, "games: 0 is too small"),
+        ({"num_envs": 0}, "num_envs: 0 is too small"),
         ({"players": 1}, "players: 1 cannot play.*use 2 to 4"),
         ({"players": 5}, "players: 5 cannot play.*use 2 to 4"),
     ],

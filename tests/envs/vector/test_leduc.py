@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from envs.vector.spiel import Mirror, check_layout, deviation, play
 
-from palestra.envs.vector.base import Frame
+from palestra.envs.vector.base import VectorStep
 from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.leduc import CALL, FOLD, RAISE, LeducPoker
 
@@ -14,10 +14,10 @@ from palestra.envs.vector.leduc import CALL, FOLD, RAISE, LeducPoker
 def test_ten_thousand_games_are_those_of_openspiel() -> None:
     env, rng = LeducPoker(500), np.random.default_rng(0)
     check_layout(env, "leduc_poker")
-    mirror = Mirror(env, "leduc_poker", lambda b: env.memory["cards"][b, :3].tolist())
+    mirror = Mirror(env, "leduc_poker", lambda b: env.internal_state["cards"][b, :3].tolist())
     ends: set[tuple[float, ...]] = set()
 
-    def choose(frame: Frame) -> np.ndarray:
+    def choose(frame: VectorStep) -> np.ndarray:
         ends.update(tuple(pair) for pair in frame.rewards[frame.terminated].tolist())
         actions = random_actions(env, frame, rng)
         patient = rng.random(actions.shape) < 0.5  # else half of the games end in an early fold
@@ -27,15 +27,15 @@ def test_ten_thousand_games_are_those_of_openspiel() -> None:
     assert {abs(first) for first, _ in ends} == {0, 1, 3, 5, 7, 9, 11, 13}  # 1, up to two bets of 2, up to two of 4
 
 
-def played(cards: list[int], moves: list[int]) -> Frame:
+def played(cards: list[int], moves: list[int]) -> VectorStep:
     """The last frame of a game with the cards of both players and the public one."""
     env = LeducPoker(1)
     env.reset(np.array([0]))
-    env.memory["cards"][0] = cards + [card for card in range(6) if card not in cards]
-    frame = env.frame
+    env.internal_state["cards"][0] = cards + [card for card in range(6) if card not in cards]
+    frame = env.vector_step
     for action in moves:
-        assert not frame.over[0] and frame.legal is not None
-        assert frame.legal[0, frame.acting[0].argmax(), action]
+        assert not frame.done[0] and frame.action_mask is not None
+        assert frame.action_mask[0, frame.agent_mask[0].argmax(), action]
         frame = env.step(np.full((1, 2), action))
     assert frame.terminated[0]
     return frame
@@ -60,14 +60,14 @@ def test_games_by_hand(cards: list[int], moves: list[int], rewards: list[float])
 def test_who_may_do_what_when() -> None:
     env = LeducPoker(1)
     frame = env.reset(np.array([0]))
-    legal = frame.legal
-    assert legal is not None and legal[0].tolist() == [[False, True, True]] * 2 and frame.acting[0, 0]
+    legal = frame.action_mask
+    assert legal is not None and legal[0].tolist() == [[False, True, True]] * 2 and frame.agent_mask[0, 0]
     env.step(np.array([[RAISE, FOLD]]))
-    assert legal[0].tolist() == [[True, True, True]] * 2 and frame.acting[0].tolist() == [False, True]
+    assert legal[0].tolist() == [[True, True, True]] * 2 and frame.agent_mask[0].tolist() == [False, True]
     env.step(np.array([[FOLD, RAISE]]))
-    assert legal[0].tolist() == [[True, True, False]] * 2 and frame.acting[0].tolist() == [True, False]
+    assert legal[0].tolist() == [[True, True, False]] * 2 and frame.agent_mask[0].tolist() == [True, False]
     env.step(np.array([[CALL, FOLD]]))  # the second round: player_0 begins again
-    assert legal[0].tolist() == [[False, True, True]] * 2 and frame.acting[0].tolist() == [True, False]
+    assert legal[0].tolist() == [[False, True, True]] * 2 and frame.agent_mask[0].tolist() == [True, False]
 
 
 def test_views_and_state_by_hand() -> None:
@@ -78,20 +78,20 @@ def test_views_and_state_by_hand() -> None:
         env.step(np.full((1, 2), action))
     cards = [[0, 0, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0]]
     first_round = [1, 0, 0, 1, 1, 0, 0, 0]
-    assert env.frame.obs[0, 0].tolist() == [1, 0, *cards[0], *cards[2], *first_round, *[0] * 8]
-    assert env.frame.obs[0, 1].tolist() == [0, 1, *cards[1], *cards[2], *first_round, *[0] * 8]
-    assert env.frame.state is not None and env.frame.final_state is not None
+    assert env.vector_step.obs[0, 0].tolist() == [1, 0, *cards[0], *cards[2], *first_round, *[0] * 8]
+    assert env.vector_step.obs[0, 1].tolist() == [0, 1, *cards[1], *cards[2], *first_round, *[0] * 8]
+    assert env.vector_step.state is not None and env.vector_step.final_state is not None
     state = [*cards[0], *cards[1], *cards[2], *first_round]
-    assert env.frame.state[0].tolist() == [*state, *[0] * 8]
+    assert env.vector_step.state[0].tolist() == [*state, *[0] * 8]
     env.step(np.full((1, 2), RAISE))
     env.step(np.full((1, 2), FOLD))
-    assert env.frame.final_state[0].tolist() == [*state, 0, 1, *[0] * 6]
-    assert env.frame.state[0, 12:].tolist() == [0] * 22  # no public card, no moves
+    assert env.vector_step.final_state[0].tolist() == [*state, 0, 1, *[0] * 6]
+    assert env.vector_step.state[0, 12:].tolist() == [0] * 22  # no public card, no moves
 
 
 def dealt(env: LeducPoker, seed: int) -> list[int]:
     env.reset(np.array([seed]))
-    cards: list[int] = env.memory["cards"][0, :3].tolist()
+    cards: list[int] = env.internal_state["cards"][0, :3].tolist()
     return cards
 
 
@@ -107,7 +107,7 @@ def test_deals_are_uniform() -> None:
     env, counts = LeducPoker(500), np.zeros(216)
     env.reset(np.arange(500))
     for _ in range(40):
-        counts += np.bincount(env.memory["cards"][:, :3].astype(int) @ [36, 6, 1], minlength=216)
+        counts += np.bincount(env.internal_state["cards"][:, :3].astype(int) @ [36, 6, 1], minlength=216)
         for action in (RAISE, FOLD):
             env.step(np.full((500, 2), action))
     assert np.count_nonzero(counts) == 6 * 5 * 4
@@ -119,5 +119,5 @@ def test_it_keeps_the_contract() -> None:
 
 
 def test_no_games_are_refused() -> None:
-    with pytest.raises(ValueError, match="games: 0 is too small"):
+    with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         LeducPoker(0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from envs.vector.spiel import Mirror, check_layout, deviation, play
 
-from palestra.envs.vector.base import Frame
+from palestra.envs.vector.base import VectorStep
 from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.liars_dice import LiarsDice
 
@@ -17,16 +17,16 @@ def mirrored(games: int, dice: int, faces: int) -> Mirror:
     env = LiarsDice(games, dice=dice, faces=faces)
     game = f"liars_dice(numdice={dice},dice_sides={faces})"
     check_layout(env, game)
-    return Mirror(env, game, lambda b: env.memory["dice"][b].ravel().tolist())
+    return Mirror(env, game, lambda b: env.internal_state["dice"][b].ravel().tolist())
 
 
-def careful(frame: Frame, rng: np.random.Generator) -> np.ndarray:
+def careful(frame: VectorStep, rng: np.random.Generator) -> np.ndarray:
     """Raises the bid by little, so that games grow long, and calls every sixth bid a lie."""
-    assert frame.legal is not None
-    lowest = frame.legal.argmax(axis=2)
-    liar = frame.legal.shape[2] - 1
+    assert frame.action_mask is not None
+    lowest = frame.action_mask.argmax(axis=2)
+    liar = frame.action_mask.shape[2] - 1
     higher = np.minimum(lowest + rng.integers(0, 3, lowest.shape), np.maximum(lowest, liar - 1))
-    return np.where(frame.legal[..., liar] & (rng.random(lowest.shape) < 1 / 6), liar, higher)
+    return np.where(frame.action_mask[..., liar] & (rng.random(lowest.shape) < 1 / 6), liar, higher)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_long_games_are_those_of_openspiel(dice: int, faces: int, games: int) ->
     play(mirror, games, lambda frame: careful(frame, rng))
 
 
-def played(dice: list[list[int]], moves: list[int], faces: int = 6) -> Frame:
+def played(dice: list[list[int]], moves: list[int], faces: int = 6) -> VectorStep:
     env = LiarsDice(1, dice=len(dice[0]), faces=faces)
     env.reset(np.array([0]))
-    env.memory["dice"][0] = dice
+    env.internal_state["dice"][0] = dice
     for action in moves:
         frame = env.step(np.full((1, 2), action))
     assert frame.terminated[0]
@@ -72,13 +72,13 @@ def test_games_by_hand(dice: list[list[int]], moves: list[int], rewards: list[fl
 def test_who_may_do_what_when() -> None:
     env = LiarsDice(1, faces=3)
     frame = env.reset(np.array([0]))
-    legal = frame.legal
+    legal = frame.action_mask
     assert legal is not None and legal[0].tolist() == [[True] * 6 + [False]] * 2
-    assert frame.acting[0].tolist() == [True, False]
+    assert frame.agent_mask[0].tolist() == [True, False]
     env.step(np.array([[2, 0]]))
-    assert legal[0].tolist() == [[False] * 3 + [True] * 4] * 2 and frame.acting[0].tolist() == [False, True]
+    assert legal[0].tolist() == [[False] * 3 + [True] * 4] * 2 and frame.agent_mask[0].tolist() == [False, True]
     env.step(np.array([[0, 5]]))
-    assert legal[0].tolist() == [[False] * 6 + [True]] * 2 and frame.acting[0].tolist() == [True, False]
+    assert legal[0].tolist() == [[False] * 6 + [True]] * 2 and frame.agent_mask[0].tolist() == [True, False]
     env.step(np.array([[6, 0]]))
     assert legal[0].tolist() == [[True] * 6 + [False]] * 2 and frame.terminated[0]
 
@@ -90,17 +90,17 @@ def test_views_and_state_by_hand() -> None:
     for action in (0, 7):
         env.step(np.full((1, 2), action))
     own, bids = [[1, 0, 0, 0, 0, 1], [0, 1, 0, 0, 1, 0]], [1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
-    assert env.frame.obs[0].tolist() == [[1, 0, *own[0], *bids, 0], [0, 1, *own[1], *bids, 0]]
-    assert env.frame.state is not None and env.frame.final_state is not None
-    assert env.frame.state[0].tolist() == [*own[0], *own[1], *bids, 0]
+    assert env.vector_step.obs[0].tolist() == [[1, 0, *own[0], *bids, 0], [0, 1, *own[1], *bids, 0]]
+    assert env.vector_step.state is not None and env.vector_step.final_state is not None
+    assert env.vector_step.state[0].tolist() == [*own[0], *own[1], *bids, 0]
     env.step(np.full((1, 2), 12))
-    assert env.frame.final_state[0].tolist() == [*own[0], *own[1], *bids, 1]
-    assert env.frame.state[0, 12:].tolist() == [0] * 13
+    assert env.vector_step.final_state[0].tolist() == [*own[0], *own[1], *bids, 1]
+    assert env.vector_step.state[0, 12:].tolist() == [0] * 13
 
 
 def rolled(env: LiarsDice, seed: int) -> list[list[int]]:
     env.reset(np.array([seed]))
-    dice: list[list[int]] = env.memory["dice"][0].tolist()
+    dice: list[list[int]] = env.internal_state["dice"][0].tolist()
     return dice
 
 
@@ -109,7 +109,7 @@ def test_an_action_that_is_not_legal_is_the_lowest_one_that_is() -> None:
     env.reset(np.arange(5)), lowest.reset(np.arange(5))
     for step, action in enumerate([12, 0, -1, 13, -(2**31), 2**31 - 1]):
         frame, expected = env.step(np.full((5, 2), action)), lowest.step(np.full((5, 2), step))
-        assert np.array_equal(frame.obs, expected.obs) and not frame.over.any()
+        assert np.array_equal(frame.obs, expected.obs) and not frame.done.any()
     env.step(np.full((5, 2), 11))
     assert env.step(np.full((5, 2), 3)).terminated.all()  # after the highest bid only the call is left
 
@@ -118,7 +118,7 @@ def test_dice_are_uniform() -> None:
     env, counts = LiarsDice(500), np.zeros(36)
     env.reset(np.arange(500))
     for _ in range(40):
-        counts += np.bincount(env.memory["dice"][:, :, 0] @ [6, 1], minlength=36)
+        counts += np.bincount(env.internal_state["dice"][:, :, 0] @ [6, 1], minlength=36)
         for action in (0, 12):
             env.step(np.full((500, 2), action))
     assert deviation(counts) < 66.7  # 1 in 1000 at 35 degrees of freedom
@@ -127,7 +127,7 @@ def test_dice_are_uniform() -> None:
 def test_dice_of_one_player_are_rolled_apart() -> None:
     env = LiarsDice(9000, dice=2, faces=3)
     env.reset(np.arange(9000))
-    pairs = np.bincount(env.memory["dice"][:, 0] @ [3, 1], minlength=9)
+    pairs = np.bincount(env.internal_state["dice"][:, 0] @ [3, 1], minlength=9)
     assert pairs[[3, 6, 7]].tolist() == [0, 0, 0]  # in order
     assert deviation(pairs[[0, 4, 8]] * 2.0) < 30 and abs(pairs[[0, 4, 8]].sum() - 3000) < 150  # doubles: 1 in 3
 
@@ -140,7 +140,7 @@ def test_it_keeps_the_contract(dice: int, faces: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"games": 0}, "games: 0 is too small"),
+        ({"num_envs": 0}, "num_envs: 0 is too small"),
         ({"dice": 0}, "dice: 0 is too small"),
         ({"faces": 1}, "faces: 1 is too small"),
     ],

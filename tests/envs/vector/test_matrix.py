@@ -23,8 +23,8 @@ THEIRS = {
 
 def table(env: MatrixGame) -> np.ndarray:
     """What each seat earns [A, A, 2], by playing every joint action of a one-shot game."""
-    rows, columns = (space.n for space in env.actions)  # type: ignore[union-attr]
-    env.reset(np.arange(env.games))
+    rows, columns = (space.n for space in env.action_spaces)  # type: ignore[union-attr]
+    env.reset(np.arange(env.num_envs))
     frame = env.step(np.array(list(product(range(rows), range(columns)))))
     assert frame.terminated.all()
     return frame.rewards.reshape(rows, columns, 2).copy()
@@ -52,11 +52,11 @@ def test_a_table_of_ones_own() -> None:
 def test_rounds_by_hand() -> None:
     env = MatrixGame(1, payoff=[[0, 1, 2], [3, 4, 5]], rounds=2)
     frame = env.reset(np.array([0]))
-    assert frame.legal is not None and frame.state is not None and frame.final_state is not None
-    assert frame.legal[0].tolist() == [[True, True, False], [True, True, True]] and frame.acting.all()
+    assert frame.action_mask is not None and frame.state is not None and frame.final_state is not None
+    assert frame.action_mask[0].tolist() == [[True, True, False], [True, True, True]] and frame.agent_mask.all()
     assert not frame.obs.any() and not frame.state.any()
     env.step(np.array([[1, 2]]))
-    assert frame.rewards[0].tolist() == [5, 5] and not frame.over[0]
+    assert frame.rewards[0].tolist() == [5, 5] and not frame.done[0]
     assert frame.obs[0].tolist() == [[0, 1, 0, 0, 1], [0, 0, 1, 0, 1]] and frame.state[0].tolist() == [
         0,
         1,
@@ -70,7 +70,7 @@ def test_rounds_by_hand() -> None:
     assert frame.final_obs[0].tolist() == [[1, 0, 0, 1, 0], [0, 1, 0, 1, 0]]
     assert frame.final_state[0].tolist() == [1, 0, 0, 1, 0, 1]
     assert not frame.obs.any() and not frame.state.any()
-    assert not env.step(np.array([[0, 0]])).over[0]  # the next game has two rounds again
+    assert not env.step(np.array([[0, 0]])).done[0]  # the next game has two rounds again
 
 
 def test_actions_out_of_range_are_the_nearest_ones() -> None:
@@ -96,7 +96,7 @@ def test_two_steps_by_hand(actions: list[list[int]], total: float) -> None:
     assert frame.obs[0].tolist() == [[1, 0, 0]] * 2 and frame.state[0].tolist() == [1, 0, 0]
     env.step(np.array(actions[:1]))
     where = [0.0, 0, 1] if actions[0][0] else [0.0, 1, 0]
-    assert not frame.rewards.any() and not frame.over[0]
+    assert not frame.rewards.any() and not frame.done[0]
     assert frame.obs[0].tolist() == [where] * 2 and frame.state[0].tolist() == where
     env.step(np.array(actions[1:]))
     assert frame.rewards[0].tolist() == [total, total] and frame.terminated[0] and not frame.truncated[0]
@@ -108,7 +108,7 @@ def test_two_steps_take_actions_out_of_range_for_zero() -> None:
     env = TwoStepGame(1)
     env.reset(np.array([0]))
     env.step(np.array([[9, 1]]))
-    assert env.frame.obs[0, 0].tolist() == [0, 1, 0]
+    assert env.vector_step.obs[0, 0].tolist() == [0, 1, 0]
     assert env.step(np.array([[-1, 5]])).rewards[0, 0] == 7
 
 
@@ -131,7 +131,7 @@ SHAPE, ENTRY = "payoff: give a list of rows", "is neither a finite number"
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"games": 0}, "games: 0 is too small"),
+        ({"num_envs": 0}, "num_envs: 0 is too small"),
         ({"rounds": 0}, "rounds: 0 is too small"),
         ({"game": "chicken"}, 'no table is called "chicken"; use rock_paper_scissors, '),
         ({"game": "climbing", "payoff": [[1]]}, "give game or payoff, not both"),
@@ -150,5 +150,5 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 
 
 def test_two_steps_of_no_games_are_refused() -> None:
-    with pytest.raises(ValueError, match="games: 0 is too small"):
+    with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         TwoStepGame(0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.envs.vector.base import Frame, VectorEnv
+from palestra.envs.vector.base import VectorEnv, VectorStep
 from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.mpe import SimpleAdversary, SimpleSpeakerListener, SimpleSpread, SimpleTag
 
@@ -79,7 +79,7 @@ class Theirs:
         return self.now(views), np.array([rewards[s] for s in self.seats], np.float32), cuts[self.seats[0]]
 
 
-def played(env: VectorEnv, steps: int) -> tuple[list[np.ndarray], list[Frame]]:
+def played(env: VectorEnv, steps: int) -> tuple[list[np.ndarray], list[VectorStep]]:
     """Random actions, each kept for some steps so that agents run fast and far, and all frames, the reset's first."""
     rng = np.random.default_rng(0)
     frames = [env.reset(SEEDS).copy()]
@@ -103,14 +103,15 @@ def test_the_numbers_are_those_of_mpe2(
     theirs = Theirs(module, {**options, "continuous_actions": continuous})
     assert list(env.seats) == theirs.seats
     for i, seat in enumerate(env.seats):
-        assert env.views[i] == theirs.env.observation_space(seat).shape
+        assert env.observation_shapes[i] == theirs.env.observation_space(seat).shape
         space = theirs.env.action_space(seat)
-        assert (len(env.actions[i].low),) == space.shape if continuous else env.actions[i].n == space.n
+        assert (len(env.action_spaces[i].low),) == space.shape if continuous else env.action_spaces[i].n == space.n
     actions, frames = played(env, 2 * env.cycles + 5)
     for b, seed in enumerate(SEEDS.tolist()):
         equal(frames[0], b, *theirs.reset(seed), f"game {b}")
         for step, (action, frame) in enumerate(zip(actions, frames[1:], strict=True), 1):
-            given = [action[b, i, : len(s.low)] if continuous else action[b, i] for i, s in enumerate(env.actions)]
+            spaces = enumerate(env.action_spaces)
+            given = [action[b, i, : len(s.low)] if continuous else action[b, i] for i, s in spaces]
             (views, state), rewards, cut = theirs.step(given)
             where = f"game {b}, step {step}"
             np.testing.assert_array_equal(frame.rewards[b], rewards, err_msg=where)
@@ -123,7 +124,7 @@ def test_the_numbers_are_those_of_mpe2(
             equal(frame, b, views, state, where)
 
 
-def equal(frame: Frame, b: int, views: np.ndarray, state: np.ndarray, where: str) -> None:
+def equal(frame: VectorStep, b: int, views: np.ndarray, state: np.ndarray, where: str) -> None:
     assert frame.state is not None
     np.testing.assert_array_equal(frame.obs[b], views, err_msg=where)
     np.testing.assert_array_equal(frame.state[b], state, err_msg=where)
@@ -131,9 +132,9 @@ def equal(frame: Frame, b: int, views: np.ndarray, state: np.ndarray, where: str
 
 def placed(env: Any, entities: list[tuple[float, float]], goal: int = 0) -> Any:
     """The env just reset, with its agents, then its landmarks, at these places in every game."""
-    env.reset(np.arange(env.games))
-    env.memory["pos"][:] = entities
-    env.memory["goal"][:] = goal
+    env.reset(np.arange(env.num_envs))
+    env.internal_state["pos"][:] = entities
+    env.internal_state["goal"][:] = goal
     return env
 
 
@@ -141,8 +142,8 @@ def test_spread_pays_for_the_way_to_the_nearest_and_for_touches() -> None:
     env = placed(SimpleSpread(2, agents=2, local_ratio=0.25), [(0, 0), (1, 0), (0, 1), (1, 2)])
     # 1 from (0, 0) to the first landmark, 2 from (1, 0) to the second; nobody moves in the first step.
     np.testing.assert_array_equal(env.step(np.zeros((2, 2), int)).rewards, np.full((2, 2), 0.75 * -3))
-    env.memory["pos"][1] = [(0, 0), (0.25, 0), (0, 1), (0.25, 2)]
-    env.memory["vel"][:] = 0
+    env.internal_state["pos"][1] = [(0, 0), (0.25, 0), (0, 1), (0.25, 2)]
+    env.internal_state["vel"][:] = 0
     np.testing.assert_array_equal(env.step(np.zeros((2, 2), int)).rewards[1], [0.75 * -3 - 0.25] * 2)
 
 
@@ -214,7 +215,7 @@ def test_actions_out_of_range_are_nothing_the_first_word_or_clipped() -> None:
     [
         (lambda: SimpleSpread(agents=0), "agents is 0"),
         (lambda: SimpleSpread(local_ratio=1.5), "local_ratio is 1.5"),
-        (lambda: SimpleSpread(0), "games is 0"),
+        (lambda: SimpleSpread(0), "num_envs is 0"),
         (lambda: SimpleAdversary(agents=0), "agents is 0"),
         (lambda: SimpleTag(good=0), "good is 0"),
         (lambda: SimpleTag(adversaries=0), "adversaries is 0"),

@@ -7,8 +7,8 @@ import pyspiel
 import pytest
 
 from palestra.envs.vector.check import check_vector_env, random_actions
-from palestra.envs.vector.loop import Loop
 from palestra.envs.vector.openspiel import OpenSpielEnv, OpenSpielGame
+from palestra.envs.vector.sync_vector import SyncVectorEnv
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from palestra.envs.vector.openspiel import OpenSpielEnv, OpenSpielGame
     ],
 )
 def test_games_keep_the_contract(game: str) -> None:
-    check_vector_env(lambda games: OpenSpielEnv(games, game=game), games=4, steps=80)
+    check_vector_env(lambda games: OpenSpielEnv(games, game=game), num_envs=4, steps=80)
 
 
 def rebuilt(name: str, state: pyspiel.State) -> pyspiel.State:
@@ -48,23 +48,23 @@ def rebuilt(name: str, state: pyspiel.State) -> pyspiel.State:
 def test_what_is_shown_is_what_openspiel_says_of_the_same_history(name: str, view: str) -> None:
     """Rebuilt by OpenSpiel from each game's own history; returns are the rewards added up."""
     env = OpenSpielEnv(3, game=name, view=view)  # type: ignore[arg-type]
-    assert isinstance(env.inner, Loop)
+    assert isinstance(env.inner, SyncVectorEnv)
     rng, frame, ended = np.random.default_rng(0), env.reset(np.arange(3)), 0
     paid = np.zeros((3, 2))
     for _ in range(60):
-        for b, game in enumerate(env.inner.hosted):
-            assert isinstance(game, OpenSpielGame) and frame.legal is not None
+        for b, game in enumerate(env.inner.single_envs):
+            assert isinstance(game, OpenSpielGame) and frame.action_mask is not None
             state = rebuilt(name, game.state)
-            for seat in np.flatnonzero(frame.acting[b]):
+            for seat in np.flatnonzero(frame.agent_mask[b]):
                 tensor = getattr(state, f"{view}_tensor")(int(seat))
                 assert np.array_equal(frame.obs[b, seat], np.array(tensor, np.float32))
-                assert np.flatnonzero(frame.legal[b, seat]).tolist() == state.legal_actions(int(seat))
+                assert np.flatnonzero(frame.action_mask[b, seat]).tolist() == state.legal_actions(int(seat))
             together = state.is_simultaneous_node()
-            assert frame.acting[b].tolist() == [together or seat == state.current_player() for seat in range(2)]
-        last = [game.state for game in env.inner.hosted if isinstance(game, OpenSpielGame)]
+            assert frame.agent_mask[b].tolist() == [together or seat == state.current_player() for seat in range(2)]
+        last = [game.state for game in env.inner.single_envs if isinstance(game, OpenSpielGame)]
         frame = env.step(random_actions(env, frame, rng))
         paid += frame.rewards
-        for b in np.flatnonzero(frame.over):
+        for b in np.flatnonzero(frame.done):
             assert np.allclose(paid[b], last[b].returns())
             paid[b], ended = 0, ended + 1
     assert ended > 3
@@ -81,7 +81,7 @@ def test_uniform_players_of_kuhn_poker_win_an_eighth() -> None:
     paid, games = np.zeros(2), 0
     for _ in range(300):
         frame = env.step(random_actions(env, frame, rng))
-        paid, games = paid + frame.rewards.sum(0), games + int(frame.over.sum())
+        paid, games = paid + frame.rewards.sum(0), games + int(frame.done.sum())
     assert games > 10_000 and np.allclose(paid / games, exact, atol=4 * 1.3 / np.sqrt(games))
 
 
@@ -96,9 +96,9 @@ def test_prisoners_choose_at_once() -> None:
     """OpenSpiel's prisoner's dilemma pays 5 and 5 for silence, 1 and 1 for treason, 10 and 0 for treason against
     silence."""
     env = OpenSpielEnv(3, game="matrix_pd")
-    assert env.reset(np.arange(3)).acting.all()
+    assert env.reset(np.arange(3)).agent_mask.all()
     frame = env.step(np.array([[0, 0], [1, 1], [1, 0]], np.int32))
-    assert frame.rewards.tolist() == [[5, 5], [1, 1], [10, 0]] and frame.terminated.all() and frame.acting.all()
+    assert frame.rewards.tolist() == [[5, 5], [1, 1], [10, 0]] and frame.terminated.all() and frame.agent_mask.all()
 
 
 def test_crosses_win_in_a_row() -> None:
@@ -106,10 +106,13 @@ def test_crosses_win_in_a_row() -> None:
     frame = env.reset(np.array([0]))
     for move in (0, 3, 1, 4):
         frame = env.step(np.full((1, 2), move, np.int32))
-        assert not frame.over[0] and not frame.rewards.any()
-    assert frame.legal is not None and frame.legal[0, 0].tolist() == [False, False, True, False, False] + [True] * 4
+        assert not frame.done[0] and not frame.rewards.any()
+    assert (
+        frame.action_mask is not None
+        and frame.action_mask[0, 0].tolist() == [False, False, True, False, False] + [True] * 4
+    )
     frame = env.step(np.array([[0, 0]], np.int32))  # taken: the first legal place, 2, instead, which wins
-    assert frame.rewards.tolist() == [[1, -1]] and frame.terminated[0] and frame.acting[0].tolist() == [True, False]
+    assert frame.rewards.tolist() == [[1, -1]] and frame.terminated[0] and frame.agent_mask[0].tolist() == [True, False]
 
 
 def test_points_that_fall_on_the_way_are_paid_on_the_way() -> None:

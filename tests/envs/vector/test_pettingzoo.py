@@ -14,9 +14,9 @@ from toy_games import Counting
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
 from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.kuhn import KuhnPoker
-from palestra.envs.vector.loop import GameSpec, Loop, Moment, game_seed
 from palestra.envs.vector.matrix import MatrixGame
-from palestra.envs.vector.pettingzoo import PettingZooEnv, game_of, to_aec, to_parallel, unchecked
+from palestra.envs.vector.pettingzoo import PettingZooEnv, load_game, strip_check_wrappers, to_aec, to_parallel
+from palestra.envs.vector.sync_vector import SingleStep, SyncVectorEnv, VectorEnvSpec, episode_seed
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # it imports by its own old names
     from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, seed_test
@@ -52,18 +52,18 @@ def theirs(path: str, options: dict[str, Any] | None = None) -> Any:
     ],
 )
 def test_envs_keep_the_contract(env: str, options: dict[str, Any], steps: int) -> None:
-    check_vector_env(lambda games: PettingZooEnv(games, env=env, options=options), games=3, steps=steps)
+    check_vector_env(lambda games: PettingZooEnv(games, env=env, options=options), num_envs=3, steps=steps)
 
 
 def test_games_spread_over_processes_are_the_same() -> None:
-    here, there = PettingZooEnv(3, env=FOUR), PettingZooEnv(3, env=FOUR, processes=2)
+    here, there = PettingZooEnv(3, env=FOUR), PettingZooEnv(3, env=FOUR, num_processes=2)
     rng, frame = np.random.default_rng(0), here.reset(np.arange(3))
     there.reset(np.arange(3))
     for _ in range(60):
         actions = random_actions(here, frame, rng)
         frame, other = here.step(actions), there.step(actions)
         assert np.array_equal(frame.obs, other.obs) and np.array_equal(frame.rewards, other.rewards)
-        assert np.array_equal(frame.over, other.over)
+        assert np.array_equal(frame.done, other.done)
     here.close()
     there.close()
 
@@ -79,24 +79,24 @@ def test_parallel_envs_go_as_pettingzoo_plays_them(path: str, options: dict[str,
         actions = random_actions(env, frame, rng)
         live = list(other.agents)
         deaths += len(live) < len(env.seats)
-        assert frame.acting[0].tolist() == [seat in live for seat in env.seats]
+        assert frame.agent_mask[0].tolist() == [seat in live for seat in env.seats]
         given = {seat: int(actions[0, n]) for n, seat in enumerate(env.seats) if seat in live}
         seen, rewards, _, truncated, _ = other.step(given)
         frame = env.step(actions)
         assert frame.rewards[0].tolist() == [np.float32(rewards.get(seat, 0)) for seat in env.seats]
         over = not other.agents
-        assert frame.over[0] == over
+        assert frame.done[0] == over
         shown = frame.final_obs if over else frame.obs
         for n, seat in enumerate(env.seats):
             if seat in seen:
-                assert np.array_equal(shown[0, n, : env.views[n][0]], np.float32(seen[seat]).reshape(-1))
+                assert np.array_equal(shown[0, n, : env.observation_shapes[n][0]], np.float32(seen[seat]).reshape(-1))
         if env.state_size:
             state = frame.final_state if over else frame.state
             assert state is not None and np.array_equal(state[0], np.float32(other.state()))
         if over:
             assert frame.truncated[0] == any(truncated.values()) != frame.terminated[0]
             played += 1
-            other.reset(seed=game_seed(5, played))
+            other.reset(seed=episode_seed(5, played))
     assert played > 1 and (deaths > 0) == (path == KNIGHTS)
 
 
@@ -128,10 +128,10 @@ def test_returns_of_turn_based_envs_are_those_that_last_says(path: str, options:
         env = PettingZooEnv(1, env=path, options=options)
         frame, returns = env.reset(np.array([seed])), np.zeros(len(env.seats))
         for number, (agent, move) in enumerate(moves, 1):
-            assert frame.acting[0].tolist() == [seat == agent for seat in env.seats]
+            assert frame.agent_mask[0].tolist() == [seat == agent for seat in env.seats]
             frame = env.step(np.full((1, len(env.seats)), move, np.int32))
             returns += frame.rewards[0]
-            assert frame.over[0] == (number == len(moves))
+            assert frame.done[0] == (number == len(moves))
         assert np.allclose(returns, [expected[seat] for seat in env.seats], rtol=1e-5)
         turns = Counter(agent for agent, _ in moves)
         assert (min(turns.values()) < max(turns.values()) - 10) == path.startswith(KNIGHTS[:20])
@@ -151,7 +151,7 @@ def test_each_agent_has_ends_of_its_own(factory: str, dies: bool, flags: str) ->
         for time in range(1, 2 * steps + 1):
             frame, last = env.step(np.zeros((2, 2), np.int32)), time % steps == 0
             assert frame.rewards.tolist() == [[float(time % steps == 1), 0]] * 2
-            assert frame.over.tolist() == [last] * 2 and (last or frame.acting.tolist() == [[False, True]] * 2)
+            assert frame.done.tolist() == [last] * 2 and (last or frame.agent_mask.tolist() == [[False, True]] * 2)
             assert frame.terminated.tolist() == [last and died and dies] * 2
             assert frame.truncated.tolist() == [last and not (died and dies)] * 2
             assert frame.seat_terminated is not None
@@ -170,7 +170,7 @@ def test_an_illegal_move_terminates() -> None:
     """PettingZoo's `TerminateIllegalWrapper` sets both flags of every agent."""
     env = PettingZooEnv(1, env=FOUR)
     env.reset(np.array([0]))
-    game = env.inner.hosted[0]  # type: ignore[union-attr]
+    game = env.inner.single_envs[0]  # type: ignore[union-attr]
     for _ in range(6):
         game.step(np.zeros(2, np.int32))
     moment = game.step(np.zeros(2, np.int32))  # a full column
@@ -181,18 +181,18 @@ def test_four_in_a_column_win() -> None:
     """The first player puts four in column 0, the second in column 1; a full column is illegal."""
     env = PettingZooEnv(1, env=FOUR)
     frame = env.reset(np.array([0]))
-    assert env.views == ((84,), (84,)) and env.actions == (Discrete(7), Discrete(7))
+    assert env.observation_shapes == ((84,), (84,)) and env.action_spaces == (Discrete(7), Discrete(7))
     for turn in range(7):
-        assert frame.acting[0].tolist() == [turn % 2 == 0, turn % 2 == 1] and frame.legal is not None
-        assert frame.legal[0, turn % 2].all() and not frame.rewards.any()
+        assert frame.agent_mask[0].tolist() == [turn % 2 == 0, turn % 2 == 1] and frame.action_mask is not None
+        assert frame.action_mask[0, turn % 2].all() and not frame.rewards.any()
         frame = env.step(np.full((1, 2), turn % 2, np.int32))
     assert frame.rewards.tolist() == [[1, -1]] and frame.terminated[0] and not frame.truncated[0]
     mine = frame.final_obs[0, 0].reshape(6, 7, 2)
     assert mine[2:, 0, 0].all() and mine[:, :, 0].sum() == 4 and mine[3:, 1, 1].all() and mine[:, :, 1].sum() == 3
-    assert frame.acting[0].tolist() == [True, False] and not frame.obs.any()
+    assert frame.agent_mask[0].tolist() == [True, False] and not frame.obs.any()
     for _ in range(6):
         frame = env.step(np.full((1, 2), 3, np.int32))
-    assert frame.legal is not None and frame.legal[0, 0].tolist() == [True] * 3 + [False] + [True] * 3
+    assert frame.action_mask is not None and frame.action_mask[0, 0].tolist() == [True] * 3 + [False] + [True] * 3
     frame = env.step(np.full((1, 2), 3, np.int32))  # illegal: the first legal one instead
     assert frame.obs[0, 1].reshape(6, 7, 2)[5, 0, 1] == 1
 
@@ -200,7 +200,7 @@ def test_four_in_a_column_win() -> None:
 def test_pictures_stay_pictures() -> None:
     env = PettingZooEnv(1, env=PONG, options={"max_cycles": 3, "render_mode": "rgb_array"})
     frame = env.reset(np.array([0]))
-    assert env.views == ((280, 480, 3),) * 2 and frame.obs.dtype == np.uint8 and frame.obs.max() > 100
+    assert env.observation_shapes == ((280, 480, 3),) * 2 and frame.obs.dtype == np.uint8 and frame.obs.max() > 100
     env.close()
 
 
@@ -209,21 +209,23 @@ def test_envs_of_the_registry_are_made_by_make() -> None:
     env = PettingZooEnv(1, env="pettingzoo:make", options=options)
     env.reset(np.array([0]))
     frame = env.step(np.array([[1, 2]], np.int32))  # paper against scissors
-    assert frame.rewards.tolist() == [[-1, 1]] and frame.acting.all()
+    assert frame.rewards.tolist() == [[-1, 1]] and frame.agent_mask.all()
 
 
 def test_wrappers_that_only_check_are_taken_off_and_those_that_change_play_stay() -> None:
     """Connect four is wrapped, from the outside, in OrderEnforcing, AssertOutOfBounds and TerminateIllegal."""
-    assert type(game_of(FOUR).env) is TerminateIllegalWrapper
-    turns = game_of(SPREAD).env.aec_env
+    assert type(load_game(FOUR).env) is TerminateIllegalWrapper
+    turns = load_game(SPREAD).env.aec_env
     assert turns is turns.unwrapped and theirs(SPREAD).aec_env is not theirs(SPREAD).aec_env.unwrapped
-    assert unchecked(Strict(theirs(FOUR))).__class__ is Strict  # a user's own, though derived from one that only checks
+    assert (
+        strip_check_wrappers(Strict(theirs(FOUR))).__class__ is Strict
+    )  # a user's own, though derived from one that only checks
 
 
 def test_agents_are_asked_for_their_views_once_a_round() -> None:
     """And PettingZoo's own wrapper asks twice."""
     asked = []
-    for env in (game_of(SPREAD).env, theirs(SPREAD)):
+    for env in (load_game(SPREAD).env, theirs(SPREAD)):
         env.reset(seed=0)
         world, count = env.unwrapped, Counter()
         look = world.observe
@@ -234,7 +236,7 @@ def test_agents_are_asked_for_their_views_once_a_round() -> None:
 
 
 def test_an_env_that_leaves_out_turns_cannot_be_played_in_rounds() -> None:
-    env = game_of(SPREAD).env
+    env = load_game(SPREAD).env
     env.reset(seed=0)
     env.unwrapped.agent_selection = "agent_1"
     with pytest.raises(ValueError, match="goes on with agent_1, not agent_0: play its turn-based form"):
@@ -258,13 +260,13 @@ def test_what_cannot_be_an_env_is_said() -> None:
 class Sizes(Counting):
     """Everybody acts always; the second seat has several choices or numbers of another length."""
 
-    def __init__(self, spec: GameSpec) -> None:
+    def __init__(self, spec: VectorEnvSpec) -> None:
         self.spec = spec
 
-    def moment(self) -> Moment:
-        return Moment([np.array([self.time, 1.0])] * 2)
+    def moment(self) -> SingleStep:
+        return SingleStep([np.array([self.time, 1.0])] * 2)
 
-    def step(self, actions: np.ndarray) -> Moment:
+    def step(self, actions: np.ndarray) -> SingleStep:
         self.actions = actions
         moment = super().step(actions[:, 0])
         moment.success = False
@@ -272,7 +274,7 @@ class Sizes(Counting):
 
 
 def counting(games: int) -> VectorEnv:
-    return Loop(Counting, games)
+    return SyncVectorEnv(Counting, games)
 
 
 def four(games: int) -> VectorEnv:
@@ -362,18 +364,18 @@ def test_turns_of_ours_ask_exactly_those_that_act() -> None:
     ],
 )
 def test_actions_of_different_lengths_reach_our_env(space: Any, other: Any, actions: Any, expected: Any) -> None:
-    spec = GameSpec(("a", "b"), ((2,), (2,)), (space, other))
-    loop: list[Loop] = []
+    spec = VectorEnvSpec(("a", "b"), ((2,), (2,)), (space, other))
+    loop: list[SyncVectorEnv] = []
 
     def make(games: int) -> VectorEnv:
-        loop.append(Loop(lambda: Sizes(spec), games))
+        loop.append(SyncVectorEnv(lambda: Sizes(spec), games))
         return loop[0]
 
     env = to_parallel(make)
     env.reset(seed=0)
     assert all(env.action_space(agent).contains(env.action_space(agent).sample()) for agent in env.agents)
     env.step(dict(zip(("a", "b"), map(np.array, actions), strict=True)))
-    game = loop[0].hosted[0]
+    game = loop[0].single_envs[0]
     assert isinstance(game, Sizes) and game.actions.tolist() == expected
 
 

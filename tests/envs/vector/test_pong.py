@@ -18,12 +18,12 @@ Player = Callable[[Pong, int], np.ndarray]
 
 @pytest.mark.parametrize("options", [{"points": 1}, {"cycles": 9, "minimal": False, "mirror": False}])
 def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
-    check_vector_env(lambda games: Pong(games, **options), games=2, steps=40)
+    check_vector_env(lambda games: Pong(games, **options), num_envs=2, steps=40)
 
 
 def picture(env: Pong, b: int, mirrored: bool) -> np.ndarray:
     """The present picture, drawn anew."""
-    ball, paddles = env.memory["ball"][b], env.memory["paddles"][b]
+    ball, paddles = env.internal_state["ball"][b], env.internal_state["paddles"][b]
     picture = np.zeros((84, 84), np.uint8)
     picture[:2] = picture[-2:] = 128
     left, top = np.floor(ball[:2] - 0.5).astype(int)
@@ -45,9 +45,9 @@ def test_views_show_the_last_four_pictures(mirror: bool) -> None:
         for b in range(3):
             for seat in range(2):
                 now = picture(env, b, mirror and seat == 1)
-                pictures[b][seat] = [now] * 4 if frame.over[b] else [*pictures[b][seat][1:], now]
+                pictures[b][seat] = [now] * 4 if frame.done[b] else [*pictures[b][seat][1:], now]
                 assert np.array_equal(frame.obs[b, seat], np.stack(pictures[b][seat], axis=-1))
-        ends += frame.over.sum()
+        ends += frame.done.sum()
     assert ends > 10
 
 
@@ -65,17 +65,17 @@ def test_the_last_view_of_a_game_is_kept() -> None:
 def placed(ball: list[float], right: float = 42, left: float = 42, **options: Any) -> Pong:
     env = Pong(1, **options)
     env.reset(np.array([0]))
-    env.memory["ball"][0], env.memory["paddles"][0] = ball, (right, left)
+    env.internal_state["ball"][0], env.internal_state["paddles"][0] = ball, (right, left)
     return env
 
 
 def test_the_ball_flies_and_bounces_off_the_walls() -> None:
     env = placed([40, 4, 1, -0.5])
     env.step(np.array([[STAY, STAY]]))  # 4, 3.5, 3, then 2.5 and 2 over the border: 3.5, 4
-    assert env.memory["ball"][0].tolist() == [44, 4, 1, 0.5]
+    assert env.internal_state["ball"][0].tolist() == [44, 4, 1, 0.5]
     env = placed([40, 80, -1, 0.75])
     env.step(np.array([[STAY, STAY]]))  # 80.75, 81.5 over it: 80.5, 79.75, 79
-    assert env.memory["ball"][0].tolist() == [36, 79, -1, -0.75]
+    assert env.internal_state["ball"][0].tolist() == [36, 79, -1, -0.75]
 
 
 @pytest.mark.parametrize(("offset", "speed"), [(0.0, 0.0), (3.0, 0.5), (-6.0, -1.0)])
@@ -84,29 +84,33 @@ def test_paddles_return_the_ball_faster_and_with_spin(offset: float, speed: floa
     env.step(np.array([[STAY, STAY]]))
     # After 1.5 pixels it meets the paddle, half a pixel of its second frame is left, then two at 1.05.
     assert np.allclose(
-        env.memory["ball"][0], [76.5 - 2.1, 42 + offset + 2 * 1.05 * 0.75 * speed, -1.05, 1.05 * 0.75 * speed]
+        env.internal_state["ball"][0], [76.5 - 2.1, 42 + offset + 2 * 1.05 * 0.75 * speed, -1.05, 1.05 * 0.75 * speed]
     )
     env = placed([8.5, 42 + offset, -1, 0])
     env.step(np.array([[STAY, STAY]]))
     assert np.allclose(
-        env.memory["ball"][0], [7.5 + 2.1, 42 + offset + 2 * 1.05 * 0.75 * speed, 1.05, 1.05 * 0.75 * speed]
+        env.internal_state["ball"][0], [7.5 + 2.1, 42 + offset + 2 * 1.05 * 0.75 * speed, 1.05, 1.05 * 0.75 * speed]
     )
 
 
 def test_the_ball_gets_no_faster_than_its_limit() -> None:
     env = placed([75.5, 42, 2, 0])
-    env.memory["hits"][0] = 19
+    env.internal_state["hits"][0] = 19
     for hits in (20, 21):
-        while env.memory["hits"][0] < hits:
+        while env.internal_state["hits"][0] < hits:
             env.step(np.array([[STAY, STAY]]))
-        assert abs(env.memory["ball"][0, 2]) == 2
+        assert abs(env.internal_state["ball"][0, 2]) == 2
 
 
 def test_a_missed_ball_is_a_point_and_a_new_serve() -> None:
     env = placed([82, 42, 1, 0], right=70)
     frame = env.step(np.array([[STAY, STAY]]))
-    assert frame.rewards[0].tolist() == [-1, 1] and env.memory["scores"][0].tolist() == [0, 1] and not frame.over[0]
-    x, y, speed_x, speed_y = env.memory["ball"][0]
+    assert (
+        frame.rewards[0].tolist() == [-1, 1]
+        and env.internal_state["scores"][0].tolist() == [0, 1]
+        and not frame.done[0]
+    )
+    x, y, speed_x, speed_y = env.internal_state["ball"][0]
     assert abs(x - 42) == 3 and abs(speed_x) == 1 and abs(speed_y) <= 0.5 and 21 - 1.5 <= y <= 63 + 1.5
     assert frame.state is not None
     state = [x / 42 - 1, y / 42 - 1, speed_x / 2, speed_y / 2, 70 / 42 - 1, 0, 0, 1 / 5, 1 / 1000]
@@ -116,30 +120,30 @@ def test_a_missed_ball_is_a_point_and_a_new_serve() -> None:
 @pytest.mark.parametrize(("ball", "won"), [([2.0, 42, -1, 0], True), ([82.0, 42, 1, 0], False)])
 def test_the_last_point_ends_the_game(ball: list[float], won: bool) -> None:
     env = placed(ball, right=70, left=70, points=3)
-    env.memory["scores"][0] = 2
+    env.internal_state["scores"][0] = 2
     frame = env.step(np.array([[STAY, STAY]]))
     assert frame.terminated[0] and not frame.truncated[0] and frame.success is not None and frame.success[0] == won
     assert frame.rewards[0].tolist() == ([1, -1] if won else [-1, 1])
-    assert env.memory["scores"][0].tolist() == [0, 0] and env.memory["paddles"][0].tolist() == [42, 42]
+    assert env.internal_state["scores"][0].tolist() == [0, 0] and env.internal_state["paddles"][0].tolist() == [42, 42]
     assert frame.final_state is not None and np.allclose(frame.final_state[0, 6:8], [1, 2 / 3] if won else [2 / 3, 1])
 
 
 def test_paddles_move_four_pixels_a_step_and_stay_between_the_walls() -> None:
     env = placed([40, 42, 1, 0], right=10)
     env.step(np.array([[UP, DOWN]]))
-    assert env.memory["paddles"][0].tolist() == [7, 46]
+    assert env.internal_state["paddles"][0].tolist() == [7, 46]
     env.step(np.array([[-3, 3]]))  # out of range: stay
-    assert env.memory["paddles"][0].tolist() == [7, 46]
+    assert env.internal_state["paddles"][0].tolist() == [7, 46]
 
 
 def test_ataris_six_actions() -> None:
     env = placed([40, 42, 1, 0], minimal=False)
-    assert env.actions == (Discrete(6), Discrete(6)) and Pong(1).actions[0] == Discrete(3)
+    assert env.action_spaces == (Discrete(6), Discrete(6)) and Pong(1).action_spaces[0] == Discrete(3)
     places = []
     for action in range(6):
-        env.memory["paddles"][0], env.memory["ball"][0] = 42, (40, 42, 1, 0)
+        env.internal_state["paddles"][0], env.internal_state["ball"][0] = 42, (40, 42, 1, 0)
         env.step(np.array([[action, STAY]]))
-        places.append(env.memory["paddles"][0, 0] - 42)
+        places.append(env.internal_state["paddles"][0, 0] - 42)
     assert places == [0, 0, -4, 4, -4, 4]
 
 
@@ -155,12 +159,12 @@ def share(first: Player, second: Player, *, steps: int) -> float:
 
 
 def tracker(env: Pong, seat: int) -> np.ndarray:
-    return env.script("tracker", seat)
+    return env.scripted_actions("tracker", seat)
 
 
 def foreseeing(env: Pong, seat: int) -> np.ndarray:
     """Goes where the ball will come down, to hit it with the end of the paddle and away from the other one."""
-    ball, paddles = env.memory["ball"], env.memory["paddles"]
+    ball, paddles = env.internal_state["ball"], env.internal_state["paddles"]
     frames = ((77.0, 7.0)[seat] - ball[:, 0]) / ball[:, 2]
     folded = np.mod(ball[:, 1] + ball[:, 3] * frames - 3, 156)
     to = 3 + np.where(folded > 78, 156 - folded, folded) + 4 * np.sign(paddles[:, 1 - seat] - 42)
@@ -172,7 +176,7 @@ def test_the_tracker_beats_chance_from_both_seats_and_foresight_beats_the_tracke
     rng = np.random.default_rng(0)
 
     def chance(env: Pong, seat: int) -> np.ndarray:
-        return rng.integers(0, 3, env.games)
+        return rng.integers(0, 3, env.num_envs)
 
     assert share(tracker, chance, steps=400) >= 0.9
     assert share(chance, tracker, steps=400) <= 0.1
@@ -182,14 +186,14 @@ def test_the_tracker_beats_chance_from_both_seats_and_foresight_beats_the_tracke
 
 def test_the_tracker_speaks_ataris_actions_too() -> None:
     env = placed([40, 42, 1, 0], right=60, left=20, minimal=False)
-    env.memory["drawn"][:, :, 1] = 41
-    assert env.script("tracker", 0).tolist() == [2] and env.script("tracker", 1).tolist() == [3]
+    env.internal_state["drawn"][:, :, 1] = 41
+    assert env.scripted_actions("tracker", 0).tolist() == [2] and env.scripted_actions("tracker", 1).tolist() == [3]
 
 
 def test_options_and_scripts_that_are_not_there_are_refused() -> None:
-    options: list[dict[str, Any]] = [{"points": 0}, {"cycles": 0}, {"games": 0}]
+    options: list[dict[str, Any]] = [{"points": 0}, {"cycles": 0}, {"num_envs": 0}]
     for option in options:
         with pytest.raises(ValueError, match=f"{next(iter(option))}: 0 is too small"):
             Pong(**option)
     with pytest.raises(ValueError, match='no scripted player "wall"; it has: tracker'):
-        Pong(1).script("wall", 0)
+        Pong(1).scripted_actions("wall", 0)

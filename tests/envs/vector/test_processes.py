@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 from toy_games import Counting, Falls, Unmakable
 
-from palestra.envs.vector.base import Frame
+from palestra.envs.vector.base import VectorStep
 from palestra.envs.vector.check import check_vector_env, random_actions
-from palestra.envs.vector.loop import Loop
-from palestra.envs.vector.processes import Hosted, Processes
+from palestra.envs.vector.subproc_vector import PackageVectorEnv, SubprocVectorEnv
+from palestra.envs.vector.sync_vector import SyncVectorEnv
 
 SHARED = Path("/dev/shm")
 
 
 @contextmanager
-def playing(make: Callable[[], Counting], games: int, processes: int, **options: float) -> Iterator[Processes]:
+def playing(make: Callable[[], Counting], games: int, processes: int, **options: float) -> Iterator[SubprocVectorEnv]:
     """The env, which must leave neither processes nor shared memory behind."""
-    env = Processes(make, games, processes, **options)
-    name = env._memory[0].memory.name
+    env = SubprocVectorEnv(make, games, processes, **options)
+    name = env._memory[0].shared_memory.name
     try:
         yield env
     finally:
@@ -39,7 +39,7 @@ def playing(make: Callable[[], Counting], games: int, processes: int, **options:
         assert not (SHARED / name).exists()
 
 
-def workers(env: Processes) -> list[int]:
+def workers(env: SubprocVectorEnv) -> list[int]:
     return [worker.process.pid for worker in env._workers if worker.process.pid]
 
 
@@ -51,9 +51,9 @@ def alive(pid: int) -> bool:
     return not SHARED.exists() or b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
 
 
-def same(one: Frame, other: Frame, games: list[int]) -> bool:
-    over = one.over[games]
-    for part in fields(Frame):
+def same(one: VectorStep, other: VectorStep, games: list[int]) -> bool:
+    over = one.done[games]
+    for part in fields(VectorStep):
         mine, theirs = getattr(one, part.name)[games], getattr(other, part.name)[games]
         if part.name.startswith("final_"):
             mine, theirs = mine[over], theirs[over]
@@ -63,13 +63,13 @@ def same(one: Frame, other: Frame, games: list[int]) -> bool:
 
 
 def test_games_in_processes_keep_the_contract() -> None:
-    check_vector_env(lambda games: Processes(Counting, games, 2), steps=40)
+    check_vector_env(lambda games: SubprocVectorEnv(Counting, games, 2), steps=40)
 
 
 def test_games_in_processes_go_as_in_a_loop() -> None:
     """Also where there are more processes asked for than games, and parts of different sizes."""
     rng = np.random.default_rng(0)
-    loop = Loop(Counting, 5)
+    loop = SyncVectorEnv(Counting, 5)
     with playing(Counting, 5, 3) as env:
         assert [worker.part for worker in env._workers] == [slice(0, 1), slice(1, 3), slice(3, 5)]
         for seeds in (np.arange(5), np.arange(5) + 100):
@@ -86,7 +86,7 @@ def test_games_in_processes_go_as_in_a_loop() -> None:
 def test_killed_processes_are_replaced_and_the_other_games_go_on_unharmed() -> None:
     """20 kills, before a step or in its midst. The games of processes never killed stay equal to those of a loop, and
     the killed ones begin anew, cut off at what was last seen."""
-    rng, loop = np.random.default_rng(0), Loop(Counting, 6)
+    rng, loop = np.random.default_rng(0), SyncVectorEnv(Counting, 6)
     with playing(Counting, 6, 3) as env:
         spared = [0, 1]
         frame, begun = env.reset(np.arange(6)).copy(), set(range(6))
@@ -109,7 +109,7 @@ def test_killed_processes_are_replaced_and_the_other_games_go_on_unharmed() -> N
                 assert np.array_equal(frame.final_obs[victim.part], before.obs[victim.part])
                 assert frame.final_state is not None and before.state is not None
                 assert np.array_equal(frame.final_state[victim.part], before.state[victim.part])
-                dead = before.seat_terminated & ~before.over[:, None]  # the rest is cut off
+                dead = before.seat_terminated & ~before.done[:, None]  # the rest is cut off
                 assert np.array_equal(frame.seat_terminated[victim.part], dead[victim.part])
                 assert not frame.terminated[victim.part].any() and not frame.obs[victim.part, :, 1].any()
             else:
@@ -135,7 +135,7 @@ def test_what_is_saved_goes_on_in_other_processes() -> None:
         lost.process.join()
         assert env.save() is None
         frame = env.step(random_actions(env, frame, rng))
-        saved, loop = env.save(), Loop(Counting, 5)
+        saved, loop = env.save(), SyncVectorEnv(Counting, 5)
         assert saved is not None and frame.truncated[lost.part].all()
         assert same(frame, other.load(saved), [0, 1, 2, 3, 4]) and same(frame, loop.load(saved), [0, 1, 2, 3, 4])
         for _ in range(30):
@@ -152,7 +152,7 @@ def test_games_that_fail_are_begun_anew_from_other_seeds(how: str) -> None:
     with playing(partial(Falls, how, 4, 7), 4, 2) as env:
         frame = env.reset(np.array([1, 2, 7, 3]))
         for _ in range(3):
-            assert not env.step(random_actions(env, frame, rng)).over.any()
+            assert not env.step(random_actions(env, frame, rng)).done.any()
         frame = env.step(random_actions(env, frame, rng))
         assert frame.truncated.tolist() == [False, False, True, True] and env.restarts == 1
         assert frame.final_obs[2:, 1].tolist() == [[7, 3, 0], [3, 3, 0]]
@@ -160,37 +160,37 @@ def test_games_that_fail_are_begun_anew_from_other_seeds(how: str) -> None:
 
 
 def test_games_that_fail_again_and_again_are_an_error_that_says_why() -> None:
-    env = Processes(partial(Falls, "error", 1), 2, 1)
+    env = SubprocVectorEnv(partial(Falls, "error", 1), 2, 1)
     env.reset(np.arange(2))
     with pytest.raises(ValueError, match=r"failed 3 times(.|\n)*the fifth wheel came off"):
         for _ in range(3):
             env.step(np.zeros((2, 2), np.int32))
     with pytest.raises(ValueError, match="closed"):
         env.step(np.zeros((2, 2), np.int32))
-    env = Processes(partial(Falls, "segfault"), 2, 1)
+    env = SubprocVectorEnv(partial(Falls, "segfault"), 2, 1)
     with pytest.raises(ValueError, match=r"failed 3 times(.|\n)*exit code -11"):
         env.reset(np.arange(2))
 
 
 def test_a_silent_process_is_replaced() -> None:
-    with playing(partial(Falls, "sleep", 2, 2), 2, 2, patience=3.0) as env:
+    with playing(partial(Falls, "sleep", 2, 2), 2, 2, timeout_s=3.0) as env:
         env.reset(np.array([2, 3]))
-        assert not env.step(np.zeros((2, 2), np.int32)).over.any()
+        assert not env.step(np.zeros((2, 2), np.int32)).done.any()
         frame = env.step(np.zeros((2, 2), np.int32))
         assert frame.truncated.tolist() == [True, False] and frame.obs[1, 0, 1] == 2
 
 
 def test_what_cannot_be_made_or_sent_is_said_at_once() -> None:
     with pytest.raises(ValueError, match=r"cannot be made(.|\n)*no such wheel"):
-        Processes(Unmakable, 4, 2)
+        SubprocVectorEnv(Unmakable, 4, 2)
     with pytest.raises(ValueError, match=r"cannot be sent to another process(.|\n)*functools.partial"):
-        Processes(lambda: Counting(), 4, 2)
-    with pytest.raises(ValueError, match="processes is 0"):
-        Processes(Counting, 4, 0)
+        SubprocVectorEnv(lambda: Counting(), 4, 2)
+    with pytest.raises(ValueError, match="num_processes is 0"):
+        SubprocVectorEnv(Counting, 4, 0)
 
 
 def test_a_host_plays_here_or_in_processes() -> None:
-    rng, here, there = np.random.default_rng(0), Hosted(Counting, 2, 0), Hosted(Counting, 2, 2)
+    rng, here, there = np.random.default_rng(0), PackageVectorEnv(Counting, 2, 0), PackageVectorEnv(Counting, 2, 2)
     assert here.seats == there.seats == ("wide", "long") and there.restarts == 0
     frame = here.reset(np.arange(2))
     assert same(frame, there.reset(np.arange(2)), [0, 1])
@@ -199,21 +199,21 @@ def test_a_host_plays_here_or_in_processes() -> None:
         assert same(here.step(actions), there.step(actions), [0, 1])
     here.close()
     there.close()
-    with pytest.raises(ValueError, match="processes is -1"):
-        Hosted(Counting, 2, -1)
+    with pytest.raises(ValueError, match="num_processes is -1"):
+        PackageVectorEnv(Counting, 2, -1)
 
 
 PARENT = """
 import signal
 import numpy as np
-from palestra.envs.vector.processes import Processes
+from palestra.envs.vector.subproc_vector import SubprocVectorEnv
 from toy_games import Counting
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the test was started from
-    env = Processes(Counting, 4, 2)
+    env = SubprocVectorEnv(Counting, 4, 2)
     env.reset(np.arange(4))
-    print(*[worker.process.pid for worker in env._workers], env._memory[0].memory.name, flush=True)
+    print(*[worker.process.pid for worker in env._workers], env._memory[0].shared_memory.name, flush=True)
     while True:
         env.step(np.zeros((4, 2), np.int32))
 """

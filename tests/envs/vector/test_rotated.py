@@ -11,25 +11,29 @@ from palestra.envs.vector.leduc import LeducPoker
 from palestra.envs.vector.mpe import SimpleAdversary
 from palestra.envs.vector.pettingzoo import PettingZooEnv
 from palestra.envs.vector.pong import Pong
-from palestra.envs.vector.rotated import Rotated
-from palestra.policies.vector import Uniform
-from palestra.rollouts.sweep import Sweeper
+from palestra.envs.vector.seat_shuffle import SeatShuffledEnv
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
 
 
 def test_it_keeps_the_contract() -> None:
-    check_env(lambda games: Rotated(KuhnPoker(games, players=3)))
-    check_env(lambda games: Rotated(LeducPoker(games)))
+    check_env(lambda games: SeatShuffledEnv(KuhnPoker(games, players=3)))
+    check_env(lambda games: SeatShuffledEnv(LeducPoker(games)))
 
 
 def test_a_seat_sees_and_is_paid_what_its_place_is() -> None:
     """Games in step with the plain env: what is done at a seat is done at its place."""
-    inner, rotated = LeducPoker(40), Rotated(LeducPoker(40))
+    inner, rotated = LeducPoker(40), SeatShuffledEnv(LeducPoker(40))
     rng, rows = np.random.default_rng(0), np.arange(40)[:, None]
     plain, seen = inner.reset(np.arange(40)), rotated.reset(np.arange(40))
     for _ in range(30):
-        places = rotated.places.copy()
+        places = rotated.env_seats.copy()
         assert (np.sort(places, 1) == [0, 1]).all()
-        for mine, theirs in ((seen.obs, plain.obs), (seen.acting, plain.acting), (seen.legal, plain.legal)):
+        for mine, theirs in (
+            (seen.obs, plain.obs),
+            (seen.agent_mask, plain.agent_mask),
+            (seen.action_mask, plain.action_mask),
+        ):
             assert mine is not None and theirs is not None
             np.testing.assert_array_equal(mine, theirs[rows, places])
         actions = rng.integers(0, 3, (40, 2)).astype(np.int32)
@@ -37,20 +41,20 @@ def test_a_seat_sees_and_is_paid_what_its_place_is() -> None:
         np.put_along_axis(placed, places, actions, 1)
         plain, seen = inner.step(placed), rotated.step(actions)
         np.testing.assert_array_equal(seen.rewards, plain.rewards[rows, places])
-        over = plain.over
+        over = plain.done
         np.testing.assert_array_equal(seen.final_obs[over], plain.final_obs[rows, places][over])
-        np.testing.assert_array_equal(rotated.places[~over], places[~over])
+        np.testing.assert_array_equal(rotated.env_seats[~over], places[~over])
 
 
 def test_a_seat_ends_as_its_place_does() -> None:
     inner, rotated = (PettingZooEnv(8, env="mortal_games:parting") for _ in range(2))
-    rotated = Rotated(rotated)
+    rotated = SeatShuffledEnv(rotated)
     rows = np.arange(8)[:, None]
     inner.reset(np.arange(8))
     rotated.reset(np.arange(8))
     orders = set()
     for _ in range(30):
-        places = rotated.places.copy()
+        places = rotated.env_seats.copy()
         orders.update(map(tuple, places))
         plain, seen = inner.step(np.zeros((8, 2), np.int32)), rotated.step(np.zeros((8, 2), np.int32))
         assert plain.seat_terminated is not None and seen.seat_terminated is not None
@@ -59,11 +63,11 @@ def test_a_seat_ends_as_its_place_does() -> None:
 
 
 def test_every_order_of_seats_is_as_likely() -> None:
-    env = Rotated(KuhnPoker(50, players=3))
-    sweeper, found = Sweeper(env, np.arange(50)), []
+    env = SeatShuffledEnv(KuhnPoker(50, players=3))
+    sweeper, found = VectorRollout(env, np.arange(50)), []
     for number in range(100):
-        batch = sweeper.sweep([Uniform(env, [0, 1, 2])], 5, number)
-        found.append(env.places[batch.terminated[-1]].copy())
+        batch = sweeper.collect([UniformVectorPolicy(env, [0, 1, 2])], 5, number)
+        found.append(env.env_seats[batch.terminated[-1]].copy())
     orders, counts = np.unique(np.concatenate(found), axis=0, return_counts=True)
     assert len(orders) == 6
     share = counts / counts.sum()
@@ -71,15 +75,15 @@ def test_every_order_of_seats_is_as_likely() -> None:
 
 
 def test_a_script_plays_for_the_place_where_its_seat_is() -> None:
-    env, plain = Rotated(Pong(6)), Pong(6)
+    env, plain = SeatShuffledEnv(Pong(6)), Pong(6)
     env.reset(np.arange(6))
     plain.reset(np.arange(6))
-    name = env.scripts[0]
-    moves = np.stack([plain.script(name, place) for place in (0, 1)], 1)
+    name = env.scripted_policies[0]
+    moves = np.stack([plain.scripted_actions(name, place) for place in (0, 1)], 1)
     for seat in (0, 1):
-        np.testing.assert_array_equal(env.script(name, seat), moves[np.arange(6), env.places[:, seat]])
+        np.testing.assert_array_equal(env.scripted_actions(name, seat), moves[np.arange(6), env.env_seats[:, seat]])
 
 
 def test_seats_that_differ_cannot_change_places() -> None:
     with pytest.raises(ValueError, match="cannot change places: give each a population"):
-        Rotated(SimpleAdversary(2))
+        SeatShuffledEnv(SimpleAdversary(2))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from palestra.populations.normal_form import alpha_rank as module
-from palestra.populations.normal_form.alpha_rank import alpha_rank, stationary
-from palestra.populations.normal_form.tables import marginals
+from palestra.populations.normal_form.alpha_rank import alpha_rank, stationary_distribution
+from palestra.populations.normal_form.payoff_tensors import marginals
 
 RPS = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
 
@@ -95,14 +95,14 @@ def test_a_sweep_ends_where_strong_selection_does():
 def test_a_chain_by_hand():
     """From 0 to 1 one time in ten, back one in two; 1 to 2 and back alike: shares 5 : 1 : 1."""
     chain = np.array([[0, 0.1, 0], [0.5, 0, 0.3], [0, 0.3, 0]])
-    assert stationary(chain) == pytest.approx([5 / 7, 1 / 7, 1 / 7])
+    assert stationary_distribution(chain) == pytest.approx([5 / 7, 1 / 7, 1 / 7])
 
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 150])
 def test_the_share_of_each_state_stays(size):
     chain = np.random.default_rng(size).random((size, size))
     chain /= chain.sum(axis=1, keepdims=True)
-    share = stationary(chain.copy())
+    share = stationary_distribution(chain.copy())
     assert share @ chain == pytest.approx(share) and share.sum() == pytest.approx(1)
 
 
@@ -112,10 +112,10 @@ def test_moves_however_rare_count():
     chain = np.zeros((4, 4))
     chain[0, 1] = chain[1, 0] = chain[2, 3] = chain[3, 2] = 1
     chain[0, 2], chain[2, 0] = 1e-40, 2e-40
-    assert stationary(chain) == pytest.approx(np.array([2, 2, 1, 1]) / 6)
+    assert stationary_distribution(chain) == pytest.approx(np.array([2, 2, 1, 1]) / 6)
 
 
 def test_tables_too_large_are_refused(monkeypatch):
-    monkeypatch.setattr(module, "MOST", 8)
+    monkeypatch.setattr(module, "MAX_PROFILES", 8)
     with pytest.raises(ValueError, match="alpha-rank of 9 profiles"):
         alpha_rank([RPS, -RPS])

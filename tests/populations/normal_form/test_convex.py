@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from palestra.populations.normal_form import convex
-from palestra.populations.normal_form.convex import linear_program, most_random
+from palestra.populations.normal_form.convex import linear_program, most_random_distribution
 
 
 def test_a_constraint_by_hand():
     """x1 >= 3 x0: the nearest to uniform has x0 : x1 = 1 : 3 and the rest between, 1/10, 3/10 and twice 2/5 - that is,
     the ones' projection (2/5, 6/5, 1, 1) up to its sum of 18/5."""
-    found = most_random(np.array([[3.0, -1, 0, 0]]), "gini")
+    found = most_random_distribution(np.array([[3.0, -1, 0, 0]]), "gini")
     assert found == pytest.approx(np.array([2, 6, 5, 5]) / 18)
 
 
@@ -18,7 +18,7 @@ def test_entropy_by_hand():
     """x1 >= 3 x0: x = (e^-3l, e^l, 1, 1) up to its sum, with e^4l = 3."""
     weight = 3**0.25
     want = np.array([weight**-3, weight, 1, 1])
-    assert most_random(np.array([[3.0, -1, 0, 0]]), "entropy") == pytest.approx(want / want.sum())
+    assert most_random_distribution(np.array([[3.0, -1, 0, 0]]), "entropy") == pytest.approx(want / want.sum())
 
 
 @pytest.mark.parametrize("objective", ["gini", "entropy"])
@@ -27,27 +27,27 @@ def test_newton_and_means_of_corners_agree(objective):
     rows /= np.abs(rows).max()
     found = convex._by_corners(rows, None, objective)
     assert found == pytest.approx(convex._by_prices(rows, objective), abs=1e-4)
-    assert convex.broken(rows, found) <= convex.TOLERANCE
+    assert convex.constraint_violation(rows, found) <= convex.CONSTRAINT_TOLERANCE
 
 
 @pytest.mark.parametrize("objective", ["gini", "entropy"])
 def test_what_rows_forbid_is_zero(objective):
     """x0 <= 0, then x1 <= x0: the rest is uniform. And x0 <= 2 x0 binds nothing."""
-    assert most_random(np.array([[1.0, 0, 0, 0], [-1, 1, 0, 0]]), objective).tolist() == [0, 0, 0.5, 0.5]
-    assert most_random(np.array([[-1.0, 0]]), objective).tolist() == [0.5, 0.5]
-    assert most_random(np.zeros((0, 4)), objective).tolist() == [0.25] * 4
+    assert most_random_distribution(np.array([[1.0, 0, 0, 0], [-1, 1, 0, 0]]), objective).tolist() == [0, 0, 0.5, 0.5]
+    assert most_random_distribution(np.array([[-1.0, 0]]), objective).tolist() == [0.5, 0.5]
+    assert most_random_distribution(np.zeros((0, 4)), objective).tolist() == [0.25] * 4
 
 
 def test_a_cycle_of_constraints_makes_equals():
     """x0 <= x1 <= x2 <= x0 leaves no room, yet is no contradiction."""
     rows = np.array([[1.0, -1, 0, 0], [0, 1, -1, 0], [-1, 0, 1, 0], [0, 0, 3, -1]])
-    assert most_random(rows, "gini") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
-    assert most_random(rows, "entropy") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
+    assert most_random_distribution(rows, "gini") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
+    assert most_random_distribution(rows, "entropy") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
 
 
 def test_what_has_no_solution_is_refused():
     with pytest.raises(ValueError, match="was not solved"):
-        most_random(np.array([[1.0, 2.0]]), "gini")
+        most_random_distribution(np.array([[1.0, 2.0]]), "gini")
     with pytest.raises(ValueError, match="was not solved"):
         linear_program(np.array([1.0]), A_ub=[[1.0]], b_ub=[-1.0], bounds=[(0, None)])
 
@@ -55,14 +55,14 @@ def test_what_has_no_solution_is_refused():
 @pytest.mark.parametrize("objective", ["gini", "entropy"])
 def test_what_newton_does_not_finish_is_found_all_the_same(monkeypatch, objective):
     rows = np.array([[3.0, -1, 0, 0]])
-    want = most_random(rows, objective)
-    monkeypatch.setattr(convex, "ROUNDS", 1)
-    assert most_random(rows, objective) == pytest.approx(want, abs=1e-4)
+    want = most_random_distribution(rows, objective)
+    monkeypatch.setattr(convex, "MAX_NEWTON_STEPS", 1)
+    assert most_random_distribution(rows, objective) == pytest.approx(want, abs=1e-4)
 
 
 def test_by_how_much_constraints_are_broken():
     rows = np.array([[3.0, -1.0], [-1.0, 0.0]])
-    assert convex.broken(rows, np.array([0.25, 0.75])) == 0
-    assert convex.broken(rows, np.array([0.5, 0.5])) == 1
+    assert convex.constraint_violation(rows, np.array([0.25, 0.75])) == 0
+    assert convex.constraint_violation(rows, np.array([0.5, 0.5])) == 1
     for none in ([0.5, 0.4], [1.5, -0.5], [np.nan, 1]):
-        assert convex.broken(rows, np.array(none)) == np.inf
+        assert convex.constraint_violation(rows, np.array(none)) == np.inf

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
 
 from palestra.populations.normal_form.correlated import coarse_correlated_equilibrium, correlated_equilibrium
-from palestra.populations.normal_form.tables import coarse_gains, joint_of, switch_gains
+from palestra.populations.normal_form.payoff_tensors import cce_gains, ce_gains, joint_distribution
 from palestra.populations.normal_form.zero_sum import nash
 
 CE, CCE = correlated_equilibrium, coarse_correlated_equilibrium
-GAINS = {CE: switch_gains, CCE: coarse_gains}
+GAINS = {CE: ce_gains, CCE: cce_gains}
 CHICKEN = [np.array([[0.0, 7], [2, 6]]), np.array([[0.0, 2], [7, 6]])]  # dare, chicken out
 BOTH = pytest.mark.parametrize("solve", [CE, CCE])
 OBJECTIVES = pytest.mark.parametrize("objective", ["gini", "entropy"])
@@ -110,7 +110,9 @@ def test_degenerate_tables(solve, objective, seed):
     payoffs = [table - table.T, table.T - table]
     joint = solve(payoffs, objective=objective)
     assert most_gained(solve, payoffs, joint) < 1e-8
-    assert randomness(joint, objective) >= randomness(joint_of(nash(payoffs, ties="entropy")), objective) - 1e-7
+    assert (
+        randomness(joint, objective) >= randomness(joint_distribution(nash(payoffs, ties="entropy")), objective) - 1e-7
+    )
 
 
 @OBJECTIVES

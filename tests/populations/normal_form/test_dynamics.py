@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.populations.normal_form.dynamics import (
+from palestra.populations.normal_form.iterative_solvers import (
     fictitious_play,
-    project,
+    project_to_simplex,
     projected_replicator,
     regret_matching,
-    uniform,
+    uniform_strategies,
 )
-from palestra.populations.normal_form.tables import fronted, values
+from palestra.populations.normal_form.payoff_tensors import member_returns, own_axis_first
 
 RPS = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
 SHAPLEY = [np.eye(3), np.roll(np.eye(3), 1, axis=1)]  # Shapley (1964): row wants to match, column to be one further
@@ -25,7 +25,7 @@ def tables(seed, shape):
 
 
 def test_uniform():
-    assert [one.tolist() for one in uniform(tables(0, (2, 4)))] == [[0.5, 0.5], [0.25] * 4]
+    assert [one.tolist() for one in uniform_strategies(tables(0, (2, 4)))] == [[0.5, 0.5], [0.25] * 4]
 
 
 def test_fictitious_play_by_hand():
@@ -98,13 +98,13 @@ def test_replicators_keep_every_member_above_gamma():
     ],
 )
 def test_projections_by_hand(point, gamma, nearest):
-    assert project(np.array(point), gamma) == pytest.approx(nearest)
+    assert project_to_simplex(np.array(point), gamma) == pytest.approx(nearest)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.integers(0, 10**6))
 def test_no_distribution_is_nearer_than_the_projection(point, seed):
-    point, found = np.array(point), project(np.array(point))
+    point, found = np.array(point), project_to_simplex(np.array(point))
     others = np.random.default_rng(seed).dirichlet(np.ones(len(point)), size=20)
     assert found.sum() == pytest.approx(1) and (found >= 0).all()
     assert np.linalg.norm(found - point) <= np.linalg.norm(others - point, axis=1).min() + 1e-9
@@ -148,7 +148,7 @@ def test_players_may_sit_in_any_order(solve):
 def test_what_members_earn_by_hand():
     payoffs = tables(7, (2, 3, 2))
     strategies = [np.array([0.2, 0.8]), np.array([0.5, 0.25, 0.25]), np.array([1.0, 0.0])]
-    earned = values(fronted(payoffs), strategies)
+    earned = member_returns(own_axis_first(payoffs), strategies)
     assert earned[1] == pytest.approx(np.einsum("abc,a,c->b", payoffs[1], strategies[0], strategies[2]))
 
 

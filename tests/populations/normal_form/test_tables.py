@@ -3,24 +3,30 @@
 import numpy as np
 import pytest
 
-from palestra.populations.normal_form.tables import checked, coarse_gains, joint_of, marginals, switch_gains
+from palestra.populations.normal_form.payoff_tensors import (
+    cce_gains,
+    ce_gains,
+    check_payoffs,
+    joint_distribution,
+    marginals,
+)
 
 CHICKEN = [np.array([[0.0, 7], [2, 6]]), np.array([[0.0, 2], [7, 6]])]  # dare, chicken out
 
 
 def test_gains_of_leaving_by_hand():
     """Row, told to dare and doing otherwise: +2 against dare, -1 against chicken; told chicken: the reverse."""
-    gains = switch_gains(CHICKEN)
+    gains = ce_gains(CHICKEN)
     assert sorted(gains.tolist()) == sorted([[0, 0, -2, 1], [2, -1, 0, 0], [0, -2, 0, 1], [2, 0, -1, 0]])
-    dare = coarse_gains(CHICKEN)[0].tolist()
+    dare = cce_gains(CHICKEN)[0].tolist()
     assert dare == [0, 0, -2, 1]
 
 
 def test_joint_distributions():
-    joint = joint_of([np.array([0.25, 0.75]), np.array([0.5, 0.5]), np.array([1.0])])
+    joint = joint_distribution([np.array([0.25, 0.75]), np.array([0.5, 0.5]), np.array([1.0])])
     assert joint.shape == (2, 2, 1) and joint[1, 0, 0] == 0.375
     assert [one.tolist() for one in marginals(joint)] == [[0.25, 0.75], [0.5, 0.5], [1.0]]
-    assert joint_of(joint) is joint
+    assert joint_distribution(joint) is joint
 
 
 @pytest.mark.parametrize(
@@ -35,4 +41,4 @@ def test_joint_distributions():
 )
 def test_what_is_no_table_is_refused(payoffs, why):
     with pytest.raises(ValueError, match=why):
-        checked(payoffs)
+        check_payoffs(payoffs)

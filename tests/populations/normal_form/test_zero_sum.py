@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.populations.normal_form.tables import fronted, values
-from palestra.populations.normal_form.zero_sum import maximin, nash, value
+from palestra.populations.normal_form.payoff_tensors import member_returns, own_axis_first
+from palestra.populations.normal_form.zero_sum import game_value, maximin, nash
 
 RPS = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
 
@@ -16,7 +16,7 @@ def zero_sum(table):
 
 
 def nash_conv(payoffs, strategies):
-    earned = values(fronted(payoffs), strategies)
+    earned = member_returns(own_axis_first(payoffs), strategies)
     return sum(value.max() - value @ strategy for value, strategy in zip(earned, strategies, strict=True))
 
 
@@ -38,7 +38,7 @@ def nash_conv(payoffs, strategies):
 def test_games_solved_by_hand(table, row, column, worth, ties):
     found = nash(zero_sum(table), ties=ties)
     assert found[0] == pytest.approx(row, abs=1e-8) and found[1] == pytest.approx(column, abs=1e-8)
-    assert value(np.array(table, float)) == pytest.approx(worth, abs=1e-9)
+    assert game_value(np.array(table, float)) == pytest.approx(worth, abs=1e-9)
 
 
 def test_constant_sums_and_units_do_not_matter():
@@ -56,7 +56,7 @@ def test_nobody_gains_by_leaving(drawn):
     seed, rows, columns, whole = drawn
     rng = np.random.default_rng(seed)
     table = rng.integers(-2, 3, (rows, columns)) if whole else rng.normal(size=(rows, columns))
-    payoffs, worth = zero_sum(table), value(np.array(table, float))
+    payoffs, worth = zero_sum(table), game_value(np.array(table, float))
     for ties in ("vertex", "entropy"):
         found = nash(payoffs, ties=ties)
         assert all((one >= 0).all() and one.sum() == pytest.approx(1) for one in found)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from palestra.envs import check_env
-from palestra.envs.text.openenv import OpenEnv
+from palestra.envs.text.adapters.openenv import OpenEnv
 
 pytestmark = pytest.mark.peers
 SERVER = Path(__file__).with_name("openenv_server.py")
@@ -76,7 +76,7 @@ def number(url: str, seed: int) -> int:
 
 @pytest.mark.parametrize("reward", ["dense", "outcome"])
 def test_the_contract(url: str, reward: Any) -> None:
-    env = lambda: OpenEnv(url=url, steps=12, reward=reward)  # noqa: E731
+    env = lambda: OpenEnv(url=url, max_steps=12, reward=reward)  # noqa: E731
     check_env(env, seeds=range(2), act=lambda seat, seen, rng: rng.choice([str(rng.randint(1, 9)), '{"x": 1}']))
 
 
@@ -97,7 +97,7 @@ def test_rewards_may_be_paid_at_the_end(url: str) -> None:
     wrong = 1 if right > 1 else 2
     steps = played(OpenEnv(url=url, reward="outcome"), str(wrong), str(wrong), str(right))
     assert [step.rewards["agent"] for step in steps] == [0, 0, 0, pytest.approx(1.02)]
-    cut = played(OpenEnv(url=url, reward="outcome", steps=2), str(wrong), str(wrong))[-1]
+    cut = played(OpenEnv(url=url, reward="outcome", max_steps=2), str(wrong), str(wrong))[-1]
     assert cut.truncated and cut.rewards == {"agent": pytest.approx(0.02)} and not cut.info["success"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import textarena
 
 from palestra.envs import check_env
-from palestra.envs.text.textarena import Out, TextArena
+from palestra.envs.text.adapters.textarena import EliminatedPlayers, TextArena
 
 pytestmark = pytest.mark.peers
 
@@ -38,7 +38,7 @@ def some_move(seat: str, seen: str, rng: random.Random) -> str:
     ],
 )
 def test_games_keep_the_contract(game: str, players: int) -> None:
-    check_env(lambda: TextArena(game=game, players=players, steps=80), seeds=range(2), act=some_move)
+    check_env(lambda: TextArena(game=game, players=players, max_steps=80), seeds=range(2), act=some_move)
 
 
 def test_a_game_goes_as_textarena_plays_it() -> None:
@@ -49,7 +49,7 @@ def test_a_game_goes_as_textarena_plays_it() -> None:
     random.seed(5)
     theirs = textarena.make("KuhnPoker-v0")
     theirs.reset(num_players=2, seed=5)
-    while not step.over:
+    while not step.done:
         mover, seen = theirs.get_observation()
         assert step.observations == {f"player_{mover}": seen.strip()}
         move = moves.choice(["[check]", "[bet]", "[call]", "[fold]"])
@@ -57,7 +57,7 @@ def test_a_game_goes_as_textarena_plays_it() -> None:
         step = env.step({f"player_{mover}": move})
         assert random.getstate() == state  # ours has dice of its own
         done, _ = theirs.step(action=move)
-        assert done == step.over
+        assert done == step.done
     rewards, _ = theirs.close()
     assert {f"player_{number}": float(won) for number, won in rewards.items()} == step.rewards
 
@@ -69,7 +69,7 @@ def test_games_side_by_side_and_the_global_dice_do_not_disturb_each_other() -> N
         seen = [[step.observations["player_0"]] for step in steps]
         for _ in range(6):
             for number, env in enumerate(envs):
-                if not steps[number].over:
+                if not steps[number].done:
                     random.random(), np.random.random()
                     steps[number] = env.step({"player_0": "[Hit]"})
                     seen[number] += steps[number].observations.values()
@@ -95,7 +95,7 @@ def test_invalid_moves_are_flagged_and_the_second_loses() -> None:
     assert step.rewards == {"player_1": -0.1} and step.info == {"invalid": {"player_1": True}}
     assert "already occupied" in step.observations["player_1"]
     step = env.step({"player_1": "hm"})
-    assert step.over and step.rewards == {"player_0": 1.0, "player_1": pytest.approx(-1.1)}
+    assert step.done and step.rewards == {"player_0": 1.0, "player_1": pytest.approx(-1.1)}
     assert step.info["invalid"] == {"player_1": True} and "format" in step.info["reason"]
 
 
@@ -105,32 +105,32 @@ def test_one_players_success_and_the_limit() -> None:
     for guess in range(1, 21):
         env.reset(3)
         step = env.step({"player_0": f"[{guess}]"})
-        if step.over:
+        if step.done:
             number = guess
             assert step.info["success"] and step.rewards == {"player_0": 1.0}
     assert number
-    short = TextArena(game="GuessTheNumber-v0", players=1, steps=1)
+    short = TextArena(game="GuessTheNumber-v0", players=1, max_steps=1)
     short.reset(3)
     step = short.step({"player_0": f"[{number % 20 + 1}]"})
-    assert step.over and step.truncated and step.info["success"] is False
+    assert step.done and step.truncated and step.info["success"] is False
 
 
 def test_a_game_that_all_have_lost_ends() -> None:
     """TextArena itself looks for the next player for ever."""
-    env, reasons = TextArena(game="PublicGoodsGame-v0", steps=150), []
+    env, reasons = TextArena(game="PublicGoodsGame-v0", max_steps=150), []
     for seed in range(3):
         rng, step = random.Random(seed), env.reset(seed)
-        while not step.over:
+        while not step.done:
             ((seat, seen),) = step.observations.items()
             step = env.step({seat: some_move(seat, seen, rng)})
         reasons.append(step.info["reason"])
         if "every player" in reasons[-1]:
             assert sorted(step.rewards.values()) == [pytest.approx(-1.1), -1.0] and not step.truncated
     assert "every player is out by invalid moves" in reasons
-    out = Out(2, [0])
-    assert 0 in out and 1 not in out and not out.everybody
+    out = EliminatedPlayers(2, [0])
+    assert 0 in out and 1 not in out and not out.all_eliminated
     out.append(1)
-    assert 0 not in out and 1 not in out and out.everybody
+    assert 0 not in out and 1 not in out and out.all_eliminated
 
 
 def test_a_game_that_cannot_be_copied_is_played_again() -> None:

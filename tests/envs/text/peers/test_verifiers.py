@@ -11,10 +11,10 @@ import pytest
 
 from palestra.chat import Chat
 from palestra.envs import check_env
-from palestra.envs.text.splits import SHARES
-from palestra.envs.text.verifiers import Verifiers
+from palestra.envs.text.adapters.verifiers import Verifiers
+from palestra.envs.text.splits import SPLIT_SHARES
 from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.play import Arena, Branching, Match
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 pytestmark = pytest.mark.peers
 WORDS = 27  # of the toy taskset
@@ -29,8 +29,8 @@ def repeat(query: Any, rng: random.Random) -> str:
 def play(script: Any = repeat, seed: int = 3, branching: Branching | None = None, **options: Any) -> Any:
     env = Verifiers(**{"taskset": "toy_verifiers"} | options)
     seats = dict.fromkeys(env.seats, ScriptedPolicy(script))
-    arena = Arena(lambda: Verifiers(**{"taskset": "toy_verifiers"} | options), "verifiers")
-    return asyncio.run(arena.play(Match(seed, seats, seed), branching or Branching()))
+    arena = EpisodeRunner(lambda: Verifiers(**{"taskset": "toy_verifiers"} | options), "verifiers")
+    return asyncio.run(arena.play(EpisodeSpec(seed, seats, seed), branching or Branching()))
 
 
 def test_a_task_is_asked_answered_and_scored() -> None:
@@ -68,7 +68,7 @@ def test_the_contract(options: dict[str, Any]) -> None:
 
 
 def test_every_task_is_in_one_split() -> None:
-    kept = [Verifiers(taskset="toy_verifiers", split=split).tasks for split in SHARES]
+    kept = [Verifiers(taskset="toy_verifiers", split=split).tasks for split in SPLIT_SHARES]
     assert sorted(task.data.idx for tasks in kept for task in tasks) == list(range(WORDS))
     assert len(Verifiers(taskset="toy_verifiers", split="all").tasks) == WORDS
     assert len(Verifiers(taskset="toy_verifiers", split="all", tasks=5).tasks) == 5
@@ -104,4 +104,4 @@ def test_what_cannot_be_played_is_said() -> None:
     with pytest.raises(ValueError, match="cannot make taskset no_such_words"):
         Verifiers(taskset="no_such_words")
     with pytest.raises(ValueError, match="none of the 1 tasks of toy_verifiers is in split"):
-        [Verifiers(taskset="toy_verifiers", split=split, tasks=1) for split in SHARES]
+        [Verifiers(taskset="toy_verifiers", split=split, tasks=1) for split in SPLIT_SHARES]

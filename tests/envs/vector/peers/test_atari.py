@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 with warnings.catch_warnings(action="ignore"):
-    from palestra.envs.vector.atari import AtariEnv, AtariGame, area
+    from palestra.envs.vector.atari import AtariEnv, AtariGame, area_resize_weights
     from palestra.envs.vector.base import Discrete
     from palestra.envs.vector.check import check_vector_env, random_actions
 
@@ -21,14 +21,14 @@ def game(name: str = "pong", skip: int = 4, stack: int = 4, noops: int = 0, tell
 
 
 def test_games_keep_the_contract() -> None:
-    check_vector_env(lambda games: AtariEnv(games, options={"max_cycles": 60}), games=2, steps=25)
+    check_vector_env(lambda games: AtariEnv(games, options={"max_cycles": 60}), num_envs=2, steps=25)
 
 
 @pytest.mark.parametrize("name", ["boxing", "space_invaders", "tennis"])
 def test_games_of_other_kinds_are_played(name: str) -> None:
     env = AtariEnv(1, game=name, options={"max_cycles": 100})
     rng, frame = np.random.default_rng(0), env.reset(np.array([0]))
-    assert env.views == ((84, 84, 4),) * 2 and frame.obs.dtype == np.uint8
+    assert env.observation_shapes == ((84, 84, 4),) * 2 and frame.obs.dtype == np.uint8
     ends = 0
     for _ in range(30):
         frame = env.step(random_actions(env, frame, rng))
@@ -39,7 +39,7 @@ def test_games_of_other_kinds_are_played(name: str) -> None:
 def test_points_of_pong_are_won_by_one_and_lost_by_the_other() -> None:
     """Who does not move loses the ball; a serve not made in time costs its maker a point alone."""
     env = AtariEnv(1)
-    assert env.seats == ("first_0", "second_0") and env.actions == (Discrete(6),) * 2
+    assert env.seats == ("first_0", "second_0") and env.action_spaces == (Discrete(6),) * 2
     env.reset(np.array([0]))
     rewards = [env.step(np.array([[1, 1]], np.int32)).rewards[0].copy() for _ in range(300)]
     points = [tuple(pair) for pair in rewards if pair.any()]
@@ -48,14 +48,14 @@ def test_points_of_pong_are_won_by_one_and_lost_by_the_other() -> None:
 
 
 def test_games_in_processes_are_the_same() -> None:
-    here, there = (AtariEnv(2, options={"max_cycles": 40}, processes=processes) for processes in (0, 2))
+    here, there = (AtariEnv(2, options={"max_cycles": 40}, num_processes=processes) for processes in (0, 2))
     rng, frame = np.random.default_rng(0), here.reset(np.arange(2))
     there.reset(np.arange(2))
     for _ in range(15):
         actions = random_actions(here, frame, rng)
         frame, other = here.step(actions), there.step(actions)
-        assert np.array_equal(frame.obs, other.obs) and np.array_equal(frame.over, other.over)
-        assert np.array_equal(frame.final_obs[frame.over], other.final_obs[frame.over])
+        assert np.array_equal(frame.obs, other.obs) and np.array_equal(frame.done, other.done)
+        assert np.array_equal(frame.final_obs[frame.done], other.final_obs[frame.done])
     there.close()
 
 
@@ -76,7 +76,7 @@ def test_an_action_is_held_and_its_rewards_add_up() -> None:
 
 def test_the_newest_picture_comes_last() -> None:
     env = game()
-    first = env.reset(0).views[0]
+    first = env.reset(0).observations[0]
     assert first is not None and all(np.array_equal(first[..., 0], first[..., n]) for n in range(4))
     pictures = [env.pictures[..., -1].copy()]
     for _ in range(5):
@@ -88,20 +88,20 @@ def test_the_newest_picture_comes_last() -> None:
 
 def test_seeds_vary_the_beginning() -> None:
     env = game(noops=30)
-    begun = [int(env.reset(seed).views is not None) + int(env.inner.env.unwrapped.frame) for seed in range(10)]
+    begun = [int(env.reset(seed).observations is not None) + int(env.inner.env.unwrapped.frame) for seed in range(10)]
     assert len(set(begun)) > 3 and max(begun) <= 31
 
 
 def test_a_channel_tells_whose_picture_it_is() -> None:
-    views = game(tell_seat=True).reset(0).views
+    views = game(tell_seat=True).reset(0).observations
     assert [view is not None and view.shape for view in views] == [(84, 84, 5)] * 2
     assert [int(view[..., 4].mean()) for view in views if view is not None] == [0, 255]
 
 
 def test_pixels_are_averaged_over_equal_parts() -> None:
-    assert np.allclose(area(4, 2), [[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]])
-    assert np.allclose(area(3, 2), [[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]])
-    assert np.allclose(area(210, 84).sum(1), 1)
+    assert np.allclose(area_resize_weights(4, 2), [[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]])
+    assert np.allclose(area_resize_weights(3, 2), [[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]])
+    assert np.allclose(area_resize_weights(210, 84).sum(1), 1)
 
 
 def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:

@@ -31,28 +31,32 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:.*precision 
     ],
 )
 def test_envs_keep_the_contract(id: str, options: dict[str, Any], steps: int) -> None:
-    check_vector_env(lambda games: EnvPoolEnv(games, id=id, options=options), games=3, steps=steps)
+    check_vector_env(lambda games: EnvPoolEnv(games, id=id, options=options), num_envs=3, steps=steps)
 
 
 def test_foragers_share_what_envpool_pays() -> None:
     """Beside a pool of its own, whose next game begins a step late. Nothing but food pays, one at most a game."""
     env, theirs = EnvPoolEnv(2, id="LevelBasedForaging-v0"), pool("LevelBasedForaging-v0", 2)
-    assert env.seats == ("agent_0", "agent_1") and env.actions == (Discrete(6),) * 2 and env.views == ((12,),) * 2
+    assert (
+        env.seats == ("agent_0", "agent_1")
+        and env.action_spaces == (Discrete(6),) * 2
+        and env.observation_shapes == ((12,),) * 2
+    )
     frame, (seen, _), rng = env.reset(np.arange(2)), theirs.reset(), np.random.default_rng(0)
     paid = 0.0
     for _ in range(100):
         assert np.array_equal(frame.obs, np.float32(seen["agents_view"]))
-        assert frame.legal is not None and np.array_equal(frame.legal, seen["action_mask"])
+        assert frame.action_mask is not None and np.array_equal(frame.action_mask, seen["action_mask"])
         actions = random_actions(env, frame, rng)
         frame = env.step(actions)
         seen, rewards, terminated, truncated, _ = theirs.step(actions)
         assert np.array_equal(frame.rewards, np.repeat(rewards[:, None], 2, 1))
         assert np.array_equal(frame.terminated, terminated) and np.array_equal(frame.truncated, truncated)
         paid += rewards[0]
-        if frame.over.any():
-            assert np.array_equal(frame.final_obs[frame.over], np.float32(seen["agents_view"])[frame.over])
+        if frame.done.any():
+            assert np.array_equal(frame.final_obs[frame.done], np.float32(seen["agents_view"])[frame.done])
             break
-    assert 0 <= paid <= 1 and frame.over.any()
+    assert 0 <= paid <= 1 and frame.done.any()
 
 
 def pool(id: str, games: int) -> Any:
@@ -62,7 +66,7 @@ def pool(id: str, games: int) -> Any:
 def test_vehicles_act_at_once_and_each_is_paid() -> None:
     env, theirs = EnvPoolEnv(3, id="IntersectionMultiAgent-v0"), pool("IntersectionMultiAgent-v0", 3)
     frame, (seen, info), rng = env.reset(np.arange(3)), theirs.reset(), np.random.default_rng(0)
-    assert env.seats == ("player_0", "player_1") and frame.acting.all()
+    assert env.seats == ("player_0", "player_1") and frame.agent_mask.all()
     for _ in range(13):
         rows = info["players"]["env_id"].argsort(kind="stable")  # games of several players come as they are done
         assert np.array_equal(frame.obs.reshape(6, -1), seen[rows].reshape(6, -1))
@@ -70,7 +74,7 @@ def test_vehicles_act_at_once_and_each_is_paid() -> None:
         frame = env.step(actions)
         seen, rewards, *_, info = theirs.step(actions.reshape(-1))
         assert np.array_equal(frame.rewards.reshape(-1), rewards[info["players"]["env_id"].argsort(kind="stable")])
-        if frame.over.any():
+        if frame.done.any():
             return
     pytest.fail("no game ended in its 13 seconds")
 
@@ -81,19 +85,19 @@ def test_two_players_in_turn_share_nothing(id: str) -> None:
     env = EnvPoolEnv(16, id=id)
     rng, frame, ended = np.random.default_rng(0), env.reset(np.arange(16)), 0
     for _ in range(80):
-        assert (frame.acting.sum(1) == 1).all() and frame.legal is not None
+        assert (frame.agent_mask.sum(1) == 1).all() and frame.action_mask is not None
         frame = env.step(random_actions(env, frame, rng))
-        assert (frame.rewards.sum(1) == 0).all() and (frame.rewards[~frame.over] == 0).all()
-        ended += int(frame.over.sum())
+        assert (frame.rewards.sum(1) == 0).all() and (frame.rewards[~frame.done] == 0).all()
+        ended += int(frame.done.sum())
     assert ended > 16
 
 
 def test_four_in_a_column_win() -> None:
     env = EnvPoolEnv(1, id="ConnectFour-v1")
     frame = env.reset(np.array([0]))
-    first = int(frame.acting[0].argmax())
+    first = int(frame.agent_mask[0].argmax())
     for turn in range(7):
-        assert frame.acting[0].argmax() == (first + turn) % 2 and not frame.over[0]
+        assert frame.agent_mask[0].argmax() == (first + turn) % 2 and not frame.done[0]
         frame = env.step(np.full((1, 2), turn % 2, np.int32))
     assert frame.terminated[0] and frame.rewards[0, first] == 1 and frame.rewards[0, 1 - first] == -1
 
@@ -101,7 +105,9 @@ def test_four_in_a_column_win() -> None:
 def test_pictures_have_their_channels_last() -> None:
     env, theirs = EnvPoolEnv(1, id="Pong-v5"), pool("Pong-v5", 1)
     frame, (seen, _) = env.reset(np.array([0])), theirs.reset()
-    assert env.views == ((84, 84, 4),) and frame.obs.dtype == np.uint8 and env.actions == (Discrete(6),)
+    assert (
+        env.observation_shapes == ((84, 84, 4),) and frame.obs.dtype == np.uint8 and env.action_spaces == (Discrete(6),)
+    )
     for _ in range(20):
         frame, (seen, *_) = env.step(np.array([[2]], np.int32)), theirs.step(np.array([2]))
     assert np.array_equal(frame.obs[0, 0], seen[0].transpose(1, 2, 0)) and frame.obs.std() > 1
@@ -109,7 +115,7 @@ def test_pictures_have_their_channels_last() -> None:
 
 def test_numbers_are_clipped_to_their_bounds() -> None:
     env = EnvPoolEnv(1, id="Pendulum-v1")
-    assert env.actions == (Continuous((-2.0,), (2.0,)),)
+    assert env.action_spaces == (Continuous((-2.0,), (2.0,)),)
     env.reset(np.array([1]))
     one = env.step(np.full((1, 1, 1), 9, np.float32)).obs.copy()
     env.reset(np.array([1]))

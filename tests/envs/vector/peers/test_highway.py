@@ -14,7 +14,7 @@ with warnings.catch_warnings(action="ignore"):
     from palestra.envs.vector.base import Continuous, Discrete
     from palestra.envs.vector.check import check_vector_env, random_actions
     from palestra.envs.vector.highway import HighwayEnv
-    from palestra.envs.vector.loop import game_seed
+    from palestra.envs.vector.sync_vector import episode_seed
 
 pytestmark = pytest.mark.peers
 FEW = {"initial_vehicle_count": 2, "spawn_probability": 0.0, "simulation_frequency": 5}
@@ -25,37 +25,37 @@ SHORT = {"vehicles_count": 5, "duration": 4, "simulation_frequency": 5}
     ("id", "config"), [("intersection-multi-agent-v2", FEW), ("highway-fast-v0", SHORT), ("merge-v1", {})]
 )
 def test_roads_keep_the_contract(id: str, config: dict[str, Any]) -> None:
-    check_vector_env(lambda games: HighwayEnv(games, id=id, config=config), games=2, steps=15, ends=False)
+    check_vector_env(lambda games: HighwayEnv(games, id=id, config=config), num_envs=2, steps=15, expect_end=False)
 
 
 def test_an_intersection_goes_as_highway_env_plays_it() -> None:
     """Each vehicle is paid its own reward until it crashes or arrives, and a game ends with the last of them."""
     env = HighwayEnv(1, config=FEW)
     theirs = gymnasium.make("intersection-multi-agent-v2", config=FEW)
-    assert env.seats == ("agent_0", "agent_1") and env.actions == (Discrete(3),) * 2
+    assert env.seats == ("agent_0", "agent_1") and env.action_spaces == (Discrete(3),) * 2
     rng, frame, played = np.random.default_rng(0), env.reset(np.array([5])), 0
     seen, _ = theirs.reset(seed=5)
     different, ended = False, np.zeros(2, bool)
     for _ in range(40):
         assert np.allclose(frame.obs[0], [np.reshape(view, -1) for view in seen])
-        assert frame.acting[0].tolist() == (~ended).tolist()
+        assert frame.agent_mask[0].tolist() == (~ended).tolist()
         actions = random_actions(env, frame, rng)
         frame = env.step(actions)
         seen, rewards, terminated, truncated, _ = theirs.step(tuple(int(action) for action in actions[0]))
         assert np.allclose(frame.rewards[0], np.where(ended, 0, rewards))
         different, ended = different or rewards[0] != rewards[1], ended | terminated | truncated
-        assert frame.over[0] == ended.all() and frame.truncated[0] == truncated
+        assert frame.done[0] == ended.all() and frame.truncated[0] == truncated
         if ended.all():
             assert np.allclose(frame.final_obs[0], [np.reshape(view, -1) for view in seen])
             played, ended = played + 1, np.zeros(2, bool)
-            seen, _ = theirs.reset(seed=game_seed(5, played))
+            seen, _ = theirs.reset(seed=episode_seed(5, played))
     assert played > 0 and different
 
 
 def test_three_vehicles_see_the_road_from_where_they_are() -> None:
     env = HighwayEnv(1, id="highway-fast-v0", vehicles=3, config=SHORT)
     frame = env.reset(np.array([0]))
-    assert len(env.seats) == 3 and env.actions == (Discrete(5),) * 3 and frame.acting.all()
+    assert len(env.seats) == 3 and env.action_spaces == (Discrete(5),) * 3 and frame.agent_mask.all()
     assert len({frame.obs[0, n].tobytes() for n in range(3)}) == 3
     frame = env.step(np.array([[1, 1, 1]], np.int32))
     assert frame.rewards[0, 0] == frame.rewards[0, 1] == frame.rewards[0, 2] > 0  # idle in lane at speed is paid
@@ -63,7 +63,7 @@ def test_three_vehicles_see_the_road_from_where_they_are() -> None:
 
 def test_steering_by_numbers() -> None:
     env = HighwayEnv(1, id="racetrack-v1", config={"duration": 5})
-    assert all(isinstance(space, Continuous) for space in env.actions) and len(env.seats) == 2
+    assert all(isinstance(space, Continuous) for space in env.action_spaces) and len(env.seats) == 2
     frame = env.reset(np.array([0]))
     for _ in range(3):
         frame = env.step(random_actions(env, frame, np.random.default_rng(0)))

@@ -34,13 +34,17 @@ pytestmark = pytest.mark.peers
 )
 def test_envs_keep_the_contract(options: dict[str, Any]) -> None:
     """Two games only: each number of games is compiled anew."""
-    check_vector_env(lambda games: JaxMarlEnv(games, **options), games=2, steps=60)
+    check_vector_env(lambda games: JaxMarlEnv(games, **options), num_envs=2, steps=60)
 
 
 def test_spread_goes_as_jaxmarl_plays_it() -> None:
     """From the key of each seed, split as ours are: one half plays, the other goes on."""
     env, theirs = JaxMarlEnv(2), jaxmarl.make("MPE_simple_spread_v3")
-    assert env.seats == tuple(theirs.agents) and env.actions == (Discrete(5),) * 3 and env.views == ((18,),) * 3
+    assert (
+        env.seats == tuple(theirs.agents)
+        and env.action_spaces == (Discrete(5),) * 3
+        and env.observation_shapes == ((18,),) * 3
+    )
     frame, rng = env.reset(np.array([3, 4])), np.random.default_rng(0)
     games = []
     for b in range(2):
@@ -79,15 +83,15 @@ def test_marines_win_by_shooting_first_and_lose_by_standing() -> None:
     for shoots in (True, False):
         frame, ended, won, paid = env.reset(np.arange(16)), 0, 0, np.zeros(16)
         for _ in range(100):
-            assert frame.legal is not None and frame.success is not None
-            attack = frame.legal[..., 5:]
-            first = np.where(attack.any(2), 5 + attack.argmax(2), np.where(frame.legal[..., 1], 1, 4))
+            assert frame.action_mask is not None and frame.success is not None
+            attack = frame.action_mask[..., 5:]
+            first = np.where(attack.any(2), 5 + attack.argmax(2), np.where(frame.action_mask[..., 1], 1, 4))
             frame = env.step((first if shoots else np.full((16, 3), 4)).astype(np.int32))
             paid += frame.rewards[:, 0]
-            assert (frame.acting == frame.legal[..., :4].any(2)).all()  # the dead may only stand
+            assert (frame.agent_mask == frame.action_mask[..., :4].any(2)).all()  # the dead may only stand
             assert not (frame.success & ~frame.terminated).any() and (paid >= 0).all() and (paid <= 2.001).all()
-            ended, won = ended + int(frame.over.sum()), won + int(frame.success.sum())
-            paid[frame.over] = 0
+            ended, won = ended + int(frame.done.sum()), won + int(frame.success.sum())
+            paid[frame.done] = 0
         wins[shoots] = won / ended
         assert ended >= 16
     assert wins[True] > 0.3 and wins[False] == 0
@@ -98,13 +102,13 @@ def test_hanabi_is_played_in_turn() -> None:
     env = JaxMarlEnv(8, id="hanabi")
     rng, frame, paid, ended = np.random.default_rng(0), env.reset(np.arange(8)), np.zeros(8), 0
     for step in range(120):
-        assert (frame.acting.sum(1) == 1).all()
+        assert (frame.agent_mask.sum(1) == 1).all()
         if step == 0:
-            assert frame.acting[:, 0].all() or frame.acting[:, 1].all()
-        before = frame.acting.copy()
+            assert frame.agent_mask[:, 0].all() or frame.agent_mask[:, 1].all()
+        before = frame.agent_mask.copy()
         frame = env.step(random_actions(env, frame, rng))
-        over = frame.over
-        assert (frame.acting[~over] != before[~over]).all()
+        over = frame.done
+        assert (frame.agent_mask[~over] != before[~over]).all()
         assert (frame.rewards[:, 0] == frame.rewards[:, 1]).all()
         paid += frame.rewards[:, 0]
         assert (paid <= 25).all() and frame.terminated[over].all()
@@ -114,7 +118,7 @@ def test_hanabi_is_played_in_turn() -> None:
 
 def test_numbers_are_clipped_to_their_bounds() -> None:
     env = JaxMarlEnv(1, id="MPE_simple_facmac_v1")
-    space = env.actions[0]
+    space = env.action_spaces[0]
     assert isinstance(space, Continuous)
     shape = (1, len(env.seats), len(space.low))
     frames = []

@@ -13,7 +13,7 @@ with warnings.catch_warnings(action="ignore"):
 
     from palestra.envs.vector.base import Continuous, Discrete
     from palestra.envs.vector.check import check_vector_env, random_actions
-    from palestra.envs.vector.loop import derived_seed
+    from palestra.envs.vector.sync_vector import combine_seeds
     from palestra.envs.vector.vmas import VmasEnv
 
 pytestmark = pytest.mark.peers
@@ -31,16 +31,16 @@ pytestmark = pytest.mark.peers
 def test_scenarios_keep_the_contract(scenario: str, options: dict[str, Any]) -> None:
     """But for games going as alone: VMAS draws for all its games at once."""
     make = lambda games: VmasEnv(games, scenario=scenario, steps=8, options=options)  # noqa: E731
-    check_vector_env(make, games=3, steps=20, alone=False)
+    check_vector_env(make, num_envs=3, steps=20, check_independence=False)
 
 
 def test_balance_goes_as_vmas_plays_it() -> None:
     """Beside an env of VMAS's own from the seed that ours begins with, until the first game ends."""
     env = VmasEnv(4, scenario="balance", steps=30)
     theirs = vmas.make_env("balance", num_envs=4, max_steps=30, terminated_truncated=True)
-    assert len(env.seats) == theirs.n_agents and all(isinstance(space, Continuous) for space in env.actions)
+    assert len(env.seats) == theirs.n_agents and all(isinstance(space, Continuous) for space in env.action_spaces)
     rng, frame = np.random.default_rng(0), env.reset(np.arange(4))
-    seen = theirs.reset(seed=derived_seed(derived_seed(0, 1, 2, 3), 1))
+    seen = theirs.reset(seed=combine_seeds(combine_seeds(0, 1, 2, 3), 1))
     for step in range(1, 31):
         for n, view in enumerate(seen):
             assert np.array_equal(frame.obs[:, n], view.numpy())
@@ -49,8 +49,8 @@ def test_balance_goes_as_vmas_plays_it() -> None:
         seen, rewards, terminated, _, _ = theirs.step([actions[:, n] for n in range(len(env.seats))])
         assert np.array_equal(frame.rewards, np.stack([reward.numpy() for reward in rewards], 1))
         assert np.array_equal(frame.terminated, terminated.numpy()) and frame.truncated.any() == (step == 30)
-        if frame.over.any():
-            over = frame.over
+        if frame.done.any():
+            over = frame.done
             assert all(np.array_equal(frame.final_obs[over, n], view.numpy()[over]) for n, view in enumerate(seen))
             return
     pytest.fail("no game ended")
@@ -63,20 +63,20 @@ def test_some_games_end_before_others_and_only_those_begin_anew() -> None:
     for _ in range(100):
         before = frame.obs.copy()
         frame = env.step(random_actions(env, frame, rng))
-        if frame.over.any() and not frame.over.all():
+        if frame.done.any() and not frame.done.all():
             break
     moved = np.abs(frame.obs - before).max((1, 2))
-    assert frame.over.any() and not frame.over.all()
-    assert (moved[~frame.over] < 0.5).all() and (moved[frame.over] > 0).all()
+    assert frame.done.any() and not frame.done.all()
+    assert (moved[~frame.done] < 0.5).all() and (moved[frame.done] > 0).all()
     last = np.abs(frame.final_obs - before).max((1, 2))
-    assert (last[frame.over] < 0.5).all()
+    assert (last[frame.done] < 0.5).all()
 
 
 def test_discrete_actions_push() -> None:
     """Agents of simple_spread told to go right (2) gain speed to the right: their own speed is seen after two numbers
     of place."""
     env = VmasEnv(2, scenario="simple_spread", options={"continuous_actions": False})
-    assert all(isinstance(space, Discrete) for space in env.actions)
+    assert all(isinstance(space, Discrete) for space in env.action_spaces)
     frame = env.reset(np.arange(2))
     start = frame.obs[:, :, :4].copy()
     for _ in range(5):

@@ -1,0 +1,187 @@
+"""The model card of a published agent: what it is, how it was trained, its results, how to load it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from palestra.agents.trained_agent import TrainedAgent
+from palestra.config import Tree, load
+from palestra.engine.models import SHIPPED_BASES_DIR
+from palestra.files import read_lines
+from palestra.report.run_report import group_lines, wilson_interval
+
+HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(agent: TrainedAgent, *, base: str, licence: str | None, folder: str) -> str:
+    """Returns the README.md of an agent published in a folder named `folder`: Markdown with the Hugging Face Hub's YAML
+    header."""
+    tree = load(agent.run / "config.yaml") if agent.run else {}
+    exams = group_lines(read_lines(agent.run / "evals.jsonl"), "name") if agent.run else {}
+    told = {name: _until(lines, agent.step) for name, lines in exams.items()}
+    head = _front(agent, base, licence, tree, {name: lines for name, lines in told.items() if lines})
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
+        f"# {agent.name}",
+        _what(agent, base, tree),
+        *_results(told),
+        *_trained(agent, tree),
+        "## How to load it",
+        _loading(agent, base, folder),
+        "## License",
+        _licence(agent, base, licence),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _until(lines: list[Tree], step: int | None) -> list[Tree]:
+    """Returns an evaluation's lines up to the step of the weights."""
+    return [line for line in lines if step is None or line["step"] < step]
+
+
+def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, exams: dict[str, list[Tree]]) -> Tree:
+    """The YAML header. The base is left out if it is not a repository of the hub."""
+    hub = base if HUB_REPO.fullmatch(base) else None
+    adapter = agent.kind == "adapter"
+    head: Tree = {"base_model": hub} if hub else {}
+    if agent.kind != "network":
+        head |= {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
+    tags = ["palestra", "reinforcement-learning", "multi-agent", *(["lora"] if adapter else []), *_kinds(tree)]
+    head["tags"] = list(dict.fromkeys(tags)) + ([f"base_model:adapter:{hub}"] if hub and adapter else [])
+    if licence:
+        head["license"] = licence
+    if results := [result for name, lines in exams.items() for result in _index(name, lines[-1], tree)]:
+        head["model-index"] = [{"name": agent.name, "results": results}]
+    return head
+
+
+def _kinds(tree: Tree) -> list[str]:
+    """Returns the types of a run's envs and of its algorithm."""
+    envs = [tree.get("env") or {}, *(tree.get("envs") or {}).values()]
+    learns = tree.get("population") or tree.get("algorithm") or {}
+    return [str(part["type"]) for part in [*envs, learns] if part.get("type")]
+
+
+def _index(name: str, line: Tree, tree: Tree) -> list[Tree]:
+    """Returns an evaluation as entries of the hub's model-index."""
+    values = [(key, line[key]) for key in ("success", "return") if line.get(key) is not None]
+    data = {"name": name, "type": (_kinds(tree) or ["env"])[0]}
+    task = {"type": "reinforcement-learning"}
+    return [{"task": task, "dataset": data, "metrics": [{"type": k, "value": round(v, 4)}]} for k, v in values]
+
+
+def _what(agent: TrainedAgent, base: str, tree: Tree) -> str:
+    kind = {"adapter": f"A LoRA adapter for {_named(base)}", "model": f"A language model, trained from {_named(base)}"}
+    what = kind.get(agent.kind, "A small network that plays a vectorised game")
+    env, learns = ", ".join(_kinds(tree)[:-1]), "".join(_kinds(tree)[-1:])
+    trained = f", trained in {env} by {learns}" if env else ""
+    return f"{what}{trained} with palestra. There it is `{agent.versioned}`: after {agent.version} updates."
+
+
+def _named(base: str) -> str:
+    shipped = (SHIPPED_BASES_DIR / base).is_dir() and "/" not in base
+    return f"`{base}`, which ships with palestra" if shipped else f"`{Path(base).name if base[:1] in './~' else base}`"
+
+
+def _results(exams: dict[str, list[Tree]]) -> list[str]:
+    """Evaluation results before training and at the saved step; success with 95 % intervals."""
+    rows = [_row(name, lines) for name, lines in exams.items() if lines]
+    if not rows:
+        return []
+    head = "| exam | episodes | measure | before training | this agent |\n|---|---:|---|---:|---:|"
+    note = (
+        "Held-out episodes, everybody at the table as the config below seats them. Success with its 95 % Wilson "
+        "interval, returns with half of their normal one where it was noted."
+    )
+    return ["## Results", "\n".join([head, *[row for own in rows for row in own]]), note]
+
+
+def _row(name: str, lines: list[Tree]) -> list[str]:
+    first, last = (lines[0] if lines[0]["step"] < 0 else None), lines[-1]
+    told: list[tuple[str, Callable[[Tree], str]]] = [("success", _share)] if "success" in last else []
+    told += [("return", lambda line: f"{line['return']:.2f}")] if "return" in last else []
+    told += [(f"return of {seat}", partial(_own, seat)) for seat in last.get("returns", {})]
+    head = f"| {_cell(name)} | {last['episodes']:.0f} |"
+    return [f"{head} {_cell(key)} | {tell(first) if first else '-'} | {tell(last)} |" for key, tell in told]
+
+
+def _share(line: Tree) -> str:
+    low, high = wilson_interval(line["success"] * line["episodes"], line["episodes"])
+    return f"{line['success']:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def _own(seat: str, line: Tree) -> str:
+    value, half = line["returns"].get(seat), line.get("returns_half", {}).get(seat)
+    return "-" if value is None else f"{value:.2f}" + (f" ± {half:.2f}" if half is not None else "")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _trained(agent: TrainedAgent, tree: Tree) -> list[str]:
+    """Steps, seed, versions and the whole config."""
+    if agent.run is None:
+        return []
+    meta = json.loads((agent.run / "meta.json").read_text(encoding="utf-8"))
+    facts = [f"- seed {meta.get('seed', tree.get('seed', 0))}"]
+    facts += [f"- saved after {agent.step} of {tree['steps']} steps"] if agent.step and "steps" in tree else []
+    facts += [f"- {name} {meta[name]}" for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
+    facts += [f"- on {meta['created'][:10]}, by `{_command(meta['command'])}`"] if meta.get("command") else []
+    text = (agent.run / "config.yaml").read_text(encoding="utf-8").rstrip()
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
+    config = f"<details><summary>The whole config</summary>\n\n{fence}yaml\n{text}\n{fence}\n\n</details>"
+    return ["## How it was trained", "\n".join(facts), config]
+
+
+def _command(words: list[str]) -> str:
+    """The command line, without the folder of the executable."""
+    return shlex.join([Path(words[0]).name, *words[1:]]).replace("`", "'")
+
+
+def _loading(agent: TrainedAgent, base: str, folder: str) -> str:
+    if agent.kind == "network":
+        return (
+            "As a policy in a config of palestra:\n\n```yaml\npolicies:\n"
+            f"  rival: {{type: frozen, path: {folder}}}\n```"
+        )
+    shipped = "/" not in base and (SHIPPED_BASES_DIR / base).is_dir()
+    where = f'resolve_base("{base}")' if shipped else f'"{base}"'
+    serve = f"With palestra, behind an OpenAI-compatible endpoint:\n\n```bash\npalestra serve-agent {folder}\n```"
+    if agent.kind == "model":
+        code = f'from transformers import pipeline\n\npipe = pipeline("text-generation", "{folder}")'
+        vllm = f"```bash\nvllm serve {folder}\n```"
+        return f"```python\n{code}\n```\n\nWith vLLM:\n\n{vllm}\n\n{serve}"
+    rank = json.loads((agent.folder / "adapter_config.json").read_text())["r"]
+    first = "from palestra.engine.models import resolve_base  # the base ships with palestra\n" if shipped else ""
+    code = (
+        f"{first}from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"base = {where}\ntokenizer = AutoTokenizer.from_pretrained(base)\n"
+        f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{folder}")'
+    )
+    code_of_base = f"from palestra.engine.models import resolve_base as r; print(r('{base}'))"
+    served = f'"$(python -c "{code_of_base}")"'
+    vllm = (
+        f"vllm serve {served if shipped else base} --enable-lora --max-lora-rank {_vllm_rank(rank)} "
+        f"--lora-modules {agent.name}={folder}"
+    )
+    return f"With `peft`:\n\n```python\n{code}\n```\n\nWith vLLM:\n\n```bash\n{vllm}\n```\n\n{serve}"
+
+
+def _vllm_rank(rank: int) -> int:
+    """Returns the smallest LoRA rank that vLLM supports and that is at least `rank`."""
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def _licence(agent: TrainedAgent, base: str, licence: str | None) -> str:
+    if licence:
+        return f"These weights: {licence}. The base has a license of its own." if base else f"These weights: {licence}."
+    rest = " What was made of a base stays under that base's license." if base else ""
+    return f"Whoever trained these weights has stated none.{rest}"

@@ -1,0 +1,170 @@
+"""Trained agents on disk: in a run's checkpoint, in a population, or in a published folder.
+
+An agent is a folder of weights with its text settings: base, role, sampling, chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from palestra.builders.engines import Engines
+from palestra.builders.text import seat_policies
+from palestra.builders.text_config import FrozenConfig, TextConfig
+from palestra.config import Tree, load, validate
+from palestra.envs import is_vectorised, make_env
+from palestra.evaluation.evaluate import find_checkpoint
+from palestra.files import path_inside, read_lines
+from palestra.policies.lm import LanguagePolicy
+from palestra.runs import Checkpoint
+
+AGENT_FILE = "palestra.json"  # in a published folder: name, version, role and text settings
+LM_SETTINGS = ("base", "sampling", "system", "history", "chat_template_kwargs", "dtype")
+WeightsKind = Literal["adapter", "model", "network"]
+
+
+@dataclass(frozen=True)
+class TrainedAgent:
+    """A trained agent: its weights and how to prompt it."""
+
+    name: str
+    """Name of the policy or member."""
+    version: int
+    """Number of updates."""
+    folder: Path
+    """Folder of the weights."""
+    kind: WeightsKind
+    """LoRA adapter, whole language model, or network for vectorised games."""
+    lm_settings: dict[str, Any] = field(default_factory=dict)
+    """The `LM_SETTINGS` settings that it was trained with; {} for a network."""
+    role: str = ""
+    """The role text that its env gave it."""
+    run: Path | None = None
+    """The run that trained it; None for a published folder."""
+    step: int | None = None
+    """Training steps before the checkpoint; None if unknown."""
+
+    @property
+    def versioned(self) -> str:
+        """`name@version`."""
+        return f"{self.name}@{self.version}"
+
+    def metadata(self) -> dict[str, Any]:
+        """Returns the contents of the `AGENT_FILE` file."""
+        return {"name": self.name, "version": self.version, "role": self.role, "speech": self.lm_settings}
+
+
+def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) -> list[TrainedAgent]:
+    """Returns the agents called `names` (empty: all) of a run, from the checkpoint after `step` steps (None: the
+    newest), or the one of a published folder. Raises ValueError if there are none."""
+    if not (path / "config.yaml").is_file():
+        return [_published(path)]
+    tree = load(path / "config.yaml")
+    found = _members(path, tree) if "population" in tree else _policies(path, tree, step)
+    if unknown := [name for name in names if name not in found]:
+        raise ValueError(f'{path} has no trained agent "{unknown[0]}"; it has: {", ".join(found) or "none"}')
+    if not found:
+        raise ValueError(f"{path} has no trained agent yet: it needs a checkpoint; `palestra runs` lists them")
+    return [found[name] for name in names or found]
+
+
+def load_policy(agent: TrainedAgent, engines: Engines) -> LanguagePolicy:
+    """Returns the agent as a policy that samples. Raises ValueError for a network, which does not generate text."""
+    if agent.kind == "network":
+        raise ValueError(f"{agent.name} is a network that plays a vectorised game: it answers no messages")
+    speech = agent.lm_settings
+    path: str | None = str(agent.folder)
+    if agent.kind == "model" and agent.run is None:  # a published model is its own base
+        speech, path = speech | {"base": str(agent.folder.resolve())}, None
+    return engines.build_frozen_policy(agent.versioned, validate(FrozenConfig, speech | {"path": path}))
+
+
+def _published(folder: Path) -> TrainedAgent:
+    if not folder.is_dir():
+        raise ValueError(f"there is no run and no published agent at {folder}")
+    kind = weights_kind(folder)
+    facts: dict[str, Any] = {"name": folder.resolve().name, "version": 0, "role": "", "speech": {}}
+    if (folder / AGENT_FILE).exists():
+        facts |= json.loads((folder / AGENT_FILE).read_text(encoding="utf-8"))
+    elif kind == "adapter":  # PEFT's own folder
+        facts["speech"] = {"base": json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]}
+    return TrainedAgent(facts["name"], facts["version"], folder, kind, facts["speech"], facts["role"])
+
+
+def weights_kind(folder: Path) -> WeightsKind:
+    """Returns the kind of weights in a folder. Raises ValueError if there are none that can be published."""
+    if (folder / "adapter_config.json").exists():
+        return "adapter"
+    if (folder / "config.json").exists():
+        return "model"
+    if (folder / "policy.safetensors").exists():
+        return "network"
+    raise ValueError(
+        f"{folder} holds neither an adapter (adapter_config.json), nor a model (config.json), nor a network "
+        "(policy.safetensors): name a run, or a folder that `palestra publish` wrote"
+    )
+
+
+def _policies(path: Path, tree: Tree, step: int | None) -> dict[str, TrainedAgent]:
+    """Returns the policies that a run trains, by name."""
+    checkpoint = find_checkpoint(path, step)
+    folders = {name: checkpoint.path / folder for name, folder in checkpoint.names.items()}
+    if is_vectorised((tree.get("env") or {}).get("type")):
+        return {name: _agent(name, folder, path, checkpoint) for name, folder in folders.items()}
+    config = validate(TextConfig, tree)
+    roles = _roles(config)
+    return {
+        name: _agent(name, folder, path, checkpoint, _speech(config.policies[name]), roles.get(name, ""))
+        for name, folder in folders.items()
+    }
+
+
+def _agent(
+    name: str, folder: Path, run: Path, checkpoint: Checkpoint | None, speech: Tree | None = None, role: str = ""
+) -> TrainedAgent:
+    version = json.loads((folder / "member.json").read_text())["version"]
+    after = checkpoint.step + 1 if checkpoint else None
+    return TrainedAgent(name, version, folder, weights_kind(folder), speech or {}, role, run, after)
+
+
+def _members(path: Path, tree: Tree) -> dict[str, TrainedAgent]:
+    """Returns the frozen members of a population that have weights."""
+    listed = path / "population.json"
+    lines = json.loads(listed.read_text()) if listed.exists() else []
+    made = {line["makes"] for line in read_lines(path / "tasks.jsonl") if line.get("makes")}
+    kept = {name: path_inside(path / "members", name) for name in [line["name"] for line in lines] or sorted(made)}
+    players = {line["name"]: line["player"] for line in lines}
+    speech = _told(tree)
+    roles = dict(make_env(**tree["env"]).roles) if speech else {}
+    anybody = next(iter(roles.values()), "")  # for a population that plays every seat
+    return {
+        name: _agent(name, folder, path, None, speech, roles.get(players.get(name, ""), anybody))
+        for name, folder in kept.items()
+        if (folder / "member.json").exists()
+    }
+
+
+def _told(tree: Tree) -> Tree:
+    """Returns the text settings of a population's language agents; {} for networks."""
+    oracle = tree.get("oracle") or {}
+    if oracle.get("type") != "language":
+        return {}
+    return {key: value for key, value in (oracle.get("policy") or {}).items() if key in LM_SETTINGS}
+
+
+def _speech(policy: Any) -> Tree:
+    return {key: value for key, value in policy.model_dump(mode="json").items() if key in LM_SETTINGS}
+
+
+def _roles(config: TextConfig) -> dict[str, str]:
+    """Returns, by policy, the env's role text of the first seat it plays."""
+    roles: dict[str, str] = {}
+    if not config.named_envs:
+        return roles
+    told = {seat: role for env in config.named_envs.values() for seat, role in make_env(**env).roles.items()}
+    for seat, name in seat_policies(config).items():
+        roles.setdefault(name, told.get(seat, ""))
+    return roles

@@ -1,0 +1,206 @@
+"""Episodes as tasks: a step's episodes are divided into slices, which workers play. `oracles/play.py` is the worker's
+side.
+
+A slice is one task. It lists its episodes by number, which determines everything drawn in them, and the members that
+play: each learner's current weights, published under its version (`planner@12`) when a slice first needs them, and
+removed when the learner has newer weights and the last slice that uses them is done. A run of any length therefore
+stores only a few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+import shutil
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from palestra.backends.async_backend import AsyncBackend
+from palestra.learners.lm import LanguageLearner
+from palestra.populations.tasks import Task
+from palestra.rollouts.sources import SUCCESS_KEY, EnvSource, EpisodeCallback
+from palestra.rollouts.tree_rollout import Branching
+from palestra.runs.worker_stats import worker_stats
+from palestra.training.loop import Evaluation
+from palestra.types import AlgorithmState, Episode, Metrics
+
+EPISODES_FILE = "episodes.pickle"  # a slice's output; pickle keeps answers that siblings share as one object
+
+
+@dataclass(frozen=True)
+class PolicyVersions:
+    """The published learners of one moment: `members` (`name@version`), and the config of each learner, by name."""
+
+    members: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+class EpisodeDispatcher:
+    """Publishes learners as members and submits slices of episodes to the backend."""
+
+    def __init__(self, learners: Mapping[str, LanguageLearner], desk: AsyncBackend) -> None:
+        self.learners, self.backend = learners, desk
+        self.num_slices = 0  # slices so far
+        self.wall_s = self.cpu_s = 0.0  # seconds, summed over workers: wall-clock and CPU time
+        self.published: dict[str, Path] = {}
+        self._needed: Counter[str] = Counter()  # number of `acquire`s of each member
+        self._scratch = Path(tempfile.mkdtemp(prefix="palestra-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+
+    def publish_current(self) -> PolicyVersions:
+        """Returns the learners' current versions; publishes those that are not published yet."""
+        names = self._names()
+        for name, member in names.items():
+            if member not in self.published:
+                folder = self._scratch / member
+                self.learners[name].export(folder)
+                self.backend.add_member(member, folder)
+                self.published[member] = folder
+        self._let_go()
+        settings = {name: learner.config.model_dump(mode="json") for name, learner in self.learners.items()}
+        return PolicyVersions(tuple(names.values()), settings)
+
+    def acquire(self, versions: PolicyVersions) -> None:
+        """Keeps the members' files until `release` is called, even if the learners move on."""
+        self._needed.update(versions.members)
+
+    def release(self, versions: PolicyVersions) -> None:
+        """Undoes one `acquire`."""
+        self._needed -= Counter(versions.members)
+
+    async def play(self, versions: PolicyVersions, payload: Mapping[str, Any]) -> list[Episode]:
+        """Runs one slice and returns its episodes. `versions` must be held."""
+        self.num_slices += 1
+        name = f"slice-{self.num_slices}"
+        task = Task(name, "play", {**payload, "settings": versions.settings}, versions.members, output_member=name)
+        done = await self.backend.run_task(task)
+        worker_stats.merge(done.result.get("roll", []))
+        self.wall_s, self.cpu_s = self.wall_s + done.seconds, self.cpu_s + done.result["cpu_s"]
+        assert done.folder is not None
+        return await asyncio.to_thread(_taken, done.folder)
+
+    def _names(self) -> dict[str, str]:
+        return {name: f"{name}@{learner.version}" for name, learner in self.learners.items()}
+
+    def _let_go(self) -> None:
+        """Removes members that are neither a learner's current version nor held."""
+        now = set(self._names().values())
+        for member in [member for member in self.published if member not in now and member not in self._needed]:
+            self.backend.remove_member(member)
+            shutil.rmtree(self.published.pop(member))
+
+
+@dataclass
+class DistributedSource:
+    """Source that has workers play the episodes of `games`, which belong to stage number `stage`, `slice_size` per
+    slice.
+
+    Requests made in the same iteration of the event loop are divided together, whether for a whole step or for one
+    episode each.
+    """
+
+    games: EnvSource
+    dispatcher: EpisodeDispatcher
+    stage: int
+    slice_size: int
+    _asked: dict[str, PendingEpisodes] = field(default_factory=dict)  # in this iteration of the event loop
+    _played: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def play(
+        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
+    ) -> list[Episode]:
+        """Returns the episodes with these numbers, in order, played by the learners' current weights."""
+        cast = self.dispatcher.publish_current()
+        order = {"stage": self.stage, "branching": asdict(branching), "measured": dict(memory.get(SUCCESS_KEY, {}))}
+        key = repr((cast.members, order))
+        if key not in self._asked:
+            self._asked[key] = PendingEpisodes(self.dispatcher, cast, order, self.slice_size)
+            asyncio.get_running_loop().call_soon(self._begin, key)
+        return list(await asyncio.gather(*(self._asked[key].add(number, on_episode) for number in numbers)))
+
+    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
+        """Passes the episodes on to the wrapped source."""
+        return self.games.observe(episodes, memory)
+
+    def _begin(self, key: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._asked.pop(key).play())
+        self._played.add(task)
+        task.add_done_callback(self._played.discard)
+
+
+class PendingEpisodes:
+    """Episodes requested together. Each is reported to its callback, and its future is set, when its slice is done."""
+
+    def __init__(self, troupe: EpisodeDispatcher, cast: PolicyVersions, order: Mapping[str, Any], size: int) -> None:
+        self.dispatcher, self.versions, self.payload, self.size = troupe, cast, order, size
+        self._asked: dict[int, tuple[asyncio.Future[Episode], EpisodeCallback]] = {}
+        troupe.acquire(cast)
+
+    def add(self, number: int, told: EpisodeCallback) -> asyncio.Future[Episode]:
+        """Adds an episode by number and returns its future."""
+        future: asyncio.Future[Episode] = asyncio.get_running_loop().create_future()
+        self._asked[number] = (future, told)
+        return future
+
+    async def play(self) -> None:
+        """Plays all slices. An error is raised to the coroutines that wait for that slice's episodes."""
+        try:
+            await asyncio.gather(*(self._slice(numbers) for numbers in split_into_slices(list(self._asked), self.size)))
+        finally:
+            self.dispatcher.release(self.versions)
+
+    async def _slice(self, numbers: Sequence[int]) -> None:
+        waiting = [self._asked[number] for number in numbers]
+        try:
+            episodes = await self.dispatcher.play(self.versions, {**self.payload, "numbers": list(numbers)})
+        except Exception as error:
+            for future, _ in waiting:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (future, told), episode in zip(waiting, episodes, strict=True):
+            if told:
+                told(episode)
+            if not future.done():  # cancelled
+                future.set_result(episode)
+
+
+@dataclass
+class DistributedEval(Evaluation):
+    """Evaluation whose episodes workers play, `slice_size` per slice."""
+
+    dispatcher: EpisodeDispatcher = field(kw_only=True)
+    slice_size: int = field(kw_only=True)
+
+    async def play(self, seed: int) -> list[Episode]:
+        cast = self.dispatcher.publish_current()
+        parts = split_into_slices(range(self.episodes), self.slice_size)
+        orders = [{"exam": self.name, "seed": seed, "numbers": list(part)} for part in parts]
+        self.dispatcher.acquire(cast)
+        try:
+            played = await asyncio.gather(*(self.dispatcher.play(cast, order) for order in orders))
+        finally:
+            self.dispatcher.release(cast)
+        return [episode for part in played for episode in part]
+
+
+def split_into_slices(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Splits `numbers` into consecutive parts of `size`; the last may be shorter."""
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
+def episodes_per_slice(episodes: int, slices: int) -> int:
+    """Episodes per slice, rounded up."""
+    return math.ceil(episodes / slices)
+
+
+def _taken(folder: Path) -> list[Episode]:
+    episodes: list[Episode] = pickle.loads((folder / EPISODES_FILE).read_bytes())
+    shutil.rmtree(folder)
+    return episodes

@@ -1,0 +1,86 @@
+"""Parts that all backends share: the task queue with retries, registered member folders, and running a task."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from palestra.files import to_json_line
+from palestra.populations.tasks import ResultDict, Task, Worker
+from palestra.rollouts.failures import ErrorText, RunFailed, describe_error
+
+MAX_ATTEMPTS = 3  # worker deaths at one task, or in a row before a worker is ready, that end the run
+
+
+class TaskQueue:
+    """First-in, first-out queue of tasks. A task whose worker died is put back at the front."""
+
+    def __init__(self) -> None:
+        self.tasks: deque[Task] = deque()
+        self.deaths: dict[str, int] = {}  # worker deaths, by task name
+
+    def add(self, task: Task) -> None:
+        self.tasks.append(task)
+
+    def pop(self) -> Task | None:
+        """Removes and returns the first task; None if the queue is empty."""
+        return self.tasks.popleft() if self.tasks else None
+
+    def retry(self, task: Task, reason: str) -> None:
+        """Puts back a task whose worker died. Raises ValueError if `MAX_ATTEMPTS` workers have died at it."""
+        self.deaths[task.name] = self.deaths.get(task.name, 0) + 1
+        if self.deaths[task.name] >= MAX_ATTEMPTS:
+            raise ValueError(
+                f"{MAX_ATTEMPTS} workers died at task {task.name}, the last so: {reason}. Memory that runs out ends a "
+                "process like that; fewer workers, or smaller tasks, need less of it"
+            )
+        self.tasks.appendleft(task)
+
+    def clear(self) -> None:
+        self.tasks.clear()
+
+
+class MemberFolders(dict[str, Path]):
+    """Folders of the registered members, by name."""
+
+    def folders_for(self, task: Task) -> dict[str, Path]:
+        """Returns the folders that `task` needs. Raises ValueError if a member is not registered."""
+        if unknown := [name for name in task.members if name not in self]:
+            raise ValueError(f"task {task.name} needs {', '.join(unknown)}: no finished task made such a member")
+        return {name: self[name] for name in task.members}
+
+
+def task_error(task: Task, fault: ErrorText) -> RunFailed:
+    """Returns the error for a task whose worker raised; the worker's traceback is attached as a note."""
+    return RunFailed.from_traceback(f"task {task.name} failed: {fault.message}", fault.traceback)
+
+
+def worker_start_error(fault: ErrorText) -> RunFailed:
+    """Returns the error for a worker that could not be built."""
+    return RunFailed.from_traceback(f"a worker cannot be made: {fault.message}", fault.traceback)
+
+
+def pickling_error(error: Exception) -> ValueError:
+    """Returns the error for a worker factory that cannot be pickled."""
+    fix = "use a function of a module, or functools.partial of one"
+    return ValueError(f"what makes a worker cannot be sent to another process ({error}): {fix}")
+
+
+def run_timed(worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None) -> tuple[ResultDict, float]:
+    """Runs a task; returns its result, after a round trip through JSON, and the seconds it took."""
+    start = time.perf_counter()
+    result: ResultDict = json.loads(to_json_line(worker.run_task(task, members, out)))
+    return result, time.perf_counter() - start
+
+
+def run_or_fault(
+    worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None
+) -> tuple[ResultDict, float] | ErrorText:
+    """Like `run_timed`, but returns an exception as a `ErrorText`, which can always be pickled."""
+    try:
+        return run_timed(worker, task, members, out)
+    except Exception as error:
+        return describe_error(error)

@@ -1,0 +1,176 @@
+"""Loads each base model once, and builds learners, frozen policies and samplers on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.builders.text_config import FrozenConfig, TextConfig
+from palestra.engine.checkpoints import load_adapter, load_full_model
+from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup, join_process_group
+from palestra.engine.fsdp import shard_engine
+from palestra.engine.lora import Adapter
+from palestra.engine.models import Engine, resolve_device
+from palestra.engine.sampler import Sampler
+from palestra.learners.lm import (
+    FullPolicyConfig,
+    LanguageLearner,
+    LMPolicyConfig,
+    LocalWeights,
+    LoraPolicyConfig,
+    autocast_dtype,
+)
+from palestra.policies.lm import ChatEncoder, LanguagePolicy, SamplerProtocol
+from palestra.remote.samplers.config import SamplerProcessesConfig, SamplerServersConfig
+from palestra.remote.samplers.remote_samplers import RemoteSamplers
+
+if TYPE_CHECKING:
+    from palestra.service.client.client import RemoteEngines
+
+
+class Engines:
+    """Loaded base models by name and dtype, each loaded once and shared by the policies that use it.
+
+    With `sampler`, adapters and bare bases are sampled by other processes or servers. `max_rows` is the maximum
+    number of rows of a sampler per client; `sharded` shards the models over the ranks of `group` (FSDP2).
+    """
+
+    def __init__(
+        self,
+        device: str,
+        max_rows: int,
+        sampler: SamplerServersConfig | SamplerProcessesConfig | None = None,
+        ranks: ProcessGroup = SINGLE_PROCESS,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        self.device, self.max_rows, self.ranks, self.sharded = device, max_rows, ranks, sharded
+        self.remote_samplers = RemoteSamplers(sampler) if sampler else None
+        self._shared: dict[tuple[str, str], tuple[Engine, SamplerProtocol]] = {}
+        self.loaded_engines: list[Engine] = []
+        self._samplers: list[SamplerProtocol] = []
+
+    def shared_engine(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
+        """Returns the shared engine and sampler of the base, dtype and sampling that `config` asks for; loads them on
+        first use."""
+        key = (config.base, config.dtype)
+        if key not in self._shared:
+            self._shared[key] = self._apart(config) if self.remote_samplers else self.load_own_engine(config)
+        return self._shared[key]
+
+    def load_own_engine(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
+        """Loads a separate copy of the base, sampled in this process."""
+        engine = self._loaded(config)
+        self._samplers.append(Sampler(engine, max_rows=self.max_rows))
+        return engine, self._samplers[-1]
+
+    def _apart(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
+        """Loads a base to train in this process, sampled by remote samplers."""
+        assert self.remote_samplers is not None
+        opening = self.remote_samplers.open(config.base, dtype=config.dtype, device=self.device, max_rows=self.max_rows)
+        engine = self._loaded(config)  # sampler processes start at the same time
+        self._samplers.append(opening.wait_ready())
+        return engine, self._samplers[-1]
+
+    def _loaded(self, config: LMPolicyConfig) -> Engine:
+        """Loads a base. For a full policy, which trains all weights, in the dtype in which the weights are stored."""
+        device = resolve_device(self.device)
+        train, dtype = isinstance(config, FullPolicyConfig), config.dtype
+        if dtype == "auto":
+            dtype = "float32" if train or device == "cpu" else "bfloat16"
+        # sharded on the way to the device, which need not have room for the whole model
+        engine = Engine.load(config.base, device="cpu" if self.sharded else device, dtype=dtype)
+        mixed = autocast_dtype(config, device) if isinstance(config, FullPolicyConfig) else None
+        if self.sharded:
+            shard_engine(engine, self.ranks, device, train=train, autocast_dtype=mixed)
+        elif mixed:
+            engine.autocast_dtype, engine.dtype = mixed, mixed
+        self.loaded_engines.append(engine)
+        return engine
+
+    @contextlib.contextmanager
+    def rollout_context(self) -> Iterator[None]:
+        """Context of a rollout: gathers and casts the weights of all loaded engines once (see
+        `Engine.rollout_context`)."""
+        with contextlib.ExitStack() as stack:
+            for engine in self.loaded_engines:
+                stack.enter_context(engine.rollout_context())
+            yield
+
+    def check_supported(self, loss: Callable, options: Mapping[str, Any], policies: Mapping[str, Any]) -> None:
+        """Accepts every loss and policy: local engines can train all of them, servers only some."""
+
+    def build_learner(
+        self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
+    ) -> LanguageLearner:
+        """Returns a new learner for policy `name`. Raises ValueError for a full model with remote samplers: only
+        adapters are sent to them."""
+        full = isinstance(config, FullPolicyConfig)
+        if full and self.remote_samplers:
+            raise ValueError(
+                f"policies.{name} is a full model, and only adapters travel to samplers elsewhere: set type: lora, or "
+                "leave sampler: out"
+            )
+        engine, sampler = self.load_own_engine(config) if full else self.shared_engine(config)
+        weights = LocalWeights(config, engine, seed=seed, critic=critic, group=self.ranks)
+        self._agree(name, config, weights.trainer.adapter, engine, sampler)
+        return LanguageLearner(name, config, weights, sampler, engine.tokenizer)
+
+    def build_frozen_policy(self, name: str, config: FrozenConfig) -> LanguagePolicy:
+        """Returns a policy that does not learn: the bare base, or the adapter or model saved at `config.path`."""
+        folder = Path(config.path) if config.path else None
+        adapter = None
+        if folder and not (folder / "adapter_config.json").exists():
+            engine, sampler = self.load_own_engine(config)
+            load_full_model(folder, engine)
+        else:
+            engine, sampler = self.shared_engine(config)
+            adapter = load_adapter(folder, engine) if folder else None
+            self._agree(name, config, adapter, engine, sampler)
+        encoder = ChatEncoder(engine.tokenizer, config.chat_template_kwargs)
+        snapshot = adapter.snapshot(name, engine.dtype) if adapter else None
+        return LanguagePolicy(
+            name, sampler, encoder, config.sampling, snapshot, system=config.system, history=config.history
+        )
+
+    def _agree(
+        self, name: str, config: LMPolicyConfig, adapter: Adapter | None, engine: Engine, sampler: SamplerProtocol
+    ) -> None:
+        """Checks that a remote sampler and the local trainer compute the same log-probabilities."""
+        if self.remote_samplers:
+            self.remote_samplers.register_policy(
+                name, adapter.config if adapter else None, config.sampling, engine, sampler
+            )
+
+    def clear_caches(self) -> None:
+        """Clears the samplers' caches before each rollout. The result of a step must not depend on earlier steps: with
+        cached keys and values, sums may differ in their last bits from those that a resumed run computes."""
+        for sampler in self._samplers:
+            sampler.clear_cache()
+
+
+def build_engines(config: TextConfig) -> Engines | RemoteEngines:
+    """Returns a client of the server that `config.engine` names, or local engines for this process and its torchrun
+    ranks.
+
+    Raises ValueError if torchrun is combined with `engine`, `staleness` or `sampler`, or if the packages for a server
+    are missing.
+    """
+    ranks = join_process_group()
+    if ranks.world_size > 1 and (config.engine or config.staleness or config.sampler):
+        raise ValueError(
+            "torchrun shares each step among processes: not with staleness: above 0, nor with engine: or sampler:, "
+            "where servers train or answer. Start palestra train without torchrun, or leave these out"
+        )
+    if config.engine is None:
+        sharded = config.parallel == "fsdp" and ranks.world_size > 1
+        return Engines(config.device, config.max_num_seqs, config.sampler, ranks, sharded=sharded)
+    try:
+        from palestra.service.client.client import connect
+    except ImportError as error:
+        raise ValueError(
+            f"training on a server needs more packages ({error}): pip install 'palestra[service]'"
+        ) from error
+    return connect(config.engine)

@@ -1,0 +1,278 @@
+"""Builds a language-agent run from its config (text_config.py). The only module that turns names into objects."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from palestra.builders.engines import Engines, build_engines
+from palestra.builders.text_config import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig, TextConfig
+from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
+from palestra.policies.base import Policy
+from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
+from palestra.policies.lm import DemonstrationPolicy, LanguagePolicy
+from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
+from palestra.remote.envs.address import pop_metrics
+from palestra.remote.envs.remote_env import env_factory, has_option, make_env
+from palestra.rollouts.dataset import DataFile, read_data
+from palestra.rollouts.dataset_source import DatasetSource
+from palestra.rollouts.distributed import RankSplit, RankSplitRunner, RankSplitSource
+from palestra.rollouts.sources import EnvSource, EpisodeSource
+from palestra.rollouts.tree_rollout import EpisodeRunner, derive_seed
+from palestra.training.loop import Evaluation, Setup, Stage
+from palestra.types import Seat
+
+if TYPE_CHECKING:
+    from palestra.service.client.client import RemoteEngines
+
+
+def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) -> Setup:
+    """Builds everything that `config` describes, ready for `train`.
+
+    Models come from `engines`, or are loaded if it is None. Raises ValueError if parts of the config do not fit
+    together.
+    """
+    parts = list(config.stage_configs())
+    records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
+    seats = [seat_policies(part, files) for part, files in zip(parts, records, strict=True)]
+    seated = {seat: name for names in seats for seat, name in names.items()}
+    sittings = {name: _sitting(config, name) for name in config.evals}
+    halls = {name: make_episode_runner(eval_env_config(config, name), name) for name in config.evals}
+    arenas = [{name: make_episode_runner(env, name) for name, env in part.named_envs.items()} for part in parts]
+    engines = engines or build_engines(config)
+    used = set().union(*(_used(part, names) for part, names in zip(parts, seats, strict=True)))
+    used |= {name for sitting in sittings.values() for name in sitting.values()}
+    for part in parts:
+        seen = {name: policy for name, policy in part.policies.items() if name in used}
+        engines.check_supported(part.algorithm.loss, part.algorithm.loss_options, seen)
+    learners = {
+        name: engines.build_learner(name, policy, derive_seed(config.seed, "adapter", name), critic=_critic(parts))
+        for name, policy in parts[0].policies.items()
+        if name in used and isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
+    }
+    fixed = {n: make_policy(n, p, engines) for n, p in config.policies.items() if n in used and n not in learners}
+    cast = PolicyResolver(learners, fixed, engines)
+    learning = {name: learner for name, learner in learners.items() if name in seated.values()}
+    labels = [stage.name for stage in config.stages] or [""]
+    table = _table(engines)
+    sources = [_source(*row, cast) for row in zip(parts, seats, arenas, records, strict=True)]
+    if table:
+        sources = [RankSplitSource(source, table) for source in sources]
+        halls = {name: RankSplitRunner(arena, table) for name, arena in halls.items()}
+    stages = [_stage(*row, cast) for row in zip(parts, labels, sources, strict=True)]
+    return Setup(
+        stages=stages,
+        learners=learning,
+        evals=[_exam(config, halls[name], sittings[name], cast) for name in config.evals],
+        seed=config.seed,
+        checkpoint_every=config.checkpoint_every,
+        keep_every=config.keep_every,
+        record_every=config.save_episodes_every,
+        staleness=config.staleness,
+        max_failed=config.max_failed,
+        worker_metrics=pop_metrics,
+    )
+
+
+def _table(engines: Engines | RemoteEngines) -> RankSplit | None:
+    """Returns the group of ranks that share episodes; None if there is one rank and no weights have to be prepared."""
+    shares = isinstance(engines, Engines) and (
+        engines.ranks.world_size > 1 or any(e.autocast_dtype for e in engines.loaded_engines)
+    )
+    return RankSplit(engines.ranks, engines.rollout_context) if isinstance(engines, Engines) and shares else None
+
+
+@dataclass(frozen=True)
+class PolicyResolver:
+    """Resolves seats to policies at their current weights: `learners` are trained, `fixed` are not."""
+
+    learners: Mapping[str, LanguageLearner]
+    fixed: Mapping[str, Policy]
+    engines: Engines | RemoteEngines
+
+    def training_policies(self, seats: Mapping[Seat, str], teachers: Mapping[str, str]) -> dict[Seat, Policy]:
+        """Returns the policy of each seat at its current weights; a policy with a teacher is played by the teacher."""
+        self.engines.clear_caches()
+        return {seat: self._now(name, teachers) for seat, name in seats.items()}
+
+    def eval_policies(self, seats: Mapping[Seat, str], sampling: dict[str, Any]) -> dict[Seat, Policy]:
+        """Returns the policy of each seat at its current weights, with the sampling of evaluations and without
+        teachers."""
+        self.engines.clear_caches()
+        return {seat: _examined(self._now(name, {}), sampling) for seat, name in seats.items()}
+
+    def encoding_policies(self, seats: Mapping[Seat, str]) -> dict[Seat, Policy]:
+        """Returns the policy of each seat for encoding recorded answers into tokens, without exporting its weights."""
+        return {seat: self._scribe(name) for seat, name in seats.items()}
+
+    def _scribe(self, name: str) -> Policy:
+        """Policy `name` with its current version and encoder, but without an adapter."""
+        if name not in self.learners:
+            return self.fixed[name]
+        learner = self.learners[name]
+        sampling, system, memory = learner.config.sampling, learner.config.system, learner.config.history
+        versioned = f"{name}@{learner.version}"
+        return LanguagePolicy(versioned, learner.sampler, learner.encoder, sampling, system=system, history=memory)
+
+    def _now(self, name: str, teachers: Mapping[str, str]) -> Policy:
+        """Policy `name` at its current weights."""
+        if name not in self.learners:
+            return self.fixed[name]
+        policy = self.learners[name].policy()
+        return DemonstrationPolicy(policy, self._now(teachers[name], {})) if name in teachers else policy
+
+
+def _source(
+    part: TextConfig,
+    seats: dict[Seat, str],
+    arenas: dict[str, EpisodeRunner],
+    records: list[DataFile],
+    cast: PolicyResolver,
+) -> EpisodeSource:
+    """Returns a dataset source if the stage has data files, else a source that plays."""
+    if records:
+        roles = {kind: make_env(**env).roles for kind, env in part.named_envs.items()}
+        recorded = DatasetSource(records, lambda: cast.encoding_policies(seats), part.seed, roles)
+        if learning := {name for name in seats.values() if name in cast.learners}:
+            recorded.check(part.algorithm, learning)
+        return recorded
+    teachers = _teachers(part)
+    return EnvSource(
+        arenas,
+        lambda: cast.training_policies(seats, teachers),
+        part.seed,
+        part.mix.weights,
+        part.mix.curriculum,
+        part.mix.floor,
+        part.mix.rate,
+        {kind: make_env(**env).seats for kind, env in part.named_envs.items()},
+    )
+
+
+def _stage(part: TextConfig, name: str, source: EpisodeSource, cast: PolicyResolver) -> Stage:
+    def settle() -> None:
+        for learner in cast.learners.values():
+            settings = part.policies[learner.name]
+            assert isinstance(settings, LoraPolicyConfig | FullPolicyConfig)
+            learner.set_config(settings)
+
+    return Stage(source, part.algorithm, part.steps, part.episodes, name, settle)
+
+
+def eval_env_config(config: TextConfig, name: str) -> dict[str, Any]:
+    """Returns the env config of evaluation `name`: the training env with the evaluation's changes."""
+    exam = config.evals[name]
+    return with_split(config.env_config(exam.base_env), exam.env, "dev")
+
+
+def _sitting(config: TextConfig, name: str) -> dict[Seat, str]:
+    """Returns the policy of each seat in an evaluation: as in training, except for seats that the evaluation
+    assigns."""
+    env, changes = eval_env_config(config, name), config.evals[name].seats
+    own = make_env(**env).seats
+    plays = f'exam {name} is of env "{env["type"]}", which plays {", ".join(own)}'
+    if unknown := sorted(set(changes) - set(own)):
+        raise ValueError(f'evals.{name}.seats names "{unknown[0]}", but {plays}')
+    return {seat: changes[seat] if seat in changes else _sits(config, seat, plays) for seat in own}
+
+
+def _exam(config: TextConfig, arena: EpisodeRunner, seats: Mapping[Seat, str], cast: PolicyResolver) -> Evaluation:
+    exam = config.evals[arena.name]
+    return Evaluation(
+        arena.name, arena, lambda: cast.eval_policies(seats, config.eval_sampling), exam.episodes, exam.every
+    )
+
+
+def _used(part: TextConfig, seats: Mapping[Seat, str]) -> set[str]:
+    """Names of the policies that play in a stage, teachers included."""
+    teachers = _teachers(part)
+    return {*seats.values(), *(teachers[name] for name in seats.values() if name in teachers)}
+
+
+def _teachers(part: TextConfig) -> dict[str, str]:
+    return {name: teacher for name, p in part.policies.items() if (teacher := getattr(p, "teacher", None))}
+
+
+def _critic(parts: Sequence[TextConfig]) -> bool:
+    return any(part.algorithm.needs_critic for part in parts)
+
+
+def _only_seat(config: TextConfig) -> Seat | None:
+    """Returns the seat of dataset rows if there is only one: that of the envs or, without envs, of the only policy."""
+    played = {seat for env in config.named_envs.values() for seat in make_env(**env).seats}
+    seats = played or set(config.seats or config.policies)
+    return min(seats) if len(seats) == 1 else None
+
+
+def seat_policies(config: TextConfig, data_files: Sequence[DataFile] = ()) -> dict[Seat, str]:
+    """Returns the policy of each seat of the envs or, without envs, of each seat in the data files.
+
+    Raises ValueError for a seat without a policy, and for an unknown name.
+    """
+    kinds = " and ".join(f'"{env["type"]}"' for env in config.named_envs.values())
+    seats = list(dict.fromkeys(seat for env in config.named_envs.values() for seat in make_env(**env).seats))
+    plays = f"env {kinds} plays {', '.join(seats)}"
+    if not config.named_envs:
+        seats = list(dict.fromkeys(seat for record in data_files for seat in record.seats))
+        plays = f"the data has answers of {', '.join(seats)}"
+    for record in data_files:
+        if missing := [seat for seat in record.seats if seat not in seats]:
+            raise ValueError(f'{record.path} has answers of seat "{missing[0]}", which nobody can be: {plays}')
+    if unknown := sorted(set(config.seats) - set(seats)):
+        raise ValueError(f'seats names "{unknown[0]}", but {plays}')
+    result = {seat: _sits(config, seat, plays) for seat in seats}
+    unused = set(config.policies) - set(result.values())
+    for seat in (seat for seat, name in result.items() if name == "default" and seat not in config.seats):
+        for close in difflib.get_close_matches(seat, unused, n=1, cutoff=0.75):
+            raise ValueError(
+                f'policies.{close} plays nowhere, and policies.default plays seat "{seat}": did you mean '
+                f"policies.{seat}? Else say so: seats: {{{seat}: default}}"
+            )
+    return result
+
+
+def _sits(config: TextConfig, seat: Seat, plays: str) -> str:
+    """Returns the policy of a seat: the one in `seats`, else the one of the seat's name, else `default`."""
+    name = config.seats.get(seat, seat if seat in config.policies else "default")
+    if name not in config.policies:
+        raise ValueError(
+            f'seat "{seat}" has no policy: {plays}, but policies: names only '
+            f"{', '.join(config.policies)}. Add policies.{seat}, or set policies.default."
+        )
+    return name
+
+
+def with_split(env: dict[str, Any], changes: dict[str, Any] | None, split: str) -> dict[str, Any]:
+    """Returns `env` with `changes`. If `changes` is None, sets the env's split to `split`, if it has one."""
+    if changes is None:
+        changes = {"split": split} if has_option(env, "split") else {}
+    return env | changes
+
+
+def make_episode_runner(env: dict[str, Any], name: str) -> EpisodeRunner:
+    """Returns an arena for `env` (type, options, and servers if it is remote).
+
+    The options are checked here, before any model is loaded. Raises ValueError if one is wrong.
+    """
+    return EpisodeRunner(env_factory(env), name)
+
+
+def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Policy:
+    """Returns the policy `name` that is not trained, as `config` describes it."""
+    if isinstance(config, RandomConfig):
+        return RandomPolicy(config.words, config.length)
+    if isinstance(config, ScriptedConfig):
+        return ScriptedPolicy(config.answers, name)
+    if isinstance(config, HumanConfig):
+        return HumanPolicy()
+    if isinstance(config, ExpertConfig):
+        return ExpertPolicy(name)
+    if isinstance(config, EndpointConfig):
+        return EndpointPolicy(name, config)
+    return engines.build_frozen_policy(name, config)
+
+
+def _examined(policy: Policy, changes: dict[str, Any]) -> Policy:
+    return policy.with_sampling(changes) if changes and isinstance(policy, LanguagePolicy) else policy

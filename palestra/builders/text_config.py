@@ -1,0 +1,409 @@
+"""Config schema of a language-agent training run. YAML files and `--set` overrides are validated against it.
+
+The schema of each part stands beside the code that it configures; this module joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Field,
+    PlainSerializer,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from palestra.algorithms.text.base import TextAlgorithm
+from palestra.algorithms.text.dpo import DPO
+from palestra.algorithms.text.grpo import GRPO
+from palestra.algorithms.text.ppo import PPO
+from palestra.algorithms.text.sft import SFT
+from palestra.backends.config import RolloutBackendConfig
+from palestra.config import RunName, StrictModel, check_policy_names, validate
+from palestra.engine.sampler import SamplingConfig
+from palestra.learners.lm import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
+from palestra.policies.endpoint import EndpointConfig
+from palestra.remote.samplers.config import SamplerConfig
+from palestra.rollouts.dataset import Data
+from palestra.rollouts.sources import Curriculum
+from palestra.sinks.base import SinkConfigs
+from palestra.types import TEAM, Seat
+
+# Keys of a policy that decide which weights it has: a stage cannot change them.
+WEIGHT_KEYS = {"type", "base", "rank", "alpha", "target_modules", "dtype", "seed", "path"}
+
+
+class LoraWithTeacherConfig(LoraPolicyConfig):
+    """A trained LoRA adapter, optionally with a teacher policy that acts in its place (on-line imitation)."""
+
+    teacher: str | None = None
+    """Name of the policy that acts at this policy's seats; this policy is trained on its answers. The teacher must be
+    one of `policies` and have no teacher itself, and the algorithm must be `sft`. Null: no teacher."""
+
+
+class FrozenConfig(LMPolicyConfig):
+    """A language model policy that is not trained."""
+
+    type: Literal["frozen"] = "frozen"
+    """Selects this policy type."""
+    path: str | None = None
+    """Folder of a saved adapter or full model. Null: the base model without an adapter."""
+
+
+class RandomConfig(StrictModel):
+    """A random policy: uniform over the legal actions if the env lists them, else random words."""
+
+    type: Literal["random"] = "random"
+    """Selects this policy type."""
+    words: list[str] = ["up", "down", "left", "right"]
+    """Vocabulary for envs that list no legal actions."""
+    length: int = Field(3, ge=1, le=10_000)
+    """Largest number of words in an answer made from `words`; the number is uniform from 1 to `length`."""
+
+
+class ScriptedConfig(StrictModel):
+    """A policy with fixed answers."""
+
+    type: Literal["scripted"] = "scripted"
+    """Selects this policy type."""
+    answers: list[str] = Field(min_length=1)
+    """The answers, one per turn of a trajectory; after the last one the list starts over."""
+
+
+class ExpertConfig(StrictModel):
+    """The env's built-in expert, which has access to the solution. Use it to record or imitate demonstrations, not as
+    an opponent in evaluations. Not every env has one."""
+
+    type: Literal["expert"] = "expert"
+    """Selects this policy type."""
+
+
+class HumanConfig(StrictModel):
+    """A person who types the answers at the terminal."""
+
+    type: Literal["human"] = "human"
+    """Selects this policy type."""
+
+
+PolicyConfig = Annotated[
+    LoraWithTeacherConfig
+    | FullPolicyConfig
+    | FrozenConfig
+    | EndpointConfig
+    | RandomConfig
+    | ScriptedConfig
+    | ExpertConfig
+    | HumanConfig,
+    Field(discriminator="type"),
+]
+
+
+def _own_algorithm(tree: Any, known: ValidatorFunctionWrapHandler) -> Any:
+    """Validates a user's algorithm config if `type` is "module:Class", else one of the built-in algorithms."""
+    named = str(tree.get("type", "")) if isinstance(tree, dict) else ""
+    if ":" in named:
+        return validate(_algorithm_class(named), tree)
+    return tree if isinstance(tree, TextAlgorithm) else known(tree)
+
+
+def _algorithm_class(path: str) -> type[TextAlgorithm]:
+    module, _, name = path.partition(":")
+    try:
+        cls = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the algorithm cannot be loaded from {path}: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, TextAlgorithm)):
+        raise ValueError(f"{path} is no subclass of palestra.algorithms.text.base.TextAlgorithm")
+    return cls
+
+
+TextAlgorithmConfig = Annotated[
+    GRPO | DPO | PPO | SFT,
+    Field(discriminator="type"),
+    WrapValidator(_own_algorithm),
+    PlainSerializer(lambda algorithm: algorithm.model_dump(mode="json"), return_type=dict),
+]
+
+
+class EvalConfig(StrictModel):
+    """A held-out evaluation, played before training, after training and optionally in between."""
+
+    base_env: str | None = None
+    """Name of the training env to evaluate in, if the run has several `envs`. Null: the first one."""
+    seats: dict[Seat, str] = {}
+    """Maps seats to policies where the evaluation differs from training, for instance to play a fixed opponent."""
+    episodes: int = Field(100, ge=1, le=1_000_000)
+    """Number of episodes, on instances 0 to `episodes` - 1 of the env."""
+    every: int = Field(0, ge=0)
+    """Training steps between evaluations. 0: only before and after training."""
+    env: dict[str, Any] | None = None
+    """Env options that differ from training. Null: `split: dev` if the env has splits, else no change."""
+
+
+class EnvMixConfig(StrictModel):
+    """How often each of several `envs` is drawn for training episodes."""
+
+    weights: dict[str, float] = {}
+    """Relative frequency of each env by name; 1 for an env that is not listed."""
+    curriculum: Curriculum = "fixed"
+    """`fixed`: draw by `weights` alone. `frontier`: multiply each weight by s(1 - s), where s is the env's running
+    success rate, which favours envs of intermediate difficulty (Rutherford et al., 2024, eq. 1)."""
+    floor: float = Field(0.1, ge=0, le=1)
+    """With `frontier`, the share of draws made by `weights` alone, from 0 to 1. Raise it if an env is hardly ever
+    drawn."""
+    rate: float = Field(0.2, gt=0, le=1)
+    """With `frontier`, the step size of the running success rate; it averages over about 1 / `rate` training steps."""
+
+
+class StageConfig(StrictModel):
+    """A part of a run. Every key that is set replaces or changes the run's own value during this stage."""
+
+    name: str = ""
+    """Label of the stage. Empty: no label."""
+    steps: int | None = Field(None, ge=1)
+    """Training steps of the stage. Null: the run's `steps`."""
+    episodes: int | None = Field(None, ge=1, le=1_000_000)
+    """Episodes per step. Null: the run's `episodes`."""
+    algorithm: TextAlgorithmConfig | None = None
+    """Algorithm of the stage. Null: the run's `algorithm`."""
+    data: Data | None = None
+    """Data files of the stage. An empty list: play episodes instead. Null: the run's `data`."""
+    env: dict[str, Any] = {}
+    """Changes to the options of `env`, or of every env in `envs`."""
+    policies: dict[str, dict[str, Any]] = {}
+    """Changes to policies by name, such as the learning rate, sampling or teacher. Keys that decide which weights a
+    policy has (type, base, rank, alpha, targets, dtype, seed, path) cannot change."""
+
+
+class TextConfig(StrictModel):
+    """A training run of language agents.
+
+    Each of `steps` steps plays `episodes` episodes in `env` (or in several `envs`), or reads them from `data`, and
+    trains the policies on them with `algorithm`. Under torchrun the processes share one run; it can be resumed with
+    another number of processes.
+    """
+
+    name: RunName = "run"
+    """Name of the run's folder. If it exists, -2, -3, ... is appended."""
+    seed: int = 0
+    """Seed of everything random in the run, from instances to sampling."""
+    steps: int = Field(100, ge=1)
+    """Number of training steps, per stage if there are stages."""
+    episodes: int = Field(32, ge=1, le=1_000_000)
+    """Episodes per training step."""
+    env: dict[str, Any] = {}
+    """The env to train in: `type` and its options. Give either `env` or `envs`. With `data` it is optional, and serves
+    for evaluations and for the roles of the seats."""
+    envs: dict[str, dict[str, Any]] = {}
+    """Several envs by name, each with `type` and options, drawn as `mix` describes."""
+    mix: EnvMixConfig = EnvMixConfig()
+    """How often each of `envs` is drawn."""
+    data: Data = []
+    """Files to train on instead of playing: a path, or a list of paths or entries. A step reads its episodes from
+    them."""
+    policies: dict[str, PolicyConfig]
+    """The policies by name. A policy called `default` plays every seat that has no policy of its own."""
+    seats: dict[Seat, str] = {}
+    """Maps seats to policies where the names differ. A seat that is not listed is played by the policy of its own name,
+    else by `default`."""
+    algorithm: TextAlgorithmConfig = GRPO()
+    """Training algorithm: `type` is grpo, dpo, ppo, sft, or "module:Class" for a subclass of TextAlgorithm."""
+    stages: list[StageConfig] = []
+    """Stages that the run goes through in order, training the same weights. Empty: one stage with the run's own
+    settings."""
+    evals: dict[str, EvalConfig] = {}
+    """Held-out evaluations by name."""
+    eval_sampling: dict[str, Any] = {}
+    """Changes to the sampling of language model policies in evaluations, for instance `temperature: 0`."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Training steps between checkpoints. The newest two are kept."""
+    keep_every: int = Field(0, ge=0)
+    """Training steps between checkpoints that are kept permanently; use a multiple of `checkpoint_every`. 0: only the
+    last one of the run."""
+    save_episodes_every: int = Field(1, ge=0)
+    """Training steps between those whose episodes are written to the run's `episodes` folder. 0: none."""
+    staleness: int = Field(0, ge=0, le=10_000)
+    """How many training steps the weights that play may be behind the weights that are trained. 0: play and training
+    alternate. Above 0: episodes are played ahead during training, which uses both better; the algorithm trains on older
+    data."""
+    max_failed: float = Field(0.5, ge=0, le=1)
+    """Largest share of failed episodes in a step or evaluation, from 0 to 1; above it the run ends with an error. 1:
+    never end."""
+    sinks: SinkConfigs = []
+    """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
+    engine: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
+    """URL of a server (`palestra serve`, Tinker, MinT) that trains and samples instead of this process. Null: this
+    process."""
+    sampler: SamplerConfig | None = None
+    """Samplers in other processes or on servers that generate the answers, while training stays in this process. Null:
+    this process samples."""
+    backend: RolloutBackendConfig = RolloutBackendConfig(type="inline")
+    """Which processes play episodes and, on Ray, train. `inline`: this process."""
+    device: str = "auto"
+    """Torch device of models: auto, cpu or cuda."""
+    parallel: Literal["ddp", "fsdp"] | None = None
+    """What the processes that torchrun starts share. `ddp` (the default under torchrun): the episodes and training
+    passes of a step. `fsdp`: weights, gradients and optimizer state too, for models that do not fit on one device."""
+    max_num_seqs: int = Field(512, ge=1)
+    """Largest number of sequences that the sampler generates at once. Lower it if sampling runs out of memory."""
+
+    @property
+    def named_envs(self) -> dict[str, dict[str, Any]]:
+        """The envs by name. A single env is called "train"."""
+        return self.envs or ({"train": self.env} if self.env else {})
+
+    @property
+    def env_label(self) -> str:
+        """Name of the envs or data files, for display."""
+        played = [str(env["type"]) for env in self.named_envs.values()]
+        return " and ".join(dict.fromkeys(played or [entry.path for entry in self.data])) or "data"
+
+    @property
+    def algorithm_label(self) -> str:
+        """Names of the training algorithms in order, for display."""
+        return ", then ".join((stage.algorithm or self.algorithm).type for stage in self.stages) or self.algorithm.type
+
+    def env_config(self, name: str | None = None) -> dict[str, Any]:
+        """Returns the env called `name`, or the first one. Raises ValueError if there is none."""
+        if name is not None and name not in self.named_envs:
+            raise ValueError(f'there is no env called "{name}": envs: names {", ".join(self.envs) or "none"}')
+        if not self.named_envs:
+            raise ValueError("this config names no env, and one is to be played: add env: {type: sokoban, ...}")
+        return self.named_envs[name] if name else next(iter(self.named_envs.values()))
+
+    def stage_configs(self) -> Iterator[TextConfig]:
+        """Yields the config of each stage: the run's config with the changes of the stage applied.
+
+        Raises ValueError if a stage changes an unknown policy or a key in `WEIGHT_KEYS`.
+        """
+        whole = self.model_dump(mode="json", exclude={"stages"})
+        for stage in self.stages or [StageConfig()]:
+            changes = stage.model_dump(mode="json", exclude={"name", "env", "policies"}, exclude_none=True)
+            if unknown := sorted(set(stage.policies) - set(self.policies)):
+                raise ValueError(
+                    f'a stage changes policy "{unknown[0]}", but policies: names {", ".join(self.policies)}'
+                )
+            if fixed := sorted(WEIGHT_KEYS & {key for changed in stage.policies.values() for key in changed}):
+                raise ValueError(f'a stage cannot change what a policy is made of ("{fixed[0]}"): the run has it once')
+            policies = {name: one | stage.policies.get(name, {}) for name, one in whole["policies"].items()}
+            games = {name: env | stage.env for name, env in self.named_envs.items()}
+            changes |= {"envs": games} if self.envs else {"env": self.env | stage.env}
+            yield validate(TextConfig, whole | changes | {"policies": policies})
+
+    @field_validator("policies")
+    @classmethod
+    def _named(cls, policies: dict[str, Any]) -> dict[str, Any]:
+        check_policy_names(policies, TEAM, "base")  # reserved: metrics of all policies together, and the base model
+        return policies
+
+    @field_validator("eval_sampling")
+    @classmethod
+    def _sampled(cls, changes: dict[str, Any]) -> dict[str, Any]:
+        validate(SamplingConfig, changes)
+        return changes
+
+    @model_validator(mode="after")
+    def _playable(self) -> Self:
+        recorded = bool(self.data) or bool(self.stages and all(stage.data for stage in self.stages))
+        absent = recorded and not self.env and not self.envs
+        if bool(self.env.get("type")) == bool(self.envs) and not absent:
+            raise ValueError(
+                "a run plays one env or several: write env: {type: sokoban, ...}, or envs: with a name for each; "
+                "`palestra info` lists the envs"
+            )
+        for name in [*self.mix.weights, *(exam.base_env for exam in self.evals.values())]:
+            self.env_config(name)
+        if unknown := {n for exam in self.evals.values() for n in exam.seats.values()} - set(self.policies):
+            raise ValueError(f'an exam seats "{min(unknown)}", but policies: names {", ".join(self.policies)}')
+        return self
+
+    @model_validator(mode="after")
+    def _staged(self) -> Self:
+        if self.stages:
+            list(self.stage_configs())
+        return self
+
+    def _full(self) -> list[str]:
+        """Names of the policies that train a full model."""
+        return [name for name, policy in self.policies.items() if isinstance(policy, FullPolicyConfig)]
+
+    @model_validator(mode="after")
+    def _referred(self) -> Self:
+        if (full := self._full()) and self.algorithm.needs_reference and not self.stages:
+            raise ValueError(
+                f"the algorithm holds policies to a reference (kl_coef, or DPO without reference_free), but {full[0]} "
+                "is a "
+                f"full model, which moves its base and keeps no copy: do without, or set policies.{full[0]}.type: lora"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ahead(self) -> Self:
+        if self.staleness and (full := self._full()):
+            raise ValueError(
+                f"staleness: {self.staleness} plays while weights are trained, but {full[0]} is a full model, which "
+                f"has no second copy to play with: set staleness: 0, or policies.{full[0]}.type: lora"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _abreast(self) -> Self:
+        others = {
+            "staleness: plays ahead of training": self.staleness,
+            "engine: trains on a server": self.engine,
+            "sampler: has others answer": self.sampler,
+            f"backend: {self.backend.type} has others play": self.backend.type != "inline",
+        }
+        if self.parallel and (other := [what for what, there in others.items() if there]):
+            raise ValueError(
+                f"parallel: {self.parallel} shares each step among processes, but {other[0]}: leave one out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sampled_there(self) -> Self:
+        if self.sampler and self.engine:
+            raise ValueError("engine: trains and samples on a server, so there is nothing for sampler: to do: drop one")
+        return self
+
+    @model_validator(mode="after")
+    def _elsewhere(self) -> Self:
+        if self.backend.type == "inline":
+            return self
+        if self.engine:
+            raise ValueError(
+                f"engine: {self.engine} trains and samples there, and backend: {self.backend.type} would elsewhere: "
+                "leave one of them out"
+            )
+        if self.sampler:
+            raise ValueError(
+                f"sampler: has other processes answer, and backend: {self.backend.type} has them play whole episodes: "
+                "leave one of them out"
+            )
+        if human := [name for name, policy in self.policies.items() if isinstance(policy, HumanConfig)]:
+            raise ValueError(
+                f"policies.{human[0]} is a person at this terminal, whom workers elsewhere cannot ask: play inline"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _taught(self) -> Self:
+        for name, policy in self.policies.items():
+            teacher = getattr(policy, "teacher", None)
+            if teacher is None:
+                continue
+            if teacher not in self.policies or getattr(self.policies[teacher], "teacher", None):
+                raise ValueError(
+                    f'policies.{name}.teacher is "{teacher}", which must be one of policies: and have no teacher itself'
+                )
+            if self.algorithm.type != "sft" and not self.stages:
+                raise ValueError(
+                    f"policies.{name} has a teacher, whose answers are for imitation: set algorithm: {{type: sft}}, or "
+                    "leave the teacher out"
+                )
+        return self

@@ -1,0 +1,1 @@
+"""The command line `palestra`: one module per group of commands."""

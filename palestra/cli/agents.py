@@ -1,0 +1,84 @@
+"""`palestra publish` and `palestra serve-agent`: export and serve trained agents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palestra.launch.console import print_line, require_packages, user_errors
+
+Step = Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")]
+
+
+def publish(
+    run: Annotated[Path, typer.Argument(help="a run")],
+    to: Annotated[Path, typer.Option(help="the folder to write, which must not be there yet")],
+    member: Annotated[str | None, typer.Option(help="which of the run's agents (not needed where it has one)")] = None,
+    step: Step = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="add the adapter to its base, and write the whole model")
+    ] = False,
+    base_name: Annotated[
+        str | None, typer.Option(help="what others call the base, where it was trained from a local folder")
+    ] = None,
+    licence: Annotated[
+        str | None, typer.Option("--license", help="of the weights, as the hub has it: apache-2.0")
+    ] = None,
+) -> None:
+    """Export a trained agent: weights that peft, transformers and vLLM read, and a model card.
+
+    Examples:
+
+        palestra publish runs/demo --member planner --to planner
+
+        palestra publish runs/demo --member planner --to planner-whole --merge --license apache-2.0
+    """
+    with user_errors():
+        from palestra.agents.publish import publish as write
+        from palestra.agents.trained_agent import find_agents
+
+        agents = find_agents(run, [member] if member else [], step)
+        if len(agents) > 1:
+            raise ValueError(f"{run} has {len(agents)} agents: say --member {'|'.join(agent.name for agent in agents)}")
+        write(agents[0], to, merge=merge, base_name=base_name, licence=licence)
+    print_line(f"{to}: {agents[0].versioned}, {'merged into its base' if merge else agents[0].kind}")
+
+
+def serve_agent(
+    where: Annotated[list[Path], typer.Argument(help="a run, or folders that `palestra publish` wrote")],
+    member: Annotated[list[str] | None, typer.Option(help="which of the run's agents (default: all)")] = None,
+    step: Step = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8080,
+    key_env: Annotated[
+        str | None,
+        typer.Option(help="the environment variable of the key that callers must know (default: any will do)"),
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(help="a file whose first line is that key")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="a name that the server is called by, besides its address and localhost")
+    ] = None,
+) -> None:
+    """Serve trained agents over the OpenAI chat completions API; each agent is a model of its name.
+
+    Examples:
+
+        palestra serve-agent runs/demo --member planner
+
+        palestra serve-agent planner --host 0.0.0.0 --key-env AGENT_KEY
+
+    Ctrl-C or SIGTERM ends the server after pending answers; a second one ends it at once.
+    """
+    with user_errors():
+        require_packages("serving an agent", "workflow", "starlette", "uvicorn", "httptools")
+        from palestra.agents.serve import read_api_key, serve_agents
+        from palestra.agents.trained_agent import find_agents
+
+        key = read_api_key(key_env, key_file)
+        if member and len(where) > 1:
+            raise ValueError("--member names agents of one run: give that run alone")
+        agents = [agent for path in where for agent in find_agents(path, member or [], step)]
+        serve_agents(agents, host, port, key, device, print_line, allow_host or [])

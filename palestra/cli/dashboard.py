@@ -1,0 +1,44 @@
+"""`palestra dashboard`: runs in the browser."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palestra.launch.console import print_line, require_packages, user_errors
+
+
+def dashboard(
+    root: Annotated[Path, typer.Argument(metavar="[RUNS_DIR]", help="the folder that holds runs")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 6070,
+    host: Annotated[str, typer.Option(help="the address to listen at; others than this machine's want a --token")] = (
+        "127.0.0.1"
+    ),
+    token: Annotated[
+        str, typer.Option(help="ask whoever looks for this (or set PALESTRA_DASHBOARD_TOKEN, which `ps` does not show)")
+    ] = "",
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="a name that the server is reached under, besides its address")
+    ] = None,
+) -> None:
+    """Show runs in the browser, live: curves, episodes, populations, alarms.
+
+    It reads run folders only, and needs no account and no network.
+
+    Examples:
+
+        palestra dashboard
+
+        palestra dashboard experiments --port 8080
+
+        palestra dashboard --host 0.0.0.0 --token "$(openssl rand -hex 16)"
+    """
+    with user_errors():
+        require_packages("the dashboard", "dashboard", "starlette", "uvicorn", "httptools")
+        from palestra.dashboard.app import serve
+
+        token = token or os.environ.get("PALESTRA_DASHBOARD_TOKEN", "")
+        serve(root, host, port, token, allow_host or [], print_line)

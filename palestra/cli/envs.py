@@ -1,0 +1,62 @@
+"""`palestra serve-envs`: envs for training runs on other machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palestra.launch.console import print_line, require_packages, user_errors
+
+
+def serve_envs(
+    envs: Annotated[str, typer.Option(help="which may be played, with commas between: names, or module:Class")],
+    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines in")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 50051,
+    workers: Annotated[int, typer.Option(min=1, help="processes that share the port and the load")] = 1,
+    cert: Annotated[Path | None, typer.Option(help="TLS: this server's certificate chain, as PEM")] = None,
+    key: Annotated[Path | None, typer.Option(help="TLS: the certificate's private key, as PEM")] = None,
+    token_env: Annotated[
+        str, typer.Option(help="the environment variable that holds the token clients must have")
+    ] = "PALESTRA_ENV_TOKEN",
+    token_file: Annotated[Path | None, typer.Option(help="a file that holds it")] = None,
+    lease: Annotated[float, typer.Option(min=1, help="seconds without a word after which a client is gone")] = 60.0,
+    grace: Annotated[float, typer.Option(min=0, help="seconds that open sessions have once this is to end")] = 30.0,
+    sessions: Annotated[int, typer.Option(min=1, help="sessions that a worker has open at once")] = 16_384,
+    idle: Annotated[
+        float, typer.Option(min=1, help="seconds after which a session that is asked nothing ends")
+    ] = 3600.0,
+    limit: Annotated[float, typer.Option(min=1, help="seconds that a call of an env may take")] = 120.0,
+) -> None:
+    """Serve envs over gRPC. A run whose config has `at: [HOST:PORT]` plays them on this machine.
+
+    Examples:
+
+        palestra serve-envs --envs math,code,debate --workers 4 --host 0.0.0.0
+
+        PALESTRA_ENV_TOKEN=... palestra serve-envs --envs tools --host 0.0.0.0 --cert cert.pem --key key.pem
+
+        palestra train configs/demo.yaml --set env.at=[localhost:50051]
+
+    Ctrl-C or SIGTERM ends the server after open sessions have ended, at most --grace seconds later; a second one ends
+    it at once. Clients may give an env any option, including ones that name files or programs on this machine: set a
+    token.
+    """
+    with user_errors():
+        require_packages("serving envs", "grpc", "grpc", "grpc_health", "grpc_reflection")
+        from palestra.remote.envs.address import read_token
+        from palestra.remote.envs.serve import EnvServerOptions, serve
+        from palestra.remote.envs.sessions import SessionLimits
+
+        named = tuple(dict.fromkeys(name.strip() for name in envs.split(",") if name.strip()))
+        if not named:
+            raise ValueError("--envs names no env: say --envs math,code; `palestra info` lists them")
+        token = read_token(token_env, token_file)
+        bounds = SessionLimits(
+            max_sessions=sessions,
+            max_sessions_per_client=max(1, sessions // 2),
+            idle_timeout_s=idle,
+            call_timeout_s=limit,
+        )
+        serve(EnvServerOptions(named, host, port, workers, cert, key, token, lease, grace, bounds), print_line)

@@ -1,0 +1,162 @@
+"""`palestra league`: rankings, payoffs and plots of the members of a population."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palestra.launch.console import console, print_line, styled_text, user_errors
+
+league = typer.Typer(no_args_is_help=True, help="Rank a population's members, and let them play each other.")
+RunArgument = Annotated[Path, typer.Argument(help="a run that trained a population")]
+CsvOption = Annotated[Path | None, typer.Option("--csv", help="write it to this file too, all of it")]
+
+
+@league.command()
+def standings(run: RunArgument, output: CsvOption = None) -> None:
+    """Rank the members by the games that they played against each other.
+
+    Elo and OpenSkill rate a member by one number, which cannot express that it beats some members and loses to others.
+    If there are cycles, a warning is printed; the column of the worst opponent then shows more.
+
+    Examples:
+
+        palestra league standings runs/rps_league
+
+        palestra league crossplay runs/rps_league --games 500 && palestra league standings runs/rps_league
+    """
+    with user_errors():
+        from palestra.report.population_data import cyclicity_warning, read_record, standings_csv, standings_table
+
+        record = read_record(run)
+        console.print(standings_table(record))
+        if text := cyclicity_warning(record):
+            console.print(styled_text((text, "yellow")))
+        _write(output, standings_csv(record))
+
+
+@league.command()
+def crossplay(
+    run: RunArgument,
+    games: Annotated[int, typer.Option(min=0, help="play every pair until it has so many; 0 shows what there is")] = 0,
+    output: CsvOption = None,
+    backend: Annotated[
+        str | None, typer.Option(help="where the games are played: local, ray or inline (default: as in training)")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="how many tasks are done at once")] = None,
+) -> None:
+    """Show the payoffs between members, after playing the games that are missing.
+
+    Results are stored in crossplay.jsonl in the run. Ctrl-C loses the games of tasks in progress; a second call
+    continues from there.
+
+    Examples:
+
+        palestra league crossplay runs/rps_league --games 500
+
+        palestra league crossplay runs/rps_league --csv payoffs.csv
+    """
+    with user_errors():
+        from palestra.report.population_data import crossplay_table, read_record
+
+        if games:
+            _play(run, games, [("type", backend), ("workers", workers)])
+        record = read_record(run)
+        console.print(crossplay_table(record))
+        _write(output, record.payoffs.to_csv())
+
+
+def _play(run: Path, games: int, places: list[tuple[str, str | int | None]]) -> None:
+    from palestra.evaluation.crossplay import play_missing_cells
+
+    settings = [f"backend.{key}={value}" for key, value in places if value]
+    with console.status("playing") as status:
+        cells = play_missing_cells(run, games, settings, lambda done, of: status.update(f"played {done} of {of} tasks"))
+    console.print(f"{cells} pairs lacked games, and have {games} now" if cells else f"every pair has {games} games")
+
+
+@league.command()
+def exploit(
+    run: RunArgument,
+    steps: Annotated[int, typer.Option(min=1, help="env steps of a response (language agents: training steps)")],
+    games: Annotated[int, typer.Option(min=2, help="that each response plays when it has learned")] = 2000,
+    backend: Annotated[
+        str | None, typer.Option(help="where it is done: local, ray or inline (default: as in training)")
+    ] = None,
+) -> None:
+    """Train best responses to the final strategies of the run, to estimate how exploitable they are.
+
+    The gains of all responses over the mixtures they replace sum to a lower bound on NashConv, which is tighter the
+    better they are trained. It works in games that are too large to compute NashConv. Responses are stored in exploits/
+    in the run, results in exploits.jsonl.
+
+    Example:
+
+        palestra league exploit runs/leduc_psro --steps 1000000
+    """
+    with user_errors():
+        from palestra.evaluation.exploit import measure_exploitability as learned
+        from palestra.report.population_data import exploits_table, nash_conv_lower_bound
+
+        with console.status("learning") as status:
+            settings = [f"backend.type={backend}"] if backend else []
+            found = learned(run, steps, games, settings, lambda what: status.update(styled_text(what)))
+        console.print(exploits_table(run, found))
+        if (total := nash_conv_lower_bound(found)) is not None:
+            console.print(styled_text("NashConv is at least ", (f"{total:.3f}", "bold")))
+
+
+@league.command()
+def compare(
+    run: RunArgument,
+    other: Annotated[Path, typer.Argument(help="a run of the same game")],
+    games: Annotated[int, typer.Option(min=2, help="of every member of one with every member of the other")] = 200,
+    backend: Annotated[
+        str | None, typer.Option(help="where the games are played: local, ray or inline (default: as in training)")
+    ] = None,
+) -> None:
+    """Compare two populations by the value of the game between them.
+
+    Each side plays an equilibrium over its members; the result is relative population performance (above 0: the first
+    population is stronger).
+
+    Example:
+
+        palestra league compare runs/kuhn_psro runs/kuhn_self_play
+    """
+    with user_errors():
+        from palestra.evaluation.compare import compare_populations as compared
+
+        settings = [f"backend.type={backend}"] if backend else []
+        with console.status("playing") as status:
+            found = compared(
+                run, other, games, settings, lambda done, of: status.update(f"played {done} of {of} tasks")
+            )
+        sizes = " and ".join(f"{len(t)} x {len(t[0])} members" for t in found.returns.values())
+        won = (f"{found.performance:+.3f}", "bold")
+        console.print(styled_text(f"{run} wins ", won, f" a game against {other} ({sizes})"))
+
+
+@league.command()
+def plot(
+    run: RunArgument,
+    target: Annotated[Path | None, typer.Option("--out", help="the PNG (default: population.png in the run)")] = None,
+) -> None:
+    """Plot the run: distance from equilibrium, payoffs, best responses, mixtures.
+
+    Example:
+
+        palestra league plot runs/kuhn_psro
+    """
+    with user_errors():
+        from palestra.report.population_plots import plot_population
+
+        print_line(f"pictures: {plot_population(run, target)}")
+
+
+def _write(output: Path | None, text: str) -> None:
+    if output:
+        output.write_text(text, encoding="utf-8")
+        print_line(f"written: {output}")

@@ -1,0 +1,382 @@
+"""`palestra eval`, `collect` and `play`: evaluation, recording and human play, with any policies at any
+seats."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from palestra.launch.console import console, print_line, require_packages, styled_text, user_errors
+from palestra.rollouts.transcript import transcript
+
+if TYPE_CHECKING:
+    from palestra.evaluation.evaluate import EvalResult
+    from palestra.evaluation.evaluate import EvalSetup as Seated
+
+POLICY_HELP = (
+    "a policy of the run, RUN:NAME of another, base, expert, random, human, or an endpoint as URL#MODEL; in vectorised "
+    "games `*` stands for any letters of a seat, and script:NAME plays too"
+)
+TargetArgument = Annotated[
+    Path, typer.Argument(help="a run, a member as RUN:NAME (it plays every seat), a config, or an env")
+]
+EnvOption = Annotated[
+    list[str] | None, typer.Option("--env", help="change the env: `--env split=test`, `--env size=5`")
+]
+SeatsOption = Annotated[list[str] | None, typer.Option(help=f"who plays a seat, as SEAT=WHO: {POLICY_HELP}")]
+TemperatureOption = Annotated[
+    float | None, typer.Option(min=0, help="default: as in training; networks know only that and 0")
+]
+HereOption = Annotated[
+    bool, typer.Option("--here", help="sample in this process, whatever the config says of samplers")
+]
+StepOption = Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")]
+
+
+def evaluate(
+    what: TargetArgument,
+    env: EnvOption = None,
+    seats: SeatsOption = None,
+    swap: Annotated[bool, typer.Option("--swap", help="let two seats change policies")] = False,
+    cross: Annotated[
+        bool, typer.Option("--cross", help="try every way to seat the members, each on the same instances")
+    ] = False,
+    members: Annotated[
+        list[str] | None, typer.Option("--member", help=f"one of those that --cross seats: {POLICY_HELP}")
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1)] = 300,
+    show: Annotated[int, typer.Option(min=0, help="print this many of the episodes, word for word")] = 0,
+    step: StepOption = None,
+    temperature: TemperatureOption = None,
+    seed: int = 0,
+    here: HereOption = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    record: Annotated[
+        str, typer.Option(help="keep the result in the run under this name, beside its exams: the dashboard shows it")
+    ] = "",
+) -> None:
+    """Play held-out instances with the members of a run, or with any other policies.
+
+    Examples:
+
+        palestra eval runs/demo --env split=test
+
+        palestra eval runs/demo --swap
+
+        palestra eval runs/demo:planner
+
+        palestra eval runs/demo --swap --record swapped
+
+        palestra eval runs/demo --seats planner=base --temperature 0
+
+        palestra eval runs/demo --cross --member planner --member executor --member base
+
+        palestra eval runs/demo --episodes 3 --show 3
+
+        palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
+    """
+    with user_errors():
+        if cross and (swap or seats):
+            raise ValueError("--cross seats its members in every way: name them with --member, not --seats or --swap")
+        if members and not cross:
+            raise ValueError("--member names who --cross seats; to seat one somewhere, say --seats SEAT=WHO")
+        options: dict[str, Any] = {"episodes": episodes, "step": step, "seed": seed}
+        if cross or show:
+            _needs_text(what, "--cross" if cross else "--show")
+        if cross:
+            from palestra.evaluation.evaluate import cross_play
+
+            sampling = _sampling(temperature)
+            found = asyncio.run(
+                cross_play(what, parse_settings(env), members or [], sampling=sampling, in_process=here, **options)
+            )
+        else:
+            found = [_evaluated(what, env, seats, temperature, here, options | {"swap": swap})]
+        if record:
+            _record(what, record, step, found)
+    for episode in [episode for scored in found for episode in scored.episodes[:show]]:
+        print_line(f"{transcript(episode)}\n")
+    if as_json:
+        lines: Any = [{"seats": scored.policy_names, **scored.metrics} for scored in found]
+        print(json.dumps(lines if cross else lines[0]))
+    elif cross:
+        console.print(_cross_table(f"{what}, {episodes} episodes each", found))
+    else:
+        console.print(_eval_table(f"{what}, {episodes} episodes", found[0].policy_names, found[0].metrics))
+    with user_errors():
+        from palestra.rollouts.failures import check_not_all_failed
+
+        check_not_all_failed([episode for scored in found for episode in scored.episodes], "eval")
+
+
+def _record(run: Path, name: str, step: int | None, found: list[EvalResult]) -> None:
+    """Appends results to the run's evals.jsonl. If there are several, the seats become part of the name."""
+    from palestra.evaluation.evaluate import find_checkpoint
+    from palestra.runs import Run
+
+    after = find_checkpoint(run, step).step
+    with Run.open(run) as opened:
+        for scored in found:
+            who = ", ".join(f"{seat}={member}" for seat, member in scored.policy_names.items())
+            title = name if len(found) == 1 else f"{name}: {who}"
+            opened.log_eval(after, title, {**scored.metrics, "seats": scored.policy_names})
+
+
+def collect(
+    what: TargetArgument,
+    out: Annotated[Path, typer.Option(help="the file to write: .parquet, or .npz of a vectorised game")],
+    seats: SeatsOption = None,
+    env: EnvOption = None,
+    episodes: Annotated[int, typer.Option(min=1, help="played; of a vectorised game see --games and --steps")] = 300,
+    least: Annotated[
+        float | None, typer.Option(help="keep episodes of this reward and more: the team's, and the seats' mean")
+    ] = None,
+    successes: Annotated[bool, typer.Option("--successes", help="keep only episodes that were a success")] = False,
+    games: Annotated[int, typer.Option(min=1, help="vectorised games at once")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="joint steps of every vectorised game")] = 500,
+    temperature: TemperatureOption = None,
+    step: StepOption = None,
+    seed: int = 0,
+    here: HereOption = False,
+) -> None:
+    """Record episodes: as Parquet with tokens, log-probabilities and rewards by seat, or as demonstrations for bc and
+    gail.
+
+    Examples:
+
+        palestra collect runs/demo --out demo.parquet --successes
+
+        palestra collect math --seats reasoner=expert --seats tool=expert --out math.parquet --episodes 1000
+
+        palestra collect configs/demo.yaml --seats planner=https://api.example.org/v1#big --out big.parquet
+
+        palestra collect runs/spread_mappo --out expert.npz
+
+        palestra collect configs/games/combat_vdn.yaml --seats 'unit_*=script:focus' --out focus.npz
+    """
+    with user_errors():
+        if is_vector_target(what):
+            from palestra.evaluation.vector import collect_demonstrations as record_games
+
+            options: dict[str, Any] = {"num_envs": games, "steps": steps, "step": step, "seed": seed}
+            who = record_games(what, out, parse_seats(seats), greedy=temperature == 0, **options)
+            kept = f"{games * steps} joint steps"
+        else:
+            options = {"episodes": episodes, "min_return": least, "successes": successes, "step": step, "seed": seed}
+            options["in_process"] = here
+            who, figures = _collected(what, out, env, seats, temperature, options)
+            kept = f"{figures['kept']} of {episodes} episodes"
+    print_line(f"{out}: {kept} of {', '.join(f'{seat}={name}' for seat, name in who.items())}")
+
+
+def play(
+    what: TargetArgument,
+    seat: Annotated[str | None, typer.Option(help="yours (default: the first)")] = None,
+    seats: SeatsOption = None,
+    env: EnvOption = None,
+    temperature: TemperatureOption = None,
+    step: StepOption = None,
+    seed: Annotated[int, typer.Option(help="which instance")] = 0,
+    browser: Annotated[bool, typer.Option("--browser", help="play on a page that this serves, until Ctrl-C")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="of the page; 0 takes a free one")] = 6071,
+    host: Annotated[
+        str, typer.Option(help="the address that the page is served at; others than this machine's ask for a token")
+    ] = "127.0.0.1",
+) -> None:
+    """Play one seat yourself; the other seats are played as in `palestra eval`. Ctrl-D gives up.
+
+    Examples:
+
+        palestra play runs/demo --seat executor
+
+        palestra play sudoku --env size=4
+
+        palestra play text_tic_tac_toe --seats player_1=expert
+
+        palestra play text_connect_four --seats player_1=expert --browser
+    """
+    with user_errors():
+        _needs_text(what, "palestra play")
+        from palestra.evaluation.evaluate import human_eval_setup, play_episode
+        from palestra.rollouts.failures import RunFailed
+
+        asked = {name: who for name, who in parse_seats(seats).items() if name != seat}
+        table, mine = human_eval_setup(
+            what, parse_settings(env), asked, seat, sampling=_sampling(temperature), step=step
+        )
+        if browser:
+            return _in_browser(table, mine, seed, host, port)
+        episode = asyncio.run(play_episode(table, mine, seed))
+        if episode.error:
+            why, gave_up = f"the episode ended early: {episode.error}", episode.error.startswith("EOFError")
+            raise ValueError(why) if gave_up else RunFailed.from_traceback(why, episode.traceback)
+    console.print(_outcome(mine, episode))
+
+
+def _in_browser(table: Seated, mine: str, seed: int, host: str, port: int) -> None:
+    require_packages("playing in the browser", "dashboard", "starlette", "uvicorn", "httptools")
+    from palestra.dashboard.play_server import serve
+    from palestra.dashboard.play_session import GameSetup, PlaySessions
+    from palestra.evaluation.evaluate import check_single_human, play_episode
+
+    env = table.runner.make_env()
+    name, rules = env.name or type(env).__name__, getattr(env, "rules_text", "")
+    setting = GameSetup(name, check_single_human(table, mine), mine, rules)
+    serve(
+        PlaySessions(partial(play_episode, table, mine), setting, first_instance=seed, print_line=print_line),
+        host,
+        port,
+        print_line,
+    )
+
+
+def _evaluated(
+    what: Path,
+    env: list[str] | None,
+    seats: list[str] | None,
+    temperature: float | None,
+    here: bool,
+    options: dict[str, Any],
+) -> EvalResult:
+    from palestra.evaluation.evaluate import EvalResult, evaluate_run
+
+    if is_vector_target(what):
+        from palestra.evaluation.vector import evaluate_vector
+
+        return EvalResult(
+            *evaluate_vector(what, parse_settings(env), parse_seats(seats), greedy=temperature == 0, **options), []
+        )
+
+    options |= {"sampling": _sampling(temperature), "in_process": here}
+    return asyncio.run(evaluate_run(what, parse_settings(env), parse_seats(seats), **options))
+
+
+def _collected(
+    what: Path,
+    out: Path,
+    env: list[str] | None,
+    seats: list[str] | None,
+    temperature: float | None,
+    options: dict[str, Any],
+) -> tuple[dict[str, str], dict[str, Any]]:
+    from palestra.evaluation.collect import collect_episodes
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("playing", total=options["episodes"])
+
+        def told(played: int, kept: int) -> None:
+            bar.update(task, completed=played, description=f"kept {kept}")
+
+        playing = collect_episodes(
+            what,
+            out,
+            parse_settings(env),
+            parse_seats(seats),
+            sampling=_sampling(temperature),
+            on_progress=told,
+            **options,
+        )
+        return asyncio.run(playing)
+
+
+def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Table:
+    from palestra.report.run_report import success_interval
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    for seat, policy in who.items():
+        table.add_row(seat, policy)
+    table.add_section()
+    if "success" in figures:
+        table.add_row("success", styled_text((success_interval(figures), "bold")))
+    for key in ("return", "steps_per_episode", "team_return", "failed"):
+        if key in figures:
+            table.add_row(key.replace("_", " "), f"{figures[key]:.2f}")
+    for seat in figures.get("returns", {}):
+        table.add_row(f"return of {seat}", _return(figures, seat))
+    return table
+
+
+def _cross_table(title: str, found: list[EvalResult]) -> Table:
+    from palestra.report.run_report import success_interval
+
+    seats = list(found[0].policy_names)
+    table = Table(*seats, "success", "team return", *(f"return of {seat}" for seat in seats), title=title)
+    table.title_justify = "left"
+    for who, figures, _ in found:
+        returns = [_return(figures, seat) for seat in seats]
+        success = success_interval(figures) if "success" in figures else "-"
+        table.add_row(*who.values(), success, f"{figures['team_return']:.2f}", *returns)
+    return table
+
+
+def _return(figures: dict[str, Any], seat: str) -> str:
+    half = figures.get("returns_half", {}).get(seat)
+    return f"{figures['returns'][seat]:.2f}" + (f" ± {half:.2f}" if half is not None else "")
+
+
+def _outcome(mine: str, episode: Any) -> Table:
+    """Result table of an episode that a person played."""
+    from palestra.rollouts.metrics import episode_metrics, seat_returns
+
+    (leaf,) = episode.leaves()
+    table = Table(title="the end", title_justify="left", show_header=False)
+    if "success" in leaf.info:
+        table.add_row("success", styled_text(("yes" if episode.success else "no", "bold")))
+    table.add_row("return of the team", f"{episode_metrics([episode])['team_return']:.2f}")
+    for seat, value in seat_returns([episode])["returns"].items():
+        table.add_row(f"return of {seat}{' (you)' if seat == mine else ''}", f"{value:.2f}")
+    return table
+
+
+def _sampling(temperature: float | None) -> dict[str, Any]:
+    return {} if temperature is None else {"temperature": temperature}
+
+
+def _needs_text(what: Path, name: str) -> None:
+    if is_vector_target(what):
+        raise ValueError(f"{name} is for envs in words; {what} is a vectorised game, whose seats take arrays")
+
+
+def is_vector_target(what: Path) -> bool:
+    """True if a run, RUN:NAME, a config or an env is vectorised. Raises ValueError if there is none of that name, and
+    for a run or config of a population."""
+    from palestra.config import load
+    from palestra.envs import is_vectorised, known_envs
+
+    if not what.exists() and str(what) in known_envs():
+        return is_vectorised(str(what))
+    run, _, _ = str(what).rpartition(":")
+    path = Path(run) if run else what
+    if not path.exists():
+        raise ValueError(
+            f"there is no run, config or env {path}: `palestra runs` lists the runs, and `palestra info` the envs"
+        )
+    tree = load(path / "config.yaml" if path.is_dir() else path)
+    if "population" in tree:
+        raise ValueError(
+            f"{path} trains a population: `palestra league crossplay RUN` lets its members play each other"
+        )
+    env = tree.get("env")
+    return isinstance(env, dict) and not env.get("at") and is_vectorised(env.get("type"))
+
+
+def parse_seats(settings: list[str] | None) -> dict[str, str]:
+    """Parses `["adversary_*=random"]` to {"adversary_*": "random"}. Raises ValueError for an entry without "="."""
+    found = [setting.partition("=") for setting in settings or []]
+    if wrong := [seat for seat, equals, _ in found if not equals]:
+        raise ValueError(f"cannot read --seats {wrong[0]}: write SEAT=POLICY, for example agent_0=random")
+    return {seat: name for seat, _, name in found}
+
+
+def parse_settings(settings: list[str] | None) -> dict[str, Any]:
+    """Parses `["size=5"]` to {"size": 5}. Raises ValueError for an entry that is no setting."""
+    from palestra.config import override
+
+    return override({}, settings or [])

@@ -1,0 +1,118 @@
+"""`palestra report`, `plot` and `send_logs`: a run as an HTML page, as a figure, or sent to trackers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from palestra.launch.console import console, print_line, styled_text, user_errors
+
+RunPath = Annotated[Path, typer.Argument(help="a run")]
+
+
+def report(
+    run: RunPath,
+    out: Annotated[Path | None, typer.Option(help="the page to write (default: report.html in the run)")] = None,
+    episodes: Annotated[int, typer.Option(min=0, help="sample episodes to show")] = 6,
+    step: Annotated[int | None, typer.Option(help="of which training step (default: the newest recorded)")] = None,
+) -> None:
+    """Write one self-contained HTML page about a run: curves, tables, sample episodes, config, versions.
+
+    The page loads nothing from the network; print it in the browser to get a PDF.
+
+    Example:
+
+        palestra report runs/demo --out demo.html
+    """
+    with user_errors():
+        from palestra.report.page import write_report
+
+        print_line(f"report: {write_report(run, out, episodes=episodes, step=step)}")
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="runs; those that differ in the seed only are one curve")],
+    metric: Annotated[
+        str | None, typer.Option(help="a figure of the logs, such as success, return, entropy (default: what there is)")
+    ] = None,
+    exam: Annotated[str | None, typer.Option(help="draw this exam's figure")] = None,
+    policy: Annotated[str, typer.Option(help="whose figure in training")] = "team",
+    smooth: Annotated[int, typer.Option(min=1, help="steps of a moving mean")] = 1,
+    out: Annotated[Path, typer.Option(help="a .svg, .pdf or .png")] = Path("figure.svg"),
+    width: Annotated[float, typer.Option(min=1, help="inches: a column of a paper is about 3.3, a page 6.8")] = 3.3,
+    height: Annotated[float | None, typer.Option(min=0.5, help="inches (default: two thirds of the width)")] = None,
+    band: Annotated[str, typer.Option(help="what is shaded around a mean over seeds: sd, ci or range")] = "ci",
+) -> None:
+    """Plot one metric of several runs for a paper, as vector graphics, with the mean and a band over seeds.
+
+    Examples:
+
+        palestra plot runs/demo --exam test --out demo.svg
+
+        palestra plot runs/a-* runs/b-* --metric entropy --policy planner --smooth 9 --out entropy.pdf
+    """
+    with user_errors():
+        from palestra.report.plot import FigureSpec, draw_figure
+
+        figure = FigureSpec(metric, exam, policy, smooth, width, height, band)
+        for line in draw_figure(runs, figure, out):
+            print_line(line)
+
+
+def sync(
+    run: RunPath,
+    to: Annotated[str, typer.Option(help="tensorboard, wandb, mlflow or trackio")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="of the sink: `--set project=games`")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="go on as the run does, until Ctrl-C")] = False,
+) -> None:
+    """Send a run's metrics to a tracker. Lines that were sent before are not sent again.
+
+    Examples:
+
+        palestra sync runs/demo --to tensorboard
+
+        palestra sync runs/demo --to wandb --set project=games --set mode=offline --follow
+    """
+    with user_errors():
+        from palestra.config import override, validate
+        from palestra.sinks import log_tailer as sinks
+        from palestra.sinks.base import SinksConfig
+        from palestra.sinks.factory import check_sinks
+
+        (sink,) = validate(SinksConfig, {"sinks": [override({"type": to}, settings or [])]}).sinks
+        check_sinks([sink])
+        count = sinks.send_logs(run, sink, follow=follow)
+    print_line(f"{count} lines sent to {to}")
+
+
+def print_alarms(run: Path) -> None:
+    """Prints the alarms that a run's metrics raise, as in the dashboard."""
+    from palestra.dashboard.alarms import find_alarms
+    from palestra.types import TEAM
+
+    policies, exams = _figures(run / "metrics.jsonl", "policy"), _figures(run / "evals.jsonl", "name")
+    team = policies.pop(TEAM, {})
+    for alarm in find_alarms(policies, team, exams):
+        about = f" ({alarm.who})" if alarm.who else ""
+        console.print(styled_text((f"alarm: {alarm.name}{about}:", "yellow"), f" {alarm.says}"), soft_wrap=True)
+
+
+def _figures(path: Path, key: str) -> dict[str, dict[str, Any]]:
+    """Columns of a log, by name and metric."""
+    from palestra.dashboard.logs import MetricLog
+
+    log = MetricLog(path, key)
+    log.refresh()
+    return {name: {figure: log.column(name, figure)[1] for figure in keys} for name, keys in log.metric_keys().items()}
+
+
+def print_cycles(run: Path) -> None:
+    """Prints a warning if the members of a two-player population beat each other in a cycle."""
+    from palestra.populations.ratings import cyclicity
+    from palestra.report.population_data import read_record
+
+    payoffs = read_record(run).payoffs
+    if len(payoffs.seats) == 2 and (warning := cyclicity(*payoffs.pairwise_scores()).warning):
+        console.print(styled_text(("alarm: cyclic population:", "yellow"), f" {warning}"), soft_wrap=True)

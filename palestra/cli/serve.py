@@ -1,0 +1,189 @@
+"""`palestra serve`, `serve-sampler` and `keys`: the training service, stand-alone samplers, and API keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palestra.launch.console import print_line, require_packages, user_errors
+
+
+def serve(
+    base: Annotated[
+        list[str] | None,
+        typer.Option("--base", help="a base to serve, NAME=PATH or a shipped one's name (default: tiny)"),
+    ] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option("--alias", help="a name that clients call a base by: `Qwen/Qwen3-0.6B=tiny`")
+    ] = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
+    data: Annotated[Path, typer.Option(help="the folder for weights and the database")] = Path("palestra-data"),
+    auth: Annotated[
+        Path | None, typer.Option(help="a file of API keys, see `palestra keys`; without it any will do")
+    ] = None,
+    root_path: Annotated[str, typer.Option(help="a prefix of every address, such as /train")] = "",
+    store: Annotated[
+        str | None,
+        typer.Option(help="another database than SQLite in --data: postgresql+psycopg://USER:PASSWORD@HOST/NAME"),
+    ] = None,
+    front_only: Annotated[
+        bool,
+        typer.Option(help="no engine: a further front end of the server that has one, on the same --data and --store"),
+    ] = False,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="an origin whose web pages may use the server: https://chat.example.org")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="of torch, on a CPU")] = 1,
+    max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
+    poll: Annotated[float, typer.Option(min=0, max=40, help="seconds that a poll for an answer is held")] = 30.0,
+    queue: Annotated[int, typer.Option(min=1, help="unanswered requests that one key may have")] = 20_000,
+    queue_bytes: Annotated[int, typer.Option(min=1, help="bytes that one key's unanswered requests may have")] = 2**29,
+    answer_tokens: Annotated[
+        int, typer.Option(min=1, help="tokens that one call's answer may have, counted again for each of a top-k")
+    ] = 2**21,
+    models: Annotated[int, typer.Option(min=1, help="models that one key may train at a time")] = 64,
+) -> None:
+    """Serve training and sampling over HTTP to clients of Tinker and MinT.
+
+    Examples:
+
+        palestra serve
+
+        palestra serve --base small=/models/small --alias Qwen/Qwen3-0.6B=small --port 9000
+
+        palestra keys add ada --auth keys.txt && palestra serve --host 0.0.0.0 --auth keys.txt
+
+    Ctrl-C or SIGTERM ends the server after pending requests, with every model saved; a second one ends it at once.
+    """
+    with user_errors():
+        require_service()
+        from palestra.service.api.state import ClientLimits
+        from palestra.service.serve import ServeOptions
+        from palestra.service.serve import serve as run_server
+
+        options = ServeOptions(
+            bases=parse_named(base, "tiny"),
+            aliases=parse_named(alias),
+            host=host,
+            port=port,
+            data=data,
+            auth=auth,
+            root_path=root_path,
+            store=store,
+            front_only=front_only,
+            allow_origins=tuple(allow_origin or ()),
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            max_rows=max_rows,
+            limits=ClientLimits(
+                poll=poll, queue=queue, queue_bytes=queue_bytes, answer_tokens=answer_tokens, models=models
+            ),
+        )
+        run_server(options, print_line)
+
+
+def serve_sampler(
+    base: Annotated[str, typer.Option(help="a shipped base's name, a local folder, or a hub name")] = "tiny",
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8001,
+    key_env: Annotated[
+        str, typer.Option(help="the environment variable with the key that clients must send; unset: none")
+    ] = "PALESTRA_SAMPLER_KEY",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="of torch, on a CPU")] = 1,
+    max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="a name that the server is called by, besides its address and localhost")
+    ] = None,
+    with_parent: Annotated[
+        bool, typer.Option("--with-parent", help="end when the standard input ends: with whoever started it")
+    ] = False,
+) -> None:
+    """Serve a base model and its adapters to training runs in other processes, over vLLM's API with token ids.
+
+    Examples:
+
+        palestra serve-sampler --base tiny --port 8001
+
+        palestra train configs/demo.yaml --set 'sampler={type: vllm, urls: ["http://127.0.0.1:8001"]}'
+
+    Ctrl-C or SIGTERM ends the server after pending requests; a second one ends it at once. The first line of output is
+    its address.
+    """
+    with user_errors():
+        require_packages("serving a sampler", "service", "starlette", "uvicorn", "httptools")
+        from palestra.remote.samplers.server import SamplerServerOptions
+        from palestra.remote.samplers.server import serve as run_server
+
+        options = SamplerServerOptions(
+            base, host, port, key_env, device, dtype, threads, max_rows, with_parent, tuple(allow_host or ())
+        )
+        run_server(options, lambda line: print(line, flush=True))
+
+
+def parse_named(settings: list[str] | None, *default: str) -> dict[str, str]:
+    """Parses `["small=/models/small", "tiny"]` to {"small": "/models/small", "tiny": "tiny"}. `default` is used if
+    `settings` is None or empty."""
+    pairs = [text.partition("=") for text in settings or default]
+    return {name: value or name for name, _, value in pairs}
+
+
+def require_service() -> None:
+    """Raises ValueError if optional packages of the service are not installed."""
+    require_packages("the service", "service", "fastapi", "uvicorn", "httptools", "sqlalchemy", "jwt", "zstandard")
+
+
+keys = typer.Typer(no_args_is_help=True, help="Add, list and remove API keys of the service.")
+AuthOption = Annotated[Path, typer.Option(help="the file of keys that `palestra serve --auth` reads")]
+
+
+@keys.command("add")
+def add_key(name: Annotated[str, typer.Argument(help="who the key is for")], auth: AuthOption) -> None:
+    """Create a key and print it once: only its hash is stored.
+
+    Example:
+
+        palestra keys add ada --auth keys.txt
+    """
+    with user_errors():
+        require_service()
+        from palestra.service.api import api_keys as service_keys
+
+        print(service_keys.add_key(auth, name))
+
+
+@keys.command("list")
+def list_keys(auth: AuthOption) -> None:
+    """List the owners of keys, and the number of keys of each."""
+    with user_errors():
+        require_service()
+        from palestra.service.api import api_keys as service_keys
+
+        owners = [name for name, _ in service_keys.read_keys(check_exists(auth))]
+        for name in sorted(set(owners)):
+            print(f"{name}  {owners.count(name)}")
+
+
+@keys.command("remove")
+def remove_keys(name: Annotated[str, typer.Argument(help="whose keys")], auth: AuthOption) -> None:
+    """Remove all keys of an owner. A running server refuses them from then on."""
+    with user_errors():
+        require_service()
+        from palestra.service.api import api_keys as service_keys
+
+        if not service_keys.remove_keys(check_exists(auth), name):
+            raise ValueError(f'"{name}" has no key in {auth}: `palestra keys list --auth {auth}` shows who has')
+
+
+def check_exists(path: Path) -> Path:
+    """Returns `path`. Raises ValueError if there is no such file."""
+    if not path.exists():
+        raise ValueError(f"there is no file {path}: `palestra keys add NAME --auth {path}` makes one")
+    return path

@@ -1,0 +1,134 @@
+"""Access control of the dashboard: token, allowed methods and host names, and security headers.
+
+Without a token anyone who reaches the port may read, so the server then answers only to host names that a foreign web
+page cannot take over (DNS rebinding): IP addresses, localhost, and the allowed names. With a token every request needs
+it: in the URL the first time, which sets a cookie, or as a bearer token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Collection, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+
+from palestra.web.limits import AsgiApp, Receive, Scope, Send
+from palestra.web.origin_middleware import OriginPolicy
+
+COOKIE_NAME = "palestra_dashboard"
+COOKIE_LIFETIME_S = 365 * 24 * 3600
+SECURITY_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+TOKEN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<link rel="icon" href="data:,"><title>palestra</title><h1>This page wants its token</h1>
+<p>It is in the address that <code>palestra</code> printed.</p>
+<form method="get"><label>Token <input name="token" type="password" autocomplete="off" autofocus></label>
+<button>Open</button></form></html>"""
+
+
+class AuthMiddleware:
+    """ASGI middleware with these checks. `allowed_hosts` are allowed names besides IP addresses and localhost. With
+    `allow_post` it accepts POST as well, except from pages of other sites. Two servers on one host need different
+    `cookie` names."""
+
+    def __init__(
+        self,
+        app: AsgiApp,
+        token: str = "",
+        hosts: Collection[str] = (),
+        *,
+        allow_post: bool = False,
+        cookie: str = COOKIE_NAME,
+    ) -> None:
+        self.app, self.cookie = app, cookie
+        self.origins = OriginPolicy(allowed_hosts=frozenset(hosts))
+        self.methods = ("GET", "HEAD", "POST") if allow_post else ("GET", "HEAD")
+        self.token_hash = hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        refusal = self._refusal(scope)
+        await (refusal or self.app)(scope, receive, _with_security_headers(send))
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in self.methods:
+            allowed = ", ".join(self.methods)
+            return PlainTextResponse(f"only {allowed} are answered here", 405, {"Allow": allowed})
+        if scope["method"] == "POST" and self.origins.foreign_page(headers):
+            return PlainTextResponse("pages of other sites may not send anything here", 403)
+        if self.token_hash:
+            return self._ask(scope, headers)
+        if not self.origins.accepts_host(headers.get("host", "")):
+            return PlainTextResponse("not under this name: ask at the address that was printed; see --allow-host", 421)
+        return None
+
+    def _ask(self, scope: Scope, headers: Headers) -> Response | None:
+        """Returns None if the request has the token as cookie or bearer; 401 if not; if the token is in the URL, a
+        redirect to the URL without it that sets the cookie."""
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        told = dict(query).get("token")
+        if told is not None and self._right(_hash(told)):
+            rest = urlencode([(key, value) for key, value in query if key != "token"])
+            response = RedirectResponse(f"{_local(scope['path'])}{'?' if rest else ''}{rest}", 303)
+            response.set_cookie(
+                self.cookie, self.token_hash, COOKIE_LIFETIME_S, httponly=True, samesite="strict", secure=_is_tls(scope)
+            )
+            return response
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        if self._right(_cookie(headers.get("cookie", ""), self.cookie)) or self._right(_hash(bearer)):
+            return None
+        return HTMLResponse(TOKEN_PAGE, 401)
+
+    def _right(self, secret: str) -> bool:
+        return hmac.compare_digest(secret.encode(), self.token_hash.encode())
+
+
+def _hash(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+
+def _cookie(header: str, name: str) -> str:
+    try:
+        found = SimpleCookie(header).get(name)
+    except CookieError:
+        return ""
+    return found.value if found else ""
+
+
+def _local(path: str) -> str:
+    """Returns the path with one leading slash: `//host` would redirect to another server."""
+    return "/" + path.lstrip("/\\")
+
+
+def _is_tls(scope: Scope) -> bool:
+    return bool(scope.get("scheme") == "https")
+
+
+def _with_security_headers(send: Send) -> Send:
+    """Adds the security headers to every response."""
+
+    async def with_headers(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in SECURITY_HEADERS.items():
+                headers[name] = value
+            headers.setdefault("Cache-Control", "no-cache")
+        await send(message)
+
+    return with_headers

@@ -1,0 +1,127 @@
+"""The runs of one folder, opened on demand. No file outside that folder is ever read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from palestra.config import load
+from palestra.dashboard.index import EpisodeIndex, cache_file
+from palestra.dashboard.logs import PARSE_ERRORS, MetricLog
+from palestra.files import file_size
+
+MAX_OPEN_RUNS = 32  # runs whose metrics are kept in memory
+MAX_TREE_BYTES = 2**20  # bytes of the largest config or JSON file that is read
+Tree = dict[str, Any]
+
+
+class NotFound(Exception):
+    """Raised if a requested object does not exist or may not be shown; becomes HTTP 404."""
+
+
+class OpenRun:
+    """An open run: its logs and its episode index, read incrementally."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.name, self.path = root, name, root / name
+        self.metrics = MetricLog(self.file("metrics.jsonl"), "policy")
+        self.timings = MetricLog(self.file("timings.jsonl"), "policy")
+        self.evals = MetricLog(self.file("evals.jsonl"), "name")
+        self.workers = MetricLog(self.file("workers.jsonl"), "worker")
+        folder = self.file("episodes")
+        self.episodes = EpisodeIndex(folder, cache_file(folder))
+        self._config: tuple[int, Tree] = (-1, {})
+
+    def file(self, name: str) -> Path:
+        """Returns the path of a file or folder of the run. Raises Absent if it, or a link on the way, leads out of the
+        run; ValueError for a pipe or a device, on which a read would block."""
+        path = self.path / name
+        if "\0" in name or not path.resolve().is_relative_to(self.path.resolve()):
+            raise NotFound(f"{name} is not in the run {self.name}")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{name} is neither a file nor a folder: remove it from the run {self.name}")
+        return path
+
+    def refresh(self) -> None:
+        """Reads new lines of all logs."""
+        for log in (self.metrics, self.timings, self.evals, self.workers):
+            self.file(log.path.name)
+            log.refresh()
+
+    @property
+    def config(self) -> Tree:
+        """The config as a tree; {} if it cannot be read as one."""
+        path = self.file("config.yaml")
+        changed = path.stat().st_mtime_ns
+        if self._config[0] != changed:
+            self._config = (changed, read_config(path))
+        return self._config[1]
+
+    @property
+    def meta(self) -> Tree:
+        """The contents of meta.json; {} if it cannot be read."""
+        return read_json(self.file("meta.json"))
+
+    def file_size(self, name: str) -> int:
+        """Returns the size of a file in bytes."""
+        return file_size(self.file(name))
+
+
+class RunCatalog:
+    """The runs directly in `root`. Raises ValueError if that is not a folder, or is a run itself."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise ValueError(f"{root} is no folder; name the one that holds runs, such as `palestra dashboard runs`")
+        if (root / "config.yaml").is_file():
+            raise ValueError(f"{root} is a run; the dashboard wants the folder that holds it: {root.resolve().parent}")
+        self.root = root.resolve()
+        self._open: OrderedDict[str, OpenRun] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """Returns the names of all runs, unsorted."""
+        return [path.parent.name for path in self.root.glob("*/config.yaml") if self._shown(path.parent.name)]
+
+    def run(self, name: str) -> OpenRun:
+        """Returns an open run; the `MAX_OPEN_RUNS` most recently used stay open. Raises Absent if there is no such
+        run."""
+        if not self._shown(name):
+            raise NotFound(f"there is no run {name!r} here")
+        with self._lock:
+            run = self._open.get(name) or OpenRun(self.root, name)
+            self._open[name] = run
+            self._open.move_to_end(name)
+            while len(self._open) > MAX_OPEN_RUNS:
+                self._open.popitem(last=False)
+        return run
+
+    def _shown(self, name: str) -> bool:
+        """Whether `name` is a plain folder name in `root`, not a link out of it, with a config file."""
+        if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+            return False
+        folder = self.root / name
+        return folder.resolve() == folder and (folder / "config.yaml").is_file() and self._within(folder)
+
+    def _within(self, folder: Path) -> bool:
+        return (folder / "config.yaml").resolve().is_relative_to(folder)
+
+
+def read_config(path: Path) -> Tree:
+    """Returns a config as a tree; {} if it is none or larger than `MAX_TREE_BYTES` bytes."""
+    try:
+        return load(path) if file_size(path) <= MAX_TREE_BYTES else {}
+    except (ValueError, *PARSE_ERRORS):
+        return {}
+
+
+def read_json(path: Path) -> Tree:
+    """Returns the JSON object in a file; {} if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if file_size(path) <= MAX_TREE_BYTES else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

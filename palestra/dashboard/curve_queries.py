@@ -1,0 +1,151 @@
+"""Curve queries: metrics of several runs on a common axis, seeds of one experiment combined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from palestra.config import StrictModel
+from palestra.dashboard.catalog import OpenRun
+from palestra.dashboard.curves import Curve, clip_x, downsample, mean_band, moving_mean
+from palestra.dashboard.logs import MetricLog
+from palestra.dashboard.run_status import experiment_config, step_seconds
+from palestra.types import TEAM
+
+AXES = ("step", "env_steps", "iteration", "seconds")
+
+
+class CurveQuery(StrictModel):
+    """The query of /api/curves: which metrics of which runs, on which axis, smoothed and downsampled how."""
+
+    run: list[str] = Field(min_length=1, max_length=24)
+    """Names of the runs, at most 24."""
+    figure: list[str] = Field(min_length=1, max_length=24)
+    """Metrics as LOG/KEY, such as metrics/entropy, evals/success, timings/train_s; at most 24."""
+    x: str = "step"
+    """The x axis: step, env_steps, iteration or seconds."""
+    points: int = Field(600, ge=10, le=4000)
+    """Maximum number of points per curve."""
+    window: int = Field(1, ge=1, le=100_000)
+    """Number of log lines of the moving mean; evaluations are never smoothed."""
+    low: float | None = None
+    """Lower bound of the x axis."""
+    high: float | None = None
+    """Upper bound of the x axis."""
+    seeds: bool = False
+    """Combine runs that differ only in their seed into one curve: mean, minimum and maximum."""
+
+
+def curves(runs: Sequence[OpenRun], query: CurveQuery) -> list[dict[str, Any]]:
+    """Returns the existing curves by metric, then run (or group of seeds), then policy or evaluation; metrics that a
+    run lacks are left out. Raises ValueError for an unknown log or axis."""
+    found = []
+    for figure in query.figure:
+        # Evaluations are few, and each is a mean of many episodes: smoothing would only blur them.
+        window = 1 if figure.startswith("evals/") else query.window
+        for group in _groups(runs, query.seeds):
+            for name in dict.fromkeys(name for run in group for name in log_of_metric(run, figure).names()):
+                each = [(run, curve(run, figure, name, query.x)) for run in group]
+                each = [(run, one) for run, one in each if len(one[0])]
+                if each:
+                    head = {"figure": figure, "name": name, "runs": [run.name for run, _ in each]}
+                    found.append(head | _drawn([one for _, one in each], query, window))
+    return found
+
+
+def _groups(runs: Sequence[OpenRun], seeds: bool) -> list[list[OpenRun]]:
+    """Groups runs whose configs differ only in name and seed, if `seeds`."""
+    if not seeds:
+        return [[run] for run in runs]
+    groups: list[tuple[dict[str, Any], list[OpenRun]]] = []
+    for run in runs:
+        own = experiment_config(run.config)
+        for known, group in groups:
+            if known == own:
+                group.append(run)
+                break
+        else:
+            groups.append((own, [run]))
+    return [group for _, group in groups]
+
+
+def log_of_metric(run: OpenRun, figure: str) -> MetricLog:
+    """Returns the log that a metric LOG/KEY is in. Raises ValueError for an unknown log."""
+    logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
+    log, _, _ = figure.partition("/")
+    if log not in logs:
+        raise ValueError(
+            f'a figure is LOG/KEY with one of the logs {", ".join(logs)}, such as metrics/entropy: "{figure}"'
+        )
+    return logs[log]
+
+
+def curve(run: OpenRun, figure: str, name: str, axis: str) -> Curve:
+    """Returns x [T] and y [T] (float64, x ascending) of a metric of one policy or evaluation. Raises ValueError for an
+    unknown axis."""
+    steps, values = log_of_metric(run, figure).column(name, figure.partition("/")[2])
+    x = _axis(run, name, steps, axis)
+    order = np.argsort(x, kind="stable")
+    return x[order], values[order]
+
+
+def _axis(run: OpenRun, name: str, steps: np.ndarray, axis: str) -> np.ndarray:
+    """Returns the axis values [T] of log lines with these steps: steps done, or another counter of the run,
+    interpolated linearly between its own lines. Raises ValueError for an unknown axis."""
+    if axis not in AXES:
+        raise ValueError(f'the axis is one of {", ".join(AXES)}, not "{axis}"')
+    if axis == "seconds":
+        at, values = _clock(run)
+    elif axis == "iteration":
+        at, values = run.metrics.column(name, "iteration")
+    else:
+        at, values = run.metrics.column(TEAM, axis) if axis == "env_steps" else (steps, steps + 1)
+    if not len(at):
+        return steps + 1
+    if axis == "step":
+        return values
+    return np.interp(steps, np.concatenate([[-1.0], at]), np.concatenate([[0.0], values]))
+
+
+def _clock(run: OpenRun) -> Curve:
+    """Returns the training steps and the seconds elapsed after each: a population's wall-clock time, else the sum of
+    the phases."""
+    steps, elapsed = run.timings.column(TEAM, "elapsed_s")
+    if len(steps):
+        return steps, elapsed
+    steps, seconds = step_seconds(run.timings)
+    return steps, np.cumsum(seconds)
+
+
+def _drawn(each: Sequence[Curve], asked: CurveQuery, window: int) -> dict[str, Any]:
+    ends = {"from": min(float(x[0]) for x, _ in each), "to": max(float(x[-1]) for x, _ in each)}
+    if len(each) > 1:
+        parts = [clip_x((x, _smooth(y, window)), asked.low, asked.high) for x, y in each]
+        x, mean, low, high = mean_band(parts, asked.points)
+        return ends | {
+            "x": json_numbers(x),
+            "y": json_numbers(mean),
+            "low": json_numbers(low),
+            "high": json_numbers(high),
+        }
+    (x, raw) = each[0]
+    line = downsample(clip_x((x, _smooth(raw, window)), asked.low, asked.high), asked.points)
+    drawn: dict[str, Any] = ends | {"x": json_numbers(line[0]), "y": json_numbers(line[1])}
+    if window > 1:
+        under = downsample(clip_x((x, raw), asked.low, asked.high), asked.points)
+        drawn["raw"] = {"x": json_numbers(under[0]), "y": json_numbers(under[1])}
+    return drawn
+
+
+def _smooth(y: np.ndarray, window: int) -> np.ndarray:
+    """The moving mean over at most a quarter of the lines: a wider window would flatten a short run."""
+    return moving_mean(y, min(window, len(y) // 4))
+
+
+def json_numbers(values: np.ndarray) -> list[float | None]:
+    """Returns numbers as JSON values with seven digits; null for non-finite ones."""
+    finite = np.isfinite(values)
+    return [float(f"{value:.7g}") if ok else None for value, ok in zip(values.tolist(), finite.tolist(), strict=True)]

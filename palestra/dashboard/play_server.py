@@ -1,0 +1,142 @@
+"""The server of `palestra play --browser`: the built page and the JSON API of its games.
+
+    POST /api/games                 starts a game of the next instance: {"id": ...}
+    GET  /api/games/ID              the state that the page shows
+    GET  /api/games/ID/events       a server-sent event whenever the state changes
+    POST /api/games/ID/answer       {"turn": 0, "text": "..."}; 409 if that turn is not open
+    POST /api/games/ID/give-up
+
+Errors are `{"error": TEXT}`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+
+from starlette.applications import Starlette
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from palestra.config import StrictModel, validate
+from palestra.dashboard.api import json_response as as_json
+from palestra.dashboard.app import KEEPALIVE_S, STATIC
+from palestra.dashboard.auth import AuthMiddleware
+from palestra.dashboard.catalog import NotFound
+from palestra.dashboard.play_session import OutOfTurn, PlaySession, PlaySessions
+from palestra.web.bodies import read_json
+from palestra.web.limits import AdmissionMiddleware, AsgiApp, HttpLimits
+from palestra.web.listen import open_listener, url_host
+from palestra.web.origin_middleware import OriginPolicy, is_loopback
+from palestra.web.server import build_server
+
+LIMITS = HttpLimits(max_body_bytes=256 * 1024, max_requests=512)
+Handler = Callable[[PlaySessions, Request], Awaitable[Response]]
+
+
+class MoveRequest(StrictModel):
+    """The body of POST /api/games/ID/answer."""
+
+    turn: int
+    """Number of the person's turn that this answers, from 0."""
+    text: str
+    """The answer."""
+
+
+def build_play_app(sessions: PlaySessions, token: str = "", hosts: Collection[str] = ()) -> AsgiApp:
+    """Returns the ASGI app over `sessions`."""
+    routes = [
+        Route("/", lambda _: RedirectResponse("play"), methods=["GET"]),
+        Route("/play", lambda _: FileResponse(STATIC / "index.html"), methods=["GET"]),
+        Route("/api/games", _with_json_errors(sessions, start_game), methods=["POST"]),
+        Route("/api/games/{game}", _with_json_errors(sessions, get_state), methods=["GET"]),
+        Route("/api/games/{game}/events", _with_json_errors(sessions, stream_events), methods=["GET"]),
+        Route("/api/games/{game}/answer", _with_json_errors(sessions, post_answer), methods=["POST"]),
+        Route("/api/games/{game}/give-up", _with_json_errors(sessions, post_resign), methods=["POST"]),
+        Mount("/", StaticFiles(directory=STATIC)),
+    ]
+    app = GZipMiddleware(Starlette(routes=routes), minimum_size=2048)
+    gate = AdmissionMiddleware(app, OriginPolicy(), LIMITS, error_body=lambda status, reason: {"error": reason})
+    return AuthMiddleware(gate, token, hosts, allow_post=True, cookie="palestra_play")
+
+
+def _with_json_errors(games: PlaySessions, ask: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """Wraps a handler: exceptions become JSON errors (404, 409, 400)."""
+
+    async def told(request: Request) -> Response:
+        try:
+            return await ask(games, request)
+        except NotFound as error:
+            return JSONResponse({"error": str(error)}, 404)
+        except OutOfTurn as error:
+            return JSONResponse({"error": str(error)}, 409)
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, 400)
+
+    return told
+
+
+async def start_game(sessions: PlaySessions, request: Request) -> Response:
+    """POST /api/games."""
+    return JSONResponse({"id": sessions.start().id}, 201)
+
+
+async def get_state(sessions: PlaySessions, request: Request) -> Response:
+    """GET /api/games/ID."""
+    return as_json(request, _game(sessions, request).state())
+
+
+async def post_answer(sessions: PlaySessions, request: Request) -> Response:
+    """POST /api/games/ID/answer."""
+    game = _game(sessions, request)
+    said = validate(MoveRequest, read_json(await request.body()))
+    game.answer(said.turn, said.text)
+    return JSONResponse({"turn": said.turn})
+
+
+async def post_resign(sessions: PlaySessions, request: Request) -> Response:
+    """POST /api/games/ID/give-up."""
+    _game(sessions, request).resign()
+    return JSONResponse({})
+
+
+async def stream_events(sessions: PlaySessions, request: Request) -> Response:
+    """GET /api/games/ID/events."""
+    return StreamingResponse(change_events(sessions, _game(sessions, request)), media_type="text/event-stream")
+
+
+async def change_events(sessions: PlaySessions, game: PlaySession) -> AsyncIterator[str]:
+    """Yields the text of server-sent events while the game is open and the client is connected."""
+    game.num_viewers += 1
+    try:
+        known = -1
+        while not game.closed:
+            if not await game.wait_for_change(known, KEEPALIVE_S):
+                yield ": still here\n\n"
+            elif not game.closed:
+                known = game.state_version
+                yield f"event: change\ndata: {known}\n\n"
+    finally:
+        game.num_viewers -= 1
+        sessions.start_idle_timer(game)
+
+
+def _game(games: PlaySessions, request: Request) -> PlaySession:
+    game = games.find(request.path_params["game"])
+    if game is None:
+        raise NotFound("this game has ended: nobody had its page open, or the server was started anew")
+    return game
+
+
+def serve(sessions: PlaySessions, host: str, port: int, print_line: Callable[[str], None]) -> None:
+    """Serves until a stop signal. For a `host` other than loopback it generates a token, which is part of the printed
+    address. Raises ValueError if the port is taken."""
+    token = "" if is_loopback(host) else secrets.token_urlsafe(12)
+    door = open_listener(host, port)
+    print_line(f"play at: http://{url_host(host)}:{door.getsockname()[1]}/play{f'?token={token}' if token else ''}")
+    app = build_play_app(sessions, token, {host, socket.gethostname().lower()})
+    build_server(app, drain=5, keep_alive=5, on_shutdown=sessions.close).run(sockets=[door])

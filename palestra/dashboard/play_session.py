@@ -1,0 +1,218 @@
+"""Games that a person plays in the browser: the person's turns, and what the page may show.
+
+The page receives exactly the `Query` that a policy at the person's seat would receive: observations and answers of
+other seats only as far as the env shows them to this seat. After the game it receives the whole episode.
+
+Everything runs on one event loop, which plays the games and serves the pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Any, NamedTuple
+
+from palestra.dashboard.trees import episode_texts
+from palestra.policies.base import Query
+from palestra.policies.scripted import AskPerson
+from palestra.rollouts.metrics import episode_metrics, seat_returns
+from palestra.types import Answer, Episode, Node, Seat
+
+MAX_SESSIONS = 32  # open games
+IDLE_TIMEOUT_S = 60.0  # seconds without a connected page after which a game ends; a page reload takes less
+
+PlayEpisode = Callable[[int, AskPerson], Awaitable[Episode]]
+
+
+class OutOfTurn(Exception):
+    """Raised for an answer that is not expected now; the message says why."""
+
+
+class Resigned(Exception):
+    """Raised in a game whose player resigned; it ends the episode."""
+
+
+class GameSetup(NamedTuple):
+    """What all games of a server share: the env, the policy at each seat, and the person's seat `human_seat`. `rules`
+    are shown if the env's role text of that seat does not contain them."""
+
+    env: str
+    seats: dict[Seat, str]
+    human_seat: Seat
+    rules: str = ""
+
+
+class PlaySession:
+    """One game in progress: the policy at the person's seat calls `ask`, the page calls `answer` and `resign`."""
+
+    def __init__(self, setup: GameSetup, seed: int) -> None:
+        self.setup, self.seed = setup, seed
+        self.id = secrets.token_urlsafe(16)  # an unguessable id: knowing it is the permission to play
+        self.state_version = 0
+        self.num_viewers = 0  # connected event streams
+        self.closed = False  # closed before the episode ended
+        self.idle_timer: asyncio.TimerHandle | None = None  # ends the game if no page is connected by then
+        self._turns: list[tuple[Any, str]] = []  # the person's observations and answers
+        self._role = ""
+        self._asked: tuple[Query, asyncio.Future[str]] | None = None
+        self.resigned = False
+        self._episode: Episode | None = None
+        self._news = asyncio.Event()
+
+    async def ask(self, query: Query) -> str:
+        """Waits for the person's answer and returns it. Raises GaveUp if the person resigned."""
+        if self.resigned:
+            raise Resigned
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._role, self._asked = query.role, (query, answer)
+        self._tell()
+        return await answer
+
+    def answer(self, turn: int, text: str) -> None:
+        """Answers the person's turn number `turn` (from 0). Raises OutOfTurn if that turn is not the open one."""
+        if self._episode or self.closed:
+            raise OutOfTurn("the game is over: nothing is asked any more")
+        if turn < len(self._turns):
+            raise OutOfTurn(f"turn {turn + 1} is answered already: this was not taken")
+        if self._asked is None or turn > len(self._turns):
+            raise OutOfTurn("it is not your turn: nothing is asked of your seat now")
+        query, answer = self._asked
+        self._turns.append((query.observation, text))
+        self._asked = None
+        answer.set_result(text)
+        self._tell()
+
+    def resign(self) -> None:
+        """Resigns: ends the game at once if the person is asked, otherwise at their next turn."""
+        self.resigned = True
+        if self._asked:
+            self._asked[1].set_exception(Resigned())
+            self._asked = None
+
+    def finish(self, episode: Episode) -> None:
+        """Stores the finished episode and cancels an open question: the episode may have failed at another seat
+        meanwhile."""
+        self._episode = episode
+        self._take_back()
+
+    def close(self) -> None:
+        """Closes the game: wakes all waiters of `wait_for_change`."""
+        self.closed = True
+        self._take_back()
+
+    def _take_back(self) -> None:
+        if self._asked:
+            self._asked[1].cancel()
+            self._asked = None
+        self._tell()
+
+    def _tell(self) -> None:
+        self.state_version += 1
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def wait_for_change(self, known_version: int, timeout_s: float) -> bool:
+        """Waits up to `timeout_s` seconds for `state_version` to differ from `known_version`; returns whether it
+        does."""
+        if self.state_version == known_version:
+            try:
+                await asyncio.wait_for(self._news.wait(), timeout_s)
+            except TimeoutError:
+                return False
+        return True
+
+    # ---- state for the page
+
+    def state(self) -> dict[str, Any]:
+        """Returns all that the page shows, ready for JSON."""
+        seen = self._episode or self._so_far()
+        return {
+            "env": self.setup.env,
+            "seat": self.setup.human_seat,
+            "seats": self.setup.seats,
+            "rules": "" if self.setup.rules in self._role else self.setup.rules,
+            "turn": len(self._turns),
+            "now": "over" if self._episode else "asked" if self._asked else "waiting",
+            "role": self._role,
+            "legal": [str(word) for word in self._asked[0].legal_actions or []] if self._asked else [],
+            "line": episode_texts(seen),
+            "end": self._end(self._episode) if self._episode else None,
+        }
+
+    def _so_far(self) -> Episode:
+        """Returns an episode of the person's own turns and the open question."""
+        seat = self.setup.human_seat
+        nodes = [
+            Node(i, i - 1 if i else None, i, {seat: seen}, {seat: Answer(said, "human")})
+            for i, (seen, said) in enumerate(self._turns)
+        ]
+        if self._asked:
+            at = len(nodes)
+            nodes.append(Node(at, at - 1 if at else None, at, {seat: self._asked[0].observation}, {}))
+        return Episode(self.setup.env, self.seed, self.setup.seats, nodes)
+
+    def _end(self, episode: Episode) -> dict[str, Any]:
+        """Returns the outcome. The reason of a failure is not sent to the page: it may name addresses and files."""
+        head: dict[str, Any] = {"instance": episode.seed, "gave_up": self.resigned, "failed": episode.error is not None}
+        if episode.error:
+            return head | {"success": None, "team": 0.0, "returns": {}}
+        figures = episode_metrics([episode])
+        success = bool(figures["success"]) if "success" in figures else None
+        return head | {"success": success, "team": figures["team_return"], **seat_returns([episode])}
+
+
+class PlaySessions:
+    """The open games of all pages, one instance number after another from `first_instance`. `print_line` prints why a
+    game failed; a game that no page is connected to for `idle_timeout_s` seconds ends."""
+
+    def __init__(
+        self,
+        play: PlayEpisode,
+        setup: GameSetup,
+        *,
+        first_instance: int = 0,
+        print_line: Callable[[str], None] = print,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+    ) -> None:
+        self._play, self._setting, self._say, self._alone = play, setup, print_line, idle_timeout_s
+        self._instances = count(first_instance)
+        self._open: dict[str, tuple[PlaySession, asyncio.Task[None]]] = {}
+
+    def start(self) -> PlaySession:
+        """Starts a new game. Raises ValueError if `MAX_SESSIONS` games are open."""
+        if len(self._open) >= MAX_SESSIONS:
+            raise ValueError(f"{MAX_SESSIONS} games are open here: close the page of one, and come back in a minute")
+        game = PlaySession(self._setting, next(self._instances))
+        self._open[game.id] = game, asyncio.create_task(self._run(game))
+        self.start_idle_timer(game)
+        return game
+
+    def find(self, name: str) -> PlaySession | None:
+        """Returns the open game with this id; None if there is none."""
+        return self._open[name][0] if name in self._open else None
+
+    async def _run(self, game: PlaySession) -> None:
+        episode = await self._play(game.seed, game.ask)
+        if episode.error and not game.resigned:
+            self._say(f"the game of instance {game.seed} ended early: {episode.error}")
+        game.finish(episode)
+
+    def start_idle_timer(self, game: PlaySession) -> None:
+        """Starts the timer that ends the game if no page is connected to it after `idle_timeout_s` seconds."""
+        if game.idle_timer:
+            game.idle_timer.cancel()
+        game.idle_timer = asyncio.get_running_loop().call_later(self._alone, self._drop, game)
+
+    def _drop(self, game: PlaySession) -> None:
+        if not game.num_viewers and game.id in self._open:
+            self._open.pop(game.id)[1].cancel()
+            game.close()
+
+    def close(self) -> None:
+        """Ends all games and their event streams."""
+        for game, task in self._open.values():
+            task.cancel()
+            game.close()
+        self._open.clear()

@@ -1,0 +1,192 @@
+"""Status of a run: its entry in the list of runs, its progress, and the estimated time left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.dashboard.catalog import OpenRun, Tree
+from palestra.dashboard.logs import MetricLog, last_lines
+from palestra.files import file_size
+from palestra.runs.settings import flatten_tree
+from palestra.types import TEAM
+
+RECENT_S = 30.0  # seconds since the last write in which a run counts as running, where the system does not list locks
+PACE_STEPS = 20  # newest steps whose mean duration predicts the time left
+SEED_KEYS = ("name", "seed")  # last parts of the config keys in which runs of one experiment may differ
+LOG_FILES = ("metrics.jsonl", "timings.jsonl", "evals.jsonl", "tasks.jsonl", "workers.jsonl", "config.yaml")
+
+
+def run_kind(config: Tree) -> str:
+    """Returns "population", "networks" or "language"."""
+    return "population" if "population" in config else "networks" if "env_steps" in config else "language"
+
+
+def file_stamp(path: Path) -> tuple[int, ...]:
+    """Returns modification times (ns) and sizes of the run's logs: it changes when a log does."""
+    return tuple(stat for log in LOG_FILES for stat in _stat(path / log))
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def list_entry(run: OpenRun, locks: Mapping[int, int]) -> Tree:
+    """Returns a run's entry in the list of runs, from its config and the ends of its logs. `locks` is
+    `held_locks()`."""
+    config, meta = run.config, run.meta
+    metrics = last_lines(run.file("metrics.jsonl"), "policy")
+    team, exams = metrics.get(TEAM, {}), last_lines(run.file("evals.jsonl"), "name")
+    done, total = progress(config, metrics)
+    env, algorithm = config.get("env") or {}, config.get("algorithm") or config.get("population") or {}
+    return {
+        "name": run.name,
+        "created": str(meta.get("created", "")),
+        "kind": run_kind(config),
+        "env": str(env.get("type", "")) or ", ".join(map(str, config.get("envs") or {})),
+        "algorithm": str(algorithm.get("type", "")),
+        "policies": [str(name) for name in (config.get("policies") or {})],
+        "seed": config.get("seed"),
+        "steps": int(max((row.get("step", -1) for row in metrics.values()), default=-1)) + 1,
+        "done": done,
+        "total": total,
+        "status": status(run, done, total, locks),
+        "success": team.get("success"),
+        "return": team.get("return", team.get("team_return")),
+        "nash_conv": team.get("nash_conv"),
+        "evals": {name: eval_summary(exam) for name, exam in exams.items()},
+        "changed": max(file_stamp(run.path)[::2]) / 1e9,
+    }
+
+
+def unreadable_entry(name: str, error: Exception) -> Tree:
+    """Returns the list entry of a run whose files are not as palestra writes them, with the reason under `env`."""
+    why = f"cannot be read: {error!r}"[:200]
+    empty: Tree = {"created": "", "kind": "language", "env": why, "algorithm": "", "policies": [], "seed": None}
+    counts = {"steps": 0, "done": 0.0, "total": 0.0, "changed": 0.0}
+    return {
+        **empty,
+        **counts,
+        "name": name,
+        "status": "unreadable",
+        "success": None,
+        "return": None,
+        "nash_conv": None,
+        "evals": {},
+    }
+
+
+def eval_summary(result: Mapping[str, Any]) -> Tree:
+    """Returns an evaluation's main metrics."""
+    return {key: result[key] for key in ("step", "success", "return", "returns", "episodes") if key in result}
+
+
+def progress(config: Tree, metrics: Mapping[str, Mapping[str, Any]]) -> tuple[float, float]:
+    """Returns (done, total) in training steps, env steps, or a plan's iterations."""
+    team = metrics.get(TEAM, {})
+    if "population" in config:
+        total = team.get("iterations") or (config["population"] or {}).get("iterations") or 0
+        return float(team.get("iteration") or 0), float(total)
+    if "env_steps" in config:
+        return float(team.get("env_steps") or 0), float(config["env_steps"])
+    return float(team.get("step", -1)) + 1, float(config.get("steps") or 0)
+
+
+def status(run: OpenRun, done: float, total: float, locks: Mapping[int, int]) -> str:
+    """Returns "running", "done" or "stopped". A plan that ended early on its stop criterion reads as "stopped" too."""
+    lock = run.file(".lock")
+    if lock.exists() and lock.stat().st_ino in locks:
+        return "running"
+    recent = time.time() - max(file_stamp(run.path)[::2]) / 1e9 < RECENT_S
+    if total and done >= total:
+        return "done"
+    return "running" if recent and not locks and not Path("/proc/locks").exists() else "stopped"
+
+
+def held_locks() -> dict[int, int]:
+    """Returns inode -> process id of all locked files; {} if the system does not list locks. Testing a run's lock
+    directly would mean holding it for a moment, in which a starting run would fail."""
+    try:
+        rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return {}
+    return {int(row[5].rsplit(":", 1)[1]): int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK"}
+
+
+def time_left(run: OpenRun, done: float, total: float) -> float | None:
+    """Returns the estimated seconds left at the speed of the newest steps; None if unknown."""
+    last = run.timings.last_by_name().get(TEAM, {})
+    if not total or not done or done >= total:
+        return None
+    if "elapsed_s" in last:
+        return float(last["elapsed_s"] / done * (total - done))
+    steps, seconds = step_seconds(run.timings)
+    if len(steps) < 2:
+        return None
+    _, counts = run.metrics.column(TEAM, "env_steps")
+    newest = seconds[-PACE_STEPS:]
+    if len(counts) > 1 and "env_steps" in run.config:
+        per_line = (counts[-1] - counts[0]) / (len(counts) - 1)
+        return float(newest.mean() / per_line * (total - done)) if per_line else None
+    return float(newest.mean() * (total - done))
+
+
+def step_seconds(timings: MetricLog) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the logged steps [T] and the seconds [T] that all phases of each took, both float64."""
+    columns = [timings.column(TEAM, key) for key in phase_keys(timings)]
+    columns = [column for column in columns if len(column[0])]
+    if not columns:
+        return np.zeros(0), np.zeros(0)
+    steps = np.unique(np.concatenate([steps for steps, _ in columns]))
+    total = np.zeros(len(steps))
+    for at, values in columns:
+        np.add.at(total, np.searchsorted(steps, at), values)
+    return steps, total
+
+
+def phase_keys(timings: MetricLog) -> list[str]:
+    """Returns the timing metrics that are wall-clock seconds: rollout_s, train_s, ..."""
+    keys = timings.metric_keys().get(TEAM, [])
+    return [key for key in keys if key.endswith("_s") and not key.endswith(("_cpu_s", "_per_s", "elapsed_s"))]
+
+
+def experiment_config(config: Tree) -> dict[str, Any]:
+    """Returns the flattened config without the keys in which seeds of one experiment may differ."""
+    return {k: v for k, v in flatten_tree(config).items() if k.split(".")[-1] not in SEED_KEYS}
+
+
+def config_differences(configs: Mapping[str, Tree]) -> list[tuple[str, list[Any]]]:
+    """Returns the keys in which configs differ, each with its value in every config (None if absent)."""
+    flats = [flatten_tree(config) for config in configs.values()]
+    keys = dict.fromkeys(key for tree in flats for key in tree)
+    rows = [(key, [tree.get(key) for tree in flats]) for key in keys]
+    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def disk_usage(path: Path) -> dict[str, int]:
+    """Returns the bytes of each file and folder directly in a run."""
+    return {entry.name: _bytes(entry) for entry in sorted(path.iterdir()) if not entry.is_symlink()}
+
+
+def _bytes(path: Path) -> int:
+    if path.is_file():
+        return file_size(path)
+    return sum(file_size(Path(folder) / name) for folder, _, names in os.walk(path) for name in names)
+
+
+def seconds_since(created: str) -> float | None:
+    """Returns the seconds since an ISO 8601 time; None if it cannot be parsed."""
+    try:
+        return time.time() - datetime.fromisoformat(created).timestamp()
+    except ValueError:
+        return None

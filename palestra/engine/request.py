@@ -1,0 +1,189 @@
+"""Requests and completions of the sampler, and the state of a request while it is served.
+
+Shapes: `P` prompt tokens, `T` answer positions, `k` best tokens, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor
+
+from palestra.engine.kv_cache import CacheSlot
+from palestra.engine.lora import Snapshot
+from palestra.engine.models import Engine
+from palestra.engine.sampling import SamplingConfig
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for `n` answers to the prompt `prompt_ids` [P] (int) under `adapter` (None: the bare base).
+
+    `keep_kv` stores the answers' keys and values for a later turn that continues one of them. `seed` is taken modulo
+    2**64. `top_logprobs` is the number of most likely tokens to return at each position. `client` is the name under
+    which rows are shared fairly.
+    """
+
+    prompt_ids: np.ndarray
+    n: int
+    sampling: SamplingConfig
+    adapter: Snapshot | None = None
+    seed: int = 0
+    keep_kv: bool = False
+    top_logprobs: int = 0
+    client: str = ""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion.
+
+    `token_ids` [T] int32 includes the end token if there is one; `logprobs` [T] float32 are at the sampling
+    temperature, before top-k and top-p (at temperature 0: of the plain softmax); `stop_reason` is "stop" or "length".
+    If the request asked for them, `top_ids` [T, k] int32 are the most likely tokens, best first, and `top_logprobs` [T,
+    k] float32 their log-probabilities.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    stop_reason: str
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+SamplingOutcome = list[Completion] | Exception
+
+
+@dataclass(eq=False)
+class CachedPrompt:
+    """A prompt in the cache, with the number of unfinished `num_groups` that use it and of their live answers
+    (`num_rows`)."""
+
+    slot: CacheSlot
+    num_groups: int = 0
+    num_rows: int = 0
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """A sequence group: a request being served. Its siblings start in order, all at once or some later: `num_started`
+    have started, `num_admitted` may start. `prompt` and the logits [V] of the first token are set once the prompt is
+    computed. `on_done` is called with the answers or the error."""
+
+    request: Request
+    on_done: Callable[[SamplingOutcome], None]
+    num_started: int = 0
+    num_admitted: int = 0
+    prompt: CachedPrompt | None = None
+    first_logits_V: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.seed = int(self.request.seed) % 2**64
+        self.finished: dict[int, Completion] = {}
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_unadmitted(self) -> int:
+        """Number of siblings that are not yet admitted."""
+        return self.request.n - self.num_admitted
+
+    @property
+    def rows_per_answer(self) -> int:
+        """Number of rows that one answer counts as: returning the most likely tokens takes memory too."""
+        return 1 + self.request.top_logprobs // 16
+
+    @property
+    def is_done(self) -> bool:
+        """True if all answers are finished."""
+        return len(self.finished) == self.request.n
+
+    @property
+    def snapshot_id(self) -> int:
+        """Id of the snapshot that computes the prompt; 0 for the bare base."""
+        return self.request.adapter.id if self.request.adapter else 0
+
+    @cached_property
+    def prompt_key(self) -> tuple[int, bytes]:
+        """Cache key of the prompt: equal for groups whose prompts have the same keys and values."""
+        return self.snapshot_id, np.asarray(self.request.prompt_ids, np.int64).tobytes()
+
+    @cached_property
+    def sort_key(self) -> tuple[bool, str, int]:
+        """Sort key: by adapter, the bare base last, which is the row order of a `MultiAdapterRoute`."""
+        adapter = self.request.adapter
+        return adapter is None, adapter.name if adapter else "", self.snapshot_id
+
+    def completions(self) -> list[Completion]:
+        """Returns the answers in sibling order."""
+        return [self.finished[k] for k in range(self.request.n)]
+
+
+@dataclass(eq=False)
+class LiveSequence:
+    """A live answer, sibling `sibling` of `group`: tokens, log-probabilities, the most likely tokens if asked for, the
+    tail searched for stop strings, and the cache slot."""
+
+    group: SequenceGroup
+    sibling: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_tokens: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    tail: deque[int] = field(default_factory=deque)
+    slot: CacheSlot | None = None
+
+    @property
+    def cache_position(self) -> tuple[int, int]:
+        """Sort key of live rows: their order in the cache."""
+        assert self.slot is not None
+        return self.slot.pool.capacity, self.slot.index
+
+    @property
+    def is_full(self) -> bool:
+        """True if the answer has `max_tokens` tokens."""
+        return len(self.token_ids) == self.group.request.sampling.max_tokens
+
+    def to_completion(self, stop_reason: str) -> Completion:
+        """Returns the completion, with the stop reason `stop_reason`."""
+        ids, logps = np.array(self.token_ids, np.int32), np.array(self.logprobs, np.float32)
+        if not self.group.request.top_logprobs:
+            return Completion(ids, logps, stop_reason)
+        top_ids, top_logps = (np.stack(column) for column in zip(*self.top_tokens, strict=True))
+        return Completion(ids, logps, stop_reason, top_ids.astype(np.int32), top_logps.astype(np.float32))
+
+
+def max_positions(engine: Engine) -> int | None:
+    """Returns the base's maximum number of tokens, prompt and answer together; None if its config names no limit."""
+    limit: int | None = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
+def check_prompt(engine: Engine, prompt_ids: np.ndarray, new_tokens: int) -> None:
+    """Raises ValueError unless the prompt is non-empty, has valid token ids, and leaves room for `new_tokens`
+    tokens."""
+    limit = max_positions(engine)
+    if not len(prompt_ids):
+        raise ValueError("a prompt needs at least one token")
+    if limit and len(prompt_ids) + new_tokens > limit:
+        raise ValueError(
+            f"a prompt of {len(prompt_ids)} tokens and {new_tokens} new ones exceed the base's {limit} positions. "
+            "Shorten the observation or lower sampling.max_tokens."
+        )
+    # on a GPU an index out of range makes the process unusable
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    if int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= vocabulary:
+        raise ValueError(f"a prompt's tokens must be ids from 0 to {vocabulary - 1}, as the base has them")
+
+
+def check_top_logprobs(engine: Engine, k: int) -> None:
+    """Raises ValueError unless `k` most likely tokens can be returned: 0 to the size of the vocabulary."""
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    if not 0 <= k <= vocabulary:
+        raise ValueError(f"{k} likeliest tokens asked for: it must be 0 to {vocabulary}, the base's vocabulary")

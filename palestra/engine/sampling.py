@@ -1,0 +1,148 @@
+"""Token sampling: temperature, top-k, top-p, most likely tokens, and stop strings.
+
+Shapes: `R` live rows, `V` vocabulary, `k` best tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from palestra.config import StrictModel
+
+MIN_TEMPERATURE = 1e-6  # minimum temperature above 0: with lower ones, scaled logits overflow to NaN
+MAX_UTF8_BYTES = 4  # maximum bytes, and so tokens, of one UTF-8 character
+REPLACEMENT_CHAR = "\ufffd"  # decoders' replacement for the rest of a cut character
+
+
+class SamplingConfig(StrictModel):
+    """Sampling parameters of a policy.
+
+    An answer ends with the model's end token (unless `stop_at_eos` is false), with one of `stop_token_ids`, with the
+    token that completes one of the `stop` strings, or after `max_tokens`. The ending token is part of the answer.
+    """
+
+    max_tokens: int = Field(32, ge=1)
+    """Maximum number of tokens of an answer, at least 1."""
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """Softmax temperature, at least 0. 0 is greedy: the most likely token is always taken."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: keeps the smallest set of tokens with at least this total probability, in (0, 1]. 1 keeps all
+    tokens."""
+    top_k: int = Field(0, ge=0)
+    """Keeps the k most likely tokens. 0 keeps all tokens."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end an answer."""
+    stop_at_eos: bool = True
+    """Whether the model's end token ends an answer. Set it to false to sample up to `max_tokens`."""
+
+
+def counter_uniform(seeds_R: np.ndarray, siblings_R: np.ndarray, steps_R: np.ndarray) -> np.ndarray:
+    """Returns uniform float64 numbers [R] in [0, 1), a pure function of (seed, sibling, step), each uint64 [R]: two
+    rounds of splitmix64 (Steele et al., 2014)."""
+    with np.errstate(over="ignore"):
+        x = _mix(seeds_R + np.uint64(0x9E3779B97F4A7C15) * (siblings_R + np.uint64(1)))
+        x = _mix(x + np.uint64(0x9E3779B97F4A7C15) * (steps_R + np.uint64(1)))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample_tokens(
+    logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Samples tokens [R] int64 by inverse CDF at `u_R`; returns them and their log-probabilities [R] float32 before
+    top-k and top-p."""
+    logp_RV = _at_temperature(logits_RV, settings)
+    cdf_RV = _restrict(logp_RV, settings).double().exp().cumsum(-1)  # double: u close to 1 stays below the total
+    target_R1 = torch.as_tensor(u_R, device=cdf_RV.device, dtype=cdf_RV.dtype)[:, None] * cdf_RV[:, -1:]
+    tokens_R = torch.searchsorted(cdf_RV, target_R1, right=True)[:, 0].clamp_(max=logp_RV.shape[1] - 1)
+    greedy = [i for i, s in enumerate(settings) if s.temperature == 0]
+    if greedy:
+        tokens_R[greedy] = logp_RV[greedy].argmax(-1)
+    return tokens_R.cpu().numpy(), logp_RV.gather(1, tokens_R[:, None])[:, 0].cpu().numpy()
+
+
+def top_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the `k` most likely tokens [R, k] int64, best first, and their log-probabilities [R, k] float32 before
+    top-k and top-p."""
+    logp_Rk, ids_Rk = _at_temperature(logits_RV, settings).topk(k)
+    return ids_Rk.cpu().numpy(), logp_Rk.cpu().numpy()
+
+
+def _at_temperature(logits_RV: Tensor, settings: Sequence[SamplingConfig]) -> Tensor:
+    """Returns log-probabilities [R, V] float32 at each row's temperature (at 0: of the plain softmax)."""
+    warmth = [max(s.temperature, MIN_TEMPERATURE) if s.temperature else 1.0 for s in settings]
+    temperature = torch.tensor(warmth, device=logits_RV.device)
+    return torch.log_softmax(logits_RV.float() / temperature[:, None], -1)
+
+
+def _restrict(logp_RV: Tensor, settings: Sequence[SamplingConfig]) -> Tensor:
+    """Returns `logp_RV` with the tokens removed by top-k and top-p (Holtzman et al., 2020) set to minus infinity."""
+    if all(s.top_k == 0 and s.top_p == 1 for s in settings):
+        return logp_RV
+    vocabulary = logp_RV.shape[1]
+    sorted_RV, order_RV = logp_RV.sort(-1, descending=True)
+    rank = torch.arange(vocabulary, device=logp_RV.device)
+    top_k = torch.tensor([s.top_k or vocabulary for s in settings], device=logp_RV.device)
+    top_p = torch.tensor([s.top_p for s in settings], device=logp_RV.device)
+    before_RV = sorted_RV.exp().cumsum(-1) - sorted_RV.exp()
+    cut = (rank >= top_k[:, None]) | (before_RV >= top_p[:, None])
+    return logp_RV.scatter(1, order_RV, sorted_RV.masked_fill(cut, -torch.inf))
+
+
+class StopStringMatcher:
+    """Finds stop strings in answers that grow token by token, however the strings are split into tokens.
+
+    Only the last tokens are decoded; the caller keeps them in a `tail` (see `empty_tail`) for each answer. A visible
+    token holds at least one byte, so a match has at most as many tokens as the longest string has bytes. One extra
+    token before them absorbs what decoders do at the start of a text, such as dropping a space. `MAX_UTF8_BYTES - 1`
+    further tokens let the text start at a character boundary, since some decoders replace a whole run of byte tokens if
+    the first character is cut.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._shows: dict[int, bool] = {}
+
+    @staticmethod
+    def empty_tail(stops: Sequence[str]) -> deque[int]:
+        """Returns an empty tail, of the length needed for `stops`."""
+        return deque(maxlen=max(len(stop.encode()) for stop in stops) + MAX_UTF8_BYTES)
+
+    def append_and_match(self, stops: Sequence[str], tail: deque[int], token: int) -> bool:
+        """Appends `token` to `tail`; returns whether the tail's text, without special tokens, contains one of
+        `stops`."""
+        if not self._shown(token):
+            return False
+        tail.append(token)
+        ids = list(tail)
+        for start in range(min(MAX_UTF8_BYTES, len(ids))):
+            text = self._decode(ids[start:])
+            if any(stop in text for stop in stops):
+                return True
+            if not text.startswith(REPLACEMENT_CHAR):
+                return False
+        return False
+
+    def _shown(self, token: int) -> bool:
+        """Returns whether a token adds to the text. Decodes it twice in a row, as a decoder may drop the space at the
+        start of a text."""
+        if token not in self._shows:
+            self._shows[token] = self._decode([token, token]) != ""
+        return self._shows[token]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))

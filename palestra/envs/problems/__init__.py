@@ -1,1 +1,0 @@
-"""Problems for the math and code envs (generated, from files, of reasoning-gym) and the grading of answers."""

@@ -1,0 +1,212 @@
+"""Base class of grid games: seats, turn order, rewards and observations, independent of the game's rules.
+
+A turn is a planner's answer followed by an executor's, or one answer in the other teams. Team and local rewards are
+separate: the team reward is for changes of the board, a local reward for what only that seat controls.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from palestra.envs.base import Env
+from palestra.envs.text.grid.grid import DIRECTIONS, check_range, parse_moves
+from palestra.envs.text.options import BoardRendering, RewardMode
+from palestra.types import Seat, Step
+
+SOLVED_REWARD = 1.0  # team reward for solving the puzzle; planner's reward for a plan that would solve it
+FORMAT_REWARD = 0.1  # local reward for a readable answer
+ILLEGAL_PENALTY = 0.1  # local penalty, times the share of illegal moves
+PLAN_REWARD = 0.5  # executor's reward, times the share of the plan it carried out
+
+GridTeam = Literal["planner_executor", "alternating", "single"]
+SEATS: dict[GridTeam, tuple[Seat, ...]] = {
+    "planner_executor": ("planner", "executor"),
+    "alternating": ("first", "second"),
+    "single": ("agent",),
+}
+MAX_QUOTE_CHARS = 1000  # maximum characters of the planner's answer shown to the executor in the ascii rendering
+
+
+class GridGame(Env):
+    """A grid puzzle for a team of one or two. Subclasses define states, and how moves and plans change them.
+
+    Info: `success`, `turn` (turns completed), `invalid` (the last answer was unreadable or held an illegal move), in
+    the last step `steps` (moves made). Running out of turns is `truncated`. Between steps, `instance` is the layout,
+    `state` the game's state, and `plan` the planner's last plan, None if unreadable. Raises ValueError if an option is
+    out of range.
+    """
+
+    replaces_state = True
+    compact_name = ""  # the game's name in compact role prompts
+    plan_format = ""
+    rules_text = ""
+
+    def __init__(
+        self, team: GridTeam, max_turns: int, max_moves: int, reward: RewardMode, rendering: BoardRendering
+    ) -> None:
+        check_range("max_turns", max_turns, 1, 1000)
+        check_range("max_moves", max_moves, 1, 100)
+        self.seats = SEATS[team]
+        self.turns, self.moves, self.reward, self.rendering = max_turns, max_moves, reward, rendering
+        self.roles: Mapping[Seat, str] = {seat: self._role(seat) for seat in self.seats}
+        self._over = True
+
+    # ---- implemented by each game; states are immutable, so a fork copies references only
+
+    @abstractmethod
+    def make_layout(self, seed: int) -> Any:
+        """Returns the instance for `seed`, with its initial state `start`."""
+
+    @abstractmethod
+    def parse_plan(self, answer: Any) -> tuple[Any, ...] | None:
+        """Parses the planner's answer; None if it is unreadable."""
+
+    @abstractmethod
+    def write_plan(self, plan: tuple[Any, ...]) -> str: ...
+
+    @abstractmethod
+    def simulate_plan(self, plan: tuple[Any, ...]) -> Any:
+        """Returns the state after executing the plan as far as possible."""
+
+    @abstractmethod
+    def plan_progress(self, plan: tuple[Any, ...], states: Sequence[Any]) -> float:
+        """Returns the share, in [0, 1], of the feasible part of `plan` that `states` carry out in order.
+
+        The first of `states` is the executor's initial state. Progress towards the next part counts as a fraction.
+        """
+
+    @abstractmethod
+    def move(self, state: Any, direction: int) -> Any | None:
+        """Returns the state after one move, None if the move is illegal."""
+
+    @abstractmethod
+    def potential(self, state: Any) -> int:
+        """Returns a distance from the solution, positive until solved."""
+
+    @abstractmethod
+    def is_solved(self, state: Any) -> bool: ...
+
+    @abstractmethod
+    def compact_observation(self) -> str: ...
+
+    @abstractmethod
+    def ascii_observation(self) -> str: ...
+
+    # ---- env interface
+
+    def reset(self, seed: int) -> Step:
+        self.instance = self.make_layout(seed)
+        self.state = self.instance.start
+        self.initial_potential = self.potential(self.state)
+        self._acting, self._turn, self._steps = 0, 0, 0
+        self.plan: tuple[Any, ...] | None = None
+        self._said, self._over = "", False
+        return self._step({}, 0.0, invalid=False)
+
+    def step(self, actions: dict[Seat, Any]) -> Step:
+        answer = self._answer(actions)
+        if self.seats[self._acting] == "planner":
+            return self._planned(answer)
+        return self._moved(answer)
+
+    # ---- one answer
+
+    def _answer(self, actions: dict[Seat, Any]) -> Any:
+        if self._over:
+            raise ValueError("the game is over: call reset(seed) before step")
+        seat = self.seats[self._acting]
+        if seat not in actions or len(actions) != 1:
+            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        return actions[seat]
+
+    def _planned(self, answer: Any) -> Step:
+        self.plan = self.parse_plan(answer)
+        self._said = str(answer)[-MAX_QUOTE_CHARS:]
+        self._acting = 1
+        return self._step({"planner": self._plan_reward()}, 0.0, invalid=self.plan is None)
+
+    def _plan_reward(self) -> float:
+        if self.plan is None:
+            return 0.0
+        after = self.simulate_plan(self.plan)
+        if self.reward == "outcome":
+            return SOLVED_REWARD * self.is_solved(after)
+        return FORMAT_REWARD + self._gain(self.state, after)
+
+    def _moved(self, answer: Any) -> Step:
+        seat, before = self.seats[self._acting], self.state
+        moves = parse_moves(answer, self.moves)
+        states, illegal = self._walk(moves or ())
+        self._turn += 1
+        self._acting = 0 if len(self.seats) == 1 or seat == "executor" else 1 - self._acting
+        if self.reward == "outcome":
+            return self._step(
+                {seat: 0.0}, SOLVED_REWARD * self.is_solved(self.state), invalid=moves is None or illegal > 0
+            )
+        local = FORMAT_REWARD - ILLEGAL_PENALTY * illegal / len(moves) if moves else 0.0
+        if seat == "executor" and self.plan:
+            local += PLAN_REWARD * self.plan_progress(self.plan, [before, *states])
+        return self._step({seat: local}, self._gain(before, self.state), invalid=moves is None or illegal > 0)
+
+    def _walk(self, moves: tuple[int, ...]) -> tuple[list[Any], int]:
+        """Makes the moves until the puzzle is solved; returns the states passed and the number of illegal moves, which
+        are skipped."""
+        states, illegal = [], 0
+        for direction in moves:
+            after = self.move(self.state, direction)
+            if after is None:
+                illegal += 1
+                continue
+            self.state = after
+            states.append(after)
+            if self.is_solved(self.state):
+                break
+        self._steps += len(states)
+        return states, illegal
+
+    def _gain(self, before: Any, after: Any) -> float:
+        """Returns the dense reward: the decrease of the potential as a share of the initial one, and SOLVED."""
+        closed = (self.potential(before) - self.potential(after)) / self.initial_potential
+        return closed + SOLVED_REWARD * self.is_solved(after)
+
+    # ---- observations
+
+    def _step(self, rewards: dict[Seat, float], team_reward: float, invalid: bool) -> Step:
+        success = self.is_solved(self.state)
+        self._over = success or self._turn >= self.turns
+        info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": invalid}
+        if self._over:
+            return Step({}, rewards, team_reward, truncated=not success, info=info | {"steps": self._steps})
+        seat = self.seats[self._acting]
+        return Step({seat: self._observation(seat)}, rewards, team_reward, info=info)
+
+    def _observation(self, seat: Seat) -> str:
+        if self.rendering == "compact":
+            plan = self.write_plan(self.plan) if self.plan else "none"
+            return f"{self.compact_observation()} plan {plan}" if seat == "executor" else self.compact_observation()
+        said = f"\nYour planner said:\n{self._said}" if seat == "executor" else ""
+        return f"{self.ascii_observation()}\nTurn {self._turn + 1} of {self.turns}.{said}"
+
+    def _role(self, seat: Seat) -> str:
+        if self.rendering == "compact":
+            return f"{self.compact_name} {seat}"
+        return f"{self.rules_text}\n{self._task(seat)}"
+
+    def _task(self, seat: Seat) -> str:
+        turns = f"The team has {self.turns} turns."
+        if seat == "planner":
+            return f"You are the planner; your partner, the executor, will read your plan and move. {turns}\n" + (
+                f"{self.plan_format} Think briefly if you need to, then end your answer with #### and the plan."
+            )
+        partner = {
+            "executor": "You are the executor: carry out your planner's plan, or better it where it is wrong.",
+            "first": "You and a partner move in turn; you move first.",
+            "second": "You and a partner move in turn; you move second.",
+            "agent": "You play alone.",
+        }[seat]
+        return (
+            f"{partner} {turns}\nAnswer with 1 to {self.moves} moves, each one of {', '.join(DIRECTIONS)}. Think "
+            "briefly if you need to, then end your answer with #### and the moves, for example: #### up up left"
+        )

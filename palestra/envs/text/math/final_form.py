@@ -1,0 +1,114 @@
+"""The rules for answers that are no plain number: which text is parsed at all, and which forms are final.
+
+An answer is **readable** if it consists of ASCII letters, digits, the signs of `_SIGN` and the LaTeX commands of
+`VALUE_COMMANDS` and `OPERATOR_FAMILIES`, nested at most `MAX_DEPTH` deep. Anything else is rejected without parsing;
+math-verify receives only the text that `join_tokens` builds from our own tokens.
+
+An answer is **final** if it leaves nothing to be computed that the right answer has computed:
+
+- an operator of `OPERATOR_FAMILIES` (integrals, sums, limits, gcd, logarithms, trigonometry, ...) is allowed only if
+one of the
+  same family occurs in the right answer;
+- it is not copied from the question, and holds no root of a number from there, unless the right answer does so too.
+
+`grader_process.is_fully_evaluated` adds that no sum, power or root of plain numbers with a rational value may remain.
+"""
+
+from __future__ import annotations
+
+import re
+
+from palestra.envs.text.math.plain_numbers import normalize_latex
+
+MAX_DEPTH = 20
+MAX_TOKENS = 400
+
+_VALUES = """
+    frac sqrt pi infty pm mp cdot times div circ degree cup cap setminus in notin emptyset varnothing mathbb
+    mathbf mathrm mathcal text textbf textit textrm mbox le leq ge geq lt gt ne neq approx equiv mid overline
+    bar vec hat angle triangle to land lor lbrace rbrace langle rangle begin end ldots dots cdots alpha beta
+    gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon
+    phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell subset subseteq perp
+    parallel prime leftarrow rightarrow operatorname
+"""
+VALUE_COMMANDS = frozenset(_VALUES.split())
+_FAMILIES = {
+    "integral": "int iint iiint oint",
+    "sum": "sum prod bigcup bigcap",
+    "limit": "lim limsup liminf",
+    "divisor": "gcd lcm",
+    "extreme": "max min sup inf",
+    "matrix function": "det rank tr dim ker",
+    "choice": "binom dbinom tbinom choose",
+    "logarithm": "log ln lg",
+    "exponential": "exp",
+    "trigonometry": "sin cos tan cot sec csc",
+    "inverse trigonometry": "arcsin arccos arctan arccot arcsec arccsc",
+    "hyperbolic": "sinh cosh tanh coth sech csch",
+    "rounding": "lfloor rfloor lceil rceil floor ceil round",
+    "absolute value": "lvert rvert vert lVert rVert Vert abs",
+    "remainder": "mod bmod pmod",
+    "derivative": "partial nabla",
+    "complex part": "Re Im arg",
+}
+OPERATOR_FAMILIES = {name: family for family, names in _FAMILIES.items() for name in names.split()}
+_SIGN_OPERATORS = {"!": "factorial", "|": "absolute value", "'": "derivative"}
+
+_SIGN = r"[-+*/^_=<>()\[\],;:.!%|&']"
+_TOKEN = re.compile(rf"\s*(?:\\(?P<command>[A-Za-z]++)|[A-Za-z]++|[0-9]++|{_SIGN}|\\[{{}}%|\\]|[{{}}])")
+_DERIVATIVE = re.compile(r"\\frac\{d[^{}]*\}\{d[A-Za-z\\]")
+_ROOT = re.compile(r"\\sqrt\s*\{?\s*([0-9]+)")
+_OPEN, _CLOSED = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
+
+
+def tokenize_answer(text: str) -> list[str] | None:
+    """Returns the tokens of an answer; None if it is not readable."""
+    text = normalize_latex(text)
+    place, depth, tokens = 0, 0, list[str]()
+    while place < len(text):
+        found = _TOKEN.match(text, place)
+        if not found or len(tokens) >= MAX_TOKENS or not _is_known(found["command"]):
+            return None
+        token = found[0].strip()
+        depth += (token in _OPEN) - (token in _CLOSED)
+        if depth > MAX_DEPTH or (token == "_" and tokens[-1:] == ["_"]):
+            return None
+        tokens.append(token)
+        place = found.end()
+    return tokens
+
+
+def join_tokens(tokens: list[str]) -> str:
+    """Returns the text of tokens, for math-verify."""
+    text = ""
+    for token in tokens:
+        is_glued = (text[-1:].isalpha() and token[0].isalpha()) or (text[-1:].isdigit() and token.isdigit())
+        text += f" {token}" if is_glued else token
+    return text
+
+
+def operator_families(tokens: list[str]) -> set[str]:
+    """Returns the operator families that occur among the tokens."""
+    found = {OPERATOR_FAMILIES[name] for token in tokens if (name := token.removeprefix("\\")) in OPERATOR_FAMILIES}
+    if _DERIVATIVE.search("".join(tokens)):
+        found.add("derivative")
+    return found | {_SIGN_OPERATORS[token] for token in tokens if token in _SIGN_OPERATORS}
+
+
+def is_copied_from(tokens: list[str], text: str) -> bool:
+    """True if an answer with an operation in it occurs in `text`, apart from spaces, brackets and dollar signs."""
+    answer = _bare("".join(tokens))
+    return bool(re.search(r"[-+*/^\\]", answer)) and answer in _bare(normalize_latex(text))
+
+
+def integers_under_roots(text: str) -> set[str]:
+    """Returns the integers (as text) under LaTeX root signs."""
+    return set(_ROOT.findall(normalize_latex(text)))
+
+
+def _is_known(command: str | None) -> bool:
+    return command is None or command in VALUE_COMMANDS or command in OPERATOR_FAMILIES
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"\\(?=[()\[\]])|[\s${}()\[\]]", "", text)

@@ -1,0 +1,34 @@
+"""Generated math problems: five kinds and five difficulties, correct by construction."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+from palestra.envs.text.math.arithmetic import arithmetic_problem
+from palestra.envs.text.math.equations import equation_problem, inequality_problem
+from palestra.envs.text.math.multi_step import multi_step_problem
+from palestra.envs.text.math.problem import Problem, ProblemKind, draw_problem
+from palestra.envs.text.math.word_problems import word_problem
+from palestra.envs.text.splits import Split
+
+PROBLEM_GENERATORS: dict[ProblemKind, Callable[[random.Random, int], Problem]] = {
+    "arithmetic": arithmetic_problem,
+    "equation": equation_problem,
+    "inequality": inequality_problem,
+    "word": word_problem,
+    "multi_step": multi_step_problem,
+}
+DIFFICULTIES = range(1, 6)
+
+
+@lru_cache(maxsize=16_384)  # tree search resets the same seed many times
+def generate_problem(seed: int, kinds: tuple[ProblemKind, ...], difficulties: tuple[int, ...], split: Split) -> Problem:
+    """Returns the problem of `split` for `seed`; kinds and difficulties are drawn uniformly."""
+    what = f"kinds {', '.join(kinds)} at difficulty {', '.join(map(str, difficulties))}"
+    return draw_problem(seed, partial(_proposed, kinds, difficulties), split, what)
+
+
+def _proposed(kinds: Sequence[ProblemKind], difficulties: Sequence[int], rng: random.Random) -> Problem:
+    return PROBLEM_GENERATORS[rng.choice(kinds)](rng, rng.choice(difficulties))

@@ -1,0 +1,96 @@
+"""Grades an answer: directly if it is plain, otherwise by `math-verify` in a separate process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from palestra.envs.text.math import final_form, grader_client
+from palestra.envs.text.math.answer_extraction import (
+    MAX_ANSWER_CHARS,
+    answers_equal_text,
+    parse_number,
+    parse_relation,
+    relations_equal,
+    strip_markup,
+)
+from palestra.envs.text.math.grader_client import GraderResult
+from palestra.envs.text.math.plain_numbers import numbers_equal
+
+
+@dataclass(frozen=True)
+class AnswerGrade:
+    """The grade of an answer: its score in [0, 1], whether it is readable, and whether grading completed.
+
+    An answer whose grading ran out of time or crashed counts as wrong, and `is_graded` is False.
+    """
+
+    score: float
+    is_readable: bool = True
+    is_graded: bool = True
+
+    @property
+    def is_correct(self) -> bool:
+        return self.score >= 1
+
+
+CORRECT, INCORRECT, UNREADABLE = AnswerGrade(1.0), AnswerGrade(0.0), AnswerGrade(0.0, is_readable=False)
+
+
+async def grade_answer(answer: str | None, gold: str, *, question: str = "", cpu_limit_s: float = 2.0) -> AnswerGrade:
+    """Returns the grade of `answer`: 1 if it equals `gold` in a final form, found within `cpu_limit_s` of CPU time.
+
+    If `gold` is a plain number, a right answer must be one too: nothing may be left to compute. For all others see
+    `final_form`; `question` is the text from which no answer may be copied. A `gold` that is not readable matches only
+    the same text. Raises ValueError if `math-verify` is needed and not installed.
+    """
+    verdict = grade_directly(answer, gold, question=question)
+    if verdict is None:
+        request = {"answer": _readable(answer or ""), "gold": _readable(gold)}
+        verdict = (
+            grade_from_result(await grader_client.MATH_GRADER.grade(request, cpu_limit_s))
+            if request["gold"]
+            else INCORRECT
+        )
+    return verdict
+
+
+def grade_directly(answer: str | None, gold: str, *, question: str = "") -> AnswerGrade | None:
+    """Returns the grade if no symbolic mathematics is needed; None if `math-verify` has to decide."""
+    if not answer or len(answer) >= MAX_ANSWER_CHARS:
+        return UNREADABLE
+    if answers_equal_text(answer, gold):
+        return CORRECT
+    if wanted := parse_number(gold):
+        said = parse_number(answer)
+        if said is None:
+            return UNREADABLE
+        return CORRECT if said.is_lowest_terms and numbers_equal(said, wanted) else INCORRECT
+    if (said_relation := parse_relation(answer)) and (wanted_relation := parse_relation(gold)):
+        is_lowest = said_relation[2].is_lowest_terms
+        return CORRECT if is_lowest and relations_equal(said_relation, wanted_relation) else INCORRECT
+    tokens = final_form.tokenize_answer(strip_markup(answer))
+    return None if tokens and _is_final(tokens, gold, question) else UNREADABLE
+
+
+def _is_final(tokens: list[str], gold: str, question: str) -> bool:
+    """True if an answer leaves nothing to compute that the right answer has computed."""
+    wanted = final_form.tokenize_answer(strip_markup(gold)) or []
+    if not final_form.operator_families(tokens) <= final_form.operator_families(wanted):
+        return False
+    if final_form.integers_under_roots("".join(tokens)) & final_form.integers_under_roots(
+        question
+    ) - final_form.integers_under_roots(gold):
+        return False
+    return not final_form.is_copied_from(tokens, question) or final_form.is_copied_from(tokens, gold)
+
+
+def _readable(text: str) -> str:
+    """Returns the text for math-verify, rebuilt from our own tokens; "" if it is not readable."""
+    return final_form.join_tokens(final_form.tokenize_answer(strip_markup(text)) or [])
+
+
+def grade_from_result(judgement: GraderResult) -> AnswerGrade:
+    """Returns the grade from a grader process's result."""
+    if judgement.outcome == "scored":
+        return AnswerGrade(judgement.score)
+    return AnswerGrade(0.0, is_readable=False, is_graded=judgement.outcome == "unreadable")

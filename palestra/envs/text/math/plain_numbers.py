@@ -1,0 +1,144 @@
+r"""Plain numbers in answers: a number written by people or in LaTeX that leaves nothing to compute.
+
+- integers and decimals: `26`, `-4`, `.5`, `26.0`, `1,234`, `1{,}234`, `12\,345`, `0.\overline{3}`;
+- fractions of two integers: `7/2`, `\frac{7}{2}`, `\dfrac72`, `-\frac{1}{3}`; mixed numbers: `2\frac{1}{3}`, `2 1/3`;
+- powers of ten: `1.5 \times 10^{-3}`, `1.5e-3`;
+- around any of them: `x =`, `f(2) =`, a currency sign, a percent or degree sign, a unit (`26 cm`, `26\text{ cm}^2`,
+  `26 apples`). Units are not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+ABSOLUTE_TOLERANCE = Fraction(1, 10**6)  # absolute difference, for decimals
+RELATIVE_TOLERANCE = Fraction(1, 10**5)  # difference relative to the larger value, for decimals
+MAX_TEN_EXPONENT = 300  # of ten
+
+_SPACING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|[,;:!])(?![A-Za-z])|\\q?quad(?![A-Za-z])|(?<!\\)~")
+_SHORT_FRACTION = re.compile(r"\\frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_SIGNS = {"\u2212": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u00b0": "^\\circ ", "\u03c0": "\\pi "}
+_SIGNS |= {"\u221e": "\\infty ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne ", "\u00b1": "\\pm "}
+_SIGNS |= {"\u00b2": "^{2}", "\u00b3": "^{3}", "\u222a": "\\cup ", "\u2229": "\\cap ", "\u2205": "\\emptyset "}
+_SIGNS |= {"\u00a0": " ", "\u2009": " ", "\u202f": " "}
+
+_INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{1,40}"
+_DIGITS = rf"(?:(?:{_INTEGER})?\.\d{{1,40}}|(?:{_INTEGER})\.?)"
+_TEN = r"(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*[+-]?\d{1,3}\s*\}|[+-]?\d{1,3})|[eE][+-]?\d{1,3})"
+_VALUE = (
+    rf"(?:(?P<whole>\d{{1,30}})\s*(?:\\frac\{{(?P<part>\d{{1,30}})\}}\{{(?P<parts>\d{{1,30}})\}}"
+    rf"| (?P<over2>\d{{1,30}})/(?P<under2>\d{{1,30}}))"
+    rf"|(?P<over>\d{{1,30}})\s*/\s*(?P<under>\d{{1,30}})"
+    rf"|\\frac\{{(?P<inner>-?)(?P<top>\d{{1,30}})\}}\{{(?P<bottom>\d{{1,30}})\}}"
+    rf"|(?P<start>\d{{0,30}})\.(?P<fixed>\d{{0,30}})\\overline\{{(?P<again>\d{{1,12}})\}}"
+    rf"|(?P<decimal>{_DIGITS})(?P<power>{_TEN})?)"
+)
+_NAME = r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?|\\[a-z]+)(?:\([\w,. -]{0,20}\))?"
+_BEFORE = rf"(?:{_NAME}\s*(?:=|\\approx)\s*)?"
+_STYLE = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|rm|operatorname)"
+_WORDS = rf"{_STYLE}\s*\{{[^{{}}\\0-9]*(?:\^?[23])?\}}|[A-Za-z]++\.?"
+_UNIT = rf"(?:{_WORDS}|(?<=[\w}}])\^\{{?-?[23]\}}?|/|\\cdot(?![A-Za-z])|\s)*"
+_MARK = r"(?:\\?(?P<percent>%)|\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree)?"
+_PLAIN = re.compile(
+    rf"{_BEFORE}(?P<sign>[+-]?)\s*(?:\\?\$|[\u20ac\u00a3])?\s*{_VALUE}\s*{_MARK}\s*(?P<unit>{_UNIT})", re.ASCII
+)
+_WORD = re.compile(r"[A-Za-z]+")
+_SINGLE = frozenset("mgshlLNJWVACFK")  # single letters that are units; any other is a variable
+_NO_UNIT = """
+    or and not to than plus minus times over mod choose pi sqrt sin cos tan cot log ln exp gcd lcm max min lim sum
+    hundred thousand million billion trillion dozen half third quarter more less between
+"""
+_NO_UNITS = frozenset(_NO_UNIT.split())
+
+
+@dataclass(frozen=True)
+class PlainNumber:
+    """A plain number's value, and how it is written: with a decimal point, in lowest terms, with a percent sign."""
+
+    value: Fraction
+    is_decimal: bool
+    is_lowest_terms: bool
+    is_percent: bool = False
+
+
+def normalize_latex(text: str) -> str:
+    r"""Returns LaTeX without spacing commands, with `\frac` for its variants, and ASCII for common signs."""
+    for sign, ascii_form in _SIGNS.items():
+        text = text.replace(sign, ascii_form)
+    text = text.replace("\\,", " ").replace("{,}", ",")
+    text = re.sub(r"\\[dtc]frac", r"\\frac", _SPACING.sub(" ", text))
+    return _SHORT_FRACTION.sub(_spelled, text).strip()
+
+
+def parse_plain_number(text: str) -> PlainNumber | None:
+    """Parses a plain number with the markup and unit around it; None for any other text."""
+    found = _PLAIN.fullmatch(normalize_latex(text))
+    if not found or not _is_unit(found["unit"]):
+        return None
+    return _read(found)
+
+
+def numbers_equal(one: PlainNumber, other: PlainNumber) -> bool:
+    """True if two plain numbers are the same answer.
+
+    They must be equal; if one has a decimal point, they may differ by `ABSOLUTE_TOLERANCE` and by `RELATIVE_TOLERANCE`
+    of the larger. A percentage equals its number and a hundredth of it.
+    """
+    values = {one.value} | ({one.value / 100} if one.is_percent and not other.is_percent else set())
+    wanted = {other.value} | ({other.value / 100} if other.is_percent and not one.is_percent else set())
+    rounded = one.is_decimal or other.is_decimal
+    return any(a == b or (rounded and within_tolerance(a, b)) for a in values for b in wanted)
+
+
+def within_tolerance(one: Fraction, other: Fraction) -> bool:
+    """True if two values differ by no more than a rounded decimal may."""
+    return abs(one - other) <= min(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * max(abs(one), abs(other)))
+
+
+def _spelled(found: re.Match[str]) -> str:
+    return f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}"
+
+
+def _is_unit(text: str) -> bool:
+    words = _WORD.findall(re.sub(_STYLE, " ", text))
+    is_styled = bool(re.search(_STYLE, text))
+    return all(word.lower() not in _NO_UNITS and (is_styled or len(word) > 1 or word in _SINGLE) for word in words)
+
+
+def _read(found: re.Match[str]) -> PlainNumber | None:
+    sign = -1 if found["sign"] == "-" else 1
+    percent = bool(found["percent"]) or _WORD.findall(found["unit"])[-1:] == ["percent"]
+    if found["decimal"]:
+        power = _power(found["power"])
+        if abs(power) > MAX_TEN_EXPONENT:
+            return None
+        digits = found["decimal"].replace(",", "").replace(" ", "")
+        return PlainNumber(sign * Fraction(digits) * Fraction(10) ** power, "." in digits, True, percent)
+    if found["again"]:
+        return PlainNumber(sign * _repeating(found["start"], found["fixed"], found["again"]), False, True, percent)
+    if found["whole"]:
+        over, under = int(found["part"] or found["over2"]), int(found["parts"] or found["under2"])
+        if not 0 < over < under:
+            return None
+        lowest = math.gcd(over, under) == 1
+        return PlainNumber(sign * (int(found["whole"]) + Fraction(over, under)), False, lowest, percent)
+    over, under = int(found["over"] or found["top"]), int(found["under"] or found["bottom"])
+    if under == 0:
+        return None
+    sign *= -1 if found["inner"] else 1
+    return PlainNumber(sign * Fraction(over, under), False, math.gcd(over, under) == 1 < under, percent)
+
+
+def _power(text: str | None) -> int:
+    r"""Returns the exponent in `\times 10^{-3}` or `e-3`; 0 if there is none."""
+    found = re.search(r"([+-]?\d+)\s*\}?$", text or "")
+    return int(found[1]) if found else 0
+
+
+def _repeating(start: str, fixed: str, again: str) -> Fraction:
+    """Returns the value of 1.2343434... from "1", "2" and "34"."""
+    head = Fraction(int((start or "0") + fixed), 10 ** len(fixed))
+    return head + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(fixed))

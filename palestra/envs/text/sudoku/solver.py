@@ -1,0 +1,160 @@
+"""Sudoku solver and generator: rule violations, solutions, forced cells, and puzzles with a unique solution.
+
+A board is a tuple of `size` * `size` digits, row by row, 0 for an empty cell.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+SudokuBoard = tuple[int, ...]
+BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
+
+
+@dataclass(frozen=True, eq=False)
+class BoardGeometry:
+    """The rows, columns and boxes of a board.
+
+    `units`: the cells of each row, then column, then box. `unit_names`: their names. `units_of`: the indices of the
+    row, column and box of each cell.
+    """
+
+    size: int
+    units: tuple[tuple[int, ...], ...]
+    unit_names: tuple[str, ...]
+    units_of: tuple[tuple[int, int, int], ...]
+
+
+@cache
+def board_geometry(size: int) -> BoardGeometry:
+    """Returns the geometry of a board of size 4, 6 or 9."""
+    high, wide = BOXES[size]
+    lines = range(size)
+    box_of = [r // high * (size // wide) + c // wide for r in lines for c in lines]
+    cells = range(size * size)
+    rows = [tuple(cell for cell in cells if cell // size == line) for line in lines]
+    columns = [tuple(cell for cell in cells if cell % size == line) for line in lines]
+    boxes = [tuple(cell for cell in cells if box_of[cell] == line) for line in lines]
+    return BoardGeometry(
+        size,
+        (*rows, *columns, *boxes),
+        tuple(f"{kind} {line + 1}" for kind in ("row", "column", "box") for line in lines),
+        tuple((cell // size, size + cell % size, 2 * size + box_of[cell]) for cell in cells),
+    )
+
+
+def violated_units(size: int, board: SudokuBoard) -> list[str]:
+    """Returns the names of the rows, columns and boxes that hold a digit twice."""
+    form = board_geometry(size)
+    found = []
+    for name, unit in zip(form.unit_names, form.units, strict=True):
+        digits = [board[cell] for cell in unit if board[cell]]
+        if len(set(digits)) < len(digits):
+            found.append(name)
+    return found
+
+
+def find_solutions(
+    size: int, board: SudokuBoard, max_solutions: int = 2, rng: random.Random | None = None
+) -> list[SudokuBoard]:
+    """Returns at most `max_solutions` solutions of a board; with `rng` in random order."""
+    if violated_units(size, board):
+        return []
+    found: list[SudokuBoard] = []
+    for solution in _solve(board_geometry(size), list(board), _taken(size, board), rng):
+        found.append(solution)
+        if len(found) == max_solutions:
+            break
+    return found
+
+
+def _taken(size: int, board: SudokuBoard) -> list[int]:
+    """Returns the digits present in each unit, as a bit mask."""
+    return [sum(1 << board[cell] for cell in unit if board[cell]) for unit in board_geometry(size).units]
+
+
+def _solve(form: BoardGeometry, board: list[int], taken: list[int], rng: random.Random | None) -> Iterator[SudokuBoard]:
+    """Yields all solutions by backtracking; fills the cell with the fewest possible digits first."""
+    best, fewest, choices = -1, form.size + 1, 0
+    every = (2 << form.size) - 2
+    for cell, digit in enumerate(board):
+        if digit:
+            continue
+        row, column, box = form.units_of[cell]
+        free = every & ~(taken[row] | taken[column] | taken[box])
+        if free.bit_count() < fewest:
+            best, fewest, choices = cell, free.bit_count(), free
+            if fewest <= 1:
+                break
+    if best < 0:
+        yield tuple(board)
+        return
+    digits = _digits(choices)
+    if rng:
+        rng.shuffle(digits)
+    units = form.units_of[best]
+    for digit in digits:
+        board[best] = digit
+        for unit in units:
+            taken[unit] |= 1 << digit
+        yield from _solve(form, board, taken, rng)
+        for unit in units:
+            taken[unit] &= ~(1 << digit)
+    board[best] = 0
+
+
+def _digits(bits: int) -> list[int]:
+    return [digit for digit in range(1, bits.bit_length()) if bits >> digit & 1]
+
+
+def forced_cells(size: int, board: SudokuBoard) -> list[tuple[int, int]]:
+    """Returns forced cells as (cell, digit): naked singles (the cell has one possible digit) and hidden singles (the
+    digit has one possible cell in a row, column or box). They are correct if the board has no wrong cells."""
+    form, taken = board_geometry(size), _taken(size, board)
+    every = (2 << size) - 2
+    free = {
+        cell: every & ~(taken[row] | taken[column] | taken[box])
+        for cell, (row, column, box) in enumerate(form.units_of)
+        if not board[cell]
+    }
+    found = {cell: digits.bit_length() - 1 for cell, digits in free.items() if digits.bit_count() == 1}
+    for unit in form.units:
+        empty = [cell for cell in unit if cell in free]
+        for digit in range(1, size + 1):
+            homes = [cell for cell in empty if free[cell] >> digit & 1]
+            if len(homes) == 1:
+                found[homes[0]] = digit
+    return sorted(found.items())
+
+
+def random_grid(size: int, rng: random.Random) -> SudokuBoard:
+    """Returns a random complete valid board."""
+    return find_solutions(size, (0,) * size**2, 1, rng)[0]
+
+
+def remove_clues(size: int, solution: SudokuBoard, clues: int, rng: random.Random) -> SudokuBoard | None:
+    """Returns a puzzle of `clues` clues with `solution` as its unique solution; None if the random order finds none.
+
+    Cells are emptied in random order, except those that would allow another solution.
+    """
+    board, left = solution, size * size
+    for cell in _shuffled(range(size * size), rng):
+        if left == clues:
+            break
+        emptied = (*board[:cell], 0, *board[cell + 1 :])
+        if not _other(size, emptied, cell, solution[cell]):
+            board, left = emptied, left - 1
+    return board if left == clues else None
+
+
+def _other(size: int, board: SudokuBoard, cell: int, digit: int) -> bool:
+    """True if the board has a solution with another digit in the cell."""
+    others = (other for other in range(1, size + 1) if other != digit)
+    return any(find_solutions(size, (*board[:cell], other, *board[cell + 1 :]), 1) for other in others)
+
+
+def _shuffled(cells: Sequence[int], rng: random.Random) -> list[int]:
+    return rng.sample(cells, len(cells))

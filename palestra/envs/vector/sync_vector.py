@@ -1,0 +1,278 @@
+"""Vector env of single games that are stepped one after the other, in this process.
+
+A package's env is adapted to `SingleEnv`: `VectorEnvSpec` describes it, `SingleStep` is the result of its `reset` and
+`step`. `SyncVectorEnv` holds B of them and writes their results into the arrays of a `VectorStep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from palestra.envs.vector.base import (
+    Arrays,
+    Continuous,
+    Discrete,
+    MultiDiscrete,
+    Space,
+    VectorEnv,
+    VectorStep,
+    empty_step,
+)
+from palestra.types import Seat
+
+
+@dataclass(frozen=True)
+class VectorEnvSpec:
+    """What all games of an env have in common. `views` and `actions` are those of `VectorEnv`. `uint8_observations`:
+    observations are uint8, else float32; `has_action_mask`: there are action masks; `success`: games report success;
+    `has_seat_terminated`: seats can terminate before their game ends.
+
+    Raises ValueError if the seats have different kinds of action spaces, or observation shapes that do not fit in one
+    array.
+    """
+
+    seats: tuple[Seat, ...]
+    observation_shapes: tuple[tuple[int, ...], ...]
+    action_spaces: tuple[Space, ...]
+    state_size: int = 0
+    uint8_observations: bool = False
+    has_action_mask: bool = False
+    reports_success: bool = False
+    has_seat_terminated: bool = False
+
+    def __post_init__(self) -> None:
+        if len({type(space) for space in self.action_spaces}) > 1:
+            raise ValueError(f"the seats {', '.join(self.seats)} have different kinds of actions: wrap the env to one")
+        if len({len(view) if len(view) == 1 else view for view in self.observation_shapes}) > 1:
+            raise ValueError(
+                f"the views {self.observation_shapes} do not fit in one array: only views of one dimension may differ"
+            )
+
+    def empty_step(self, num_envs: int) -> VectorStep:
+        """Returns a frame of zeros for this many games."""
+        view = tuple(max(sizes) for sizes in zip(*self.observation_shapes, strict=True))
+        return empty_step(
+            num_envs,
+            len(self.seats),
+            view,
+            num_actions=max(space.n for space in self.action_spaces if isinstance(space, Discrete))
+            if self.has_action_mask
+            else None,
+            state_size=self.state_size,
+            reports_success=self.reports_success,
+            has_seat_terminated=self.has_seat_terminated,
+            dtype=np.uint8 if self.uint8_observations else np.float32,
+        )
+
+    def zero_actions(self, num_envs: int) -> np.ndarray:
+        """Returns actions of zeros for this many games, in the shape and dtype that `VectorEnv.step` takes."""
+        first = self.action_spaces[0]
+        if isinstance(first, Discrete):
+            return np.zeros((num_envs, len(self.seats)), np.int32)
+        width = max(
+            len(space.sizes if isinstance(space, MultiDiscrete) else space.low) for space in _wide(self.action_spaces)
+        )
+        return np.zeros((num_envs, len(self.seats), width), np.float32 if isinstance(first, Continuous) else np.int32)
+
+
+@dataclass
+class SingleStep:
+    """The result of `reset` or `step` of one game, by seat: `views` are the observations (None: unchanged),
+    `agent_mask` the agent mask (None: all seats act), `rewards` (None: zero), `action_mask` the action masks (None:
+    unchanged), `seat_terminated` the seats that have terminated in this game so far (None: all if `terminated`, else
+    none)."""
+
+    observations: Sequence[np.ndarray | None]
+    agent_mask: Sequence[bool] | np.ndarray | None = None
+    rewards: Sequence[float] | np.ndarray | None = None
+    action_mask: Sequence[np.ndarray | None] | None = None
+    state: np.ndarray | None = None
+    terminated: bool = False
+    truncated: bool = False
+    success: bool = False
+    seat_terminated: Sequence[bool] | np.ndarray | None = None
+
+
+class SingleEnv(Protocol):
+    """One game of a package. `actions [N, ...]` are already legal and within bounds."""
+
+    spec: VectorEnvSpec
+
+    def reset(self, seed: int) -> SingleStep:
+        """Starts the episode of `seed`, an integer below 2**31."""
+
+    def step(self, actions: np.ndarray) -> SingleStep:
+        """Plays one joint step; actions of seats that do not act are undefined."""
+
+    def close(self) -> None:
+        """Releases the resources that the game holds."""
+
+
+MakeSingleEnv = Callable[[], SingleEnv]
+MAX_REPLAY_STEPS = 100_000  # steps; replaying longer episodes would take longer than starting anew is worth
+
+
+class SyncVectorEnv(VectorEnv):
+    """B games stepped one after the other in this process.
+
+    The first episode of a game has the game's own seed, so that it equals the package's episode of that seed; later
+    seeds derive from it (`episode_seed`). The internal state of a package cannot be saved, so `save` returns each
+    game's seed and actions, and `load` plays them again: exact if the game is a deterministic function of its seed.
+    `save` returns None if an episode is longer than `MAX_REPLAY_STEPS` steps.
+
+    Raises ValueError if `num_envs` is below 1.
+    """
+
+    def __init__(self, make: MakeSingleEnv, num_envs: int) -> None:
+        check_at_least_one("num_envs", num_envs)
+        self.single_envs = [make() for _ in range(num_envs)]
+        self.num_envs, self.spec = num_envs, self.single_envs[0].spec
+        self.seats, self.observation_shapes, self.action_spaces = (
+            self.spec.seats,
+            self.spec.observation_shapes,
+            self.spec.action_spaces,
+        )
+        self.state_size, self.vector_step = self.spec.state_size, self.spec.empty_step(num_envs)
+        self._seeds, self._played = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
+        self._made = np.zeros(num_envs, np.int64)  # steps of the running episodes; `_moves` are their actions
+        self._moves = np.stack([self.spec.zero_actions(num_envs)] * 64, 1)
+
+    def reset(self, seeds: np.ndarray) -> VectorStep:
+        self._seeds[:], self._played[:] = seeds, 0
+        for name in ("rewards", "terminated", "truncated", "success", "seat_terminated"):
+            if (array := getattr(self.vector_step, name)) is not None:
+                array[:] = 0
+        for b in range(self.num_envs):
+            self._begin(b)
+        return self.vector_step
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        actions, frame = clip_actions(self.action_spaces, actions, self.vector_step.action_mask), self.vector_step
+        self._record_actions(actions)
+        for b, game in enumerate(self.single_envs):
+            moment = game.step(actions[b])
+            self._write_step(b, moment)
+            frame.rewards[b] = 0.0 if moment.rewards is None else moment.rewards
+            frame.terminated[b], frame.truncated[b] = moment.terminated, moment.truncated
+            if frame.success is not None:
+                frame.success[b] = moment.success
+            if frame.seat_terminated is not None:
+                dead = moment.seat_terminated
+                frame.seat_terminated[b] = moment.terminated if dead is None else dead
+            if moment.terminated or moment.truncated:
+                self._end(b)
+        return frame
+
+    def save(self) -> Arrays | None:
+        if (self._made > MAX_REPLAY_STEPS).any():
+            return None
+        own = {"seeds": self._seeds.copy(), "played": self._played.copy(), "made": self._made.copy()}
+        moves = np.concatenate([self._moves[b, :made] for b, made in enumerate(self._made)])
+        return own | {"moves": moves} | {f"frame.{name}": array.copy() for name, array in self._arrays().items()}
+
+    def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
+        for name, array in self._arrays().items():
+            array[:] = saved[f"frame.{name}"]
+        self._seeds[:], self._played[:] = saved["seeds"], saved["played"]
+        past = np.split(saved["moves"], np.cumsum(saved["made"])[:-1])
+        for b, moves in enumerate(past):
+            self._begin(b)
+            for move in moves:
+                self._write_step(b, self.single_envs[b].step(move))
+        longest = max(len(moves) for moves in past)
+        self._moves = np.zeros((self.num_envs, longest + 64, *self._moves.shape[2:]), self._moves.dtype)
+        for b, moves in enumerate(past):
+            self._moves[b, : len(moves)], self._made[b] = moves, len(moves)
+        return self.vector_step
+
+    def close(self) -> None:
+        for game in self.single_envs:
+            game.close()
+
+    def _arrays(self) -> Arrays:
+        return {name: array for name, array in vars(self.vector_step).items() if array is not None}
+
+    def _record_actions(self, actions: np.ndarray) -> None:
+        """Records the actions of this step, in arrays that double in length when they are full."""
+        kept = np.flatnonzero(self._made < MAX_REPLAY_STEPS)
+        if len(kept) and self._made[kept].max() == self._moves.shape[1]:
+            self._moves = np.concatenate([self._moves, np.zeros_like(self._moves)], 1)
+        self._moves[kept, self._made[kept]] = actions[kept]
+        self._made += 1
+
+    def _end(self, b: int) -> None:
+        """Copies the last observations of game b to `final_obs` and starts its next episode."""
+        frame = self.vector_step
+        frame.final_obs[b] = frame.obs[b]
+        if frame.state is not None and frame.final_state is not None:
+            frame.final_state[b] = frame.state[b]
+        self._played[b] += 1
+        self._begin(b)
+
+    def _begin(self, b: int) -> None:
+        self.vector_step.obs[b] = 0
+        if self.vector_step.action_mask is not None:
+            self.vector_step.action_mask[b] = False
+        self._made[b] = 0
+        self._write_step(b, self.single_envs[b].reset(episode_seed(int(self._seeds[b]), int(self._played[b]))))
+
+    def _write_step(self, b: int, moment: SingleStep) -> None:
+        """Writes observations, masks and state of game b into the frame."""
+        frame = self.vector_step
+        for row, view in zip(frame.obs[b], moment.observations, strict=True):
+            if view is not None:
+                row[: len(view)] = view
+        frame.agent_mask[b] = True if moment.agent_mask is None else moment.agent_mask
+        if frame.state is not None:
+            frame.state[b] = moment.state
+        if frame.action_mask is not None and moment.action_mask is not None:
+            for row, mask in zip(frame.action_mask[b], moment.action_mask, strict=True):
+                if mask is not None:
+                    row[: len(mask)] = mask
+
+
+def clip_actions(
+    action_spaces: Sequence[Space], actions: np.ndarray, action_mask: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns the actions [B, N, ...] moved into their spaces, same dtype: integers to the nearest valid one, illegal
+    actions to the first legal one (0 if none is), numbers to the bounds (nan becomes 0, then clipped). `action_mask` is
+    the action mask [B, N, A]."""
+    if isinstance(action_spaces[0], Discrete):
+        inside = np.clip(actions, 0, np.array([space.n for space in action_spaces if isinstance(space, Discrete)]) - 1)
+        if action_mask is None:
+            return inside
+        fine = np.take_along_axis(action_mask, inside[..., None], 2)[..., 0]
+        return np.where(fine, inside, action_mask.argmax(2))
+    low, high = np.zeros(actions.shape[1:]), np.zeros(actions.shape[1:])
+    for n, space in enumerate(_wide(action_spaces)):
+        if isinstance(space, Continuous):
+            low[n, : len(space.low)], high[n, : len(space.high)] = space.low, space.high
+        else:
+            high[n, : len(space.sizes)] = np.array(space.sizes) - 1
+    numbers = np.nan_to_num(actions) if actions.dtype.kind == "f" else actions
+    return np.clip(numbers, low, high).astype(actions.dtype)
+
+
+def _wide(spaces: Sequence[Space]) -> list[MultiDiscrete | Continuous]:
+    return [space for space in spaces if not isinstance(space, Discrete)]
+
+
+def episode_seed(stream: int, number: int) -> int:
+    """Returns the seed, below 2**31, of episode `number` of a stream: for the first one `stream` itself if it is below
+    2**31."""
+    return stream if number == 0 and stream < 2**31 else combine_seeds(stream, number)
+
+
+def combine_seeds(*parts: int) -> int:
+    """Returns an integer below 2**31, a deterministic function of the integers `parts`."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
+
+
+def check_at_least_one(option: str, value: int) -> None:
+    """Raises ValueError if `value` is below 1; `option` names it."""
+    if value < 1:
+        raise ValueError(f"{option} is {value}: at least one is needed")

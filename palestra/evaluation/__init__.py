@@ -1,0 +1,1 @@
+"""Evaluates policies: held-out success, comparisons, cross-play and exploitability."""

@@ -1,0 +1,74 @@
+"""Collects episodes of any policies in a text env as Parquet, for demonstrations, inspection or training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from palestra.evaluation.evaluate import EvalSetup, make_eval_setup
+from palestra.files import replacing_file
+from palestra.rollouts.failures import check_not_all_failed
+from palestra.rollouts.metrics import episode_metrics, seat_returns
+from palestra.rollouts.tree_rollout import Branching, EpisodeSpec, derive_seed
+from palestra.runs.episodes import SCHEMA, to_table
+from palestra.types import Episode, Seat
+
+BATCH_EPISODES = 256  # episodes per batch: played together, then written
+
+
+async def collect_episodes(
+    path: Path,
+    out: Path,
+    env: dict[str, Any],
+    seats: dict[Seat, str],
+    *,
+    episodes: int,
+    min_return: float | None,
+    successes: bool,
+    sampling: dict[str, Any],
+    step: int | None,
+    seed: int,
+    in_process: bool = False,
+    on_progress: Callable[[int, int], None] = lambda played, kept: None,
+) -> tuple[dict[Seat, str], dict[str, Any]]:
+    """Plays `episodes` episodes and writes those worth keeping to `out`; returns the policy at each seat and the
+    metrics of all played episodes with their count `kept`.
+
+    Instances are those of split "train" unless `env` names another. An episode is kept if it did not fail, its
+    `episode_return` is at least `min_return` (None: any), and, with `successes`, it is a success. `on_progress` is
+    called with (played, kept) after each batch. Raises ValueError if the path, env or seats are invalid (see
+    `make_eval_setup`), RunFailed if all episodes failed.
+    """
+    table = make_eval_setup(path, env, seats, split="train", sampling=sampling, step=step, in_process=in_process)
+    team, kept, all_played = table.policies, 0, list[Episode]()
+    with replacing_file(out) as whole, pq.ParquetWriter(whole, SCHEMA) as writer:
+        for start in range(0, episodes, BATCH_EPISODES):
+            numbers = range(start, min(start + BATCH_EPISODES, episodes))
+            played = await table.runner.play_all([_match(table, team, seed, i) for i in numbers], Branching())
+            good = [episode for episode in played if passes_filter(episode, min_return, successes)]
+            writer.write_table(to_table(0, good, first=kept))
+            kept, all_played = kept + len(good), [*all_played, *played]
+            on_progress(len(all_played), kept)
+        check_not_all_failed(all_played, "collect")
+    names = {seat: policy.name for seat, policy in team.items()}
+    return names, {**episode_metrics(all_played), **seat_returns(all_played), "kept": kept}
+
+
+def _match(table: EvalSetup, team: dict[Seat, Any], seed: int, i: int) -> EpisodeSpec:
+    return EpisodeSpec((seed % 2**31 << 32) + i, team, derive_seed(seed, "collect", i))
+
+
+def passes_filter(episode: Episode, min_return: float | None, successes: bool) -> bool:
+    """Returns True if the episode did not fail and meets `min_return` and `successes`."""
+    if episode.error is not None or (successes and not episode.success):
+        return False
+    return min_return is None or episode_return(episode) >= min_return
+
+
+def episode_return(episode: Episode) -> float:
+    """Returns the team reward of the played trajectory plus the mean of the seats' own rewards."""
+    own = seat_returns([episode])["returns"]
+    return episode_metrics([episode])["team_return"] + sum(own.values()) / len(own)

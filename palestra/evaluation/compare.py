@@ -1,0 +1,120 @@
+"""Compares two populations: relative population performance."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from palestra.config import load, override, validate
+from palestra.launch.population import PopulationConfig, build_population
+from palestra.populations.normal_form.zero_sum import game_value
+from palestra.populations.population import Player
+from palestra.populations.scheduler import MEMBERS_DIR
+from palestra.populations.tasks import Task, run_tasks
+from palestra.report.population_data import PopulationRecord, read_record
+
+CELLS_PER_TASK = 16  # payoff cells per task
+LineUp = tuple[str, ...]  # a line-up: one member per seat
+
+
+class Comparison(NamedTuple):
+    """Result of a comparison."""
+
+    performance: float
+    """Relative population performance (Balduzzi et al., 2019, definition 3), averaged over seats: the first
+    population's mean return per game when both play an equilibrium of the game between their members."""
+    returns: dict[Player, np.ndarray]
+    """Mean returns of the first population, by the player it takes: float64 [own members, members of the other]."""
+
+
+class PopulationSide(NamedTuple):
+    """One population: members by player, and the weight folders of those that have weights."""
+
+    seats: tuple[Player, ...]
+    members: dict[Player, list[str]]
+    folders: dict[str, Path]
+
+
+def compare_populations(
+    ours: Path,
+    theirs: Path,
+    games: int,
+    settings: list[str] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Comparison:
+    """Plays every member of one run against every member of another, `games` games each (none if payoffs are computed
+    exactly), and returns the comparison.
+
+    Both runs are only read. `settings` override the config of the first run, whose workers play. `on_progress` is
+    called with (done, total) tasks. Raises ValueError if the runs are of different games, or the game has more than two
+    seats.
+    """
+    configs = [validate(PopulationConfig, load(path / "config.yaml")) for path in (ours, theirs)]
+    _alike(configs, (ours, theirs))
+    sides = [_side(number, read_record(path)) for number, path in enumerate((ours, theirs))]
+    seats = sides[0].seats
+    if len(seats) != 2:
+        raise ValueError(f"populations are compared in games of two; {ours} plays one of {len(seats)}")
+    setup = build_population(validate(PopulationConfig, override(load(ours / "config.yaml"), settings or [])))
+    cells = {own: _cells(sides[0], sides[1], own) for own in dict.fromkeys(seats)}
+    folders = sides[0].folders | sides[1].folders
+    tasks = [task for own, some in cells.items() for task in _tasks(some, own, games, folders)]
+    earned: dict[LineUp, list[float]] = {}
+    backend = setup.open_backend(setup.make_worker)
+    try:
+        for name, folder in folders.items():
+            backend.add_member(name, folder)
+        for number, done in enumerate(run_tasks(backend, tasks), 1):
+            earned |= {tuple(cell["members"]): cell["mean"] for cell in done.result["cells"]}
+            on_progress(number, len(tasks))
+    finally:
+        backend.close()
+    returns = {}
+    for own, some in cells.items():
+        flat = np.array([earned[cell][seats.index(own)] for cell in some])
+        returns[own] = flat.reshape(len(sides[0].members[own]), -1)
+    return Comparison(float(np.mean([game_value(table) for table in returns.values()])), returns)
+
+
+def _alike(configs: list[PopulationConfig], paths: tuple[Path, Path]) -> None:
+    """Raises ValueError if the runs differ in env, kind of oracle or action selection."""
+    first, second = (
+        {"env": c.env, "oracle": c.oracle.type, "greedy": getattr(c.oracle, "greedy", None)} for c in configs
+    )
+    for key, held in first.items():
+        if held != second[key]:
+            raise ValueError(
+                f"{paths[0]} and {paths[1]} cannot be compared: {key} is {held} in one and {second[key]} in the other"
+            )
+
+
+def _side(number: int, record: PopulationRecord) -> PopulationSide:
+    """Members with weights get a numbered name, since two runs may use the same names; members without are identical in
+    both."""
+    called = {member.name: f"{number}:{member.name}" if member.weights else member.name for member in record.members}
+    members = {player: [called[name] for name in names] for player, names in record.payoffs.members.items()}
+    weighty = [member.name for member in record.members if member.weights]
+    return PopulationSide(
+        record.payoffs.seats, members, {called[name]: record.path / MEMBERS_DIR / name for name in weighty}
+    )
+
+
+def _cells(ours: PopulationSide, theirs: PopulationSide, own: Player) -> list[LineUp]:
+    """Returns the line-ups by seat with the first population as player `own`: its members by rows, the other's by
+    columns."""
+    at = ours.seats.index(own)
+    pairs = itertools.product(ours.members[own], theirs.members[ours.seats[1 - at]])
+    return [(row, column) if at == 0 else (column, row) for row, column in pairs]
+
+
+def _tasks(cells: list[LineUp], own: Player, games: int, folders: dict[str, Path]) -> list[Task]:
+    tasks = []
+    for i in range(0, len(cells), CELLS_PER_TASK):
+        some = cells[i : i + CELLS_PER_TASK]
+        files = tuple(dict.fromkeys(name for cell in some for name in cell if name in folders))
+        tasks.append(Task(f"compare/{own}/{i}", "play", {"cells": list(map(list, some)), "games": games}, files))
+    return tasks

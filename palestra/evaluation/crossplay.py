@@ -1,0 +1,64 @@
+"""Plays games between members of a population that training left out of the payoff table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from palestra.config import load, override, validate
+from palestra.launch.population import PopulationConfig, build_population
+from palestra.populations.scheduler import MEMBERS_DIR
+from palestra.populations.tasks import Task, run_tasks
+from palestra.report.population_data import CROSSPLAY_FILE, PopulationRecord, read_record
+from palestra.runs import Run, read_lines
+
+CELLS_PER_TASK = 16  # payoff cells per task
+
+
+def play_missing_cells(
+    path: Path,
+    games: int,
+    settings: list[str] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, of: None,
+) -> int:
+    """Plays every cell of the payoff table up to `games` games, on the workers of the run's config; returns the number
+    of cells played.
+
+    Results are appended to crossplay.jsonl in the run as they arrive; a second call continues from there. `settings`
+    override the config: `["backend.type=inline"]`. `on_progress` is called with (done, total) tasks. Raises
+    ValueError if the run trains no population or is being written.
+    """
+    config = validate(PopulationConfig, override(load(path / "config.yaml"), settings or []))
+    with Run.open(path) as run:
+        record = read_record(path)
+        tasks = _missing(record, games)
+        setup = build_population(config)
+        backend = setup.open_backend(setup.make_worker)
+        try:
+            for name in dict.fromkeys(name for task in tasks for name in task.members):
+                backend.add_member(name, path / MEMBERS_DIR / name)
+            for number, done in enumerate(run_tasks(backend, tasks), 1):
+                for cell in done.result["cells"]:
+                    run.append_line(CROSSPLAY_FILE, cell)
+                on_progress(number, len(tasks))
+        finally:
+            backend.close()
+    return sum(len(task.payload["cells"]) for task in tasks)
+
+
+def _missing(record: PopulationRecord, games: int) -> list[Task]:
+    """Returns tasks for the cells with fewer than `games` games, grouped by the number missing. Task names determine
+    the seeds and count the existing lines, so that no game is drawn twice."""
+    files = {member.name for member in record.members if member.weights}
+    lacking: dict[int, list[list[str]]] = {}
+    for members in record.payoffs.cells_below(games):
+        lacking.setdefault(games - record.payoffs.cell(members).games, []).append(list(members))
+    before = len(read_lines(record.path / CROSSPLAY_FILE))
+    tasks: list[Task] = []
+    for more, cells in lacking.items():
+        for i in range(0, len(cells), CELLS_PER_TASK):
+            some = cells[i : i + CELLS_PER_TASK]
+            names = dict.fromkeys(name for cell in some for name in cell if name in files)
+            order = {"cells": some, "games": more}
+            tasks.append(Task(f"crossplay/{before}-{len(tasks)}", "play", order, tuple(names)))
+    return tasks

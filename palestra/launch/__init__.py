@@ -1,0 +1,1 @@
+"""Starts runs: single process, several processes, Ray, populations."""

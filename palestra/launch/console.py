@@ -1,0 +1,92 @@
+"""Console output shared by the commands."""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from palestra.chat import escape_control_chars
+
+RANK = int(os.environ.get("RANK", "0"))  # rank under torchrun: only rank 0 prints
+
+
+class PlainConsole(Console):
+    """A console that prints text literally: without markup and emoji codes, and with control characters escaped. Use
+    `styled_text` for colour."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escape_control_chars(text), **options)
+
+
+console = PlainConsole(quiet=RANK > 0)
+
+
+def styled_text(*parts: str | tuple[str, str]) -> Text:
+    """Returns a line made of plain strings and (text, style) pairs, each printed literally."""
+    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((escape_control_chars(text), style) for text, style in pairs))
+
+
+def print_line(text: str) -> None:
+    """Prints a line without wrapping, so that paths and commands can be copied."""
+    console.print(text, soft_wrap=True)
+
+
+def require_packages(what: str, extra: str, *packages: str) -> None:
+    """Checks that optional packages are installed.
+
+    Raises ValueError, with the extra to install, if one of `packages` is missing.
+    """
+    if missing := [name for name in packages if not find_spec(name)]:
+        raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'palestra[{extra}]'")
+
+
+class user_errors:
+    """Context that turns expected errors into one red line and an exit code, without a traceback.
+
+    Exit code 2: a mistake of the user (ValueError). Exit code 1: a failed run (RunFailed, with the traceback of the
+    first failure), damaged or unwritable files, an unreachable server, or lack of memory. PALESTRA_TRACEBACK=1 keeps
+    the traceback.
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        short = _out_of_memory(error)
+        expected = short or isinstance(error, ValueError | ConnectionError)
+        if error is None or not expected or os.environ.get("PALESTRA_TRACEBACK"):
+            return
+        from palestra.files import DamagedFile
+        from palestra.rollouts.failures import RunFailed
+
+        if RANK:
+            time.sleep(3)  # rank 0 reports an error that all ranks have, and torchrun then ends the others
+        print_error(f"{short}{error}", *getattr(error, "__notes__", []))
+        mistake = isinstance(error, ValueError) and not isinstance(error, RunFailed | DamagedFile)
+        raise typer.Exit(2 if mistake else 1) from error
+
+
+def _out_of_memory(error: BaseException | None) -> str:
+    """The prefix of the message of an out-of-memory error; "" for other errors."""
+    said = str(error).lower()
+    ran_out = isinstance(error, RuntimeError) and ("can't allocate memory" in said or "out of memory" in said)
+    return "memory ran out, make what is large smaller: " if ran_out or isinstance(error, MemoryError) else ""
+
+
+def print_error(message: str, *notes: str) -> None:
+    """Prints an error to stderr, followed by notes."""
+    who = f"error on rank {RANK}:" if RANK else "error:"
+    loud = PlainConsole(stderr=True)
+    loud.print(styled_text((who, "red"), f" {message}"), soft_wrap=True)
+    for note in notes:
+        loud.print(note, soft_wrap=True)

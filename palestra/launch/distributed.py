@@ -1,0 +1,209 @@
+"""Builds runs of language agents whose episodes are played by workers and, on Ray, whose weights are trained in
+actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from transformers import AutoTokenizer
+
+from palestra.backends.async_backend import AsyncBackend
+from palestra.backends.config import RolloutBackendConfig, open_backend, require_ray
+from palestra.backends.episode_tasks import DistributedEval, DistributedSource, EpisodeDispatcher, episodes_per_slice
+from palestra.backends.recoverable_trainer import ProcessHandle, RecoverableTrainer, RemoteWeights, WeightHost
+from palestra.builders import text
+from palestra.builders.engines import Engines
+from palestra.builders.text_config import FrozenConfig, TextConfig
+from palestra.engine.models import resolve_base
+from palestra.engine.sampler import Completion, Request
+from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LocalWeights, LoraPolicyConfig
+from palestra.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.populations.tasks import Backend, WorkerFactory
+from palestra.rollouts.sources import EnvSource
+from palestra.training.loop import Evaluation, Setup, Stage
+from palestra.workers.rollout_worker import RolloutWorker
+
+RolloutBackendFactory = Callable[[RolloutBackendConfig, WorkerFactory], Backend]
+"""Opens the backend that plays episodes, given its config and the function that builds a worker."""
+
+
+def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None) -> Setup:
+    """Builds all parts that `config` describes. Other processes start when `place` of the result is entered.
+
+    `open_rollouts` opens the backend that plays episodes (default: as `config.backend` says). Raises ValueError if the
+    parts of the config do not fit together.
+    """
+    backend = config.backend
+    if backend.type == "inline":
+        return text.build(config)
+    engines = RayEngines(config) if backend.type == "ray" else DriverEngines(config.device, config.max_num_seqs)
+    made = text.build(config, engines)
+    desk = AsyncBackend(partial(open_rollouts or open_rollout_backend, backend, partial(RolloutWorker, config)))
+    troupe = EpisodeDispatcher(cast(Mapping[str, LanguageLearner], made.learners), desk)
+    slices = backend.slices or 2 * num_rollout_workers(backend)
+    return replace(
+        made,
+        stages=[_stage(stage, number, troupe, slices) for number, stage in enumerate(made.stages)],
+        evals=[_exam(exam, troupe, slices) for exam in made.evals],
+        worker_context=RunProcesses(desk, engines.trainers, engines.cluster)
+        if isinstance(engines, RayEngines)
+        else RunProcesses(desk, [], None),
+        learners_are_remote=isinstance(engines, RayEngines),
+    )
+
+
+def num_rollout_workers(backend: RolloutBackendConfig) -> int:
+    """Number of workers that play episodes."""
+    return int(backend.placement["play"].get("workers", 1)) if "play" in backend.placement else backend.num_workers
+
+
+def open_rollout_backend(backend: RolloutBackendConfig, make_worker: WorkerFactory) -> Backend:
+    """Opens the backend that plays episodes: only the `play` workers if `placement` reserves some, else all."""
+    apart = {kind: needs for kind, needs in backend.placement.items() if kind == "play"}
+    return open_backend(backend.model_copy(update={"placement": apart}), make_worker, 0 if apart else None)
+
+
+def _stage(stage: Stage, number: int, troupe: EpisodeDispatcher, slices: int) -> Stage:
+    if not isinstance(stage.source, EnvSource):
+        return stage
+    return replace(
+        stage, source=DistributedSource(stage.source, troupe, number, episodes_per_slice(stage.episodes, slices))
+    )
+
+
+def _exam(exam: Evaluation, troupe: EpisodeDispatcher, slices: int) -> Evaluation:
+    return DistributedEval(**vars(exam), dispatcher=troupe, slice_size=episodes_per_slice(exam.episodes, slices))
+
+
+class RunProcesses:
+    """The other processes of a run, as a context manager: started on entry, ended on exit. With `cluster`, this process
+    joins it first."""
+
+    def __init__(
+        self, desk: AsyncBackend, benches: Sequence[RecoverableTrainer], cluster: RayMembership | None
+    ) -> None:
+        self.backend, self.trainers, self.cluster = desk, benches, cluster
+        self._open = ExitStack()
+
+    def __enter__(self) -> RunProcesses:
+        with ExitStack() as opened:
+            if self.cluster:
+                opened.callback(self.cluster.leave)
+                self.cluster.join()
+            for bench in self.trainers:
+                opened.callback(bench.close)
+                bench.start()
+            opened.callback(self.backend.close)
+            self.backend.start()
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+class RayMembership:
+    """This process's membership in a Ray cluster, with resources for all actors that train and play."""
+
+    def __init__(self, backend: RolloutBackendConfig) -> None:
+        require_ray()
+        from palestra.backends.ray.cluster import parse_placement
+
+        self.address, self.train = backend.address, parse_placement("train", backend.placement.get("train", {}))
+        play = parse_placement("play", backend.placement.get("play", {}))
+        self.play = play._replace(num_actors=num_rollout_workers(backend))
+        self._joined = False  # by this process, which must then leave
+
+    def join(self) -> None:
+        """Joins or starts the cluster; does nothing if this process is in one already."""
+        from palestra.backends.ray.cluster import join_cluster
+
+        self._joined = join_cluster(self.address, [self.train, self.play]) or self._joined
+
+    def leave(self) -> None:
+        """Leaves the cluster if this object joined it."""
+        from palestra.backends.ray.cluster import leave_cluster
+
+        if self._joined:
+            leave_cluster()
+        self._joined = False
+
+
+# ---- replacements for bases and samplers in the driver
+
+
+class NoSampler:
+    """Stub sampler for the driver, which never samples: workers play."""
+
+    async def sample(self, request: Request) -> list[Completion]:
+        """Raises ValueError: only workers sample."""
+        raise ValueError("this run's workers sample, and not this process")
+
+    def clear_cache(self) -> None:
+        """Does nothing: there is no cache."""
+
+
+class DriverEngines(Engines):
+    """Engines of a process that trains but does not play: a frozen policy is only a name and a tokenizer."""
+
+    def build_frozen_policy(self, name: str, config: FrozenConfig) -> LanguagePolicy:
+        encoder = ChatEncoder(load_tokenizer(config.base), config.chat_template_kwargs)
+        return LanguagePolicy(name, NoSampler(), encoder, config.sampling, system=config.system, history=config.history)
+
+
+class LearnerArgs(NamedTuple):
+    """Arguments of `Engines.build_learner`, to build the learner in another process."""
+
+    config: LoraPolicyConfig | FullPolicyConfig
+    seed: int
+    critic: bool
+
+
+class RayEngines(DriverEngines):
+    """Engines without any base: weights are trained in Ray actors, with one or more learners in each."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__(config.device, config.max_num_seqs)
+        self.cluster = RayMembership(config.backend)
+        self.specs: list[dict[str, LearnerArgs]] = [{} for _ in range(self.cluster.train.num_actors)]
+        self.trainers = [
+            RecoverableTrainer(partial(self._holder, specs), config.backend.copy_every) for specs in self.specs
+        ]
+        self._learners = 0
+
+    def build_learner(
+        self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
+    ) -> LanguageLearner:
+        place = self._learners % len(self.trainers)
+        self._learners += 1
+        self.specs[place][name] = LearnerArgs(config, seed, critic)
+        return LanguageLearner(
+            name, config, RemoteWeights(self.trainers[place], name), NoSampler(), load_tokenizer(config.base)
+        )
+
+    def _holder(self, specs: Mapping[str, LearnerArgs]) -> ProcessHandle:
+        from palestra.backends.ray.actor import RayActorHandle
+
+        self.cluster.join()
+        make = partial(open_weight_host, self.device, self.max_rows, dict(specs))
+        return RayActorHandle(make, self.cluster.train, f"the training of {', '.join(specs)}")
+
+
+def open_weight_host(device: str, max_rows: int, specs: Mapping[str, LearnerArgs]) -> WeightHost:
+    """Builds the weights of these learners in the current process, which is to train them."""
+    engines = Engines(device, max_rows)
+    weights = {}
+    for name, spec in specs.items():
+        made = engines.build_learner(name, spec.config, spec.seed, critic=spec.critic).weights
+        assert isinstance(made, LocalWeights)
+        weights[name] = made
+    return WeightHost(weights)
+
+
+def load_tokenizer(base: str) -> Any:
+    """Returns the tokenizer of a base that is on this machine or can be downloaded."""
+    return AutoTokenizer.from_pretrained(resolve_base(base))

@@ -1,0 +1,46 @@
+"""Resuming a run with a larger step count. Any other config change of a resumed run is rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from palestra.config import Tree, override
+
+# Population types whose earlier iterations do not depend on the total number of iterations.
+EXTENDABLE_PLANS = {"psro": "population.iterations", "xdo": "population.iterations"}
+
+
+def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree:
+    """Returns the config of a run, extended by settings such as "steps=200". Raises ValueError if the settings change
+    anything but the length, or make the run shorter."""
+    length = length_setting(tree, vectorised)
+    if other := next((setting for setting in settings if setting.partition("=")[0].strip() != length), None):
+        may = f"only its length may change: --set {length}=N" if length else "this kind cannot be made longer"
+        raise ValueError(f"{other}: a resumed run goes on as it began, {may}. Start a new one instead.")
+    changed = override(tree, settings)
+    before, now = _at(tree, length), _at(changed, length)
+    if not isinstance(now, int) or now < before:
+        raise ValueError(f"{length}={now}: the run was to go to {before}, and can only be made longer")
+    return changed
+
+
+def complete_message(tree: Tree, vectorised: bool = False) -> str:
+    """Returns the message for a resumed run that has no steps left."""
+    length = length_setting(tree, vectorised)
+    return f"already complete; --set {length}=N extends it" if length else "already complete"
+
+
+def length_setting(tree: Tree, vectorised: bool) -> str:
+    """Returns the setting that determines the length of a run; "" if it cannot be extended."""
+    if "population" in tree:
+        return EXTENDABLE_PLANS.get(tree["population"]["type"], "")
+    if vectorised:
+        return "env_steps"
+    return "" if tree.get("stages") else "steps"
+
+
+def _at(tree: Tree, path: str) -> Any:
+    for key in path.split("."):
+        tree = tree[key]
+    return tree

@@ -1,0 +1,208 @@
+"""Builds a population run from its config: plan, workers and backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_serializer, model_validator
+
+from palestra.backends.config import PopulationBackendConfig, open_backend
+from palestra.builders.vector import check_memory
+from palestra.config import RunName, StrictModel
+from palestra.envs import load_env_class, validate_env_options
+from palestra.envs.text.board_games import TextGame
+from palestra.envs.vector.base import VectorEnv
+from palestra.files import atomic_write
+from palestra.populations.league import League, LeagueConfig
+from palestra.populations.pbt import PBT, PBTConfig
+from palestra.populations.population import Member, Player, Population
+from palestra.populations.psro import PSRO, PSROConfig
+from palestra.populations.scheduler import PlanCallback, run_plan
+from palestra.populations.self_play import SelfPlay, SelfPlayConfig
+from palestra.populations.tasks import Backend, TaskResult, WorkerFactory
+from palestra.populations.xdo import XDO, XDOConfig
+from palestra.remote.envs.remote_env import make_env
+from palestra.runs import Run
+from palestra.sinks.base import SinkConfigs
+from palestra.types import TEAM, Metrics, Seat
+from palestra.workers.exact import ExactWorker
+from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker
+from palestra.workers.member_loader import UNIFORM_MEMBER, rules_of_env
+from palestra.workers.net_oracle import NetOracle, NetWorker
+
+SHARED_PLAYER = "agent"  # name of the population that plays every seat
+
+AnyPlan = PSRO | XDO | SelfPlay | League | PBT
+PlanConfig = Annotated[PSROConfig | XDOConfig | SelfPlayConfig | LeagueConfig | PBTConfig, Field(discriminator="type")]
+
+
+class ExactOracle(StrictModel):
+    """Exact best responses, for games with rules that are small enough to be enumerated."""
+
+    type: Literal["exact"] = "exact"
+    env: dict[str, Any]
+    """The env, as at the top of the config."""
+
+
+OracleConfig = Annotated[NetOracle | ExactOracle | LanguageOracle, Field(discriminator="type")]
+WORKER_CLASSES: dict[str, Callable[..., Any]] = {"net": NetWorker, "language": LanguageWorker}
+
+
+class PopulationConfig(StrictModel):
+    """A run that trains a population."""
+
+    name: RunName = "population"
+    """Name of the run and of its folder."""
+    seed: int = 0
+    """Seed of the run."""
+    env: dict[str, Any]
+    """The game."""
+    symmetric: bool = False
+    """One population plays every seat; else each seat has its own. Leagues and population-based training are always
+    symmetric."""
+    population: PlanConfig
+    """The plan: which members are trained, against which opponents."""
+    oracle: OracleConfig
+    """How members are trained."""
+    backend: PopulationBackendConfig = PopulationBackendConfig()
+    """Where tasks run."""
+    sinks: SinkConfigs = []
+    """Further destinations of the run's metrics."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_env(cls, tree: Any) -> Any:
+        """Copies the run's env to the oracle, whose config must not contain one."""
+        oracle = tree.get("oracle") if isinstance(tree, Mapping) else None
+        if not isinstance(oracle, Mapping):
+            return tree
+        if "env" in oracle:
+            raise ValueError("oracle.env: the env of a population stands at the top of the config; leave it out here")
+        return {**tree, "oracle": {**oracle, "env": tree.get("env")}}
+
+    @field_serializer("oracle")
+    def _without_env(self, oracle: StrictModel) -> dict[str, Any]:
+        return oracle.model_dump(mode="json", exclude={"env"})
+
+
+@dataclass
+class PopulationSetup:
+    """Parts of a population run. `open_backend` is opened by `run_population`."""
+
+    plan: AnyPlan
+    make_worker: WorkerFactory
+    open_backend: Callable[[WorkerFactory], Backend]
+    workers: int
+    as_completed: bool
+
+
+class PopulationRecorder(PlanCallback):
+    """Writes population.json and payoffs.csv to the run's folder whenever members were added, and calls `callback`."""
+
+    def __init__(self, plan: AnyPlan, run: Run, watcher: PlanCallback) -> None:
+        self.plan, self.run, self.callback = plan, run, watcher
+        self.members = 0
+
+    def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
+        if TEAM in lines and len(self.plan.population) > self.members:
+            self.write()
+        self.callback.on_task_done(number, done, lines)
+
+    def write(self) -> None:
+        """Writes both files; payoffs.csv only for plans with a payoff table."""
+        self.members = len(self.plan.population)
+        members = json.dumps(self.plan.population.to_json(), indent=2)
+        atomic_write(self.run.path / "population.json", f"{members}\n".encode())
+        if isinstance(self.plan, PSRO | SelfPlay) and all(self.plan.payoffs.shape):
+            atomic_write(self.run.path / "payoffs.csv", self.plan.payoffs.to_csv().encode())
+
+
+def build_population(config: PopulationConfig) -> PopulationSetup:
+    """Returns the parts that `config` describes, for `run_population`. Raises ValueError if they do not fit
+    together."""
+    seats, rules = _game(config.env)
+    _check(config, rules)
+    if isinstance(config.oracle, NetOracle):
+        check_memory(config.env, [config.oracle.policy], config.oracle.algorithm)
+    one = config.symmetric or isinstance(config.population, LeagueConfig | PBTConfig)
+    players = (SHARED_PLAYER,) if one else tuple(seats)
+    population = Population(players)
+    population.add(Member(UNIFORM_MEMBER, ""))
+    return PopulationSetup(
+        plan=_plan(config, population, tuple(SHARED_PLAYER if one else seat for seat in seats)),
+        make_worker=_worker(config, players),
+        open_backend=partial(open_backend, config.backend),
+        workers=config.backend.num_workers,
+        as_completed=config.backend.as_completed,
+    )
+
+
+def run_population(
+    setup: PopulationSetup, run: Run, callback: PlanCallback, stop: Callable[[], bool] = lambda: False
+) -> bool:
+    """Runs the rest of the plan. Returns False if `stop` ended it early. Raises ValueError if a task fails."""
+    backend = setup.open_backend(setup.make_worker)
+    recorder = PopulationRecorder(setup.plan, run, callback)
+    try:
+        done = run_plan(setup.plan, backend, run, callback=recorder, stop=stop, as_completed=setup.as_completed)
+    finally:
+        backend.close()
+    recorder.write()
+    return done
+
+
+def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool]:
+    """Returns the seats of an env, and whether its rules are available for exact results."""
+    if env.get("at"):
+        return make_env(**env).seats, False
+    cls = load_env_class(env.get("type", ""))
+    options = validate_env_options(cls, {name: value for name, value in env.items() if name != "type"})
+    if issubclass(cls, VectorEnv):
+        made = cls(**(options | {"num_envs": 1}))
+        seats, rules = made.seats, rules_of_env(env) is not None
+        made.close()
+        return seats, rules
+    game = cls(**options)
+    return game.seats, isinstance(game, TextGame) and game.is_tabular
+
+
+def _check(config: PopulationConfig, rules: bool) -> None:
+    env, oracle = config.env.get("type"), config.oracle
+    vectorised = not config.env.get("at") and issubclass(load_env_class(str(env)), VectorEnv)
+    if vectorised == isinstance(oracle, LanguageOracle):
+        fitting = "net or exact" if vectorised else "language"
+        raise ValueError(f'oracle {oracle.type} does not play env "{env}": its oracles are of type {fitting}')
+    if isinstance(config.population, XDOConfig) and (not rules or isinstance(oracle, LanguageOracle)):
+        raise ValueError(
+            f"xdo solves what responses allow, by the rules of a vectorised game; {env} with oracle {oracle.type} has "
+            "none to walk through: use psro"
+        )
+    if not rules and isinstance(oracle, ExactOracle):
+        raise ValueError(f'env "{env}" has no rules here, so no best response is worked out: use an oracle that learns')
+    if not rules and not isinstance(config.population, PBTConfig) and config.population.nash_conv_every:
+        raise ValueError(
+            f'env "{env}" has no rules here, so NashConv cannot be measured: say population.nash_conv_every: 0'
+        )
+
+
+def _plan(config: PopulationConfig, population: Population, seats: tuple[Player, ...]) -> AnyPlan:
+    plan = config.population
+    if isinstance(plan, PSROConfig):
+        return PSRO(plan, population, seats)
+    if isinstance(plan, XDOConfig):
+        return XDO(plan, population, seats)
+    if isinstance(plan, SelfPlayConfig):
+        return SelfPlay(plan, population, seats)
+    if isinstance(plan, LeagueConfig):
+        return League(plan, population, seats, config.seed)
+    return PBT(plan, population, config.seed)
+
+
+def _worker(config: PopulationConfig, players: tuple[Player, ...]) -> WorkerFactory:
+    if isinstance(config.oracle, ExactOracle):
+        return partial(ExactWorker, config.env, players)
+    return partial(WORKER_CLASSES[config.oracle.type], config.oracle, players, config.seed)

@@ -1,0 +1,117 @@
+"""Progress bars of training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from palestra.launch.console import PlainConsole, styled_text
+from palestra.populations import scheduler
+from palestra.populations.tasks import TaskResult
+from palestra.training.loop import Callback
+from palestra.types import Episode, Metrics
+
+EMA_DECAY = 0.9  # weight of the old value in the running mean that is displayed
+
+
+class ProgressBar(Callback):
+    """A rich progress bar over training steps, with the running success rate or return. Evaluations are printed above
+    it."""
+
+    def __init__(self, steps: int, start: int, console: Console | None = None) -> None:
+        self.console = console or PlainConsole()
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[what]}", markup=False),
+            TextColumn("{task.fields[value]}", style="bold", markup=False),
+            TextColumn("{task.fields[failed]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=False),
+        )
+        self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
+        self.task = self.bar.add_task("training", total=steps, completed=start, what="", value="", failed="")
+        self._value: float | None = None
+        self._failed = 0
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def on_episode(self, episode: Episode) -> None:
+        if episode.error is not None:
+            if not self._failed:
+                what = f"an episode failed (instance {episode.seed}):"
+                self.console.print(styled_text((what, "yellow"), f" {episode.error}"))
+            self._failed += 1
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        what = "success" if "success" in metrics else "return"
+        if what in metrics:  # absent if no episode ended since the last log line
+            now = metrics[what]
+            self._value = now if self._value is None else EMA_DECAY * self._value + (1 - EMA_DECAY) * now
+        value = "-" if self._value is None else f"{self._value:.0%}" if what == "success" else f"{self._value:.2f}"
+        failed = f" · failed {self._failed}" if self._failed else ""
+        self.bar.update(self.task, completed=step + 1, what=what, value=value, failed=failed)
+
+    def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
+        when = "before training" if step < 0 else f"after step {step + 1}"
+        shown = [("success", f"{metrics['success']:.1%}")] if "success" in metrics else []
+        shown += [("return", f"{metrics['return']:.2f}")] if "return" in metrics else []
+        shown = shown or [(seat, f"{own:.2f}") for seat, own in metrics["returns"].items()]
+        told: list[str | tuple[str, str]] = [f"{name} {when}:"]
+        for number, (what, value) in enumerate(shown):
+            told += [f"{',' if number else ''} {what} ", (value, "bold")]
+        size = f" of {metrics['episodes']:.0f}, {metrics['steps_per_episode']:.1f} steps an episode"
+        self.console.print(styled_text(*told, size))
+
+
+class PopulationBar(scheduler.PlanCallback):
+    """Progress bar of population training. `summary` returns current metrics of the population and is called after each
+    task."""
+
+    def __init__(self, summary: Callable[[], Mapping[str, float]], console: Console | None = None) -> None:
+        self.summary = summary
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[what]}", markup=False),
+            TimeElapsedColumn(),
+        )
+        self.bar = Progress(*columns, console=console or PlainConsole(), refresh_per_second=4)
+        self.task = self.bar.add_task("training", total=None, what="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
+        figures = self.summary()
+        completed = max(0, int(figures.get("iteration", 0)))
+        self.bar.update(self.task, completed=completed, total=figures.get("iterations"), what=format_summary(figures))
+
+
+def format_summary(figures: Mapping[str, float]) -> str:
+    """Formats a summary as text: "21 members, 40,000 games, 1,200,000 steps, NashConv 0.016"."""
+    words = [f"{int(figures['members'])} members"]
+    words += [f"{int(games):,} games"] if (games := figures.get("games")) else []
+    words += [f"{steps:,.0f} steps"] if (steps := figures.get("env_steps")) else []
+    words += [f"NashConv {figures['nash_conv']:.3f}"] if "nash_conv" in figures else []
+    return ", ".join(words)

@@ -1,0 +1,87 @@
+"""Seat mapping: which members of a stack play which seats, and how arrays over seats become rows of the stack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.envs.vector.base import Space, VectorEnv
+
+
+@dataclass(frozen=True)
+class SeatMapping:
+    """`P` members (`names`), each at `S` of `num_seats` = N seats: `seats[p]`. All these seats have the same
+    observation shape `observation_shape` and action space `action_space`. With `seat_id` a one-hot seat is appended to
+    the observation."""
+
+    names: tuple[str, ...]
+    seats: tuple[tuple[int, ...], ...]
+    num_seats: int
+    observation_shape: tuple[int, ...]
+    action_space: Space
+    seat_id: bool = False
+
+    @property
+    def all_seats(self) -> list[int]:
+        """The seats of all members, in order."""
+        return [seat for own in self.seats for seat in own]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of a member's network input."""
+        return (self.observation_shape[0] + self.num_seats,) if self.seat_id else self.observation_shape
+
+    def select_seats(self, array: np.ndarray | Tensor, leading_dims: int) -> Tensor:
+        """Selects the members' seats: [..., N, *rest] with `leading_dims` dimensions before the seats -> [P, ..., S,
+        *rest]; no copy if one member plays all seats in order."""
+        x = torch.as_tensor(array)
+        if self.all_seats != list(range(self.num_seats)):
+            x = x.index_select(leading_dims, torch.tensor(self.all_seats))
+        shape = (*x.shape[:leading_dims], len(self.names), len(self.seats[0]), *x.shape[leading_dims + 1 :])
+        return x.reshape(shape).movedim(leading_dims, 0)
+
+    def network_inputs(self, obs: np.ndarray | Tensor, leading_dims: int) -> Tensor:
+        """Returns network inputs from observations: [..., N, *padded] -> [P, ..., S, *inputs]."""
+        x = self.select_seats(obs, leading_dims)
+        if len(self.observation_shape) == 1 and x.shape[-1] != self.observation_shape[0]:
+            x = x[..., : self.observation_shape[0]]
+        if not self.seat_id:
+            return x
+        ids = torch.eye(self.num_seats)[torch.tensor(self.seats)]  # [P, S, N]
+        ids = ids.view(len(self.names), *[1] * (x.dim() - 3), len(self.seats[0]), self.num_seats)
+        return torch.cat([x, ids.expand(*x.shape[:-1], self.num_seats)], -1)
+
+    def to_array(self, rows: Tensor) -> np.ndarray:
+        """Returns rows in the order of `all_seats`: [P, B, S, *rest] -> [B, P*S, *rest] as an array."""
+        return rows.movedim(0, 1).flatten(1, 2).numpy()
+
+
+def group_into_stacks(env: VectorEnv, seats: dict[str, list[int]], configs: dict[str, object]) -> list[SeatMapping]:
+    """Groups policies (name -> the seats it plays) into as few stacks as possible: those with equal observation shape,
+    action space, number of seats and `configs` value share one.
+
+    Raises ValueError if a policy's seats differ in observation shape or action space.
+    """
+    stacks: dict[tuple, list[str]] = {}
+    for name, own in seats.items():
+        kinds = {(env.observation_shapes[seat], env.action_spaces[seat]) for seat in own}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"policy {name} plays {', '.join(env.seats[s] for s in own)}, which differ in what they see or may do "
+                f"({'; '.join(map(str, kinds))}): give each kind of seat a policy of its own"
+            )
+        stacks.setdefault((*kinds.pop(), len(own), repr(configs[name])), []).append(name)
+    return [
+        SeatMapping(
+            tuple(names),
+            tuple(tuple(seats[name]) for name in names),
+            len(env.seats),
+            view,
+            space,
+            bool(getattr(configs[names[0]], "seat_one_hot", False)) and len(seats[names[0]]) > 1 and len(view) == 1,
+        )
+        for (view, space, _, _), names in stacks.items()
+    ]

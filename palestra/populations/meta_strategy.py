@@ -1,0 +1,129 @@
+"""Meta-strategies, and the opponents of a response to one: its marginals, its joint distribution, or a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from palestra.populations.normal_form.payoff_tensors import joint_distribution, marginals
+from palestra.populations.population import Mix, Player
+
+MIN_PROBABILITY = 1e-6  # smaller probabilities count as 0
+
+
+@dataclass(frozen=True)
+class MetaStrategy:
+    """Meta-strategy: a joint distribution `joint` float64 [m_0, ..., m_n-1] over members.
+
+    `names` are the members by seat, `seats` the player at each. Choices are independent unless `correlated`. A player
+    with several seats uses the marginal of its first one.
+    """
+
+    seats: tuple[Player, ...]
+    names: tuple[tuple[str, ...], ...]
+    joint: np.ndarray
+    correlated: bool = False
+
+    @classmethod
+    def independent(
+        cls, seats: tuple[Player, ...], names: Sequence[Sequence[str]], strategies: Sequence[np.ndarray]
+    ) -> MetaStrategy:
+        """Returns the product of one distribution [m_i] for each seat; seats of one player share that of its first
+        seat."""
+        shared = [strategies[seats.index(player)] for player in seats]
+        return cls(seats, tuple(map(tuple, names)), joint_distribution(shared))
+
+    def marginal(self, player: Player) -> Mix:
+        """Returns a player's marginal, without negligible probabilities."""
+        seat = self.seats.index(player)
+        return drop_negligible(dict(zip(self.names[seat], marginals(self.joint)[seat].tolist(), strict=True)))
+
+    def all_marginals(self) -> dict[Player, Mix]:
+        """Returns the marginal of each player."""
+        return {player: self.marginal(player) for player in dict.fromkeys(self.seats)}
+
+    def best_member(self, payoffs: Sequence[np.ndarray], player: Player) -> str:
+        """Returns the player's member with the highest expected return against the others; of equals, the newest."""
+        seat = self.seats.index(player)
+        rows = np.moveaxis(payoffs[seat], seat, 0).reshape(len(self.names[seat]), -1)
+        earned = rows @ self.joint.sum(axis=seat).ravel()
+        return self.names[seat][int(np.flatnonzero(earned >= earned.max() - 1e-12)[-1])]
+
+    def pad_to(self, names: Sequence[Sequence[str]]) -> MetaStrategy:
+        """Returns the same meta-strategy over longer lists of members; the added ones, which come last, have
+        probability 0."""
+        more = [(0, len(wide) - len(own)) for wide, own in zip(names, self.names, strict=True)]
+        return MetaStrategy(self.seats, tuple(map(tuple, names)), np.pad(self.joint, more), self.correlated)
+
+
+def drop_negligible(mix: Mix) -> Mix:
+    """Returns the mixture without negligible probabilities, normalised."""
+    kept = {name: p for name, p in mix.items() if p >= MIN_PROBABILITY}
+    total = sum(kept.values())
+    return {name: p / total for name, p in kept.items()}
+
+
+def opponent_payload(meta: MetaStrategy, player: Player, recommended: str | None = None) -> dict[str, Any]:
+    """Returns the opponents of `player` as a part of a train task's `payload`: `opponents`, or `joint` if correlated.
+
+    If `recommended` is given, only games in which the meta-strategy recommends that member count (deviation from a
+    correlated equilibrium); else all games (coarse).
+    """
+    if not meta.correlated:
+        others = [other for other in dict.fromkeys(meta.seats) if other != player]
+        return {"opponents": {other: meta.marginal(other) for other in others or [player]}}
+    return {"joint": [[members, p] for members, p in _others(meta, player, recommended)]}
+
+
+def _others(meta: MetaStrategy, player: Player, told: str | None) -> Iterator[tuple[dict[Player, str], float]]:
+    """Yields the members of the other players, and the probability that `player` meets them."""
+    seat = meta.seats.index(player)
+    shares = meta.joint.sum(axis=seat) if told is None else meta.joint.take(meta.names[seat].index(told), axis=seat)
+    shares = np.where(shares < MIN_PROBABILITY * shares.sum(), 0.0, shares)
+    rest = [other for other in range(len(meta.seats)) if other != seat]
+    for index in np.argwhere(shares).tolist():
+        members = {meta.seats[other]: meta.names[other][i] for other, i in zip(rest, index, strict=True)}
+        yield members, float(shares[tuple(index)] / shares.sum())
+
+
+def rectified_payload(meta: MetaStrategy, payoffs: Sequence[np.ndarray], player: Player, member: str) -> dict[str, Any]:
+    """Returns the opponents of a response that continues `member`: those it beats, weighted by the meta-strategy
+    (PSRO_rN; Balduzzi et al., 2019, algorithm 4). For games of two seats.
+
+    An opponent is beaten if `member` earns at least the seat's value under the meta-strategy (0 in a symmetric game). A
+    member that beats none trains against all.
+    """
+    seat = meta.seats.index(player)
+    other = meta.seats[1 - seat]
+    earned = payoffs[seat].take(meta.names[seat].index(member), axis=seat)
+    par = (meta.joint * payoffs[seat]).sum() - 1e-9
+    mix = meta.marginal(other)
+    beaten = [name for name, earns in zip(meta.names[1 - seat], earned, strict=True) if earns >= par and name in mix]
+    return {"opponents": {other: drop_negligible({name: mix[name] for name in beaten}) if beaten else mix}}
+
+
+def equilibrium_gap(meta: MetaStrategy, payoffs: Sequence[np.ndarray], coarse: bool = True) -> float:
+    """Returns the sum over players of what each could gain by leaving `meta` for its best member in the payoff tensors
+    [m_0, ..., m_n-1] of each seat, in units of return.
+
+    If players choose independently this is NashConv within the table; else the gap to a coarse correlated equilibrium.
+    With `coarse=False` a player may choose after it sees its recommendation: the gap to a correlated equilibrium.
+    """
+    total = 0.0
+    for seat, table in enumerate(payoffs):
+        joint, own = (np.moveaxis(array, seat, 0).reshape(table.shape[seat], -1) for array in (meta.joint, table))
+        told_played = joint @ own.T
+        played = told_played.sum(0).max() if coarse else told_played.max(1).sum()
+        total += float(played - np.trace(told_played))
+    return total
+
+
+def opponent_names(payload: Mapping[str, Any]) -> list[str]:
+    """Returns the opponents that an order names, without duplicates."""
+    mixes = (
+        [members.values() for members, _ in payload["joint"]] if "joint" in payload else payload["opponents"].values()
+    )
+    return list(dict.fromkeys(name for names in mixes for name in names))

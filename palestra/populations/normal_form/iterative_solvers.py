@@ -1,0 +1,107 @@
+"""Iterative meta-solvers for any number of players and general-sum payoffs.
+
+They return averages over rounds. In two-player zero-sum tables these approach a Nash equilibrium; in other games they
+need not: for regret matching, the average of the joint play approaches a coarse correlated equilibrium, not its
+marginals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from palestra.populations.normal_form.payoff_tensors import PayoffTensors, member_returns, own_axis_first
+
+Strategies = list[np.ndarray]
+
+INITIAL_REGRET = 1e-6  # initial regret of every member, as in OpenSpiel: round one is uniform
+
+
+def uniform_strategies(payoffs: PayoffTensors) -> Strategies:
+    """Returns the uniform distribution float64 [m_i] for each player."""
+    return [np.full(members, 1 / members) for members in payoffs[0].shape]
+
+
+def fictitious_play(payoffs: PayoffTensors, *, iterations: int = 10_000) -> Strategies:
+    """Returns how often each member was the best response to the others' averages (Brown, 1951), float64 [m_i] for each
+    player.
+
+    Players respond simultaneously, at first to uniform play; of equal responses, the oldest member is taken.
+    """
+    fronts, averages = own_axis_first(payoffs), uniform_strategies(payoffs)
+    counts = [np.zeros_like(average) for average in averages]
+    for rounds in range(1, iterations + 1):
+        for count, value in zip(counts, member_returns(fronts, averages), strict=True):
+            count[value.argmax()] += 1
+        averages = [count / rounds for count in counts]
+    return averages
+
+
+def regret_matching(payoffs: PayoffTensors, *, iterations: int = 10_000, gamma: float = 1e-6) -> Strategies:
+    """Returns average strategies, float64 [m_i] for each player, when members are played in proportion to their
+    positive regret (Hart & Mas-Colell, 2000, sec. 3, with expected payoffs as in OpenSpiel).
+
+    A share `gamma` of uniform play is mixed in.
+    """
+    regrets = [np.full(members, INITIAL_REGRET) for members in payoffs[0].shape]
+
+    def step(strategies: Strategies, earned: Strategies) -> Strategies:
+        for regret, strategy, value in zip(regrets, strategies, earned, strict=True):
+            regret += value - value @ strategy
+        return [_matched(regret, gamma) for regret in regrets]
+
+    return _average(payoffs, step, iterations)
+
+
+def _matched(regret: np.ndarray, gamma: float) -> np.ndarray:
+    positive = np.maximum(regret, 0)
+    total = positive.sum()
+    level = 1 / len(regret)
+    return gamma * level + (1 - gamma) * positive / total if total > 0 else np.full(len(regret), level)
+
+
+def projected_replicator(
+    payoffs: PayoffTensors, *, iterations: int = 50_000, dt: float = 1e-3, gamma: float = 1e-6
+) -> Strategies:
+    """Returns the average along projected replicator dynamics (Lanctot et al., 2017, sec. 3.2), float64 [m_i] for each
+    player.
+
+    Starts from uniform play, with Euler steps `dt`; `gamma` is the lower bound of every probability. Larger payoffs
+    need a smaller `dt`. Raises ValueError if `gamma` is too large for a distribution.
+    """
+    if gamma * max(payoffs[0].shape) > 1:
+        raise ValueError(f"{max(payoffs[0].shape)} members of probability at least {gamma} are no distribution")
+
+    def step(strategies: Strategies, earned: Strategies) -> Strategies:
+        moved = [
+            strategy * (1 + dt * (value - value @ strategy)) for strategy, value in zip(strategies, earned, strict=True)
+        ]
+        return [
+            one if one.min() >= gamma else project_to_simplex(one, gamma) for one in moved
+        ]  # replicator steps preserve the sum
+
+    return _average(payoffs, step, iterations)
+
+
+def project_to_simplex(point: np.ndarray, gamma: float = 0.0) -> np.ndarray:
+    """Returns the Euclidean projection of a point [m] on the distributions with all probabilities at least `gamma`
+    (Duchi et al., 2008, fig. 1)."""
+    mass = 1 - gamma * len(point)
+    above = np.sort(point - gamma)[::-1]
+    levels = (above.cumsum() - mass) / np.arange(1, len(point) + 1)
+    level = levels[np.flatnonzero(above > levels)[-1]] if mass > 0 else np.inf
+    return np.maximum(point - gamma - level, 0) + gamma
+
+
+def _average(
+    payoffs: PayoffTensors, step: Callable[[Strategies, Strategies], Strategies], iterations: int
+) -> Strategies:
+    """Returns the average over uniform play and the rounds that follow."""
+    fronts, strategies = own_axis_first(payoffs), uniform_strategies(payoffs)
+    totals = [strategy.copy() for strategy in strategies]
+    for _ in range(iterations):
+        strategies = step(strategies, member_returns(fronts, strategies))
+        for total, strategy in zip(totals, strategies, strict=True):
+            total += strategy
+    return [total / (iterations + 1) for total in totals]

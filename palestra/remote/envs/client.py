@@ -1,0 +1,268 @@
+"""Client of remote envs: an `Env` whose episodes run on a gRPC server, with replay after a lost server.
+
+An env is a deterministic function of its seed and actions. If a server is lost, the episode is therefore opened on
+another one and replayed from its seed and recorded actions. Every replayed step must equal the original (compared by
+digest); otherwise the episode fails with an error.
+"""
+
+from __future__ import annotations
+
+import builtins
+import random
+import time
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Self
+
+import grpc
+
+from palestra.envs.base import Env
+from palestra.remote.envs import SERVICE, background_loop
+from palestra.remote.envs import envs_pb2 as pb
+from palestra.remote.envs.address import EnvServersConfig, counters
+from palestra.remote.envs.connection import EnvConnection, SessionLost, auth_metadata, connection_error, open_channel
+from palestra.remote.envs.connection_pool import get_pool
+from palestra.remote.envs.serialization import (
+    encode_mapping,
+    encode_rng_state,
+    encode_value,
+    read_mapping,
+    read_step,
+    read_value,
+    restore_rng_state,
+    step_digest,
+)
+from palestra.runs.worker_stats import worker_stats
+from palestra.types import Seat, Step
+
+MAX_LOST_SERVERS = 5  # lost servers in a row after which the env itself is assumed to crash servers
+RETRY_INTERVAL_S = 0.2  # seconds between attempts to get an env's description
+# Builtin exceptions that the client raises with their original type.
+BUILTIN_EXCEPTIONS = ("ValueError", "TypeError", "RuntimeError", "TimeoutError", "AssertionError", "OSError")
+
+
+class RemoteEnvSpec:
+    """A remote env type with options: seats, roles and options as described by a server.
+
+    Calling it returns a new env.
+    """
+
+    def __init__(self, server_config: EnvServersConfig, kind: pb.Kind, description: pb.Description) -> None:
+        self.server_config, self.kind = server_config, kind
+        self.seats: tuple[Seat, ...] = tuple(description.seats)
+        self.roles: Mapping[Seat, str] = read_mapping(description.roles)
+        self.has_expert = description.expert
+        self.options = {option.name: option.shown for option in description.options}
+
+    def __call__(self) -> RemoteEnv:
+        return (RemoteEnvWithExpert if self.has_expert else RemoteEnv)(self)
+
+
+class RemoteEnv(Env):
+    """An env of a `RemoteEnvSpec`, run on a server. Restores lost sessions by replay on the same or another server."""
+
+    def __init__(self, spec: RemoteEnvSpec) -> None:
+        self.spec, self.seats, self.roles = spec, spec.seats, spec.roles
+        self._connection: EnvConnection | None = None
+        self._session = 0
+        self._seed: pb.Value | None = None
+        self._actions: list[pb.Pairs] = []  # all actions, and the digests of all steps from the reset on
+        self._step_digests: list[bytes] = []
+
+    async def reset(self, seed: int) -> Step:
+        self._leave()
+        self._seed, self._actions, self._step_digests = encode_value(seed), [], []
+        step = await self._open_session([], "")
+        counters["env_sessions"] += 1
+        self._note(done=1)
+        return self._noted(step)
+
+    async def step(self, actions: dict[Seat, Any]) -> Step:
+        said = encode_mapping(actions)
+        try:
+            reply = await self._asked(pb.Request(session=self._session, step=said))
+            step = reply.step
+        except SessionLost as lost:
+            step = await self._replay([*self._actions, said], str(lost))
+        self._actions.append(said)
+        return self._noted(step)
+
+    async def fork(self) -> Self:
+        """Returns a copy of the episode without waiting for the server.
+
+        The server makes the copy before later requests of either env. If it cannot, the copy's next call raises.
+        """
+        twin = type(self)(self.spec)
+        twin._seed, twin._actions, twin._step_digests = self._seed, [*self._actions], [*self._step_digests]
+        if self._connection and not self._connection.lost_reason:
+            twin._connection, twin._session = self._connection, self._connection.allocate_session()
+            self._connection.send(pb.Request(session=self._session, fork=twin._session))
+        return twin
+
+    async def close(self) -> None:
+        self._leave()
+        self._seed = None
+
+    def __del__(self) -> None:
+        self._leave()  # envs may be dropped without `close`
+
+    def _leave(self) -> None:
+        if self._connection:
+            self._connection.close_session(self._session)
+            self._connection = None
+
+    # ---- requests and replay
+
+    async def _asked(self, request: pb.Request) -> pb.Reply:
+        """Sends a request of the open session and returns the reply.
+
+        Raises ValueError before `reset`, Lost if the session no longer exists, and what the env raised.
+        """
+        if self._seed is None:
+            raise ValueError("no game is open: call reset(seed) first")
+        if self._connection is None:
+            raise SessionLost("it was lost before it was forked")
+        reply = await self._connection.call(request, self.spec.server_config.request_timeout)
+        if reply.HasField("fault"):
+            raise _raised(reply.fault, self._connection.address)
+        return reply
+
+    async def _replay(self, said: list[pb.Pairs], why: str) -> pb.Step:
+        """Replays the episode in a new session, on any server, and returns its last step."""
+        counters["env_lost"] += 1
+        self._note(why, lost=1)
+        step = await self._open_session(said, why)
+        counters["env_replays"] += 1
+        self._note(replays=1)
+        counters["env_replayed_steps"] += len(self._step_digests)
+        return step
+
+    async def _open_session(self, said: list[pb.Pairs], why: str) -> pb.Step:
+        """Opens a session, plays the actions `said` in one request and returns the last step.
+
+        Raises RuntimeError after `MAX_LOST_SERVERS` lost servers in a row, and if a replayed step differs from the
+        original.
+        """
+        request = pb.Request(open=pb.Open(kind=self.spec.kind, seed=self._seed, actions=said))
+        attempts = 0
+        while attempts < MAX_LOST_SERVERS:
+            lane = await get_pool(self.spec.server_config).acquire()
+            self._leave()
+            self._connection, request.session = lane, lane.allocate_session()
+            self._session = request.session
+            try:
+                reply = await lane.call(request, self.spec.server_config.request_timeout * (1 + len(said)))
+            except SessionLost as lost:
+                attempts, why = attempts + 1, str(lost)
+                self._note(why, lost=1)
+                continue
+            if reply.fault.why == pb.Fault.DRAINING:
+                lane.draining = True
+                continue
+            if reply.HasField("fault"):
+                raise _raised(reply.fault, lane.address)
+            self._compare(reply.opened.steps, why)
+            return reply.opened.steps[-1]
+        raise RuntimeError(
+            f"env {self._name} lost its server {MAX_LOST_SERVERS} times in a row, {len(said)} joint steps into an "
+            f"instance. That step may bring servers down, or take longer than the deadline: {why}"
+        )
+
+    def _note(self, why: str = "", **figures: float) -> None:
+        if self._connection:
+            worker_stats.count("env server", self._connection.address, why, **figures)
+
+    def _compare(self, steps: Any, why: str) -> None:
+        """Raises RuntimeError if a replayed step differs from the recorded digest."""
+        for number, (step, before) in enumerate(zip(steps, self._step_digests, strict=False)):
+            if step_digest(step) != before:
+                raise RuntimeError(
+                    f"env {self._name} is not a function of its seed and the actions: played again after its server "
+                    f"was lost ({why}), joint step {number} is another. `palestra.envs.check_env` finds such faults; "
+                    "servers of one place must also have equal versions and data"
+                )
+
+    def _noted(self, step: pb.Step) -> Step:
+        self._step_digests.append(step_digest(step))
+        return read_step(step)
+
+    @property
+    def _name(self) -> str:
+        return f'"{self.spec.kind.type}"'
+
+
+class RemoteEnvWithExpert(RemoteEnv):
+    """A remote env that has an `expert` method."""
+
+    async def expert(self, seat: Seat, rng: random.Random) -> Any:
+        """Returns the expert's action for `seat`. The state of `rng` advances as in a local call.
+
+        Raises RuntimeError after `MAX_LOST_SERVERS` lost servers.
+        """
+        request = pb.Request(expert=pb.Expert(seat=seat, random=encode_rng_state(rng)))
+        for _ in range(MAX_LOST_SERVERS):
+            try:
+                request.session = self._session
+                said = (await self._asked(request)).said
+                restore_rng_state(rng, said.random)
+                return read_value(said.answer)
+            except SessionLost as lost:
+                await self._replay(self._actions, str(lost))
+        raise RuntimeError(
+            f"the expert of env {self._name} was asked {MAX_LOST_SERVERS} times, and its server lost each time"
+        )
+
+
+def describe_env(server_config: EnvServersConfig, type: str, options: Mapping[str, Any]) -> RemoteEnvSpec:
+    """Returns a server's description of the env `type` with `options`; cached per process.
+
+    Raises ValueError if the server refuses the type or an option, or if none answers within
+    `server_config.server_timeout` seconds.
+    """
+    return _described(
+        server_config, pb.Kind(type=type, options=encode_mapping(options)).SerializeToString(deterministic=True)
+    )
+
+
+@lru_cache(256)
+def _described(place: EnvServersConfig, kind: bytes) -> RemoteEnvSpec:
+    asked, end, said = pb.Kind.FromString(kind), time.monotonic() + place.server_timeout, ""
+    while True:
+        for address in place.addresses():
+            try:
+                return RemoteEnvSpec(place, asked, background_loop.submit(_description(place, address, asked)).result())
+            except SessionLost as lost:
+                said = str(lost)
+        if time.monotonic() > end:
+            raise ValueError(
+                f'no env server says what env "{asked.type}" is, for {place.server_timeout:g} s: '
+                f"{said or 'there is none'}. "
+                "Start one with `palestra serve-envs`, or correct at:"
+            )
+        time.sleep(RETRY_INTERVAL_S)
+
+
+async def _description(place: EnvServersConfig, address: str, kind: pb.Kind) -> pb.Description:
+    channel = open_channel(address, place)
+    try:
+        call = channel.unary_unary(f"/{SERVICE}/Describe", pb.Kind.SerializeToString, pb.Description.FromString)
+        told: pb.Description = await call(kind, timeout=place.request_timeout, metadata=auth_metadata(place))
+    except grpc.aio.AioRpcError as error:
+        raise connection_error(address, error) from error
+    finally:
+        await channel.close()
+    if told.HasField("fault"):
+        raise ValueError(told.fault.message)
+    return told
+
+
+def _raised(fault: pb.Fault, address: str) -> Exception:
+    """Converts a fault to its original exception; non-builtin exceptions become a RuntimeError with their name."""
+    if fault.why == pb.Fault.UNKNOWN:
+        return SessionLost(f"{address}: {fault.message}")
+    if fault.why == pb.Fault.REFUSED:
+        return ValueError(f"{address}: {fault.message}")
+    if fault.error in BUILTIN_EXCEPTIONS:
+        error: Exception = getattr(builtins, fault.error)(fault.message)
+        return error
+    return RuntimeError(f"{fault.error}: {fault.message}")

@@ -1,0 +1,50 @@
+"""Adapter folders for remote samplers: each snapshot is written once, in PEFT format, under a unique name.
+
+vLLM's prefix cache is keyed by the adapter's *name*. A new version under an old name would be answered from the old
+version's keys and values; each snapshot therefore gets its own name, such as `planner@12.3f9c1a2b.7`, which is unique
+to run and snapshot.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+from palestra.engine.checkpoints import save_snapshot
+from palestra.engine.lora import Snapshot
+from palestra.files import atomic_folder, remove_path
+
+
+class AdapterStore:
+    """A temporary folder of one sampler, created in `folder` (None: the system's temporary directory).
+
+    `close` deletes it; so does garbage collection of this object or the end of the process.
+    """
+
+    def __init__(self, folder: str | None, base: str) -> None:
+        self.base, self.token = base, secrets.token_hex(4)
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"palestra-{self.token}-", dir=folder)).absolute()
+        self.folder.chmod(0o755)  # servers may run as another user
+        self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+
+    def adapter_name(self, snapshot: Snapshot) -> str:
+        """Returns the unique adapter name of `snapshot`: its own name, the folder's token and the snapshot's id."""
+        said = re.sub(r"[^\w.@-]", "_", snapshot.name, flags=re.ASCII) or "adapter"
+        return f"{said}.{self.token}.{snapshot.id}"
+
+    def write(self, snapshot: Snapshot) -> Path:
+        """Returns the folder of `snapshot`, writing it first if needed. The folder appears atomically."""
+        path = self.folder / self.adapter_name(snapshot)
+        if not path.exists():
+            atomic_folder(path, lambda folder: save_snapshot(folder, snapshot, self.base))
+        return path
+
+    def delete(self, name: str) -> None:
+        """Deletes the folder of the adapter `name`."""
+        remove_path(self.folder / name)

@@ -1,0 +1,271 @@
+"""HTTP sampler server (`palestra serve-sampler`): one base, adapters from folders, vLLM's API on palestra's engine.
+
+HTTP runs on the main thread, the engine on another. Concurrent requests share batches, even with different adapters.
+Samples are equal to those of a sampler in the training process (engine/sampler.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as Call
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from palestra.engine.checkpoints import load_adapter
+from palestra.engine.lora import Snapshot
+from palestra.engine.models import Engine
+from palestra.engine.request import Completion, Request, max_positions
+from palestra.engine.sampler import Sampler
+from palestra.remote.samplers import wire as wire
+from palestra.web.limits import MIB, AdmissionMiddleware, AsgiApp, HttpLimits, bearer_token, cancel_on_disconnect
+from palestra.web.listen import open_listener, url_host
+from palestra.web.loop_thread import LoopThread
+from palestra.web.origin_middleware import OriginPolicy, is_loopback
+from palestra.web.server import build_server
+
+MAX_TOKEN_JSON_BYTES = 12  # largest size of a token id in JSON, in bytes
+MAX_ADAPTERS = 1024
+LOAD_ERRORS = (
+    ValueError,
+    OSError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)  # bad files
+DRAIN_TIMEOUT_S = 30  # seconds that open requests have to end when the server stops
+
+B = TypeVar("B", bound=wire.RequestBody)
+PrintLine = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SamplerServerOptions:
+    """Options of `palestra serve-sampler`.
+
+    `key_env`: environment variable with the API key that clients must send. `with_parent`: stop the server when its
+    standard input closes. `hosts`: additional host names accepted on loopback.
+    """
+
+    base: str = "tiny"
+    host: str = "127.0.0.1"
+    port: int = 8001
+    key_env: str = wire.KEY_VARIABLE
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 1
+    max_rows: int = 512
+    with_parent: bool = False
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass
+class SamplerState:
+    """State shared by the routes: public name of the base, its sampler (runs on `engine_thread`), and the loaded
+    adapters by name."""
+
+    base: str
+    sampler: Sampler
+    engine_thread: LoopThread
+    key: str | None = None
+    adapters: dict[str, Snapshot] = field(default_factory=dict)
+    started_at: int = field(default_factory=lambda: int(time.time()))
+
+    def adapter(self, model: str) -> Snapshot | None:
+        """Returns the adapter named `model`, or None for the base. Raises HTTPException (404) for an unknown name."""
+        if model != self.base and model not in self.adapters:
+            _refuse(404, f"The model `{model}` does not exist: there are {', '.join([self.base, *self.adapters])}.")
+        return self.adapters.get(model)
+
+
+def serve(options: SamplerServerOptions, print_line: PrintLine = print) -> None:
+    """Serves until SIGTERM or SIGINT, then lets open requests end (up to DRAIN seconds) and returns.
+
+    Raises ValueError if the base cannot be loaded or the port is taken.
+    """
+    with open_listener(options.host, options.port) as door:
+        engine = Engine.load(options.base, device=options.device, dtype=options.dtype, threads=options.threads)
+        engine_side, key = LoopThread("engine"), os.environ.get(options.key_env) or None
+        desk = SamplerState(options.base, Sampler(engine, max_rows=options.max_rows), engine_side, key)
+        app = make_guarded_app(desk, OriginPolicy.for_host(options.host, hosts=options.hosts, pages=False))
+        server = build_server(
+            app, drain=DRAIN_TIMEOUT_S, keep_alive=600
+        )  # clients keep connections open during training steps
+        if options.with_parent:
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+        print_line(_where(options, door.getsockname()[1], key))
+        asyncio.run(server.serve(sockets=[door]))
+        engine_side.close()
+
+
+def make_guarded_app(state: SamplerState, origins: OriginPolicy) -> AsgiApp:
+    """Returns the app with key check, origin check and a body limit: the base's longest prompt plus 1 MiB."""
+    limits = HttpLimits(max_body_bytes=MIB + MAX_TOKEN_JSON_BYTES * (max_positions(state.sampler.engine) or 2**20))
+
+    def admit(path: str, headers: Mapping[str, str]) -> str | None:
+        if (
+            path == "/health"
+            or not state.key
+            or hmac.compare_digest(bearer_token(headers).encode(), state.key.encode())
+        ):
+            return None
+        return "this sampler wants a key, and this is not the one: send Authorization: Bearer KEY"
+
+    return AdmissionMiddleware(make_app(state), origins, limits, auth_check=admit, error_body=wire.error_body)
+
+
+def make_app(state: SamplerState) -> Starlette:
+    """Returns the Starlette app with the routes of the vLLM API, without access checks."""
+    app = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", list_models),
+            Route("/v1/completions", create_completions, methods=["POST"]),
+            Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: _said_no},
+    )
+    app.state.desk = state
+    return app
+
+
+async def health(call: Call) -> Response:
+    """GET /health: an empty 200."""
+    return Response()
+
+
+async def list_models(call: Call) -> Response:
+    """GET /v1/models: the base, then the adapters with the base as their parent."""
+    desk = _desk(call)
+    head = {"object": "model", "created": desk.started_at, "owned_by": wire.PALESTRA_OWNER}
+    cards = [{"id": desk.base, **head, "root": desk.base, "parent": None}]
+    cards += [{"id": name, **head, "root": name, "parent": desk.base} for name in desk.adapters]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+async def load_lora_adapter(call: Call) -> Response:
+    """POST /v1/load_lora_adapter: loads an adapter folder. 400 if the name is in use or the folder is invalid."""
+    desk, asked = _desk(call), await _read(call, wire.LoadAdapterBody)
+    name, engine = asked.lora_name, desk.sampler.engine
+    if name in desk.adapters or name == desk.base:
+        _refuse(400, f"The lora adapter '{name}' has already been loaded: adapters do not change under their name.")
+    if len(desk.adapters) >= MAX_ADAPTERS:
+        _refuse(400, f"{MAX_ADAPTERS} adapters are loaded, as many as this sampler holds: unload one")
+    try:
+        adapter = await asyncio.to_thread(load_adapter, Path(asked.lora_path), engine)
+    except LOAD_ERRORS as error:
+        _refuse(400, f"cannot load the adapter '{name}': {error}")
+    desk.adapters.setdefault(name, adapter.snapshot(name, engine.dtype))
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_lora_adapter(call: Call) -> Response:
+    """POST /v1/unload_lora_adapter: unloads an adapter. Running requests keep it until they end. 404 if unknown."""
+    desk, asked = _desk(call), await _read(call, wire.UnloadAdapterBody)
+    if asked.lora_name not in desk.adapters:
+        _refuse(404, f"The lora adapter '{asked.lora_name}' cannot be found.")
+    del desk.adapters[asked.lora_name]
+    return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+
+async def create_completions(call: Call) -> Response:
+    """POST /v1/completions: samples `n` completions. Cancels them if the client disconnects."""
+    desk, asked = _desk(call), await _read(call, wire.CompletionBody)
+    request = Request(
+        np.array(asked.prompt, np.int32),
+        asked.n,
+        asked.sampling,
+        desk.adapter(asked.model),
+        asked.seed % 2**64,
+        asked.keep,
+    )
+    try:
+        answers = await cancel_on_disconnect(call.receive, desk.engine_thread.run_async(desk.sampler.sample(request)))
+    except ValueError as error:
+        _refuse(400, str(error))
+    except Exception as error:
+        _refuse(500, f"{type(error).__name__}: {error}")
+    sampled = sum(len(answer.token_ids) for answer in answers)
+    usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": sampled}
+    return JSONResponse(
+        {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": asked.model,
+            "choices": [_choice(i, answer, asked, desk) for i, answer in enumerate(answers)],
+            "usage": usage | {"total_tokens": sum(usage.values())},
+        }
+    )
+
+
+def _choice(index: int, answer: Completion, asked: wire.CompletionBody, desk: SamplerState) -> dict[str, Any]:
+    """JSON of one completion. Its text excludes the stop string."""
+    tokenizer, ids = desk.sampler.engine.tokenizer, answer.token_ids.tolist()
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    for stop in asked.stop:
+        text = text.split(stop, 1)[0]
+    logprobs = {"tokens": tokenizer.convert_ids_to_tokens(ids), "token_logprobs": answer.logprobs.tolist()}
+    return {
+        "index": index,
+        "text": text,
+        "finish_reason": answer.stop_reason,
+        "stop_reason": None,
+        "logprobs": None if asked.logprobs is None else logprobs,
+        "token_ids": ids if asked.return_token_ids else None,
+    }
+
+
+def _desk(call: Call) -> SamplerState:
+    desk: SamplerState = call.app.state.desk
+    return desk
+
+
+async def _read(call: Call, model: type[B]) -> B:
+    body = await call.body()
+    try:
+        return await asyncio.to_thread(model.model_validate_json, body)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[:5]
+        _refuse(400, "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in wrong))
+
+
+def _refuse(status: int, message: str) -> NoReturn:
+    raise HTTPException(status, message)
+
+
+async def _said_no(call: Call, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(wire.error_body(error.status_code, error.detail), error.status_code)
+
+
+def _end_with_parent() -> None:
+    """Sends SIGTERM to this process when its standard input closes, that is, when the parent process has ended."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _where(options: SamplerServerOptions, port: int, key: str | None) -> str:
+    inside = key or is_loopback(options.host)
+    warning = "" if inside else f"  (without a key in {options.key_env}, everybody who reaches this machine may use it)"
+    return f"{wire.READY_PREFIX}http://{url_host(options.host)}:{port}{warning}"

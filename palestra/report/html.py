@@ -1,0 +1,58 @@
+"""HTML elements of the report. All content of a run is inserted through `escape_text`, which escapes it."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from typing import Any
+
+# Control characters, and bidirectional overrides, which reorder the displayed text.
+CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
+MAX_TEXT_CHARS = 6000  # characters of one text
+
+
+def escape_text(value: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
+    """Returns `value` as escaped HTML text: control characters are made visible, text beyond `max_chars` characters is
+    cut with a note."""
+    shown = CONTROL_CHARS.sub(lambda found: f"\\u{ord(found[0]):04x}", str(value))
+    shown = shown.encode("utf-8", "replace").decode()
+    rest = len(shown) - max_chars
+    return html.escape(shown[:max_chars]) + (f" <i>[{rest} more letters]</i>" if rest > 0 else "")
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, css_class: str = "") -> str:
+    """Returns an HTML table; columns after the first are right-aligned numbers. "" without rows."""
+    if not rows:
+        return ""
+    top = "".join(f"<th>{escape_text(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
+    return (
+        f'<div class="wide"><table class="{css_class}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _cell(value: Any) -> str:
+    return f"<td>{escape_text(value, 400)}</td>"
+
+
+def section(title: str, *parts: str) -> str:
+    """Returns a section of the page; "" if all parts are empty."""
+    inside = "\n".join(part for part in parts if part)
+    return f"<section><h2>{escape_text(title)}</h2>\n{inside}</section>" if inside else ""
+
+
+def details(summary: str, inside: str) -> str:
+    """Returns a collapsible element; `summary` and `inside` are HTML."""
+    return f"<details><summary>{summary}</summary>{inside}</details>"
+
+
+def preformatted(value: Any, css_class: str = "") -> str:
+    """Returns `value` as escaped preformatted text; `css_class` is its CSS class."""
+    max_chars = 20 * MAX_TEXT_CHARS if css_class == "config" else MAX_TEXT_CHARS
+    return f'<pre class="{css_class}">{escape_text(value, max_chars)}</pre>'
+
+
+def format_number(value: float | None, digits: int = 2) -> str:
+    """Returns a number with `digits` decimals; "-" for None."""
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,242 @@
+"""Reports on a population's run, from its directory: payoffs between members, and their ratings."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from palestra.files import path_inside
+from palestra.populations.payoffs import PayoffTable
+from palestra.populations.population import Member, Player
+from palestra.populations.ratings import SkillRating, cyclicity, fit_elo, openskill_ratings
+from palestra.populations.scheduler import MEMBERS_DIR, TASKS_FILE
+from palestra.runs import read_lines
+
+CROSSPLAY_FILE = "crossplay.jsonl"  # cells played by `palestra league crossplay`, in addition to those of training
+MAX_OPENSKILL_GAMES = 20  # games of each pair passed to OpenSkill, which updates game by game
+MAX_COLUMNS = 16  # maximum number of columns of a table on the screen
+JSONLine = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PopulationRecord:
+    """A population's run as read from its files. `members` are frozen, oldest first; `payoffs` holds all games between
+    them."""
+
+    path: Path
+    members: list[Member]
+    payoffs: PayoffTable
+    tasks: list[JSONLine]
+    metrics: list[JSONLine]
+    timings: list[JSONLine]
+
+
+def read_record(path: str | Path) -> PopulationRecord:
+    """Reads the run at `path`. Raises ValueError if it trains no population or has no finished task."""
+    path = Path(path)
+    tasks, listed = read_lines(path / TASKS_FILE), path / "population.json"
+    if not tasks:
+        raise ValueError(f"{path} has no finished task of a population: `palestra runs` lists the runs there are")
+    members = [Member(**line) for line in json.loads(listed.read_text())] if listed.exists() else _made(tasks)
+    for member in members:
+        path_inside(path / MEMBERS_DIR, member.name)
+    cells = [cell for task in tasks if task["kind"] == "play" for cell in task["result"]["cells"]]
+    cells += read_lines(path / CROSSPLAY_FILE)
+    metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")
+    return PopulationRecord(path, members, _table(members, cells), tasks, metrics, timings)
+
+
+def _made(tasks: list[JSONLine]) -> list[Member]:
+    """Returns the members that appear in tasks, for runs that have not written population.json yet."""
+    players = {task["makes"]: task["order"]["player"] for task in tasks if task["kind"] == "train"}
+    played = [name for task in tasks if task["kind"] == "play" for cell in task["order"]["cells"] for name in cell]
+    weights = {name: f"members/{name}" for name in players}
+    return [Member(name, players.get(name, ""), weights.get(name, "")) for name in dict.fromkeys([*played, *players])]
+
+
+def _table(members: list[Member], cells: list[JSONLine]) -> PayoffTable:
+    players = {member.name: member.player for member in members}
+    table = PayoffTable(_seats(players, cells))
+    for member in members:
+        for player in [member.player] if member.player else table.members:
+            table.add_member(player, member.name)
+    for cell in cells:
+        if all(name in players for name in cell["members"]):  # other cells are of snapshots of policies in training
+            table.set_exact(cell["members"], cell["mean"]) if cell.get("exact") else table.add_games(cell)
+    return table
+
+
+def _seats(players: dict[str, Player], cells: list[JSONLine]) -> list[Player]:
+    """Returns the player at each seat: the only one, or by the members that played there."""
+    named = list(dict.fromkeys(filter(None, players.values())))
+    seats = len(cells[0]["members"]) if cells else max(2, len(named))
+    if len(named) < 2:
+        return [*named, "everyone"][:1] * seats
+    sat = [[players.get(cell["members"][seat], "") for cell in cells] for seat in range(seats)]
+    return [next(filter(None, who), name) for who, name in zip(sat, named, strict=True)]
+
+
+# ---- ratings
+
+
+class Standing(NamedTuple):
+    """A member's rating among those it played: Elo with standard error, OpenSkill (None if not installed), mean win
+    rate (a draw is half a win), the lowest win rate and the opponent it is against, and games."""
+
+    name: str
+    elo: float
+    stderr: float
+    skill: SkillRating | None
+    win_rate: float
+    worst_win_rate: float
+    worst_opponent: str
+    games: int
+
+
+def standings(record: PopulationRecord) -> list[Standing]:
+    """Returns the members that have played, best Elo first. Raises ValueError if there are no games, if games do not
+    link all members, or if the game does not have two seats."""
+    names, points = _played(record)
+    elo, stderr = fit_elo(points)
+    skills = openskill_ratings(_some_games(record, names)) if find_spec("openskill") else {}
+    games = points + points.T
+    rates = np.where(games > 0, points / np.maximum(games, 1), np.nan)
+    found = []
+    for i in np.argsort(-elo, kind="stable"):
+        worst = int(np.nanargmin(rates[i]))
+        mean = float(np.nanmean(rates[i]))
+        told = (skills.get(names[i]), mean, float(rates[i, worst]), names[worst], int(games[i].sum()))
+        found.append(Standing(names[i], float(elo[i]), float(stderr[i]), *told))
+    return found
+
+
+def cyclicity_warning(record: PopulationRecord) -> str:
+    """Returns a warning about cycles among members, which ratings cannot express; "" if there are none."""
+    names, points = _played(record)
+    return cyclicity(names, points).warning
+
+
+def _played(record: PopulationRecord) -> tuple[list[str], np.ndarray]:
+    """Returns the members that have played others, and how often each has beaten each [M, M], a draw counting half."""
+    names, points = record.payoffs.pairwise_scores()
+    kept = np.flatnonzero((points + points.T).sum(1) > 0)
+    if not len(kept):
+        raise ValueError(
+            f"the members of {record.path} have played no games that were counted: "
+            f"`palestra league crossplay {record.path} --games 200` has them play"
+        )
+    return [names[i] for i in kept], points[np.ix_(kept, kept)]
+
+
+def _some_games(record: PopulationRecord, names: list[str]) -> list[tuple[list[str], list[float]]]:
+    """Returns at most SAMPLED games of each pair, with wins and draws in proportion, in a fixed random order."""
+    games: list[tuple[list[str], list[float]]] = []
+    for pair in record.payoffs.cells():
+        cell = record.payoffs.cell(pair)
+        share = min(1.0, MAX_OPENSKILL_GAMES / cell.games) if cell.games else 0.0
+        for scores, count in (([1.0, 0.0], cell.wins[0]), ([0.0, 1.0], cell.wins[1]), ([0.0, 0.0], cell.draws)):
+            games += [(list(pair), scores)] * round(share * count)
+    order = np.random.default_rng(0).permutation(len(games))
+    return [games[i] for i in order]
+
+
+# ---- tables
+
+
+def standings_table(record: PopulationRecord) -> Table:
+    """Returns the standings as a table for the screen."""
+    rows = standings(record)
+    table = Table(title=f"{record.path}: {len(rows)} members", title_justify="left")
+    for heading in ("", "member", "Elo", "OpenSkill", "win rate", "worst", "against", "games"):
+        is_name = heading in ("member", "against")
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
+    for place, row in enumerate(rows, 1):
+        skill = f"{row.skill.mu:.1f} ± {row.skill.sigma:.1f}" if row.skill else "-"
+        figures = (f"{row.elo:.0f} ± {row.stderr:.0f}", skill, f"{row.win_rate:.1%}", f"{row.worst_win_rate:.1%}")
+        table.add_row(str(place), row.name, *figures, row.worst_opponent, str(row.games))
+    return table
+
+
+def standings_csv(record: PopulationRecord) -> str:
+    """Returns the standings as CSV: a header, and one line for each member."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["member", "elo", "elo_stderr", "mu", "sigma", "win_rate", "worst", "against", "games"])
+    for row in standings(record):
+        rows.writerow([*row[:3], *(row.skill or ("", "")), *row[4:]])
+    return text.getvalue()
+
+
+def crossplay_table(record: PopulationRecord) -> Table:
+    """Returns mean returns of the first seat's members (rows) against the second's, for the screen: the newest SHOWN
+    columns.
+
+    Raises ValueError if the game does not have two seats.
+    """
+    seats, members = record.payoffs.seats, record.payoffs.members
+    if len(seats) != 2:
+        raise ValueError(f"a table of rows and columns needs a game of two; this one seats {len(seats)}: take --csv")
+    rows, columns = members[seats[0]], members[seats[1]]
+    first = max(0, len(columns) - MAX_COLUMNS)
+    table = Table(title=_caption(record, rows, columns, first), title_justify="left")
+    table.add_column("")
+    table.add_column("member", no_wrap=True)
+    for number in range(first, len(columns)):
+        table.add_column(str(number + 1), justify="right", no_wrap=True)
+    for number, name in enumerate(rows, 1):
+        cells = [record.payoffs.cell((name, column)) for column in columns[first:]]
+        table.add_row(str(number), name, *[f"{c.mean[0]:+.2f}" if c.games or c.known else "-" for c in cells])
+    return table
+
+
+def _caption(record: PopulationRecord, rows: list[str], columns: list[str], first: int) -> str:
+    what = f"{record.path}: what each row's member earns from each column's"
+    what += f", the newest {MAX_COLUMNS} of {len(columns)}" if first else ""
+    return what if rows == columns else f"{what} ({', '.join(columns[first:])})"
+
+
+# ---- exploitability
+
+
+class ExploitResult(NamedTuple):
+    """Result of a learned response of one player, which has `seats` seats of the game, to the others' mixtures.
+
+    `response_return` is the response's mean return per game, `stderr` its standard error, `mixture_return` the mean
+    return of the mixture that it replaces (None if the run never measured it).
+    """
+
+    player: Player
+    seats: int
+    response_return: float
+    stderr: float
+    mixture_return: float | None
+
+    @property
+    def gain(self) -> float | None:
+        """By how much the response's return exceeds the mixture's; None if that is unknown."""
+        return None if self.mixture_return is None else self.response_return - self.mixture_return
+
+
+def exploits_table(path: Path, found: list[ExploitResult]) -> Table:
+    """Returns the responses' returns beside those of the mixtures they replace, for the screen."""
+    table = Table(title=f"{path}: what a response that learned wins a game", title_justify="left")
+    for heading in ("player", "response", "the mixture itself", "gain"):
+        table.add_column(heading, justify="left" if heading == "player" else "right")
+    for one in found:
+        usual, gain = ("unknown" if x is None else f"{x:+.3f}" for x in (one.mixture_return, one.gain))
+        table.add_row(one.player, f"{one.response_return:+.3f} ± {1.96 * one.stderr:.3f}", usual, gain)
+    return table
+
+
+def nash_conv_lower_bound(found: list[ExploitResult]) -> float | None:
+    """Returns the sum of positive gains over all seats, a lower bound on NashConv; None if a gain is unknown."""
+    gains = [one.gain for one in found]
+    return None if None in gains else sum(one.seats * max(0.0, one.gain) for one in found if one.gain is not None)

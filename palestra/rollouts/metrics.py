@@ -1,0 +1,87 @@
+"""Metrics of text episodes, for logs, progress bars and tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from palestra.types import Answer, Episode, Metrics, Node
+
+
+def member_name(policy: str) -> str:
+    """Returns the member of a versioned policy name: "planner@12" -> "planner"."""
+    return policy.split("@", 1)[0]
+
+
+def chosen_nodes(episode: Episode) -> list[Node]:
+    """Returns the nodes of the trajectories that were continued, without siblings that were only tried."""
+    return [node for node in episode.nodes if node.chosen]
+
+
+def answers_of(episodes: Sequence[Episode], policy: str | None = None) -> list[Answer]:
+    """Returns every answer of `policy` (None: of all policies) once, also those of unchosen siblings; siblings may
+    share one."""
+    found = {id(answer): answer for e in episodes for node in e.nodes for answer in node.answers.values()}
+    return [answer for answer in found.values() if policy in (None, member_name(answer.policy))]
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """Returns success (if the env reports it), joint steps per trajectory, team return, number of episodes, and how
+    many failed.
+
+    Means are over the episodes that did not fail; `failed` counts the rest.
+    """
+    valid = [e for e in episodes if e.error is None]
+    lines = [e.trajectory(leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
+    known = not lines or any("success" in line[-1].info for line in lines)
+    return ({"success": _mean([e.success for e in valid])} if known else {}) | {
+        "steps_per_episode": _mean([len(line) for line in lines]),
+        "team_return": _mean([sum(node.team_reward for node in line) for line in lines]),
+        "episodes": float(len(episodes)),
+        "failed": float(len(episodes) - len(valid)),
+    }
+
+
+def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
+    """Returns `returns`: each seat's own return, averaged over the trajectories of episodes that did not fail, and
+    `returns_half`: half the width of its 95 % confidence interval (normal approximation)."""
+    valid = [e for e in episodes if e.error is None]
+    ends = [(e, leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
+    seats = {seat: None for e in valid for seat in e.seats}
+    own = {seat: [sum(n.rewards.get(seat, 0.0) for n in e.trajectory(leaf)) for e, leaf in ends] for seat in seats}
+    return {
+        "returns": {seat: _mean(values) for seat, values in own.items()},
+        "returns_half": {
+            seat: 1.96 * float(np.std(v, ddof=1)) / len(v) ** 0.5 for seat, v in own.items() if len(v) > 1
+        },
+    }
+
+
+def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
+    """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer, share
+    of invalid answers, tokens per answer, share cut at the token limit. An answer shared by siblings counts once, by
+    its mean."""
+    turns = [
+        (node, seat, answer)
+        for episode in episodes
+        if episode.error is None
+        for node in episode.nodes
+        for seat, answer in node.answers.items()
+        if member_name(answer.policy) == policy
+    ]
+    times = Counter(id(answer) for _, _, answer in turns)
+    shares = [1 / times[id(answer)] for _, _, answer in turns]
+    return {
+        "answers": float(len(times)),
+        "local_reward": _mean([node.rewards.get(seat, 0.0) for node, seat, _ in turns], shares),
+        "team_reward": _mean([node.team_reward for node, _, _ in turns], shares),
+        "invalid": _mean([bool(node.is_invalid(seat)) for node, seat, _ in turns], shares),
+        "tokens": _mean([len(answer.token_ids) for _, _, answer in turns], shares),
+        "cut_off": _mean([answer.stop_reason == "length" for _, _, answer in turns], shares),
+    }
+
+
+def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    return float(np.average(values, weights=weights)) if len(values) else 0.0

@@ -1,0 +1,283 @@
+"""Rollouts of text and tool envs: one coroutine per episode, which grows a tree if the algorithm compares siblings.
+
+A node is one joint step: the answers of all seats that act, and the env's result. With `at: turn` every joint step is
+tried K times on forks of the env, and the episode continues from the best (or a random one, or all). With `at: root` K
+whole trajectories start at the first step. A seat that acts later in a turn of one sibling observes what that sibling's
+earlier seat did, since the env is stepped in between. Where several seats act at once, each gives K answers, and the
+siblings are their pairs, or with `joints: crossed` all combinations: siblings then share answers.
+
+An env or a policy that raises makes a failed episode, with message and traceback; other episodes continue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from palestra.envs.base import Env, require_step
+from palestra.policies.base import Policy, Query
+from palestra.rollouts.failures import describe_error
+from palestra.types import Answer, Episode, Node, Seat, Step
+
+Keep = Literal["best", "random", "epsilon", "all"]
+Joints = Literal["paired", "crossed"]
+MAX_JOINT_ANSWERS = 4096  # per joint step: each costs a fork and a step of the env
+ENV_THREADS = ThreadPoolExecutor(256, "env")  # mostly waiting on blocking envs; asyncio's default pool is too small
+
+
+@dataclass(frozen=True)
+class Branching:
+    """Where a tree branches into `k` siblings, and which of them the episode continues from.
+
+    `keep: epsilon` keeps the best, but with probability `epsilon` a random one. The best has the highest mixed reward
+    of its own step, alpha * team + local (averaged over the seats that acted). `joints` combines the answers of N seats
+    that act at once: first with first, second with second ("paired"), or every one with every other ("crossed"), which
+    makes k^N siblings from the same N * k answers.
+    """
+
+    at: Literal["root", "turn"] = "root"
+    k: int = 1
+    keep: Keep = "all"
+    epsilon: float = 0.0
+    alpha: float = 1.0
+    joints: Joints = "paired"
+
+    def width(self, depth: int) -> int:
+        """Returns the number of siblings at `depth`."""
+        return self.k if self.at == "turn" or depth == 0 else 1
+
+    def joint_indices(self, k: int, seats: Sequence[Seat]) -> list[tuple[int, ...]]:
+        """Returns, for each sibling, the index of each seat's answer among its `k`. Raises ValueError for more than
+        4096 siblings."""
+        if self.joints == "paired":
+            return [(i,) * len(seats) for i in range(k)]
+        if k ** len(seats) > MAX_JOINT_ANSWERS:
+            raise ValueError(
+                f"group_size: {k} answers of each of {len(seats)} seats ({', '.join(seats)}) make {k ** len(seats)} "
+                "crossed "
+                f"joints, and {MAX_JOINT_ANSWERS} are the most: lower group_size, or pair the answers (joints: paired)"
+            )
+        return list(itertools.product(range(k), repeat=len(seats)))
+
+    def score(self, node: Node) -> float:
+        """Returns the mixed reward of a node, averaged over the seats that acted."""
+        return sum(node.reward(seat, self.alpha) for seat in node.answers) / len(node.answers)
+
+    def pick(self, siblings: Sequence[Node], rng: random.Random) -> list[Node]:
+        """Returns the siblings that the episode continues from, in order."""
+        if self.at == "root" or self.keep == "all" or len(siblings) == 1:
+            return list(siblings)
+        at_random = self.keep == "random" or (self.keep == "epsilon" and rng.random() < self.epsilon)
+        return [rng.choice(siblings) if at_random else max(siblings, key=self.score)]
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """One episode to play: the env's instance, the policy of each seat, and the seed of everything the policies
+    sample."""
+
+    instance: int
+    policies: Mapping[Seat, Policy]
+    seed: int
+
+
+@dataclass
+class Branch:
+    """The end of a growing branch: its env, the last step result, and each seat's earlier turns.
+
+    `path` holds the sibling index at each step from the root. Random draws depend on it alone, not on which branch
+    finishes first.
+    """
+
+    env: Env
+    step: Step
+    parent: int | None = None
+    path: tuple[int, ...] = ()
+    history: Mapping[Seat, tuple[tuple[Any, Answer], ...]] = field(default_factory=dict)
+
+
+class EpisodeRunner:
+    """Plays episodes of one kind of env. `max_concurrent` is the maximum number of concurrent episodes; a trajectory
+    that has not ended after `max_steps` joint steps makes a failed episode."""
+
+    def __init__(
+        self, make_env: Callable[[], Env], name: str, *, max_concurrent: int = 1024, max_steps: int = 1000
+    ) -> None:
+        self.make_env, self.name, self.max_concurrent, self.max_steps = make_env, name, max_concurrent, max_steps
+
+    async def play_all(
+        self, matches: Sequence[EpisodeSpec], branching: Branching, on_episode: Callable[[Episode], None] | None = None
+    ) -> list[Episode]:
+        """Returns the episodes of `matches`, in order; calls `on_episode` with each one when it ends."""
+        gate = asyncio.Semaphore(self.max_concurrent)
+
+        async def one(match: EpisodeSpec) -> Episode:
+            async with gate:
+                episode = await self.play(match, branching)
+            if on_episode:
+                on_episode(episode)
+            return episode
+
+        return list(await asyncio.gather(*(one(match) for match in matches)))
+
+    async def play(self, match: EpisodeSpec, branching: Branching) -> Episode:
+        """Returns one episode. Exceptions of its env or policies are recorded in `error` and `traceback`."""
+        seats = {seat: policy.name for seat, policy in match.policies.items()}
+        episode = Episode(self.name, match.instance, seats)
+        growth = _TreeRollout(episode, match, branching, self.max_steps)
+        try:
+            env = growth.register_env(self.make_env())
+            first = require_step(await _call(env, env.reset, match.instance), "reset")
+            await growth.grow(Branch(env, first))
+        except Exception as error:  # the rollout boundary: failures are recorded, not raised
+            episode.error, episode.traceback = describe_error(error)
+        finally:  # also if the task is cancelled
+            await growth.end()
+        return episode
+
+
+@dataclass
+class _TreeRollout:
+    """The tree of one episode during its rollout."""
+
+    episode: Episode
+    match: EpisodeSpec
+    branching: Branching
+    max_steps: int
+    paths: list[tuple[int, ...]] = field(default_factory=list)  # one per node of the episode
+    open_envs: dict[int, Env] = field(default_factory=dict)  # by identity
+
+    async def grow(self, line: Branch) -> None:
+        """Plays from `line` to the end; if several siblings are kept, from all of them concurrently."""
+        while not line.step.done:
+            if len(line.path) >= self.max_steps:
+                raise ValueError(f'env "{self.episode.env}" has not ended after {self.max_steps} joint steps')
+            children = await self._branch(line)
+            rng = random.Random(self._seed("pick", line))
+            picked = self.branching.pick([node for node, _ in children], rng)
+            for node, child in children:
+                node.chosen = any(node is p for p in picked)
+                if not node.chosen:
+                    await self._close(child.env)
+            kept = [child for node, child in children if node.chosen]
+            if len(kept) > 1:
+                async with asyncio.TaskGroup() as group:
+                    for child in kept:
+                        group.create_task(self.grow(child))
+                return
+            line = kept[0]
+        await self._close(line.env)
+
+    async def end(self) -> None:
+        """Closes envs that a failure left open, and numbers the nodes by depth, then from left to right."""
+        for env in list(self.open_envs.values()):
+            try:
+                await self._close(env)
+            except Exception as error:
+                if self.episode.error is None:
+                    self.episode.error, self.episode.traceback = describe_error(error)
+        nodes = self.episode.nodes
+        order = sorted(range(len(nodes)), key=lambda i: (len(self.paths[i]), self.paths[i]))
+        place = {old: new for new, old in enumerate(order)}
+        for node in nodes:
+            node.id, node.parent = place[node.id], None if node.parent is None else place[node.parent]
+        nodes.sort(key=lambda node: node.id)
+
+    def register_env(self, env: Env) -> Env:
+        self.open_envs[id(env)] = env
+        return env
+
+    async def _close(self, env: Env) -> None:
+        del self.open_envs[id(env)]
+        await _call(env, env.close)
+
+    async def _branch(self, line: Branch) -> list[tuple[Node, Branch]]:
+        """Returns the siblings that answer `line`'s observations, each with the branch that it starts."""
+        k = self.branching.width(len(line.path))
+        joined = self.branching.joint_indices(k, list(line.step.observations))
+        asked = {seat: self._ask(line, seat, k) for seat in line.step.observations}
+        answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        forks = [self.register_env(await _call(line.env, line.env.fork)) for _ in joined[1:]]
+        envs = [*forks, line.env]  # forks first: the original moves last
+        joints = [{seat: answers[seat][i] for seat, i in zip(answers, which, strict=True)} for which in joined]
+        steps = await asyncio.gather(*(_advance(env, joint) for env, joint in zip(envs, joints, strict=True)))
+        return [self._note(line, i, *made) for i, made in enumerate(zip(envs, joints, steps, strict=True))]
+
+    async def _ask(self, line: Branch, seat: Seat, k: int) -> list[Answer]:
+        if seat not in self.match.policies:
+            raise ValueError(_unplayed(line.env, self.episode.env, seat))
+        expert = getattr(line.env, "expert", None)
+        query = Query(
+            role=line.env.roles.get(seat, ""),
+            observation=line.step.observations[seat],
+            n=k,
+            seed=self._seed(seat, line),
+            history=line.history.get(seat, ()),
+            legal_actions=(line.step.legal or {}).get(seat),
+            expert=partial(expert, seat) if expert else None,
+        )
+        return await self.match.policies[seat].act(query)
+
+    def _note(self, line: Branch, i: int, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Branch]:
+        for who, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
+            if not math.isfinite(reward):
+                raise ValueError(f'env "{self.episode.env}" pays {who} {reward}: rewards must be finite numbers')
+        path = (*line.path, i)
+        node = Node(
+            id=len(self.episode.nodes),
+            parent=line.parent,
+            depth=len(line.path),
+            observations=line.step.observations,
+            answers=joint,
+            rewards=dict(step.rewards),
+            team_reward=step.team_reward,
+            over=step.done,
+            truncated=step.truncated,
+            info=step.info,
+        )
+        self.episode.nodes.append(node)
+        self.paths.append(path)
+        history = dict(line.history)
+        for seat, answer in joint.items():
+            history[seat] = (*history.get(seat, ()), (line.step.observations[seat], answer))
+        return node, Branch(env, step, node.id, path, history)
+
+    def _seed(self, what: str, line: Branch) -> int:
+        return derive_seed(self.match.seed, what, line.path)
+
+
+def derive_seed(seed: int, *key: object) -> int:
+    """Returns a 63-bit seed, a pure function of `seed` and `key` on any machine and in any process."""
+    text = repr((seed, *key)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def _unplayed(env: Env, name: str, seat: Seat) -> str:
+    if seat in env.seats:
+        return f'env "{name}" asks seat "{seat}", which nobody plays: give it a policy'
+    return (
+        f'env "{env.name or type(env).__name__}" asks seat "{seat}", and its seats are {", ".join(env.seats)}: add it '
+        "to `seats` of the env's class, or correct the observations that name it"
+    )
+
+
+async def _advance(env: Env, joint: dict[Seat, Answer]) -> Step:
+    return require_step(await _call(env, env.step, {seat: answer.text for seat, answer in joint.items()}), "step")
+
+
+async def _call(env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns `method(*arguments)`, run on a thread for blocking envs, and awaited if the method is a coroutine."""
+    if env.blocking:
+        result = await asyncio.get_running_loop().run_in_executor(ENV_THREADS, method, *arguments)
+    else:
+        result = method(*arguments)
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,235 @@
+"""Lock-step rollouts of B parallel games on arrays, without Python objects per step and with one copy, into the
+batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from palestra.envs.vector.base import Arrays, Continuous, MultiDiscrete, VectorEnv, VectorStep
+from palestra.policies.vector import VectorPolicy
+from palestra.rollouts.failures import RunFailed, describe_error
+from palestra.rollouts.tree_rollout import derive_seed
+from palestra.types import RolloutBatch
+
+LARGE_REWARD = 1e6  # rewards above this are a likely cause of non-finite losses
+
+
+class VectorRollout:
+    """Collects rollouts in one vector env: each `collect` continues where the last one stopped. The returned batch is
+    valid until the next sweep."""
+
+    def __init__(self, env: VectorEnv, seeds: np.ndarray) -> None:
+        self.env = env
+        self.recurrent_states: dict[str, Any] = {}
+        self.restart(seeds)
+        self._batch: RolloutBatch | None = None
+
+    def restart(self, seeds: np.ndarray) -> None:
+        """Starts all games anew from `seeds` [B]."""
+        self.vector_step = self.env.reset(seeds)
+        self.is_first = np.ones(self.env.num_envs, bool)
+        self.episode_stats = EpisodeStats(self.env.num_envs, len(self.env.seats))
+        self.recurrent_states.clear()
+
+    def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
+        """Returns a batch of `steps` joint steps of every game, a deterministic function of `seed` and the games'
+        current states. Raises RunFailed if the env raises, or returns a reward that is not finite."""
+        batch, endings = self._buffers(steps), FinalObservations()
+        for player in players:
+            player.reset_rng(derive_seed(seed, player.name))
+            if player.name not in self.recurrent_states:
+                self.recurrent_states[player.name] = player.initial_state(self.env.num_envs)
+        batch.recurrent_state = dict(self.recurrent_states)
+        for t in range(steps):
+            self._note(batch, t)
+            for player in players:
+                self._act(player, batch, t)
+            self.vector_step = self._step(batch.actions[t])
+            batch.rewards[t] = self.vector_step.rewards
+            batch.terminated[t], batch.truncated[t] = self.vector_step.terminated, self.vector_step.truncated
+            if batch.seat_terminated is not None:
+                batch.seat_terminated[t] = self.vector_step.seat_terminated
+            self.is_first = self.vector_step.done
+            self.episode_stats.add(self.vector_step, self.is_first)
+            if self.is_first.any():
+                endings.add(t, self.vector_step, self.is_first)
+        self._note(batch, steps)
+        endings.write(batch)
+        batch.episode_stats = self.episode_stats.pop_ended()
+        check_rewards(self.env, batch.rewards)
+        return batch
+
+    def _step(self, actions: np.ndarray) -> VectorStep:
+        """Returns the env's next step. Raises RunFailed with the traceback if the env raises."""
+        try:
+            return self.env.step(actions)
+        except Exception as error:
+            message, trace = describe_error(error)
+            raise RunFailed.from_traceback(f'env "{_name(self.env)}" failed in step: {message}', trace) from error
+
+    def _note(self, batch: RolloutBatch, t: int) -> None:
+        frame = self.vector_step
+        batch.obs[t], batch.agent_mask[t], batch.is_first[t] = frame.obs, frame.agent_mask, self.is_first
+        if batch.action_mask is not None:
+            batch.action_mask[t] = frame.action_mask
+        if batch.state is not None:
+            batch.state[t] = frame.state
+
+    def _act(self, player: VectorPolicy, batch: RolloutBatch, t: int) -> None:
+        actions, logp, self.recurrent_states[player.name] = player.act(
+            self.vector_step, self.recurrent_states[player.name], self.is_first
+        )
+        if actions.ndim == 3:  # may be shorter than other seats' actions
+            batch.actions[t][:, player.seats, : actions.shape[2]] = actions
+        else:
+            batch.actions[t][:, player.seats] = actions
+        if logp is not None:
+            batch.logp[t][:, player.seats] = logp
+
+    def _buffers(self, steps: int) -> RolloutBatch:
+        if self._batch is None or len(self._batch.rewards) != steps:
+            self._batch = empty_batch(self.env, self.vector_step, steps)
+        return self._batch
+
+    def close(self) -> None:
+        """Closes the env."""
+        self.env.close()
+
+    def save(self) -> Arrays | None:
+        """Returns the state of the games as arrays, or None if the env cannot save it."""
+        games = self.env.save()
+        if games is None:
+            return None
+        own = {
+            "sweep/fresh": self.is_first,
+            "sweep/returns": self.episode_stats.returns,
+            "sweep/lengths": self.episode_stats.lengths,
+        }
+        memory = {
+            f"remembered/{name}": kept.numpy() for name, kept in self.recurrent_states.items() if kept is not None
+        }
+        return {name: array.copy() for name, array in (games | own | memory).items()}
+
+    def load(self, saved: Arrays, players: Sequence[VectorPolicy]) -> None:
+        """Restores what `save` returned."""
+        self.vector_step = self.env.load(saved)
+        self.is_first = saved["sweep/fresh"].copy()
+        self.episode_stats.returns[:], self.episode_stats.lengths[:] = saved["sweep/returns"], saved["sweep/lengths"]
+        for player in players:
+            kept, empty = saved.get(f"remembered/{player.name}"), player.initial_state(self.env.num_envs)
+            self.recurrent_states[player.name] = empty if kept is None else empty.new_tensor(kept)
+
+
+class EpisodeStats:
+    """Returns and lengths of the running games, and results of the games that ended since `pop_ended`."""
+
+    def __init__(self, games: int, seats: int) -> None:
+        self.returns = np.zeros((games, seats))
+        self.lengths = np.zeros(games, np.int64)
+        self._ended: list[tuple[np.ndarray, ...]] = []
+
+    def add(self, frame: VectorStep, done: np.ndarray) -> None:
+        """Adds a step; `done` [B] (bool) marks the games that it ended."""
+        self.returns += frame.rewards
+        self.lengths += 1
+        if done.any():
+            success = np.zeros(0, bool) if frame.success is None else frame.success[done]
+            self._ended.append((np.flatnonzero(done), self.returns[done], self.lengths[done], success))
+            self.returns[done], self.lengths[done] = 0, 0
+
+    def pop_ended(self) -> dict[str, np.ndarray]:
+        """Returns, and clears, the results of ended games: `game [G]` int64, `returns [G, N]` float64, `lengths [G]`
+        int64 and `success [G]` bool (empty if the env reports none), oldest first."""
+        seats = self.returns.shape[1]
+        nothing = (np.zeros(0, np.int64), np.zeros((0, seats)), np.zeros(0, np.int64), np.zeros(0, bool))
+        parts = [np.concatenate(column) for column in zip(nothing, *self._ended, strict=True)]
+        self._ended.clear()
+        return dict(zip(("game", "returns", "lengths", "success"), parts, strict=True))
+
+
+class FinalObservations:
+    """Final observations and states of the games that ended in a batch."""
+
+    def __init__(self) -> None:
+        self.times: list[np.ndarray] = []
+        self.games: list[np.ndarray] = []
+        self.obs: list[np.ndarray] = []
+        self.states: list[np.ndarray] = []
+
+    def add(self, t: int, frame: VectorStep, done: np.ndarray) -> None:
+        """Adds the final observations of the games marked in `done` [B] (bool) at step `t`."""
+        games = np.flatnonzero(done)
+        self.times.append(np.full(len(games), t))
+        self.games.append(games)
+        self.obs.append(frame.final_obs[games])
+        if frame.final_state is not None:
+            self.states.append(frame.final_state[games])
+
+    def write(self, batch: RolloutBatch) -> None:
+        """Writes the final observations and their indices to the batch."""
+        empty = np.zeros(0, np.int64)
+        batch.end_index = (np.concatenate([empty, *self.times]), np.concatenate([empty, *self.games]))
+        batch.final_obs = np.concatenate([batch.obs[0, :0], *self.obs])
+        if batch.state is not None:
+            batch.final_state = np.concatenate([batch.state[0, :0], *self.states])
+
+
+def check_rewards(env: VectorEnv, rewards: np.ndarray) -> None:
+    """Raises RunFailed, with seat and game, if one of `rewards` [T, B, N] is not finite."""
+    if not np.isfinite(rewards).all():
+        t, game, seat = np.argwhere(~np.isfinite(rewards))[0]
+        raise RunFailed(
+            f'env "{_name(env)}" pays seat "{env.seats[seat]}" {rewards[t, game, seat]} in game {game}: rewards must '
+            "be finite numbers (in float32). Mend the env; palestra.envs.check_env tests it"
+        )
+
+
+def nonfinite_loss_advice(env: VectorEnv, batch: RolloutBatch) -> str:
+    """Returns advice for a loss of this batch that is not finite; observations or rewards may be its cause."""
+    if not np.isfinite(batch.obs).all():
+        seat = env.seats[np.argwhere(~np.isfinite(batch.obs))[0][2]]
+        return f'Env "{_name(env)}" shows seat "{seat}" observations that are not finite numbers: mend the env'
+    if (largest := float(np.abs(batch.rewards).max(initial=0.0))) > LARGE_REWARD:
+        return f"Rewards are as large as {largest:.3g}: scale them down in the env"
+    return "A smaller learning rate, or a lower bound on the gradient (max_grad_norm), may help"
+
+
+def _name(env: VectorEnv) -> str:
+    return env.name or type(env).__name__
+
+
+def empty_batch(env: VectorEnv, frame: VectorStep, steps: int) -> RolloutBatch:
+    """Returns a batch of zeros for a rollout of `steps`, with actions in int32 or float32."""
+    B, N = env.num_envs, len(env.seats)
+    first = env.action_spaces[0]
+    if isinstance(first, Continuous):
+        actions = np.zeros(
+            (steps, B, N, max(len(s.low) for s in env.action_spaces if isinstance(s, Continuous))), np.float32
+        )
+    elif isinstance(first, MultiDiscrete):
+        width = max(len(s.sizes) for s in env.action_spaces if isinstance(s, MultiDiscrete))
+        actions = np.zeros((steps, B, N, width), np.int32)
+    else:
+        actions = np.zeros((steps, B, N), np.int32)
+
+    def moments(array: np.ndarray | None) -> np.ndarray | None:
+        return None if array is None else np.zeros((steps + 1, *array.shape), array.dtype)
+
+    return RolloutBatch(
+        obs=np.zeros((steps + 1, *frame.obs.shape), frame.obs.dtype),
+        agent_mask=np.zeros((steps + 1, B, N), bool),
+        actions=actions,
+        logp=np.zeros((steps, B, N), np.float32),
+        rewards=np.zeros((steps, B, N), np.float32),
+        terminated=np.zeros((steps, B), bool),
+        truncated=np.zeros((steps, B), bool),
+        is_first=np.zeros((steps + 1, B), bool),
+        end_index=(np.zeros(0, np.int64), np.zeros(0, np.int64)),
+        final_obs=frame.obs[:0],
+        action_mask=moments(frame.action_mask),
+        state=moments(frame.state),
+        seat_terminated=None if frame.seat_terminated is None else np.zeros((steps, B, N), bool),
+    )

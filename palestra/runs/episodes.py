@@ -1,0 +1,225 @@
+"""Episodes as Parquet files: one row per (episode, node, seat), readable by any tool and restored without loss.
+
+A row holds what one seat observed and answered in one joint step. A seat that only received something in that step (a
+reward at the end of a turn-based game) has a row without an answer; a failed episode without nodes has one row without
+a node. Siblings may share an answer: their rows have the same `draw`, and reading them restores one shared object.
+Arrays in observations and info are stored as JSON and come back as lists, as do tuples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from palestra.chat import Chat
+from palestra.types import Answer, Episode, Node, Seat
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("episode", pa.int32()),  # index within the file
+        ("env", pa.string()),
+        ("seed", pa.int64()),
+        ("seats", pa.string()),  # JSON: seat -> policy
+        ("error", pa.string()),
+        ("traceback", pa.string()),  # of the error
+        ("node", pa.int32()),
+        ("parent", pa.int32()),
+        ("depth", pa.int32()),
+        ("seat", pa.string()),
+        ("policy", pa.string()),
+        ("chosen", pa.bool_()),
+        ("over", pa.bool_()),
+        ("truncated", pa.bool_()),
+        ("observation", pa.string()),  # the text, or JSON where `observation_json`
+        ("observation_json", pa.bool_()),
+        ("answer", pa.string()),
+        ("stop", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("temperature", pa.float64()),
+        ("reward", pa.float64()),  # of the seat
+        ("team_reward", pa.float64()),
+        ("advantage", pa.float64()),
+        ("success", pa.bool_()),  # copied from `info`, for queries
+        ("invalid", pa.bool_()),
+        ("info", pa.string()),  # JSON
+        ("draw", pa.int32()),  # index among the seat's answers to this observation
+    ]
+)
+OPTIONAL_COLUMNS = ("draw", "traceback")  # optional columns
+
+
+def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
+    """Returns the rows of `SCHEMA` for the episodes of one training step, numbered from `first` on.
+
+    Raises ValueError if an observation or info holds a value that cannot be stored as JSON.
+    """
+    rows = [{"step": step, "episode": i} | row for i, episode in enumerate(episodes, first) for row in _rows(episode)]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def read_episodes(path: str | Path) -> pa.Table:
+    """Returns the table of an episode file, for queries. Raises ValueError if the file is not one."""
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"cannot read episodes from {path}: {error}") from error
+    for name in set(OPTIONAL_COLUMNS) - set(table.schema.names):
+        table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
+    if sorted(table.schema.names) != sorted(SCHEMA.names):
+        raise ValueError(
+            f"{path} is a Parquet file, but not of palestra episodes: its columns are {table.schema.names}"
+        )
+    return table.select(SCHEMA.names)
+
+
+def load_episodes(path: str | Path) -> list[Episode]:
+    """Returns the episodes of a file as they were written: trees, and token arrays (`prompt_ids`, `token_ids` int32,
+    `logprobs` float32, 1-D). Raises ValueError if the file is not one."""
+    episodes: dict[int, Episode] = {}
+    shared: dict[tuple[int, int | None, Seat, int], Answer] = {}
+    for row in _unpacked(read_episodes(path)):
+        if row["episode"] not in episodes:
+            seats = json.loads(row["seats"])
+            failure = {name: row[name] for name in ("error", "traceback")}
+            episodes[row["episode"]] = Episode(row["env"], row["seed"], seats, **failure)
+        if row["node"] is not None:
+            node = _add(episodes[row["episode"]], row)
+            if row["draw"] is not None:
+                key = (row["episode"], node.parent, row["seat"], row["draw"])
+                node.answers[row["seat"]] = shared.setdefault(key, node.answers[row["seat"]])
+    return list(episodes.values())
+
+
+def _rows(episode: Episode) -> Iterator[dict[str, Any]]:
+    seats = _json(episode.seats)
+    head: dict[str, Any] = {"env": episode.env, "seed": episode.seed, "seats": seats}
+    head |= {"error": episode.error, "traceback": episode.traceback}
+    if not episode.nodes:
+        yield head
+    draws = _draws(episode)
+    for node in episode.nodes:
+        own = head | _node_row(node)
+        for row in [_seat_row(node, seat, episode.seats) for seat in _seats(node)] or [{}]:
+            yield own | row | {"draw": draws.get((node.id, row.get("seat")))}
+
+
+def _draws(episode: Episode) -> dict[tuple[int, Seat | None], int]:
+    """Returns, by node id and seat, the index of the answer among the seat's distinct answers to this observation.
+    Siblings with the same index share an answer object."""
+    seen: dict[tuple[int | None, Seat], dict[int, int]] = {}
+    found: dict[tuple[int, Seat | None], int] = {}
+    for node in episode.nodes:
+        for seat, answer in node.answers.items():
+            own = seen.setdefault((node.parent, seat), {})
+            found[node.id, seat] = own.setdefault(id(answer), len(own))
+    return found
+
+
+def _seats(node: Node) -> list[Seat]:
+    return list(node.observations | node.answers | node.rewards | node.advantages)
+
+
+def _node_row(node: Node) -> dict[str, Any]:
+    return {
+        "node": node.id,
+        "parent": node.parent,
+        "depth": node.depth,
+        "chosen": node.chosen,
+        "over": node.over,
+        "truncated": node.truncated,
+        "team_reward": node.team_reward,
+        "success": bool(node.info["success"]) if "success" in node.info else None,
+        "info": _json(node.info),
+    }
+
+
+def _seat_row(node: Node, seat: Seat, seats: dict[Seat, str]) -> dict[str, Any]:
+    row = {
+        "seat": seat,
+        "policy": seats.get(seat),
+        "reward": node.rewards.get(seat),
+        "advantage": node.advantages.get(seat),
+        "invalid": node.is_invalid(seat),
+    }
+    if seat in node.observations:
+        seen = node.observations[seat]
+        plain = isinstance(seen, str)
+        row |= {"observation": seen if plain else _json(seen), "observation_json": not plain}
+    if seat in node.answers:
+        row |= _answer_row(node.answers[seat])
+    return row
+
+
+def _answer_row(answer: Answer) -> dict[str, Any]:
+    arrays = {"prompt_ids": answer.prompt_ids, "token_ids": answer.token_ids, "logprobs": answer.logprobs}
+    said = {"policy": answer.policy, "answer": answer.text, "stop": answer.stop_reason, "temperature": answer.temperature}
+    return said | arrays
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, Chat):
+        return {"messages": value.messages, "tools": value.tools}
+    raise ValueError(
+        f"cannot record a {type(value).__name__} in an episode: observations and info hold text, numbers, arrays, "
+        "lists and mappings; convert it in the env"
+    )
+
+
+def _unpacked(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Yields the rows as dicts. Token columns are NumPy arrays, never lists of numbers."""
+    table = table.combine_chunks()
+    columns = {name: _column(table.column(name)) for name in table.column_names}
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+def _column(column: pa.ChunkedArray) -> list[Any]:
+    if not pa.types.is_list(column.type) or not len(column):
+        return column.to_pylist()
+    array = column.chunk(0)
+    flat, offsets = array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy()
+    return [flat[a:b].copy() for a, b in itertools.pairwise(offsets)]
+
+
+def _seen(text: str) -> Any:
+    """Restores an observation that is not plain text; conversations become `Chat` objects again."""
+    found = json.loads(text)
+    if isinstance(found, dict) and found.keys() == {"messages", "tools"}:
+        return Chat(tuple(found["messages"]), tuple(found["tools"]))
+    return found
+
+
+def _add(episode: Episode, row: dict[str, Any]) -> Node:
+    """Adds one row to the tree, and creates its node if the row is the node's first. Returns the node."""
+    if not episode.nodes or episode.nodes[-1].id != row["node"]:
+        fields = {name: row[name] for name in ("parent", "depth", "team_reward", "chosen", "over", "truncated")}
+        episode.nodes.append(Node(row["node"], observations={}, answers={}, info=json.loads(row["info"]), **fields))
+    node, seat = episode.nodes[-1], row["seat"]
+    if row["observation"] is not None:
+        node.observations[seat] = _seen(row["observation"]) if row["observation_json"] else row["observation"]
+    if row["answer"] is not None:
+        arrays = (row["prompt_ids"], row["token_ids"], row["logprobs"])
+        node.answers[seat] = Answer(row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])
+    if row["reward"] is not None:
+        node.rewards[seat] = row["reward"]
+    if row["advantage"] is not None:
+        node.advantages[seat] = row["advantage"]
+    return node

@@ -1,0 +1,1 @@
+"""A client of the training service, as learner and sampler."""

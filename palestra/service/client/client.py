@@ -1,0 +1,97 @@
+"""Client of a training server: its models as learners and policies, so that a config trains remotely as it does
+locally.
+
+    engines = connect("http://127.0.0.1:8000")
+    palestra train configs/demo.yaml --engine http://127.0.0.1:8000
+
+The client uses only what official servers support, in the newest dialect of the wire; extensions (an entropy bonus,
+uploaded adapters) are requested from palestra servers only. Requests carry sequence numbers, so that a request repeated
+after a connection failure is answered and not run twice.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from palestra.engine.models import resolve_base
+from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LMPolicyConfig, LoraPolicyConfig
+from palestra.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.service.client.connection import ServiceConnection
+from palestra.service.client.remote_sampler import RemoteSampler, RemoteSnapshot, create_sampler
+from palestra.service.client.remote_weights import NO_CRITIC, RemoteWeights, supported_wire_loss
+
+
+class RemoteEngines:
+    """Replacement of `setup.Engines` whose learners and frozen policies run on a server."""
+
+    def __init__(self, connection: ServiceConnection) -> None:
+        self.connection = connection
+        self._samplers: dict[str, RemoteSampler] = {}
+
+    def check_supported(self, loss: Callable, options: Mapping[str, Any], policies: Mapping[str, Any]) -> None:
+        """Raises ValueError if the server cannot train the loss, or if a policy's sampling temperature is not 1."""
+        supported_wire_loss(self.connection, loss, options)
+        for name, policy in policies.items():
+            if isinstance(policy, LoraPolicyConfig) and policy.sampling.temperature != 1:
+                raise ValueError(f"policies.{name}.sampling.temperature must be 1: servers train at temperature 1")
+
+    def build_learner(
+        self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
+    ) -> LanguageLearner:
+        """Returns a learner whose adapter is trained on the server. Raises ValueError if a critic or a full model is
+        requested."""
+        if critic:
+            raise ValueError(NO_CRITIC)
+        if isinstance(config, FullPolicyConfig):
+            raise ValueError(f"policies.{name} is a full model, and servers train adapters: set type: lora")
+        weights = RemoteWeights(self.connection, config, seed=seed)
+        return LanguageLearner(name, config, weights, self._sampler(config.base), tokenizer_of(config.base))
+
+    def build_frozen_policy(self, name: str, config: LMPolicyConfig) -> LanguagePolicy:
+        """Returns a policy of the bare base, or of the adapter saved at `config.path`, which is uploaded."""
+        adapter, path = None, getattr(config, "path", None)
+        if path:
+            adapter = RemoteSnapshot(create_sampler(self.connection, model_path=self._kept(Path(path))), name)
+        encoder = ChatEncoder(tokenizer_of(config.base), config.chat_template_kwargs)
+        return LanguagePolicy(
+            name,
+            self._sampler(config.base),
+            encoder,
+            config.sampling,
+            adapter,
+            system=config.system,
+            history=config.history,
+        )
+
+    def _kept(self, folder: Path) -> str:
+        """Uploads the adapter in `folder` and returns its path on the server."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            for file in ("adapter_config.json", "adapter_model.safetensors"):
+                archive.add(folder / file, file)
+        return self.connection.run(self.connection.upload(packed.getvalue()))
+
+    def _sampler(self, base: str) -> RemoteSampler:
+        if base not in self._samplers:
+            self._samplers[base] = RemoteSampler(self.connection, create_sampler(self.connection, base_model=base))
+        return self._samplers[base]
+
+    def clear_caches(self) -> None:
+        """No-op: servers keep no state between batches that affects what they sample."""
+
+
+def connect(url: str, key: str | None = None) -> RemoteEngines:
+    """Returns learners and policies on the server at `url`. `key` defaults to TINKER_API_KEY, then MINT_API_KEY. Raises
+    ConnectionError if the server does not answer and ValueError if it refuses the session."""
+    return RemoteEngines(ServiceConnection(url, key))
+
+
+def tokenizer_of(base: str) -> Any:
+    """Returns the tokenizer of a base model that is on this machine or can be downloaded."""
+    return AutoTokenizer.from_pretrained(resolve_base(base))

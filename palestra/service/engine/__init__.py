@@ -1,0 +1,1 @@
+"""The worker process of the training service."""

@@ -1,0 +1,397 @@
+"""The engine worker: the process that takes requests from the store, runs them, and writes their answers.
+
+Each iteration of its loop takes new requests, runs one micro-batch of training, and samples one token for every active
+row. Requests of one model run in the order of their sequence numbers; requests of different models, and all samples,
+share batches. A request that fails is answered with its error and does not affect others.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import sqlalchemy as sql
+from pydantic import BaseModel
+
+from palestra.engine.distill import DistillExample, ReverseKL
+from palestra.engine.malloc import release_freed_memory
+from palestra.engine.models import Engine
+from palestra.engine.multi_adapter import Job, JobResult
+from palestra.engine.sampler import Sampler
+from palestra.engine.trainer import AdamConfig
+from palestra.files import acquire_lock
+from palestra.service.api import codec
+from palestra.service.api.encoding import reverse_kl_answer
+from palestra.service.api.validation import WEIGHTED_ONLY
+from palestra.service.engine.checkpoint_ops import CheckpointOps
+from palestra.service.engine.jobs import OptimJob, ReverseKLJob
+from palestra.service.engine.live_models import LiveModel, LiveModels, LoadedBase, StateLost
+from palestra.service.engine.losses import build_loss
+from palestra.service.engine.pending_samples import SampleScheduler
+from palestra.service.engine.training import GRADIENT_KINDS, TrainRequest, TrainScheduler
+from palestra.service.storage.database import OUTAGE_ERRORS, first_line
+from palestra.service.storage.outbox import Outbox
+from palestra.service.storage.store import Store, StoredAnswer
+from palestra.service.storage.tables import RowUpdate, models
+from palestra.service.storage.wakeup import WakeupSocket
+from palestra.service.storage.weight_store import WeightStore
+
+BATCHED_KINDS = (*GRADIENT_KINDS, "sample")  # kinds that share batches with other requests
+SWEEP_INTERVAL_S = 60.0  # seconds between two maintenance runs
+MEMORY_RELEASE_DELAY_S = 1.0  # seconds without work after which memory is released
+BURST_GAP_S = 0.005  # seconds without a new request that end a burst
+MAX_BURST_S = 0.1  # longest duration of a burst in seconds
+SAMPLE_GRACE_S = 60.0  # seconds for running samples to end on shutdown
+MIN_STOP_ATTEMPTS = 3  # attempts to reach the database before giving up on shutdown
+MAX_RETRY_PAUSE_S = 15.0  # longest pause in seconds between two attempts
+
+
+class WorkerSettings(BaseModel):
+    """Settings that `palestra serve` passes to its worker."""
+
+    store: str
+    """URL of the database."""
+    data: Path
+    """Data folder of the server."""
+    bases: dict[str, str]
+    """Base models: name -> path."""
+    device: str = "auto"
+    """Torch device; "auto" chooses one."""
+    dtype: str = "auto"
+    """Dtype of the base model's weights; "auto" chooses one."""
+    threads: int = 1
+    """CPU threads of torch."""
+    max_rows: int = 512
+    """Sequences that are sampled in one batch, at most."""
+    pack_tokens: int = 16384
+    """Tokens of one training micro-batch, at most."""
+    patience: float = 20.0
+    """Seconds to wait for a missing sequence number before a model continues with the next request."""
+    idle: float = 900.0
+    """Seconds without requests after which a model is removed from memory."""
+    resident: int = 64
+    """Models kept in memory, at most; the least recently used are removed first."""
+
+
+class Worker:
+    """Runs requests until `stop` is called or the front-end process exits."""
+
+    def __init__(self, settings: WorkerSettings, store: Store, bell: WakeupSocket) -> None:
+        self.settings, self.store, self.wakeup = settings, store, bell
+        self.weight_store = WeightStore(settings.data / "weights")
+        self.bases = {name: load_base(name, path, settings) for name, path in settings.bases.items()}
+        self.live_models = LiveModels(store, self.weight_store, self.bases, max_live=settings.resident)
+        self.outbox = Outbox(store)
+        self.sample_scheduler, self.checkpoint_ops = (
+            SampleScheduler(self.live_models, self.outbox),
+            CheckpointOps(self.live_models, self.outbox),
+        )
+        self.train_scheduler = TrainScheduler(
+            self.live_models, settings.pack_tokens, settings.patience, self._read, self._learned
+        )
+        self.stopping = False
+        self._swept = self._moved = time.monotonic()
+        self._rested = True
+
+    def run(self) -> None:
+        """Recovers the state of an earlier worker, runs requests, and finishes on shutdown."""
+        self.recover()
+        while not self.stopping and not self.wakeup.peer_gone:
+            moved = self.step()
+            if not moved:
+                self._reclaim()
+            self._rest(moved)
+            self.wakeup.wait(0 if moved else 0.02)
+        self.shut_down()
+
+    def stop(self) -> None:
+        """Requests shutdown; the loop ends after the current iteration."""
+        self.stopping = True
+
+    def recover(self) -> None:
+        """Restores the state left by an earlier worker: queues its requests again, and marks as lost the models that
+        changed after they were last saved."""
+        changed = self.store.find(models, models.c.state == "live", models.c.changed > models.c.kept, limit=1_000_000)
+        self.store.apply_updates(RowUpdate.update(models, row.id, state="lost") for row in changed)
+        self.store.requeue_after_crash()
+
+    def shut_down(self) -> None:
+        """Ends the current training, saves every model, and completes samples for up to `SAMPLE_GRACE_S` seconds.
+        Requests that were not started or not completed stay queued for the next worker."""
+        self.train_scheduler.finish()
+        self.flush()
+        for tenant in self.live_models:
+            self._keeping(partial(self._release, tenant))
+        self.flush()
+        until = time.monotonic() + SAMPLE_GRACE_S
+        while time.monotonic() < until and self.sample_scheduler.advance():
+            self.flush()
+        self.store.release_taken()
+
+    def step(self) -> bool:
+        """Runs one iteration of the loop. Returns False if there was nothing to do."""
+        moved = self._take()
+        moved |= self._train()
+        moved |= self.sample_scheduler.advance()
+        self.flush()
+        if time.monotonic() - self._swept > SWEEP_INTERVAL_S:
+            self._sweep()
+        return moved
+
+    def flush(self) -> None:
+        """Writes pending answers and wakes the front end."""
+        if self.outbox.flush():
+            self.wakeup.wake()
+
+    # -- taking requests -----------------------------------------------------------------------------------------------
+
+    def _take(self) -> bool:
+        rows = self.store.take_queued()
+        if rows and rows[-1].kind in BATCHED_KINDS and not self.train_scheduler.busy and not self.sample_scheduler.busy:
+            rows += self._more()
+        for row in rows:
+            self.outbox.run_guarded(row, partial(self._place, row))
+        return bool(rows)
+
+    def _more(self) -> list[sql.Row]:
+        """Returns the rest of a burst of requests.
+
+        Rollouts request many samples at once, and clients that sampled together train together. A batch that is
+        complete at its start needs fewer passes than one that grows while it runs.
+        """
+        rows, until = [], time.monotonic() + MAX_BURST_S
+        while time.monotonic() < until and not self.stopping:
+            time.sleep(BURST_GAP_S)
+            more = self.store.take_queued()
+            if not more:
+                break
+            rows += more
+        return rows
+
+    def _reclaim(self) -> None:
+        """Queues again the requests that the store marks as taken by this worker but that it never received: the
+        database connection failed while it returned them."""
+        if (
+            self.store.database.had_outage
+            and not self.sample_scheduler.busy
+            and not any(t.queue for t in self.live_models)
+        ):
+            self.store.database.had_outage = False
+            self.store.release_taken()
+
+    def _rest(self, moved: bool) -> None:
+        """Releases unused memory to the operating system after `MEMORY_RELEASE_DELAY_S` seconds without work."""
+        if moved:
+            self._moved, self._rested = time.monotonic(), False
+        elif not self._rested and time.monotonic() - self._moved > MEMORY_RELEASE_DELAY_S:
+            self.sample_scheduler.release_memory()
+            release_freed_memory()
+            self._rested = True
+
+    def _place(self, row: sql.Row) -> None:
+        if row.kind == "sample":
+            self.sample_scheduler.submit(row)
+        elif row.kind == "interpolate":
+            self.checkpoint_ops.interpolate(row)
+        else:
+            self._queue(row)
+
+    def _queue(self, row: sql.Row) -> None:
+        tenant = self.live_models.get(row.model)
+        if row.seq is not None and row.seq < tenant.next_seq:
+            message = (
+                f"request {row.seq} of model {row.model} came after request {tenant.next_seq - 1} had run: "
+                "send it again"
+            )
+            self.outbox.answers.append(StoredAnswer.failure(row.id, message))
+        else:
+            tenant.push(row)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> bool:
+        """Runs the ready tasks that are not batched, then one training micro-batch. Returns False if there was nothing
+        to do."""
+        single = [
+            tenant for tenant in self.train_scheduler.ready_models() if tenant.queue[0][2].kind not in GRADIENT_KINDS
+        ]
+        for tenant in single:
+            seq, row = tenant.pop()
+            self.outbox.run_guarded(row, partial(self._alone, tenant, seq, row))
+        return self.train_scheduler.advance() or bool(single)
+
+    def _alone(self, tenant: LiveModel, seq: int, row: sql.Row) -> None:
+        """Runs a request that is not batched. A request that the front end rejected holds its place in the order and is
+        answered here."""
+        if row.result is not None:
+            self.outbox.answers.append(StoredAnswer(row.id, row.result, failed=True))
+            return
+        if tenant.lost_reason and row.kind not in ("load", "unload"):
+            raise StateLost(tenant.lost_reason)
+        verbs = {"create_model": self._created, "optim_step": self._optim_step, "save": self.checkpoint_ops.save}
+        (verbs | {"load": self.checkpoint_ops.load, "unload": self.checkpoint_ops.unload})[row.kind](tenant, seq, row)
+
+    def _created(self, tenant: LiveModel, seq: int, row: sql.Row) -> None:
+        self.outbox.answers.append(StoredAnswer.json(row.id, model_id=tenant.id, type="create_model"))
+
+    def _read(self, tenant: LiveModel, row: sql.Row) -> Job | None:
+        found: Job | None = self.outbox.run_guarded(row, partial(self._job, tenant, row))
+        return found
+
+    def _job(self, tenant: LiveModel, row: sql.Row) -> Job:
+        if row.result is not None or tenant.lost_reason:
+            raise StateLost(json.loads(row.result)["error"] if row.result else tenant.lost_reason)
+        if row.kind == "reverse_kl":
+            kl = self._reverse_kl(tenant, ReverseKLJob.model_validate_json(row.body))
+            return Job(tenant.trainer, kl.data, kl)
+        call = codec.train_call_from_proto(row.body)
+        options = codec.loss_options(call)
+        loss, weighted_only = build_loss(call.loss_fn, options), bool(options.get(WEIGHTED_ONLY))
+        backward = row.kind == "forward_backward" and not call.forward_only
+        return Job(tenant.trainer, codec.decode_data(call), loss, backward, weighted_only)
+
+    def _reverse_kl(self, tenant: LiveModel, job: ReverseKLJob) -> ReverseKL:
+        reference = self.live_models.snapshot(tenant.base, job.folder)
+        lessons = [
+            DistillExample(
+                np.array(x.student), np.array(x.reference), np.array(x.answer), np.array(x.weights, np.float32)
+            )
+            for x in job.lessons
+        ]
+        return ReverseKL(tenant.base.engine, reference, lessons, temperature=job.temperature)
+
+    def _learned(self, work: TrainRequest, outcome: JobResult | Exception) -> None:
+        self.outbox.run_guarded(work.row, partial(self._note, work.model, work.seq, work.row, work.job, outcome))
+
+    def _note(self, tenant: LiveModel, seq: int, row: sql.Row, job: Job, outcome: JobResult | Exception) -> None:
+        if isinstance(outcome, Exception):
+            raise outcome
+        if isinstance(job.loss, ReverseKL):
+            self.outbox.answers.append(StoredAnswer.json(row.id, **reverse_kl_answer(job.loss)))
+        else:
+            metrics = {f"{name}:sum": value for name, value in outcome.metrics.items()}
+            result = codec.encode_forward_backward([{"logprobs": logps} for logps in outcome.logprobs], metrics)
+            self.outbox.answers.append(StoredAnswer(row.id, result, "forward_backward"))
+        if job.backward:
+            tenant.has_gradients = True
+            self._changed(tenant, seq)
+
+    def _optim_step(self, tenant: LiveModel, seq: int, row: sql.Row) -> None:
+        job = OptimJob.model_validate_json(row.body)
+        adam = AdamConfig(
+            lr=job.learning_rate,
+            adam_betas=(job.beta1, job.beta2),
+            adam_eps=job.eps,
+            weight_decay=job.weight_decay,
+            max_grad_norm=job.grad_clip_norm or None,
+        )
+        tenant.has_gradients = False
+        figures = tenant.trainer.optim_step(adam)
+        self._changed(tenant, seq)
+        self.outbox.answers.append(
+            StoredAnswer.json(row.id, metrics={"grad_norm:mean": figures["grad_norm"]}, type="optim_step")
+        )
+
+    def _changed(self, tenant: LiveModel, seq: int) -> None:
+        tenant.changed_seq = max(seq, tenant.saved_seq + 1)  # a request without a number has that of the one before
+        self.outbox.updates.append(
+            RowUpdate.update(models, tenant.id, changed=tenant.changed_seq, used=tenant.last_used)
+        )
+
+    # -- maintenance ---------------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Removes what has expired: idle models, checkpoints past their time to live, unreferenced folders, old
+        answers."""
+        self._swept, now = time.monotonic(), time.time()
+        for tenant in self.live_models.evictable(self.settings.idle):
+            self._keeping(partial(self._release, tenant))
+        self.flush()
+        self.store.expire(now)
+        self._keeping(lambda: self.weight_store.sweep(self.store.referenced_folders()))
+
+    def _release(self, tenant: LiveModel) -> None:
+        if change := self.live_models.evict(tenant):
+            self.outbox.updates.append(change)
+
+    def _keeping(self, work: Callable[[], Any]) -> None:
+        """Runs a maintenance task and prints its error: a failure such as a full disk must not lose the models in
+        memory. Database errors propagate."""
+        try:
+            work()
+        except OUTAGE_ERRORS:
+            raise
+        except Exception:
+            traceback.print_exc()
+
+
+class DatabaseRetry:
+    """Error handler of the worker's database: logs the error and retries with growing pauses.
+
+    During shutdown, or if the front end has exited, it raises the error after `MIN_STOP_ATTEMPTS` attempts.
+    """
+
+    def __init__(self, bell: WakeupSocket) -> None:
+        self.wakeup, self.stopping, self.failing_since = bell, False, 0.0
+
+    def __call__(self, error: Exception, attempt: int) -> None:
+        self.failing_since = self.failing_since if attempt else time.monotonic()
+        self.wakeup.wait(0)  # updates `peer_gone`
+        if (self.stopping or self.wakeup.peer_gone) and attempt >= MIN_STOP_ATTEMPTS:
+            raise error
+        pause = min(0.5 * 2**attempt, MAX_RETRY_PAUSE_S)
+        what = (
+            f"the database does not answer ({first_line(error)}), for {time.monotonic() - self.failing_since:.0f} s now"
+        )
+        print(f"{what}: trying again in {pause:.1f} s", file=sys.stderr, flush=True)
+        time.sleep(pause)
+
+
+def load_base(name: str, path: str, settings: WorkerSettings) -> LoadedBase:
+    """Loads a base model, with an engine and a sampler for it."""
+    engine = Engine.load(path, device=settings.device, dtype=settings.dtype, threads=settings.threads)
+    return LoadedBase(name, engine, Sampler(engine, max_rows=settings.max_rows))
+
+
+def run_worker(settings: WorkerSettings, bell: WakeupSocket) -> None:
+    """Entry point of the worker process: runs until SIGTERM or until its front end exits. Exits with a message if the
+    database does not answer during shutdown."""
+    with _lock(settings.data):
+        patience = DatabaseRetry(bell)
+        worker = Worker(settings, Store.open(settings.store, patience), bell)
+
+        def stop(*_: object) -> None:
+            worker.stop()
+            patience.stopping = True
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end ends the worker
+        bell.wake()
+        try:
+            worker.run()
+        except OUTAGE_ERRORS as error:
+            sys.exit(
+                f"the engine's worker stopped while the database did not answer ({first_line(error)}): answers that "
+                "were not written, and what models learned after they were last saved, are lost"
+            )
+
+
+def _lock(data: Path) -> BinaryIO:
+    """Acquires the lock that admits one worker per server, waiting for a worker that still saves models after its front
+    end was killed. Raises ValueError if the lock stays taken for twice `SAMPLE_GRACE_S` seconds."""
+    until = time.monotonic() + 2 * SAMPLE_GRACE_S
+    while True:
+        try:
+            return acquire_lock(data / "worker.lock", f"the server's data in {data}")
+        except ValueError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)

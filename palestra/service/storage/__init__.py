@@ -1,0 +1,1 @@
+"""What the training service keeps: requests, models, checkpoints and weights."""

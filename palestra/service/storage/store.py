@@ -1,0 +1,277 @@
+"""Persistent state of the service in one database: sessions, models, samplers, checkpoints, requests and their answers.
+
+The table of requests is the queue between the front ends, which insert rows, and the engine worker, which takes them
+and writes answers. A request is `queued`, then `taken`, then `done` or `failed`; it is kept for a day, so that an
+answer can be read again. Its `key` (a model's or sampler's sequence number) is unique: a request sent twice is one row.
+
+SQLite in WAL mode serves one machine, PostgreSQL several.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+import sqlalchemy as sql
+from sqlalchemy.exc import IntegrityError
+
+from palestra.service.storage.database import Database, ErrorHandler, raise_error
+from palestra.service.storage.tables import RowUpdate, checkpoints, folders, meta, models, requests, samplers, sessions
+
+RequestState = Literal["queued", "taken", "done", "failed"]
+ResultKind = Literal["json", "forward_backward", "sample"]
+ErrorCategory = Literal["user", "server", "unknown"]
+ANSWER_TTL_S = 24 * 3600.0  # seconds for which an answer can be read
+MAX_TAKES = 4  # worker deaths after which a request fails
+
+
+class QueueDepth(NamedTuple):
+    """Unanswered requests: their number and the total bytes of their bodies."""
+
+    num_requests: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    """The answer to a request: `result` is JSON, or protobuf for other values of `kind`."""
+
+    id: str
+    result: bytes
+    kind: ResultKind = "json"
+    failed: bool = False
+
+    @classmethod
+    def json(cls, id: str, **values: Any) -> Self:
+        """Returns a successful answer with `values` as its JSON object."""
+        return cls(id, json.dumps(values).encode())
+
+    @classmethod
+    def failure(cls, id: str, message: str, category: ErrorCategory = "user") -> Self:
+        """Returns a failed answer with the error message; `category` names the cause: the user or the server."""
+        return cls(id, json.dumps({"error": message, "category": category}).encode(), failed=True)
+
+
+class Store:
+    """Queries on one database; safe to use from several threads and processes.
+
+    Raises ValueError if the tables were created by an incompatible version.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        meta.create_all(database.engine)
+        found = sql.inspect(database.engine)
+        for table in meta.sorted_tables:
+            missing = set(table.c.keys()) - {column["name"] for column in found.get_columns(table.name)}
+            if missing:
+                raise ValueError(
+                    f"the database {database} was made by another version of palestra: its {table.name} have no "
+                    f"{sorted(missing)[0]}. Serve with another --data (or --store), or with that version."
+                )
+
+    @classmethod
+    def open(cls, url: str, on_error: ErrorHandler = raise_error) -> Self:
+        """Opens the database at `url` (`sqlite:///path` or `postgresql+psycopg://...`), creating its tables if it is
+        new; `on_error` handles outages (see `Database`). Raises ValueError if it cannot be opened."""
+        database = Database(url, on_error)
+        try:
+            return cls(database)
+        except ValueError:
+            database.engine.dispose()
+            raise
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self.database.engine.dispose()
+
+    def bind_data_folder(self, mark: str) -> None:
+        """Binds the database to the data folder identified by `mark`. Raises ValueError if it is bound to another
+        folder, which holds the weights that its rows refer to."""
+
+        def tie(connection: sql.Connection) -> str:
+            found = connection.execute(sql.select(folders.c.mark)).scalar()
+            if found is None:
+                connection.execute(sql.insert(folders).values(mark=mark))
+            return found or mark
+
+        if self.database.write(tie) != mark:
+            raise ValueError(
+                f"the database {self.database} belongs to the server of another data folder: start with that --data, "
+                "or with another --store"
+            )
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        owner: str,
+        kind: str,
+        body: bytes,
+        *,
+        key: str | None = None,
+        model: str | None = None,
+        seq: int | None = None,
+    ) -> str:
+        """Queues a request and returns its id; if `key` exists, returns the id of the earlier request."""
+        return self._queue(owner=owner, kind=kind, body=body, key=key, model=model, seq=seq)
+
+    def reject(self, owner: str, kind: str, message: str, *, key: str, model: str, seq: int) -> str:
+        """Records that request `seq` of a model was rejected: it is queued together with its answer, to keep its place
+        in the order."""
+        refusal = {"result": StoredAnswer.failure("", message).result, "result_kind": "json"}
+        return self._queue(owner=owner, kind=kind, key=key, model=model, seq=seq, **refusal)
+
+    def _queue(self, *, key: str | None, **values: Any) -> str:
+        row = values | {"id": uuid.uuid4().hex, "key": key, "state": "queued", "created": time.time()}
+        try:
+            self._write(sql.insert(requests).values(row))
+        except IntegrityError:
+            found = self._value(sql.select(requests.c.id).where(requests.c.key == key))
+            if found is None:
+                raise
+            return str(found)
+        return str(row["id"])
+
+    def take_queued(self) -> list[sql.Row]:
+        """Marks all queued requests as taken and returns them in order of arrival."""
+        if self._value(_ANY_QUEUED) is None:  # reading needs no write lock
+            return []
+        values = {"state": "taken", "takes": requests.c.takes + 1}
+        statement = sql.update(requests).where(requests.c.state == "queued").values(values).returning(requests)
+        taken = self.database.write(lambda connection: connection.execute(statement).all())
+        return sorted(taken, key=lambda row: row.serial)
+
+    def release_taken(self) -> None:
+        """Queues again all taken requests that the worker did not run."""
+        again = {"state": "queued", "takes": 0}
+        self._write(sql.update(requests).where(requests.c.state == "taken").values(again))
+
+    def requeue_after_crash(self) -> None:
+        """Queues again the requests taken by a worker that died. A request that was running at `MAX_TAKES` deaths may
+        be their cause and is answered with an error."""
+        message = f"the server's worker died {MAX_TAKES} times while this request was under way: make it smaller"
+        poison = StoredAnswer.failure("", message, "server")
+        values = {"state": "failed", "result": poison.result, "result_kind": "json", "finished": time.time()}
+        taken = requests.c.state == "taken"
+        self._write(
+            sql.update(requests).where(taken, requests.c.takes >= MAX_TAKES).values(values),
+            sql.update(requests).where(taken).values(state="queued"),
+        )
+
+    def write_answers(self, answers: Iterable[StoredAnswer], updates: Iterable[RowUpdate] = ()) -> None:
+        """Writes answers and the row updates of their requests in one transaction."""
+        statements = [change.statement for change in updates] + [_answer(done) for done in answers]
+        try:
+            self._write(*statements)
+        except IntegrityError:  # a front end inserted the same key concurrently; the retry replaces its row
+            self._write(*statements)
+
+    def get_request(self, owner: str, id: str) -> sql.Row | None:
+        """Returns the owner's request with this id, or None."""
+        return self._first(sql.select(requests).where(requests.c.id == id, requests.c.owner == owner))
+
+    def answered_ids(self, ids: Sequence[str]) -> set[str]:
+        """Returns those of `ids` that have an answer."""
+        found = sql.select(requests.c.id).where(requests.c.id.in_(ids), requests.c.state.in_(("done", "failed")))
+        return set(self._values(found))
+
+    def cancel(self, owner: str, id: str) -> bool:
+        """Answers a queued sample with "cancelled". Returns False if it has started or does not exist."""
+        mine = (requests.c.owner == owner, requests.c.kind == "sample", requests.c.state == "queued")
+        return self._write(_answer(StoredAnswer.failure(id, "cancelled by its client")).where(*mine)) > 0
+
+    def queue_depth(self, owner: str | None = None) -> QueueDepth:
+        """Returns the unanswered requests of `owner`, or of all owners."""
+        sizes = sql.func.coalesce(sql.func.sum(sql.func.length(requests.c.body)), 0)
+        query = sql.select(sql.func.count(), sizes).where(requests.c.state.in_(("queued", "taken")))
+        row = self._first(query if owner is None else query.where(requests.c.owner == owner))
+        assert row is not None
+        return QueueDepth(int(row[0]), int(row[1]))
+
+    def last_seq(self, model: str) -> int:
+        """Returns the highest sequence number of a model's answered requests, or -1. The model's creation is number 0;
+        clients number from 1."""
+        answered = requests.c.state.in_(("done", "failed"))
+        found = self._value(sql.select(sql.func.max(requests.c.seq)).where(requests.c.model == model, answered))
+        return -1 if found is None else int(found)
+
+    def expire(self, now: float) -> None:
+        """Deletes answers that are older than a day, expired checkpoints, and samplers of sessions that were unused for
+        a day. `now` is in seconds since 1970."""
+        over = sql.select(sessions.c.id).where(sessions.c.seen < now - ANSWER_TTL_S)
+        self._write(
+            sql.delete(requests).where(requests.c.finished < now - ANSWER_TTL_S),
+            sql.delete(checkpoints).where(checkpoints.c.expires < now),
+            sql.delete(samplers).where(samplers.c.session.in_(over)),
+        )
+
+    def referenced_folders(self) -> set[str]:
+        """Returns all folders of the weight store that a row refers to."""
+        columns = (checkpoints.c.folder, samplers.c.folder, models.c.saved)
+        return {name for column in columns for name in self._values(sql.select(column)) if name}
+
+    # -- rows of the other tables --------------------------------------------------------------------------------------
+
+    def insert(self, table: sql.Table, **values: Any) -> bool:
+        """Inserts a row. Returns False if its primary key exists."""
+        try:
+            self._write(sql.insert(table).values(values))
+        except IntegrityError:
+            return False
+        return True
+
+    def get(self, table: sql.Table, id: str) -> sql.Row | None:
+        """Returns the row with this primary key, or None."""
+        (column,) = table.primary_key.columns
+        return self._first(sql.select(table).where(column == id))
+
+    def update(self, table: sql.Table, id: str, **values: Any) -> None:
+        """Updates columns of the row with this primary key."""
+        self.apply_updates([RowUpdate.update(table, id, **values)])
+
+    def apply_updates(self, updates: Iterable[RowUpdate]) -> None:
+        """Executes several updates in one transaction."""
+        self._write(*(change.statement for change in updates))
+
+    def find(self, table: sql.Table, *where: sql.ColumnElement[bool], limit: int = 1000, offset: int = 0) -> list:
+        """Returns matching rows, newest first."""
+        query = sql.select(table).where(*where).order_by(table.c.created.desc()).limit(limit).offset(offset)
+        return self.database.read(lambda connection: list(connection.execute(query).all()))
+
+    def count(self, table: sql.Table, *where: sql.ColumnElement[bool]) -> int:
+        """Returns the number of matching rows."""
+        return int(self._value(sql.select(sql.func.count()).select_from(table).where(*where)))
+
+    def _write(self, *statements: sql.Executable) -> int:
+        """Executes the statements in one transaction. Returns the number of rows affected by the last one."""
+
+        def work(connection: sql.Connection) -> int:
+            met = 0
+            for statement in statements:
+                met = connection.execute(statement).rowcount
+            return met
+
+        return self.database.write(work)
+
+    def _first(self, query: sql.Select) -> sql.Row | None:
+        return self.database.read(lambda connection: connection.execute(query).first())
+
+    def _value(self, query: sql.Select) -> Any:
+        return self.database.read(lambda connection: connection.execute(query).scalar())
+
+    def _values(self, query: sql.Select) -> list[Any]:
+        return self.database.read(lambda connection: list(connection.execute(query).scalars()))
+
+
+def _answer(done: StoredAnswer) -> sql.Update:
+    state: RequestState = "failed" if done.failed else "done"
+    values = {"state": state, "result": done.result, "result_kind": done.kind, "finished": time.time(), "body": None}
+    return sql.update(requests).where(requests.c.id == done.id).values(values)
+
+
+_ANY_QUEUED = sql.select(requests.c.serial).where(requests.c.state == "queued").limit(1)

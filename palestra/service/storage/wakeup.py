@@ -1,0 +1,66 @@
+"""Wake-up socket between two processes: one byte means "check the store". A lost byte delays an answer by milliseconds
+and loses nothing.
+
+Each end detects that the other process has exited, since the operating system closes its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+from typing import Self
+
+
+class WakeupSocket:
+    """One end of a wake-up socket pair."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.sock = end
+        self.peer_gone = False  # the other process has exited
+        end.setblocking(False)
+
+    @classmethod
+    def pair(cls) -> tuple[Self, Self]:
+        """Returns the two connected ends."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), cls(theirs)
+
+    def wake(self) -> None:
+        """Wakes the other end."""
+        # a full buffer means that the other end has not read yet; any other error, that it exited or was replaced
+        with contextlib.suppress(OSError):
+            self.sock.send(b"!")
+
+    def wait(self, seconds: float) -> None:
+        """Blocks until the other end wakes this one, it is gone, or `seconds` have passed."""
+        if select.select([self.sock], [], [], seconds)[0]:
+            self._hush()
+
+    async def wait_async(self, seconds: float) -> None:
+        """Asynchronous `wait`. If the other end is gone, sleeps for `seconds`."""
+        if self.peer_gone:
+            await asyncio.sleep(seconds)
+            return
+        loop, ringing = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.sock, ringing.set)
+        try:
+            async with asyncio.timeout(seconds):
+                await ringing.wait()
+                self._hush()
+        except TimeoutError:
+            pass
+        finally:
+            loop.remove_reader(self.sock)
+
+    def _hush(self) -> None:
+        try:
+            while data := self.sock.recv(4096):
+                if len(data) < 4096:
+                    return
+            self.peer_gone = True
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            self.peer_gone = True

@@ -1,0 +1,38 @@
+"""Creates sinks from their config; imports a tracker's package only if it is used."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from palestra.sinks.base import Sink, SinkConfigs
+
+
+def check_sinks(sinks: SinkConfigs) -> None:
+    """Raises ValueError if a sink's package is not installed or a kind of sink is listed twice."""
+    kinds = [sink.type for sink in sinks]
+    for kind in kinds:
+        if find_spec(kind) is None:
+            raise ValueError(f"the sink {kind} needs its package: pip install 'palestra[{kind}]'")
+        if kinds.count(kind) > 1:
+            raise ValueError(f"sinks: names {kind} twice: a run has one sink of a kind")
+
+
+def open_sink(config: Any, run: Path, folder: Path) -> Sink:
+    """Opens the sink described by `config` for the run at `run`; `folder` stores its state for a resumed run."""
+    if config.type == "tensorboard":
+        from palestra.sinks.tensorboard import TensorBoardSink
+
+        return TensorBoardSink(config, run, folder)
+    if config.type == "wandb":
+        from palestra.sinks.wandb import WandbSink
+
+        return WandbSink(config, run, folder)
+    if config.type == "mlflow":
+        from palestra.sinks.mlflow import MLflowSink
+
+        return MLflowSink(config, run, folder)
+    from palestra.sinks.trackio import TrackioSink
+
+    return TrackioSink(config, run, folder)

@@ -1,0 +1,230 @@
+"""Enumeration of a game: first its distinct states, with one call of the rules each, then all paths to them.
+
+There are far fewer states than paths (tic-tac-toe: 5,478 boards, 549,946 histories), and only the calls of the rules
+run in Python; the paths are expanded with array operations, all nodes of one depth at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
+
+
+class GameStates(NamedTuple):
+    """The distinct states of a game; the edges of state s are `first_edge[s]` to `first_edge[s + 1] - 1`."""
+
+    name: str
+    current_player: np.ndarray  # [N]
+    info_state: np.ndarray  # [N] row in `info_state_tensors` of the player to move, -1 if no player moves
+    returns: np.ndarray  # [N, n] 0 unless the state is terminal
+    first_edge: np.ndarray  # [N + 1]
+    child: np.ndarray  # [E]
+    action: np.ndarray  # [E]
+    probability: np.ndarray  # [E] chance's probability, 1 for a player's action
+    info_state_tensors: np.ndarray  # [W, V] the distinct observations, separate for each player
+    info_state_texts: list[str]  # [W]
+    action_mask: np.ndarray  # [W, A]
+
+
+class NodeLevel(NamedTuple):
+    """The nodes of one depth."""
+
+    state: np.ndarray  # [M]
+    last_sequences: np.ndarray  # [M, n] each player's last sequence
+    chance_probs: np.ndarray  # [M]
+
+
+@dataclass
+class GameTraversal:
+    """All paths through a game. Information states are numbered in order of discovery; see `Tree` for the other
+    fields."""
+
+    state_player: np.ndarray  # [I]
+    depth: np.ndarray  # [I] number of the player's earlier decisions
+    info_state: np.ndarray  # [I] row in `info_state_tensors`
+    action_mask: np.ndarray  # [I, A]
+    parent_sequence: np.ndarray  # [I]
+    end_sequences: np.ndarray  # [T, n]
+    chance_probs: np.ndarray  # [T]
+    returns: np.ndarray  # [T, n]
+    info_state_tensors: np.ndarray
+    info_state_texts: list[str]
+    num_nodes: int
+
+
+def enumerate_states(rules: Rules[Any], max_states: int) -> GameStates:
+    """Enumerates all reachable states. Raises ValueError if there are more than `max_nodes`."""
+    found = [rules.initial_state()]
+    numbers = {found[0]: 0}
+    turns, returns, first = [], [], [0]
+    child: list[int] = []
+    action: list[int] = []
+    likely: list[float] = []
+    views = _TensorNumbering(rules)
+    for state in found:
+        turn = rules.current_player(state)
+        turns.append(turn)
+        returns.append(rules.returns(state) if turn == TERMINAL else (0.0,) * rules.num_players)
+        for move, chance in _moves(rules, state, turn, views):
+            after = rules.next_state(state, move)
+            number = numbers.setdefault(after, len(found))
+            if number == len(found):
+                found.append(after)
+            child.append(number)
+            action.append(move)
+            likely.append(chance)
+        first.append(len(child))
+        if len(found) > max_states:
+            raise too_large_error(rules.name, max_states)
+    return GameStates(
+        rules.name,
+        np.array(turns),
+        np.array(views.seen),
+        np.array(returns),
+        np.array(first),
+        np.array(child, np.int64),
+        np.array(action, np.int64),
+        np.array(likely),
+        *views.tables(),
+    )
+
+
+def too_large_error(name: str, max_nodes: int) -> ValueError:
+    """Returns the error for a game with more than `max_nodes` nodes."""
+    return ValueError(
+        f"{name} has more than {max_nodes:,} nodes, too many to be walked through whole: choose a smaller variant, or "
+        "allow more with max_nodes, at the price of time and memory"
+    )
+
+
+class _TensorNumbering:
+    """Numbers the distinct observations of players to move, in order of discovery."""
+
+    def __init__(self, rules: Rules[Any]) -> None:
+        self.rules = rules
+        self.numbers: dict[tuple[int, bytes], int] = {}
+        self.views: list[np.ndarray] = []
+        self.words: list[str] = []
+        self.legal: list[list[int]] = []
+        self.seen: list[int] = []  # by state
+
+    def none(self) -> None:
+        self.seen.append(-1)
+
+    def see(self, state: Any, player: int) -> list[int]:
+        """Records the observation of the player to move; returns its legal actions. Raises ValueError if another state
+        with this observation has other legal actions."""
+        legal, view = self.rules.legal_actions(state), self.rules.info_state(state, player)
+        number = self.numbers.setdefault((player, view.tobytes()), len(self.views))
+        if number == len(self.views):
+            self.views.append(view)
+            self.words.append(self.rules.info_state_text(state, player))
+            self.legal.append(legal)
+        elif self.legal[number] != legal:
+            raise ValueError(
+                f'{self.rules.name}: player {player} cannot tell what is legal, the view "{self.words[number]}" comes '
+                f"with actions {self.legal[number]} and with {legal}; let the view tell"
+            )
+        self.seen.append(number)
+        return legal
+
+    def tables(self) -> tuple[np.ndarray, list[str], np.ndarray]:
+        legal = np.zeros((len(self.views), len(self.rules.action_names)), bool)
+        for row, actions in zip(legal, self.legal, strict=True):
+            row[actions] = True
+        return np.array(self.views, np.float32), self.words, legal
+
+
+def _moves(rules: Rules[Any], state: Any, turn: int, views: _TensorNumbering) -> list[tuple[int, float]]:
+    if turn >= 0:
+        return [(move, 1.0) for move in views.see(state, turn)]
+    views.none()
+    return rules.chance_outcomes(state) if turn == CHANCE else []
+
+
+def traverse(states: GameStates, num_players: int, num_actions: int, max_nodes: int) -> GameTraversal:
+    """Expands all paths through the game. Paths to one state that no player can distinguish are merged into one node.
+    Raises ValueError if there are more than `max_nodes` nodes."""
+    met = _InfoStateNumbering(num_players, num_actions)
+    level = NodeLevel(np.zeros(1, np.int64), np.arange(num_players)[None], np.ones(1))
+    ends: list[NodeLevel] = []
+    nodes = 0
+    while len(level.state):
+        nodes += len(level.state)
+        if nodes > max_nodes:
+            raise too_large_error(states.name, max_nodes)
+        over = states.current_player[level.state] == TERMINAL
+        ends.append(NodeLevel(*(part[over] for part in level)))
+        level = _next(states, NodeLevel(*(part[~over] for part in level)), met)
+    over_at, last, chance = (np.concatenate(parts) for parts in zip(*ends, strict=True))
+    seen = np.array(met.seen, np.int64)
+    return GameTraversal(
+        state_player=np.array(met.owner, np.int64),
+        depth=np.array(met.depth, np.int64),
+        info_state=seen,
+        action_mask=states.action_mask[seen],
+        parent_sequence=np.array(met.parent, np.int64),
+        end_sequences=last,
+        chance_probs=chance,
+        returns=states.returns[over_at],
+        info_state_tensors=states.info_state_tensors,
+        info_state_texts=states.info_state_texts,
+        num_nodes=nodes,
+    )
+
+
+class _InfoStateNumbering:
+    """Numbers information states (observation and own past), in order of discovery."""
+
+    def __init__(self, n: int, width: int) -> None:
+        self.n, self.width = n, width
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.owner: list[int] = []
+        self.depth: list[int] = []
+        self.parent: list[int] = []
+        self.seen: list[int] = []
+
+    def number(self, owner: int, parent: int, seen: int) -> int:
+        number = self.numbers.setdefault((parent, seen), len(self.owner))
+        if number == len(self.owner):
+            self.owner.append(owner)
+            self.parent.append(parent)
+            self.seen.append(seen)
+            self.depth.append(0 if parent < self.n else self.depth[(parent - self.n) // self.width] + 1)
+        return number
+
+
+def _next(states: GameStates, level: NodeLevel, met: _InfoStateNumbering) -> NodeLevel:
+    """Returns the child nodes of one depth."""
+    count = states.first_edge[level.state + 1] - states.first_edge[level.state]
+    of = np.repeat(np.arange(len(count)), count)
+    edge = np.arange(len(of)) + np.repeat(states.first_edge[level.state] - (np.cumsum(count) - count), count)
+    turn, last = states.current_player[level.state], level.last_sequences[of]
+    moved = turn[of] >= 0
+    sequences = met.n + _information_states(states, level, met) * met.width
+    last[moved, turn[of][moved]] = sequences[of][moved] + states.action[edge][moved]
+    after = NodeLevel(states.child[edge], last, level.chance_probs[of] * states.probability[edge])
+    return after if moved.all() else _merged(after)
+
+
+def _information_states(states: GameStates, level: NodeLevel, met: _InfoStateNumbering) -> np.ndarray:
+    """Returns the information state of each node, int64 [M]; 0 at chance nodes."""
+    turn, seen = states.current_player[level.state], states.info_state[level.state]
+    numbers, at = np.zeros(len(turn), np.int64), np.flatnonzero(turn >= 0)
+    parent = level.last_sequences[at, turn[at]]
+    keys = parent * len(states.info_state_tensors) + seen[at]
+    _, example, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    rows = zip(turn[at][example].tolist(), parent[example].tolist(), seen[at][example].tolist(), strict=True)
+    numbers[at] = np.array([met.number(*row) for row in rows], np.int64)[inverse]
+    return numbers
+
+
+def _merged(level: NodeLevel) -> NodeLevel:
+    """Merges nodes with the same state and the same own past of every player."""
+    keys = np.column_stack([level.state, level.last_sequences])
+    unique, inverse = np.unique(keys, axis=0, return_inverse=True)
+    return NodeLevel(unique[:, 0], unique[:, 1:], np.bincount(inverse.ravel(), level.chance_probs, len(unique)))

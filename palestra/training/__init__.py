@@ -1,0 +1,1 @@
+"""Training loops and what keeps several processes in step."""

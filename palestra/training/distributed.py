@@ -1,0 +1,80 @@
+"""The training loop under torchrun: all ranks run it on the same episode numbers; only rank 0 writes the run.
+
+How ranks share episodes and training passes is decided in rollouts/shared.py and engine/trainer.py. This module makes
+them start from the same checkpoint and end at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from palestra.engine.distributed import join_process_group, leave_process_group
+from palestra.runs import Run
+from palestra.runs.null_run import ReadOnlyRun
+from palestra.training import async_loop, loop
+from palestra.training.loop import Callback, Setup
+
+CONNECTION_LOST_SIGNS = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "imed out",
+    "remote process exited",
+)  # lost connection
+
+
+@contextmanager
+def distributed_run(open_run: Callable[[], Run]) -> Iterator[Run | ReadOnlyRun]:
+    """Context with this rank's view of the run: on rank 0 the run that `open_run` opens, on other ranks a read-only
+    stand-in. The process group is left if the block ends without an error."""
+    ranks = join_process_group()
+    run = open_run() if ranks.is_rank_zero else None
+    with _together():
+        path = ranks.broadcast(run.path if run else None)
+    with run or ReadOnlyRun(path) as own:
+        yield own
+    leave_process_group()
+
+
+def restore_checkpoint(setup: Setup, run: Any) -> int:
+    """Runs `train.restore_checkpoint` on every rank, on rank 0 first. Raises ValueError if the ranks find different
+    checkpoints."""
+    ranks = join_process_group()
+    with _together():
+        if ranks.is_rank_zero:
+            loop.restore_checkpoint(setup, run)
+        ranks.broadcast(None)  # barrier: rank 0 has truncated the run's logs
+        if not ranks.is_rank_zero:
+            loop.restore_checkpoint(setup, run)
+        steps: list[int] = ranks.all_gather(run.next_step)
+    if len(set(steps)) > 1:
+        raise ValueError(
+            f"the ranks would go on with steps {steps} of {run.path}: keep runs in a folder that all machines share"
+        )
+    return steps[0]
+
+
+def run_training(
+    setup: Setup, run: Any, callback: Callback | None = None, should_stop: Callable[[], bool] = lambda: False
+) -> bool:
+    """Runs `async_loop.run_training` on every rank. All stop after the step in which `should_stop` returns True on any
+    of them.
+
+    Raises ValueError if another rank ended or did not answer.
+    """
+    ranks = join_process_group()
+    with _together():
+        return async_loop.run_training(setup, run, callback, lambda: ranks.any_rank(should_stop()))
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Context that turns the error of a lost connection into a ValueError that explains it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if join_process_group().world_size == 1 or not any(sign in str(error) for sign in CONNECTION_LOST_SIGNS):
+            raise
+        raise ValueError("another rank has ended, or did not answer: see what it says. --resume goes on") from error

@@ -1,0 +1,237 @@
+"""Client of any OpenAI-compatible chat endpoint, with retries and time limits.
+
+The API key is read from the environment for each request; it is never stored, shown or written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import os
+import random
+import re
+import ssl
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from pydantic import Field, JsonValue, field_validator
+
+from palestra.chat import Json
+from palestra.config import StrictModel
+
+if TYPE_CHECKING:
+    import httpx
+
+RETRY_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})  # temporary failures, which are retried
+MAX_ANSWER_BYTES = 32 * 2**20  # bytes of an answer, decompressed
+MAX_PAUSE_S = 30.0  # longest pause in seconds between attempts without Retry-After
+
+
+class EndpointError(RuntimeError):
+    """The endpoint gave no answer. The message states the cause and possible remedies."""
+
+
+class Endpoint(StrictModel):
+    """Address, credentials and retry policy of a chat endpoint."""
+
+    url: str
+    """Base URL of the API, such as https://api.example.com/v1, or the full address of its chat completions."""
+    model: str = Field(min_length=1)
+    """Model name sent in every request."""
+    key_env: str | None = None
+    """Name of the environment variable that holds the API key; null sends no key."""
+    timeout: float = Field(60.0, gt=0)
+    """Seconds that one request may take."""
+    retries: int = Field(4, ge=0, le=100)
+    """Further attempts, 0 to 100, after a request that fails for a temporary reason."""
+    limit: float = Field(300.0, gt=0)
+    """Seconds that one answer may take, with all its attempts and pauses."""
+    backoff: float = Field(0.5, gt=0)
+    """Seconds of the first pause between attempts; it doubles up to 30 s, or is longer if the endpoint sends
+    Retry-After."""
+    body: dict[str, JsonValue] = {}
+    """Additional JSON fields of every request; they override its other fields."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("url is no web address: write the API's base, such as https://api.example.com/v1")
+        if parts.username or parts.password or parts.query:
+            raise ValueError(
+                "url holds a name, a password or a query: put the key into a variable and name it: key_env"
+            )
+        return url
+
+    @field_validator("key_env")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", name):
+            raise ValueError(
+                "key_env is the name of an environment variable, in capitals, such as JUDGE_API_KEY, not the key itself"
+            )
+        return name
+
+    @property
+    def completions_url(self) -> str:
+        """The full address of the chat completions."""
+        base = self.url.rstrip("/")
+        return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
+
+    def check(self) -> None:
+        """Raises ValueError if no request could succeed: httpx is not installed, or the key is missing."""
+        _httpx()
+        _headers(self)
+
+
+@dataclass(frozen=True)
+class RetryingClient:
+    """HTTP client for one answer, with retries. Each answer has its own client, so that none waits for another's
+    connections. `errors` collects the errors so far."""
+
+    endpoint: Endpoint
+    client: httpx.AsyncClient
+    errors: list[str]
+
+    async def complete(self, messages: Sequence[Json], **settings: Any) -> Json:
+        """Returns the message of the endpoint's first choice, with retries. Raises EndpointError if all attempts fail,
+        ValueError if the key is missing."""
+        endpoint = self.endpoint
+        body = {"model": endpoint.model, "messages": list(messages), **settings, **endpoint.body}
+        for attempt in range(endpoint.retries + 1):
+            reply, fault, told = await self._try(body)
+            if reply is not None:
+                return reply
+            self.errors.append(fault)
+            if told > endpoint.limit:
+                what = f"asks to be left alone for {told:g} seconds, more than limit allows"
+                raise endpoint_error(endpoint, what, self.errors)
+            if attempt < endpoint.retries:
+                doubled = min(MAX_PAUSE_S, endpoint.backoff * 2**attempt)
+                await asyncio.sleep(max(told, doubled * random.uniform(0.75, 1.25)))  # jitter spreads the retries
+        raise endpoint_error(endpoint, f"failed {endpoint.retries + 1} times", self.errors)
+
+    async def _try(self, body: Json) -> tuple[Json | None, str, float]:
+        """Makes one attempt. Returns the message, or None with the error and the pause in seconds that the endpoint
+        requests."""
+        endpoint, httpx = self.endpoint, _httpx()
+        try:
+            async with asyncio.timeout(endpoint.timeout):  # httpx restarts its own timeout with every byte received
+                response = await self._post(body)
+        except TimeoutError:
+            return None, f"no answer within timeout: {endpoint.timeout:g} seconds", 0.0
+        except httpx.RequestError as error:
+            return None, f"{type(error).__name__}: {quote_masked(endpoint, str(error))}", 0.0
+        status = f"HTTP {response.status_code}"
+        if response.status_code in RETRY_STATUSES:
+            return None, status, _pause(response.headers.get("retry-after", ""))
+        if not response.is_success:
+            raise endpoint_error(endpoint, f"answered {status}: {quote_masked(endpoint, response.text)}", [])
+        return _message(response), f"{status} without a completion: {quote_masked(endpoint, response.text)}", 0.0
+
+    async def _post(self, body: Json) -> httpx.Response:
+        """Sends the request and reads the response. Raises EndpointError if it is longer than `MAX_ANSWER_BYTES`
+        bytes."""
+        endpoint, content = self.endpoint, bytearray()
+        async with self.client.stream(
+            "POST", endpoint.completions_url, json=body, headers=_headers(endpoint)
+        ) as response:
+            async for piece in response.aiter_bytes():
+                content += piece
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise endpoint_error(
+                        endpoint, f"sent an answer of more than {MAX_ANSWER_BYTES:,} bytes", self.errors
+                    )
+        headers = [(name, value) for name, value in response.headers.multi_items() if name != "content-encoding"]
+        return _httpx().Response(response.status_code, headers=headers, content=bytes(content))
+
+
+@asynccontextmanager
+async def open_client(endpoint: Endpoint, errors: list[str]) -> AsyncIterator[RetryingClient]:
+    """Opens an HTTP client for one answer; errors are appended to `errors`."""
+    async with _httpx().AsyncClient(timeout=endpoint.timeout, verify=_certificates()) as client:
+        yield RetryingClient(endpoint, client, errors)
+
+
+async def complete(endpoint: Endpoint, messages: Sequence[Json], **settings: Any) -> Json:
+    """Returns the endpoint's message within `endpoint.limit` seconds; see `RetryingClient.complete`. Raises
+    EndpointError otherwise."""
+    faults: list[str] = []
+    try:
+        async with asyncio.timeout(endpoint.limit), open_client(endpoint, faults) as line:
+            return await line.complete(messages, **settings)
+    except TimeoutError:
+        raise endpoint_error(endpoint, f"gave no answer within limit: {endpoint.limit:g} seconds", faults) from None
+
+
+def _message(response: httpx.Response) -> Json | None:
+    """Returns the first choice's message if it has content or tool calls, else None."""
+    try:
+        message = response.json()["choices"][0]["message"]
+        says = isinstance(message["content"], str) or bool(message["tool_calls"])
+    except (ValueError, LookupError, TypeError):
+        return None
+    return message if says else None
+
+
+def _pause(told: str) -> float:
+    """Returns the seconds in a Retry-After header, given as a number or a date; 0 if it has neither."""
+    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", told):
+        return float(told)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(told).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+# ---- API key and error messages
+
+
+def _headers(endpoint: Endpoint) -> dict[str, str]:
+    if endpoint.key_env is None:
+        return {}
+    key = os.environ.get(endpoint.key_env, "").strip()
+    if not key:
+        raise ValueError(
+            f"the endpoint's key is missing: set the environment variable {endpoint.key_env}, or drop key_env"
+        )
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"the variable {endpoint.key_env} holds no key: keys are one line of ASCII without blanks")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def quote_masked(endpoint: Endpoint, text: str) -> str:
+    """Returns the beginning of the endpoint's message, with the API key masked, since some endpoints repeat it in
+    errors."""
+    key = os.environ.get(endpoint.key_env, "").strip() if endpoint.key_env else ""
+    text = text.replace(key, "***") if key else text
+    return repr(text if len(text) <= 200 else f"{text[:200]}...")
+
+
+def endpoint_error(endpoint: Endpoint, what: str, errors: Sequence[str]) -> EndpointError:
+    """Returns the error for `endpoint`, with the last three distinct faults."""
+    story = f" (last: {'; '.join(list(dict.fromkeys(errors))[-3:])})" if errors else ""
+    return EndpointError(
+        f"{endpoint.model} at {endpoint.completions_url} {what}{story}. Check url, model, key_env and the endpoint "
+        "itself; raise timeout, limit or retries if it is only slow"
+    )
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Returns the TLS context. Cached, since loading certificates takes longer than many requests."""
+    return _httpx().create_ssl_context()
+
+
+def _httpx() -> Any:
+    try:
+        import httpx
+    except ImportError as error:
+        raise ValueError(f"asking an endpoint needs httpx ({error}): pip install 'palestra[endpoint]'") from error
+    return httpx

@@ -1,0 +1,324 @@
+"""Worker for populations of language agents: every member is a LoRA adapter on one shared base.
+
+Opponents are sampled in the same batch as the learner. In a game with rules, a member's policy is computed from the
+model's token probabilities, so that payoffs and NashConv can be exact.
+
+Shapes: `I` information states, `A` actions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from palestra.algorithms.text.grpo import GRPO
+from palestra.algorithms.text.sft import SFT
+from palestra.builders.engines import Engines
+from palestra.builders.text import make_episode_runner
+from palestra.builders.text_config import FrozenConfig
+from palestra.config import StrictModel, validate
+from palestra.engine.lora import Adapter
+from palestra.envs.text.board_games import TextGame
+from palestra.learners.lm import LanguageLearner, LocalWeights, LoraPolicyConfig
+from palestra.policies.base import Policy, Query
+from palestra.policies.lm import DemonstrationPolicy, LanguagePolicy
+from palestra.policies.scripted import RandomPolicy, ScriptedPolicy
+from palestra.policies.word_probabilities import word_probabilities
+from palestra.populations.population import Mix, Player
+from palestra.populations.tasks import ResultDict, Task
+from palestra.remote.envs.remote_env import make_env
+from palestra.rollouts.failures import RunFailed
+from palestra.rollouts.metrics import member_name
+from palestra.rollouts.tree_rollout import Branching, EpisodeSpec, derive_seed
+from palestra.tabular.game_tree import GameTree, build_game_tree
+from palestra.training.loop import update_learner
+from palestra.types import Episode, Seat
+from palestra.workers.exact import ExactSolver, seats_by_player
+from palestra.workers.game_results import cell_result, opponent_results
+from palestra.workers.member_loader import UNIFORM_MEMBER
+
+RESULT_START = 0.8  # share of a response's steps after which its games count in the result
+SELF_PLAY_NAME = "itself"  # name of the learner's own copy as an opponent
+
+
+class LanguageOracle(StrictModel):
+    """Best responses by reinforcement learning of LoRA adapters in a text env."""
+
+    type: Literal["language"] = "language"
+    env: dict[str, Any]
+    """The env, as at the top of the config."""
+    policy: LoraPolicyConfig = LoraPolicyConfig()
+    """The adapter, its base and its sampling."""
+    algorithm: GRPO = GRPO(branch_at="root", scale="none")
+    """The algorithm that trains responses."""
+    steps: int = Field(30, ge=1)
+    """Training steps of a response, if the plan gives none."""
+    episodes: int = Field(32, ge=1, le=1_000_000)
+    """Episodes of each step."""
+    imitation_steps: int = Field(40, ge=0)
+    """Supervised steps that teach the adapter, before all responses, to answer with legal actions: it imitates
+    random players whose action probabilities depend on the observation. Responses with `fresh` weights start there.
+    0: none."""
+    greedy: bool = False
+    """Frozen members sample at temperature 0 instead of `policy.sampling.temperature`."""
+    payoffs: Literal["simulated", "exact"] = "simulated"
+    """`simulated`: payoffs are measured in games. `exact`: computed from action probabilities, without games; needs an
+    env with rules."""
+    device: str = "auto"
+    """Device of the base: `auto`, `cpu`, `cuda`, ..."""
+    max_num_seqs: int = Field(512, ge=1)
+    """Sequences that are sampled at once, at most."""
+
+
+class LanguageWorker:
+    """Worker that trains and plays LoRA agents.
+
+    `players` are the env's seats, or the one population that plays every seat. All randomness follows from `seed` and
+    the task's name. Raises ValueError if payoffs are to be exact and the env has no rules.
+    """
+
+    def __init__(self, config: LanguageOracle, players: Sequence[Player], seed: int = 0) -> None:
+        self.config, self.seed = config, seed
+        self.episode_runner = make_episode_runner(config.env, "population")
+        env = make_env(**config.env)
+        self.env_seats: tuple[Seat, ...] = env.seats
+        self.seats = seats_by_player(players, len(env.seats))
+        self.engines = Engines(config.device, config.max_num_seqs)
+        self.action_reader = LMActionReader(env, self.engines, config.policy) if isinstance(env, TextGame) else None
+        self.exact = ExactSolver(self.action_reader.tree, players) if self.action_reader else None
+        if config.payoffs == "exact" and self.exact is None:
+            raise ValueError(
+                f'env "{config.env.get("type")}" has no rules, so payoffs: exact is not for it: simulated is'
+            )
+        self._frozen: dict[str, Policy] = {UNIFORM_MEMBER: RandomPolicy()}
+        self._taught: LanguageLearner | None = None
+
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
+        """Runs a task. Raises ValueError if its order does not fit the env."""
+        if task.kind == "train" and out is not None:
+            return asyncio.run(self._train(task, members, out))
+        if task.kind == "play" and self.config.payoffs == "simulated":
+            return asyncio.run(self._play(task, members))
+        if self.exact is None or self.action_reader is None:
+            raise ValueError(
+                f'task {task.name} ({task.kind}) needs the rules of env "{self.config.env.get("type")}", which has '
+                "none here: use simulated payoffs, and no assessment (nash_conv_every: 0)"
+            )
+        reader = self.action_reader
+        return self.exact.run_task(task, lambda name: reader.policy(name, self._member(name, members)), None)
+
+    # ---- learning
+
+    async def _train(self, task: Task, members: Mapping[str, Path], out: Path) -> ResultDict:
+        order = task.payload
+        learner = await self._learner(task.output_member, order, members)
+        cast = LMSeatAssigner(self, order, members, learner)
+        steps = int(order.get("steps") or self.config.steps)
+        figures: Mapping[str, float] = {}
+        count = self.config.episodes
+        for step in range(steps):
+            self.engines.clear_caches()
+            matches = [
+                cast.assign(derive_seed(self.seed, task.name, i), i) for i in range(step * count, (step + 1) * count)
+            ]
+            episodes = await self.episode_runner.play_all(matches, self.config.algorithm.branching)
+            _sound(episodes, task)
+            figures = await update_learner(self.config.algorithm, learner, episodes, step / steps)
+            cast.env_steps += sum(len(episode.nodes) for episode in episodes)
+            if step >= int(RESULT_START * steps):
+                cast.record(episodes)
+        learner.save(out)
+        return {"env_steps": cast.env_steps} | cast.result() | {"metrics": dict(figures)}
+
+    async def _learner(self, name: str, order: Mapping[str, Any], members: Mapping[str, Path]) -> LanguageLearner:
+        """Returns a learner that starts from the order's member, or from the taught adapter."""
+        policy = self.config.policy.model_dump() | dict(order.get("settings") or {})
+        learner = self._new(name, validate(LoraPolicyConfig, policy))
+        if order.get("start"):
+            learner.load(members[order["start"]])
+        elif self.config.imitation_steps:
+            self._taught = self._taught or await self._teach()
+            _adapter(learner).copy_from(_adapter(self._taught))
+        return learner
+
+    def _new(self, name: str, config: LoraPolicyConfig) -> LanguageLearner:
+        return self.engines.build_learner(name, config, derive_seed(self.seed, "adapter", name))
+
+    async def _teach(self) -> LanguageLearner:
+        """Trains an adapter to answer with legal actions; identical in every worker of a run."""
+        learner, lesson = self._new("words", self.config.policy), SFT(imitate="all")
+        teacher, count = (
+            ScriptedPolicy(partial(_by_odds, self.seed)),
+            self.config.episodes * self.config.algorithm.group_size,
+        )
+        for step in range(self.config.imitation_steps):
+            self.engines.clear_caches()
+            taught = DemonstrationPolicy(learner.policy(), teacher)
+            seeds = [derive_seed(self.seed, "words", i) for i in range(step * count, (step + 1) * count)]
+            matches = [EpisodeSpec(seed, dict.fromkeys(self.env_seats, taught), seed) for seed in seeds]
+            await update_learner(lesson, learner, await self.episode_runner.play_all(matches, lesson.branching), 0.0)
+        return learner
+
+    # ---- members and games
+
+    def _member(self, name: str, members: Mapping[str, Path]) -> Policy:
+        """Returns a frozen member, loaded once; a name stands for one policy."""
+        if name not in self._frozen:
+            policy = self.config.policy
+            speech = {
+                key: getattr(policy, key) for key in FrozenConfig.model_fields if key in type(policy).model_fields
+            }
+            if self.config.greedy:
+                speech["sampling"] = speech["sampling"].model_copy(update={"temperature": 0.0})
+            config = FrozenConfig(**speech | {"type": "frozen"}, path=str(members[name]))
+            self._frozen[name] = self.engines.build_frozen_policy(name, config)
+        return self._frozen[name]
+
+    async def _play(self, task: Task, members: Mapping[str, Path]) -> ResultDict:
+        """Plays all cells of a payoff table at once; members of a single population rotate over the seats."""
+        count, turns = int(task.payload["games"]), len(self.env_seats) if len(self.seats) == 1 else 1
+        self.engines.clear_caches()
+        matches: list[EpisodeSpec] = []
+        for number, names in enumerate(task.payload["cells"]):
+            policies = [self._member(name, members) for name in names]
+            for i in range(count):
+                seated = [policies[(seat + i % turns) % len(policies)] for seat in range(len(policies))]
+                seed = derive_seed(self.seed, task.name, number, i)
+                matches.append(EpisodeSpec(seed, dict(zip(self.env_seats, seated, strict=True)), seed))
+        episodes = await self.episode_runner.play_all(matches, Branching())
+        _sound(episodes, task)
+        results = []
+        for number, names in enumerate(task.payload["cells"]):
+            own = episodes[number * count : (number + 1) * count]
+            won = np.array([branch_returns(episode)[0] for episode in own])
+            seats = (np.arange(len(names)) - np.arange(count)[:, None] % turns) % len(names)
+            results.append({"members": list(names)} | cell_result(won[np.arange(count)[:, None], seats]))
+        return {"cells": results}
+
+
+class LMSeatAssigner:
+    """Assigns policies to seats for the games of a `train` order, and records their results.
+
+    The learner has one seat, which rotates over its player's seats; the other members are drawn once per game.
+    """
+
+    def __init__(
+        self, worker: LanguageWorker, order: Mapping[str, Any], members: Mapping[str, Path], learner: LanguageLearner
+    ) -> None:
+        self.worker, self.payload, self.members, self.learner = worker, order, members, learner
+        self.own_seats = worker.seats[order["player"]]
+        self.players = {seat: player for player, seats in worker.seats.items() for seat in seats}
+        self.numbers: dict[str, int] = {}
+        self.games: list[tuple[float, list[float], list[int]]] = []
+        self.env_steps = 0
+
+    def assign(self, seed: int, number: int) -> EpisodeSpec:
+        """Returns the episode with this number; the number decides which of its player's seats the learner has."""
+        rng, mine = random.Random(derive_seed(seed, "cast")), self.own_seats[number % len(self.own_seats)]
+        alone = rng.random() >= self.payload.get("self_play", 0.0)
+        names = self._drawn(rng, mine) if alone else {}
+        seats: dict[Seat, Policy] = {}
+        for seat, label in enumerate(self.worker.env_seats):
+            if seat == mine:
+                seats[label] = self.learner.policy()
+            else:
+                seats[label] = self.worker._member(names[seat], self.members) if alone else self._itself()
+        return EpisodeSpec(seed, seats, seed)
+
+    def _drawn(self, rng: random.Random, mine: int) -> dict[int, str]:
+        others = [seat for seat in self.players if seat != mine]
+        if (joint := self.payload.get("joint")) is not None:
+            lineup = rng.choices([members for members, _ in joint], [p for _, p in joint])[0]
+            return {seat: lineup[self.players[seat]] for seat in others}
+        return {seat: _one(rng, self.payload["opponents"][self.players[seat]]) for seat in others}
+
+    def _itself(self) -> LanguagePolicy:
+        """Returns a copy of the current policy, under a name whose samples are not trained on."""
+        policy = copy.copy(self.learner.policy())
+        policy.name = SELF_PLAY_NAME
+        return policy
+
+    def record(self, episodes: Sequence[Episode]) -> None:
+        """Records the returns of the learner and of the members at the other seats."""
+        for episode in episodes:
+            names = [member_name(episode.seats[label]) for label in self.worker.env_seats]
+            mine = names.index(self.learner.name)
+            others = [seat for seat in range(len(names)) if seat != mine]
+            numbers = [self.numbers.setdefault(names[seat], len(self.numbers)) for seat in others]
+            for won in branch_returns(episode):
+                self.games.append((won[mine], [won[seat] for seat in others], numbers))
+
+    def result(self) -> ResultDict:
+        """Returns the recorded results."""
+        own, theirs, members = (np.array(column) for column in zip(*self.games, strict=True))
+        return opponent_results(own, theirs, members, list(self.numbers))
+
+
+class LMActionReader:
+    """Policies of language members in a game with rules, from token probabilities.
+
+    Probability of answers that are no legal action is spread evenly over the legal ones, as the env draws an action for
+    them.
+    """
+
+    def __init__(self, env: TextGame, engines: Engines, config: LoraPolicyConfig) -> None:
+        self.tree: GameTree = build_game_tree(env.rules)
+        self.engine = engines.shared_engine(config)[0]
+        legal = [row.nonzero()[0].tolist() for row in self.tree.action_mask]
+        self.words = [[env.action_words[action] for action in own] for own in legal]
+        roles = [env.roles[env.seats[player]] for player in self.tree.state_player]
+        told = [
+            env.format_observation(words, own) for words, own in zip(self.tree.info_state_texts, legal, strict=True)
+        ]
+        self.queries = [Query(role, observation) for role, observation in zip(roles, told, strict=True)]
+        self._policies: dict[str, np.ndarray] = {}
+
+    def policy(self, name: str, policy: Policy) -> np.ndarray:
+        """Returns a member's action probabilities, float64 [I, A], computed once per name."""
+        if name not in self._policies:
+            table = self.tree.action_mask / self.tree.action_mask.sum(1, keepdims=True)
+            if isinstance(policy, LanguagePolicy):
+                said = word_probabilities(self.engine, policy, self.queries, self.words)
+                rest = 1.0 - said.sum(1)
+                table *= rest[:, None]
+                for i, legal in enumerate(self.tree.action_mask):
+                    table[i, legal] += said[i, : legal.sum()]
+            self._policies[name] = table
+        return self._policies[name]
+
+
+def branch_returns(episode: Episode) -> list[list[float]]:
+    """Returns the return of each seat for every finished branch of an episode: one list per branch."""
+    lines = [episode.trajectory(leaf) for leaf in episode.leaves() if leaf.chosen]
+    return [[sum(node.reward(seat) for node in line) for seat in episode.seats] for line in lines]
+
+
+def _adapter(learner: LanguageLearner) -> Adapter:
+    """Returns the adapter in training, which is in this process."""
+    assert isinstance(learner.weights, LocalWeights) and learner.weights.trainer.adapter is not None
+    return learner.weights.trainer.adapter
+
+
+def _by_odds(seed: int, query: Query, rng: random.Random) -> str:
+    """Returns a legal action, drawn with odds from 1:10 to 10:1 that depend on the observation."""
+    own = random.Random(derive_seed(seed, "odds", query.role, query.observation))
+    words = query.legal_actions or []
+    return str(rng.choices(words, [10 ** own.uniform(0, 1) for _ in words])[0])
+
+
+def _one(rng: random.Random, mix: Mix) -> str:
+    return rng.choices(list(mix), list(mix.values()))[0]
+
+
+def _sound(episodes: Sequence[Episode], task: Task) -> None:
+    """Raises RunFailed if an episode failed: results with missing games must not pass as complete."""
+    if broken := next((episode for episode in episodes if episode.error), None):
+        raise RunFailed.from_traceback(f"the game of seed {broken.seed} failed: {broken.error}", broken.traceback)

@@ -1,0 +1,156 @@
+"""Loads a population's members: networks, tables, and the uniform policy, which has no files.
+
+Shapes: `I` information states, `A` actions, `U` distinct observations, `V` numbers in an observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import one_hot
+
+from palestra.envs import rules
+from palestra.envs.rules.base import Rules
+from palestra.envs.vector.base import VectorEnv
+from palestra.files import read_arrays, write_arrays
+from palestra.learners.nets import read_frozen_member
+from palestra.policies.frozen import FrozenMember, InfoStateIndex, NetMember, TableMember, UniformMember
+from palestra.tabular.game_tree import GameTree, uniform_policy
+
+UNIFORM_MEMBER = "uniform"  # the member without files
+TABLE_FILE = "table.safetensors"
+
+
+def rules_of_env(env: Mapping[str, Any]) -> Rules[Any] | None:
+    """Returns the rules of the game that an env's config names, or None if it has none."""
+    return rules.rules_for_env(
+        **{name: value for name, value in env.items() if name != "type"}, env_type=str(env["type"])
+    )
+
+
+def write_table(folder: Path, policy: np.ndarray) -> None:
+    """Writes a member whose policy is a table, float64 [I, A] over the game's information states."""
+    write_arrays(folder / TABLE_FILE, {"policy": np.asarray(policy, np.float64)})
+
+
+class MemberLoader:
+    """Loads members of one game, each once; a name stands for one policy.
+
+    Given a `tree`, a network is evaluated once for all information states and plays from that table, because a lookup
+    takes less time than a forward pass (`tables=False` turns this off). With `greedy`, networks play their most likely
+    actions.
+    """
+
+    def __init__(
+        self, env: VectorEnv, tree: GameTree | None = None, *, greedy: bool = False, tables: bool = True
+    ) -> None:
+        self.env, self.tree, self.greedy, self.tables = env, tree, greedy, tables and tree is not None
+        self._members: dict[tuple[str, tuple[int, ...]], FrozenMember] = {}
+        self._policies: dict[str, np.ndarray] = {}
+        self._seen_by: dict[tuple[int, ...], tuple[InfoStateIndex, np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def member(self, name: str, members: Mapping[str, Path], seats: Sequence[int]) -> FrozenMember:
+        """Returns a member as it plays in vectorised games at any of `seats`, which must have equal observations and
+        actions."""
+        key = (name, tuple(seats))
+        if key not in self._members:
+            self._members[key] = self._read(name, members, key[1])
+        return self._members[key]
+
+    def _read(self, name: str, members: Mapping[str, Path], seats: tuple[int, ...]) -> FrozenMember:
+        folder = members.get(name)
+        if name == UNIFORM_MEMBER and folder is None:
+            return self._table(name, self.policy(name, members), seats) if self.tables else UniformMember()
+        if (_folder(name, members) / TABLE_FILE).exists():
+            return self._table(name, self.policy(name, members), seats)
+        net = read_frozen_member(_folder(name, members), self.env, seats[:1], best=self.greedy)[0]
+        if not self.tables or net.net.gru_units:
+            return net
+        return self._table(name, self.policy(name, members), seats)
+
+    def _table(self, name: str, policy: np.ndarray, seats: tuple[int, ...]) -> TableMember:
+        """Returns a policy [I, A] as a table over the observations of `seats`.
+
+        Raises ValueError if the policy differs between information states with equal observations.
+        """
+        views, states, first, same = self._seen(seats)
+        rows = policy[states]
+        if not np.allclose(rows[first][same], rows):
+            raise ValueError(
+                f"member {name} tells apart what looks alike in {self._tree.name} (views there do not tell the past), "
+                "so it cannot play by what it sees"
+            )
+        return TableMember(views, rows[first])
+
+    def _seen(self, seats: tuple[int, ...]) -> tuple[InfoStateIndex, np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the distinct observations of `seats`, their information states, for each observation one of these
+        [U], and for each state its observation."""
+        if seats not in self._seen_by:
+            tree = self._tree
+            states = np.concatenate([np.arange(len(tree.state_player))[tree.player_rows(seat)] for seat in seats])
+            _, first, same = np.unique(tree.info_state_tensors[states], axis=0, return_index=True, return_inverse=True)
+            self._seen_by[seats] = InfoStateIndex(tree.info_state_tensors[states[first]]), states, first, same
+        return self._seen_by[seats]
+
+    # ---- by information state
+
+    @property
+    def _tree(self) -> GameTree:
+        if self.tree is None:
+            raise ValueError(
+                f'env "{self.env.name}" has no rules here that could be walked through whole, so nothing exact can be '
+                "said of it, and no table can play it"
+            )
+        return self.tree
+
+    def policy(self, name: str, members: Mapping[str, Path]) -> np.ndarray:
+        """Returns a member's action probabilities [I, A] at every information state.
+
+        Raises ValueError for a game without rules, and for a network with memory.
+        """
+        if name not in self._policies:
+            folder = members.get(name)
+            if name == UNIFORM_MEMBER and folder is None:
+                self._policies[name] = uniform_policy(self._tree)
+            elif (_folder(name, members) / TABLE_FILE).exists():
+                self._policies[name] = read_arrays(_folder(name, members) / TABLE_FILE)["policy"]
+            else:
+                self._policies[name] = self._asked(name, _folder(name, members))
+        return self._policies[name]
+
+    def _asked(self, name: str, folder: Path) -> np.ndarray:
+        """Returns a network's action probabilities at every information state."""
+        tree = self._tree
+        member, _ = read_frozen_member(folder, self.env, [0], best=self.greedy)
+        if member.net.gru_units:
+            raise ValueError(f"member {name} remembers more than a view says, so no table holds what it does")
+        return action_probabilities(member, tree)
+
+
+@torch.no_grad()
+def action_probabilities(member: NetMember, tree: GameTree) -> np.ndarray:
+    """Returns the action probabilities, float64 [I, A], of a network without memory at every information state."""
+    views, legal = torch.from_numpy(tree.info_state_tensors), torch.from_numpy(tree.action_mask)
+    if member.seat_mapping.seat_id:
+        views = torch.cat([views, torch.eye(tree.num_players)[torch.from_numpy(tree.state_player).long()]], -1)
+    x = views[None] if member.norm is None else member.norm.normalise(views[None])
+    out = member.net(x)[0]
+    if member.greedy:
+        table = one_hot(member.head.mode(out, legal), tree.action_mask.shape[1]).double()
+    else:
+        each = torch.arange(tree.action_mask.shape[1])[:, None].expand(-1, len(out))
+        table = (
+            torch.stack([member.head.evaluate_actions(out, action, legal)[0].exp() for action in each], 1).double()
+            * legal
+        )
+    return (table / table.sum(1, keepdim=True)).numpy()
+
+
+def _folder(name: str, members: Mapping[str, Path]) -> Path:
+    if name not in members:
+        raise ValueError(f'the task does not bring the files of member "{name}": name it in Task.members')
+    return members[name]

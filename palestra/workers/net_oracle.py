@@ -1,0 +1,204 @@
+"""Worker for populations of small networks: trains them in vectorised games, against a mixture of frozen members.
+
+Shapes: `N` seats, `F` finished games.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.q_learning import ValueHead
+from palestra.builders.vector import VectorAlgorithmConfig, make_vector_env
+from palestra.config import StrictModel, validate
+from palestra.engine.malloc import keep_freed_memory
+from palestra.envs.vector.seat_shuffle import SeatShuffledEnv
+from palestra.files import read_arrays, write_arrays
+from palestra.learners.nets import NetLearner, NetPolicyConfig
+from palestra.policies import vector
+from palestra.policies.frozen import NetMember
+from palestra.policies.mixture import Mixture, SelfPlaySampler
+from palestra.populations.population import Player
+from palestra.populations.tasks import ResultDict, Task
+from palestra.rollouts.failures import RunFailed
+from palestra.rollouts.tree_rollout import derive_seed
+from palestra.rollouts.vector_rollout import VectorRollout, nonfinite_loss_advice
+from palestra.tabular.game_tree import GameTree, build_game_tree
+from palestra.workers.exact import ExactSolver, seats_by_player
+from palestra.workers.member_loader import MemberLoader, rules_of_env
+from palestra.workers.opponent_sampling import MemberRegistry, OpponentStats, opponent_sampler
+from palestra.workers.payoff_games import play_cells
+
+TRAINING_FILE = "training.safetensors"  # in a member's folder: training state from which a learner continues
+SELF_PLAY_NAME = "self"  # the learner as its own opponent
+RESULT_START = 0.8  # share of training after which games count in the result
+
+
+class NetOracle(StrictModel):
+    """Best responses by reinforcement learning of small networks in a vectorised game."""
+
+    type: Literal["net"] = "net"
+    env: dict[str, Any]
+    """The env, as at the top of the config."""
+    algorithm: VectorAlgorithmConfig = PPO()
+    """The algorithm that trains responses."""
+    policy: NetPolicyConfig = NetPolicyConfig()
+    """The network."""
+    env_steps: int = Field(500_000, ge=1)
+    """Env steps of a response, if the plan gives none."""
+    greedy: bool = False
+    """Frozen members play their most likely actions instead of sampling."""
+    payoffs: Literal["simulated", "exact"] = "simulated"
+    """`simulated`: payoffs are measured in games. `exact`: computed from policies; needs a game with rules."""
+    tabulate: bool = True
+    """In games with rules, networks play from a table over information states, which is faster; `false`: as
+    networks."""
+
+
+class NetWorker:
+    """Worker that trains and plays networks.
+
+    `train` trains a response to a mixture, `play` plays payoff cells; in games with rules, `assess` measures NashConv
+    and `solve` solves a restricted game. `rollout_policies` are the game's seats, or the one population that plays
+    every seat. All randomness follows from `seed` and the task's name.
+    """
+
+    def __init__(self, config: NetOracle, players: Sequence[Player], seed: int = 0) -> None:
+        keep_freed_memory()
+        torch.set_num_threads(1)
+        self.config, self.seed = config, seed
+        env = make_vector_env(config.env)
+        self.seats = seats_by_player(players, len(env.seats))
+        self.symmetric = len(self.seats) < len(env.seats)
+        tree = self._tree()
+        self.exact = ExactSolver(tree, players) if tree else None
+        self.loader = MemberLoader(env, tree, greedy=config.greedy, tables=config.tabulate)
+        start = np.arange(env.num_envs)
+        self.payoff_rollout = VectorRollout(env, start)
+        self.training_rollout = (
+            VectorRollout(SeatShuffledEnv(make_vector_env(config.env)), start)
+            if self.symmetric
+            else self.payoff_rollout
+        )
+
+    def _tree(self) -> GameTree | None:
+        rules = rules_of_env(self.config.env)
+        try:
+            return build_game_tree(rules) if rules else None
+        except ValueError:  # too large to enumerate
+            if self.config.payoffs == "exact":
+                raise
+            return None
+
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
+        """Runs a task. Raises ValueError if its order does not fit the game, or if training diverged."""
+        if task.kind == "train" and out is not None:
+            return self._train(task, members, out)
+        if task.kind == "play" and self.config.payoffs == "simulated":
+            return self._play(task, members)
+        if self.exact is None:
+            raise ValueError(
+                f'task {task.name} ({task.kind}) needs the rules of env "{self.config.env.get("type")}", which are '
+                "not here, or too many to be walked through: use simulated payoffs, and no assessment"
+            )
+        return self.exact.run_task(task, lambda name: self.loader.policy(name, members), out)
+
+    # ---- learning
+
+    def _train(self, task: Task, members: Mapping[str, Path], out: Path) -> ResultDict:
+        order, name = task.payload, task.output_member
+        config = apply_settings(self.config, order.get("settings") or {})
+        learner = self._learner(config, name, self.seats[order["player"]][0])
+        if start := order.get("start"):
+            NetLearner.load_arrays(learner, read_arrays(members[start] / TRAINING_FILE))
+        mixture, tally = self._mixture(order, members, learner)
+        horizon, games = config.algorithm.rollout_length, self.training_rollout.env.num_envs
+        sweeps = math.ceil(int(order.get("env_steps", self.config.env_steps)) / (horizon * games))
+        self.training_rollout.restart(self._seeds(task))
+        for step in range(sweeps):
+            players: list[vector.VectorPolicy] = [*learner.rollout_policies(step / sweeps), mixture]
+            batch = self.training_rollout.collect(players, horizon, derive_seed(self.seed, task.name, step))
+            try:
+                figures = learner.update(batch, step / sweeps)[name]
+            except FloatingPointError as error:
+                raise RunFailed(
+                    f"task {task.name}, after {step * horizon * games:,} of {sweeps * horizon * games:,} env steps: "
+                    f"{error}. {nonfinite_loss_advice(self.training_rollout.env, batch)}"
+                ) from error
+            if step >= int(RESULT_START * sweeps):
+                tally.add(batch, mixture.played_members(batch)[1], figures)
+        learner.member_writers()[name](out)
+        write_arrays(out / TRAINING_FILE, NetLearner.state_arrays(learner))  # without running games and replay buffer
+        return {"env_steps": sweeps * horizon * games} | tally.result()
+
+    def _learner(self, config: NetOracle, name: str, seat: int) -> NetLearner:
+        seeds = {name: derive_seed(self.seed, "net", name)}
+        return config.algorithm.build_learner(self.training_rollout.env, {name: [seat]}, {name: config.policy}, seeds)
+
+    def _seeds(self, task: Task) -> np.ndarray:
+        """Returns the seeds of a task's games, int64 [games]."""
+        return derive_seed(self.seed, "games", task.name) % 2**62 + np.arange(self.payoff_rollout.env.num_envs)
+
+    def _mixture(
+        self, order: Mapping[str, Any], members: Mapping[str, Path], learner: NetLearner
+    ) -> tuple[Mixture, OpponentStats]:
+        """Returns the mixture that plays the seats other than the learner's, and the counter of their games."""
+        seat = self.seats[order["player"]][0]
+        others = [number for number in range(len(self.training_rollout.env.seats)) if number != seat]
+        cast = self._cast(members)
+        lots = opponent_sampler(order, cast, [self._player(number) for number in others])
+        if share := order.get("self_play", 0.0):
+            lots = SelfPlaySampler(lots, share, cast.add(SELF_PLAY_NAME, SELF_PLAY_NAME, self._itself(learner)))
+        return Mixture(self.training_rollout.env, others, cast.members, lots), OpponentStats(seat, others, cast.names)
+
+    def _cast(self, members: Mapping[str, Path]) -> MemberRegistry:
+        return MemberRegistry(lambda player, name: self.loader.member(name, members, self.seats[player]))
+
+    def _player(self, seat: int) -> Player:
+        """Returns the player of the meta-game that plays a seat."""
+        return next(player for player, seats in self.seats.items() if seat in seats)
+
+    def _itself(self, learner: NetLearner) -> NetMember:
+        """Returns the learner's network with its current weights as an opponent, greedy if it has action values.
+
+        Raises ValueError unless one population plays every seat.
+        """
+        if not self.symmetric:
+            raise ValueError(
+                f"self_play: a learner of one seat cannot play another of env {self.config.env.get('type')}; only a "
+                "population that plays every seat can"
+            )
+        stack = learner.stacks[0]
+        return NetMember(
+            stack.seat_mapping, stack.net, stack.head, stack.norm, isinstance(stack.head, ValueHead), live=True
+        )
+
+    # ---- games
+
+    def _play(self, task: Task, members: Mapping[str, Path]) -> ResultDict:
+        """Plays the cells of a payoff table."""
+        cast, cells = self._cast(members), task.payload["cells"]
+        keys = [[cast.key(self._player(seat), name) for seat, name in enumerate(cell)] for cell in cells]
+        seed, games = derive_seed(self.seed, task.name), int(task.payload["games"])
+        found = play_cells(self.payoff_rollout, cast.members, keys, games, seed, rotate_seats=self.symmetric)
+        return {"cells": [{"members": list(cell)} | facts for cell, facts in zip(cells, found, strict=True)]}
+
+
+def apply_settings(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:
+    """Returns the oracle with some settings of the algorithm, or else of the policy, replaced. Raises ValueError for an
+    unknown name."""
+    algorithm, policy = config.algorithm.model_dump(), config.policy.model_dump()
+    for name, value in settings.items():
+        owner = next((tree for tree in (algorithm, policy) if name in tree and name != "type"), None)
+        if owner is None:
+            known = ", ".join(sorted({*algorithm, *policy} - {"type"}))
+            raise ValueError(f'"{name}" is no setting of {config.algorithm.type} or its network; there are: {known}')
+        owner[name] = value
+    return validate(NetOracle, config.model_dump() | {"algorithm": algorithm, "policy": policy})

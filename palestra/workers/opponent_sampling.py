@@ -1,0 +1,85 @@
+"""Opponents of a learner by a task's order, and the learner's results against each of them.
+
+Shapes: `F` finished games, `N` seats, `S` seats of opponents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from palestra.policies.frozen import FrozenMember
+from palestra.policies.mixture import IndependentSampler, JointSampler, OpponentSampler
+from palestra.populations.population import Player
+from palestra.populations.tasks import ResultDict
+from palestra.rollouts.vector_metrics import mean_metrics
+from palestra.types import Metrics, RolloutBatch
+from palestra.workers.game_results import opponent_results
+
+
+class MemberRegistry:
+    """Frozen members by key (`player/name`), numbered in the order in which they are added; `load` loads one."""
+
+    def __init__(self, load: Callable[[Player, str], FrozenMember]) -> None:
+        self.load = load
+        self.members: dict[str, FrozenMember] = {}
+        self.names: list[str] = []
+
+    def index(self, player: Player, name: str) -> int:
+        """Returns a member's number; loads the member first if needed."""
+        key = self.key(player, name)
+        return list(self.members).index(key)
+
+    def key(self, player: Player, name: str) -> str:
+        """Returns a member's key, `player/name`; loads the member first if needed."""
+        key = f"{player}/{name}"
+        if key not in self.members:
+            self.add(key, name, self.load(player, name))
+        return key
+
+    def add(self, key: str, name: str, member: FrozenMember) -> int:
+        """Adds a loaded member and returns its number."""
+        self.members[key] = member
+        self.names.append(name)
+        return len(self.names) - 1
+
+
+def opponent_sampler(
+    payload: Mapping[str, Any], registry: MemberRegistry, players: Sequence[Player]
+) -> OpponentSampler:
+    """Returns the sampler of opponents for seats with these `players`, by a `train` order."""
+    if (joint := payload.get("joint")) is not None:
+        lineups = [[registry.index(player, members[player]) for player in players] for members, _ in joint]
+        return JointSampler(lineups, [p for _, p in joint])
+    mixes = [payload["opponents"][player] for player in players]
+    return IndependentSampler(
+        [
+            {registry.index(player, name): p for name, p in mix.items() if p > 0}
+            for player, mix in zip(players, mixes, strict=True)
+        ]
+    )
+
+
+class OpponentStats:
+    """Counts results of the learner at `seat` against the members at seats `opponent_seats`."""
+
+    def __init__(self, seat: int, others: Sequence[int], names: Sequence[str]) -> None:
+        self.seat, self.opponent_seats, self.names = seat, list(others), names
+        self.returns: list[np.ndarray] = []
+        self.members: list[np.ndarray] = []
+        self.metrics: list[Metrics] = []
+
+    def add(self, batch: RolloutBatch, members: np.ndarray, metrics: Metrics) -> None:
+        """Adds a sweep's finished games, the members int [F, S] that played them, and the update's metrics."""
+        self.returns.append(batch.episode_stats["returns"])
+        self.members.append(members)
+        if metrics:
+            self.metrics.append(metrics)
+
+    def result(self) -> ResultDict:
+        """Returns `return` (None if no game ended), `opponent_results` by member, and the mean `metrics`."""
+        returns, members = np.concatenate(self.returns), np.concatenate(self.members)
+        counted = opponent_results(returns[:, self.seat], returns[:, self.opponent_seats], members, self.names)
+        return counted | {"metrics": mean_metrics(self.metrics)}

@@ -1,0 +1,86 @@
+"""Rollout worker: plays slices of a step's episodes (`backends/episode_tasks.py`) in its own process, with the run's
+bases, samplers and envs.
+
+An episode is played wholly in the process that holds its sampler. The worker builds the same parts as a run in one
+process, and only loads the learners' published weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from palestra.backends.config import RolloutBackendConfig
+from palestra.backends.episode_tasks import EPISODES_FILE
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
+from palestra.learners.lm import LanguageLearner
+from palestra.populations.tasks import ResultDict, Task
+from palestra.rollouts.sources import SUCCESS_KEY
+from palestra.rollouts.tree_rollout import Branching
+from palestra.runs.worker_stats import worker_stats
+from palestra.training.loop import evaluate_instances
+from palestra.types import Episode
+
+
+class RolloutWorker:
+    """Plays slices of a run's stages and evaluations. Stages that read data are left out, as they play nothing."""
+
+    def __init__(self, config: TextConfig) -> None:
+        self.stages, played = rollout_config(config)
+        self.setup = build(played)
+        self.evals = {exam.name: exam for exam in self.setup.evals}
+        self.members = dict.fromkeys(self.setup.learners, "")
+
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
+        """Plays a slice and writes its episodes to `out`.
+
+        `cpu_s` is the CPU time of this process in seconds; `roll` are the counters of further workers that it used.
+        """
+        assert out is not None
+        for member, folder in members.items():
+            self._take(member, folder, task.payload["settings"])
+        start = time.process_time()
+        episodes = asyncio.run(self._played(task.payload))
+        (out / EPISODES_FILE).write_bytes(_pickled(episodes))
+        return {"episodes": len(episodes), "cpu_s": time.process_time() - start, "roll": worker_stats.take_report(0.0)}
+
+    def _take(self, member: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        """Loads a member's weights into its learner, unless loaded, and applies its settings."""
+        name, _, version = member.rpartition("@")
+        learner = self.setup.learners[name]
+        assert isinstance(learner, LanguageLearner)
+        learner.set_config(type(learner.config).model_validate(settings[name]))
+        if self.members[name] != member:
+            learner.load_exported(folder, int(version))
+            self.members[name] = member
+
+    async def _played(self, order: Mapping[str, Any]) -> list[Episode]:
+        numbers: Sequence[int] = order["numbers"]
+        if "exam" in order:
+            exam = self.evals[order["exam"]]
+            return await evaluate_instances(exam.arena, exam.seat_policies(), numbers, order["seed"])
+        source = self.setup.stages[self.stages[order["stage"]]].source
+        return await source.play(numbers, Branching(**order["branching"]), {SUCCESS_KEY: order["measured"]})
+
+
+def rollout_config(config: TextConfig) -> tuple[dict[int, int], TextConfig]:
+    """Returns the run's config without data and with an inline backend, and the new number of each stage that plays."""
+    alone = {"backend": RolloutBackendConfig(type="inline"), "data": []}
+    plays = [number for number, part in enumerate(config.stage_configs()) if not part.data]
+    stages = [config.stages[number].model_copy(update={"data": []}) for number in plays if config.stages]
+    return {number: place for place, number in enumerate(plays)}, config.model_copy(update={**alone, "stages": stages})
+
+
+def _pickled(episodes: Sequence[Episode]) -> bytes:
+    try:
+        return pickle.dumps(episodes)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"an episode cannot be sent to another process ({error}): observations and info hold text, numbers, "
+            "arrays, lists and mappings; convert it in the env"
+        ) from error

@@ -1,0 +1,49 @@
+"""Policies on our trees, and the same in OpenSpiel's hands."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyspiel
+
+from palestra.envs.rules import rules_for_env
+from palestra.envs.vector.openspiel import OpenSpielRules
+from palestra.tabular.game_tree import GameTree, build_game_tree
+
+
+@cache
+def tree(env_type: str, **options: Any) -> GameTree:
+    rules = rules_for_env(env_type, **options)
+    assert rules is not None
+    return build_game_tree(rules)
+
+
+@cache
+def spiel_tree(game: str) -> GameTree:
+    """A game of OpenSpiel's; words are its own names for information states."""
+    return build_game_tree(OpenSpielRules(game))
+
+
+def random_policy(tree: GameTree, seed: int, sharpness: float = 1.0) -> np.ndarray:
+    """Legal actions with random probabilities, some of them 0."""
+    rng = np.random.default_rng(seed)
+    odds = tree.action_mask * rng.exponential(size=tree.action_mask.shape) ** sharpness
+    odds *= (rng.random(odds.shape) < 0.8) | (odds == odds.max(1, keepdims=True))
+    return np.asarray(odds / odds.sum(1, keepdims=True))
+
+
+def seated(tree: GameTree, player: int, policy: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """`rest`, where that player plays by `policy`."""
+    joined = rest.copy()
+    joined[tree.player_rows(player)] = policy[tree.player_rows(player)]
+    return joined
+
+
+def table(tree: GameTree, policy: np.ndarray) -> Any:
+    """A policy on a `spiel_tree` as OpenSpiel's."""
+    rows = zip(tree.info_state_texts, tree.action_mask, policy, strict=True)
+    return pyspiel.TabularPolicy(
+        {words: [(int(a), float(row[a])) for a in np.flatnonzero(legal)] for words, legal, row in rows}
+    )

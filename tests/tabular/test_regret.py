@@ -1,0 +1,90 @@
+"""Solvers make OpenSpiel's iterates, and come as near to an equilibrium as they are known to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyspiel
+import pytest
+from tabular.spiel import spiel_tree, tree
+
+from palestra.tabular.best_response import nash_conv
+from palestra.tabular.cfr import CFRSolver, TabularSolver, XFPSolver
+from palestra.tabular.game_tree import expected_returns
+
+
+@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize(("game", "iterations"), [("kuhn_poker", 30), ("leduc_poker", 4), ("kuhn_poker(players=3)", 8)])
+def test_iterates_are_openspiels(game: str, iterations: int, plus: bool) -> None:
+    found, loaded = spiel_tree(game), pyspiel.load_game(game)
+    ours, theirs = CFRSolver(found, plus=plus), (pyspiel.CFRPlusSolver if plus else pyspiel.CFRSolver)(loaded)
+    ours.run(iterations)
+    for _ in range(iterations):
+        theirs.evaluate_and_update_policy()
+    pairs = [(ours.policy, theirs.current_policy()), (ours.average_policy(), theirs.average_policy())]
+    for policy, table in pairs:
+        for words, legal, row in zip(found.info_state_texts, found.action_mask, policy, strict=True):
+            known = dict(table.get_state_policy(words))
+            assert [row[action] for action in np.flatnonzero(legal)] == pytest.approx(list(known.values()), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("plus", "name", "iterations", "known"),
+    [
+        (False, "kuhn_poker", 10, 0.137),
+        (False, "kuhn_poker", 100, 0.0165),
+        (False, "leduc_poker", 100, 0.1914),
+        (True, "kuhn_poker", 100, 0.0024),
+        (True, "leduc_poker", 10, 1.221),
+        (True, "leduc_poker", 100, 0.0268),
+    ],
+)
+def test_regrets_bring_the_nash_conv_that_openspiels_solvers_reach(
+    plus: bool, name: str, iterations: int, known: float
+) -> None:
+    found = tree(name)
+    solver = CFRSolver(found, plus=plus)
+    solver.run(iterations)
+    assert nash_conv(found, solver.average_policy()) == pytest.approx(known, rel=0.005)
+
+
+def test_kuhn_poker_is_worth_an_eighteenth_to_the_second_player() -> None:
+    found = tree("kuhn_poker")
+    solver = CFRSolver(found, plus=True)
+    solver.run(3000)
+    assert expected_returns(found, solver.average_policy()) == pytest.approx([-1 / 18, 1 / 18], abs=1e-4)
+
+
+def test_fictitious_play_is_openspiels_on_leduc_poker() -> None:
+    """OpenSpiel's XFP: 2.348 after 10 iterations, 0.500 after 100."""
+    found = tree("leduc_poker")
+    solver = XFPSolver(found)
+    solver.run(10)
+    assert nash_conv(found, solver.average_policy()) == pytest.approx(2.348, abs=5e-4)
+    solver.run(90)
+    assert nash_conv(found, solver.average_policy()) == pytest.approx(0.500, abs=5e-4)
+
+
+@pytest.mark.parametrize("make", [CFRSolver, XFPSolver])
+def test_runs_add_up(make: type[CFRSolver] | type[XFPSolver]) -> None:
+    found = tree("kuhn_poker")
+    solvers: list[TabularSolver] = [make(found), make(found)]
+    solvers[0].run(7)
+    solvers[1].run(3)
+    solvers[1].run(4)
+    assert np.array_equal(solvers[0].average_policy(), solvers[1].average_policy())
+
+
+def test_actions_forbidden_are_never_played_and_the_rest_is_solved() -> None:
+    """Leduc poker without raises: calls alone are left, so that the only choice is no choice."""
+    leduc = tree("leduc_poker")
+    calm = leduc.action_mask & (np.arange(3) < 2)
+    solver = CFRSolver(leduc, plus=True, action_mask=calm)
+    solver.run(50)
+    policy = solver.average_policy()
+    assert not policy[~calm].any() and np.allclose(policy.sum(1), 1)
+    assert nash_conv(leduc, policy, action_mask=calm) == pytest.approx(0, abs=1e-9)
+    assert nash_conv(leduc, policy) > 1
+    once = leduc.action_mask & ~(np.arange(3) == 0)  # nobody folds
+    solver = CFRSolver(leduc, plus=True, action_mask=once)
+    solver.run(200)
+    assert nash_conv(leduc, solver.average_policy(), action_mask=once) < 0.02

@@ -1,0 +1,231 @@
+"""Trees have what is known of their games, and policies on them are worth what OpenSpiel says."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pyspiel
+import pytest
+from tabular.spiel import random_policy, seated, spiel_tree, table, tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palestra.envs.rules import TERMINAL, KuhnRules, Rules
+from palestra.tabular.best_response import nash_conv
+from palestra.tabular.game_tree import (
+    build_game_tree,
+    end_probabilities,
+    expected_returns,
+    mixture_policy,
+    policy_from_plan,
+    realization_plan,
+    uniform_policy,
+)
+
+
+@pytest.mark.parametrize(
+    ("env_type", "options", "states", "nodes", "ends"),
+    [
+        ("kuhn_poker", {}, 12, 58, 30),  # 6 deals of 5 ends
+        ("leduc_poker", {}, 936, 9457, 5520),
+        ("kuhn_poker", {"players": 3}, 48, 617, 312),  # 24 deals of 13 ends
+        ("liars_dice", {"faces": 3}, 192, 1147, 567),  # 9 rolls; 63 ways to end: a set of bids, then the call
+    ],
+)
+def test_sizes(env_type: str, options: dict[str, int], states: int, nodes: int, ends: int) -> None:
+    found = tree(env_type, **options)
+    assert (len(found.state_player), found.num_nodes, len(found.end_sequences)) == (states, nodes, ends)
+    assert (
+        found.info_state_tensors.shape[0] == found.action_mask.shape[0] == len(found.info_state_texts) == states
+        and not found.has_ambiguous_tensors
+    )
+
+
+def test_what_a_tree_says_of_an_information_state() -> None:
+    kuhn = tree("kuhn_poker")
+    at = kuhn.info_state_texts.index("You are player 0. You hold Q. Moves: pass bet.")
+    assert kuhn.state_player[at] == 0 and kuhn.action_mask[at].all() and kuhn.action_names == ("pass", "bet")
+    before = kuhn.info_state_texts.index("You are player 0. You hold Q. Moves: none.")
+    assert kuhn.parent_sequence[at] == kuhn.num_players + 2 * before + 0 and kuhn.parent_sequence[before] == 0
+    assert kuhn.info_state_tensors[at].tolist() == [1, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0]
+    assert [kuhn.player_rows(player) for player in (0, 1)] == [slice(0, 6), slice(6, 12)]
+    assert kuhn.levels[0] == [slice(0, 3), slice(3, 6)] and kuhn.levels[1] == [slice(6, 12)]
+
+
+def test_dice_in_any_order_are_one_way_to_come_there() -> None:
+    """Two dice of two faces each: 9 pairs of throws, not 16; a throw of two different faces is twice as likely."""
+    dice = tree("liars_dice", dice=2, faces=2)
+    assert len(dice.end_sequences) == 9 * 255 and len(dice.end_sequences) < len(
+        spiel_tree("liars_dice(numdice=2,dice_sides=2)").end_sequences
+    )
+    assert sorted(set(dice.chance_probs.tolist())) == [1 / 16, 1 / 8, 1 / 4]
+
+
+def test_every_policy_ends_with_probability_one() -> None:
+    for found in (tree("kuhn_poker", players=3), tree("leduc_poker"), tree("bargaining")):
+        assert end_probabilities(found, realization_plan(found, random_policy(found, 0))).sum() == pytest.approx(
+            1, abs=1e-12
+        )
+
+
+def test_values_by_hand() -> None:
+    """Uniform Kuhn poker: showdowns cancel over the deals, the first seat wins 1 by a fold one time in four and loses 1
+    one time in eight."""
+    kuhn = tree("kuhn_poker")
+    assert expected_returns(kuhn, uniform_policy(kuhn)) == pytest.approx([0.125, -0.125], abs=1e-15)
+
+
+@pytest.mark.parametrize("game", ["kuhn_poker(players=3)", "leduc_poker", "liars_dice(dice_sides=3)"])
+def test_values_are_openspiels(game: str) -> None:
+    found = spiel_tree(game)
+    for seed in range(3):
+        policy = random_policy(found, seed)
+        start = pyspiel.load_game(game).new_initial_state()
+        theirs = pyspiel.expected_returns(start, table(found, policy), -1, False)
+        assert np.allclose(expected_returns(found, policy), theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize(("env_type", "game"), [("kuhn_poker", "kuhn_poker"), ("leduc_poker", "leduc_poker")])
+def test_our_rules_and_openspiels_give_one_tree(env_type: str, game: str) -> None:
+    ours, theirs = tree(env_type), spiel_tree(game)
+    at = np.concatenate(
+        [theirs.find_info_states(player, ours.info_state_tensors[ours.player_rows(player)]) + 0 for player in range(2)]
+    )
+    assert np.array_equal(theirs.info_state_tensors[at], ours.info_state_tensors) and np.array_equal(
+        theirs.action_mask[at], ours.action_mask
+    )
+    policy = random_policy(theirs, 1)
+    assert np.allclose(expected_returns(ours, policy[at]), expected_returns(theirs, policy), atol=1e-12)
+    assert nash_conv(ours, policy[at]) == pytest.approx(nash_conv(theirs, policy), abs=1e-12)
+
+
+def test_a_view_is_found() -> None:
+    leduc = tree("leduc_poker")
+    chosen = np.array([700, 500, 700])
+    assert leduc.find_info_states(1, leduc.info_state_tensors[chosen]).tolist() == [700, 500, 700]
+    with pytest.raises(ValueError, match="player 0 never has a decision with such a view"):
+        leduc.find_info_states(0, leduc.info_state_tensors[700:701])
+
+
+# ---- plans and mixtures
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_a_plan_tells_its_policy(seed: int) -> None:
+    leduc = tree("leduc_poker")
+    policy, other = random_policy(leduc, seed), random_policy(leduc, seed + 1)
+    likely = realization_plan(leduc, policy)
+    told = policy_from_plan(leduc, likely, other)
+    came = likely[leduc.parent_sequence] > 0
+    assert np.allclose(told[came], policy[came], atol=1e-12) and np.array_equal(told[~came], other[~came])
+
+
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 4))
+@settings(max_examples=20, deadline=None)
+def test_a_mixture_wins_what_its_members_win_on_average(seed: int, count: int) -> None:
+    """Against anybody: that is what makes a mixture of policies one policy."""
+    for found in (tree("kuhn_poker", players=3), tree("leduc_poker")):
+        rng = np.random.default_rng(seed)
+        members = [random_policy(found, seed + k, sharpness=3) for k in range(count)]
+        weights = rng.dirichlet(np.ones(count))
+        rest = random_policy(found, seed + 100)
+        mixed = mixture_policy(found, members, weights)
+        for player in range(found.num_players):
+            worth = [expected_returns(found, seated(found, player, member, rest)) for member in members]
+            assert np.allclose(expected_returns(found, seated(found, player, mixed, rest)), weights @ worth, atol=1e-12)
+
+
+def test_a_mixture_of_two_in_kuhn_poker_by_hand() -> None:
+    """One always bets; the other passes first, and bets when it is bet against. Half and half bets first one time in
+    two; when it has passed it can only be the other."""
+    kuhn = tree("kuhn_poker")
+    bet, sly = np.tile([0.0, 1.0], (12, 1)), np.tile([0.0, 1.0], (12, 1))
+    sly[kuhn.levels[0][0]] = [1, 0]
+    passive = np.tile([1.0, 0.0], (12, 1))
+    assert np.allclose(mixture_policy(kuhn, [bet, sly], [0.5, 0.5])[:6], [[0.5, 0.5]] * 3 + [[0, 1]] * 3)
+    assert np.allclose(mixture_policy(kuhn, [bet, passive], [0.25, 0.75])[:6], [[0.75, 0.25]] * 3 + [[1, 0]] * 3)
+    assert np.allclose(mixture_policy(kuhn, [bet, bet, passive], [0.5, 0.0, 0.5])[:3], [[0.5, 0.5]] * 3)
+
+
+def test_each_player_may_mix_in_its_own_way() -> None:
+    leduc = tree("leduc_poker")
+    members = [random_policy(leduc, seed) for seed in (1, 2)]
+    mixed = mixture_policy(leduc, members, np.array([[1.0, 0.0], [0.0, 1.0]]))
+    own = leduc.player_rows(0)
+    assert np.allclose(mixed[own], members[0][own]) and np.allclose(
+        mixed[leduc.player_rows(1)], members[1][leduc.player_rows(1)]
+    )
+
+
+# ---- what is refused, and what is remembered
+
+
+class Guess(NamedTuple):
+    moves: tuple[int, ...] = ()
+
+
+class Forgetting(Rules[Guess]):
+    """One player says 0 or 1 twice, and wins where it says both; it is shown nothing."""
+
+    name = "forgetting"
+    num_players = 1
+    action_names = ("no", "yes")
+    tells = True
+
+    def initial_state(self) -> Guess:
+        return Guess()
+
+    def current_player(self, state: Guess) -> int:
+        return TERMINAL if len(state.moves) == 2 else 0
+
+    def legal_actions(self, state: Guess) -> list[int]:
+        return [0, 1] if self.tells or not state.moves else [1]
+
+    def next_state(self, state: Guess, action: int) -> Guess:
+        return Guess((*state.moves, action))
+
+    def returns(self, state: Guess) -> tuple[float, ...]:
+        return (float(len(set(state.moves)) == 2),)
+
+    def info_state(self, state: Guess, player: int) -> np.ndarray:
+        return np.zeros(1, np.float32)
+
+    def info_state_text(self, state: Guess, player: int) -> str:
+        return "Guess."
+
+
+def test_a_player_remembers_what_its_view_forgets() -> None:
+    found = build_game_tree(Forgetting())
+    assert found.has_ambiguous_tensors and len(found.state_player) == 3 and not found.info_state_tensors.any()
+    assert nash_conv(found, uniform_policy(found)) == 0.5  # always right, where uniform play is so half of the time
+    with pytest.raises(ValueError, match="does not tell which information state"):
+        found.find_info_states(0, found.info_state_tensors)
+
+
+def test_a_view_must_tell_what_is_legal() -> None:
+    rules = Forgetting()
+    rules.tells = False
+    with pytest.raises(ValueError, match="cannot tell what is legal"):
+        build_game_tree(rules)
+
+
+def test_a_game_too_large_is_refused() -> None:
+    for most in (20, 40):  # too many states; few enough states, too many ways to them
+        with pytest.raises(ValueError, match=rf"kuhn_poker has more than {most} nodes"):
+            build_game_tree(KuhnRules(), max_nodes=most)
+
+
+@pytest.mark.slow
+def test_tic_tac_toe() -> None:
+    """255,168 games, as is well known, and what its uniform players could win OpenSpiel says too."""
+    found = tree("tic_tac_toe")
+    assert (found.num_nodes, len(found.end_sequences), len(found.state_player)) == (
+        549_946,
+        255_168,
+        294_778,
+    ) and found.has_ambiguous_tensors
+    game = pyspiel.load_game("tic_tac_toe")
+    theirs = pyspiel.nash_conv(game, pyspiel.UniformRandomPolicy(game))
+    assert nash_conv(found, uniform_policy(found)) == pytest.approx(theirs, abs=1e-9)

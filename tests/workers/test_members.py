@@ -1,0 +1,90 @@
+"""Members from their folders: a table plays as the network that it was asked from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from palestra.algorithms.vector.ppo import PPO
+from palestra.envs.vector.kuhn import KuhnPoker
+from palestra.learners.nets import NetPolicyConfig
+from palestra.policies.frozen import NetMember, TableMember, UniformMember
+from palestra.tabular.game_tree import build_game_tree, uniform_policy
+from palestra.workers.member_loader import UNIFORM_MEMBER, MemberLoader, rules_of_env, write_table
+
+ENV = KuhnPoker(4)
+KUHN = rules_of_env({"type": "kuhn_poker", "num_envs": 4})
+assert KUHN is not None
+TREE = build_game_tree(KUHN)
+
+
+def kept(folder: Path, seats: tuple[int, ...] = (1,), **changes: object) -> dict[str, Path]:
+    """The folder of a network as it is before it learns, far from uniform play."""
+    policy = NetPolicyConfig.model_validate({"hidden": [16], **changes})
+    learner = PPO().build_learner(ENV, {"it": list(seats)}, {"it": policy}, {"it": 5})
+    with torch.no_grad():
+        for parameter in learner.stacks[0].net.parameters():
+            parameter.mul_(2).add_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    learner.member_writers()["it"](folder)
+    return {"it": folder}
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("seats", [(1,), (0, 1)])
+def test_what_a_network_does_at_every_information_state(
+    best: bool, norm: bool, seats: tuple[int, ...], tmp_path: Path
+) -> None:
+    members = kept(tmp_path, seats, seat_one_hot=True, normalize_observations=norm)
+    table = MemberLoader(ENV, TREE, greedy=best).policy("it", members)
+    member = MemberLoader(ENV, TREE, greedy=best, tables=False).member("it", members, [1])
+    assert isinstance(member, NetMember)
+    ids = (
+        torch.eye(2)[torch.from_numpy(TREE.state_player)] if len(seats) > 1 else torch.zeros(len(TREE.state_player), 0)
+    )
+    seen = torch.cat([torch.from_numpy(TREE.info_state_tensors), ids], -1)[None]
+    seen = member.norm.normalise(seen) if member.norm else seen
+    wanted = torch.softmax(member.net(seen)[0].detach(), -1).numpy()
+    wanted = np.eye(2)[wanted.argmax(1)] if best else wanted
+    np.testing.assert_allclose(table, wanted, atol=1e-6)
+    assert abs(table - 0.5).max() > 0.2
+
+
+def test_who_plays_by_a_table_and_who_does_not(tmp_path: Path) -> None:
+    nets, remembering = kept(tmp_path / "net"), kept(tmp_path / "gru", gru_units=4)
+    write_table(tmp_path / "table", uniform_policy(TREE))
+    table = {"table": tmp_path / "table"}
+    reader = MemberLoader(ENV, TREE)
+    assert isinstance(reader.member("it", nets, [1]), TableMember)
+    assert reader.member("it", nets, [1]) is reader.member("it", {}, [1])  # read once
+    assert isinstance(MemberLoader(ENV, TREE).member("it", remembering, [1]), NetMember)
+    assert isinstance(MemberLoader(ENV).member("it", nets, [1]), NetMember)
+    assert isinstance(MemberLoader(ENV, TREE, tables=False).member("table", table, [1]), TableMember)
+    assert isinstance(reader.member(UNIFORM_MEMBER, {}, [0]), TableMember)
+    assert isinstance(MemberLoader(ENV).member(UNIFORM_MEMBER, {}, [0]), UniformMember)
+    np.testing.assert_array_equal(reader.policy("table", table), uniform_policy(TREE))
+
+
+def test_what_has_no_table(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="remembers more than a view says"):
+        MemberLoader(ENV, TREE).policy("it", kept(tmp_path, gru_units=4))
+    with pytest.raises(ValueError, match="has no rules here"):
+        MemberLoader(ENV).policy(UNIFORM_MEMBER, {})
+    with pytest.raises(ValueError, match='does not bring the files of member "who"'):
+        MemberLoader(ENV, TREE).policy("who", {})
+
+
+def test_a_table_that_knows_the_past_cannot_play_by_the_present(tmp_path: Path) -> None:
+    """Where all information states look alike, only a policy that does everywhere the same plays by views."""
+    blind = replace(TREE, info_state_tensors=np.zeros_like(TREE.info_state_tensors))
+    write_table(tmp_path / "even", uniform_policy(TREE))
+    write_table(tmp_path / "odd", np.eye(2)[np.arange(len(TREE.state_player)) % 2])
+    members = {name: tmp_path / name for name in ("even", "odd")}
+    even = MemberLoader(ENV, blind).member("even", members, [0])
+    assert isinstance(even, TableMember) and even.table.tolist() == [[0.5, 0.5]]
+    with pytest.raises(ValueError, match="member odd tells apart what looks alike in kuhn_poker"):
+        MemberLoader(ENV, blind).member("odd", members, [0])

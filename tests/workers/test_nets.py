@@ -1,0 +1,192 @@
+"""Networks as workers: they learn best responses, play cells without bias, and are judged exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from palestra.algorithms.vector.a2c import A2C
+from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.sac import SAC
+from palestra.files import read_arrays
+from palestra.learners.nets import NetPolicyConfig
+from palestra.populations.tasks import ResultDict, Task
+from palestra.tabular.best_response import nash_conv
+from palestra.workers.member_loader import write_table
+from palestra.workers.net_oracle import TRAINING_FILE, NetOracle, NetWorker, apply_settings
+
+KUHN = {"type": "kuhn_poker", "num_envs": 64}
+SEATS = ("player_0", "player_1")
+FAST = PPO(rollout_length=16, gamma=1.0, epochs=2, minibatches=2)
+SMALL = NetPolicyConfig(hidden=[32], lr=3e-3)
+
+
+def oracle(**changes: Any) -> NetOracle:
+    return NetOracle(**{"env": KUHN, "algorithm": FAST, "policy": SMALL, "env_steps": 2048} | changes)
+
+
+@cache
+def worker(players: tuple[str, ...] = SEATS, **changes: Any) -> NetWorker:
+    return NetWorker(oracle(**changes), players, seed=1)
+
+
+def train(
+    given: NetWorker, out: Path, members: Mapping[str, Path] | None = None, name: str = "it", **order: Any
+) -> ResultDict:
+    whole = {"player": "player_0", "opponents": {"player_1": {"uniform": 1.0}}} | order
+    out.mkdir(exist_ok=True)
+    return given.run_task(Task(f"train/{name}", "train", whole, output_member=name), members or {}, out)
+
+
+def assess(given: NetWorker, first: str, second: str, members: Mapping[str, Path]) -> ResultDict:
+    strategies = {"player_0": {first: 1.0}, "player_1": {second: 1.0}}
+    return given.run_task(Task("assess/it", "assess", {"strategies": strategies}), members, None)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [FAST, A2C(rollout_length=16, gamma=1.0), DQN(rollout_length=16, gamma=1.0), SAC(rollout_length=16)]
+)
+def test_every_algorithm_learns_to_beat_who_plays_at_random(algorithm: Any, tmp_path: Path) -> None:
+    """The first player of Kuhn poker wins 1/2 at most from uniform play, and uniform play 1/8 itself."""
+    given = NetWorker(oracle(algorithm=algorithm, env_steps=30_000), SEATS, seed=2)
+    result = train(given, tmp_path)
+    value = assess(given, "it", "uniform", {"it": tmp_path})["values"][0]
+    assert value > 0.3
+    assert result["env_steps"] >= 30_000
+    against = result["against"]["uniform"]
+    assert against["return"] == pytest.approx(result["return"])
+    assert 0 < against["wins"] < against["games"] and against["draws"] == 0
+    assert np.isfinite(list(result["metrics"].values())).all()
+
+
+def test_a_task_s_name_and_the_seed_decide_everything(tmp_path: Path) -> None:
+    def weights(given: NetWorker, folder: str, name: str = "it") -> np.ndarray:
+        train(given, tmp_path / folder, name=name)
+        return read_arrays(tmp_path / folder / "policy.safetensors")["body.layers.0.weight"]
+
+    first = weights(worker(), "a")
+    train(worker(), tmp_path / "between", name="other")
+    assert (weights(worker(), "b") == first).all()
+    assert (weights(NetWorker(oracle(), SEATS, seed=1), "c") == first).all()
+    assert (weights(NetWorker(oracle(), SEATS, seed=2), "d") != first).any()
+    assert (weights(worker(), "e", "other") != first).any()
+
+
+@pytest.mark.parametrize("algorithm", [FAST, DQN(rollout_length=16, learning_starts=0)])
+def test_a_member_goes_on_from_another(algorithm: Any, tmp_path: Path) -> None:
+    given = NetWorker(oracle(algorithm=algorithm), SEATS, seed=1)
+    train(given, tmp_path / "first")
+    still = {"lr": 1e-12}
+    train(given, tmp_path / "next", {"first": tmp_path / "first"}, "next", start="first", settings=still)
+    train(given, tmp_path / "fresh", name="fresh", settings=still)
+    old, new, fresh = (read_arrays(tmp_path / name / "policy.safetensors") for name in ("first", "next", "fresh"))
+    for name, weights in old.items():
+        np.testing.assert_allclose(new[name], weights, atol=1e-5)
+    assert any(not np.allclose(fresh[name], weights, atol=1e-3) for name, weights in old.items())
+    steps = [read_arrays(tmp_path / name / TRAINING_FILE)["versions"][0] for name in ("first", "next")]
+    assert steps[1] == 2 * steps[0]  # moments and counts come along
+
+
+def test_opponents_are_met_as_often_as_the_mixture_says(tmp_path: Path) -> None:
+    for number, name in enumerate(("pass", "bet")):
+        write_table(tmp_path / name, np.tile(np.eye(2)[number], (12, 1)))
+    members = {name: tmp_path / name for name in ("pass", "bet")}
+    result = train(
+        worker(), tmp_path / "it", members, opponents={"player_1": {"pass": 0.25, "bet": 0.75, "uniform": 0}}
+    )
+    games = {name: line["games"] for name, line in result["against"].items()}
+    assert set(games) == {"pass", "bet"}
+    assert games["bet"] / sum(games.values()) == pytest.approx(0.75, abs=0.2)
+
+
+def test_who_plays_every_seat_learns_at_every_seat(tmp_path: Path) -> None:
+    given = NetWorker(oracle(env_steps=25_000), ("all",), seed=3)
+    order = {"player": "all", "opponents": {"all": {"uniform": 1.0}}, "self_play": 0.25}
+    result = train(given, tmp_path, **order)
+    games = {name: line["games"] for name, line in result["against"].items()}
+    assert games["self"] / sum(games.values()) == pytest.approx(0.25, abs=0.1)
+    cells = [["it", "uniform"], ["uniform", "it"]]
+    play = Task("play/it", "play", {"cells": cells, "games": 2000})
+    mine, theirs = given.run_task(play, {"it": tmp_path}, None)["cells"]
+    assert mine["mean"][0] > 0.2 and theirs["mean"][1] > 0.2  # (1/2 + 5/12) / 2 at most
+    assert mine["members"] == ["it", "uniform"]
+
+
+def test_correlated_opponents(tmp_path: Path) -> None:
+    three = NetWorker(oracle(env={"type": "kuhn_poker", "num_envs": 64, "players": 3}), ("a", "b", "c"), seed=1)
+    for number, name in enumerate(("pass", "bet")):
+        write_table(tmp_path / name, np.tile(np.eye(2)[number], (48, 1)))
+    members = {name: tmp_path / name for name in ("pass", "bet")}
+    joint = [[{"a": "pass", "c": "bet"}, 0.5], [{"a": "bet", "c": "pass"}, 0.5]]
+    result = train(three, tmp_path / "it", members, player="b", joint=joint)
+    games = {name: line["games"] for name, line in result["against"].items()}
+    assert games["pass"] == games["bet"] > 0  # one of each in every game
+
+
+@pytest.mark.parametrize("tabulate", [True, False])
+def test_cells_are_played_without_bias(tabulate: bool, tmp_path: Path) -> None:
+    """Against who always bets games are shorter where one passes: each must count as much."""
+    given = NetWorker(oracle(tabulate=tabulate), SEATS, seed=1)
+    train(given, tmp_path / "a")
+    members = {"a": tmp_path / "a"}
+    exact = assess(worker(), "a", "uniform", members)["values"]
+    cells = [["a", "uniform"], ["uniform", "uniform"], ["uniform", "a"]]
+    played = given.run_task(Task("play/1", "play", {"cells": cells, "games": 3001}), members, None)["cells"]
+    assert [cell["games"] for cell in played] == [3001] * 3
+    assert [cell["members"] for cell in played] == cells
+    for cell, value in zip(played[:2], (exact[0], 0.125), strict=True):
+        error = np.sqrt(cell["m2"][0] / 3001 / 3000)
+        assert abs(cell["mean"][0] - value) < 4 * error
+        assert cell["mean"][1] == pytest.approx(-cell["mean"][0])
+        assert sum(cell["wins"]) + cell["draws"] == 3001
+
+
+def test_exact_payoffs_and_distance(tmp_path: Path) -> None:
+    given = worker(payoffs="exact")
+    train(given, tmp_path)
+    members = {"it": tmp_path}
+    (cell,) = given.run_task(Task("play/2", "play", {"cells": [["it", "uniform"]], "games": 10}), members, None)[
+        "cells"
+    ]
+    told = assess(given, "it", "uniform", members)
+    assert cell["mean"] == pytest.approx(told["values"])
+    assert cell["m2"] == [0.0, 0.0] and sum(cell["wins"]) + cell["draws"] == pytest.approx(10)
+    assert given.exact is not None
+    mixed = given.exact.mixture_policy({"player_0": {"it": 1.0}}, lambda name: given.loader.policy(name, members))
+    assert told["nash_conv"] == pytest.approx(nash_conv(given.exact.tree, mixed))
+    assert told["exploitability"] == told["nash_conv"] / 2
+
+
+def test_settings_change_the_algorithm_or_its_network() -> None:
+    changed = apply_settings(oracle(), {"lr": 0.5, "entropy_coef": 0.25, "clip": 0.125})
+    assert (changed.policy.lr, getattr(changed.algorithm, "entropy_coef", 0)) == (0.5, 0.25)
+    assert (getattr(changed.algorithm, "clip", 0), changed.policy.max_grad_norm) == (0.125, SMALL.max_grad_norm)
+    with pytest.raises(
+        ValueError, match='"speed" is no setting of ppo or its network; there are: activation, adam_eps, aux_value_coef'
+    ):
+        apply_settings(oracle(), {"speed": 1})
+    with pytest.raises(ValueError, match=r"policy\.lr: should be greater than 0"):
+        apply_settings(oracle(), {"lr": -1})
+
+
+def test_what_diverges_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"task train/it, after [\d,]+ of 2,048 env steps: .* not a finite number"):
+        train(worker(), tmp_path, settings={"lr": 1e6, "hidden": [8] * 8, "activation": "relu"})
+
+
+def test_orders_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="only a population that plays every seat can"):
+        train(worker(), tmp_path, self_play=0.5)
+    with pytest.raises(ValueError, match='does not bring the files of member "who"'):
+        train(worker(), tmp_path, opponents={"player_1": {"who": 1.0}})
+    matrix = NetWorker(oracle(env={"type": "matrix"}), SEATS)
+    with pytest.raises(ValueError, match=r"task assess/it \(assess\) needs the rules of env"):
+        assess(matrix, "uniform", "uniform", {})
+    with pytest.raises(ValueError, match="3 populations cannot share 2 seats"):
+        NetWorker(oracle(), ("a", "b", "c"))
